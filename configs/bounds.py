@@ -1,0 +1,110 @@
+"""What each knob may be by itself: choices of the texts, bounds of the numbers.
+
+A number may be 0 or more unless listed here. `validate` reads these first, and the rules between
+knobs after.
+"""
+
+import difflib
+import math
+from collections.abc import Iterator
+
+from configs.knobs import fault, get, knobs
+from configs.schema import Config
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.attention.kind": ("gqa", "mla"),
+    "model.moe.activation": ("swiglu", "geglu", "quick_geglu", "squared_relu"),
+    "model.moe.router.score": ("softmax", "sigmoid"),
+    "model.moe.router.softmax_over": ("all", "topk"),
+    "kernels.backend": ("auto", "reference", "torch", "te", "fused", "megatron"),
+    "kernels.attention": ("auto", "reference", "sdpa", "flex", "te"),
+    "kernels.norm": ("auto", "torch", "te"),
+    "parallel.dispatch": ("auto", "local", "alltoall"),
+    "parallel.grad_dtype": ("fp32", "bf16"),
+    "data.source": ("embedded", "indexed", "synthetic"),
+    "optim.schedule": ("cosine", "linear", "constant", "inverse-square-root", "WSD"),
+    "run.device": ("auto", "cuda", "cpu"),
+    "run.precision": ("bf16", "fp32"),
+    "run.recompute": ("none", "attention", "moe", "full"),
+    "run.wandb": ("off", "offline", "online"),
+}
+
+AT_LEAST: dict[str, int] = {
+    "model.attention.heads": 1,
+    "model.attention.kv_heads": 1,
+    "model.attention.head_dim": 1,
+    "model.attention.kv_lora_rank": 1,
+    "model.attention.qk_nope_dim": 1,
+    "model.attention.qk_rope_dim": 1,
+    "model.attention.v_dim": 1,
+    "model.attention.window_every": 1,
+    "model.attention.yarn.factor": 1,
+    "model.attention.yarn.original_context": 1,
+    "model.moe.experts": 1,
+    "model.moe.top_k": 1,
+    "model.moe.ffn": 1,
+    "model.moe.router.groups": 1,
+    "model.moe.router.group_topk": 1,
+    "model.vocab_size": 1,
+    "model.layers": 1,
+    "model.hidden": 1,
+    "model.dense_ffn": 1,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.virtual_pipeline": 1,
+    "parallel.context": 1,
+    "parallel.timeout": 1,
+    "data.sequence_length": 1,
+    "data.micro_batch": 1,
+    "data.global_batch": 1,
+    "run.steps": 1,
+    "run.save_interval": -1,
+    "run.keep": 1,
+    "run.log_interval": 1,
+    "run.eval_batches": 1,
+}
+
+ABOVE_ZERO: frozenset[str] = frozenset(
+    {
+        "model.attention.rope_theta",
+        "model.attention.yarn.beta_fast",
+        "model.attention.yarn.beta_slow",
+        "model.moe.activation_alpha",
+        "model.moe.router.scale",
+        "model.norm_eps",
+        "model.init_std",
+        "parallel.capacity_factor",
+        "optim.lr",
+        "optim.eps",
+    }
+)
+
+BELOW_ONE: frozenset[str] = frozenset({"optim.beta1", "optim.beta2"})
+
+
+def single(cfg: Config) -> Iterator[tuple[str, str, object]]:
+    """Knobs that are wrong by themselves: (path, problem, value that repairs it)."""
+    for path, knob in knobs().items():
+        value = get(cfg, path)
+        if path in CHOICES and value not in CHOICES[path]:
+            near = difflib.get_close_matches(value, CHOICES[path], n=1, cutoff=0.3)
+            reason = f"is not one of {', '.join(CHOICES[path])}"
+            repaired: object = (near or CHOICES[path])[0]
+        elif knob.type in (int, float) and (bound := _bound(path, value)):
+            reason, repaired = bound
+        else:
+            continue
+        yield path, fault(cfg, path, reason, repaired), repaired
+
+
+def _bound(path: str, value: float) -> tuple[str, float] | None:
+    """What a number violates and a value that does not."""
+    default = knobs()[path].default
+    if not math.isfinite(value):
+        return "must be finite", default
+    if path in ABOVE_ZERO:
+        return None if value > 0 else ("must be above 0", default)
+    if path in BELOW_ONE and value >= 1:
+        return "must be below 1", default
+    least = AT_LEAST.get(path, 0)
+    return None if value >= least else (f"must be at least {least}", max(least, default))

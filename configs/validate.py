@@ -1,0 +1,165 @@
+"""Checks of a composed configuration: every problem at once, each with the override that fixes it.
+
+First every knob by itself (`bounds`), then the rules between knobs (here) and the layout (`layout`),
+read with the first problems repaired. Needs no machine: a layout of 1024 ranks is checked anywhere.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+
+from configs.bounds import single
+from configs.knobs import fault, get, put
+from configs.layout import (
+    data_parallel_size,
+    expert_parallel_size,
+    largest_divisor,
+    layout_problems,
+    micro_batches,
+)
+from configs.schema import Config
+
+__all__ = [
+    "ConfigError",
+    "data_parallel_size",
+    "expert_parallel_size",
+    "micro_batches",
+    "validate",
+]
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration, one problem a line."""
+
+
+def validate(cfg: Config, world_size: int) -> None:
+    """Raise ConfigError with every problem of `cfg` on `world_size` ranks.
+
+    `parallel.world_size`, where set, is laid out instead.
+    """
+    cfg = copy.deepcopy(cfg)
+    problems = []
+    for path, problem, repaired in single(cfg):
+        problems.append(problem)
+        put(cfg, path, repaired)
+    world = cfg.parallel.world_size or world_size
+    for rule in (_attention, _router, _experts, _data, _blend, _optim, _run, _kernels):
+        problems += rule(cfg)
+    problems += layout_problems(cfg, world)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _attention(cfg: Config) -> Iterator[str]:
+    a, at = cfg.model.attention, "model.attention"
+    if a.kind == "gqa" and a.heads % a.kv_heads:
+        fits = largest_divisor(a.heads, a.kv_heads)
+        yield fault(cfg, f"{at}.kv_heads", f"does not divide heads={a.heads}", fits)
+    rotated = f"{at}.head_dim" if a.kind == "gqa" else f"{at}.qk_rope_dim"
+    if get(cfg, rotated) % 2:
+        yield fault(cfg, rotated, "must be even to be rotated", get(cfg, rotated) + 1)
+    if a.kind == "mla":
+        for knob, off in (("window", 0), ("sinks", False), ("qk_norm", False)):
+            if getattr(a, knob):
+                yield fault(cfg, f"{at}.{knob}", "is of gqa, and kind is mla", off)
+    if a.yarn.beta_fast <= a.yarn.beta_slow:
+        reason = f"must be above beta_slow={a.yarn.beta_slow}"
+        yield fault(cfg, f"{at}.yarn.beta_fast", reason, 32 * a.yarn.beta_slow)
+
+
+def _router(cfg: Config) -> Iterator[str]:
+    m, r, at = cfg.model.moe, cfg.model.moe.router, "model.moe.router"
+    in_reach = r.group_topk * (m.experts // r.groups)
+    if m.top_k > m.experts:
+        yield fault(cfg, "model.moe.top_k", f"is more than experts={m.experts}", m.experts)
+    if m.experts % r.groups:
+        fits = largest_divisor(m.experts, r.groups)
+        yield fault(cfg, f"{at}.groups", f"does not divide experts={m.experts}", fits)
+    elif r.group_topk > r.groups:
+        yield fault(cfg, f"{at}.group_topk", f"is more than groups={r.groups}", r.groups)
+    elif in_reach < m.top_k <= m.experts:
+        fits = -(-m.top_k * r.groups // m.experts)
+        reason = f"leaves {in_reach} experts to choose top_k={m.top_k} from"
+        yield fault(cfg, f"{at}.group_topk", reason, fits)
+    if r.bias_rate and r.score != "sigmoid":
+        yield fault(cfg, f"{at}.bias_rate", f"needs score=sigmoid, not {r.score}", 0)
+    if r.softmax_over == "topk" and r.score != "softmax":
+        yield fault(cfg, f"{at}.softmax_over", f"needs score=softmax, not {r.score}", "all")
+
+
+def _experts(cfg: Config) -> Iterator[str]:
+    m = cfg.model.moe
+    if m.dense_layers > cfg.model.layers:
+        reason = f"is more than layers={cfg.model.layers}"
+        yield fault(cfg, "model.moe.dense_layers", reason, cfg.model.layers)
+    if m.shared_ffn and cfg.model.bias:
+        yield fault(cfg, "model.bias", "is not possible with shared experts (shared_ffn)", False)
+    if m.activation == "squared_relu":
+        for knob in ("activation_limit", "activation_offset"):
+            if getattr(m, knob):
+                reason = "needs a gated activation, not squared_relu"
+                yield fault(cfg, f"model.moe.{knob}", reason, 0)
+
+
+def _data(cfg: Config) -> Iterator[str]:
+    d, r = cfg.data, cfg.run
+    if d.source == "embedded" and cfg.model.vocab_size < 256:
+        yield fault(cfg, "model.vocab_size", "is too small for bytes (data.source=embedded)", 256)
+    parts = d.split.split(",")
+    if len(parts) > 3 or not all(map(_is_number, parts)) or not float(parts[0]):
+        yield fault(cfg, "data.split", "must be weights of training and validation", "98,2")
+    elif r.eval_interval and not (len(parts) > 1 and float(parts[1])):
+        reason = f"validates on nothing, with data.split={d.split}"
+        yield fault(cfg, "run.eval_interval", reason, 0)
+
+
+def _blend(cfg: Config) -> Iterator[str]:
+    d, path, form = cfg.data, "data.blend", ["0.7", "prefix", "0.3", "other"]
+    weighted = [_is_number(item) for item in d.blend]
+    if d.source != "indexed":
+        if d.blend:
+            reason = f"is not read with data.source={d.source}"
+            yield fault(cfg, path, reason, "indexed", at="data.source")
+    elif not d.blend:
+        yield fault(cfg, path, "names no .bin/.idx files, and data.source=indexed", ["prefix"])
+    elif any(weighted) and weighted != [True, False] * (len(d.blend) // 2):
+        yield fault(cfg, path, "must be prefixes, or weights and prefixes in turn", form)
+    elif any(weighted) and not any(map(float, d.blend[::2])):
+        yield fault(cfg, path, "gives no prefix a weight above 0", form)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?", text.strip()) is not None
+
+
+def _optim(cfg: Config) -> Iterator[str]:
+    o = cfg.optim
+    if o.min_lr > o.lr:
+        yield fault(cfg, "optim.min_lr", f"is above lr={o.lr}", o.lr)
+    if 0 < o.decay_steps <= o.warmup_steps:
+        reason = f"ends within the warm-up of {o.warmup_steps} steps"
+        yield fault(cfg, "optim.decay_steps", reason, o.warmup_steps + 1)
+
+
+def _run(cfg: Config) -> Iterator[str]:
+    r = cfg.run
+    if r.name in ("", ".", "..") or "/" in r.name:
+        yield fault(cfg, "run.name", "must be the name of one folder", cfg.model.name)
+    if r.profile and (len(r.profile) != 2 or not 1 <= r.profile[0] <= r.profile[1] <= r.steps):
+        last = min(r.steps, 12)
+        reason = f"must be [first,last] within steps 1 to {r.steps}"
+        yield fault(cfg, "run.profile", reason, [max(1, last - 2), last])
+
+
+def _kernels(cfg: Config) -> Iterator[str]:
+    """Choices that no machine can serve; what this machine can is the kernel registry's answer."""
+    k, r = cfg.kernels, cfg.run
+    gpu_only = {"backend": ("te", "fused"), "attention": ("te",), "norm": ("te",)}
+    for knob, names in gpu_only.items():
+        if r.device == "cpu" and getattr(k, knob) in names:
+            yield fault(cfg, f"kernels.{knob}", "needs CUDA, and run.device is cpu", "auto")
+    if r.precision == "fp32" and k.backend in ("fused", *(["torch"] if r.device == "cuda" else [])):
+        reason = f"is too much for kernels.backend={k.backend}, which needs bf16 on CUDA"
+        yield fault(cfg, "run.precision", reason, "bf16")
+    if r.precision == "fp32" and cfg.parallel.grad_dtype == "bf16":
+        yield fault(cfg, "parallel.grad_dtype", "would round the gradients of fp32", "fp32")

@@ -1,0 +1,244 @@
+"""Which implementation of each op runs here, and why the better ones do not.
+
+The start of a run resolves `kernels.*` of the config against the facts of this machine and model, and
+prints `table`. A forced choice that cannot run is an error with its reason; `auto` takes the first that
+can run and says what it passed over. Predicates look at `Facts` alone and import nothing.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+def _installed() -> frozenset[str]:
+    wanted = ("transformer_engine", "triton")
+    return frozenset(name for name in wanted if importlib.util.find_spec(name))
+
+
+def _compiles() -> bool:
+    switches = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
+    return not any(os.environ.get(name) == "1" for name in switches)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What predicates may ask. Sizes of 0 are unknown and fit everything."""
+
+    device: str
+    """`cpu` or `cuda`."""
+    capability: tuple[int, int] | None
+    """CUDA compute capability; None on `cpu`."""
+    dtype: torch.dtype
+    """Of activations and weights."""
+    hidden: int = 0
+    """D, channels of the residual stream."""
+    ffn: int = 0
+    """F, width of one expert."""
+    sinks: bool = False
+    """Attention has learnable sinks."""
+    window: int = 0
+    """Sliding window of attention; 0 has none."""
+    head_dim: int = 0
+    """Channels of a query or key head."""
+    v_dim: int = 0
+    """Channels of a value head."""
+    context: int = 1
+    """Context parallel size: above 1, attention sees fewer queries than keys."""
+    packages: frozenset[str] = field(default_factory=_installed)
+    """Optional packages that are installed here."""
+    compiles: bool = field(default_factory=_compiles)
+    """Whether torch.compile is switched on."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line of the table."""
+
+    op: str
+    backend: str
+    reason: str
+
+
+class KernelUnavailable(ValueError):
+    """A forced backend that cannot run here; the message has the reason and an override that can."""
+
+
+@dataclass(frozen=True)
+class _Backend:
+    name: str
+    refuse: Callable[[Facts], str | None]
+    """The reason why it cannot run, or None."""
+    auto: bool = True
+    """Whether `auto` considers it."""
+
+
+@dataclass(frozen=True)
+class _Op:
+    knob: str
+    group: str
+    """What a hint overrides: experts have config files of their own, `kernels=torch`."""
+    backends: tuple[_Backend, ...]
+    """Best first."""
+
+
+def resolve(op: str, wanted: str, facts: Facts) -> Choice:
+    """Pick the implementation of `op`.
+
+    Args:
+        op: `grouped_mlp`, `attention` or `norm`.
+        wanted: a backend of the op, or `auto`.
+        facts: this machine and model.
+
+    Raises:
+        KernelUnavailable: `wanted` cannot run here.
+        ValueError: unknown op or backend.
+    """
+    if op not in _OPS:
+        raise ValueError(f"unknown op {op!r}: use one of {', '.join(_OPS)}")
+    spec = _OPS[op]
+    if wanted == "auto":
+        return _best(op, facts)
+    for backend in spec.backends:
+        if backend.name == wanted:
+            break
+    else:
+        names = ", ".join(b.name for b in spec.backends)
+        raise ValueError(f"{spec.knob}={wanted} is unknown: use one of {names} or auto")
+    reason = backend.refuse(facts)
+    if reason is not None:
+        hint = f"use {spec.group}={_best(op, facts).backend} or {spec.group}=auto"
+        raise KernelUnavailable(f"{spec.knob}={wanted} cannot run here: {reason}; {hint}")
+    return Choice(op, wanted, f"{spec.knob}={wanted}")
+
+
+def table(choices: Sequence[Choice]) -> str:
+    """The choices as aligned text with a heading, one line each."""
+    lines = [("op", "backend", "reason"), *((c.op, c.backend, c.reason) for c in choices)]
+    op, backend, _ = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return "\n".join(f"{o:{op}}  {b:{backend}}  {reason}".rstrip() for o, b, reason in lines)
+
+
+def _best(op: str, facts: Facts) -> Choice:
+    refused = []
+    for backend in _OPS[op].backends:
+        if not backend.auto:
+            continue
+        reason = backend.refuse(facts)
+        if reason is None:
+            return Choice(op, backend.name, "; ".join(["auto", *refused]))
+        refused.append(f"not {backend.name}: {reason}")
+    raise AssertionError(f"op {op} has no backend that runs everywhere")
+
+
+def _always(facts: Facts) -> str | None:
+    return None
+
+
+def _te(facts: Facts) -> str | None:
+    if facts.device != "cuda":
+        return "needs CUDA"
+    if "transformer_engine" not in facts.packages:
+        return "needs Transformer Engine, the extra `te` of pyproject.toml"
+    return None
+
+
+def _te_experts(facts: Facts) -> str | None:
+    return _te(facts) or (
+        "Transformer Engine's grouped GEMM wants row counts on the host, where this MoE layer never has "
+        "them (kernels=megatron runs it)"
+    )
+
+
+def _te_attention(facts: Facts) -> str | None:
+    if reason := _te(facts):
+        return reason
+    return None if facts.dtype == torch.bfloat16 else f"needs bf16, not {_short(facts.dtype)}"
+
+
+def _fused_experts(facts: Facts) -> str | None:
+    return "needs the sm_90a kernels of kernels/sm90, which this build does not contain"
+
+
+def _torch_experts(facts: Facts) -> str | None:
+    if not hasattr(torch, "_grouped_mm"):
+        return f"needs torch._grouped_mm, which torch {torch.__version__} does not have"
+    if facts.dtype not in (torch.bfloat16, torch.float32):
+        return f"needs bf16 or fp32, not {_short(facts.dtype)}"
+    if facts.device == "cuda":
+        if facts.dtype != torch.bfloat16:
+            return f"needs bf16 on CUDA, not {_short(facts.dtype)}"
+        # Elsewhere torch._grouped_mm copies the offsets to the host and loops over experts.
+        if facts.capability is None or facts.capability[0] not in (9, 10):
+            return f"needs CUDA capability 9.x or 10.x, not {_dotted(facts.capability)}"
+    multiple = 16 // facts.dtype.itemsize
+    if facts.hidden % multiple or facts.ffn % multiple:
+        return (
+            f"needs rows of whole 16 bytes: model.hidden={facts.hidden} and model.moe.ffn={facts.ffn} "
+            f"must be multiples of {multiple}"
+        )
+    return None
+
+
+def _sdpa(facts: Facts) -> str | None:
+    if facts.sinks:
+        return "has no sinks"
+    if facts.device != "cuda":
+        return None
+    if facts.window or facts.context > 1:
+        return "has no sliding window and no context parallelism on CUDA"
+    if facts.dtype == torch.float32:
+        return "its kernels for grouped queries need bf16 on CUDA, not fp32"
+    return None
+
+
+def _flex(facts: Facts) -> str | None:
+    if facts.device != "cuda":
+        return "needs CUDA"
+    if "triton" not in facts.packages:
+        return "needs triton: pip install triton"
+    if not facts.compiles:
+        return "needs torch.compile: unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
+    if 0 < min(facts.head_dim, facts.v_dim) < 16:
+        return f"needs heads of at least 16 channels, not {min(facts.head_dim, facts.v_dim)}"
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, str(dtype))
+
+
+def _dotted(capability: tuple[int, int] | None) -> str:
+    return "unknown" if capability is None else f"{capability[0]}.{capability[1]}"
+
+
+_OPS = {
+    "grouped_mlp": _Op(
+        knob="kernels.backend",
+        group="kernels",
+        backends=(
+            _Backend("fused", _fused_experts),
+            _Backend("te", _te_experts),
+            _Backend("torch", _torch_experts),
+            _Backend("reference", _always),
+            _Backend("megatron", _always, auto=False),
+        ),
+    ),
+    "attention": _Op(
+        knob="kernels.attention",
+        group="kernels.attention",
+        backends=(
+            _Backend("te", _te_attention),
+            _Backend("sdpa", _sdpa),
+            _Backend("flex", _flex),
+            _Backend("reference", _always),
+        ),
+    ),
+    "norm": _Op(
+        knob="kernels.norm",
+        group="kernels.norm",
+        backends=(_Backend("te", _te), _Backend("torch", _always)),
+    ),
+}

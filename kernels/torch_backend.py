@@ -1,0 +1,199 @@
+"""The expert MLP on torch._grouped_mm with offsets on the device: no host ever learns a row count.
+
+Every GEMM of the layer is one call for all experts; the elementwise work between them is compiled to one
+kernel each on CUDA and runs as written elsewhere. torch._grouped_mm neither reads nor writes rows past
+the last offset, so padding stays apart; the few sums over rows that are not GEMMs mask it. Bias
+gradients are GEMMs too, with a column of ones or of probabilities: deterministic, fp32 inside.
+
+Shape legend as in kernels.backend; C columns of 16 bytes, the narrowest matrix that the GEMM takes.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.activation import Activation
+from kernels.backend import Rows
+
+
+class Grouped:
+    """`kernels.backend.Backend` on torch._grouped_mm: bf16 on CUDA, bf16 and fp32 on CPU."""
+
+    def fc1_act(
+        self, x_ND: Tensor, w1_LHD: Tensor, b1_LH: Tensor | None, rows: Rows, act: Activation
+    ) -> tuple[Tensor, Tensor]:
+        z_SH = _grouped_mm(_gather(x_ND, rows), w1_LHD.transpose(1, 2), rows)
+        expert_S = None if b1_LH is None else _expert_of_row(rows)
+        return _as_one_kernel(_bias_act, z_SH, b1_LH, expert_S, rows.prob_S, act)
+
+    def rows(self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None) -> Tensor:
+        y_SO = _grouped_mm(a_SI, w_LOI.transpose(1, 2), rows)
+        if bias_LO is None:
+            return y_SO
+        return _as_one_kernel(_scaled_bias, y_SO, bias_LO, _expert_of_row(rows), rows.prob_S)
+
+    def fc2_dgrad_dact(
+        self,
+        dy_SD: Tensor,
+        w2_LDF: Tensor,
+        b2_LD: Tensor | None,
+        h_SH: Tensor,
+        rows: Rows,
+        act: Activation,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        da_SF = _grouped_mm(dy_SD, w2_LDF, rows)
+        used_S = _used(rows)
+        if b2_LD is None:
+            return _as_one_kernel(_act_backward, da_SF, h_SH, rows.prob_S, used_S, act)
+        expert_S = _expert_of_row(rows)
+        return _as_one_kernel(
+            _act_backward, da_SF, h_SH, rows.prob_S, used_S, act, dy_SD, b2_LD, expert_S
+        )
+
+    def wgrad(self, d_SO: Tensor, v: Tensor, rows: Rows, *, gather: bool) -> Tensor:
+        return _grouped_mm(d_SO.T, _gather(v, rows) if gather else v, rows)
+
+    def bias_grad(self, d_SO: Tensor, rows: Rows, *, scale: bool) -> Tensor:
+        columns = 16 // d_SO.element_size()
+        weights = rows.prob_S if scale else torch.ones_like(rows.prob_S)
+        terms_SC = _split(weights, d_SO.dtype, columns)
+        sums_LCO = _grouped_mm(terms_SC.T, d_SO, rows)
+        return sums_LCO.sum(1, dtype=torch.float32).to(d_SO.dtype)
+
+    def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
+        return _as_one_kernel(_sum_slots, y_SD, inverse_NK)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, rows: Rows) -> Tensor:
+    """[S, I] x [L, I, O] -> [S, O], or [O, S] x [S, I] -> [L, O, I], split along S by the offsets.
+
+    A weight gradient passes a transposed row-major and a row-major matrix, the one pair of layouts for
+    which CUDA takes groups that end anywhere; others need multiples of 8 rows.
+    """
+    if a.is_cuda and a.dtype != torch.bfloat16:  # torch would copy the offsets to the host
+        raise ValueError(
+            f"kernels=torch takes bf16 on CUDA, not {a.dtype}: set run.precision=bf16 or kernels=reference"
+        )
+    return torch._grouped_mm(a, b, offs=rows.offsets[1:])
+
+
+def _used(rows: Rows) -> Tensor:
+    row_S = torch.arange(rows.index_S.shape[0], dtype=torch.int32, device=rows.index_S.device)
+    return row_S < rows.offsets[-1]
+
+
+def _gather(x_ND: Tensor, rows: Rows) -> Tensor:
+    return x_ND.index_select(0, rows.index_S.masked_fill(~_used(rows), 0))
+
+
+def _expert_of_row(rows: Rows) -> Tensor:
+    """int32 expert of each row; some expert for padding."""
+    ends_L = rows.offsets[1:]
+    row_S = torch.arange(rows.index_S.shape[0], dtype=torch.int32, device=ends_L.device)
+    expert_S = torch.searchsorted(ends_L, row_S, right=True, out_int32=True)
+    return expert_S.clamp_(max=ends_L.shape[0] - 1)
+
+
+def _split(x_S: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
+    """Columns in `dtype` whose sum is x exactly: three bf16 hold the 24 bits of an fp32, one fp32 does."""
+    parts_SC = torch.zeros(x_S.shape[0], columns, dtype=dtype, device=x_S.device)
+    for c in range(1 if dtype == torch.float32 else 3):
+        parts_SC[:, c] = x_S
+        x_S = x_S - parts_SC[:, c].float()
+    return parts_SC
+
+
+def _as_one_kernel(fn: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+    """Call fn(x, *args), compiled where that pays: C++ for a CPU takes longer to build than it saves."""
+    return (_compiled(fn) if x.is_cuda else fn)(x, *args)
+
+
+@functools.cache
+def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(fn)
+
+
+def _bias_act(
+    z_SH: Tensor, b1_LH: Tensor | None, expert_S: Tensor | None, prob_S: Tensor, act: Activation
+) -> tuple[Tensor, Tensor]:
+    h_SH = z_SH
+    if b1_LH is not None and expert_S is not None:
+        h_SH = (z_SH.float() + b1_LH.index_select(0, expert_S).float()).to(z_SH.dtype)
+    gate, up, _ = _halves(h_SH.float(), act)
+    value, _ = _activate(gate, act)
+    value = value if up is None else value * up
+    return h_SH, (value * prob_S[:, None]).to(z_SH.dtype)
+
+
+def _scaled_bias(y_SO: Tensor, bias_LO: Tensor, expert_S: Tensor, prob_S: Tensor) -> Tensor:
+    bias_SO = bias_LO.index_select(0, expert_S).float()
+    return (y_SO.float() + bias_SO * prob_S[:, None]).to(y_SO.dtype)
+
+
+def _act_backward(
+    da_SF: Tensor,
+    h_SH: Tensor,
+    prob_S: Tensor,
+    used_S: Tensor,
+    act: Activation,
+    dy_SD: Tensor | None = None,
+    b2_LD: Tensor | None = None,
+    expert_S: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gate, up, inside = _halves(h_SH.float(), act)
+    value, slope = _activate(gate, act)
+    da = da_SF.float()
+    dv = da * prob_S[:, None]
+    if up is None:
+        dh_SH = dv * slope
+    else:
+        dh_SH = torch.cat((dv * up * slope, dv * value), -1)
+        value = value * up
+    if inside is not None:
+        dh_SH = torch.where(inside, dh_SH, 0.0)
+    dprob_S = (da * value).sum(-1)
+    if dy_SD is not None and b2_LD is not None and expert_S is not None:
+        dprob_S = dprob_S + (dy_SD.float() * b2_LD.index_select(0, expert_S).float()).sum(-1)
+    a_SF = (value * prob_S[:, None]).to(h_SH.dtype)
+    return dh_SH.to(h_SH.dtype), a_SF, torch.where(used_S, dprob_S, 0.0)
+
+
+def _halves(h: Tensor, act: Activation) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Clamped gate, clamped linear half with its offset, and where in h the clamp lets gradients pass."""
+    gate, up = h.chunk(2, -1) if act.gated else (h, None)
+    inside = None
+    if act.limit:
+        inside = gate <= act.limit
+        gate = gate.clamp(max=act.limit)
+        if up is not None:
+            inside = torch.cat((inside, up.abs() <= act.limit), -1)
+            up = up.clamp(-act.limit, act.limit)
+    return gate, None if up is None else up + act.offset, inside
+
+
+def _activate(gate: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
+    """Value and derivative of the activated half."""
+    if act.kind == "squared_relu":
+        positive = gate.relu()
+        return positive.square(), 2 * positive
+    if act.kind == "geglu":
+        cdf = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
+        density = torch.exp(-0.5 * gate.square()) * math.sqrt(0.5 / math.pi)
+        return gate * cdf, cdf + gate * density
+    alpha = act.alpha if act.kind == "quick_geglu" else 1.0
+    s = torch.sigmoid(alpha * gate)
+    return gate * s, s + alpha * gate * s * (1 - s)
+
+
+def _sum_slots(y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
+    out_ND = torch.zeros(
+        inverse_NK.shape[0], y_SD.shape[1], dtype=torch.float32, device=y_SD.device
+    )
+    for row_N in inverse_NK.unbind(1):
+        picked_ND = y_SD.index_select(0, row_N.clamp(min=0)).float()
+        out_ND = out_ND + torch.where(row_N[:, None] >= 0, picked_ND, 0.0)
+    return out_ND.to(y_SD.dtype)

@@ -1,0 +1,200 @@
+"""Load balance of the experts: the losses that keep it, the exact counts, and what is logged.
+
+A router counts its choices and hands its balancing losses to its `Statistics`, on the device and
+without a host read. Once per logged step the trainer calls `collect`, which sums over all ranks and
+pipeline stages, and `reset`. Invariants: counts are int64; a loss is held as this rank's share, so
+that the sum over tensor and context parallel ranks is the loss of one replica, on any layout.
+
+Legend: T tokens of this rank, B sequences, E experts, K experts per token.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
+"""Names of the balancing losses: the RouterConfig fields that hold their coefficients."""
+
+
+def count_choices(idx_TK: Tensor, experts: int) -> Tensor:
+    """How often each expert was chosen: int64 [E], exact and deterministic."""
+    idx = idx_TK.flatten().long()
+    return idx.new_zeros(experts).scatter_add_(0, idx, torch.ones_like(idx))
+
+
+def count_choices_per_sequence(idx_TK: Tensor, experts: int, sequences: int) -> Tensor:
+    """As `count_choices` for each sequence: int64 [B, E]. Token t belongs to sequence t % B."""
+    sequence_T1 = torch.arange(idx_TK.size(0), device=idx_TK.device).remainder_(sequences)[:, None]
+    return count_choices(idx_TK + sequence_T1 * experts, sequences * experts).view(sequences, -1)
+
+
+def balance_loss(score_TE: Tensor, count_BE: Tensor, *, ranks: int) -> Tensor:
+    """Switch load-balancing loss E * sum_i f_i P_i: 1 for uniform routing (arXiv 2101.03961).
+
+    f_i is the fraction of all choices that went to expert i, P_i the mean score of expert i.
+
+    Args:
+        score_TE: scores of this rank's tokens; the gradient flows through them. Token t belongs to
+            sequence t % B.
+        count_BE: integer choices of each expert, by sequence, or [1, E] for all of them; summed
+            over the `ranks`, or over more.
+        ranks: ranks that hold a part of these tokens' sequences.
+
+    Returns:
+        This rank's share of the loss, averaged over the B sequences.
+    """
+    sequences, experts = count_BE.shape
+    tokens = score_TE.size(0) // sequences * ranks
+    score_BE = score_TE.view(-1, sequences, experts).sum(0) / tokens
+    fraction_BE = count_BE.to(score_BE.dtype) / count_BE.sum(-1, keepdim=True)
+    return experts * (score_BE * fraction_BE).sum(-1).mean()
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """Mean squared log-partition of the router (ST-MoE, arXiv 2202.08906)."""
+    return logits_TE.logsumexp(-1).square().mean()
+
+
+class KeepsPrecision(torch.nn.Module):
+    """A module whose own buffers keep their dtype when the model around it is cast.
+
+    Megatron-Core's Float16Module casts every floating-point buffer to bf16, in which an expert bias
+    near 1 no longer moves by a step of 0.001.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KeepsPrecision":
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            if self._buffers[name].dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(self._buffers[name].device)
+        return self
+
+
+class Statistics(KeepsPrecision):
+    """What a router did since the last `reset`: choices per expert, loss shares, micro-batches."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        for name, shape, dtype in (
+            ("tokens_per_expert", (experts,), torch.int64),
+            ("losses", (len(LOSSES),), torch.float32),
+            ("micro_batches", (), torch.int64),
+        ):
+            zeros = torch.zeros(shape, dtype=dtype, device=device)
+            self.register_buffer(name, zeros, persistent=False)
+
+    @torch.no_grad()
+    def add_counts(self, count_E: Tensor) -> None:
+        """Note the choices of one micro-batch: int64 [E]."""
+        self.tokens_per_expert += count_E
+        self.micro_batches += 1
+
+    @torch.no_grad()
+    def add_loss(self, name: str, share: Tensor) -> None:
+        """Note this rank's share of one of `LOSSES`, before its coefficient."""
+        self.losses[LOSSES.index(name)] += share.detach()
+
+    def reset(self) -> None:
+        """Start over."""
+        for buffer in self.buffers():
+            buffer.zero_()
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Load balance of all MoE layers since the last `reset`; the same on every rank."""
+
+    load: dict[int, float]
+    """Layer number (1-based; prediction layers follow the last decoder layer) -> load of its
+    busiest expert over the mean load. 1 is perfect, E / K the worst."""
+    dead: int
+    """Experts, summed over layers, that no token chose."""
+    losses: dict[str, float]
+    """Balancing losses before their coefficients, mean over layers and micro-batches."""
+
+    @property
+    def worst(self) -> float:
+        """Largest load over the layers."""
+        return max(self.load.values(), default=0.0)
+
+    @property
+    def p95(self) -> float:
+        """95th percentile of the load over the layers."""
+        if not self.load:
+            return 0.0
+        return float(torch.tensor(list(self.load.values())).quantile(0.95))
+
+
+def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    """Routers of this rank's model chunks, in order: the modules that hold a `Statistics`."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(getattr(module, "statistics", None), Statistics):
+                yield module
+
+
+def collect(chunks: Sequence[torch.nn.Module], config: Any, pg: ProcessGroupCollection) -> Balance:
+    """Statistics of the whole model. Every rank must call it; one host read.
+
+    Args:
+        chunks: model chunks of this rank, wrapped or not.
+        config: their TransformerConfig.
+        pg: process groups with `tp_dp_cp`, `tp_cp` and `pp`.
+    """
+    experts, rows = config.num_moe_experts, config.num_layers + (config.mtp_num_layers or 0)
+    # One fp64 table [layer, counts | losses | micro-batches]: exact for counts below 2**53.
+    table = torch.zeros(rows, experts + len(LOSSES) + 1, dtype=torch.float64)
+    table = table.to(torch.cuda.current_device())
+    for router in routers(chunks):
+        s = router.statistics
+        parts = (s.tokens_per_expert, s.losses, s.micro_batches[None])
+        row = torch.cat([part.double() for part in parts])
+        table[layer_index(router, config)] += row
+    dist.all_reduce(table, group=pg.tp_dp_cp)
+    dist.all_reduce(table, group=pg.pp)
+    return _summary(table.cpu(), experts, pg.tp_cp.size())
+
+
+def layer_index(router: Any, config: Any) -> int:
+    """0-based place of a router's layer in the model; prediction layers follow the decoder's."""
+    return router.layer_number - 1 + (config.num_layers if router.is_mtp_layer else 0)
+
+
+def _summary(table: Tensor, experts: int, replica_ranks: int) -> Balance:
+    count, losses, micro_batches = table.split([experts, len(LOSSES), 1], dim=1)
+    used = [i for i, n in enumerate(micro_batches.flatten().tolist()) if n]
+    if not used:
+        return Balance({}, 0, dict.fromkeys(LOSSES, 0.0))
+    count, losses, micro_batches = count[used], losses[used], micro_batches[used]
+    load = count.amax(1) / count.mean(1)
+    mean = (losses / micro_batches * replica_ranks).mean(0)
+    return Balance(
+        load={i + 1: value for i, value in zip(used, load.tolist(), strict=True)},
+        dead=int((count == 0).sum()),
+        losses=dict(zip(LOSSES, mean.tolist(), strict=True)),
+    )
+
+
+def reset(chunks: Sequence[torch.nn.Module]) -> None:
+    """Forget the statistics, after they were logged."""
+    for router in routers(chunks):
+        router.statistics.reset()
+
+
+def snapshot(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
+    """Copies of all counts, losses and expert biases, for a step that may have to be run again."""
+    return [buffer.clone() for router in routers(chunks) for buffer in router.buffers()]
+
+
+def restore(chunks: Sequence[torch.nn.Module], saved: Sequence[Tensor]) -> None:
+    """Put back what `snapshot` took, in place."""
+    buffers = [buffer for router in routers(chunks) for buffer in router.buffers()]
+    for buffer, value in zip(buffers, saved, strict=True):
+        buffer.copy_(value)

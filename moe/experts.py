@@ -1,0 +1,139 @@
+"""Experts of one rank: stacked weights and their place in checkpoints, over grouped-MLP kernels.
+
+Third of the four steps of an MoE layer: received rows and their plan in, one weighted row per
+(token, expert) pair out. In checkpoints the weights carry Megatron-Core's expert keys and global
+shapes, so that a checkpoint of any expert backend loads into any other on any expert-parallel size.
+
+Legend: L local experts, D hidden, F expert width, S expert rows.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from kernels.activation import Activation
+from kernels.grouped_mlp import expert_mlp
+from parallel.dispatch import Received
+
+_CHECKPOINT_NAMES = {
+    "w1": "linear_fc1.weight",
+    "b1": "linear_fc1.bias",
+    "w2": "linear_fc2.weight",
+    "b2": "linear_fc2.bias",
+}
+
+
+class Experts(MegatronModule):
+    """The L experts of this rank.
+
+    Parameters in `config.params_dtype`: w1 [L, 2F, D] as [gate; up], or [L, F, D] without a gate;
+    w2 [L, D, F]; with `config.add_bias_linear` b1 [L, 2F or F] and b2 [L, D].
+
+    Args:
+        config: Megatron-Core's config of the model.
+        activation: between the two matrices.
+        backend: of `kernels.grouped_mlp`.
+        pg_collection: process groups with `ep` and `expt_dp`.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        activation: Activation,
+        backend: str,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.activation, self.backend = activation, backend
+        self.ep_group, self.expert_dp_group = pg_collection.ep, pg_collection.expt_dp
+        local = config.num_moe_experts // self.ep_group.size()
+        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
+        fc1 = 2 * width if activation.gated else width
+        biased = config.add_bias_linear
+
+        self.w1 = self._parameter(local, fc1, hidden)
+        self.w2 = self._parameter(local, hidden, width)
+        self.b1 = self._parameter(local, fc1) if biased else None
+        self.b2 = self._parameter(local, hidden) if biased else None
+        if config.perform_initialization:
+            self._initialize()
+
+    def _parameter(self, *shape: int) -> torch.nn.Parameter:
+        device = torch.cuda.current_device()
+        parameter = torch.nn.Parameter(
+            torch.empty(shape, dtype=self.config.params_dtype, device=device)
+        )
+        # Reduced over the replicas of an expert, not over all of data parallelism. Also with one
+        # expert-parallel rank, so that the optimizer is laid out alike for every size.
+        parameter.allreduce = False
+        return parameter
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        for bias in (self.b1, self.b2):
+            if bias is not None:
+                bias.zero_()
+        if self.w1.is_meta:
+            return
+        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+            for expert in self.w1:
+                self.config.init_method(expert)
+            for expert in self.w2:
+                self.config.output_layer_init_method(expert)
+
+    def forward(self, received: Received) -> Tensor:
+        """Rows of all (token, expert) pairs of this rank, weighted by their probability.
+
+        Returns:
+            y_SD in the order of the plan; rows past its last offset are unspecified.
+        """
+        plan = received.plan
+        return expert_mlp(
+            received.rows_ND,
+            self.w1,
+            self.w2,
+            b1=self.b1,
+            b2=self.b2,
+            row_index_S=plan.row_index_S,
+            row_prob_S=plan.row_prob_S,
+            offsets=plan.offsets,
+            inverse_NK=plan.inverse_NK,
+            activation=self.activation,
+            backend=self.backend,
+        )
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Each parameter as one shard [.., L, ...] of a global [.., E, ...], split over experts.
+
+        Raises:
+            ValueError: the metadata asks for one tensor per expert.
+        """
+        if (metadata or {}).get("singleton_local_shards"):
+            raise ValueError(
+                "stacked experts have no singleton_local_shards: leave it out of metadata"
+            )
+        axis = len(sharded_offsets)
+        split = (axis, self.ep_group.rank(), self.ep_group.size())
+        state: ShardedStateDict = {}
+        for name, parameter in self.named_parameters():
+            state[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}experts.{_CHECKPOINT_NAMES[name]}",
+                parameter,  # itself: the optimizer's state is matched to parameters by identity
+                *sharded_offsets,
+                split,
+                replica_id=(0, 0, self.expert_dp_group.rank()),
+                prepend_axis_num=axis,
+            )
+        return state

@@ -1,0 +1,306 @@
+"""Rows of .bin/.idx pairs: Megatron-Core's datasets, checked before and indexed once per host.
+
+Between `moe.corpus` (files) and `moe.data` (what the trainer sees). Splits, blends, shuffling and
+sample indices are Megatron-Core's; ours are the checks, the endless epochs and the place where an
+index is kept. Invariant: row i depends on the data and on data.*, never on the number of steps,
+ranks or hosts.
+Legend: S tokens of a sequence.
+"""
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import numpy as np
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
+
+from configs.schema import DataConfig
+from moe.cache import DataError, cache_folder, digest, shared_arrays
+from moe.corpus import Corpus, embedded, open_corpus
+
+PARTS = ("training", "validation")
+
+
+class Indexed:
+    """Rows of .bin/.idx pairs, each checked against the vocabulary before it is used."""
+
+    def __init__(self, rows: Any, samples: int, vocab_size: int, fingerprint: str) -> None:
+        self._rows, self._samples, self._vocab = rows, samples, vocab_size
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < self._samples:
+            raise IndexError(f"sample {index} of {self._samples}")
+        item = self._rows[index]
+        row = item["text"]
+        if row.min() < 0 or row.max() >= self._vocab:
+            wrong = row[(row < 0) | (row >= self._vocab)][0]
+            raise DataError(
+                f"sample {index}, from {item['prefix']}.bin, has token id {wrong}, but "
+                f"model.vocab_size={self._vocab}; set model.vocab_size or prepare the data again"
+            )
+        return row
+
+
+@dataclass
+class _IndexConfig(GPTDatasetConfig):
+    """Megatron-Core's settings. Its own index cache stays off (`path_to_cache` empty): there only
+    global rank 0 writes, so that a host without a shared cache would find nothing."""
+
+    index_folder: Path = Path()
+    stamps: dict[str, str] = field(default_factory=dict)
+    """Digest of the data by prefix."""
+
+
+class _Tokens:
+    """What GPTDataset asks of a tokenizer; without resets and masks it uses none of it."""
+
+    eod = 0
+    vocab_size = None
+    unique_identifiers: dict[str, str] = {}
+
+
+@dataclass
+class Plan:
+    """Checked sources of a run."""
+
+    config: _IndexConfig
+    fingerprint: str
+    """Digest of data and settings."""
+
+
+def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
+    """Find and check the sources; `sizes` are the samples wanted of each part. Raises DataError."""
+    cache = cache_folder(cfg.cache)
+    if cfg.source == "embedded":
+        prefixes, weights = [embedded(cache)], None
+    else:
+        prefixes, weights = _parse_blend(cfg.blend)
+    corpora = [open_corpus(prefix) for prefix in prefixes]
+    _check_tokenizers(corpora, vocab_size)
+    config = _IndexConfig(
+        random_seed=cfg.seed,
+        sequence_length=cfg.sequence_length,
+        blend=(prefixes, weights),
+        split=_parse_split(cfg.split, sizes),
+        path_to_cache="",
+        tokenizer=_Tokens(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        index_folder=cache / "index",
+        stamps={corpus.prefix: corpus.stamp for corpus in corpora},
+    )
+    tokens = [_check_length(corpus, cfg, config, sizes) for corpus in corpora]
+    if len(prefixes) > 1 and weights is None:
+        config.blend = (prefixes, [float(count) for count in tokens])
+    stamps = [corpus.stamp for corpus in corpora]
+    mark = digest([stamps, config.blend[1], config.split, cfg.sequence_length, cfg.seed])
+    return Plan(config, mark)
+
+
+def _parse_blend(blend: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """-> prefixes, and weights if they were given (megatron.core.datasets.utils has no checks)."""
+    entries = [str(entry).strip() for entry in blend]
+    numbers = [_number(entry) for entry in entries]
+    if not entries:
+        raise DataError("data.source=indexed needs data.blend, the prefixes of .bin/.idx files")
+    if all(number is None for number in numbers):
+        return [str(Path(entry).expanduser()) for entry in entries], None
+    weights = [number for number in numbers[::2] if number is not None]
+    paths = [entry for entry, number in zip(entries, numbers, strict=True) if number is None]
+    if len(weights) != len(paths) or paths != entries[1::2]:
+        shown = ",".join(entries)
+        raise DataError(
+            f"data.blend=[{shown}] must be prefixes, or weight,prefix,weight,prefix,..."
+        )
+    for weight, path in zip(weights, paths, strict=True):
+        if not (math.isfinite(weight) and weight > 0):
+            raise DataError(f"data.blend gives {path} the weight {weight}; it must be positive")
+    return [str(Path(path).expanduser()) for path in paths], weights
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _parse_split(split: str, sizes: Sequence[int]) -> str:
+    parts = [_number(part) for part in split.split(",")]
+    weights = [part for part in parts if part is not None and math.isfinite(part) and part >= 0]
+    if len(weights) != len(parts) or not 1 <= len(parts) <= 3 or weights[0] <= 0:
+        raise DataError(f"data.split={split} must be one to three weights, such as 98,2")
+    if sizes[1] and (len(weights) < 2 or weights[1] == 0):
+        raise DataError(
+            f"data.split={split} leaves nothing to validate on; set data.split=98,2 or "
+            "run.eval_interval=0"
+        )
+    return ",".join(f"{weight:.9f}" for weight in weights)
+
+
+def _check_tokenizers(corpora: Sequence[Corpus], vocab_size: int) -> None:
+    described = [(c.prefix, c.sidecar) for c in corpora if c.sidecar is not None]
+    for prefix, sidecar in described:
+        if sidecar.vocab_size > vocab_size:
+            raise DataError(
+                f"{prefix}.json: ids of tokenizer {sidecar.tokenizer} go up to "
+                f"{sidecar.vocab_size - 1}, but model.vocab_size={vocab_size}; "
+                f"set model.vocab_size={sidecar.vocab_size} or more"
+            )
+        first, other = described[0]
+        if sidecar.tokenizer_sha256 != other.tokenizer_sha256:
+            raise DataError(
+                f"data.blend mixes tokenizers: {other.tokenizer} in {first}.json, "
+                f"{sidecar.tokenizer} in {prefix}.json"
+            )
+
+
+def _check_length(
+    corpus: Corpus, cfg: DataConfig, config: _IndexConfig, sizes: Sequence[int]
+) -> int:
+    """Every part that is used must hold one sequence. -> tokens of the training part."""
+    counts = []
+    for part, size, bounds in zip(PARTS, sizes, config.split_matrix, strict=False):
+        total = len(corpus.lengths)
+        low, high = (round(bound * float(total)) for bound in bounds or (0, 0))
+        counts.append(int(corpus.lengths[low:high].sum(dtype=np.int64)))
+        if size and counts[-1] <= cfg.sequence_length:
+            raise DataError(
+                f"data.sequence_length={cfg.sequence_length} is longer than the data: the {part} "
+                f"part of {corpus.prefix}.bin (data.split={cfg.split}) has {counts[-1]} tokens in "
+                f"{high - low} documents, and a sequence takes one more than its length"
+            )
+    return counts[0]
+
+
+def build(checked: Plan, vocab_size: int, sizes: Sequence[int]) -> list[Indexed]:
+    """Training and validation rows. Raises DataError if the index cannot be kept in data.cache."""
+    built = _Builder(_Endless, [*sizes, 0], lambda: True, checked.config).build()
+    views = []
+    for part, rows, size in zip(PARTS, built, sizes, strict=False):
+        views.append(Indexed(rows, size, vocab_size, digest([checked.fingerprint, part])))
+        for source in getattr(rows, "datasets", [rows]) if size else ():
+            source[0]  # builds the index now, while every rank is here to hear of a failure
+    return views
+
+
+class _Builder(BlendedMegatronDatasetBuilder):
+    """Splits and blends as Megatron-Core does, but builds on every rank (see `shared_arrays`)."""
+
+    @staticmethod
+    def build_generic_dataset(
+        cls: type, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
+    ) -> Any:
+        """None for a part of which no sample is wanted: it may be empty."""
+        if cls is BlendedDataset:
+            return _Blend(*args) if args[2] else None
+        return cls(*args) if args[3] else None
+
+
+class _Endless(MegatronDataset):
+    """Epoch after epoch of a part of one .bin/.idx pair, each shuffled with its own seed.
+
+    GPTDataset would shuffle all epochs of a run together, so that the order would change with
+    run.steps, and with it the meaning of a cursor.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        dataset_path: str,
+        indices: np.ndarray,
+        num_samples: int,
+        index_split: Split,
+        config: _IndexConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        tokens = int(dataset.sequence_lengths[indices].sum(dtype=np.int64))
+        self._epoch_samples = (tokens - 1) // config.sequence_length
+        self._current: tuple[int, _Epoch] | None = None
+
+    numel_low_level_dataset = staticmethod(GPTDataset.numel_low_level_dataset)
+    build_low_level_dataset = staticmethod(GPTDataset.build_low_level_dataset)
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number, offset = divmod(int(index), self._epoch_samples)
+        current = self._current  # another loader's thread may replace it meanwhile
+        if current is None or current[0] != number:
+            current = self._current = (number, self._epoch(number))
+        return {"text": current[1].row(offset), "prefix": self.dataset_path}
+
+    def _epoch(self, number: int) -> "_Epoch":
+        config = replace(self.config, random_seed=self.config.random_seed + number)
+        args = (self.dataset, self.dataset_path, self.indices, None, self.index_split)
+        return _Epoch(*args, config)
+
+
+class _Epoch(GPTDataset):
+    """One epoch; its index is built once and mapped by the ranks of a host."""
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
+        config = self.config
+        key = {
+            "megatron-core": megatron.core.__version__,
+            "data": config.stamps[self.dataset_path],
+            "documents": [int(self.indices[0]), int(self.indices[-1]) + 1],
+            "sequence_length": config.sequence_length,
+            "seed": config.random_seed,
+        }
+        with _without_cache_warning():
+            build = super()._build_document_sample_shuffle_indices
+            return shared_arrays(config.index_folder, "epoch", key, build)
+
+    def row(self, index: int) -> np.ndarray:
+        """int64 [S + 1]."""
+        return self._query_document_sample_shuffle_indices(index)[0]
+
+
+class _Blend(BlendedDataset):
+    """Which source each row comes from, by weight alone: a longer run has the same start."""
+
+    def _build_indices(self) -> tuple[np.ndarray, ...]:
+        key = {
+            "megatron-core": megatron.core.__version__,
+            "weights": self.weights,
+            "size": self.size,
+        }
+        with _without_cache_warning():
+            return shared_arrays(self.config.index_folder, "blend", key, super()._build_indices)
+
+
+@contextlib.contextmanager
+def _without_cache_warning() -> Iterator[None]:
+    """Megatron-Core warns that it does not write its own index cache; that is meant."""
+    names = ("gpt_dataset", "blended_dataset")
+    loggers = [logging.getLogger(f"megatron.core.datasets.{name}") for name in names]
+
+    def other(record: logging.LogRecord) -> bool:
+        return "path_to_cache is None" not in record.getMessage()
+
+    for logger in loggers:
+        logger.addFilter(other)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(other)

@@ -1,0 +1,80 @@
+"""Initial weights that do not depend on the layout.
+
+Every parameter is drawn from a generator seeded by (seed, its global checkpoint key), as a whole, and each
+rank keeps its slice. So any tensor, pipeline, expert or data parallel layout, and every expert backend,
+starts from the same model. The walk is over `sharded_state_dict`, the one place that knows global names.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+# Weights whose output is added to the residual stream: scaled down with depth (GPT-2, Megatron-LM).
+_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
+_ZERO = ("bias", "softmax_offset")
+
+
+@torch.no_grad()
+def initialize(
+    chunks: Sequence[torch.nn.Module], *, seed: int, std: float, layers: int, dp_cp_group: Any
+) -> None:
+    """Fill every parameter of a built model in place.
+
+    Args:
+        chunks: the model chunks of this rank (one, or several with virtual pipelining).
+        seed: of the whole model.
+        std: of a normal distribution for weights; over sqrt(2 * layers) for residual outputs.
+        layers: transformer layers of the whole model.
+        dp_cp_group: data (and context) parallel group, which Megatron-Core's state dict asks for.
+    """
+    for chunk in chunks:
+        storages = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+        state = chunk.sharded_state_dict(metadata={"dp_cp_group": dp_cp_group})
+        for shard in _shards(nested_values(state)):
+            if shard.data.untyped_storage().data_ptr() in storages:  # not a buffer
+                _fill(shard, seed, std, layers)
+
+
+def _shards(values: Iterable[Any]) -> Iterable[ShardedTensor]:
+    for value in values:
+        if isinstance(value, ShardedTensorFactory):
+            yield from _shards(nested_values(value.build()))
+        elif isinstance(value, ShardedTensor) and value.data is not None:
+            yield value
+
+
+def _fill(shard: ShardedTensor, seed: int, std: float, layers: int) -> None:
+    data, axes = shard.data, shard.prepend_axis_num
+    if shard.key.endswith(_ZERO):
+        data.zero_()
+        return
+    # Prepended axes (layers, one-parameter experts) index tensors of their own; so does the first axis of
+    # a parameter that stacks experts.
+    index = tuple(shard.global_offset[:axes])
+    rank = len(shard.global_shape) - axes
+    if rank == 1:
+        data.fill_(1.0)
+        return
+    scale = std / math.sqrt(2 * layers) if shard.key.endswith(_RESIDUAL) else std
+    if rank == 2:
+        _draw(data, shard, index, seed, scale)
+        return
+    for i in range(data.size(0)):
+        _draw(data[i], shard, (*index, shard.global_offset[axes] + i), seed, scale)
+
+
+def _draw(
+    out: torch.Tensor, shard: ShardedTensor, index: tuple[int, ...], seed: int, std: float
+) -> None:
+    shape, offset = shard.global_shape[-out.dim() :], shard.global_offset[-out.dim() :]
+    digest = hashlib.sha256(f"{seed}/{shard.key}/{index}".encode()).digest()
+    generator = torch.Generator(out.device).manual_seed(int.from_bytes(digest[:7], "little"))
+    whole = torch.empty(shape, dtype=torch.float32, device=out.device).normal_(
+        0, std, generator=generator
+    )
+    out.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, out.shape, strict=True))])

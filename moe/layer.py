@@ -1,0 +1,149 @@
+"""The MoE layer. Read this file first.
+
+    hidden -> route -> dispatch -> experts -> combine -> + shared experts
+
+Route picks K experts for every token; dispatch brings tokens to the ranks that hold their experts;
+the experts compute one weighted row per (token, expert) pair; combine sums the rows of a token on
+its own rank. Nothing here or below tells the host a count, so the whole layer can be captured.
+
+Legend: s tokens of a sequence on this rank, B sequences, T = s * B, D hidden, K experts per token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.profiler import record_function
+
+from configs.schema import MoEConfig
+from kernels.activation import Activation
+from moe.experts import Experts
+from moe.router import Router
+from parallel.dispatch import make_dispatcher
+from parallel.overflow import Budget
+
+
+@dataclass(frozen=True)
+class MoEOptions:
+    """What every MoE layer of a model is built with, beside Megatron-Core's config."""
+
+    moe: MoEConfig
+    """Experts and routing."""
+    activation: Activation
+    """Of the experts."""
+    backend: str
+    """Expert backend, as resolved by `kernels.registry`."""
+    dispatch: str
+    """Transport to the experts: `local`, `alltoall` or `auto`."""
+    budget: Budget
+    """Rows kept for the experts of a rank, shared by all layers."""
+
+
+SHARED_EXPERTS = partial(
+    SharedExpertMLP,
+    submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+)
+
+
+class MoE(MoELayer):
+    """Mixture of experts in place of a dense MLP.
+
+    A Megatron-Core MoELayer by type, which its recomputation and checkpoints ask for, with steps of
+    its own. Megatron-Core builds it as `partial(MoE, options=...)` from a layer specification.
+
+    Args:
+        config: Megatron-Core's config of the model.
+        pg_collection: process groups.
+        is_mtp_layer: the layer belongs to multi-token prediction.
+        name: of the module, for Megatron-Core.
+        options: routing, activation, backend, transport and budget.
+        shared_experts: builds the experts that see every token, if `moe.shared_ffn` asks for any.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+        *,
+        options: MoEOptions,
+        shared_experts: Callable[..., torch.nn.Module] = SHARED_EXPERTS,
+    ) -> None:
+        # Past MoELayer's own constructor, which would build its router, dispatcher and experts.
+        super(MoELayer, self).__init__(
+            config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer
+        )
+        moe = options.moe
+        self.tp_group = pg_collection.tp
+        self.recompute = (
+            config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+        )
+        self.router = Router(
+            config=config,
+            options=moe.router,
+            top_k=moe.top_k,
+            pg_collection=pg_collection,
+            is_mtp_layer=is_mtp_layer,
+        )
+        self.dispatcher = make_dispatcher(
+            options.dispatch,
+            group=pg_collection.ep,
+            experts=moe.experts,
+            top_k=moe.top_k,
+            budget=options.budget,
+        )
+        self.experts = Experts(
+            config=config,
+            activation=options.activation,
+            backend=options.backend,
+            pg_collection=pg_collection,
+        )
+        if moe.shared_ffn:
+            self.shared_experts = shared_experts(
+                config=config,
+                pg_collection=pg_collection,
+                gate=False,
+                name=name and f"{name}.shared_experts",
+            )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        intermediate_tensors: None = None,
+        padding_mask: None = None,
+    ) -> tuple[Tensor, None]:
+        """Hidden states [s, B, D] to [s, B, D]; biases are inside, so the second result is None.
+
+        Raises:
+            ValueError: a padding mask, or a resumed forward of Megatron-Core's partial graphs.
+        """
+        if intermediate_tensors is not None or padding_mask is not None:
+            raise ValueError("the MoE layer takes hidden states only: pad with tokens, not a mask")
+        if self.recompute and self.training:
+            return tensor_parallel.checkpoint(self._forward, False, hidden_states), None
+        return self._forward(hidden_states), None
+
+    def _forward(self, hidden_SBD: Tensor) -> Tensor:
+        x_TD = hidden_SBD.flatten(0, 1)
+        with record_function("moe/route"):
+            topk_idx_TK, topk_prob_TK = self.router(hidden_SBD)
+        with record_function("moe/dispatch"):
+            received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK)
+        with record_function("moe/experts"):
+            y_SD = self.experts(received)
+        with record_function("moe/combine"):
+            out_SBD = self.dispatcher.combine(y_SD, received).view_as(hidden_SBD)
+        if self.shared_experts is not None:
+            with record_function("moe/shared"):
+                out_SBD = out_SBD + self.shared_experts(hidden_SBD)
+        return out_SBD

@@ -1,0 +1,304 @@
+"""From hidden states to the experts of every token: scores, top-k, probabilities, balancing.
+
+First of the four steps of an MoE layer. Logits, scores and probabilities are fp32; the choice is
+made without gradient and ties go to the lower expert, on every device. The host learns no value.
+Balancing losses follow Megatron-Core's formulas and ride on the gradient of the probabilities.
+
+Legend: T tokens of this rank (s * B of hidden [s, B, D]), E experts, K experts per token, G groups.
+"""
+
+import random
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, router_gating_linear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from configs.schema import RouterConfig
+from moe import balance
+from moe.balance import KeepsPrecision, Statistics
+
+_TINY = 1e-20
+_PATTERNS = 64
+
+
+def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
+    """Raise ValueError, naming the override, for routing that cannot be or would not learn."""
+    at = "model.moe.router"
+    if options.score not in ("softmax", "sigmoid"):
+        raise ValueError(f"unknown {at}.score={options.score}: set it to softmax or sigmoid")
+    if options.softmax_over not in ("all", "topk"):
+        raise ValueError(f"unknown {at}.softmax_over={options.softmax_over}: set it to all or topk")
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"model.moe.top_k={top_k} must be between 1 and the {experts} experts")
+    if options.score == "softmax" and options.softmax_over == "topk" and top_k == 1:
+        raise ValueError(
+            f"{at}.softmax_over=topk with model.moe.top_k=1 makes every probability 1, "
+            f"which has no gradient: set {at}.softmax_over=all"
+        )
+    if options.bias_rate and options.score != "sigmoid":
+        raise ValueError(
+            f"{at}.bias_rate={options.bias_rate} needs {at}.score=sigmoid, not {options.score}"
+        )
+    if experts % options.groups:
+        raise ValueError(f"{at}.groups={options.groups} does not divide the {experts} experts")
+    if not 1 <= options.group_topk <= options.groups:
+        raise ValueError(
+            f"{at}.group_topk={options.group_topk} must be 1 to {at}.groups={options.groups}"
+        )
+    reachable = options.group_topk * (experts // options.groups)
+    if top_k > reachable:
+        raise ValueError(
+            f"model.moe.top_k={top_k} experts cannot come from {options.group_topk} of "
+            f"{options.groups} groups with {reachable} experts in all: raise {at}.group_topk"
+        )
+
+
+def choose(score_TE: Tensor, top_k: int, groups: int = 1, group_topk: int = 1) -> Tensor:
+    """The K best experts of each token, best first; int64 [T, K].
+
+    With groups, experts must come from the `group_topk` best groups, and a group is as good as the
+    sum of its K // group_topk best experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    """
+    if group_topk < groups:
+        score_TGM = score_TE.view(score_TE.size(0), groups, -1)
+        best = max(1, top_k // group_topk)
+        group_TG = score_TGM.topk(best, dim=-1).values.sum(-1)
+        refused_TG = torch.ones_like(group_TG, dtype=torch.bool)
+        refused_TG.scatter_(1, _first(group_TG, group_topk), False)
+        score_TE = score_TGM.masked_fill(refused_TG[..., None], float("-inf")).flatten(1)
+    return _first(score_TE, top_k)
+
+
+def _first(score: Tensor, k: int) -> Tensor:
+    # A stable sort, as topk breaks ties differently on each device.
+    return torch.sort(score, dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def probabilities(logits_TE: Tensor, idx_TK: Tensor, options: RouterConfig) -> Tensor:
+    """Weights of the chosen experts: [T, K] in the dtype of the logits.
+
+    One expert per token is never normalised: its weight would be 1 and the router would not learn.
+    """
+    normalize = options.normalize and idx_TK.size(1) > 1
+    chosen_TK = logits_TE.gather(1, idx_TK)
+    if options.score == "sigmoid":
+        prob_TK = chosen_TK.sigmoid()
+        if normalize:
+            prob_TK = prob_TK / (prob_TK.sum(-1, keepdim=True) + _TINY)
+    elif normalize or options.softmax_over == "topk":  # one and the same
+        prob_TK = chosen_TK.softmax(-1)
+    else:
+        prob_TK = logits_TE.softmax(-1).gather(1, idx_TK)
+    return prob_TK * options.scale
+
+
+def loss_scores(logits_TE: Tensor, score: str) -> Tensor:
+    """Scores that the balancing losses push on: of all experts, summing to 1 for every token."""
+    if score == "softmax":
+        return logits_TE.softmax(-1)
+    score_TE = logits_TE.sigmoid()
+    return score_TE / (score_TE.sum(-1, keepdim=True) + _TINY)
+
+
+class ForcedBalance(torch.nn.Module):
+    """A choice of experts that ignores the scores and loads every expert alike, for benchmarks.
+
+    Token n of the expert-parallel group takes the experts at K distinct shifts from expert n % E:
+    each run of E tokens loads every expert K times. Shifts are drawn at random, anew for each run,
+    within the limit on groups: a token meets as many ranks as a trained router would send it to.
+    There is no state, so that recomputation chooses the same.
+    """
+
+    def __init__(self, options: RouterConfig, *, experts: int, top_k: int) -> None:
+        super().__init__()
+        self.groups, self.members = options.groups, experts // options.groups
+        draw = random.Random(0)
+        shifts = []
+        for _ in range(_PATTERNS):
+            allowed = draw.sample(range(self.groups), options.group_topk)
+            pairs = [(g, m) for g in allowed for m in range(self.members)]
+            shifts.append(draw.sample(pairs, top_k))
+        table = torch.tensor(shifts, dtype=torch.int64, device=torch.cuda.current_device())
+        self.register_buffer("shifts", table, persistent=False)
+
+    def forward(self, tokens: int, first_token: int) -> Tensor:
+        """Experts of tokens `first_token`, `first_token` + 1, ... of the group: int64 [T, K]."""
+        n_T = torch.arange(first_token, first_token + tokens, device=self.shifts.device)
+        expert_T, run_T = n_T % (self.groups * self.members), n_T // (self.groups * self.members)
+        shift_TK2 = self.shifts.index_select(0, run_T % _PATTERNS)
+        group_TK = (expert_T[:, None] // self.members + shift_TK2[..., 0]) % self.groups
+        member_TK = (expert_T[:, None] + shift_TK2[..., 1]) % self.members
+        return group_TK * self.members + member_TK
+
+
+class Router(KeepsPrecision, MegatronModule):
+    """Router of one MoE layer.
+
+    Megatron-Core's `finalize_model_grads` finds `expert_bias` and `local_tokens_per_expert` by
+    name: once per step it moves the bias by the sign of the imbalance and clears the counts.
+
+    Args:
+        config: Megatron-Core's config of the model.
+        options: routing and balancing.
+        top_k: K.
+        pg_collection: process groups.
+        is_mtp_layer: the layer belongs to multi-token prediction.
+
+    Raises:
+        ValueError: routing that cannot be, with the override that mends it.
+    """
+
+    expert_bias: Tensor | None
+    local_tokens_per_expert: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        options: RouterConfig,
+        top_k: int,
+        pg_collection: ProcessGroupCollection,
+        is_mtp_layer: bool = False,
+    ) -> None:
+        super().__init__(config=config)
+        self.num_experts = config.num_moe_experts
+        self.top_k, self.options = top_k, options
+        check(options, experts=self.num_experts, top_k=top_k)
+        self.is_mtp_layer, self.layer_number = is_mtp_layer, None
+        self.tp_group, self.ep_group = pg_collection.tp, pg_collection.ep
+        self.replica, self.world = pg_collection.tp_cp, pg_collection.tp_dp_cp
+
+        self.weight = self._parameter(self.num_experts, config.hidden_size)
+        self.bias = self._parameter(self.num_experts) if config.add_bias_linear else None
+        self.statistics = Statistics(self.num_experts)
+        self.forced = (
+            ForcedBalance(options, experts=self.num_experts, top_k=top_k)
+            if options.force_balance
+            else None
+        )
+        self._counter("local_tokens_per_expert", bool(options.bias_rate))
+        self._counter("global_tokens_per_expert", bool(options.global_aux_loss))
+        bias = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
+        self.register_buffer("expert_bias", bias if options.bias_rate else None)
+
+    def _parameter(self, *shape: int) -> torch.nn.Parameter:
+        config = self.config
+        p = torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
+        if config.perform_initialization:
+            config.init_method(p)
+        parameter = torch.nn.Parameter(p)
+        parameter.sequence_parallel = config.sequence_parallel
+        return parameter
+
+    def _counter(self, name: str, wanted: bool) -> None:
+        zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
+        self.register_buffer(name, zeros if wanted else None, persistent=False)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """1-based number of the layer, within its kind (decoder or prediction)."""
+        self.layer_number = layer_number
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Start the counts of a new global batch; Megatron-Core calls it once per step."""
+        if self.global_tokens_per_expert is not None:
+            self.global_tokens_per_expert.zero_()
+
+    def forward(self, hidden_SBD: Tensor) -> tuple[Tensor, Tensor]:
+        """Route every token.
+
+        Args:
+            hidden_SBD: [s, B, D] this rank's part of B sequences, bf16 or fp32.
+
+        Returns:
+            Global expert ids [T, K] int32, best first, and their probabilities [T, K] fp32.
+        """
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        logits = router_gating_linear(hidden_SBD, self.weight, self.bias, dtype)
+        logits_TE = logits.flatten(0, 1)
+        idx_TK = self._choose(logits_TE.detach())
+        prob_TK = probabilities(logits_TE, idx_TK, self.options)
+        if self.training and torch.is_grad_enabled():
+            count_E = self._count(idx_TK)
+            shares = self._losses(logits_TE, idx_TK, count_E, sequences=hidden_SBD.size(1))
+            prob_TK = self._attach(prob_TK, shares)
+        return idx_TK.to(torch.int32), prob_TK
+
+    @torch.no_grad()
+    def _choose(self, logits_TE: Tensor) -> Tensor:
+        o = self.options
+        if self.forced is not None:
+            tokens = logits_TE.size(0)
+            return self.forced(tokens, self.ep_group.rank() * tokens)
+        score_TE = logits_TE  # ranks experts like the scores do, and does not saturate
+        if o.score == "sigmoid" and self._choice_is_shaped:
+            score_TE = logits_TE.sigmoid()
+        elif o.softmax_over == "all" and self._choice_is_shaped:
+            score_TE = logits_TE.softmax(-1)
+        if self.expert_bias is not None:
+            score_TE = score_TE + self.expert_bias
+        return choose(score_TE, self.top_k, o.groups, o.group_topk)
+
+    @property
+    def _choice_is_shaped(self) -> bool:
+        """Whether bias or groups can make the choice differ from the K largest logits."""
+        return self.expert_bias is not None or self.options.group_topk < self.options.groups
+
+    @torch.no_grad()
+    def _count(self, idx_TK: Tensor) -> Tensor:
+        # Only with gradients enabled, so that recomputation does not count twice.
+        count_E = balance.count_choices(idx_TK, self.num_experts)
+        self.statistics.add_counts(count_E)
+        if self.local_tokens_per_expert is not None:
+            self.local_tokens_per_expert += count_E
+        return count_E
+
+    def _losses(
+        self, logits_TE: Tensor, idx_TK: Tensor, count_E: Tensor, sequences: int
+    ) -> dict[str, Tensor]:
+        """This rank's shares of the balancing losses that have a coefficient, before it."""
+        o, ranks, shares = self.options, self.replica.size(), dict[str, Tensor]()
+        if o.z_loss:
+            shares["z_loss"] = balance.z_loss(logits_TE) / ranks
+        if not (o.aux_loss or o.seq_aux_loss or o.global_aux_loss):
+            return shares
+        if self._choice_is_shaped and self.forced is None:
+            # The losses judge the scores, not what bias and group limit made of them.
+            idx_TK = choose(logits_TE.detach(), self.top_k)
+            count_E = balance.count_choices(idx_TK, self.num_experts)
+        score_TE = loss_scores(logits_TE, o.score)
+        if o.aux_loss:
+            count_1E = _sum_over(count_E[None], self.replica)
+            shares["aux_loss"] = balance.balance_loss(score_TE, count_1E, ranks=ranks)
+        if o.seq_aux_loss:
+            count_BE = balance.count_choices_per_sequence(idx_TK, self.num_experts, sequences)
+            count_BE = _sum_over(count_BE, self.replica)
+            shares["seq_aux_loss"] = balance.balance_loss(score_TE, count_BE, ranks=ranks)
+        if o.global_aux_loss:
+            # Choices of all replicas and micro-batches so far, scores of this micro-batch.
+            self.global_tokens_per_expert += _sum_over(count_E, self.world)
+            count_1E = self.global_tokens_per_expert[None]
+            shares["global_aux_loss"] = balance.balance_loss(score_TE, count_1E, ranks=ranks)
+        return shares
+
+    def _attach(self, prob_TK: Tensor, shares: dict[str, Tensor]) -> Tensor:
+        """Probabilities whose gradient carries that of the losses."""
+        if not shares:
+            return prob_TK
+        for name, share in shares.items():
+            self.statistics.add_loss(name, share)
+        loss = torch.stack([getattr(self.options, name) * s for name, s in shares.items()]).sum()
+        if self.config.calculate_per_token_loss:  # the schedule then divides gradients by tokens
+            loss = loss * (prob_TK.size(0) * self.replica.size())
+        return MoEAuxLossAutoScaler.apply(prob_TK, loss)
+
+
+def _sum_over(count: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return count
+    total = count.clone()
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,140 @@
+"""From a validated config to a job ready to train: groups, kernels, model, engine.
+
+Order matters: weights are drawn before the data parallel wrapper copies them into its buffers, and the
+wrapper exists before the optimizer takes its master copies.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from configs.schema import Config
+from configs.validate import expert_parallel_size
+from kernels.activation import Activation
+from kernels.registry import Choice, Facts, resolve
+from moe.init import initialize
+from moe.layer import MoEOptions
+from moe.model import Backends, Layout, build, transformer_config
+from parallel.engine import Engine
+from parallel.groups import Groups, create
+from parallel.overflow import Budget
+from parallel.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the training loop drives."""
+
+    cfg: Config
+    runtime: Runtime
+    groups: Groups
+    choices: list[Choice]
+    budget: Budget
+    engine: Engine
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas that read different samples."""
+        return self.groups.data
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of a rank in one step."""
+        return self.cfg.data.global_batch // (self.cfg.data.micro_batch * self.data_parallel)
+
+
+def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
+    """Resolve every op of the config on this machine.
+
+    Raises:
+        KernelUnavailable: a forced choice cannot run here.
+    """
+    a, e = cfg.model.attention, cfg.model.moe
+    cuda = runtime.device.type == "cuda"
+    facts = Facts(
+        device=runtime.device.type,
+        capability=torch.cuda.get_device_capability(runtime.device) if cuda else None,
+        dtype=torch.bfloat16 if cfg.run.precision == "bf16" else torch.float32,
+        hidden=cfg.model.hidden,
+        ffn=e.ffn,
+        sinks=a.sinks,
+        window=a.window,
+        head_dim=a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim,
+        v_dim=a.head_dim if a.kind == "gqa" else a.v_dim,
+        context=cfg.parallel.context,
+    )
+    return [
+        resolve("grouped_mlp", cfg.kernels.backend, facts),
+        resolve("attention", cfg.kernels.attention, facts),
+        resolve("norm", cfg.kernels.norm, facts),
+    ]
+
+
+def setup(cfg: Config, runtime: Runtime) -> Job:
+    """Build the job on this rank; every rank calls it."""
+    p = cfg.parallel
+    choices = choose_kernels(cfg, runtime)
+    groups = create(
+        tensor=p.tensor,
+        context=p.context,
+        pipeline=p.pipeline,
+        virtual_pipeline=p.virtual_pipeline,
+        expert=expert_parallel_size(cfg, runtime.world),
+        timeout=p.timeout,
+    )
+    budget = Budget(p.capacity_factor, device=runtime.device)
+    experts, attention, norm = (c.backend for c in choices)
+    chunks, config = _chunks(cfg, groups, budget, Backends(experts, attention, norm), runtime)
+    initialize(
+        chunks,
+        seed=cfg.run.seed,
+        std=cfg.model.init_std,
+        layers=cfg.model.layers,
+        dp_cp_group=groups.pg.dp_cp,
+    )
+    engine = Engine(
+        config,
+        chunks,
+        parallel=p,
+        optim=cfg.optim,
+        steps=cfg.run.steps,
+        device=runtime.device,
+    )
+    return Job(cfg, runtime, groups, choices, budget, engine)
+
+
+def _chunks(
+    cfg: Config, groups: Groups, budget: Budget, backends: Backends, runtime: Runtime
+) -> tuple[list[GPTModel], object]:
+    layout = Layout(
+        groups.tensor, groups.context, groups.pipeline, groups.virtual_pipeline, groups.expert
+    )
+    e = cfg.model.moe
+    config = transformer_config(cfg, layout, on_cpu=runtime.device.type == "cpu")
+    options = MoEOptions(
+        moe=e,
+        activation=Activation(
+            e.activation, e.activation_alpha, e.activation_limit, e.activation_offset
+        ),
+        backend=backends.experts,
+        dispatch=cfg.parallel.dispatch,
+        budget=budget,
+    )
+    chunks = []
+    stages = range(groups.virtual_pipeline) if groups.virtual_pipeline > 1 else [None]
+    for stage in stages:
+        chunks.append(
+            build(
+                cfg,
+                config,
+                pg=groups.pg,
+                backends=backends,
+                moe=options,
+                pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                vp_stage=stage,
+            )
+        )
+    return chunks, config

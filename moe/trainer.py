@@ -1,0 +1,246 @@
+"""The training loop: data -> forward and backward -> update -> report -> checkpoint.
+
+One host read per step, after the backward: loss, overflow of the expert row budget, and whether any rank was
+asked to stop. A step that overflowed is run again with more rows; a step that is not finite ends the run
+before the parameters are touched.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch.profiler import record_function
+
+from configs.schema import Config
+from moe import balance
+from moe.accounting import flops_per_token, peak_tflops
+from moe.data import Loader, build_datasets
+from moe.metrics import Metrics
+from moe.profile import Profiler
+from moe.setup import Job, setup
+from moe.start import describe
+from parallel.checkpoint import Checkpointer
+from parallel.engine import Diverged, sum_over_world
+from parallel.runtime import Runtime, StopSignal
+
+Batch = dict[str, torch.Tensor]
+
+
+class Trainer:
+    """One run on this rank.
+
+    Args:
+        cfg: validated config.
+        runtime: this process.
+        stop: tells whether a signal asked this process to stop.
+    """
+
+    def __init__(self, cfg: Config, runtime: Runtime, stop: StopSignal) -> None:
+        self.cfg, self.runtime, self.stop = cfg, runtime, stop
+        self.folder = Path(cfg.run.dir) / cfg.run.name
+        self.job: Job = setup(cfg, runtime)
+        train_set, self.valid_set = build_datasets(
+            cfg,
+            cfg.model.vocab_size,
+            cfg.run.steps * cfg.data.global_batch,
+            cfg.run.eval_batches * cfg.data.global_batch if cfg.run.eval_interval else 0,
+        )
+        self.loader = self._loader(train_set)
+        self.step = 0
+        self.checkpoints = Checkpointer(
+            self.folder / "checkpoints",
+            keep=cfg.run.keep,
+            async_save=cfg.run.async_save,
+            dp_cp_group=self.job.groups.pg.dp_cp,
+        )
+        self.resumed = self._resume()
+        self.metrics = Metrics(self.folder, cfg, runtime.is_main, step=self.step)
+        self._flops = flops_per_token(cfg.model, cfg.data.sequence_length)
+        self._peak = peak_tflops(runtime.device, cfg.run.precision)
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train to `run.steps`, or to the step at which a signal arrives."""
+        self.metrics.text(describe(self.job, self.resumed, self.loader))
+        self.job.engine.train()
+        steps, interval = self.cfg.run.steps, self.cfg.run.save_interval
+        saved = self.step
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # collected at checkpoints and every 500 steps, on all ranks at once
+        self._restart_clock()
+        with Profiler(self.cfg.run.profile, self.folder, self.runtime.is_main) as profiler:
+            while self.step < steps:
+                stopping = self._train_step()
+                profiler.step(self.step)
+                if self.step % 500 == 0:
+                    gc.collect()
+                if self.cfg.run.eval_interval and self.step % self.cfg.run.eval_interval == 0:
+                    self.metrics.log({"step": self.step, "valid_loss": self.validate()})
+                    self._restart_clock()
+                if interval > 0 and self.step % interval == 0:
+                    self._save()
+                    saved = self.step
+                    self._restart_clock()
+                if stopping:
+                    self.metrics.event(f"stopping at step {self.step}: a signal asked for it")
+                    break
+        if self.step > saved and interval >= 0:
+            self._save()
+        self.checkpoints.close()
+        self.metrics.close()
+        self.loader.close()
+
+    def _train_step(self) -> bool:
+        """One optimizer step; True if a rank was asked to stop."""
+        engine, job = self.job.engine, self.job
+        began = time.perf_counter()
+        with record_function("data"):
+            batches = self.loader.next_step()
+        waited = time.perf_counter() - began
+        before = balance.snapshot(engine.modules)
+        while True:
+            engine.zero_grad()
+            reports = self._forward_backward(batches)
+            loss, mtp_loss, stopping = self._totals(reports)
+            if not job.budget.overflowed(torch.distributed.group.WORLD):
+                break
+            job.budget.grow()
+            balance.restore(engine.modules, before)
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"the loss of step {self.step + 1} is {loss}; the parameters are unchanged"
+            )
+        with record_function("optimizer"):
+            norm = engine.step()
+        self.step += 1
+        if self.step % self.cfg.run.log_interval == 0 or self.step == self.cfg.run.steps:
+            record = {"loss": loss, "grad_norm": norm, "lr": engine.lr, "data_time": waited}
+            if self.cfg.model.mtp_layers:
+                record["mtp_loss"] = mtp_loss
+            self._log(record)
+        return stopping
+
+    def _forward_backward(self, batches: list[Batch], forward_only: bool = False) -> list[Any]:
+        data = self.cfg.data
+        return self.job.engine.forward_backward(
+            self._forward_step,
+            [iter(batches) for _ in self.job.engine.chunks],
+            microbatches=len(batches),
+            sequence=data.sequence_length,
+            micro_batch=data.micro_batch,
+            forward_only=forward_only,
+        )
+
+    def _forward_step(self, batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Any, Any]:
+        batch = {k: v.to(self.runtime.device, non_blocking=True) for k, v in next(batches).items()}
+        if self.cfg.parallel.context > 1:
+            batch = get_batch_on_this_cp_rank(batch, False, self.job.groups.pg.cp)
+        output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return output, _mean_loss
+
+    def _totals(self, reports: list[dict[str, torch.Tensor]]) -> tuple[float, float, bool]:
+        """(loss, MTP loss, stop) over all ranks; the one host read of the step."""
+        totals = torch.zeros(4, device=self.runtime.device)
+        if reports:  # last pipeline stage
+            totals[0] = torch.stack([r["loss"] for r in reports]).mean()
+            totals[1] = 1
+            mtp = MTPLossLoggingHelper.tracker.get("loss_values")
+            if mtp is not None:
+                totals[2] = mtp.mean() / len(reports)
+                MTPLossLoggingHelper.clean_metrics_in_tracker()
+        totals[3] = float(self.stop.received is not None)
+        loss, ranks, mtp_loss, stop = sum_over_world(totals).tolist()
+        return loss / ranks, mtp_loss / ranks, stop > 0
+
+    # --- around the loop --------------------------------------------------------------------------
+
+    def validate(self) -> float:
+        """Mean loss over the validation batches, in nats per token."""
+        engine, loader = self.job.engine, self._loader(self.valid_set)
+        engine.eval()
+        losses = []
+        with torch.no_grad(), record_function("validation"):
+            for _ in range(self.cfg.run.eval_batches):
+                while True:
+                    losses.append(self._totals(self._forward_backward(loader.next_step(), True))[0])
+                    if not self.job.budget.overflowed(torch.distributed.group.WORLD):
+                        break
+                    self.job.budget.grow()
+        engine.train()
+        loader.close()
+        return sum(losses) / len(losses)
+
+    def _loader(self, dataset: Any) -> Loader:
+        data, job = self.cfg.data, self.job
+        return Loader(
+            dataset, data.micro_batch, data.global_batch, job.groups.data_rank, job.data_parallel
+        )
+
+    def _log(self, record: dict[str, Any]) -> None:
+        data, world = self.cfg.data, self.runtime.world
+        # Reads from the device, so the clock below has seen the whole of every step since the last line.
+        engine = self.job.engine
+        load = balance.collect(engine.modules, engine.config, self.job.groups.pg)
+        balance.reset(engine.modules)
+        seconds = (time.perf_counter() - self._since) / (self.step - self._timed)
+        self._restart_clock()
+        tokens = data.global_batch * data.sequence_length / seconds / world
+        record |= {
+            "step": self.step,
+            "step_time": seconds,
+            "tokens_per_second_per_gpu": tokens,
+            "tflops_per_gpu": tokens * self._flops / 1e12,
+            "reruns": self.job.budget.reruns,
+        }
+        record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
+        record |= {f"balance/{name}": value for name, value in load.losses.items() if value}
+        if self._peak:
+            record["mfu"] = record["tflops_per_gpu"] / self._peak
+        self.metrics.log(record)
+
+    def _restart_clock(self) -> None:
+        """Time steps from now on; validation and checkpoints are not counted."""
+        self._since, self._timed = time.perf_counter(), self.step
+
+    def _state(self) -> dict[str, Any]:
+        return {"config": asdict(self.cfg), "step": self.step, "data": self.loader.state_dict()}
+
+    def _save(self) -> None:
+        engine = self.job.engine
+        with record_function("checkpoint"):
+            self.checkpoints.save(
+                self.step, engine.chunks, engine.optimizer, engine.scheduler, self._state()
+            )
+        self.metrics.event(f"saved checkpoint of step {self.step} to {self.checkpoints.folder}")
+        gc.collect()
+
+    def _resume(self) -> str:
+        how = self.cfg.run.resume
+        if how == "never":
+            return "from scratch (run.resume=never)"
+        path = self.checkpoints.newest() if how == "auto" else Path(how)
+        if path is None:
+            return "from scratch (no checkpoint in the run folder)"
+        engine = self.job.engine
+        state = self.checkpoints.load(
+            path, engine.chunks, engine.optimizer, engine.scheduler, asdict(self.cfg)
+        )
+        self.step = state["step"]
+        self.loader.load_state_dict(state["data"])
+        return f"resumed step {self.step} from {path}"
+
+
+def _mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count."""
+    total = loss_BS.float().sum()
+    count = torch.full((), loss_BS.numel(), dtype=torch.int32, device=loss_BS.device)
+    return total, count, {"loss": total.detach() / loss_BS.numel()}

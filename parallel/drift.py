@@ -1,0 +1,89 @@
+"""May a run go on from a checkpoint of another configuration? What must agree, what may change, and what to do.
+
+Configurations are plain nested dicts. Whatever the saved weights and the data cursor mean something under only
+must agree: architecture, precision, source and order of the tokens. Layout, kernels, schedule, length and
+logging may change and are reported.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+_FIXED = (
+    "model",
+    "run.precision",
+    "data.source",
+    "data.blend",
+    "data.split",
+    "data.sequence_length",
+    "data.seed",
+)
+# Parts of the model section that are not its architecture. A bias rate of 0 is a model without a bias.
+_FREE = (
+    "model.name",
+    "model.init_std",
+    "model.mtp_loss",
+    "model.moe.router.aux_loss",
+    "model.moe.router.seq_aux_loss",
+    "model.moe.router.global_aux_loss",
+    "model.moe.router.z_loss",
+    "model.moe.router.force_balance",
+)
+_SWITCHES = ("model.moe.router.bias_rate",)
+
+
+class CheckpointMismatch(ValueError):
+    """The checkpoint and the configuration are not of the same model or data."""
+
+
+def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Differences that a resumed run may have, one line each.
+
+    Args:
+        saved: configuration of the checkpoint.
+        current: configuration of this run. A knob that only one of them knows is not compared.
+
+    Raises:
+        CheckpointMismatch: a knob that must agree does not; the message is a diff with the way out.
+    """
+    old, new = dict(_leaves(saved)), dict(_leaves(current))
+    changed = [key for key in old if key in new and old[key] != new[key]]
+    refused = [key for key in changed if _must_agree(key, old[key], new[key])]
+    if refused:
+        raise CheckpointMismatch(_refusal(refused, old, new))
+    return [f"{key}: {_show(old[key])} -> {_show(new[key])}" for key in changed]
+
+
+def _must_agree(key: str, old: Any, new: Any) -> bool:
+    if key in _FREE:
+        return False
+    if key in _SWITCHES:
+        return bool(old) != bool(new)
+    return any(key == fixed or key.startswith(fixed + ".") for fixed in _FIXED)
+
+
+def _refusal(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> str:
+    rows = [("", "checkpoint", "now"), *((k, _show(old[k]), _show(new[k])) for k in keys)]
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    table = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+    overrides = " ".join(f"{k}={_show(old[k])}" for k in keys)
+    return "\n".join(
+        [
+            "this run is not configured as its checkpoint:",
+            *table,
+            f"go on with the checkpoint's values ({overrides}),",
+            "or start anew with another run.name or with run.resume=never",
+        ]
+    )
+
+
+def _leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value)

@@ -1,0 +1,206 @@
+"""Megatron-Core's data parallel wrapper, distributed optimizer, schedule and learning rate, as one object.
+
+The engine owns everything between "micro-batches in" and "parameters updated". It knows nothing of the
+model but its chunks, and nothing of the loss but the function that returns it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from configs.schema import OptimConfig, ParallelConfig
+
+
+class Diverged(RuntimeError):
+    """Loss or gradients are not finite; the parameters are still those of the last good step."""
+
+
+class Engine:
+    """Model chunks of this rank, ready to train.
+
+    Args:
+        config: Megatron-Core's config that the chunks were built with.
+        chunks: bare model chunks, already initialised.
+        parallel: overlap, optimizer sharding and gradient dtype.
+        optim: AdamW and schedule.
+        steps: optimizer steps of the run.
+        device: where parameters live.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        parallel: ParallelConfig,
+        optim: OptimConfig,
+        steps: int,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.modules = list(chunks)
+        wrapped = [Float16Module(config, c) if config.bf16 else c for c in chunks]
+        sharded = parallel.distributed_optimizer
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=parallel.grad_dtype == "fp32",
+            overlap_grad_reduce=parallel.overlap,
+            overlap_param_gather=parallel.overlap and sharded,
+            use_distributed_optimizer=sharded,
+            check_for_nan_in_grad=False,
+        )
+        self.chunks = [
+            DistributedDataParallel(config, ddp, c.to(device), disable_bucketing=i > 0)
+            for i, c in enumerate(wrapped)
+        ]
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                min_lr=optim.min_lr,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.beta1,
+                adam_beta2=optim.beta2,
+                adam_eps=optim.eps,
+                clip_grad=optim.clip_grad,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=sharded,
+                overlap_param_gather=ddp.overlap_param_gather,
+            ),
+            self.chunks,
+            use_gloo_process_groups=False,
+        )
+        self.scheduler = _scheduler(self.optimizer, optim, steps)
+        self._clip = optim.clip_grad
+        self._gather_params = ddp.overlap_param_gather
+        self._forward_backward = get_forward_backward_func()
+        one = len(self.chunks) == 1
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if parallel.overlap:
+            no_sync = [c.no_sync for c in self.chunks]
+            config.no_sync_func = no_sync[0] if one else no_sync
+            if not one:
+                config.grad_sync_func = [c.start_grad_sync for c in self.chunks]
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        """Clear gradients before a step, or before the rerun of one."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def forward_backward(
+        self,
+        forward_step: Callable[..., Any],
+        batches: Sequence[Iterator[Any]],
+        *,
+        microbatches: int,
+        sequence: int,
+        micro_batch: int,
+        forward_only: bool = False,
+    ) -> list[dict[str, torch.Tensor]]:
+        """Run all micro-batches of a step; gradients are reduced when it returns.
+
+        Args:
+            forward_step: (iterator, chunk) -> (output, loss function), as Megatron-Core's schedules call it.
+            batches: one iterator of micro-batches per chunk.
+            microbatches: micro-batches in the step.
+            sequence: tokens in a sequence, whole.
+            micro_batch: sequences in a micro-batch.
+            forward_only: validation.
+
+        Returns:
+            What the loss function reported, one dict per micro-batch; empty but on the last pipeline stage.
+        """
+        return self._forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=list(batches) if len(self.chunks) > 1 else batches[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=microbatches,
+            seq_length=sequence,
+            micro_batch_size=micro_batch,
+            forward_only=forward_only,
+        )
+
+    def step(self) -> float:
+        """Clip, check, update parameters and learning rate.
+
+        Returns:
+            The global gradient norm before clipping.
+
+        Raises:
+            Diverged: the norm is not finite. Nothing was changed.
+        """
+        self.scheduler.step(1)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise Diverged(f"the gradient norm is {norm}; lower optim.lr or check the data")
+        if self._clip > 0:
+            for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                if parameters := part.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=norm)
+        self.optimizer.step_with_ready_grads()
+        return norm
+
+    def train(self) -> None:
+        """Training mode of every chunk."""
+        for chunk in self.chunks:
+            chunk.train()
+
+    def eval(self) -> None:
+        """Evaluation mode of every chunk."""
+        for chunk in self.chunks:
+            chunk.eval()
+
+    def parameter_bytes(self) -> tuple[int, int]:
+        """(parameters of this rank, bytes of them)."""
+        count = [(p.numel(), p.element_size()) for c in self.modules for p in c.parameters()]
+        return sum(n for n, _ in count), sum(n * b for n, b in count)
+
+
+def _scheduler(optimizer: Any, optim: OptimConfig, steps: int) -> OptimizerParamScheduler:
+    decay = max(optim.decay_steps or steps, 1)
+    warmup = min(optim.warmup_steps, decay - 1)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=min(optim.min_lr, optim.lr),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=optim.schedule,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style="constant",
+        wsd_decay_steps=max(decay // 10, 1),
+        lr_wsd_decay_style="cosine",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def sum_over_world(values: torch.Tensor) -> torch.Tensor:
+    """All-reduce a small vector of step metrics over every rank, in place."""
+    dist.all_reduce(values)
+    return values

@@ -1,0 +1,95 @@
+"""Ranks -> process groups, through Megatron-Core's parallel state with parallel folding.
+
+Attention and dense layers see tensor x context x data x pipeline; expert layers see expert x expert-data
+x pipeline over the same ranks, with expert tensor parallelism fixed at 1.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Sizes of the layout and Megatron-Core's collection of process groups."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    virtual_pipeline: int
+    expert: int
+    data: int
+    pg: ProcessGroupCollection
+
+    @property
+    def data_rank(self) -> int:
+        """Rank among the replicas that read different samples."""
+        return int(ps.get_data_parallel_rank())
+
+    @property
+    def is_first_stage(self) -> bool:
+        return bool(ps.is_pipeline_first_stage())
+
+    @property
+    def is_last_stage(self) -> bool:
+        return bool(ps.is_pipeline_last_stage())
+
+    def table(self) -> str:
+        """The layout in words, for the start page: group, size, this rank's members."""
+        rows = [
+            ("tensor", self.pg.tp),
+            ("context", self.pg.cp),
+            ("data", self.pg.dp),
+            ("pipeline", self.pg.pp),
+            ("expert", self.pg.ep),
+            ("expert-data", self.pg.expt_dp),
+        ]
+        lines = [f"{'group':<12} {'size':>5}  ranks with rank {dist.get_rank()}"]
+        for name, group in rows:
+            ranks = dist.get_process_group_ranks(group)
+            shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+            lines.append(f"{name:<12} {len(ranks):>5}  {shown}")
+        return "\n".join(lines)
+
+
+def create(
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int = 1,
+    expert: int = 1,
+    timeout: int = 600,
+) -> Groups:
+    """Build the process groups over the initialised world; replaces an earlier layout.
+
+    Raises:
+        ValueError: the sizes do not divide the world (configs.validate says which override to change).
+    """
+    world = dist.get_world_size()
+    stage = tensor * context
+    if world % (stage * pipeline) or (world // pipeline) % expert:
+        raise ValueError(
+            f"tensor {tensor} x context {context} x pipeline {pipeline}, expert {expert} "
+            f"do not divide {world} ranks"
+        )
+    if ps.model_parallel_is_initialized():
+        ps.destroy_model_parallel()
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, timeout // 60),
+    )
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1)
+    data = world // (stage * pipeline)
+    pg = ProcessGroupCollection.use_mpu_process_groups()
+    return Groups(tensor, context, pipeline, virtual_pipeline, expert, data, pg)

@@ -1,0 +1,194 @@
+"""Optimizer state as pieces of the parameters it belongs to: a form that every layout can read.
+
+A data parallel rank of Megatron-Core's distributed optimizer owns flat ranges of parameters. A range is
+cut into rectangles of the parameter's global tensor, so a rank writes and reads just what it owns. Keys
+and global shapes are those of Megatron-Core's `fully_reshardable` format, which first gathers the state of
+the whole data parallel group into the host memory of each of its ranks; here nothing is gathered or copied.
+The pieces are views of the state: loading into them restores the optimizer in place.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+def rectangles(
+    shape: Sequence[int], start: int, stop: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut elements [start, stop) of a row-major tensor into boxes (offset, size), in element order.
+
+    Each box is contiguous in the tensor; there are at most 2 * len(shape) - 1 of them.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [((), ())]
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        inner = rectangles(shape[1:], start - first * row, stop - first * row)
+        return [((first, *offset), (1, *size)) for offset, size in inner]
+    whole = range(-(-start // row), stop // row)
+    boxes = rectangles(shape, start, whole.start * row)
+    if whole:
+        boxes.append(((whole.start, *[0] * (len(shape) - 1)), (len(whole), *shape[1:])))
+    return boxes + rectangles(shape, whole.stop * row, stop)
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """State of one parameter on this rank: elements [start, stop) of it, flattened."""
+
+    parameter: torch.Tensor
+    start: int
+    stop: int
+    tensors: dict[str, torch.Tensor]
+    optimizer: Any
+
+
+class OptimizerState:
+    """Master parameters and moments that this rank holds, as `shards` for dist_checkpointing.
+
+    Args:
+        optimizer: Megatron-Core optimizer, chained or not, whose Adam keeps `step` in the group
+            (parallel.adam, or Transformer Engine's FusedAdam). State is allocated if it has none yet.
+        model_state: `sharded_state_dict` of all model chunks that it updates, before preprocessing.
+
+    Raises:
+        ValueError: an updated parameter has no entry in `model_state`.
+    """
+
+    def __init__(self, optimizer: Any, model_state: dict[str, Any]) -> None:
+        self._owned = [owned for part in _parts(optimizer) for owned in _owned(part)]
+        described = _by_address(model_state)
+        self.shards: dict[str, ShardedTensor] = {}
+        for owned in self._owned:
+            shape, address = tuple(owned.parameter.shape), owned.parameter.data_ptr()
+            if address not in described:
+                raise ValueError(f"no checkpoint key for an updated parameter of shape {shape}")
+            for piece in _pieces(owned, described[address]):
+                self.shards[f"{piece.key}@{piece.global_offset}"] = piece
+
+    def write_back(self) -> None:
+        """After loading: hand the state to optimizers that keep it in another dtype than fp32."""
+        for owned in self._owned:
+            config = owned.optimizer.config
+            if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+                owned.optimizer._set_main_param_and_optimizer_states(owned.parameter, owned.tensors)
+
+
+def step_count(optimizer: Any) -> int:
+    """Updates made so far, 0 before the first."""
+    return max((int(g.get("step", 0)) for g in _groups(optimizer)), default=0)
+
+
+def set_step_count(optimizer: Any, step: int) -> None:
+    """Set the updates made so far, the same in every parameter group of the model."""
+    for group in _groups(optimizer):
+        if isinstance(group.get("step"), torch.Tensor):
+            group["step"].fill_(step)
+        else:
+            group["step"] = step
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    # A stage without a kind of parameter (experts, say) has a stub in place of its optimizer.
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
+    for part in _parts(optimizer):
+        yield from part.optimizer.param_groups
+
+
+def _owned(part: Any) -> Iterator[_Owned]:
+    part.init_state_fn(part.optimizer, part.config)
+    if isinstance(part, DistributedOptimizer):
+        buckets = (b for ranges in part.gbuf_ranges for bs in ranges.values() for b in bs)
+        for bucket in buckets:
+            for parameter, ranges in bucket["param_map"].items():
+                own = ranges["param"]
+                tensors = part._get_main_param_and_optimizer_states(parameter)
+                yield _Owned(parameter, own.start, own.end, tensors, part)
+        return
+    for parameter, main in _masters(part):
+        moments = {k: v for k, v in part.optimizer.state[main].items() if isinstance(v, torch.Tensor)}
+        yield _Owned(parameter, 0, parameter.numel(), {"param": main, **moments}, part)
+
+
+def _masters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(parameter, what the optimizer updates) of an optimizer that is not sharded."""
+    masters = {
+        id(main): parameter
+        for parameters, mains in zip(
+            getattr(part, "float16_groups", []),
+            getattr(part, "fp32_from_float16_groups", []),
+            strict=True,
+        )
+        for parameter, main in zip(parameters, mains, strict=True)
+    }
+    for group in part.optimizer.param_groups:
+        for main in group["params"]:
+            yield masters.get(id(main), main), main
+
+
+def _by_address(model_state: dict[str, Any]) -> dict[int, list[ShardedTensor]]:
+    """Address of a parameter -> the global tensors that it is a part of.
+
+    A factory (Megatron-Core's, for a fused gate and up projection) stands for several of them.
+    """
+    described: dict[int, list[ShardedTensor]] = {}
+    for value in nested_values(model_state):
+        if isinstance(value, ShardedTensorFactory):
+            parts = [v for v in nested_values(value.build()) if isinstance(v, ShardedTensor)]
+            described.setdefault(value.data.data_ptr(), parts)
+        elif isinstance(value, ShardedTensor) and value.data is not None and value.data.numel():
+            described.setdefault(value.data.data_ptr(), [value])
+    return described
+
+
+def _pieces(owned: _Owned, shards: list[ShardedTensor]) -> Iterator[ShardedTensor]:
+    base, width = owned.parameter.data_ptr(), owned.parameter.element_size()
+    for shard in shards:
+        assert shard.data.is_contiguous()
+        begin = (shard.data.data_ptr() - base) // width  # of this shard, in the flattened parameter
+        start, stop = max(owned.start, begin), min(owned.stop, begin + shard.data.numel())
+        for offset, size in rectangles(shard.local_shape, start - begin, stop - begin):
+            count = math.prod(size)
+            here = slice(start - owned.start, start - owned.start + count)
+            for name, tensor in owned.tensors.items():
+                yield _piece(owned, shard, offset, size, name, tensor.detach().view(-1)[here])
+            start += count
+
+
+def _piece(
+    owned: _Owned,
+    shard: ShardedTensor,
+    offset: tuple[int, ...],
+    size: tuple[int, ...],
+    name: str,
+    data: torch.Tensor,
+) -> ShardedTensor:
+    axes = shard.prepend_axis_num
+    size = (1,) * axes + size
+    inner = (0,) * axes + offset
+    # Ranges of a sharded optimizer are disjoint over data parallel ranks, so those are no replicas.
+    sharded = isinstance(owned.optimizer, DistributedOptimizer)
+    replica = (*shard.replica_id[:-1], 0) if sharded else shard.replica_id
+    return ShardedTensor(
+        key=f"optimizer.state.{name}.{shard.key}",
+        data=data.view(size),
+        dtype=data.dtype,
+        local_shape=size,
+        global_shape=tuple(shard.global_shape),
+        global_offset=tuple(a + b for a, b in zip(shard.global_offset, inner, strict=True)),
+        axis_fragmentations=None,  # the boxes are no grid
+        replica_id=replica,
+    )

@@ -1,0 +1,80 @@
+"""Budget of expert rows: static buffers that are large enough, or a step that is run again.
+
+Every dispatcher asks `rows` for the size of its buffers and reports with `observe` what was needed;
+the maximum stays on the device. Once per step, before the optimizer, the trainer asks `overflowed`.
+If so, it drops the gradients, calls `grow` and runs the step again: no token is ever dropped.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_HEADROOM = 1.1
+_ROW_MULTIPLE = 128
+
+
+class Budget:
+    """Rows kept for the experts of a rank, shared by all layers.
+
+    `capacity_factor` is the current size over the balanced load, `peak` the largest needed/kept
+    ratio that the last `overflowed` read, `reruns` how often a step had to be run again.
+    """
+
+    def __init__(self, capacity_factor: float, device: torch.device) -> None:
+        """Start with buffers of `capacity_factor` x the balanced load; the record is on `device`.
+
+        Raises:
+            ValueError: the factor is not finite, or below 1 so that any load would overflow.
+        """
+        if not (math.isfinite(capacity_factor) and capacity_factor >= 1):
+            raise ValueError(
+                f"capacity factor {capacity_factor} is below the balanced load: "
+                "set parallel.capacity_factor to 1 or more"
+            )
+        self.capacity_factor = float(capacity_factor)
+        self.peak = 0.0
+        self.reruns = 0
+        self._granted = 0.0  # largest S / (T * K): the factor after rounding up to whole tiles
+        self._peak = torch.zeros((), dtype=torch.float64, device=device)
+
+    def rows(self, tokens: int, top_k: int, ranks: int, local_experts: int) -> int:
+        """Expert rows S for T tokens a rank: factor x T x K in whole tiles, at most the worst case.
+
+        The worst case is every received token at min(K, L) of this rank's experts; with one rank it
+        equals T * K, so that a local layer keeps exactly what it needs.
+        """
+        balanced = tokens * top_k
+        tiles = math.ceil(self.capacity_factor * balanced / _ROW_MULTIPLE)
+        rows = min(ranks * tokens * min(top_k, local_experts), tiles * _ROW_MULTIPLE)
+        self._granted = max(self._granted, rows / balanced)
+        return rows
+
+    def observe(self, needed: Tensor, rows: int) -> None:
+        """Note on the device that a layer with `rows` rows needed `needed` (integer scalar)."""
+        float(needed); self._peak.copy_(torch.maximum(self._peak, needed.to(torch.float64) / rows))
+
+    def overflowed(self, group: dist.ProcessGroup | None = None) -> bool:
+        """Whether a layer on a rank of `group` needed more rows than it had since the last call.
+
+        One host read; starts the next record. Without a group only this process counts.
+        """
+        if group is not None:
+            dist.all_reduce(self._peak, op=dist.ReduceOp.MAX, group=group)
+        self.peak = float(self._peak)
+        self.reset()
+        return self.peak > 1
+
+    def grow(self) -> None:
+        """Enlarge the budget so that the overflowed step fits with headroom; count its rerun."""
+        if self.peak <= 1:
+            raise RuntimeError(
+                f"grow() after a step that fitted (peak {self.peak:.3f} of the budget)"
+            )
+        self.capacity_factor = max(self.capacity_factor, self._granted * self.peak * _HEADROOM)
+        self.reruns += 1
+
+    def reset(self) -> None:
+        """Forget what was observed since the last read, as after a step that is thrown away."""
+        self._peak.zero_()

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Train on this host: all of its GPUs, or two CPU processes. Arguments are Hydra overrides.
+#   bash scripts/train.sh
+#   bash scripts/train.sh model=gpt_oss_20b parallel=ep8 run.steps=50
+set -euo pipefail
+source "$(dirname "$0")/env.sh"
+gpus=$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -eq 0 ]; then
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+fi
+exec "$bin/torchrun" --nproc-per-node "$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)" \
+  --rdzv-backend c10d --rdzv-endpoint localhost:0 train.py "$@"

@@ -1,0 +1,147 @@
+"""Run a function on N gloo ranks of this machine.
+
+Ranks are warm processes, one pool per world size for the whole session, forked from a server that
+has torch (and Megatron-Core, where the tests use it) imported already. Every call gets a fresh
+process group and the same random seed. After a failure or a timeout the pool is killed; the next
+call starts a new one.
+"""
+
+import atexit
+import faulthandler
+import functools
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PRELOAD = ("torch.distributed", "megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, died or did not finish; the message holds its traceback."""
+
+
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120
+) -> list[Any]:
+    """Call `fn(*args)` on every rank of a gloo world and return the results in rank order.
+
+    `fn` must be a top-level function; arguments and results are pickled. Inside, the default
+    process group is initialised, RANK and WORLD_SIZE are set as a launcher does, and no GPU is
+    visible. The environment is that of the session's first call: set other variables in `fn`.
+
+    Raises:
+        RankFailed: with the traceback of the first rank that raised or died, or with the stacks of
+            the ranks that did not finish within `timeout` seconds. All ranks are killed.
+    """
+    pool = _pool(world_size)
+    try:
+        return pool.run(pickle.dumps((fn, args)), timeout)
+    except BaseException:
+        pool.stop()
+        raise
+
+
+class _Pool:
+    def __init__(self, world_size: int) -> None:
+        self._world, self._calls = world_size, 0
+        self._ranks: list[tuple[Any, connection.Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="gloo-ranks-")
+
+    def _start(self) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload([m for m in _PRELOAD if m in sys.modules])
+        for rank in range(self._world):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, self._world))
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def stop(self) -> None:
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks.clear()
+
+    def run(self, task: bytes, timeout: float) -> list[Any]:
+        if not self._ranks:
+            self._start()
+        self._calls += 1
+        store = f"{self._folder.name}/{self._calls}"
+        for _, pipe in self._ranks:
+            pipe.send((store, timeout, task))
+        deadline = time.monotonic() + timeout
+        pending = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        results = [None] * self._world
+        while pending:
+            ready = connection.wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = list(pending.values())
+                stacks = [f.read_text() for r in late if (f := Path(f"{store}.{r}")).exists()]
+                raise RankFailed(f"ranks {late} still ran after {timeout} s\n" + "\n".join(stacks))
+            for pipe in ready:
+                rank = pending.pop(pipe)
+                results[rank] = self._receive(rank)
+        return results
+
+    def _receive(self, rank: int) -> Any:
+        process, pipe = self._ranks[rank]
+        try:
+            raised, result = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            process.join()
+            raise RankFailed(f"rank {rank} died: exit code {process.exitcode}") from None
+        if raised:
+            raise RankFailed(f"rank {rank} of {self._world} raised\n{raised}")
+        return result
+
+
+@functools.cache
+def _pool(world_size: int) -> _Pool:
+    pool = _Pool(world_size)
+    atexit.register(pool.stop)  # runs before multiprocessing joins its children
+    return pool
+
+
+def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    while True:
+        try:
+            store, timeout, task = pipe.recv()
+        except EOFError:  # the session is over
+            return
+        with open(f"{store}.{rank}", "w") as stacks:
+            faulthandler.dump_traceback_later(0.9 * timeout, file=stacks)
+            try:
+                answer = pickle.dumps((None, _call(store, timeout, rank, world_size, task)))
+            except BaseException:
+                answer = pickle.dumps((traceback.format_exc(), None))
+            faulthandler.cancel_dump_traceback_later()
+        pipe.send_bytes(answer)
+
+
+def _call(store: str, timeout: float, rank: int, world_size: int, task: bytes) -> Any:
+    # Left over from the call before; only now has every rank surely left its collectives.
+    if (state := sys.modules.get("megatron.core.parallel_state")) is not None:
+        state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    where = {"init_method": f"file://{store}", "rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **where)
+    torch.manual_seed(0)
+    fn, args = pickle.loads(task)
+    return fn(*args)

@@ -1,0 +1,210 @@
+"""Expert-MLP problems with a routing plan built by plain loops, and their dense statement per token.
+
+Shape legend: N rows of x, K slots per row, L experts, S expert rows, D hidden, F expert width, H rows of W1.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.activation import Activation
+from kernels.grouped_mlp import combine, expert_mlp
+
+ACTIVATIONS = [
+    Activation("swiglu"),
+    Activation("swiglu", limit=0.6, offset=0.5),
+    Activation("geglu"),
+    Activation("geglu", limit=0.6),
+    Activation("quick_geglu"),
+    Activation("quick_geglu", alpha=1.3, limit=0.6, offset=1.0),
+    Activation("squared_relu"),
+    Activation("squared_relu", limit=0.6),
+]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of the expert MLP and combine, and the gradient that comes back."""
+
+    act: Activation
+    x: Tensor
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
+    prob: Tensor
+    """fp32 [S]."""
+    dout: Tensor
+    index: Tensor
+    offsets: Tensor
+    inverse: Tensor
+
+    def to(self, device: str) -> "Problem":
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(
+            self, **{k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)}
+        )
+
+
+def route(choice: list[list[int]], experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """index [S], offsets [L + 1] and inverse [N, K] of expert ids per row and slot (-1: elsewhere)."""
+    index, offsets = [], [0]
+    inverse = [[-1] * len(slots) for slots in choice]
+    for e in range(experts):
+        for n, slots in enumerate(choice):
+            for k, expert in enumerate(slots):
+                if expert == e:
+                    inverse[n][k] = len(index)
+                    index.append(n)
+        offsets.append(len(index))
+    index += [0] * (rows - len(index))
+    return tuple(torch.tensor(t, dtype=torch.int32) for t in (index, offsets, inverse))
+
+
+def random_choice(N: int, K: int, experts: list[int], seed: int = 0) -> list[list[int]]:
+    """Distinct experts per row, drawn from `experts` and from as many that are elsewhere."""
+    pool = torch.tensor([*experts, *[-1] * max(K, len(experts))])
+    g = torch.Generator().manual_seed(seed)
+    return [pool[torch.randperm(len(pool), generator=g)[:K]].tolist() for _ in range(N)]
+
+
+def make(
+    act: Activation,
+    dtype: torch.dtype,
+    *,
+    bias: bool = True,
+    choice: list[list[int]] | None = None,
+    L: int = 4,
+    D: int = 32,
+    width: int = 24,
+    rows: int | None = None,
+    integers: bool = False,
+) -> Problem:
+    """A problem of `choice` (random over L experts by default) with `rows` expert rows (those needed)."""
+    choice = random_choice(40, 3, list(range(L))) if choice is None else choice
+    used = sum(e >= 0 for slots in choice for e in slots)
+    index, offsets, inverse = route(choice, L, used if rows is None else rows)
+    g = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        if integers:
+            return torch.randint(-1, 2, shape, generator=g).to(dtype)
+        return (torch.randn(*shape, generator=g) * scale).to(dtype)
+
+    H = act.width(width)
+    x, dout = draw(len(choice), D), draw(len(choice), D)
+    w1, w2 = draw(L, H, D, scale=D**-0.5), draw(L, D, width, scale=width**-0.5)
+    b1, b2 = draw(L, H, scale=0.5), draw(L, D, scale=0.5)
+    prob = torch.rand(index.shape, generator=g)
+    if integers:
+        prob = (prob * 2 + 1).floor()
+    return Problem(
+        act, x, w1, w2, b1 if bias else None, b2 if bias else None, prob, dout, index, offsets, inverse
+    )
+
+
+Result = dict[str, Tensor]
+
+
+def run(p: Problem, backend: str, poison: bool = False) -> Result:
+    """Output and all gradients of `combine(expert_mlp(...))`; `poison` puts NaN in dy's padding."""
+    leaves = leaves_of(p)
+    return _gradients(forward(p, leaves, backend, poison), p.dout, leaves)
+
+
+def forward(p: Problem, leaves: dict[str, Tensor], backend: str, poison: bool = False) -> Tensor:
+    """The output of `run`, from the tensors that are differentiated."""
+    y = expert_mlp(
+        leaves["x"],
+        leaves["w1"],
+        leaves["w2"],
+        row_index_S=p.index,
+        row_prob_S=leaves["prob"],
+        offsets=p.offsets,
+        inverse_NK=p.inverse,
+        activation=p.act,
+        b1=leaves.get("b1"),
+        b2=leaves.get("b2"),
+        backend=backend,
+    )
+    if poison:
+        padding = (torch.arange(len(p.index)) >= p.offsets[-1])[:, None]
+        y.register_hook(lambda dy: dy.masked_fill(padding, float("nan")))
+    return combine(
+        y, row_index_S=p.index, offsets=p.offsets, inverse_NK=p.inverse, backend=backend
+    )
+
+
+def dense(p: Problem) -> Result:
+    """The same by a loop over rows and slots in fp64."""
+    leaves = {name: t.detach().double().requires_grad_() for name, t in leaves_of(p).items()}
+    experts = _expert_of_rows(p)
+    out = []
+    for n, slots in enumerate(p.inverse.tolist()):
+        total = torch.zeros(p.x.shape[1], dtype=torch.float64)
+        for s in slots:
+            if s >= 0:
+                e = experts[s]
+                h = leaves["w1"][e] @ leaves["x"][n]
+                h = h + leaves["b1"][e] if p.b1 is not None else h
+                y = leaves["w2"][e] @ formula(h, p.act)
+                y = y + leaves["b2"][e] if p.b2 is not None else y
+                total = total + leaves["prob"][s] * y
+        out.append(total)
+    return _gradients(torch.stack(out), p.dout.double(), leaves)
+
+
+def composition(p: Problem) -> Result:
+    """The same by autograd over torch operations in the problem's dtype, fp32 where ours is fp32."""
+    leaves, dtype = leaves_of(p), p.x.dtype
+    out = torch.zeros(p.x.shape, dtype=torch.float32)
+    ends = p.offsets.tolist()
+    for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        index, prob = p.index[begin:end], leaves["prob"][begin:end, None]
+        b1 = leaves["b1"][e] if p.b1 is not None else None
+        h = F.linear(leaves["x"][index], leaves["w1"][e], b1)
+        a = (formula(h.float(), p.act) * prob).to(dtype)
+        y = F.linear(a, leaves["w2"][e])
+        y = (y + leaves["b2"][e] * prob).to(dtype) if p.b2 is not None else y
+        out = out.index_add(0, index, y.float())
+    return _gradients(out.to(dtype), p.dout, leaves)
+
+
+def formula(h: Tensor, act: Activation) -> Tensor:
+    """Each activation from its paper, one channel at a time."""
+    gate, up = h.split(h.shape[-1] // 2, -1) if act.gated else (h, None)
+    if act.limit:
+        gate = torch.where(gate > act.limit, act.limit, gate)
+        if up is not None:
+            up = torch.where(up.abs() > act.limit, up.sign() * act.limit, up)
+    if act.kind == "squared_relu":
+        return torch.where(gate > 0, gate**2, 0.0)
+    if act.kind == "geglu":
+        value = gate * torch.special.ndtr(gate)
+    else:
+        value = gate / (1 + torch.exp(-gate * (act.alpha if act.kind == "quick_geglu" else 1)))
+    return value * (up + act.offset)
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    """Relative error in the 2-norm; of what should be 0, the norm itself."""
+    scale = exact.double().norm().item() or 1.0
+    return ((got.double() - exact.double()).norm() / scale).item()
+
+
+def leaves_of(p: Problem) -> dict[str, Tensor]:
+    """What a gradient is taken of."""
+    named = {"x": p.x, "w1": p.w1, "w2": p.w2, "b1": p.b1, "b2": p.b2, "prob": p.prob}
+    return {k: v.detach().requires_grad_() for k, v in named.items() if v is not None}
+
+
+def _gradients(out: Tensor, dout: Tensor, leaves: dict[str, Tensor]) -> Result:
+    grads = torch.autograd.grad(out, list(leaves.values()), dout)
+    return {"out": out.detach()} | {f"d{k}": g for k, g in zip(leaves, grads, strict=True)}
+
+
+def _expert_of_rows(p: Problem) -> list[int]:
+    counts = p.offsets.diff().tolist()
+    return [e for e, count in enumerate(counts) for _ in range(count)]

@@ -1,0 +1,207 @@
+"""The expert MLP of every backend against its dense statement, and what the layer relies on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.activation import Activation
+from kernels.grouped_mlp import combine, expert_mlp
+from tests.kernels.problems import (
+    ACTIVATIONS,
+    composition,
+    dense,
+    error,
+    forward,
+    leaves_of,
+    make,
+    random_choice,
+    run,
+)
+from tests.sync_free import HostSync, sync_free
+
+BACKENDS = ["reference", "torch"]
+CLAMPED = Activation("quick_geglu", alpha=1.702, limit=0.7, offset=1.0)
+NAN = float("nan")
+ROUTINGS = {
+    "an expert without rows": random_choice(30, 3, [0, 2, 3]),
+    "first and last expert without rows": random_choice(30, 3, [1, 2]),
+    "one expert has all": [[-1, 2]] * 30,
+    "one row": [[-1, 1]],
+    "nothing here": [[-1, -1]] * 5,
+}
+
+
+def _id(value: object) -> str | None:
+    if isinstance(value, Activation):
+        return f"{value.kind}{'-clamped' if value.limit else ''}"
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+
+
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=_id)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=_id)
+def test_error_is_that_of_plain_torch(act, bias, dtype, backend):
+    p = make(act, dtype, bias=bias, rows=128)
+    exact, plain, ours = dense(p), composition(p), run(p, backend)
+    assert ours.keys() == exact.keys()
+    for name in exact:
+        assert ours[name].dtype == (torch.float32 if name == "dprob" else dtype)
+        assert error(ours[name], exact[name]) <= 2 * error(plain[name], exact[name]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("limit", [0.0, 3.0])
+def test_integers_are_exact_in_fp32(backend, limit):
+    p = make(Activation("squared_relu", limit=limit), torch.float32, integers=True, rows=128)
+    exact = dense(p)
+    _same({k: v.double() for k, v in run(p, backend).items()}, exact)
+
+
+def test_integers_are_equal_in_bf16():
+    p = make(Activation("squared_relu", limit=3.0), torch.bfloat16, integers=True, rows=128)
+    _same(run(p, "torch"), run(p, "reference"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_uneven_routing(backend, routing):
+    p = make(CLAMPED, torch.float32, choice=ROUTINGS[routing], rows=96)
+    exact, ours = dense(p), run(p, backend)
+    for name in exact:
+        assert error(ours[name], exact[name]) < 1e-6, name
+    idle = p.offsets.diff() == 0
+    for name in ("dw1", "dw2", "db1", "db2"):
+        assert not ours[name][idle].any(), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=_id)
+def test_padding_has_no_influence(backend, dtype):
+    choice = random_choice(40, 3, [0, 1, 2, 3])
+    choice[7] = choice[20] = [-1, -1, -1]
+    tight = make(CLAMPED, dtype, choice=choice)
+    padded = make(CLAMPED, dtype, choice=choice, rows=len(tight.index) + 33)
+    used = len(tight.index)
+    for p in (tight, padded):
+        p.x[[7, 20]] = NAN
+    padded.prob[:used] = tight.prob
+    padded.prob[used:] = NAN
+    padded.index[used:] = 2**30
+    expected = run(tight, backend)
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+    try:
+        ours = run(padded, backend, poison=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(v.isfinite().all() for v in expected.values())
+    assert not ours["dprob"][used:].any()
+    assert not ours["out"][[7, 20]].any() and not ours["dx"][[7, 20]].any()
+    _same(ours | {"dprob": ours["dprob"][:used]}, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_combine_adds_slots_in_order(backend):
+    y = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    inverse = torch.randperm(64, generator=torch.Generator().manual_seed(1)).view(8, 8).int()
+    inverse[3] = -1
+    inverse[5, ::2] = -1
+    y[inverse[0, 0]] = 2.0**24  # swallows small terms if it comes first, and not if it comes last
+    expected = torch.zeros(8, 16)
+    for n in range(8):
+        for s in inverse[n].tolist():
+            expected[n] += y[s].float() if s >= 0 else 0.0
+    index, offsets = torch.zeros(64).int(), torch.tensor([0, 64]).int()
+    got = combine(
+        y, row_index_S=index, offsets=offsets, inverse_NK=inverse, backend=backend
+    )
+    assert torch.equal(got, expected.bfloat16())
+
+
+def test_runs_repeat_bit_for_bit():
+    p = make(CLAMPED, torch.bfloat16, rows=128)
+    _same(run(p, "torch"), run(p, "torch"))
+
+
+@pytest.mark.parametrize("act", [CLAMPED, Activation("squared_relu")], ids=_id)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_x_and_h_are_saved(backend, act):
+    p = make(act, torch.bfloat16, rows=256)
+    leaves, saved = leaves_of(p), {}
+    parameters = {leaves[name].data_ptr() for name in ("w1", "w2", "b1", "b2")}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.data_ptr() not in parameters:
+            saved[t.data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = forward(p, leaves, backend)
+    assert out.grad_fn is not None
+    h = 256 * p.w1.shape[1] * 2
+    indices = sum(t.nbytes for t in (p.prob, p.index, p.offsets, p.inverse))
+    assert sum(saved.values()) == p.x.nbytes + h + indices
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=_id)
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=_id)
+def test_torch_backend_never_asks_the_device(act, dtype, bias):
+    p = make(act, dtype, bias=bias, rows=128)
+    with sync_free():
+        run(p, "torch")
+
+
+def test_reference_backend_does_ask():
+    with pytest.raises(HostSync), sync_free():
+        run(make(CLAMPED, torch.float32), "reference")
+
+
+def test_frozen_weights_get_no_gradient():
+    p = make(CLAMPED, torch.float32)
+    x = p.x.clone().requires_grad_()
+    y = expert_mlp(
+        x,
+        p.w1,
+        p.w2,
+        row_index_S=p.index,
+        row_prob_S=p.prob,
+        offsets=p.offsets,
+        inverse_NK=p.inverse,
+        activation=p.act,
+        b1=p.b1,
+        b2=p.b2,
+        backend="torch",
+    )
+    out = combine(y, row_index_S=p.index, offsets=p.offsets, inverse_NK=p.inverse)
+    (dx,) = torch.autograd.grad(out, x, p.dout)
+    assert torch.equal(dx, run(p, "torch")["dx"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: replace(p, w1=p.w1[:, :-1]), r"w1 must be torch.float32 \[4, 48, 32\]"),
+        (lambda p: replace(p, w2=p.w2.double()), "w2 must be torch.float32"),
+        (lambda p: replace(p, b1=p.b1[:, 1:]), "b1 must be"),
+        (lambda p: replace(p, prob=p.prob.bfloat16()), "row_prob must be torch.float32"),
+        (lambda p: replace(p, offsets=p.offsets.long()), r"offsets must be torch.int32 \[5\]"),
+        (lambda p: replace(p, inverse=p.inverse[1:]), "inverse must be"),
+        (lambda p: replace(p, x=p.x[0]), r"expected x \[N, D\]"),
+    ],
+)
+def test_shapes_and_dtypes_are_checked(change, message):
+    with pytest.raises(ValueError, match=message):
+        run(change(make(CLAMPED, torch.float32)), "torch")
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match="kernels.backend=fused .* kernels=torch"):
+        run(make(CLAMPED, torch.float32), "fused")

@@ -1,0 +1,69 @@
+"""A context in which whatever would make a GPU wait for its host, or a host for its GPU, is an error.
+
+On a CPU nothing ever waits, so the ops that would are forbidden instead: reads of a tensor's value by the
+host, and results whose shape depends on values. An op that is allowed may do what it likes inside, as
+the CPU's stand-in for torch._grouped_mm does with its offsets.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+
+FORBIDDEN_OPS = {
+    _aten._local_scalar_dense,
+    _aten._unique2,
+    _aten.bincount,
+    _aten.equal,
+    _aten.is_nonzero,
+    _aten.item,
+    _aten.masked_select,
+    _aten.nonzero,
+    _aten.unique_consecutive,
+    _aten.unique_dim,
+}
+"""Aten ops that copy to the host or size their result by values."""
+
+FORBIDDEN_METHODS = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist}
+"""Methods that need no op on a CPU tensor but a copy on others."""
+
+
+class HostSync(AssertionError):
+    """An op that would synchronise device and host was called."""
+
+
+@contextmanager
+def sync_free() -> Iterator[None]:
+    """Forbid synchronisation in forward and backward of everything that runs inside.
+
+    Raises:
+        HostSync: naming the op.
+    """
+    with _Methods(), _Ops():
+        yield
+
+
+class _Methods(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FORBIDDEN_METHODS:
+            raise HostSync(f"Tensor.{func.__name__} copies to the host")
+        return func(*args, **(kwargs or {}))
+
+
+class _Ops(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket in FORBIDDEN_OPS:
+            raise HostSync(f"{func} reads values on the host")
+        if func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            raise HostSync(f"{func} without output_size sizes its result by values")
+        if func.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_) and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        ):
+            raise HostSync(f"{func} with a boolean mask sizes its result by values")
+        return func(*args, **kwargs)

@@ -1,0 +1,35 @@
+"""Train a mixture-of-experts model: `torchrun --nproc-per-node N train.py [overrides]`.
+
+Exit codes: 0 done or stopped by a signal after a checkpoint, 1 unexpected error, 2 bad configuration or
+input, 43 diverged (loss or gradients not finite), 44 no usable checkpoint.
+"""
+
+import sys
+from pathlib import Path
+
+
+def _own_kernels() -> None:
+    """Refuse to run against the `kernels` package of Hugging Face, which has our package's name."""
+    import kernels
+
+    if Path(kernels.__file__ or "").resolve().parent != Path(__file__).resolve().parent / "kernels":
+        sys.exit("another package named 'kernels' shadows Phalanx's; run from the repository root")
+
+
+def main(argv: list[str]) -> int:
+    """Compose, validate, train. Returns the exit code."""
+    _own_kernels()
+    from configs.load import from_argv
+
+    cfg = from_argv(argv)
+    if cfg.run.device == "cpu":
+        import os
+
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from moe.trainer import run
+
+    return run(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
