@@ -8,7 +8,7 @@ import difflib
 import math
 from collections.abc import Iterator
 
-from configs.knobs import fault, get, knobs
+from configs.knobs import get, knobs, repair
 from configs.schema import Config
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -82,19 +82,16 @@ ABOVE_ZERO: frozenset[str] = frozenset(
 BELOW_ONE: frozenset[str] = frozenset({"optim.beta1", "optim.beta2"})
 
 
-def single(cfg: Config) -> Iterator[tuple[str, str, object]]:
-    """Knobs that are wrong by themselves: (path, problem, value that repairs it)."""
+def bound_problems(cfg: Config) -> Iterator[str]:
+    """Knobs that are wrong by themselves."""
     for path, knob in knobs().items():
         value = get(cfg, path)
         if path in CHOICES and value not in CHOICES[path]:
             near = difflib.get_close_matches(value, CHOICES[path], n=1, cutoff=0.3)
             reason = f"is not one of {', '.join(CHOICES[path])}"
-            repaired: object = (near or CHOICES[path])[0]
+            yield repair(cfg, path, reason, (near or CHOICES[path])[0])
         elif knob.type in (int, float) and (bound := _bound(path, value)):
-            reason, repaired = bound
-        else:
-            continue
-        yield path, fault(cfg, path, reason, repaired), repaired
+            yield repair(cfg, path, *bound)
 
 
 def _bound(path: str, value: float) -> tuple[str, float] | None:

@@ -5,6 +5,7 @@ an inner dataclass a section.
 """
 
 import difflib
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -13,22 +14,22 @@ from typing import Any
 from configs.schema import Config
 
 # What people write who come from other trainers.
-_ALIASES = {
-    "tp": "parallel.tensor",
-    "pp": "parallel.pipeline",
-    "vp": "parallel.virtual_pipeline",
-    "vpp": "parallel.virtual_pipeline",
-    "cp": "parallel.context",
-    "ep": "parallel.expert",
-    "mbs": "data.micro_batch",
-    "gbs": "data.global_batch",
-    "batch_size": "data.global_batch",
-    "seq_length": "data.sequence_length",
-    "seq_len": "data.sequence_length",
-    "num_experts": "model.moe.experts",
-    "learning_rate": "optim.lr",
-    "max_steps": "run.steps",
-    "train_iters": "run.steps",
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "tp": ("parallel.tensor",),
+    "pp": ("parallel.pipeline",),
+    "vp": ("parallel.virtual_pipeline",),
+    "vpp": ("parallel.virtual_pipeline",),
+    "cp": ("parallel.context",),
+    "ep": ("parallel.expert",),
+    "mbs": ("data.micro_batch",),
+    "gbs": ("data.global_batch",),
+    "batch_size": ("data.global_batch",),
+    "seq_length": ("data.sequence_length",),
+    "seq_len": ("data.sequence_length",),
+    "num_experts": ("model.moe.experts",),
+    "learning_rate": ("optim.lr",),
+    "max_steps": ("run.steps",),
+    "train_iters": ("run.steps",),
 }
 
 
@@ -41,11 +42,13 @@ class Knob:
     default: Any
 
 
+@functools.cache
 def knobs() -> dict[str, Knob]:
     """All knobs by dotted path, in the order of the schema."""
     return {path: Knob(path, f.type, _default(f)) for path, f in _walk(Config, "")}
 
 
+@functools.cache
 def sections() -> dict[str, type]:
     """All inner dataclasses by dotted path: `model`, `model.attention`, ..."""
     return dict(_sections(Config, ""))
@@ -65,11 +68,16 @@ def put(config: Config, path: str, value: Any) -> None:
     setattr(get(config, owner), name, value)
 
 
-def fault(cfg: Config, path: str, reason: str, repaired: Any, at: str = "") -> str:
-    """`<path>=<value> <reason>; set <at or path>=<repaired>`: how every problem reads."""
-    value = get(cfg, path)
-    shown = value if isinstance(value, str) else written(value)
-    return f"{path}={shown} {reason}; set {at or path}={written(repaired)}"
+def repair(cfg: Config, path: str, reason: str, value: Any, at: str = "") -> str:
+    """The line `<path>=<present value> <reason>; set <at or path>=<value>`; and sets it in `cfg`.
+
+    Rules read what earlier ones have repaired: a list of problems holds no consequences of others,
+    and all its overrides together give a valid configuration.
+    """
+    present = get(cfg, path)
+    shown = present if isinstance(present, str) else written(present)
+    put(cfg, at or path, value)
+    return f"{path}={shown} {reason}; set {at or path}={written(value)}"
 
 
 def written(value: Any) -> str:
@@ -86,22 +94,16 @@ def written(value: Any) -> str:
 
 def suggest(word: str) -> list[str]:
     """Up to three knobs or sections that `word` may have meant, the likeliest first."""
-    paths = [*knobs(), *sections()]
-    last = word.rpartition(".")[2]
-    by_name: dict[str, list[str]] = {}
-    for path in paths:
-        by_name.setdefault(path.rpartition(".")[2], []).append(path)
-    found = [*by_name.get(last, [])]
-    found += [_ALIASES[last]] if last in _ALIASES else []
-    found += difflib.get_close_matches(word, paths, n=2, cutoff=0.8)
-    for name in difflib.get_close_matches(last, list(by_name), n=2, cutoff=0.7):
-        found += by_name[name]
-    unique = list(dict.fromkeys(found))
-    # Of equally good names the one in the section that was written comes first.
-    section = word.rpartition(".")[0]
-    return (
-        sorted(unique, key=lambda p: p.rpartition(".")[0] != section)[:3] if section else unique[:3]
-    )
+    section, _, name = word.rpartition(".")
+    paths: dict[str, list[str]] = {}
+    for path in (*knobs(), *sections()):
+        paths.setdefault(path.rpartition(".")[2], []).append(path)
+    found = [*paths.get(name, []), *_ALIASES.get(name, ())]
+    if not found:
+        near = difflib.get_close_matches(name, list(paths), n=3, cutoff=0.7)
+        found = [path for match in near for path in paths[match]]
+    here = [path for path in found if path.rpartition(".")[0] == section]
+    return (here or found)[:3]
 
 
 def did_you_mean(options: list[str]) -> str:

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from configs.knobs import fault
+from configs.knobs import repair
 from configs.schema import Config
 
 
@@ -41,53 +41,15 @@ def largest_divisor(n: int, at_most: int) -> int:
 
 
 def layout_problems(cfg: Config, world: int) -> Iterator[str]:
-    """Problems of the layout on `world` ranks, each with the override that fixes it."""
-    yield from _world(cfg, world)
-    yield from _tensor(cfg)
-    yield from _experts(cfg, world)
-    yield from _stages(cfg)
-    yield from _sequence(cfg)
+    """Problems of the layout on `world` ranks; repairs `cfg` on the way."""
+    for rule in (_tensor, _ranks, _stages, _experts, _sequence, _batch):
+        yield from rule(cfg, world)
 
 
-def _world(cfg: Config, world: int) -> Iterator[str]:
-    p = cfg.parallel
-    ranks = p.tensor * p.context * p.pipeline
-    if world % ranks == 0:
-        yield from _batch(cfg, world)
-        return
-    tensor = largest_divisor(world, p.tensor)
-    context = largest_divisor(world // tensor, p.context)
-    left = world // (tensor * context)
-    even = left if p.pipeline_layout else math.gcd(left, cfg.model.layers)
-    fits = {"tensor": tensor, "context": context, "pipeline": largest_divisor(even, p.pipeline)}
-    fix = " ".join(f"parallel.{k}={v}" for k, v in fits.items() if v != getattr(p, k))
-    yield (
-        f"parallel.tensor={p.tensor} x context={p.context} x pipeline={p.pipeline} = {ranks} "
-        f"does not divide {world} ranks; set {fix}"
-    )
-
-
-def _batch(cfg: Config, world: int) -> Iterator[str]:
-    p, d = cfg.parallel, cfg.data
-    once = d.micro_batch * data_parallel_size(cfg, world)
-    if d.global_batch % once:
-        replicas = data_parallel_size(cfg, world)
-        reason = (
-            f"is not a multiple of micro_batch={d.micro_batch} x {replicas} data parallel ranks"
-        )
-        yield fault(cfg, "data.global_batch", reason, _round_up(d.global_batch, once))
-    elif p.virtual_pipeline > 1 and micro_batches(cfg, world) % p.pipeline:
-        reason = (
-            f"makes {micro_batches(cfg, world)} micro-batches, and virtual_pipeline needs "
-            f"a multiple of pipeline={p.pipeline}"
-        )
-        yield fault(cfg, "data.global_batch", reason, _round_up(d.global_batch, once * p.pipeline))
-
-
-def _tensor(cfg: Config) -> Iterator[str]:
+def _tensor(cfg: Config, world: int) -> Iterator[str]:
     """Everything that tensor parallelism cuts."""
     size, m, a = cfg.parallel.tensor, cfg.model, cfg.model.attention
-    cut = {"model.vocab_size": m.vocab_size, "model.attention.heads": a.heads}
+    cut = {"model.vocab_size": m.vocab_size, "model.attention.heads": a.heads, "world_size": world}
     if m.moe.dense_layers:
         cut["model.dense_ffn"] = m.dense_ffn
     if m.moe.shared_ffn:
@@ -96,12 +58,70 @@ def _tensor(cfg: Config) -> Iterator[str]:
         cut["model.attention.kv_lora_rank + qk_rope_dim"] = a.kv_lora_rank + a.qk_rope_dim
         if a.q_lora_rank:
             cut["model.attention.q_lora_rank"] = a.q_lora_rank
-    elif a.kv_heads % size and size % a.kv_heads:
+    elif size % a.kv_heads:  # more ranks than heads is fine where each has a copy of one head
         cut["model.attention.kv_heads"] = a.kv_heads
-    fits = largest_divisor(math.gcd(*cut.values()), size)
-    for name, value in cut.items():
-        if value % size:
-            yield fault(cfg, "parallel.tensor", f"does not divide {name}={value}", fits)
+    if wrong := [f"{name}={value}" for name, value in cut.items() if value % size]:
+        fits = largest_divisor(math.gcd(*cut.values()), size)
+        yield repair(cfg, "parallel.tensor", f"does not divide {', '.join(wrong)}", fits)
+
+
+def _ranks(cfg: Config, world: int) -> Iterator[str]:
+    p = cfg.parallel
+    left = world // p.tensor
+    if left % p.context:
+        reason = f"does not divide {world} ranks / tensor={p.tensor} = {left}"
+        yield repair(cfg, "parallel.context", reason, largest_divisor(left, p.context))
+    left //= p.context
+    if left % p.pipeline:
+        reason = f"does not divide {world} ranks / (tensor={p.tensor} x context={p.context})"
+        yield repair(cfg, "parallel.pipeline", reason, _fewer_stages(cfg, left))
+
+
+def _fewer_stages(cfg: Config, ranks: int) -> int:
+    """Stages that divide `ranks` and, without a layout of their own, the layers."""
+    p, layers = cfg.parallel, cfg.model.layers
+    return largest_divisor(ranks if p.pipeline_layout else math.gcd(ranks, layers), p.pipeline)
+
+
+def _stages(cfg: Config, world: int) -> Iterator[str]:
+    p, m = cfg.parallel, cfg.model
+    yield from _one_stage(cfg)
+    if p.pipeline_layout:
+        yield from _layout_text(cfg)
+    if p.pipeline_layout:
+        return
+    if m.layers % p.pipeline:
+        reason = f"does not divide model.layers={m.layers}, and there is no pipeline_layout"
+        fits = _fewer_stages(cfg, world // (p.tensor * p.context))
+        yield repair(cfg, "parallel.pipeline", reason, fits)
+        yield from _one_stage(cfg)
+    if m.layers // p.pipeline % p.virtual_pipeline:
+        reason = f"does not divide the {m.layers // p.pipeline} layers of a stage"
+        fits = largest_divisor(m.layers // p.pipeline, p.virtual_pipeline)
+        yield repair(cfg, "parallel.virtual_pipeline", reason, fits)
+
+
+def _one_stage(cfg: Config) -> Iterator[str]:
+    if cfg.parallel.virtual_pipeline > 1 and cfg.parallel.pipeline == 1:
+        yield repair(cfg, "parallel.virtual_pipeline", "needs more than one stage", 1)
+
+
+def _layout_text(cfg: Config) -> Iterator[str]:
+    """Megatron-Core's language: `t*3` and `(tt|)*3` repeat, `|` ends a chunk, commas are noise."""
+    m, p, path = cfg.model, cfg.parallel, "parallel.pipeline_layout"
+    text = p.pipeline_layout.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
+    flat, chunks = text.replace("|", ""), text.count("|") + 1
+    if unknown := "".join(sorted(set(flat) - set("EtmL"))):
+        yield repair(cfg, path, f"has unknown letters {unknown}; E t m L | are known", "")
+    elif flat != "E" + "t" * m.layers + "m" * m.mtp_layers + "L":
+        held = ", ".join(f"{flat.count(letter)} {letter}" for letter in "EtmL")
+        reason = f"must hold E, {m.layers} t, {m.mtp_layers} m and L in this order; it holds {held}"
+        yield repair(cfg, path, reason, "")
+    elif chunks != p.pipeline * p.virtual_pipeline:
+        reason = f"has {chunks} chunks; pipeline={p.pipeline} x virtual_pipeline"
+        yield repair(cfg, path, f"{reason}={p.virtual_pipeline} is another number", "")
 
 
 def _experts(cfg: Config, world: int) -> Iterator[str]:
@@ -109,55 +129,37 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
     size = expert_parallel_size(cfg, world)
     if experts % size or stage % size:
         reason = f"must divide model.moe.experts={experts} and the {stage} ranks of a stage"
-        yield fault(cfg, "parallel.expert", reason, largest_divisor(math.gcd(experts, stage), size))
-    elif p.dispatch == "local" and size > 1:
+        fits = largest_divisor(math.gcd(experts, stage), size)
+        yield repair(cfg, "parallel.expert", reason, fits)
+    size = expert_parallel_size(cfg, world)
+    if p.dispatch == "local" and size > 1:
         reason = f"keeps tokens on their rank, and the experts are on {size} ranks"
-        yield fault(cfg, "parallel.dispatch", reason, "alltoall")
+        yield repair(cfg, "parallel.dispatch", reason, "alltoall")
 
 
-def _stages(cfg: Config) -> Iterator[str]:
-    p, m = cfg.parallel, cfg.model
-    chunks = p.pipeline * p.virtual_pipeline
-    if p.virtual_pipeline > 1 and p.pipeline == 1:
-        yield fault(cfg, "parallel.virtual_pipeline", "needs more than one stage", 1)
-    elif p.pipeline_layout:
-        yield from _layout_text(cfg, chunks)
-    elif m.layers % p.pipeline:
-        reason = f"does not divide model.layers={m.layers}, and there is no pipeline_layout"
-        yield fault(cfg, "parallel.pipeline", reason, largest_divisor(m.layers, p.pipeline))
-    elif m.layers % chunks:
-        reason = f"does not divide the {m.layers // p.pipeline} layers of a stage"
-        fits = largest_divisor(m.layers // p.pipeline, p.virtual_pipeline)
-        yield fault(cfg, "parallel.virtual_pipeline", reason, fits)
-
-
-def _layout_text(cfg: Config, chunks: int) -> Iterator[str]:
-    """Megatron-Core's language: `t*3` and `(tt|)*3` repeat, `|` ends a chunk, commas are noise."""
-    m, path = cfg.model, "parallel.pipeline_layout"
-    text = cfg.parallel.pipeline_layout.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
-    if unknown := "".join(sorted(set(text) - set("EtmL|"))):
-        yield fault(cfg, path, f"has letters {unknown}; known are E t m L |", "")
-        return
-    flat = text.replace("|", "")
-    if flat != "E" + "t" * m.layers + "m" * m.mtp_layers + "L":
-        held = ", ".join(f"{flat.count(letter)} {letter}" for letter in "EtmL")
-        reason = f"must hold E, {m.layers} t, {m.mtp_layers} m and L in this order; it holds {held}"
-        yield fault(cfg, path, reason, "")
-    if text.count("|") + 1 != chunks:
-        reason = f"has {text.count('|') + 1} chunks, and pipeline x virtual_pipeline is {chunks}"
-        yield fault(cfg, path, reason, "")
-
-
-def _sequence(cfg: Config) -> Iterator[str]:
+def _sequence(cfg: Config, world: int) -> Iterator[str]:
     p, length = cfg.parallel, cfg.data.sequence_length
     # A context rank holds two chunks, so that the causal halves balance; sequence parallelism cuts
     # what a context rank holds.
     parts = math.lcm(2 * p.context, p.context * p.tensor) if p.context > 1 else p.tensor
     if length % parts:
         reason = f"is not a multiple of {parts}, with context={p.context} and tensor={p.tensor}"
-        yield fault(cfg, "data.sequence_length", reason, _round_up(length, parts))
+        yield repair(cfg, "data.sequence_length", reason, _round_up(length, parts))
+
+
+def _batch(cfg: Config, world: int) -> Iterator[str]:
+    p, d, path = cfg.parallel, cfg.data, "data.global_batch"
+    replicas = data_parallel_size(cfg, world)
+    once = d.micro_batch * replicas
+    if d.global_batch % once:
+        reason = f"is no multiple of micro_batch={d.micro_batch} x {replicas} data parallel ranks"
+        yield repair(cfg, path, reason, _round_up(d.global_batch, once))
+    if p.virtual_pipeline > 1 and micro_batches(cfg, world) % p.pipeline:
+        reason = (
+            f"makes {micro_batches(cfg, world)} micro-batches, and virtual_pipeline needs "
+            f"a multiple of pipeline={p.pipeline}"
+        )
+        yield repair(cfg, path, reason, _round_up(d.global_batch, once * p.pipeline))
 
 
 def _round_up(n: int, multiple: int) -> int:

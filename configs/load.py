@@ -1,32 +1,44 @@
-"""From command line to typed configuration: YAML groups and overrides, composed by Hydra, converted to `schema.Config`.
+"""From a command line to `schema.Config`: YAML groups and overrides, composed by Hydra, typed.
 
-Overrides are checked one by one against the schema first, so that every mistake is reported at once and with the
-near miss that was meant. Hydra's compose API is used instead of `@hydra.main`: nothing is written, no folder is
-changed and logging stays ours, whatever number of ranks read the same command line.
+Overrides are first checked one by one against the schema, so that all mistakes are reported at
+once, each with the near miss that was meant. Hydra's compose API takes the place of `@hydra.main`:
+nothing is written, no folder is entered and logging stays ours, however many ranks read the line.
 """
 
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+    ValidationError,
+)
 from yaml import YAMLError
 
-from configs.knobs import did_you_mean, get, knobs, sections, suggest
+from configs.knobs import did_you_mean, knobs, sections, suggest, written
 from configs.schema import Config
-from configs.validate import ConfigError, validate
+from configs.validate import (
+    ConfigError,
+    data_parallel_size,
+    expert_parallel_size,
+    micro_batches,
+    validate,
+)
 
 FOLDER = Path(__file__).resolve().parent
 GROUPS = ("model", "kernels", "parallel", "data", "optim", "run", "experiment")
@@ -37,19 +49,28 @@ class Composed:
     """A composed configuration and the option that each group took."""
 
     tree: DictConfig
-    choices: dict[str, str | None]
+    choices: dict[str, str]
 
     def yaml(self) -> str:
-        """The resolved configuration as YAML; the group choices are comments on top."""
-        chosen = " ".join(f"{group}={option}" for group, option in self.choices.items() if option)
-        return f"# {chosen}\n{OmegaConf.to_yaml(self.tree, resolve=True)}"
+        """The resolved configuration as YAML, under a comment with the groups' choices."""
+        chosen = " ".join(f"{group}={option}" for group, option in self.choices.items())
+        try:
+            return f"# {chosen}\n{OmegaConf.to_yaml(self.tree, resolve=True)}"
+        except OmegaConfBaseException as error:
+            raise ConfigError(_explain(error)) from error
 
 
 def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
-    """Configuration of the command line `argv`, valid for `world_size` ranks (default: torchrun's WORLD_SIZE, or 1).
+    """Configuration of the command line `argv`, valid on `world_size` ranks.
 
-    Answers `--help` and `--cfg job` and exits with 0; reports every mistake on its own line and exits with 2.
-    Only rank 0 prints.
+    Args:
+        argv: overrides and options, without the program's name.
+        world_size: ranks; torchrun's WORLD_SIZE by default, or 1.
+
+    Raises:
+        SystemExit: 0 after `--help`, `--cfg job`, or the check of a layout for other ranks than
+            these (`parallel.world_size`); 2 after mistakes, each on its own line on stderr.
+            Only rank 0 prints.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     try:
@@ -60,15 +81,18 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
             _leave(compose(args.overrides).yaml())
         config = load(args.overrides)
         validate(config, ranks)
+        if config.parallel.world_size not in (0, ranks):
+            _leave(_layout(config))
     except ConfigError as error:
         _leave("".join(f"error: {line}\n" for line in str(error).splitlines()), code=2)
     return config
 
 
 def load(overrides: Sequence[str]) -> Config:
-    """Typed configuration of Hydra `overrides`, as in ["model=tiny", "run.steps=20"]; not yet validated.
+    """Typed configuration of `overrides`, as in ["model=tiny", "run.steps=20"]; not yet validated.
 
-    Raises ConfigError with one line per mistake: unknown option, unknown knob, wrong type.
+    Raises:
+        ConfigError: one line per mistake: unknown option, unknown knob, wrong type.
     """
     tree = compose(overrides).tree
     try:
@@ -80,7 +104,11 @@ def load(overrides: Sequence[str]) -> Config:
 
 
 def compose(overrides: Sequence[str]) -> Composed:
-    """Compose config.yaml and the groups under `overrides`. Raises ConfigError, one line per mistake."""
+    """config.yaml and its groups under `overrides`.
+
+    Raises:
+        ConfigError: one line per mistake.
+    """
     mistakes = [line for text in overrides for line in _check(text)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
@@ -93,7 +121,7 @@ def compose(overrides: Sequence[str]) -> Composed:
     chosen = tree.hydra.runtime.choices
     OmegaConf.set_struct(tree, False)
     del tree["hydra"]
-    return Composed(tree, {group: chosen.get(group) for group in GROUPS})
+    return Composed(tree, {group: chosen[group] for group in GROUPS if chosen.get(group)})
 
 
 def options(group: str) -> list[str]:
@@ -106,15 +134,16 @@ def usage() -> str:
     lines = [
         "usage: torchrun --nproc-per-node N train.py [group=option ...] [group.knob=value ...]",
         "",
-        "Groups:",
-        *(f"  {group:<11}{', '.join(options(group))}" for group in GROUPS),
+        "Groups and their options (files in configs/):",
+        *(f"  {group:<12}{', '.join(options(group))}" for group in GROUPS),
         "",
         "Options:",
-        "  --cfg job    print the configuration that this command line gives, and exit",
-        "  -h, --help   print this text, and exit",
+        "  --cfg job   print the configuration that the command line gives, and exit",
+        "  -h, --help  print this text, and exit",
         "",
-        "All knobs with their meaning: python -m configs.docs (also in README.md).",
-        "Example: train.py experiment=gpt_oss_20b_8gpu run=bench kernels=torch data.global_batch=64",
+        "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs.",
+        "All knobs with their meaning: README.md, or python -m configs.docs",
+        "Example: train.py experiment=gpt_oss_20b_8gpu run=bench kernels=torch run.steps=20",
     ]
     return "\n".join(lines) + "\n"
 
@@ -129,15 +158,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
-    known, unknown = parser.parse_known_intermixed_args(list(argv))
+    args, unknown = parser.parse_known_intermixed_args(list(argv))
     if unknown:
-        option = unknown[0]
-        name = option.lstrip("-").replace("-", "_").partition("=")[0]
-        meant = [f"{path}=..." for path in suggest(name)]
-        raise ConfigError(
-            f"{option}: no such option; knobs are set without dashes" + did_you_mean(meant)
-        )
-    return known
+        name = unknown[0].lstrip("-").replace("-", "_").partition("=")[0]
+        meant = did_you_mean([f"{path}=..." for path in suggest(name)])
+        raise ConfigError(f"{unknown[0]}: no such option; knobs are written without dashes{meant}")
+    return args
+
+
+def _layout(config: Config) -> str:
+    """One line on a layout that was only checked."""
+    p, world = config.parallel, config.parallel.world_size
+    return (
+        f"{world} ranks: tensor {p.tensor} x context {p.context} x pipeline {p.pipeline} x data "
+        f"{data_parallel_size(config, world)}, experts over {expert_parallel_size(config, world)}, "
+        f"{micro_batches(config, world)} micro-batches a step\n"
+    )
 
 
 def _leave(text: str, code: int = 0) -> NoReturn:
@@ -154,71 +190,64 @@ def _check(text: str) -> list[str]:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
         key, _, value = text.partition("=")
-        return [f"{text}: cannot read the value; quote it twice, as in {key}=\"'{value}'\""]
-    if not (override.type is not None and override.type.name == "CHANGE"):
-        return [f"{text}: every knob exists already; write <knob>=<value> without +, ++ or ~"]
+        return [f"{text}: cannot be read; quote the value twice: {key}=\"'{value}'\""]
+    key = override.key_or_group
+    if override.type != OverrideType.CHANGE:
+        return [f"{text}: all knobs exist already; write <knob>=<value>, without +, ++ or ~"]
     if override.is_sweep_override():
-        return [
-            f"{text}: takes one value, not a sweep; a list is written {override.key_or_group}=[a,b]"
-        ]
-    if override.key_or_group in GROUPS:
-        return _check_option(override)
-    return _check_value(override)
+        return [f"{text}: one value at a time; {_expected(key) if key in knobs() else 'no sweeps'}"]
+    return _check_option(override) if key in GROUPS else _check_value(override)
 
 
 def _check_option(override: Override) -> list[str]:
-    group, option = override.key_or_group, override.value()
+    group, option = override.key_or_group, str(override.value())
     known = options(group)
-    if option in known or (option is None and group == "experiment"):
+    if option in known:
         return []
-    near = difflib.get_close_matches(str(option), known, n=1, cutoff=0.5)
-    near += [name for name in known if str(option) in name and name not in near][: 2 - len(near)]
-    meant = did_you_mean([f"{group}={name}" for name in near])
+    near = [name for name in known if option and option in name]
+    near += [name for name in difflib.get_close_matches(option, known, n=2) if name not in near]
+    meant = did_you_mean([f"{group}={name}" for name in near[:2]])
     return [f"{group}={option}: no such option{meant} (options: {', '.join(known)})"]
 
 
 def _check_value(override: Override) -> list[str]:
     key, value = override.key_or_group, override.value()
     if key in sections() and not isinstance(value, dict):
-        inner = [path for path in knobs() if path.startswith(f"{key}.")]
-        return [f"{key}={value}: {key} is a section; set one of its knobs, as in {inner[0]}=..."]
+        inner = next(path for path in knobs() if path.startswith(f"{key}."))
+        return [f"{key}: is a section; set one of its knobs, as in {inner}=..."]
     if key not in knobs() and key not in sections():
         return [f"{key}: no such knob{did_you_mean(suggest(key))}"]
     try:
         OmegaConf.update(OmegaConf.structured(Config), key, value)
+    except ValidationError as error:
+        wrong = f"{override.input_line}: {_expected(key)}"
+        return [wrong if key in knobs() else _explain(error)]
     except OmegaConfBaseException as error:
         return [_explain(error)]
     return []
 
 
 def _explain(error: Exception) -> str:
-    """One line for an error of Hydra, OmegaConf or YAML."""
+    """One line for an error of Hydra, OmegaConf or YAML, wherever the value came from."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__
     if cause is None:
         return " ".join(str(error).split())
-    key = str(cause.full_key or "")
+    file = re.match(r"In '(.+?)'", str(error))
+    where = f"configs/{file[1]}.yaml: " if file else ""
+    key, what = str(cause.full_key or ""), str(cause).splitlines()[0].rstrip(".")
+    knob = key.partition("[")[0]
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return f"{key}: no such knob{did_you_mean(suggest(key))}"
-    if key in knobs():
-        return (
-            f"{key}: {_first_line(cause)}; expected {_type_name(key)}, as in {key}={_example(key)}"
-        )
-    return f"{key}: {_first_line(cause)}" if key else _first_line(cause)
+        return f"{where}{key}: no such knob{did_you_mean(suggest(key))}"
+    if isinstance(cause, ValidationError) and knob in knobs():
+        return f"{where}{key}: {what}; {_expected(knob)}"
+    return f"{where}{key}: {what}" if key else f"{where}{what}"
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0]
-
-
-def _type_name(key: str) -> str:
+def _expected(knob: str) -> str:
+    """`expected an integer, as in run.steps=100`."""
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-    return names.get(knobs()[key].type, "a list")
-
-
-def _example(key: str) -> Any:
-    value = get(Config(), key)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value or "[a,b]" if isinstance(value, list) else value
+    kind, default = knobs()[knob].type, knobs()[knob].default
+    example = written(default) if default != [] else "[1,2]" if kind == list[int] else "[a,b]"
+    return f"expected {names.get(kind, 'a list')}, as in {knob}={example}"

@@ -1,15 +1,16 @@
 """Checks of a composed configuration: every problem at once, each with the override that fixes it.
 
-First every knob by itself (`bounds`), then the rules between knobs (here) and the layout (`layout`),
-read with the first problems repaired. Needs no machine: a layout of 1024 ranks is checked anywhere.
+First every knob by itself (`bounds`), then the rules between knobs (here) and those of the layout
+(`layout`), each read with the problems before it repaired. Needs no machine: a layout of 1024 ranks
+is checked anywhere.
 """
 
 import copy
 import re
 from collections.abc import Iterator
 
-from configs.bounds import single
-from configs.knobs import fault, get, put
+from configs.bounds import bound_problems
+from configs.knobs import get, repair
 from configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -38,14 +39,9 @@ def validate(cfg: Config, world_size: int) -> None:
     `parallel.world_size`, where set, is laid out instead.
     """
     cfg = copy.deepcopy(cfg)
-    problems = []
-    for path, problem, repaired in single(cfg):
-        problems.append(problem)
-        put(cfg, path, repaired)
-    world = cfg.parallel.world_size or world_size
-    for rule in (_attention, _router, _experts, _data, _blend, _optim, _run, _kernels):
-        problems += rule(cfg)
-    problems += layout_problems(cfg, world)
+    rules = (bound_problems, _attention, _router, _experts, _data, _blend, _optim, _run, _kernels)
+    problems = [problem for rule in rules for problem in rule(cfg)]
+    problems += layout_problems(cfg, cfg.parallel.world_size or world_size)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -54,78 +50,79 @@ def _attention(cfg: Config) -> Iterator[str]:
     a, at = cfg.model.attention, "model.attention"
     if a.kind == "gqa" and a.heads % a.kv_heads:
         fits = largest_divisor(a.heads, a.kv_heads)
-        yield fault(cfg, f"{at}.kv_heads", f"does not divide heads={a.heads}", fits)
+        yield repair(cfg, f"{at}.kv_heads", f"does not divide heads={a.heads}", fits)
     rotated = f"{at}.head_dim" if a.kind == "gqa" else f"{at}.qk_rope_dim"
     if get(cfg, rotated) % 2:
-        yield fault(cfg, rotated, "must be even to be rotated", get(cfg, rotated) + 1)
+        yield repair(cfg, rotated, "must be even to be rotated", get(cfg, rotated) + 1)
     if a.kind == "mla":
         for knob, off in (("window", 0), ("sinks", False), ("qk_norm", False)):
             if getattr(a, knob):
-                yield fault(cfg, f"{at}.{knob}", "is of gqa, and kind is mla", off)
+                yield repair(cfg, f"{at}.{knob}", "is of gqa, and kind is mla", off)
     if a.yarn.beta_fast <= a.yarn.beta_slow:
         reason = f"must be above beta_slow={a.yarn.beta_slow}"
-        yield fault(cfg, f"{at}.yarn.beta_fast", reason, 32 * a.yarn.beta_slow)
+        yield repair(cfg, f"{at}.yarn.beta_fast", reason, 32 * a.yarn.beta_slow)
 
 
 def _router(cfg: Config) -> Iterator[str]:
     m, r, at = cfg.model.moe, cfg.model.moe.router, "model.moe.router"
-    in_reach = r.group_topk * (m.experts // r.groups)
     if m.top_k > m.experts:
-        yield fault(cfg, "model.moe.top_k", f"is more than experts={m.experts}", m.experts)
+        yield repair(cfg, "model.moe.top_k", f"is more than experts={m.experts}", m.experts)
     if m.experts % r.groups:
         fits = largest_divisor(m.experts, r.groups)
-        yield fault(cfg, f"{at}.groups", f"does not divide experts={m.experts}", fits)
-    elif r.group_topk > r.groups:
-        yield fault(cfg, f"{at}.group_topk", f"is more than groups={r.groups}", r.groups)
-    elif in_reach < m.top_k <= m.experts:
+        yield repair(cfg, f"{at}.groups", f"does not divide experts={m.experts}", fits)
+    if r.group_topk > r.groups:
+        yield repair(cfg, f"{at}.group_topk", f"is more than groups={r.groups}", r.groups)
+    in_reach = r.group_topk * (m.experts // r.groups)
+    if in_reach < m.top_k:
         fits = -(-m.top_k * r.groups // m.experts)
         reason = f"leaves {in_reach} experts to choose top_k={m.top_k} from"
-        yield fault(cfg, f"{at}.group_topk", reason, fits)
+        yield repair(cfg, f"{at}.group_topk", reason, fits)
     if r.bias_rate and r.score != "sigmoid":
-        yield fault(cfg, f"{at}.bias_rate", f"needs score=sigmoid, not {r.score}", 0)
+        yield repair(cfg, f"{at}.bias_rate", f"needs score=sigmoid, not {r.score}", 0)
     if r.softmax_over == "topk" and r.score != "softmax":
-        yield fault(cfg, f"{at}.softmax_over", f"needs score=softmax, not {r.score}", "all")
+        yield repair(cfg, f"{at}.softmax_over", f"needs score=softmax, not {r.score}", "all")
 
 
 def _experts(cfg: Config) -> Iterator[str]:
     m = cfg.model.moe
     if m.dense_layers > cfg.model.layers:
         reason = f"is more than layers={cfg.model.layers}"
-        yield fault(cfg, "model.moe.dense_layers", reason, cfg.model.layers)
+        yield repair(cfg, "model.moe.dense_layers", reason, cfg.model.layers)
     if m.shared_ffn and cfg.model.bias:
-        yield fault(cfg, "model.bias", "is not possible with shared experts (shared_ffn)", False)
+        yield repair(cfg, "model.bias", "is not possible with shared experts (shared_ffn)", False)
     if m.activation == "squared_relu":
         for knob in ("activation_limit", "activation_offset"):
             if getattr(m, knob):
                 reason = "needs a gated activation, not squared_relu"
-                yield fault(cfg, f"model.moe.{knob}", reason, 0)
+                yield repair(cfg, f"model.moe.{knob}", reason, 0)
 
 
 def _data(cfg: Config) -> Iterator[str]:
     d, r = cfg.data, cfg.run
     if d.source == "embedded" and cfg.model.vocab_size < 256:
-        yield fault(cfg, "model.vocab_size", "is too small for bytes (data.source=embedded)", 256)
+        yield repair(cfg, "model.vocab_size", "is too small for bytes (data.source=embedded)", 256)
     parts = d.split.split(",")
     if len(parts) > 3 or not all(map(_is_number, parts)) or not float(parts[0]):
-        yield fault(cfg, "data.split", "must be weights of training and validation", "98,2")
+        yield repair(cfg, "data.split", "must be weights of training and validation", "98,2")
     elif r.eval_interval and not (len(parts) > 1 and float(parts[1])):
         reason = f"validates on nothing, with data.split={d.split}"
-        yield fault(cfg, "run.eval_interval", reason, 0)
+        yield repair(cfg, "run.eval_interval", reason, 0)
 
 
 def _blend(cfg: Config) -> Iterator[str]:
     d, path, form = cfg.data, "data.blend", ["0.7", "prefix", "0.3", "other"]
     weighted = [_is_number(item) for item in d.blend]
+    if d.source != "indexed" and d.blend:
+        reason = f"is not read with data.source={d.source}"
+        yield repair(cfg, path, reason, "indexed", at="data.source")
     if d.source != "indexed":
-        if d.blend:
-            reason = f"is not read with data.source={d.source}"
-            yield fault(cfg, path, reason, "indexed", at="data.source")
-    elif not d.blend:
-        yield fault(cfg, path, "names no .bin/.idx files, and data.source=indexed", ["prefix"])
+        return
+    if not d.blend:
+        yield repair(cfg, path, "names no .bin/.idx files, and data.source=indexed", ["prefix"])
     elif any(weighted) and weighted != [True, False] * (len(d.blend) // 2):
-        yield fault(cfg, path, "must be prefixes, or weights and prefixes in turn", form)
+        yield repair(cfg, path, "must be prefixes, or weights and prefixes in turn", form)
     elif any(weighted) and not any(map(float, d.blend[::2])):
-        yield fault(cfg, path, "gives no prefix a weight above 0", form)
+        yield repair(cfg, path, "gives no prefix a weight above 0", form)
 
 
 def _is_number(text: str) -> bool:
@@ -135,20 +132,20 @@ def _is_number(text: str) -> bool:
 def _optim(cfg: Config) -> Iterator[str]:
     o = cfg.optim
     if o.min_lr > o.lr:
-        yield fault(cfg, "optim.min_lr", f"is above lr={o.lr}", o.lr)
+        yield repair(cfg, "optim.min_lr", f"is above lr={o.lr}", o.lr)
     if 0 < o.decay_steps <= o.warmup_steps:
         reason = f"ends within the warm-up of {o.warmup_steps} steps"
-        yield fault(cfg, "optim.decay_steps", reason, o.warmup_steps + 1)
+        yield repair(cfg, "optim.decay_steps", reason, o.warmup_steps + 1)
 
 
 def _run(cfg: Config) -> Iterator[str]:
     r = cfg.run
     if r.name in ("", ".", "..") or "/" in r.name:
-        yield fault(cfg, "run.name", "must be the name of one folder", cfg.model.name)
+        yield repair(cfg, "run.name", "must be the name of one folder", cfg.model.name)
     if r.profile and (len(r.profile) != 2 or not 1 <= r.profile[0] <= r.profile[1] <= r.steps):
         last = min(r.steps, 12)
         reason = f"must be [first,last] within steps 1 to {r.steps}"
-        yield fault(cfg, "run.profile", reason, [max(1, last - 2), last])
+        yield repair(cfg, "run.profile", reason, [max(1, last - 2), last])
 
 
 def _kernels(cfg: Config) -> Iterator[str]:
@@ -157,9 +154,9 @@ def _kernels(cfg: Config) -> Iterator[str]:
     gpu_only = {"backend": ("te", "fused"), "attention": ("te",), "norm": ("te",)}
     for knob, names in gpu_only.items():
         if r.device == "cpu" and getattr(k, knob) in names:
-            yield fault(cfg, f"kernels.{knob}", "needs CUDA, and run.device is cpu", "auto")
+            yield repair(cfg, f"kernels.{knob}", "needs CUDA, and run.device is cpu", "auto")
     if r.precision == "fp32" and k.backend in ("fused", *(["torch"] if r.device == "cuda" else [])):
         reason = f"is too much for kernels.backend={k.backend}, which needs bf16 on CUDA"
-        yield fault(cfg, "run.precision", reason, "bf16")
+        yield repair(cfg, "run.precision", reason, "bf16")
     if r.precision == "fp32" and cfg.parallel.grad_dtype == "bf16":
-        yield fault(cfg, "parallel.grad_dtype", "would round the gradients of fp32", "fp32")
+        yield repair(cfg, "parallel.grad_dtype", "would round the gradients of fp32", "fp32")

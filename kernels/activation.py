@@ -1,7 +1,8 @@
 """The activation between the two linear layers of an expert, as a value.
 
-It says what is computed; each backend says how. `kernels.reference.activation` is the definition in plain
-torch. Gated kinds read H = 2F channels, the gate in the first F and the linear half in the last F.
+It says what is computed; each backend says how. `kernels.reference.activation` is the definition in
+plain torch. Gated kinds read H = 2F channels, the gate in the first F and the linear half in the
+last F.
 """
 
 from dataclasses import dataclass
@@ -26,14 +27,15 @@ class Activation:
     alpha: float = 1.702
     """Slope inside the sigmoid of `quick_geglu`."""
     limit: float = 0.0
-    """Above 0, clamps the gate (or the only half) to <= limit and the linear half to [-limit, limit]."""
+    """Above 0, clamps the gate (or all of h) to <= limit, the linear half to [-limit, limit]."""
     offset: float = 0.0
     """Added to the linear half after the clamp (1 for GPT-OSS)."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(
-                f"unknown activation {self.kind!r}: set model.moe.activation to one of {', '.join(KINDS)}"
+                f"unknown activation {self.kind!r}: set model.moe.activation to one of "
+                f"{', '.join(KINDS)}"
             )
         if not self.limit >= 0:
             raise ValueError(

@@ -1,12 +1,12 @@
 """What a backend of the expert MLP provides: six operations, over which autograd is written once.
 
-`kernels.grouped_mlp` calls them in the order of the data flow: fc1_act, rows (fc2) and combine forward;
-fc2_dgrad_dact, wgrad, bias_grad, rows (fc1 dgrad) and combine backward. A backend decides what it fuses
-inside an operation. Rows s >= offsets[L] are padding: an operation may write anything there, and must
-not let what it finds there (NaN included) reach any other row or any sum.
+`kernels.grouped_mlp` calls them in the order of the data flow: fc1_act, rows (fc2) and combine
+forward; fc2_dgrad_dact, wgrad, bias_grad, rows (fc1 dgrad) and combine backward. A backend decides
+what it fuses inside an operation. Rows s >= offsets[L] are padding: an operation may write anything
+there, and must not let what it finds there (NaN included) reach any other row or any sum.
 
-Shape legend: N rows of x, K experts per token, S expert rows, L local experts, D hidden, F expert width,
-H = 2F or F rows of W1, e(s) the expert of row s. GEMMs accumulate in fp32.
+Shape legend: N rows of x, K experts per token, S expert rows, L local experts, D hidden, F expert
+width, H = 2F or F rows of W1, e(s) the expert of row s. GEMMs accumulate in fp32.
 """
 
 from typing import NamedTuple, Protocol
@@ -38,7 +38,9 @@ class Backend(Protocol):
         """h_SH = x[index] @ w1[e]^T + b1[e], rounded; a_SF = act(h) * prob in fp32, rounded."""
         ...
 
-    def rows(self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None) -> Tensor:
+    def rows(
+        self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None
+    ) -> Tensor:
         """y_SO = a @ w[e]^T + bias[e] * prob. `w_LOI` may be a transposed view."""
         ...
 
@@ -70,5 +72,5 @@ class Backend(Protocol):
         ...
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
-        """out_ND = sum over k = 0 .. K - 1, in this order and in fp32, of y[inverse[n, k]], rounded once."""
+        """out[n] = sum of y[inverse[n, k]] in the order k = 0 .. K - 1, in fp32, rounded once."""
         ...

@@ -1,12 +1,13 @@
 """The expert MLP of an MoE layer and the sum back to tokens, with autograd, for every backend.
 
-Between dispatch and combine: `expert_mlp` runs each expert on the rows that the routing plan gives it,
-`combine` adds a token's expert rows up. The autograd functions are written once over the operations of
-`kernels.backend`. Saved for backward are x and h alone; activations are recomputed from h. No gradient
-is added up in an order that depends on timing: x's is a gather-and-sum through the inverse map.
+Between dispatch and combine: `expert_mlp` runs each expert on the rows that the routing plan gives
+it, `combine` adds a token's expert rows up. The autograd functions are written once over the
+operations of `kernels.backend`. Saved for backward are x and h alone; activations are recomputed
+from h. No gradient is added up in an order that depends on timing: x's is a gather-and-sum through
+the inverse map.
 
-Shape legend: N rows of x, K experts per token, S expert rows (static), L local experts, D hidden, F expert
-width, H = 2F for gated activations and F for others, e(s) the expert of row s.
+Shape legend: N rows of x, K experts per token, S expert rows (static), L local experts, D hidden, F
+expert width, H = 2F for gated activations and F for others, e(s) the expert of row s.
 """
 
 from typing import Any
@@ -37,18 +38,18 @@ def expert_mlp(
     b2: Tensor | None = None,
     backend: str,
 ) -> Tensor:
-    """y[s] = act(x[row_index[s]] @ w1[e]^T + b1[e]) * prob[s] @ w2[e]^T + b2[e] * prob[s], e = e(s).
+    """y[s] = prob[s] * (act(x[row_index[s]] @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e]), with e = e(s).
 
     Differentiable in x, the weights, the biases and `row_prob_S`.
 
     Args:
         x_ND: bf16 or fp32; the weights and biases share its dtype.
-        w1: [L, H, D]; for gated activations the gate's F rows, then those of the linear half.
+        w1: [L, H, D]; if gated, the gate's F rows and then those of the linear half.
         w2: [L, D, F].
         row_index_S: int32 row of x.
         row_prob_S: fp32 routing probability.
-        offsets: int32 [L + 1], not decreasing; rows offsets[e] to offsets[e + 1] belong to expert e.
-            Rows from offsets[L] on are padding: nothing that is there has an influence.
+        offsets: int32 [L + 1], not decreasing; expert e has rows offsets[e] to offsets[e + 1]. Rows
+            from offsets[L] on are padding: nothing that is there has an influence.
         inverse_NK: int32, the expert rows that read each row of x; -1 for none.
         activation: between the layers, in fp32; its product with prob is rounded to x's dtype.
         b1, b2: [L, H] and [L, D], each optional.
@@ -75,7 +76,7 @@ def combine(
 ) -> Tensor:
     """out[n] = sum over k with inverse[n, k] >= 0 of y[inverse[n, k]].
 
-    Added in fp32 in the order k = 0 .. K - 1 and rounded once to y's dtype; a row without experts is 0.
+    Added in fp32 in the order k = 0 .. K - 1 and rounded once to y's dtype; 0 without experts.
 
     Args:
         y_SD: as from `expert_mlp`; padding is not read.
@@ -95,7 +96,8 @@ def combine(
 def _backend(name: str) -> Backend:
     if name not in _BACKENDS:
         raise ValueError(
-            f"kernels.backend={name} has no expert MLP here: use kernels={' or kernels='.join(_BACKENDS)}"
+            f"kernels.backend={name} has no expert MLP here: use "
+            f"kernels={' or kernels='.join(_BACKENDS)}"
         )
     return _BACKENDS[name]
 
@@ -159,7 +161,13 @@ class _Combine(torch.autograd.Function):
 
 
 def _check(
-    x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, rows: Rows, act: Activation
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    rows: Rows,
+    act: Activation,
 ) -> None:
     if x.ndim != 2 or w1.ndim != 3 or w2.ndim != 3:
         raise ValueError(f"expected x [N, D] and weights [L, ., .], got {_shapes(x, w1, w2)}")

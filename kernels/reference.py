@@ -1,8 +1,8 @@
 """Plain torch in fp32 (fp64 for fp64 inputs), one expert at a time: the oracle of the expert MLP.
 
-Reads the offsets on the host and is slow; runs any size and dtype on any device. Results are rounded to
-the input's dtype exactly where `kernels.backend` says so, and padding rows are NaN, so that a consumer
-that reads them is found out.
+Reads the offsets on the host and is slow; runs any size and dtype on any device. Results are
+rounded to the input's dtype exactly where `kernels.backend` says so, and padding rows are NaN, so
+that a consumer that reads them is found out.
 """
 
 import torch
@@ -47,7 +47,9 @@ class Reference:
             a_SF[span] = (activation(_wide(h_SH[span]), act) * prob_S1).to(x_ND.dtype)
         return h_SH, a_SF
 
-    def rows(self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None) -> Tensor:
+    def rows(
+        self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None
+    ) -> Tensor:
         y_SO = _padding(a_SI, a_SI.shape[0], w_LOI.shape[1])
         for e, span in enumerate(_spans(rows.offsets)):
             y = _wide(a_SI[span]) @ _wide(w_LOI[e]).T
@@ -65,7 +67,7 @@ class Reference:
         rows: Rows,
         act: Activation,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        S, _, ffn = dy_SD.shape[0], *w2_LDF.shape[1:]
+        S, ffn = dy_SD.shape[0], w2_LDF.shape[2]
         dh_SH, a_SF = _padding(dy_SD, S, h_SH.shape[1]), _padding(dy_SD, S, ffn)
         dprob_S = torch.zeros_like(rows.prob_S)
         for e, span in enumerate(_spans(rows.offsets)):

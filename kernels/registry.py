@@ -1,8 +1,9 @@
 """Which implementation of each op runs here, and why the better ones do not.
 
-The start of a run resolves `kernels.*` of the config against the facts of this machine and model, and
-prints `table`. A forced choice that cannot run is an error with its reason; `auto` takes the first that
-can run and says what it passed over. Predicates look at `Facts` alone and import nothing.
+The start of a run resolves `kernels.*` of the config against the facts of this machine and model,
+and prints `table`. A forced choice that cannot run is an error with its reason; `auto` takes the
+first that can run and says what it passed over. Predicates look at `Facts` alone and import
+nothing.
 """
 
 import importlib.util
@@ -63,7 +64,7 @@ class Choice:
 
 
 class KernelUnavailable(ValueError):
-    """A forced backend that cannot run here; the message has the reason and an override that can."""
+    """A forced backend cannot run here; the message has the reason and an override that can."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class _Backend:
 class _Op:
     knob: str
     group: str
-    """What a hint overrides: experts have config files of their own, `kernels=torch`."""
+    """What a hint overrides: experts are config files, as in `kernels=torch`."""
     backends: tuple[_Backend, ...]
     """Best first."""
 
@@ -122,7 +123,7 @@ def table(choices: Sequence[Choice]) -> str:
 
 
 def _best(op: str, facts: Facts) -> Choice:
-    refused = []
+    refused: list[str] = []
     for backend in _OPS[op].backends:
         if not backend.auto:
             continue
@@ -147,8 +148,8 @@ def _te(facts: Facts) -> str | None:
 
 def _te_experts(facts: Facts) -> str | None:
     return _te(facts) or (
-        "Transformer Engine's grouped GEMM wants row counts on the host, where this MoE layer never has "
-        "them (kernels=megatron runs it)"
+        "Transformer Engine's grouped GEMM wants row counts on the host, where this MoE layer "
+        "never has them (kernels=megatron runs it)"
     )
 
 
@@ -176,8 +177,8 @@ def _torch_experts(facts: Facts) -> str | None:
     multiple = 16 // facts.dtype.itemsize
     if facts.hidden % multiple or facts.ffn % multiple:
         return (
-            f"needs rows of whole 16 bytes: model.hidden={facts.hidden} and model.moe.ffn={facts.ffn} "
-            f"must be multiples of {multiple}"
+            f"needs rows of whole 16 bytes: model.hidden={facts.hidden} and "
+            f"model.moe.ffn={facts.ffn} must be multiples of {multiple}"
         )
     return None
 

@@ -1,9 +1,10 @@
 """The expert MLP on torch._grouped_mm with offsets on the device: no host ever learns a row count.
 
-Every GEMM of the layer is one call for all experts; the elementwise work between them is compiled to one
-kernel each on CUDA and runs as written elsewhere. torch._grouped_mm neither reads nor writes rows past
-the last offset, so padding stays apart; the few sums over rows that are not GEMMs mask it. Bias
-gradients are GEMMs too, with a column of ones or of probabilities: deterministic, fp32 inside.
+Every GEMM of the layer is one call for all experts; the elementwise work between them is compiled
+to one kernel each on CUDA and runs as written elsewhere. torch._grouped_mm neither reads nor writes
+rows past the last offset, so padding stays apart; the few sums over rows that are not GEMMs mask
+it. Bias gradients are GEMMs too, with a column of ones or of probabilities: deterministic, fp32
+inside.
 
 Shape legend as in kernels.backend; C columns of 16 bytes, the narrowest matrix that the GEMM takes.
 """
@@ -30,7 +31,9 @@ class Grouped:
         expert_S = None if b1_LH is None else _expert_of_row(rows)
         return _as_one_kernel(_bias_act, z_SH, b1_LH, expert_S, rows.prob_S, act)
 
-    def rows(self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None) -> Tensor:
+    def rows(
+        self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None
+    ) -> Tensor:
         y_SO = _grouped_mm(a_SI, w_LOI.transpose(1, 2), rows)
         if bias_LO is None:
             return y_SO
@@ -71,12 +74,13 @@ class Grouped:
 def _grouped_mm(a: Tensor, b: Tensor, rows: Rows) -> Tensor:
     """[S, I] x [L, I, O] -> [S, O], or [O, S] x [S, I] -> [L, O, I], split along S by the offsets.
 
-    A weight gradient passes a transposed row-major and a row-major matrix, the one pair of layouts for
-    which CUDA takes groups that end anywhere; others need multiples of 8 rows.
+    A weight gradient passes a transposed row-major and a row-major matrix, the one pair of layouts
+    for which CUDA takes groups that end anywhere; others need multiples of 8 rows.
     """
     if a.is_cuda and a.dtype != torch.bfloat16:  # torch would copy the offsets to the host
         raise ValueError(
-            f"kernels=torch takes bf16 on CUDA, not {a.dtype}: set run.precision=bf16 or kernels=reference"
+            f"kernels=torch takes bf16 on CUDA, not {a.dtype}: set run.precision=bf16 or "
+            "kernels=reference"
         )
     return torch._grouped_mm(a, b, offs=rows.offsets[1:])
 
@@ -99,7 +103,7 @@ def _expert_of_row(rows: Rows) -> Tensor:
 
 
 def _split(x_S: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
-    """Columns in `dtype` whose sum is x exactly: three bf16 hold the 24 bits of an fp32, one fp32 does."""
+    """Columns in `dtype` that sum up to x exactly: the 24 bits of an fp32 are 3 x 8 of a bf16."""
     parts_SC = torch.zeros(x_S.shape[0], columns, dtype=dtype, device=x_S.device)
     for c in range(1 if dtype == torch.float32 else 3):
         parts_SC[:, c] = x_S
@@ -108,13 +112,15 @@ def _split(x_S: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
 
 
 def _as_one_kernel(fn: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-    """Call fn(x, *args), compiled where that pays: C++ for a CPU takes longer to build than it saves."""
+    """fn(x, *args), compiled where that pays: C++ for a CPU takes longer to build than it saves."""
     return (_compiled(fn) if x.is_cuda else fn)(x, *args)
 
 
 @functools.cache
 def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(fn)
+    # Without the option inductor drops the rounding of h inside a kernel, and the activations of
+    # the forward pass would not be those that the backward pass recomputes.
+    return torch.compile(fn, options={"emulate_precision_casts": True})
 
 
 def _bias_act(
@@ -163,7 +169,7 @@ def _act_backward(
 
 
 def _halves(h: Tensor, act: Activation) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Clamped gate, clamped linear half with its offset, and where in h the clamp lets gradients pass."""
+    """Clamped gate, clamped linear half plus offset, and where the clamp lets gradients pass."""
     gate, up = h.chunk(2, -1) if act.gated else (h, None)
     inside = None
     if act.limit:

@@ -23,7 +23,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -180,13 +183,29 @@ def _slot(chunk: int, ranks: int) -> int:
 
 
 class LatentAttention(MLASelfAttention):
-    """Multi-head latent attention whose rotary key has its whole gradient under tensor parallelism.
+    """Multi-head latent attention (arXiv 2405.04434), mending Megatron-Core 0.19.2 in two places.
 
-    Megatron-Core 0.19.2 gathers the column-split key-value down-projection, uses its rotary part
-    on every tensor rank for the rank's own heads, and gives each rank the gradient of those heads
-    alone. Here the gathered projection returns to the sequence-parallel layout first, from where
-    Megatron-Core gathers the rotary part with a gradient that is summed over ranks.
+    It gathers the column-split key-value down-projection, uses its rotary part on every tensor rank
+    for the rank's own heads, and gives each rank the gradient of those heads alone. Here the
+    gathered projection returns to the sequence-parallel layout first, from where the rotary part is
+    gathered with a gradient that is summed over ranks.
+
+    It insists on a norm in front of a query projection that has no low rank, which no published
+    model has. Here the spec's modules are built as they are; without a low rank its query norm is
+    left out.
     """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        return {
+            name: getattr(submodules, name)
+            for name in (
+                "linear_q_proj",
+                "linear_q_up_proj",
+                "linear_kv_up_proj",
+                "q_layernorm",
+                "kv_layernorm",
+            )
+        }
 
     def _qkv_down_projection(
         self, hidden_states: torch.Tensor

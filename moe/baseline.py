@@ -1,8 +1,8 @@
 """The baseline: Megatron-Core's stock MoELayer under the same trainer (kernels.backend=megatron).
 
-Its all-to-all dispatcher, with Transformer Engine's grouped GEMM and fused permutation where that is
-installed, else its sequential experts. Changed is only what would make a comparison unfair or wrong:
-exact counts, optimizer layout of expert parameters, forced routing, splits on a host without CUDA.
+Its all-to-all dispatcher, with Transformer Engine's grouped GEMM and fused permutation where it is
+installed, else its sequential experts. Changed is only what would make a comparison unfair, wrong
+or impossible: counts, forced routing, optimizer layout, expert biases, splits without CUDA.
 """
 
 import copy
@@ -24,8 +24,8 @@ from configs.schema import ModelConfig, RouterConfig
 from kernels.activation import Activation
 from moe import balance
 from moe.balance import KeepsPrecision, Statistics
+from moe.forced import ForcedBalance
 from moe.layer import SHARED_EXPERTS, MoEOptions
-from moe.router import ForcedBalance
 
 _QUICK_GELU_SLOPE = 1.702
 _LOSS_NAMES = {
@@ -98,6 +98,8 @@ def refusals(options: MoEOptions) -> list[str]:
 
 class StockRouter(KeepsPrecision, TopKRouter):
     """Megatron-Core's router with exact counts, our statistics and our forced balance."""
+
+    local_tokens_per_expert: Tensor
 
     def __init__(
         self,
@@ -226,6 +228,11 @@ class StockMoE(MoELayer):
         )
         for parameter in self.experts.parameters():
             parameter.allreduce = False  # as in moe.experts
+        for module in self.experts.modules():
+            # Experts are not tensor parallel. Without this their linear layers return the view of a
+            # collective of one, to which SequentialMLP cannot add a bias in place.
+            if hasattr(module, "explicit_expert_comm"):
+                module.explicit_expert_comm = True
 
 
 def _tuned(config: TransformerConfig, options: MoEOptions) -> TransformerConfig:

@@ -55,11 +55,11 @@ class Sidecar:
         try:
             content = dict(json.loads(path.read_bytes()))
         except (ValueError, TypeError) as error:
-            raise DataError(f"{path} is not a JSON object: {error}; prepare it again") from None
+            raise DataError(f"{path} is not a JSON object ({error}); move it away") from None
         kinds = {field.name: field.type for field in fields(Sidecar)}
         bad = [k for k, kind in kinds.items() if type(content.get(k)) is not kind]
         if bad:
-            raise DataError(f"{path} lacks a valid {bad[0]!r}; prepare the data again or delete it")
+            raise DataError(f"{path} does not describe data (no valid {bad[0]!r}); move it away")
         return Sidecar(**{name: content[name] for name in kinds})
 
 

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch.overrides import TorchFunctionMode
 
-from configs.schema import Config, ModelConfig
+from configs.schema import Config, ModelConfig, MoEConfig
 from moe.attention import LatentAttention, core_attention
 from moe.baseline import StockMoE, router_kwargs
 from moe.layer import MoE, MoEOptions
@@ -51,12 +51,16 @@ class _YarnConfig(TransformerConfig):
     yarn_correction_range_round_to_int: bool = True
 
 
-_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "quick_geglu": quick_gelu,
-    "squared_relu": lambda x: F.relu(x).square(),
-}
+def _activation(moe: MoEConfig) -> Callable[..., torch.Tensor]:
+    """The nonlinearity of dense and shared MLPs and of the stock experts."""
+    if moe.activation == "quick_geglu" and moe.activation_alpha == 1.702:
+        return quick_gelu  # Megatron-Core's fused paths recognise it by identity
+    return {
+        "swiglu": F.silu,
+        "geglu": F.gelu,
+        "quick_geglu": lambda x: x * torch.sigmoid(moe.activation_alpha * x),
+        "squared_relu": lambda x: F.relu(x).square(),
+    }[moe.activation]
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
         kv_channels=a.head_dim,
         add_bias_linear=m.bias,
         gated_linear_unit=e.activation != "squared_relu",
-        activation_func=_ACTIVATIONS[e.activation],
+        activation_func=_activation(e),
         activation_func_clamp_value=e.activation_limit or None,
         glu_linear_offset=e.activation_offset,
         bias_activation_fusion=False,

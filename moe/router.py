@@ -7,8 +7,6 @@ Balancing losses follow Megatron-Core's formulas and ride on the gradient of the
 Legend: T tokens of this rank (s * B of hidden [s, B, D]), E experts, K experts per token, G groups.
 """
 
-import random
-
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,9 +18,9 @@ from torch import Tensor
 from configs.schema import RouterConfig
 from moe import balance
 from moe.balance import KeepsPrecision, Statistics
+from moe.forced import ForcedBalance
 
 _TINY = 1e-20
-_PATTERNS = 64
 
 
 def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
@@ -104,37 +102,6 @@ def loss_scores(logits_TE: Tensor, score: str) -> Tensor:
     return score_TE / (score_TE.sum(-1, keepdim=True) + _TINY)
 
 
-class ForcedBalance(torch.nn.Module):
-    """A choice of experts that ignores the scores and loads every expert alike, for benchmarks.
-
-    Token n of the expert-parallel group takes the experts at K distinct shifts from expert n % E:
-    each run of E tokens loads every expert K times. Shifts are drawn at random, anew for each run,
-    within the limit on groups: a token meets as many ranks as a trained router would send it to.
-    There is no state, so that recomputation chooses the same.
-    """
-
-    def __init__(self, options: RouterConfig, *, experts: int, top_k: int) -> None:
-        super().__init__()
-        self.groups, self.members = options.groups, experts // options.groups
-        draw = random.Random(0)
-        shifts = []
-        for _ in range(_PATTERNS):
-            allowed = draw.sample(range(self.groups), options.group_topk)
-            pairs = [(g, m) for g in allowed for m in range(self.members)]
-            shifts.append(draw.sample(pairs, top_k))
-        table = torch.tensor(shifts, dtype=torch.int64, device=torch.cuda.current_device())
-        self.register_buffer("shifts", table, persistent=False)
-
-    def forward(self, tokens: int, first_token: int) -> Tensor:
-        """Experts of tokens `first_token`, `first_token` + 1, ... of the group: int64 [T, K]."""
-        n_T = torch.arange(first_token, first_token + tokens, device=self.shifts.device)
-        expert_T, run_T = n_T % (self.groups * self.members), n_T // (self.groups * self.members)
-        shift_TK2 = self.shifts.index_select(0, run_T % _PATTERNS)
-        group_TK = (expert_T[:, None] // self.members + shift_TK2[..., 0]) % self.groups
-        member_TK = (expert_T[:, None] + shift_TK2[..., 1]) % self.members
-        return group_TK * self.members + member_TK
-
-
 class Router(KeepsPrecision, MegatronModule):
     """Router of one MoE layer.
 
@@ -168,7 +135,8 @@ class Router(KeepsPrecision, MegatronModule):
         self.num_experts = config.num_moe_experts
         self.top_k, self.options = top_k, options
         check(options, experts=self.num_experts, top_k=top_k)
-        self.is_mtp_layer, self.layer_number = is_mtp_layer, None
+        self.is_mtp_layer = is_mtp_layer
+        self.layer_number: int | None = None
         self.tp_group, self.ep_group = pg_collection.tp, pg_collection.ep
         self.replica, self.world = pg_collection.tp_cp, pg_collection.tp_dp_cp
 
@@ -244,8 +212,9 @@ class Router(KeepsPrecision, MegatronModule):
 
     @property
     def _choice_is_shaped(self) -> bool:
-        """Whether bias or groups can make the choice differ from the K largest logits."""
-        return self.expert_bias is not None or self.options.group_topk < self.options.groups
+        """Whether the choice can differ from the K largest logits."""
+        o = self.options
+        return bool(o.bias_rate or o.force_balance or o.group_topk < o.groups)
 
     @torch.no_grad()
     def _count(self, idx_TK: Tensor) -> Tensor:
@@ -265,8 +234,8 @@ class Router(KeepsPrecision, MegatronModule):
             shares["z_loss"] = balance.z_loss(logits_TE) / ranks
         if not (o.aux_loss or o.seq_aux_loss or o.global_aux_loss):
             return shares
-        if self._choice_is_shaped and self.forced is None:
-            # The losses judge the scores, not what bias and group limit made of them.
+        if self._choice_is_shaped:
+            # The losses judge the scores, not what was made of them.
             idx_TK = choose(logits_TE.detach(), self.top_k)
             count_E = balance.count_choices(idx_TK, self.num_experts)
         score_TE = loss_scores(logits_TE, o.score)

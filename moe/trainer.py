@@ -1,7 +1,7 @@
 """The training loop: data -> forward and backward -> update -> report -> checkpoint.
 
-One host read per step, after the backward: loss, overflow of the expert row budget, and whether any rank was
-asked to stop. A step that overflowed is run again with more rows; a step that is not finite ends the run
+The host reads from the device after the backward only: loss, whether any rank was asked to stop, and overflow
+of the expert row budget. A step that overflowed is run again with more rows; a step that is not finite ends the run
 before the parameters are touched.
 """
 
@@ -170,11 +170,13 @@ class Trainer:
         losses = []
         with torch.no_grad(), record_function("validation"):
             for _ in range(self.cfg.run.eval_batches):
+                batches = loader.next_step()
                 while True:
-                    losses.append(self._totals(self._forward_backward(loader.next_step(), True))[0])
+                    loss = self._totals(self._forward_backward(batches, True))[0]
                     if not self.job.budget.overflowed(torch.distributed.group.WORLD):
                         break
                     self.job.budget.grow()
+                losses.append(loss)
         engine.train()
         loader.close()
         return sum(losses) / len(losses)

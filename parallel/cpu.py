@@ -49,6 +49,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.to:
             args = tuple(_CPU if _names_cuda(a) else a for a in args)
+        if kwargs.get("pin_memory"):  # needs a driver
+            kwargs = {**kwargs, "pin_memory": False}
         if _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         return func(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""May a run go on from a checkpoint of another configuration? What must agree, what may change, and what to do.
+"""May a run go on from a checkpoint of another configuration?
 
-Configurations are plain nested dicts. Whatever the saved weights and the data cursor mean something under only
-must agree: architecture, precision, source and order of the tokens. Layout, kernels, schedule, length and
-logging may change and are reported.
+Configurations are plain nested dicts. What the saved weights and the data cursor depend on must
+agree: architecture, precision, source and order of the tokens. Layout, kernels, schedule, length
+and logging may change, and are reported.
 """
 
 import json
@@ -18,7 +18,7 @@ _FIXED = (
     "data.sequence_length",
     "data.seed",
 )
-# Parts of the model section that are not its architecture. A bias rate of 0 is a model without a bias.
+# Parts of the model section that are not its architecture.
 _FREE = (
     "model.name",
     "model.init_std",
@@ -29,6 +29,7 @@ _FREE = (
     "model.moe.router.z_loss",
     "model.moe.router.force_balance",
 )
+# Zero or not is architecture (a bias rate of 0 has no bias); the value is not.
 _SWITCHES = ("model.moe.router.bias_rate",)
 
 

@@ -1,15 +1,16 @@
-"""Checkpoint folders on disk: names, checksums, the commit, and what is done with folders that are not valid.
+"""Checkpoint folders on disk: names, checksums, the commit, and folders that do not count.
 
-A checkpoint is written into `step_N.tmp` and becomes `step_N` by one rename, after every file and COMMIT.json
-have reached the disk. COMMIT.json lists size and CRC-32 of every file, since torch_dist loads a flipped byte
-without complaint. Other suffixes: `.bad` failed verification, `.old` belongs to an earlier run in the same
-folder. Nothing here communicates; parallel.checkpoint decides which rank does what.
+A checkpoint is written into `step_N.tmp` and becomes `step_N` by one rename, once all files and
+COMMIT.json have reached the disk. COMMIT.json has the size and CRC-32 of every file, for torch_dist
+loads a flipped byte without complaint. Other suffixes: `.bad` failed verification, `.old` is of an
+earlier run in the same folder. Nothing here communicates.
 """
 
 import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import zlib
 from collections.abc import Iterable
@@ -37,9 +38,25 @@ class Commit:
     files: Sums
 
 
+def probe(root: Path) -> None:
+    """Create `root` if need be and write to it.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=root) as file:
+        file.write(b"probe")
+
+
 def folder_of(root: Path, step: int) -> Path:
     """Folder of the checkpoint of `step`."""
     return root / f"step_{step:08d}"
+
+
+def unfinished(folder: Path) -> Path:
+    """Where the checkpoint `folder` is written before it is committed."""
+    return folder.with_name(folder.name + ".tmp")
 
 
 def committed(root: Path) -> list[tuple[int, Path]]:
@@ -54,7 +71,8 @@ def with_suffix(root: Path, suffix: str) -> list[Path]:
     """Checkpoint folders that were renamed: `.tmp`, `.bad`, `.old`."""
     if not root.is_dir():
         return []
-    return sorted(p for p in root.iterdir() if re.fullmatch(rf"{_STEP.pattern}\{suffix}\d*", p.name))
+    pattern = re.compile(rf"{_STEP.pattern}{re.escape(suffix)}\d*")
+    return sorted(path for path in root.iterdir() if pattern.fullmatch(path.name))
 
 
 def checksum(path: Path) -> tuple[int, int]:
@@ -111,8 +129,8 @@ def read_commit(folder: Path) -> Commit:
     return Commit(step, world, {name: (size, crc) for name, (size, crc) in files.items()})
 
 
-def commit(unfinished: Path, final: Path, record: Commit) -> None:
-    """Make `unfinished` the checkpoint `final`: COMMIT.json, disk, rename. All or nothing.
+def commit(folder: Path, final: Path, record: Commit) -> None:
+    """Make `folder` the checkpoint `final`: COMMIT.json, disk, rename. All or nothing.
 
     A folder that has the name already is replaced.
     """
@@ -120,14 +138,14 @@ def commit(unfinished: Path, final: Path, record: Commit) -> None:
     data["seal"] = _seal(data)
     for name in record.files:
         if not name.endswith(".distcp"):  # these were synced by the rank that wrote them
-            _sync(unfinished / name)
-    path = unfinished / COMMIT
+            _sync(folder / name)
+    path = folder / COMMIT
     path.write_text(json.dumps(data, indent=1))
     _sync(path)
-    _sync(unfinished)
+    _sync(folder)
     if final.exists():
         set_aside(final, ".old")
-    os.replace(unfinished, final)
+    os.replace(folder, final)
     _sync(final.parent)
 
 

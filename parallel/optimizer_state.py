@@ -1,9 +1,9 @@
 """Optimizer state as pieces of the parameters it belongs to: a form that every layout can read.
 
-A data parallel rank of Megatron-Core's distributed optimizer owns flat ranges of parameters. A range is
-cut into rectangles of the parameter's global tensor, so a rank writes and reads just what it owns. Keys
-and global shapes are those of Megatron-Core's `fully_reshardable` format, which first gathers the state of
-the whole data parallel group into the host memory of each of its ranks; here nothing is gathered or copied.
+A data parallel rank of Megatron-Core's distributed optimizer owns flat ranges of parameters. A
+range is cut into boxes of the parameter's global tensor, so a rank writes and reads just what it
+owns. Keys and shapes are those of Megatron-Core's `fully_reshardable` format, which gathers the
+state of the data parallel group into the host memory of each of its ranks; here nothing is gathered.
 The pieces are views of the state: loading into them restores the optimizer in place.
 """
 
@@ -57,7 +57,7 @@ class OptimizerState:
 
     Args:
         optimizer: Megatron-Core optimizer, chained or not, whose Adam keeps `step` in the group
-            (parallel.adam, or Transformer Engine's FusedAdam). State is allocated if it has none yet.
+            (parallel.adam, or Transformer Engine's FusedAdam). Missing state is allocated.
         model_state: `sharded_state_dict` of all model chunks that it updates, before preprocessing.
 
     Raises:
@@ -119,8 +119,8 @@ def _owned(part: Any) -> Iterator[_Owned]:
                 yield _Owned(parameter, own.start, own.end, tensors, part)
         return
     for parameter, main in _masters(part):
-        moments = {k: v for k, v in part.optimizer.state[main].items() if isinstance(v, torch.Tensor)}
-        yield _Owned(parameter, 0, parameter.numel(), {"param": main, **moments}, part)
+        tensors = {"param": main, **part.optimizer.state[main]}
+        yield _Owned(parameter, 0, parameter.numel(), tensors, part)
 
 
 def _masters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -53,7 +53,7 @@ class Budget:
 
     def observe(self, needed: Tensor, rows: int) -> None:
         """Note on the device that a layer with `rows` rows needed `needed` (integer scalar)."""
-        float(needed); self._peak.copy_(torch.maximum(self._peak, needed.to(torch.float64) / rows))
+        self._peak.copy_(torch.maximum(self._peak, needed.to(torch.float64) / rows))
 
     def overflowed(self, group: dist.ProcessGroup | None = None) -> bool:
         """Whether a layer on a rank of `group` needed more rows than it had since the last call.

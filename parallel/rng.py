@@ -1,4 +1,4 @@
-"""Random states of this rank: Python, NumPy, torch on the CPU and on the device, and Megatron-Core's tracker."""
+"""Random states of this rank: Python, NumPy, torch (CPU and device), Megatron-Core's tracker."""
 
 import random
 from typing import Any

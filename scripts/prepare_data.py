@@ -10,22 +10,20 @@ files appear only when all is done. Workers import neither torch nor Megatron-Co
 import argparse
 import contextlib
 import fcntl
-import functools
 import hashlib
-import json
 import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -35,9 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from moe.cache import DataError, digest, sync  # noqa: E402
 from moe.corpus import BYTES_EOD, Sidecar  # noqa: E402
-
-KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "txt", ".parquet": "parquet"}
-BATCH_CHARACTERS = 1 << 20
+from moe.text import KINDS, Recipe, Shard, load_tokenizer, make_shards, write_shard  # noqa: E402
 
 EXAMPLES = """examples:
   prepare_data.py wiki/*.jsonl --tokenizer tokenizer.json --eod '<|endoftext|>' --output data/wiki
@@ -49,53 +45,18 @@ An interrupted run continues when the same command is given again. Train on the 
 The disk must hold the output twice while it is being joined."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How text becomes ids; the same for all workers."""
-
-    tokenizer: str
-    """Path of tokenizer.json; empty for bytes."""
-    eod: int
-    dtype: str
-    key: str
-    lines: bool
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of an input file: bytes [start, stop), or row groups of a Parquet file."""
-
-    path: str
-    kind: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Shard:
-    """What one task of a worker covers: a part of a large file, or several small files."""
-
-    number: int
-    pieces: tuple[Piece, ...]
-    size: int
-    """Bytes of input, for the progress bar."""
-
-    def ids(self, folder: Path) -> Path:
-        return folder / f"{self.number:07d}.bin"
-
-    def lengths(self, folder: Path) -> Path:
-        """Written last: where it exists the shard is complete."""
-        return folder / f"{self.number:07d}.npy"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 1 bad input, 130 interrupted."""
     args = parser().parse_args(argv)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes, not threads
+    warnings.filterwarnings("ignore", module="megatron")  # tells what training would miss
     try:
         prepare(args)
     except DataError as error:
         print(f"prepare_data: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"prepare_data: {error.filename or args.output}: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("prepare_data: interrupted; the same command continues", file=sys.stderr)
@@ -146,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="MB",
         help="input of one shard, the unit of work and of resuming (default: %(default)s)",
     )
-    p.add_argument("--overwrite", action="store_true", help="start over, and replace the output")
+    p.add_argument("--overwrite", action="store_true", help="replace what another command made")
     return p
 
 
@@ -156,12 +117,13 @@ def prepare(args: argparse.Namespace) -> None:
         raise DataError("--workers and --chunk-mb must be positive")
     recipe, described = make_recipe(args)
     files = find_inputs(args.inputs)
-    shards = make_shards(files, recipe, int(args.chunk_mb * 2**20))
+    shards = make_shards(files, recipe, max(1, int(args.chunk_mb * 2**20)))
     stats = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path, _ in files]
     plan = digest([stats, asdict(recipe), asdict(described), args.chunk_mb])
     output = Path(args.output).expanduser().absolute()
     if is_done(output, plan, args.overwrite):
         print(f"{output}.bin and .idx are complete already")
+        shutil.rmtree(f"{output}.parts", ignore_errors=True)
         return
     with parts_folder(output, plan, args.overwrite) as folder:
         todo = [shard for shard in shards if not shard.lengths(folder).exists()]
@@ -215,18 +177,6 @@ def find_eod(tokenizer: Tokenizer, token: str | None, path: str) -> int:
     return number
 
 
-@functools.cache
-def load_tokenizer(path: str) -> Tokenizer:
-    """A tokenizer that neither truncates nor pads, whatever its file says."""
-    try:
-        tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # the library raises Exception itself
-        raise DataError(f"{path} is not a tokenizer.json of Hugging Face: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 def find_inputs(inputs: Sequence[str]) -> list[tuple[str, str]]:
     """Absolute path and kind of every input file, in the order given; folders are sorted."""
     files = []
@@ -246,55 +196,22 @@ def find_inputs(inputs: Sequence[str]) -> list[tuple[str, str]]:
     return files
 
 
-def make_shards(files: Sequence[tuple[str, str]], recipe: Recipe, chunk: int) -> list[Shard]:
-    """Cut large files, put small ones together; a function of files and chunk size only."""
-    shards: list[Shard] = []
-    pieces: list[Piece] = []
-    size = 0
-    for path, kind in files:
-        for piece, bytes_in in cut(path, kind, recipe, chunk):
-            pieces.append(piece)
-            size += bytes_in
-            if size >= chunk:
-                shards.append(Shard(len(shards), tuple(pieces), size))
-                pieces, size = [], 0
-    if pieces:
-        shards.append(Shard(len(shards), tuple(pieces), size))
-    return shards
-
-
-def cut(path: str, kind: str, recipe: Recipe, chunk: int) -> Iterator[tuple[Piece, int]]:
-    """Pieces of one file, each with its bytes."""
-    if kind == "parquet":
-        metadata = open_parquet(path, recipe.key).metadata
-        for group in range(metadata.num_row_groups):
-            yield Piece(path, kind, group, group + 1), metadata.row_group(group).total_byte_size
-        return
-    size = os.stat(path).st_size
-    if kind == "txt" and not recipe.lines:
-        yield Piece(path, kind, 0, size), size
-        return
-    for start in range(0, size, chunk):
-        stop = min(start + chunk, size)
-        yield Piece(path, kind, start, stop), stop - start
-
-
 def is_done(output: Path, plan: str, overwrite: bool) -> bool:
-    """True for a complete result of the same command. Other files are an error."""
-    there = [p for p in output_files(output) if p.exists()]
+    """True for a complete result of the same command. Files of another one are an error."""
+    there = [path for path in output_files(output) if path.exists()]
     if overwrite or not there:
         return False
-    described = output_files(output)[2]
-    if len(there) == 3 and Sidecar.read(described).plan == plan:
-        return True
+    with contextlib.suppress(DataError, FileNotFoundError):
+        if Sidecar.read(output_files(output)[0]).plan == plan:
+            return len(there) == 3
     raise DataError(
         f"{there[0]} exists, of other inputs or options; give another --output, or --overwrite"
     )
 
 
 def output_files(output: Path) -> tuple[Path, Path, Path]:
-    """.bin, .idx, .json."""
-    return Path(f"{output}.bin"), Path(f"{output}.idx"), Path(f"{output}.json")
+    """.json, .bin, .idx, in the order of their appearance: the first says whose the others are."""
+    return Path(f"{output}.json"), Path(f"{output}.bin"), Path(f"{output}.idx")
 
 
 @contextlib.contextmanager
@@ -321,9 +238,6 @@ def parts_folder(output: Path, plan: str, overwrite: bool) -> Iterator[Path]:
                 path.unlink()
         note.write_text(plan)
         yield folder
-
-
-# --- shards ---------------------------------------------------------------------------------------
 
 
 def tokenize(
@@ -364,133 +278,6 @@ def watch_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def write_shard(shard: Shard, recipe: Recipe, folder: Path) -> int:
-    """Write one shard; it appears complete or not at all. Returns its bytes of input."""
-    ids, lengths = shard.ids(folder), shard.lengths(folder)
-    counts: list[int] = []
-    with Path(f"{ids}.tmp").open("wb") as stream:
-        for texts in batches(text for piece in shard.pieces for text in read(piece, recipe)):
-            for row in encode(texts, recipe):
-                stream.write(row.tobytes())
-                counts.append(len(row))
-    with Path(f"{lengths}.tmp").open("wb") as stream:
-        np.save(stream, np.array(counts, np.int32))
-    for path in (ids, lengths):
-        sync(Path(f"{path}.tmp"))
-        os.replace(f"{path}.tmp", path)
-    return shard.size
-
-
-def batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Non-empty documents in lists of about a million characters."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        if not text:
-            continue
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def encode(texts: list[str], recipe: Recipe) -> Iterator[np.ndarray]:
-    """Ids of each document, with the end-of-document token."""
-    if not recipe.tokenizer:
-        for text in texts:
-            raw = text.encode() + bytes([recipe.eod])
-            yield np.frombuffer(raw, np.uint8).astype(recipe.dtype)
-        return
-    tokenizer = load_tokenizer(recipe.tokenizer)
-    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-        yield np.array([*encoding.ids, recipe.eod], recipe.dtype)
-
-
-def read(piece: Piece, recipe: Recipe) -> Iterator[str]:
-    """Documents of a piece. Raises DataError that names file and line."""
-    if piece.kind == "parquet":
-        yield from read_parquet(piece, recipe.key)
-    elif piece.kind == "txt" and not recipe.lines:
-        yield decode(Path(piece.path).read_bytes(), piece.path)
-    else:
-        for start, line in read_lines(piece):
-            text = line.rstrip(b"\r\n")
-            if piece.kind == "txt":
-                yield decode(text, piece.path, start)
-            elif text.strip():
-                yield parse_json(text, recipe.key, piece.path, start)
-
-
-def read_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """Offset and content of the lines that start inside the piece."""
-    with open(piece.path, "rb") as stream:
-        if piece.start:
-            stream.seek(piece.start - 1)
-            stream.readline()  # ends the line that the piece before has
-        while (start := stream.tell()) < piece.stop:
-            yield start, stream.readline()
-
-
-def place(path: str, start: int | None) -> str:
-    """path:line of a byte offset; lines are counted only when there is an error to report."""
-    if start is None:
-        return path
-    with open(path, "rb") as stream:
-        return f"{path}:{stream.read(start).count(b'\n') + 1}"
-
-
-def decode(raw: bytes, path: str, start: int | None = None) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place(path, start)}: not UTF-8 at byte {error.start}") from None
-
-
-def parse_json(line: bytes, key: str, path: str, start: int) -> str:
-    """The text of a JSON line; null counts as empty."""
-    try:
-        record = json.loads(decode(line, path, start))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place(path, start)}: not JSON: {error}") from None
-    if not isinstance(record, dict) or key not in record:
-        keys = ", ".join(record) if isinstance(record, dict) else "none"
-        raise DataError(f"{place(path, start)}: no key {key!r} (keys: {keys}); give --key")
-    return as_text(record[key], f"{place(path, start)}: {key!r}")
-
-
-def as_text(value: Any, where: str) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise DataError(f"{where} is {type(value).__name__}, not text")
-    return value
-
-
-def open_parquet(path: str, key: str) -> Any:
-    """pyarrow.parquet.ParquetFile that has the text column."""
-    from pyarrow import ArrowException, parquet
-
-    try:
-        file = parquet.ParquetFile(path)
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a Parquet file: {error}") from None
-    names = file.schema_arrow.names
-    if key not in names:
-        raise DataError(f"{path}: no column {key!r} (columns: {', '.join(names)}); give --key")
-    return file
-
-
-def read_parquet(piece: Piece, key: str) -> Iterator[str]:
-    groups = list(range(piece.start, piece.stop))
-    file = open_parquet(piece.path, key)
-    for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=[key]):
-        for value in batch.column(0).to_pylist():
-            yield as_text(value, f"{piece.path}: column {key!r}")
-
-
 # --- result ---------------------------------------------------------------------------------------
 
 
@@ -505,19 +292,20 @@ def join(
     """Concatenate the shards in order; the files appear under their names when all are written."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    made = tuple(folder / f"joined{final.suffix}" for final in output_files(output))
-    builder = IndexedDatasetBuilder(str(made[0]), dtype=np.dtype(recipe.dtype).type)
+    print(f"joining {len(shards)} shards")
+    made = [folder / "joined.json", folder / "joined.bin", folder / "joined.idx"]
+    builder = IndexedDatasetBuilder(str(made[1]), dtype=np.dtype(recipe.dtype).type)
     for shard in shards:
         with shard.ids(folder).open("rb") as stream:
             shutil.copyfileobj(stream, builder.data_file, 1 << 22)
         builder.sequence_lengths.extend(np.load(shard.lengths(folder)).tolist())
     documents, tokens = len(builder.sequence_lengths), sum(builder.sequence_lengths)
     builder.document_indices = range(documents + 1)
-    builder.finalize(str(made[1]))
+    builder.finalize(str(made[2]))
     if not documents:
         raise DataError("the inputs hold no text: all documents are empty")
     counts = {"documents": documents, "tokens": tokens, "plan": plan}
-    Sidecar(**{**asdict(described), **counts}).write(made[2])
+    Sidecar(**{**asdict(described), **counts}).write(made[0])
     for temporary, final in zip(made, output_files(output), strict=True):
         sync(temporary)
         os.replace(temporary, final)

@@ -1,8 +1,8 @@
-"""A context in which whatever would make a GPU wait for its host, or a host for its GPU, is an error.
+"""A context in which what would make a host wait for its GPU, or a GPU for its host, is an error.
 
-On a CPU nothing ever waits, so the ops that would are forbidden instead: reads of a tensor's value by the
-host, and results whose shape depends on values. An op that is allowed may do what it likes inside, as
-the CPU's stand-in for torch._grouped_mm does with its offsets.
+On a CPU nothing ever waits, so the ops that would are forbidden instead: reads of a tensor's value
+by the host, and results whose shape depends on values. An op that is allowed may do what it likes
+inside, as the CPU's stand-in for torch._grouped_mm does with its offsets.
 """
 
 from collections.abc import Iterator

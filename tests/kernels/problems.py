@@ -1,6 +1,7 @@
-"""Expert-MLP problems with a routing plan built by plain loops, and their dense statement per token.
+"""Expert-MLP problems with a plan built by plain loops, and their dense statement per token.
 
-Shape legend: N rows of x, K slots per row, L experts, S expert rows, D hidden, F expert width, H rows of W1.
+Shape legend: N rows of x, K slots per row, L experts, S expert rows, D hidden, F expert width, H
+rows of W1.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -14,13 +15,13 @@ from kernels.grouped_mlp import combine, expert_mlp
 
 ACTIVATIONS = [
     Activation("swiglu"),
-    Activation("swiglu", limit=0.6, offset=0.5),
+    Activation("swiglu", limit=0.625, offset=0.5),
     Activation("geglu"),
-    Activation("geglu", limit=0.6),
+    Activation("geglu", limit=0.625),
     Activation("quick_geglu"),
-    Activation("quick_geglu", alpha=1.3, limit=0.6, offset=1.0),
+    Activation("quick_geglu", alpha=1.3, limit=0.625, offset=1.0),
     Activation("squared_relu"),
-    Activation("squared_relu", limit=0.6),
+    Activation("squared_relu", limit=0.625),
 ]
 
 
@@ -43,13 +44,11 @@ class Problem:
 
     def to(self, device: str) -> "Problem":
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(
-            self, **{k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)}
-        )
+        return replace(self, **{k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)})
 
 
 def route(choice: list[list[int]], experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """index [S], offsets [L + 1] and inverse [N, K] of expert ids per row and slot (-1: elsewhere)."""
+    """index [S], offsets [L + 1], inverse [N, K] of expert ids per row and slot (-1: elsewhere)."""
     index, offsets = [], [0]
     inverse = [[-1] * len(slots) for slots in choice]
     for e in range(experts):
@@ -82,7 +81,7 @@ def make(
     rows: int | None = None,
     integers: bool = False,
 ) -> Problem:
-    """A problem of `choice` (random over L experts by default) with `rows` expert rows (those needed)."""
+    """A problem of `choice` (default: random over L experts), `rows` rows (default: as needed)."""
     choice = random_choice(40, 3, list(range(L))) if choice is None else choice
     used = sum(e >= 0 for slots in choice for e in slots)
     index, offsets, inverse = route(choice, L, used if rows is None else rows)
@@ -101,7 +100,17 @@ def make(
     if integers:
         prob = (prob * 2 + 1).floor()
     return Problem(
-        act, x, w1, w2, b1 if bias else None, b2 if bias else None, prob, dout, index, offsets, inverse
+        act,
+        x,
+        w1,
+        w2,
+        b1 if bias else None,
+        b2 if bias else None,
+        prob,
+        dout,
+        index,
+        offsets,
+        inverse,
     )
 
 
@@ -111,7 +120,7 @@ Result = dict[str, Tensor]
 def run(p: Problem, backend: str, poison: bool = False) -> Result:
     """Output and all gradients of `combine(expert_mlp(...))`; `poison` puts NaN in dy's padding."""
     leaves = leaves_of(p)
-    return _gradients(forward(p, leaves, backend, poison), p.dout, leaves)
+    return gradients(forward(p, leaves, backend, poison), p.dout, leaves)
 
 
 def forward(p: Problem, leaves: dict[str, Tensor], backend: str, poison: bool = False) -> Tensor:
@@ -130,11 +139,10 @@ def forward(p: Problem, leaves: dict[str, Tensor], backend: str, poison: bool = 
         backend=backend,
     )
     if poison:
-        padding = (torch.arange(len(p.index)) >= p.offsets[-1])[:, None]
+        row = torch.arange(len(p.index), device=p.index.device)[:, None]
+        padding = row >= p.offsets[-1]
         y.register_hook(lambda dy: dy.masked_fill(padding, float("nan")))
-    return combine(
-        y, row_index_S=p.index, offsets=p.offsets, inverse_NK=p.inverse, backend=backend
-    )
+    return combine(y, row_index_S=p.index, offsets=p.offsets, inverse_NK=p.inverse, backend=backend)
 
 
 def dense(p: Problem) -> Result:
@@ -152,24 +160,24 @@ def dense(p: Problem) -> Result:
                 y = leaves["w2"][e] @ formula(h, p.act)
                 y = y + leaves["b2"][e] if p.b2 is not None else y
                 total = total + leaves["prob"][s] * y
-        out.append(total)
-    return _gradients(torch.stack(out), p.dout.double(), leaves)
+        out.append(total + 0 * leaves["prob"].sum())  # rows without experts have gradients too: 0
+    return gradients(torch.stack(out), p.dout.double(), leaves)
 
 
 def composition(p: Problem) -> Result:
-    """The same by autograd over torch operations in the problem's dtype, fp32 where ours is fp32."""
+    """The same by autograd over torch ops in the problem's dtype, fp32 where ours is fp32."""
     leaves, dtype = leaves_of(p), p.x.dtype
     out = torch.zeros(p.x.shape, dtype=torch.float32)
     ends = p.offsets.tolist()
     for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
         index, prob = p.index[begin:end], leaves["prob"][begin:end, None]
-        b1 = leaves["b1"][e] if p.b1 is not None else None
-        h = F.linear(leaves["x"][index], leaves["w1"][e], b1)
+        h = F.linear(leaves["x"][index], leaves["w1"][e])
+        h = h + leaves["b1"][e] if p.b1 is not None else h
         a = (formula(h.float(), p.act) * prob).to(dtype)
         y = F.linear(a, leaves["w2"][e])
         y = (y + leaves["b2"][e] * prob).to(dtype) if p.b2 is not None else y
         out = out.index_add(0, index, y.float())
-    return _gradients(out.to(dtype), p.dout, leaves)
+    return gradients(out.to(dtype), p.dout, leaves)
 
 
 def formula(h: Tensor, act: Activation) -> Tensor:
@@ -200,8 +208,9 @@ def leaves_of(p: Problem) -> dict[str, Tensor]:
     return {k: v.detach().requires_grad_() for k, v in named.items() if v is not None}
 
 
-def _gradients(out: Tensor, dout: Tensor, leaves: dict[str, Tensor]) -> Result:
-    grads = torch.autograd.grad(out, list(leaves.values()), dout)
+def gradients(out: Tensor, dout: Tensor, leaves: dict[str, Tensor]) -> Result:
+    """The output and a gradient per leaf, called d<name>."""
+    grads = torch.autograd.grad(out, list(leaves.values()), dout, materialize_grads=True)
     return {"out": out.detach()} | {f"d{k}": g for k, g in zip(leaves, grads, strict=True)}
 
 

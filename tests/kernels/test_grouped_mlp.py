@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from kernels.activation import Activation
+from kernels.backend import Rows
 from kernels.grouped_mlp import combine, expert_mlp
+from kernels.reference import Reference
+from kernels.torch_backend import Grouped
 from tests.kernels.problems import (
     ACTIVATIONS,
     composition,
@@ -84,27 +87,40 @@ def test_uneven_routing(backend, routing):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=_id)
-def test_padding_has_no_influence(backend, dtype):
+@pytest.mark.parametrize("routing", ["some rows unread", "nothing here"])
+def test_padding_has_no_influence(routing, dtype, backend):
     choice = random_choice(40, 3, [0, 1, 2, 3])
     choice[7] = choice[20] = [-1, -1, -1]
-    tight = make(CLAMPED, dtype, choice=choice)
-    padded = make(CLAMPED, dtype, choice=choice, rows=len(tight.index) + 33)
-    used = len(tight.index)
-    for p in (tight, padded):
-        p.x[[7, 20]] = NAN
-    padded.prob[:used] = tight.prob
-    padded.prob[used:] = NAN
-    padded.index[used:] = 2**30
-    expected = run(tight, backend)
+    choice = ROUTINGS.get(routing, choice)
+    used = sum(e >= 0 for slots in choice for e in slots)
+    clean = make(CLAMPED, dtype, choice=choice, rows=used + 33)
+    dirty = make(CLAMPED, dtype, choice=choice, rows=used + 33)
+    unread = (dirty.inverse < 0).all(1)
+    dirty.x[unread] = NAN
+    dirty.prob[used:] = NAN
+    dirty.index[used:], dirty.index[-1] = 2**30, -5
+    expected = run(clean, backend)
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
     try:
-        ours = run(padded, backend, poison=True)
+        ours = run(dirty, backend, poison=True)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(v.isfinite().all() for v in expected.values())
+    _same(ours, expected)
     assert not ours["dprob"][used:].any()
-    assert not ours["out"][[7, 20]].any() and not ours["dx"][[7, 20]].any()
-    _same(ours | {"dprob": ours["dprob"][:used]}, expected)
+    assert not ours["out"][unread].any() and not ours["dx"][unread].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_budget_does_not_matter(backend):
+    tight = make(CLAMPED, torch.float32)
+    used = len(tight.index)
+    roomy = make(CLAMPED, torch.float32, rows=3 * used)
+    roomy.prob[:used] = tight.prob
+    expected, ours = run(tight, backend), run(roomy, backend)
+    ours["dprob"] = ours["dprob"][:used]
+    for name in expected:
+        assert error(ours[name], expected[name]) < 1e-6, name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -113,16 +129,27 @@ def test_combine_adds_slots_in_order(backend):
     inverse = torch.randperm(64, generator=torch.Generator().manual_seed(1)).view(8, 8).int()
     inverse[3] = -1
     inverse[5, ::2] = -1
-    y[inverse[0, 0]] = 2.0**24  # swallows small terms if it comes first, and not if it comes last
+    y[inverse[0, 0]], y[inverse[0, 1]] = 2.0**24, -(2.0**24)  # in another order, small terms drown
     expected = torch.zeros(8, 16)
     for n in range(8):
         for s in inverse[n].tolist():
             expected[n] += y[s].float() if s >= 0 else 0.0
     index, offsets = torch.zeros(64).int(), torch.tensor([0, 64]).int()
-    got = combine(
-        y, row_index_S=index, offsets=offsets, inverse_NK=inverse, backend=backend
-    )
+    got = combine(y, row_index_S=index, offsets=offsets, inverse_NK=inverse, backend=backend)
     assert torch.equal(got, expected.bfloat16())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_gradient_keeps_all_bits_of_prob(backend):
+    """Terms that nearly cancel leave what a probability rounded to bf16 would have lost."""
+    prob = torch.tensor([0.7, 0.7 + 2**-13, 0.3, 0.3 + 2**-20])
+    d = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None].repeat(1, 8).bfloat16()
+    index = torch.zeros(4).int()
+    rows = Rows(index, prob, torch.tensor([0, 2, 4]).int(), index[:1, None])
+    ops = {"reference": Reference(), "torch": Grouped()}[backend]
+    got = ops.bias_grad(d, rows, scale=True)
+    exact = (prob[::2] - prob[1::2]).bfloat16()[:, None].expand(2, 8)
+    assert torch.equal(got, exact)
 
 
 def test_runs_repeat_bit_for_bit():

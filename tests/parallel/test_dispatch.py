@@ -59,9 +59,7 @@ def make_case(
     generator = torch.Generator().manual_seed(11)
 
     def draw(*shape: int) -> Tensor:
-        if (
-            integer
-        ):  # every partial sum is a small integer: exact in fp32 and, being below 256, in bf16
+        if integer:  # partial sums are integers below 256: exact in fp32 and in bf16
             return torch.randint(-1, 2, shape, generator=generator).float()
         return torch.randn(shape, generator=generator)
 
@@ -84,9 +82,8 @@ def dense(case: Case) -> Result:
 def experts(received: Received, w_LDD: Tensor) -> Tensor:
     plan = received.plan
     s = torch.arange(plan.row_index_S.numel(), dtype=torch.int32)
-    e = torch.searchsorted(plan.offsets[1:], s, right=True, out_int32=True).clamp(
-        max=len(w_LDD) - 1
-    )
+    e = torch.searchsorted(plan.offsets[1:], s, right=True, out_int32=True)
+    e = e.clamp(max=len(w_LDD) - 1)
     x_SD = received.rows_ND.index_select(0, plan.row_index_S)
     y_SD = torch.einsum("sd,sde->se", x_SD.float(), w_LDD.index_select(0, e).float())
     y_SD = (y_SD * plan.row_prob_S[:, None]).to(x_SD.dtype)
@@ -116,9 +113,7 @@ def rank_layer(case: Case) -> Result:
     result = run_layer(dispatcher, case, dist.get_rank(), dist.get_world_size())
     assert not budget.overflowed(group)
     again = run_layer(dispatcher, case, dist.get_rank(), dist.get_world_size())
-    assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True)), (
-        "must be deterministic"
-    )
+    assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True)), "not deterministic"
     return result
 
 

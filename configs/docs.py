@@ -1,0 +1,89 @@
+"""The knob tables of the README, in Markdown, from the docstrings under the fields of schema.py.
+
+`python -m configs.docs` prints them; `python -m configs.docs README.md` writes them between the
+markers of that file. Defaults are those of the composed config.yaml, which a bare train.py takes.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs import schema
+from configs.knobs import get, knobs, sections, written
+from configs.load import GROUPS, load
+
+BEGIN, END = "<!-- knobs -->", "<!-- /knobs -->"
+
+
+def field_docs() -> dict[str, str]:
+    """Docstring of every knob that has one, by dotted path."""
+    by_class = dict(_classes(ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))))
+    owners = {"": schema.Config, **sections()}
+    found = {}
+    for path in knobs():
+        owner, _, name = path.rpartition(".")
+        if name in by_class[owners[owner].__name__]:
+            found[path] = by_class[owners[owner].__name__][name]
+    return found
+
+
+def tables() -> str:
+    """One table per group: knob, default, meaning."""
+    defaults, docs = load([]), field_docs()
+    parts = []
+    for group in (name for name in GROUPS if name in sections()):
+        rows = [
+            f"| `{path}` | {_cell(get(defaults, path))} | {_escaped(docs[path])} |"
+            for path in knobs()
+            if path.startswith(f"{group}.")
+        ]
+        parts.append(
+            "\n".join([f"### {group}", "", "| knob | default | meaning |", "|---|---|---|"])
+        )
+        parts[-1] += "\n" + "\n".join(rows)
+    return "\n\n".join(parts)
+
+
+def insert(text: str) -> str:
+    """`text` with the tables between its markers.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"expected the markers {BEGIN} and {END}")
+    head, rest = text.split(BEGIN, 1)
+    tail = rest.split(END, 1)[1]
+    return f"{head}{BEGIN}\n{tables()}\n{END}{tail}"
+
+
+def _classes(tree: ast.Module) -> Iterator[tuple[str, dict[str, str]]]:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, dict(_fields(node))
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Annotated names that are followed by a string."""
+    for field, after in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                yield field.target.id, " ".join(str(after.value.value).split())
+
+
+def _cell(value: object) -> str:
+    text = value if isinstance(value, str) else written(value)
+    return f"`{text}`" if text else ""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        print(tables())
+    else:
+        page = Path(sys.argv[1])
+        page.write_text(insert(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,53 @@
+"""Ranks that succeed or fail together: what one could not do, all know before any goes on.
+
+Host-side and rare (start, checkpoints): everything here is a collective over the whole job.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Failed(RuntimeError):
+    """Some rank failed; raised on every rank with the same message."""
+
+
+def gather[T](value: T) -> list[T]:
+    """`value` of every rank, in rank order."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agree(error: str | None) -> None:
+    """Go on if no rank has an `error`.
+
+    An empty error is a rank that stopped because of another one's.
+
+    Raises:
+        Failed: with the first error and its rank.
+    """
+    errors = {rank: e for rank, e in enumerate(gather(error)) if e is not None}
+    if errors:
+        told = {rank: e for rank, e in errors.items() if e} or errors
+        rank, first = next(iter(told.items()))
+        raise Failed(first if rank == 0 else f"{first} (rank {rank})")
+
+
+def on_main[T](fn: Callable[[], T]) -> T:
+    """Run `fn` on rank 0 and return its (picklable) result on every rank.
+
+    Raises:
+        Failed: rank 0 got an OSError; the message is its.
+    """
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = fn()
+        except OSError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise Failed(answer[1])
+    return answer[0]

@@ -1,0 +1,184 @@
+"""The torch_dist part of a save: plan, write (here or in a forked process), finish.
+
+From a sharded state dict to a complete but uncommitted folder; parallel.manifest commits it. When
+`finish` returns, every shard is on disk and has a checksum. An error of one rank is raised on all.
+"""
+
+import logging
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from torch.distributed.checkpoint import CheckpointException
+
+from parallel.agreement import agree, gather
+from parallel.manifest import Sums, checksum
+
+
+class Writing:
+    """One checkpoint on its way to `folder`.
+
+    Args:
+        state: sharded state dict; consumed.
+        folder: empty, on a file system that all ranks share.
+        strategy: Megatron-Core's save strategy.
+        validate: check that the shards of all ranks make up every tensor exactly once.
+    """
+
+    def __init__(self, state: dict[str, Any], folder: Path, strategy: Any, validate: bool) -> None:
+        self._mailbox = _Mailbox()
+        # Megatron-Core would start a server process, which imports the main script again, only to
+        # bring the results of the writer back.
+        filesystem_async._results_queue = self._mailbox
+        try:
+            with hushed():
+                self._request = dist_checkpointing.save(
+                    state,
+                    str(folder),
+                    strategy,
+                    validate_access_integrity=validate,
+                    async_sharded_save=True,
+                    async_strategy="mcore",
+                )
+        finally:
+            filesystem_async._results_queue = None
+        if self._request.async_fn is None:  # nothing for this rank to write
+            self._mailbox.put({}, {})
+
+    def run(self) -> None:
+        """Write this rank's shards now; what goes wrong is told by `finish`."""
+        if self._request.async_fn is not None:
+            _write(self._transforms, self._request.preload_fn(), self._mailbox)
+
+    def fork(self, queue: AsyncCallsQueue, then: Callable[[], None]) -> None:
+        """Copy this rank's shards to the host and write them in a forked process.
+
+        `then` is called by `queue` once all ranks have written.
+        """
+        request = AsyncRequest(None, (), [then])
+        if self._request.async_fn is not None:
+            arguments = (self._transforms, None, self._mailbox)  # Megatron-Core sets the second
+            request = AsyncRequest(_write, arguments, [then], preload_fn=self._request.preload_fn)
+        with hushed():  # of a fork with threads: the child only writes files
+            queue.schedule_async_request(request)
+
+    def finish(self) -> Sums:
+        """Add the metadata files. Returns the sums of all shards, of all ranks.
+
+        Raises:
+            Failed: a rank could not write.
+        """
+        agree(self._mailbox.failure())
+        # In each of these rank 0 writes a file before a collective; if it fails it must join that.
+        steps = zip(self._request.finalize_fns, (_report_failure, dist.barrier), strict=True)
+        for step, rejoin in steps:
+            agree(_attempt(step, rejoin))
+        return {name: sums for part in gather(self._mailbox.sums()) for name, sums in part.items()}
+
+    @property
+    def _transforms(self) -> Any:
+        return self._request.async_fn.args[0]
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Without what torch and Megatron-Core warn of on every rank about the choices made here."""
+    target = logging.getLogger("megatron.core.dist_checkpointing")
+    level = target.level
+    target.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        target.setLevel(level)
+
+
+class _Mailbox:
+    """What the writer, here or in a fork, reports: results (or what failed) and checksums.
+
+    Megatron-Core calls `get_nowait`: this stands in for its results queue.
+    """
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._report: tuple[Any, Sums] | None = None
+        self._file = tempfile.TemporaryFile()  # without a name, so nothing is left of it
+
+    def put(self, results: dict[int, Any] | str, sums: Sums) -> None:
+        self._report = (results, sums)
+        if os.getpid() != self._owner:
+            pickle.dump(self._report, self._file)
+            self._file.flush()
+
+    def get_nowait(self) -> dict[int, Any]:
+        return self._read()[0]
+
+    def failure(self) -> str | None:
+        results = self._read()[0]
+        return results if isinstance(results, str) else None
+
+    def sums(self) -> Sums:
+        return self._read()[1]
+
+    def _read(self) -> tuple[Any, Sums]:
+        if self._report is None:
+            self._file.seek(0)
+            try:
+                self._report = pickle.load(self._file)
+            except EOFError:
+                self._report = ("the background writer was killed", {})
+        return self._report
+
+
+def _write(transforms: Any, buckets: list[Any], mailbox: _Mailbox) -> None:
+    results, sums = {}, {}
+    for i, bucket in enumerate(buckets):
+        path, name, _ = bucket
+        _, outcome = filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, i, bucket, None, None, True
+        )
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            results[i], sums[name] = outcome, checksum(Path(path))
+        except Exception as error:
+            return mailbox.put(str(_cause(error)), {})
+    mailbox.put(results, sums)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The operating system's error behind torch's, where there is one."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return error
+
+
+def _attempt(step: Callable[[], None], rejoin: Callable[[], object]) -> str | None:
+    try:
+        step()
+    except OSError as error:
+        rejoin()
+        return str(error)
+    except CheckpointException:
+        return ""
+    return None
+
+
+def _report_failure() -> None:
+    # The verdict that the other ranks wait for in Megatron-Core's save_state_dict_async_finalize.
+    verdict = torch.ones(1, dtype=torch.int, device=torch.cuda.current_device())
+    dist.broadcast(verdict, src=0)

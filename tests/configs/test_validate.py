@@ -1,0 +1,368 @@
+"""The rules between knobs: what is refused, that the named override fixes it, resolved sizes."""
+
+import copy
+import random
+import shlex
+
+import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from configs.bounds import ABOVE_ZERO, AT_LEAST, BELOW_ONE, CHOICES
+from configs.knobs import knobs, put
+from configs.load import load, options
+from configs.schema import Config
+from configs.validate import (
+    ConfigError,
+    data_parallel_size,
+    expert_parallel_size,
+    micro_batches,
+    validate,
+)
+from kernels.registry import Facts, resolve
+
+TINY = load([])
+TEXTS_WITHOUT_CHOICES = {
+    "model.name",
+    "parallel.pipeline_layout",
+    "data.split",
+    "data.cache",
+    "run.name",
+    "run.dir",
+    "run.resume",
+    "run.wandb_project",
+}
+
+
+def problems(cfg: Config, world: int = 1) -> list[str]:
+    try:
+        validate(cfg, world)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def fixed(cfg: Config, lines: list[str]) -> Config:
+    """`cfg` under the overrides that the problems name, read as a shell and Hydra would."""
+    cfg = copy.deepcopy(cfg)
+    for line in lines:
+        for override in OverridesParser.create().parse_overrides(
+            shlex.split(line.rpartition("; set ")[2])
+        ):
+            value = override.value()
+            put(cfg, override.key_or_group, _texts(value))
+    return cfg
+
+
+def _texts(value: object) -> object:
+    if isinstance(value, list) and any(isinstance(item, str) for item in value):
+        return [str(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "problem", "fix"),
+    [
+        ("model.attention.kind=gqaa", 1, "is not one of gqa, mla", "model.attention.kind=gqa"),
+        ("kernels.backend=cutlass", 1, "is not one of", "kernels.backend="),
+        ("model.layers=0", 1, "must be at least 1", "model.layers=2"),
+        ("optim.lr=0", 1, "must be above 0", "optim.lr=0.003"),
+        ("optim.lr=nan", 1, "must be finite", "optim.lr="),
+        ("optim.beta1=1", 1, "must be below 1", "optim.beta1=0.9"),
+        ("optim.clip_grad=-1", 1, "must be at least 0", "optim.clip_grad=1.0"),
+        ("run.save_interval=-2", 1, "must be at least -1", "run.save_interval=0"),
+        # attention
+        ("model.attention.kv_heads=3", 1, "does not divide heads=4", "kv_heads=2"),
+        ("model.attention.head_dim=33", 1, "must be even", "head_dim=34"),
+        ("model=tiny_deepseek model.attention.qk_rope_dim=15", 1, "even", "qk_rope_dim=16"),
+        ("model=tiny_deepseek model.attention.sinks=true", 1, "is of gqa", "sinks=false"),
+        ("model=tiny_deepseek model.attention.window=8", 1, "is of gqa", "window=0"),
+        ("model.attention.yarn.beta_fast=1", 1, "above beta_slow", "beta_fast=32.0"),
+        # experts and router
+        ("model.moe.top_k=9", 1, "more than experts=8", "model.moe.top_k=8"),
+        ("model.moe.router.groups=3", 1, "does not divide experts=8", "router.groups=2"),
+        ("model.moe.router.group_topk=2", 1, "more than groups=1", "group_topk=1"),
+        (
+            "model.moe.router.groups=8 model.moe.top_k=3",
+            1,
+            "leaves 1 experts to choose top_k=3 from",
+            "group_topk=3",
+        ),
+        ("model.moe.router.bias_rate=1e-3", 1, "needs score=sigmoid", "bias_rate=0"),
+        (
+            "model=tiny_deepseek model.moe.router.softmax_over=topk",
+            1,
+            "needs score=softmax",
+            "softmax_over=all",
+        ),
+        ("model.moe.dense_layers=5", 1, "more than layers=4", "dense_layers=4"),
+        ("model=tiny_gpt_oss model.moe.shared_ffn=64", 1, "shared experts", "model.bias=false"),
+        (
+            "model.moe.activation=squared_relu model.moe.activation_limit=7",
+            1,
+            "needs a gated activation",
+            "activation_limit=0",
+        ),
+        # layout
+        ("parallel.tensor=3", 6, "does not divide model.vocab_size=256", "parallel.tensor=2"),
+        ("parallel.tensor=2", 3, "world_size=3", "parallel.tensor=1"),
+        (
+            "parallel.tensor=4 model.attention.kv_heads=4 model.attention.heads=4",
+            6,
+            "world_size=6",
+            "parallel.tensor=2",
+        ),
+        (
+            "model=tiny_deepseek parallel.tensor=8 data.sequence_length=64",
+            8,
+            "heads=4",
+            "parallel.tensor=4",
+        ),
+        (
+            "parallel.context=4 data.micro_batch=1",
+            6,
+            "does not divide 6 ranks",
+            "parallel.context=3",
+        ),
+        ("parallel.pipeline=4", 6, "does not divide 6 ranks", "parallel.pipeline=2"),
+        (
+            "parallel.pipeline=3 data.global_batch=32",
+            6,
+            "does not divide model.layers=4",
+            "parallel.pipeline=2",
+        ),
+        ("parallel.virtual_pipeline=2", 2, "needs more than one stage", "virtual_pipeline=1"),
+        (
+            "parallel.pipeline=2 parallel.virtual_pipeline=3",
+            2,
+            "the 2 layers of a stage",
+            "virtual_pipeline=2",
+        ),
+        ("parallel.expert=3", 6, "must divide model.moe.experts=8", "parallel.expert=2"),
+        ("parallel.expert=4", 2, "the 2 ranks of a stage", "parallel.expert=2"),
+        ("parallel.expert=2 parallel.pipeline=2", 2, "the 1 ranks of a stage", "expert=1"),
+        ("parallel.dispatch=local", 2, "the experts are on 2 ranks", "dispatch=alltoall"),
+        ("data.micro_batch=5", 2, "micro_batch=5 x 2 data parallel ranks", "data.global_batch=40"),
+        (
+            "parallel.pipeline=2 parallel.virtual_pipeline=2 data.global_batch=12",
+            2,
+            "makes 3 micro-batches",
+            "data.global_batch=16",
+        ),
+        ("parallel.tensor=2 data.sequence_length=33", 2, "multiple of 2", "sequence_length=34"),
+        ("parallel.context=2 data.sequence_length=34", 2, "multiple of 4", "sequence_length=36"),
+        (
+            "parallel.context=2 parallel.tensor=4 model.attention.heads=4 data.sequence_length=12",
+            8,
+            "multiple of 8",
+            "sequence_length=16",
+        ),
+        (
+            "parallel.pipeline=2 parallel.pipeline_layout='Ett|tL'",
+            2,
+            "holds 1 E, 3 t, 0 m",
+            "pipeline_layout=",
+        ),
+        (
+            "parallel.pipeline=2 parallel.pipeline_layout='Et|t|t|tL'",
+            2,
+            "has 4 chunks",
+            "pipeline_layout=",
+        ),
+        (
+            "parallel.pipeline=2 parallel.pipeline_layout='Ett|xttL'",
+            2,
+            "unknown letters x",
+            "pipeline_layout=",
+        ),
+        # data
+        ("model.vocab_size=100", 1, "too small for bytes", "model.vocab_size=256"),
+        ("data.split=all", 1, "must be weights", "data.split=\"'98,2'\""),
+        ("data.split=1 run.eval_interval=5", 1, "validates on nothing", "run.eval_interval=0"),
+        ("data=indexed", 1, "names no .bin/.idx files", "data.blend=[prefix]"),
+        ("data.blend=[a]", 1, "is not read with data.source=embedded", "data.source=indexed"),
+        ("data=indexed data.blend=[0.5,a,b]", 1, "weights and prefixes in turn", "data.blend="),
+        ("data=indexed data.blend=[a,0.5]", 1, "weights and prefixes in turn", "data.blend="),
+        ("data=indexed data.blend=[0,a,0.0,b]", 1, "a weight above 0", "data.blend="),
+        # optimizer, run, kernels
+        ("optim.min_lr=1", 1, "is above lr=0.003", "optim.min_lr=0.003"),
+        ("optim.decay_steps=10", 1, "within the warm-up of 10 steps", "optim.decay_steps=11"),
+        ("run.name=a/b", 1, "name of one folder", "run.name=tiny"),
+        ("run.profile=[3]", 1, "[first,last] within steps 1 to 100", "run.profile=[10,12]"),
+        ("run.profile=[5,200]", 1, "[first,last] within steps 1 to 100", "run.profile=[10,12]"),
+        ("run.device=cpu kernels=te", 1, "needs CUDA", "kernels.attention=auto"),
+        ("run.precision=fp32 kernels=fused", 1, "needs bf16 on CUDA", "run.precision=bf16"),
+        ("run.precision=fp32 parallel.grad_dtype=bf16", 1, "would round", "grad_dtype=fp32"),
+    ],
+)
+def test_problem_names_the_override_that_fixes_it(
+    overrides: str, world: int, problem: str, fix: str
+) -> None:
+    cfg = load(overrides.split(" "))
+    lines = problems(cfg, world)
+    assert any(problem in line and fix in line.rpartition("; set ")[2] for line in lines), lines
+    assert problems(fixed(cfg, lines), world) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"),
+    [
+        ("parallel.tensor=4", 4),  # two key-value heads on four ranks: each has a copy of one
+        ("parallel.context=2 parallel.tensor=2", 4),
+        ("parallel.pipeline=2 parallel.virtual_pipeline=2", 4),
+        ("parallel.pipeline=2 parallel.pipeline_layout='Ett|ttL'", 2),
+        ("parallel.pipeline=2 parallel.pipeline_layout='Et*3|tL'", 2),
+        ("model=tiny_deepseek parallel.pipeline=2 parallel.pipeline_layout='E(t)*4|mL'", 2),
+        ("parallel.expert=4", 8),
+        ("data=indexed data.blend=[a]", 1),
+        ("data=indexed data.blend=[a,b]", 1),
+        ("data=indexed data.blend=[0.7,a,3e-1,b]", 1),
+        ("run.profile=[1,100]", 1),
+        ("run.steps=1", 1),  # within the warm-up
+        ("run.precision=fp32 kernels=torch run.device=cpu", 1),
+        ("data.split=98 run.eval_interval=0", 1),
+    ],
+)
+def test_sound_configurations_pass(overrides: str, world: int) -> None:
+    assert problems(load(overrides.split(" ")), world) == []
+
+
+def test_all_problems_come_at_once_and_without_consequences() -> None:
+    overrides = (
+        "model.layers=0 run.precision=fp8 parallel.tensor=3 parallel.pipeline=3 data.blend=[a]"
+    )
+    knobs_named = [line.split("=")[0] for line in problems(load(overrides.split(" ")), 1)]
+    assert knobs_named == [
+        "model.layers",
+        "run.precision",
+        "data.blend",
+        "parallel.tensor",
+        "parallel.pipeline",
+    ]
+
+
+def test_validation_leaves_the_configuration_as_it_was() -> None:
+    cfg = load(["model.layers=0", "parallel.tensor=3"])
+    before = copy.deepcopy(cfg)
+    problems(cfg)
+    assert cfg == before
+
+
+RANGES: dict[str, tuple[object, ...]] = {
+    "parallel.tensor": (1, 2, 3, 4),
+    "parallel.context": (1, 2, 3),
+    "parallel.pipeline": (0, 1, 2, 3, 4),
+    "parallel.virtual_pipeline": (1, 1, 2, 3),
+    "parallel.pipeline_layout": ("", "", "Ett|ttL", "E(tt|)*2L", "Et"),
+    "parallel.expert": (0, 1, 2, 3, 4, 16),
+    "parallel.dispatch": ("auto", "local", "alltoall", "symm"),
+    "model.layers": (1, 4, 6),
+    "model.vocab_size": (100, 256, 258),
+    "model.bias": (False, True),
+    "model.attention.kind": ("gqa", "mla"),
+    "model.attention.heads": (3, 4, 8),
+    "model.attention.kv_heads": (1, 2, 3),
+    "model.attention.window": (0, 32),
+    "model.moe.experts": (4, 6, 8),
+    "model.moe.top_k": (1, 2, 7),
+    "model.moe.shared_ffn": (0, 0, 100),
+    "model.moe.dense_layers": (0, 1, 5),
+    "model.moe.router.groups": (1, 2, 3, 5),
+    "model.moe.router.group_topk": (1, 2, 4),
+    "model.moe.router.bias_rate": (0.0, 1e-3),
+    "data.sequence_length": (7, 32, 100),
+    "data.micro_batch": (1, 3, 4),
+    "data.global_batch": (0, 16, 31),
+    "data.blend": ([], ["a"], ["0.5", "a", "b"]),
+    "data.source": ("embedded", "indexed", "synthetic"),
+    "optim.min_lr": (0.0, 1.0),
+    "run.precision": ("bf16", "fp32"),
+    "run.device": ("auto", "cuda", "cpu"),
+    "kernels.backend": ("auto", "torch", "te", "fused"),
+}
+
+
+def test_the_named_overrides_together_always_fix_a_configuration() -> None:
+    draw = random.Random(0)
+    broken = 0
+    for _ in range(300):
+        cfg, world = copy.deepcopy(TINY), draw.choice((1, 2, 3, 4, 6, 8, 12, 24))
+        for path in draw.sample(list(RANGES), k=12):
+            put(cfg, path, draw.choice(RANGES[path]))
+        lines = problems(cfg, world)
+        broken += bool(lines)
+        assert problems(fixed(cfg, lines), world) == [], (world, lines)
+    assert broken > 150
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "expert"),
+    [
+        ("", 1, 1),
+        ("", 2, 2),
+        ("", 6, 2),
+        ("", 16, 8),
+        ("model.moe.experts=6", 4, 2),
+        ("parallel.pipeline=2", 4, 2),
+        ("parallel.tensor=2", 8, 8),  # experts spread over tensor parallel ranks too
+        ("parallel.expert=4", 8, 4),
+    ],
+)
+def test_expert_parallel_size(overrides: str, world: int, expert: int) -> None:
+    assert expert_parallel_size(load(overrides.split()), world) == expert
+
+
+def test_sizes_of_a_large_layout() -> None:
+    cfg = load(["experiment=deepseek_v3_1024gpu"])
+    assert data_parallel_size(cfg, 1024) == 64
+    assert micro_batches(cfg, 1024) == 256
+
+
+EXPERIMENTS = {
+    "deepseek_v3_1024gpu": 1024,
+    "deepseek_v3_256gpu": 256,
+    "gpt_oss_120b_64gpu": 64,
+    "deepseek_v3_l4_8gpu": 8,
+    "gpt_oss_20b_8gpu": 8,
+    "moonlight_8gpu": 8,
+    "qwen3_30b_8gpu": 8,
+}
+
+
+def test_every_experiment_has_a_size() -> None:
+    assert sorted(EXPERIMENTS) == options("experiment")
+
+
+@pytest.mark.parametrize(("name", "world"), EXPERIMENTS.items())
+def test_experiment_is_valid_at_its_size(name: str, world: int) -> None:
+    assert problems(load([f"experiment={name}"]), world) == []
+    assert problems(load([f"experiment={name}", "run=bench"]), world) == []
+    # The layout to check wins over the ranks that check it.
+    assert problems(load([f"experiment={name}", f"parallel.world_size={world}"]), 1) == []
+
+
+def test_every_knob_has_its_choices_or_bounds() -> None:
+    texts = {path for path, knob in knobs().items() if knob.type is str}
+    numbers = {path for path, knob in knobs().items() if knob.type in (int, float)}
+    assert texts == set(CHOICES) | TEXTS_WITHOUT_CHOICES
+    assert set(AT_LEAST) | ABOVE_ZERO | BELOW_ONE <= numbers
+
+
+@pytest.mark.parametrize(
+    ("knob", "op"),
+    [
+        ("kernels.backend", "grouped_mlp"),
+        ("kernels.attention", "attention"),
+        ("kernels.norm", "norm"),
+    ],
+)
+def test_choices_of_kernels_are_those_of_the_registry(knob: str, op: str) -> None:
+    facts = Facts(device="cpu", capability=None, dtype=torch.float32)
+    with pytest.raises(ValueError, match="is unknown") as caught:
+        resolve(op, "abacus", facts)
+    names = str(caught.value).partition("use one of ")[2].removesuffix(" or auto").split(", ")
+    assert set(CHOICES[knob]) == {*names, "auto"}
+
+
+def test_defaults_are_within_their_own_bounds() -> None:
+    assert problems(Config(), 1) == []

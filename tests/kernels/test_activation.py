@@ -1,0 +1,57 @@
+"""Activations against their papers' formulas, and the hand-written derivatives against autograd."""
+
+import pytest
+import torch
+
+from kernels.activation import Activation
+from kernels.backend import Rows
+from kernels.reference import Reference, activation
+from kernels.torch_backend import Grouped
+from tests.kernels.problems import ACTIVATIONS, formula
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
+def test_definition(act):
+    h = torch.randn(64, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+    torch.testing.assert_close(activation(h, act), formula(h, act), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
+def test_derivative_up_to_the_edges(act):
+    """Each h alone, through identity weights: large values, zeros and the clamp's own corners."""
+    edges = torch.tensor([-80.0, -6.0, -0.625, -1e-4, 0.0, 1e-4, 0.3, 0.625, 0.7, 6.0, 80.0])
+    gate, up = torch.meshgrid(edges, edges, indexing="ij")
+    h = torch.stack([gate.flatten(), up.flatten()], 1)
+    h = h.repeat_interleave(4, 1) if act.gated else h[:, :1].repeat(1, 4)  # [gate x 4, up x 4]
+    S, width = len(h), act.width(4)
+    index, prob = torch.arange(S).int(), torch.full((S,), 0.75)
+    rows = Rows(index, prob, torch.tensor([0, S]).int(), index[:, None])
+    w1, w2 = torch.eye(width)[None], torch.eye(4)[None]
+    for ops in (Grouped(), Reference()):
+        saved, _ = ops.fc1_act(h, w1, None, rows, act)
+        dh, a, dprob = ops.fc2_dgrad_dact(torch.ones(S, 4), w2, None, saved, rows, act)
+        exact = h.double().requires_grad_()
+        value = formula(exact, act) if act.limit == 0 else activation(exact, act)
+        (slope,) = torch.autograd.grad(value.sum(), exact)
+        torch.testing.assert_close(dh.double(), slope * 0.75, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a.double(), value.detach() * 0.75, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dprob.double(), value.detach().sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_width_and_gate():
+    assert Activation("swiglu").width(24) == 48
+    assert Activation("squared_relu").width(24) == 24
+    assert not Activation("squared_relu").gated
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gelu",), "unknown activation 'gelu': set model.moe.activation to one of swiglu,"),
+        (("swiglu", 1.0, -1.0), "model.moe.activation_limit"),
+        (("swiglu", 1.0, float("nan")), "model.moe.activation_limit"),
+    ],
+)
+def test_bad_constants(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Activation(*arguments)

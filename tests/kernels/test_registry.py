@@ -1,0 +1,180 @@
+"""What runs where, and what a user reads about it."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.attention import attention
+from kernels.registry import Choice, Facts, KernelUnavailable, resolve, table
+from tests.kernels.problems import ACTIVATIONS, make, run
+
+CPU = Facts("cpu", None, torch.bfloat16, hidden=64, ffn=48, packages=frozenset(), compiles=True)
+H200 = replace(CPU, device="cuda", capability=(9, 0), packages=frozenset({"triton"}))
+WITH_TE = replace(H200, packages=frozenset({"triton", "transformer_engine"}))
+A100 = replace(H200, capability=(8, 0))
+
+
+@pytest.mark.parametrize(
+    ("op", "facts", "backend"),
+    [
+        ("grouped_mlp", CPU, "torch"),
+        ("grouped_mlp", replace(CPU, dtype=torch.float32), "torch"),
+        ("grouped_mlp", replace(CPU, hidden=60), "reference"),
+        ("grouped_mlp", replace(CPU, hidden=60, dtype=torch.float32), "torch"),
+        ("grouped_mlp", replace(CPU, ffn=50, dtype=torch.float32), "reference"),
+        ("grouped_mlp", replace(CPU, dtype=torch.float64), "reference"),
+        ("grouped_mlp", H200, "torch"),
+        ("grouped_mlp", replace(H200, capability=(10, 0)), "torch"),
+        ("grouped_mlp", replace(H200, capability=(12, 0)), "reference"),
+        ("grouped_mlp", replace(H200, dtype=torch.float32), "reference"),
+        ("grouped_mlp", WITH_TE, "torch"),
+        ("grouped_mlp", A100, "reference"),
+        ("attention", CPU, "sdpa"),
+        ("attention", replace(CPU, window=8), "sdpa"),
+        ("attention", replace(CPU, sinks=True), "reference"),
+        ("attention", H200, "sdpa"),
+        ("attention", replace(H200, window=8), "flex"),
+        ("attention", replace(H200, sinks=True), "flex"),
+        ("attention", replace(H200, context=2), "flex"),
+        ("attention", replace(H200, dtype=torch.float32), "flex"),
+        ("attention", replace(H200, sinks=True, compiles=False), "reference"),
+        ("attention", replace(H200, sinks=True, packages=frozenset()), "reference"),
+        ("attention", replace(H200, sinks=True, head_dim=8, v_dim=16), "reference"),
+        ("attention", WITH_TE, "te"),
+        ("attention", replace(WITH_TE, sinks=True, window=8), "te"),
+        ("attention", replace(WITH_TE, dtype=torch.float32), "flex"),
+        ("norm", CPU, "torch"),
+        ("norm", H200, "torch"),
+        ("norm", WITH_TE, "te"),
+    ],
+)
+def test_auto(op, facts, backend):
+    assert resolve(op, "auto", facts).backend == backend
+
+
+def test_auto_says_what_it_passed_over():
+    reason = resolve("grouped_mlp", "auto", A100).reason
+    assert "not fused: needs the sm_90a kernels" in reason
+    assert "not te: needs Transformer Engine" in reason
+    assert "not torch: needs CUDA capability 9.x or 10.x, not 8.0" in reason
+    assert "megatron" not in reason.replace("kernels=megatron", "")
+    assert resolve("norm", "auto", WITH_TE).reason == "auto"
+
+
+@pytest.mark.parametrize(
+    ("op", "wanted", "facts", "message"),
+    [
+        (
+            "grouped_mlp",
+            "fused",
+            H200,
+            "kernels.backend=fused cannot run here: needs the sm_90a kernels of kernels/sm90, "
+            "which this build does not contain; use kernels=torch or kernels=auto",
+        ),
+        (
+            "grouped_mlp",
+            "torch",
+            replace(CPU, hidden=60, ffn=44),
+            "kernels.backend=torch cannot run here: needs rows of whole 16 bytes: model.hidden=60 "
+            "and model.moe.ffn=44 must be multiples of 8; use kernels=reference or kernels=auto",
+        ),
+        (
+            "attention",
+            "flex",
+            CPU,
+            "kernels.attention=flex cannot run here: needs CUDA; use kernels.attention=sdpa or "
+            "kernels.attention=auto",
+        ),
+        (
+            "norm",
+            "te",
+            H200,
+            "kernels.norm=te cannot run here: needs Transformer Engine, the extra `te` of "
+            "pyproject.toml; use kernels.norm=torch or kernels.norm=auto",
+        ),
+    ],
+)
+def test_forced_choice_that_cannot_run(op, wanted, facts, message):
+    with pytest.raises(KernelUnavailable) as e:
+        resolve(op, wanted, facts)
+    assert str(e.value) == message
+
+
+@pytest.mark.parametrize("facts", [CPU, H200, WITH_TE, A100])
+@pytest.mark.parametrize(
+    ("op", "wanted"),
+    [
+        ("grouped_mlp", "megatron"),
+        ("grouped_mlp", "reference"),
+        ("attention", "reference"),
+        ("norm", "torch"),
+    ],
+)
+def test_forced_choice_that_always_runs(op, wanted, facts):
+    choice = resolve(op, wanted, facts)
+    assert (choice.op, choice.backend) == (op, wanted)
+    assert choice.reason.endswith(f"={wanted}")
+
+
+@pytest.mark.parametrize(
+    ("op", "wanted", "message"),
+    [
+        ("router", "auto", "unknown op 'router': use one of grouped_mlp, attention, norm"),
+        ("norm", "apex", "kernels.norm=apex is unknown: use one of te, torch or auto"),
+    ],
+)
+def test_unknown_names(op, wanted, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(op, wanted, CPU)
+
+
+def test_table_is_aligned():
+    text = table([Choice("grouped_mlp", "torch", "auto"), Choice("norm", "te", "kernels.norm=te")])
+    assert text.splitlines() == [
+        "op           backend  reason",
+        "grouped_mlp  torch    auto",
+        "norm         te       kernels.norm=te",
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden", [32, 30])
+def test_chosen_experts_run(dtype, hidden):
+    backend = resolve("grouped_mlp", "auto", Facts("cpu", None, dtype, hidden=hidden, ffn=24))
+    run(make(ACTIVATIONS[0], dtype, D=hidden), backend.backend)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 4])
+def test_chosen_attention_runs(sinks, window):
+    backend = resolve(
+        "attention", "auto", Facts("cpu", None, torch.float32, sinks=sinks, window=window)
+    )
+    q, k, v = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16)
+    extra = torch.zeros(4) if sinks else None
+    attention(q, k, v, scale=0.25, window=window, sinks_H=extra, backend=backend.backend)
+
+
+def test_facts_know_this_machine():
+    facts = Facts("cpu", None, torch.float32)
+    assert ("triton" in facts.packages) == _imports("triton")
+
+
+def test_import_is_light():
+    code = (
+        "import sys, torch; before = set(sys.modules); import kernels.registry as r;"
+        "f = r.Facts('cuda', (9, 0), torch.bfloat16);"
+        "[r.resolve(op, 'auto', f) for op in ('grouped_mlp', 'attention', 'norm')];"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "kernels" in out.stdout.split()
+    assert not {"triton", "transformer_engine", "megatron", "torch"} & set(out.stdout.split())
+
+
+def _imports(name: str) -> bool:
+    code = f"import {name}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -1,0 +1,115 @@
+"""Small MoE models for the tests of router, layer and baseline; all of it runs inside a rank."""
+
+from typing import Any
+
+import torch
+
+EXPERTS, TOP_K, HIDDEN, FFN = 8, 2, 16, 8
+SEQUENCE, BATCH = 12, 3
+
+LOSSES = {"aux_loss": 0.3, "seq_aux_loss": 0.7, "global_aux_loss": 0.5, "z_loss": 0.2}
+SCORES = [
+    {"score": "softmax"},
+    {"score": "sigmoid"},
+    # The losses judge the scores, whatever bias and groups make of them.
+    {"score": "sigmoid", "bias_rate": 1e-3, "groups": 4, "group_topk": 2},
+]
+
+
+def install() -> None:
+    """Megatron-Core on this host, and the schedules' loss scale as if no other test had run."""
+    from parallel import cpu
+
+    cpu.install()
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+
+
+def model(router: dict[str, Any] | None = None, moe: dict[str, Any] | None = None, **kwargs: Any):
+    """ModelConfig of one MoE layer, with changes to the router, the experts, or the model."""
+    from configs.schema import AttentionConfig, ModelConfig, MoEConfig, RouterConfig
+
+    fields: dict[str, Any] = dict(experts=EXPERTS, top_k=TOP_K, ffn=FFN)
+    return ModelConfig(
+        layers=1,
+        hidden=HIDDEN,
+        dense_ffn=FFN,
+        attention=AttentionConfig(heads=4, kv_heads=4, head_dim=4),
+        moe=MoEConfig(**{**fields, **(moe or {})}, router=RouterConfig(**(router or {}))),
+        **kwargs,
+    )
+
+
+def transformer(model: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """TransformerConfig of the model as training builds it, with layout sizes and changes."""
+    from configs.schema import Config, RunConfig
+    from moe.model import Layout, transformer_config
+
+    sizes = {k: changes.pop(k) for k in ("tensor", "context", "expert") if k in changes}
+    run = RunConfig(precision="fp32", recompute=changes.pop("recompute", "none"))
+    config = transformer_config(Config(model=model, run=run), Layout(**sizes), on_cpu=True)
+    config.params_dtype = dtype
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def options(model: Any, backend: str = "torch", dispatch: str = "auto") -> Any:
+    """What the MoE layers of the model are built with; the budget fits any routing."""
+    from kernels.activation import Activation
+    from moe.layer import MoEOptions
+    from parallel.overflow import Budget
+
+    e = model.moe
+    return MoEOptions(
+        moe=e,
+        activation=Activation(
+            e.activation, e.activation_alpha, e.activation_limit, e.activation_offset
+        ),
+        backend=backend,
+        dispatch=dispatch,
+        budget=Budget(float(e.experts), torch.device("cpu")),
+    )
+
+
+def draw(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32):
+    """Normal values that depend on shape and seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+@torch.no_grad()
+def fill(module: torch.nn.Module, scale: float = 0.3) -> None:
+    """Values for all parameters, by the order of their names."""
+    for seed, (_, p) in enumerate(sorted(module.named_parameters())):
+        p.copy_(draw(*p.shape, seed=seed, scale=scale, dtype=p.dtype))
+
+
+def build_router(
+    router: dict[str, Any], *, dtype: torch.dtype = torch.float32, pg: Any = None, **changes: Any
+) -> Any:
+    """A router with the values of `fill`, on one rank if no groups are given."""
+    from moe.router import Router
+    from parallel.groups import create
+
+    top_k, bias = changes.pop("top_k", TOP_K), changes.pop("bias", False)
+    m = model(router, moe={"top_k": top_k}, bias=bias)
+    built = Router(
+        config=transformer(m, dtype, **changes),
+        options=m.moe.router,
+        top_k=top_k,
+        pg_collection=pg or create().pg,
+    )
+    fill(built)
+    return built
+
+
+def hidden(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+    """Input of a router: [SEQUENCE, BATCH, HIDDEN]."""
+    return draw(SEQUENCE, BATCH, HIDDEN, seed=50, scale=scale, dtype=dtype)
+
+
+def best(values: list[float], k: int) -> list[int]:
+    """The k best in order, ties to the lower index."""
+    return sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]

@@ -1,0 +1,323 @@
+"""prepare_data: the text comes back from .bin/.idx, whatever the workers, cuts and kills."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from pyarrow import parquet
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from configs.schema import Config, DataConfig
+from moe.corpus import open_corpus
+from moe.data import build_datasets
+from scripts import prepare_data
+
+SCRIPT = Path(prepare_data.__file__)
+WORDS = [
+    "routed",
+    "experts",
+    "see",
+    "tokens",
+    "straße",
+    "数据",
+    "🙂",
+    "end\nof line",
+    "\ttab",
+    "x" * 40,
+]
+
+
+def make_texts(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 60))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Byte-level BPE; its file asks for truncation and padding, which must not be applied."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<pad>", "<eod>"], initial_alphabet=alphabet,
+        show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator(make_texts(50, seed=1), trainer)
+    made.enable_truncation(8)
+    made.enable_padding(length=8)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return str(path)
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(texts)))
+    return path
+
+
+def run(output: Path, *args: object) -> int:
+    return prepare_data.main([*map(str, args), "--output", str(output), "--workers", "1"])
+
+
+def with_tokenizer(tokenizer: str) -> list[str]:
+    return ["--tokenizer", tokenizer, "--eod", "<eod>"]
+
+
+def documents(prefix: Path) -> list[np.ndarray]:
+    open_corpus(str(prefix))
+    made = IndexedDataset(str(prefix))
+    assert np.array_equal(made.document_indices, np.arange(len(made) + 1))
+    return [made[i].copy() for i in range(len(made))]
+
+
+def content(prefix: Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def left_over(folder: Path, name: str = "out") -> list[str]:
+    return sorted(path.name for path in folder.glob(f"{name}.*"))
+
+
+def decoded(prefix: Path, tokenizer: str) -> list[str]:
+    reader = Tokenizer.from_file(tokenizer)
+    eod = reader.token_to_id("<eod>")
+    ids = documents(prefix)
+    assert all(document[-1] == eod for document in ids)
+    return [reader.decode(list(document[:-1]), skip_special_tokens=False) for document in ids]
+
+
+def as_jsonl(folder: Path, texts: list[str]) -> list[object]:
+    half = len(texts) // 2
+    files = [write_jsonl(folder / "1.jsonl", texts[:half]), folder / "2.jsonl"]
+    write_jsonl(files[1], texts[half:])
+    files[1].write_bytes(b"\n" + files[1].read_bytes().rstrip(b"\n"))
+    return [*files]
+
+
+def as_files(folder: Path, texts: list[str]) -> list[object]:
+    for i, text in enumerate(texts):
+        (folder / f"{i // 20}").mkdir(exist_ok=True)
+        (folder / f"{i // 20}" / f"{i:03d}.txt").write_bytes(text.encode())
+    return [folder]
+
+
+def as_lines(folder: Path, texts: list[str]) -> list[object]:
+    texts[:] = [text.replace("\n", "") for text in texts]
+    (folder / "all.txt").write_bytes("\r\n\n".join(texts).encode())
+    return [folder / "all.txt", "--lines"]
+
+
+def as_parquet(folder: Path, texts: list[str]) -> list[object]:
+    values: list[str | None] = [*texts[:5], None, "", *texts[5:]]
+    table = pa.table({"n": range(len(values)), "body": values})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=7)
+    return [folder / "a.parquet", "--key", "body"]
+
+
+@pytest.mark.parametrize("form", [as_jsonl, as_files, as_lines, as_parquet])
+def test_the_text_comes_back(
+    tmp_path: Path, tokenizer: str, form: Callable[[Path, list[str]], list[object]]
+) -> None:
+    (tmp_path / "in").mkdir()
+    texts = make_texts(40)
+    args = form(tmp_path / "in", texts)
+    assert run(tmp_path / "out", *args, *with_tokenizer(tokenizer), "--chunk-mb", 0.002) == 0
+    assert decoded(tmp_path / "out", tokenizer) == texts
+    assert left_over(tmp_path) == ["out.bin", "out.idx", "out.json"]
+    described = open_corpus(str(tmp_path / "out")).sidecar
+    assert described is not None
+    expected = (Tokenizer.from_file(tokenizer).get_vocab_size(), "uint16", 40)
+    assert (described.vocab_size, described.dtype, described.documents) == expected
+
+
+def test_bytes_can_be_trained_on(tmp_path: Path) -> None:
+    texts = make_texts(40)
+    path = write_jsonl(tmp_path / "a.jsonl", ["", *texts])
+    assert run(tmp_path / "out", path, "--bytes") == 0
+    made = documents(tmp_path / "out")
+    assert [bytes(d.astype(np.uint8)) for d in made] == [t.encode() + b"\0" for t in texts]
+    data = DataConfig(source="indexed", blend=[str(tmp_path / "out")], cache=str(tmp_path / "c"))
+    train, _ = build_datasets(Config(data=data), 256, 8, 0)
+    assert train[7].shape == (data.sequence_length + 1,)
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path: Path, tokenizer: str) -> None:
+    grown = Tokenizer.from_file(tokenizer)
+    grown.add_tokens([f"added{i}" for i in range(70_000)])
+    grown.save(str(tmp_path / "tokenizer.json"))
+    path = write_jsonl(tmp_path / "a.jsonl", ["see added69999", "tokens"])
+    assert run(tmp_path / "out", path, *with_tokenizer(str(tmp_path))) == 0
+    made = documents(tmp_path / "out")
+    assert made[0].dtype == np.int32 and grown.token_to_id("added69999") in made[0]
+
+
+def test_workers_and_cuts_do_not_change_the_result(tmp_path: Path, tokenizer: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(120))
+    for name, megabytes in (("whole", 32), ("cut", 0.003), ("tiny", 0.0002)):
+        args = [path, *with_tokenizer(tokenizer), "--chunk-mb", megabytes]
+        assert run(tmp_path / name, *args) == 0
+    command = [sys.executable, SCRIPT, path, *with_tokenizer(tokenizer), "--chunk-mb", "0.003"]
+    command += ["--workers", "2", "--output", "parallel"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "120 documents" in done.stdout and "tokenizing: 100%" in done.stderr
+    assert len({content(tmp_path / n) for n in ("whole", "cut", "tiny", "parallel")}) == 1
+
+
+def test_a_killed_run_continues(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(60))
+    args = [path, *with_tokenizer(tokenizer), "--chunk-mb", 0.003]
+    assert run(tmp_path / "expected", *args) == 0
+
+    written: list[int] = []
+    original = prepare_data.write_shard
+
+    def counted(shard: prepare_data.Shard, *rest: object) -> int:
+        written.append(shard.number)
+        return original(shard, *rest)
+
+    monkeypatch.setattr(prepare_data, "write_shard", counted)
+    child = os.fork()
+    if child == 0:
+
+        def dies(*_: object) -> None:
+            if len(written) == 3:  # in the middle of the third shard
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr("moe.text.sync", dies)
+        run(tmp_path / "out", *args)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert left_over(tmp_path) == ["out.parts"]
+
+    assert run(tmp_path / "out", path, *with_tokenizer(tokenizer), "--chunk-mb", 0.004) == 1
+    assert "run with other inputs or options" in capsys.readouterr().err
+    assert run(tmp_path / "out", *args) == 0
+    assert written[0] == 2 and "continuing: 2 of" in capsys.readouterr().out
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+    assert left_over(tmp_path) == ["out.bin", "out.idx", "out.json"]
+
+
+def test_a_finished_run_is_not_repeated_or_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(10))
+    assert run(tmp_path / "out", path, "--bytes") == 0
+    first = content(tmp_path / "out")
+    assert run(tmp_path / "out", path, "--bytes") == 0
+    assert "complete already" in capsys.readouterr().out
+    write_jsonl(path, make_texts(11))
+    assert run(tmp_path / "out", path, "--bytes") == 1
+    assert "out.json exists" in capsys.readouterr().err and content(tmp_path / "out") == first
+    assert run(tmp_path / "out", path, "--bytes", "--overwrite") == 0
+    assert len(documents(tmp_path / "out")) == 11
+
+
+def test_a_crash_between_the_renames_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(10))
+    assert run(tmp_path / "expected", path, "--bytes") == 0
+    original = os.replace
+
+    def full(source: object, target: object) -> None:
+        if str(target).endswith("out.idx"):
+            raise OSError(28, "No space left on device", str(target))
+        original(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    assert run(tmp_path / "out", path, "--bytes") == 1
+    monkeypatch.undo()
+    assert run(tmp_path / "out", path, "--bytes") == 0
+    assert content(tmp_path / "out") == content(tmp_path / "expected")
+
+
+def bad_json(folder: Path) -> list[object]:
+    path = write_jsonl(folder / "a.jsonl", make_texts(30))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:20], '{"text": "cut', *lines[20:]]))
+    return [path, "--bytes", "--chunk-mb", "0.001"]
+
+
+def bad_utf8(folder: Path) -> list[object]:
+    (folder / "a.txt").write_bytes(b"fine\nb\xffd\n")
+    return [folder / "a.txt", "--bytes", "--lines"]
+
+
+def bad_parquet(folder: Path) -> list[object]:
+    parquet.write_table(pa.table({"text": [1, 2]}), folder / "a.parquet")
+    return [folder / "a.parquet", "--bytes"]
+
+
+def lines(folder: Path, *content: str) -> Path:
+    (folder / "a.jsonl").write_text("\n".join(content))
+    return folder / "a.jsonl"
+
+
+def touch(path: Path) -> Path:
+    path.write_text("x")
+    return path
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (bad_json, "a.jsonl:21: not JSON"),
+        (lambda f: [lines(f, '{"text": ""}', '{"a": 1}'), "--bytes"], "a.jsonl:2: no key 'text'"),
+        (lambda f: [lines(f, '{"text": 5}'), "--bytes"], "a.jsonl:1: 'text' is int"),
+        (lambda f: [lines(f, "[1]"), "--bytes"], "a.jsonl:1: no key 'text'"),
+        (bad_utf8, "a.txt:2: not UTF-8 at byte 1"),
+        (bad_parquet, "a.parquet: column 'text' is int"),
+        (lambda f: [*bad_parquet(f), "--key", "body"], "no column 'body' (columns: text)"),
+        (lambda f: [touch(f / "b.parquet"), "--bytes"], "b.parquet is not a Parquet file"),
+        (lambda f: [lines(f, '{"text": ""}'), "--bytes"], "the inputs hold no text"),
+        (lambda f: [f / "none.jsonl", "--bytes"], "none.jsonl does not exist"),
+        (lambda f: [touch(f / "a.csv"), "--bytes"], "a.csv is none of .jsonl"),
+        (lambda f: [f, "--bytes"], "holds no .jsonl, .txt, .parquet files"),
+        (lambda f: [lines(f, "{}"), "--tokenizer", f / "no.json"], "no.json does not exist"),
+        (lambda f: [lines(f, "{}"), "--tokenizer", touch(f / "t.json")], "t.json is not a token"),
+        (lambda f: [lines(f, "{}"), "--tokenizer", "{t}"], "--eod is needed.*<eod>, <pad>"),
+        (lambda f: [lines(f, "{}"), "--tokenizer", "{t}", "--eod", "no"], "no is not a token"),
+        (lambda f: [lines(f, "{}"), "--bytes", "--eod", "x"], "--eod is for --tokenizer"),
+        (lambda f: [lines(f, "{}"), "--bytes", "--chunk-mb", 0], "must be positive"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_leaves_no_output(
+    tmp_path: Path,
+    tokenizer: str,
+    capsys: pytest.CaptureFixture,
+    args: Callable[[Path], list[object]],
+    message: str,
+) -> None:
+    given = [tokenizer if arg == "{t}" else arg for arg in args(tmp_path)]
+    assert run(tmp_path / "out", *given) == 1
+    reported = [line for line in capsys.readouterr().err.splitlines() if "prepare_data:" in line]
+    assert len(reported) == 1
+    assert all(part in reported[0] for part in message.split(".*"))
+    assert not {"out.bin", "out.idx", "out.json"} & set(left_over(tmp_path))
+
+
+def test_an_unwritable_output_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = lines(tmp_path, '{"text": "a"}')
+    assert run(path / "out", path, "--bytes") == 1
+    assert f"--output: {path / 'out'}.parts cannot be written" in capsys.readouterr().err
+
+
+def test_an_error_in_a_worker_is_reported(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, *bad_json(tmp_path), "--workers", "2", "--output", "out"]
+    command = [str(part) for part in command]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "a.jsonl:21: not JSON" in done.stderr and "Traceback" not in done.stderr
