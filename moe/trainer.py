@@ -7,6 +7,7 @@ before the parameters are touched.
 
 import gc
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -26,9 +27,10 @@ from moe.metrics import Metrics
 from moe.profile import Profiler
 from moe.setup import Job, setup
 from moe.start import describe
-from parallel.checkpoint import Checkpointer
+from parallel.checkpoint import Checkpointer, CheckpointError, NoUsableCheckpoint
 from parallel.engine import Diverged, sum_over_world
-from parallel.runtime import Runtime, StopSignal
+from parallel.runtime import Runtime, StopSignal, start
+from parallel.runtime import stop as stop_runtime
 
 Batch = dict[str, torch.Tensor]
 
@@ -81,6 +83,7 @@ class Trainer:
             while self.step < steps:
                 stopping = self._train_step()
                 profiler.step(self.step)
+                self.checkpoints.poll()
                 if self.step % 500 == 0:
                     gc.collect()
                 if self.cfg.run.eval_interval and self.step % self.cfg.run.eval_interval == 0:
@@ -184,7 +187,12 @@ class Trainer:
     def _loader(self, dataset: Any) -> Loader:
         data, job = self.cfg.data, self.job
         return Loader(
-            dataset, data.micro_batch, data.global_batch, job.groups.data_rank, job.data_parallel
+            dataset,
+            data.micro_batch,
+            data.global_batch,
+            job.groups.data_rank,
+            job.data_parallel,
+            pin=self.runtime.device.type == "cuda",
         )
 
     def _log(self, record: dict[str, Any]) -> None:
@@ -246,3 +254,30 @@ def _mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[
     total = loss_BS.float().sum()
     count = torch.full((), loss_BS.numel(), dtype=torch.int32, device=loss_BS.device)
     return total, count, {"loss": total.detach() / loss_BS.numel()}
+
+
+def run(cfg: Config) -> int:
+    """Train; the process's exit code (see train.py)."""
+    runtime = start(
+        seed=cfg.run.seed, timeout=cfg.parallel.timeout, deterministic=cfg.run.deterministic
+    )
+    try:
+        with StopSignal() as stop:
+            Trainer(cfg, runtime, stop).fit()
+    except Diverged as error:
+        return _fail(runtime, error, 43)
+    except NoUsableCheckpoint as error:
+        return _fail(runtime, error, 44)
+    except (ValueError, CheckpointError) as error:
+        return _fail(runtime, error, 2)
+    except torch.OutOfMemoryError as error:
+        hint = "lower data.micro_batch, set run.recompute=full, or raise parallel.expert or pipeline"
+        return _fail(runtime, f"out of GPU memory: {hint} ({str(error).splitlines()[0]})", 1)
+    stop_runtime()
+    return 0
+
+
+def _fail(runtime: Runtime, error: object, code: int) -> int:
+    if runtime.is_main:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return code

@@ -3,7 +3,7 @@
 A data parallel rank of Megatron-Core's distributed optimizer owns flat ranges of parameters. A
 range is cut into boxes of the parameter's global tensor, so a rank writes and reads just what it
 owns. Keys and shapes are those of Megatron-Core's `fully_reshardable` format, which gathers the
-state of the data parallel group into the host memory of each of its ranks; here nothing is gathered.
+state of a data parallel group into the host memory of each of its ranks; here none is gathered.
 The pieces are views of the state: loading into them restores the optimizer in place.
 """
 

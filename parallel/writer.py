@@ -9,6 +9,7 @@ import os
 import pickle
 import tempfile
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from parallel.agreement import agree, gather
-from parallel.manifest import Sums, checksum
+from parallel.manifest import Sums
 
 
 class Writing:
@@ -67,7 +69,11 @@ class Writing:
         """
         request = AsyncRequest(None, (), [then])
         if self._request.async_fn is not None:
-            arguments = (self._transforms, None, self._mailbox)  # Megatron-Core sets the second
+            arguments = (
+                self._transforms,
+                None,
+                self._mailbox,
+            )  # the second is what preload_fn gives
             request = AsyncRequest(_write, arguments, [then], preload_fn=self._request.preload_fn)
         with hushed():  # of a fork with threads: the child only writes files
             queue.schedule_async_request(request)
@@ -87,7 +93,7 @@ class Writing:
 
     @property
     def _transforms(self) -> Any:
-        return self._request.async_fn.args[0]
+        return self._request.async_fn.args[0][0]
 
 
 @contextmanager
@@ -142,29 +148,61 @@ class _Mailbox:
 
 
 def _write(transforms: Any, buckets: list[Any], mailbox: _Mailbox) -> None:
-    results, sums = {}, {}
-    for i, bucket in enumerate(buckets):
-        path, name, _ = bucket
-        _, outcome = filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, i, bucket, None, None, True
-        )
-        try:
-            if isinstance(outcome, Exception):
-                raise outcome
-            results[i], sums[name] = outcome, checksum(Path(path))
-        except Exception as error:
-            return mailbox.put(str(_cause(error)), {})
+    results: dict[int, Any] = {}
+    sums: Sums = {}
+    try:
+        for i, (path, name, (objects, tensors)) in enumerate(buckets):
+            with _File(path) as file:
+                results[i] = [
+                    _write_item(transforms, file, data, item, name, SerializationFormat.TORCH_SAVE)
+                    for item, data in (*objects, *tensors)
+                ]
+            sums[name] = file.sums
+    except OSError as error:
+        return mailbox.put(str(error), {})
     mailbox.put(results, sums)
 
 
-def _cause(error: BaseException) -> BaseException:
-    """The operating system's error behind torch's, where there is one."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return seen
-        seen = seen.__cause__ or seen.__context__
-    return error
+class _File:
+    """A new file that is written in sequence and sums what it is given.
+
+    torch corrupts memory when a write fails inside torch.save (seen with 2.11). So after an OSError
+    this takes the rest without a word, and raises when it is left.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "wb")
+        self._error: OSError | None = None
+        self.sums = (0, 0)
+
+    def write(self, data: Any) -> int:
+        length = memoryview(data).nbytes
+        self.sums = (self.sums[0] + length, zlib.crc32(data, self.sums[1]))
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._error = error
+        return length
+
+    def tell(self) -> int:
+        return self.sums[0]
+
+    def flush(self) -> None: ...
+
+    def __enter__(self) -> "_File":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            with self._file:
+                if self._error is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+        except OSError as error:
+            self._error = self._error or error
+        if self._error is not None:
+            raise self._error
 
 
 def _attempt(step: Callable[[], None], rejoin: Callable[[], object]) -> str | None:

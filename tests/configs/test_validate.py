@@ -20,6 +20,7 @@ from configs.validate import (
     validate,
 )
 from kernels.registry import Facts, resolve
+from tests.distributed import run_distributed
 
 TINY = load([])
 TEXTS_WITHOUT_CHOICES = {
@@ -339,6 +340,34 @@ def test_experiment_is_valid_at_its_size(name: str, world: int) -> None:
     assert problems(load([f"experiment={name}", "run=bench"]), world) == []
     # The layout to check wins over the ranks that check it.
     assert problems(load([f"experiment={name}", f"parallel.world_size={world}"]), 1) == []
+
+
+def megatron_layouts(experiments: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """(stages, chunks) of every experiment as Megatron-Core reads its layout."""
+    from parallel import cpu
+
+    cpu.install()
+    from moe.model import Layout, transformer_config
+
+    found = {}
+    for name, world in experiments.items():
+        cfg = load([f"experiment={name}"])
+        p, expert = cfg.parallel, expert_parallel_size(cfg, world)
+        layout = Layout(p.tensor, p.context, p.pipeline, p.virtual_pipeline, expert)
+        config = transformer_config(cfg, layout, on_cpu=True)
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        found[name] = (config.pipeline_model_parallel_size, chunks)
+    return found
+
+
+def test_megatron_core_accepts_the_layout_of_every_experiment() -> None:
+    (found,) = run_distributed(megatron_layouts, 1, EXPERIMENTS)
+    large = {
+        "deepseek_v3_1024gpu": (8, 4),
+        "deepseek_v3_256gpu": (16, 2),
+        "gpt_oss_120b_64gpu": (4, 1),
+    }
+    assert found == {name: large.get(name, (1, 1)) for name in EXPERIMENTS}
 
 
 def test_every_knob_has_its_choices_or_bounds() -> None:

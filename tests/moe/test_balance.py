@@ -1,4 +1,4 @@
-"""Balancing losses in the words of their papers, exact counts, and what is logged, on any layout."""
+"""Balancing losses as their papers state them, exact counts, and what is logged, on any layout."""
 
 import math
 from typing import Any
@@ -40,9 +40,7 @@ def switch(scores_TE: Tensor, experts_TK: list[list[int]]) -> Tensor:
 
 def loss_statement(weight: Tensor, batches: list[Tensor], o: Any) -> dict[str, Tensor]:
     """Each loss, averaged over micro-batches [S, B, D]; the weight's gradient flows."""
-    total: dict[str, Any] = dict.fromkeys(
-        ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss"), 0
-    )
+    total: dict[str, Any] = dict.fromkeys(LOSSES, 0)
     seen: list[list[int]] = []
     for x in batches:
         logits = x @ weight.T

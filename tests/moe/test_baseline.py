@@ -13,6 +13,7 @@ from tests.distributed import run_distributed
 from tests.moe.cases import (
     EXPERTS,
     HIDDEN,
+    LOSSES,
     draw,
     fill,
     install,
@@ -23,7 +24,6 @@ from tests.moe.cases import (
 
 SEQUENCE, BATCH = 8, 4
 
-LOSSES = {"aux_loss": 0.3, "seq_aux_loss": 0.7, "global_aux_loss": 0.5, "z_loss": 0.2}
 ROUTERS: dict[str, tuple[dict[str, Any], int]] = {
     "softmax": ({"normalize": True, **LOSSES}, 2),
     "softmax, not normalised": ({"normalize": False, "scale": 2.5, "aux_loss": 0.1}, 3),

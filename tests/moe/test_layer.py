@@ -183,6 +183,33 @@ def test_layer_is_the_weighted_sum_of_its_experts(name: str) -> None:
     run_distributed(_statement, 1, name)
 
 
+def _bf16(name: str) -> None:
+    install()
+    from parallel.groups import create
+
+    pg = create().pg
+    layer = build(name, pg, dtype=torch.bfloat16)
+    fill_global(layer, 0, 1)
+    wide = build(name, pg)
+    wide.load_state_dict(layer.state_dict())
+    x = tokens().bfloat16().requires_grad_()
+    out, _ = layer(x)
+    out.backward(upstream().bfloat16())
+    x32 = x.detach().float().requires_grad_()
+    expected, _ = wide(x32)
+    expected.backward(upstream())
+    assert out.dtype == x.grad.dtype == layer.experts.w1.grad.dtype == torch.bfloat16
+    assert layer.router.statistics.tokens_per_expert.equal(wide.router.statistics.tokens_per_expert)
+    pairs = [(out, expected), (x.grad, x32.grad), (layer.experts.w1.grad, wide.experts.w1.grad)]
+    for got, want in pairs:
+        assert (got.float() - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("name", ["deepseek", "gpt_oss"])
+def test_bf16_chooses_alike_and_stays_close(name: str) -> None:
+    run_distributed(_bf16, 1, name)
+
+
 # --- any layout, recomputation --------------------------------------------------------------------
 
 

@@ -1,0 +1,70 @@
+"""The page a run starts with: what is trained, on what, with which kernels, from where."""
+
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from kernels.registry import table
+from moe.accounting import active_parameters, flops_per_token, parameters
+from moe.data import Loader
+from moe.setup import Job
+
+
+def describe(job: Job, resumed: str, loader: Loader) -> str:
+    """The start page, at most 100 columns wide."""
+    cfg, world = job.cfg, job.runtime.world
+    total, active = parameters(cfg.model).total, active_parameters(cfg.model).total
+    here, size = job.engine.parameter_bytes()
+    flops = flops_per_token(cfg.model, cfg.data.sequence_length)
+    tokens = cfg.data.global_batch * cfg.data.sequence_length
+    facts = [
+        ("run", f"{cfg.run.dir}/{cfg.run.name}, {resumed}"),
+        ("code", f"git {revision()}, torch {torch.__version__}, Python {platform.python_version()}"),
+        ("device", f"{world} x {device(job.runtime.device)}, {cfg.run.precision}"),
+        (
+            "model",
+            f"{cfg.model.name}: {count(total)} parameters, {count(active)} active a token, "
+            f"{count(here)} on rank 0 ({size / 2**30:.2f} GiB)",
+        ),
+        ("work", f"{count(flops)}FLOP a token, {count(flops * tokens)}FLOP a step"),
+        (
+            "data",
+            f"{cfg.data.source}, sequence {cfg.data.sequence_length}, batch "
+            f"{cfg.data.global_batch} = {cfg.data.micro_batch} x {loader.micro_batches} micro-batches "
+            f"x {job.data_parallel} ranks",
+        ),
+        ("length", f"{cfg.run.steps} steps, {count(tokens * cfg.run.steps)} tokens"),
+    ]
+    lines = ["Phalanx", *(f"  {name:<8}{text}" for name, text in facts), ""]
+    lines += ["  " + text for text in job.groups.table().splitlines()] + [""]
+    lines += ["  " + text for text in table(job.choices).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def revision() -> str:
+    """Short commit of the working tree, with a + if it has changes; `unknown` outside a repository."""
+    here = Path(__file__).resolve().parent
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(here), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def device(where: torch.device) -> str:
+    """The device's name."""
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU process"
+
+
+def count(number: float) -> str:
+    """`671.0 B`, `20.9 M`, `512`."""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
