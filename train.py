@@ -4,7 +4,10 @@ Exit codes: 0 done or stopped by a signal after a checkpoint, 1 unexpected error
 input, 43 diverged (loss or gradients not finite), 44 no usable checkpoint.
 """
 
+import logging
+import os
 import sys
+import warnings
 from pathlib import Path
 
 
@@ -16,15 +19,21 @@ def _own_kernels() -> None:
         sys.exit("another package named 'kernels' shadows Phalanx's; run from the repository root")
 
 
+def _quiet() -> None:
+    """Leave out what Megatron-Core and torch say about themselves at every start of every rank."""
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)\b")
+    for name in ("megatron", "torch.distributed", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def main(argv: list[str]) -> int:
     """Compose, validate, train. Returns the exit code."""
     _own_kernels()
+    _quiet()
     from configs.load import from_argv
 
     cfg = from_argv(argv)
     if cfg.run.device == "cpu":
-        import os
-
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from moe.trainer import run
 

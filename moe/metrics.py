@@ -117,7 +117,7 @@ def line(record: dict[str, Any], steps: int) -> str:
         parts.append(f"lr {record['lr']:.1e}")
     if "tokens_per_second_per_gpu" in record:
         parts.append(f"{record['tokens_per_second_per_gpu']:,.0f} tok/s/gpu")
-        rate = f"{record['tflops_per_gpu']:,.1f} TF/s/gpu"
+        rate = f"{record['tflops_per_gpu']:.3g} TF/s/gpu"
         parts.append(rate + (f" mfu {record['mfu']:.1%}" if "mfu" in record else ""))
     if "step_time" in record:
         parts.append(f"{record['step_time']:.3f} s")
@@ -150,7 +150,7 @@ def _summary(record: dict[str, Any], seconds: list[float]) -> str:
     tokens = record["tokens_per_second_per_gpu"] * record["step_time"] / mean
     rate = record["tflops_per_gpu"] * record["step_time"] / mean
     return (
-        f"\nlast {len(seconds)} steps: {tokens:,.0f} tokens/s/gpu, {rate:,.1f} TFLOP/s/gpu, "
+        f"\nlast {len(seconds)} steps: {tokens:,.0f} tokens/s/gpu, {rate:.3g} TFLOP/s/gpu, "
         f"{mean:.3f} s a step (spread {spread:.1%}), loss {record['loss']:.4f}"
     )
 

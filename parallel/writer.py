@@ -21,7 +21,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.distributed.checkpoint.filesystem import (
+    SerializationFormat,
+    _StorageWriterTransforms,
+    _write_item,
+)
 
 from parallel.agreement import agree, gather
 from parallel.manifest import Sums
@@ -60,7 +64,7 @@ class Writing:
     def run(self) -> None:
         """Write this rank's shards now; what goes wrong is told by `finish`."""
         if self._request.async_fn is not None:
-            _write(self._transforms, self._request.preload_fn(), self._mailbox)
+            _write(self._mailbox, self._request.preload_fn())
 
     def fork(self, queue: AsyncCallsQueue, then: Callable[[], None]) -> None:
         """Copy this rank's shards to the host and write them in a forked process.
@@ -69,11 +73,7 @@ class Writing:
         """
         request = AsyncRequest(None, (), [then])
         if self._request.async_fn is not None:
-            arguments = (
-                self._transforms,
-                None,
-                self._mailbox,
-            )  # the second is what preload_fn gives
+            arguments = (self._mailbox, None)  # Megatron-Core sets the second from preload_fn
             request = AsyncRequest(_write, arguments, [then], preload_fn=self._request.preload_fn)
         with hushed():  # of a fork with threads: the child only writes files
             queue.schedule_async_request(request)
@@ -90,10 +90,6 @@ class Writing:
         for step, rejoin in steps:
             agree(_attempt(step, rejoin))
         return {name: sums for part in gather(self._mailbox.sums()) for name, sums in part.items()}
-
-    @property
-    def _transforms(self) -> Any:
-        return self._request.async_fn.args[0][0]
 
 
 @contextmanager
@@ -147,14 +143,16 @@ class _Mailbox:
         return self._report
 
 
-def _write(transforms: Any, buckets: list[Any], mailbox: _Mailbox) -> None:
+def _write(mailbox: _Mailbox, buckets: list[Any]) -> None:
+    """Write the files that Megatron-Core planned: (path, name, (objects, tensors)) each."""
+    plain, torch_save = _StorageWriterTransforms(), SerializationFormat.TORCH_SAVE
     results: dict[int, Any] = {}
     sums: Sums = {}
     try:
         for i, (path, name, (objects, tensors)) in enumerate(buckets):
             with _File(path) as file:
                 results[i] = [
-                    _write_item(transforms, file, data, item, name, SerializationFormat.TORCH_SAVE)
+                    _write_item(plain, file, data, item, name, torch_save)
                     for item, data in (*objects, *tensors)
                 ]
             sums[name] = file.sums

@@ -3,6 +3,7 @@
 Corpora here are made of ids that tell where they came from: a document of consecutive numbers.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -84,17 +85,19 @@ def test_embedded_corpus_holds_the_standard_library_and_trains(tmp_path: Path) -
 
 def test_embedded_corpus_is_the_same_wherever_the_library_lies(tmp_path: Path) -> None:
     library = tmp_path / "one"
-    for name in ("a.py", "b/c.py", "b/test/d.py", "site-packages/e.py", "f.txt", "empty.py"):
+    used = ["a.py", "b/c.py", "b/d.py", "e.py", "g/h/i.py"]
+    for name in (*used, "b/test/j.py", "site-packages/k.py", "l.txt", "empty.py"):
         (library / name).parent.mkdir(parents=True, exist_ok=True)
-        (library / name).write_text("" if "empty" in name else f"# {name}\n")
+        (library / name).write_text("" if "empty" in name else f"# {name}")
     shutil.copytree(library, tmp_path / "two")
     first = embedded(tmp_path / "cache", library)
     second = embedded(tmp_path / "other cache", tmp_path / "two")
     raw = Path(f"{first}.bin").read_bytes()
     assert raw == Path(f"{second}.bin").read_bytes()
-    texts = np.frombuffer(raw, np.uint16).astype(np.uint8).tobytes().split(b"\0")
-    assert sorted(texts) == [b"", b"# a.py\n", b"# b/c.py\n"]
-    (library / "a.py").write_text("# changed\n")
+    texts = np.frombuffer(raw, np.uint16).astype(np.uint8).tobytes().decode().split("\0")
+    order = sorted(used, key=lambda name: hashlib.sha256(name.encode()).digest())
+    assert texts == [*(f"# {name}" for name in order), ""] and order != used
+    (library / "a.py").write_text("# changed")
     assert embedded(tmp_path / "cache", library) != first
 
 

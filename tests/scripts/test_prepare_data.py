@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from configs.schema import Config, DataConfig
 from moe.corpus import open_corpus
 from moe.data import build_datasets
+from moe.text import Recipe, make_shards, read
 from scripts import prepare_data
 
 SCRIPT = Path(prepare_data.__file__)
@@ -168,10 +169,20 @@ def test_workers_and_cuts_do_not_change_the_result(tmp_path: Path, tokenizer: st
         assert run(tmp_path / name, *args) == 0
     command = [sys.executable, SCRIPT, path, *with_tokenizer(tokenizer), "--chunk-mb", "0.003"]
     command += ["--workers", "2", "--output", "parallel"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "120 documents" in done.stdout and "tokenizing: 100%" in done.stderr
     assert len({content(tmp_path / n) for n in ("whole", "cut", "tiny", "parallel")}) == 1
+
+
+def test_every_line_is_in_one_piece_wherever_the_cuts_fall(tmp_path: Path) -> None:
+    expected = [f"line {i}" for i in range(4)]
+    (tmp_path / "a.txt").write_text("\n".join(expected) + "\n")
+    recipe = Recipe(tokenizer="", eod=0, dtype="uint16", key="text", lines=True)
+    for chunk in range(1, 40):
+        shards = make_shards([(str(tmp_path / "a.txt"), "txt")], recipe, chunk)
+        found = [text for shard in shards for piece in shard.pieces for text in read(piece, recipe)]
+        assert found == expected
 
 
 def test_a_killed_run_continues(
@@ -318,6 +329,6 @@ def test_an_unwritable_output_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 def test_an_error_in_a_worker_is_reported(tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, *bad_json(tmp_path), "--workers", "2", "--output", "out"]
     command = [str(part) for part in command]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "a.jsonl:21: not JSON" in done.stderr and "Traceback" not in done.stderr
