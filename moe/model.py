@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -186,6 +187,14 @@ def _recompute(what: str) -> dict[str, Any]:
     return dict(recompute_granularity="selective", recompute_modules=[module])
 
 
+def embedding_stages(cfg: Config, config: TransformerConfig) -> list[int]:
+    """Pipeline stages that hold the word embedding: the first, that of a tied output, and that of
+    multi-token prediction."""
+    stages = range(config.pipeline_model_parallel_size)
+    tied = [stages[-1]] if cfg.model.tie_embeddings else []
+    return sorted({0, *tied, *get_mtp_ranks(list(stages), config)})
+
+
 def build(
     cfg: Config,
     config: TransformerConfig,
@@ -234,7 +243,7 @@ def build(
             pp_rank=pp_rank,
         )
     yarn = m.attention.yarn.factor > 1 and m.attention.kind == "gqa"
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=block,
         vocab_size=m.vocab_size,
@@ -248,6 +257,11 @@ def build(
         pg_collection=pg,
         vp_stage=vp_stage,
     )
+    if m.tie_embeddings and model.mtp_process and post_process:
+        # The prediction layer's copy of the embedding is the output weight; Megatron-Core allocates
+        # a second one past the first stage, which it never uses and refuses to checkpoint.
+        model.output_layer.weight = None
+    return model
 
 
 class _NormProvider(LocalSpecProvider):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
 from configs.validate import expert_parallel_size
@@ -16,7 +17,7 @@ from kernels.activation import Activation
 from kernels.registry import Choice, Facts, resolve
 from moe.init import initialize
 from moe.layer import MoEOptions
-from moe.model import Backends, Layout, build, transformer_config
+from moe.model import Backends, Layout, build, embedding_stages, transformer_config
 from parallel.engine import Engine
 from parallel.groups import Groups, create
 from parallel.overflow import Budget
@@ -76,17 +77,23 @@ def setup(cfg: Config, runtime: Runtime) -> Job:
     """Build the job on this rank; every rank calls it."""
     p = cfg.parallel
     choices = choose_kernels(cfg, runtime)
+    expert = expert_parallel_size(cfg, runtime.world)
+    layout = Layout(p.tensor, p.context, p.pipeline, p.virtual_pipeline, expert)
+    config = transformer_config(cfg, layout, on_cpu=runtime.device.type == "cpu")
     groups = create(
         tensor=p.tensor,
         context=p.context,
         pipeline=p.pipeline,
         virtual_pipeline=p.virtual_pipeline,
-        expert=expert_parallel_size(cfg, runtime.world),
+        expert=expert,
+        embedding_stages=embedding_stages(cfg, config),
         timeout=p.timeout,
     )
     budget = Budget(p.capacity_factor, device=runtime.device)
     experts, attention, norm = (c.backend for c in choices)
-    chunks, config = _chunks(cfg, groups, budget, Backends(experts, attention, norm), runtime)
+    chunks = _chunks(cfg, config, groups, budget, Backends(experts, attention, norm))
+    for chunk in chunks:
+        chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device
     initialize(
         chunks,
         seed=cfg.run.seed,
@@ -106,13 +113,9 @@ def setup(cfg: Config, runtime: Runtime) -> Job:
 
 
 def _chunks(
-    cfg: Config, groups: Groups, budget: Budget, backends: Backends, runtime: Runtime
-) -> tuple[list[GPTModel], object]:
-    layout = Layout(
-        groups.tensor, groups.context, groups.pipeline, groups.virtual_pipeline, groups.expert
-    )
+    cfg: Config, config: TransformerConfig, groups: Groups, budget: Budget, backends: Backends
+) -> list[GPTModel]:
     e = cfg.model.moe
-    config = transformer_config(cfg, layout, on_cpu=runtime.device.type == "cpu")
     options = MoEOptions(
         moe=e,
         activation=Activation(
@@ -137,4 +140,4 @@ def _chunks(
                 vp_stage=stage,
             )
         )
-    return chunks, config
+    return chunks

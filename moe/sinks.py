@@ -1,18 +1,82 @@
-"""Weights & Biases and TensorBoard as sinks of metrics. One that fails says so once and is dropped.
+"""Where records go besides the console: metrics.jsonl, Weights & Biases, TensorBoard.
 
-Both libraries are imported only when their knob asks for them.
+metrics.jsonl is always written and survives kills and resumes. The other two are imported only when
+their knob asks for them. None of the three can stop training: the first failure is told once.
 """
 
+import json
+import math
+import os
+import secrets
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from configs.schema import Config
 
+Log = Callable[[dict[str, Any]], None]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Records of a metrics.jsonl by step, each step once (with its validation loss, if it has one).
+
+    Lines without a step (events, the summary) and half-written lines are left out.
+    """
+    steps: dict[int, dict[str, Any]] = {}
+    for _, record in _lines(path):
+        if record is not None and "step" in record:
+            steps.setdefault(record["step"], {}).update(record)
+    return [steps[step] for step in sorted(steps)]
+
+
+class Journal:
+    """metrics.jsonl: one JSON object a line, on disk when `write` returns.
+
+    Lines after the step that a run resumes from move to metrics.superseded.jsonl, so that a reader
+    sees each step once. What JSON has no number for is null, and named under `nonfinite`.
+
+    Args:
+        path: of the file.
+        step: that the run resumes from; 0 for a new run.
+        warn: told once if the file can no longer be written.
+
+    Raises:
+        OSError: it cannot be written from the start.
+    """
+
+    def __init__(self, path: Path, step: int, warn: Callable[[str], None]) -> None:
+        self._path, self._warn, self._failed, self._torn = path, warn, False, False
+        _drop_after(path, step)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record. A full disk costs the record, not the run."""
+        odd = {
+            k: str(v) for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)
+        }
+        record = {k: None if k in odd else v for k, v in record.items()}
+        record |= {"nonfinite": odd} if odd else {}
+        text = json.dumps(record | {"time": round(time.time(), 3)}, default=float) + "\n"
+        try:
+            self._file.write("\n" + text if self._torn else text)
+            self._file.flush()
+            self._torn = False
+        except OSError as error:
+            self._torn = True
+            self._file = _reopened(self._file, self._path)
+            if not self._failed:
+                self._warn(f"records are being lost, {self._path} cannot be written: {error}")
+            self._failed = True
+
+    def close(self) -> None:
+        """End the file."""
+        self._file.close()
+
 
 class Sink:
-    """Guards a logger: the first exception is reported and ends it, training goes on.
+    """Guards a logger: the first exception is told and ends it, training goes on.
 
     Args:
         name: shown in the warning.
@@ -23,68 +87,74 @@ class Sink:
     def __init__(
         self,
         name: str,
-        make: Callable[[], tuple[Callable[[dict[str, Any]], None], Callable[[], None]]],
+        make: Callable[[], tuple[Log, Callable[[], None]]],
         warn: Callable[[str], None],
     ) -> None:
         self._name, self._warn = name, warn
-        self._log: Callable[[dict[str, Any]], None] | None = None
-        self._close: Callable[[], None] | None = None
-        made = self._try(make)
-        if made is not None:
-            self._log, self._close = made
+        self._pair: tuple[Log, Callable[[], None]] | None = None
+        self._pair = self._try(make)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Pass a record on; it has `step`."""
-        if self._log is not None:
-            self._try(lambda: self._log(record) if self._log else None)
+        """Pass on the numbers of a record; it has `step`."""
+        if self._pair is not None:
+            log, numbers = self._pair[0], (int, float)
+            self._try(lambda: log({k: v for k, v in record.items() if isinstance(v, numbers)}))
 
     def close(self) -> None:
         """Flush and end."""
-        if self._close is not None:
-            self._try(self._close)
+        if self._pair is not None:
+            self._try(self._pair[1])
 
     def _try(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except Exception as error:  # a logging service must never end a run
-            self._log = self._close = None
-            self._warn(f"{self._name} is off for the rest of the run: {error}")
+            self._pair = None
+            self._warn(f"{self._name} is off for the rest of the run: {error!r}")
             return None
 
 
-def make_sinks(cfg: Config, folder: Path, warn: Callable[[str], None]) -> list[Sink]:
-    """The sinks that run.wandb and run.tensorboard ask for."""
+def make_sinks(cfg: Config, folder: Path, step: int, warn: Callable[[str], None]) -> list[Sink]:
+    """The sinks that run.wandb and run.tensorboard ask for; `step` as in `Journal`."""
     sinks = []
     if cfg.run.wandb != "off":
-        sinks.append(Sink("Weights & Biases", lambda: _wandb(cfg, folder), warn))
+        sinks.append(Sink("Weights & Biases", lambda: _wandb(cfg, folder, step), warn))
     if cfg.run.tensorboard:
-        sinks.append(Sink("TensorBoard", lambda: _tensorboard(folder), warn))
+        sinks.append(Sink("TensorBoard", lambda: _tensorboard(folder, step), warn))
     return sinks
 
 
-def _wandb(cfg: Config, folder: Path) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
+def _wandb(cfg: Config, folder: Path, step: int) -> tuple[Log, Callable[[], None]]:
     import wandb
 
+    if cfg.run.wandb == "online" and not wandb.login(prompt=False):
+        raise RuntimeError("not logged in: run `wandb login`, or set run.wandb=offline")
     run = wandb.init(
         project=cfg.run.wandb_project,
         name=cfg.run.name,
-        id=cfg.run.name,
+        id=_wandb_id(folder / "wandb_id", step),
         resume="allow",
         dir=str(folder),
         mode="offline" if cfg.run.wandb == "offline" else "online",
         config=asdict(cfg),
+        settings=wandb.Settings(console="off", quiet=True, init_timeout=60),
     )
-
-    def log(record: dict[str, Any]) -> None:
-        run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
-
-    return log, run.finish
+    # Our step as a field: their own counter refuses the steps that a resumed run does again.
+    run.define_metric("*", step_metric="step")
+    return run.log, run.finish
 
 
-def _tensorboard(folder: Path) -> tuple[Callable[[dict[str, Any]], None], Callable[[], None]]:
+def _wandb_id(path: Path, step: int) -> str:
+    """The same for a run and its continuations, another one when it starts from scratch."""
+    if not step or not path.exists():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text().strip()
+
+
+def _tensorboard(folder: Path, step: int) -> tuple[Log, Callable[[], None]]:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"))
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(record: dict[str, Any]) -> None:
         for key, value in record.items():
@@ -92,3 +162,41 @@ def _tensorboard(folder: Path) -> tuple[Callable[[dict[str, Any]], None], Callab
                 writer.add_scalar(key, value, record["step"])
 
     return log, writer.close
+
+
+def _lines(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
+    """(line, record) of a jsonl; None for a line that a kill left half written."""
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError:
+            record = None
+        lines.append((text, record if isinstance(record, dict) else None))
+    return lines
+
+
+def _drop_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept: list[str] = []
+    superseded: list[str] = []
+    for text, record in _lines(path):
+        if record is not None:
+            at = record.get("step", record.get("at", 0))
+            (kept if step and at <= step else superseded).append(text + "\n")
+    if superseded:
+        with path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(superseded)
+    new = path.with_suffix(".new")
+    new.write_text("".join(kept), encoding="utf-8")
+    os.replace(new, path)
+
+
+def _reopened(file: TextIO, path: Path) -> TextIO:
+    """Without what the failed write left in the buffer."""
+    try:
+        file.close()
+    except OSError:
+        pass
+    return path.open("a", encoding="utf-8")

@@ -4,6 +4,7 @@ Attention and dense layers see tensor x context x data x pipeline; expert layers
 x pipeline over the same ranks, with expert tensor parallelism fixed at 1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -61,9 +62,17 @@ def create(
     pipeline: int = 1,
     virtual_pipeline: int = 1,
     expert: int = 1,
+    embedding_stages: Sequence[int] | None = None,
     timeout: int = 600,
 ) -> Groups:
     """Build the process groups over the initialised world; replaces an earlier layout.
+
+    Args:
+        tensor, context, pipeline, virtual_pipeline, expert: sizes.
+        embedding_stages: pipeline stages that hold a copy of the word embedding, whose gradients
+            are summed over them: all that do, and no other, or copies drift apart or training
+            hangs. First and last by default.
+        timeout: seconds before a collective that does not finish ends the run.
 
     Raises:
         ValueError: the sizes do not divide the world (configs.validate says which override to change).
@@ -75,6 +84,7 @@ def create(
             f"tensor {tensor} x context {context} x pipeline {pipeline}, expert {expert} "
             f"do not divide {world} ranks"
         )
+    stages = sorted({0, pipeline - 1} if embedding_stages is None else embedding_stages)
     if ps.model_parallel_is_initialized():
         ps.destroy_model_parallel()
     ps.initialize_model_parallel(
@@ -84,6 +94,7 @@ def create(
         context_parallel_size=context,
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=1,
+        get_embedding_ranks=lambda ranks: [ranks[stage] for stage in stages],
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, timeout // 60),
     )

@@ -38,9 +38,9 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-def _problem(seed: int = 0, *, rows: int = 1024, **kwargs) -> Problem:
+def _problem(seed: int = 0) -> Problem:
     choice = random_choice(300, 3, [0, 1, 2, 4, 5], seed)  # expert 3 has no rows
-    return make(CLAMPED, BF16, choice=choice, rows=rows, **SIZES, **kwargs).to("cuda")
+    return make(CLAMPED, BF16, choice=choice, rows=1024, **SIZES).to("cuda")
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -53,7 +53,7 @@ def test_error_is_that_of_plain_torch(act, bias):
 
 
 def test_close_to_reference():
-    p = _problem()
+    p = replace(_problem(), act=Activation("swiglu"))  # no clamp, hence no corner to round across
     ours, reference = run(p, "torch"), run(p, "reference")
     for name in reference:
         assert error(ours[name], reference[name]) < 1e-2, name
