@@ -122,6 +122,20 @@ def _layout_text(cfg: Config) -> Iterator[str]:
     elif chunks != p.pipeline * p.virtual_pipeline:
         reason = f"has {chunks} chunks; pipeline={p.pipeline} x virtual_pipeline"
         yield repair(cfg, path, f"{reason}={p.virtual_pipeline} is another number", "")
+    else:
+        yield from _prediction_chunk(cfg, text.split("|"))
+
+
+def _prediction_chunk(cfg: Config, chunks: list[str]) -> Iterator[str]:
+    """Prediction layers bring a copy of the embedding, of which Megatron-Core syncs one a stage."""
+    p, path = cfg.parallel, "parallel.pipeline_layout"
+    holders = [i for i, chunk in enumerate(chunks) if "m" in chunk]
+    first = len(chunks) - p.pipeline + 1 if p.virtual_pipeline > 1 else 0
+    if len(holders) > 1:
+        yield repair(cfg, path, "spreads the m over chunks; one must hold them all", "")
+    elif holders and holders[0] < first:
+        reason = f"has m in chunk {holders[0] + 1}; with virtual_pipeline={p.virtual_pipeline} "
+        yield repair(cfg, path, f"{reason}it must be in the last {p.pipeline - 1}", "")
 
 
 def _experts(cfg: Config, world: int) -> Iterator[str]:

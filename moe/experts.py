@@ -73,6 +73,8 @@ class Experts(MegatronModule):
         # Reduced over the replicas of an expert, not over all of data parallelism. Also with one
         # expert-parallel rank, so that the optimizer is laid out alike for every size.
         parameter.allreduce = False
+        # A bias here is a matrix; parallel.engine spares vectors, and what has this mark.
+        parameter.no_weight_decay = len(shape) == 2
         return parameter
 
     @torch.no_grad()

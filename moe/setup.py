@@ -45,6 +45,25 @@ class Job:
         """Micro-batches of a rank in one step."""
         return self.cfg.data.global_batch // (self.cfg.data.micro_batch * self.data_parallel)
 
+    @property
+    def mtp_weight(self) -> float:
+        """Factor on this rank's multi-token-prediction loss before ranks are averaged."""
+        return mtp_weight(self.cfg, self.groups)
+
+
+def mtp_weight(cfg: Config, groups: Groups) -> float:
+    """Share of a context rank in the tokens that multi-token prediction has labels for, times ranks.
+
+    Megatron-Core takes the mean on each rank. The last tokens of a sequence have no label, and lie
+    on the first context rank: without the factor its other tokens would count more.
+    """
+    if groups.context == 1:
+        return 1.0
+    ranks, ahead = groups.context, (cfg.model.mtp_layers + 1) / 2  # mean over prediction layers
+    unlabelled = ahead if groups.pg.cp.rank() == 0 else 0.0
+    length = cfg.data.sequence_length
+    return (length / ranks - unlabelled) / ((length - ahead) / ranks)
+
 
 def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
     """Resolve every op of the config on this machine.
@@ -89,6 +108,7 @@ def setup(cfg: Config, runtime: Runtime) -> Job:
         embedding_stages=embedding_stages(cfg, config),
         timeout=p.timeout,
     )
+    config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)
     budget = Budget(p.capacity_factor, device=runtime.device)
     experts, attention, norm = (c.backend for c in choices)
     chunks = _chunks(cfg, config, groups, budget, Backends(experts, attention, norm))

@@ -158,7 +158,7 @@ class Trainer:
             totals[1] = 1
             mtp = MTPLossLoggingHelper.tracker.get("loss_values")
             if mtp is not None:
-                totals[2] = mtp.mean() / len(reports)
+                totals[2] = mtp.mean() / len(reports) * self.job.mtp_weight
                 MTPLossLoggingHelper.clean_metrics_in_tracker()
         totals[3] = float(self.stop.received is not None)
         loss, ranks, mtp_loss, stop = sum_over_world(totals).tolist()

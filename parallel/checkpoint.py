@@ -185,6 +185,7 @@ class Checkpointer:
             found = on_main(lambda: [path for _, path in manifest.committed(self.folder)])
             refused = on_main(lambda: manifest.with_suffix(self.folder, ".bad"))
             incomplete = on_main(lambda: manifest.with_suffix(self.folder, ".tmp"))
+            earlier = on_main(lambda: manifest.with_suffix(self.folder, ".old"))
         for folder in incomplete:
             _warn(f"{folder} was never completed: ignored")
         for folder in found:
@@ -202,6 +203,8 @@ class Checkpointer:
                 f"no checkpoint in {self.folder} is valid ({names}): run.resume=never starts from "
                 "scratch, run.resume=<folder> from another checkpoint"
             )
+        for folder in earlier:
+            _warn(f"{folder} is of an earlier run: ignored (run.resume={folder} continues it)")
         return None
 
     def load(
@@ -228,8 +231,8 @@ class Checkpointer:
         commit = self._verified.get(path) or self._verify_named(path)
         with hushed():
             saved = load_common_state_dict(str(path))
-        for line in compare(saved["common"].get("config", {}), config or {}):
-            _warn(f"changed since the checkpoint: {line}")
+        if changed := compare(saved["common"].get("config", {}), config or {}):
+            _warn(f"changed since the checkpoint: {', '.join(changed)}")
         state = sharded_state(model, self._dp_cp_group)
         optimizers = None if optimizer is None else OptimizerState(optimizer, dict(state))
         if optimizers is not None:
@@ -290,6 +293,8 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _commit_of(folder: Path) -> tuple[manifest.Commit | None, str]:
+    if not folder.is_dir():
+        return None, "no such folder"
     try:
         return manifest.read_commit(folder), ""
     except manifest.Invalid as error:

@@ -32,13 +32,15 @@ _FREE = (
 # Zero or not is architecture (a bias rate of 0 has no bias); the value is not.
 _SWITCHES = ("model.moe.router.bias_rate",)
 
+_FEW = 8  # differences that a person reads one by one
+
 
 class CheckpointMismatch(ValueError):
     """The checkpoint and the configuration are not of the same model or data."""
 
 
 def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Differences that a resumed run may have, one line each.
+    """Differences that a resumed run may have, as `key old -> new`.
 
     Args:
         saved: configuration of the checkpoint.
@@ -52,7 +54,7 @@ def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     refused = [key for key in changed if _must_agree(key, old[key], new[key])]
     if refused:
         raise CheckpointMismatch(_refusal(refused, old, new))
-    return [f"{key}: {_show(old[key])} -> {_show(new[key])}" for key in changed]
+    return [f"{key} {_show(old[key])} -> {_show(new[key])}" for key in changed]
 
 
 def _must_agree(key: str, old: Any, new: Any) -> bool:
@@ -67,12 +69,16 @@ def _refusal(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> str:
     rows = [("", "checkpoint", "now"), *((k, _show(old[k]), _show(new[k])) for k in keys)]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     table = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
-    overrides = " ".join(f"{k}={_show(old[k])}" for k in keys)
+    values = "the values of the checkpoint"
+    if len(keys) <= _FEW:
+        values = " ".join(f"{k}={_show(old[k])}" for k in keys)
+    else:
+        table[_FEW + 1 :] = [f"  and {len(keys) - _FEW} more"]
     return "\n".join(
         [
             "this run is not configured as its checkpoint:",
             *table,
-            f"go on with the checkpoint's values ({overrides}),",
+            f"go on with {values},",
             "or start anew with another run.name or with run.resume=never",
         ]
     )

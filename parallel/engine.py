@@ -15,9 +15,14 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -34,7 +39,8 @@ class Engine:
 
     Args:
         config: Megatron-Core's config that the chunks were built with.
-        chunks: bare model chunks, already initialised.
+        chunks: bare model chunks, already initialised. Weight decay spares vectors, biases and
+            parameters with a true attribute `no_weight_decay`.
         parallel: overlap, optimizer sharding and gradient dtype.
         optim: AdamW and schedule.
         steps: optimizer steps of the run.
@@ -66,22 +72,25 @@ class Engine:
             DistributedDataParallel(config, ddp, c.to(device), disable_bucketing=i > 0)
             for i, c in enumerate(wrapped)
         ]
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=optim.lr,
+            min_lr=optim.min_lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.beta1,
+            adam_beta2=optim.beta2,
+            adam_eps=optim.eps,
+            clip_grad=optim.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=sharded,
+            overlap_param_gather=ddp.overlap_param_gather,
+        )
+        undecayed = {ParamKey(attr="no_weight_decay"): ParamGroupOverride(wd_mult=0.0)}
         self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=optim.lr,
-                min_lr=optim.min_lr,
-                weight_decay=optim.weight_decay,
-                adam_beta1=optim.beta1,
-                adam_beta2=optim.beta2,
-                adam_eps=optim.eps,
-                clip_grad=optim.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=sharded,
-                overlap_param_gather=ddp.overlap_param_gather,
-            ),
+            settings,
             self.chunks,
+            config_overrides=get_standard_config_overrides(settings) | undecayed,
             use_gloo_process_groups=False,
         )
         self.scheduler = _scheduler(self.optimizer, optim, steps)

@@ -160,11 +160,17 @@ def set_aside(folder: Path, suffix: str) -> Path:
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Delete folders. One that is interrupted is left with a name that no longer counts."""
+    """Delete folders as far as that is possible.
+
+    What an interrupted deletion leaves has a name that no longer counts.
+    """
     for folder in folders:
-        if _STEP.fullmatch(folder.name):
-            folder = set_aside(folder, ".tmp")
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            if _STEP.fullmatch(folder.name):
+                folder = set_aside(folder, ".tmp")
+            shutil.rmtree(folder)
+        except OSError:
+            continue
 
 
 def _seal(record: dict[str, object]) -> int:

@@ -12,6 +12,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,13 @@ class Writing:
             filesystem_async._results_queue = None
         if self._request.async_fn is None:  # nothing for this rank to write
             self._mailbox.put({}, {})
+        else:
+            self._buckets: list[Any] = self._request.async_fn_args[1]
 
     def run(self) -> None:
-        """Write this rank's shards now; what goes wrong is told by `finish`."""
+        """Write this rank's shards now, one tensor at a time; `finish` tells what went wrong."""
         if self._request.async_fn is not None:
-            _write(self._mailbox, self._request.preload_fn())
+            _write(self._mailbox, self._buckets)
 
     def fork(self, queue: AsyncCallsQueue, then: Callable[[], None]) -> None:
         """Copy this rank's shards to the host and write them in a forked process.
@@ -74,7 +77,8 @@ class Writing:
         request = AsyncRequest(None, (), [then])
         if self._request.async_fn is not None:
             arguments = (self._mailbox, None)  # Megatron-Core sets the second from preload_fn
-            request = AsyncRequest(_write, arguments, [then], preload_fn=self._request.preload_fn)
+            preload = partial(_on_host, self._buckets)
+            request = AsyncRequest(_write, arguments, [then], preload_fn=preload)
         with hushed():  # of a fork with threads: the child only writes files
             queue.schedule_async_request(request)
 
@@ -153,12 +157,21 @@ def _write(mailbox: _Mailbox, buckets: list[Any]) -> None:
             with _File(path) as file:
                 results[i] = [
                     _write_item(plain, file, data, item, name, torch_save)
-                    for item, data in (*objects, *tensors)
+                    for item, data in (*objects, *_each_on_host(tensors))
                 ]
             sums[name] = file.sums
-    except OSError as error:
-        return mailbox.put(str(error), {})
+    except Exception as error:  # reported by `finish`, on all ranks
+        return mailbox.put(str(error) if isinstance(error, OSError) else repr(error), {})
     mailbox.put(results, sums)
+
+
+def _on_host(buckets: list[Any]) -> list[Any]:
+    """Pageable copies: Megatron-Core would pin them, and torch never gives pinned memory back."""
+    return [(p, n, (objects, list(_each_on_host(tensors)))) for p, n, (objects, tensors) in buckets]
+
+
+def _each_on_host(tensors: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    return ((item, tensor.cpu()) for item, tensor in tensors)
 
 
 class _File:

@@ -176,6 +176,20 @@ def _texts(value: object) -> object:
             "unknown letters x",
             "pipeline_layout=",
         ),
+        (
+            "model=tiny_deepseek parallel.pipeline=2 parallel.virtual_pipeline=2 "
+            "parallel.pipeline_layout='Ett|tt|m|L'",
+            2,
+            "has m in chunk 3",
+            "pipeline_layout=",
+        ),
+        (
+            "model=tiny_deepseek model.mtp_layers=2 parallel.pipeline=2 "
+            "parallel.pipeline_layout='Ettttm|mL'",
+            2,
+            "spreads the m",
+            "pipeline_layout=",
+        ),
         # data
         ("model.vocab_size=100", 1, "too small for bytes", "model.vocab_size=256"),
         ("data.split=all", 1, "must be weights", "data.split=\"'98,2'\""),
@@ -214,6 +228,7 @@ def test_problem_names_the_override_that_fixes_it(
         ("parallel.pipeline=2 parallel.pipeline_layout='Ett|ttL'", 2),
         ("parallel.pipeline=2 parallel.pipeline_layout='Et*3|tL'", 2),
         ("model=tiny_deepseek parallel.pipeline=2 parallel.pipeline_layout='E(t)*4|mL'", 2),
+        ("model=tiny_deepseek parallel.pipeline=2 parallel.pipeline_layout='Ettttm|L'", 2),
         ("parallel.expert=4", 8),
         ("data=indexed data.blend=[a]", 1),
         ("data=indexed data.blend=[a,b]", 1),

@@ -443,6 +443,16 @@ def test_no_checkpoint_yet(tmp_path: Path) -> None:
     assert run_distributed(_newest, 1, tmp_path / "new") == [(None, [])]
 
 
+@pytest.mark.dist
+def test_what_is_ignored_is_told(run: Path) -> None:
+    (run / "step_00000001").rename(run / "step_00000001.tmp")
+    (run / "step_00000002").rename(run / "step_00000002.old")
+    ((name, lines),) = run_distributed(_newest, 1, run)
+    assert name is None
+    assert "step_00000001.tmp was never completed" in lines[0]
+    assert "step_00000002.old is of an earlier run" in lines[1] and len(lines) == 2
+
+
 def _load_from(path: Path, folder: Path) -> None:
     engine, groups = build()
     load(checkpointer(folder, groups), path, engine)
@@ -793,7 +803,7 @@ def test_drift_allowed_and_told(knob: str, value: Any) -> None:
     from parallel.drift import compare
 
     lines = compare(CONFIG, changed(knob, value))
-    assert [line.split(":")[0] for line in lines] == ([] if "new" in knob else [knob])
+    assert [line.split()[0] for line in lines] == ([] if "new" in knob else [knob])
 
 
 def test_drift_diff_reads_well() -> None:
@@ -808,7 +818,7 @@ def test_drift_diff_reads_well() -> None:
         "                checkpoint  now",
         "  model.layers  4           6",
         "  data.seed     1           7",
-        "go on with the checkpoint's values (model.layers=4 data.seed=1),",
+        "go on with model.layers=4 data.seed=1,",
         "or start anew with another run.name or with run.resume=never",
     ]
 

@@ -127,7 +127,7 @@ def test_gpu_equals_cpu_bit_for_bit(n: int, k: int, experts: int, local: int, ro
     idx, prob = routing(n, k, experts, seed=3)
     results = []
     for device in ("cpu", "cuda"):
-        leaf = prob.to(device).requires_grad_()
+        leaf = prob.to(device, copy=True).requires_grad_()
         torch.cuda.set_sync_debug_mode("default")
         args = (idx.to(device), leaf)
         torch.cuda.set_sync_debug_mode("error")

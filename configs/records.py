@@ -1,0 +1,184 @@
+"""Throughput records in configs/anchors/: what others published, and what we measured.
+
+published.yaml lists numbers as their source printed them; we did not run them. Each own_*.yaml is one
+measurement of ours, written by scripts/record_anchor.py. Both kinds carry TFLOP/s by the convention of
+moe.accounting, so that they compare. `python -m configs.records` prints them all as a table.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+FOLDER = Path(__file__).resolve().parent / "anchors"
+WINDOW = range(41, 51)
+"""Steps that a measurement counts."""
+
+
+@dataclass
+class Record:
+    """Fields that published and own records share."""
+
+    model: str = MISSING
+    """Option of `model=`."""
+    overrides: list[str] = field(default_factory=list)
+    """How the measured model differs from that option."""
+    system: str = MISSING
+    """Framework; of our own the backend of the experts as well."""
+    date: str = MISSING
+    """Of the measurement, or of the page that printed it: YYYY-MM-DD."""
+    hardware: str = MISSING
+    """Number and kind of GPUs: `8 x H200`."""
+    gpus: int = MISSING
+    """The number alone."""
+    dtype: str = MISSING
+    """Of the matrix products."""
+    sequence_length: int = MISSING
+    """Tokens in a sequence."""
+    micro_batch: int | None = None
+    """Sequences of a rank in one forward pass; null where the source does not say."""
+    global_batch: int | None = None
+    """Sequences in an optimizer step; null where the source does not say."""
+    layout: str = MISSING
+    """Sizes of the parallel groups, and what is recomputed."""
+    routing: str = MISSING
+    """`natural` (the router's choice) or `forced` (perfectly balanced)."""
+    data: str = MISSING
+    """`real` text or `mock` tokens."""
+    tokens_per_second_per_gpu: float = MISSING
+    """Of a published record as printed; of our own the mean of steps 41-50."""
+    tflops_per_gpu: float = MISSING
+    """The same times FLOPs per token by moe.accounting."""
+    note: str = ""
+    """What a reader must know to compare."""
+
+
+@dataclass
+class Published(Record):
+    """A number as its source printed it. Not run by us."""
+
+    source: str = MISSING
+    """Address of the page or file."""
+    tflops_per_gpu_printed: float = MISSING
+    """By the source's own convention."""
+
+
+@dataclass
+class Own(Record):
+    """A measurement of ours: 50 steps from scratch, of which 41-50 count."""
+
+    command: str = MISSING
+    """What was run, from the repository root."""
+    commit: str = MISSING
+    """Of the repository; a + says that there were changes on top."""
+    versions: dict[str, str] = MISSING
+    """Of the packages that matter to speed."""
+    tokens_per_second_per_gpu_sd: float = MISSING
+    """Standard deviation over steps 41-50."""
+    tflops_per_gpu_sd: float = MISSING
+    """Standard deviation over steps 41-50."""
+    step_time: float = MISSING
+    """Seconds, mean of steps 41-50."""
+    step_time_sd: float = MISSING
+    """Standard deviation over steps 41-50."""
+    loss_at_50: float = MISSING
+    """Nats a token at step 50."""
+    load_max_at_50: float = MISSING
+    """Tokens of the busiest expert over the mean, in the worst layer at step 50."""
+    dead_experts_at_50: int = MISSING
+    """Experts without a token at step 50, over all layers."""
+    reruns: int = MISSING
+    """Steps that overflowed the budget of expert rows and ran again."""
+    peak_memory_gib: float = MISSING
+    """Largest allocation of rank 0."""
+
+
+def published(folder: Path = FOLDER) -> list[Published]:
+    """Records of published.yaml.
+
+    Raises:
+        ValueError: a record does not fit the schema.
+    """
+    rows = yaml.safe_load((folder / "published.yaml").read_text(encoding="utf-8"))
+    return [_typed(Published, row, f"published.yaml, record {i}") for i, row in enumerate(rows, 1)]
+
+
+def own(folder: Path = FOLDER) -> dict[str, Own]:
+    """Our own records by file name, without .yaml.
+
+    Raises:
+        ValueError: a file does not fit the schema.
+    """
+    files = sorted(folder.glob("own_*.yaml"))
+    rows = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
+    return {path.stem: _typed(Own, row, path.name) for path, row in rows.items()}
+
+
+def write(record: Own, path: Path) -> None:
+    """Make or replace the file of an own record."""
+    row = asdict(record)
+    row["note"] = row.pop("note")  # last
+    row = {name: value for name, value in row.items() if value not in ("", [])}
+    text = yaml.safe_dump(row, sort_keys=False, width=96)
+    path.write_text(f"# Written by scripts/record_anchor.py\n{text}", encoding="utf-8")
+
+
+def launch(command: str) -> tuple[int, list[str]]:
+    """Ranks and overrides of a `torchrun ... train.py ...` or `python train.py ...` command line.
+
+    Raises:
+        ValueError: it does not run train.py, or torchrun is not told how many ranks to start.
+    """
+    words = shlex.split(command, comments=True)
+    if "train.py" not in words:
+        raise ValueError(f"no train.py in the command: {command}")
+    at = words.index("train.py")
+    return _ranks(words[:at]), words[at + 1 :]
+
+
+def table(records: Sequence[Record]) -> str:
+    """A Markdown table, one row a record."""
+    head = ("model", "system", "GPUs", "dtype", "routing", "data", "tokens/s/GPU", "TFLOP/s/GPU")
+    rows = [head, ("---",) * 6 + ("---:",) * 2]
+    for r in records:
+        rates = (f"{r.tokens_per_second_per_gpu:,.0f}", f"{r.tflops_per_gpu:.0f}")
+        model = r.model + ("*" if r.overrides else "")
+        rows.append((model, r.system, r.hardware, r.dtype, r.routing, r.data, *rates))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _typed[T: Record](kind: type[T], row: Any, where: str) -> T:
+    try:
+        record = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), row))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{where}: {str(error).splitlines()[0]}") from error
+    assert isinstance(record, kind)
+    return record
+
+
+def _ranks(words: Sequence[str]) -> int:
+    """Processes that the words before train.py start."""
+    if not any(word.endswith("torchrun") for word in words):
+        return 1
+    given = {}
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.replace("_", "-").partition("=")
+        given[name] = value if equals else after
+    ranks = [given.get(name, default) for name, default in _SIZES.items()]
+    if not all(text.isdecimal() for text in ranks):
+        raise ValueError("the command must say --nproc-per-node N, and --nnodes N of several")
+    return int(ranks[0]) * int(ranks[1])
+
+
+_SIZES = {"--nnodes": "1", "--nproc-per-node": ""}
+
+
+if __name__ == "__main__":
+    everything = [*published(), *own().values()]
+    sys.stdout.write(table(everything) + "\n\n* with changes; see configs/anchors\n")

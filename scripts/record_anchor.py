@@ -1,0 +1,192 @@
+#!/usr/bin/env python
+"""Make or update a throughput record of ours: configs/anchors/NAME.yaml, from a metrics.jsonl.
+
+What was run is read from the command line that is given, what came out from steps 41-50 of the metrics.
+The two must agree: tokens per step, and TFLOP/s by moe.accounting. configs/records.py documents the fields.
+"""
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
+from configs.load import load  # noqa: E402
+from configs.records import FOLDER, WINDOW, Own, launch, write  # noqa: E402
+from configs.schema import Config  # noqa: E402
+from configs.validate import data_parallel_size, expert_parallel_size, validate  # noqa: E402
+from moe.accounting import flops_per_token  # noqa: E402
+from moe.sinks import read  # noqa: E402
+
+TOLERANCE = 0.01
+"""Relative difference between the metrics and what the command should give."""
+PACKAGES = ("torch", "megatron-core", "transformer-engine")
+
+EXAMPLE = """example:
+  record_anchor.py --metrics runs/bench_gpt_oss_20b/metrics.jsonl --name own_gpt_oss_20b_torch \\
+    --hardware "8 x H200" --command "torchrun --nproc-per-node 8 train.py \\
+    experiment=gpt_oss_20b_8gpu run=bench kernels=torch"
+
+Run it on the tree and with the packages that made the metrics, or say --commit and --version."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code: 0 done, 2 bad input."""
+    args = parser().parse_args(argv)
+    try:
+        if not re.fullmatch(r"own_\w+", args.name):
+            raise ValueError(f"--name {args.name}: letters, digits and _ after own_")
+        record = measured(args)
+    except (ValueError, OSError) as error:
+        print(f"record_anchor: {error}", file=sys.stderr)
+        return 2
+    path = args.folder / f"{args.name}.yaml"
+    write(record, path)
+    print(
+        f"{path}: {record.tokens_per_second_per_gpu:,.0f} +- "
+        f"{record.tokens_per_second_per_gpu_sd:,.0f} tokens/s/GPU, {record.tflops_per_gpu:.0f} "
+        f"TFLOP/s/GPU, loss {record.loss_at_50:.4f}, {record.peak_memory_gib:.1f} GiB"
+    )
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options; `--help` is the manual."""
+    p = argparse.ArgumentParser(
+        prog="record_anchor.py",
+        description="Write configs/anchors/NAME.yaml from the metrics of a 50-step run.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--metrics", required=True, type=Path, metavar="FILE", help="metrics.jsonl")
+    p.add_argument("--name", required=True, help="of the record: own_<model>_<backend>")
+    p.add_argument("--hardware", required=True, metavar="TEXT", help='GPUs, as in "8 x H200"')
+    p.add_argument("--command", required=True, metavar="LINE", help="the command that was run")
+    p.add_argument("--commit", help="of the tree that ran (default: of this one)")
+    p.add_argument(
+        "--version",
+        action="append",
+        default=[],
+        metavar="PACKAGE=VERSION",
+        help=f"of a package; repeat (default: {', '.join(PACKAGES)} as installed here)",
+    )
+    p.add_argument("--note", default="", help="what a reader must know to compare")
+    p.add_argument("--folder", type=Path, default=FOLDER, help="default: configs/anchors")
+    return p
+
+
+def measured(args: argparse.Namespace) -> Own:
+    """The record. Raises ValueError where command, hardware and metrics do not fit together."""
+    ranks, overrides = launch(args.command)
+    cfg = load(overrides)
+    validate(cfg, ranks)
+    gpus = re.fullmatch(r"(\d+) x \S.*", args.hardware)
+    if gpus is None or int(gpus[1]) != ranks:
+        raise ValueError(f'--hardware "{args.hardware}" must be "{ranks} x <GPU>", as the command')
+    steps = window(args.metrics)
+    agree(cfg, ranks, steps)
+    rates: dict[str, Any] = {}
+    for key in ("tokens_per_second_per_gpu", "tflops_per_gpu", "step_time"):
+        values = [step[key] for step in steps]
+        rates[key] = _rounded(statistics.fmean(values), 6)
+        rates[f"{key}_sd"] = _rounded(statistics.stdev(values), 3)
+    last = steps[-1]
+    return Own(
+        **described(cfg, ranks, overrides),
+        **rates,
+        date=datetime.fromtimestamp(last["time"], UTC).date().isoformat(),
+        hardware=args.hardware,
+        gpus=ranks,
+        command=" ".join(args.command.split()),
+        commit=args.commit or commit(),
+        versions=versions(args.version),
+        loss_at_50=_rounded(last["loss"], 6),
+        load_max_at_50=_rounded(last["load_max"], 4),
+        dead_experts_at_50=last["dead_experts"],
+        reruns=last["reruns"],
+        peak_memory_gib=round(max(step["memory"] for step in steps), 2),
+        note=args.note,
+    )
+
+
+def window(path: Path) -> list[dict[str, Any]]:
+    """Steps 41-50 of a metrics.jsonl."""
+    found = {record["step"]: record for record in read(path) if "step_time" in record}
+    if missing := [str(step) for step in WINDOW if step not in found]:
+        raise ValueError(f"--metrics {path} lacks steps {', '.join(missing)}: use run=bench")
+    if "memory_total" not in found[WINDOW[0]]:
+        raise ValueError(f"--metrics {path} are of a run without a GPU")
+    return [found[step] for step in WINDOW]
+
+
+def agree(cfg: Config, ranks: int, steps: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError unless the rates are those of the command."""
+    tokens = cfg.data.global_batch * cfg.data.sequence_length
+    flops = flops_per_token(cfg.model, cfg.data.sequence_length)
+    for step in steps:
+        rate = step["tokens_per_second_per_gpu"]
+        seen = {
+            "tokens a step": (rate * step["step_time"] * ranks, tokens),
+            "TFLOP/s a GPU": (step["tflops_per_gpu"], rate * flops / 1e12),
+        }
+        for what, (value, due) in seen.items():
+            if abs(value / due - 1) > TOLERANCE:
+                raise ValueError(
+                    f"step {step['step']} has {value:,.1f} {what} where the command gives "
+                    f"{due:,.1f}: the metrics are of another run"
+                )
+
+
+def described(cfg: Config, ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """The fields that follow from the command."""
+    p, recompute = cfg.parallel, cfg.run.recompute
+    sizes = f"TP{p.tensor} CP{p.context} PP{p.pipeline} VP{p.virtual_pipeline}"
+    sizes += f" EP{expert_parallel_size(cfg, ranks)} DP{data_parallel_size(cfg, ranks)}"
+    return {
+        "model": cfg.model.name,
+        "overrides": [text for text in overrides if text.startswith("model.")],
+        "system": f"Phalanx, experts {cfg.kernels.backend}",
+        "dtype": cfg.run.precision,
+        "sequence_length": cfg.data.sequence_length,
+        "micro_batch": cfg.data.micro_batch,
+        "global_batch": cfg.data.global_batch,
+        "layout": sizes + ("" if recompute == "none" else f", recompute {recompute}"),
+        "routing": "forced" if cfg.model.moe.router.force_balance else "natural",
+        "data": "mock" if cfg.data.source == "synthetic" else "real",
+    }
+
+
+def versions(given: Sequence[str]) -> dict[str, str]:
+    """`given` as PACKAGE=VERSION, or what is installed here."""
+    if not given:
+        installed = {dist.name.lower().replace("_", "-") for dist in metadata.distributions()}
+        return {name: metadata.version(name) for name in PACKAGES if name in installed}
+    if wrong := [text for text in given if not re.fullmatch(r"[^=]+=[^=]+", text)]:
+        raise ValueError(f"--version {wrong[0]}: expected PACKAGE=VERSION")
+    return dict(text.split("=") for text in given)
+
+
+def commit() -> str:
+    """Short commit of this tree, with a + if it has changes."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        raise ValueError("this is no git checkout: say --commit") from None
+    return done.stdout.strip()
+
+
+def _rounded(value: float, digits: int) -> float:
+    """`value` to so many significant digits."""
+    return float(f"{value:.{digits}g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
