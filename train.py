@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import NoReturn
 
 
 def _own_kernels() -> None:
@@ -40,5 +41,15 @@ def main(argv: list[str]) -> int:
     return run(cfg)
 
 
+def _leave(code: int) -> NoReturn:
+    """End this process, whatever state its collectives and threads are in."""
+    if code:
+        # The interpreter's own exit would wait for ranks that wait for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(0)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _leave(main(sys.argv[1:]))

@@ -68,19 +68,22 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
         world_size: ranks; torchrun's WORLD_SIZE by default, or 1.
 
     Raises:
-        SystemExit: 0 after `--help`, `--cfg job`, or the check of a layout for other ranks than
-            these (`parallel.world_size`); 2 after mistakes, each on its own line on stderr.
-            Only rank 0 prints.
+        SystemExit: 0 after `--help`, `--cfg job`, `--check`, or the check of a layout for other
+            ranks than these (`parallel.world_size`); 2 after mistakes, each on its own line on
+            stderr. Only rank 0 prints.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     try:
         args = _parse(argv)
         if args.help:
-            _leave(usage())
+            _leave("" if args.check else usage())
         if args.cfg:
-            _leave(compose(args.overrides).yaml())
+            text = compose(args.overrides).yaml()
+            _leave("" if args.check else text)
         config = load(args.overrides)
         validate(config, ranks)
+        if args.check:
+            _leave("")
         if config.parallel.world_size not in (0, ranks):
             _leave(_layout(config))
     except ConfigError as error:
@@ -139,6 +142,7 @@ def usage() -> str:
         "",
         "Options:",
         "  --cfg job   print the configuration that the command line gives, and exit",
+        "  --check     say what is wrong with the command line, if anything, and exit",
         "  -h, --help  print this text, and exit",
         "",
         "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs.",
@@ -158,6 +162,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
+    parser.add_argument("--check", action="store_true")
     args, unknown = parser.parse_known_intermixed_args(list(argv))
     if unknown:
         name = unknown[0].lstrip("-").replace("-", "_").partition("=")[0]

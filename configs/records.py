@@ -1,8 +1,9 @@
 """Throughput records in configs/anchors/: what others published, and what we measured.
 
-published.yaml lists numbers as their source printed them; we did not run them. Each own_*.yaml is one
-measurement of ours, written by scripts/record_anchor.py. Both kinds carry TFLOP/s by the convention of
-moe.accounting, so that they compare. `python -m configs.records` prints them all as a table.
+published.yaml lists numbers as their source printed them; we did not run them. Each own_*.yaml is
+one measurement of ours, written by scripts/record_anchor.py. Both kinds carry TFLOP/s by the
+convention of moe.accounting, so that they compare. `python -m configs.records` prints them all as a
+table.
 """
 
 import shlex

@@ -8,6 +8,7 @@ nothing.
 
 import importlib.util
 import os
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -115,11 +116,28 @@ def resolve(op: str, wanted: str, facts: Facts) -> Choice:
     return Choice(op, wanted, f"{spec.knob}={wanted}")
 
 
-def table(choices: Sequence[Choice]) -> str:
-    """The choices as aligned text with a heading, one line each."""
-    lines = [("op", "backend", "reason"), *((c.op, c.backend, c.reason) for c in choices)]
-    op, backend, _ = (max(map(len, column)) for column in zip(*lines, strict=True))
-    return "\n".join(f"{o:{op}}  {b:{backend}}  {reason}".rstrip() for o, b, reason in lines)
+def table(choices: Sequence[Choice], width: int = 96) -> str:
+    """The choices as aligned text with a heading; each clause of a reason starts a line.
+
+    Args:
+        choices: of `resolve`.
+        width: columns that no line exceeds.
+    """
+    heads = ("op", "backend", "reason")
+    op, backend = (
+        max([len(head), *(len(getattr(choice, head)) for choice in choices)]) for head in heads[:2]
+    )
+    indent = op + backend + 4
+    lines = [f"{heads[0]:{op}}  {heads[1]:{backend}}  {heads[2]}"]
+    for choice in choices:
+        reason = [
+            line
+            for clause in choice.reason.split("; ")
+            for line in textwrap.wrap(clause, width - indent, subsequent_indent="  ")
+        ]
+        lines.append(f"{choice.op:{op}}  {choice.backend:{backend}}  {reason[0]}")
+        lines += [" " * indent + line for line in reason[1:]]
+    return "\n".join(lines)
 
 
 def _best(op: str, facts: Facts) -> Choice:

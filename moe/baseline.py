@@ -228,7 +228,7 @@ class StockMoE(MoELayer):
         )
         for parameter in self.experts.parameters():
             parameter.allreduce = False  # as in moe.experts
-            # Megatron-Core marks expert biases for a sum over tensor ranks, which hold other experts.
+            # Megatron-Core marks biases for a sum over tensor ranks, which hold other experts.
             parameter.sequence_parallel = False
         for module in self.experts.modules():
             # Experts are not tensor parallel. Without this their linear layers return the view of a

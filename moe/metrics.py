@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line per logged step, events, and a summary at the end.
+"""What a person sees of a run: a table with a row per logged step, events, and a summary at the end.
 
 The trainer hands over one flat record per logged step. The console shows what a person watches and
 leaves out what is unknown; metrics.jsonl and the sinks (moe.sinks) get all of it. Only the main
@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import psutil
 import torch
@@ -19,6 +19,7 @@ from configs.schema import Config
 from moe.sinks import Journal, Sink, make_sinks
 
 _STEADY = 10  # logged steps of the closing summary
+_PAGE = 25  # rows between headings
 
 
 class Metrics:
@@ -47,7 +48,7 @@ class Metrics:
         self._steps, self._main, self._stream = cfg.run.steps, is_main, stream or sys.stdout
         self._step, self._began = step, time.monotonic()
         self._recent: deque[dict[str, Any]] = deque(maxlen=_STEADY)
-        self._timed = 0
+        self._timed, self._rows, self._reruns = 0, 0, 0
         self._sinks: list[Sink] = []
         self._journal: Journal | None = None
         if not is_main:
@@ -70,7 +71,10 @@ class Metrics:
         self._write({"event": text, "at": self._step})
 
     def log(self, record: dict[str, Any]) -> None:
-        """Report a record: `step`, and any of what `line` shows, and numbers under other names."""
+        """Report a record: `step`, and any of what `line` shows, and numbers under other names.
+
+        Either `valid_loss`, or what a step has. `reruns` is told where it has grown.
+        """
         if not self._main:
             return
         self._step = record["step"]
@@ -83,16 +87,34 @@ class Metrics:
         self._write(record)
         for sink in self._sinks:
             sink.log(record)
-        self.text(line(record, self._steps, eta=self._remaining(record)))
+        if "valid_loss" in record:
+            self.text(f"-- validation loss {record['valid_loss']:.4f} after step {self._step}")
+        else:
+            self._row(record)
 
-    def close(self, summary: dict[str, Any] | None = None) -> None:
-        """Print and write the summary, with what the caller adds to it, and close every sink."""
+    def _row(self, record: dict[str, Any]) -> None:
+        if self._rows % _PAGE == 0:
+            self.text(heading(record, self._steps))
+        self._rows += 1
+        row = line(record, self._steps, eta=self._remaining(record))
+        if record.get("reruns", 0) > self._reruns:
+            self._reruns = record["reruns"]
+            row += f"  reruns {self._reruns}"
+        self.text(row)
+
+    def close(self, summary: dict[str, Any] | None = None, *, ended: str = "done") -> None:
+        """Print and write the summary, with what the caller adds to it, and close every sink.
+
+        Args:
+            summary: more for the record.
+            ended: how the run ended, in a word.
+        """
         if not self._main:
             return
         totals = steady(list(self._recent)) | (summary or {})
         if self._recent:
             elapsed = duration(time.monotonic() - self._began)
-            self.text(f"\ndone: step {self._step} after {elapsed} | {summary_line(totals)}")
+            self.text(f"\n{ended}: step {self._step} after {elapsed} | {summary_line(totals)}")
         self._write({"event": "summary", "at": self._step} | totals)
         for sink in self._sinks:
             sink.close()
@@ -125,50 +147,67 @@ def memory() -> dict[str, float]:
     }
 
 
+class _Column(NamedTuple):
+    key: str
+    name: str
+    width: int
+    form: str
+    gpu: bool = False
+    """Makes no sense of a CPU process: rates of a chip that it is not."""
+
+
+_COLUMNS = (
+    _Column("loss", "loss", 7, ".4f"),
+    _Column("mtp_loss", "mtp", 7, ".4f"),
+    _Column("grad_norm", "gnorm", 6, ".2f"),
+    _Column("lr", "lr", 7, ".1e"),
+    _Column("tokens_per_second_per_gpu", "tok/s/gpu", 9, ",.0f"),
+    _Column("tflops_per_gpu", "TF/s", 4, ".0f", gpu=True),
+    _Column("mfu", "mfu", 5, ".1%", gpu=True),
+    _Column("step_time", "s/step", 6, ".3f"),
+    _Column("memory", "GiB", 5, ".1f"),
+    _Column("load_max", "lb max", 6, ".2f"),
+    _Column("load_p95", "p95", 4, ".2f"),
+    _Column("dead_experts", "dead", 4, "d"),
+)
+
+
+def heading(record: dict[str, Any], steps: int) -> str:
+    """Names over the columns of `line`."""
+    rank = not _on_gpu(record)
+    names = [
+        (c.name.replace("gpu", "rank") if rank else c.name).rjust(_width(c, rank))
+        for c in _columns(record)
+    ]
+    return "  ".join(["step".rjust(2 * len(str(steps)) + 1), *names, "eta".rjust(6)])
+
+
 def line(record: dict[str, Any], steps: int, eta: float | None = None) -> str:
-    """The console line of a record; what it does not have is left out.
+    """A row of the console's table; columns that the record does not have are left out.
 
     Args:
-        record: `step`, and any of loss, mtp_loss, valid_loss, grad_norm, lr, step_time (s),
-            tokens_per_second_per_gpu, tflops_per_gpu, mfu (of 1), memory and memory_total (GiB),
-            load_max with load_p95 and dead_experts, reruns.
+        record: `step`, and any of loss, mtp_loss, grad_norm, lr, tokens_per_second_per_gpu,
+            tflops_per_gpu, mfu (of 1), step_time (s), memory and memory_total (GiB), load_max with
+            load_p95 and dead_experts.
         steps: of the run.
         eta: seconds to its end.
     """
-    has = record.get
-    parts = [f"step {record['step']:>{len(str(steps))}}/{steps}"]
-    parts += [
-        f"{name} {record[key]:{form}}"
-        for key, name, form in (
-            ("valid_loss", "validation loss", ".4f"),
-            ("loss", "loss", ".4f"),
-            ("mtp_loss", "mtp", ".4f"),
-            ("grad_norm", "gnorm", ".2f"),
-            ("lr", "lr", ".1e"),
-        )
-        if key in record
-    ]
-    # Peaks and rates of a GPU make no sense of a CPU process.
-    on_gpu = "memory_total" in record
-    if "tokens_per_second_per_gpu" in record:
-        unit = "gpu" if on_gpu else "rank"
-        parts.append(f"{record['tokens_per_second_per_gpu']:,.0f} tok/s/{unit}")
-    if on_gpu and "tflops_per_gpu" in record:
-        mfu = f" mfu {record['mfu']:.1%}" if "mfu" in record else ""
-        parts.append(f"{record['tflops_per_gpu']:.0f} TF/s/gpu{mfu}")
-    if "step_time" in record:
-        parts.append(f"{record['step_time']:.3f} s")
-    if "memory" in record:
-        total = f"/{record['memory_total']:.1f}" if on_gpu else ""
-        parts.append(f"mem {record['memory']:.1f}{total} GiB")
-    if has("load_max"):
-        load = f"lb max {record['load_max']:.2f} p95 {record['load_p95']:.2f}"
-        parts.append(f"{load} dead {record['dead_experts']}")
-    if has("reruns"):
-        parts.append(f"reruns {record['reruns']}")
-    if eta is not None:
-        parts.append(f"eta {duration(eta)}")
-    return " | ".join(parts)
+    rank = not _on_gpu(record)
+    values = [f"{record[c.key]:{_width(c, rank)}{c.form}}" for c in _columns(record)]
+    step = f"{record['step']:>{len(str(steps))}}/{steps}"
+    return "  ".join([step, *values, "" if eta is None else duration(eta).rjust(6)]).rstrip()
+
+
+def _columns(record: dict[str, Any]) -> list[_Column]:
+    return [c for c in _COLUMNS if c.key in record and (_on_gpu(record) or not c.gpu)]
+
+
+def _width(column: _Column, rank: bool) -> int:
+    return column.width + (rank and "gpu" in column.name)
+
+
+def _on_gpu(record: dict[str, Any]) -> bool:
+    return "memory_total" in record
 
 
 def steady(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -187,7 +226,7 @@ def steady(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def summary_line(totals: dict[str, Any]) -> str:
     """`last 10 logged steps: 13,402 +- 35 tok/s/gpu, ...` of what `steady` returns."""
-    on_gpu = "memory_total" in totals
+    on_gpu = _on_gpu(totals)
     parts = []
     if "tokens_per_second_per_gpu" in totals:
         mean, spread = (totals[f"tokens_per_second_per_gpu{s}"] for s in ("", "_sd"))

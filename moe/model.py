@@ -1,7 +1,7 @@
 """From a typed config to Megatron-Core's GPTModel with our MoE layer, core attention and norm.
 
-`build()` is the one place that knows Megatron-Core's model classes. The TransformerConfig carries every
-MoE field too, so that the stock MoELayer (kernels.backend=megatron) builds from the same object.
+`build()` is the one place that knows Megatron-Core's model classes. The TransformerConfig carries
+every MoE field too, so that the stock MoELayer (kernels.backend=megatron) builds from it.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from moe.norm import norm_class
 
 @dataclass
 class _YarnConfig(TransformerConfig):
-    """TransformerConfig with the YaRN fields that GPTModel reads but Megatron-Core 0.19.2 does not declare."""
+    """With the YaRN fields that GPTModel reads but Megatron-Core 0.19.2 does not declare."""
 
     yarn_rotary_scaling_factor: float = 1.0
     yarn_original_max_position_embeddings: int = 4096
@@ -56,12 +56,13 @@ def _activation(moe: MoEConfig) -> Callable[..., torch.Tensor]:
     """The nonlinearity of dense and shared MLPs and of the stock experts."""
     if moe.activation == "quick_geglu" and moe.activation_alpha == 1.702:
         return quick_gelu  # Megatron-Core's fused paths recognise it by identity
-    return {
+    functions: dict[str, Callable[..., torch.Tensor]] = {
         "swiglu": F.silu,
         "geglu": F.gelu,
         "quick_geglu": lambda x: x * torch.sigmoid(moe.activation_alpha * x),
         "squared_relu": lambda x: F.relu(x).square(),
-    }[moe.activation]
+    }
+    return functions[moe.activation]
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ def build(
     )
     mtp = None
     if m.mtp_layers:
-        # The prediction layer is built like the last decoder layer, also where this chunk has no decoder layer.
+        # Built like the last decoder layer, also where this chunk has no decoder layer.
         mtp = get_gpt_mtp_block_spec_for_backend(
             config=config,
             spec=TransformerBlockSubmodules(layer_specs=[sparse], layer_norm=norm),
@@ -308,7 +309,7 @@ def _layout_ids(config: TransformerConfig, vp_stage: int | None, pp_rank: int | 
 
 
 class OnMeta(TorchFunctionMode):
-    """Inside, every new tensor is on the meta device: to count the parameters of a model of any size."""
+    """Inside, new tensors are on the meta device: to count the parameters of any model."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}

@@ -1,5 +1,7 @@
 """torch.profiler over a window of steps, with the named ranges of the data flow (moe/route, moe/experts, ...)."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +10,25 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class Profiler:
-    """Records steps first..last on the main rank and writes a Chrome trace to the run folder."""
+    """Records steps first..last on the main rank and writes a Chrome trace to the run folder.
 
-    def __init__(self, window: list[int], folder: Path, is_main: bool) -> None:
-        self._first, self._last = (window[0], window[1]) if window else (0, -1)
-        self._folder, self._active = folder, is_main and bool(window)
+    Args:
+        window: [first, last] of run.profile, or empty.
+        folder: of the run.
+        is_main: whether this rank records.
+        done: steps done before this run, which may be more than `first`.
+        tell: told of the trace. One that cannot be written does not end the run.
+    """
+
+    def __init__(
+        self, window: list[int], folder: Path, is_main: bool, done: int, tell: Callable[[str], None]
+    ) -> None:
+        self._first, self._last = window if is_main and window else (0, -1)
+        self._folder, self._done, self._tell = folder, done, tell
         self._profile: Any = None
 
     def __enter__(self) -> "Profiler":
-        if self._active and self._first <= 1:
-            self._start()
+        self.step(self._done)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -25,22 +36,30 @@ class Profiler:
 
     def step(self, done: int) -> None:
         """Tell that step `done` has ended."""
-        if self._active and done + 1 == self._first:
-            self._start()
-        elif self._profile is not None and done >= self._last:
+        self._done = done
+        if done >= self._last:
             self._stop()
+        elif self._profile is None and done + 1 >= self._first:
+            self._start()
 
     def _start(self) -> None:
+        # Kineto would print an error about every host without a GPU.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_initialized():
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities)
         self._profile.__enter__()
+        self._first = self._done + 1
 
     def _stop(self) -> None:
         if self._profile is None:
             return
         self._profile.__exit__(None, None, None)
-        path = self._folder / f"trace_{self._first}_{self._last}.json.gz"
-        self._profile.export_chrome_trace(str(path))
+        path = self._folder / f"trace_{self._first}_{self._done}.json.gz"
+        try:
+            self._profile.export_chrome_trace(str(path))
+            self._tell(f"wrote {path}, for ui.perfetto.dev")
+        except (OSError, RuntimeError) as error:
+            self._tell(f"warning: {path} cannot be written: {error}")
         self._profile = None

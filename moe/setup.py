@@ -1,7 +1,7 @@
 """From a validated config to a job ready to train: groups, kernels, model, engine.
 
-Order matters: weights are drawn before the data parallel wrapper copies them into its buffers, and the
-wrapper exists before the optimizer takes its master copies.
+Order matters: weights are drawn before the data parallel wrapper copies them into its buffers, and
+the wrapper exists before the optimizer takes its master copies.
 """
 
 from dataclasses import dataclass
@@ -52,10 +52,10 @@ class Job:
 
 
 def mtp_weight(cfg: Config, groups: Groups) -> float:
-    """Share of a context rank in the tokens that multi-token prediction has labels for, times ranks.
+    """This context rank's share of the labels of multi-token prediction, times context ranks.
 
-    Megatron-Core takes the mean on each rank. The last tokens of a sequence have no label, and lie
-    on the first context rank: without the factor its other tokens would count more.
+    Megatron-Core averages the means of the ranks. The last tokens of a sequence have no label, and
+    lie on the first context rank: without the factor its other tokens would count more.
     """
     if groups.context == 1:
         return 1.0

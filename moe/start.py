@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from moe.setup import Job
 
 
 def describe(job: Job, resumed: str, loader: Loader) -> str:
-    """The start page, at most 100 columns wide."""
+    """The start page, at most 100 columns wide where names and paths are short."""
     cfg, world = job.cfg, job.runtime.world
     total, active = parameters(cfg.model).total, active_parameters(cfg.model).total
     here, size = job.engine.parameter_bytes()
@@ -26,9 +27,9 @@ def describe(job: Job, resumed: str, loader: Loader) -> str:
         (
             "model",
             f"{cfg.model.name}: {count(total)} parameters, {count(active)} active a token, "
-            f"{count(here)} on rank 0 ({size / 2**30:.2f} GiB)",
+            f"{count(here)} on rank 0 ({storage(size)})",
         ),
-        ("work", f"{count(flops)}FLOP a token, {count(flops * tokens)}FLOP a step"),
+        ("work", f"{work(flops)} a token, {work(flops * tokens)} a step"),
         (
             "data",
             f"{cfg.data.source}, sequence {cfg.data.sequence_length}, batch "
@@ -58,13 +59,30 @@ def revision() -> str:
 
 
 def device(where: torch.device) -> str:
-    """The device's name."""
-    return torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU process"
+    """The device's name and memory."""
+    if where.type != "cuda":
+        return "CPU process"
+    size = int(torch.cuda.get_device_properties(where).total_memory)
+    return f"{torch.cuda.get_device_name(where)} of {storage(size)}"
 
 
 def count(number: float) -> str:
     """`671.0 B`, `20.9 M`, `512`."""
-    for unit, size in (("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f}"
+    return _scaled(number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))) or f"{number:.0f}"
+
+
+def work(flops: float) -> str:
+    """`56.4 GFLOP`."""
+    units = [(f"{unit}FLOP", 1000.0 ** (6 - i)) for i, unit in enumerate("EPTGMk")]
+    return _scaled(flops, units) or f"{flops:.0f} FLOP"
+
+
+def storage(size: int) -> str:
+    """`139.8 GiB`, `3.4 MiB`."""
+    units = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
+    return _scaled(size, units) or f"{size} bytes"
+
+
+def _scaled(number: float, units: Iterable[tuple[str, float]]) -> str:
+    """The number in the largest unit that is not above it; empty below all of them."""
+    return next((f"{number / size:.1f} {unit}" for unit, size in units if number >= size), "")

@@ -7,9 +7,10 @@ before the parameters are touched.
 
 import gc
 import math
-import sys
+import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from torch.profiler import record_function
 
 from configs.schema import Config
+from configs.validate import ConfigError
 from moe import balance
 from moe.accounting import flops_per_token, peak_tflops
 from moe.data import Loader, build_datasets
+from moe.failure import give_up
 from moe.metrics import Metrics
 from moe.profile import Profiler
 from moe.setup import Job, setup
 from moe.start import describe
-from parallel.checkpoint import Checkpointer, CheckpointError, NoUsableCheckpoint
+from parallel.agreement import Failed, agree
+from parallel.checkpoint import Checkpointer
 from parallel.engine import Diverged, sum_over_world
 from parallel.runtime import Runtime, StopSignal, start
 from parallel.runtime import stop as stop_runtime
@@ -63,44 +67,60 @@ class Trainer:
             dp_cp_group=self.job.groups.pg.dp_cp,
         )
         self.resumed = self._resume()
-        self.metrics = Metrics(self.folder, cfg, runtime.is_main, step=self.step)
+        self.metrics = self._metrics()
         self._flops = flops_per_token(cfg.model, cfg.data.sequence_length)
         self._peak = peak_tflops(runtime.device, cfg.run.precision)
 
     # --- the loop ---------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Train to `run.steps`, or to the step at which a signal arrives."""
-        self.metrics.text(describe(self.job, self.resumed, self.loader))
+        """Train to `run.steps`, or to the step at which a signal arrives.
+
+        Raises:
+            Diverged: a step was not finite; the checkpoints before it are there.
+            CheckpointError: one could not be written.
+            DataError: on this rank alone, a sample could not be used.
+        """
+        if self.runtime.is_main:
+            self.metrics.text(describe(self.job, self.resumed, self.loader))
         self.job.engine.train()
-        steps, interval = self.cfg.run.steps, self.cfg.run.save_interval
-        saved = self.step
-        gc.collect()
-        gc.freeze()
-        gc.disable()  # collected at checkpoints and every 500 steps, on all ranks at once
-        self._restart_clock()
-        with Profiler(self.cfg.run.profile, self.folder, self.runtime.is_main) as profiler:
-            while self.step < steps:
-                stopping = self._train_step()
-                profiler.step(self.step)
-                self.checkpoints.poll()
-                if self.step % 500 == 0:
-                    gc.collect()
-                if self.cfg.run.eval_interval and self.step % self.cfg.run.eval_interval == 0:
-                    self.metrics.log({"step": self.step, "valid_loss": self.validate()})
-                    self._restart_clock()
-                if interval > 0 and self.step % interval == 0:
-                    self._save()
-                    saved = self.step
-                    self._restart_clock()
-                if stopping:
-                    self.metrics.event(f"stopping at step {self.step}: a signal asked for it")
-                    break
-        if self.step > saved and interval >= 0:
+        try:
+            with _no_gc(), self._profiler() as profiler:
+                self._restart_clock()
+                saved = self._steps(profiler)
+        except Diverged:
+            self.checkpoints.close()  # one may be on its way
+            self.metrics.close(ended="diverged")
+            raise
+        if self.step > saved and self.cfg.run.save_interval >= 0:
             self._save()
         self.checkpoints.close()
-        self.metrics.close()
+        self.metrics.close(ended="done" if self.step >= self.cfg.run.steps else "stopped")
         self.loader.close()
+
+    def _steps(self, profiler: Profiler) -> int:
+        """All steps and what is due between them; the last step that was saved."""
+        run, saved = self.cfg.run, self.step
+        if self.step >= run.steps:
+            more = "raise run.steps, or set another run.name"
+            self.metrics.event(f"all {run.steps} steps of this run are done: {more}")
+        while self.step < run.steps:
+            stopping = self._train_step()
+            profiler.step(self.step)
+            self.checkpoints.poll()
+            if self.step % 500 == 0:
+                gc.collect()
+            if run.eval_interval and self.step % run.eval_interval == 0:
+                self.metrics.log({"step": self.step, "valid_loss": self.validate()})
+                self._restart_clock()
+            if run.save_interval > 0 and self.step % run.save_interval == 0:
+                self._save()
+                saved = self.step
+                self._restart_clock()
+            if stopping:
+                self.metrics.event(f"stopping after step {self.step}: a signal asked for it")
+                break
+        return saved
 
     def _train_step(self) -> bool:
         """One optimizer step; True if a rank was asked to stop."""
@@ -217,6 +237,24 @@ class Trainer:
             record["mfu"] = record["tflops_per_gpu"] / self._peak
         self.metrics.log(record)
 
+    def _metrics(self) -> Metrics:
+        """The reports of the run; ValueError on every rank if the main one cannot write them."""
+        metrics, problem = None, None
+        try:
+            metrics = Metrics(self.folder, self.cfg, self.runtime.is_main, step=self.step)
+        except ValueError as error:
+            problem = str(error)
+        try:
+            agree(problem)
+        except Failed as failed:
+            raise ValueError(str(failed)) from None
+        assert metrics is not None
+        return metrics
+
+    def _profiler(self) -> Profiler:
+        run, main = self.cfg.run, self.runtime.is_main
+        return Profiler(run.profile, self.folder, main, self.step, self.metrics.event)
+
     def _restart_clock(self) -> None:
         """Time steps from now on; validation and checkpoints are not counted."""
         self._since, self._timed = time.perf_counter(), self.step
@@ -249,6 +287,19 @@ class Trainer:
         return f"resumed step {self.step} from {path}"
 
 
+@contextmanager
+def _no_gc() -> Iterator[None]:
+    """Garbage is collected at checkpoints and every 500 steps only, on all ranks at once."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
 def _mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count."""
     total = loss_BS.float().sum()
@@ -258,26 +309,18 @@ def _mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[
 
 def run(cfg: Config) -> int:
     """Train; the process's exit code (see train.py)."""
-    runtime = start(
-        seed=cfg.run.seed, timeout=cfg.parallel.timeout, deterministic=cfg.run.deterministic
-    )
-    try:
-        with StopSignal() as stop:
-            Trainer(cfg, runtime, stop).fit()
-    except Diverged as error:
-        return _fail(runtime, error, 43)
-    except NoUsableCheckpoint as error:
-        return _fail(runtime, error, 44)
-    except (ValueError, CheckpointError) as error:
-        return _fail(runtime, error, 2)
-    except torch.OutOfMemoryError as error:
-        hint = "lower data.micro_batch, set run.recompute=full, or raise parallel.expert or pipeline"
-        return _fail(runtime, f"out of GPU memory: {hint} ({str(error).splitlines()[0]})", 1)
+    trainer = None
+    with StopSignal() as stop:
+        try:
+            runtime = start(
+                seed=cfg.run.seed, timeout=cfg.parallel.timeout, deterministic=cfg.run.deterministic
+            )
+            if cfg.run.device == "cuda" and runtime.device.type != "cuda":
+                raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
+            trainer = Trainer(cfg, runtime, stop)
+            trainer.fit()
+        except Exception as error:
+            rank = int(os.environ.get("RANK", "0"))
+            return give_up(error, stop, rank=rank, training=trainer is not None)
     stop_runtime()
     return 0
-
-
-def _fail(runtime: Runtime, error: object, code: int) -> int:
-    if runtime.is_main:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    return code

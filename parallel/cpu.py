@@ -31,8 +31,7 @@ class _Inert:
     def __enter__(self) -> "_Inert":
         return self
 
-    def __exit__(self, *exc: object) -> bool:
-        return False
+    def __exit__(self, *exc: object) -> None: ...
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -1,7 +1,7 @@
-"""Megatron-Core's data parallel wrapper, distributed optimizer, schedule and learning rate, as one object.
+"""Megatron-Core's data parallel wrapper, optimizer, schedule and learning rate, as one object.
 
-The engine owns everything between "micro-batches in" and "parameters updated". It knows nothing of the
-model but its chunks, and nothing of the loss but the function that returns it.
+The engine owns everything between "micro-batches in" and "parameters updated". It knows nothing of
+the model but its chunks, and nothing of the loss but the function that returns it.
 """
 
 import math
@@ -130,7 +130,7 @@ class Engine:
         """Run all micro-batches of a step; gradients are reduced when it returns.
 
         Args:
-            forward_step: (iterator, chunk) -> (output, loss function), as Megatron-Core's schedules call it.
+            forward_step: (iterator, chunk) -> (output, loss function), as the schedules call it.
             batches: one iterator of micro-batches per chunk.
             microbatches: micro-batches in the step.
             sequence: tokens in a sequence, whole.
@@ -138,7 +138,7 @@ class Engine:
             forward_only: validation.
 
         Returns:
-            What the loss function reported, one dict per micro-batch; empty but on the last pipeline stage.
+            What the loss function reported, one dict per micro-batch; empty but on the last stage.
         """
         return self._forward_backward(
             forward_step_func=forward_step,

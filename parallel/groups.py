@@ -1,7 +1,7 @@
 """Ranks -> process groups, through Megatron-Core's parallel state with parallel folding.
 
-Attention and dense layers see tensor x context x data x pipeline; expert layers see expert x expert-data
-x pipeline over the same ranks, with expert tensor parallelism fixed at 1.
+Attention and dense layers see tensor x context x data x pipeline; expert layers see expert x
+expert-data x pipeline over the same ranks, with expert tensor parallelism fixed at 1.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ def create(
         timeout: seconds before a collective that does not finish ends the run.
 
     Raises:
-        ValueError: the sizes do not divide the world (configs.validate says which override to change).
+        ValueError: the sizes do not divide the world (configs.validate names the override).
     """
     world = dist.get_world_size()
     stage = tensor * context

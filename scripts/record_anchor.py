@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Make or update a throughput record of ours: configs/anchors/NAME.yaml, from a metrics.jsonl.
 
-What was run is read from the command line that is given, what came out from steps 41-50 of the metrics.
-The two must agree: tokens per step, and TFLOP/s by moe.accounting. configs/records.py documents the fields.
+What was run is read from the command that is given, what came out from steps 41-50 of the metrics.
+The two must agree: tokens per step, and TFLOP/s by moe.accounting. configs/records.py documents the
+fields.
 """
 
 import argparse
@@ -87,6 +88,8 @@ def measured(args: argparse.Namespace) -> Own:
     ranks, overrides = launch(args.command)
     cfg = load(overrides)
     validate(cfg, ranks)
+    if cfg.run.steps != WINDOW[-1] or cfg.run.resume != "never":
+        raise ValueError("--command is not of 50 steps from scratch: use run=bench")
     gpus = re.fullmatch(r"(\d+) x \S.*", args.hardware)
     if gpus is None or int(gpus[1]) != ranks:
         raise ValueError(f'--hardware "{args.hardware}" must be "{ranks} x <GPU>", as the command')

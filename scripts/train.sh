@@ -5,8 +5,9 @@
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
 gpus=$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')
-if [ "$gpus" -eq 0 ]; then
-  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-fi
-exec "$bin/torchrun" --nproc-per-node "$([ "$gpus" -gt 0 ] && echo "$gpus" || echo 2)" \
-  --rdzv-backend c10d --rdzv-endpoint localhost:0 train.py "$@"
+ranks=$((gpus > 0 ? gpus : 2))
+# Mistakes end here, with a line each, and not in the launcher's report.
+WORLD_SIZE=$ranks "$bin/python" train.py --check "$@"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$bin/torchrun" --nproc-per-node "$ranks" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
+  train.py "$@"

@@ -1,0 +1,97 @@
+"""How a run ends that cannot go on: one message, from one rank, and an exit code.
+
+What is wrong on all ranks is told by rank 0. A rank that fails alone tells it itself; the launcher
+then signals the others, whose collectives break or never end, and they leave without a word. So a
+rank waits a moment for that signal before it speaks, unless its message is certainly the first.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+from configs.validate import ConfigError
+from kernels.registry import KernelUnavailable
+from moe.cache import DataError
+from parallel.checkpoint import CheckpointError, NoUsableCheckpoint
+from parallel.drift import CheckpointMismatch
+from parallel.engine import Diverged
+from parallel.runtime import StopSignal
+
+_INPUT = (ConfigError, KernelUnavailable, DataError, CheckpointMismatch, CheckpointError)
+_GRACE = 5.0  # seconds in which a launcher surely signals the ranks that are left
+
+
+def give_up(error: Exception, stop: StopSignal, *, rank: int, training: bool) -> int:
+    """Tell why this rank ends, once for all ranks; to be called where `error` is handled.
+
+    Args:
+        error: what was raised.
+        stop: active, to notice the launcher's signal.
+        rank: of this process.
+        training: whether the first step had been reached; before it, every ValueError is about
+            the configuration.
+
+    Returns:
+        The exit code; train.py lists them.
+    """
+    code, text = _verdict(error, training)
+    lost = _lost_others(error)
+    if (rank or lost) and _signalled(stop):
+        return code
+    if lost:
+        text = f"error: the other ranks are gone: {_first_line(error)}"
+    if rank:
+        text += f" (rank {rank})"
+    print(text, file=sys.stderr, flush=True)
+    _tell_launcher(text)
+    return code
+
+
+def _verdict(error: Exception, training: bool) -> tuple[int, str]:
+    if isinstance(error, Diverged):
+        return 43, f"error: {error}"
+    if isinstance(error, NoUsableCheckpoint):
+        return 44, f"error: {error}"
+    if isinstance(error, _INPUT) or (isinstance(error, ValueError) and not training):
+        return 2, f"error: {error}"
+    if isinstance(error, torch.OutOfMemoryError):
+        hint = "lower data.micro_batch, set run.recompute=full, or raise parallel.expert or pipeline"
+        return 1, f"error: out of GPU memory: {hint} ({_first_line(error)})"
+    return 1, "".join(traceback.format_exception(error)).rstrip()
+
+
+def _lost_others(error: Exception) -> bool:
+    """Whether a collective failed under this rank: gloo raises RuntimeErrors that only name it."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
+
+
+def _signalled(stop: StopSignal) -> bool:
+    """Wait for the launcher to signal this rank, which it does when another one has ended."""
+    until = time.monotonic() + _GRACE
+    while stop.received is None and time.monotonic() < until:
+        time.sleep(0.05)
+    return stop.received is not None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]
+
+
+def _tell_launcher(text: str) -> None:
+    """Leave the message where torchrun looks for it, so that its report ends with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    about = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": about}}, file)
+    except OSError:
+        pass  # the message has been printed

@@ -1,0 +1,252 @@
+"""Throughput records: the schema, their arithmetic, and the script that writes our own."""
+
+import json
+import math
+import statistics
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import records
+from configs.load import load
+from configs.records import Own, Published, Record, launch, own, published, table
+from configs.schema import Config
+from configs.validate import data_parallel_size, expert_parallel_size, validate
+from moe.accounting import flops_per_token
+from scripts import record_anchor
+
+PUBLISHED, OWN = published(), own()
+COMMAND = "torchrun --nproc-per-node 2 train.py model=tiny run=bench run.device=cpu kernels=torch"
+
+
+def check_shared(record: Record) -> None:
+    """What every record must keep."""
+    assert int(record.hardware.split(" x ")[0]) == record.gpus
+    assert record.routing in ("natural", "forced")
+    assert record.data in ("real", "mock")
+    assert record.dtype in ("bf16", "fp32")
+    assert date(2025, 1, 1) < date.fromisoformat(record.date)
+
+
+def configured(record: Own) -> Config:
+    ranks, overrides = launch(record.command)
+    cfg = load(overrides)
+    validate(cfg, ranks)
+    assert ranks == record.gpus
+    return cfg
+
+
+@pytest.mark.parametrize("record", PUBLISHED, ids=lambda r: f"{r.model}-{r.system}-{r.gpus}")
+def test_published_rates_by_our_convention(record: Published) -> None:
+    check_shared(record)
+    assert record.source.startswith("https://")
+    model = load([f"model={record.model}", *record.overrides]).model
+    flops = flops_per_token(model, record.sequence_length)
+    ours = record.tokens_per_second_per_gpu * flops / 1e12
+    assert record.tflops_per_gpu == pytest.approx(ours, rel=0.01)
+    if record.tflops_per_gpu_printed != pytest.approx(ours, rel=0.02):
+        assert "rinted FLOPs" in record.note, "the note must say why the source prints another rate"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_record_is_what_its_command_runs(name: str) -> None:
+    record = OWN[name]
+    check_shared(record)
+    cfg = configured(record)
+    ranks, data = record.gpus, cfg.data
+    assert record.model == cfg.model.name
+    assert (record.sequence_length, record.micro_batch, record.global_batch) == (
+        data.sequence_length,
+        data.micro_batch,
+        data.global_batch,
+    )
+    assert record.routing == ("forced" if cfg.model.moe.router.force_balance else "natural")
+    assert record.data == ("mock" if data.source == "synthetic" else "real")
+    assert record.dtype == cfg.run.precision
+    assert f"EP{expert_parallel_size(cfg, ranks)} DP{data_parallel_size(cfg, ranks)}" in (
+        record.layout
+    )
+    assert cfg.run.steps == 50 and cfg.run.resume == "never"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_numbers_fit_together(name: str) -> None:
+    record = OWN[name]
+    cfg = configured(record)
+    rate = record.tokens_per_second_per_gpu
+    flops = flops_per_token(cfg.model, cfg.data.sequence_length)
+    assert record.tflops_per_gpu == pytest.approx(rate * flops / 1e12, rel=0.01)
+    tokens = cfg.data.global_batch * cfg.data.sequence_length
+    assert rate * record.step_time * record.gpus == pytest.approx(tokens, rel=0.01)
+    assert 0 <= record.tokens_per_second_per_gpu_sd < rate
+    assert 0 < record.loss_at_50 < math.log(cfg.model.vocab_size)
+    assert 1 <= record.load_max_at_50 <= cfg.model.moe.experts / cfg.model.moe.top_k
+    assert record.peak_memory_gib > 0
+    assert {"torch", "megatron-core"} <= set(record.versions)
+
+
+def test_every_file_is_a_record() -> None:
+    files = {path.name for path in records.FOLDER.iterdir()}
+    assert files == {"published.yaml", *(f"{name}.yaml" for name in OWN)}
+
+
+def test_table_has_a_row_for_each() -> None:
+    text = table([*PUBLISHED, *OWN.values()])
+    assert len(text.splitlines()) == 2 + len(PUBLISHED) + len(OWN)
+    assert "| gpt_oss_20b | Automodel | 8 x H100 | bf16 | forced | mock | 13,058 | 299 |" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks", "overrides"),
+    [
+        ("torchrun --nproc-per-node 8 train.py run=bench a=1", 8, ["run=bench", "a=1"]),
+        ("torchrun --nnodes=4 --nproc_per_node=8 train.py", 32, []),
+        (
+            ".venv/bin/torchrun --nnodes 2 --nproc-per-node 4 \\\n train.py 'x=[1,2]'",
+            8,
+            ["x=[1,2]"],
+        ),
+        ("python train.py run.steps=2  # a remark", 1, ["run.steps=2"]),
+    ],
+)
+def test_launch(command: str, ranks: int, overrides: list[str]) -> None:
+    assert launch(command) == (ranks, overrides)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("bash scripts/train.sh", "no train.py"),
+        ("torchrun --nproc-per-node auto train.py", "--nproc-per-node N"),
+        ("torchrun train.py", "--nproc-per-node N"),
+    ],
+)
+def test_launch_that_says_too_little(command: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch(command)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("gpus: many", "published.yaml, record 1: .*many"),
+        ("tokens_per_secnd: 3", "published.yaml, record 1: .*tokens_per_secnd"),
+        ("model: null", "published.yaml, record 1: "),
+    ],
+)
+def test_a_record_that_does_not_fit(change: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "published.yaml").write_text(f"- {change}\n")
+    with pytest.raises(ValueError, match=message):
+        published(tmp_path)
+
+
+def test_a_record_with_a_field_missing(tmp_path: Path) -> None:
+    (tmp_path / "own_x.yaml").write_text("model: tiny\n")
+    with pytest.raises(ValueError, match="own_x.yaml: .*system"):
+        own(tmp_path)
+
+
+# --- scripts/record_anchor.py ---------------------------------------------------------------------
+
+
+def metrics(path: Path, *, model: str = "tiny", steps: int = 50, **change: Any) -> Path:
+    """A metrics.jsonl as a run of COMMAND on two GPUs would write it, with a wavering clock."""
+    cfg = load([f"model={model}"])
+    tokens = cfg.data.global_batch * cfg.data.sequence_length / 2
+    lines = [{"event": "saved", "at": 0}]
+    for step in range(1, steps + 1):
+        seconds = 0.5 + 0.01 * (step % 3) + (20 if step == 1 else 0)
+        rate = tokens / seconds
+        lines.append(
+            {
+                "step": step,
+                "loss": 6 - step / 10,
+                "step_time": seconds,
+                "tokens_per_second_per_gpu": rate,
+                "tflops_per_gpu": rate * flops_per_token(cfg.model, 256) / 1e12,
+                "load_max": 1.25,
+                "dead_experts": 3,
+                "reruns": 2,
+                "memory": 70 + min(step, 45) / 10,
+                "memory_total": 139.8,
+                "time": 1795203815.0,
+            }
+        )
+    lines = [{k: v for k, v in (line | change).items() if v is not None} for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def record(tmp_path: Path, metrics_file: Path, *more: str, **change: str) -> int:
+    options = {"name": "own_tiny", "hardware": "2 x H200", "command": COMMAND, "commit": "abc123+"}
+    flags = [f"--{name}={value}" for name, value in (options | change).items()]
+    return record_anchor.main([f"--metrics={metrics_file}", f"--folder={tmp_path}", *flags, *more])
+
+
+def test_recorded_numbers_are_those_of_steps_41_to_50(tmp_path: Path) -> None:
+    source = metrics(tmp_path / "metrics.jsonl")
+    assert record(tmp_path, source, "--version=torch=2.11.0+cu130", "--note=First.") == 0
+    made = own(tmp_path)["own_tiny"]
+    times = [0.5 + 0.01 * (step % 3) for step in range(41, 51)]
+    rates = [32 * 256 / 2 / t for t in times]
+    assert made.step_time == pytest.approx(statistics.fmean(times), rel=1e-5)
+    assert made.step_time_sd == pytest.approx(statistics.stdev(times), rel=1e-2)
+    assert made.tokens_per_second_per_gpu == pytest.approx(statistics.fmean(rates), rel=1e-5)
+    assert made.tokens_per_second_per_gpu_sd == pytest.approx(statistics.stdev(rates), rel=1e-2)
+    assert (made.loss_at_50, made.load_max_at_50, made.dead_experts_at_50) == (1.0, 1.25, 3)
+    assert (made.reruns, made.peak_memory_gib, made.gpus) == (2, 74.5, 2)
+    assert (made.model, made.system, made.routing) == ("tiny", "Phalanx, experts torch", "natural")
+    assert (made.layout, made.data) == ("TP1 CP1 PP1 VP1 EP2 DP2", "real")
+    assert made.versions == {"torch": "2.11.0+cu130"}
+    assert (made.date, made.commit, made.command) == ("2026-11-20", "abc123+", COMMAND)
+    assert made.note == "First."
+
+
+def test_a_record_is_replaced(tmp_path: Path) -> None:
+    source = metrics(tmp_path / "metrics.jsonl")
+    assert record(tmp_path, source) == record(tmp_path, source, "--note=Second.") == 0
+    made = own(tmp_path)
+    assert [made["own_tiny"].note] == ["Second."] and len(made) == 1
+    assert made["own_tiny"].versions["megatron-core"] == "0.19.2"
+
+
+def test_command_names_what_differs_from_the_model(tmp_path: Path) -> None:
+    source = metrics(tmp_path / "metrics.jsonl")
+    changed = f"{COMMAND} model.moe.router.force_balance=true data=synthetic"
+    assert record(tmp_path, source, command=changed) == 0
+    made = own(tmp_path)["own_tiny"]
+    assert made.overrides == ["model.moe.router.force_balance=true"]
+    assert (made.routing, made.data) == ("forced", "mock")
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({}, {"name": "tiny"}, "--name tiny: letters, digits and _ after own_"),
+        ({}, {"hardware": "8 x H200"}, 'must be "2 x <GPU>"'),
+        ({}, {"command": "torchrun --nproc-per-node 2 train.py model=tny"}, "did you mean"),
+        ({}, {"command": f"{COMMAND} parallel.expert=3"}, "set parallel.expert=2"),
+        ({}, {"command": f"{COMMAND} run.steps=100"}, "use run=bench"),
+        ({}, {"command": f"{COMMAND} data.global_batch=64"}, "metrics are of another run"),
+        ({"model": "tiny_deepseek"}, {}, "metrics are of another run"),
+        ({"steps": 47}, {}, "lacks steps 48, 49, 50"),
+        ({"memory_total": None}, {}, "without a GPU"),
+    ],
+)
+def test_what_does_not_fit_is_not_recorded(
+    change: dict[str, Any],
+    options: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert record(tmp_path, metrics(tmp_path / "metrics.jsonl", **change), **options) == 2
+    assert message in capsys.readouterr().err
+    assert own(tmp_path) == {}
+
+
+def test_metrics_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert record(tmp_path, tmp_path / "none.jsonl") == 2
+    assert "none.jsonl" in capsys.readouterr().err

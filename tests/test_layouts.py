@@ -1,0 +1,240 @@
+"""Every layout computes the training of one process: same weights to start with, same losses.
+
+fp32 on gloo, through the trainer. All layouts draw the same weights, read the same micro-batches,
+and must agree with one process in losses, gradient norm, expert load and balance of every step, and
+in every weight and router bias after the last.
+
+aux_loss and z_loss are means over a micro-batch: they agree because data.micro_batch is the same on
+all layouts, and data.Loader then deals out the same micro-batches. global_aux_loss also sees how
+many micro-batches came before on all replicas, so layouts of one replica are compared in it.
+seq_aux_loss is the one that does not depend on how a batch is cut.
+"""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.training import Trained, trained
+
+pytestmark = pytest.mark.dist
+
+# A reordered sum of some thousand fp32 terms moves by a few units of 2**-24 = 6e-8. Losses are such
+# sums; gradient norms are sums of squares of what came back through all layers. After some steps
+# 1e-7 and 3e-6 are seen; weight decay on expert biases by mistake shows with 2e-5 and 4e-4.
+LOSS, NORM = 2e-6, 2e-5
+# Of the change of a weight, plus some roundings of the weight itself.
+CHANGE, WEIGHT = 1e-4, 3e-7
+
+TRAINING = [
+    "run.precision=fp32",
+    "run.steps=3",
+    # Rounding must not change a choice of experts. With this seed the last expert chosen and the
+    # first one left out are never closer than 5e-5 of the largest score.
+    "run.seed=3",
+    "data.sequence_length=16",
+    "data.micro_batch=1",
+    "data.global_batch=4",
+    "optim.lr=3e-2",
+    "optim.warmup_steps=0",
+    "optim.schedule=constant",
+    # Adam divides a gradient by its size, which makes a whole step of the rounding of a zero. With
+    # eps above most gradients an update is nearly linear in them: errors and wrong factors show.
+    "optim.eps=1e-2",
+    "parallel.capacity_factor=16",
+]
+SMALL = [
+    "model.vocab_size=64",
+    "model.hidden=32",
+    "model.dense_ffn=48",
+    "model.layers=2",
+    "model.moe.ffn=16",
+    "model.init_std=0.1",
+]
+TINY = [
+    *["model=tiny", *TRAINING, *SMALL],
+    "model.attention.head_dim=8",
+    "model.moe.router.z_loss=1e-2",
+]
+GPT_OSS = [
+    *["model=tiny_gpt_oss", *TRAINING, *SMALL],
+    "model.attention.head_dim=8",
+    "model.attention.window=6",
+]
+DEEPSEEK = [
+    *["model=tiny_deepseek", *TRAINING, *SMALL],
+    "model.attention.q_lora_rank=16",
+    "model.attention.kv_lora_rank=12",
+    "model.attention.qk_nope_dim=8",
+    "model.attention.qk_rope_dim=4",
+    "model.attention.v_dim=8",
+    "model.moe.ffn=8",
+    "model.moe.shared_ffn=16",
+]
+MODELS = {
+    "tiny": TINY,
+    "gpt_oss": GPT_OSS,
+    "deepseek": DEEPSEEK,
+    "gpt_oss_4": [*GPT_OSS, "model.layers=4"],
+    "deepseek_4": [*DEEPSEEK, "model.layers=4"],
+    "deepseek_tied": [*DEEPSEEK, "model.tie_embeddings=true"],
+    "balanced": [
+        *TINY,
+        "model.moe.router.seq_aux_loss=1e-2",
+        "model.moe.router.global_aux_loss=1e-2",
+    ],
+}
+
+DP = "parallel.expert=1"
+EP2, EP4 = "parallel.expert=2", "parallel.expert=4"
+TP2, PP2, CP2 = "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2"
+VP2 = "parallel.virtual_pipeline=2"
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "dp2": (2, [DP]),
+    "ep2": (2, [EP2]),
+    "pp2": (2, [PP2]),
+    "pp2_vp2": (2, [PP2, VP2]),
+    "tp2": (2, [TP2, DP]),
+    "tp2_ep2": (2, [TP2, EP2]),
+    "cp2": (2, [CP2, DP]),
+    "cp2_ep2": (2, [CP2, EP2, "kernels.attention=reference"]),
+    "ep4": (4, [EP4]),
+    "ep2_edp2": (4, [EP2]),
+    "pp2_ep2": (4, [PP2, EP2]),
+    "tp2_pp2": (4, [TP2, PP2, EP2]),
+    "tp2_cp2": (4, [TP2, CP2, EP4]),
+    # Multi-token prediction on a stage of its own, which holds a copy of the embedding.
+    "pp4_mtp": (4, ["parallel.pipeline=4", "parallel.pipeline_layout='Et|t|m|L'"]),
+}
+CASES = {
+    "dp2": ["deepseek"],
+    "ep2": ["tiny", "gpt_oss", "deepseek"],
+    "pp2": ["balanced", "gpt_oss", "deepseek_tied"],
+    "pp2_vp2": ["gpt_oss_4", "deepseek_4"],
+    "tp2": ["gpt_oss"],
+    "tp2_ep2": ["balanced", "gpt_oss", "deepseek"],
+    "cp2": ["gpt_oss"],
+    "cp2_ep2": ["balanced", "deepseek"],
+    "ep4": ["tiny", "gpt_oss"],
+    "ep2_edp2": ["deepseek"],
+    "pp2_ep2": ["gpt_oss", "deepseek"],
+    "tp2_pp2": ["deepseek"],
+    "tp2_cp2": ["gpt_oss"],
+    "pp4_mtp": ["deepseek", "deepseek_tied"],
+}
+
+Alone = Callable[..., Trained]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    """The run of some overrides in one process, trained once for all tests."""
+    return functools.cache(lambda *overrides: trained(1, overrides))
+
+
+def results(run: Trained) -> dict[str, list[float]]:
+    """What a run's records say of the training, and not of its speed."""
+    names = {"loss", "mtp_loss", "grad_norm", "lr", "load_max", "load_p95", "dead_experts"}
+    recorded = (k for k in run.steps[0] if k in names or k.startswith("balance/"))
+    return {**{name: run.series(name) for name in recorded}, "valid_loss": [run.valid_loss]}
+
+
+def agree(run: Trained, expected: Trained) -> None:
+    """Same weights to start with; same training, within rounding."""
+    assert run.before.keys() == expected.before.keys()
+    for key, weight in expected.before.items():
+        assert torch.equal(run.before[key], weight), f"{key} starts with other values"
+    found = results(run)
+    for name, values in results(expected).items():
+        bound = NORM if name == "grad_norm" else LOSS
+        assert found.pop(name) == pytest.approx(values, rel=bound), name
+    assert not found
+    for key, weight in expected.after.items():
+        change = (weight - expected.before[key]).norm()
+        error = (run.after[key] - weight).norm()
+        assert error <= CHANGE * change + WEIGHT * weight.norm(), f"{key}: {error / change:.1e}"
+        if key.endswith("expert_bias"):
+            assert change > 0 and torch.equal(run.after[key], weight), key
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [(layout, name) for layout, names in CASES.items() for name in names]
+)
+def test_layout_agrees_with_one_process(layout: str, name: str, alone: Alone) -> None:
+    world, overrides = LAYOUTS[layout]
+    agree(trained(world, [*MODELS[name], *overrides]), alone(*MODELS[name]))
+
+
+def test_training_changes_what_is_compared(alone: Alone) -> None:
+    """Losses move, gradients are clipped, and every weight is trained."""
+    for name in ("tiny", "gpt_oss", "deepseek"):
+        run = alone(*MODELS[name])
+        assert max(run.series("loss")) / min(run.series("loss")) - 1 > 1000 * LOSS
+        assert min(run.series("grad_norm")) > 1  # the limit: every step depends on the norm
+        for key, weight in run.before.items():
+            assert not torch.equal(run.after[key], weight), key
+
+
+# --- the same training cut or run otherwise -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (1, ["parallel.distributed_optimizer=false"]),
+        (2, [EP2, "parallel.distributed_optimizer=false"]),
+        (2, [EP2, "parallel.overlap=false"]),
+        (2, [PP2, "parallel.distributed_optimizer=false", "parallel.overlap=false"]),
+    ],
+)
+def test_sharding_and_overlap_change_nothing(
+    world: int, overrides: list[str], alone: Alone
+) -> None:
+    agree(trained(world, [*TINY, *overrides]), alone(*TINY))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradient_accumulation_changes_nothing(world: int, alone: Alone) -> None:
+    """Four micro-batches of one sequence, or one of as many as a rank has."""
+    whole = [*DEEPSEEK, f"data.micro_batch={4 // world}"]
+    agree(trained(world, whole), alone(*DEEPSEEK))
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt_oss", "deepseek"])
+@pytest.mark.parametrize(
+    ("backend", "world", "overrides"),
+    [
+        ("reference", 1, []),
+        ("reference", 2, [EP2]),
+        ("megatron", 1, []),
+        ("megatron", 2, [EP2]),
+        ("megatron", 2, [TP2, EP2]),
+    ],
+)
+def test_expert_backends_agree(
+    name: str, backend: str, world: int, overrides: list[str], alone: Alone
+) -> None:
+    """With kernels.backend=torch, from the same weights under the same checkpoint keys."""
+    chosen = [*MODELS[name], *overrides, f"kernels.backend={backend}"]
+    agree(trained(world, chosen), alone(*MODELS[name], "kernels.backend=torch"))
+
+
+# --- overflow -------------------------------------------------------------------------------------
+
+# Enough tokens that the balanced load is several of the tiles that rows are kept in.
+CROWDED = ["data.sequence_length=64", "data.micro_batch=4", "data.global_batch=8"]
+
+
+@pytest.mark.parametrize(("layout", "name"), [("ep2", "tiny"), ("pp2_ep2", "deepseek")])
+def test_steps_that_overflow_are_run_again(layout: str, name: str) -> None:
+    """With no spare rows, training is what it is with enough of them, bit for bit."""
+    world, overrides = LAYOUTS[layout]
+    tight, loose = (
+        trained(world, [*MODELS[name], *CROWDED, *overrides, f"parallel.capacity_factor={factor}"])
+        for factor in (1, 16)
+    )
+    assert tight.steps[0]["reruns"] > 0 and loose.steps[-1]["reruns"] == 0
+    assert results(tight) == results(loose)
+    for key, weight in loose.after.items():
+        assert torch.equal(tight.after[key], weight), key
