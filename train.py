@@ -1,7 +1,7 @@
 """Train a mixture-of-experts model: `torchrun --nproc-per-node N train.py [overrides]`.
 
-Exit codes: 0 done or stopped by a signal after a checkpoint, 1 unexpected error, 2 bad configuration or
-input, 43 diverged (loss or gradients not finite), 44 no usable checkpoint.
+Exit codes: 0 done or stopped by a signal after a checkpoint, 1 unexpected error, 2 bad
+configuration or input, 43 diverged (loss or gradients not finite), 44 no usable checkpoint.
 """
 
 import logging

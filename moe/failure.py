@@ -60,7 +60,7 @@ def _verdict(error: Exception, training: bool) -> tuple[int, str]:
     if isinstance(error, _INPUT) or (isinstance(error, ValueError) and not training):
         return 2, f"error: {error}"
     if isinstance(error, torch.OutOfMemoryError):
-        hint = "lower data.micro_batch, set run.recompute=full, or raise parallel.expert or pipeline"
+        hint = "lower data.micro_batch, set run.recompute=full, or raise parallel.expert"
         return 1, f"error: out of GPU memory: {hint} ({_first_line(error)})"
     return 1, "".join(traceback.format_exception(error)).rstrip()
 

@@ -1,8 +1,9 @@
 """Initial weights that do not depend on the layout.
 
-Every parameter is drawn from a generator seeded by (seed, its global checkpoint key), as a whole, and each
-rank keeps its slice. So any tensor, pipeline, expert or data parallel layout, and every expert backend,
-starts from the same model. The walk is over `sharded_state_dict`, the one place that knows global names.
+Every parameter is drawn from a generator seeded by (seed, its global checkpoint key), as a whole,
+and each rank keeps its slice. So any tensor, pipeline, expert or data parallel layout, and every
+expert backend, starts from the same model. The walk is over `sharded_state_dict`, the one place
+that knows global names.
 """
 
 import hashlib
@@ -53,8 +54,8 @@ def _fill(shard: ShardedTensor, seed: int, std: float, layers: int) -> None:
     if shard.key.endswith(_ZERO):
         data.zero_()
         return
-    # Prepended axes (layers, one-parameter experts) index tensors of their own; so does the first axis of
-    # a parameter that stacks experts.
+    # Prepended axes (layers, one-parameter experts) index tensors of their own; so does the first
+    # axis of a parameter that stacks experts.
     index = tuple(shard.global_offset[:axes])
     rank = len(shard.global_shape) - axes
     if rank == 1:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a table with a row per logged step, events, and a summary at the end.
+"""What a person sees of a run: a table with a row per logged step, events, a closing summary.
 
 The trainer hands over one flat record per logged step. The console shows what a person watches and
 leaves out what is unknown; metrics.jsonl and the sinks (moe.sinks) get all of it. Only the main
@@ -179,7 +179,7 @@ def heading(record: dict[str, Any], steps: int) -> str:
         (c.name.replace("gpu", "rank") if rank else c.name).rjust(_width(c, rank))
         for c in _columns(record)
     ]
-    return "  ".join(["step".rjust(2 * len(str(steps)) + 1), *names, "eta".rjust(6)])
+    return "  ".join([_step("step", steps), *names, "eta".rjust(6)])
 
 
 def line(record: dict[str, Any], steps: int, eta: float | None = None) -> str:
@@ -194,8 +194,12 @@ def line(record: dict[str, Any], steps: int, eta: float | None = None) -> str:
     """
     rank = not _on_gpu(record)
     values = [f"{record[c.key]:{_width(c, rank)}{c.form}}" for c in _columns(record)]
-    step = f"{record['step']:>{len(str(steps))}}/{steps}"
+    step = _step(f"{record['step']}/{steps}", steps)
     return "  ".join([step, *values, "" if eta is None else duration(eta).rjust(6)]).rstrip()
+
+
+def _step(text: str, steps: int) -> str:
+    return text.rjust(max(4, 2 * len(str(steps)) + 1))
 
 
 def _columns(record: dict[str, Any]) -> list[_Column]:

@@ -1,4 +1,8 @@
-"""torch.profiler over a window of steps, with the named ranges of the data flow (moe/route, moe/experts, ...)."""
+"""torch.profiler over a window of steps.
+
+The code names the stages of the data flow with `record_function`: data, moe/route, moe/dispatch,
+moe/experts, moe/combine, attention/core, optimizer, checkpoint. The trace shows them.
+"""
 
 import os
 from collections.abc import Callable

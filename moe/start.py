@@ -1,7 +1,7 @@
 """The page a run starts with: what is trained, on what, with which kernels, from where."""
 
-import platform
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def describe(job: Job, resumed: str, loader: Loader) -> str:
     tokens = cfg.data.global_batch * cfg.data.sequence_length
     facts = [
         ("run", f"{cfg.run.dir}/{cfg.run.name}, {resumed}"),
-        ("code", f"git {revision()}, torch {torch.__version__}, Python {platform.python_version()}"),
+        ("code", f"git {revision()}, torch {torch.__version__}, Python {sys.version.split()[0]}"),
         ("device", f"{world} x {device(job.runtime.device)}, {cfg.run.precision}"),
         (
             "model",
@@ -33,8 +33,8 @@ def describe(job: Job, resumed: str, loader: Loader) -> str:
         (
             "data",
             f"{cfg.data.source}, sequence {cfg.data.sequence_length}, batch "
-            f"{cfg.data.global_batch} = {cfg.data.micro_batch} x {loader.micro_batches} micro-batches "
-            f"x {job.data_parallel} ranks",
+            f"{cfg.data.global_batch} = {cfg.data.micro_batch} x {loader.micro_batches} "
+            f"micro-batches x {job.data_parallel} ranks",
         ),
         ("length", f"{cfg.run.steps} steps, {count(tokens * cfg.run.steps)} tokens"),
     ]
@@ -45,7 +45,7 @@ def describe(job: Job, resumed: str, loader: Loader) -> str:
 
 
 def revision() -> str:
-    """Short commit of the working tree, with a + if it has changes; `unknown` outside a repository."""
+    """Short commit, with a + if the working tree has changes; `unknown` outside a repository."""
     here = Path(__file__).resolve().parent
 
     def git(*args: str) -> str:

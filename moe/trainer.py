@@ -1,8 +1,8 @@
 """The training loop: data -> forward and backward -> update -> report -> checkpoint.
 
-The host reads from the device after the backward only: loss, whether any rank was asked to stop, and overflow
-of the expert row budget. A step that overflowed is run again with more rows; a step that is not finite ends the run
-before the parameters are touched.
+The host reads from the device after the backward only: loss, whether any rank was asked to stop,
+and overflow of the expert row budget. A step that overflowed is run again with more rows; a step
+that is not finite ends the run before the parameters are touched.
 """
 
 import gc
@@ -23,10 +23,10 @@ from torch.profiler import record_function
 from configs.schema import Config
 from configs.validate import ConfigError
 from moe import balance
-from moe.accounting import flops_per_token, peak_tflops
 from moe.data import Loader, build_datasets
 from moe.failure import give_up
 from moe.metrics import Metrics
+from moe.pace import Pace
 from moe.profile import Profiler
 from moe.setup import Job, setup
 from moe.start import describe
@@ -68,8 +68,7 @@ class Trainer:
         )
         self.resumed = self._resume()
         self.metrics = self._metrics()
-        self._flops = flops_per_token(cfg.model, cfg.data.sequence_length)
-        self._peak = peak_tflops(runtime.device, cfg.run.precision)
+        self.pace = Pace(cfg, runtime)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -85,8 +84,10 @@ class Trainer:
             self.metrics.text(describe(self.job, self.resumed, self.loader))
         self.job.engine.train()
         try:
-            with _no_gc(), self._profiler() as profiler:
-                self._restart_clock()
+            run, main = self.cfg.run, self.runtime.is_main
+            profiled = Profiler(run.profile, self.folder, main, self.step, self.metrics.event)
+            with _no_gc(), profiled as profiler:
+                self.pace.restart(self.step)
                 saved = self._steps(profiler)
         except Diverged:
             self.checkpoints.close()  # one may be on its way
@@ -112,11 +113,11 @@ class Trainer:
                 gc.collect()
             if run.eval_interval and self.step % run.eval_interval == 0:
                 self.metrics.log({"step": self.step, "valid_loss": self.validate()})
-                self._restart_clock()
+                self.pace.restart(self.step)
             if run.save_interval > 0 and self.step % run.save_interval == 0:
                 self._save()
                 saved = self.step
-                self._restart_clock()
+                self.pace.restart(self.step)
             if stopping:
                 self.metrics.event(f"stopping after step {self.step}: a signal asked for it")
                 break
@@ -124,20 +125,12 @@ class Trainer:
 
     def _train_step(self) -> bool:
         """One optimizer step; True if a rank was asked to stop."""
-        engine, job = self.job.engine, self.job
+        engine = self.job.engine
         began = time.perf_counter()
         with record_function("data"):
             batches = self.loader.next_step()
         waited = time.perf_counter() - began
-        before = balance.snapshot(engine.modules)
-        while True:
-            engine.zero_grad()
-            reports = self._forward_backward(batches)
-            loss, mtp_loss, stopping = self._totals(reports)
-            if not job.budget.overflowed(torch.distributed.group.WORLD):
-                break
-            job.budget.grow()
-            balance.restore(engine.modules, before)
+        loss, mtp_loss, stopping = self._run_until_it_fits(batches)
         if not math.isfinite(loss):
             raise Diverged(
                 f"the loss of step {self.step + 1} is {loss}; the parameters are unchanged"
@@ -151,6 +144,21 @@ class Trainer:
                 record["mtp_loss"] = mtp_loss
             self._log(record)
         return stopping
+
+    def _run_until_it_fits(
+        self, batches: list[Batch], forward_only: bool = False
+    ) -> tuple[float, float, bool]:
+        """Forward and backward of a step, again while experts need more rows than they have."""
+        engine, budget = self.job.engine, self.job.budget
+        before = balance.snapshot(engine.modules)
+        while True:
+            if not forward_only:
+                engine.zero_grad()
+            totals = self._totals(self._forward_backward(batches, forward_only))
+            if not budget.overflowed(torch.distributed.group.WORLD):
+                return totals
+            budget.grow()
+            balance.restore(engine.modules, before)
 
     def _forward_backward(self, batches: list[Batch], forward_only: bool = False) -> list[Any]:
         data = self.cfg.data
@@ -193,13 +201,7 @@ class Trainer:
         losses = []
         with torch.no_grad(), record_function("validation"):
             for _ in range(self.cfg.run.eval_batches):
-                batches = loader.next_step()
-                while True:
-                    loss = self._totals(self._forward_backward(batches, True))[0]
-                    if not self.job.budget.overflowed(torch.distributed.group.WORLD):
-                        break
-                    self.job.budget.grow()
-                losses.append(loss)
+                losses.append(self._run_until_it_fits(loader.next_step(), forward_only=True)[0])
         engine.train()
         loader.close()
         return sum(losses) / len(losses)
@@ -216,25 +218,14 @@ class Trainer:
         )
 
     def _log(self, record: dict[str, Any]) -> None:
-        data, world = self.cfg.data, self.runtime.world
-        # Reads from the device, so the clock below has seen the whole of every step since the last line.
         engine = self.job.engine
+        # Reads from the device: the clock below has seen the whole of every step until here.
         load = balance.collect(engine.modules, engine.config, self.job.groups.pg)
         balance.reset(engine.modules)
-        seconds = (time.perf_counter() - self._since) / (self.step - self._timed)
-        self._restart_clock()
-        tokens = data.global_batch * data.sequence_length / seconds / world
-        record |= {
-            "step": self.step,
-            "step_time": seconds,
-            "tokens_per_second_per_gpu": tokens,
-            "tflops_per_gpu": tokens * self._flops / 1e12,
-            "reruns": self.job.budget.reruns,
-        }
+        record |= {"step": self.step, "reruns": self.job.budget.reruns}
+        record |= self.pace.rates(self.step)
         record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
         record |= {f"balance/{name}": value for name, value in load.losses.items() if value}
-        if self._peak:
-            record["mfu"] = record["tflops_per_gpu"] / self._peak
         self.metrics.log(record)
 
     def _metrics(self) -> Metrics:
@@ -251,14 +242,6 @@ class Trainer:
         assert metrics is not None
         return metrics
 
-    def _profiler(self) -> Profiler:
-        run, main = self.cfg.run, self.runtime.is_main
-        return Profiler(run.profile, self.folder, main, self.step, self.metrics.event)
-
-    def _restart_clock(self) -> None:
-        """Time steps from now on; validation and checkpoints are not counted."""
-        self._since, self._timed = time.perf_counter(), self.step
-
     def _state(self) -> dict[str, Any]:
         return {"config": asdict(self.cfg), "step": self.step, "data": self.loader.state_dict()}
 
@@ -268,7 +251,8 @@ class Trainer:
             self.checkpoints.save(
                 self.step, engine.chunks, engine.optimizer, engine.scheduler, self._state()
             )
-        self.metrics.event(f"saved checkpoint of step {self.step} to {self.checkpoints.folder}")
+        how = "saving in the background" if self.cfg.run.async_save else "saved"
+        self.metrics.event(f"{how}: checkpoint of step {self.step} in {self.checkpoints.folder}")
         gc.collect()
 
     def _resume(self) -> str:

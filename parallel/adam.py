@@ -1,7 +1,8 @@
-"""AdamW with the state layout that Megatron-Core's distributed optimizer checkpoints: `step` lives in the group.
+"""AdamW as Megatron-Core's distributed optimizer checkpoints it: `step` lives in the group.
 
-Used where Transformer Engine's FusedAdam is absent. With torch.optim.AdamW Megatron-Core 0.19.2 shares one
-loaded `step` tensor among all parameters, which then counts once per parameter, so a resumed run is not exact.
+Used where Transformer Engine's FusedAdam is absent. With torch.optim.AdamW Megatron-Core 0.19.2
+shares one loaded `step` tensor among all parameters, which then counts once per parameter, so a
+resumed run is not exact.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +15,8 @@ class AdamW(torch.optim.Optimizer):
     """Decoupled weight decay Adam (arXiv 1711.05101) on torch's fused multi-tensor kernel.
 
     Parameters and gradients are fp32 (Megatron-Core's master copies), moments fp32.
-    `adam_w_mode=False` is L2-regularised Adam. The signature is the part of FusedAdam's that Megatron-Core uses.
+    `adam_w_mode=False` is L2-regularised Adam. The signature is the part of FusedAdam's that
+    Megatron-Core uses.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class AdamW(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         if capturable:
-            raise ValueError("this AdamW counts steps on the host and cannot be captured in a graph")
+            raise ValueError("this AdamW counts steps on the host: it cannot be captured")
         self._fused = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
@@ -41,7 +43,7 @@ class AdamW(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             for p in params:
                 if not self.state[p]:
-                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                    self.state[p] = {n: torch.zeros_like(p) for n in ("exp_avg", "exp_avg_sq")}
             for same_device in _by_device(params):
                 step = torch.tensor(float(group["step"]), device=same_device[0].device)
                 self._fused(

@@ -1,9 +1,9 @@
 """Megatron-Core on a host without CUDA: gloo process groups, CPU tensors, the same training code.
 
-Megatron-Core 0.19.2 names the CUDA device in five kinds of places on the training path: device literals,
-the current device, streams and events, `Tensor.type()` strings, and the CUDA random state. `install()`
-substitutes those five and nothing else; with CUDA present it does nothing. Call it before the first
-import of a Megatron-Core module that builds tensors.
+Megatron-Core 0.19.2 names the CUDA device in five kinds of places on the training path: device
+literals, the current device, streams and events, `Tensor.type()` strings, and the CUDA random
+state. `install()` substitutes those five and nothing else; with CUDA present it does nothing. Call
+it before the first import of a Megatron-Core module that builds tensors.
 """
 
 import contextlib

@@ -98,7 +98,6 @@ class Engine:
         self._gather_params = ddp.overlap_param_gather
         self._forward_backward = get_forward_backward_func()
         one = len(self.chunks) == 1
-        config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         if parallel.overlap:
             no_sync = [c.no_sync for c in self.chunks]

@@ -1,7 +1,8 @@
 """What a process is: rank, device, process group, signals, determinism.
 
-The launcher is torchrun (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT);
-without it the process is a world of one. `start()` is called once, before any model is built.
+The launcher is torchrun (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT); without it the process is a world of one. `start()` is called once, before any model
+is built.
 """
 
 import datetime

@@ -138,6 +138,7 @@ def _call(store: str, timeout: float, rank: int, world_size: int, task: bytes) -
     # Left over from the call before; only now has every rank surely left its collectives.
     if (state := sys.modules.get("megatron.core.parallel_state")) is not None:
         state.destroy_model_parallel()
+        _forget_models()
     if dist.is_initialized():
         dist.destroy_process_group()
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": world_size}
@@ -145,3 +146,16 @@ def _call(store: str, timeout: float, rank: int, world_size: int, task: bytes) -
     torch.manual_seed(0)
     fn, args = pickle.loads(task)
     return fn(*args)
+
+
+def _forget_models() -> None:
+    """Empty Megatron-Core's caches of rotary embeddings, whose keys are modules.
+
+    A cached module leads, by its hooks, to a whole model and its process groups, each with threads.
+    """
+    for name in ("rotary_pos_embedding", "yarn_rotary_pos_embedding"):
+        module = sys.modules.get(f"megatron.core.models.common.embeddings.{name}")
+        for part in vars(module).values() if module else ():
+            for method in vars(part).values() if isinstance(part, type) else ():
+                if hasattr(method, "cache_clear"):
+                    method.cache_clear()

@@ -54,16 +54,12 @@ def run(world: int, overrides: Sequence[str], change: Change | None = None) -> l
 
 
 def _run(overrides: list[str], change: Change | None) -> Rank:
-    from configs.load import load
-    from configs.validate import validate
-    from moe import trainer
+    import train
 
-    cfg = load(overrides)
-    validate(cfg, int(os.environ["WORLD_SIZE"]))
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         with change(int(os.environ["RANK"])) if change else contextlib.nullcontext() as seen:
-            code = trainer.run(cfg)
+            code = train.main(overrides)
     return Rank(code, out.getvalue(), err.getvalue(), seen)
 
 

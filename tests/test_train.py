@@ -1,4 +1,4 @@
-"""Whole runs of the trainer: it learns, resumes bit for bit, stops when asked, and says what it did.
+"""Whole runs of the trainer: it learns, resumes bit for bit, stops when asked, tells about it.
 
 Small models of every kind on gloo ranks, in this session's pools; the real launcher is in
 test_scripts.
@@ -53,7 +53,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that train on real text."""
     folder = tmp_path_factory.mktemp("corpus")
     prefix = write_corpus(folder / "text", [list(p) for p in text()])
-    data = ["data=indexed", f"data.blend=[{prefix}]", "data.split=90,10"]
+    data = ["data=indexed", f"data.blend=[{prefix}]", "data.split='90,10'"]
     return [*SMALL, *data, f"data.cache={folder / 'cache'}"]
 
 
@@ -86,16 +86,22 @@ def whole(
 
 def test_a_run_tells_what_it_is_and_each_step(whole: tuple[list[str], Path, Rank]) -> None:
     overrides, folder, main = whole
-    page, _, rest = main.out.partition(" step ")
-    name = overrides[overrides.index("data.split=90,10") + 2].partition("=")[2]
-    for said in ("from scratch", f"{name}: ", "active a token", "expert           2  0, 1", "torch"):
+    page, _, rest = main.out.partition("\n\nstep ")
+    name = overrides[overrides.index("data.split='90,10'") + 2].partition("=")[2]
+    for said in (
+        "from scratch",
+        f"{name}: ",
+        "active a token",
+        "expert           2  0, 1",
+        "torch",
+    ):
         assert said in page
     rows = [line.split() for line in rest.splitlines()]
     steps = [row for row in rows if row and row[0].endswith("/6") and row[0][0].isdigit()]
     assert [row[0] for row in steps] == [f"{n}/6" for n in range(1, 7)]
     assert [float(row[1]) for row in steps] == [round(r["loss"], 4) for r in records(folder)]
     assert max(map(len, main.out.splitlines())) <= 130 + len(str(folder))
-    assert f"saved checkpoint of step 6 to {folder}" in main.out
+    assert f"saved: checkpoint of step 6 in {folder}/checkpoints" in main.out
     assert "done: step 6 after" in main.out
 
 
@@ -145,14 +151,13 @@ def test_what_was_not_asked_for_is_not_there(corpus: list[str], tmp_path: Path) 
 # --- stopping and resuming ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [1])
 def test_a_stopped_run_goes_on_bit_for_bit(
-    whole: tuple[list[str], Path, Rank], tmp_path: Path, rank: int
+    whole: tuple[list[str], Path, Rank], tmp_path: Path
 ) -> None:
     """A signal to one rank; then the same command again. Validation changes nothing either."""
     overrides, reference, _ = whole
     command = [*overrides, f"run.dir={tmp_path}", "run.async_save=true"]
-    first = run(2, command, partial(stopped, at=3, only=rank))
+    first = run(2, command, partial(stopped, at=3, only=1))
     assert [r.code for r in first] == [0, 0] and first[0].err == ""
     assert "stopping after step 3: a signal asked for it" in first[0].out
     assert "stopped: step 3 after" in first[0].out
@@ -254,14 +259,54 @@ def test_a_step_that_overflows_is_run_again_and_changes_nothing(
 
 
 @contextmanager
-def not_finite(rank: int, *, at: int, where: str) -> Iterator[list[int]]:
-    """The loss, or only its gradient, of a step is NaN. Collects the steps that were taken."""
+def not_finite(rank: int, *, at: int, where: str) -> Iterator[list[bool]]:
+    """The loss of a step, or only its gradient, is NaN: did the parameters stay as they were?"""
     from moe import trainer
-    from parallel.engine import Engine
 
-    mean_loss, update, taken = trainer._mean_loss, Engine.step_with_norm, list[int]()
-    raise NotImplementedError
-    yield taken
+    mean_loss, step, unchanged = trainer._mean_loss, trainer.Trainer._train_step, list[bool]()
+
+    def spoilt(loss_BS: torch.Tensor) -> Any:
+        total, count, report = mean_loss(loss_BS)
+        if where == "loss":
+            return total * math.nan, count, {"loss": report["loss"] * math.nan}
+        return total + (0 * total).sqrt(), count, report  # the slope of the root at 0 is infinite
+
+    def watched(self: Any) -> bool:
+        if self.step + 1 < at:
+            return step(self)
+        trainer._mean_loss = spoilt
+        parameters = [p for chunk in self.job.engine.modules for p in chunk.parameters()]
+        before = [p.detach().clone() for p in parameters]
+        try:
+            return step(self)
+        finally:
+            unchanged.append(all(map(torch.equal, before, parameters)))
+
+    trainer.Trainer._train_step = watched  # type: ignore[method-assign]
+    try:
+        yield unchanged
+    finally:
+        trainer._mean_loss, trainer.Trainer._train_step = mean_loss, step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_ends_the_run_before_the_update(
+    corpus: list[str], tmp_path: Path, where: str
+) -> None:
+    command = [*corpus, *MODELS["tiny_deepseek"], "run.steps=4", "run.save_interval=1"]
+    spoilt = [*command, f"run.dir={tmp_path / 'spoilt'}", "run.async_save=true"]
+    (main,) = run(1, spoilt, partial(not_finite, at=3, where=where))
+    assert main.code == 43 and main.seen == [True]
+    assert len(main.err.splitlines()) == 1 and main.err.startswith("error: the ")
+    assert "nan" in main.err and "diverged: step 2 after" in main.out
+    checkpoints = tmp_path / "spoilt/run/checkpoints"
+    assert [p.name for p in sorted(checkpoints.iterdir())] == ["step_00000001", "step_00000002"]
+
+    (again,) = run(1, spoilt)
+    assert again.code == 0 and "resumed step 2" in again.out
+    run(1, [*command, f"run.dir={tmp_path / 'sound'}"])
+    sound = records(tmp_path / "sound/run")
+    assert exact(records(tmp_path / "spoilt/run")) == exact(sound) and len(sound) == 4
 
 
 @contextmanager

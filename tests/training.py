@@ -5,10 +5,12 @@ model, by checkpoint key: names, shapes and values that no longer know the layou
 """
 
 import contextlib
+import copy
+import functools
 import io
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import megatron.core.models.gpt.gpt_model  # noqa: F401
 import torch
 from torch import Tensor
 
+from configs.knobs import put
 from configs.load import load
 from configs.schema import Config
 from configs.validate import validate
@@ -49,9 +52,19 @@ class Trained(NamedTuple):
         return [step[name] for step in self.steps]
 
 
-def trained(world: int, overrides: Sequence[str]) -> Trained:
-    """The run of `overrides` on `world` ranks, from scratch, on synthetic tokens, never saved."""
-    cfg = load([*overrides, "run.device=cpu", "run.save_interval=-1", "data=synthetic"])
+def trained(
+    world: int, overrides: Sequence[str], changes: Mapping[str, Any] | None = None
+) -> Trained:
+    """A run on `world` ranks, from scratch, on synthetic tokens, never saved.
+
+    Args:
+        world: ranks.
+        overrides: of the configuration, as on a command line.
+        changes: values of knobs by dotted path, on top; cheaper than overrides.
+    """
+    cfg = copy.deepcopy(_loaded(*overrides))
+    for path, value in (changes or {}).items():
+        put(cfg, path, value)
     cfg.run.eval_interval, cfg.run.eval_batches = cfg.run.steps, 1
     validate(cfg, world)
     ranks = run_distributed(_train, world, cfg, timeout=300)
@@ -61,6 +74,11 @@ def trained(world: int, overrides: Sequence[str]) -> Trained:
     )
     (valid_loss,) = (r["valid_loss"] for r in records if "valid_loss" in r)
     return Trained([r for r in records if "grad_norm" in r], valid_loss, before, after)
+
+
+@functools.cache
+def _loaded(*overrides: str) -> Config:
+    return load([*overrides, "run.device=cpu", "run.save_interval=-1", "data=synthetic"])
 
 
 class _Rank(NamedTuple):

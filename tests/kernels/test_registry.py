@@ -140,6 +140,20 @@ def test_table_is_aligned():
     ]
 
 
+def test_table_breaks_reasons_into_lines():
+    reason = "auto; not fused: needs what is a long story to tell in a table; not te: needs CUDA"
+    assert table([Choice("norm", "torch", reason)], width=50).splitlines() == [
+        "op    backend  reason",
+        "norm  torch    auto",
+        "               not fused: needs what is a long",
+        "                 story to tell in a table",
+        "               not te: needs CUDA",
+    ]
+    for facts in (CPU, H200, replace(H200, dtype=torch.float32, sinks=True)):
+        chosen = [resolve(op, "auto", facts) for op in ("grouped_mlp", "attention", "norm")]
+        assert max(map(len, table(chosen).splitlines())) <= 96
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("hidden", [32, 30])
 def test_chosen_experts_run(dtype, hidden):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from configs.schema import Config
 from moe import metrics as metrics_module
-from moe.metrics import Metrics, duration, line, steady
+from moe.metrics import Metrics, duration, heading, line, steady
 from moe.sinks import read
 
 GPU: dict[str, Any] = {
@@ -57,21 +58,47 @@ def record(step: int, **more: Any) -> dict[str, Any]:
 # --- console --------------------------------------------------------------------------------------
 
 
-def test_line_of_a_gpu_run() -> None:
+def test_table_of_a_gpu_run() -> None:
+    assert heading(GPU, 5000) == (
+        "     step     loss   gnorm       lr  tok/s/gpu  TF/s    mfu  s/step    GiB  lb max"
+        "   p95  dead     eta"
+    )
     assert line(GPU, 5000, eta=4880 * 1.2222) == (
-        "step  120/5000 | loss 3.2141 | gnorm 0.87 | lr 2.9e-04 | 13,402 tok/s/gpu | "
-        "307 TF/s/gpu mfu 31.0% | 1.222 s | mem 71.2/139.8 GiB | lb max 1.31 p95 1.12 dead 0 | "
-        "eta 1h39m"
+        " 120/5000   3.2141    0.87  2.9e-04     13,402   307  31.0%   1.222   71.2    1.31"
+        "  1.12     0   1h39m"
     )
 
 
-def test_line_leaves_out_what_is_unknown() -> None:
-    cpu = {k: GPU[k] for k in ("step", "loss", "tokens_per_second_per_gpu", "tflops_per_gpu")}
-    assert line(cpu | {"memory": 1.25}, 200) == (
-        "step 120/200 | loss 3.2141 | 13,402 tok/s/rank | mem 1.2 GiB"
-    )
-    assert line({"step": 5, "valid_loss": 2.5}, 10) == "step  5/10 | validation loss 2.5000"
-    assert line({"step": 5, "loss": float("nan"), "reruns": 2}, 10).endswith("loss nan | reruns 2")
+def test_table_leaves_out_what_is_unknown() -> None:
+    keys = ("step", "loss", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu")
+    cpu = {k: GPU[k] for k in keys} | {"memory": 1.25}
+    assert heading(cpu, 200) == "   step     loss  tok/s/rank    GiB     eta"
+    assert line(cpu, 200) == "120/200   3.2141      13,402    1.2"
+    assert line({"step": 5, "loss": float("nan")}, 10) == " 5/10      nan"
+
+
+@pytest.mark.parametrize("steps", [5, 80, 100_000])
+@pytest.mark.parametrize("more", [{}, {"mtp_loss": 3.4}])
+def test_columns_stand_under_their_names(steps: int, more: dict[str, float]) -> None:
+    for names in (set(GPU), set(GPU) - {"memory_total"}, {"step", "loss", "dead_experts"}):
+        record = {k: v for k, v in (GPU | more | {"step": steps}).items() if k in names}
+        top, row = heading(record, steps), line(record, steps, eta=59)
+        assert [m.end() for m in re.finditer(r"\S+( \S+)*", top)] == [
+            m.end() for m in re.finditer(r"\S+", row)
+        ]
+        assert len(top) <= 120
+
+
+def test_the_heading_returns_and_reruns_are_told_when_they_happen(tmp_path: Path) -> None:
+    metrics, stream = make(tmp_path)
+    for step in range(1, 61):
+        metrics.log(record(step, reruns=(step >= 3) + (step >= 40)))
+    metrics.log({"step": 60, "valid_loss": 2.5})
+    lines = stream.getvalue().splitlines()
+    assert [n for n, text in enumerate(lines) if text.endswith(" eta")] == [0, 26, 52]
+    told = [text.split() for text in lines if "reruns" in text]
+    assert [(words[0], words[-1]) for words in told] == [("3/100", "1"), ("40/100", "2")]
+    assert lines[-1] == "-- validation loss 2.5000 after step 60"
 
 
 @pytest.mark.parametrize(
@@ -110,10 +137,10 @@ def test_the_first_step_is_not_steady(tmp_path: Path) -> None:
     """It compiles and warms up; of a single step there is nothing better."""
     metrics, stream = make(tmp_path / "a")
     metrics.log(record(1) | {"step_time": 60.0})
-    assert "eta 1h39m" in stream.getvalue()
+    assert stream.getvalue().endswith("1h39m\n")
     metrics.log(record(2))
     metrics.log(record(3))
-    assert stream.getvalue().splitlines()[-1].endswith("eta 48s")
+    assert stream.getvalue().endswith("  48s\n")
     metrics.close()
     assert "last 2 logged steps: 0.500 +- 0.000 s" in stream.getvalue()
     assert steady([record(1)])["step_time_sd"] == 0.0

@@ -1,0 +1,15 @@
+"""Shared memory of a kernel, put together from the parts that its pieces ask for."""
+
+from typing import Any
+
+import cutlass.cute as cute
+
+
+def struct(**fields: Any) -> Any:
+    """A `cute.struct` of the given fields, in this order, made while tracing."""
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
+def array(dtype: Any, size: int, align: int = 8) -> Any:
+    """Field: `size` elements at a multiple of `align` bytes."""
+    return cute.struct.Align[cute.struct.MemRange[dtype, size], align]  # type: ignore[misc]
