@@ -200,11 +200,11 @@ def _texts(value: object) -> object:
         ("data=indexed data.blend=[a,0.5]", 1, "weights and prefixes in turn", "data.blend="),
         ("data=indexed data.blend=[0,a,0.0,b]", 1, "a weight above 0", "data.blend="),
         # optimizer, run, kernels
-        ("optim.min_lr=1", 1, "is above lr=0.003", "optim.min_lr=0.003"),
+        ("optim.min_lr=1", 1, "is above lr=0.002", "optim.min_lr=0.002"),
         ("optim.decay_steps=10", 1, "within the warm-up of 10 steps", "optim.decay_steps=11"),
         ("run.name=a/b", 1, "name of one folder", "run.name=tiny"),
-        ("run.profile=[3]", 1, "[first,last] within steps 1 to 100", "run.profile=[10,12]"),
-        ("run.profile=[5,200]", 1, "[first,last] within steps 1 to 100", "run.profile=[10,12]"),
+        ("run.profile=[3]", 1, "[first,last] within steps 1 to 80", "run.profile=[10,12]"),
+        ("run.profile=[5,200]", 1, "[first,last] within steps 1 to 80", "run.profile=[10,12]"),
         ("run.device=cpu kernels=te", 1, "needs CUDA", "kernels.attention=auto"),
         ("run.precision=fp32 kernels=fused", 1, "needs bf16 on CUDA", "run.precision=bf16"),
         ("run.precision=fp32 parallel.grad_dtype=bf16", 1, "would round", "grad_dtype=fp32"),
@@ -233,7 +233,7 @@ def test_problem_names_the_override_that_fixes_it(
         ("data=indexed data.blend=[a]", 1),
         ("data=indexed data.blend=[a,b]", 1),
         ("data=indexed data.blend=[0.7,a,3e-1,b]", 1),
-        ("run.profile=[1,100]", 1),
+        ("run.profile=[1,80]", 1),
         ("run.steps=1", 1),  # within the warm-up
         ("run.precision=fp32 kernels=torch run.device=cpu", 1),
         ("data.split=98 run.eval_interval=0", 1),

@@ -23,7 +23,7 @@ def install() -> None:
     cpu.install()
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor([1.0])
 
 
 def model(router: dict[str, Any] | None = None, moe: dict[str, Any] | None = None, **kwargs: Any):

@@ -83,7 +83,7 @@ def _run(name: str, backend: str, recompute: str = "none") -> Result:
     pg = create(expert=ranks).pg
     layer = build(name, pg, backend=backend, expert=ranks, recompute=recompute)
     fill_global(layer, rank, ranks)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / ranks))  # replicas are averaged
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([1 / ranks]))  # replicas are averaged
     x = tokens().chunk(ranks, 1)[rank].contiguous().requires_grad_()
     out, bias = layer(x)
     assert bias is None
