@@ -52,6 +52,7 @@ class Trainer:
         self.cfg, self.runtime, self.stop = cfg, runtime, stop
         self.folder = Path(cfg.run.dir) / cfg.run.name
         self.job: Job = setup(cfg, runtime)
+        MTPLossLoggingHelper.clean_metrics_in_tracker()  # kept by Megatron-Core for the process
         train_set, self.valid_set = build_datasets(
             cfg,
             cfg.model.vocab_size,
