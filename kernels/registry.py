@@ -178,7 +178,7 @@ def _te_attention(facts: Facts) -> str | None:
 
 
 def _fused_experts(facts: Facts) -> str | None:
-    return "needs the sm_90a kernels of kernels/sm90, which this build does not contain"
+    return "the fused kernels of kernels/sm90 are not complete in this build"
 
 
 def _torch_experts(facts: Facts) -> str | None:

@@ -57,7 +57,7 @@ def test_auto(op, facts, backend):
 
 def test_auto_says_what_it_passed_over():
     reason = resolve("grouped_mlp", "auto", A100).reason
-    assert "not fused: needs the sm_90a kernels" in reason
+    assert "not fused: the fused kernels of kernels/sm90" in reason
     assert "not te: needs Transformer Engine" in reason
     assert "not torch: needs CUDA capability 9.x or 10.x, not 8.0" in reason
     assert "megatron" not in reason.replace("kernels=megatron", "")
@@ -71,8 +71,8 @@ def test_auto_says_what_it_passed_over():
             "grouped_mlp",
             "fused",
             H200,
-            "kernels.backend=fused cannot run here: needs the sm_90a kernels of kernels/sm90, "
-            "which this build does not contain; use kernels=torch or kernels=auto",
+            "kernels.backend=fused cannot run here: the fused kernels of kernels/sm90 are not "
+            "complete in this build; use kernels=torch or kernels=auto",
         ),
         (
             "grouped_mlp",
