@@ -153,6 +153,8 @@ def _forget_models() -> None:
 
     A cached module leads, by its hooks, to a whole model and its process groups, each with threads.
     """
+    if (losses := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
+        losses.set_moe_metrics_tracker(None)  # keeps the number of layers of the model before
     for name in ("rotary_pos_embedding", "yarn_rotary_pos_embedding"):
         module = sys.modules.get(f"megatron.core.models.common.embeddings.{name}")
         for part in vars(module).values() if module else ():
