@@ -90,6 +90,13 @@ class RouterConfig:
     """Coefficient of the load-balancing loss over the global batch so far (arXiv 2501.11873)."""
     z_loss: float = 0.0
     """Coefficient of the router z-loss (ST-MoE, arXiv 2202.08906)."""
+    rounding: str = "none"
+    """Round each expert's tokens to whole tiles: `none`, `nearest`, `up`, `down` (in training).
+
+    Token rounding of arXiv 2512.14080, over a rank's micro-batch: no padded tiles in expert GEMMs.
+    """
+    rounding_tile: int = 128
+    """Tokens that `rounding` makes the counts multiples of."""
     force_balance: bool = False
     """Benchmarks only: replace the choice of experts by a perfectly balanced one."""
 
@@ -153,6 +160,18 @@ class ModelConfig:
 
 
 @dataclass
+class SmMarginConfig:
+    """SMs of a GPU that the fused expert kernels leave free, by pass."""
+
+    forward: int = 0
+    """SMs that fused expert kernels leave free in the forward pass, as for communication."""
+    dgrad: int = 0
+    """The same of the data gradients in the backward pass."""
+    wgrad: int = 0
+    """The same of the weight gradients in the backward pass."""
+
+
+@dataclass
 class KernelsConfig:
     """Which implementation runs each op. A forced choice that cannot run is an error."""
 
@@ -162,6 +181,12 @@ class KernelsConfig:
     """Core attention: `reference` (explicit softmax), `sdpa`, `flex`, `te` or `auto`."""
     norm: str = "auto"
     """RMSNorm: `torch`, `te` or `auto`."""
+    gradient_accumulation_fusion: bool = True
+    """Experts add weight gradients straight to Megatron-Core's fp32 buffers (`grad_dtype=fp32`)."""
+    dynamic: bool = True
+    """Fused expert kernels claim tiles on the device rather than deal them out in turn."""
+    sm_margin: SmMarginConfig = field(default_factory=SmMarginConfig)
+    """SMs that fused expert kernels leave free."""
 
 
 @dataclass

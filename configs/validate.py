@@ -79,6 +79,10 @@ def _router(cfg: Config) -> Iterator[str]:
         yield repair(cfg, f"{at}.group_topk", reason, fits)
     if r.bias_rate and r.score != "sigmoid":
         yield repair(cfg, f"{at}.bias_rate", f"needs score=sigmoid, not {r.score}", 0)
+    if r.rounding != "none" and r.force_balance:
+        yield repair(cfg, f"{at}.rounding", "is not possible with force_balance", "none")
+    if r.rounding != "none" and cfg.kernels.backend == "megatron":
+        yield repair(cfg, f"{at}.rounding", "is not possible with kernels.backend=megatron", "none")
     if r.softmax_over == "topk" and r.score != "softmax":
         yield repair(cfg, f"{at}.softmax_over", f"needs score=softmax, not {r.score}", "all")
 

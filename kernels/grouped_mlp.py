@@ -1,27 +1,77 @@
 """The expert MLP of an MoE layer and the sum back to tokens, with autograd, for every backend.
 
-Between dispatch and combine: `expert_mlp` runs each expert on the rows that the routing plan gives
-it, `combine` adds a token's expert rows up. The autograd functions are written once over the
-operations of `kernels.backend`. Saved for backward are x and h alone; activations are recomputed
-from h. No gradient is added up in an order that depends on timing: x's is a gather-and-sum through
-the inverse map.
+Between dispatch and the tokens' return: `grouped_mlp` runs each expert on the rows that the routing
+plan gives it and adds a token's expert rows up. `expert_mlp` and `combine` are its two halves, for
+transports that need rows in expert order. `dense_mlp` is the case of one expert that has all rows.
+Nothing is read on the host, and everything can be captured in a CUDA graph. The ops below are
+`kernels.ops`; what they save and recompute is said there.
 
 Shape legend: N rows of x, K experts per token, S expert rows (static), L local experts, D hidden, F
 expert width, H = 2F for gated activations and F for others, e(s) the expert of row s.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kernels import ops
 from kernels.activation import Activation
-from kernels.backend import Backend, Rows
-from kernels.reference import Reference
-from kernels.torch_backend import Grouped
+from kernels.backend import NO_MARGINS, Margins, Rows
 
-_BACKENDS: dict[str, Backend] = {"reference": Reference(), "torch": Grouped()}
+
+def grouped_mlp(
+    x_ND: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    row_index_S: Tensor,
+    row_prob_S: Tensor,
+    offsets: Tensor,
+    inverse_NK: Tensor,
+    activation: Activation,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    backend: str,
+    order_L: Tensor | None = None,
+    margins: Margins = NO_MARGINS,
+    dynamic: bool = True,
+    accumulate: bool = False,
+) -> Tensor:
+    """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]).
+
+    MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e]. Same values as `combine` of `expert_mlp`,
+    but the backward pass never holds the gradient of an expert row: it is read from the gradient of
+    its token. Differentiable, once, in x, the weights, the biases and `row_prob_S`. Between forward
+    and backward live x, h [S, H] and the plan: 2 * N * D + 2 * S * H bytes in bf16 and indices
+    (SonicMoE, arXiv 2512.14080, section 3.2).
+
+    Args:
+        x_ND: bf16 or fp32; the weights and biases share its dtype.
+        w1: [L, H, D]; if gated, the gate's F rows and then those of the linear half.
+        w2: [L, D, F].
+        row_index_S: int32 row of x.
+        row_prob_S: fp32 routing probability.
+        offsets: int32 [L + 1], not decreasing; expert e has rows offsets[e] to offsets[e + 1]. Rows
+            from offsets[L] on are padding: nothing that is there has an influence.
+        inverse_NK: int32, the expert rows that read each row of x; -1 for none.
+        activation: between the layers, in fp32; its product with prob is rounded to x's dtype.
+        b1, b2: [L, H] and [L, D], each optional.
+        backend: `reference`, `torch` or `fused`; see `kernels.registry`.
+        order_L: int32, experts in the order in which the fused scheduler should take them.
+        margins: SMs that the kernels of each pass leave free (fused only).
+        dynamic: kernels claim tiles on the device rather than deal them out in turn (fused only).
+        accumulate: add the gradients of parameters with an fp32 `main_grad` of their shape to that,
+            and set `grad_added_to_main_grad`, as Megatron-Core's data parallel wrapper expects.
+
+    Returns:
+        out_ND in x's dtype, added in fp32 in the order of k and rounded once; 0 without experts.
+
+    Raises:
+        ValueError: unknown backend, or shapes and dtypes that do not fit together.
+    """
+    rows = Rows(row_index_S, row_prob_S, offsets, inverse_NK, order_L)
+    _check(x_ND, w1, w2, b1, b2, rows, activation)
+    how = (activation, backend, margins, dynamic, accumulate)
+    return _call(x_ND, w1, w2, b1, b2, rows, *how, summed=True)
 
 
 def expert_mlp(
@@ -37,33 +87,64 @@ def expert_mlp(
     b1: Tensor | None = None,
     b2: Tensor | None = None,
     backend: str,
+    order_L: Tensor | None = None,
+    margins: Margins = NO_MARGINS,
+    dynamic: bool = True,
+    accumulate: bool = False,
 ) -> Tensor:
-    """y[s] = prob[s] * (act(x[row_index[s]] @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e]), with e = e(s).
+    """y[s] = prob[s] * MLP_e(s)(x[row_index[s]]): what `grouped_mlp` sums, in expert order.
 
-    Differentiable in x, the weights, the biases and `row_prob_S`.
-
-    Args:
-        x_ND: bf16 or fp32; the weights and biases share its dtype.
-        w1: [L, H, D]; if gated, the gate's F rows and then those of the linear half.
-        w2: [L, D, F].
-        row_index_S: int32 row of x.
-        row_prob_S: fp32 routing probability.
-        offsets: int32 [L + 1], not decreasing; expert e has rows offsets[e] to offsets[e + 1]. Rows
-            from offsets[L] on are padding: nothing that is there has an influence.
-        inverse_NK: int32, the expert rows that read each row of x; -1 for none.
-        activation: between the layers, in fp32; its product with prob is rounded to x's dtype.
-        b1, b2: [L, H] and [L, D], each optional.
-        backend: `reference` or `torch`; see `kernels.registry`.
+    Arguments, gradients and errors are those of `grouped_mlp`.
 
     Returns:
         y_SD in x's dtype, unspecified in the padding (it may hold NaN).
+    """
+    rows = Rows(row_index_S, row_prob_S, offsets, inverse_NK, order_L)
+    _check(x_ND, w1, w2, b1, b2, rows, activation)
+    how = (activation, backend, margins, dynamic, accumulate)
+    return _call(x_ND, w1, w2, b1, b2, rows, *how, summed=False)
+
+
+def dense_mlp(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    activation: Activation,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    backend: str,
+    margins: Margins = NO_MARGINS,
+    dynamic: bool = True,
+    accumulate: bool = False,
+) -> Tensor:
+    """act(x @ w1^T + b1) @ w2^T + b2: a dense MLP or shared experts, one group of all rows.
+
+    Differentiable, once, in all tensors; saved for backward are x and h.
+
+    Args:
+        x: [..., D], bf16 or fp32; the weights and biases share its dtype.
+        w1, w2: [H, D] and [D, F]. b1, b2: [H] and [D], each optional.
+        activation, backend, margins, dynamic, accumulate: as in `grouped_mlp`.
+
+    Returns:
+        [..., D] in x's dtype.
 
     Raises:
         ValueError: unknown backend, or shapes and dtypes that do not fit together.
     """
-    rows = Rows(row_index_S, row_prob_S, offsets, inverse_NK)
-    _check(x_ND, w1, w2, b1, b2, rows, activation)
-    return _ExpertMLP.apply(x_ND, w1, w2, b1, b2, *rows, activation, _backend(backend))
+    if x.ndim < 1 or w1.ndim != 2 or w2.ndim != 2:
+        raise ValueError(f"expected x [..., D] and weights [., .], got {_shapes(x, w1, w2)}")
+    x_ND = x.reshape(-1, x.shape[-1])
+    N = x_ND.shape[0]
+    # Made on the device: a tensor of Python numbers would be copied there.
+    ends = torch.arange(0, N + 1, N, dtype=torch.int32, device=x.device) if N else None
+    offsets = torch.zeros(2, dtype=torch.int32, device=x.device) if ends is None else ends
+    rows = Rows(None, None, offsets, None)
+    biases = [b if b is None else b[None] for b in (b1, b2)]
+    _check(x_ND, w1[None], w2[None], biases[0], biases[1], rows, activation)
+    how = (activation, backend, margins, dynamic, accumulate)
+    return _call(x_ND, w1, w2, b1, b2, rows, *how, summed=False).view(x.shape)
 
 
 def combine(
@@ -77,12 +158,13 @@ def combine(
     """out[n] = sum over k with inverse[n, k] >= 0 of y[inverse[n, k]].
 
     Added in fp32 in the order k = 0 .. K - 1 and rounded once to y's dtype; 0 without experts.
+    Differentiable, once, in y.
 
     Args:
         y_SD: as from `expert_mlp`; padding is not read.
-        row_index_S, offsets: as in `expert_mlp`; they lead the gradient back.
+        row_index_S, offsets: as in `grouped_mlp`; they lead the gradient back.
         inverse_NK: int32, below S.
-        backend: `reference` or `torch`, which give the same bits.
+        backend: `reference`, `torch` or `fused`, which give the same bits.
 
     Returns:
         out_ND in y's dtype.
@@ -90,74 +172,42 @@ def combine(
     Raises:
         ValueError: unknown backend.
     """
-    return _Combine.apply(y_SD, row_index_S, offsets, inverse_NK, _backend(backend))
+    return ops.combine(y_SD, row_index_S, offsets, inverse_NK, backend)
 
 
-def _backend(name: str) -> Backend:
-    if name not in _BACKENDS:
-        raise ValueError(
-            f"kernels.backend={name} has no expert MLP here: use "
-            f"kernels={' or kernels='.join(_BACKENDS)}"
-        )
-    return _BACKENDS[name]
-
-
-class _ExpertMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_ND: Tensor,
-        w1_LHD: Tensor,
-        w2_LDF: Tensor,
-        b1_LH: Tensor | None,
-        b2_LD: Tensor | None,
-        index_S: Tensor,
-        prob_S: Tensor,
-        offsets: Tensor,
-        inverse_NK: Tensor,
-        act: Activation,
-        ops: Backend,
-    ) -> Tensor:
-        rows = Rows(index_S, prob_S, offsets, inverse_NK)
-        h_SH, a_SF = ops.fc1_act(x_ND, w1_LHD, b1_LH, rows, act)
-        ctx.save_for_backward(x_ND, w1_LHD, w2_LDF, b2_LD, h_SH, *rows)
-        ctx.act, ctx.ops = act, ops
-        return ops.rows(a_SF, w2_LDF, rows, b2_LD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, w1_LHD, w2_LDF, b2_LD, h_SH, *index = ctx.saved_tensors
-        rows, ops = Rows(*index), ctx.ops
-        need_x, need_w1, need_w2, need_b1, need_b2 = ctx.needs_input_grad[:5]
-        dy_SD = dy_SD.contiguous()
-        dh_SH, a_SF, dprob_S = ops.fc2_dgrad_dact(dy_SD, w2_LDF, b2_LD, h_SH, rows, ctx.act)
-        dw2 = ops.wgrad(dy_SD, a_SF, rows, gather=False) if need_w2 else None
-        db2 = ops.bias_grad(dy_SD, rows, scale=True) if need_b2 else None
-        del a_SF  # the largest buffer of the backward after dh
-        dw1 = ops.wgrad(dh_SH, x_ND, rows, gather=True) if need_w1 else None
-        db1 = ops.bias_grad(dh_SH, rows, scale=False) if need_b1 else None
-        dx = None
-        if need_x:
-            dx = ops.combine(ops.rows(dh_SH, w1_LHD.transpose(1, 2), rows), rows.inverse_NK)
-        return dx, dw1, dw2, db1, db2, None, dprob_S, None, None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, y_SD: Tensor, index_S: Tensor, offsets: Tensor, inverse_NK: Tensor, ops: Backend
-    ) -> Tensor:
-        ctx.save_for_backward(index_S, offsets)
-        return ops.combine(y_SD, inverse_NK)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_ND: Tensor) -> tuple[Tensor | None, ...]:
-        index_S, offsets = ctx.saved_tensors
-        row_S = torch.arange(index_S.shape[0], dtype=torch.int32, device=index_S.device)
-        index_S = index_S.masked_fill(row_S >= offsets[-1], 0)
-        return dout_ND.index_select(0, index_S), None, None, None, None
+def _call(
+    x_ND: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    rows: Rows,
+    act: Activation,
+    backend: str,
+    margins: Margins,
+    dynamic: bool,
+    accumulate: bool,
+    *,
+    summed: bool,
+) -> Tensor:
+    given = [t for t in (x_ND, w1, w2, b1, b2, rows.prob_S) if t is not None]
+    out, _ = ops.grouped_mlp(
+        x_ND.contiguous(),
+        w1,
+        w2,
+        b1,
+        b2,
+        *rows,
+        act.kind,
+        [act.alpha, act.limit, act.offset],
+        backend,
+        [margins.forward, margins.dgrad, margins.wgrad],
+        dynamic,
+        summed,
+        torch.is_grad_enabled() and any(t.requires_grad for t in given),  # h serves backward only
+        accumulate,
+    )
+    return out
 
 
 def _check(
@@ -171,7 +221,9 @@ def _check(
 ) -> None:
     if x.ndim != 2 or w1.ndim != 3 or w2.ndim != 3:
         raise ValueError(f"expected x [N, D] and weights [L, ., .], got {_shapes(x, w1, w2)}")
-    (N, D), (L, _, F), S = x.shape, w2.shape, rows.index_S.shape[0]
+    (N, D), (L, _, F) = x.shape, w2.shape
+    S = N if rows.index_S is None else rows.index_S.shape[0]
+    K = 0 if rows.inverse_NK is None else rows.inverse_NK.shape[-1]
     H = act.width(F)
     expected: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [
         ("w1", w1, (L, H, D), x.dtype),
@@ -181,7 +233,8 @@ def _check(
         ("row_index", rows.index_S, (S,), torch.int32),
         ("row_prob", rows.prob_S, (S,), torch.float32),
         ("offsets", rows.offsets, (L + 1,), torch.int32),
-        ("inverse", rows.inverse_NK, (N, rows.inverse_NK.shape[-1]), torch.int32),
+        ("inverse", rows.inverse_NK, (N, K), torch.int32),
+        ("order", rows.order_L, (L,), torch.int32),
     ]
     for name, tensor, shape, dtype in expected:
         if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):

@@ -5,12 +5,15 @@ rounded to the input's dtype exactly where `kernels.backend` says so, and paddin
 that a consumer that reads them is found out.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.backend import Rows
+from kernels.backend import Planned, Rows, put
+from kernels.sort_pairs import gather_pairs, sort_pairs
 
 
 def activation(h: Tensor, act: Activation) -> Tensor:
@@ -31,21 +34,67 @@ def activation(h: Tensor, act: Activation) -> Tensor:
     return value if up is None else value * (up + act.offset)
 
 
+def activation_backward(dvalue: Tensor, h: Tensor, act: Activation) -> Tensor:
+    """Gradient of h, [..., H] in its dtype, from that of `activation(h, act)`."""
+    gate, up = h.chunk(2, -1) if act.gated else (h, None)
+    gate_passes = up_passes = torch.ones((), dtype=torch.bool, device=h.device)
+    if act.limit:  # a clamp passes the gradient up to and with its limit
+        gate_passes, gate = gate <= act.limit, gate.clamp(max=act.limit)
+        if up is not None:
+            up_passes, up = up.abs() <= act.limit, up.clamp(-act.limit, act.limit)
+    scaled = dvalue if up is None else dvalue * (up + act.offset)
+    match act.kind:
+        case "swiglu":
+            dgate, value = torch.ops.aten.silu_backward(scaled, gate), F.silu(gate)
+        case "geglu":
+            dgate, value = torch.ops.aten.gelu_backward(scaled, gate), F.gelu(gate)
+        case "quick_geglu":
+            s = torch.sigmoid(act.alpha * gate)
+            dgate, value = scaled * s * (1 + act.alpha * gate * (1 - s)), gate * s
+        case _:
+            return torch.where(gate_passes, scaled * 2 * gate.relu(), 0.0)
+    dup = torch.where(up_passes, dvalue * value, 0.0)
+    return torch.cat((torch.where(gate_passes, dgate, 0.0), dup), -1)
+
+
 class Reference:
     """`kernels.backend.Backend` by loops over experts."""
 
+    gathers: ClassVar[bool] = True
+
+    def plan(
+        self,
+        topk_idx_NK: Tensor,
+        topk_prob_NK: Tensor,
+        *,
+        first_expert: int,
+        local_experts: int,
+        rows: int,
+    ) -> Planned:
+        where = dict(first_expert=first_expert, local_experts=local_experts, rows=rows)
+        return sort_pairs(topk_idx_NK, topk_prob_NK, **where)
+
+    def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
+        return gather_pairs(dprob_S, inverse_NK)
+
     def fc1_act(
-        self, x_ND: Tensor, w1_LHD: Tensor, b1_LH: Tensor | None, rows: Rows, act: Activation
-    ) -> tuple[Tensor, Tensor]:
-        S, width = rows.index_S.shape[0], w1_LHD.shape[1]
+        self,
+        x_ND: Tensor,
+        w1_LHD: Tensor,
+        b1_LH: Tensor | None,
+        rows: Rows,
+        act: Activation,
+        *,
+        keep_h: bool = True,
+    ) -> tuple[Tensor | None, Tensor]:
+        S, width = _count(x_ND, rows), w1_LHD.shape[1]
         h_SH = _padding(x_ND, S, width)
         a_SF = _padding(x_ND, S, width // 2 if act.gated else width)
         for e, span in enumerate(_spans(rows.offsets)):
-            h = _wide(x_ND.index_select(0, rows.index_S[span])) @ _wide(w1_LHD[e]).T
+            h = _wide(_pick(x_ND, rows, span, True)) @ _wide(w1_LHD[e]).T
             h_SH[span] = (h if b1_LH is None else h + _wide(b1_LH[e])).to(x_ND.dtype)
-            prob_S1 = rows.prob_S[span, None]
-            a_SF[span] = (activation(_wide(h_SH[span]), act) * prob_S1).to(x_ND.dtype)
-        return h_SH, a_SF
+            a_SF[span] = (activation(_wide(h_SH[span]), act) * _prob(rows, span)).to(x_ND.dtype)
+        return h_SH if keep_h else None, a_SF
 
     def rows(
         self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None
@@ -54,47 +103,69 @@ class Reference:
         for e, span in enumerate(_spans(rows.offsets)):
             y = _wide(a_SI[span]) @ _wide(w_LOI[e]).T
             if bias_LO is not None:
-                y = y + _wide(bias_LO[e]) * rows.prob_S[span, None]
+                y = y + _wide(bias_LO[e]) * _prob(rows, span)
             y_SO[span] = y.to(a_SI.dtype)
         return y_SO
 
     def fc2_dgrad_dact(
         self,
-        dy_SD: Tensor,
+        dy: Tensor,
         w2_LDF: Tensor,
         b2_LD: Tensor | None,
         h_SH: Tensor,
         rows: Rows,
         act: Activation,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        S, ffn = dy_SD.shape[0], w2_LDF.shape[2]
-        dh_SH, a_SF = _padding(dy_SD, S, h_SH.shape[1]), _padding(dy_SD, S, ffn)
-        dprob_S = torch.zeros_like(rows.prob_S)
+        *,
+        gather: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        S, ffn = h_SH.shape[0], w2_LDF.shape[2]
+        dh_SH, a_SF = _padding(dy, S, h_SH.shape[1]), _padding(dy, S, ffn)
+        dprob_S = None if rows.prob_S is None else torch.zeros_like(rows.prob_S)
         for e, span in enumerate(_spans(rows.offsets)):
-            dy = _wide(dy_SD[span])
-            h = _wide(h_SH[span]).detach().requires_grad_()
-            prob = rows.prob_S[span].detach().requires_grad_()
-            with torch.enable_grad():
-                a = activation(h, act) * prob[:, None]
-                dh, dprob = torch.autograd.grad(a, (h, prob), dy @ _wide(w2_LDF[e]))
-            if b2_LD is not None:
-                dprob = dprob + dy @ _wide(b2_LD[e])
-            dh_SH[span], a_SF[span], dprob_S[span] = dh.to(dy_SD.dtype), a.to(dy_SD.dtype), dprob
-        return dh_SH, a_SF, dprob_S
+            dy_SD = _wide(_pick(dy, rows, span, gather))
+            h, dvalue = _wide(h_SH[span]), dy_SD @ _wide(w2_LDF[e])
+            value, prob = activation(h, act), _prob(rows, span)
+            dh_SH[span] = activation_backward(dvalue * prob, h, act).to(dy.dtype)
+            a_SF[span] = (value * prob).to(dy.dtype)
+            if dprob_S is not None:
+                dprob = (dvalue * value).sum(1)
+                dprob_S[span] = dprob if b2_LD is None else dprob + dy_SD @ _wide(b2_LD[e])
+        return dh_SH, a_SF, dprob_S, None
 
-    def wgrad(self, d_SO: Tensor, v: Tensor, rows: Rows, *, gather: bool) -> Tensor:
-        dw_LOI = d_SO.new_zeros(rows.offsets.shape[0] - 1, d_SO.shape[1], v.shape[1])
+    def wgrad(
+        self,
+        d: Tensor,
+        v: Tensor,
+        rows: Rows,
+        *,
+        gather_d: bool,
+        gather_v: bool,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        if out is None:
+            out = d.new_empty(rows.offsets.shape[0] - 1, d.shape[1], v.shape[1])
         for e, span in enumerate(_spans(rows.offsets)):
-            v_SI = v.index_select(0, rows.index_S[span]) if gather else v[span]
-            dw_LOI[e] = (_wide(d_SO[span]).T @ _wide(v_SI)).to(d_SO.dtype)
-        return dw_LOI
+            d_SO, v_SI = _pick(d, rows, span, gather_d), _pick(v, rows, span, gather_v)
+            dw_OI = _wide(d_SO).T @ _wide(v_SI)
+            out[e] = (out[e] + dw_OI if accumulate else dw_OI).to(out.dtype)
+        return out
 
-    def bias_grad(self, d_SO: Tensor, rows: Rows, *, scale: bool) -> Tensor:
-        db_LO = d_SO.new_zeros(rows.offsets.shape[0] - 1, d_SO.shape[1])
+    def bias_grad(
+        self,
+        d: Tensor,
+        rows: Rows,
+        *,
+        scale: bool,
+        gather: bool,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        db_LO = _wide(d.new_zeros(rows.offsets.shape[0] - 1, d.shape[1]))
         for e, span in enumerate(_spans(rows.offsets)):
-            d = _wide(d_SO[span])
-            db_LO[e] = (d * rows.prob_S[span, None] if scale else d).sum(0).to(d_SO.dtype)
-        return db_LO
+            d_SO = _wide(_pick(d, rows, span, gather))
+            db_LO[e] = (d_SO * _prob(rows, span) if scale else d_SO).sum(0)
+        return put(db_LO, out, accumulate)
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
         out_ND = _wide(y_SD.new_zeros(inverse_NK.shape[0], y_SD.shape[1]))
@@ -106,6 +177,21 @@ class Reference:
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _count(x_ND: Tensor, rows: Rows) -> int:
+    return x_ND.shape[0] if rows.index_S is None else rows.index_S.shape[0]
+
+
+def _pick(x: Tensor, rows: Rows, span: slice, gather: bool) -> Tensor:
+    """Rows `span` of x, or with `gather` those that they read."""
+    if gather and rows.index_S is not None:
+        return x.index_select(0, rows.index_S[span])
+    return x[span]
+
+
+def _prob(rows: Rows, span: slice) -> Tensor | float:
+    return 1.0 if rows.prob_S is None else rows.prob_S[span, None]
 
 
 def _padding(like: Tensor, rows: int, columns: int) -> Tensor:

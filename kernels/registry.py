@@ -16,7 +16,7 @@ import torch
 
 
 def _installed() -> frozenset[str]:
-    wanted = ("transformer_engine", "triton")
+    wanted = ("transformer_engine", "triton", "nvidia_cutlass_dsl")
     return frozenset(name for name in wanted if importlib.util.find_spec(name))
 
 
@@ -39,6 +39,10 @@ class Facts:
     """D, channels of the residual stream."""
     ffn: int = 0
     """F, width of one expert."""
+    experts: int = 0
+    """L, experts of a rank."""
+    slots: int = 0
+    """Expert ids of a token: K, or with token rounding more."""
     sinks: bool = False
     """Attention has learnable sinks."""
     window: int = 0
@@ -178,7 +182,36 @@ def _te_attention(facts: Facts) -> str | None:
 
 
 def _fused_experts(facts: Facts) -> str | None:
-    return "the fused kernels of kernels/sm90 are not complete in this build"
+    if facts.device != "cuda":
+        return "needs CUDA"
+    if facts.capability is None or facts.capability[0] != 9:
+        return f"needs CUDA capability 9.x, not {_dotted(facts.capability)}"
+    if facts.dtype != torch.bfloat16:
+        return f"needs bf16, not {_short(facts.dtype)}"
+    if facts.hidden % 64 or facts.ffn % 64:
+        return (
+            f"needs whole boxes of 64 channels: model.hidden={facts.hidden} and "
+            f"model.moe.ffn={facts.ffn} must be multiples of 64"
+        )
+    if facts.experts > _FUSED_EXPERTS:
+        return (
+            f"needs at most {_FUSED_EXPERTS} experts on a rank, not {facts.experts}: "
+            "raise parallel.expert"
+        )
+    if facts.slots > _FUSED_SLOTS:
+        return (
+            f"needs at most {_FUSED_SLOTS} experts a token to choose from, not {facts.slots}: "
+            "lower model.moe.top_k, of which model.moe.router.rounding takes twice as many"
+        )
+    if "nvidia_cutlass_dsl" not in facts.packages:
+        return f"needs the compiler of its kernels: pip install '{_CUTLASS_DSL}'"
+    return None
+
+
+_FUSED_EXPERTS = 1024
+_FUSED_SLOTS = 16
+"""Limits of kernels.sm90.plan and kernels.sm90.combine."""
+_CUTLASS_DSL = "nvidia-cutlass-dsl[cu13]==4.8.1"
 
 
 def _torch_experts(facts: Facts) -> str | None:

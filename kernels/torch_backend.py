@@ -12,24 +12,49 @@ Shape legend as in kernels.backend; C columns of 16 bytes, the narrowest matrix 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.backend import Rows
+from kernels.backend import Planned, Rows, put
+from kernels.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
 
 
 class Grouped:
     """`kernels.backend.Backend` on torch._grouped_mm: bf16 on CUDA, bf16 and fp32 on CPU."""
 
+    gathers: ClassVar[bool] = False
+
+    def plan(
+        self,
+        topk_idx_NK: Tensor,
+        topk_prob_NK: Tensor,
+        *,
+        first_expert: int,
+        local_experts: int,
+        rows: int,
+    ) -> Planned:
+        where = dict(first_expert=first_expert, local_experts=local_experts, rows=rows)
+        return sort_pairs(topk_idx_NK, topk_prob_NK, **where)
+
+    def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
+        return gather_pairs(dprob_S, inverse_NK)
+
     def fc1_act(
-        self, x_ND: Tensor, w1_LHD: Tensor, b1_LH: Tensor | None, rows: Rows, act: Activation
-    ) -> tuple[Tensor, Tensor]:
-        z_SH = _grouped_mm(_gather(x_ND, rows), w1_LHD.transpose(1, 2), rows)
-        expert_S = None if b1_LH is None else _expert_of_row(rows)
-        return _as_one_kernel(_bias_act, z_SH, b1_LH, expert_S, rows.prob_S, act)
+        self,
+        x_ND: Tensor,
+        w1_LHD: Tensor,
+        b1_LH: Tensor | None,
+        rows: Rows,
+        act: Activation,
+        *,
+        keep_h: bool = True,
+    ) -> tuple[Tensor | None, Tensor]:
+        z_SH = _grouped_mm(_gather(x_ND, rows, True), w1_LHD.transpose(1, 2), rows)
+        expert_S = None if b1_LH is None else expert_of_row(rows.offsets, z_SH)
+        return as_one_kernel(_bias_act, z_SH, b1_LH, expert_S, rows.prob_S, act)
 
     def rows(
         self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None
@@ -37,38 +62,67 @@ class Grouped:
         y_SO = _grouped_mm(a_SI, w_LOI.transpose(1, 2), rows)
         if bias_LO is None:
             return y_SO
-        return _as_one_kernel(_scaled_bias, y_SO, bias_LO, _expert_of_row(rows), rows.prob_S)
+        return as_one_kernel(
+            _scaled_bias, y_SO, bias_LO, expert_of_row(rows.offsets, y_SO), rows.prob_S
+        )
 
     def fc2_dgrad_dact(
         self,
-        dy_SD: Tensor,
+        dy: Tensor,
         w2_LDF: Tensor,
         b2_LD: Tensor | None,
         h_SH: Tensor,
         rows: Rows,
         act: Activation,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        *,
+        gather: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        dy_SD = _gather(dy, rows, gather)
         da_SF = _grouped_mm(dy_SD, w2_LDF, rows)
-        used_S = _used(rows)
-        if b2_LD is None:
-            return _as_one_kernel(_act_backward, da_SF, h_SH, rows.prob_S, used_S, act)
-        expert_S = _expert_of_row(rows)
-        return _as_one_kernel(
-            _act_backward, da_SF, h_SH, rows.prob_S, used_S, act, dy_SD, b2_LD, expert_S
-        )
+        given = (da_SF, h_SH, rows.prob_S, used_rows(h_SH, rows.offsets), act)
+        if b2_LD is None or rows.prob_S is None:
+            dh_SH, a_SF, dprob_S = as_one_kernel(_act_backward, *given)
+        else:
+            expert_S = expert_of_row(rows.offsets, h_SH)
+            dh_SH, a_SF, dprob_S = as_one_kernel(_act_backward, *given, dy_SD, b2_LD, expert_S)
+        return dh_SH, a_SF, dprob_S, None
 
-    def wgrad(self, d_SO: Tensor, v: Tensor, rows: Rows, *, gather: bool) -> Tensor:
-        return _grouped_mm(d_SO.T, _gather(v, rows) if gather else v, rows)
+    def wgrad(
+        self,
+        d: Tensor,
+        v: Tensor,
+        rows: Rows,
+        *,
+        gather_d: bool,
+        gather_v: bool,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        dw_LOI = _grouped_mm(_gather(d, rows, gather_d).T, _gather(v, rows, gather_v), rows)
+        return put(dw_LOI, out, accumulate)
 
-    def bias_grad(self, d_SO: Tensor, rows: Rows, *, scale: bool) -> Tensor:
-        columns = 16 // d_SO.element_size()
-        weights = rows.prob_S if scale else torch.ones_like(rows.prob_S)
-        terms_SC = _split(weights, d_SO.dtype, columns)
-        sums_LCO = _grouped_mm(terms_SC.T, d_SO, rows)
-        return sums_LCO.sum(1, dtype=torch.float32).to(d_SO.dtype)
+    def bias_grad(
+        self,
+        d: Tensor,
+        rows: Rows,
+        *,
+        scale: bool,
+        gather: bool,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        columns = 16 // d.element_size()
+        d_SO = _gather(d, rows, gather)
+        if scale and rows.prob_S is not None:
+            terms_SC = _split(rows.prob_S, d.dtype, columns)
+        else:
+            terms_SC = d.new_zeros(d_SO.shape[0], columns)
+            terms_SC[:, 0] = 1
+        db_LO = _grouped_mm(terms_SC.T, d_SO, rows).sum(1, dtype=torch.float32)
+        return put(db_LO, out, accumulate)
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
-        return _as_one_kernel(_sum_slots, y_SD, inverse_NK)
+        return as_one_kernel(_sum_slots, y_SD, inverse_NK)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, rows: Rows) -> Tensor:
@@ -82,22 +136,22 @@ def _grouped_mm(a: Tensor, b: Tensor, rows: Rows) -> Tensor:
             f"kernels=torch takes bf16 on CUDA, not {a.dtype}: set run.precision=bf16 or "
             "kernels=reference"
         )
+    if not a.numel():
+        groups = () if b.ndim == 3 else (rows.offsets.shape[0] - 1,)
+        return a.new_zeros(*groups, a.shape[0], b.shape[-1])
     return torch._grouped_mm(a, b, offs=rows.offsets[1:])
 
 
-def _used(rows: Rows) -> Tensor:
-    row_S = torch.arange(rows.index_S.shape[0], dtype=torch.int32, device=rows.index_S.device)
-    return row_S < rows.offsets[-1]
+def _gather(x: Tensor, rows: Rows, gather: bool) -> Tensor:
+    if not gather or rows.index_S is None:
+        return x
+    return gather_rows(x, rows.index_S, rows.offsets)
 
 
-def _gather(x_ND: Tensor, rows: Rows) -> Tensor:
-    return x_ND.index_select(0, rows.index_S.masked_fill(~_used(rows), 0))
-
-
-def _expert_of_row(rows: Rows) -> Tensor:
-    """int32 expert of each row; some expert for padding."""
-    ends_L = rows.offsets[1:]
-    row_S = torch.arange(rows.index_S.shape[0], dtype=torch.int32, device=ends_L.device)
+def expert_of_row(offsets: Tensor, expert_rows: Tensor) -> Tensor:
+    """int32 expert of each of the expert rows, of any tensor [S, ...]; some expert for padding."""
+    ends_L = offsets[1:]
+    row_S = torch.arange(len(expert_rows), dtype=torch.int32, device=ends_L.device)
     expert_S = torch.searchsorted(ends_L, row_S, right=True, out_int32=True)
     return expert_S.clamp_(max=ends_L.shape[0] - 1)
 
@@ -111,7 +165,7 @@ def _split(x_S: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
     return parts_SC
 
 
-def _as_one_kernel(fn: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+def as_one_kernel(fn: Callable[..., Any], x: Tensor, *args: Any) -> Any:
     """fn(x, *args), compiled where that pays: C++ for a CPU takes longer to build than it saves."""
     return (_compiled(fn) if x.is_cuda else fn)(x, *args)
 
@@ -124,7 +178,11 @@ def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bias_act(
-    z_SH: Tensor, b1_LH: Tensor | None, expert_S: Tensor | None, prob_S: Tensor, act: Activation
+    z_SH: Tensor,
+    b1_LH: Tensor | None,
+    expert_S: Tensor | None,
+    prob_S: Tensor | None,
+    act: Activation,
 ) -> tuple[Tensor, Tensor]:
     h_SH = z_SH
     if b1_LH is not None and expert_S is not None:
@@ -132,28 +190,32 @@ def _bias_act(
     gate, up, _ = _halves(h_SH.float(), act)
     value, _ = _activate(gate, act)
     value = value if up is None else value * up
-    return h_SH, (value * prob_S[:, None]).to(z_SH.dtype)
+    return h_SH, _times(value, prob_S).to(z_SH.dtype)
 
 
-def _scaled_bias(y_SO: Tensor, bias_LO: Tensor, expert_S: Tensor, prob_S: Tensor) -> Tensor:
+def _scaled_bias(y_SO: Tensor, bias_LO: Tensor, expert_S: Tensor, prob_S: Tensor | None) -> Tensor:
     bias_SO = bias_LO.index_select(0, expert_S).float()
-    return (y_SO.float() + bias_SO * prob_S[:, None]).to(y_SO.dtype)
+    return (y_SO.float() + _times(bias_SO, prob_S)).to(y_SO.dtype)
+
+
+def _times(value: Tensor, prob_S: Tensor | None) -> Tensor:
+    return value if prob_S is None else value * prob_S[:, None]
 
 
 def _act_backward(
     da_SF: Tensor,
     h_SH: Tensor,
-    prob_S: Tensor,
+    prob_S: Tensor | None,
     used_S: Tensor,
     act: Activation,
     dy_SD: Tensor | None = None,
     b2_LD: Tensor | None = None,
     expert_S: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     gate, up, inside = _halves(h_SH.float(), act)
     value, slope = _activate(gate, act)
     da = da_SF.float()
-    dv = da * prob_S[:, None]
+    dv = _times(da, prob_S)
     if up is None:
         dh_SH = dv * slope
     else:
@@ -161,11 +223,14 @@ def _act_backward(
         value = value * up
     if inside is not None:
         dh_SH = torch.where(inside, dh_SH, 0.0)
+    a_SF = _times(value, prob_S).to(h_SH.dtype)
+    dh_SH = dh_SH.to(h_SH.dtype)
+    if prob_S is None:
+        return dh_SH, a_SF, None
     dprob_S = (da * value).sum(-1)
     if dy_SD is not None and b2_LD is not None and expert_S is not None:
         dprob_S = dprob_S + (dy_SD.float() * b2_LD.index_select(0, expert_S).float()).sum(-1)
-    a_SF = (value * prob_S[:, None]).to(h_SH.dtype)
-    return dh_SH.to(h_SH.dtype), a_SF, torch.where(used_S, dprob_S, 0.0)
+    return dh_SH, a_SF, torch.where(used_S, dprob_S, 0.0)
 
 
 def _halves(h: Tensor, act: Activation) -> tuple[Tensor, Tensor | None, Tensor | None]:

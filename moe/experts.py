@@ -1,10 +1,11 @@
 """Experts of one rank: stacked weights and their place in checkpoints, over grouped-MLP kernels.
 
-Third of the four steps of an MoE layer: received rows and their plan in, one weighted row per
-(token, expert) pair out. In checkpoints the weights carry Megatron-Core's expert keys and global
-shapes, so that a checkpoint of any expert backend loads into any other on any expert-parallel size.
+Third of the four steps of an MoE layer: received rows and their plan in, for each of them the sum
+of its experts on this rank out. In checkpoints the weights carry Megatron-Core's expert keys and
+global shapes, so that a checkpoint of any expert backend loads into any other on any
+expert-parallel size.
 
-Legend: L local experts, D hidden, F expert width, S expert rows.
+Legend: L local experts, D hidden, F expert width, N received rows.
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.grouped_mlp import expert_mlp
+from kernels.backend import NO_MARGINS, Margins
+from kernels.grouped_mlp import grouped_mlp
 from parallel.dispatch import Received
 
 _CHECKPOINT_NAMES = {
@@ -40,6 +42,9 @@ class Experts(MegatronModule):
         activation: between the two matrices.
         backend: of `kernels.grouped_mlp`.
         pg_collection: process groups with `ep` and `expt_dp`.
+        margins: SMs that the kernels of each pass leave free.
+        dynamic: kernels claim their tiles on the device.
+        accumulate: add weight gradients to the fp32 buffers of Megatron-Core's wrapper.
     """
 
     def __init__(
@@ -49,9 +54,13 @@ class Experts(MegatronModule):
         activation: Activation,
         backend: str,
         pg_collection: ProcessGroupCollection,
+        margins: Margins = NO_MARGINS,
+        dynamic: bool = True,
+        accumulate: bool = False,
     ) -> None:
         super().__init__(config=config)
         self.activation, self.backend = activation, backend
+        self.margins, self.dynamic, self.accumulate = margins, dynamic, accumulate
         self.ep_group, self.expert_dp_group = pg_collection.ep, pg_collection.expt_dp
         local = config.num_moe_experts // self.ep_group.size()
         hidden, width = config.hidden_size, config.moe_ffn_hidden_size
@@ -91,13 +100,13 @@ class Experts(MegatronModule):
                 self.config.output_layer_init_method(expert)
 
     def forward(self, received: Received) -> Tensor:
-        """Rows of all (token, expert) pairs of this rank, weighted by their probability.
+        """Sum over this rank's experts of what they make of each received row, by probability.
 
         Returns:
-            y_SD in the order of the plan; rows past its last offset are unspecified.
+            out_ND; 0 for a row that none of these experts reads.
         """
         plan = received.plan
-        return expert_mlp(
+        return grouped_mlp(
             received.rows_ND,
             self.w1,
             self.w2,
@@ -107,8 +116,12 @@ class Experts(MegatronModule):
             row_prob_S=plan.row_prob_S,
             offsets=plan.offsets,
             inverse_NK=plan.inverse_NK,
+            order_L=plan.order_L,
             activation=self.activation,
             backend=self.backend,
+            margins=self.margins,
+            dynamic=self.dynamic,
+            accumulate=self.accumulate,
         )
 
     def sharded_state_dict(

@@ -3,10 +3,12 @@
     hidden -> route -> dispatch -> experts -> combine -> + shared experts
 
 Route picks K experts for every token; dispatch brings tokens to the ranks that hold their experts;
-the experts compute one weighted row per (token, expert) pair; combine sums the rows of a token on
-its own rank. Nothing here or below tells the host a count, so the whole layer can be captured.
+the experts make one row of every received token, the weighted sum over those of this rank; combine
+adds a token's rows up on its own rank. Nothing here or below tells the host a count, so the whole
+layer can be captured.
 
-Legend: s tokens of a sequence on this rank, B sequences, T = s * B, D hidden, K experts per token.
+Legend: s tokens of a sequence on this rank, B sequences, T = s * B, D hidden, K experts per token,
+N tokens received.
 """
 
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from torch.profiler import record_function
 
 from configs.schema import MoEConfig
 from kernels.activation import Activation
+from kernels.backend import NO_MARGINS, Margins
 from moe.experts import Experts
 from moe.router import Router
 from parallel.dispatch import make_dispatcher
@@ -46,6 +49,12 @@ class MoEOptions:
     """Transport to the experts: `local`, `alltoall` or `auto`."""
     budget: Budget
     """Rows kept for the experts of a rank, shared by all layers."""
+    margins: Margins = NO_MARGINS
+    """SMs that the expert kernels of each pass leave free."""
+    dynamic: bool = True
+    """Expert kernels claim their tiles on the device."""
+    accumulate: bool = False
+    """Weight gradients of experts are added to the fp32 buffers of Megatron-Core's wrapper."""
 
 
 SHARED_EXPERTS = partial(
@@ -99,14 +108,18 @@ class MoE(MoELayer):
             options.dispatch,
             group=pg_collection.ep,
             experts=moe.experts,
-            top_k=moe.top_k,
+            slots=self.router.slots,
             budget=options.budget,
+            backend=options.backend,
         )
         self.experts = Experts(
             config=config,
             activation=options.activation,
             backend=options.backend,
             pg_collection=pg_collection,
+            margins=options.margins,
+            dynamic=options.dynamic,
+            accumulate=options.accumulate,
         )
         if moe.shared_ffn:
             self.shared_experts = shared_experts(
@@ -140,9 +153,9 @@ class MoE(MoELayer):
         with record_function("moe/dispatch"):
             received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK)
         with record_function("moe/experts"):
-            y_SD = self.experts(received)
+            out_ND = self.experts(received)
         with record_function("moe/combine"):
-            out_SBD = self.dispatcher.combine(y_SD, received).view_as(hidden_SBD)
+            out_SBD = self.dispatcher.combine(out_ND, received).view_as(hidden_SBD)
         if self.shared_experts is not None:
             with record_function("moe/shared"):
                 out_SBD = out_SBD + self.shared_experts(hidden_SBD)

@@ -4,7 +4,8 @@ First of the four steps of an MoE layer. Logits, scores and probabilities are fp
 made without gradient and ties go to the lower expert, on every device. The host learns no value.
 Balancing losses follow Megatron-Core's formulas and ride on the gradient of the probabilities.
 
-Legend: T tokens of this rank (s * B of hidden [s, B, D]), E experts, K experts per token, G groups.
+Legend: T tokens of this rank (s * B of hidden [s, B, D]), E experts, K experts per token, G groups,
+C slots for the experts of a token: K, or with token rounding more.
 """
 
 import torch
@@ -16,11 +17,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from configs.schema import RouterConfig
-from moe import balance
+from moe import balance, rounding
 from moe.balance import KeepsPrecision, Statistics
 from moe.forced import ForcedBalance
-
-_TINY = 1e-20
+from moe.scores import choose, loss_scores, probabilities
+from parallel.dispatch import Slots
 
 
 def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
@@ -43,6 +44,13 @@ def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
         )
     if experts % options.groups:
         raise ValueError(f"{at}.groups={options.groups} does not divide the {experts} experts")
+    if options.rounding not in rounding.MODES:
+        modes = ", ".join(rounding.MODES)
+        raise ValueError(f"unknown {at}.rounding={options.rounding}: set it to one of {modes}")
+    if options.rounding_tile < 1:
+        raise ValueError(f"{at}.rounding_tile={options.rounding_tile} must be at least 1")
+    if options.rounding != "none" and options.force_balance:
+        raise ValueError(f"{at}.force_balance chooses experts itself: set {at}.rounding=none")
     if not 1 <= options.group_topk <= options.groups:
         raise ValueError(
             f"{at}.group_topk={options.group_topk} must be 1 to {at}.groups={options.groups}"
@@ -55,51 +63,13 @@ def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
         )
 
 
-def choose(score_TE: Tensor, top_k: int, groups: int = 1, group_topk: int = 1) -> Tensor:
-    """The K best experts of each token, best first; int64 [T, K].
-
-    With groups, experts must come from the `group_topk` best groups, and a group is as good as the
-    sum of its K // group_topk best experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-    """
-    if group_topk < groups:
-        score_TGM = score_TE.view(score_TE.size(0), groups, -1)
-        best = max(1, top_k // group_topk)
-        group_TG = score_TGM.topk(best, dim=-1).values.sum(-1)
-        refused_TG = torch.ones_like(group_TG, dtype=torch.bool)
-        refused_TG.scatter_(1, _first(group_TG, group_topk), False)
-        score_TE = score_TGM.masked_fill(refused_TG[..., None], float("-inf")).flatten(1)
-    return _first(score_TE, top_k)
-
-
-def _first(score: Tensor, k: int) -> Tensor:
-    # A stable sort, as topk breaks ties differently on each device.
-    return torch.sort(score, dim=-1, descending=True, stable=True).indices[:, :k]
-
-
-def probabilities(logits_TE: Tensor, idx_TK: Tensor, options: RouterConfig) -> Tensor:
-    """Weights of the chosen experts: [T, K] in the dtype of the logits.
-
-    One expert per token is never normalised: its weight would be 1 and the router would not learn.
-    """
-    normalize = options.normalize and idx_TK.size(1) > 1
-    chosen_TK = logits_TE.gather(1, idx_TK)
-    if options.score == "sigmoid":
-        prob_TK = chosen_TK.sigmoid()
-        if normalize:
-            prob_TK = prob_TK / (prob_TK.sum(-1, keepdim=True) + _TINY)
-    elif normalize or options.softmax_over == "topk":  # one and the same
-        prob_TK = chosen_TK.softmax(-1)
-    else:
-        prob_TK = logits_TE.softmax(-1).gather(1, idx_TK)
-    return prob_TK * options.scale
-
-
-def loss_scores(logits_TE: Tensor, score: str) -> Tensor:
-    """Scores that the balancing losses push on: of all experts, summing to 1 for every token."""
-    if score == "softmax":
-        return logits_TE.softmax(-1)
-    score_TE = logits_TE.sigmoid()
-    return score_TE / (score_TE.sum(-1, keepdim=True) + _TINY)
+def slots(options: RouterConfig, *, experts: int, top_k: int) -> Slots:
+    """What a row of expert ids that the router gives looks like."""
+    if options.rounding == "none":
+        return Slots(top_k, top_k)
+    reachable = options.group_topk * (experts // options.groups)
+    width = rounding.candidates(options.rounding, top_k, reachable)
+    return Slots(top_k, width, rounding.surplus(options.rounding, options.rounding_tile))
 
 
 class Router(KeepsPrecision, MegatronModule):
@@ -135,6 +105,7 @@ class Router(KeepsPrecision, MegatronModule):
         self.num_experts = config.num_moe_experts
         self.top_k, self.options = top_k, options
         check(options, experts=self.num_experts, top_k=top_k)
+        self.slots = slots(options, experts=self.num_experts, top_k=top_k)
         self.is_mtp_layer = is_mtp_layer
         self.layer_number: int | None = None
         self.tp_group, self.ep_group = pg_collection.tp, pg_collection.ep
@@ -182,18 +153,41 @@ class Router(KeepsPrecision, MegatronModule):
             hidden_SBD: [s, B, D] this rank's part of B sequences, bf16 or fp32.
 
         Returns:
-            Global expert ids [T, K] int32, best first, and their probabilities [T, K] fp32.
+            Global expert ids [T, C] int32, best first, and their probabilities [T, C] fp32, where C
+            is `slots.width`: K, or with rounding more. A slot without an expert has id -1 and 0.
         """
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         logits = router_gating_linear(hidden_SBD, self.weight, self.bias, dtype)
         logits_TE = logits.flatten(0, 1)
-        idx_TK = self._choose(logits_TE.detach())
-        prob_TK = probabilities(logits_TE, idx_TK, self.options)
+        idx_TC = self._choose(logits_TE.detach())
+        idx_TK, kept_TC = idx_TC[:, : self.top_k], self._keep(logits_TE.detach(), idx_TC)
+        prob_TC = probabilities(logits_TE, idx_TC, self.options, kept_TK=kept_TC, top_k=self.top_k)
         if self.training and torch.is_grad_enabled():
             count_E = self._count(idx_TK)
             shares = self._losses(logits_TE, idx_TK, count_E, sequences=hidden_SBD.size(1))
-            prob_TK = self._attach(prob_TK, shares)
-        return idx_TK.to(torch.int32), prob_TK
+            prob_TC = self._attach(prob_TC, shares)
+        if kept_TC is not None:
+            idx_TC = idx_TC.masked_fill(~kept_TC, -1)
+        return idx_TC.to(torch.int32), prob_TC
+
+    @torch.no_grad()
+    def _keep(self, logits_TE: Tensor, idx_TC: Tensor) -> Tensor | None:
+        """Candidates that count; None stands for all, where there is no rounding."""
+        o = self.options
+        if o.rounding == "none":
+            return None
+        if not self.training:  # a token's experts must not depend on the tokens beside it
+            slot_C = torch.arange(idx_TC.size(1), device=idx_TC.device)
+            return (slot_C < self.top_k).expand_as(idx_TC)
+        score_TE = logits_TE.sigmoid() if o.score == "sigmoid" else logits_TE.softmax(-1)
+        return rounding.keep(
+            idx_TC,
+            score_TE.gather(1, idx_TC),
+            top_k=self.top_k,
+            experts=self.num_experts,
+            tile=o.rounding_tile,
+            mode=o.rounding,
+        )
 
     @torch.no_grad()
     def _choose(self, logits_TE: Tensor) -> Tensor:
@@ -208,7 +202,7 @@ class Router(KeepsPrecision, MegatronModule):
             score_TE = logits_TE.softmax(-1)
         if self.expert_bias is not None:
             score_TE = score_TE + self.expert_bias
-        return choose(score_TE, self.top_k, o.groups, o.group_topk)
+        return choose(score_TE, self.top_k, o.groups, o.group_topk, width=self.slots.width)
 
     @property
     def _choice_is_shaped(self) -> bool:

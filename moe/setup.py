@@ -14,10 +14,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from configs.schema import Config
 from configs.validate import expert_parallel_size
 from kernels.activation import Activation
+from kernels.backend import Margins
 from kernels.registry import Choice, Facts, resolve
 from moe.init import initialize
 from moe.layer import MoEOptions
 from moe.model import Backends, Layout, build, embedding_stages, transformer_config
+from moe.router import slots
 from parallel.engine import Engine
 from parallel.groups import Groups, create
 from parallel.overflow import Budget
@@ -79,6 +81,8 @@ def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
         dtype=torch.bfloat16 if cfg.run.precision == "bf16" else torch.float32,
         hidden=cfg.model.hidden,
         ffn=e.ffn,
+        experts=e.experts // expert_parallel_size(cfg, runtime.world),
+        slots=slots(e.router, experts=e.experts, top_k=e.top_k).width,
         sinks=a.sinks,
         window=a.window,
         head_dim=a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim,
@@ -135,7 +139,7 @@ def setup(cfg: Config, runtime: Runtime) -> Job:
 def _chunks(
     cfg: Config, config: TransformerConfig, groups: Groups, budget: Budget, backends: Backends
 ) -> list[GPTModel]:
-    e = cfg.model.moe
+    e, margin = cfg.model.moe, cfg.kernels.sm_margin
     options = MoEOptions(
         moe=e,
         activation=Activation(
@@ -144,6 +148,9 @@ def _chunks(
         backend=backends.experts,
         dispatch=cfg.parallel.dispatch,
         budget=budget,
+        margins=Margins(margin.forward, margin.dgrad, margin.wgrad),
+        dynamic=cfg.kernels.dynamic,
+        accumulate=cfg.kernels.gradient_accumulation_fusion,
     )
     chunks = []
     stages = range(groups.virtual_pipeline) if groups.virtual_pipeline > 1 else [None]

@@ -1,4 +1,4 @@
-"""Dispatch and combine: tokens to the ranks of their experts, experts' rows back to their tokens.
+"""Dispatch and combine: tokens to the ranks of their experts, experts' sums back to their tokens.
 
 The two ends of an MoE layer around the experts. Every transport delivers fixed rows: token t of
 rank r of the expert-parallel group is received row r * T + t on every rank, so no host ever knows a
@@ -6,9 +6,10 @@ count and all shapes are static. T must be the same on all ranks of the group. B
 differentiable and deterministic: contributions of ranks are summed in fp32 in an order that depends
 on shapes alone.
 
-Legend: T tokens per rank, D hidden, K experts per token, R ranks, N = R * T, S expert rows.
+Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.grouped_mlp import combine as combine_experts
+from kernels.plan import Plan, check_routing, make_plan
 from parallel.overflow import Budget
-from parallel.plan import Plan, check_routing, make_plan
 
 
 class Received(NamedTuple):
@@ -36,30 +36,84 @@ class Dispatcher(Protocol):
     """A transport between tokens and experts. It keeps no state between calls."""
 
     def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
-        """Bring tokens (bf16 or fp32), expert ids (int32) and probabilities (fp32) to experts."""
+        """Bring tokens (bf16 or fp32), expert ids (int32) and probabilities (fp32) to experts.
+
+        A slot without an expert has the id -1.
+        """
         ...
 
-    def combine(self, y_SD: Tensor, received: Received) -> Tensor:
-        """Sum the experts' rows of every token on its rank, in fp32: [T, D] in y's dtype."""
+    def combine(self, out_ND: Tensor, received: Received) -> Tensor:
+        """Bring what a rank's experts made of received rows back, and add ranks up in fp32.
+
+        Returns:
+            [T, D] in out's dtype.
+        """
         ...
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a token's row of expert ids looks like, and how many expert rows follow from it."""
+
+    top_k: int
+    """Experts of a token on average."""
+    width: int
+    """Ids in the row: `top_k`, or more if some are -1."""
+    surplus: int = 0
+    """Rows by which a rank's choices of one expert may exceed those of top-k routing."""
+
+    def most(self, tokens: int, ranks: int, local: int) -> int:
+        """Expert rows that `local` experts can need at most for the tokens of all ranks."""
+        chosen = tokens * min(self.top_k, local) + self.surplus * local
+        return ranks * min(tokens * min(self.width, local), chosen)
+
+
+class _Planner:
+    """From received routing to the plan of this rank's experts, within the budget."""
+
+    def __init__(
+        self, slots: Slots, budget: Budget, backend: str, ranks: int, first: int, local: int
+    ) -> None:
+        self._slots, self._budget, self._backend = slots, budget, backend
+        self._ranks, self._first, self._local = ranks, first, local
+
+    def check(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> None:
+        check_routing(topk_idx_TK, topk_prob_TK)
+        if x_TD.ndim != 2 or topk_idx_TK.shape != (x_TD.shape[0], self._slots.width):
+            raise ValueError(
+                f"tokens {tuple(x_TD.shape)} do not fit expert ids {tuple(topk_idx_TK.shape)} "
+                f"with {self._slots.width} slots for top_k={self._slots.top_k}"
+            )
+
+    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> Plan:
+        tokens, slots = topk_idx_NK.shape[0] // self._ranks, self._slots
+        most = slots.most(tokens, self._ranks, self._local)
+        rows = self._budget.rows(tokens, slots.top_k, self._ranks, self._local, most=most)
+        plan = make_plan(
+            topk_idx_NK,
+            topk_prob_NK,
+            first_expert=self._first,
+            local_experts=self._local,
+            rows=rows,
+            backend=self._backend,
+        )
+        if rows < most:
+            self._budget.observe(plan.needed, rows)
+        return plan
 
 
 class Local:
     """All experts on this rank: nothing is copied."""
 
-    def __init__(self, experts: int, top_k: int, budget: Budget) -> None:
-        self._experts, self._top_k, self._budget = experts, top_k, budget
+    def __init__(self, plan: _Planner) -> None:
+        self._plan = plan
 
     def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
-        _check(x_TD, topk_idx_TK, topk_prob_TK, self._top_k)
-        rows = self._budget.rows(x_TD.shape[0], self._top_k, 1, self._experts)
-        plan = make_plan(
-            topk_idx_TK, topk_prob_TK, first_expert=0, local_experts=self._experts, rows=rows
-        )
-        return Received(x_TD, plan, None)
+        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), None)
 
-    def combine(self, y_SD: Tensor, received: Received) -> Tensor:
-        return _sum_experts(y_SD, received.plan)
+    def combine(self, out_ND: Tensor, received: Received) -> Tensor:
+        return out_ND
 
 
 class AllToAll:
@@ -70,36 +124,31 @@ class AllToAll:
     Each is the other's backward. Collectives run on the current stream.
     """
 
-    def __init__(self, group: dist.ProcessGroup, experts: int, top_k: int, budget: Budget) -> None:
-        self._group, self._top_k, self._budget = group, top_k, budget
-        self._ranks = dist.get_world_size(group)
-        self._local_experts = experts // self._ranks
-        self._first_expert = dist.get_rank(group) * self._local_experts
+    def __init__(self, group: dist.ProcessGroup, plan: _Planner) -> None:
+        self._group, self._plan = group, plan
 
     def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
-        _check(x_TD, topk_idx_TK, topk_prob_TK, self._top_k)
+        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         rows_ND, idx_NK, prob_NK = _Dispatch.apply(x_TD, topk_idx_TK, topk_prob_TK, self._group)
-        rows = self._budget.rows(x_TD.shape[0], self._top_k, self._ranks, self._local_experts)
-        plan = make_plan(
-            idx_NK,
-            prob_NK,
-            first_expert=self._first_expert,
-            local_experts=self._local_experts,
-            rows=rows,
-        )
-        self._budget.observe(plan.needed, rows)
-        return Received(rows_ND, plan, None)
+        return Received(rows_ND, self._plan(idx_NK, prob_NK), None)
 
-    def combine(self, y_SD: Tensor, received: Received) -> Tensor:
-        return _Return.apply(_sum_experts(y_SD, received.plan), self._group)
+    def combine(self, out_ND: Tensor, received: Received) -> Tensor:
+        return _Return.apply(out_ND, self._group)
 
 
 def make_dispatcher(
-    name: str, *, group: dist.ProcessGroup | None, experts: int, top_k: int, budget: Budget
+    name: str,
+    *,
+    group: dist.ProcessGroup | None,
+    experts: int,
+    slots: Slots,
+    budget: Budget,
+    backend: str = "torch",
 ) -> Dispatcher:
     """The transport called `name` (`auto`, `local` or `alltoall`) over the expert-parallel `group`.
 
-    `auto` is `local` on one rank and `alltoall` on several. No group means one rank.
+    `auto` is `local` on one rank and `alltoall` on several. No group means one rank. `backend` of
+    `kernels.plan` makes the plans.
 
     Raises:
         ValueError: unknown name, experts that do not divide over the ranks, top_k above experts,
@@ -110,8 +159,13 @@ def make_dispatcher(
         raise ValueError(
             f"{experts} experts do not divide over {ranks} ranks: set parallel.expert to a divisor"
         )
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"model.moe.top_k={top_k} must be between 1 and the {experts} experts")
+    if not 1 <= slots.top_k <= experts:
+        raise ValueError(
+            f"model.moe.top_k={slots.top_k} must be between 1 and the {experts} experts"
+        )
+    local = experts // ranks
+    first = 0 if group is None else dist.get_rank(group) * local
+    plan = _Planner(slots, budget, backend, ranks, first, local)
     if name == "auto":
         name = "local" if ranks == 1 else "alltoall"
     if name == "local":
@@ -120,30 +174,15 @@ def make_dispatcher(
                 f"parallel.dispatch=local serves one rank, but parallel.expert is {ranks}: "
                 "set parallel.dispatch=alltoall or parallel.expert=1"
             )
-        return Local(experts, top_k, budget)
+        return Local(plan)
     if name == "alltoall":
         if group is None:
             raise ValueError(
                 "parallel.dispatch=alltoall needs an expert-parallel process group: "
                 "set parallel.dispatch=local"
             )
-        return AllToAll(group, experts, top_k, budget)
+        return AllToAll(group, plan)
     raise ValueError(f"unknown parallel.dispatch={name}: set it to auto, local or alltoall")
-
-
-def _check(x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor, top_k: int) -> None:
-    check_routing(topk_idx_TK, topk_prob_TK)
-    if x_TD.ndim != 2 or topk_idx_TK.shape != (x_TD.shape[0], top_k):
-        raise ValueError(
-            f"tokens {tuple(x_TD.shape)} do not fit expert ids {tuple(topk_idx_TK.shape)} "
-            f"with top_k={top_k}"
-        )
-
-
-def _sum_experts(y_SD: Tensor, plan: Plan) -> Tensor:
-    return combine_experts(
-        y_SD, row_index_S=plan.row_index_S, offsets=plan.offsets, inverse_NK=plan.inverse_NK
-    )
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -39,15 +39,19 @@ class Budget:
         self._granted = 0.0  # largest S / (T * K): the factor after rounding up to whole tiles
         self._peak = torch.zeros((), dtype=torch.float64, device=device)
 
-    def rows(self, tokens: int, top_k: int, ranks: int, local_experts: int) -> int:
+    def rows(
+        self, tokens: int, top_k: int, ranks: int, local_experts: int, *, most: int | None = None
+    ) -> int:
         """Expert rows S for T tokens a rank: factor x T x K in whole tiles, at most the worst case.
 
-        The worst case is every received token at min(K, L) of this rank's experts; with one rank it
-        equals T * K, so that a local layer keeps exactly what it needs.
+        The worst case is `most` rows, by default those of every received token at min(K, L) of this
+        rank's experts; with one rank that is T * K, and a local layer keeps just what it needs.
         """
         balanced = tokens * top_k
         tiles = math.ceil(self.capacity_factor * balanced / _ROW_MULTIPLE)
-        rows = min(ranks * tokens * min(top_k, local_experts), tiles * _ROW_MULTIPLE)
+        if most is None:
+            most = ranks * tokens * min(top_k, local_experts)
+        rows = min(most, tiles * _ROW_MULTIPLE)
         self._granted = max(self._granted, rows / balanced)
         return rows
 

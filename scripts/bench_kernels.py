@@ -1,104 +1,196 @@
-"""Speed of the Hopper kernels beside torch's: medians of interleaved runs, the L2 cache flushed.
+"""Speed of the expert kernels on one GPU: ours against peers, and against what is asked of them.
 
-    python scripts/bench_kernels.py [--rounds 30] [--margins 8 16 24 32] [--ragged]
+    python scripts/bench_kernels.py [SUITE ...] [--peers all] [--json PATH] [--plot PATH.png]
+    python scripts/bench_kernels.py --tune [--dry]
+    python scripts/bench_kernels.py --from-json PATH [--plot PATH.png]
 
-Each variant is captured in a CUDA graph, so that host time is not measured; a round runs every
-variant once, so that a falling clock meets all of them. TFLOP/s = 2 * rows * N * K / time.
+Suites (default: all, without peers):
+  mlp      expert MLP on sorted rows            peers: torch, te (Transformer Engine)
+  layer    whole MoE layer with its router      peer: sonic (SonicMoE with QuACK)
+  margins  kernels beside SMs that are left free, idle or taken by a copy kernel
+  skew     Zipf-skewed routing against balanced rows, dynamic and static scheduling
+  gather   rows picked by an index against the same rows side by side
+  host     host time of a call
+
+Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each; a ratio is
+the other side's time over ours. TFLOP/s count 6 * rows * D * F forward and twice that backward, for
+a kernel 2 * rows * K * N. A missed bar is no error: exit code 1 is for failures and wrong results.
+SonicMoE tunes itself for a minute or two a shape unless $QUACK_CACHE_DIR remembers. Importing it
+changes the compiler that our kernels use too, so with it `layer` runs last.
 """
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
-
-import torch
-from torch import Tensor
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kernels.sm90.launch import rows
+from scripts.bench import shapes
+from scripts.bench.facts import facts
+from scripts.bench.measure import Bench, Gpu, reason
+from scripts.bench.records import Record, plot, read, summary, table, write
+from scripts.bench.shapes import Shape
 
-SHAPES = ((65536, 2048, 7168, 32), (32768, 2880, 2880, 4), (65536, 768, 2048, 16))
-"""Rows, K, N, experts."""
-TILES = ((256, 2), (256, 1), (192, 2), (192, 1), (128, 2))
-FLUSH_BYTES = 256 * 2**20
-
-
-def splits(S: int, L: int, multiple: int) -> Tensor:
-    """Device offsets of L experts, drawn from Dirichlet(8) and rounded to `multiple` rows."""
-    torch.manual_seed(0)
-    share = torch.distributions.Dirichlet(torch.full((L,), 8.0)).sample()
-    ends = (share.cumsum(0) * S / multiple).round() * multiple
-    ends[-1] = S
-    return torch.cat([torch.zeros(1), ends]).to(torch.int32).cuda()
-
-
-def variants(S: int, K: int, N: int, L: int, args: argparse.Namespace) -> dict[str, Callable]:
-    """What to run for a shape, by name."""
-    a = torch.randn(S, K, device="cuda").to(torch.bfloat16)
-    w = (torch.randn(L, N, K, device="cuda") * K**-0.5).to(torch.bfloat16)
-    w_kn = w.mT.contiguous().mT
-    offsets = splits(S, L, 1 if args.ragged else 128)
-    out = torch.empty(S, N, dtype=torch.bfloat16, device="cuda")
-    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-
-    def ours(w: Tensor = w, **options) -> Callable:
-        return lambda: rows(a, w, offsets, out_SN=out, counter=counter, **options)
-
-    named: dict[str, Callable] = {
-        "torch [L, N, K]": lambda: torch._grouped_mm(a, w.mT, offs=offsets[1:]),
-        "torch [L, K, N]": lambda: torch._grouped_mm(a, w_kn.mT, offs=offsets[1:]),
-    }
-    for tile in TILES:
-        named[f"rows {tile[0]}x{tile[1]}"] = ours(tile=tile)
-    named["rows, default tile, static"] = ours(dynamic=False)
-    named["rows, default tile, [L, K, N]"] = ours(w_kn)
-    for margin in args.margins:
-        named[f"rows, default tile, {margin} SMs free"] = ours(sm_margin=margin)
-    return named
+PEERS = ("torch", "te", "sonic")
+RUNS = {
+    "mlp": ("mlp", "suite"),
+    "layer": ("layer", "suite"),
+    "margins": ("operations", "margins"),
+    "skew": ("operations", "skew"),
+    "gather": ("operations", "gather"),
+    "host": ("host", "suite"),
+}
+"""Module and function of each suite; imported when it runs."""
 
 
-def capture(run: Callable) -> torch.cuda.CUDAGraph:
-    """A graph of one call, after one call to compile and warm up."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(RUNS)}")
+    add(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="SIZES",
+        help="only shapes that begin with these sizes, or a whole new one; may be repeated",
+    )
+    add("--peers", default="", metavar="LIST", help=f"all, or some of {','.join(PEERS)}")
+    add("--rounds", type=int, default=20, metavar="N", help="default: %(default)s")
+    add("--json", type=Path, metavar="PATH", help="write the results, after every shape")
+    add("--plot", type=Path, metavar="PATH", help="draw the ratios; needs matplotlib")
+    add("--from-json", type=Path, metavar="PATH", help="measure nothing, show these results")
+    add("--tune", action="store_true", help="measure all tiles and rewrite tiles.json")
+    add("--dry", action="store_true", help="with --tune: show the new table, write nothing")
+    args = parser.parse_args(argv)
+    unknown = [s for s in args.suites if s not in RUNS]
+    if unknown:
+        parser.error(f"{unknown[0]}: a suite is one of {', '.join(RUNS)}")
+    args.demanded = args.peers not in ("", "all")
+    args.peers = (
+        PEERS if args.peers == "all" else tuple(args.peers.split(",") if args.peers else ())
+    )
+    for peer in args.peers:
+        if peer not in PEERS:
+            parser.error(f"--peers {peer}: a peer is one of {', '.join(PEERS)}")
+    try:
+        args.shape = [shapes.parse(text) for text in args.shape]
+    except ValueError as error:
+        parser.error(f"--shape {error}")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: must be at least 1")
+    if args.dry and not args.tune:
+        parser.error("--dry: goes with --tune")
+    if args.tune and (args.suites or args.shape):
+        parser.error("--tune: has its own shapes, and runs no suite")
+    args.suites = args.suites or list(RUNS)
+    if "sonic" in args.peers:
+        args.suites.sort(key=lambda suite: suite == "layer")
+    args.selected = {suite: shapes.select(suite, args.shape) for suite in args.suites}
+    if not any(args.selected.values()):
+        parser.error("--shape: no suite that was named has such a shape")
+    return args
 
 
-def measure(named: dict[str, Callable], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each variant."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    graphs = {name: capture(run) for name, run in named.items()}
-    times: dict[str, list[float]] = {name: [] for name in named}
-    for round_ in range(rounds + 3):
-        for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if round_ >= 3:
-                times[name].append(begin.elapsed_time(end))
-    return {name: median(t) for name, t in times.items()}
+class Report:
+    """Collects records; shows and writes them as they come."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.records: list[Record] = []
+        self.facts: dict[str, Any] = {}
+        self._path = args.json
+
+    def add(self, records: list[Record]) -> None:
+        self.records += records
+        print(table(records), flush=True)
+        self.save()
+
+    def save(self) -> None:
+        if self._path is not None:
+            write(self._path, self.facts, self.records)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--margins", type=int, nargs="*", default=[8, 16, 24, 32])
-    parser.add_argument("--ragged", action="store_true", help="experts end at any row")
-    args = parser.parse_args()
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "rounds", args.rounds)
-    for S, K, N, L in SHAPES:
-        print(f"\nrows {S}, K {K}, N {N}, experts {L}")
-        for name, ms in measure(variants(S, K, N, L, args), args.rounds).items():
-            print(f"  {name:36} {ms:8.3f} ms {2e-9 * S * K * N / ms:7.1f} TFLOP/s", flush=True)
+def run(bench: Bench, selected: dict[str, tuple[Shape, ...]], report: Report) -> None:
+    """All suites; whatever a shape raises becomes a record."""
+    for suite, chosen in selected.items():
+        for shape in chosen:
+            try:
+                module, function = RUNS[suite]
+                measured: Callable[[Bench, Shape], list[Record]] = getattr(
+                    importlib.import_module(f"scripts.bench.{module}"), function
+                )
+                made = measured(bench, shape)
+            except Exception as error:
+                made = [Record(suite, shape, "-", "-", "", note=reason(error), failed=True)]
+            report.add(made)
+            bench.clock.free()
+
+
+def tune(bench: Bench, report: Report, *, dry: bool) -> None:
+    """Measure all kinds of tiles.json, show what changes, and write it unless dry."""
+    from kernels.sm90 import tiles
+    from scripts.bench import tune as tuning
+
+    old, new = tiles.table(), {}
+    for kind in old:
+        try:
+            made, entry = tuning.kind(bench, kind)
+        except Exception as error:
+            made, entry = [Record("tune", (), "-", kind, note=reason(error), failed=True)], {}
+        report.add(made)
+        new[kind] = entry or old[kind]
+        bench.clock.free()
+    print("\n" + "\n".join(tuning.changes(old, new)))
+    if dry:
+        print(f"{tiles.PATH.name} was left as it is")
+    else:
+        tuning.update(tiles.PATH, new)
+        print(f"wrote {tiles.PATH}")
+
+
+def show(args: argparse.Namespace) -> int:
+    """Table and plot of earlier results."""
+    try:
+        known, records = read(args.from_json)
+    except (OSError, ValueError) as error:
+        print(f"--from-json: {error}", file=sys.stderr)
+        return 1
+    print(", ".join(f"{k} {v}" for k, v in known.items() if isinstance(v, str)))
+    print(table(records))
+    print(f"\n{summary(records)}")
+    why = plot(args.plot, records) if args.plot else ""
+    print(why, file=sys.stderr, end="\n" if why else "")
+    return 1 if why else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    if args.from_json is not None:
+        return show(args)
+    import torch
+
+    if not torch.cuda.is_available():
+        print("this script measures on a CUDA device, and there is none", file=sys.stderr)
+        return 1
+    bench = Bench(Gpu(), args.rounds, args.peers, args.demanded, shapes=args.selected)
+    report = Report(args)
+    report.facts = facts(bench.clock.device, sys.argv[1:] if argv is None else list(argv))
+    print(", ".join(f"{k} {v}" for k, v in report.facts.items() if isinstance(v, str)))
+    if args.tune:
+        tune(bench, report, dry=args.dry)
+    else:
+        run(bench, args.selected, report)
+    report.facts |= facts(bench.clock.device, [], after=True)
+    report.save()
+    print(f"\n{summary(report.records)}")
+    why = plot(args.plot, report.records) if args.plot else ""
+    print(why, file=sys.stderr, end="\n" if why else "")
+    return 1 if any(r.failed for r in report.records) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

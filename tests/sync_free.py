@@ -1,8 +1,9 @@
 """A context in which what would make a host wait for its GPU, or a GPU for its host, is an error.
 
 On a CPU nothing ever waits, so the ops that would are forbidden instead: reads of a tensor's value
-by the host, and results whose shape depends on values. An op that is allowed may do what it likes
-inside, as the CPU's stand-in for torch._grouped_mm does with its offsets.
+by the host, and results whose shape depends on values. An op of torch that is allowed may do what
+it likes inside, as the CPU's stand-in for torch._grouped_mm does with its offsets; custom ops of
+the project are watched inside too.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,6 +60,9 @@ class _Methods(TorchFunctionMode):
 class _Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "phalanx":
+            with _Methods(), self:
+                return OPDEFS[func.name().removesuffix(".default")]._init_fn(*args, **kwargs)
         if func.overloadpacket in FORBIDDEN_OPS:
             raise HostSync(f"{func} reads values on the host")
         if func is _aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:

@@ -99,11 +99,13 @@ class Scheduler:
         row, end, column, expert = record[0], record[1], record[2], record[3]
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(
-                self.storage.empty.data_ptr() + slot,
-                peer_cta_rank_in_cluster=0,
-                scope=MemScopeKind.CLUSTER,
-            )
+            # Of CTA scope, also to the leader: a record was read, there is nothing to publish. A
+            # release to the cluster would wait for all stores of the warp.
+            empty = self.storage.empty.data_ptr() + slot
+            if cutlass.const_expr(self.config.cluster > 1):
+                cute.arch.mbarrier_arrive(empty, peer_cta_rank_in_cluster=0)
+            else:
+                cute.arch.mbarrier_arrive(empty)
         return row, end, column, expert
 
     @cute.jit
@@ -113,11 +115,18 @@ class Scheduler:
         lane = cute.arch.lane_idx()
         cute.arch.mbarrier_wait(self.storage.empty.data_ptr() + slot, (number // SLOTS) % 2 ^ 1)
         full = self.storage.full.data_ptr() + slot
-        if lane < self.config.cluster:
-            cute.arch.mbarrier_arrive_and_expect_tx(
-                full, 4 * RECORD_INTS, lane, scope=MemScopeKind.CLUSTER
-            )
-            cute.arch.store_async_dsmem(self._record(slot), (row, end, column, expert), full, lane)
+        if cutlass.const_expr(self.config.cluster > 1):
+            if lane < self.config.cluster:
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    full, 4 * RECORD_INTS, lane, scope=MemScopeKind.CLUSTER
+                )
+                values = (row, end, column, expert)
+                cute.arch.store_async_dsmem(self._record(slot), values, full, lane)
+        else:  # no fence beyond the CTA, for which readers about to multiply would wait
+            record = cute.make_tensor(self._record(slot), cute.make_layout(RECORD_INTS))
+            with cute.arch.elect_one():
+                record[0], record[1], record[2], record[3] = row, end, column, expert
+                cute.arch.mbarrier_arrive(full)
         cute.arch.sync_warp()
 
     @cute.jit

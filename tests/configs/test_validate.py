@@ -83,6 +83,21 @@ def _texts(value: object) -> object:
         ("model.moe.top_k=9", 1, "more than experts=8", "model.moe.top_k=8"),
         ("model.moe.router.groups=3", 1, "does not divide experts=8", "router.groups=2"),
         ("model.moe.router.group_topk=2", 1, "more than groups=1", "group_topk=1"),
+        ("model.moe.router.rounding=even", 1, "is not one of none, nearest", "rounding="),
+        ("model.moe.router.rounding_tile=0", 1, "must be at least 1", "rounding_tile=128"),
+        (
+            "model.moe.router.rounding=up model.moe.router.force_balance=true",
+            1,
+            "not possible with force_balance",
+            "model.moe.router.rounding=none",
+        ),
+        (
+            "model.moe.router.rounding=nearest kernels=megatron",
+            1,
+            "not possible with kernels.backend=megatron",
+            "model.moe.router.rounding=none",
+        ),
+        ("kernels.sm_margin.wgrad=-8", 1, "must be at least 0", "kernels.sm_margin.wgrad=0"),
         (
             "model.moe.router.groups=8 model.moe.top_k=3",
             1,
@@ -286,6 +301,8 @@ RANGES: dict[str, tuple[object, ...]] = {
     "model.moe.router.groups": (1, 2, 3, 5),
     "model.moe.router.group_topk": (1, 2, 4),
     "model.moe.router.bias_rate": (0.0, 1e-3),
+    "model.moe.router.rounding": ("none", "nearest"),
+    "model.moe.router.force_balance": (False, True),
     "data.sequence_length": (7, 32, 100),
     "data.micro_batch": (1, 3, 4),
     "data.global_batch": (0, 16, 31),
@@ -294,7 +311,7 @@ RANGES: dict[str, tuple[object, ...]] = {
     "optim.min_lr": (0.0, 1.0),
     "run.precision": ("bf16", "fp32"),
     "run.device": ("auto", "cuda", "cpu"),
-    "kernels.backend": ("auto", "torch", "te", "fused"),
+    "kernels.backend": ("auto", "torch", "te", "fused", "megatron"),
 }
 
 

@@ -5,13 +5,14 @@ rows of W1.
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.grouped_mlp import combine, expert_mlp
+from kernels.grouped_mlp import combine, expert_mlp, grouped_mlp
 
 ACTIVATIONS = [
     Activation("swiglu"),
@@ -117,15 +118,27 @@ def make(
 Result = dict[str, Tensor]
 
 
-def run(p: Problem, backend: str, poison: bool = False) -> Result:
-    """Output and all gradients of `combine(expert_mlp(...))`; `poison` puts NaN in dy's padding."""
+def run(p: Problem, backend: str, *, split: bool = False, poison: bool = False) -> Result:
+    """Output and all gradients of `grouped_mlp`, or of `combine(expert_mlp(...))` with `split`.
+
+    `poison` is a split that puts NaN in dy's padding.
+    """
     leaves = leaves_of(p)
-    return gradients(forward(p, leaves, backend, poison), p.dout, leaves)
+    return gradients(forward(p, leaves, backend, split=split, poison=poison), p.dout, leaves)
 
 
-def forward(p: Problem, leaves: dict[str, Tensor], backend: str, poison: bool = False) -> Tensor:
+def forward(
+    p: Problem,
+    leaves: dict[str, Tensor],
+    backend: str,
+    *,
+    split: bool = False,
+    poison: bool = False,
+    **options: Any,
+) -> Tensor:
     """The output of `run`, from the tensors that are differentiated."""
-    y = expert_mlp(
+    mlp = expert_mlp if split or poison else grouped_mlp
+    out = mlp(
         leaves["x"],
         leaves["w1"],
         leaves["w2"],
@@ -137,12 +150,16 @@ def forward(p: Problem, leaves: dict[str, Tensor], backend: str, poison: bool = 
         b1=leaves.get("b1"),
         b2=leaves.get("b2"),
         backend=backend,
+        **options,
     )
+    if mlp is grouped_mlp:
+        return out
     if poison:
         row = torch.arange(len(p.index), device=p.index.device)[:, None]
         padding = row >= p.offsets[-1]
-        y.register_hook(lambda dy: dy.masked_fill(padding, float("nan")))
-    return combine(y, row_index_S=p.index, offsets=p.offsets, inverse_NK=p.inverse, backend=backend)
+        out.register_hook(lambda dy: dy.masked_fill(padding, float("nan")))
+    plan = dict(row_index_S=p.index, offsets=p.offsets, inverse_NK=p.inverse)
+    return combine(out, **plan, backend=backend)
 
 
 def dense(p: Problem) -> Result:

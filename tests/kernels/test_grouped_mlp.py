@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kernels.activation import Activation
-from kernels.backend import Rows
+from kernels.backend import Margins
 from kernels.grouped_mlp import combine, expert_mlp
-from kernels.reference import Reference
 from kernels.torch_backend import Grouped
 from tests.kernels.problems import (
     ACTIVATIONS,
@@ -16,6 +15,7 @@ from tests.kernels.problems import (
     dense,
     error,
     forward,
+    gradients,
     leaves_of,
     make,
     random_choice,
@@ -68,6 +68,13 @@ def test_integers_are_exact_in_fp32(backend, limit):
     _same({k: v.double() for k, v in run(p, backend).items()}, exact)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("act", [CLAMPED, Activation("squared_relu")], ids=_id)
+def test_halves_make_the_whole(act, backend):
+    p = make(act, torch.bfloat16, rows=256)
+    _same(run(p, backend), run(p, backend, split=True))
+
+
 def test_integers_are_equal_in_bf16():
     p = make(Activation("squared_relu", limit=3.0), torch.bfloat16, integers=True, rows=128)
     _same(run(p, "torch"), run(p, "reference"))
@@ -100,15 +107,16 @@ def test_padding_has_no_influence(routing, dtype, backend):
     dirty.prob[used:] = NAN
     dirty.index[used:], dirty.index[-1] = 2**30, -5
     expected = run(clean, backend)
+    assert all(v.isfinite().all() for v in expected.values())
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
     try:
-        ours = run(dirty, backend, poison=True)
+        results = [run(dirty, backend), run(dirty, backend, poison=True)]
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(v.isfinite().all() for v in expected.values())
-    _same(ours, expected)
-    assert not ours["dprob"][used:].any()
-    assert not ours["out"][unread].any() and not ours["dx"][unread].any()
+    for ours in results:
+        _same(ours, expected)
+        assert not ours["dprob"][used:].any()
+        assert not ours["out"][unread].any() and not ours["dx"][unread].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -139,19 +147,6 @@ def test_combine_adds_slots_in_order(backend):
     assert torch.equal(got, expected.bfloat16())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bias_gradient_keeps_all_bits_of_prob(backend):
-    """Terms that nearly cancel leave what a probability rounded to bf16 would have lost."""
-    prob = torch.tensor([0.7, 0.7 + 2**-13, 0.3, 0.3 + 2**-20])
-    d = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None].repeat(1, 8).bfloat16()
-    index = torch.zeros(4).int()
-    rows = Rows(index, prob, torch.tensor([0, 2, 4]).int(), index[:1, None])
-    ops = {"reference": Reference(), "torch": Grouped()}[backend]
-    got = ops.bias_grad(d, rows, scale=True)
-    exact = (prob[::2] - prob[1::2]).bfloat16()[:, None].expand(2, 8)
-    assert torch.equal(got, exact)
-
-
 def test_runs_repeat_bit_for_bit():
     p = make(CLAMPED, torch.bfloat16, rows=128)
     _same(run(p, "torch"), run(p, "torch"))
@@ -175,6 +170,30 @@ def test_only_x_and_h_are_saved(backend, act):
     h = 256 * p.w1.shape[1] * 2
     indices = sum(t.nbytes for t in (p.prob, p.index, p.offsets, p.inverse))
     assert sum(saved.values()) == p.x.nbytes + h + indices
+
+
+def test_without_gradients_h_is_not_kept(monkeypatch):
+    p, kept = make(CLAMPED, torch.float32), []
+    fc1_act = Grouped.fc1_act
+
+    def spy(*args, keep_h):
+        kept.append(keep_h)
+        return fc1_act(*args, keep_h=keep_h)
+
+    monkeypatch.setattr(Grouped, "fc1_act", spy)
+    out = forward(p, leaves_of(p), "torch")
+    with torch.no_grad():
+        assert torch.equal(forward(p, leaves_of(p), "torch"), out)
+    assert kept == [True, False]
+
+
+def test_margins_change_nothing():
+    p = make(CLAMPED, torch.bfloat16, rows=128)
+    leaves = leaves_of(p)
+    out = forward(p, leaves, "torch", margins=Margins(8, 16, 24), dynamic=False)
+    _same(gradients(out, p.dout, leaves), run(p, "torch"))
+    with pytest.raises(ValueError, match="kernels.sm_margin.wgrad to 0 or more"):
+        Margins(wgrad=-8)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -210,7 +229,10 @@ def test_frozen_weights_and_expanded_gradient():
         backend="torch",
     )
     (dx,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(dx, run(p, "torch")["dx"])
+    y = forward(p, {**leaves_of(p), "x": x, "w1": p.w1, "w2": p.w2, "prob": p.prob}, "torch")
+    (dx_of_sums,) = torch.autograd.grad(y.sum(), x)
+    expected = run(p, "torch")["dx"]
+    assert torch.equal(dx, expected) and torch.equal(dx_of_sums, expected)
 
 
 @pytest.mark.parametrize(
@@ -231,5 +253,16 @@ def test_shapes_and_dtypes_are_checked(change, message):
 
 
 def test_unknown_backend():
-    with pytest.raises(ValueError, match="kernels.backend=fused .* kernels=torch"):
-        run(make(CLAMPED, torch.float32), "fused")
+    p = make(CLAMPED, torch.float32)
+    for split in (False, True):
+        with pytest.raises(ValueError, match="kernels.backend=te .* kernels=torch"):
+            run(p, "te", split=split)
+
+
+def test_gradients_of_gradients_are_refused():
+    p = make(CLAMPED, torch.float32)
+    leaves = leaves_of(p)
+    out = forward(p, leaves, "torch")
+    (dx,) = torch.autograd.grad(out.sum(), leaves["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="phalanx.grouped_mlp_backward"):
+        dx.sum().backward()

@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.kernels.problems import ACTIVATIONS, make, run
 CPU = Facts("cpu", None, torch.bfloat16, hidden=64, ffn=48, packages=frozenset(), compiles=True)
 H200 = replace(CPU, device="cuda", capability=(9, 0), packages=frozenset({"triton"}))
 WITH_TE = replace(H200, packages=frozenset({"triton", "transformer_engine"}))
+WITH_DSL = replace(H200, ffn=128, packages=frozenset({"triton", "nvidia_cutlass_dsl"}))
 A100 = replace(H200, capability=(8, 0))
 
 
@@ -26,6 +29,17 @@ A100 = replace(H200, capability=(8, 0))
         ("grouped_mlp", replace(CPU, hidden=60, dtype=torch.float32), "torch"),
         ("grouped_mlp", replace(CPU, ffn=50, dtype=torch.float32), "reference"),
         ("grouped_mlp", replace(CPU, dtype=torch.float64), "reference"),
+        ("grouped_mlp", WITH_DSL, "fused"),
+        ("grouped_mlp", replace(WITH_DSL, hidden=2880, ffn=2880, experts=1024), "fused"),
+        ("grouped_mlp", replace(WITH_DSL, hidden=96), "torch"),
+        ("grouped_mlp", replace(WITH_DSL, ffn=96), "torch"),
+        ("grouped_mlp", replace(WITH_DSL, experts=1025), "torch"),
+        ("grouped_mlp", replace(WITH_DSL, slots=16), "fused"),
+        ("grouped_mlp", replace(WITH_DSL, slots=20), "torch"),
+        ("grouped_mlp", replace(WITH_DSL, capability=(10, 0)), "torch"),
+        ("grouped_mlp", replace(WITH_DSL, dtype=torch.float32), "reference"),
+        ("grouped_mlp", replace(CPU, ffn=128, packages=WITH_DSL.packages), "torch"),
+        ("grouped_mlp", replace(H200, ffn=128), "torch"),
         ("grouped_mlp", H200, "torch"),
         ("grouped_mlp", replace(H200, capability=(10, 0)), "torch"),
         ("grouped_mlp", replace(H200, capability=(12, 0)), "reference"),
@@ -57,7 +71,7 @@ def test_auto(op, facts, backend):
 
 def test_auto_says_what_it_passed_over():
     reason = resolve("grouped_mlp", "auto", A100).reason
-    assert "not fused: the fused kernels of kernels/sm90" in reason
+    assert "not fused: needs CUDA capability 9.x, not 8.0" in reason
     assert "not te: needs Transformer Engine" in reason
     assert "not torch: needs CUDA capability 9.x or 10.x, not 8.0" in reason
     assert "megatron" not in reason.replace("kernels=megatron", "")
@@ -71,8 +85,23 @@ def test_auto_says_what_it_passed_over():
             "grouped_mlp",
             "fused",
             H200,
-            "kernels.backend=fused cannot run here: the fused kernels of kernels/sm90 are not "
-            "complete in this build; use kernels=torch or kernels=auto",
+            "kernels.backend=fused cannot run here: needs whole boxes of 64 channels: "
+            "model.hidden=64 and model.moe.ffn=48 must be multiples of 64; use kernels=torch or "
+            "kernels=auto",
+        ),
+        (
+            "grouped_mlp",
+            "fused",
+            replace(H200, ffn=128),
+            "kernels.backend=fused cannot run here: needs the compiler of its kernels: "
+            "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'; use kernels=torch or kernels=auto",
+        ),
+        (
+            "grouped_mlp",
+            "fused",
+            replace(WITH_DSL, experts=2048),
+            "kernels.backend=fused cannot run here: needs at most 1024 experts on a rank, not "
+            "2048: raise parallel.expert; use kernels=torch or kernels=auto",
         ),
         (
             "grouped_mlp",
@@ -175,6 +204,23 @@ def test_chosen_attention_runs(sinks, window):
 def test_facts_know_this_machine():
     facts = Facts("cpu", None, torch.float32)
     assert ("triton" in facts.packages) == _imports("triton")
+    assert ("nvidia_cutlass_dsl" in facts.packages) == _imports("cutlass")
+
+
+def test_limits_of_the_fused_kernels_are_theirs():
+    from kernels.sm90 import combine, plan
+
+    for fact, most in {"experts": plan.MAX_EXPERTS, "slots": combine.MAX_SLOTS}.items():
+        assert resolve("grouped_mlp", "auto", replace(WITH_DSL, **{fact: most})).backend == "fused"
+        over = resolve("grouped_mlp", "auto", replace(WITH_DSL, **{fact: most + 1}))
+        assert f"needs at most {most} experts" in over.reason
+
+
+def test_the_compiler_to_install_is_the_pinned_one():
+    page = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    wanted = tomllib.loads(page.read_text())["project"]["dependencies"]
+    reason = resolve("grouped_mlp", "auto", replace(H200, ffn=128)).reason
+    assert any(f"pip install '{one}'" in reason for one in wanted)
 
 
 def test_import_is_light():

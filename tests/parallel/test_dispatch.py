@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.dispatch import AllToAll, Dispatcher, Local, Received, make_dispatcher
+from kernels.grouped_mlp import combine
+from parallel.dispatch import Dispatcher, Local, Received, Slots, make_dispatcher
 from parallel.overflow import Budget
 from tests.distributed import run_distributed
 from tests.sync_free import sync_free
 
 CPU = torch.device("cpu")
 TOKENS, HIDDEN, EXPERTS, TOP_K = 24, 16, 8, 3  # TOKENS: of all ranks together
+SLOTS = Slots(TOP_K, TOP_K)
 
 
 class Result(NamedTuple):
@@ -87,7 +89,14 @@ def experts(received: Received, w_LDD: Tensor) -> Tensor:
     x_SD = received.rows_ND.index_select(0, plan.row_index_S)
     y_SD = torch.einsum("sd,sde->se", x_SD.float(), w_LDD.index_select(0, e).float())
     y_SD = (y_SD * plan.row_prob_S[:, None]).to(x_SD.dtype)
-    return torch.where((s < plan.offsets[-1])[:, None], y_SD, float("nan"))
+    y_SD = torch.where((s < plan.offsets[-1])[:, None], y_SD, float("nan"))
+    return sums(y_SD, received)
+
+
+def sums(y_SD: Tensor, received: Received) -> Tensor:
+    plan = received.plan
+    index, inverse = plan.row_index_S, plan.inverse_NK
+    return combine(y_SD, row_index_S=index, offsets=plan.offsets, inverse_NK=inverse)
 
 
 def run_layer(dispatcher: Dispatcher, case: Case, rank: int, ranks: int) -> Result:
@@ -108,7 +117,7 @@ def rank_layer(case: Case) -> Result:
     budget = Budget(8.0, CPU)
     group = dist.group.WORLD
     dispatcher = make_dispatcher(
-        "alltoall", group=group, experts=EXPERTS, top_k=TOP_K, budget=budget
+        "alltoall", group=group, experts=EXPERTS, slots=SLOTS, budget=budget
     )
     result = run_layer(dispatcher, case, dist.get_rank(), dist.get_world_size())
     assert not budget.overflowed(group)
@@ -121,7 +130,7 @@ def layer(case: Case, ranks: int) -> Result:
     """The whole layer over `ranks` ranks; 0 ranks is the local transport."""
     if ranks == 0:
         local = make_dispatcher(
-            "local", group=None, experts=EXPERTS, top_k=TOP_K, budget=Budget(1.0, CPU)
+            "local", group=None, experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU)
         )
         return run_layer(local, case, 0, 1)
     return Result(*map(torch.cat, zip(*run_distributed(rank_layer, ranks, case), strict=True)))
@@ -161,9 +170,16 @@ def test_exact_on_integers(ranks: int, kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(got.double(), exact), name
 
 
+def all_to_all(experts: int, top_k: int) -> Dispatcher:
+    slots, budget = Slots(top_k, top_k), Budget(8.0, CPU)
+    return make_dispatcher(
+        "alltoall", group=dist.group.WORLD, experts=experts, slots=slots, budget=budget
+    )
+
+
 def received_rows(x_RTD: Tensor, idx_RTK: Tensor, prob_RTK: Tensor) -> Received:
     r = dist.get_rank()
-    dispatcher = AllToAll(dist.group.WORLD, EXPERTS, TOP_K, Budget(8.0, CPU))
+    dispatcher = all_to_all(EXPERTS, TOP_K)
     return dispatcher.dispatch(x_RTD[r], idx_RTK[r], prob_RTK[r])
 
 
@@ -185,14 +201,14 @@ def test_token_t_of_rank_r_is_row_r_t(ranks: int) -> None:
 def sum_in_bf16() -> Tensor:
     """Each of 4 ranks adds one expert's row to every token: 256, 1, 1 and 1."""
     r, ranks = dist.get_rank(), dist.get_world_size()
-    dispatcher = AllToAll(dist.group.WORLD, ranks, ranks, Budget(8.0, CPU))
+    dispatcher = all_to_all(ranks, ranks)
     idx = torch.arange(ranks, dtype=torch.int32).expand(5, -1)
     received = dispatcher.dispatch(
         torch.zeros(5, 2, dtype=torch.bfloat16), idx, torch.ones(5, ranks)
     )
     value = 256.0 if r == 0 else 1.0
     y = torch.full((received.plan.row_index_S.numel(), 2), value, dtype=torch.bfloat16)
-    return dispatcher.combine(y, received)
+    return dispatcher.combine(sums(y, received), received)
 
 
 @pytest.mark.dist
@@ -205,7 +221,7 @@ def test_ranks_are_summed_in_fp32() -> None:
 def overflow_and_rerun(case: Case) -> tuple[list[bool], int, Result]:
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     budget = Budget(1.0, CPU)
-    dispatcher = make_dispatcher("auto", group=group, experts=EXPERTS, top_k=TOP_K, budget=budget)
+    dispatcher = make_dispatcher("auto", group=group, experts=EXPERTS, slots=SLOTS, budget=budget)
     run_layer(dispatcher, case, rank, ranks)
     overflowed = [budget.overflowed(group)]
     budget.grow()
@@ -234,7 +250,11 @@ def refusals() -> list[str]:
     ):
         with pytest.raises(ValueError) as error:
             make_dispatcher(
-                name, group=dist.group.WORLD, experts=experts, top_k=top_k, budget=budget
+                name,
+                group=dist.group.WORLD,
+                experts=experts,
+                slots=Slots(top_k, top_k),
+                budget=budget,
             )
         messages.append(str(error.value))
     return messages
@@ -250,18 +270,55 @@ def test_a_transport_that_cannot_run_names_the_override() -> None:
 
 
 def test_one_rank_is_local_and_copies_nothing() -> None:
-    dispatcher = make_dispatcher("auto", group=None, experts=8, top_k=2, budget=Budget(1.5, CPU))
+    dispatcher = make_dispatcher(
+        "auto", group=None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU)
+    )
     x, idx = torch.randn(10, 4), torch.zeros(10, 2, dtype=torch.int32)
     received = dispatcher.dispatch(x, idx, torch.rand(10, 2))
     assert isinstance(dispatcher, Local)
     assert received.rows_ND is x
     assert received.plan.row_index_S.numel() == 20
     with pytest.raises(ValueError, match="parallel.dispatch=local"):
-        make_dispatcher("alltoall", group=None, experts=8, top_k=2, budget=Budget(1.5, CPU))
+        make_dispatcher(
+            "alltoall", group=None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU)
+        )
+
+
+@pytest.mark.parametrize(
+    "slots, tokens, ranks, local, most",
+    [
+        (Slots(3, 3), 100, 1, 8, 300),
+        (Slots(3, 3), 100, 4, 2, 800),  # two experts a rank: each token comes twice at most
+        (Slots(3, 6, 64), 100, 1, 8, 600),  # every slot taken
+        (Slots(3, 6, 4), 100, 1, 8, 332),  # 4 more for each of the 8 experts
+        (Slots(3, 6, 4), 100, 4, 2, 800),
+        (Slots(1, 2, 4), 100, 4, 2, 432),
+    ],
+)
+def test_most_rows(slots: Slots, tokens: int, ranks: int, local: int, most: int) -> None:
+    assert slots.most(tokens, ranks, local) == most
+    budget = Budget(50.0, CPU)
+    assert budget.rows(tokens, slots.top_k, ranks, local, most=most) == most
+
+
+def test_empty_slots_have_no_rows() -> None:
+    """Ids of -1 between others, and a token that has nothing else, which comes back as zeros."""
+    slots, budget = Slots(1, 3, 2), Budget(1.0, CPU)
+    dispatcher = make_dispatcher("local", group=None, experts=4, slots=slots, budget=budget)
+    idx = torch.tensor([[2, -1, 0], [-1, -1, -1], [-1, 3, -1]], dtype=torch.int32)
+    received = dispatcher.dispatch(torch.randn(3, 4), idx, torch.ones(3, 3))
+    assert received.plan.offsets.tolist() == [0, 1, 1, 2, 3]
+    assert (received.plan.inverse_NK >= 0).equal(idx >= 0)
+    out = dispatcher.combine(
+        sums(torch.ones(len(received.plan.row_index_S), 4), received), received
+    )
+    assert out[:, 0].tolist() == [2, 0, 1]
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    dispatcher = make_dispatcher("local", group=None, experts=8, top_k=2, budget=Budget(1.5, CPU))
+    dispatcher = make_dispatcher(
+        "local", group=None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU)
+    )
     with pytest.raises(ValueError, match="top_k=2"):
         dispatcher.dispatch(
             torch.randn(10, 4), torch.zeros(9, 2, dtype=torch.int32), torch.rand(9, 2)

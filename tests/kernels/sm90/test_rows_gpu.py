@@ -1,206 +1,182 @@
-"""Kernel `rows` on a Hopper GPU: accuracy, ragged experts, determinism, capture."""
+"""Kernel `rows` on a Hopper GPU: accuracy, ragged experts, gathered rows, determinism, capture."""
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("cutlass")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from kernels.sm90.launch import rows
+from kernels.sm90 import arguments
+from kernels.sm90.arguments import counter_of
+from kernels.sm90.mainloop import Mainloop
+from kernels.sm90.rows import rows
+from kernels.sm90.tiles import TILES, configured
+from tests.kernels.sm90.gemm_problems import (
+    BF16,
+    COUNTS,
+    RowsProblem,
+    check_counter,
+    check_equal,
+    check_graph,
+    check_host_never_waits,
+    check_other_stream,
+    check_schedules,
+)
 
 pytestmark = pytest.mark.gpu
 
-BF16 = torch.bfloat16
-UNTOUCHED = 7.0
-COUNTS = {
-    "even": [256, 256, 256],
-    "ragged": [1, 130, 0, 333, 64, 127, 129, 0, 65],
-    "one row": [0, 1, 0],
-    "one has all": [0, 1000, 0, 0],
-    "nobody": [0, 0],
-    "idle ends": [0, 0, 300, 20, 0],
-    "many": [(37 * e) % 150 for e in range(70)],
-}
-TILES = [(columns, cluster) for columns in (128, 192, 256) for cluster in (1, 2)]
+SIZES = [(64, 64), (192, 128), (448, 2880), (704, 64), (2880, 2880), (2048, 768), (128, 4096)]
+OTHER_LOOPS = [
+    Mainloop(128),
+    Mainloop(192),
+    Mainloop(256, cluster=2),
+    Mainloop(128, pingpong=True, cluster=2, gather=True),
+    Mainloop(128, pingpong=True, cluster=2, b_transposed=True),
+]
+"""Tiles that no table has."""
+gathered = pytest.mark.parametrize("gather", [False, True], ids=["rows", "gathered"])
+stored = pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
 
 
-class Problem:
-    """Operands on the GPU; rows of `a` that no expert has are NaN."""
-
-    def __init__(
-        self,
-        counts: list[int],
-        N: int,
-        K: int,
-        *,
-        transposed: bool = False,
-        bias: bool = False,
-        integers: bool = False,
-        padding: int = 77,
-    ) -> None:
-        g = torch.Generator("cuda").manual_seed(sum(counts) + N + K)
-
-        def draw(*shape: int, scale: float = 1.0) -> Tensor:
-            if integers:
-                return torch.randint(-2, 3, shape, generator=g, device="cuda").to(BF16)
-            return (torch.randn(*shape, generator=g, device="cuda") * scale).to(BF16)
-
-        self.ends = [sum(counts[: e + 1]) for e in range(len(counts))]
-        self.used = self.ends[-1]
-        L, S = len(counts), self.used + padding
-        self.a = draw(S, K)
-        self.a[self.used :] = float("nan")
-        w = draw(L, K, N, scale=K**-0.5) if transposed else draw(L, N, K, scale=K**-0.5)
-        self.w = w.mT if transposed else w
-        self.offsets = torch.tensor([0, *self.ends], dtype=torch.int32, device="cuda")
-        self.bias = draw(L, N) if bias else None
-        scale = torch.rand(S, generator=g, device="cuda") + 0.5
-        scale = scale.ceil() if integers else scale
-        scale[self.used :] = float("nan")
-        self.scale = scale if bias else None
-
-    def ours(self, **options) -> Tensor:
-        out = torch.full((self.a.shape[0], self.w.shape[1]), UNTOUCHED, dtype=BF16, device="cuda")
-        given = dict(bias_LN=self.bias, scale_S=self.scale, out_SN=out)
-        return rows(self.a, self.w, self.offsets, **{**given, **options})
-
-    def expert_by_expert(self, dtype: torch.dtype) -> Tensor:
-        """The same by a loop in `dtype`, rows in use only."""
-        parts, begin = [], 0
-        for e, end in enumerate(self.ends):
-            y = self.a[begin:end].to(dtype) @ self.w[e].to(dtype).T
-            if self.bias is not None:
-                y = (y + self.bias[e].to(dtype) * self.scale[begin:end, None]).to(dtype)
-            parts.append(y)
-            begin = end
-        return torch.cat(parts)
-
-    def check(self, y: Tensor) -> None:
-        """Twice the error of bf16 torch at most, and nothing written past the last row."""
-        exact, plain = self.expert_by_expert(torch.float64), self.expert_by_expert(BF16)
-        assert (y[self.used :] == UNTOUCHED).all()
-        ours = y[: self.used]
-        assert ours.isfinite().all()
-        bound = 2 * (plain.double() - exact).norm() + 1e-12
-        assert (ours.double() - exact).norm() <= bound
-        if self.used:
-            worst = 2 * (plain.double() - exact).abs().max() + 1e-2 * exact.abs().max()
-            assert (ours.double() - exact).abs().max() <= worst
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@gathered
+@stored
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("counts", COUNTS)
-def test_error_is_that_of_bf16_torch(counts, tile, transposed):
-    for bias in (False, True):
-        p = Problem(COUNTS[counts], 448, 320, transposed=transposed, bias=bias)
-        p.check(p.ours(tile=tile))
+def test_error_is_that_of_bf16_torch(counts, tile, transposed, gather):
+    loop = configured(tile, gather=gather, transposed=transposed)
+    kind = dict(transposed=transposed, gather=gather, bias=not transposed)
+    p = RowsProblem(COUNTS[counts], 448, 320, **kind)
+    p.check(p.ours(loop=loop))
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
-@pytest.mark.parametrize("N, K", [(64, 64), (2880, 2880), (2048, 768), (128, 4096), (704, 64)])
-def test_sizes_that_do_not_divide_the_tile(N, K, transposed):
-    p = Problem(COUNTS["ragged"], N, K, transposed=transposed, bias=True)
-    p.check(p.ours())
+@pytest.mark.parametrize("loop", OTHER_LOOPS, ids=str)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_other_tiles(counts, loop):
+    p = RowsProblem(COUNTS[counts], 448, 320, transposed=loop.b_transposed, gather=loop.gather)
+    p.check(p.ours(loop=loop))
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_integers_are_exact(tile, bias):
-    p = Problem(COUNTS["many"], 448, 128, bias=bias, integers=True)
-    exact = p.expert_by_expert(torch.float64)
-    assert torch.equal(p.ours(tile=tile)[: p.used], exact.to(torch.float32).to(BF16))
+@stored
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("N, K", SIZES)
+def test_sizes_that_do_not_divide_the_tile(N, K, tile, transposed):
+    for gather in (False, True):
+        kind = dict(transposed=transposed, gather=gather, bias=not transposed)
+        p = RowsProblem(COUNTS["ragged"], N, K, **kind)
+        p.check(p.ours(loop=configured(tile, gather=gather, transposed=transposed)))
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_bits_do_not_depend_on_who_computes(bias):
-    p = Problem(COUNTS["many"], 2880, 320, bias=bias)
-    for tile in TILES:
-        first = p.ours(tile=tile)
-        for options in (
-            {"sm_margin": 8},
-            {"sm_margin": 32},
-            {"sm_margin": 131},
-            {"dynamic": False},
-            {"dynamic": False, "sm_margin": 32},
-            {},
-        ):
-            assert torch.equal(p.ours(tile=tile, **options), first), (tile, options)
+@gathered
+@pytest.mark.parametrize("tile", TILES)
+def test_few_rows_in_a_full_buffer(tile, gather):
+    loop = configured(tile, gather=gather, transposed=False)
+    for counts in ([1], [0, 5, 3], [15, 1], [17], [200, 56, 300], [128], [16, 16]):
+        p = RowsProblem(counts, 448, 320, bias=True, gather=gather, padding=0)
+        p.check(p.ours(loop=loop))
+
+
+@gathered
+@stored
+@pytest.mark.parametrize("tile", TILES)
+def test_integers_are_exact(tile, transposed, gather):
+    kind = dict(transposed=transposed, gather=gather, bias=not transposed)
+    p = RowsProblem(COUNTS["many"], 448, 128, integers=True, **kind)
+    p.check_exact(p.ours(loop=configured(tile, gather=gather, transposed=transposed)), "y")
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_bits_do_not_depend_on_who_computes(tile):
+    p = RowsProblem(COUNTS["many"], 2880, 320)
+    check_schedules(p, loop=configured(tile, gather=False, transposed=False))
+
+
+def test_bits_do_not_depend_on_who_computes_in_clusters():
+    p = RowsProblem(COUNTS["many"], 704, 320)
+    check_schedules(p, loop=Mainloop(256, cluster=2))
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_an_expert_does_not_see_its_neighbours(tile):
+    p = RowsProblem([130, 70, 65], 448, 320)
+    loop = configured(tile, gather=False, transposed=False)
+    clean = p.ours(loop=loop)["y"]
+    p.a[130:200] = float("nan")
+    ours = p.ours(loop=loop)["y"]
+    assert torch.equal(ours[:130], clean[:130]) and torch.equal(ours[200:], clean[200:])
+    assert ours[130:200].isnan().all()
 
 
 def test_counter_is_left_at_zero():
-    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
     for counts in COUNTS.values():
-        for margin in (0, 100, 131):
-            p = Problem(counts, 448, 128)
-            p.check(p.ours(counter=counter, sm_margin=margin))
-            assert counter.item() == 0
+        check_counter(RowsProblem(counts, 448, 128))
+    assert counter_of(torch.device("cuda", torch.cuda.current_device())).item() == 0
 
 
-def test_rows_up_to_capacity():
-    p = Problem([200, 56, 300], 448, 128, padding=0)
-    p.check(p.ours())
+def test_writes_where_it_is_told():
+    p = RowsProblem(COUNTS["ragged"], 448, 320)
+    whole = torch.full((p.S + 2, 448), 3.0, dtype=BF16, device="cuda")
+    y = rows(p.a, p.w, p.offsets, out_SN=whole[1:-1])
+    assert y.data_ptr() == whole[1:].data_ptr()
+    assert torch.equal(y[: p.used], p.ours()["y"][: p.used])
+    assert (whole[0] == 3).all() and (whole[p.used + 1 :] == 3).all()
 
 
 def test_host_never_waits():
-    p = Problem(COUNTS["ragged"], 448, 320)
-    expected = p.ours()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        ours = p.ours()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(ours, expected)
-
-
-@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
-def test_a_graph_serves_every_routing(dynamic):
-    p = Problem([300, 200, 100, 400], 704, 320, padding=0)
-    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    out = torch.empty(p.a.shape[0], 704, dtype=BF16, device="cuda")
-    p.ours(dynamic=dynamic)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        p.ours(out_SN=out, counter=counter, dynamic=dynamic)
-    g = torch.Generator().manual_seed(0)
-    for _ in range(100):
-        cuts = torch.randint(0, p.a.shape[0] + 1, (4,), generator=g).sort().values
-        p.offsets[1:].copy_(cuts.to(torch.int32))
-        out.fill_(UNTOUCHED)
-        graph.replay()
-        replayed = out.clone()
-        assert torch.equal(replayed, p.ours(dynamic=dynamic))
-    assert counter.item() == 0
+    check_host_never_waits(RowsProblem(COUNTS["ragged"], 448, 320))
 
 
 def test_other_stream_than_the_default():
-    p = Problem(COUNTS["ragged"], 448, 320)
-    expected = p.ours()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        ours = p.ours()
-    torch.cuda.current_stream().wait_stream(side)
-    assert torch.equal(ours, expected)
+    check_other_stream(RowsProblem(COUNTS["ragged"], 448, 320))
+
+
+@pytest.mark.parametrize("own_counter", [True, False], ids=["own counter", "a counter"])
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+def test_a_graph_serves_every_routing(dynamic, own_counter):
+    p = RowsProblem([300, 200, 100, 400], 704, 320, padding=0)
+    check_graph(p, own_counter=own_counter, dynamic=dynamic)
+
+
+def test_a_graph_serves_every_gathered_routing():
+    p = RowsProblem([300, 200, 100, 400], 704, 320, padding=0, gather=True, bias=True)
+    check_graph(p, own_counter=True)
+
+
+def test_a_capture_may_be_the_first_to_need_a_counter(monkeypatch):
+    p = RowsProblem(COUNTS["ragged"], 448, 320)
+    expected, graphs = p.ours(), [torch.cuda.CUDAGraph() for _ in range(2)]
+    monkeypatch.setattr(arguments, "_for_captures", dict)
+    made = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            made.append(p.ours())
+    for number in (1, 0, 1):
+        made[number]["y"].zero_()
+        graphs[number].replay()
+        check_equal(made[number], expected)
+
+
+def _zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cuda")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"w_LNK": torch.zeros(3, 64, 128, dtype=BF16)}, "w must be on the CUDA device"),
-        ({"offsets": torch.zeros(4, dtype=torch.int64, device="cuda")}, "offsets must be"),
-        (
-            {"a_SK": torch.zeros(256, 64, dtype=BF16, device="cuda")[:, :64].mT},
-            "a must be contiguous",
-        ),
+        ({"a": _zeros(128, 64)}, r"a must be torch.bfloat16 \[128, 128\]"),
+        ({"a": _zeros(128, 128).mT}, "a must be contiguous"),
+        ({"a": _zeros(128 * 128 + 1)[1:].view(128, 128)}, "a must start at a multiple of 16"),
+        ({"offsets": _zeros(4, dtype=torch.int64)}, "offsets must be"),
+        ({"index_S": _zeros(128, dtype=torch.int64)}, "index must be torch.int32"),
+        ({"bias_LN": _zeros(3, 64)}, "bias and scale"),
+        ({"out_SN": _zeros(128, 128)}, r"out must be torch.bfloat16 \[128, 64\]"),
+        ({"counter": _zeros(2, dtype=torch.int32)}, r"counter must be torch.int32 \[1\]"),
         ({"sm_margin": -1}, "sm_margin=-1"),
-        ({"tile": (100, 1)}, "columns=100"),
     ],
 )
 def test_errors_name_the_argument(change, message):
-    p = Problem([100, 20, 8], 64, 128)
-    given = {"a_SK": p.a, "w_LNK": p.w, "offsets": p.offsets, **change}
+    offsets = torch.tensor([0, 100, 120, 128], dtype=torch.int32, device="cuda")
+    given = {"a": _zeros(128, 128), "w_LNK": _zeros(3, 64, 128), "offsets": offsets, **change}
     with pytest.raises(ValueError, match=message):
         rows(**given)

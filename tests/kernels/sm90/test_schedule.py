@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from kernels.sm90 import schedule
-from kernels.sm90.launch import choose, clusters_beside
+from kernels.sm90.launch import clusters_beside
 from kernels.sm90.schedule import Schedule, Scheduler, raster
 
 LANES = np.arange(32)
@@ -121,13 +121,3 @@ def test_clusters_leave_the_margin_free():
     assert clusters_beside(132, 5, 1) == 127
     with pytest.raises(ValueError, match="sm_margin=-1"):
         clusters_beside(132, -1, 2)
-
-
-def test_chosen_tile_wastes_least():
-    assert [choose(n) for n in (7168, 2880, 2048, 768, 64)] == [
-        (256, 2),
-        (192, 2),
-        (256, 2),
-        (256, 2),
-        (192, 2),
-    ]

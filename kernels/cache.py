@@ -1,0 +1,177 @@
+"""Compiled kernels on disk: an entry is a file of bytes under a name that says what is in it.
+
+What is in a name (see `name_of`) decides when a kernel is compiled anew; this module knows nothing
+about compilers or GPUs. Entries are written to a temporary file and renamed, and carry a checksum;
+a damaged one is made again. Of several processes that miss an entry one makes it, the others wait
+for it. A folder that cannot be written costs compilations, never a run.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER_VARIABLE = "PHALANX_KERNEL_CACHE"
+_MARK = b"phalanx1"
+_TAIL_BYTES = len(_MARK) + hashlib.sha256().digest_size
+_POLL_SECONDS = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Statistics:
+    """What this process did about kernels."""
+
+    loaded: int = 0
+    """Entries found on disk, among them those that another process made meanwhile."""
+    compiled: int = 0
+    seconds: float = 0.0
+    """Spent in compiling, or in waiting for others to."""
+
+
+_STATISTICS = Statistics()
+_COUNTING = threading.Lock()
+
+
+def statistics() -> Statistics:
+    """A copy of this process's counters."""
+    with _COUNTING:
+        return Statistics(**vars(_STATISTICS))
+
+
+def folder() -> Path:
+    """Where entries are: $PHALANX_KERNEL_CACHE, or ~/.cache/phalanx/kernels."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    return Path(chosen) if chosen else Path("~/.cache/phalanx/kernels").expanduser()
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """Hash of the names and contents of files, in whatever order they are given."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def name_of(label: str, *facts: str) -> str:
+    """An entry's file name: a readable label and a hash of the facts its bytes depend on."""
+    digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', label)}-{digest[:32]}.o"
+
+
+class Cache:
+    """The entries of a folder, which need not exist yet."""
+
+    def __init__(self, folder: Path, patience: float = 300.0) -> None:
+        """`patience`: seconds to wait for another process that makes an entry."""
+        self.folder, self.patience = folder, patience
+
+    def fetch(self, name: str, make: Callable[[], bytes]) -> bytes:
+        """The entry `name`, or what `make` returns, which is then kept.
+
+        Raises whatever `make` raises.
+        """
+        data = self.read(name)
+        begin = time.monotonic()
+        if data is None:
+            with self._alone(name):
+                data = self.read(name)
+                if data is None:
+                    data = make()
+                    self.write(name, data)
+                    _count(compiled=1, seconds=time.monotonic() - begin)
+                    return data
+        _count(loaded=1, seconds=time.monotonic() - begin)
+        return data
+
+    def has(self, name: str) -> bool:
+        """Whether an intact entry is there."""
+        return self.read(name) is not None
+
+    def read(self, name: str) -> bytes | None:
+        """The entry, or None if it is not there or not intact; the latter is logged."""
+        path = self.folder / name
+        try:
+            content = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            _warn(f"kernel {path} cannot be read ({error.strerror}) and is compiled anew")
+            return None
+        data, tail = content[:-_TAIL_BYTES], content[-_TAIL_BYTES:]
+        if tail != _MARK + hashlib.sha256(data).digest():
+            _warn(f"kernel {path} is damaged and is compiled anew")
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        return data
+
+    def write(self, name: str, data: bytes) -> None:
+        """Keep an entry; where that is impossible, only say so."""
+        path = self.folder / name
+        temporary = path.with_name(f".{name}.{secrets.token_hex(8)}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_bytes(data + _MARK + hashlib.sha256(data).digest())
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            _warn(
+                f"compiled kernels cannot be kept in {self.folder} ({error.strerror}) and will be "
+                f"compiled anew by each process; {FOLDER_VARIABLE}=<folder> names another folder"
+            )
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Hold the entry's lock file, unless others hold it for too long or it cannot be had."""
+        path = self.folder / f".{name}.lock"
+        with contextlib.ExitStack() as stack:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(path.open("ab"))
+                if not self._wait(name, lock.fileno()):
+                    _warn(f"waited {self.patience:g} s for {path}: compiling without it")
+            except OSError:  # `write` will say what is wrong with the folder
+                lock = None
+            yield
+            # Whoever waits on the removed file, or opens a new one, looks for the entry first.
+            if lock is not None and (self.folder / name).exists():
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _wait(self, name: str, lock: int) -> bool:
+        """Whether the lock was had, or the entry appeared, in time."""
+        until = time.monotonic() + self.patience
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            if (self.folder / name).exists():
+                return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(_POLL_SECONDS)
+
+
+def _count(**amounts: float) -> None:
+    with _COUNTING:
+        for field, amount in amounts.items():
+            setattr(_STATISTICS, field, getattr(_STATISTICS, field) + amount)
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    _log.warning(message)

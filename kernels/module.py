@@ -1,0 +1,162 @@
+"""The expert MLP of an MoE layer as a plain torch module, for models that are not Megatron-Core's.
+
+It plans, runs the experts and adds up; the router is the caller's. All experts are on this device,
+so no token can be left out and nothing is read on the host.
+
+Legend: T tokens, K experts per token, L experts, D hidden, F expert width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from kernels.activation import Activation
+from kernels.backend import NO_MARGINS, Margins
+from kernels.grouped_mlp import grouped_mlp
+from kernels.plan import make_plan
+from kernels.providers import NAMES
+from kernels.registry import Facts, resolve
+
+
+class GroupedMLP(nn.Module):
+    """out = sum over the K experts e of a token of prob[e] * MLP_e(x).
+
+    MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e].
+
+    >>> import torch
+    >>> from kernels.module import GroupedMLP
+    >>> experts = GroupedMLP(experts=8, hidden=64, ffn=128, top_k=2)
+    >>> router = torch.nn.Linear(64, 8)
+    >>> x = torch.randn(4, 16, 64)
+    >>> topk_prob, topk_idx = router(x).softmax(-1).topk(2)
+    >>> experts(x, topk_idx, topk_prob).shape
+    torch.Size([4, 16, 64])
+
+    Parameters, by their names in the state dict: w1 [L, 2F, D] as [gate; up], or [L, F, D] without
+    a gate; w2 [L, D, F]; with `bias` b1 [L, 2F or F] and b2 [L, D].
+
+    Args:
+        experts: L.
+        hidden: D.
+        ffn: F.
+        top_k: K.
+        activation: its kind, or with constants an `Activation`.
+        bias: biases in both layers of the experts.
+        backend: `reference`, `torch`, `fused`, or `auto` for the best where the input is.
+        device, dtype: of the parameters.
+        margins, dynamic: as in `kernels.grouped_mlp.grouped_mlp`.
+
+    Raises:
+        ValueError: sizes that cannot be, or an unknown activation or backend.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        ffn: int,
+        top_k: int,
+        activation: str | Activation = "swiglu",
+        bias: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        margins: Margins = NO_MARGINS,
+        dynamic: bool = True,
+    ) -> None:
+        super().__init__()
+        if min(experts, hidden, ffn, top_k) < 1 or top_k > experts:
+            raise ValueError(
+                f"experts={experts}, hidden={hidden}, ffn={ffn}, top_k={top_k}: sizes must be "
+                "positive, and top_k at most experts"
+            )
+        if backend not in (*NAMES, "auto"):
+            raise ValueError(f"backend={backend} is unknown: use {', '.join(NAMES)} or auto")
+        self.experts, self.hidden, self.ffn, self.top_k = experts, hidden, ffn, top_k
+        self.activation = Activation(activation) if isinstance(activation, str) else activation
+        self.backend, self.margins, self.dynamic = backend, margins, dynamic
+        self._chosen: dict[tuple[str, torch.dtype], str] = {}
+        width, where = self.activation.width(ffn), dict(device=device, dtype=dtype)
+        self.w1 = nn.Parameter(torch.empty(experts, width, hidden, **where))
+        self.w2 = nn.Parameter(torch.empty(experts, hidden, ffn, **where))
+        self.b1 = nn.Parameter(torch.empty(experts, width, **where)) if bias else None
+        self.b2 = nn.Parameter(torch.empty(experts, hidden, **where)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert's layers as `torch.nn.Linear` draws them: uniform within fan_in^-1/2."""
+        for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
+            bound = weight.shape[-1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> Tensor:
+        """Weighted sum of each token's experts.
+
+        Args:
+            x: [..., D] in the parameters' dtype.
+            topk_idx: [..., K] integers, experts of each token; -1 for none.
+            topk_prob: [..., K] their weights, used in fp32.
+
+        Returns:
+            [..., D] in x's dtype.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit, or a backend that cannot run here.
+        """
+        want = (*x.shape[:-1], self.top_k)
+        if x.shape[-1:] != (self.hidden,) or topk_idx.shape != want or topk_prob.shape != want:
+            raise ValueError(
+                f"expected x [..., {self.hidden}] and topk_idx, topk_prob [..., {self.top_k}], "
+                f"not {list(x.shape)}, {list(topk_idx.shape)} and {list(topk_prob.shape)}"
+            )
+        x_TD, backend = x.reshape(-1, self.hidden), self._backend(x)
+        plan = make_plan(
+            topk_idx.reshape(-1, self.top_k).to(torch.int32),
+            topk_prob.reshape(-1, self.top_k).float(),
+            first_expert=0,
+            local_experts=self.experts,
+            rows=max(1, x_TD.shape[0] * self.top_k),
+            backend=backend,
+        )
+        out_TD = grouped_mlp(
+            x_TD,
+            self.w1,
+            self.w2,
+            row_index_S=plan.row_index_S,
+            row_prob_S=plan.row_prob_S,
+            offsets=plan.offsets,
+            inverse_NK=plan.inverse_NK,
+            order_L=plan.order_L,
+            activation=self.activation,
+            b1=self.b1,
+            b2=self.b2,
+            backend=backend,
+            margins=self.margins,
+            dynamic=self.dynamic,
+        )
+        return out_TD.view(x.shape)
+
+    def _backend(self, x: Tensor) -> str:
+        key = (x.device.type, x.dtype)
+        if key not in self._chosen:
+            cuda = x.device.type == "cuda"
+            facts = Facts(
+                device=x.device.type,
+                capability=torch.cuda.get_device_capability(x.device) if cuda else None,
+                dtype=x.dtype,
+                hidden=self.hidden,
+                ffn=self.ffn,
+                experts=self.experts,
+                slots=self.top_k,
+            )
+            self._chosen[key] = resolve("grouped_mlp", self.backend, facts).backend
+        return self._chosen[key]
+
+    def extra_repr(self) -> str:
+        """Sizes and choices, as in the constructor."""
+        return (
+            f"experts={self.experts}, hidden={self.hidden}, ffn={self.ffn}, top_k={self.top_k}, "
+            f"activation={self.activation.kind}, bias={self.b1 is not None}, backend={self.backend}"
+        )

@@ -1,0 +1,135 @@
+"""A compiled kernel in this process: to an object file's bytes, and from those to calls.
+
+The object holds the machine code for the GPU and a host function, which makes the TMA descriptors
+and launches. It is called through its address with a block of arguments that is written anew for
+each call, so that a launch takes about a microsecond of Python; the DSL's own call wraps every
+argument in objects. Objects run on any host of the same machine type: no instructions of the
+building host are assumed.
+"""
+
+import ctypes
+import platform
+import struct
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cutlass.cute as cute
+from cuda.bindings import runtime
+from cutlass.base_dsl.compiler import HostTarget
+from cutlass.runtime import find_runtime_libraries
+
+HOSTS = {
+    "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64",
+    "aarch64": "linux-aarch64",
+}
+"""What `export` compiles host code for, by `platform.machine()`."""
+
+
+def export(compiled: Any, prefix: str) -> bytes:
+    """The object of what `cute.compile` returned, its symbols beginning with `prefix`."""
+    for library in find_runtime_libraries(enable_tvm_ffi=False):
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # its symbols must be found in the export
+    compiled.host_target = HostTarget(HOSTS[platform.machine()])
+    return compiled.dump_to_object(prefix)
+
+
+class Program:
+    """An object of `export`, loaded. Calls of several threads, and to several GPUs, may overlap."""
+
+    def __init__(self, data: bytes, prefix: str, pointers: int, integers: int) -> None:
+        """Link the object; needs no GPU.
+
+        Args:
+            data, prefix: what `export` returned and was given.
+            pointers, integers: numbers of arguments of the kernel.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.o"
+            path.write_bytes(data)
+            self._function = cute.runtime.load_module(str(path))[prefix]
+        self._entry = self._function.capi_func
+        self._prefix = prefix
+        self._pointers, self._integers = pointers, integers
+        self._pack = struct.Struct(f"={pointers}Q{integers}i{4 * (integers % 2)}xQ").pack_into
+        self._blocks: list[_Block] = []
+        self._library = ctypes.c_void_p()
+        self._devices: set[int] = set()
+        self._loading = threading.Lock()
+
+    def __call__(
+        self, device: int, addresses: Sequence[int], sizes: Sequence[int], stream: int
+    ) -> None:
+        """Launch on `device`, which must be the current one.
+
+        Args:
+            addresses: of the pointer arguments. sizes: the Int32 arguments.
+            stream: a CUDA stream's handle.
+
+        Raises:
+            RuntimeError: the CUDA runtime refuses the launch.
+        """
+        if device not in self._devices:
+            self.load(device)
+        try:  # a block belongs to one call, whatever thread it is in
+            block = self._blocks.pop()
+        except IndexError:
+            block = _Block(self._pointers, self._integers)
+        self._pack(block.values, 0, *addresses, *sizes, stream)
+        self._entry(block.arguments)
+        error = block.error.value
+        self._blocks.append(block)
+        if error:
+            raise RuntimeError(f"kernel not launched: {_error_name(error)}")
+
+    def load(self, device: int) -> None:
+        """Put the machine code on a device, which must be the current one, before its first launch.
+
+        Only devices in use are touched: a process of one of a node's GPUs leaves nothing on others.
+        """
+        with self._loading:
+            if device in self._devices:
+                return
+            library = ctypes.pointer(self._library)
+            if not self._library.value:
+                self._initialise("cuda_init", ctypes.pointer(library))
+            self._initialise(
+                "cuda_load_to_device",
+                ctypes.pointer(library),
+                ctypes.pointer(ctypes.c_int32(device)),
+            )
+            self._devices.add(device)
+
+    def _initialise(self, name: str, *arguments: Any) -> None:
+        """Call a function of the object; the last argument of each is where the error goes."""
+        error = ctypes.c_int32(0)
+        pointers = [ctypes.cast(a, ctypes.c_void_p) for a in (*arguments, ctypes.pointer(error))]
+        address = self._function.engine.lookup(f"_mlir_{self._prefix}_{name}")
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(
+            (ctypes.c_void_p * len(pointers))(*pointers)
+        )
+        if error.value:
+            raise RuntimeError(f"kernel not loaded: {_error_name(error.value)}")
+
+
+class _Block:
+    """Arguments of one call: their values, and where the host function finds each and the error."""
+
+    def __init__(self, pointers: int, integers: int) -> None:
+        stream = 8 * pointers + 4 * (integers + integers % 2)
+        self.values = ctypes.create_string_buffer(stream + 16)
+        self.error = ctypes.c_int32.from_buffer(self.values, stream + 8)
+        offsets = [
+            *range(0, 8 * pointers, 8),
+            *range(8 * pointers, 8 * pointers + 4 * integers, 4),
+            stream,
+            stream + 8,
+        ]
+        base = ctypes.addressof(self.values)
+        self.arguments = (ctypes.c_void_p * len(offsets))(*(base + o for o in offsets))
+
+
+def _error_name(code: int) -> str:
+    return f"{runtime.cudaError_t(code).name} ({code})"

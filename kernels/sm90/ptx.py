@@ -1,0 +1,170 @@
+"""Instructions that CuTe DSL has no function for, as inline PTX.
+
+Shared memory is addressed in bytes within the CTA's window (`address`), bf16 pairs are words with
+the lower column in the lower half.
+"""
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+Site = dict[str, Any]
+
+
+def address(pointer: cute.Pointer) -> Int32:
+    """Of shared memory, in bytes."""
+    return Int32(pointer.toint())
+
+
+@dsl_user_op
+def pack(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Two fp32 rounded to a pair of bf16."""
+    at: Site = dict(loc=loc, ip=ip)
+    word = llvm.inline_asm(
+        T.i32(),
+        [Float32(high).ir_value(**at), Float32(low).ir_value(**at)],
+        "cvt.rn.bf16x2.f32 $0, $1, $2;",
+        "=r,f,f",
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        **at,
+    )
+    return Uint32(word)
+
+
+def unpack(word: Uint32) -> tuple[Float32, Float32]:
+    """A pair of bf16 as two fp32."""
+    return (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
+
+
+@dsl_user_op
+def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """2^x, relative error 2^-22, subnormal results flushed."""
+    at: Site = dict(loc=loc, ip=ip)
+    return Float32(
+        llvm.inline_asm(
+            T.f32(),
+            [Float32(x).ir_value(**at)],
+            "ex2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            **at,
+        )
+    )
+
+
+@dsl_user_op
+def lane(*, loc: Any = None, ip: Any = None) -> Int32:
+    """The thread's lane, read anew: what is made of it is not kept in registers across a loop."""
+    at: Site = dict(loc=loc, ip=ip)
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [],
+            "mov.u32 $0, %laneid;",
+            "=r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            **at,
+        )
+    )
+
+
+@dsl_user_op
+def stmatrix(
+    where: Int32, a: Uint32, b: Uint32, c: Uint32, d: Uint32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Store four 8 x 8 matrices of bf16; lane l gives the address of row l % 8 of matrix l // 8."""
+    at: Site = dict(loc=loc, ip=ip)
+    llvm.inline_asm(
+        None,
+        [Int32(where).ir_value(**at), *(Uint32(x).ir_value(**at) for x in (a, b, c, d))],
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+        "r,r,r,r,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        **at,
+    )
+
+
+@dsl_user_op
+def ldmatrix(where: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    """Load four 8 x 8 matrices of bf16, the inverse of `stmatrix`."""
+    at: Site = dict(loc=loc, ip=ip)
+    four = llvm.StructType.get_literal([T.i32()] * 4)
+    loaded = llvm.inline_asm(
+        four,
+        [Int32(where).ir_value(**at)],
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        **at,
+    )
+    return tuple(Uint32(_field(loaded, i, at)) for i in range(4))
+
+
+@dsl_user_op
+def load_shared(where: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
+    """16 bytes of shared memory."""
+    at: Site = dict(loc=loc, ip=ip)
+    four = llvm.StructType.get_literal([T.i32()] * 4)
+    loaded = llvm.inline_asm(
+        four,
+        [Int32(where).ir_value(**at)],
+        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        **at,
+    )
+    return tuple(Uint32(_field(loaded, i, at)) for i in range(4))
+
+
+@dsl_user_op
+def store_global(
+    where: Int64, a: Uint32, b: Uint32, c: Uint32, d: Uint32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """16 bytes to global memory."""
+    at: Site = dict(loc=loc, ip=ip)
+    llvm.inline_asm(
+        None,
+        [Int64(where).ir_value(**at), *(Uint32(x).ir_value(**at) for x in (a, b, c, d))],
+        "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
+        "l,r,r,r,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        **at,
+    )
+
+
+@dsl_user_op
+def cp_async(where: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Start to copy 16 bytes from global to shared memory, past the L1 cache."""
+    at: Site = dict(loc=loc, ip=ip)
+    llvm.inline_asm(
+        None,
+        [Int32(where).ir_value(**at), Int64(source).ir_value(**at)],
+        "cp.async.cg.shared.global.L2::128B [$0], [$1], 16;",
+        "r,l,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        **at,
+    )
+
+
+def _field(struct: ir.Value, index: int, at: Site) -> ir.Value:
+    return llvm.extractvalue(T.i32(), struct, [index], **at)

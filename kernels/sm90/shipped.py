@@ -1,0 +1,100 @@
+"""The kernels that this package's own heuristics can choose: built ahead of time, checked by tests.
+
+A function a group of families, a line a family. Others are compiled when they are first launched.
+Nothing of CuTe DSL is imported before `SHIPPED` is read.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from kernels.activation import Activation
+
+SHIPPED: tuple[tuple[type, Any], ...]
+"""Kernel class and configuration of each; made when it is first read."""
+
+SWIGLU = Activation("swiglu")
+GPT_OSS = Activation("quick_geglu", limit=7.0, offset=1.0)
+OTHERS = (Activation("geglu"), Activation("squared_relu"))
+EITHER = (False, True)
+
+
+def _gemms() -> Iterator[tuple[type, Any]]:
+    """`rows`, `fc1_act` and `fc2_dgrad_dact` by the tiles of their tables."""
+    from kernels.sm90.epilogues import Act, ActGrad, Linear
+    from kernels.sm90.fc1_act import Fc1Kernel
+    from kernels.sm90.fc2_dgrad_dact import DgradKernel
+    from kernels.sm90.gemm import GemmConfig
+    from kernels.sm90.rows import RowsKernel
+    from kernels.sm90.tiles import configured, table
+
+    def gemm(epilogue: Any, tile: str, gather: bool, transposed: bool) -> GemmConfig:
+        return GemmConfig(epilogue, configured(tile, gather=gather, transposed=transposed))
+
+    for tile in table()["rows"]:
+        yield from ((RowsKernel, gemm(Linear(bias), tile, False, False)) for bias in EITHER)
+        yield RowsKernel, gemm(Linear(), tile, False, True)
+    for tile, gather in product(table()["fc1_act"], EITHER):
+        yield Fc1Kernel, gemm(Act(SWIGLU), tile, gather, False)
+    for kind, gather in (("fc2_dgrad_dact", False), ("fc2_dgrad_dact gathered", True)):
+        for tile in table()[kind]:
+            yield DgradKernel, gemm(ActGrad(SWIGLU), tile, gather, True)
+    for gather in EITHER:
+        tile = "co256" if gather else "pp192"
+        yield Fc1Kernel, gemm(Act(GPT_OSS, bias=True), tile, gather, False)
+        tile = "pp128" if gather else "pp192"
+        yield DgradKernel, gemm(ActGrad(GPT_OSS), tile, gather, True)
+    for act in OTHERS:
+        yield Fc1Kernel, gemm(Act(act), "pp192", True, False)
+        yield DgradKernel, gemm(ActGrad(act), "pp128", True, True)
+
+
+def _other_gradients() -> Iterator[tuple[type, Any]]:
+    """In bf16, or added to fp32 ones; weights in the order of the plan, if there is one."""
+    from kernels.sm90.bias_grad import BiasGradConfig, BiasGradKernel
+    from kernels.sm90.contraction import D, V
+    from kernels.sm90.dprob import DprobConfig, DprobKernel
+    from kernels.sm90.wgrad_kernel import WgradConfig, WgradKernel
+
+    for columns, add, operands in product((192, 256), EITHER, (None, D, V)):
+        yield WgradKernel, WgradConfig(columns, add, add, operands, ordered=True)
+    yield from ((WgradKernel, WgradConfig(n, add, add)) for n, add in product((192, 256), EITHER))
+    for add, scaled in product(EITHER, EITHER):
+        yield BiasGradKernel, BiasGradConfig(wide=True, add=add, scaled=scaled, indexed=scaled)
+    yield from ((BiasGradKernel, BiasGradConfig(True, add, scaled=True)) for add in EITHER)
+    for table, gather in ((False, False), (True, False), (True, True)):
+        yield DprobKernel, DprobConfig(table, gather)
+
+
+def _routing() -> Iterator[tuple[type, Any]]:
+    """What leads tokens to experts and back; `topk` as the models in configs/model need it."""
+    from kernels.sm90.combine import CombineConfig, CombineKernel
+    from kernels.sm90.logits import TopkConfig
+    from kernels.sm90.place import CAPACITIES, PlanConfig, PlanKernel
+    from kernels.sm90.plan import GatherConfig, GatherKernel
+    from kernels.sm90.topk import TopkKernel
+    from kernels.sm90.topk_gradient import TopkGradientKernel
+
+    yield from ((PlanKernel, PlanConfig(capacity)) for capacity in CAPACITIES)
+    yield GatherKernel, GatherConfig()
+    yield from ((CombineKernel, CombineConfig(slots)) for slots in (1, 2, 4, 6, 8, 10, 16))
+    for top_k in (4, 8):
+        config = TopkConfig(top_k, 1, bf16=False, weights="softmax")
+        yield from ((kernel, config) for kernel in (TopkKernel, TopkGradientKernel))
+    for top_k, vectors in ((6, 1), (8, 2)):
+        choice = dict(top_k=top_k, vectors=vectors, bf16=False, weights="sigmoid_sum")
+        yield TopkKernel, TopkConfig(**choice, biased=True)
+        yield TopkGradientKernel, TopkConfig(**choice)
+
+
+def _shipped() -> Iterator[tuple[type, Any]]:
+    yield from _gemms()
+    yield from _other_gradients()
+    yield from _routing()
+
+
+def __getattr__(name: str) -> Any:
+    if name != "SHIPPED":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    globals()[name] = made = tuple(_shipped())
+    return made

@@ -1,0 +1,98 @@
+"""Suite `host`: what a call costs on the host, on a problem so small that the GPU keeps up.
+
+Calls are made in a loop that waits for nothing; the GPU finishes each before the next is launched,
+so the launch queue never fills. A shape is tokens, hidden, expert width, experts and top-k.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from kernels.backend import Rows
+from kernels.grouped_mlp import grouped_mlp
+from kernels.plan import make_plan
+from kernels.providers import provider
+from kernels.sm90.topk import topk, topk_backward
+from scripts.bench.layer import ROUTING, Layer, composed, halves, leaves_of
+from scripts.bench.measure import Bench, reason, time_of
+from scripts.bench.problems import SWIGLU
+from scripts.bench.records import Record
+from scripts.bench.shapes import Shape
+
+_CALLS, _WARM_CALLS = 100, 10
+
+
+def calls(bench: Bench, shape: Shape) -> dict[str, Callable[[], object]]:
+    """Every operation of the layer, then passes of the whole."""
+    leaves, dout = leaves_of(shape, bench.clock.device)
+    leaves[2] = halves(leaves[2].detach()).requires_grad_()
+    x, router, w1, w2 = (leaf.detach() for leaf in leaves)
+    K, ops = shape[4], provider(bench.backend)
+    size = dict(first_expert=0, local_experts=shape[3], rows=shape[0] * K)
+    logits = x @ router.T
+    idx, prob = topk(logits, top_k=K, **ROUTING)
+    made = ops.plan(idx, prob, **size)
+    rows = Rows(*made[:4], made.order_L)
+    h, a = ops.fc1_act(x, w1, None, rows, SWIGLU)
+    y, ends = ops.rows(a, w2, rows), rows.offsets[1:].clone()
+    named = dict(zip(("row_index_S", "row_prob_S", "offsets", "inverse_NK"), rows, strict=False))
+    options = dict(activation=SWIGLU, backend=bench.backend, order_L=rows.order_L)
+
+    def public() -> torch.Tensor:
+        return grouped_mlp(leaves[0], *leaves[2:], **named, **options)
+
+    def own() -> torch.Tensor:
+        return Layer.apply(*leaves, K, ops)
+
+    def both(forward: Callable[[], torch.Tensor], of: list[torch.Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(forward(), of, dout)
+
+    return {
+        "topk": lambda: topk(logits, top_k=K, **ROUTING),
+        "plan": lambda: ops.plan(idx, prob, **size),
+        "fc1_act": lambda: ops.fc1_act(x, w1, None, rows, SWIGLU),
+        "rows": lambda: ops.rows(a, w2, rows),
+        "combine": lambda: ops.combine(y, rows.inverse_NK),
+        "fc2_dgrad_dact + dprob": lambda: ops.fc2_dgrad_dact(
+            dout, w2, None, h, rows, SWIGLU, gather=True
+        ),
+        "wgrad": lambda: ops.wgrad(h, x, rows, gather_d=False, gather_v=True),
+        "bias_grad": lambda: ops.bias_grad(h, rows, scale=False, gather=False),
+        "plan_backward": lambda: ops.plan_backward(rows.prob_S, rows.inverse_NK),
+        "topk_backward": lambda: topk_backward(prob, idx, prob, logits, **ROUTING),
+        "make_plan": lambda: make_plan(idx, prob, **size, backend=bench.backend),
+        "torch._grouped_mm": lambda: torch._grouped_mm(a, w2.mT, offs=ends),
+        "grouped_mlp": public,
+        "grouped_mlp, both": both(public, [leaves[0], *leaves[2:]]),
+        "layer": own,
+        "layer, both": both(own, leaves),
+        "layer, public": lambda: composed(*leaves, K, bench.backend),
+        "layer, public, both": both(lambda: composed(*leaves, K, bench.backend), leaves),
+    }
+
+
+def suite(bench: Bench, shape: Shape) -> list[Record]:
+    made = []
+    for name, call in calls(bench, shape).items():
+        at = ("host", shape, "ours" if name[:5] != "torch" else "torch", name, "host")
+        try:
+            made.append(Record(*at, *time_of(_milliseconds(bench, call))))
+        except Exception as why:
+            made.append(Record(*at, note=reason(why), failed=True))
+    return made
+
+
+def _milliseconds(bench: Bench, call: Callable[[], object]) -> list[float]:
+    """Host time of a call, of each round."""
+    found = []
+    for _ in range(_WARM_CALLS):
+        call()
+    for _ in range(bench.rounds):
+        bench.clock.wait()
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        found.append((time.perf_counter() - begin) * 1000 / _CALLS)
+    bench.clock.wait()
+    return found

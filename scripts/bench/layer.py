@@ -1,0 +1,212 @@
+"""Suite `layer`: a whole MoE layer with its router, against SonicMoE.
+
+Both route by a softmax over the K best logits, ties to the lower expert. Ours is one autograd
+Function over the operations of the backend, and beside it the composition of public functions.
+SonicMoE stores gate and up rows in turn; the same weights are permuted for us.
+
+Legend: T tokens, D hidden, F expert width, H = 2F, E experts, K experts per token.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from kernels.backend import Backend, Rows
+from kernels.grouped_mlp import grouped_mlp
+from kernels.plan import make_plan
+from kernels.providers import provider
+from kernels.sm90.topk import topk, topk_backward
+from scripts.bench.measure import Bench, Call, Sides, reason
+from scripts.bench.mlp import MODES, verdict, with_backward
+from scripts.bench.problems import SWIGLU, error, random
+from scripts.bench.records import Record
+from scripts.bench.shapes import LAYER, Shape
+
+_OURS, _PUBLIC, _SONIC = "ours", "ours, public functions", "sonic"
+ROUTING: dict[str, Any] = dict(score="softmax", normalize=True, softmax_over="topk", scale=1.0)
+_TOKEN_ERROR, _OTHER_TOKENS = 0.1, 1e-3
+"""A token is another one's if its error is larger; the share of those that is tolerated."""
+
+
+class Layer(torch.autograd.Function):
+    """out [T, D] from x [T, D], router [E, D], w1 [E, H, D] and w2 [E, D, F]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int, ops: Backend
+    ) -> Tensor:
+        logits = nnf.linear(x, router)
+        idx, prob = topk(logits, top_k=top_k, **ROUTING)
+        size = dict(first_expert=0, local_experts=w1.shape[0], rows=idx.numel())
+        made = ops.plan(idx, prob, **size)
+        rows = Rows(made.row_index_S, made.row_prob_S, made.offsets, made.inverse_NK, made.order_L)
+        h, a = ops.fc1_act(x, w1, None, rows, SWIGLU)
+        ctx.save_for_backward(x, router, w1, w2, h, logits, idx, prob, *rows)
+        ctx.ops = ops
+        return ops.combine(ops.rows(a, w2, rows), made.inverse_NK)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        x, router, w1, w2, h, logits, idx, prob, *plan = ctx.saved_tensors
+        rows, ops = Rows(*plan), ctx.ops
+        dh, a, dprob_S, _ = ops.fc2_dgrad_dact(dout, w2, None, h, rows, SWIGLU, gather=True)
+        dw2 = ops.wgrad(dout, a, rows, gather_d=True, gather_v=False)
+        del a
+        dw1 = ops.wgrad(dh, x, rows, gather_d=False, gather_v=True)
+        dx = ops.combine(ops.rows(dh, w1.transpose(1, 2), rows), rows.inverse_NK)
+        dprob = ops.plan_backward(dprob_S, rows.inverse_NK)
+        dlogits = topk_backward(dprob, idx, prob, logits, **ROUTING)
+        return dx.addmm_(dlogits, router), dlogits.T @ x, dw1, dw2, None, None
+
+
+class Choice(torch.autograd.Function):
+    """Experts and probabilities of each token, from the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        idx, prob = topk(logits, top_k=top_k, **ROUTING)
+        ctx.save_for_backward(idx, prob, logits)
+        ctx.mark_non_differentiable(idx)
+        return idx, prob
+
+    @staticmethod
+    def backward(ctx: Any, _: None, dprob: Tensor) -> tuple[Any, ...]:
+        return topk_backward(dprob.contiguous(), *ctx.saved_tensors, **ROUTING), None
+
+
+def composed(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int, backend: str) -> Tensor:
+    """The same layer out of the library's public functions."""
+    idx, prob = Choice.apply(nnf.linear(x, router), top_k)
+    size = dict(first_expert=0, local_experts=w1.shape[0], rows=idx.numel())
+    plan = make_plan(idx, prob, **size, backend=backend)
+    return grouped_mlp(
+        x,
+        w1,
+        w2,
+        row_index_S=plan.row_index_S,
+        row_prob_S=plan.row_prob_S,
+        offsets=plan.offsets,
+        inverse_NK=plan.inverse_NK,
+        activation=SWIGLU,
+        backend=backend,
+        order_L=plan.order_L,
+    )
+
+
+def sonic(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int) -> Callable[[], Tensor]:
+    """SonicMoE's forward pass; w1 [E, H, D] with gate and up rows in turn."""
+    import sonicmoe  # noqa: F401  for its version
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import moe_TC_softmax_topk_layer
+
+    def forward() -> Tensor:
+        stream = torch.cuda.current_stream().cuda_stream
+        weights = (w1.permute(1, 2, 0), None, w2.permute(1, 2, 0), None)
+        kind = ActivationType.SWIGLU
+        return moe_TC_softmax_topk_layer(x, router, *weights, top_k, stream, kind, False)[0]
+
+    return forward
+
+
+def halves(w1: Tensor) -> Tensor:
+    """[gate; up] from rows in turn: [E, 2F, D] or its gradient."""
+    E, H, D = w1.shape
+    return w1.unflatten(1, (H // 2, 2)).transpose(1, 2).reshape(E, H, D)
+
+
+def leaves_of(shape: Shape, device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """x, router, w1 (rows in turn) and w2, and the gradient of the output."""
+    T, D, F, E, _ = shape
+    torch.manual_seed(0)
+    x, dout = (random(T, D, device=device, scale=0.2) for _ in range(2))
+    router = random(E, D, device=device, scale=(3 * D) ** -0.5)
+    w1 = random(E, 2 * F, D, device=device, scale=0.02)
+    w2 = random(E, D, F, device=device, scale=0.02)
+    return [t.requires_grad_() for t in (x, router, w1, w2)], dout
+
+
+def warm(bench: Bench, shapes: Sequence[Shape]) -> None:
+    """Compile our kernels for all shapes: SonicMoE's import changes the compiler's own classes."""
+    for shape in shapes:
+        small = (8 * shape[4], *shape[1:])
+        leaves, dout = leaves_of(small, bench.clock.device)
+        leaves[2] = halves(leaves[2]).detach().requires_grad_()
+        out = Layer.apply(*leaves, shape[4], provider(bench.backend))
+        torch.autograd.grad(out, leaves, dout)
+        bench.clock.wait()
+        del leaves, dout, out
+        bench.clock.free()
+
+
+def suite(bench: Bench, shape: Shape) -> list[Record]:
+    sides = bench.sides("layer", shape)
+    theirs, dout = leaves_of(shape, bench.clock.device)
+    K, ops = shape[4], provider(bench.backend)
+    x, router, w1, w2 = theirs
+    leaves = [x, router, halves(w1.detach()).requires_grad_(), w2]
+    passes: dict[str, tuple[Call, list[Tensor]]] = {
+        _OURS: (lambda: Layer.apply(*leaves, K, ops), leaves),
+        _PUBLIC: (lambda: composed(*leaves, K, bench.backend), leaves),
+    }
+    made: list[Record] = []
+    if "sonic" in bench.peers:
+        try:
+            if "sonicmoe" not in sys.modules:
+                warm(bench, bench.shapes.get("layer", [shape]))
+            passes[_SONIC] = sonic(x, router, w1, w2, K), theirs
+            made += _checked(sides, passes, dout)
+        except Exception as why:
+            sides.lose(_SONIC, "", "eager", reason(why), failed=bench.demanded)
+            passes.pop(_SONIC, None)
+    for name, (forward, of) in passes.items():
+        own = name != _SONIC
+        sides.add(name, "forward", forward, modes=MODES, ours=own)
+        sides.add(name, "both", with_backward(forward, of, dout), modes=MODES, ours=own)
+    sides.run()
+    T, D, F, _, K = shape
+    bars = LAYER.get(shape)
+    for mode in MODES:
+        for what, flops in (("forward", 6 * T * K * D * F), ("backward", 12 * T * K * D * F)):
+            peer = sides.time(_SONIC, what, mode)
+            other = None if peer is None else peer.ms
+            wanted = None if bars is None else bars.of(what)
+            made += sides.record(_OURS, what, mode, flops=flops, other=other, bars=wanted)
+            made += sides.record(_PUBLIC, what, mode, flops=flops, other=other)
+            made += sides.record(_SONIC, what, mode, flops=flops)
+    return [*made, *sides.lost]
+
+
+def _checked(
+    sides: Sides, passes: dict[str, tuple[Call, list[Tensor]]], dout: Tensor
+) -> list[Record]:
+    """One comparison of output and gradients of each of ours with SonicMoE's."""
+    results = {}
+    for name, (forward, leaves) in passes.items():
+        out = forward()
+        results[name] = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        del out
+    exact = results.pop(_SONIC)
+    exact[3] = halves(exact[3])
+    return [compared(sides, name, found, exact) for name, found in results.items()]
+
+
+def compared(sides: Sides, name: str, found: list[Tensor], exact: list[Tensor]) -> Record:
+    """Errors of output, dx and the weights' gradients; few tokens may have chosen otherwise."""
+    other = torch.zeros(exact[0].shape[0], dtype=torch.bool, device=exact[0].device)
+    for i in (0, 1):
+        size = exact[i].float().norm(dim=1)
+        other |= ~((found[i].float() - exact[i].float()).norm(dim=1) <= _TOKEN_ERROR * size)
+    share = other.float().mean().item()
+    kept = ~other
+    errors = [
+        (label, error(a[kept], b[kept]) if i < 2 else error(a, b))
+        for i, (label, a, b) in enumerate(
+            zip(("out", "dx", "drouter", "dw1", "dw2"), found, exact, strict=True)
+        )
+    ]
+    strange = f"{share:.1%} of the tokens are different" if not share <= _OTHER_TOKENS else ""
+    return verdict(sides, f"check of {name}", errors, strange)

@@ -1,0 +1,275 @@
+"""Medians of interleaved rounds on one GPU, the L2 cache flushed before every run.
+
+A round runs every side once, beginning with another one each time, so that a falling clock meets
+all of them. The host waits only in the end: an eager side whose launches keep ahead of the GPU is
+not charged for them.
+"""
+
+import contextlib
+import gc
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from scripts.bench.records import Record
+from scripts.bench.shapes import Shape
+
+Call = Callable[[], object]
+FLUSH_BYTES = 256 * 2**20
+WARM_ROUNDS = 3
+
+
+class Clock(Protocol):
+    """A device, as far as measuring needs it."""
+
+    device: torch.device
+
+    def flush(self) -> None:
+        """Put something else in the L2 cache."""
+
+    def stamp(self) -> Any:
+        """The time on the current stream, once it gets there."""
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Milliseconds, after `wait`."""
+
+    def wait(self) -> None: ...
+
+    def capture(self, call: Call) -> Call:
+        """Replays of a CUDA graph of the call."""
+
+    def free(self) -> None:
+        """Return unused memory."""
+
+
+class Gpu:
+    """The current CUDA device as a `Clock`."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._other = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
+        self._side = torch.cuda.Stream()  # one for all captures, as memory is kept for each stream
+
+    def flush(self) -> None:
+        self._other.zero_()
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def capture(self, call: Call) -> Call:
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            call()
+        torch.cuda.current_stream().wait_stream(self._side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph):
+                call()
+        except Exception:
+            torch.cuda.set_stream(before)
+            self._recover()
+            raise
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph.replay
+
+    def _recover(self) -> None:
+        """Capture something harmless: a capture that failed leaves torch's generators captured."""
+        with contextlib.suppress(Exception), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            self._other[:1].zero_()
+
+    def free(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class Company(Protocol):
+    """Copies that run beside a side while it is measured."""
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Of the copies alone, read and written."""
+
+    def shortest_lead(self) -> float:
+        """Least milliseconds by which they outlasted a run; negative if once they did not."""
+
+    def start(self) -> None: ...
+
+    def join(self, end: Any) -> None:
+        """Called after the side's end was stamped."""
+
+
+class Time(NamedTuple):
+    ms: float
+    p10: float
+    p90: float
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Interpolated between the two nearest of the sorted values."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def time_of(values: Sequence[float]) -> Time:
+    return Time(median(values), percentile(values, 0.1), percentile(values, 0.9))
+
+
+def backward_time(both: Sequence[float], forward: Sequence[float]) -> Time:
+    """Forward and backward less forward: difference of medians, spread of the rounds' differences.
+
+    Round i of the one is set against round i of the other.
+    """
+    differences = [b - f for b, f in zip(both, forward, strict=True)]
+    ms = median(both) - median(forward)
+    return Time(ms, percentile(differences, 0.1), percentile(differences, 0.9))
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line, without colours."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    return f"{type(error).__name__}: {' '.join(text.split())}"[:200]
+
+
+class Key(NamedTuple):
+    side: str
+    what: str
+    mode: str = "graph"
+
+
+@dataclass
+class Bench:
+    """What every suite is given."""
+
+    clock: Clock
+    rounds: int
+    peers: tuple[str, ...] = ()
+    """Of `torch`, `te`, `sonic`: those to compare with."""
+    demanded: bool = False
+    """Peers were named one by one, so one that is missing is an error."""
+    backend: str = "fused"
+    shapes: Mapping[str, Sequence[Shape]] = field(default_factory=dict)
+    """All shapes that each suite will see."""
+
+    def sides(self, suite: str, shape: Shape) -> "Sides":
+        return Sides(self, suite, shape)
+
+
+class Sides:
+    """What is compared on a shape; what cannot run becomes a record with the reason."""
+
+    def __init__(self, bench: Bench, suite: str, shape: Shape) -> None:
+        self.bench, self.suite, self.shape = bench, suite, shape
+        self.lost: list[Record] = []
+        self.times: dict[Key, list[float]] = {}
+        self._calls: dict[Key, tuple[Call, Company | None]] = {}
+
+    def add(
+        self,
+        side: str,
+        what: str,
+        call: Call,
+        *,
+        modes: Sequence[str] = ("graph",),
+        ours: bool = True,
+        company: Company | None = None,
+    ) -> None:
+        """Run a side once, capture it if so wanted, and take part with it.
+
+        Args:
+            modes: `eager`, `graph`.
+            ours: it is a failure if it cannot run; a peer only has to run eagerly.
+            company: what runs beside it.
+        """
+        clock = self.bench.clock
+        try:
+            call()
+            clock.wait()
+        except Exception as error:
+            self.lose(side, what, modes[0], reason(error), failed=True)
+            return
+        for mode in modes:
+            try:
+                ready = clock.capture(call) if mode == "graph" else call
+            except Exception as error:
+                why = f"no capture: {reason(error)}"
+                self.lose(side, what, mode, why, failed=ours)
+                continue
+            self._calls[Key(side, what, mode)] = ready, company
+
+    def lose(self, side: str, what: str, mode: str, why: str, *, failed: bool) -> None:
+        """Note why there will be no result."""
+        self.lost.append(Record(self.suite, self.shape, side, what, mode, note=why, failed=failed))
+
+    def run(self) -> None:
+        """Measure all sides: milliseconds of each round, in the order of the rounds."""
+        clock, keys = self.bench.clock, list(self._calls)
+        stamps: dict[Key, list[tuple[Any, Any]]] = {key: [] for key in keys}
+        for round_ in range(self.bench.rounds + WARM_ROUNDS):
+            for i in range(len(keys)):
+                key = keys[(i + round_) % len(keys)]
+                call, company = self._calls[key]
+                clock.flush()
+                if company is not None:
+                    company.start()
+                begin = clock.stamp()
+                call()
+                end = clock.stamp()
+                if company is not None:
+                    company.join(end)
+                if round_ >= WARM_ROUNDS:
+                    stamps[key].append((begin, end))
+        clock.wait()
+        self.times = {k: [clock.between(*pair) for pair in v] for k, v in stamps.items()}
+
+    def time(self, side: str, what: str, mode: str = "graph") -> Time | None:
+        """Of a side that took part. `backward` is the difference of `both` and `forward`."""
+        if what != "backward":
+            values = self.times.get(Key(side, what, mode))
+            return time_of(values) if values else None
+        both = self.times.get(Key(side, "both", mode))
+        forward = self.times.get(Key(side, "forward", mode))
+        return backward_time(both, forward) if both and forward else None
+
+    def record(
+        self,
+        side: str,
+        what: str,
+        mode: str = "graph",
+        *,
+        flops: float = 0,
+        other: float | None = None,
+        bars: tuple[float, float | None] | None = None,
+        note: str = "",
+    ) -> list[Record]:
+        """The result of a side, or nothing if it has none.
+
+        Args:
+            flops: of a run. other: milliseconds to compare with.
+            bars: bar and goal of the ratio.
+        """
+        time = self.time(side, what, mode)
+        if time is None:
+            return []
+        rate = flops / time.ms * 1e-9 if flops and time.ms > 0 else None
+        ratio = None if other is None or time.ms <= 0 else other / time.ms
+        bar, goal = bars if bars is not None and ratio is not None else (None, None)
+        judged = (rate, ratio, bar, goal, note)
+        return [Record(self.suite, self.shape, side, what, mode, *time, *judged)]

@@ -1,0 +1,159 @@
+"""Results: a table on stdout, a JSON file with a line per result, a plot of the ratios."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+_DIGITS = {"ms": 4, "p10": 4, "p90": 4, "tflops": 1, "ratio": 4, "bar": 4, "goal": 4}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One result, or why there is none."""
+
+    suite: str
+    shape: tuple[int, ...]
+    side: str
+    """Who was measured, or in which condition."""
+    what: str
+    """Pass or operation."""
+    mode: str = "graph"
+    """`graph`: replays of a CUDA graph. `eager`: with the host's part. `host`: that part alone."""
+    ms: float | None = None
+    """Median; p10 and p90 are the spread of the rounds."""
+    p10: float | None = None
+    p90: float | None = None
+    tflops: float | None = None
+    ratio: float | None = None
+    bar: float | None = None
+    goal: float | None = None
+    note: str = ""
+    failed: bool = False
+    """An error or a wrong result, not a missed bar."""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the bar was reached; None without one."""
+        if self.ratio is None or self.bar is None:
+            return None
+        return self.ratio >= self.bar
+
+    @property
+    def verdict(self) -> str:
+        if self.failed:
+            return "FAILED"
+        if self.met is None or self.ratio is None:
+            return ""
+        if self.met and self.goal is not None and self.ratio >= self.goal:
+            return "goal"
+        return "met" if self.met else "missed"
+
+
+def to_json(facts: dict[str, Any], records: Iterable[Record]) -> str:
+    """The file's text; what is empty is left out."""
+    lines = []
+    for record in records:
+        fields = asdict(record) | {"met": record.met}
+        fields = {
+            {"what": "pass"}.get(k, k): round(v, _DIGITS[k]) if k in _DIGITS and v else v
+            for k, v in fields.items()
+            if v is not None and (v or k not in ("note", "failed"))
+        }
+        lines.append(json.dumps(fields, separators=(",", ":")))
+    body = ",\n".join(lines)
+    return f'{{"facts":{json.dumps(facts, separators=(",", ":"))},\n"records":[\n{body}\n]}}\n'
+
+
+def write(path: Path, facts: dict[str, Any], records: Iterable[Record]) -> None:
+    """Write the JSON file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(to_json(facts, records))
+    beside.replace(path)
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
+    """Facts and records of such a file; ValueError if it is something else."""
+    try:
+        content = json.loads(path.read_text())
+        records = []
+        for line in content["records"]:
+            fields = dict(line, shape=tuple(line["shape"]), what=line["pass"])
+            records.append(Record(**{k: v for k, v in fields.items() if k not in ("pass", "met")}))
+        return content["facts"], records
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a file of this script: {error}") from error
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    return ",".join(str(size) for size in shape)
+
+
+def table(records: Sequence[Record]) -> str:
+    """A block for each suite and shape."""
+    out = []
+    for (suite, shape), group in groupby(records, key=lambda r: (r.suite, r.shape)):
+        out.append(f"\n{suite} {shape_text(shape)}".rstrip())
+        out.append(
+            f"  {'side':<26}{'pass':<24}{'mode':<7}{'ms':>9}{'p10':>9}{'p90':>9}"
+            f"{'TFLOP/s':>9}{'ratio':>8}{'bar':>8}{'goal':>8}"
+        )
+        out.extend(_line(record) for record in group)
+    return "\n".join(out)
+
+
+def _line(r: Record) -> str:
+    def cell(value: float | None, width: int, digits: int) -> str:
+        return f"{'' if value is None else format(value, f'.{digits}f'):>{width}}"
+
+    times = "".join(cell(value, 9, 4) for value in (r.ms, r.p10, r.p90))
+    rates = cell(r.tflops, 9, 1) + "".join(cell(value, 8, 3) for value in (r.ratio, r.bar, r.goal))
+    said = "  ".join(part for part in (r.verdict, r.note) if part)
+    return f"  {r.side:<26}{r.what:<24}{r.mode:<7}{times}{rates}  {said}".rstrip()
+
+
+def summary(records: Sequence[Record]) -> str:
+    """One line: bars met, bars missed, failures."""
+    judged = [r for r in records if r.met is not None]
+    met, failed = sum(r.met is True for r in judged), sum(r.failed for r in records)
+    return f"{met} of {len(judged)} bars met, {len(judged) - met} missed, {failed} failures"
+
+
+def plot(path: Path, records: Sequence[Record]) -> str:
+    """Draw every ratio that has a bar; why not, or an empty string."""
+    judged = [r for r in records if r.met is not None and r.ratio is not None]
+    if not judged:
+        return "nothing to plot: no result has a bar"
+    try:
+        import matplotlib
+    except ImportError:
+        return "no plot: matplotlib is not installed"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.24 * len(judged)))
+    labels = [
+        f"{r.suite} {shape_text(r.shape)} {r.what} {r.side} {r.mode}".replace(" graph", "")
+        for r in judged
+    ]
+    at = range(len(judged))
+    colours = ["tab:green" if r.met else "tab:red" for r in judged]
+    axes.barh(at, [r.ratio for r in judged], color=colours, height=0.7)
+    for marks, colour, name in ((True, "black", "must"), (False, "tab:blue", "goal")):
+        values = [(i, r.bar if marks else r.goal) for i, r in enumerate(judged)]
+        xs = [(i, v) for i, v in values if v is not None]
+        axes.scatter([v for _, v in xs], [i for i, _ in xs], marker="|", s=90, c=colour, label=name)
+    axes.set_yticks(list(at), labels, fontsize=6)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="grey", linewidth=0.5)
+    axes.set_xlabel("time of the other side / our time")
+    axes.legend(loc="lower right", fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return ""

@@ -1,0 +1,83 @@
+"""The shapes of each suite, and the ratios that must be reached and should be.
+
+A ratio is the time of the best peer, or of the undisturbed case, over ours: above 1 is faster.
+"""
+
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Bars(NamedTuple):
+    """What must be reached and what is the goal, each forward and backward."""
+
+    must: tuple[float, float]
+    goal: tuple[float, float]
+
+    def of(self, what: str) -> tuple[float, float]:
+        """Bar and goal of a pass."""
+        at = ("forward", "backward").index(what)
+        return self.must[at], self.goal[at]
+
+
+MLP = {
+    (65536, 7168, 2048, 32): Bars((1.08, 1.08), (1.15, 1.15)),
+    (32768, 2880, 2880, 4): Bars((1.15, 1.25), (1.3, 1.5)),
+    (32768, 2880, 2880, 32): Bars((1.20, 1.30), (1.3, 1.6)),
+    (65536, 2048, 768, 16): Bars((1.20, 1.25), (1.3, 1.6)),
+}
+"""Expert rows, hidden, expert width, experts: against the best unfused MLP."""
+LAYER = {
+    (24576, 1536, 256, 128, 8): Bars((1.05, 1.05), (1.20, 1.15)),
+    (32768, 4096, 256, 256, 16): Bars((1.03, 1.03), (1.12, 1.10)),
+    (32768, 2048, 768, 128, 8): Bars((1.04, 1.04), (1.12, 1.10)),
+    (32768, 2048, 512, 512, 10): Bars((1.10, 1.06), (1.22, 1.15)),
+    (32768, 4096, 2048, 64, 4): Bars((0.98, 0.98), (1.03, 1.03)),
+}
+"""Tokens, hidden, expert width, experts, experts per token: against SonicMoE."""
+MARGINS = (0, 8, 16, 24, 32)
+ZIPF = 0.6
+SKEW_BAR = 0.95
+GATHER_BAR = 0.93
+_FREE, _OCCUPIED = 0.97, 0.93
+
+
+def margin_bar(margin: int, sms: int) -> float:
+    """Share of the full rate that must remain beside `margin` SMs that are left free."""
+    return _FREE * (sms - margin) / sms
+
+
+def occupied_bars(margin: int, sms: int) -> tuple[float, float]:
+    """The same while others work on those SMs: of that share, and as goal of all that is left."""
+    return _OCCUPIED * margin_bar(margin, sms), _OCCUPIED * (sms - margin) / sms
+
+
+SUITES: dict[str, tuple[Shape, ...]] = {
+    "mlp": tuple(MLP),
+    "layer": tuple(LAYER),
+    "margins": (tuple(MLP)[0], tuple(MLP)[3]),
+    "skew": tuple(MLP),
+    "gather": (*MLP, *LAYER),
+    "host": ((256, 256, 128, 8, 2),),
+}
+"""Shapes of each suite, as of `MLP` or `LAYER`."""
+SIZES = {"mlp": (4,), "layer": (5,), "margins": (4,), "skew": (4,), "gather": (4, 5), "host": (5,)}
+"""Numbers in a shape of each suite."""
+
+
+def parse(text: str) -> Shape:
+    """`65536,7168,2048,32` and the like; ValueError otherwise."""
+    shape = tuple(int(size) for size in text.split(","))
+    if not 1 <= len(shape) <= 5 or min(shape) < 1:
+        raise ValueError(f"{text}: a shape is up to 5 positive numbers")
+    return shape
+
+
+def select(suite: str, wanted: list[Shape]) -> tuple[Shape, ...]:
+    """Shapes of a suite that begin with one of `wanted`, and whole ones that it does not list."""
+    listed = SUITES[suite]
+    if not wanted:
+        return listed
+    found = [s for s in listed if any(s[: len(w)] == w for w in wanted)]
+    new = [w for w in wanted if len(w) in SIZES[suite] and w not in listed]
+    return (*found, *new)

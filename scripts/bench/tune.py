@@ -1,0 +1,153 @@
+"""`--tune`: time of every tile of a grouped GEMM, relative to the fastest, into `tiles.json`.
+
+Each kind of the table is measured on shapes whose columns all tiles divide. Tiles that a kind does
+not list stay out of it: they do not compile for it, or spill registers.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from kernels.sm90 import tiles
+from kernels.sm90.fc1_act import fc1_act
+from kernels.sm90.fc2_dgrad_dact import fc2_dgrad_dact
+from kernels.sm90.rows import rows
+from scripts.bench.measure import Bench
+from scripts.bench.problems import SWIGLU, dirichlet, index_of, offsets_of, random
+from scripts.bench.records import Record
+
+Table = Mapping[str, Mapping[str, float]]
+
+
+class Case(NamedTuple):
+    """Rows, columns of the output, depth of the contraction, experts."""
+
+    S: int
+    N: int
+    K: int
+    L: int
+
+
+DEEP = (Case(32768, 2304, 4608, 16), Case(32768, 1536, 7168, 32))
+SHALLOW = (Case(65536, 2304, 768, 16), Case(65536, 1536, 2048, 16), Case(32768, 3072, 3072, 8))
+CASES = (*SHALLOW, DEEP[0])
+"""Of kinds that do not tell deep from shallow."""
+
+
+def cases_of(kind: str) -> tuple[Case, ...]:
+    """The shapes for an entry of the table."""
+    if "gathered" not in kind:
+        return CASES
+    return DEEP if "deep" in kind else SHALLOW
+
+
+def relative(measured: Mapping[str, list[float]]) -> dict[str, float]:
+    """Median over the shapes of each tile's time over the fastest one's, the fastest first.
+
+    Args:
+        measured: milliseconds of each tile, of the same shapes in the same order.
+    """
+    fastest = [min(times) for times in zip(*measured.values(), strict=True)]
+    share = {
+        tile: median(t / f for t, f in zip(times, fastest, strict=True))
+        for tile, times in measured.items()
+    }
+    least = min(share.values())
+    return {tile: round(share[tile] / least, 2) for tile in sorted(share, key=lambda t: share[t])}
+
+
+def to_text(table: Table) -> str:
+    """As the file has it: a line per kind."""
+    lines = [f"  {json.dumps(kind)}: {json.dumps(entry)}" for kind, entry in table.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def changes(old: Table, new: Table) -> list[str]:
+    """A line for each kind: what was and what is."""
+    out = []
+    for kind, entry in old.items():
+        now = new.get(kind, entry)
+        said = "unchanged" if dict(entry) == dict(now) else f"now {json.dumps(now)}"
+        out.append(f"  {kind:<32} {json.dumps(dict(entry))} {said}")
+    return out
+
+
+def update(path: Path, new: Table) -> None:
+    """Replace the table, whole or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(to_text(new))
+    beside.replace(path)
+
+
+def calls(bench: Bench, name: str, case: Case, gather: bool) -> Iterator[tuple[str, Callable]]:
+    """The kernel with each layout of weights that it takes, as functions of the tile's name."""
+    S, N, K, L = case
+    device, counts = bench.clock.device, dirichlet(S, L)
+    offsets, T = offsets_of(counts, device), max(S // 8, *counts)
+    index = index_of(counts, T, device) if gather else None
+    torch.manual_seed(0)
+    a = random(T if gather else S, K, device=device)
+    given = dict(index_S=index, prob_S=torch.rand(S, device=device))
+
+    def loop(tile: str, transposed: bool) -> tiles.Mainloop:
+        return tiles.configured(tile, gather=gather, transposed=transposed)
+
+    match name:
+        case "rows":
+            y = torch.empty(S, N, dtype=a.dtype, device=device)
+            for transposed, shape in ((False, (N, K)), (True, (K, N))):
+                w = random(L, *shape, device=device, scale=K**-0.5)
+                w = w.mT if transposed else w
+                yield (
+                    "[L, K, N]" if transposed else "[L, N, K]",
+                    lambda tile, w=w, t=transposed: rows(
+                        a, w, offsets, index_S=index, out_SN=y, loop=loop(tile, t)
+                    ),
+                )
+        case "fc1_act":
+            w1 = random(L, 2 * N, K, device=device, scale=K**-0.5)
+            yield (
+                "",
+                lambda tile: fc1_act(a, w1, offsets, SWIGLU, **given, loop=loop(tile, False)),
+            )
+        case "fc2_dgrad_dact":
+            w2 = random(L, K, N, device=device, scale=K**-0.5)
+            h = random(S, 2 * N, device=device)
+            yield (
+                "",
+                lambda tile: fc2_dgrad_dact(
+                    a, w2, h, offsets, SWIGLU, **given, loop=loop(tile, True)
+                ),
+            )
+        case _:
+            raise ValueError(f"{tiles.PATH.name} has a kind that nobody measures: {name}")
+
+
+def kind(bench: Bench, entry: str) -> tuple[list[Record], dict[str, float]]:
+    """Measure an entry of the table: results and relative times (empty if a tile fails)."""
+    name, gather = entry.split(" ")[0], "gathered" in entry
+    listed = [tile for tile in tiles.table()[entry] if tile in tiles.TILES]
+    measured: dict[str, list[float]] = {tile: [] for tile in listed}
+    made: list[Record] = []
+    for case in cases_of(entry):
+        for layout, call in calls(bench, name, case, gather):
+            sides, flops = bench.sides("tune", case), 2 * case.S * case.N * case.K
+            what = f"{entry} {layout}".strip()
+            for tile in listed:
+                sides.add(tile, what, lambda tile=tile: call(tile))  # noqa: B023
+            sides.run()
+            made += sides.lost
+            for tile in listed:
+                scale = 2 if name == "fc1_act" else 1
+                made += sides.record(tile, what, flops=scale * flops)
+                time = sides.time(tile, what)
+                if time is not None:
+                    measured[tile].append(time.ms)
+        bench.clock.free()
+    whole = len({len(times) for times in measured.values()}) == 1 and all(measured.values())
+    return made, relative(measured) if whole else {}

@@ -1,0 +1,153 @@
+"""Compile all kernels that the library can choose into its cache on disk, before a run needs them.
+
+    python scripts/build_kernels.py [--dir FOLDER] [--jobs N] [--only TEXT] [--list]
+
+Needs no GPU. What is in the cache already is left alone, so a second call does nothing. A run finds
+the kernels if its $PHALANX_KERNEL_CACHE names the same folder; without it, both use the default.
+Kernels are for sm_90a, this machine type, this version of CuTe DSL and these sources: build again
+after any of them has changed. Exit code 1 if a kernel cannot be built.
+"""
+
+import argparse
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from kernels.cache import Cache, folder
+
+
+def build(number: int, where: Path) -> tuple[float, str]:
+    """In a worker process, which imports the compiler once: make kernel `number` of SHIPPED.
+
+    Returns seconds, and why it failed or an empty string.
+    """
+    from kernels.sm90 import launch
+    from kernels.sm90.shipped import SHIPPED
+
+    begin, why = time.monotonic(), ""
+    try:
+        launch.build(*SHIPPED[number], Cache(where))
+    except Exception as error:  # whatever the compiler raises, not all of which can be pickled
+        why = reason(error)
+    return time.monotonic() - begin, why
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line, without colours."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)[:300]}"
+
+
+def build_all(missing: dict[int, str], where: Path, jobs: int) -> int:
+    """Build kernels, given as number and label, and print a line for each; how many failed."""
+    failed = 0
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context) as workers:
+        running: dict[Future[tuple[float, str]], str] = {
+            workers.submit(build, number, where): label for number, label in missing.items()
+        }
+        for done, future in enumerate(as_completed(running), start=1):
+            lost = future.exception()  # of a process that died
+            seconds, why = (0.0, reason(lost)) if lost else future.result()
+            failed += bool(why)
+            said = f"FAILED  {why}" if why else f"{seconds:.1f} s"
+            progress(f"[{done}/{len(missing)}] {running[future]}  {said}", keep=bool(why))
+    return failed
+
+
+def progress(line: str, *, keep: bool) -> None:
+    """Print a line; on a terminal the next one overwrites it, unless it is to be kept."""
+    if not sys.stdout.isatty():
+        print(line, flush=True)
+        return
+    width = os.get_terminal_size().columns - 1
+    print(f"\r\033[K{line if keep else line[:width]}", end="\n" if keep else "", flush=True)
+
+
+def refusal(where: Path) -> str:
+    """Why nothing can be kept in a folder, which is made; empty if it can."""
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=where).close()
+    except OSError as error:
+        return f"cannot write to {where}: {error.strerror}; --dir names another folder"
+    return ""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=folder(),
+        metavar="FOLDER",
+        help="cache to build into (default: $PHALANX_KERNEL_CACHE or ~/.cache/phalanx/kernels)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="processes that compile (default: one a CPU, here %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="only kernels whose class and configuration, as --list prints them, contain TEXT",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="say what is cached and what is missing, build nothing"
+    )
+    args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: must be at least 1")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+
+    from kernels.sm90.launch import entry_name
+    from kernels.sm90.shipped import SHIPPED
+
+    cache, cached, missing = Cache(args.dir), {}, {}
+    for number, (kernel, config) in enumerate(SHIPPED):
+        label = f"{kernel.__name__} {config}"
+        if args.only in label:
+            there = cache.has(entry_name(kernel, config))
+            (cached if there else missing)[number] = label
+    if args.list:
+        for number in sorted(cached | missing):
+            print(
+                f"missing {missing[number]}" if number in missing else f"cached  {cached[number]}"
+            )
+        return 0
+    if not cached and not missing:
+        print(f"no kernel contains {args.only!r}; --list shows them", file=sys.stderr)
+        return 1
+    if missing and (why := refusal(args.dir)):
+        print(why, file=sys.stderr)
+        return 1
+    begin = time.monotonic()
+    failed = build_all(missing, args.dir, args.jobs) if missing else 0
+    progress(
+        f"{len(missing) - failed} kernels built, {len(cached)} were cached, {failed} failed, in "
+        f"{time.monotonic() - begin:.1f} s: {args.dir}",
+        keep=True,
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""A kernel as small as possible, whose launches show what was passed to it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+@dataclass(frozen=True)
+class EchoConfig:
+    threads: int = 32
+
+
+class EchoKernel:
+    """a[0] = first + second, in `blocks` blocks."""
+
+    pointers: ClassVar = ((cutlass.Int32, 4), (cutlass.BFloat16, 16))
+    integers: ClassVar = 3
+
+    def __init__(self, config: EchoConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Pointer,
+        b: cute.Pointer,
+        sizes: tuple[Int32, Int32, Int32],
+        stream: cuda.CUstream,
+    ) -> None:
+        blocks, first, second = sizes
+        self.kernel(a, b, first, second).launch(
+            grid=[blocks, 1, 1], block=[self.config.threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, a: cute.Pointer, b: cute.Pointer, first: Int32, second: Int32) -> None:
+        if cute.arch.thread_idx()[0] == 0:
+            cute.make_tensor(a, cute.make_layout(1))[0] = first + second + Int32(b.toint())

@@ -1,0 +1,89 @@
+"""Dense MLPs and shared experts through the grouped kernels: one group of all rows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.activation import Activation
+from kernels.grouped_mlp import dense_mlp
+from tests.kernels.problems import ACTIVATIONS, error, formula
+from tests.sync_free import sync_free
+
+D, WIDTH = 32, 24
+
+
+def tensors(act: Activation, bias: bool, lead: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"x": (*lead, D), "w1": (act.width(WIDTH), D), "w2": (D, WIDTH)}
+    if bias:
+        shapes |= {"b1": (act.width(WIDTH),), "b2": (D,)}
+    return {k: torch.randn(s, generator=g) * (0.2 if k[0] == "w" else 1) for k, s in shapes.items()}
+
+
+def plain(given: dict[str, torch.Tensor], act: Activation) -> torch.Tensor:
+    h = F.linear(given["x"], given["w1"], given.get("b1"))
+    wide = torch.promote_types(h.dtype, torch.float32)
+    return F.linear(formula(h.to(wide), act).to(h.dtype), given["w2"], given.get("b2"))
+
+
+def cast(given: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {k: v.to(dtype).requires_grad_() for k, v in given.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
+def test_equals_two_linear_layers(
+    act: Activation, bias: bool, backend: str, dtype: torch.dtype
+) -> None:
+    given = {k: v.to(dtype) for k, v in tensors(act, bias, (3, 7)).items()}
+    dout = torch.randn(3, 7, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    leaves, same, exact = cast(given, dtype), cast(given, dtype), cast(given, torch.float64)
+    ours = with_gradients(dense_mlp(**leaves, activation=act, backend=backend), dout, leaves)
+    torchs = with_gradients(plain(same, act), dout, same)
+    want = with_gradients(plain(exact, act), dout.double(), exact)
+    for name, got, other, true in zip(["out", *given], ours, torchs, want, strict=True):
+        assert got.shape == true.shape and got.dtype == dtype
+        assert error(got, true) <= 2 * error(other, true), name
+
+
+def with_gradients(
+    out: torch.Tensor, dout: torch.Tensor, leaves: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), dout)]
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (2, 0), (1,), (2, 3, 5)])
+def test_any_leading_sizes(lead: tuple[int, ...]) -> None:
+    act = Activation("swiglu")
+    leaves = cast(tensors(act, True, lead), torch.float32)
+    with sync_free():
+        out = dense_mlp(**leaves, activation=act, backend="torch")
+        out.sum().backward()
+    assert out.shape == (*lead, D)
+    assert leaves["b2"].grad.tolist() == [leaves["x"].numel() / D] * D
+
+
+def test_x_and_h_are_saved() -> None:
+    act, saved = Activation("swiglu"), {}
+    leaves = cast(tensors(act, True, (50,)), torch.bfloat16)
+    weights = {leaves[k].data_ptr() for k in ("w1", "w2", "b1", "b2")}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved[t.data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = dense_mlp(**leaves, activation=act, backend="torch")
+    assert out.requires_grad
+    assert sum(n for p, n in saved.items() if p not in weights) == 2 * 50 * (D + 2 * WIDTH) + 8
+
+
+def test_shapes_are_checked() -> None:
+    act = Activation("swiglu")
+    given = tensors(act, False, (4,))
+    with pytest.raises(ValueError, match=r"expected x \[..., D\] and weights \[., .\]"):
+        dense_mlp(given["x"], given["w1"][None], given["w2"], activation=act, backend="torch")
+    with pytest.raises(ValueError, match=r"w1 must be torch.float32 \[1, 48, 32\]"):
+        dense_mlp(given["x"], given["w1"][:-1], given["w2"], activation=act, backend="torch")

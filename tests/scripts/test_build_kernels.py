@@ -1,0 +1,90 @@
+"""build_kernels: a run only loads what it built; it skips, lists, selects, and names failures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from kernels.sm90.shipped import SHIPPED
+from scripts import build_kernels
+
+ROOT = Path(build_kernels.__file__).resolve().parent.parent
+LABELS = [f"{kernel.__name__} {config}" for kernel, config in SHIPPED]
+LOAD = """
+import json
+from kernels.cache import Cache, folder, statistics
+from kernels.sm90 import launch
+from kernels.sm90.shipped import SHIPPED
+
+kernel, config = SHIPPED[0]
+data = launch.build(kernel, config, Cache(folder()))
+launch.Program(data, launch._PREFIX, len(kernel.pointers), kernel.integers)
+print(json.dumps(vars(statistics())))
+"""
+
+
+def started(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return started("scripts/build_kernels.py", *arguments, **environment)
+
+
+def test_a_run_compiles_nothing_that_was_built(tmp_path):
+    build = ("--dir", str(tmp_path), "--only", LABELS[0], "--jobs", "1")
+    first = script(*build)
+    assert first.returncode == 0, first.stderr
+    one, summary = first.stdout.splitlines()
+    assert one.startswith(f"[1/1] {LABELS[0]}  ") and one.endswith(" s")
+    assert summary.startswith("1 kernels built, 0 were cached, 0 failed")
+
+    again = script(*build)
+    assert again.returncode == 0
+    assert again.stdout.startswith("0 kernels built, 1 were cached, 0 failed")
+
+    listed = script("--list", "--dir", str(tmp_path)).stdout.splitlines()
+    assert listed == [f"cached  {LABELS[0]}", *(f"missing {label}" for label in LABELS[1:])]
+
+    run = started("-c", LOAD, PHALANX_KERNEL_CACHE=str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    counts = json.loads(run.stdout)
+    assert (counts["compiled"], counts["loaded"]) == (0, 1)
+
+
+def test_each_failure_has_a_line_and_the_code_is_1(tmp_path):
+    lost = str(tmp_path / "lost.so")
+    done = script("--dir", str(tmp_path), "--only", LABELS[0], CUTE_DSL_LIBS=lost)
+    assert done.returncode == 1
+    one, summary = done.stdout.splitlines()
+    assert one.startswith(f"[1/1] {LABELS[0]}  FAILED  ") and lost in one
+    assert summary.startswith("0 kernels built, 0 were cached, 1 failed")
+
+
+def test_what_cannot_be_done_is_said_in_a_line(tmp_path):
+    (tmp_path / "file").touch()
+    for arguments, said in (
+        (["--dir", str(tmp_path / "file" / "folder")], "cannot write to"),
+        (["--only", "no such kernel"], "no kernel contains 'no such kernel'"),
+        (["--jobs", "0"], "--jobs 0: must be at least 1"),
+    ):
+        done = script(*arguments)
+        assert done.returncode != 0
+        assert said in done.stderr.splitlines()[-1]
+
+
+def test_errors_of_the_compiler_take_one_line():
+    error = ValueError("\n\x1b[91merror\x1b[0m: too\n   many\n\n registers\n")
+    assert build_kernels.reason(error) == "ValueError: error: too many registers"

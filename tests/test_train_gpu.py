@@ -1,0 +1,63 @@
+"""Training with the fused kernels on one NVIDIA GPU is training with the torch backend."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe.sinks import read
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+OVERRIDES = [
+    "run.device=cuda",
+    "run.steps=4",
+    "run.save_interval=-1",
+    "data=synthetic",
+    "data.sequence_length=256",
+    "data.micro_batch=2",
+    "data.global_batch=8",
+    "optim.warmup_steps=0",
+]
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+def train(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
+    places = [f"run.dir={folder}", f"run.name={name}"]
+    command = [sys.executable, "train.py", *OVERRIDES, *places, *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return read(folder / name / "metrics.jsonl")
+
+
+def close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    for name, tolerance in (("loss", 5e-3), ("grad_norm", 5e-2)):
+        want = pytest.approx([step[name] for step in theirs], rel=tolerance)
+        assert [step[name] for step in ours] == want, name
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
+def test_fused_kernels_train_like_torch(model: str, tmp_path: Path) -> None:
+    theirs = train(tmp_path, "torch", f"model={model}", "kernels=torch")
+    ours = train(tmp_path, "fused", f"model={model}", "kernels=fused")
+    close(ours, theirs)
+    margins = ["kernels.sm_margin.forward=8", "kernels.sm_margin.dgrad=16"]
+    margins += ["kernels.sm_margin.wgrad=24", "kernels.dynamic=false"]
+    close(train(tmp_path, "margins", f"model={model}", "kernels=fused", *margins), ours)
+    unfused = "kernels.gradient_accumulation_fusion=false"
+    close(train(tmp_path, "unfused", f"model={model}", "kernels=fused", unfused), ours)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "up", "down"])
+def test_token_rounding(mode: str, tmp_path: Path) -> None:
+    rounding = [f"model.moe.router.rounding={mode}", "model.moe.router.rounding_tile=64"]
+    theirs = train(tmp_path, "torch", "model=tiny", "kernels=torch", *rounding)
+    close(train(tmp_path, "fused", "model=tiny", "kernels=fused", *rounding), theirs)
