@@ -82,7 +82,9 @@ def _routing() -> Iterator[tuple[type, Any]]:
         config = TopkConfig(top_k, 1, bf16=False, weights="softmax")
         yield from ((kernel, config) for kernel in (TopkKernel, TopkGradientKernel))
     for top_k, vectors in ((6, 1), (8, 2)):
-        choice = dict(top_k=top_k, vectors=vectors, bf16=False, weights="sigmoid_sum")
+        choice: dict[str, Any] = dict(
+            top_k=top_k, vectors=vectors, bf16=False, weights="sigmoid_sum"
+        )
         yield TopkKernel, TopkConfig(**choice, biased=True)
         yield TopkGradientKernel, TopkConfig(**choice)
 

@@ -1,7 +1,7 @@
 """Every kernel of the package once or a few times, at small sizes, for tools that watch a GPU.
 
-    compute-sanitizer --tool memcheck python tests/kernels/sm90/sanitize.py
-    compute-sanitizer --tool racecheck python tests/kernels/sm90/sanitize.py
+    compute-sanitizer --report-api-errors no --tool memcheck python tests/kernels/sm90/sanitize.py
+    compute-sanitizer --report-api-errors no --tool racecheck python tests/kernels/sm90/sanitize.py
 
 Operands and what is expected come from the host, so that little else than these kernels runs. Every
 tensor is an allocation of its own: an access beyond one is an error. Results are checked; exit code

