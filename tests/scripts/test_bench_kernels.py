@@ -24,7 +24,9 @@ from scripts.bench.measure import Bench, Sides
 from scripts.bench.records import Record
 
 CPU = torch.device("cpu")
-MODULES = "rows fc1_act fc2_dgrad_dact wgrad plan combine topk bias_grad arguments launch".split()
+MODULES = (
+    "rows fc1_act fc2_dgrad_dact wgrad plan combine topk bias_grad dprob arguments launch".split()
+)
 
 
 class Stopwatch:
