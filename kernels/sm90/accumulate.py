@@ -17,7 +17,7 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.utils import LayoutEnum
 
-from kernels.sm90.contraction import GROUP_THREADS, MATH_GROUPS
+from kernels.sm90.mainloop import GROUP_THREADS, MATH_GROUPS
 from kernels.sm90.storage import array, struct
 
 _ROWS = 64

@@ -18,12 +18,10 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import LayoutEnum
 
+from kernels.sm90.mainloop import GROUP_THREADS, MATH_GROUPS
 from kernels.sm90.storage import array, struct
 
-GROUP_THREADS = 128
-MATH_GROUPS = 2
 MATH_WARPS = 4 * MATH_GROUPS
-THREADS = GROUP_THREADS * (1 + MATH_GROUPS)
 BOX = 64
 """Columns of a box, and rows of a stage."""
 BOX_BYTES = 2 * BOX * BOX

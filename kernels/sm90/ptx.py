@@ -24,17 +24,8 @@ def address(pointer: cute.Pointer) -> Int32:
 def pack(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Two fp32 rounded to a pair of bf16."""
     at: Site = dict(loc=loc, ip=ip)
-    word = llvm.inline_asm(
-        T.i32(),
-        [Float32(high).ir_value(**at), Float32(low).ir_value(**at)],
-        "cvt.rn.bf16x2.f32 $0, $1, $2;",
-        "=r,f,f",
-        has_side_effects=False,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        **at,
-    )
-    return Uint32(word)
+    values = [Float32(high).ir_value(**at), Float32(low).ir_value(**at)]
+    return Uint32(_asm(T.i32(), values, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", at, pure=True))
 
 
 def unpack(word: Uint32) -> tuple[Float32, Float32]:
@@ -46,36 +37,14 @@ def unpack(word: Uint32) -> tuple[Float32, Float32]:
 def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """2^x, relative error 2^-22, subnormal results flushed."""
     at: Site = dict(loc=loc, ip=ip)
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Float32(x).ir_value(**at)],
-            "ex2.approx.ftz.f32 $0, $1;",
-            "=f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            **at,
-        )
-    )
+    code = "ex2.approx.ftz.f32 $0, $1;"
+    return Float32(_asm(T.f32(), [Float32(x).ir_value(**at)], code, "=f,f", at, pure=True))
 
 
 @dsl_user_op
 def lane(*, loc: Any = None, ip: Any = None) -> Int32:
     """The thread's lane, read anew: what is made of it is not kept in registers across a loop."""
-    at: Site = dict(loc=loc, ip=ip)
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [],
-            "mov.u32 $0, %laneid;",
-            "=r",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            **at,
-        )
-    )
+    return Int32(_asm(T.i32(), [], "mov.u32 $0, %laneid;", "=r", dict(loc=loc, ip=ip)))
 
 
 @dsl_user_op
@@ -84,52 +53,23 @@ def stmatrix(
 ) -> None:
     """Store four 8 x 8 matrices of bf16; lane l gives the address of row l % 8 of matrix l // 8."""
     at: Site = dict(loc=loc, ip=ip)
-    llvm.inline_asm(
-        None,
-        [Int32(where).ir_value(**at), *(Uint32(x).ir_value(**at) for x in (a, b, c, d))],
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
-        "r,r,r,r,r,~{memory}",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        **at,
-    )
+    values = [Int32(where).ir_value(**at), *(Uint32(x).ir_value(**at) for x in (a, b, c, d))]
+    code = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    _asm(None, values, code, "r,r,r,r,r,~{memory}", at)
 
 
 @dsl_user_op
 def ldmatrix(where: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
     """Load four 8 x 8 matrices of bf16, the inverse of `stmatrix`."""
-    at: Site = dict(loc=loc, ip=ip)
-    four = llvm.StructType.get_literal([T.i32()] * 4)
-    loaded = llvm.inline_asm(
-        four,
-        [Int32(where).ir_value(**at)],
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
-        "=r,=r,=r,=r,r,~{memory}",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        **at,
-    )
-    return tuple(Uint32(_field(loaded, i, at)) for i in range(4))
+    code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    return _four_words(where, code, dict(loc=loc, ip=ip))
 
 
 @dsl_user_op
 def load_shared(where: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
     """16 bytes of shared memory."""
-    at: Site = dict(loc=loc, ip=ip)
-    four = llvm.StructType.get_literal([T.i32()] * 4)
-    loaded = llvm.inline_asm(
-        four,
-        [Int32(where).ir_value(**at)],
-        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
-        "=r,=r,=r,=r,r,~{memory}",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        **at,
-    )
-    return tuple(Uint32(_field(loaded, i, at)) for i in range(4))
+    code = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    return _four_words(where, code, dict(loc=loc, ip=ip))
 
 
 @dsl_user_op
@@ -138,33 +78,35 @@ def store_global(
 ) -> None:
     """16 bytes to global memory."""
     at: Site = dict(loc=loc, ip=ip)
-    llvm.inline_asm(
-        None,
-        [Int64(where).ir_value(**at), *(Uint32(x).ir_value(**at) for x in (a, b, c, d))],
-        "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
-        "l,r,r,r,r,~{memory}",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        **at,
-    )
+    values = [Int64(where).ir_value(**at), *(Uint32(x).ir_value(**at) for x in (a, b, c, d))]
+    _asm(None, values, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r,~{memory}", at)
 
 
 @dsl_user_op
 def cp_async(where: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> None:
     """Start to copy 16 bytes from global to shared memory, past the L1 cache."""
     at: Site = dict(loc=loc, ip=ip)
-    llvm.inline_asm(
-        None,
-        [Int32(where).ir_value(**at), Int64(source).ir_value(**at)],
-        "cp.async.cg.shared.global.L2::128B [$0], [$1], 16;",
-        "r,l,~{memory}",
-        has_side_effects=True,
+    values = [Int32(where).ir_value(**at), Int64(source).ir_value(**at)]
+    _asm(None, values, "cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "r,l,~{memory}", at)
+
+
+def _four_words(where: Int32, code: str, at: Site) -> tuple[Uint32, ...]:
+    four = llvm.StructType.get_literal([T.i32()] * 4)
+    loaded = _asm(four, [Int32(where).ir_value(**at)], code, "=r,=r,=r,=r,r,~{memory}", at)
+    return tuple(Uint32(llvm.extractvalue(T.i32(), loaded, [i], **at)) for i in range(4))
+
+
+def _asm(
+    result: Any, values: list[ir.Value], code: str, constraints: str, at: Site, pure: bool = False
+) -> Any:
+    """One instruction; `pure` ones may be moved, merged and left out."""
+    return llvm.inline_asm(
+        result,
+        values,
+        code,
+        constraints,
+        has_side_effects=not pure,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
         **at,
     )
-
-
-def _field(struct: ir.Value, index: int, at: Site) -> ir.Value:
-    return llvm.extractvalue(T.i32(), struct, [index], **at)

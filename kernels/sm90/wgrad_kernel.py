@@ -20,9 +20,7 @@ from kernels.sm90.accumulate import Output, Store
 from kernels.sm90.arguments import BF16, INT
 from kernels.sm90.contraction import (
     BOX,
-    GROUP_THREADS,
     MATH_WARPS,
-    THREADS,
     Contraction,
     D,
     Math,
@@ -32,6 +30,7 @@ from kernels.sm90.contraction import (
 )
 from kernels.sm90.contraction_loads import Clear, Gather, TileLoads, make_tma
 from kernels.sm90.expert_tiles import Tiles, unpack
+from kernels.sm90.mainloop import GROUP_THREADS, THREADS
 from kernels.sm90.schedule import Schedule, Scheduler
 from kernels.sm90.storage import struct
 

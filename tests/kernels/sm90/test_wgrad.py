@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from kernels.sm90.contraction import THREADS, D, V
+from kernels.sm90.contraction import D, V
+from kernels.sm90.mainloop import THREADS
 from kernels.sm90.wgrad import WgradConfig, WgradKernel, choose, wgrad
 from kernels.sm90.wgrad_kernel import SMEM_BYTES
 from tests.kernels.sm90.sass import Sass
