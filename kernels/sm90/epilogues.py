@@ -32,8 +32,11 @@ class _Warp:
         self.number = cute.arch.make_warp_uniform(thread // 32)
         self.first = self.number % 4 * 16 if loop.pingpong else self.number * 16
         """Row in the tile."""
-        self.column = 2 * (thread % 4)
+
+    @property
+    def column(self) -> Int32:
         """In 8 columns, of the lane's accumulators."""
+        return 2 * (ptx.lane() % 4)
 
     def values(self, acc: cute.Tensor, m: int, q: int) -> list[Float32]:
         """The lane's 8 accumulators in columns 16 q .. 16 q + 15."""
@@ -50,15 +53,9 @@ class _Warp:
         return found
 
 
-def _pack(values: list[Float32]) -> list[Uint32]:
-    return [ptx.pack(values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
-
-
-def _unpack(words: Any) -> list[Float32]:
-    return [x for word in words for x in ptx.unpack(word)]
-
-
-def _add_bias(values: list, words: cute.Tensor, expert: Int32, n: Int32, scales: list) -> None:
+def _add_bias(
+    values: list[Float32], words: cute.Tensor, expert: Int32, n: Int32, scales: list[Float32]
+) -> None:
     """Add bias (times scale) to 8 accumulators; n is the column of the first."""
     for i in range(2):
         low, high = ptx.unpack(words[expert, (n + 8 * i) // 2])
@@ -66,6 +63,14 @@ def _add_bias(values: list, words: cute.Tensor, expert: Int32, n: Int32, scales:
             at = 4 * i + 2 * half
             a, b = (low * scales[half], high * scales[half]) if scales else (low, high)
             values[at], values[at + 1] = values[at] + a, values[at + 1] + b
+
+
+def _pack(values: list[Float32]) -> list[Uint32]:
+    return [ptx.pack(values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
+
+
+def _unpack(words: Any) -> list[Float32]:
+    return [x for word in words for x in ptx.unpack(word)]
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class _Linear:
         self.staging = Staging(config.strips(loop), storage, thread)
         self.tma, self.mY, self.bias, self.scale = given
 
-    def before(self, turn: Int32, row: Int32, end: Int32, column: Int32) -> None:
+    def before(self, row: Int32, end: Int32, column: Int32) -> None:
         """Nothing to prepare."""
 
     @cute.jit
@@ -208,7 +213,7 @@ class _Act:
         self.staging = Staging(config.strips(loop), storage, thread)
         self.tma_h, self.mH, self.tma_a, self.mA, self.bias, self.prob = given
 
-    def before(self, turn: Int32, row: Int32, end: Int32, column: Int32) -> None:
+    def before(self, row: Int32, end: Int32, column: Int32) -> None:
         """Nothing to prepare."""
 
     @cute.jit
@@ -333,7 +338,7 @@ class _ActGrad:
         self.steps = self.width * self.warp.blocks_m
 
     @cute.jit
-    def before(self, turn: Int32, row: Int32, end: Int32, column: Int32) -> None:
+    def before(self, row: Int32, end: Int32, column: Int32) -> None:
         """Begin to load h of the first channels, which the multiplication hides."""
         self.staging.drain(0)
         self._load(0, row, column)
@@ -364,8 +369,11 @@ class _ActGrad:
                 probs = self.warp.per_row(self.prob, top, end)
                 sums.fill(0.0)
             f = column * self.loop.columns + 32 * (i % self.width)
-            cute.arch.mbarrier_wait(self.loaded + strip, (turn >> strip) & 1)
-            turn = turn ^ (1 << strip)
+            if cutlass.const_expr(self.steps % 6 == 0):  # as often odd as even in every tile
+                cute.arch.mbarrier_wait(self.loaded + strip, i // 3 % 2)
+            else:
+                cute.arch.mbarrier_wait(self.loaded + strip, (turn >> strip) & 1)
+                turn = turn ^ (1 << strip)
             # Free are step i - 1's strips of dh, to which i + 2 loads, and i - 2's of a.
             self.staging.drain(min(i, 1))
             self._load(i + 2, row, column)
@@ -390,23 +398,23 @@ class _ActGrad:
         m, j = i // self.width, i % self.width
         for q in range(2):
             d = self.warp.values(acc, m, 2 * j + q)
-            h = [_unpack(self.staging.read(strip * halves + half, q)) for half in range(halves)]
-            gate, up = h[0], h[-1]
-            parts: list[list[Float32]] = [[], []]
-            a = []
-            for k in range(8):
-                at = k // 2 % 2
-                scaled = d[k] * probs[at] if config.prob else d[k]
-                d_gate, d_up, value = activate.backward(config.act, gate[k], up[k], scaled)
-                parts[0].append(d_gate)
-                parts[1].append(d_up)
-                if config.prob:
-                    sums[at] = sums[at] + d[k] * value
-                    value = value * probs[at]
-                a.append(value)
+            h = [self.staging.read(strip * halves + half, q) for half in range(halves)]
+            words: list[list[Uint32]] = [[] for _ in range(halves + 1)]
+            for pair in range(4):  # one by one, for want of registers
+                gates, ups = ptx.unpack(h[0][pair]), ptx.unpack(h[-1][pair])
+                made = []
+                for gate, up, value in zip(gates, ups, d[2 * pair : 2 * pair + 2], strict=True):
+                    scaled = value * probs[pair % 2] if config.prob else value
+                    d_gate, d_up, a = activate.backward(config.act, gate, up, scaled)
+                    if config.prob:
+                        sums[pair % 2] = sums[pair % 2] + value * a
+                        a = a * probs[pair % 2]
+                    made.append((d_gate, d_up, a) if halves == 2 else (d_gate, a))
+                for into, low, high in zip(words, *made, strict=True):
+                    into.append(ptx.pack(low, high))
+            self.staging.write(3 * halves + i % 2, q, words[-1])
             for half in range(halves):
-                self.staging.write(strip * halves + half, q, _pack(parts[half]))
-            self.staging.write(3 * halves + i % 2, q, _pack(a))
+                self.staging.write(strip * halves + half, q, words[half])
         for half in range(halves):
             n = f + half * self.mA.shape[1]
             self.staging.store(strip * halves + half, self.tma_d, self.mD, top, end, n)

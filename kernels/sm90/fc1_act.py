@@ -129,11 +129,7 @@ def fc1_act(
     h, a = x.new_empty(S, H) if keep_h else None, x.new_empty(S, F)
     if loop is None:
         gather, halves = index_S is not None, H // F
-        # The registers of 192 columns do not suffice for biases beside gathered rows.
-        but = "pp192" if gather and bias_LH is not None else ""
-        loop = tiles.choose(
-            "fc1_act", F, D, gather=gather, transposed=False, halves=halves, but=but
-        )
+        loop = tiles.choose("fc1_act", F, D, gather=gather, transposed=False, halves=halves)
     config = GemmConfig(Act(act, bias_LH is not None, keep_h, prob_S is not None), loop, dynamic)
     if S and x.shape[0]:
         counter = counter_of(x.device) if counter is None else counter

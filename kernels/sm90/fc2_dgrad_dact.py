@@ -133,9 +133,7 @@ def fc2_dgrad_dact(
     )
     if loop is None:
         gather = index_S is not None
-        # The registers of 192 columns do not suffice for the normal distribution.
-        but = "pp192" if act.kind == "geglu" else ""
-        loop = tiles.choose("fc2_dgrad_dact", F, D, gather=gather, transposed=True, but=but)
+        loop = tiles.choose("fc2_dgrad_dact", F, D, gather=gather, transposed=True)
     dh, a = torch.empty_like(h_SH), h_SH.new_empty(S, F)
     dprob = None if prob_S is None else prob_S.new_empty(-(-F // loop.columns), S)
     config = GemmConfig(ActGrad(act, prob_S is not None), loop, dynamic)

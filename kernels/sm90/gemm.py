@@ -216,22 +216,17 @@ class Gemm:
         start = math.start
         start()
         row, end, column, expert = scheduler.read(number)
-        if cutlass.const_expr(loop.pingpong):
-            if group == 1:  # tiles are taken in turn
-                if expert >= 0:
-                    number += 1
-                    row, end, column, expert = scheduler.read(number)
         while expert >= 0:
-            own = row + rank * TILE_ROWS
-            before(turn, own, end, column)
-            math(number * blocks, blocks, end - own)
-            turn = store(math.acc, turn, own, end, column, expert)
+            mine = True
+            if cutlass.const_expr(loop.pingpong):  # tiles are taken in turn
+                mine = number & 1 == group
+            if mine:
+                own = row + rank * TILE_ROWS
+                before(own, end, column)
+                math(number * blocks, blocks, end - own)
+                turn = store(math.acc, turn, own, end, column, expert)
             number += 1
             row, end, column, expert = scheduler.read(number)
-            if cutlass.const_expr(loop.pingpong):
-                if expert >= 0:
-                    number += 1
-                    row, end, column, expert = scheduler.read(number)
         store.finish()
 
     @cute.jit

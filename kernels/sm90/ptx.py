@@ -87,7 +87,7 @@ def cp_async(where: Int32, source: Int64, *, loc: Any = None, ip: Any = None) ->
     """Start to copy 16 bytes from global to shared memory, past the L1 cache."""
     at: Site = dict(loc=loc, ip=ip)
     values = [Int32(where).ir_value(**at), Int64(source).ir_value(**at)]
-    _asm(None, values, "cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "r,l,~{memory}", at)
+    _asm(None, values, "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;", "r,l,~{memory}", at)
 
 
 def _four_words(where: Int32, code: str, at: Site) -> tuple[Uint32, ...]:

@@ -93,8 +93,8 @@ class Scheduler:
     @cute.jit
     def read(self, number: Int32) -> tuple[Int32, ...]:
         """Wait for the record of this CTA's tile `number` (0, 1, ...), and free its slot."""
-        slot = number % SLOTS
-        cute.arch.mbarrier_wait(self.storage.full.data_ptr() + slot, (number // SLOTS) % 2)
+        slot = number & (SLOTS - 1)
+        cute.arch.mbarrier_wait(self.storage.full.data_ptr() + slot, (number >> 1) & 1)
         record = cute.make_tensor(self._record(slot), cute.make_layout(RECORD_INTS))
         row, end, column, expert = record[0], record[1], record[2], record[3]
         cute.arch.sync_warp()

@@ -40,13 +40,11 @@ def _gemms() -> Iterator[tuple[type, Any]]:
         for tile in table()[kind]:
             yield DgradKernel, gemm(ActGrad(SWIGLU), tile, gather, True)
     for gather in EITHER:
-        tile = "co256" if gather else "pp192"
-        yield Fc1Kernel, gemm(Act(GPT_OSS, bias=True), tile, gather, False)
-        tile = "pp128" if gather else "pp192"
-        yield DgradKernel, gemm(ActGrad(GPT_OSS), tile, gather, True)
+        yield Fc1Kernel, gemm(Act(GPT_OSS, bias=True), "pp192", gather, False)
+        yield DgradKernel, gemm(ActGrad(GPT_OSS), "pp192", gather, True)
     for act in OTHERS:
         yield Fc1Kernel, gemm(Act(act), "pp192", True, False)
-        yield DgradKernel, gemm(ActGrad(act), "pp128", True, True)
+        yield DgradKernel, gemm(ActGrad(act), "pp192", True, True)
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:

@@ -73,10 +73,14 @@ class Staging:
         layout = strips.layout(WARPS * strips.count)
         self.tensor = storage.data.get_tensor(layout.outer, swizzle=layout.inner)
         self.first = cute.arch.make_warp_uniform(thread // 32) * strips.count
-        self.base = ptx.address(storage.data.data_ptr()) + self.first * (ROWS * strips.pitch)
-        lane, row = thread % 32, thread % 16
-        self.fragment = self.base + row * strips.pitch + (lane // 16 ^ self._flip(row)) * 16
+        base = ptx.address(storage.data.data_ptr()) + self.first * (ROWS * strips.pitch)
+        self.fragment = base + self._inside(thread % 32)
         """The lane's row of stmatrix."""
+
+    def _inside(self, lane: Int32) -> Int32:
+        """Bytes from the first strip to the lane's row of stmatrix."""
+        row = lane % ROWS
+        return row * self.strips.pitch + (lane // ROWS ^ self._flip(row)) * 16
 
     def _flip(self, row: Int32) -> Int32:
         return row % 8 if self.strips.columns == 64 else row // 2 % 4
@@ -157,7 +161,9 @@ class Staging:
     ) -> None:
         pieces, lane = self.strips.pitch // 16, ptx.lane()
         row, piece = lane // pieces, lane % pieces
-        source = self.base + row * self.strips.pitch + (piece ^ self._flip(row)) * 16
+        # The strips' address, made anew: kept over the multiplication it would cost a register.
+        base = self.fragment - self._inside(lane)
+        source = base + row * self.strips.pitch + (piece ^ self._flip(row)) * 16
         pitch = 2 * Int64(rows.shape[1])
         target = rows.iterator.toint() + Int64(top + row) * pitch + Int64(2 * (column + piece * 8))
         step = 512 // self.strips.pitch

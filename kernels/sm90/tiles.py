@@ -44,7 +44,6 @@ def choose(
     gather: bool,
     transposed: bool,
     halves: int = 1,
-    but: str = "",
 ) -> Mainloop:
     """The fastest tile.
 
@@ -53,7 +52,6 @@ def choose(
         columns: of the output. depth: of the contraction.
         gather: rows of A are picked by an index. transposed: B is stored [L, K, N].
         halves: accumulators of an output, 2 with a gate.
-        but: a tile that cannot be taken.
     """
 
     def cost(tile: str) -> float:
@@ -61,8 +59,7 @@ def choose(
         return relative[tile] * (-(-columns // wide) * wide)
 
     relative = table()[kind(name, gather=gather, depth=depth)]
-    able = [tile for tile in relative if tile != but]
-    return configured(min(able, key=cost), gather=gather, transposed=transposed)
+    return configured(min(relative, key=cost), gather=gather, transposed=transposed)
 
 
 def configured(tile: str, *, gather: bool, transposed: bool) -> Mainloop:

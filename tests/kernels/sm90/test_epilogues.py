@@ -155,7 +155,7 @@ def _run(kind: Any, config: Any, loop: Mainloop, number: int, ends: list[int], F
     turn, wide = 0, loop.columns // (halves if kind is _Act else 1)
     for end in ends:
         for column in range(-(-F // wide)):
-            made.before(turn, ROW, end, column)
+            made.before(ROW, end, column)
             turn = made.__call__("acc", turn, ROW, end, column, 0)
             assert not memory.arriving
     return memory
@@ -179,8 +179,8 @@ def seen(monkeypatch) -> list[tuple[Any, Any]]:
     """What gradients have been taken of; words are values, which say where they come from."""
     integers = SimpleNamespace(const_expr=bool, range_constexpr=range, min=min)
     monkeypatch.setattr(epilogues, "cutlass", integers)
-    monkeypatch.setattr(epilogues, "_pack", lambda values: values[::2])
-    monkeypatch.setattr(epilogues, "_unpack", lambda words: [w for w in words for _ in range(2)])
+    pairs = SimpleNamespace(unpack=lambda word: (word, word), pack=lambda low, high: low)
+    monkeypatch.setattr(epilogues, "ptx", pairs)
     taken: list[tuple[Any, Any]] = []
 
     def backward(act: Activation, gate: Any, up: Any, da: Any) -> tuple[float, ...]:
@@ -238,6 +238,7 @@ def _staging(strips: Strips, warp: int, lane: int, base: int) -> SimpleNamespace
     """A real `Staging` of one lane, its strips at address `base`."""
     made = SimpleNamespace(strips=strips)
     made._flip = lambda row: Staging._flip(made, row)
+    made._inside = lambda lane: Staging._inside(made, lane)
     made._at = lambda *args: Staging._at(made, *args)
     data = SimpleNamespace(get_tensor=lambda *a, **k: None, data_ptr=lambda: base)
     Staging.__init__(made, strips, SimpleNamespace(data=data), 32 * warp + lane)
