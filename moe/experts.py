@@ -106,23 +106,24 @@ class Experts(MegatronModule):
             out_ND; 0 for a row that none of these experts reads.
         """
         plan = received.plan
-        return grouped_mlp(
-            received.rows_ND,
-            self.w1,
-            self.w2,
-            b1=self.b1,
-            b2=self.b2,
-            row_index_S=plan.row_index_S,
-            row_prob_S=plan.row_prob_S,
-            offsets=plan.offsets,
-            inverse_NK=plan.inverse_NK,
-            order_L=plan.order_L,
-            activation=self.activation,
-            backend=self.backend,
-            margins=self.margins,
-            dynamic=self.dynamic,
-            accumulate=self.accumulate,
-        )
+        with received.saving():
+            return grouped_mlp(
+                received.rows_ND,
+                self.w1,
+                self.w2,
+                b1=self.b1,
+                b2=self.b2,
+                row_index_S=plan.row_index_S,
+                row_prob_S=plan.row_prob_S,
+                offsets=plan.offsets,
+                inverse_NK=plan.inverse_NK,
+                order_L=plan.order_L,
+                activation=self.activation,
+                backend=self.backend,
+                margins=self.margins,
+                dynamic=self.dynamic,
+                accumulate=self.accumulate,
+            )
 
     def sharded_state_dict(
         self,

@@ -33,6 +33,7 @@ from moe.experts import Experts
 from moe.router import Router
 from parallel.dispatch import make_dispatcher
 from parallel.overflow import Budget
+from parallel.symm import SymmOptions
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,15 @@ class MoEOptions:
     backend: str
     """Expert backend, as resolved by `kernels.registry`."""
     dispatch: str
-    """Transport to the experts: `local`, `alltoall` or `auto`."""
+    """Transport to the experts: `local`, `alltoall`, `symm` or `auto`."""
     budget: Budget
     """Rows kept for the experts of a rank, shared by all layers."""
     margins: Margins = NO_MARGINS
     """SMs that the expert kernels of each pass leave free."""
     dynamic: bool = True
     """Expert kernels claim their tiles on the device."""
+    symm: SymmOptions = SymmOptions()
+    """Of the transport `symm`."""
     accumulate: bool = False
     """Weight gradients of experts are added to the fp32 buffers of Megatron-Core's wrapper."""
 
@@ -111,6 +114,8 @@ class MoE(MoELayer):
             slots=self.router.slots,
             budget=options.budget,
             backend=options.backend,
+            dtype=config.params_dtype,
+            symm=options.symm,
         )
         self.experts = Experts(
             config=config,

@@ -24,6 +24,7 @@ from parallel.engine import Engine
 from parallel.groups import Groups, create
 from parallel.overflow import Budget
 from parallel.runtime import Runtime
+from parallel.symm import SymmOptions
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,11 @@ def _chunks(
         budget=budget,
         margins=Margins(margin.forward, margin.dgrad, margin.wgrad),
         dynamic=cfg.kernels.dynamic,
+        symm=SymmOptions(
+            keep=cfg.parallel.save_x == "keep",
+            comm_sms=cfg.parallel.comm_sms,
+            timeout=cfg.parallel.timeout,
+        ),
         accumulate=cfg.kernels.gradient_accumulation_fusion,
     )
     chunks = []

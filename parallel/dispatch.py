@@ -9,6 +9,8 @@ on shapes alone.
 Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.plan import Plan, check_routing, make_plan
 from parallel.overflow import Budget
+from parallel.symm import Symm, SymmOptions, reason_against
 
 
 class Received(NamedTuple):
@@ -28,8 +31,12 @@ class Received(NamedTuple):
     """Received tokens, rank-major. Rows that `plan` does not name are unspecified: never read."""
     plan: Plan
     """Which of the rows each local expert reads."""
-    ready: Tensor | None
+    ready: Tensor | None = None
     """Device flags that a kernel must wait on before it reads rows, or None: all rows are there."""
+    route: Any = None
+    """The transport's own: what the way back needs."""
+    saving: Callable[[], AbstractContextManager] = nullcontext
+    """Context for what saves rows for the backward pass: rows may be in a place that is reused."""
 
 
 class Dispatcher(Protocol):
@@ -144,11 +151,20 @@ def make_dispatcher(
     slots: Slots,
     budget: Budget,
     backend: str = "torch",
+    dtype: torch.dtype = torch.bfloat16,
+    symm: SymmOptions = SymmOptions(),  # noqa: B008  (frozen)
 ) -> Dispatcher:
-    """The transport called `name` (`auto`, `local` or `alltoall`) over the expert-parallel `group`.
+    """The transport called `name` (of `auto`, `local`, `alltoall`, `symm`) over a `group`.
 
-    `auto` is `local` on one rank and `alltoall` on several. No group means one rank. `backend` of
-    `kernels.plan` makes the plans.
+    Args:
+        name: `auto` is `local` on one rank; on several `symm` where it can run, or `alltoall`.
+        group: expert-parallel; None is one rank.
+        experts: of all ranks.
+        slots: of a token.
+        budget: rows of the experts, shared by all layers.
+        backend: of `kernels.plan`, which makes the plans.
+        dtype: of tokens.
+        symm: options of that transport.
 
     Raises:
         ValueError: unknown name, experts that do not divide over the ranks, top_k above experts,
@@ -166,8 +182,9 @@ def make_dispatcher(
     local = experts // ranks
     first = 0 if group is None else dist.get_rank(group) * local
     plan = _Planner(slots, budget, backend, ranks, first, local)
+    against = reason_against(group, dtype) if name in ("auto", "symm") and ranks > 1 else ""
     if name == "auto":
-        name = "local" if ranks == 1 else "alltoall"
+        name = "local" if ranks == 1 else "alltoall" if against else "symm"
     if name == "local":
         if ranks > 1:
             raise ValueError(
@@ -182,7 +199,14 @@ def make_dispatcher(
                 "set parallel.dispatch=local"
             )
         return AllToAll(group, plan)
-    raise ValueError(f"unknown parallel.dispatch={name}: set it to auto, local or alltoall")
+    if name == "symm":
+        if group is None or against:
+            raise ValueError(
+                f"parallel.dispatch=symm cannot run: {against or 'needs several ranks'}; "
+                "set parallel.dispatch=auto"
+            )
+        return Symm(group, plan, local=local, options=symm)
+    raise ValueError(f"unknown parallel.dispatch={name}: set it to auto, local, alltoall or symm")
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

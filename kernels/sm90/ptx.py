@@ -62,14 +62,14 @@ def stmatrix(
 def ldmatrix(where: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
     """Load four 8 x 8 matrices of bf16, the inverse of `stmatrix`."""
     code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-    return _four_words(where, code, dict(loc=loc, ip=ip))
+    return _four_words(Int32(where), code, dict(loc=loc, ip=ip))
 
 
 @dsl_user_op
 def load_shared(where: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, ...]:
     """16 bytes of shared memory."""
     code = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
-    return _four_words(where, code, dict(loc=loc, ip=ip))
+    return _four_words(Int32(where), code, dict(loc=loc, ip=ip))
 
 
 @dsl_user_op
@@ -90,9 +90,12 @@ def cp_async(where: Int32, source: Int64, *, loc: Any = None, ip: Any = None) ->
     _asm(None, values, "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;", "r,l,~{memory}", at)
 
 
-def _four_words(where: Int32, code: str, at: Site) -> tuple[Uint32, ...]:
+def _four_words(
+    where: Int32 | Int64, code: str, at: Site, address: str = "r"
+) -> tuple[Uint32, ...]:
     four = llvm.StructType.get_literal([T.i32()] * 4)
-    loaded = _asm(four, [Int32(where).ir_value(**at)], code, "=r,=r,=r,=r,r,~{memory}", at)
+    constraints = f"=r,=r,=r,=r,{address},~{{memory}}"
+    loaded = _asm(four, [where.ir_value(**at)], code, constraints, at)
     return tuple(Uint32(llvm.extractvalue(T.i32(), loaded, [i], **at)) for i in range(4))
 
 

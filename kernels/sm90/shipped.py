@@ -87,10 +87,20 @@ def _routing() -> Iterator[tuple[type, Any]]:
         yield TopkGradientKernel, TopkConfig(**choice)
 
 
+def _exchanges() -> Iterator[tuple[type, Any]]:
+    """Between eight GPUs, for the widths of the models in configs/model."""
+    from kernels.sm90.push import ArriveConfig, ArriveKernel, PushConfig, PushKernel
+
+    for hidden, back in product((2048, 2880, 7168), EITHER):
+        yield PushKernel, PushConfig(2 * hidden, 8, back)
+    yield ArriveKernel, ArriveConfig(8)
+
+
 def _shipped() -> Iterator[tuple[type, Any]]:
     yield from _gemms()
     yield from _other_gradients()
     yield from _routing()
+    yield from _exchanges()
 
 
 def __getattr__(name: str) -> Any:
