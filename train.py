@@ -1,7 +1,9 @@
 """Train a mixture-of-experts model: `torchrun --nproc-per-node N train.py [overrides]`.
 
-Exit codes: 0 done or stopped by a signal after a checkpoint, 1 unexpected error, 2 bad
-configuration or input, 43 diverged (loss or gradients not finite), 44 no usable checkpoint.
+Exit codes: 0 done (or stopped by a signal after a checkpoint, which may be told by another code,
+`run.requeue_code`), 1 unexpected error, 2 bad configuration or input, 43 diverged (loss or
+gradients not finite), 44 no usable checkpoint, 45 ended because another rank failed, died or hangs,
+which a message names, 130 interrupted by a third Ctrl-C.
 """
 
 import logging
@@ -10,6 +12,8 @@ import sys
 import warnings
 from pathlib import Path
 from typing import NoReturn
+
+from parallel.signals import StopSignal
 
 
 def _own_kernels() -> None:
@@ -33,12 +37,17 @@ def main(argv: list[str]) -> int:
     _quiet()
     from configs.load import from_argv
 
-    cfg = from_argv(argv)
-    if cfg.run.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from moe.trainer import run
+    with StopSignal() as stop:
+        cfg = from_argv(argv)
+        if cfg.run.device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        from moe.trainer import run
 
-    return run(cfg)
+        try:
+            return run(cfg, stop)
+        except KeyboardInterrupt:
+            print("interrupted: nothing was saved", file=sys.stderr)
+            return 130
 
 
 def _leave(code: int) -> NoReturn:

@@ -20,13 +20,17 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kernels.backend": ("auto", "reference", "torch", "te", "fused", "megatron"),
     "kernels.attention": ("auto", "reference", "sdpa", "flex", "te"),
     "kernels.norm": ("auto", "torch", "te"),
-    "parallel.dispatch": ("auto", "local", "alltoall"),
+    "parallel.dispatch": ("auto", "local", "alltoall", "symm"),
+    "parallel.save_x": ("redispatch", "keep"),
     "parallel.grad_dtype": ("fp32", "bf16"),
     "data.source": ("embedded", "indexed", "synthetic"),
     "optim.schedule": ("cosine", "linear", "constant", "inverse-square-root", "WSD"),
     "run.device": ("auto", "cuda", "cpu"),
     "run.precision": ("bf16", "fp32"),
+    "run.graph": ("off", "full_iteration"),
     "run.recompute": ("none", "attention", "moe", "full"),
+    "run.bad_steps": ("stop", "skip", "rollback"),
+    "run.async_save": ("auto", "on", "off"),
     "run.wandb": ("off", "offline", "online"),
 }
 
@@ -60,8 +64,9 @@ AT_LEAST: dict[str, int] = {
     "data.micro_batch": 1,
     "data.global_batch": 1,
     "run.steps": 1,
+    "run.max_bad_steps": 1,
     "run.save_interval": -1,
-    "run.keep": 1,
+    "run.keep_last": 1,
     "run.log_interval": 1,
     "run.eval_batches": 1,
 }
@@ -81,6 +86,9 @@ ABOVE_ZERO: frozenset[str] = frozenset(
     }
 )
 
+_MOST = 2**31 - 1
+"""Of every whole number: no size is near it, and seeds and shapes of libraries end there."""
+
 BELOW_ONE: frozenset[str] = frozenset({"optim.beta1", "optim.beta2"})
 
 
@@ -99,6 +107,10 @@ def bound_problems(cfg: Config) -> Iterator[str]:
 def _bound(path: str, value: float) -> tuple[str, float] | None:
     """What a number violates and a value that does not."""
     default = knobs()[path].default
+    if knobs()[path].type is int:
+        if value > _MOST:
+            return f"must be at most {_MOST}", default
+        value = max(value, -_MOST)  # no float holds some whole numbers
     if not math.isfinite(value):
         return "must be finite", default
     if path in ABOVE_ZERO:

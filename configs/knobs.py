@@ -75,7 +75,7 @@ def repair(cfg: Config, path: str, reason: str, value: Any, at: str = "") -> str
     and all its overrides together give a valid configuration.
     """
     present = get(cfg, path)
-    shown = present if isinstance(present, str) else written(present)
+    shown = visible(present) if isinstance(present, str) else written(present)
     put(cfg, at or path, value)
     return f"{path}={shown} {reason}; set {at or path}={written(value)}"
 
@@ -85,11 +85,16 @@ def written(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
+        return visible(f"[{','.join(map(str, value))}]")
     # The outer quotes are for the shell, the inner ones for Hydra.
     if isinstance(value, str) and not re.fullmatch(r"[\w./:-]+", value):
-        return f"\"'{value}'\""
+        return f"\"'{visible(value)}'\""
     return str(value)
+
+
+def visible(text: str) -> str:
+    """The text on one line: what cannot be printed as it is written in Python."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def suggest(word: str) -> list[str]:

@@ -37,7 +37,8 @@ def micro_batches(cfg: Config, world: int) -> int:
 
 def largest_divisor(n: int, at_most: int) -> int:
     """Largest divisor of `n` that is not above `at_most`."""
-    return next(d for d in range(max(1, min(n, at_most)), 0, -1) if n % d == 0)
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return max((d for s in small for d in (s, n // s) if d <= at_most), default=1)
 
 
 def layout_problems(cfg: Config, world: int) -> Iterator[str]:

@@ -25,12 +25,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    InterpolationResolutionError,
     OmegaConfBaseException,
     ValidationError,
 )
 from yaml import YAMLError
 
-from configs.knobs import did_you_mean, knobs, sections, suggest, written
+from configs.knobs import did_you_mean, knobs, sections, suggest, visible, written
+from configs.redact import redacted
 from configs.schema import Config
 from configs.validate import (
     ConfigError,
@@ -72,7 +74,10 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
             ranks than these (`parallel.world_size`); 2 after mistakes, each on its own line on
             stderr. Only rank 0 prints.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    try:
+        ranks = _launched() if world_size is None else world_size
+    except ConfigError as error:
+        _leave(f"error: {error}\n", code=2, everyone=True)
     try:
         args = _parse(argv)
         if args.help:
@@ -112,14 +117,15 @@ def compose(overrides: Sequence[str]) -> Composed:
     Raises:
         ConfigError: one line per mistake.
     """
-    mistakes = [line for text in overrides for line in _check(text)]
+    mistakes = [visible(line) for text in overrides for line in _check(text)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     ConfigStore.instance().store(name="schema", node=Config)
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
             tree = hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError) as error:
+        # Hydra has plain ValueErrors for a defaults list or an encoding that is none.
         raise ConfigError(_explain(error)) from error
     chosen = tree.hydra.runtime.choices
     OmegaConf.set_struct(tree, False)
@@ -167,7 +173,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         name = unknown[0].lstrip("-").replace("-", "_").partition("=")[0]
         meant = did_you_mean([f"{path}=..." for path in suggest(name)])
-        raise ConfigError(f"{unknown[0]}: no such option; knobs are written without dashes{meant}")
+        raise ConfigError(
+            f"{visible(unknown[0])}: no such option; knobs are written without dashes{meant}"
+        )
     return args
 
 
@@ -181,9 +189,26 @@ def _layout(config: Config) -> str:
     )
 
 
-def _leave(text: str, code: int = 0) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
-        print(text, end="", file=sys.stderr if code else sys.stdout)
+def _launched() -> int:
+    """Ranks that the launcher started, by its environment; 1 without a launcher."""
+    numbers = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
+    for name in numbers:
+        text = os.environ.get(name, str(numbers[name]))
+        if not re.fullmatch(r"[0-9]{1,9}", text):
+            reason = "is no number; unset it, or start with torchrun"
+            raise ConfigError(visible(f"{name}={text} in the environment {reason}"))
+        numbers[name] = int(text)
+    if "WORLD_SIZE" in os.environ and numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise ConfigError(
+            f"RANK={numbers['RANK']} in the environment is no rank of "
+            f"WORLD_SIZE={numbers['WORLD_SIZE']}; unset both, or start with torchrun"
+        )
+    return numbers["WORLD_SIZE"]
+
+
+def _leave(text: str, code: int = 0, everyone: bool = False) -> NoReturn:
+    if everyone or os.environ.get("RANK", "0") == "0":
+        print(redacted(text), end="", file=sys.stderr if code else sys.stdout)
     sys.exit(code)
 
 
@@ -224,7 +249,7 @@ def _check_value(override: Override) -> list[str]:
         return [f"{key}: no such knob{did_you_mean(suggest(key))}"]
     try:
         OmegaConf.update(OmegaConf.structured(Config), key, value)
-    except ValidationError as error:
+    except (ValidationError, OverflowError) as error:
         wrong = f"{override.input_line}: {_expected(key)}"
         return [wrong if key in knobs() else _explain(error)]
     except OmegaConfBaseException as error:
@@ -234,20 +259,36 @@ def _check_value(override: Override) -> list[str]:
 
 def _explain(error: Exception) -> str:
     """One line for an error of Hydra, OmegaConf or YAML, wherever the value came from."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"{_undecodable()}: is no UTF-8 text; write the file again ({error})"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
-        return " ".join(str(error).split())
+        return visible(" ".join(str(error).split()))
     file = re.match(r"In '(.+?)'", str(error))
     where = f"configs/{file[1]}.yaml: " if file else ""
     key, what = str(cause.full_key or ""), str(cause).splitlines()[0].rstrip(".")
     knob = key.partition("[")[0]
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return f"{where}{key}: no such knob{did_you_mean(suggest(key))}"
+    if isinstance(cause, InterpolationResolutionError):
+        what += "; ${...} takes the value of another knob, as in ${model.name}"
+    if what.startswith("Merge error"):
+        what = f"is not a section; expected lines of <knob>: <value> ({what})"
     if isinstance(cause, ValidationError) and knob in knobs():
         return f"{where}{key}: {what}; {_expected(knob)}"
-    return f"{where}{key}: {what}" if key else f"{where}{what}"
+    return visible(f"{where}{key}: {what}" if key else f"{where}{what}")
+
+
+def _undecodable() -> str:
+    """Name of the YAML file that is no text."""
+    for path in FOLDER.rglob("*.yaml"):
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return f"configs/{path.relative_to(FOLDER)}"
+    return "a file of configs"
 
 
 def _expected(knob: str) -> str:

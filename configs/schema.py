@@ -211,7 +211,14 @@ class ParallelConfig:
     expert: int = 0
     """Expert parallel size; 0 takes the largest up to 8 that divides experts and stage ranks."""
     dispatch: str = "auto"
-    """Transport to the experts: `local` (expert = 1), `alltoall` (gloo, NCCL) or `auto`."""
+    """Transport to the experts: `local` (expert = 1), `alltoall` (gloo, NCCL), `symm` or `auto`.
+
+    `symm` pushes each token once to a GPU's memory over NVLink: bf16, one node, Hopper.
+    """
+    save_x: str = "redispatch"
+    """Received tokens for the backward pass of `symm`: sent again (`redispatch`), or `keep`."""
+    comm_sms: int = 0
+    """SMs that push tokens (`symm`); 0 takes all."""
     capacity_factor: float = 1.5
     """Rows kept for a rank's experts, over the balanced load.
 
@@ -293,16 +300,34 @@ class RunConfig:
     """`bf16` (fp32 master weights and router) or `fp32`."""
     recompute: str = "none"
     """Activation recompute: `none`, `attention`, `moe` or `full`."""
+    graph: str = "off"
+    """CUDA graph: `off`, or `full_iteration`, forward and backward of all micro-batches in one."""
     deterministic: bool = False
     """Use deterministic algorithms only, at some cost."""
     resume: str = "auto"
     """`auto` (newest checkpoint of the run, if any), `never`, or a checkpoint folder."""
+    bad_steps: str = "stop"
+    """Loss or gradient not finite: `stop`, `skip` the step, or `rollback` to the last checkpoint.
+
+    The parameters never see it. After a rollback the data goes on behind the bad step.
+    """
+    max_bad_steps: int = 10
+    """Steps skipped in a row, or rollbacks to one checkpoint, after which the next ends the run."""
+    skip_spikes: float = 0.0
+    """Skip steps with a loss or gradient norm this many sigma above the last 128; 0 skips none."""
     save_interval: int = 0
     """Steps between checkpoints; 0 saves at the end only, -1 never."""
-    keep: int = 2
-    """Checkpoints kept; older ones are deleted."""
-    async_save: bool = False
-    """Write checkpoints in the background."""
+    keep_last: int = 2
+    """Newest checkpoints kept; older ones are deleted."""
+    keep_every: int = 0
+    """Checkpoints of steps that are multiples of it are kept for good; 0 for none."""
+    async_save: str = "auto"
+    """Write checkpoints in the background: `on`, `off`, or `auto` (on with CUDA)."""
+    requeue_code: int = 0
+    """Exit code of a rank that a signal stopped before the last step; scripts/slurm.sbatch sets 85.
+
+    Other than 0 it makes torchrun report a failure, and start again with --max-restarts.
+    """
     log_interval: int = 1
     """Steps between progress lines."""
     eval_interval: int = 0

@@ -28,6 +28,8 @@ __all__ = [
     "validate",
 ]
 
+_TAKEN_CODES = (1, 2, 43, 44, 45, 130)  # train.py lists them
+
 
 class ConfigError(ValueError):
     """What is wrong with a configuration, one problem a line."""
@@ -39,7 +41,18 @@ def validate(cfg: Config, world_size: int) -> None:
     `parallel.world_size`, where set, is laid out instead.
     """
     cfg = copy.deepcopy(cfg)
-    rules = (bound_problems, _attention, _router, _experts, _data, _blend, _optim, _run, _kernels)
+    rules = (
+        bound_problems,
+        _attention,
+        _router,
+        _experts,
+        _data,
+        _blend,
+        _optim,
+        _run,
+        _graph,
+        _kernels,
+    )
     problems = [problem for rule in rules for problem in rule(cfg)]
     problems += layout_problems(cfg, cfg.parallel.world_size or world_size)
     if problems:
@@ -129,6 +142,21 @@ def _blend(cfg: Config) -> Iterator[str]:
         yield repair(cfg, path, "gives no prefix a weight above 0", form)
 
 
+def _graph(cfg: Config) -> Iterator[str]:
+    if cfg.run.graph == "off":
+        return
+    with_graph = "is not possible with run.graph=full_iteration"
+    if cfg.parallel.pipeline > 1:
+        yield repair(cfg, "run.graph", "captures one pipeline stage alone", "off")
+    if cfg.run.recompute != "none":
+        yield repair(cfg, "run.recompute", with_graph, "none")
+    if cfg.kernels.backend in ("megatron", "reference"):
+        reason = "counts rows on the host, which run.graph=full_iteration cannot capture"
+        yield repair(cfg, "kernels.backend", reason, "auto")
+    if cfg.kernels.attention == "reference":
+        yield repair(cfg, "kernels.attention", with_graph, "auto")
+
+
 def _is_number(text: str) -> bool:
     return re.fullmatch(r"(\d+\.?\d*|\.\d+)(e-?\d+)?", text.strip()) is not None
 
@@ -146,6 +174,8 @@ def _run(cfg: Config) -> Iterator[str]:
     r = cfg.run
     if r.name in ("", ".", "..") or "/" in r.name:
         yield repair(cfg, "run.name", "must be the name of one folder", cfg.model.name)
+    if r.requeue_code > 255 or r.requeue_code in _TAKEN_CODES:
+        yield repair(cfg, "run.requeue_code", "must be a code below 256 that no error has", 85)
     if r.profile and (len(r.profile) != 2 or not 1 <= r.profile[0] <= r.profile[1] <= r.steps):
         last = min(r.steps, 12)
         reason = f"must be [first,last] within steps 1 to {r.steps}"

@@ -114,10 +114,15 @@ class Balance:
     load: dict[int, float]
     """Layer number (1-based; prediction layers follow the last decoder layer) -> load of its
     busiest expert over the mean load. 1 is perfect, E / K the worst."""
-    dead: int
-    """Experts, summed over layers, that no token chose."""
+    idle: frozenset[tuple[int, int]]
+    """(layer number, expert) of all that no token chose."""
     losses: dict[str, float]
     """Balancing losses before their coefficients, mean over layers and micro-batches."""
+
+    @property
+    def dead(self) -> int:
+        """Experts, summed over layers, that no token chose."""
+        return len(self.idle)
 
     @property
     def worst(self) -> float:
@@ -171,13 +176,13 @@ def _summary(table: Tensor, experts: int, replica_ranks: int) -> Balance:
     count, losses, micro_batches = table.split([experts, len(LOSSES), 1], dim=1)
     used = [i for i, n in enumerate(micro_batches.flatten().tolist()) if n]
     if not used:
-        return Balance({}, 0, dict.fromkeys(LOSSES, 0.0))
+        return Balance({}, frozenset(), dict.fromkeys(LOSSES, 0.0))
     count, losses, micro_batches = count[used], losses[used], micro_batches[used]
     load = count.amax(1) / count.mean(1)
     mean = (losses / micro_batches * replica_ranks).mean(0)
     return Balance(
         load={i + 1: value for i, value in zip(used, load.tolist(), strict=True)},
-        dead=int((count == 0).sum()),
+        idle=frozenset((used[row] + 1, e) for row, e in (count == 0).nonzero().tolist()),
         losses=dict(zip(LOSSES, mean.tolist(), strict=True)),
     )
 

@@ -24,6 +24,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, docu
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 BYTES_EOD = 0  # ends a document of bytes: no Python source and hardly any text contains it
+_ENTRIES = 1 << 22  # of an index, checked at a time
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -54,7 +55,7 @@ class Sidecar:
         """Raises DataError if the file is not what `write` makes."""
         try:
             content = dict(json.loads(path.read_bytes()))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{path} is not a JSON object ({error}); move it away") from None
         kinds = {field.name: field.type for field in fields(Sidecar)}
         bad = [k for k, kind in kinds.items() if type(content.get(k)) is not kind]
@@ -111,6 +112,7 @@ def open_corpus(prefix: str) -> Corpus:
         raise DataError(
             f"{index} is damaged: documents end at {documents[-1]} of {sequences} sequences"
         )
+    _check_order(index, lengths, offsets, documents, np.dtype(dtype).itemsize)
     announced = int(offsets[-1]) + int(lengths[-1]) * np.dtype(dtype).itemsize
     if announced == 0:
         raise DataError(f"{index} describes an empty corpus: no tokens")
@@ -133,7 +135,8 @@ def _read_header(index: Path) -> tuple[int, int, str]:
         raw = stream.read(HEADER.size)
     if raw[: len(MAGIC)] != MAGIC:
         raise DataError(
-            f"{index} is not a Megatron index: it starts with {raw[:9]!r}, not {MAGIC!r}"
+            f"{index} is not a Megatron index: it starts with {raw[:9]!r}, not {MAGIC!r}; "
+            "make it again"
         )
     if len(raw) < HEADER.size:
         raise DataError(
@@ -141,12 +144,29 @@ def _read_header(index: Path) -> tuple[int, int, str]:
         )
     _, version, code, sequences, boundaries = HEADER.unpack(raw)
     if version != 1:
-        raise DataError(f"{index} has format version {version}; only version 1 is known")
-    if code not in DTYPES:
         raise DataError(
-            f"{index} has dtype code {code}, which is not an integer type; tokens are integers"
+            f"{index} has format version {version}; only version 1 is known; make it again"
         )
+    if code not in DTYPES:
+        raise DataError(f"{index} has dtype code {code}, which is no integer type; make it again")
     return sequences, boundaries, DTYPES[code]
+
+
+def _check_order(
+    index: Path, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, width: int
+) -> None:
+    """Sequences of `width` bytes a token lie one after another, and so do documents of them."""
+    ordered = offsets[0] == 0 and documents[0] == 0
+    for start in range(0, len(lengths), _ENTRIES):
+        here, behind = slice(start, start + _ENTRIES), offsets[start + 1 : start + 1 + _ENTRIES]
+        ends = offsets[here] + lengths[here].astype(np.int64) * width
+        ordered &= lengths[here].min() >= 0 and (ends[: len(behind)] == behind).all()
+    for start in range(0, len(documents), _ENTRIES):
+        ordered &= (np.diff(documents[start : start + _ENTRIES + 1]) >= 0).all()
+    if not ordered:
+        raise DataError(
+            f"{index} is damaged: its sequences or documents are out of order; make it again"
+        )
 
 
 def _check_sidecar(corpus: Corpus, tokens: int) -> None:

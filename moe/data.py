@@ -105,6 +105,7 @@ class Loader:
     consumed + dp_rank * B + [0, B). So the micro-batches of a step are the same for every data
     parallel size; only who runs which, and when, differs. Ranks with equal `dp_rank` get equal
     batches. A batch is {tokens, labels, position_ids}, int64 [B, S], on the CPU (pinned if `pin`).
+    `dataset` may be replaced by a longer one with the same rows.
     `read=False` is for pipeline stages that use no batch: they get empty ones, and the same cursor.
     Raises DataError for batch sizes that do not divide, StopIteration after the last full one.
     """
@@ -127,7 +128,7 @@ class Loader:
                 f"{micro_batch} x {dp_size} data parallel ranks"
             )
         assert 0 <= dp_rank < dp_size
-        self._dataset, self._micro_batch = dataset, micro_batch
+        self.dataset, self._micro_batch = dataset, micro_batch
         self._stride, self._first = micro_batch * dp_size, micro_batch * dp_rank
         self.micro_batches = global_batch // self._stride
         self._read, self._pin = read, pin
@@ -140,7 +141,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        if self.consumed_samples + self._stride > len(self._dataset):
+        if self.consumed_samples + self._stride > len(self.dataset):
             raise StopIteration
         batch: Batch = {}
         if self._read:
@@ -154,8 +155,8 @@ class Loader:
 
     def next_step(self) -> list[Batch]:
         """All micro-batches of one optimizer step, to run it once or again."""
-        if self.consumed_samples + self.micro_batches * self._stride > len(self._dataset):
-            raise IndexError(f"the dataset ends at sample {len(self._dataset)}")
+        if self.consumed_samples + self.micro_batches * self._stride > len(self.dataset):
+            raise IndexError(f"the dataset ends at sample {len(self.dataset)}")
         return [next(self) for _ in range(self.micro_batches)]
 
     def state_dict(self) -> dict[str, int]:
@@ -180,12 +181,12 @@ class Loader:
         """Keep one step, but at least two micro-batches, of reads in flight."""
         while len(self._ahead) < max(2, self.micro_batches):
             start = self.consumed_samples + len(self._ahead) * self._stride
-            if start + self._stride > len(self._dataset):
+            if start + self._stride > len(self.dataset):
                 return
             self._ahead.append(self._thread.submit(self._rows, start + self._first))
 
     def _rows(self, start: int) -> np.ndarray:
-        return np.stack([self._dataset[start + i] for i in range(self._micro_batch)])
+        return np.stack([self.dataset[start + i] for i in range(self._micro_batch)])
 
     def _finish(self, rows: torch.Tensor) -> Batch:
         """[B, S + 1] -> batch. Pins in the caller's thread: a CUDA call from another one would

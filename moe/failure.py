@@ -1,8 +1,9 @@
 """How a run ends that cannot go on: one message, from one rank, and an exit code.
 
-What is wrong on all ranks is told by rank 0. A rank that fails alone tells it itself; the launcher
-then signals the others, whose collectives break or never end, and they leave without a word. So a
-rank waits a moment for that signal before it speaks, unless its message is certainly the first.
+What is wrong on all ranks is told by rank 0. A rank that fails alone tells it itself; the watchdog
+knows which is which, and ends the ranks that only suffer. Before there is one, the launcher signals
+the others, whose collectives break or never end, and they leave without a word. So a rank waits a
+moment for that signal before it speaks, unless its message is certainly the first.
 """
 
 import json
@@ -11,22 +12,31 @@ import sys
 import time
 import traceback
 
-import torch
 import torch.distributed as dist
 
+from configs.redact import redacted
 from configs.validate import ConfigError
 from kernels.registry import KernelUnavailable
 from moe.cache import DataError
+from moe.memory import OutOfMemory
 from parallel.checkpoint import CheckpointError, NoUsableCheckpoint
 from parallel.drift import CheckpointMismatch
 from parallel.engine import Diverged
-from parallel.runtime import StopSignal
+from parallel.signals import StopSignal
+from parallel.watchdog import Watchdog
 
 _INPUT = (ConfigError, KernelUnavailable, DataError, CheckpointMismatch, CheckpointError)
 _GRACE = 5.0  # seconds in which a launcher surely signals the ranks that are left
 
 
-def give_up(error: Exception, stop: StopSignal, *, rank: int, training: bool) -> int:
+def give_up(
+    error: Exception,
+    stop: StopSignal,
+    *,
+    rank: int,
+    training: bool,
+    watchdog: Watchdog | None = None,
+) -> int:
     """Tell why this rank ends, once for all ranks; to be called where `error` is handled.
 
     Args:
@@ -35,21 +45,32 @@ def give_up(error: Exception, stop: StopSignal, *, rank: int, training: bool) ->
         rank: of this process.
         training: whether the first step had been reached; before it, every ValueError is about
             the configuration.
+        watchdog: once there is one.
 
     Returns:
         The exit code; train.py lists them.
     """
     code, text = _verdict(error, training)
     lost = _lost_others(error)
-    if (rank or lost) and _signalled(stop):
+    if watchdog is not None:
+        stack = redacted("".join(traceback.format_exception(error)))
+        if not watchdog.report(stack, _first_line(error), own=not lost):
+            return code
+    elif (rank or lost) and _signalled(stop):
         return code
     if lost:
         text = f"error: the other ranks are gone: {_first_line(error)}"
     if rank:
         text += f" (rank {rank})"
+    speak(text)
+    return code
+
+
+def speak(text: str) -> None:
+    """Tell an error to the user, and to the launcher for its report."""
+    text = redacted(text)
     print(text, file=sys.stderr, flush=True)
     _tell_launcher(text)
-    return code
 
 
 def _verdict(error: Exception, training: bool) -> tuple[int, str]:
@@ -59,9 +80,8 @@ def _verdict(error: Exception, training: bool) -> tuple[int, str]:
         return 44, f"error: {error}"
     if isinstance(error, _INPUT) or (isinstance(error, ValueError) and not training):
         return 2, f"error: {error}"
-    if isinstance(error, torch.OutOfMemoryError):
-        hint = "lower data.micro_batch, set run.recompute=full, or raise parallel.expert"
-        return 1, f"error: out of GPU memory: {hint} ({_first_line(error)})"
+    if isinstance(error, OutOfMemory):
+        return 1, f"error: out of memory: {error}"
     return 1, "".join(traceback.format_exception(error)).rstrip()
 
 

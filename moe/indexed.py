@@ -26,6 +26,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
 from configs.schema import DataConfig
+from moe.bin_reader import BinReader
 from moe.cache import DataError, cache_folder, digest, shared_arrays
 from moe.corpus import Corpus, embedded, open_corpus
 
@@ -168,7 +169,7 @@ def _check_tokenizers(corpora: Sequence[Corpus], vocab_size: int) -> None:
         if sidecar.tokenizer_sha256 != other.tokenizer_sha256:
             raise DataError(
                 f"data.blend mixes tokenizers: {other.tokenizer} in {first}.json, "
-                f"{sidecar.tokenizer} in {prefix}.json"
+                f"{sidecar.tokenizer} in {prefix}.json; prepare all with one"
             )
 
 
@@ -236,7 +237,12 @@ class _Endless(MegatronDataset):
         self._current: tuple[int, _Epoch] | None = None
 
     numel_low_level_dataset = staticmethod(GPTDataset.numel_low_level_dataset)
-    build_low_level_dataset = staticmethod(GPTDataset.build_low_level_dataset)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: _IndexConfig) -> IndexedDataset:
+        dataset = GPTDataset.build_low_level_dataset(dataset_path, config)
+        dataset.bin_reader = BinReader(Path(f"{dataset_path}.bin"))
+        return dataset
 
     def __len__(self) -> int:
         return sys.maxsize

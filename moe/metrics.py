@@ -5,21 +5,25 @@ leaves out what is unknown; metrics.jsonl and the sinks (moe.sinks) get all of i
 rank prints and writes. Only a run folder that cannot be written at the start stops a run.
 """
 
+import contextlib
 import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import psutil
 import torch
 
+from configs.redact import redacted
 from configs.schema import Config
 from moe.sinks import Journal, Sink, make_sinks
 
 _STEADY = 10  # logged steps of the closing summary
 _PAGE = 25  # rows between headings
+_COUNTS = ("reruns", "skipped", "rollbacks")  # shown behind a row where they have grown
 
 
 class Metrics:
@@ -48,32 +52,37 @@ class Metrics:
         self._steps, self._main, self._stream = cfg.run.steps, is_main, stream or sys.stdout
         self._step, self._began = step, time.monotonic()
         self._recent: deque[dict[str, Any]] = deque(maxlen=_STEADY)
-        self._timed, self._rows, self._reruns = 0, 0, 0
+        self._timed, self._rows = 0, 0
+        self._shown: Collection[str] = ()
+        self._told = dict.fromkeys(_COUNTS, 0)
         self._sinks: list[Sink] = []
+        self._path = folder / "metrics.jsonl"
         self._journal: Journal | None = None
         if not is_main:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._journal = Journal(folder / "metrics.jsonl", step, self._warn)
+            self._journal = Journal(self._path, step, self._warn)
         except OSError as error:
             raise ValueError(f"cannot write to {folder} (run.dir, run.name): {error}") from None
         self._sinks = make_sinks(cfg, folder, step, self._warn)
 
     def text(self, text: str) -> None:
-        """Print a block of text."""
+        """Print a block of text. A console on a full disk, or whose reader left, costs the text."""
         if self._main:
-            print(text, file=self._stream, flush=True)
+            with contextlib.suppress(OSError):
+                print(redacted(text), file=self._stream, flush=True)
 
     def event(self, text: str) -> None:
         """Print and write one line that is not a step: a checkpoint, a signal, a rerun."""
         self.text(f"-- {text}")
-        self._write({"event": text, "at": self._step})
+        self._write({"event": redacted(text), "at": self._step})
 
     def log(self, record: dict[str, Any]) -> None:
         """Report a record: `step`, and any of what `line` shows, and numbers under other names.
 
-        Either `valid_loss`, or what a step has. `reruns` is told where it has grown.
+        Either `valid_loss`, or what a step has. `reruns`, `skipped` and `rollbacks` are told where
+        they have grown.
         """
         if not self._main:
             return
@@ -95,12 +104,20 @@ class Metrics:
     def _row(self, record: dict[str, Any]) -> None:
         if self._rows % _PAGE == 0:
             self.text(heading(record, self._steps))
+            self._shown = record.keys()
         self._rows += 1
-        row = line(record, self._steps, eta=self._remaining(record))
-        if record.get("reruns", 0) > self._reruns:
-            self._reruns = record["reruns"]
-            row += f"  reruns {self._reruns}"
+        row = line(record, self._steps, eta=self._remaining(record), shown=self._shown)
+        for count in _COUNTS:
+            if record.get(count, 0) > self._told[count]:
+                self._told[count] = record[count]
+                row += f"  {count} {record[count]}"
         self.text(row)
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step`: what was recorded after it is set aside."""
+        self._step = step
+        if self._journal is not None:
+            self._journal.rewind(step)
 
     def close(self, summary: dict[str, Any] | None = None, *, ended: str = "done") -> None:
         """Print and write the summary, with what the caller adds to it, and close every sink.
@@ -182,7 +199,9 @@ def heading(record: dict[str, Any], steps: int) -> str:
     return "  ".join([_step("step", steps), *names, "eta".rjust(6)])
 
 
-def line(record: dict[str, Any], steps: int, eta: float | None = None) -> str:
+def line(
+    record: dict[str, Any], steps: int, eta: float | None = None, shown: Collection[str] = ()
+) -> str:
     """A row of the console's table; columns that the record does not have are left out.
 
     Args:
@@ -191,9 +210,13 @@ def line(record: dict[str, Any], steps: int, eta: float | None = None) -> str:
             load_p95 and dead_experts.
         steps: of the run.
         eta: seconds to its end.
+        shown: keys of the record under the heading; columns of only these are blank.
     """
     rank = not _on_gpu(record)
-    values = [f"{record[c.key]:{_width(c, rank)}{c.form}}" for c in _columns(record)]
+    values = [
+        f"{record[c.key]:{_width(c, rank)}{c.form}}" if c.key in record else " " * _width(c, rank)
+        for c in _columns(record, shown)
+    ]
     step = _step(f"{record['step']}/{steps}", steps)
     return "  ".join([step, *values, "" if eta is None else duration(eta).rjust(6)]).rstrip()
 
@@ -202,8 +225,9 @@ def _step(text: str, steps: int) -> str:
     return text.rjust(max(4, 2 * len(str(steps)) + 1))
 
 
-def _columns(record: dict[str, Any]) -> list[_Column]:
-    return [c for c in _COLUMNS if c.key in record and (_on_gpu(record) or not c.gpu)]
+def _columns(record: dict[str, Any], shown: Collection[str] = ()) -> list[_Column]:
+    keys = {*record, *shown}
+    return [c for c in _COLUMNS if c.key in keys and (_on_gpu(record) or not c.gpu)]
 
 
 def _width(column: _Column, rank: bool) -> int:

@@ -133,6 +133,7 @@ def setup(cfg: Config, runtime: Runtime) -> Job:
         optim=cfg.optim,
         steps=cfg.run.steps,
         device=runtime.device,
+        graph=cfg.run.graph != "off",
     )
     return Job(cfg, runtime, groups, choices, budget, engine)
 

@@ -4,6 +4,7 @@ metrics.jsonl is always written and survives kills and resumes. The other two ar
 their knob asks for them. None of the three can stop training: the first failure is told once.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from configs.redact import redacted
 from configs.schema import Config
 
 Log = Callable[[dict[str, Any]], None]
@@ -48,8 +50,20 @@ class Journal:
 
     def __init__(self, path: Path, step: int, warn: Callable[[str], None]) -> None:
         self._path, self._warn, self._failed, self._torn = path, warn, False, False
-        _drop_after(path, step)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file: TextIO | None = None
+        self._open(step)
+
+    def _open(self, step: int) -> None:
+        _drop_after(self._path, step)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step`: set what was written after it aside."""
+        try:
+            self.close()
+            self._open(step)
+        except OSError as error:
+            self._lose(error)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record. A full disk costs the record, not the run."""
@@ -60,19 +74,28 @@ class Journal:
         record |= {"nonfinite": odd} if odd else {}
         text = json.dumps(record | {"time": round(time.time(), 3)}, default=float) + "\n"
         try:
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
             self._file.write("\n" + text if self._torn else text)
             self._file.flush()
             self._torn = False
         except OSError as error:
             self._torn = True
-            self._file = _reopened(self._file, self._path)
-            if not self._failed:
-                self._warn(f"records are being lost, {self._path} cannot be written: {error}")
-            self._failed = True
+            self._lose(error)
 
     def close(self) -> None:
         """End the file."""
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what a failed write left in the buffer
+                file.close()
+
+    def _lose(self, error: OSError) -> None:
+        """Without the file until the next record, which opens it again."""
+        self.close()
+        if not self._failed:
+            self._warn(f"records are being lost, {self._path} cannot be written: {error}")
+        self._failed = True
 
 
 class Sink:
@@ -130,14 +153,17 @@ def _wandb(cfg: Config, folder: Path, step: int) -> tuple[Log, Callable[[], None
     if cfg.run.wandb == "online" and not wandb.login(prompt=False):
         raise RuntimeError("not logged in: run `wandb login`, or set run.wandb=offline")
     run = wandb.init(
-        project=cfg.run.wandb_project,
-        name=cfg.run.name,
+        project=redacted(cfg.run.wandb_project),
+        name=redacted(cfg.run.name),
         id=_wandb_id(folder / "wandb_id", step),
         resume="allow",
         dir=str(folder),
         mode="offline" if cfg.run.wandb == "offline" else "online",
-        config=asdict(cfg),
-        settings=wandb.Settings(console="off", quiet=True, init_timeout=60),
+        config=redacted(asdict(cfg)),
+        # What wandb collects by itself has the command line and the repository's address in it.
+        settings=wandb.Settings(
+            console="off", quiet=True, init_timeout=60, disable_git=True, x_disable_meta=True
+        ),
     )
     # Our step as a field: their own counter refuses the steps that a resumed run does again.
     run.define_metric("*", step_metric="step")
@@ -191,12 +217,3 @@ def _drop_after(path: Path, step: int) -> None:
     new = path.with_suffix(".new")
     new.write_text("".join(kept), encoding="utf-8")
     os.replace(new, path)
-
-
-def _reopened(file: TextIO, path: Path) -> TextIO:
-    """Without what the failed write left in the buffer."""
-    try:
-        file.close()
-    except OSError:
-        pass
-    return path.open("a", encoding="utf-8")

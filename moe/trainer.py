@@ -1,8 +1,8 @@
 """The training loop: data -> forward and backward -> update -> report -> checkpoint.
 
-The host reads from the device after the backward only: loss, whether any rank was asked to stop,
-and overflow of the expert row budget. A step that overflowed is run again with more rows; a step
-that is not finite ends the run before the parameters are touched.
+The host reads from the device once a step, after the backward: loss, gradient norm, overflow of
+the expert row budget, whether any rank was asked to stop. A step that overflowed is run again with
+more rows; a step that is bad (moe.health) is left out before the parameters are touched.
 """
 
 import gc
@@ -10,33 +10,52 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch.profiler import record_function
 
+from configs.redact import redacted
 from configs.schema import Config
 from configs.validate import ConfigError
 from moe import balance
-from moe.data import Loader, build_datasets
-from moe.failure import give_up
+from moe.data import Loader, Samples, build_datasets
+from moe.expert_watch import ExpertWatch
+from moe.failure import give_up, speak
+from moe.health import Health
+from moe.memory import advised
 from moe.metrics import Metrics
 from moe.pace import Pace
 from moe.profile import Profiler
 from moe.setup import Job, setup
 from moe.start import describe
-from parallel.agreement import Failed, agree
+from parallel.agreement import Failed, agree, gather
 from parallel.checkpoint import Checkpointer
 from parallel.engine import Diverged, sum_over_world
-from parallel.runtime import Runtime, StopSignal, start
+from parallel.graph import Inputs, StepGraph, own_stream
+from parallel.progress import doing, moving
+from parallel.runtime import Runtime, start
 from parallel.runtime import stop as stop_runtime
+from parallel.signals import StopSignal
+from parallel.watchdog import Watchdog
 
 Batch = dict[str, torch.Tensor]
+
+
+class Totals(NamedTuple):
+    """Of a step, over all ranks and the same on each."""
+
+    loss: float
+    mtp_loss: float
+    norm: float
+    """Gradient norm before clipping; 0 without gradients."""
+    stopping: bool
+    """A rank was asked to stop."""
 
 
 class Trainer:
@@ -51,23 +70,32 @@ class Trainer:
     def __init__(self, cfg: Config, runtime: Runtime, stop: StopSignal) -> None:
         self.cfg, self.runtime, self.stop = cfg, runtime, stop
         self.folder = Path(cfg.run.dir) / cfg.run.name
+        doing("start: model")
         self.job: Job = setup(cfg, runtime)
         MTPLossLoggingHelper.clean_metrics_in_tracker()  # kept by Megatron-Core for the process
-        train_set, self.valid_set = build_datasets(
-            cfg,
-            cfg.model.vocab_size,
-            cfg.run.steps * cfg.data.global_batch,
-            cfg.run.eval_batches * cfg.data.global_batch if cfg.run.eval_interval else 0,
-        )
+        doing("start: data")
+        train_set, self.valid_set = self._datasets(cfg.run.steps * cfg.data.global_batch)
         self.loader = self._loader(train_set)
+        self.health = Health(cfg.run)
         self.step = 0
+        self.graph = StepGraph(self._forward_backward) if cfg.run.graph != "off" else None
+        self._stop = torch.zeros((), device=runtime.device)
+        cuda = runtime.device.type == "cuda"
+        self._async_save = {"auto": cuda, "on": True, "off": False}[cfg.run.async_save]
         self.checkpoints = Checkpointer(
             self.folder / "checkpoints",
-            keep=cfg.run.keep,
-            async_save=cfg.run.async_save,
+            keep_last=cfg.run.keep_last,
+            keep_every=cfg.run.keep_every,
+            async_save=self._async_save,
             dp_cp_group=self.job.groups.pg.dp_cp,
         )
+        self.origin: Path | None = None
+        """Checkpoint that this run has resumed from."""
+        doing("start: checkpoint")
         self.resumed = self._resume()
+        self._first = self.step + 1
+        self._reach_the_end()
+        self.experts = ExpertWatch(cfg.model.moe.experts / cfg.model.moe.top_k, self.step)
         self.metrics = self._metrics()
         self.pace = Pace(cfg, runtime)
 
@@ -103,13 +131,18 @@ class Trainer:
     def _steps(self, profiler: Profiler) -> int:
         """All steps and what is due between them; the last step that was saved."""
         run, saved = self.cfg.run, self.step
+        if self.step < run.steps and self._asked_to_stop(f"before step {self.step + 1}"):
+            return saved
         if self.step >= run.steps:
             more = "raise run.steps, or set another run.name"
             self.metrics.event(f"all {run.steps} steps of this run are done: {more}")
         while self.step < run.steps:
+            reached = self.step
             stopping = self._train_step()
             profiler.step(self.step)
             self.checkpoints.poll()
+            if self.step <= reached and not stopping:
+                continue  # rolled back, to where all that was due has been done
             if self.step % 500 == 0:
                 gc.collect()
             if run.eval_interval and self.step % run.eval_interval == 0:
@@ -119,26 +152,45 @@ class Trainer:
                 self._save()
                 saved = self.step
                 self.pace.restart(self.step)
-            if stopping:
-                self.metrics.event(f"stopping after step {self.step}: a signal asked for it")
+            if stopping and self._asked_to_stop(f"after step {self.step}"):
                 break
         return saved
 
+    def _asked_to_stop(self, when: str) -> bool:
+        """Whether a rank has had a signal; told if so. Collective."""
+        doing(f"{when}: agreement on signals")
+        received = gather(self.stop.received)
+        asked = [f"{name} to rank {rank}" for rank, name in enumerate(received) if name]
+        if asked:
+            self.metrics.event(f"stopping {when}: a signal asked for it ({', '.join(asked)})")
+        return bool(asked)
+
+    def _doing(self, what: str) -> None:
+        """The first step compiles, which may take its time; a later one that long is a hang."""
+        doing(f"step {self.step + 1}: {what}", limited=self.step + 1 > self._first)
+
     def _train_step(self) -> bool:
         """One optimizer step; True if a rank was asked to stop."""
-        engine = self.job.engine
+        engine, number = self.job.engine, self.step + 1
         began = time.perf_counter()
+        self._doing("data")
         with record_function("data"):
             batches = self.loader.next_step()
         waited = time.perf_counter() - began
-        loss, mtp_loss, stopping = self._run_until_it_fits(batches)
-        if not math.isfinite(loss):
-            raise Diverged(
-                f"the loss of step {self.step + 1} is {loss}; the parameters are unchanged"
-            )
+        self._doing("forward and backward")
+        before = balance.snapshot(engine.modules)
+        loss, mtp_loss, norm, stopping = self._run_until_it_fits(batches, before)
+        fault = self.health.fault(number, loss, norm)
+        if fault is not None:
+            balance.restore(engine.modules, before)
+            if not self.health.skips(fault, finite=math.isfinite(loss) and math.isfinite(norm)):
+                self._roll_back(fault)
+                return stopping
+            self.metrics.event(f"skipped: {fault}")
+        self._doing("update")
         with record_function("optimizer"):
-            norm = engine.step()
-        self.step += 1
+            engine.step(norm) if fault is None else engine.skip()
+        self.step = number
         if self.step % self.cfg.run.log_interval == 0 or self.step == self.cfg.run.steps:
             record = {"loss": loss, "grad_norm": norm, "lr": engine.lr, "data_time": waited}
             if self.cfg.model.mtp_layers:
@@ -147,41 +199,65 @@ class Trainer:
         return stopping
 
     def _run_until_it_fits(
-        self, batches: list[Batch], forward_only: bool = False
-    ) -> tuple[float, float, bool]:
-        """Forward and backward of a step, again while experts need more rows than they have."""
+        self, batches: list[Batch], before: list[torch.Tensor], forward_only: bool = False
+    ) -> Totals:
+        """Forward and backward of a step, again while experts need more rows than they have.
+
+        `before` is what `balance.snapshot` gave before the step.
+        """
         engine, budget = self.job.engine, self.job.budget
-        before = balance.snapshot(engine.modules)
+        device = self.runtime.device
+        inputs = [{k: v.to(device, non_blocking=True) for k, v in b.items()} for b in batches]
+        compute = self._forward if forward_only else self.graph or self._forward_backward
+        self._stop.fill_(self.stop.received is not None)
         while True:
-            if not forward_only:
-                engine.zero_grad()
-            totals = self._totals(self._forward_backward(batches, forward_only))
-            if not budget.overflowed(torch.distributed.group.WORLD):
-                return totals
+            read = compute(inputs).tolist()  # the one host read of the step
+            loss, ranks, mtp_loss, stop, squares, peak = read
+            if not budget.exceeded(peak):
+                return Totals(loss / ranks, mtp_loss / ranks, math.sqrt(squares), stop > 0)
             budget.grow()
+            if self.graph is not None:
+                self.graph.drop()
             balance.restore(engine.modules, before)
 
-    def _forward_backward(self, batches: list[Batch], forward_only: bool = False) -> list[Any]:
+    def _forward(self, inputs: Inputs) -> torch.Tensor:
+        """Losses alone, as in a validation; see `_totals`."""
+        return self._totals(self._microbatches(inputs, forward_only=True), None)
+
+    def _forward_backward(self, inputs: Inputs) -> torch.Tensor:
+        """All of a step on the device but the update; see `_totals`."""
+        engine = self.job.engine
+        engine.zero_grad()
+        return self._totals(self._microbatches(inputs), engine.grad_squares())
+
+    def _microbatches(self, inputs: Inputs, forward_only: bool = False) -> list[Any]:
         data = self.cfg.data
         return self.job.engine.forward_backward(
             self._forward_step,
-            [iter(batches) for _ in self.job.engine.chunks],
-            microbatches=len(batches),
+            [iter(inputs) for _ in self.job.engine.chunks],
+            microbatches=len(inputs),
             sequence=data.sequence_length,
             micro_batch=data.micro_batch,
             forward_only=forward_only,
         )
 
     def _forward_step(self, batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Any, Any]:
-        batch = {k: v.to(self.runtime.device, non_blocking=True) for k, v in next(batches).items()}
+        moving()
+        batch = next(batches)
         if self.cfg.parallel.context > 1:
             batch = get_batch_on_this_cp_rank(batch, False, self.job.groups.pg.cp)
         output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         return output, _mean_loss
 
-    def _totals(self, reports: list[dict[str, torch.Tensor]]) -> tuple[float, float, bool]:
-        """(loss, MTP loss, stop) over all ranks; the one host read of the step."""
-        totals = torch.zeros(4, device=self.runtime.device)
+    def _totals(
+        self, reports: list[dict[str, torch.Tensor]], grad_squares: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Sums over all ranks, fp64 on the device.
+
+        Loss, ranks that have one, loss of multi-token prediction, ranks asked to stop, squared
+        gradient norm; then the largest share of the budget of expert rows.
+        """
+        totals = torch.zeros(5, dtype=torch.float64, device=self.runtime.device)
         if reports:  # last pipeline stage
             totals[0] = torch.stack([r["loss"] for r in reports]).mean()
             totals[1] = 1
@@ -189,20 +265,24 @@ class Trainer:
             if mtp is not None:
                 totals[2] = mtp.mean() / len(reports) * self.job.mtp_weight
                 MTPLossLoggingHelper.clean_metrics_in_tracker()
-        totals[3] = float(self.stop.received is not None)
-        loss, ranks, mtp_loss, stop = sum_over_world(totals).tolist()
-        return loss / ranks, mtp_loss / ranks, stop > 0
+        totals[3] = self._stop
+        if grad_squares is not None:
+            totals[4] = grad_squares
+        peak = self.job.budget.record(torch.distributed.group.WORLD)
+        return torch.cat((sum_over_world(totals), peak[None]))
 
     # --- around the loop --------------------------------------------------------------------------
 
     def validate(self) -> float:
         """Mean loss over the validation batches, in nats per token."""
         engine, loader = self.job.engine, self._loader(self.valid_set)
+        doing(f"step {self.step}: validation")
         engine.eval()
-        losses = []
+        losses, before = [], balance.snapshot(engine.modules)
         with torch.no_grad(), record_function("validation"):
             for _ in range(self.cfg.run.eval_batches):
-                losses.append(self._run_until_it_fits(loader.next_step(), forward_only=True)[0])
+                totals = self._run_until_it_fits(loader.next_step(), before, forward_only=True)
+                losses.append(totals.loss)
         engine.train()
         loader.close()
         return sum(losses) / len(losses)
@@ -223,11 +303,14 @@ class Trainer:
         # Reads from the device: the clock below has seen the whole of every step until here.
         load = balance.collect(engine.modules, engine.config, self.job.groups.pg)
         balance.reset(engine.modules)
-        record |= {"step": self.step, "reruns": self.job.budget.reruns}
+        record |= {"step": self.step, "reruns": self.job.budget.reruns} | self.health.counts()
         record |= self.pace.rates(self.step)
-        record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
+        if load.load:  # none if all steps since the last record were skipped
+            record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
         record |= {f"balance/{name}": value for name, value in load.losses.items() if value}
         self.metrics.log(record)
+        for warning in self.experts.look(load, self.step):
+            self.metrics.event(warning)
 
     def _metrics(self) -> Metrics:
         """The reports of the run; ValueError on every rank if the main one cannot write them."""
@@ -244,15 +327,21 @@ class Trainer:
         return metrics
 
     def _state(self) -> dict[str, Any]:
-        return {"config": asdict(self.cfg), "step": self.step, "data": self.loader.state_dict()}
+        return {
+            "config": redacted(asdict(self.cfg)),
+            "step": self.step,
+            "data": self.loader.state_dict(),
+            "health": self.health.state_dict(),
+        }
 
     def _save(self) -> None:
         engine = self.job.engine
+        doing(f"step {self.step}: checkpoint")
         with record_function("checkpoint"):
             self.checkpoints.save(
                 self.step, engine.chunks, engine.optimizer, engine.scheduler, self._state()
             )
-        how = "saving in the background" if self.cfg.run.async_save else "saved"
+        how = "saving in the background" if self._async_save else "saved"
         self.metrics.event(f"{how}: checkpoint of step {self.step} in {self.checkpoints.folder}")
         gc.collect()
 
@@ -263,13 +352,55 @@ class Trainer:
         path = self.checkpoints.newest() if how == "auto" else Path(how)
         if path is None:
             return "from scratch (no checkpoint in the run folder)"
+        state = self._load(path)
+        self.loader.load_state_dict(state["data"])
+        self.origin = path
+        return f"resumed step {self.step} from {path}"
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """Put everything but the data cursor back to a checkpoint; what that has of the loop."""
         engine = self.job.engine
         state = self.checkpoints.load(
-            path, engine.chunks, engine.optimizer, engine.scheduler, asdict(self.cfg)
+            path, engine.chunks, engine.optimizer, engine.scheduler, redacted(asdict(self.cfg))
         )
         self.step = state["step"]
-        self.loader.load_state_dict(state["data"])
-        return f"resumed step {self.step} from {path}"
+        if "health" in state:
+            self.health.load_state_dict(state["health"])
+        return state
+
+    def _roll_back(self, fault: str) -> None:
+        """Go back to the newest checkpoint; the data goes on behind the bad step.
+
+        Raises:
+            Diverged: there is no checkpoint, or this has been done too often.
+        """
+        doing(f"step {self.step + 1}: rollback")
+        self.checkpoints.close()  # one may be on its way
+        path = self.checkpoints.newest() or self.origin
+        if path is None:
+            raise Diverged(
+                f"{fault}, and there is no checkpoint to go back to; the parameters are unchanged; "
+                "lower run.save_interval or optim.lr"
+            )
+        self._load(path)
+        self.health.roll_back(self.step, fault)
+        self._reach_the_end()
+        balance.reset(self.job.engine.modules)
+        self.experts.rewind(self.step)
+        self.metrics.rewind(self.step)
+        self.metrics.event(f"rolled back to {path}: {fault}")
+        self.pace.restart(self.step)
+
+    def _datasets(self, samples: int) -> tuple[Samples, Samples | None]:
+        cfg, run = self.cfg, self.cfg.run
+        valid = run.eval_batches * cfg.data.global_batch if run.eval_interval else 0
+        return build_datasets(cfg, cfg.model.vocab_size, samples, valid)
+
+    def _reach_the_end(self) -> None:
+        """Have samples for all steps left, though a rollback or batch size moved the cursor."""
+        left = (self.cfg.run.steps - self.step) * self.cfg.data.global_batch
+        if self.loader.consumed_samples + left > len(self.loader.dataset):
+            self.loader.dataset, _ = self._datasets(self.loader.consumed_samples + left)
 
 
 @contextmanager
@@ -292,20 +423,27 @@ def _mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[
     return total, count, {"loss": total.detach() / loss_BS.numel()}
 
 
-def run(cfg: Config) -> int:
-    """Train; the process's exit code (see train.py)."""
-    trainer = None
-    with StopSignal() as stop:
-        try:
-            runtime = start(
-                seed=cfg.run.seed, timeout=cfg.parallel.timeout, deterministic=cfg.run.deterministic
-            )
-            if cfg.run.device == "cuda" and runtime.device.type != "cuda":
-                raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
+def run(cfg: Config, stop: StopSignal) -> int:
+    """Train; the process's exit code (see train.py). `stop` is active."""
+    trainer, watchdog = None, None
+    folder = Path(cfg.run.dir) / cfg.run.name
+    try:
+        runtime = start(
+            seed=cfg.run.seed, timeout=cfg.parallel.timeout, deterministic=cfg.run.deterministic
+        )
+        watchdog = Watchdog(cfg.parallel.timeout, folder, speak)
+        if cfg.run.device == "cuda" and runtime.device.type != "cuda":
+            raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
+        graphed = cfg.run.graph != "off"
+        if graphed and runtime.device.type != "cuda":
+            raise ConfigError("run.graph=full_iteration: torch sees no GPU here; set run.graph=off")
+        stream = own_stream(runtime.device) if graphed else nullcontext()
+        with advised(cfg, runtime.world, folder), stream:
             trainer = Trainer(cfg, runtime, stop)
             trainer.fit()
-        except Exception as error:
-            rank = int(os.environ.get("RANK", "0"))
-            return give_up(error, stop, rank=rank, training=trainer is not None)
+        watchdog.close()
+    except Exception as error:
+        rank, training = int(os.environ.get("RANK", "0")), trainer is not None
+        return give_up(error, stop, rank=rank, training=training, watchdog=watchdog)
     stop_runtime()
-    return 0
+    return 0 if trainer.step >= cfg.run.steps else cfg.run.requeue_code

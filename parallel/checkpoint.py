@@ -9,41 +9,34 @@ damaged checkpoint is never passed over in silence. All ranks call every method,
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_save_sharded_strategy,
-    load_common_state_dict,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
-from parallel import manifest, rng
+from parallel import contents, manifest, rng
 from parallel.agreement import Failed, agree, gather, on_main
 from parallel.drift import compare
-from parallel.model_state import fitted, parameters_gathered, restore, sharded_state
+from parallel.model_state import check_fit, parameters_gathered, restore, sharded_state
 from parallel.optimizer_state import OptimizerState, set_step_count, step_count
+from parallel.staging import Staging
+from parallel.verification import CheckpointError, NoUsableCheckpoint, newest, told, verified, warn
 from parallel.writer import Writing, hushed
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; those on disk are intact."""
-
-
-class NoUsableCheckpoint(CheckpointError):
-    """There are checkpoints and none of them is valid. Starting from zero would hide that."""
 
 
 class Checkpointer:
@@ -51,7 +44,8 @@ class Checkpointer:
 
     Args:
         folder: of the run's checkpoints; created. On a file system that all ranks share.
-        keep: committed checkpoints to keep, at least 1.
+        keep_last: newest committed checkpoints to keep, at least 1.
+        keep_every: keep for good those of steps that are multiples of it; 0 for none.
         async_save: write in a forked process; `poll`, the next `save` or `close` commits.
         dp_cp_group: data and context parallel group: its ranks divide the writing of replicas.
 
@@ -59,20 +53,31 @@ class Checkpointer:
         CheckpointError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, *, keep: int, async_save: bool, dp_cp_group: Any) -> None:
-        if keep < 1:
-            raise ValueError(f"run.keep={keep}: at least one checkpoint has to be kept")
-        self.folder, self._keep, self._async = folder, keep, async_save
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int,
+        keep_every: int = 0,
+        async_save: bool,
+        dp_cp_group: Any,
+    ) -> None:
+        if keep_last < 1:
+            raise ValueError(f"run.keep_last={keep_last}: at least one checkpoint has to be kept")
+        self.folder, self._async = folder, async_save
+        self._keep = {"keep_last": keep_last, "keep_every": keep_every}
         self._dp_cp_group = dp_cp_group
         self._strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy(), dp_cp_group, do_cache_distribution=True
         )
-        self._queue = AsyncCallsQueue()
+        self._queue, self._staging = AsyncCallsQueue(), Staging()
+        self._earlier: list[Path] = []  # runs of this folder that were set aside before this one
+        self._cleaner: threading.Thread | None = None
         self._verified: dict[Path, manifest.Commit] = {}
         # Step and folder of the checkpoint that holds this run's state, or did last.
         self._at: tuple[int, Path | None] = (0, None)
         self._saving_first = True
-        with _told(f"cannot write to {folder} (run.dir)"):
+        with told(f"cannot write to {folder} (run.dir)"):
             on_main(lambda: manifest.probe(folder))
 
     # --- save -------------------------------------------------------------------------------------
@@ -107,7 +112,7 @@ class Checkpointer:
         json.dumps(common)  # plain data, which loads without running code
         final = manifest.folder_of(self.folder, step)
         unfinished = manifest.unfinished(final)
-        with _told(f"cannot write checkpoint {final}"):
+        with told(f"cannot write checkpoint {final}"):
             on_main(lambda: self._open(unfinished))
         with parameters_gathered(model):
             state = sharded_state(model, self._dp_cp_group)
@@ -120,7 +125,10 @@ class Checkpointer:
             writing = Writing(state, unfinished, self._strategy, validate=self._saving_first)
             self._saving_first = False
             if self._async:
-                writing.fork(self._queue, lambda: self._complete(writing, step, final))
+                with told(f"cannot copy checkpoint {final} to the host (run.async_save=off)"):
+                    writing.fork(
+                        self._staging, self._queue, lambda: self._complete(writing, step, final)
+                    )
             else:
                 writing.run()
                 self._complete(writing, step, final)
@@ -133,6 +141,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for a background save and commit it."""
         self._finish(blocking=True)
+        if self._cleaner is not None:
+            self._cleaner.join()
 
     def _finish(self, blocking: bool) -> None:
         if self._queue.get_num_unfinalized_calls():
@@ -140,7 +150,7 @@ class Checkpointer:
 
     def _open(self, unfinished: Path) -> None:
         if self._saving_first:  # checkpoints that this run does not come from: an earlier one's
-            manifest.remove(manifest.with_suffix(self.folder, ".old"))
+            self._earlier = manifest.with_suffix(self.folder, ".old")
             for other, folder in manifest.committed(self.folder):
                 if other >= self._at[0] and folder != self._at[1]:
                     aside = manifest.set_aside(folder, ".old")
@@ -168,8 +178,15 @@ class Checkpointer:
             raise OSError(f"rank 0 does not see {lost[0]}: all hosts have to share run.dir")
         files = {name: sums.get(name) or manifest.checksum(folder / name) for name in names}
         manifest.commit(folder, final, manifest.Commit(step, dist.get_world_size(), files))
-        done = [path for other, path in manifest.committed(self.folder) if other <= step]
-        manifest.remove(done[self._keep :])
+        # Only now is there a valid checkpoint besides those that go.
+        own = [(other, path) for other, path in manifest.committed(self.folder) if other <= step]
+        done = [*self._earlier, *manifest.superseded(own, **self._keep)]
+        self._earlier = []
+        # Large files take a while to delete; a background save must not make training wait.
+        self._cleaner = threading.Thread(target=manifest.remove, args=(done,), daemon=True)
+        self._cleaner.start()
+        if not self._async:
+            self._cleaner.join()
 
     # --- load -------------------------------------------------------------------------------------
 
@@ -181,31 +198,11 @@ class Checkpointer:
         Raises:
             NoUsableCheckpoint: the run has checkpoints and none is valid.
         """
-        with _told(f"cannot read {self.folder}"):
-            found = on_main(lambda: [path for _, path in manifest.committed(self.folder)])
-            refused = on_main(lambda: manifest.with_suffix(self.folder, ".bad"))
-            incomplete = on_main(lambda: manifest.with_suffix(self.folder, ".tmp"))
-            earlier = on_main(lambda: manifest.with_suffix(self.folder, ".old"))
-        for folder in incomplete:
-            _warn(f"{folder} was never completed: ignored")
-        for folder in found:
-            commit, problems = self._verify(folder)
-            if commit is not None and not problems:
-                self._verified[folder] = commit
-                return folder
-            problem = f"{folder} is not valid: {'; '.join(problems[:3])}"
-            with _told(f"{problem}. It cannot be renamed"):
-                refused.append(on_main(partial(manifest.set_aside, folder, ".bad")))
-            _warn(f"{problem}. Renamed to {refused[-1].name}")
-        if refused:
-            names = ", ".join(path.name for path in refused[:3])
-            raise NoUsableCheckpoint(
-                f"no checkpoint in {self.folder} is valid ({names}): run.resume=never starts from "
-                "scratch, run.resume=<folder> from another checkpoint"
-            )
-        for folder in earlier:
-            _warn(f"{folder} is of an earlier run: ignored (run.resume={folder} continues it)")
-        return None
+        found = newest(self.folder)
+        if found is None:
+            return None
+        path, self._verified[path] = found
+        return path
 
     def load(
         self,
@@ -228,23 +225,20 @@ class Checkpointer:
             CheckpointMismatch: it is of another architecture or other data.
             NoUsableCheckpoint: it is damaged, or no checkpoint.
         """
-        commit = self._verified.get(path) or self._verify_named(path)
-        with hushed():
-            saved = load_common_state_dict(str(path))
+        commit = self._verified.get(path) or verified(path)
+        metadata = contents.read_metadata(path, commit.files)
+        saved = contents.read_common(path, metadata)
         if changed := compare(saved["common"].get("config", {}), config or {}):
-            _warn(f"changed since the checkpoint: {', '.join(changed)}")
+            warn(f"changed since the checkpoint: {', '.join(changed)}")
+        fresh, world = None, commit.world
+        if saved["common"].get("weights_only"):  # imported (moe.hf)
+            fresh, optimizer, scheduler, world = optimizer, None, None, 0
         state = sharded_state(model, self._dp_cp_group)
         optimizers = None if optimizer is None else OptimizerState(optimizer, dict(state))
         if optimizers is not None:
             state["optimizer"] = optimizers.shards
-        if commit.world == dist.get_world_size():
-            state["rng"] = _per_rank("rng", None)
-        else:
-            _warn(f"{path} has random states of {commit.world} ranks: run.seed's are kept")
-        with hushed():
-            loaded = dist_checkpointing.load(
-                fitted(state, path), str(path), validate_access_integrity=False
-            )
+        check_fit(state, metadata, path)
+        states, loaded = self._read(path, state, world, metadata)
         restore(model, loaded)
         if optimizers is not None:
             optimizers.write_back()
@@ -252,59 +246,37 @@ class Checkpointer:
         if scheduler is not None:
             scheduler.num_steps = 0
             scheduler.step(saved["scheduler_steps"])
-        if "rng" in loaded:
-            rng.set(loaded["rng"])
+        if fresh is not None:
+            fresh.reload_model_params()
+        if not world:
+            warn(f"{path} holds weights only: optimizer and random states are those of a new run")
+        elif states is None:
+            warn(f"{path} has random states of {world} ranks: run.seed's are kept")
+        else:
+            rng.set(states)
         own = path.resolve().parent == self.folder.resolve()
         self._at = (commit.step, self.folder / path.name if own else None)
         return saved["common"]
 
-    def _verify(self, folder: Path) -> tuple[manifest.Commit | None, list[str]]:
-        """(COMMIT.json, what is wrong with the folder); each rank reads a share of the files."""
-        with _told(f"cannot read {folder}"):
-            commit, problem = on_main(lambda: _commit_of(folder))
-            if commit is None:
-                return None, [problem]
-            problems, error = [], None
-            try:
-                mine = manifest.share(commit.files, dist.get_rank(), dist.get_world_size())
-                problems = manifest.verify(folder, mine)
-            except OSError as reason:  # this says nothing about the checkpoint
-                error = str(reason)
+    def _read(
+        self, path: Path, state: dict[str, Any], world: int, metadata: Metadata
+    ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """(random states of this rank if there are any, `state` loaded)."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        states, loaded, error = None, {}, None
+        try:
+            if world == ranks:
+                states = contents.read_object(path, metadata, "rng", rank, ranks)
+            with hushed(), contents.plain_objects_only():
+                loaded = dist_checkpointing.load(state, str(path), validate_access_integrity=False)
+        except (CheckpointException, CheckpointingException, manifest.Invalid) as problem:
+            error = contents.reason(problem)
+        try:
             agree(error)
-            return commit, [line for lines in gather(problems) for line in lines]
-
-    def _verify_named(self, path: Path) -> manifest.Commit:
-        commit, problems = self._verify(path)
-        if commit is None or problems:
-            inside = manifest.committed(path) or manifest.committed(path / "checkpoints")
-            hint = f"; did you mean run.resume={inside[0][1]}?" if inside else ""
-            raise NoUsableCheckpoint(
-                f"run.resume={path} is no valid checkpoint: {problems[0]}{hint}"
-            )
-        return commit
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Failed as error:
-        raise CheckpointError(f"{what}: {error}") from None
-
-
-def _commit_of(folder: Path) -> tuple[manifest.Commit | None, str]:
-    if not folder.is_dir():
-        return None, "no such folder"
-    try:
-        return manifest.read_commit(folder), ""
-    except manifest.Invalid as error:
-        return None, str(error)
+        except Failed as failed:
+            raise NoUsableCheckpoint(f"{path} cannot be read: {failed}") from None
+        return states, loaded
 
 
 def _per_rank(key: str, value: Any) -> ShardedObject:
     return ShardedObject(key, value, (dist.get_world_size(),), (dist.get_rank(),))
-
-
-def _warn(text: str) -> None:
-    if dist.get_rank() == 0:
-        log.warning(text)

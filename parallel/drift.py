@@ -49,7 +49,7 @@ def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     Raises:
         CheckpointMismatch: a knob that must agree does not; the message is a diff with the way out.
     """
-    old, new = dict(_leaves(saved)), dict(_leaves(current))
+    old, new = dict(leaves(saved)), dict(leaves(current))
     changed = [key for key in old if key in new and old[key] != new[key]]
     refused = [key for key in changed if _must_agree(key, old[key], new[key])]
     if refused:
@@ -84,10 +84,11 @@ def _refusal(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> str:
     )
 
 
-def _leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every knob."""
     for key, value in config.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 

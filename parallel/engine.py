@@ -45,6 +45,8 @@ class Engine:
         optim: AdamW and schedule.
         steps: optimizer steps of the run.
         device: where parameters live.
+        graph: forward and backward are going to be captured: parameters are gathered before, not
+            meanwhile, since the host decides when.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Engine:
         optim: OptimConfig,
         steps: int,
         device: torch.device,
+        graph: bool = False,
     ) -> None:
         self.config = config
         self.modules = list(chunks)
@@ -64,7 +67,7 @@ class Engine:
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=parallel.grad_dtype == "fp32",
             overlap_grad_reduce=parallel.overlap,
-            overlap_param_gather=parallel.overlap and sharded,
+            overlap_param_gather=parallel.overlap and sharded and not graph,
             use_distributed_optimizer=sharded,
             check_for_nan_in_grad=False,
         )
@@ -95,6 +98,7 @@ class Engine:
         )
         self.scheduler = _scheduler(self.optimizer, optim, steps)
         self._clip = optim.clip_grad
+        self._device = device
         self._gather_params = ddp.overlap_param_gather
         self._forward_backward = get_forward_backward_func()
         one = len(self.chunks) == 1
@@ -149,8 +153,29 @@ class Engine:
             forward_only=forward_only,
         )
 
-    def step(self) -> float:
-        """Clip, check, update parameters and learning rate.
+    @torch.no_grad()
+    def grad_squares(self) -> torch.Tensor:
+        """This rank's share of the squared gradient norm, fp64 scalar; all ranks' sum to it.
+
+        Hands the reduced gradients to the optimizer. No host read and no collective: the share
+        joins the loss in the one vector that is summed and read per step, and a NaN or Inf on any
+        rank makes that sum not finite on all of them, before any is updated.
+        """
+        self.optimizer.prepare_grads()
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for part in self._parts():
+            if grads := part.get_grads_for_grad_norm():
+                squares = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+                # Ranks outside the group hold copies of the same gradients.
+                copies = dist.get_world_size() / part.get_grad_stats_parallel_group().size()
+                total += squares / copies
+        return total
+
+    def step(self, norm: float | None = None) -> float:
+        """Clip, update parameters and learning rate.
+
+        Args:
+            norm: global gradient norm, if `grad_squares` of this step has been read already.
 
         Returns:
             The global gradient norm before clipping.
@@ -158,17 +183,24 @@ class Engine:
         Raises:
             Diverged: the norm is not finite. Nothing was changed.
         """
-        self.scheduler.step(1)
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        if norm is None:
+            norm = math.sqrt(float(sum_over_world(self.grad_squares())))
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm}; lower optim.lr or check the data")
+        self.scheduler.step(1)
         if self._clip > 0:
-            for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for part in self._parts():
                 if parameters := part.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=norm)
         self.optimizer.step_with_ready_grads()
         return norm
+
+    def skip(self) -> None:
+        """Leave out the update of a step; the learning rate goes on as after any other."""
+        self.scheduler.step(1)
+
+    def _parts(self) -> list[Any]:
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def train(self) -> None:
         """Training mode of every chunk."""

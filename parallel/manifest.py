@@ -3,23 +3,30 @@
 A checkpoint is written into `step_N.tmp` and becomes `step_N` by one rename, once all files and
 COMMIT.json have reached the disk. COMMIT.json has the size and CRC-32 of every file, for torch_dist
 loads a flipped byte without complaint. Other suffixes: `.bad` failed verification, `.old` is of an
-earlier run in the same folder. Nothing here communicates.
+earlier run in the same folder. COMMIT.json may come from elsewhere: it can name no file outside of
+its folder. Nothing here communicates.
 """
 
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 COMMIT = "COMMIT.json"
-_STEP = re.compile(r"step_(\d{8,})")
+METADATA = ".metadata"
+_REQUIRED = (METADATA, "metadata.json")
+_SHARD = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
+_STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 _CHUNK = 16 << 20
+_LARGEST = 64 << 20  # bytes of a COMMIT.json: a million files
 
 Sums = dict[str, tuple[int, int]]
 """File name -> (bytes, CRC-32)."""
@@ -90,8 +97,13 @@ def share(files: Sums, rank: int, world: int) -> Sums:
     return {name: files[name] for name in by_size[rank::world]}
 
 
-def verify(folder: Path, files: Sums) -> list[str]:
+def verify(folder: Path, files: Sums, read: Callable[[int], object] | None = None) -> list[str]:
     """One line for each of `files` that is missing or not what was written.
+
+    Args:
+        folder: of the checkpoint.
+        files: some or all of its files.
+        read: told the bytes of each file once it has been read, to show progress.
 
     Raises:
         OSError: a file is there and cannot be read, which says nothing about the checkpoint.
@@ -99,6 +111,9 @@ def verify(folder: Path, files: Sums) -> list[str]:
     problems = []
     for name, (size, crc) in files.items():
         try:
+            if not _is_file(folder / name):
+                problems.append(f"{name} is a link or no file")
+                continue
             found_size, found_crc = checksum(folder / name)
         except FileNotFoundError:
             problems.append(f"{name} is missing")
@@ -107,6 +122,8 @@ def verify(folder: Path, files: Sums) -> list[str]:
             problems.append(f"{name} has {found_size} bytes, not {size}")
         elif found_crc != crc:
             problems.append(f"{name} has {size} bytes as it should, but its contents changed")
+        if read is not None:
+            read(found_size)
     return problems
 
 
@@ -114,18 +131,46 @@ def read_commit(folder: Path) -> Commit:
     """COMMIT.json of a folder.
 
     Raises:
-        Invalid: it is missing or damaged.
+        Invalid: it is missing or damaged, or the folder has a file that Megatron-Core would read
+            although no checkpoint of ours has it.
+        OSError: it cannot be read, which says nothing about the checkpoint.
     """
+    path = folder / COMMIT
     try:
-        record = json.loads((folder / COMMIT).read_bytes())
-        seal = record.pop("seal")
-        step, world, files = record["step"], record["world"], record["files"]
+        if not _is_file(path) or path.stat().st_size > _LARGEST:
+            raise Invalid(f"{COMMIT} is not readable")
+        commit = parse(path.read_bytes())
     except FileNotFoundError:
         raise Invalid(f"{COMMIT} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    if os.path.lexists(folder / "common.pt"):
+        raise Invalid("common.pt is no file of a checkpoint")
+    return commit
+
+
+def parse(data: bytes) -> Commit:
+    """The contents of a COMMIT.json.
+
+    Raises:
+        Invalid: it is damaged, or names a file that is none of a checkpoint.
+    """
+    try:
+        record = json.loads(data)
+        seal = record.pop("seal")
+        step, world, files = record["step"], record["world"], record["files"]
+        expected = _seal(record)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Invalid(f"{COMMIT} is not readable") from None
-    if seal != _seal(record):
+    if seal != expected:
         raise Invalid(f"{COMMIT} was changed after it was written")
+    if not (_is_count(step) and _is_count(world) and world and isinstance(files, dict)):
+        raise Invalid(f"{COMMIT} is not readable")
+    for name, sums in files.items():
+        if name not in _REQUIRED and not _SHARD.fullmatch(name):
+            raise Invalid(f"{COMMIT} names {name[:80]!r}, which is no file of a checkpoint")
+        if not (isinstance(sums, list) and len(sums) == 2 and all(map(_is_count, sums))):
+            raise Invalid(f"{COMMIT} has no size and checksum of {name}")
+    if lost := [name for name in _REQUIRED if name not in files]:
+        raise Invalid(f"{COMMIT} does not name {lost[0]}")
     return Commit(step, world, {name: (size, crc) for name, (size, crc) in files.items()})
 
 
@@ -147,6 +192,20 @@ def commit(folder: Path, final: Path, record: Commit) -> None:
         set_aside(final, ".old")
     os.replace(folder, final)
     _sync(final.parent)
+
+
+def superseded(
+    checkpoints: Iterable[tuple[int, Path]], keep_last: int, keep_every: int
+) -> list[Path]:
+    """Checkpoints to delete: neither among the newest `keep_last` nor of a step kept for good.
+
+    Args:
+        checkpoints: (step, folder) of each.
+        keep_last: at least 1.
+        keep_every: steps that are multiples of it are kept for good; 0 for none.
+    """
+    older = sorted(checkpoints, reverse=True)[keep_last:]
+    return [folder for step, folder in older if not keep_every or step % keep_every]
 
 
 def set_aside(folder: Path, suffix: str) -> Path:
@@ -171,6 +230,14 @@ def remove(folders: Iterable[Path]) -> None:
             shutil.rmtree(folder)
         except OSError:
             continue
+
+
+def _is_file(path: Path) -> bool:
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _seal(record: dict[str, object]) -> int:

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.utils import unwrap_model
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from parallel.drift import CheckpointMismatch
 
@@ -33,10 +33,23 @@ def modules_of(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
 def sharded_state(model: Sequence[torch.nn.Module], dp_cp_group: Any) -> dict[str, Any]:
     """Parameters and buffers of all chunks of this rank; the tensors are the model's own."""
     metadata = {"dp_cp_group": dp_cp_group, "non_homogeneous_layers": True}
-    return {
+    state = {
         name: module.sharded_state_dict(metadata=metadata)
         for name, module in modules_of(model).items()
     }
+    return without_extra_states(state)
+
+
+def without_extra_states(state: dict[str, Any]) -> dict[str, Any]:
+    """A sharded state dict less the extra states, which only Transformer Engine fills.
+
+    They hold the scales of FP8, which is not used, and it would unpickle them without restraint.
+    """
+
+    def extra(value: Any) -> bool:
+        return isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
+
+    return extract_matching_values(state, lambda value: not extra(value))[0]
 
 
 @contextmanager
@@ -55,25 +68,16 @@ def parameters_gathered(model: Sequence[torch.nn.Module]) -> Iterator[None]:
             chunk.enable_forward_pre_hook()
 
 
-def fitted(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`state` as the checkpoint at `path` can fill it.
-
-    Left out are the extra states that only some kernel backends keep (Transformer Engine's).
+def check_fit(state: dict[str, Any], metadata: Metadata, path: Path) -> None:
+    """Compare `state` with what the checkpoint at `path` holds.
 
     Raises:
         CheckpointMismatch: a tensor is missing or of another shape.
     """
-    held = FileSystemReader(str(path)).read_metadata().state_dict_metadata
-
-    def usable(value: Any) -> bool:
-        extra = isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
-        return not extra or value.unique_key in held
-
-    state, _ = extract_matching_values(state, usable)
     wrong: dict[str, str] = {}
     for shard in _shards(state):
-        found = held.get(shard.key)
-        if found is None:
+        found = metadata.state_dict_metadata.get(shard.key)
+        if not isinstance(found, TensorStorageMetadata):
             wrong[shard.key] = "is missing"
         elif tuple(found.size) != tuple(shard.global_shape):
             wrong[shard.key] = f"has shape {list(found.size)}, not {list(shard.global_shape)}"
@@ -82,7 +86,6 @@ def fitted(state: dict[str, Any], path: Path) -> dict[str, Any]:
         raise CheckpointMismatch(
             f"{path} is of another model, {len(wrong)} tensors do not fit: {examples}"
         )
-    return state
 
 
 def restore(model: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:

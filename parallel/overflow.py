@@ -1,8 +1,9 @@
 """Budget of expert rows: static buffers that are large enough, or a step that is run again.
 
 Every dispatcher asks `rows` for the size of its buffers and reports with `observe` what was needed;
-the maximum stays on the device. Once per step, before the optimizer, the trainer asks `overflowed`.
-If so, it drops the gradients, calls `grow` and runs the step again: no token is ever dropped.
+the maximum stays on the device. Once per step, before the optimizer, the trainer reads `record`
+with its other numbers. If that has `exceeded` the budget, it drops the gradients, calls `grow` and
+runs the step again: no token is ever dropped.
 """
 
 import math
@@ -19,7 +20,7 @@ class Budget:
     """Rows kept for the experts of a rank, shared by all layers.
 
     `capacity_factor` is the current size over the balanced load, `peak` the largest needed/kept
-    ratio that the last `overflowed` read, `reruns` how often a step had to be run again.
+    ratio of the last read, `reruns` how often a step had to be run again.
     """
 
     def __init__(self, capacity_factor: float, device: torch.device) -> None:
@@ -64,11 +65,19 @@ class Budget:
 
         One host read; starts the next record. Without a group only this process counts.
         """
+        return self.exceeded(float(self.record(group)))
+
+    def record(self, group: dist.ProcessGroup | None = None) -> Tensor:
+        """Largest needed/kept ratio on any rank of `group` since the last read: fp64, no read."""
         if group is not None:
             dist.all_reduce(self._peak, op=dist.ReduceOp.MAX, group=group)
-        self.peak = float(self._peak)
+        return self._peak
+
+    def exceeded(self, peak: float) -> bool:
+        """Whether the value of `record` means an overflow; starts the next record."""
+        self.peak = peak
         self.reset()
-        return self.peak > 1
+        return peak > 1
 
     def grow(self) -> None:
         """Enlarge the budget so that the overflowed step fits with headroom; count its rerun."""

@@ -9,11 +9,12 @@ from megatron.core.tensor_parallel import random as tracked
 
 
 def get() -> dict[str, Any]:
-    """All states of this process, picklable."""
+    """All states of this process, as plain data and tensors: `torch.load(weights_only=True)`."""
     states = tracked.get_cuda_rng_tracker().get_states()
+    kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (kind, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "device": tracked._get_cuda_rng_state(),
         "tracker": {n: tracked.convert_cuda_rng_state(s) for n, s in states.items()},

@@ -1,4 +1,4 @@
-"""What a process is: rank, device, process group, signals, determinism.
+"""What a process is: rank, device, process group, determinism.
 
 The launcher is torchrun (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
 MASTER_PORT); without it the process is a world of one. `start()` is called once, before any model
@@ -8,18 +8,14 @@ is built.
 import datetime
 import os
 import random
-import signal
 import socket
 from dataclasses import dataclass
-from types import FrameType
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from parallel import adam, cpu
-
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -66,11 +62,19 @@ def start(*, seed: int, timeout: int, deterministic: bool) -> Runtime:
         if "MASTER_ADDR" not in os.environ:
             os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight record
+        # NCCL ends the process without a word of who is at fault; parallel.watchdog comes first.
+        limit = datetime.timedelta(seconds=timeout if on_cpu else timeout + 10)
+        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=limit))
+        # torchrun may give all attempts of --max-restarts one store (torch 2.11), in which the
+        # ranks would find the addresses of their dead predecessors.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(
             "gloo" if on_cpu else "nccl",
+            store=dist.PrefixStore(f"attempt_{attempt}", store),
             rank=rank,
             world_size=world,
-            timeout=datetime.timedelta(seconds=timeout),
+            timeout=limit,
             device_id=None if on_cpu else device,
         )
     return Runtime(rank, world, local_rank, device)
@@ -86,28 +90,3 @@ def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("localhost", 0))
         return int(s.getsockname()[1])
-
-
-class StopSignal:
-    """Context in which SIGTERM, SIGUSR1 and SIGINT ask for a clean stop at the next step.
-
-    A second SIGINT is a KeyboardInterrupt, as a person at a terminal expects.
-    """
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        self._previous: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> "StopSignal":
-        for s in _STOP_SIGNALS:
-            self._previous[s] = signal.signal(s, self._handle)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for s, handler in self._previous.items():
-            signal.signal(s, handler)  # type: ignore[arg-type]
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name

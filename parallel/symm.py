@@ -205,12 +205,28 @@ class Symm:
         return _Return.apply(out_ND, route, exchange, self._local)
 
 
-@functools.cache
+_EXCHANGES: dict[tuple[Any, ...], Exchange] = {}
+
+
 def exchange_of(
     group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
 ) -> Exchange:
     """The exchange of a group and a shape: one, as its places are taken in turn by all layers."""
-    return Exchange(group, tokens, hidden, slots, options)
+    key = (group, tokens, hidden, slots, options)
+    if key not in _EXCHANGES:
+        _EXCHANGES[key] = Exchange(*key)
+    return _EXCHANGES[key]
+
+
+def begin_exchanges() -> None:
+    """`Exchange.begin` of all."""
+    for exchange in _EXCHANGES.values():
+        exchange.begin()
+
+
+def missing() -> str:
+    """Whose tokens did not come within the timeout, if that ended the run; else empty."""
+    return next((text for e in _EXCHANGES.values() if (text := e.missing())), "")
 
 
 @functools.cache

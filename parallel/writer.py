@@ -4,15 +4,16 @@ From a sharded state dict to a complete but uncommitted folder; parallel.manifes
 `finish` returns, every shard is on disk and has a checksum. An error of one rank is raised on all.
 """
 
+import ctypes
 import logging
 import os
 import pickle
-import tempfile
+import signal
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ from torch.distributed.checkpoint.filesystem import (
 
 from parallel.agreement import agree, gather
 from parallel.manifest import Sums
+from parallel.staging import Staging
+
+_libc = ctypes.CDLL(None)  # found before a fork, in which a thread may have held the linker's lock
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 class Writing:
@@ -69,16 +74,23 @@ class Writing:
         if self._request.async_fn is not None:
             _write(self._mailbox, self._buckets)
 
-    def fork(self, queue: AsyncCallsQueue, then: Callable[[], None]) -> None:
-        """Copy this rank's shards to the host and write them in a forked process.
+    def fork(self, staging: Staging, queue: AsyncCallsQueue, then: Callable[[], None]) -> None:
+        """Copy this rank's shards to `staging` and write them in a forked process.
 
+        The fork has no thread but its own, never calls CUDA, and collects no garbage, which could.
         `then` is called by `queue` once all ranks have written.
+
+        Raises:
+            Failed: a rank could not copy them.
         """
-        request = AsyncRequest(None, (), [then])
-        if self._request.async_fn is not None:
-            arguments = (self._mailbox, None)  # Megatron-Core sets the second from preload_fn
-            preload = partial(_on_host, self._buckets)
-            request = AsyncRequest(_write, arguments, [then], preload_fn=preload)
+        request, error = AsyncRequest(None, (), [then]), None
+        try:
+            if self._request.async_fn is not None:
+                held = _staged(self._buckets, staging)
+                request = AsyncRequest(_write_in_fork, (self._mailbox, held), [then])
+        except (OSError, RuntimeError) as reason:
+            error = str(reason)
+        agree(error)
         with hushed():  # of a fork with threads: the child only writes files
             queue.schedule_async_request(request)
 
@@ -117,13 +129,13 @@ class _Mailbox:
     """
 
     def __init__(self) -> None:
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         self._report: tuple[Any, Sums] | None = None
-        self._file = tempfile.TemporaryFile()  # without a name, so nothing is left of it
+        self._file = os.fdopen(os.memfd_create("checkpoint"), "w+b")  # memory that forks share
 
     def put(self, results: dict[int, Any] | str, sums: Sums) -> None:
         self._report = (results, sums)
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner:
             pickle.dump(self._report, self._file)
             self._file.flush()
 
@@ -157,7 +169,7 @@ def _write(mailbox: _Mailbox, buckets: list[Any]) -> None:
             with _File(path) as file:
                 results[i] = [
                     _write_item(plain, file, data, item, name, torch_save)
-                    for item, data in (*objects, *_each_on_host(tensors))
+                    for item, data in chain(objects, ((item, t.cpu()) for item, t in tensors))
                 ]
             sums[name] = file.sums
     except Exception as error:  # reported by `finish`, on all ranks
@@ -165,13 +177,19 @@ def _write(mailbox: _Mailbox, buckets: list[Any]) -> None:
     mailbox.put(results, sums)
 
 
-def _on_host(buckets: list[Any]) -> list[Any]:
-    """Pageable copies: Megatron-Core would pin them, and torch never gives pinned memory back."""
-    return [(p, n, (objects, list(_each_on_host(tensors)))) for p, n, (objects, tensors) in buckets]
+def _write_in_fork(mailbox: "_Mailbox", buckets: list[Any]) -> None:
+    """Write, and end with the process that wants it: what it left could not be committed."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == mailbox.owner:
+        _write(mailbox, buckets)
 
 
-def _each_on_host(tensors: list[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    return ((item, tensor.cpu()) for item, tensor in tensors)
+def _staged(buckets: list[Any], staging: Staging) -> list[Any]:
+    copies = iter(staging.hold([t for _, _, (_, tensors) in buckets for _, t in tensors]))
+    return [
+        (path, name, (objects, [(item, next(copies)) for item, _ in tensors]))
+        for path, name, (objects, tensors) in buckets
+    ]
 
 
 class _File:

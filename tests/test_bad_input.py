@@ -1,166 +1,393 @@
-"""Bad input ends with one clear line, a non-zero exit code, and nothing half-written.
+"""Bad input ends with one line that names the cause and the way out, an exit code, and no debris.
 
-Mistakes of the command line are found by a real `train.py` in a moment; those that need data,
-kernels or checkpoints by a run of one rank.
+`CASES` is the list of what was tried. `python -m tests.test_bad_input` prints a part of it, with
+the answers, as a table.
 """
 
+import contextlib
+import io
+import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests.distributed import run_distributed
 from tests.runs import SMALL, run, text, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "run.steps=2"]
 
-
-# --- the command line -----------------------------------------------------------------------------
-
-
-def train_py(*args: str, ranks: int = 2, rank: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"WORLD_SIZE": str(ranks), "RANK": str(rank)}
-    command = [sys.executable, "train.py", *args]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+Prepare = Callable[[Path], Any]
+"""Puts the bad input into a folder."""
 
 
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        (
-            "model=tiny_gpt",
-            "error: model=tiny_gpt: no such option; did you mean model=tiny_gpt_oss",
-        ),
-        ("run.stesp=3", "error: run.stesp: no such knob; did you mean run.steps?"),
-        ("run.steps=many", "error: run.steps=many: expected an integer, as in run.steps=100"),
-        ("parallel.tensor=3", "error: parallel.tensor=3 does not divide"),
-        ("parallel.expert=4", "error: parallel.expert=4 must divide model.moe.experts=8 and the 2"),
-        ("data.global_batch=7", "error: data.global_batch=7 is no multiple of micro_batch="),
-        ("kernels.backend=fast", "error: kernels.backend=fast is not one of auto, reference"),
-    ],
-)
-@pytest.mark.parametrize("options", [[], ["--check"]])
-def test_command_line(override: str, line: str, options: list[str], tmp_path: Path) -> None:
-    done = train_py(*options, override, f"run.dir={tmp_path / 'runs'}")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(line) and len(done.stderr.splitlines()) == 1
-    assert "set " in done.stderr or "did you mean" in done.stderr or "as in" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+class Case(NamedTuple):
+    """One bad input. `{0}` is the folder that `files` has filled."""
+
+    args: str
+    """Command line, on top of a small valid one."""
+    cause: str
+    fix: str
+    files: Prepare | None = None
+    code: int = 2
+    env: tuple[tuple[str, str], ...] = ()
 
 
-def test_all_mistakes_are_told_by_one_rank() -> None:
-    mistakes = ["run.keep=0", "optim.lr=0", "parallel.pipeline=3"]
-    lines = train_py(*mistakes).stderr.splitlines()
-    assert [line.split("=")[0] for line in sorted(lines)] == [
-        "error: optim.lr",
-        "error: parallel.pipeline",
-        "error: run.keep",
-    ]
-    other = train_py(*mistakes, rank=1)
-    assert (other.returncode, other.stderr, other.stdout) == (2, "", "")
+# --- files ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("args", [[], ["run.steps=7"], ["--help"], ["--cfg", "job"]])
-def test_a_check_of_what_is_right_is_silent(args: list[str]) -> None:
-    done = train_py("--check", *args)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def corpus(folder: Path, name: str = "text", documents: list[list[int]] | None = None) -> None:
+    write_corpus(folder / name, documents or [list(p) for p in text()])
 
 
-# --- what only the machine knows ------------------------------------------------------------------
+def with_corpus(change: Prepare) -> Prepare:
+    def prepare(folder: Path) -> None:
+        corpus(folder)
+        change(folder)
+
+    return prepare
 
 
-def refused(folder: Path, *overrides: str, code: int = 2) -> list[str]:
-    """Lines of the error of a run that must fail; nothing of the run is left."""
-    before = sorted(folder.rglob("*"))
-    command = [*TINY, f"data.cache={folder / 'cache'}", *overrides]
-    if not any(o.startswith("run.dir=") for o in overrides):
-        command.append(f"run.dir={folder / 'runs'}")
-    (main,) = run(1, command)
-    assert main.code == code and main.out == ""
-    left = [p for p in sorted(folder.rglob("*")) if folder / "cache" not in (p, *p.parents)]
-    assert left == before
-    assert main.err.startswith("error: ") and "Traceback" not in main.err
-    return main.err.splitlines()
+def without(name: str) -> Prepare:
+    return with_corpus(lambda folder: (folder / name).unlink())
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> list[str]:
-    write_corpus(tmp_path / "text", [list(p) for p in text()])
-    return ["data=indexed", f"data.blend=[{tmp_path / 'text'}]"]
+def cut(name: str, size: int) -> Prepare:
+    return with_corpus(lambda f: os.truncate(f / name, (f / name).stat().st_size - size))
 
 
-def cut(path: Path, size: int) -> None:
-    os.truncate(path, path.stat().st_size - size)
+def patched(name: str, at: int, raw: bytes) -> Prepare:
+    def patch(folder: Path) -> None:
+        with (folder / name).open("r+b") as file:
+            file.seek(at)
+            file.write(raw)
+
+    return with_corpus(patch)
 
 
-@pytest.mark.parametrize(
-    ("damage", "file", "reason"),
-    [
-        (Path.unlink, "text.bin", "does not exist"),
-        (Path.unlink, "text.idx", "does not exist"),
-        (lambda path: cut(path, 2), "text.bin", "is truncated"),
-        (lambda path: cut(path, 100), "text.idx", "is truncated"),
-    ],
-)
-def test_missing_and_truncated_files(
-    tmp_path: Path, data: list[str], damage: Callable[[Path], None], file: str, reason: str
-) -> None:
-    damage(tmp_path / file)
-    (line,) = refused(tmp_path, *data)
-    assert f"{tmp_path / file} {reason}" in line
+def written(name: str, raw: bytes | str) -> Prepare:
+    def write(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(raw.encode() if isinstance(raw, str) else raw)
+
+    return with_corpus(write)
 
 
-def test_sequence_longer_than_the_data(tmp_path: Path, data: list[str]) -> None:
-    (line,) = refused(tmp_path, *data, "data.sequence_length=100000")
-    assert "data.sequence_length=100000 is longer than the data" in line
-    assert f"{tmp_path / 'text'}.bin" in line
+def sidecar(folder: Path, name: str = "text", **change: Any) -> None:
+    size = (folder / f"{name}.bin").stat().st_size // 2
+    count = struct.unpack("<Q", (folder / f"{name}.idx").read_bytes()[26:34])[0] - 1
+    content = {"tokenizer": "bytes", "tokenizer_sha256": "", "vocab_size": 256, "eod": 0}
+    content |= {"dtype": "uint16", "documents": count, "tokens": size, "plan": ""}
+    (folder / f"{name}.json").write_text(json.dumps(content | change))
 
 
-def test_kernels_that_cannot_run_here(tmp_path: Path) -> None:
-    (line,) = refused(tmp_path, "kernels.attention=flex", "data=synthetic")
-    assert "kernels.attention=flex cannot run here: needs CUDA; use kernels.attention=" in line
-    (line,) = refused(tmp_path, "kernels=fused", "run.device=auto", "data=synthetic")
-    assert "kernels.backend=fused cannot run here" in line and "use kernels=torch" in line
+def two_tokenizers(folder: Path) -> None:
+    for name in ("text", "other"):
+        corpus(folder, name)
+        sidecar(folder, name, tokenizer=name, tokenizer_sha256=name)
 
 
-def test_no_gpu(tmp_path: Path) -> None:
-    (line,) = refused(tmp_path, "run.device=cuda", "data=synthetic")
-    assert line == "error: run.device=cuda: torch sees no GPU here; set run.device=auto"
+def far_tokens(folder: Path) -> None:
+    corpus(folder, documents=[[7] * 40, [7, 300] * 20, [7] * 40])
 
 
-def test_run_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (line,) = refused(tmp_path, f"run.dir={tmp_path / 'file/runs'}", "data=synthetic")
-    assert f"cannot write to {tmp_path / 'file/runs'}" in line and "run.dir" in line
+def trained(folder: Path, change: Prepare = lambda _: None) -> None:
+    """A run of two steps, damaged."""
+    args = [*TINY, "data=synthetic", f"run.dir={folder / 'runs'}"]
+    assert answer(args, {}).code == 0
+    change(folder / "runs/run/checkpoints/step_00000002")
 
 
-def test_no_such_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "step_00000009"
-    resume = [f"run.resume={path}", f"run.dir={tmp_path / 'runs'}", "data=synthetic"]
-    (main,) = run(1, [*TINY, *resume])
-    assert main.code == 44 and main.out == ""
-    assert main.err.startswith(f"error: run.resume={path} is no valid checkpoint")
-    assert len(main.err.splitlines()) == 1
+def flipped(checkpoint: Path) -> None:
+    path = next(checkpoint.glob("*.distcp"))
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
 
 
-def test_token_beyond_the_vocabulary(tmp_path: Path) -> None:
-    """Found when it is read: the file says nothing of the ids in it."""
-    write_corpus(tmp_path / "text", [[7] * 40, [7, 300] * 20, [7] * 40])
-    data = ["data=indexed", f"data.blend=[{tmp_path / 'text'}]", "data.split='1'"]
-    cache = f"data.cache={tmp_path / 'cache'}"
-    (main,) = run(1, [*TINY, *data, cache, f"run.dir={tmp_path / 'runs'}"])
-    assert main.code == 2
-    (line,) = main.err.splitlines()
-    assert f"{tmp_path / 'text'}.bin, has token id 300, but model.vocab_size=256" in line
-    assert list((tmp_path / "runs/run/checkpoints").iterdir()) == []
+def cleared(checkpoint: Path) -> None:
+    for path in checkpoint.iterdir():
+        path.unlink()
 
 
+INDEXED = "data=indexed data.blend=[{0}/text]"
+RANDOM = "data=synthetic"
+YAML = "optim=bad"
+
+CASES = {
+    # the command line
+    "unknown knob": Case("run.stesp=3", "run.stesp: no such knob", "did you mean run.steps?"),
+    "knob of another trainer": Case("tp=2", "tp: no such knob", "did you mean parallel.tensor?"),
+    "knob in the wrong section": Case("run.lr=1", "run.lr: no such knob", "mean optim.lr?"),
+    "dashes": Case("--run.steps=3", "--run.steps=3: no such option", "did you mean run.steps=...?"),
+    "unknown option": Case("--fast", "--fast: no such option", "knobs are written without dashes"),
+    "unknown model": Case("model=tiny_gpt", "no such option", "did you mean model=tiny_gpt_oss"),
+    "option of no group": Case("kernels=cuda", "kernels=cuda: no such option", "options: auto, "),
+    "no value": Case("run.steps", "run.steps: expected <knob>=<value>", "<group>=<option>"),
+    "section": Case("optim=adam", "optim=adam: no such option", "did you mean optim=adamw"),
+    "section as knob": Case(
+        "model.moe=3", "model.moe: is a section", "as in model.moe.experts=..."
+    ),
+    "plus": Case("+run.steps=3", "all knobs exist already", "without +, ++ or ~"),
+    "sweep": Case("run.steps=1,2", "one value at a time", "as in run.steps=100"),
+    "text for a number": Case("run.steps=many", "expected an integer", "as in run.steps=100"),
+    "fraction for a whole number": Case("run.steps=2.5", "expected an integer", "as in run.steps="),
+    "text for a switch": Case("run.tensorboard=maybe", "expected true or false", "=false"),
+    "text for a list": Case("run.profile=x", "expected a list", "as in run.profile=[1,2]"),
+    "open bracket": Case("data.blend=[a", "cannot be read", "quote the value twice"),
+    "open quote": Case("run.name='a", "cannot be read", "quote the value twice"),
+    "line break": Case("run.name=a\nb", "run.name=a\\nb: cannot be read", "quote the value"),
+    "interpolation of nothing": Case(
+        "run.name=${{nope}}", "'nope' not found", "as in ${model.name}"
+    ),
+    # values
+    "not a choice": Case(
+        "kernels.backend=fast", "is not one of auto, reference", "set kernels.bac"
+    ),
+    "zero": Case("optim.lr=0", "optim.lr=0.0 must be above 0", "set optim.lr=0.003"),
+    "negative": Case("run.steps=-1", "run.steps=-1 must be at least 1", "set run.steps="),
+    "not finite": Case("optim.lr=nan", "optim.lr=nan must be finite", "set optim.lr=0.003"),
+    "infinite": Case("optim.clip_grad=inf", "must be finite", "set optim.clip_grad=1.0"),
+    "huge": Case("data.seed=99999999999", "must be at most 2147483647", "set data.seed=1234"),
+    "beta of one": Case("optim.beta2=1", "optim.beta2=1.0 must be below 1", "set optim.beta2=0.95"),
+    "rates the wrong way round": Case(
+        "optim.min_lr=1", "is above lr=0.01", "set optim.min_lr=0.01"
+    ),
+    "name with a path": Case(
+        "run.name=../x", "must be the name of one folder", "set run.name=tiny"
+    ),
+    "profile beyond the run": Case(
+        "run.profile=[5,90]", "within steps 1 to 2", "run.profile=[1,2]"
+    ),
+    "profile of three": Case(
+        "run.profile=[1,1,1]", "must be [first,last]", "set run.profile=[1,2]"
+    ),
+    "policy that is none": Case(
+        "run.bad_steps=ignore", "is not one of stop, skip", "set run.bad_st"
+    ),
+    "decay within warm-up": Case("optim.decay_steps=2", "ends within the warm-up", "decay_steps=3"),
+    # combinations
+    "batch": Case(
+        "data.global_batch=7", "is no multiple of micro_batch=", "set data.global_batch="
+    ),
+    "tensor": Case(
+        "parallel.tensor=3", "parallel.tensor=3 does not divide", "set parallel.tensor=1"
+    ),
+    "pipeline": Case("parallel.pipeline=2", "does not divide", "set parallel.pipeline=1"),
+    "experts": Case(
+        "parallel.expert=3", "must divide model.moe.experts=8", "set parallel.expert=1"
+    ),
+    "top-k": Case("model.moe.top_k=9", "is more than experts=8", "set model.moe.top_k=8"),
+    "heads": Case("model.attention.kv_heads=3", "does not divide heads=4", "kv_heads=2"),
+    "odd head": Case("model.attention.head_dim=9", "must be even to be rotated", "head_dim=10"),
+    "bias of softmax": Case("model.moe.router.bias_rate=1", "needs score=sigmoid", "bias_rate=0"),
+    "vocabulary of bytes": Case(
+        "model.vocab_size=99", "too small for bytes", "set model.vocab_size"
+    ),
+    "kernels of a GPU": Case("kernels.backend=te", "needs CUDA", "set kernels.backend=auto"),
+    # YAML files
+    "YAML: unknown knob": Case(
+        YAML, "no such knob", "did you", written("optim/bad.yaml", "lrr: 1\n")
+    ),
+    "YAML: wrong type": Case(YAML, "optim.lr", "as in", written("optim/bad.yaml", "lr: fast\n")),
+    "YAML: syntax": Case(YAML, "bad.yaml", "line 2", written("optim/bad.yaml", "lr: 1\n  b: [\n")),
+    "YAML: tab": Case(YAML, "bad.yaml", "line 2", written("optim/bad.yaml", "lr:\n\tx: 1\n")),
+    "YAML: a list": Case(
+        YAML, "is not a section", "expected lines", written("optim/bad.yaml", "- lr\n- 1\n")
+    ),
+    "YAML: twice": Case(
+        YAML, "duplicate key lr", "line 2", written("optim/bad.yaml", "lr: 1\nlr: 2\n")
+    ),
+    "YAML: not text": Case(
+        YAML,
+        "optim/bad.yaml: is no UTF-8",
+        "write the file again",
+        written("optim/bad.yaml", b"lr: \xff\xfe\n"),
+    ),
+    # data
+    "data: none": Case("data=indexed", "names no .bin/.idx files", "set data.blend=[prefix]"),
+    "data: unused": Case("data.blend=[a]", "is not read with data.source", "data.source=indexed"),
+    "data: weights": Case(
+        "data=indexed data.blend=[1,a,b]", "prefixes, or weights and", "set data."
+    ),
+    "data: split": Case("data.split=0", "weights of training and validation", "data.split="),
+    "data: no .bin": Case(INDEXED, "text.bin does not exist", "prefixes", without("text.bin")),
+    "data: no .idx": Case(INDEXED, "text.idx does not exist", "prefixes", without("text.idx")),
+    "data: short .bin": Case(
+        INDEXED, "text.bin is truncated", "make both again", cut("text.bin", 2)
+    ),
+    "data: short .idx": Case(
+        INDEXED, "text.idx is truncated", "make it again", cut("text.idx", 99)
+    ),
+    "data: long .bin": Case(
+        INDEXED, "does not belong to its index", "make both again", patched("text.bin", 10**6, b"x")
+    ),
+    "data: other .idx": Case(
+        INDEXED, "is not a Megatron index", "make it again", written("text.idx", b"GIF89a" * 20)
+    ),
+    "data: version": Case(
+        INDEXED, "has format version 9", "make it again", patched("text.idx", 9, b"\x09")
+    ),
+    "data: floats": Case(
+        INDEXED, "dtype code 6", "make it again", patched("text.idx", 17, b"\x06")
+    ),
+    "data: order": Case(
+        INDEXED, "are out of order", "make it again", patched("text.idx", 34, b"\xff\xff\xff\xff")
+    ),
+    "data: sidecar": Case(INDEXED, "not a JSON object", "move it away", written("text.json", "[")),
+    "data: deep sidecar": Case(
+        INDEXED, "not a JSON object", "move it away", written("text.json", "[" * 10**5)
+    ),
+    "data: sidecar of others": Case(
+        INDEXED, "says tokens 1", "make all again", with_corpus(partial(sidecar, tokens=1))
+    ),
+    "data: tokenizer": Case(
+        INDEXED, "token", "set model.vocab_size=999", with_corpus(partial(sidecar, vocab_size=999))
+    ),
+    "data: tokenizers": Case(
+        "data=indexed data.blend=[{0}/text,{0}/other]",
+        "mixes tokenizers",
+        "prepare all with one",
+        two_tokenizers,
+    ),
+    "data: short": Case(
+        f"{INDEXED} data.sequence_length=99999", "is longer than the data", "data.split=", corpus
+    ),
+    "data: token": Case(
+        f"{INDEXED} data.split='1'", "token id 300, but model.vocab_size=256", "set mod", far_tokens
+    ),
+    "data: cache": Case(
+        f"{INDEXED} data.cache={{0}}/text.bin/c", "cannot be written", "set data.cache to", corpus
+    ),
+    # checkpoints
+    "resume: nothing": Case(
+        f"{RANDOM} run.resume={{0}}/step_9", "no valid checkpoint", "run.resume=", None, 44
+    ),
+    "resume: a file": Case(
+        f"{RANDOM} run.resume={{0}}/x", "no valid checkpoint", "run.resume=", written("x", ""), 44
+    ),
+    "resume: the run folder": Case(
+        f"{RANDOM} run.resume={{0}}/runs/run", "no valid", "did you mean run.resume=", trained, 44
+    ),
+    "resume: a flipped bit": Case(
+        f"{RANDOM} run.steps=4", "", "run.resume=never", partial(trained, change=flipped), 44
+    ),
+    "resume: no manifest": Case(
+        f"{RANDOM} run.steps=4",
+        *("", "run.resume=never"),
+        partial(trained, change=lambda path: (path / "COMMIT.json").unlink()),
+        44,
+    ),
+    "resume: an empty folder": Case(
+        f"{RANDOM} run.steps=4", "", "run.resume=never", partial(trained, change=cleared), 44
+    ),
+    # the machine
+    "no GPU": Case(f"{RANDOM} run.device=cuda", "torch sees no GPU here", "set run.device=auto"),
+    "kernels that cannot run": Case(
+        f"{RANDOM} kernels.attention=flex", "cannot run here: needs CUDA", "use kernels.attention="
+    ),
+    "run folder below a file": Case(
+        f"{RANDOM} run.dir={{0}}/text.bin/runs", "cannot write to", "run.dir", corpus
+    ),
+    "read-only run folder": Case(f"{RANDOM} run.dir=/proc/runs", "cannot write to", "run.dir"),
+    # the environment
+    "WORLD_SIZE": Case("", "WORLD_SIZE=two", "torchrun", env=(("WORLD_SIZE", "two"),)),
+    "no ranks": Case("", "RANK=0", "torchrun", env=(("WORLD_SIZE", "0"),)),
+    "RANK": Case("", "RANK=-1", "start with torchrun", env=(("RANK", "-1"),)),
+    "LOCAL_RANK": Case("", "LOCAL_RANK= ", "start with torchrun", env=(("LOCAL_RANK", " "),)),
+    "RANK beyond": Case("", "RANK=3", "start with torchrun", env=(("RANK", "3"),)),
+}
+SHOWN = [
+    *["unknown knob", "dashes", "text for a number", "not finite", "batch", "experts"],
+    *["YAML: wrong type", "data: short .bin", "data: order", "data: token"],
+    *["resume: the run folder", "resume: a flipped bit", "no GPU", "WORLD_SIZE"],
+]
+
+
+class Answer(NamedTuple):
+    code: object
+    out: str
+    err: str
+
+
+def answer(args: list[str], env: dict[str, str], folder: Path | None = None) -> Answer:
+    """`train.py` in this process, with YAML files of `folder` beside ours."""
+    (found,) = run_distributed(_answer, 1, args, env, folder)
+    return found
+
+
+def _answer(args: list[str], env: dict[str, str], folder: Path | None) -> Answer:
+    import train
+    from configs import load
+
+    before, ours = dict(os.environ), load.FOLDER
+    out, err = io.StringIO(), io.StringIO()
+    os.environ.update(env)
+    if folder is not None and (folder / "optim").is_dir():
+        shutil.copytree(ours, folder / "configs")
+        shutil.copytree(folder / "optim", folder / "configs/optim", dirs_exist_ok=True)
+        load.FOLDER = folder / "configs"
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            return Answer(train.main(args), out.getvalue(), err.getvalue())
+    except SystemExit as end:
+        return Answer(end.code, out.getvalue(), err.getvalue())
+    finally:
+        load.FOLDER = ours
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def tried(case: Case, folder: Path) -> Answer:
+    """What a case answers."""
+    if case.files is not None:
+        case.files(folder)
+    args = [arg.format(folder) for arg in (case.args.split(" ") if case.args else [])]
+    args = [f"data.cache={folder / 'cache'}", f"run.dir={folder / 'runs'}", *args]
+    keys = {arg.partition("=")[0] for arg in args}
+    base = [arg for arg in TINY if arg.partition("=")[0] not in keys]
+    unique = {arg.partition("=")[0]: arg for arg in args}
+    return answer([*base, *unique.values()], dict(case.env), folder)
+
+
+def left(folder: Path) -> set[str]:
+    """Files of the run that are left behind."""
+    return {str(p.relative_to(folder / "runs")) for p in folder.glob("runs/**/*") if p.is_file()}
+
+
+def test_there_are_enough() -> None:
+    assert len(CASES) >= 60 and set(SHOWN) <= set(CASES)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    found = tried(case, tmp_path)
+    assert found.code == case.code and "Traceback" not in found.err
+    *before, line = found.err.splitlines()
+    assert line.startswith("error: ") and case.cause in line and case.fix in line
+    if name.startswith("resume: "):  # what was renamed is told before
+        assert all("Renamed to step_00000002.bad" in told for told in before)
+    elif name == "data: token":  # the only one that is not found before the first step
+        assert left(tmp_path) == {"run/metrics.jsonl"}
+    else:
+        assert before == [] and found.out == "" and left(tmp_path) == set()
+
+
+@pytest.mark.dist
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
-    command = [*TINY, f"run.dir={tmp_path}", "data=synthetic"]
-    assert run(1, command)[0].code == 0
+    trained(tmp_path)
+    command = [*TINY, f"run.dir={tmp_path / 'runs'}", "data=synthetic"]
     files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     (main,) = run(1, [*command, "run.steps=4", "model.moe.ffn=24", "model.moe.top_k=1"])
     assert main.code == 2 and main.out == ""
@@ -173,3 +400,58 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
         "or start anew with another run.name or with run.resume=never",
     ]
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == files
+
+
+# --- a real process -------------------------------------------------------------------------------
+
+
+def train_py(*args: str, ranks: int = 2, rank: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"WORLD_SIZE": str(ranks), "RANK": str(rank)}
+    command = [sys.executable, "train.py", *args]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("options", [[], ["--check"]])
+def test_exit_code(options: list[str]) -> None:
+    done = train_py(*options, "run.stesp=3")
+    line = "error: run.stesp: no such knob; did you mean run.steps?\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
+def test_all_mistakes_are_told_by_one_rank() -> None:
+    mistakes = ["run.keep_last=0", "optim.lr=0", "parallel.pipeline=3"]
+    lines = train_py(*mistakes).stderr.splitlines()
+    assert [line.split("=")[0] for line in sorted(lines)] == [
+        "error: optim.lr",
+        "error: parallel.pipeline",
+        "error: run.keep_last",
+    ]
+    other = train_py(*mistakes, rank=1)
+    assert (other.returncode, other.stderr, other.stdout) == (2, "", "")
+
+
+@pytest.mark.parametrize("args", [["run.steps=7"], ["--help"], ["--cfg", "job"]])
+def test_a_check_of_what_is_right_is_silent(args: list[str]) -> None:
+    done = train_py("--check", *args)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def table() -> str:
+    """Markdown: what `SHOWN` of the cases answer."""
+    rows = ["| input | code | answer |", "|---|---|---|"]
+    for name in SHOWN:
+        with tempfile.TemporaryDirectory() as folder:
+            case, found = CASES[name], tried(CASES[name], Path(folder))
+            line = found.err.splitlines()[-1].removeprefix("error: ").replace(f"{folder}/", "")
+        env = " ".join(f"{key}={value}" for key, value in case.env)
+        given = f"`{env or case.args.format('').replace('/text', 'text')}`"
+        what = f"{name.partition(': ')[2]}: {given}" if case.files else given
+        rows.append(f"| {what} | {found.code} | {line.replace('|', '&#124;')} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())

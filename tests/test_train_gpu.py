@@ -22,6 +22,7 @@ OVERRIDES = [
     "data.global_batch=8",
     "optim.warmup_steps=0",
 ]
+GRAPH = "run.graph=full_iteration"
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +62,25 @@ def test_token_rounding(mode: str, tmp_path: Path) -> None:
     rounding = [f"model.moe.router.rounding={mode}", "model.moe.router.rounding_tile=64"]
     theirs = train(tmp_path, "torch", "model=tiny", "kernels=torch", *rounding)
     close(train(tmp_path, "fused", "model=tiny", "kernels=fused", *rounding), theirs)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+def test_a_graph_trains_bit_for_bit_like_eager_steps(
+    model: str, kernels: str, tmp_path: Path
+) -> None:
+    options = [f"model={model}", f"kernels={kernels}", "run.steps=12"]
+    options += ["run.eval_interval=7", "run.eval_batches=1", "parallel.capacity_factor=8"]
+    eager = train(tmp_path, "eager", *options)
+    graph = train(tmp_path, "graph", *options, GRAPH)
+    for name in ("loss", "grad_norm", "valid_loss", "load_max", "mtp_loss"):
+        assert [s.get(name) for s in graph] == [s.get(name) for s in eager], name
+
+
+def test_a_step_that_overflows_is_run_again_and_captured_anew(tmp_path: Path) -> None:
+    options = ["model=tiny", "kernels=fused", "run.steps=12"]
+    roomy = train(tmp_path, "roomy", *options, "parallel.capacity_factor=8")
+    tight = train(tmp_path, "tight", *options, "parallel.capacity_factor=1", GRAPH)
+    assert tight[-1]["reruns"] > 0
+    for name in ("loss", "grad_norm"):
+        assert [s[name] for s in tight] == [s[name] for s in roomy], name

@@ -89,7 +89,8 @@ class _Rank(NamedTuple):
 
 
 def _train(cfg: Config) -> _Rank:
-    from parallel.runtime import StopSignal, start
+    from parallel.runtime import start
+    from parallel.signals import StopSignal
 
     runtime = start(seed=cfg.run.seed, timeout=60, deterministic=False)
     from moe.trainer import Trainer

@@ -254,14 +254,14 @@ def _load(folder: str, name: str, stock_reads: bool) -> Any:
     from megatron.core import dist_checkpointing
 
     from parallel.groups import create
-    from parallel.model_state import fitted
+    from parallel.model_state import without_extra_states
 
     reader = pair(name)[stock_reads]
     with torch.no_grad():
         for p in reader.parameters():
             p.zero_()
     metadata = {"dp_cp_group": create(expert=dist.get_world_size()).pg.dp_cp}
-    wanted = fitted({"model": reader.sharded_state_dict("mlp.", (), metadata)}, Path(folder))
+    wanted = without_extra_states({"model": reader.sharded_state_dict("mlp.", (), metadata)})
     state = dist_checkpointing.load(wanted, folder)["model"]
     state = {key.removeprefix("mlp."): value for key, value in state.items()}
     left = reader.load_state_dict(state, strict=False)

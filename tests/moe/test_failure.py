@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from configs.validate import ConfigError
 from kernels.registry import KernelUnavailable
 from moe import failure
 from moe.cache import DataError
+from moe.memory import OutOfMemory
 from parallel.checkpoint import CheckpointError, NoUsableCheckpoint
 from parallel.drift import CheckpointMismatch
 from parallel.engine import Diverged
-from parallel.runtime import StopSignal
+from parallel.signals import StopSignal
 
 GLOO = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4\nmore")
 
@@ -64,9 +64,11 @@ def test_what_is_wrong_with_the_input_is_one_line(
 def test_out_of_memory_says_what_to_set(
     stop: StopSignal, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert give_up(torch.OutOfMemoryError("Tried to allocate 9 GiB.\nmore"), stop) == 1
+    assert (
+        give_up(OutOfMemory("data.micro_batch=4: lower it (Tried to allocate 9 GiB.)"), stop) == 1
+    )
     (line,) = capsys.readouterr().err.splitlines()
-    assert "data.micro_batch" in line and line.endswith("(Tried to allocate 9 GiB.)")
+    assert line.startswith("error: out of memory: data.micro_batch=4: lower it")
 
 
 def test_a_bug_shows_its_stack(stop: StopSignal, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,3 +121,31 @@ def test_the_launcher_is_told(
     assert seen.timestamp > 1e9 and json.loads(path.read_text())
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no/folder"))
     assert give_up(DataError("what"), stop) == 2
+
+
+class StandIn:
+    """A watchdog that has decided who is to speak."""
+
+    def __init__(self, speaks: bool) -> None:
+        self.speaks, self.reported = speaks, tuple[str, str, bool]()
+
+    def report(self, error: str, first_line: str, *, own: bool) -> bool:
+        self.reported = (error, first_line, own)
+        return self.speaks
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("speaks", [True, False])
+def test_the_watchdog_says_who_speaks(
+    rank: int, speaks: bool, stop: StopSignal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watchdog = StandIn(speaks)
+    try:
+        raise DataError("what")
+    except DataError as error:
+        code = failure.give_up(error, stop, rank=rank, training=True, watchdog=watchdog)  # type: ignore[arg-type]
+    assert code == 2
+    stack, first_line, own = watchdog.reported
+    assert "raise DataError" in stack and first_line == "what" and own
+    told = "error: what (rank 3)\n" if rank else "error: what\n"
+    assert capsys.readouterr().err == (told if speaks else "")

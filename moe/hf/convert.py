@@ -1,0 +1,248 @@
+"""A Hugging Face folder to a checkpoint that a run can start from, and a checkpoint to a folder.
+
+Both walk over the regions of `hf.weights` and hold one at a time, on one process without a GPU. All
+names, shapes and dtypes are compared before anything is written; the result appears under its name
+when it is complete.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.knobs import knobs, put
+from configs.schema import Config, ModelConfig
+from moe.hf import ConversionError
+from moe.hf.config import to_json, to_knobs
+from moe.hf.pieces import PieceReader, PieceWriter
+from moe.hf.shards import Shards
+from moe.hf.source import Source, read_json
+from moe.hf.weights import Region, regions
+
+Progress = Callable[[int, int], object]
+"""Told what has been done since the last time, and how much there is in all."""
+
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files that are copied beside exported weights, as far as they are there."""
+
+_SHARD = 5 << 30  # bytes of data in an exported file
+
+
+def determined(folder: Path) -> dict[str, Any]:
+    """Knobs below `model.` that the model in a Hugging Face folder determines.
+
+    Raises:
+        ConversionError: the model has no counterpart here.
+    """
+    config = read_json(folder / "config.json")
+    found = to_knobs(config)
+    # transformers leaves out the prediction layers when it saves, but not their number.
+    names = Source(folder, config).names
+    first = f"model.layers.{found['layers']}."
+    if not any(name.startswith(first) for name in names):
+        found["mtp_layers"] = 0
+    return found
+
+
+def import_folder(
+    folder: Path, out: Path, model: ModelConfig, progress: Progress = lambda done, total: None
+) -> None:
+    """Write a Hugging Face folder as a checkpoint of step 0 without an optimizer's state.
+
+    Args:
+        folder: with config.json and safetensors.
+        out: the checkpoint; must not exist.
+        model: that fits `determined(folder)`; with fewer `mtp_layers`, the others are left out.
+        progress: in regions.
+
+    Raises:
+        ConversionError: a tensor is missing, unexpected or of another shape; `out` exists.
+        OSError: the disk does not take it.
+    """
+    config = read_json(folder / "config.json")
+    source, depths = Source(folder, config), to_knobs(config)["mtp_layers"]
+    plan = [r for r in regions(model) if not r.repeated or r.parts[0].name in source.names]
+    left_out = tuple(
+        f"model.layers.{model.layers + depth}." for depth in range(model.mtp_layers, depths)
+    )
+    dtypes = _check(source, plan, left_out)
+    first = {(r.key, r.rows): r for r in plan if not r.repeated}
+    with _new(out) as unfinished:
+        writer = PieceWriter(unfinished)
+        for region in plan:
+            values = _assembled(source, region, dtypes[region.key])
+            if region.repeated:
+                original = first[region.key, region.rows]
+                if not torch.equal(values, _assembled(source, original, dtypes[region.key])):
+                    names = f"{region.parts[0].name} and {original.parts[0].name}"
+                    raise ConversionError(f"{names} differ, and are one tensor here (--no-mtp)")
+            else:
+                writer.add(region.key, region.shape, region.rows[0], values)
+            progress(1, len(plan))
+        common = {
+            "config": {"model": asdict(model)},
+            "step": 0,
+            "data": {"consumed_samples": 0},
+            "weights_only": True,
+        }
+        writer.commit(out, common)
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: Path | None = None,
+    shard_bytes: int = _SHARD,
+    verifying: Progress = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face folder.
+
+    Args:
+        checkpoint: of any run and layout; it is verified first.
+        out: the folder; must not exist.
+        dtype: of the weights, bf16 or fp32; as they are saved by default.
+        tokenizer: folder whose tokenizer files are copied.
+        shard_bytes: of data in one file.
+        verifying: progress of the verification, in bytes.
+        progress: in regions.
+
+    Raises:
+        ConversionError: no valid checkpoint, or of a model that Hugging Face does not have.
+        OSError: the disk does not take it.
+    """
+    copied = _tokenizer_files(tokenizer) if tokenizer else []
+    with _new(out) as unfinished:
+        reader = PieceReader(checkpoint, verifying)
+        config = reader.common.get("config", {})
+        model = _model(config.get("model"))
+        context = config.get("data", {}).get("sequence_length", 4096)
+        weights = dtype or (reader.dtype(_WORDS) if _WORDS in reader.keys() else torch.bfloat16)
+        text = to_json(model, context, str(weights).removeprefix("torch."))
+        plan = list(regions(model))
+        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for region in plan:
+            _fits(region, reader)
+            for part in region.parts:
+                kind = torch.float32 if region.exact else dtype or reader.dtype(region.key)
+                tensors[part.name] = (kind, part.shape)
+        shards = Shards(unfinished, tensors, shard_bytes)
+        for region in plan:
+            values = reader.read(region.key, region.rows)
+            for part in region.parts:
+                shards.write(part.name, part.rows[0], part.view(values))
+            progress(1, len(plan))
+        shards.index()
+        (unfinished / "config.json").write_text(json.dumps(text, indent=2) + "\n")
+        for file in copied:
+            shutil.copyfile(file, unfinished / file.name)
+        unfinished.rename(out)
+
+
+_WORDS = "embedding.word_embeddings.weight"
+
+
+def _check(source: Source, plan: list[Region], left_out: tuple[str, ...]) -> dict[str, torch.dtype]:
+    """Dtype of every tensor of the checkpoint, the widest of its parts.
+
+    Args:
+        source: the folder.
+        plan: all that is read.
+        left_out: how names begin that are not.
+
+    Raises:
+        ConversionError: a tensor is missing, unexpected, misshapen or of an unknown dtype.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    used: set[str] = set()
+    known: dict[str, torch.dtype] = {}
+    for region in plan:
+        for part in region.parts:
+            if part.name not in known:
+                known[part.name] = source.dtype(part.name)
+                if (shape := source.shape(part.name)) != part.shape:
+                    raise ConversionError(
+                        f"{part.name} has shape {list(shape)}, not {list(part.shape)} as "
+                        "config.json says"
+                    )
+                used |= source.parts(part.name)
+            kind = torch.float32 if region.exact else known[part.name]
+            dtypes[region.key] = torch.promote_types(dtypes.get(region.key, kind), kind)
+    for name in sorted(source.names - used):
+        if not name.startswith(left_out) and not name.endswith("rotary_emb.inv_freq"):
+            raise ConversionError(f"{name} is unexpected: the model of config.json has no such")
+    return dtypes
+
+
+def _assembled(source: Source, region: Region, dtype: torch.dtype) -> Tensor:
+    start, stop = region.rows
+    values = torch.empty((stop - start, *region.shape[1:]), dtype=dtype)
+    for part in region.parts:
+        view = part.view(values)
+        view.copy_(source.read(part.name, part.rows).reshape(view.shape))
+    return values
+
+
+def _fits(region: Region, reader: PieceReader) -> None:
+    if region.key not in reader.keys():
+        raise ConversionError(f"{region.key} is missing from the checkpoint")
+    if (shape := reader.shape(region.key)) != region.shape:
+        raise ConversionError(f"{region.key} has shape {list(shape)}, not {list(region.shape)}")
+
+
+def _model(saved: Any) -> ModelConfig:
+    """The model section that a checkpoint was saved with."""
+    cfg = Config()
+    for path, value in _leaves(saved if isinstance(saved, dict) else {}, "model."):
+        if path not in knobs() or type(value) is not knobs()[path].type:
+            raise ConversionError(f"the checkpoint's configuration has {path}={value!r}")
+        put(cfg, path, value)
+    return cfg.model
+
+
+def _leaves(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    found = [folder / name for name in TOKENIZER if (folder / name).is_file()]
+    if not found:
+        raise ConversionError(f"{folder} has no tokenizer files ({', '.join(TOKENIZER[:3])}, ...)")
+    return found
+
+
+@contextmanager
+def _new(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to fill and rename; it goes when it is not renamed."""
+    unfinished = out.with_name(out.name + ".tmp")
+    if out.exists():
+        raise ConversionError(f"{out} exists; name a folder that does not")
+    if unfinished.exists():
+        raise ConversionError(f"{unfinished} exists, of a conversion that runs or was killed")
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

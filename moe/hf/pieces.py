@@ -1,0 +1,197 @@
+"""A checkpoint of Megatron-Core's torch_dist format, written and read in pieces by one process.
+
+The format keeps pieces of tensors as torch.save archives, one after the other in .distcp files, and
+their places in `.metadata`. parallel.manifest commits and verifies the folder, parallel.contents
+reads what is no tensor.
+"""
+
+import io
+import json
+import math
+import os
+import pickle
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from moe.hf import ConversionError
+from parallel import contents, manifest
+
+Shape = tuple[int, ...]
+_FILE = (
+    4 << 30
+)  # bytes after which a new file is begun: the ranks of a run verify files in parallel
+
+
+class PieceWriter:
+    """A new checkpoint of step 0.
+
+    Args:
+        folder: empty; `commit` renames it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sums: manifest.Sums = {}
+        self._file: BinaryIO | None = None
+        self._name, self._size, self._crc = "", 0, 0
+        self._tensors: dict[str, Any] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add(self, key: str, shape: Shape, first: int, values: Tensor) -> None:
+        """Rows of the tensor `key` of `shape` from row `first`; all rows have one dtype."""
+        offsets = torch.Size([first, *[0] * (len(shape) - 1)])
+        if key not in self._tensors:
+            properties = TensorProperties(dtype=values.dtype)
+            self._tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
+        chunks = self._tensors[key].chunks
+        index = MetadataIndex(key, offsets, len(chunks))
+        chunks.append(ChunkStorageMetadata(offsets, values.shape))
+        self._append(index, values)
+
+    def commit(self, final: Path, common: dict[str, Any]) -> None:
+        """Finish the checkpoint and rename it to `final`; `common` is plain data for all ranks."""
+        name = "common_state/shard_0_1"
+        self._append(MetadataIndex(name), [{"common": common}])
+        self._end()
+        metadata = Metadata(
+            {**self._tensors, name: BytesStorageMetadata()},
+            storage_data=self._places,
+            storage_meta=StorageMeta(),
+        )
+        (self._folder / manifest.METADATA).write_bytes(pickle.dumps(metadata))
+        facts = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        (self._folder / "metadata.json").write_text(json.dumps(facts))
+        for name in (manifest.METADATA, "metadata.json"):
+            self._sums[name] = manifest.checksum(self._folder / name)
+        manifest.commit(self._folder, final, manifest.Commit(0, 1, self._sums))
+
+    def _append(self, index: MetadataIndex, value: Any) -> None:
+        buffer = io.BytesIO()  # torch corrupts memory when writing to disk fails inside torch.save
+        torch.save(value, buffer)
+        data = buffer.getbuffer()
+        if self._file is None or self._size + data.nbytes > _FILE:
+            self._end()
+            self._name = f"__0_{len(self._sums)}.distcp"
+            self._file, self._size, self._crc = (self._folder / self._name).open("wb"), 0, 0
+        self._file.write(data)
+        self._places[index] = _StorageInfo(self._name, self._size, data.nbytes)
+        self._size, self._crc = self._size + data.nbytes, zlib.crc32(data, self._crc)
+
+    def _end(self) -> None:
+        if self._file is not None:
+            with self._file as file:
+                file.flush()
+                os.fsync(file.fileno())
+            self._sums[self._name] = (self._size, self._crc)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    offsets: Shape
+    sizes: Shape
+    place: _StorageInfo
+
+
+class PieceReader:
+    """The tensors of a checkpoint that was written on any layout.
+
+    Args:
+        folder: of the checkpoint; all files are verified.
+        progress: told (bytes read, bytes of all files) while they are verified.
+
+    Raises:
+        ConversionError: it is damaged, or no checkpoint.
+    """
+
+    def __init__(self, folder: Path, progress: Callable[[int, int], object]) -> None:
+        try:
+            files = manifest.read_commit(folder).files
+            total = sum(size for size, _ in files.values())
+            if problems := manifest.verify(folder, files, lambda n: progress(n, total)):
+                raise manifest.Invalid(problems[0])
+            metadata = contents.read_metadata(folder, files)
+            self.common: dict[str, Any] = contents.read_common(folder, metadata)["common"]
+        except manifest.Invalid as error:
+            raise ConversionError(f"{folder} is no valid checkpoint: {error}") from None
+        self._folder = folder
+        self._described = metadata.state_dict_metadata
+        self._pieces: dict[str, list[_Piece]] = {}
+        for index, place in metadata.storage_data.items():
+            what = self._described.get(index.fqn)
+            if isinstance(what, TensorStorageMetadata):
+                sizes = {tuple(c.offsets): tuple(c.sizes) for c in what.chunks}
+                offsets = tuple(index.offset or ())
+                if offsets not in sizes:
+                    raise ConversionError(f"{folder} does not describe a piece of {index.fqn}")
+                piece = _Piece(offsets, sizes[offsets], place)
+                self._pieces.setdefault(index.fqn, []).append(piece)
+
+    def keys(self) -> set[str]:
+        """Names of the tensors, those of the optimizer included."""
+        return set(self._pieces)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Of a tensor."""
+        return self._described[key].properties.dtype
+
+    def shape(self, key: str) -> Shape:
+        """Of a whole tensor."""
+        return tuple(self._described[key].size)
+
+    def read(self, key: str, rows: tuple[int, int]) -> Tensor:
+        """Rows of a tensor, joined from the pieces that hold them.
+
+        Raises:
+            ConversionError: no piece holds some of them.
+        """
+        start, stop = rows
+        out = torch.empty((stop - start, *self.shape(key)[1:]), dtype=self.dtype(key))
+        found = 0
+        for piece in self._pieces[key]:
+            low = max(start, piece.offsets[0])
+            high = min(stop, piece.offsets[0] + piece.sizes[0])
+            if low < high:
+                rest = zip(piece.offsets[1:], piece.sizes[1:], strict=True)
+                place = (slice(low - start, high - start), *(slice(o, o + n) for o, n in rest))
+                values = self._rows(key, piece, low - piece.offsets[0], high - piece.offsets[0])
+                out[place] = values
+                found += values.numel()
+        if found != out.numel():
+            raise ConversionError(f"{self._folder} holds only a part of {key}")
+        return out
+
+    def _rows(self, key: str, piece: _Piece, start: int, stop: int) -> Tensor:
+        """Rows of one piece; no more of it is read, unless it was saved with gaps."""
+        with (self._folder / piece.place.relative_path).open("rb") as file:
+            archive = _create_file_view(file, piece.place.offset, piece.place.length)
+            # On the meta device torch.load reads no data, but tells where in the archive it is.
+            meta = torch.load(archive, map_location="meta", weights_only=True)
+            if tuple(meta.shape) != piece.sizes or meta.dtype != self.dtype(key):
+                raise ConversionError(f"{self._folder} does not describe {key} as it is stored")
+            if not meta.is_contiguous():
+                archive.seek(0)
+                return torch.load(archive, weights_only=True)[start:stop]
+            row = math.prod(piece.sizes[1:]) * meta.itemsize
+            at = meta.untyped_storage()._checkpoint_offset + meta.storage_offset() * meta.itemsize
+            data = torch.empty((stop - start) * row, dtype=torch.uint8)
+            archive.seek(at + start * row)
+            if archive.readinto(data.numpy()) != data.numel():
+                raise ConversionError(f"{self._folder} ends within {key}")
+        return data.view(meta.dtype).view(stop - start, *piece.sizes[1:])

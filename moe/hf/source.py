@@ -1,0 +1,195 @@
+"""Tensors of a Hugging Face folder, read in pieces: safetensors only, quantised ones as bf16.
+
+The folder may come from elsewhere. Shards are named by the index and lie directly in the folder;
+their headers are checked by the safetensors library; pickled weights are never opened.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from moe.hf import ConversionError
+from moe.hf.quantised import from_fp8, from_mxfp4
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
+_LARGEST = 256 << 20  # bytes of an index or a configuration
+_MAPPED = 64 << 20  # bytes read of a shard before its mapping, which counts as memory, is renewed
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+_BLOCK = (128, 128)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a folder.
+
+    Raises:
+        ConversionError: the file is missing or is no JSON object.
+    """
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict):
+            raise ValueError
+    except FileNotFoundError:
+        raise ConversionError(f"{path} is missing") from None
+    except (ValueError, RecursionError):
+        raise ConversionError(f"{path} is no JSON object") from None
+    return data
+
+
+class Source:
+    """The tensors of a folder by name.
+
+    MXFP4 tensors are stored as `<name>_blocks` and `<name>_scales`, those in FP8 with
+    `<name>_scale_inv` beside them; `dtype`, `shape` and `read` tell of the values.
+
+    Args:
+        folder: with model.safetensors, or the shards that model.safetensors.index.json names.
+        config: its config.json.
+
+    Raises:
+        ConversionError: there are no safetensors, or the index is not usable.
+    """
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self._files = _files(folder)
+        self.names = set(self._files)
+        self._block = _block(config)
+        self._open: tuple[str, Any] = ("", None)
+        self._read = 0
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of the values of a tensor: bf16 or fp32.
+
+        Raises:
+            ConversionError: it is missing, or of another dtype.
+        """
+        if self._is_mxfp4(name):
+            return torch.bfloat16
+        stored = self._stored(name)
+        if stored == "F8_E4M3":
+            self._slice(f"{name}_scale_inv")
+            return torch.bfloat16
+        if stored not in _DTYPES:
+            known = "BF16, F32, F8_E4M3 with _scale_inv, MXFP4 as _blocks and _scales"
+            raise ConversionError(f"{name} is stored as {stored}, which is none of {known}")
+        return _DTYPES[stored]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the values of a tensor.
+
+        Raises:
+            ConversionError: it is missing, or does not go with its scales.
+        """
+        if not self._is_mxfp4(name):
+            shape = self._shape(name)
+            if self._stored(name) == "F8_E4M3":
+                pairs = zip(shape, self._block, strict=True) if len(shape) == 2 else ()
+                self._expect(f"{name}_scale_inv", [math.ceil(n / b) for n, b in pairs])
+            return shape
+        blocks = self._shape(f"{name}_blocks")
+        if len(blocks) != 4 or blocks[-1] != 16:
+            raise ConversionError(f"{name}_blocks has shape {list(blocks)}, not [E, rows, N, 16]")
+        self._expect(f"{name}_scales", list(blocks[:-1]))
+        experts, outputs, groups, _ = blocks
+        return experts, 32 * groups, outputs  # transposed, as the unquantised tensor is stored
+
+    def parts(self, name: str) -> set[str]:
+        """Names under which the folder stores a tensor."""
+        if self._is_mxfp4(name):
+            return {f"{name}_blocks", f"{name}_scales"}
+        return {name, f"{name}_scale_inv"} & self.names
+
+    def read(self, name: str, rows: tuple[int, int]) -> Tensor:
+        """Rows of a tensor; the memory is its own.
+
+        Raises:
+            ConversionError: a quantised value is not finite.
+        """
+        start, stop = rows
+        if self._is_mxfp4(name):
+            blocks, scales = (self._rows(f"{name}_{s}", start, stop) for s in ("blocks", "scales"))
+            values = from_mxfp4(blocks, scales).transpose(1, 2)
+        elif self._stored(name) == "F8_E4M3":
+            scale = self._slice(f"{name}_scale_inv")[:]
+            values = from_fp8(self._rows(name, start, stop), scale, self._block, start)
+        else:
+            return self._rows(name, start, stop)
+        if not values.isfinite().all():
+            raise ConversionError(f"{name} has quantised values that are not finite")
+        return values
+
+    def _is_mxfp4(self, name: str) -> bool:
+        return name not in self._files and f"{name}_blocks" in self._files
+
+    def _expect(self, name: str, shape: list[int]) -> None:
+        if (found := list(self._shape(name))) != shape:
+            raise ConversionError(f"{name} has shape {found}, not {shape}")
+
+    def _stored(self, name: str) -> str:
+        return str(self._slice(name).get_dtype())
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        rows = self._slice(name)[start:stop].clone()
+        self._read += rows.nbytes
+        return rows
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._files:
+            raise ConversionError(f"{name} is missing from {self.folder}")
+        file = self._files[name]
+        try:
+            if self._open[0] != file or self._read > _MAPPED:
+                self._open, self._read = (file, safe_open(self.folder / file, "pt")), 0
+            return self._open[1].get_slice(name)
+        except FileNotFoundError:
+            raise ConversionError(f"{self.folder / file} is missing") from None
+        except SafetensorError as error:
+            raise ConversionError(f"{self.folder / file}: {name} cannot be read: {error}") from None
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Tensor name -> file that holds it."""
+    if (folder / INDEX).is_file():
+        files = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(files, dict):
+            raise ConversionError(f"{folder / INDEX} has no weight_map")
+        for file in files.values():
+            if not isinstance(file, str) or not _SHARD.fullmatch(file):
+                raise ConversionError(
+                    f"{folder / INDEX} names {str(file)[:80]!r}: a shard is a .safetensors file in "
+                    "the folder"
+                )
+        return files
+    if not (folder / _SINGLE).is_file():
+        raise ConversionError(
+            f"{folder} has neither {INDEX} nor {_SINGLE}: only safetensors are read"
+        )
+    try:
+        with safe_open(folder / _SINGLE, "pt") as file:
+            return dict.fromkeys(file.keys(), _SINGLE)
+    except SafetensorError as error:
+        raise ConversionError(f"{folder / _SINGLE} cannot be read: {error}") from None
+
+
+def _block(config: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale of FP8."""
+    quantised = config.get("quantization_config")
+    size = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
+    if size is None:
+        return _BLOCK
+    if not (isinstance(size, list) and len(size) == 2 and all(type(n) is int and n for n in size)):
+        raise ConversionError(f"config.json has weight_block_size={size}, not two sizes")
+    return size[0], size[1]

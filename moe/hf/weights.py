@@ -1,0 +1,215 @@
+"""Which tensor of a Hugging Face folder is which part of which tensor of a checkpoint.
+
+One map serves both directions. A checkpoint's tensor is cut into regions, which are small enough to
+hold in memory; each is made of parts of the folder's tensors. A part is a strided view of its
+region: import copies into the view, export reads from it.
+
+Legend: E experts, D hidden, F expert width, G key-value heads, d channels of a head.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from configs.schema import ModelConfig
+
+Shape = tuple[int, ...]
+View = Callable[[Tensor], Tensor]
+
+_PIECE = 1 << 24  # elements of a region, where its tensor can be cut between rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a tensor of the folder."""
+
+    name: str
+    shape: Shape
+    """Of the whole tensor."""
+    rows: tuple[int, int]
+    view: View
+    """From the region to these rows, up to a reshape."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Rows of a tensor of the checkpoint. The views of its parts cover it, each element once."""
+
+    key: str
+    shape: Shape
+    """Of the whole tensor."""
+    rows: tuple[int, int]
+    parts: tuple[Part, ...]
+    exact: bool = False
+    """Kept in fp32, whatever the dtype of the weights."""
+    repeated: bool = False
+    """The folder holds it a second time, or not."""
+
+
+def _same(region: Tensor) -> Tensor:
+    return region
+
+
+def regions(m: ModelConfig) -> Iterator[Region]:
+    """All regions of a model that `hf.config` accepts, in the order of the layers."""
+    words = (m.vocab_size, m.hidden)
+    yield from _rows("embedding.word_embeddings.weight", words, "model.embed_tokens.weight")
+    for layer in range(m.layers):
+        sparse = layer >= m.moe.dense_layers
+        yield from _layer(m, f"decoder.layers.{layer}.", f"model.layers.{layer}.", sparse)
+    yield from _rows("decoder.final_layernorm.weight", (m.hidden,), "model.norm.weight")
+    for depth in range(m.mtp_layers):
+        yield from _prediction(m, f"mtp.layers.{depth}.", f"model.layers.{m.layers + depth}.")
+    if not m.tie_embeddings:
+        yield from _rows("output_layer.weight", words, "lm_head.weight")
+
+
+def _rows(
+    key: str,
+    shape: Shape,
+    name: str,
+    *,
+    first: int = 0,
+    count: int = 0,
+    exact: bool = False,
+    repeated: bool = False,
+) -> Iterator[Region]:
+    """`count` rows of a tensor from row `first`, by default all, which the folder has as `name`."""
+    count = count or shape[0]
+    step = max(1, _PIECE // math.prod(shape[1:]))
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        part = Part(name, (count, *shape[1:]), (start, stop), _same)
+        yield Region(key, shape, (first + start, first + stop), (part,), exact, repeated)
+
+
+def _layer(m: ModelConfig, key: str, name: str, sparse: bool) -> Iterator[Region]:
+    yield from _rows(f"{key}input_layernorm.weight", (m.hidden,), f"{name}input_layernorm.weight")
+    attention = _latent_attention if m.attention.kind == "mla" else _grouped_attention
+    yield from attention(m, f"{key}self_attention.", f"{name}self_attn.")
+    norm = f"{name}post_attention_layernorm.weight"
+    yield from _rows(f"{key}pre_mlp_layernorm.weight", (m.hidden,), norm)
+    if not sparse:
+        yield from _mlp(f"{key}mlp.", f"{name}mlp.", m.hidden, m.dense_ffn)
+        return
+    yield from _router(m, f"{key}mlp.router.", f"{name}mlp.")
+    experts = _joint_experts if m.bias else _separate_experts
+    yield from experts(m, f"{key}mlp.experts.experts.", f"{name}mlp.experts.")
+    if m.moe.shared_ffn:
+        shared = f"{name}mlp.shared_experts."
+        yield from _mlp(f"{key}mlp.shared_experts.", shared, m.hidden, m.moe.shared_ffn)
+
+
+def _prediction(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
+    """A layer of multi-token prediction, laid out like DeepSeek-V3's: embedding and head twice."""
+    words, embedding = (m.vocab_size, m.hidden), "embedding.word_embeddings.weight"
+    head = embedding if m.tie_embeddings else "output_layer.weight"
+    yield from _rows(embedding, words, f"{name}embed_tokens.weight", repeated=True)
+    for norm in ("enorm", "hnorm"):
+        yield from _rows(f"{key}{norm}.weight", (m.hidden,), f"{name}{norm}.weight")
+    yield from _rows(f"{key}eh_proj.weight", (m.hidden, 2 * m.hidden), f"{name}eh_proj.weight")
+    yield from _layer(m, f"{key}transformer_layer.", name, sparse=True)
+    norm = f"{name}shared_head.norm.weight"
+    yield from _rows(f"{key}final_layernorm.weight", (m.hidden,), norm)
+    yield from _rows(head, words, f"{name}shared_head.head.weight", repeated=True)
+
+
+def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
+    """Queries, keys and values of one key-value head lie together in a checkpoint."""
+    a = m.attention
+    per, d = a.heads // a.kv_heads, a.head_dim
+
+    def heads(first: int, last: int) -> View:
+        def view(region: Tensor) -> Tensor:
+            return region.view(a.kv_heads, per + 2, d, *region.shape[1:])[:, first:last]
+
+        return view
+
+    spans = {"q": (0, per), "k": (per, per + 1), "v": (per + 1, per + 2)}
+    for kind in ("weight", "bias") if m.bias else ("weight",):
+        columns = (m.hidden,) if kind == "weight" else ()
+        parts = []
+        for letter, (first, last) in spans.items():
+            rows = a.kv_heads * (last - first) * d
+            source = f"{name}{letter}_proj.{kind}"
+            parts.append(Part(source, (rows, *columns), (0, rows), heads(first, last)))
+        total = a.kv_heads * (per + 2) * d
+        yield Region(f"{key}linear_qkv.{kind}", (total, *columns), (0, total), tuple(parts))
+    out = (m.hidden, a.heads * d)
+    yield from _rows(f"{key}linear_proj.weight", out, f"{name}o_proj.weight")
+    if m.bias:
+        yield from _rows(f"{key}linear_proj.bias", (m.hidden,), f"{name}o_proj.bias")
+    if a.sinks:
+        yield from _rows(f"{key}core_attention.softmax_offset", (a.heads,), f"{name}sinks")
+    if a.qk_norm:
+        for letter in "qk":
+            norm = f"{name}{letter}_norm.weight"
+            yield from _rows(f"{key}{letter}_layernorm.weight", (d,), norm)
+
+
+def _latent_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
+    """Rotated channels are interleaved pairs on both sides, so nothing is permuted."""
+    a = m.attention
+    queries = a.heads * (a.qk_nope_dim + a.qk_rope_dim)
+    shapes = {
+        ("linear_kv_down_proj", "kv_a_proj_with_mqa"): (a.kv_lora_rank + a.qk_rope_dim, m.hidden),
+        ("kv_layernorm", "kv_a_layernorm"): (a.kv_lora_rank,),
+        ("linear_kv_up_proj", "kv_b_proj"): (a.heads * (a.qk_nope_dim + a.v_dim), a.kv_lora_rank),
+        ("linear_proj", "o_proj"): (m.hidden, a.heads * a.v_dim),
+    }
+    if a.q_lora_rank:
+        shapes[("linear_q_down_proj", "q_a_proj")] = (a.q_lora_rank, m.hidden)
+        shapes[("q_layernorm", "q_a_layernorm")] = (a.q_lora_rank,)
+        shapes[("linear_q_up_proj", "q_b_proj")] = (queries, a.q_lora_rank)
+    else:
+        shapes[("linear_q_proj", "q_proj")] = (queries, m.hidden)
+    for (ours, theirs), shape in shapes.items():
+        yield from _rows(f"{key}{ours}.weight", shape, f"{name}{theirs}.weight")
+
+
+def _mlp(key: str, name: str, hidden: int, width: int) -> Iterator[Region]:
+    fc1 = (f"{key}linear_fc1.weight", (2 * width, hidden))
+    yield from _rows(*fc1, f"{name}gate_proj.weight", count=width)
+    yield from _rows(*fc1, f"{name}up_proj.weight", first=width, count=width)
+    yield from _rows(f"{key}linear_fc2.weight", (hidden, width), f"{name}down_proj.weight")
+
+
+def _router(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
+    experts, theirs = m.moe.experts, "router" if m.bias else "gate"
+    yield from _rows(f"{key}weight", (experts, m.hidden), f"{name}{theirs}.weight")
+    if m.bias:
+        yield from _rows(f"{key}bias", (experts,), f"{name}{theirs}.bias")
+    if m.moe.router.bias_rate:
+        bias = f"{name}{theirs}.e_score_correction_bias"
+        yield from _rows(f"{key}expert_bias", (experts,), bias, exact=True)
+
+
+def _separate_experts(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
+    """Three matrices for each expert (DeepSeek-V3, Qwen3)."""
+    E, F, D = m.moe.experts, m.moe.ffn, m.hidden
+    for e in range(E):
+        gate = Part(f"{name}{e}.gate_proj.weight", (F, D), (0, F), lambda t: t[0, :F])
+        up = Part(f"{name}{e}.up_proj.weight", (F, D), (0, F), lambda t: t[0, F:])
+        down = Part(f"{name}{e}.down_proj.weight", (D, F), (0, D), _same)
+        yield Region(f"{key}linear_fc1.weight", (E, 2 * F, D), (e, e + 1), (gate, up))
+        yield Region(f"{key}linear_fc2.weight", (E, D, F), (e, e + 1), (down,))
+
+
+def _joint_experts(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
+    """All experts in one tensor, transposed, gate and up channels in turn (GPT-OSS)."""
+    E, F, D = m.moe.experts, m.moe.ffn, m.hidden
+    for e in range(E):
+        at = (e, e + 1)
+        gate_up = Part(
+            f"{name}gate_up_proj", (E, D, 2 * F), at, lambda t: t.view(1, 2, F, D).transpose(1, 3)
+        )
+        down = Part(f"{name}down_proj", (E, F, D), at, lambda t: t.transpose(1, 2))
+        yield Region(f"{key}linear_fc1.weight", (E, 2 * F, D), at, (gate_up,))
+        yield Region(f"{key}linear_fc2.weight", (E, D, F), at, (down,))
+    bias = Part(
+        f"{name}gate_up_proj_bias", (E, 2 * F), (0, E), lambda t: t.view(E, 2, F).transpose(1, 2)
+    )
+    yield Region(f"{key}linear_fc1.bias", (E, 2 * F), (0, E), (bias,))
+    yield from _rows(f"{key}linear_fc2.bias", (E, D), f"{name}down_proj_bias")

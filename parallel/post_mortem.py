@@ -1,0 +1,54 @@
+"""What a rank leaves behind when its job fails: Python stacks and the record of its collectives."""
+
+import faulthandler
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+
+from parallel.blame import Where
+from parallel.progress import now
+
+
+def write(folder: Path, rank: int, verdict: str, error: str) -> None:
+    """Write this rank's files, or tell why they cannot be written.
+
+    Args:
+        folder: created.
+        rank: of this process.
+        verdict: why the job ends.
+        error: traceback that this rank has handled, empty if it had none.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank_{rank}.txt").open("w", encoding="utf-8") as file:
+            print(f"{verdict}\n\nrank {rank} was in {now().at}\n{error}", file=file, flush=True)
+            faulthandler.dump_traceback(file)
+        (folder / f"rank_{rank}.collectives.json").write_bytes(_flight_record())
+    except OSError as problem:
+        print(f"rank {rank}: stacks not written: {problem}", file=sys.stderr, flush=True)
+
+
+def _flight_record() -> bytes:
+    """The last TORCH_FR_BUFFER_SIZE collectives, by torch's flight recorder; NCCL and gloo."""
+    from torch._C import _distributed_c10d as c10d
+
+    return c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+
+
+def end_stopped(folder: Path, where: Where) -> None:
+    """Kill a process of this job that does not answer, if it is on this host.
+
+    A stopped process would keep its GPU, and the launcher waiting. It has no stack to give.
+    """
+    try:
+        process = psutil.Process(where.pid)
+        same = abs(process.create_time() - where.born) < 1  # and not a later one of this number
+        if where.host != socket.gethostname() or not same:
+            return
+        note = f"{where} did not answer, so its stack is unknown; it was {process.status()}\n"
+        process.kill()
+        (folder / f"rank_{where.rank}.txt").write_text(note, encoding="utf-8")
+    except (psutil.Error, OSError):
+        pass  # another rank of this host was faster, or the process is not there

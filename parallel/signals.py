@@ -1,0 +1,39 @@
+"""Signals that ask a run to end.
+
+Imports nothing heavy: train.py enters it before torch is imported, so that a signal during start-up
+is not lost either.
+"""
+
+import signal
+from types import FrameType
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopSignal:
+    """Context in which SIGTERM, SIGUSR1 and SIGINT ask for a clean stop at the next step.
+
+    Sent again they change nothing, but for a third SIGINT: a KeyboardInterrupt, for the person at a
+    terminal who does not want to wait.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        """Name of the first one."""
+        self._interrupts = 0
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopSignal":
+        for s in _STOP_SIGNALS:
+            self._previous[s] = signal.signal(s, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for s, handler in self._previous.items():
+            signal.signal(s, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number).name
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 2:
+            raise KeyboardInterrupt

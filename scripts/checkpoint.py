@@ -1,0 +1,161 @@
+#!/usr/bin/env python
+"""Look at the checkpoints of a run: which there are, whether one is sound, what is in it.
+
+Needs neither a GPU nor torchrun, changes nothing, and runs no code from a checkpoint.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
+from parallel import manifest  # noqa: E402
+from parallel.drift import leaves  # noqa: E402
+from parallel.manifest import Commit, Invalid  # noqa: E402
+
+SET_ASIDE = {".bad": "failed verification", ".old": "of an earlier run", ".tmp": "never completed"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code: 0 sound, 1 damaged or unreadable, 2 wrong usage."""
+    args = parser().parse_args(argv)
+    try:
+        for line in args.show(args.folder):
+            # What comes from the file cannot steer the terminal.
+            print(line if line.isprintable() else ascii(line))
+    except (Invalid, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        print(f"checkpoint: {args.folder}: {reason}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 1
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments."""
+    top = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = top.add_subparsers(required=True, metavar="list | verify | inspect")
+    for show, what, folder in (
+        (list_run, "steps, sizes and ages; reads names and sizes of files only", "of a run"),
+        (verify, "read every file and compare it with its checksum", "of a checkpoint"),
+        (inspect, "tensors, shapes, types, and the configuration", "of a checkpoint"),
+    ):
+        command = commands.add_parser(show.__name__.split("_")[0], help=what, description=what)
+        command.add_argument("folder", type=Path, help=folder)
+        command.set_defaults(show=show)
+    return top
+
+
+def list_run(folder: Path) -> Iterator[str]:
+    """One line per checkpoint of a run, newest first; those that do not count in the end."""
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    found = [path for _, path in manifest.committed(root)]
+    aside = [
+        (path, why) for end, why in SET_ASIDE.items() for path in manifest.with_suffix(root, end)
+    ]
+    if not found and not aside:
+        folder.stat()
+        raise Invalid("no checkpoints here")
+    for path in found:
+        yield _line(path, _quick(path))
+    for path, why in aside:
+        yield _line(path, why)
+
+
+def verify(folder: Path) -> Iterator[str]:
+    """Read all files; raises Invalid if one is not what was written."""
+    commit = _commit(folder)
+    total = sum(size for size, _ in commit.files.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
+        problems = manifest.verify(folder, commit.files, bar.update)
+    if problems:
+        raise Invalid("; ".join(problems))
+    _contents(folder, commit)
+    yield f"{folder}: step {commit.step}, {len(commit.files)} files, {_size(total)}: sound"
+
+
+def inspect(folder: Path) -> Iterator[str]:
+    """What is in a checkpoint. Checksums are not compared: see `verify`."""
+    commit = _commit(folder)
+    tensors, state = _contents(folder, commit)
+    common = state["common"]
+    yield f"step {commit.step}, written by {commit.world} ranks"
+    for name, (size, _) in sorted(commit.files.items()):
+        yield f"  {name}  {_size(size)}"
+    yield "configuration"
+    for key, value in leaves(common.get("config", {})):
+        yield f"  {key}={value}"
+    yield "data " + json.dumps(common.get("data", {}))
+    count = sum(shape.numel() for name, shape, _ in tensors if not name.startswith("optimizer."))
+    yield f"tensors ({count:,} numbers besides the optimizer's)"
+    width = max((len(name) for name, *_ in tensors), default=0)
+    for name, shape, dtype in tensors:
+        yield f"  {name:<{width}}  {str(dtype).removeprefix('torch.'):<8}  {list(shape)}"
+
+
+def _commit(folder: Path) -> Commit:
+    if not folder.is_dir():
+        raise Invalid("no such folder")
+    try:
+        return manifest.read_commit(folder)
+    except Invalid as error:
+        inside = manifest.committed(folder) or manifest.committed(folder / "checkpoints")
+        raise Invalid(f"{error}; did you mean {inside[0][1]}?" if inside else str(error)) from None
+
+
+def _contents(folder: Path, commit: Commit) -> tuple[list[tuple[str, Any, Any]], dict[str, Any]]:
+    """([(name, shape, dtype)], common state), without running code from the files."""
+    from parallel import contents  # brings torch, which takes seconds
+
+    metadata = contents.read_metadata(folder, commit.files)
+    held = sorted(metadata.state_dict_metadata.items())
+    tensors = [(k, v.size, v.properties.dtype) for k, v in held if hasattr(v, "size")]
+    return tensors, contents.read_common(folder, metadata)
+
+
+def _quick(folder: Path) -> str:
+    """What names and sizes of the files tell."""
+    try:
+        files = manifest.read_commit(folder).files
+        for name, (size, _) in files.items():
+            if (found := (folder / name).stat().st_size) != size:
+                return f"damaged: {name} has {found} bytes, not {size}"
+    except FileNotFoundError as error:
+        return f"damaged: {Path(error.filename).name} is missing"
+    except Invalid as error:
+        return f"damaged: {error}"
+    return "complete"
+
+
+def _line(folder: Path, state: str) -> str:
+    files = [path.stat() for path in folder.iterdir() if path.is_file()]
+    newest = max((file.st_mtime for file in files), default=folder.stat().st_mtime)
+    size = _size(sum(file.st_size for file in files))
+    return f"{folder.name:<20}  {size:>10}  {_age(time.time() - newest):>8} ago  {state}"
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.{0 if unit == 'bytes' else 1}f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Tiny random models of transformers, and ours with the weights of an imported checkpoint.
+
+transformers is imported inside functions: ranks import this module and must not have it.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from configs.schema import Config
+from moe.hf.convert import determined, import_folder
+from scripts.convert_hf import configured
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+_LATENT = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=80,
+    moe_intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_shared_experts=2,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=24,
+    first_k_dense_replace=1,
+)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        dict(
+            _LATENT,
+            q_lora_rank=48,
+            n_group=4,
+            topk_group=2,
+            rope_parameters={**YARN, "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+    ),
+    "moonlight": (
+        "DeepseekV3Config",
+        dict(
+            _LATENT,
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=2.446,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+        ),
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        dict(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            head_dim=16,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=6,
+            rope_parameters={**YARN, "rope_theta": 1.5e5, "truncate": False},
+        ),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        dict(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=80,
+            moe_intermediate_size=32,
+            num_hidden_layers=3,
+            head_dim=24,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            mlp_only_layers=[0],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+    ),
+}
+"""Name -> configuration class and its arguments: every part of the published models."""
+
+
+def theirs(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model of transformers with random values everywhere: no bias 0, no norm 1."""
+    import transformers
+
+    kind, fields = MODELS[name]
+    config = getattr(transformers, kind)(**{**fields, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(1)
+    state = model.state_dict()
+    for key, value in state.items():
+        value.normal_(0, 0.2, generator=generator)
+        if "norm" in key:
+            value.add_(1.0)
+    return _rounded(model.eval(), dtype)
+
+
+def _rounded(model: Any, dtype: torch.dtype) -> Any:
+    """The bias that shapes the choice of experts stays fp32, as from_pretrained keeps it."""
+    kept = {k: v.clone() for k, v in model.named_buffers() if k.endswith("correction_bias")}
+    model.to(dtype)
+    for key, value in kept.items():
+        owner, _, name = key.rpartition(".")
+        setattr(model.get_submodule(owner), name, value)
+    return model
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder by name."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}
+    return found
+
+
+def imported(folder: Path, out: Path, precision: str = "fp32") -> Config:
+    """Import a folder; a configuration with its model, on CPU."""
+    cfg, _ = configured(determined(folder), None)
+    import_folder(folder, out, cfg.model)
+    cfg.run.device, cfg.run.precision = "cpu", precision
+    cfg.run.dir = str(out.parent / "runs")
+    cfg.data.source, cfg.data.sequence_length = "synthetic", 24
+    cfg.data.micro_batch, cfg.data.global_batch = 2, 4
+    cfg.parallel.capacity_factor = float(cfg.model.moe.experts)  # any routing fits
+    return cfg
+
+
+def words(vocabulary: int = 96) -> Tensor:
+    """Token ids [2, 24]: longer than the windows and the context before YaRN."""
+    return torch.randint(vocabulary, (2, 24), generator=torch.Generator().manual_seed(2))
+
+
+def loaded(cfg: Config, checkpoint: Path, *, optimizer: bool = False) -> Any:
+    """Inside a rank: the job with the weights of the checkpoint."""
+    from moe.setup import setup
+    from parallel.checkpoint import Checkpointer
+    from parallel.runtime import start
+
+    job = setup(cfg, start(seed=1, timeout=60, deterministic=False))
+    folder = Path(cfg.run.dir) / cfg.run.name / "checkpoints"
+    group = job.groups.pg.dp_cp
+    saver = Checkpointer(folder, keep_last=1, async_save=False, dp_cp_group=group)
+    engine = job.engine
+    parts = (engine.optimizer, engine.scheduler) if optimizer else ()
+    saver.load(checkpoint, engine.chunks, *parts, config=asdict(cfg))
+    engine.eval()
+    return job, saver
+
+
+def our_logits(cfg: Config, checkpoint: Path, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Inside a rank, without a pipeline: logits [B, S, V], and those of the first prediction layer.
+
+    The prediction layer sees the tokens one further, and 0 behind the last.
+    """
+    job, _ = loaded(cfg, checkpoint)
+    (model,) = job.engine.modules
+    seen: list[Tensor] = []
+    if cfg.model.mtp_layers:
+        model.mtp.register_forward_hook(lambda module, args, result: seen.append(result))
+    positions = torch.arange(ids.size(1)).expand_as(ids)
+    with torch.no_grad():
+        logits = model(ids, positions, None)
+        if not seen:
+            return logits.float(), None
+        hidden = seen[0].chunk(1 + cfg.model.mtp_layers)[1]
+        head = model.shared_embedding_or_output_weight() if cfg.model.tie_embeddings else None
+        predicted, _ = model.output_layer(hidden, weight=head)
+    return logits.float(), predicted.transpose(0, 1).float()
+
+
+def save_with_predictions(model: Any, folder: Path) -> Any:
+    """Save a DeepSeek-V3 with a layer of multi-token prediction, as published; returns that."""
+    from safetensors.torch import save_file
+    from transformers.modeling_layers import MtpModel
+
+    layer = model.config.num_hidden_layers
+    predictor = MtpModel(model, 1).eval()
+    predictor = _rounded(predictor, model.dtype)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for key, value in predictor.layers.state_dict().items():
+            value.normal_(float("norm" in key), 0.2, generator=generator)
+    model.save_pretrained(folder)
+    extra: dict[str, Tensor] = {}
+    for key, value in predictor.layers.state_dict().items():
+        name = f"model.layers.{layer}.{key.removeprefix('0.').removeprefix('mtp_block.')}"
+        name = name.replace(".post_norm.", ".shared_head.norm.")
+        prefix, found, kind = name.partition(".experts.")
+        if not found or kind not in ("gate_up_proj", "down_proj"):
+            extra[name] = value
+            continue
+        for e, expert in enumerate(value):
+            halves = expert.chunk(2) if kind == "gate_up_proj" else [expert]
+            kinds = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+            for half, matrix in zip(kinds, halves, strict=True):
+                extra[f"{prefix}.experts.{e}.{half}.weight"] = matrix
+    extra[f"model.layers.{layer}.embed_tokens.weight"] = model.get_input_embeddings().weight
+    extra[f"model.layers.{layer}.shared_head.head.weight"] = model.lm_head.weight
+    extra = {name: value.detach().clone() for name, value in extra.items()}
+    save_file(extra, folder / "more.safetensors")
+    index(folder)
+    return predictor
+
+
+def index(folder: Path) -> None:
+    """Name every tensor of every shard in an index, in place of the one that was there."""
+    files: dict[str, str] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            files |= dict.fromkeys(file.keys(), path.name)
+    text = json.dumps({"metadata": {}, "weight_map": files})
+    (folder / "model.safetensors.index.json").write_text(text)

@@ -1,0 +1,221 @@
+"""Folders that cannot be converted: one line that names the tensor, field or knob; no result."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe.hf import ConversionError
+from moe.hf.convert import export_checkpoint
+from tests.moe.hf import models
+from tests.moe.hf.models import imported, index, tensors
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of three families, and checkpoints of them."""
+    root = tmp_path_factory.mktemp("saved")
+    for name in ("deepseek_v3", "gpt_oss", "qwen3_moe"):
+        models.theirs(name, torch.bfloat16).save_pretrained(root / name)
+        imported(root / name, root / f"{name}-step")
+    return root
+
+
+def copied(source: Path, out: Path) -> Path:
+    """A copy with an index over one shard, whose tensors can be changed."""
+    out.mkdir()
+    (out / "config.json").write_text((source / "config.json").read_text())
+    save_file(tensors(source), out / "a.safetensors")
+    index(out)
+    return out
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    found = tensors(folder)
+    change(found)
+    save_file(found, folder / "a.safetensors")
+    index(folder)
+
+
+def change_index(folder: Path, file: str) -> None:
+    names = tensors(folder)
+    text = json.dumps({"weight_map": dict.fromkeys(names, file)})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_moe", {"model_type": "llama"}, "model_type='llama'"),
+    ("qwen3_moe", {"model_type": ["llama"]}, "model_type="),
+    ("qwen3_moe", {"hidden_size": "64"}, "hidden_size='64'"),
+    ("qwen3_moe", {"hidden_size": 32}, "has shape"),
+    ("qwen3_moe", {"num_hidden_layers": 2}, r"layers\.2\..* is unexpected"),
+    ("qwen3_moe", {"num_hidden_layers": 4}, r"layers\.3\..* is missing"),
+    (
+        "qwen3_moe",
+        {"num_local_experts": 9},
+        r"mlp\.gate\.weight has shape \[8, 64\], not \[9, 64\]",
+    ),
+    ("qwen3_moe", {"rms_norm_eps": None}, "rms_norm_eps=None"),
+    ("qwen3_moe", {"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
+    ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+    ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen3_moe", {"rope_parameters": [1]}, "rope parameters"),
+    ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "no factor"),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.5}}, "whole number"),
+    ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+    ("gpt_oss", {"layer_types": 4}, "layer_types"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("deepseek_v3", {"topk_group": 3}, "group_topk=3"),
+    ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts=None"),
+    ("deepseek_v3", {"q_lora_rank": None}, r"q_proj\.weight is missing"),
+    ("deepseek_v3", {"quantization_config": {"weight_block_size": 128}}, "weight_block_size=128"),
+]
+
+
+@pytest.mark.parametrize("name, fields, message", FIELDS)
+def test_a_config_that_does_not_fit(
+    name: str, fields: dict[str, Any], message: str, saved: Path, tmp_path: Path
+) -> None:
+    folder = copied(saved / name, tmp_path / "theirs")
+    change_config(folder, **fields)
+    refused(folder, tmp_path, message)
+
+
+def refused(folder: Path, tmp_path: Path, message: str) -> None:
+    with pytest.raises(ConversionError, match=message) as error:
+        imported(folder, tmp_path / "step")
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("step*"))
+
+
+FOLDERS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda f: change_tensors(f, lambda t: t.pop(NORM)), f"{NORM} is missing"),
+    (lambda f: change_tensors(f, lambda t: t.update(extra=t[NORM].clone())), "extra is unexpected"),
+    (
+        lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM][:9]})),
+        rf"{NORM} has shape \[9\]",
+    ),
+    (lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].half()})), f"{NORM} is .* F16"),
+    (
+        lambda f: change_tensors(f, lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})),
+        f"{NORM}_scale_inv is missing",
+    ),
+    (lambda f: change_index(f, "../theirs/a.safetensors"), "names '../theirs/a.safetensors'"),
+    (lambda f: change_index(f, "/etc/passwd"), "names '/etc/passwd'"),
+    (lambda f: change_index(f, "a.bin"), "names 'a.bin'"),
+    (lambda f: change_index(f, "..safetensors/.safetensors"), "names "),
+    (lambda f: change_index(f, "b.safetensors"), r"b\.safetensors is missing"),
+    (lambda f: (f / "model.safetensors.index.json").unlink(), "only safetensors are read"),
+    (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "is no JSON object"),
+    (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
+    (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
+    (lambda f: (f / "config.json").write_text("[" * 99999), r"config\.json is no JSON object"),
+    (
+        lambda f: (f / "a.safetensors").write_bytes(b"\x80" * 64),
+        r"a\.safetensors: .* cannot be read",
+    ),
+    (
+        lambda f: (f / "a.safetensors").write_bytes((f / "a.safetensors").read_bytes()[:-8]),
+        r"a\.safetensors: .* cannot be read",
+    ),
+]
+
+
+@pytest.mark.parametrize("damage, message", FOLDERS)
+def test_a_folder_that_is_damaged(
+    damage: Callable[[Path], object], message: str, saved: Path, tmp_path: Path
+) -> None:
+    folder = copied(saved / "qwen3_moe", tmp_path / "theirs")
+    damage(folder)
+    refused(folder, tmp_path, message)
+
+
+def test_nothing_is_overwritten(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConversionError, match="there exists"):
+        imported(saved / "qwen3_moe", tmp_path / "there")
+    with pytest.raises(ConversionError, match="there exists"):
+        export_checkpoint(saved / "qwen3_moe-step", tmp_path / "there")
+    assert not list((tmp_path / "there").iterdir())
+    (tmp_path / "new.tmp").mkdir()
+    with pytest.raises(ConversionError, match=r"new\.tmp exists"):
+        imported(saved / "qwen3_moe", tmp_path / "new")
+
+
+def test_a_checkpoint_with_a_flipped_byte_is_not_exported(saved: Path, tmp_path: Path) -> None:
+    models.theirs("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    imported(tmp_path / "theirs", tmp_path / "step")
+    path = tmp_path / "step" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ConversionError, match=r"__0_0\.distcp has .* its contents changed"):
+        export_checkpoint(tmp_path / "step", tmp_path / "back")
+    assert not list(tmp_path.glob("back*"))
+
+
+def test_what_is_no_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=r"COMMIT\.json is missing"):
+        export_checkpoint(saved / "qwen3_moe", tmp_path / "back")
+
+
+def test_tokenizer_files_are_copied(saved: Path, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    with pytest.raises(ConversionError, match="no tokenizer files"):
+        export_checkpoint(saved / "qwen3_moe-step", tmp_path / "back", tokenizer=tokenizer)
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "pytorch_model.bin").write_text("not this")
+    export_checkpoint(saved / "qwen3_moe-step", tmp_path / "back", tokenizer=tokenizer)
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+    assert not (tmp_path / "back" / "pytorch_model.bin").exists()
+
+
+KNOBS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_moe", {"bias": True}, r"model\.bias=true cannot be exported"),
+    ("qwen3_moe", {"attention.qk_norm": False}, r"model\.attention\.qk_norm=false"),
+    ("qwen3_moe", {"moe.activation": "geglu"}, r"model\.moe\.activation=geglu"),
+    ("deepseek_v3", {"moe.router.score": "softmax"}, r"model\.moe\.router\.score=softmax"),
+    ("deepseek_v3", {"moe.router.bias_rate": 0.0}, r"model\.moe\.router\.bias_rate=0"),
+    ("deepseek_v3", {"moe.shared_ffn": 0}, r"model\.moe\.shared_ffn=0"),
+    ("deepseek_v3", {"layers": 4}, r"decoder\.layers\.3\..* is missing from the checkpoint"),
+    ("gpt_oss", {"hidden": 32}, r"embedding\..* has shape \[96, 64\], not \[96, 32\]"),
+]
+
+
+@pytest.mark.parametrize("name, changes, message", KNOBS)
+def test_a_model_that_hugging_face_does_not_have(
+    name: str, changes: dict[str, Any], message: str, saved: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    import moe.hf.convert as convert
+    from configs.knobs import put
+    from configs.schema import Config
+
+    original = convert._model
+
+    def changed(saved: Any) -> Any:
+        cfg = Config(model=original(saved))
+        for knob, value in changes.items():
+            put(cfg, f"model.{knob}", value)
+        return cfg.model
+
+    monkeypatch.setattr(convert, "_model", changed)
+    with pytest.raises(ConversionError, match=message):
+        export_checkpoint(saved / f"{name}-step", tmp_path / "back")
+    assert not list(tmp_path.glob("back*"))

@@ -1,0 +1,111 @@
+"""scripts/checkpoint.py: lists, verifies and inspects; one line on what is wrong, and no code."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import checkpoint
+from tests.parallel.checkpoints import largest, reseal
+from tests.parallel.conftest import run, template  # noqa: F401  (fixtures)
+
+SCRIPT = Path(checkpoint.__file__)
+
+
+def call(
+    capsys: pytest.CaptureFixture[str], command: str, folder: Path
+) -> tuple[int, list[str], str]:
+    """(exit code, lines, errors without the progress bar)."""
+    code = checkpoint.main([command, str(folder)])
+    out, err = capsys.readouterr()
+    errors = [line for line in err.splitlines() if line.startswith("checkpoint:")]
+    assert "Traceback" not in err
+    return code, out.splitlines(), "\n".join(errors)
+
+
+@pytest.mark.dist
+def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    os.truncate(largest(run / "step_00000001"), 100)
+    (run / "step_00000000.bad").mkdir()
+    code, lines, errors = call(capsys, "list", run)
+    assert (code, errors, len(lines)) == (0, "", 3)
+    assert lines[0].startswith("step_00000002") and lines[0].endswith("complete")
+    assert " KiB " in lines[0] and "ago" in lines[0]
+    assert lines[1].startswith("step_00000001") and "has 100 bytes, not" in lines[1]
+    assert lines[2].startswith("step_00000000.bad") and lines[2].endswith("failed verification")
+    assert call(capsys, "list", run.parent)[1][1:] == lines[1:]  # the run folder does as well
+
+
+@pytest.mark.dist
+def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    code, lines, errors = call(capsys, "verify", run / "step_00000002")
+    assert (code, errors, len(lines)) == (0, "", 1) and lines[0].endswith("sound")
+    shard = largest(run / "step_00000002")
+    data = bytearray(shard.read_bytes())
+    data[1000] ^= 1
+    shard.write_bytes(data)
+    code, lines, errors = call(capsys, "verify", run / "step_00000002")
+    assert (
+        (code, lines) == (1, []) and f"{shard.name} has" in errors and "contents changed" in errors
+    )
+    assert call(capsys, "list", run)[1][0].endswith("complete")  # sizes do not tell
+
+
+@pytest.mark.dist
+def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    code, lines, errors = call(capsys, "inspect", run / "step_00000002")
+    assert (code, errors) == (0, "")
+    assert lines[0] == "step 2, written by 1 ranks" and "  model.layers=2" in lines
+    found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines if "[" in line}
+    assert found["embedding.word_embeddings.weight"] == ["bfloat16", "[64, 32]"]
+    assert found["optimizer.state.exp_avg.embedding.word_embeddings.weight"][0] == "float32"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_pickle_is_refused_and_not_run(
+    run: Path,  # noqa: F811
+    tmp_path: Path,
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "harmed"),)
+
+    (run / "step_00000002/.metadata").write_bytes(pickle.dumps(Harm()))
+    reseal(run / "step_00000002")
+    code, lines, errors = call(capsys, command, run / "step_00000002")
+    assert (code, lines) == (1, []) and "asks for posix.mkdir: refused" in errors
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("command", ["list", "verify", "inspect"])
+def test_mistakes_are_told_in_one_line(
+    run: Path,  # noqa: F811
+    tmp_path: Path,
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "none", tmp_path / "empty"):
+        code, lines, errors = call(capsys, command, folder)
+        assert (code, lines, len(errors.splitlines())) == (1, [], 1) and str(folder) in errors
+    if command != "list":
+        assert f"did you mean {run / 'step_00000002'}?" in call(capsys, command, run)[2]
+
+
+@pytest.mark.dist
+def test_as_a_person_calls_it(run: Path) -> None:  # noqa: F811
+    def script(*args: str) -> subprocess.CompletedProcess[str]:
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        command = [sys.executable, str(SCRIPT), *args]
+        return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+
+    done = script("verify", str(run / "step_00000002"))
+    assert done.returncode == 0 and done.stdout.endswith("sound\n"), done.stderr
+    assert script("verify").returncode == 2

@@ -1,0 +1,146 @@
+"""convert_hf as a person starts it: there and back, one-line errors, and little memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from scripts import convert_hf
+from tests.moe.hf.models import MODELS, index, tensors
+
+SCRIPT = Path(convert_hf.__file__)
+
+
+def convert(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def qwen3(folder: Path, **changes: Any) -> Path:
+    """A Qwen3-MoE folder with random weights, made without transformers."""
+    _, fields = MODELS["qwen3_moe"]
+    config = {**fields, "model_type": "qwen3_moe", "rms_norm_eps": 1e-6, **changes}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    D, V, d = config["hidden_size"], config["vocab_size"], config["head_dim"]
+    H, G = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (D,)}
+    shapes |= {"model.embed_tokens.weight": (V, D), "lm_head.weight": (V, D)}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{at}{norm}.weight"] = (D,)
+        for letter, heads in (("q", H), ("k", G), ("v", G)):
+            shapes[f"{at}self_attn.{letter}_proj.weight"] = (heads * d, D)
+        shapes[f"{at}self_attn.o_proj.weight"] = (D, H * d)
+        shapes |= {f"{at}self_attn.{letter}_norm.weight": (d,) for letter in "qk"}
+        dense = layer in config["mlp_only_layers"]
+        width = config["intermediate_size" if dense else "moe_intermediate_size"]
+        if not dense:
+            shapes[f"{at}mlp.gate.weight"] = (config["num_experts"], D)
+        for expert in [""] if dense else [f"experts.{e}." for e in range(config["num_experts"])]:
+            shapes |= {f"{at}mlp.{expert}{m}_proj.weight": (width, D) for m in ("gate", "up")}
+            shapes[f"{at}mlp.{expert}down_proj.weight"] = (D, width)
+    generator = torch.Generator().manual_seed(1)
+    names = sorted(shapes)
+    for number, part in enumerate((names[::2], names[1::2])):
+        values = {n: torch.randn(shapes[n], generator=generator).bfloat16() for n in part}
+        save_file(values, folder / f"{number}.safetensors")
+    index(folder)
+    return folder
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    folder = qwen3(tmp_path / "theirs")
+    done = convert("import", folder, tmp_path / "step")
+    assert done.returncode == 0, done.stderr
+    assert "importing: 100%" in done.stderr
+    overrides = done.stdout.split("train.py ")[1].split()
+    assert overrides[0] == "model=tiny" and "model.attention.qk_norm=true" in overrides
+    assert overrides[-1] == f"run.resume={tmp_path / 'step'}"
+    done = convert("export", tmp_path / "step", tmp_path / "back", "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    theirs, back = tensors(folder), tensors(tmp_path / "back")
+    assert theirs.keys() == back.keys()
+    assert all(torch.equal(theirs[name].float(), back[name]) for name in theirs)
+
+
+def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
+    done = convert("import", tmp_path / "none", tmp_path / "step")
+    assert done.returncode == 1
+    assert done.stderr == f"convert_hf: {tmp_path / 'none' / 'config.json'} is missing\n"
+    folder = qwen3(tmp_path / "theirs", num_experts_per_tok=9)
+    done = convert("import", folder, tmp_path / "step", "--model", "tiny")
+    assert done.returncode == 1
+    assert done.stderr.startswith("convert_hf: model.moe.top_k=9 is more than experts=8")
+    assert not (tmp_path / "step").exists()
+
+
+@pytest.mark.parametrize("model", ["qwen3_30b_a3b", "tiny"])
+def test_overrides_give_the_model_that_was_found(model: str) -> None:
+    from dataclasses import asdict
+
+    from configs.load import load
+    from moe.hf.config import to_json, to_knobs
+
+    published = load(["model=qwen3_30b_a3b"]).model
+    found = to_knobs(to_json(published, 4096, "bfloat16"))
+    cfg, overrides = convert_hf.configured(found, model)
+    assert asdict(load(overrides).model) == asdict(cfg.model)
+    assert (len(overrides) == 1) == (model == "qwen3_30b_a3b")
+
+
+@pytest.mark.parametrize("option", ["deepseek_v3", "moonlight_16b_a3b", "gpt_oss_20b"])
+def test_published_models_keep_their_configuration(option: str) -> None:
+    from configs.load import load
+    from moe.hf.config import to_json, to_knobs
+
+    model = load([f"model={option}"]).model
+    _, overrides = convert_hf.configured(to_knobs(to_json(model, 4096, "bfloat16")), None)
+    assert overrides == [f"model={option}"]
+
+
+# Not ru_maxrss, which a process inherits from the one that started it.
+_PEAK = """
+import re, sys
+from pathlib import Path
+from scripts import convert_hf
+from moe.hf import convert
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+before = peak()
+assert convert_hf.main(sys.argv[1:]) == 0
+print("peak", peak() - before)
+"""
+
+
+def peak(*arguments: Any) -> float:
+    """MiB that a conversion takes beyond what its imports take."""
+    command = [sys.executable, "-c", _PEAK, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=SCRIPT.parent.parent
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split("peak ")[1]) / 1024
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_some_pieces(tmp_path: Path) -> None:
+    folder = qwen3(
+        tmp_path / "theirs",
+        hidden_size=512,
+        vocab_size=120_000,
+        moe_intermediate_size=512,
+        intermediate_size=512,
+        num_experts=64,
+        num_hidden_layers=4,
+    )
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 2**20
+    assert size > 500
+    assert peak("import", folder, tmp_path / "step") < 0.4 * size
+    assert peak("export", tmp_path / "step", tmp_path / "back") < 0.4 * size

@@ -1,0 +1,138 @@
+"""scripts/slurm.sbatch with stand-ins for srun, scontrol and the trainer on the PATH."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SCRIPT = ROOT / "scripts/slurm.sbatch"
+
+SRUN = """#!/usr/bin/env bash
+# Two tasks on each of two nodes; the largest exit code, as srun's.
+while [[ $1 == -* ]]; do echo "$1" >>"$SEEN/srun"; shift; done
+code=0
+for rank in 0 1 2 3; do
+  SLURM_PROCID=$rank SLURM_LOCALID=$((rank % 2)) "$@" || { c=$?; code=$((c > code ? c : code)); }
+done
+exit $code
+"""
+SCONTROL = """#!/usr/bin/env bash
+case "$1 $2" in
+  "show hostnames") printf 'node7\\nnode8\\n' ;;
+  "show job") echo "   JobState=$STATE Reason=None" ;;
+  *) echo "$*" >>"$SEEN/scontrol" ;;
+esac
+"""
+PYTHON = f"""#!/usr/bin/env bash
+[ "$1" = train.py ] || exec {sys.executable} "$@"
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT ${{*:2}}" >>"$SEEN/ranks"
+[ -z "${{SAVES:-}}" ] || mkdir -p "$RUN/checkpoints/step_$SAVES"
+exit "$CODE"
+"""
+
+
+class Job:
+    """A Slurm job that may be started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.restarts = folder, 0
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
+            program = folder / "bin" / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text(text)
+            program.chmod(0o755)
+
+    def start(
+        self, code: int, *overrides: str, saves: str = "", state: str = "RUNNING"
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the script: all ranks save a checkpoint if told to, and end with `code`."""
+        slurm = {
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_JOB_NODELIST": "node[7-8]",
+            "SLURM_JOB_ID": "30042",
+            "SLURM_RESTART_COUNT": str(self.restarts),
+        }
+        stand_ins = {"SEEN": str(self.folder), "CODE": str(code), "SAVES": saves, "STATE": state}
+        path = {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "PHALANX_PYTHON": str(self.folder / "bin/python"),
+            "RUN": str(self.folder / "runs/tiny"),
+        }
+        self.restarts += 1
+        return subprocess.run(
+            ["bash", str(SCRIPT), f"run.dir={self.folder / 'runs'}", *overrides],
+            env=os.environ | slurm | stand_ins | path,
+            capture_output=True,
+            text=True,
+        )
+
+    def seen(self, name: str) -> list[str]:
+        path = self.folder / name
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def test_ranks_know_their_place(job: Job) -> None:
+    done = job.start(0, "run.steps=7")
+    assert (done.returncode, done.stderr) == (0, "")
+    arguments = f"run.dir={job.folder / 'runs'} run.steps=7 run.requeue_code=85"
+    assert job.seen("ranks") == [
+        f"{rank} {rank % 2} 4 node7 20042 {arguments}" for rank in range(4)
+    ]
+    assert job.seen("scontrol") == []
+
+
+def test_a_stopped_job_queues_again_and_resumes(job: Job) -> None:
+    done = job.start(85, "run.resume=never", saves="00000005")
+    assert done.returncode == 0 and "newest checkpoint: step_00000005" in done.stderr
+    assert job.seen("scontrol") == ["requeue 30042"]
+    job.start(0, "run.resume=never")
+    first, second = job.seen("ranks")[0], job.seen("ranks")[-1]
+    assert "run.resume=auto" not in first and second.endswith("run.resume=auto run.requeue_code=85")
+
+
+def test_without_a_new_checkpoint_a_job_gives_up(job: Job) -> None:
+    for code in (85, 137, 45):
+        assert job.start(code).returncode == 0
+    job.start(1, saves="00000001")  # progress: the count starts again
+    for _ in range(3):
+        job.start(1, saves="00000001")
+    assert job.seen("scontrol") == ["requeue 30042"] * 7
+    done = job.start(1, saves="00000001")
+    assert done.returncode == 1 and "3 requeues brought no new checkpoint" in done.stderr
+    assert len(job.seen("scontrol")) == 7
+
+
+@pytest.mark.parametrize("code", [2, 43, 44])
+def test_an_error_that_would_come_again_ends_the_job(job: Job, code: int) -> None:
+    assert job.start(code).returncode == code
+    assert job.seen("scontrol") == []
+
+
+def test_a_cancelled_job_does_not_come_back(job: Job) -> None:
+    assert job.start(85, saves="00000005", state="CANCELLED").returncode == 85
+    assert job.seen("scontrol") == []
+
+
+def test_mistakes_end_before_any_rank_starts(job: Job) -> None:
+    done = job.start(0, "run.stesp=7")
+    assert done.returncode == 2 and done.stderr.startswith("error: run.stesp: no such knob")
+    assert job.seen("ranks") == []
+
+
+def test_shellcheck_finds_nothing() -> None:
+    beside = str(Path(sys.executable).parent)
+    shellcheck = shutil.which("shellcheck", path=f"{beside}:{os.environ['PATH']}")
+    assert shellcheck, "pip install -e '.[dev]'"
+    done = subprocess.run([shellcheck, str(SCRIPT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
