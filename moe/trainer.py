@@ -260,7 +260,7 @@ class Trainer:
         totals = torch.zeros(5, dtype=torch.float64, device=self.runtime.device)
         if reports:  # last pipeline stage
             totals[0] = torch.stack([r["loss"] for r in reports]).mean()
-            totals[1] = 1
+            totals[1].fill_(1)  # a copy of a number could not be captured
             mtp = MTPLossLoggingHelper.tracker.get("loss_values")
             if mtp is not None:
                 totals[2] = mtp.mean() / len(reports) * self.job.mtp_weight

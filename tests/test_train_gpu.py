@@ -31,9 +31,10 @@ def _hopper() -> None:
         pytest.skip("needs a Hopper GPU")
 
 
-def train(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
+def train(folder: Path, name: str, *overrides: str, ranks: int = 1) -> list[dict[str, float]]:
     places = [f"run.dir={folder}", f"run.name={name}"]
-    command = [sys.executable, "train.py", *OVERRIDES, *places, *overrides]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, "train.py", *OVERRIDES, *places, *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return read(folder / name / "metrics.jsonl")
@@ -77,10 +78,31 @@ def test_a_graph_trains_bit_for_bit_like_eager_steps(
         assert [s.get(name) for s in graph] == [s.get(name) for s in eager], name
 
 
-def test_a_step_that_overflows_is_run_again_and_captured_anew(tmp_path: Path) -> None:
-    options = ["model=tiny", "kernels=fused", "run.steps=12"]
-    roomy = train(tmp_path, "roomy", *options, "parallel.capacity_factor=8")
-    tight = train(tmp_path, "tight", *options, "parallel.capacity_factor=1", GRAPH)
+@pytest.fixture
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+
+@pytest.mark.parametrize("dispatch", ["symm", "alltoall"])
+def test_a_step_that_overflows_is_run_again_and_captured_anew(
+    dispatch: str, tmp_path: Path, two_gpus: None
+) -> None:
+    options = ["model=tiny", "kernels=fused", "run.steps=12", f"parallel.dispatch={dispatch}"]
+    roomy = train(tmp_path, "roomy", *options, "parallel.capacity_factor=8", ranks=2)
+    tight = train(tmp_path, "tight", *options, "parallel.capacity_factor=1", GRAPH, ranks=2)
     assert tight[-1]["reruns"] > 0
     for name in ("loss", "grad_norm"):
         assert [s[name] for s in tight] == [s[name] for s in roomy], name
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+def test_one_sided_dispatch_trains_bit_for_bit_like_collectives(
+    model: str, tmp_path: Path, two_gpus: None
+) -> None:
+    options = [f"model={model}", "kernels=fused", "run.steps=6", "parallel.capacity_factor=8"]
+    theirs = train(tmp_path, "alltoall", *options, "parallel.dispatch=alltoall", ranks=2)
+    for name, extra in (("symm", ()), ("keep", ("parallel.save_x=keep",)), ("graph", (GRAPH,))):
+        ours = train(tmp_path, name, *options, "parallel.dispatch=symm", *extra, ranks=2)
+        for key in ("loss", "grad_norm"):
+            assert [s[key] for s in ours] == [s[key] for s in theirs], (name, key)
