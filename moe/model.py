@@ -30,12 +30,14 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     get_transformer_layer_offset,
 )
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from configs.schema import Config, ModelConfig, MoEConfig
 from moe.attention import LatentAttention, core_attention
 from moe.baseline import StockMoE, router_kwargs
 from moe.layer import MoE, MoEOptions
+from moe.loss import cross_entropy
 from moe.norm import norm_class
 
 
@@ -132,7 +134,12 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
         moe_shared_expert_intermediate_size=e.shared_ffn or None,
         moe_layer_freq=[int(i >= e.dense_layers) for i in range(m.layers)],
         moe_token_dispatcher_type="alltoall",
-        gradient_accumulation_fusion=False,
+        # The stock MoE layer takes it for its experts too, which need Apex or TE then.
+        gradient_accumulation_fusion=(
+            cfg.kernels.gradient_accumulation_fusion
+            and cfg.kernels.backend != "megatron"
+            and not on_cpu
+        ),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -244,7 +251,7 @@ def build(
             pp_rank=pp_rank,
         )
     yarn = m.attention.yarn.factor > 1 and m.attention.kind == "gqa"
-    model = GPTModel(
+    model = LanguageModel(
         config=config,
         transformer_layer_spec=block,
         vocab_size=m.vocab_size,
@@ -263,6 +270,15 @@ def build(
         # a second one past the first stage, which it never uses and refuses to checkpoint.
         model.output_layer.weight = None
     return model
+
+
+class LanguageModel(GPTModel):
+    """Megatron-Core's GPTModel; on GPUs with the loss of `moe.loss`."""
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        if not self.config.cross_entropy_loss_fusion:
+            return super().compute_language_model_loss(labels, logits)
+        return cross_entropy(logits, labels, self.pg_collection.tp)
 
 
 class _NormProvider(LocalSpecProvider):

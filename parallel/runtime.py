@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel import adam, cpu
+from parallel import adam, cpu, weight_grad
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def start(*, seed: int, timeout: int, deterministic: bool) -> Runtime:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     on_cpu = cpu.install()
     adam.install()
+    if not on_cpu:
+        weight_grad.install()
     device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
     if not on_cpu:
         torch.cuda.set_device(device)

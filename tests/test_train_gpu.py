@@ -33,7 +33,8 @@ def _hopper() -> None:
 
 def train(folder: Path, name: str, *overrides: str, ranks: int = 1) -> list[dict[str, float]]:
     places = [f"run.dir={folder}", f"run.name={name}"]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = launcher if ranks > 1 else []
     command = [sys.executable, *launcher, "train.py", *OVERRIDES, *places, *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

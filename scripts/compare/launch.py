@@ -1,0 +1,218 @@
+"""One run of a comparison: the command, the process, and what came of it."""
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from moe.metrics import steady
+from moe.sinks import read
+
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+COUNTED = 10
+"""Steps at the end of a run that count."""
+GRACE = 45.0
+"""Seconds to end after a signal: torchrun kills its ranks after 30."""
+POLL = 1.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the runs of a comparison are started."""
+
+    nproc: int
+    """Ranks of a node."""
+    steps: int
+    device: str = "auto"
+    nnodes: int = 1
+    endpoint: str = "localhost:0"
+    """Where torchrun's agents meet, host:port."""
+    launcher: str = ""
+    """A command with `{command}` in it, or nothing."""
+
+    @property
+    def ranks(self) -> int:
+        return self.nproc * self.nnodes
+
+    def overrides(self, given: Sequence[str], folder: Path) -> list[str]:
+        """Those of train.py for the run folder `folder`."""
+        where = str(folder.parent)
+        where = where if re.fullmatch(r"[\w./-]+", where) else f"'{where}'"
+        own = ["run=bench", f"run.steps={self.steps}", "run.log_interval=1"]
+        own += [f"run.device={self.device}"] if self.device != "auto" else []
+        return [*given, *own, f"run.dir={where}", f"run.name={folder.name}"]
+
+    def command(self, given: Sequence[str], folder: Path) -> list[str]:
+        """The words to start."""
+        words = [sys.executable, "-m", "torch.distributed.run"]
+        if self.nnodes > 1:
+            words += ["--nnodes", str(self.nnodes), "--rdzv-id", folder.name]
+        words += ["--nproc-per-node", str(self.nproc)]
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", self.endpoint]
+        words += [os.path.relpath(TRAIN), *self.overrides(given, folder)]
+        if not self.launcher:
+            return words
+        out: list[str] = []
+        for word in shlex.split(self.launcher):
+            text = word.replace("{command}", shlex.join(words))
+            out += words if word == "{command}" else [text]
+        return out
+
+
+def window(steps: int) -> range:
+    """Steps that count: the last ten, or the second half of a run that is shorter than twenty."""
+    return range(max(steps - COUNTED, steps // 2) + 1, steps + 1)
+
+
+def run(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    steps: int,
+    timeout: float,
+    lock: int,
+    seen: Callable[[int], None],
+) -> tuple[dict[str, float], str]:
+    """Start `command`, wait, and read what it left. Ends it before anything is raised.
+
+    Args:
+        command: which makes the run folder `folder`. Its output goes to `folder` with .log.
+        steps: of the run.
+        timeout: seconds after which it is ended.
+        lock: descriptor that the process keeps open as long as it lives.
+        seen: told the newest step, about once a second.
+
+    Returns:
+        Figures of the run, as `figures`; or none, and the reason in a line.
+    """
+    metrics, log = folder / "metrics.jsonl", folder.with_suffix(".log")
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=[lock],
+            start_new_session=True,  # Ctrl-C reaches the sweep alone, which then ends the run
+        )
+        try:
+            code = _wait(process, timeout, lambda: seen(reached(metrics)))
+        finally:
+            _end(process)
+    if code is not None and code == 0:
+        try:
+            return figures(metrics, steps), ""
+        except ValueError as error:
+            return {}, str(error)
+    said = f"not done after {timeout:.0f} s (--timeout)" if code is None else ""
+    said = said or reason(log.read_text(encoding="utf-8", errors="replace"), code or 0)
+    step = reached(metrics)
+    return {}, said + (f" (after step {step})" if step else "")
+
+
+def figures(path: Path, steps: int) -> dict[str, float]:
+    """Means over `window(steps)` of a metrics.jsonl, as `moe.metrics.steady`.
+
+    memory is the peak of the run in GiB, loss that of the last step in nats, reruns those inside
+    the window, exposed_communication a share of the step where the run recorded it.
+
+    Raises:
+        ValueError: a step is missing, or the loss is not finite.
+    """
+    records = _steps(path)
+    found = {record["step"]: record for record in records}
+    counted = window(steps)
+    if any(step not in found for step in counted):
+        raise ValueError(f"ended after step {reached(path)} of {steps}")
+    last = [found[step] for step in counted]
+    if last[-1]["loss"] is None:
+        raise ValueError(f"loss is not finite at step {steps}")
+    totals = steady(last)
+    del totals["records"]
+    totals["memory"] = max(record["memory"] for record in records)
+    before = found.get(counted[0] - 1, {}).get("reruns", 0)
+    totals["reruns"] = last[-1].get("reruns", 0) - before
+    exposed = [r["exposed_communication"] for r in last if "exposed_communication" in r]
+    if exposed:
+        totals["exposed_communication"] = sum(exposed) / len(exposed)
+    return totals
+
+
+def reached(path: Path) -> int:
+    """Newest step of a metrics.jsonl, 0 without one."""
+    return max((record["step"] for record in _steps(path)), default=0)
+
+
+_FOLLOWS = "the other ranks are gone"
+_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?error: (.+)$", re.MULTILINE)
+_RAISED = re.compile(
+    r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE
+)
+_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
+
+
+def reason(log: str, code: int) -> str:
+    """Why a run failed, in a line, from its output and the launcher's exit code.
+
+    Ours come first, as `error: ...`; else what was raised, but not the launcher's own report.
+    """
+    errors = [text for text in _ERROR.findall(log) if _FOLLOWS not in text]
+    raised = [text for text in _RAISED.findall(log) if "ChildFailedError" not in text]
+    for text in (*errors, *raised):
+        if "out of memory" in text.lower():
+            return _short(text)
+    if errors or raised:
+        return _short((errors or raised)[0])
+    ranks = [int(text) for text in _CODE.findall(log)]
+    code = ranks[0] if ranks else code
+    who = "a rank" if ranks else "the launcher"
+    return f"{who} was killed by signal {-code}" if code < 0 else f"{who} ended with {code}"
+
+
+def _short(text: str, width: int = 200) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [record for record in read(path) if "step_time" in record]
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float, tick: Callable[[], None]) -> int | None:
+    """Exit code, None if it still runs after `timeout` seconds."""
+    until = time.monotonic() + timeout
+    while (left := until - time.monotonic()) > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(POLL, left))
+        tick()
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process that still runs to end, and kill what is left of it and its children."""
+    if process.poll() is not None:
+        return
+    tree = [psutil.Process(process.pid)]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree += tree[0].children(recursive=True)
+    try:
+        process.terminate()
+        psutil.wait_procs(tree, timeout=GRACE)
+    finally:
+        for one in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
