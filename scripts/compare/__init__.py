@@ -1,5 +1,5 @@
-"""Suites of `scripts/bench_kernels.py`: what is measured, how, and what becomes of the numbers.
+"""Parts of `scripts/compare_throughput.py`.
 
-`shapes` has the problems and what is asked of them, `measure` the rounds, `records` the table and
-the JSON. A suite is a function from a `Bench` and a shape to records.
+`points` expands a command line, `launch` starts a run and reads what it left, `sweep` does all runs
+and keeps what is done on disk, `results` makes a row of each point, `report` shows the rows.
 """

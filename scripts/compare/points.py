@@ -38,7 +38,7 @@ class Point:
 
 
 def expand(overrides: Sequence[str]) -> list[Point]:
-    """The product of all sweeps, in the order of Hydra's basic sweeper: the last varies first.
+    """The product of all sweeps, in the order of Hydra's basic sweeper: the last varies fastest.
 
     Args:
         overrides: with `a,b`, `choice(a,b)`, `range(1,4)` or `glob(*)` as values. What is no
