@@ -1,8 +1,7 @@
 """The training loop: data -> forward and backward -> update -> report -> checkpoint.
 
-The host reads from the device once a step, after the backward: loss, gradient norm, overflow of
-the expert row budget, whether any rank was asked to stop. A step that overflowed is run again with
-more rows; a step that is bad (moe.health) is left out before the parameters are touched.
+The host reads from the device once a step, between backward and update (moe.step). A step that is
+bad (moe.health) is left out before the parameters are touched.
 """
 
 import gc
@@ -13,11 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch.profiler import record_function
 
 from configs.redact import redacted
@@ -34,28 +32,16 @@ from moe.pace import Pace
 from moe.profile import Profiler
 from moe.setup import Job, setup
 from moe.start import describe
+from moe.step import Step
 from parallel.agreement import Failed, agree, gather
 from parallel.checkpoint import Checkpointer
-from parallel.engine import Diverged, sum_over_world
-from parallel.graph import Inputs, StepGraph, own_stream
-from parallel.progress import doing, moving
+from parallel.engine import Diverged
+from parallel.graph import own_stream
+from parallel.progress import doing
 from parallel.runtime import Runtime, start
 from parallel.runtime import stop as stop_runtime
 from parallel.signals import StopSignal
 from parallel.watchdog import Watchdog
-
-Batch = dict[str, torch.Tensor]
-
-
-class Totals(NamedTuple):
-    """Of a step, over all ranks and the same on each."""
-
-    loss: float
-    mtp_loss: float
-    norm: float
-    """Gradient norm before clipping; 0 without gradients."""
-    stopping: bool
-    """A rank was asked to stop."""
 
 
 class Trainer:
@@ -78,8 +64,7 @@ class Trainer:
         self.loader = self._loader(train_set)
         self.health = Health(cfg.run)
         self.step = 0
-        self.graph = StepGraph(self._forward_backward) if cfg.run.graph != "off" else None
-        self._stop = torch.zeros((), device=runtime.device)
+        self.compute = Step(cfg, self.job)
         cuda = runtime.device.type == "cuda"
         self._async_save = {"auto": cuda, "on": True, "off": False}[cfg.run.async_save]
         self.checkpoints = Checkpointer(
@@ -179,7 +164,9 @@ class Trainer:
         waited = time.perf_counter() - began
         self._doing("forward and backward")
         before = balance.snapshot(engine.modules)
-        loss, mtp_loss, norm, stopping = self._run_until_it_fits(batches, before)
+        loss, mtp_loss, norm, stopping = self.compute(
+            batches, before, stop=self.stop.received is not None
+        )
         fault = self.health.fault(number, loss, norm)
         if fault is not None:
             balance.restore(engine.modules, before)
@@ -198,79 +185,6 @@ class Trainer:
             self._log(record)
         return stopping
 
-    def _run_until_it_fits(
-        self, batches: list[Batch], before: list[torch.Tensor], forward_only: bool = False
-    ) -> Totals:
-        """Forward and backward of a step, again while experts need more rows than they have.
-
-        `before` is what `balance.snapshot` gave before the step.
-        """
-        engine, budget = self.job.engine, self.job.budget
-        device = self.runtime.device
-        inputs = [{k: v.to(device, non_blocking=True) for k, v in b.items()} for b in batches]
-        compute = self._forward if forward_only else self.graph or self._forward_backward
-        self._stop.fill_(self.stop.received is not None)
-        while True:
-            read = compute(inputs).tolist()  # the one host read of the step
-            loss, ranks, mtp_loss, stop, squares, peak = read
-            if not budget.exceeded(peak):
-                return Totals(loss / ranks, mtp_loss / ranks, math.sqrt(squares), stop > 0)
-            budget.grow()
-            if self.graph is not None:
-                self.graph.drop()
-            balance.restore(engine.modules, before)
-
-    def _forward(self, inputs: Inputs) -> torch.Tensor:
-        """Losses alone, as in a validation; see `_totals`."""
-        return self._totals(self._microbatches(inputs, forward_only=True), None)
-
-    def _forward_backward(self, inputs: Inputs) -> torch.Tensor:
-        """All of a step on the device but the update; see `_totals`."""
-        engine = self.job.engine
-        engine.zero_grad()
-        return self._totals(self._microbatches(inputs), engine.grad_squares())
-
-    def _microbatches(self, inputs: Inputs, forward_only: bool = False) -> list[Any]:
-        data = self.cfg.data
-        return self.job.engine.forward_backward(
-            self._forward_step,
-            [iter(inputs) for _ in self.job.engine.chunks],
-            microbatches=len(inputs),
-            sequence=data.sequence_length,
-            micro_batch=data.micro_batch,
-            forward_only=forward_only,
-        )
-
-    def _forward_step(self, batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Any, Any]:
-        moving()
-        batch = next(batches)
-        if self.cfg.parallel.context > 1:
-            batch = get_batch_on_this_cp_rank(batch, False, self.job.groups.pg.cp)
-        output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        return output, _mean_loss
-
-    def _totals(
-        self, reports: list[dict[str, torch.Tensor]], grad_squares: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Sums over all ranks, fp64 on the device.
-
-        Loss, ranks that have one, loss of multi-token prediction, ranks asked to stop, squared
-        gradient norm; then the largest share of the budget of expert rows.
-        """
-        totals = torch.zeros(5, dtype=torch.float64, device=self.runtime.device)
-        if reports:  # last pipeline stage
-            totals[0] = torch.stack([r["loss"] for r in reports]).mean()
-            totals[1].fill_(1)  # a copy of a number could not be captured
-            mtp = MTPLossLoggingHelper.tracker.get("loss_values")
-            if mtp is not None:
-                totals[2] = mtp.mean() / len(reports) * self.job.mtp_weight
-                MTPLossLoggingHelper.clean_metrics_in_tracker()
-        totals[3] = self._stop
-        if grad_squares is not None:
-            totals[4] = grad_squares
-        peak = self.job.budget.record(torch.distributed.group.WORLD)
-        return torch.cat((sum_over_world(totals), peak[None]))
-
     # --- around the loop --------------------------------------------------------------------------
 
     def validate(self) -> float:
@@ -281,7 +195,7 @@ class Trainer:
         losses, before = [], balance.snapshot(engine.modules)
         with torch.no_grad(), record_function("validation"):
             for _ in range(self.cfg.run.eval_batches):
-                totals = self._run_until_it_fits(loader.next_step(), before, forward_only=True)
+                totals = self.compute(loader.next_step(), before, forward_only=True)
                 losses.append(totals.loss)
         engine.train()
         loader.close()
@@ -414,13 +328,6 @@ def _no_gc() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def _mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count."""
-    total = loss_BS.float().sum()
-    count = torch.full((), loss_BS.numel(), dtype=torch.int32, device=loss_BS.device)
-    return total, count, {"loss": total.detach() / loss_BS.numel()}
 
 
 def run(cfg: Config, stop: StopSignal) -> int:

@@ -27,6 +27,11 @@ import torch.distributed as dist
 _PRELOAD = ("torch.distributed", "megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
 
 
+_MOST_THREADS = 150
+"""Of a rank between calls. gloo keeps those of groups that something still refers to; ranks with
+more are replaced, or they would slow all others down."""
+
+
 class RankFailed(RuntimeError):
     """A rank raised, died or did not finish; the message holds its traceback."""
 
@@ -85,6 +90,7 @@ class _Pool:
         deadline = time.monotonic() + timeout
         pending = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         results = [None] * self._world
+        threads = 0
         while pending:
             ready = connection.wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -93,19 +99,24 @@ class _Pool:
                 raise RankFailed(f"ranks {late} still ran after {timeout} s\n" + "\n".join(stacks))
             for pipe in ready:
                 rank = pending.pop(pipe)
-                results[rank] = self._receive(rank)
+                results[rank], more = self._receive(rank)
+                threads = max(threads, more)
+        if threads > _MOST_THREADS:
+            self.stop()
         return results
 
-    def _receive(self, rank: int) -> Any:
+    def _receive(self, rank: int) -> tuple[Any, int]:
+        """Result of a rank, and how many threads it has by now."""
         process, pipe = self._ranks[rank]
         try:
             raised, result = pickle.loads(pipe.recv_bytes())
+            threads = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
             process.join()
             raise RankFailed(f"rank {rank} died: exit code {process.exitcode}") from None
         if raised:
             raise RankFailed(f"rank {rank} of {self._world} raised\n{raised}")
-        return result
+        return result, threads
 
 
 @functools.cache
@@ -132,6 +143,7 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
                 answer = pickle.dumps((traceback.format_exc(), None))
             faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(answer)
+        pipe.send_bytes(pickle.dumps(len(os.listdir("/proc/self/task"))))
 
 
 def _call(store: str, timeout: float, rank: int, world_size: int, task: bytes) -> Any:

@@ -83,9 +83,10 @@ class Seen(NamedTuple):
 def spoilt(rank: int, *, bad: dict[int, Bad]) -> Iterator[list[Seen]]:
     """The steps that are begun as the n-th are spoilt as `bad[n]` says; what each step did."""
     from moe import failure, trainer
+    from moe import step as computing
 
     failure._GRACE = 0.3  # no launcher will signal these ranks
-    mean_loss, step, seen = trainer._mean_loss, trainer.Trainer._train_step, list[Seen]()
+    mean_loss, step, seen = computing.mean_loss, trainer.Trainer._train_step, list[Seen]()
 
     def bad_loss(what: Bad, loss_BS: torch.Tensor) -> Any:
         total, count, report = mean_loss(loss_BS)
@@ -97,18 +98,18 @@ def spoilt(rank: int, *, bad: dict[int, Bad]) -> Iterator[list[Seen]]:
     def watched(self: Any) -> bool:
         what, before = bad.get(len(seen) + 1), _state(self)
         if what is not None and what.rank == rank:
-            trainer._mean_loss = partial(bad_loss, what)
+            computing.mean_loss = partial(bad_loss, what)
         try:
             return step(self)
         finally:
-            trainer._mean_loss = mean_loss
+            computing.mean_loss = mean_loss
             seen.append(Seen(self.step, self.loader.consumed_samples, before, _state(self)))
 
     trainer.Trainer._train_step = watched  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        trainer._mean_loss, trainer.Trainer._train_step = mean_loss, step  # type: ignore[method-assign]
+        computing.mean_loss, trainer.Trainer._train_step = mean_loss, step  # type: ignore[method-assign]
 
 
 LOSS, NAN, INF = (

@@ -197,7 +197,7 @@ def tokens_seen(rank: int) -> Iterator[list[tuple[int, str]]]:
     original = Trainer._train_step
 
     def step(self: Any) -> bool:
-        forward = self._forward_step
+        forward = self.compute.forward_step
 
         def watched(batches: Any, chunk: Any) -> Any:
             batch = next(batches)
@@ -206,11 +206,11 @@ def tokens_seen(rank: int) -> Iterator[list[tuple[int, str]]]:
                 seen.append((self.step + 1, digest))
             return forward(iter([batch]), chunk)
 
-        self._forward_step = watched
+        self.compute.forward_step = watched
         try:
             return original(self)
         finally:
-            del self._forward_step
+            del self.compute.forward_step
 
     Trainer._train_step = step  # type: ignore[method-assign]
     try:
@@ -261,9 +261,10 @@ def test_a_step_that_overflows_is_run_again_and_changes_nothing(
 @contextmanager
 def not_finite(rank: int, *, at: int, where: str) -> Iterator[list[bool]]:
     """The loss of a step, or only its gradient, is NaN: did the parameters stay as they were?"""
+    from moe import step as computing
     from moe import trainer
 
-    mean_loss, step, unchanged = trainer._mean_loss, trainer.Trainer._train_step, list[bool]()
+    mean_loss, step, unchanged = computing.mean_loss, trainer.Trainer._train_step, list[bool]()
 
     def spoilt(loss_BS: torch.Tensor) -> Any:
         total, count, report = mean_loss(loss_BS)
@@ -274,7 +275,7 @@ def not_finite(rank: int, *, at: int, where: str) -> Iterator[list[bool]]:
     def watched(self: Any) -> bool:
         if self.step + 1 < at:
             return step(self)
-        trainer._mean_loss = spoilt
+        computing.mean_loss = spoilt
         parameters = [p for chunk in self.job.engine.modules for p in chunk.parameters()]
         before = [p.detach().clone() for p in parameters]
         try:
@@ -286,7 +287,7 @@ def not_finite(rank: int, *, at: int, where: str) -> Iterator[list[bool]]:
     try:
         yield unchanged
     finally:
-        trainer._mean_loss, trainer.Trainer._train_step = mean_loss, step  # type: ignore[method-assign]
+        computing.mean_loss, trainer.Trainer._train_step = mean_loss, step  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -364,7 +365,7 @@ def _sync_free(overrides: Sequence[str]) -> float:
     try:
         batches = trainer.loader.next_step()
         with sync_free():
-            totals = trainer._forward_backward(batches)
+            totals = trainer.compute.forward_backward(batches)
         trainer.loader.close()
         total, ranks, *_ = totals.tolist()
         return total / ranks
