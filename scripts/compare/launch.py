@@ -108,6 +108,9 @@ def run(
         )
         try:
             code = _wait(process, timeout, lambda: seen(reached(metrics)))
+        except KeyboardInterrupt:
+            print("\nending the run in progress", file=sys.stderr)
+            raise
         finally:
             _end(process)
     if code is not None and code == 0:
@@ -118,7 +121,7 @@ def run(
     said = f"not done after {timeout:.0f} s (--timeout)" if code is None else ""
     said = said or reason(log.read_text(encoding="utf-8", errors="replace"), code or 0)
     step = reached(metrics)
-    return {}, said + (f" (after step {step})" if step else "")
+    return {}, said + (f"; after step {step}" if step else "") + f"; see {log.name}"
 
 
 def figures(path: Path, steps: int) -> dict[str, float]:
@@ -155,9 +158,10 @@ def reached(path: Path) -> int:
 
 
 _FOLLOWS = "the other ranks are gone"
-_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?error: (.+)$", re.MULTILINE)
+# Behind `[rank3]: ` of torch, `12: ` of srun --label, or nothing.
+_ERROR = re.compile(r"^(?:\S+:\s+)?error: (.+)$", re.MULTILINE)
 _RAISED = re.compile(
-    r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE
+    r"^(?:\S+:\s+)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE
 )
 _CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
 
@@ -210,9 +214,24 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         tree += tree[0].children(recursive=True)
     try:
         process.terminate()
-        psutil.wait_procs(tree, timeout=GRACE)
+        _await_end(tree, GRACE)
     finally:
         for one in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
+        _await_end(tree, GRACE)  # the next run must not share the machine with them
         process.wait()
+
+
+def _await_end(tree: Sequence[psutil.Process], seconds: float) -> None:
+    """Wait until all have ended, reaped or not."""
+    until = time.monotonic() + seconds
+    while any(map(_alive, tree)) and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

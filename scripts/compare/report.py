@@ -1,0 +1,150 @@
+"""Rows of a comparison as a Markdown table, a JSON file and a bar chart."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from configs.redact import redacted
+from scripts.compare.launch import window
+from scripts.compare.results import Row, Run, rows
+from scripts.compare.sweep import write
+
+
+def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
+    """Facts, table, and how its numbers were made. Columns that no row fills are left out."""
+    steps, unit = facts["steps"], facts["unit"]
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("point", lambda r: r.label),
+        ("runs", lambda r: str(r.runs)),
+        (f"tokens/s/{unit}", lambda r: _cell(r.tokens_per_second_per_gpu, ",.0f")),
+        ("+-", lambda r: _cell(r.tokens_per_second_per_gpu_sd, ",.0f")),
+        ("speed-up", lambda r: _cell(r.speedup, ".3f")),
+        (f"TFLOP/s/{unit}", lambda r: _cell(r.tflops_per_gpu, ".1f")),
+        ("MFU", lambda r: _cell(r.mfu, ".1%")),
+        ("peak GiB", lambda r: _cell(r.memory, ".1f")),
+        ("loss", lambda r: _cell(r.loss, ".4f")),
+        ("to first", lambda r: _cell(r.loss_difference, "+.4f") + " (!)" * r.loss_differs),
+        ("exposed comm.", lambda r: _cell(r.exposed_communication, ".1%")),
+        ("note", lambda r: "; ".join(r.notes).replace("|", "\\|")),
+    ]
+    filled = [[name, *map(cell, table)] for name, cell in columns]
+    filled = [column for column in filled if any(column[1:])]
+    widths = [0 if column[0] == "note" else max(map(len, column)) for column in filled]
+    texts = [column[0] in ("point", "note") for column in filled]
+    lines = [
+        "| "
+        + " | ".join(
+            cell.ljust(width) if text else cell.rjust(width)
+            for cell, width, text in zip(cells, widths, texts, strict=True)
+        )
+        + " |"
+        for cells in zip(*filled, strict=True)
+    ]
+    rule = [
+        "-" * max(width, 3) if text else "-" * (width - 1) + ":"
+        for width, text in zip(widths, texts, strict=True)
+    ]
+    lines.insert(1, f"| {' | '.join(rule)} |")
+    said = [f"{key} {facts[key]}" for key in ("hardware", "commit", "date") if facts.get(key)]
+    said += [f"{name} {version}" for name, version in facts.get("versions", {}).items()]
+    counted = window(steps)
+    how = (
+        f"Rates are means of steps {counted[0]} to {counted[-1]} of {steps}, then over runs; +- is "
+        f"the standard deviation over runs. The loss is that of step {steps}; (!) marks one more "
+        f"than {facts['tolerance']:.2%} from the first point's."
+    )
+    return "\n".join([", ".join(said), "", f"    {facts['command']}", "", *lines, "", how])
+
+
+class Report:
+    """Shows the runs of a comparison.
+
+    Args:
+        out: folder of the files.
+        facts: hardware, date, versions, command, steps, tolerance.
+        labels: of the points.
+    """
+
+    def __init__(self, out: Path, facts: dict[str, Any], labels: Sequence[str]) -> None:
+        self._out, self._facts, self._labels = out, redacted(facts), redacted(list(labels))
+
+    def write(self, runs: Sequence[Run]) -> str:
+        """Write throughput.md and throughput.json; the text of the first."""
+        facts, table = self._of(runs)
+        content = {"facts": facts, "points": self._labels, "runs": [asdict(run) for run in runs]}
+        write(self._out / "throughput.json", content | {"rows": [asdict(row) for row in table]})
+        text = markdown(facts, table)
+        (self._out / "throughput.md").write_text(text + "\n", encoding="utf-8")
+        return text
+
+    def chart(self, runs: Sequence[Run]) -> str:
+        """Draw throughput.png; a line on it, or on why there is none."""
+        path = self._out / "throughput.png"
+        return plot(path, *self._of(runs)) or f"{path}, .md and .json beside it"
+
+    def _of(self, runs: Sequence[Run]) -> tuple[dict[str, Any], list[Row]]:
+        commits = ", ".join(dict.fromkeys(run.commit for run in runs))
+        unit = unit_of(*(run.figures for run in runs))
+        facts = self._facts | {"commit": commits, "unit": unit}
+        return facts, rows(self._labels, runs, facts["tolerance"])
+
+
+def unit_of(*figures: dict[str, float]) -> str:
+    """What a rate is of: a GPU, or a rank without one."""
+    return "GPU" if any("memory_total" in run for run in figures) else "rank"
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[str], list[Run]]:
+    """Facts, labels and runs of a throughput.json.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        facts, runs = content["facts"], [Run(**run) for run in content["runs"]]
+        if missing := {"steps", "tolerance", "command"} - set(facts):
+            raise KeyError(*missing)
+        return facts, list(content["points"]), runs
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a file of this script: {error!r}") from error
+
+
+def plot(path: Path, facts: dict[str, Any], table: Sequence[Row]) -> str:
+    """Draw the rates, first point on top; why not, or an empty string."""
+    if not any(row.runs for row in table):
+        return "no chart: no point has a result"
+    try:
+        import matplotlib
+    except ImportError:
+        return "no chart: matplotlib is not installed (pip install -e '.[dev]')"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.45 * len(table)))
+    at = range(len(table))
+    rates = [row.tokens_per_second_per_gpu or 0.0 for row in table]
+    spread = [row.tokens_per_second_per_gpu_sd or 0.0 for row in table]
+    colours = ["tab:orange" if row.loss_differs else "tab:blue" for row in table]
+    axes.barh(at, rates, xerr=spread, color=colours, height=0.65, capsize=3)
+    room = 0.01 * max(rates)
+    for y, row, rate, error in zip(at, table, rates, spread, strict=True):
+        text = f"{rate:,.0f}" + (f"  x{row.speedup:.2f}" if row.speedup else "")
+        text += "  another loss" if row.loss_differs else ""
+        text = text if row.runs else "; ".join(row.notes)[:60]
+        axes.text(rate + error + room, y, text, va="center", fontsize=8)
+    axes.set_yticks(list(at), [row.label.replace(" ", "\n") for row in table], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.3 * max(map(sum, zip(rates, spread, strict=True))))
+    axes.set_xlabel(f"tokens/s/{facts['unit']}")
+    axes.set_title(str(facts.get("hardware", "")), fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return ""
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

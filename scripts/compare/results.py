@@ -1,0 +1,98 @@
+"""Runs of a comparison, and the row that the runs of a point make."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run gave."""
+
+    point: int
+    """From 0."""
+    repeat: int
+    """From 0."""
+    figures: dict[str, float]
+    """See `launch.figures`; empty for a run that failed."""
+    reason: str = ""
+    """Why it failed."""
+    commit: str = "unknown"
+    """Of the tree that ran."""
+    seconds: float = 0.0
+    """Of the run with its start."""
+
+
+@dataclass
+class Row:
+    """A point: means over its runs. None where no run says."""
+
+    label: str
+    runs: int
+    """That succeeded."""
+    tokens_per_second_per_gpu: float | None = None
+    tokens_per_second_per_gpu_sd: float | None = None
+    """Standard deviation over runs; None of a single one."""
+    speedup: float | None = None
+    """Over the first point."""
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    """Of 1."""
+    memory: float | None = None
+    """GiB, the largest peak."""
+    loss: float | None = None
+    """Nats a token at the last step."""
+    loss_difference: float | None = None
+    """To the first point."""
+    loss_differs: bool = False
+    """By more than the tolerance."""
+    exposed_communication: float | None = None
+    """Share of the step, of 1."""
+    notes: list[str] = field(default_factory=list)
+
+
+def rows(labels: Sequence[str], runs: Sequence[Run], tolerance: float) -> list[Row]:
+    """A row for each point.
+
+    Args:
+        labels: of the points.
+        runs: in any order; a point may have none yet.
+        tolerance: relative difference to the first point's loss from which on a point is flagged.
+    """
+    out: list[Row] = []
+    for number, label in enumerate(labels):
+        mine = [run for run in runs if run.point == number]
+        good = [run.figures for run in mine if not run.reason]
+        row = Row(label, len(good))
+        out.append(row)
+        for key in _MEANS:
+            values = [figures[key] for figures in good if key in figures]
+            if values and (key != "tflops_per_gpu" or "memory_total" in good[0]):
+                setattr(row, key, statistics.fmean(values))
+        rates = [figures["tokens_per_second_per_gpu"] for figures in good]
+        if len(rates) > 1:
+            row.tokens_per_second_per_gpu_sd = statistics.stdev(rates)
+        row.memory = max((figures["memory"] for figures in good), default=None)
+        _compare(row, out[0], tolerance)
+        reruns = sum(figures["reruns"] for figures in good)
+        if reruns:
+            row.notes.append(f"{reruns:.0f} steps that count ran twice (row budget)")
+        row.notes += [f"FAILED: {run.reason}" for run in mine if run.reason]
+        if not mine:
+            row.notes.append("not run yet")
+    return out
+
+
+_MEANS = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "loss", "exposed_communication")
+
+
+def _compare(row: Row, first: Row, tolerance: float) -> None:
+    mine, other = row.tokens_per_second_per_gpu, first.tokens_per_second_per_gpu
+    if mine is None or other is None or row.loss is None or first.loss is None:
+        return
+    row.speedup = mine / other
+    row.loss_difference = row.loss - first.loss
+    row.loss_differs = abs(row.loss_difference) > tolerance * abs(first.loss)
+    if row.loss_differs:
+        what = "faster, but with another loss" if row.speedup > 1 else "another loss"
+        row.notes.append(f"{what}: more than {tolerance:.2%} from the first point's")

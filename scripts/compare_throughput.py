@@ -1,0 +1,222 @@
+#!/usr/bin/env python
+"""Compare configurations by tokens per second: every point of a sweep is a training run of its own.
+
+    python scripts/compare_throughput.py --nproc 8 --repeat 3 \\
+        experiment=gpt_oss_20b_8gpu kernels=megatron,torch,fused run.graph=off,full_iteration
+    python scripts/compare_throughput.py --device cpu kernels=reference,torch
+    python scripts/compare_throughput.py --nproc 8 --nnodes 8 --rdzv node0:29500 \\
+        --launcher 'srun --nodes 8 --ntasks-per-node 1 {command}' \\
+        experiment=gpt_oss_120b_64gpu kernels=torch,fused --out /shared/compare
+    python scripts/compare_throughput.py --from-json runs/compare/throughput.json
+
+Overrides are those of train.py; a value may be a sweep of Hydra: a,b or choice(a,b), range(1,5),
+glob(*) for options of a group. The first point is what the others are compared with. Repeats take
+turns: all points once, then all again. A point that runs out of memory or fails otherwise is a row
+with its reason, and has no further repeats. What is done stays done: the same command goes on where
+it was stopped, also with a higher --repeat; to do a run again, delete its .json in DIR/runs.
+"""
+
+import argparse
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
+import torch  # noqa: E402
+
+from configs.validate import ConfigError  # noqa: E402
+from scripts.compare.launch import Launch  # noqa: E402
+from scripts.compare.points import expand  # noqa: E402
+from scripts.compare.report import Report, read, unit_of  # noqa: E402
+from scripts.compare.results import Run  # noqa: E402
+from scripts.compare.sweep import Sweep  # noqa: E402
+from scripts.record_anchor import commit, versions  # noqa: E402
+
+TOLERANCE = 0.01
+"""Our own records of one model under two backends are 0.2 and 0.8 % apart after 50 steps."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options; `--help` is the manual."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = p.add_argument
+    add("overrides", nargs="*", metavar="OVERRIDE", help="of train.py, with sweeps")
+    add("--nproc", type=_count, metavar="N", help="ranks of a node (default: its GPUs; 2 on a CPU)")
+    add("--repeat", type=_count, default=1, metavar="N", help="runs of a point (default: 1)")
+    add("--steps", type=_count, default=50, metavar="N", help="the last ten count (default: 50)")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--out", type=Path, metavar="DIR", help="results (default: runs/compare)")
+    add("--tolerance", type=float, metavar="X", help="of losses, relative (default: 0.01)")
+    add("--timeout", type=float, default=3600, metavar="S", help="of a run (default: 3600)")
+    add("--nnodes", type=_count, default=1, metavar="N", help="needs --launcher and --rdzv")
+    add("--rdzv", metavar="HOST:PORT", help="where the nodes meet")
+    add("--launcher", default="", metavar="TEXT", help="a command around {command}")
+    add("--dry", action="store_true", help="print the commands and run nothing")
+    add("--from-json", type=Path, metavar="PATH", help="table and chart of earlier results")
+    return p
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parsed and checked; SystemExit 2 with a line for a mistake."""
+    p = parser()
+    args = p.parse_intermixed_args(argv)
+    if args.steps < 2:
+        p.error("--steps: must be at least 2")
+    if args.nnodes > 1 and not (args.launcher and args.rdzv):
+        p.error("--nnodes: several nodes need --launcher 'srun ... {command}' and --rdzv host:port")
+    if args.launcher:
+        try:
+            words = shlex.split(args.launcher)
+        except ValueError as error:
+            p.error(f"--launcher: {error}")
+        if "{command}" not in args.launcher:
+            p.error("--launcher: must contain {command}")
+        if words[0] != "{command}" and shutil.which(words[0]) is None:
+            p.error(f"--launcher: there is no {words[0]} here")
+    if args.from_json and args.overrides:
+        p.error("--from-json: runs nothing, leave the overrides out")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line.
+
+    Returns:
+        The exit code: 0 all points were measured, 1 one was not, 2 bad input, 130 stopped.
+    """
+    args = arguments(argv)
+    try:
+        if args.from_json:
+            return show(args)
+        return compare(args, sys.argv[1:] if argv is None else list(argv))
+    except (ValueError, OSError) as error:
+        for line in str(error).splitlines():
+            print(f"compare_throughput: {line}", file=sys.stderr)
+        return 2
+
+
+def compare(args: argparse.Namespace, argv: list[str]) -> int:
+    """Run what is left of the sweep and show it."""
+    cpu = args.device == "cpu" or not (args.launcher or torch.cuda.is_available())
+    launch = Launch(
+        nproc=args.nproc or per_node(args, cpu),
+        steps=args.steps,
+        device="cpu" if cpu and not args.dry else args.device,
+        nnodes=args.nnodes,
+        endpoint=args.rdzv or "localhost:0",
+        launcher=args.launcher,
+    )
+    out = args.out or Path("runs/compare")
+    points = expand(args.overrides)
+    sweep = Sweep(out, points, args.repeat, launch, timeout=args.timeout, commit=_commit())
+    sweep.refuse()
+    if args.dry:
+        for turn in sweep.turns:
+            print(shlex.join(sweep.command(*turn)))
+        return 0
+    tolerance = TOLERANCE if args.tolerance is None else args.tolerance
+    facts = {
+        "hardware": hardware(launch.ranks, cpu),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions([]),
+        "command": shlex.join(["python", "scripts/compare_throughput.py", *argv]),
+        "steps": args.steps,
+        "tolerance": tolerance,
+    }
+    sweep.claim(facts)
+    report = Report(out, facts, [point.label for point in points])
+
+    def done(run: Run) -> None:
+        print(line(run, points[run.point].label), flush=True)
+        report.write(sweep.runs)
+
+    try:
+        with _stoppable():
+            sweep.go(done)
+    except KeyboardInterrupt:
+        left = len(sweep.turns) - len(sweep.runs)
+        print(f"stopped with {left} runs to go; the same command goes on", file=sys.stderr)
+        return 130
+    print(f"\n{report.write(sweep.runs)}\n\n{report.chart(sweep.runs)}")
+    return 1 if any(run.reason for run in sweep.runs) else 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Table and chart of earlier results, beside them or in --out."""
+    facts, labels, runs = read(args.from_json)
+    if args.tolerance is not None:
+        facts["tolerance"] = args.tolerance
+    report = Report(args.out or args.from_json.parent, facts, labels)
+    print(f"{report.write(runs)}\n\n{report.chart(runs)}")
+    return 0
+
+
+def per_node(args: argparse.Namespace, cpu: bool) -> int:
+    """Ranks of a node, where --nproc does not say."""
+    here = 2 if cpu else torch.cuda.device_count()
+    if cpu and args.device == "cuda":
+        raise ConfigError("--device cuda: there is no GPU here")
+    if not here:
+        raise ConfigError("--nproc: say how many ranks a node has, as there is no GPU here")
+    return here
+
+
+def line(run: Run, label: str) -> str:
+    """What a run gave."""
+    what = f"FAILED: {run.reason}"
+    if not run.reason:
+        rate, loss = run.figures["tokens_per_second_per_gpu"], run.figures["loss"]
+        what = f"{rate:,.0f} tokens/s/{unit_of(run.figures)}, loss {loss:.4f}"
+    return f"{label}, repeat {run.repeat + 1}: {what}"
+
+
+def hardware(ranks: int, cpu: bool) -> str:
+    """`8 x NVIDIA H200, driver ...`; asked of nvidia-smi, as a CUDA context here costs memory."""
+    if cpu:
+        return f"{ranks} x CPU process"
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        name, driver = done.stdout.splitlines()[0].split(", ")
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+        return f"{ranks} x unknown GPU (nvidia-smi does not answer)"
+    return f"{ranks} x {name}, driver {driver}"
+
+
+def _commit() -> str:
+    try:
+        return commit()
+    except ValueError:  # no git checkout
+        return "unknown"
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and SIGHUP end as Ctrl-C does: the run in progress is ended first."""
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(s, signal.default_int_handler) for s in signals]
+    try:
+        yield
+    finally:
+        for s, handler in zip(signals, before, strict=True):
+            signal.signal(s, handler)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())
