@@ -1,9 +1,10 @@
 """Train a mixture-of-experts model: `torchrun --nproc-per-node N train.py [overrides]`.
 
 Exit codes: 0 done (or stopped by a signal after a checkpoint, which may be told by another code,
-`run.requeue_code`), 1 unexpected error, 2 bad configuration or input, 43 diverged (loss or
-gradients not finite), 44 no usable checkpoint, 45 ended because another rank failed, died or hangs,
-which a message names, 130 interrupted by a third Ctrl-C.
+`run.requeue_code`), 1 unexpected error, 2 bad configuration or input, or
+`run.dry_run` of a run that does not fit, 43 diverged (loss or gradients not finite), 44 no usable
+checkpoint, 45 ended because another rank failed, died or hangs, which a message names, 130
+interrupted by a third Ctrl-C.
 """
 
 import logging
@@ -11,9 +12,12 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from parallel.signals import StopSignal
+
+if TYPE_CHECKING:
+    from configs.schema import Config
 
 
 def _own_kernels() -> None:
@@ -39,6 +43,8 @@ def main(argv: list[str]) -> int:
 
     with StopSignal() as stop:
         cfg = from_argv(argv)
+        if cfg.run.dry_run:
+            return _dry_run(cfg)
         if cfg.run.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         from moe.trainer import run
@@ -48,6 +54,21 @@ def main(argv: list[str]) -> int:
         except KeyboardInterrupt:
             print("interrupted: nothing was saved", file=sys.stderr)
             return 130
+
+
+def _dry_run(cfg: "Config") -> int:
+    """Say what the run would take; 0 if it fits, 2 if not."""
+    from configs.validate import ConfigError
+    from moe.dry_run import dry_run
+    from parallel.runtime import launcher_world
+
+    try:
+        page, code = dry_run(cfg, cfg.parallel.world_size or launcher_world())
+    except ConfigError as error:
+        page, code = f"error: {error}\n", 2
+    if os.environ.get("RANK", "0") == "0":
+        print(page, end="", file=sys.stderr if page.startswith("error") else sys.stdout)
+    return code
 
 
 def _leave(code: int) -> NoReturn:

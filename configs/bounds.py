@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from configs.knobs import get, knobs, repair
+from configs.machines import MACHINES
 from configs.schema import Config
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -31,6 +32,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "run.recompute": ("none", "attention", "moe", "full"),
     "run.bad_steps": ("stop", "skip", "rollback"),
     "run.async_save": ("auto", "on", "off"),
+    "run.machine": tuple(MACHINES),
     "run.wandb": ("off", "offline", "online"),
 }
 

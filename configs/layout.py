@@ -41,6 +41,21 @@ def largest_divisor(n: int, at_most: int) -> int:
     return max((d for s in small for d in (s, n // s) if d <= at_most), default=1)
 
 
+def pipeline_chunks(cfg: Config) -> list[str]:
+    """What each model chunk holds, in the letters of `parallel.pipeline_layout`.
+
+    Chunk i is on stage i % pipeline. Without a layout layers are dealt out evenly.
+    """
+    p, m = cfg.parallel, cfg.model
+    if p.pipeline_layout:
+        return _unrolled(p.pipeline_layout)
+    count = p.pipeline * p.virtual_pipeline
+    parts = ["t" * (m.layers // count)] * count
+    parts[0] = "E" + parts[0]
+    parts[-1] += "m" * m.mtp_layers + "L"
+    return parts
+
+
 def layout_problems(cfg: Config, world: int) -> Iterator[str]:
     """Problems of the layout on `world` ranks; repairs `cfg` on the way."""
     for rule in (_tensor, _ranks, _stages, _experts, _sequence, _batch):
@@ -110,10 +125,8 @@ def _one_stage(cfg: Config) -> Iterator[str]:
 def _layout_text(cfg: Config) -> Iterator[str]:
     """Megatron-Core's language: `t*3` and `(tt|)*3` repeat, `|` ends a chunk, commas are noise."""
     m, p, path = cfg.model, cfg.parallel, "parallel.pipeline_layout"
-    text = p.pipeline_layout.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
-    flat, chunks = text.replace("|", ""), text.count("|") + 1
+    parts = _unrolled(p.pipeline_layout)
+    flat, chunks = "".join(parts), len(parts)
     if unknown := "".join(sorted(set(flat) - set("EtmL"))):
         yield repair(cfg, path, f"has unknown letters {unknown}; E t m L | are known", "")
     elif flat != "E" + "t" * m.layers + "m" * m.mtp_layers + "L":
@@ -124,7 +137,15 @@ def _layout_text(cfg: Config) -> Iterator[str]:
         reason = f"has {chunks} chunks; pipeline={p.pipeline} x virtual_pipeline"
         yield repair(cfg, path, f"{reason}={p.virtual_pipeline} is another number", "")
     else:
-        yield from _prediction_chunk(cfg, text.split("|"))
+        yield from _prediction_chunk(cfg, parts)
+
+
+def _unrolled(text: str) -> list[str]:
+    """The letters of each chunk of a layout."""
+    text = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
+    return text.split("|")
 
 
 def _prediction_chunk(cfg: Config, chunks: list[str]) -> Iterator[str]:

@@ -89,7 +89,7 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
         validate(config, ranks)
         if args.check:
             _leave("")
-        if config.parallel.world_size not in (0, ranks):
+        if config.parallel.world_size not in (0, ranks) and not config.run.dry_run:
             _leave(_layout(config))
     except ConfigError as error:
         _leave("".join(f"error: {line}\n" for line in str(error).splitlines()), code=2)
@@ -151,7 +151,8 @@ def usage() -> str:
         "  --check     say what is wrong with the command line, if anything, and exit",
         "  -h, --help  print this text, and exit",
         "",
-        "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs.",
+        "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs;",
+        "run.dry_run=true says what it would take there: memory, traffic, time, and what helps.",
         "All knobs with their meaning: README.md, or python -m configs.docs",
         "Example: train.py experiment=gpt_oss_20b_8gpu run=bench kernels=torch run.steps=20",
     ]

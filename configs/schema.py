@@ -334,6 +334,10 @@ class RunConfig:
     """Steps between validations; 0 turns validation off."""
     eval_batches: int = 8
     """Global batches per validation."""
+    dry_run: bool = False
+    """Print memory, traffic and expected time on `parallel.world_size` ranks, and exit; no GPU."""
+    machine: str = "h200"
+    """GPU that `dry_run` reckons with: `h200` or `h100`; rates are in configs/machines.py."""
     wandb: str = "off"
     """Weights & Biases: `off`, `offline` or `online`; a failing service never stops training."""
     wandb_project: str = "phalanx"

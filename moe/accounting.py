@@ -123,10 +123,11 @@ def _layers(m: ModelConfig, *, mtp: bool) -> tuple[int, int]:
 
 def _attention_weights(m: ModelConfig) -> int:
     """Matrix elements of one attention."""
-    return sum(rows * columns for rows, columns in _projections(m.hidden, m.attention))
+    return sum(rows * columns for rows, columns in projections(m.hidden, m.attention))
 
 
-def _projections(h: int, a: AttentionConfig) -> Iterator[tuple[int, int]]:
+def projections(h: int, a: AttentionConfig) -> Iterator[tuple[int, int]]:
+    """(inputs, outputs) of the matrices of one attention; that of the output comes last."""
     if a.kind == "gqa":
         yield h, (a.heads + 2 * a.kv_heads) * a.head_dim
         yield a.heads * a.head_dim, h

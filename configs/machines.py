@@ -1,0 +1,56 @@
+"""GPUs that `run.dry_run` knows: memory, and rates that training reaches on them.
+
+Rates are what we measured on H200s and what is published for H100s, not data sheets: sustained GEMM
+rates at the clocks of a long run, copies between GPUs with all of them busy.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU and its links. Rates are per GPU and direction."""
+
+    name: str
+    memory_gib: float
+    """What the driver gives."""
+    dense_tflops: float
+    """Large bf16 matrix products of attention, dense layers and the output layer."""
+    expert_tflops: float
+    """Grouped products of experts, forward and backward, with what is fused into them."""
+    attention_tflops: float
+    """Core attention, its causal half counted."""
+    memory_gbs: float
+    """Elementwise work: bytes read and written a second, in units of 1e9."""
+    node_gbs: float
+    """Exchange with the other GPUs of a host."""
+    network_gbs: float
+    """Exchange with GPUs of other hosts."""
+    node_gpus: int = 8
+    """GPUs of a host."""
+    reserved_gib: float = 4.0
+    """CUDA context, NCCL, libraries' workspaces and what the allocator cannot hand out again."""
+
+
+MACHINES: dict[str, Machine] = {
+    "h200": Machine(
+        name="H200",
+        memory_gib=139.8,
+        dense_tflops=650,
+        expert_tflops=560,
+        attention_tflops=350,
+        memory_gbs=3000,
+        node_gbs=300,
+        network_gbs=40,
+    ),
+    "h100": Machine(
+        name="H100 SXM",
+        memory_gib=79.1,
+        dense_tflops=620,
+        expert_tflops=530,
+        attention_tflops=340,
+        memory_gbs=2200,
+        node_gbs=300,
+        network_gbs=40,
+    ),
+}

@@ -1,0 +1,173 @@
+"""Bytes that a micro-batch keeps for its backward pass, and that this needs on top.
+
+Counted from what the modules save, and checked against allocations on an H200
+(tests/moe/estimate/test_memory.py), with Transformer Engine's attention and norms. Tensors that two
+operations share count once. bf16 unless said.
+
+Legend: T tokens of a rank before sequence parallelism cuts them, N received tokens, S expert rows,
+L experts of a rank, D hidden, F expert width, H = 2F if gated.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from configs.layout import expert_parallel_size
+from configs.schema import Config
+from moe.router import slots
+from parallel.overflow import Budget
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one rank's micro-batch."""
+
+    tokens: int
+    """T."""
+    local_tokens: int
+    """Where sequence parallelism has cut them over tensor ranks, as experts get them."""
+    received: int
+    """N."""
+    rows: int
+    """S kept."""
+    worst_rows: int
+    """S if all tokens of the expert-parallel group went to this rank."""
+
+
+def sizes(cfg: Config, world: int) -> Sizes:
+    """Of a rank, with the budget of expert rows at `parallel.capacity_factor`."""
+    e, p, d = cfg.model.moe, cfg.parallel, cfg.data
+    tokens = d.micro_batch * d.sequence_length // p.context
+    local = tokens // p.tensor
+    ranks = expert_parallel_size(cfg, world)
+    held = slots(e.router, experts=e.experts, top_k=e.top_k)
+    worst = held.most(local, ranks, e.experts // ranks)
+    if cfg.kernels.backend == "megatron":  # it takes what comes; balanced here
+        rows = min(worst, local * e.top_k)
+    else:
+        budget = Budget(max(1.0, p.capacity_factor), torch.device("cpu"))
+        rows = budget.rows(local, e.top_k, ranks, e.experts // ranks, most=worst)
+    return Sizes(tokens, local, ranks * local, rows, worst)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes of one layer."""
+
+    saved: int
+    """From the forward pass until the backward pass of the layer."""
+    backward: int
+    """Most that its backward pass holds beside what is saved, recomputation included."""
+
+
+class Activations:
+    """Of the layers and the ends of a model on one rank.
+
+    Args:
+        cfg: valid; `kernels.backend`, `kernels.attention` and `parallel.dispatch` are resolved.
+        world: ranks.
+        rows: S, instead of what `sizes` says.
+    """
+
+    def __init__(self, cfg: Config, world: int, rows: int | None = None) -> None:
+        self._cfg, self._world = cfg, world
+        self.sizes = sizes(cfg, world)
+        if rows is not None:
+            self.sizes = replace(self.sizes, rows=rows)
+        self._wide = 1 if cfg.run.precision == "bf16" else 2
+        """fp32 doubles all that is bf16 otherwise."""
+
+    def dense_layer(self) -> Layer:
+        """A layer with a dense MLP."""
+        ffn = self._cfg.model.dense_ffn
+        gradients = self.sizes.tokens * 2 * self._wide * 3 * ffn // self._cfg.parallel.tensor
+        return self._layer(self._mlp(ffn), gradients, again=False)
+
+    def moe_layer(self) -> Layer:
+        """A layer with experts."""
+        saved = self._experts() + self._mlp(self._cfg.model.moe.shared_ffn)
+        return self._layer(saved, self._experts_backward(), self._cfg.run.recompute == "moe")
+
+    def head(self) -> Layer:
+        """Final norm, logits and loss; those of multi-token prediction as well."""
+        m, s, t = self._cfg.model, self.sizes, self._cfg.parallel.tensor
+        logits = 2 * s.tokens * m.vocab_size // t * self._wide
+        hidden = 2 * s.local_tokens * m.hidden * self._wide
+        fused = self._cfg.kernels.backend != "megatron" and (
+            self._cfg.kernels.gradient_accumulation_fusion
+        )
+        weight = 0 if fused else 2 * m.vocab_size * m.hidden // t * self._wide
+        # The gradient of the logits takes their place.
+        return Layer((1 + m.mtp_layers) * (logits + 2 * hidden), hidden * t + weight)
+
+    def prediction_extra(self) -> int:
+        """Saved by a multi-token-prediction layer beside a layer: norms, and what joins them."""
+        return 8 * 2 * self.sizes.local_tokens * self._cfg.model.hidden * self._wide
+
+    def _layer(self, mlp: int, backward: int, again: bool) -> Layer:
+        """A layer whose MLP saves `mlp`, or computes that `again`."""
+        hidden = 2 * self.sizes.local_tokens * self._cfg.model.hidden * self._wide
+        # Inputs and outputs of two norms; output of attention plus bias.
+        rest = self._attention() + (4 + int(self._cfg.model.bias)) * hidden
+        if self._cfg.run.recompute == "full":
+            return Layer(hidden, rest - hidden + mlp + backward)
+        return Layer(rest, mlp + backward) if again else Layer(rest + mlp, backward)
+
+    def _attention(self) -> int:
+        """Query, key and value as the kernel takes them, its output and statistics; latents."""
+        a, s, t = self._cfg.model.attention, self.sizes, self._cfg.parallel.tensor
+        if a.kind == "mla":
+            qk, v = a.heads * (a.qk_nope_dim + a.qk_rope_dim), a.heads * a.v_dim
+            kept = 2 * qk + 2 * v
+            # Down-projections and their norms' outputs, cut along the sequence.
+            kept += 2 * a.q_lora_rank + 2 * a.kv_lora_rank + a.qk_rope_dim
+        else:
+            q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+            kept = 2 * q + 2 * kv
+            if a.qk_norm:
+                kept += 2 * q + 2 * kv  # the projection whole, and the query cut out of it
+            elif self._cfg.kernels.attention in ("sdpa", "flex"):
+                kept += q + kv  # values are a view of the projection, which stays whole
+        return s.tokens * (2 * self._wide * kept + 4 * a.heads) // t
+
+    def _mlp(self, ffn: int) -> int:
+        """Of a dense MLP or shared experts: projection, activated half, linear half, product."""
+        parts = 5 if self._cfg.model.moe.activation != "squared_relu" else 3
+        return self.sizes.tokens * 2 * self._wide * parts * ffn // self._cfg.parallel.tensor
+
+    def _experts(self) -> int:
+        """Saved by route, dispatch and experts, without the input, which attention's norm saves."""
+        m, e, s = self._cfg.model, self._cfg.model.moe, self.sizes
+        width = 1 if e.activation == "squared_relu" else 2
+        h = 2 * s.rows * width * e.ffn * self._wide
+        routing = s.local_tokens * (8 * e.experts + 16 * e.top_k) + 4 * s.received * e.top_k
+        if self._cfg.kernels.backend == "megatron":
+            # Rows as they came and sorted by expert, the activated product, and with biases the
+            # projection plus bias.
+            x, a = 2 * s.rows * m.hidden * self._wide, 2 * s.rows * e.ffn * self._wide
+            return routing + h * (2 if m.bias else 1) + x + a
+        received = 0
+        keeps = self._cfg.parallel.dispatch == "symm" and self._cfg.parallel.save_x == "keep"
+        if self._cfg.parallel.dispatch == "alltoall" or keeps:
+            received = 2 * s.received * m.hidden * self._wide
+        return routing + h + 8 * s.rows + received
+
+    def _experts_backward(self) -> int:
+        """Most of the steps of `kernels.ops`, in their order."""
+        m, e, s, k = self._cfg.model, self._cfg.model.moe, self.sizes, self._cfg.kernels
+        width = 1 if e.activation == "squared_relu" else 2
+        wide, local = self._wide, e.experts // expert_parallel_size(self._cfg, self._world)
+        row_d, row_f = 2 * s.rows * m.hidden * wide, 2 * s.rows * e.ffn * wide
+        w1, w2 = (2 * local * n * m.hidden * e.ffn * wide for n in (width, 1))
+        dh, tokens = width * row_f, 2 * s.received * m.hidden * wide
+        copies = int(k.backend != "fused")  # gathered rows, bf16 weight gradients
+        around = tokens if self._cfg.parallel.dispatch == "alltoall" else 0
+        kept = w2 if k.backend == "megatron" or not k.gradient_accumulation_fusion else 0
+        steps = (
+            copies * row_d + row_f + dh + row_f * copies,
+            copies * (row_d + w2) + dh + row_f,
+            copies * (row_d + w1) + dh + kept,
+            dh + row_d + tokens + (w1 + w2 if kept else 0),
+            tokens + w1 + w2,  # placeholders for autograd, or gradients
+        )
+        return max(steps) + around

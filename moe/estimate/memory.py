@@ -1,0 +1,84 @@
+"""Memory of one rank of each pipeline stage, as torch's allocator counts it at its peak."""
+
+from dataclasses import dataclass
+
+from configs.layout import expert_parallel_size, pipeline_chunks
+from configs.schema import Config
+from moe.estimate.activations import Activations, Layer
+from moe.estimate.pipeline import held
+from moe.estimate.weights import Weights, cached_gradient_bytes, dense_layers, stage_weights
+from parallel.symm import SLOTS
+
+_WORKSPACES = 128 * 2**20
+"""cuBLAS and Transformer Engine keep about this much."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank of one stage."""
+
+    stage: int
+    weights: Weights
+    cached: int
+    """Placeholders of weight gradients, and workspaces."""
+    saved: int
+    """Kept for backward passes, of all micro-batches in flight."""
+    backward: int
+    """What the largest backward pass needs on top."""
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients and optimizer."""
+        w = self.weights
+        return w.parameter_bytes + w.gradient_bytes + w.optimizer_bytes
+
+    @property
+    def peak(self) -> int:
+        """Largest allocation."""
+        return self.states + self.cached + self.saved + self.backward
+
+
+def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Memory]:
+    """Of each stage, in order.
+
+    Args:
+        cfg: valid, with resolved kernels (`moe.estimate.resolved`).
+        world: ranks.
+        rows: expert rows of a rank; the budget of `parallel.capacity_factor` by default.
+    """
+    act = Activations(cfg, world, rows)
+    dense, sparse, head = act.dense_layer(), act.moe_layer(), act.head()
+    stages: list[list[list[Layer]]] = [[] for _ in range(cfg.parallel.pipeline)]
+    first = 0
+    for i, letters in enumerate(pipeline_chunks(cfg)):
+        of_dense, mtp = dense_layers(cfg, letters, first), letters.count("m")
+        parts = [dense] * of_dense + [sparse] * (letters.count("t") - of_dense)
+        parts += [Layer(sparse.saved + act.prediction_extra(), sparse.backward)] * mtp
+        first += letters.count("t")
+        stages[i % cfg.parallel.pipeline].append(parts + [head] * letters.count("L"))
+    weights, cached = stage_weights(cfg, world), cached_gradient_bytes(cfg, world)
+    return [
+        Memory(
+            stage=i,
+            weights=weights[i],
+            cached=cached[i] + _WORKSPACES,
+            saved=held(cfg, world, i, [sum(part.saved for part in c) for c in chunks]),
+            backward=_backward([part for c in chunks for part in c], head),
+        )
+        for i, chunks in enumerate(stages)
+    ]
+
+
+def _backward(parts: list[Layer], head: Layer) -> int:
+    """Logits are gone when the layers' backward passes begin."""
+    freed = head.saved if head in parts else 0
+    return max(part.backward if part is head else part.backward - freed for part in parts)
+
+
+def exchange_bytes(cfg: Config, world: int) -> int:
+    """Receive buffers of transport `symm`, outside torch's allocator, whatever the load."""
+    if cfg.parallel.dispatch != "symm":
+        return 0
+    act, e = Activations(cfg, world).sizes, cfg.model.moe
+    row = 2 * cfg.model.hidden + 8 * e.top_k
+    return SLOTS * act.received * row if expert_parallel_size(cfg, world) > 1 else 0

@@ -1,0 +1,136 @@
+"""Parameters, gradients and optimizer state of each pipeline stage, in numbers and bytes.
+
+Counts are `moe.accounting`'s, by layer, cut as Megatron-Core cuts them: matrices of attention and
+dense MLPs over tensor ranks, experts over expert ranks, norms, router and output biases not at all.
+Its distributed optimizer shards the state of experts over the replicas of an expert, and of all
+else over data and context parallel ranks.
+"""
+
+from dataclasses import dataclass
+
+from configs.layout import (
+    data_parallel_size,
+    expert_parallel_size,
+    pipeline_chunks,
+    stage_ranks,
+)
+from configs.schema import Config
+from moe.accounting import parameters, projections
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of one rank."""
+
+    dense: int
+    """Parameters that all data parallel ranks hold."""
+    expert: int
+    """Parameters of this rank's experts."""
+    parameter_bytes: int
+    gradient_bytes: int
+    """Megatron-Core's buffers of `parallel.grad_dtype`, one element for each parameter."""
+    optimizer_bytes: int
+    """This rank's shard: fp32 master weights (bf16 runs) and two moments."""
+
+
+def stage_weights(cfg: Config, world: int) -> list[Weights]:
+    """Of a rank of each pipeline stage."""
+    stages = [[0, 0] for _ in range(cfg.parallel.pipeline)]
+    first_layer = 0
+    for i, letters in enumerate(pipeline_chunks(cfg)):
+        held = stages[i % cfg.parallel.pipeline]
+        layers = letters.count("t")
+        dense, expert = _chunk(cfg, world, letters, first_layer)
+        held[0] += dense
+        held[1] += expert
+        first_layer += layers
+    return [_weights(cfg, world, dense, expert) for dense, expert in stages]
+
+
+def dense_layers(cfg: Config, letters: str, first: int) -> int:
+    """How many of a chunk's decoder layers, the first of which is `first`, have a dense MLP."""
+    return max(0, min(letters.count("t"), cfg.model.moe.dense_layers - first))
+
+
+def _chunk(cfg: Config, world: int, letters: str, first: int) -> tuple[int, int]:
+    """(dense, expert) parameters of a rank in one chunk."""
+    m, tensor = cfg.model, cfg.parallel.tensor
+    h, bias = m.hidden, int(m.bias)
+    p = parameters(m)
+    mtp = letters.count("m")
+    of_dense = dense_layers(cfg, letters, first)
+    sparse = letters.count("t") - of_dense + mtp
+    all_dense = m.moe.dense_layers
+    all_sparse = m.layers - all_dense + m.mtp_layers
+    layers = of_dense + sparse
+
+    whole = bias * h  # the output bias of attention, and of a dense MLP
+    attention = _share(p.attention, all_dense + all_sparse)
+    mlp = _share(p.dense_mlp, all_dense)
+    shared = _share(p.shared_experts, all_sparse)
+    inner_norms = _share(p.norms - h - m.mtp_layers * 3 * h, all_dense + all_sparse)
+    dense = layers * ((attention - whole) // tensor + whole + inner_norms)
+    dense += of_dense * ((mlp - whole) // tensor + whole)
+    dense += sparse * (shared // tensor + _share(p.router, all_sparse))
+    dense += mtp * (2 * h * h // tensor + 3 * h)
+    table = m.vocab_size * h // tensor
+    if "E" in letters or mtp:
+        dense += table
+    if "L" in letters:
+        dense += h + (0 if m.tie_embeddings and ("E" in letters or mtp) else table)
+    experts = _share(p.routed_experts, all_sparse) // expert_parallel_size(cfg, world)
+    return dense, sparse * experts
+
+
+def _share(total: int, layers: int) -> int:
+    return total // layers if layers else 0
+
+
+def _weights(cfg: Config, world: int, dense: int, expert: int) -> Weights:
+    p, bf16 = cfg.parallel, cfg.run.precision == "bf16"
+    everything = dense + expert
+    grad = 2 if p.grad_dtype == "bf16" else _FP32
+    state = (3 if bf16 else 2) * _FP32  # in fp32 the parameters are their own master copies
+    replicas = data_parallel_size(cfg, world) * p.context
+    copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
+    if p.distributed_optimizer:
+        owned = -(-dense // replicas) + -(-expert // copies)
+    else:
+        owned = everything
+    return Weights(dense, expert, everything * (2 if bf16 else 4), everything * grad, owned * state)
+
+
+def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
+    """Of each stage: bf16 placeholders that Transformer Engine keeps for good, one a shape.
+
+    Where linear layers add weight gradients straight to the buffers, Megatron-Core hands autograd
+    an unused tensor of the weight's shape, which comes from a cache.
+    """
+    m, a, t = cfg.model, cfg.model.attention, cfg.parallel.tensor
+    if not (cfg.kernels.gradient_accumulation_fusion and cfg.run.precision == "bf16"):
+        return [0] * cfg.parallel.pipeline
+    if cfg.kernels.backend in ("megatron", "reference"):
+        return [0] * cfg.parallel.pipeline
+    h, up = m.hidden, 1 if m.moe.activation == "squared_relu" else 2
+    stages: list[set[tuple[int, int]]] = [set() for _ in range(cfg.parallel.pipeline)]
+    first = 0
+    for i, letters in enumerate(pipeline_chunks(cfg)):
+        shapes = stages[i % cfg.parallel.pipeline]
+        dense = dense_layers(cfg, letters, first)
+        first += letters.count("t")
+        sparse = letters.count("t") - dense + letters.count("m")
+        if dense + sparse:
+            *inner, (inputs, outputs) = projections(h, a)
+            shapes |= {(rows // t, columns) for columns, rows in inner}
+            shapes.add((outputs, inputs // t))
+        if dense:
+            shapes |= {(up * m.dense_ffn // t, h), (h, m.dense_ffn // t)}
+        if sparse and m.moe.shared_ffn:
+            shapes |= {(up * m.moe.shared_ffn // t, h), (h, m.moe.shared_ffn // t)}
+        if "m" in letters:
+            shapes.add((h // t, 2 * h))
+        if "L" in letters:
+            shapes.add((m.vocab_size // t, h))
+    return [sum(2 * rows * columns for rows, columns in shapes) for shapes in stages]

@@ -1,0 +1,128 @@
+"""Bytes of parameters, gradients and optimizer against models that are really built."""
+
+from typing import Any
+
+import pytest
+
+from configs.layout import pipeline_chunks
+from configs.load import load
+from configs.schema import Config
+from configs.validate import validate
+from moe.estimate.weights import stage_weights
+from tests.distributed import run_distributed
+
+SIZES = "run.device=cpu model.hidden=32 model.dense_ffn=48 model.moe.ffn=16 data.sequence_length=16"
+
+
+def configured(overrides: str, world: int) -> Config:
+    cfg = load([*SIZES.split(), *overrides.split()])
+    validate(cfg, world)
+    return cfg
+
+
+def built(cfgs: list[Config]) -> list[dict[str, int]]:
+    """(stage, bytes) of this rank for each configuration, after a step of the optimizer."""
+    from parallel.runtime import start
+
+    runtime = start(seed=1, timeout=60, deterministic=False)
+    return [_built(cfg, runtime) for cfg in cfgs]
+
+
+def _built(cfg: Config, runtime: Any) -> dict[str, int]:
+    import torch
+
+    from moe.setup import setup
+
+    job = setup(cfg, runtime)
+    params = [p for chunk in job.engine.modules for p in chunk.parameters()]
+    state = 0
+    for part in job.engine._parts():
+        for group in part.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        part.optimizer.step()
+        for group in part.optimizer.param_groups:
+            for p in group["params"]:
+                own = cfg.run.precision == "bf16"  # fp32 parameters are not held twice
+                state += p.numel() * p.element_size() * own
+                state += sum(
+                    t.numel() * t.element_size()
+                    for t in part.optimizer.state[p].values()
+                    if torch.is_tensor(t)
+                )
+    return {
+        "stage": job.groups.pg.pp.rank(),
+        "parameters": sum(p.numel() * p.element_size() for p in params),
+        "gradients": sum(p.main_grad.numel() * p.main_grad.element_size() for p in params),
+        "optimizer": state,
+    }
+
+
+ONE = [
+    "model=tiny",
+    "model=tiny_gpt_oss",
+    "model=tiny_deepseek",
+    "model=tiny_deepseek model.tie_embeddings=true",
+    "model=tiny model.attention.qk_norm=true parallel.grad_dtype=bf16",
+    "model=tiny_gpt_oss model.moe.dense_layers=1 parallel.distributed_optimizer=false",
+    "model=tiny run.precision=fp32",
+]
+TWO = [
+    "model=tiny_deepseek",
+    "model=tiny parallel.expert=1",
+    "model=tiny_gpt_oss model.moe.dense_layers=1 parallel.tensor=2",
+    "model=tiny_deepseek parallel.tensor=2",
+    "model=tiny_deepseek parallel.pipeline=2 model.tie_embeddings=true",
+    "model=tiny_gpt_oss parallel.pipeline=2 parallel.virtual_pipeline=2",
+    "model=tiny parallel.context=2",
+    "model=tiny parallel.distributed_optimizer=false",
+]
+
+
+def check(overrides: str, cfg: Config, ranks: list[dict[str, int]]) -> None:
+    stages = stage_weights(cfg, len(ranks))
+    for rank in ranks:
+        expected = stages[rank["stage"]]
+        assert rank["parameters"] == expected.parameter_bytes, overrides
+        assert rank["gradients"] == expected.gradient_bytes, overrides
+    # Shards end anywhere; all of them together hold every element once.
+    held = sum(rank["optimizer"] for rank in ranks)
+    estimated = sum(stages[rank["stage"]].optimizer_bytes for rank in ranks)
+    assert 0 <= estimated - held <= 2 * 12 * len(ranks), overrides
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_bytes_are_those_of_the_built_model(world: int) -> None:
+    names = ONE if world == 1 else TWO
+    cfgs = [configured(name, world) for name in names]
+    by_rank = run_distributed(built, world, cfgs)
+    for i, (name, cfg) in enumerate(zip(names, cfgs, strict=True)):
+        check(name, cfg, [rank[i] for rank in by_rank])
+
+
+def test_stages_hold_what_the_layout_says() -> None:
+    cfg = load(["experiment=deepseek_v3_1024gpu"])
+    chunks = pipeline_chunks(cfg)
+    assert (chunks[0], chunks[1], chunks[-1]) == ("Et", "tt", "mL") and len(chunks) == 32
+    assert "".join(chunks).count("t") == 61
+    assert pipeline_chunks(load(["experiment=gpt_oss_120b_64gpu"])) == [
+        "E" + 9 * "t",
+        9 * "t",
+        9 * "t",
+        9 * "t" + "L",
+    ]
+
+
+def test_all_ranks_together_hold_the_model_once() -> None:
+    """DeepSeek-V3 on 1024 ranks: parameters of experts over all stages, and state over replicas."""
+    from moe.accounting import parameters
+
+    cfg, world = load(["experiment=deepseek_v3_1024gpu"]), 1024
+    stages, total = stage_weights(cfg, world), parameters(cfg.model)
+    assert sum(w.expert for w in stages) * 64 == total.routed_experts
+    # The embedding is held again by the stage of the prediction layer, and tensor ranks cut it.
+    dense = total.total - total.routed_experts + total.embedding
+    assert sum(w.dense for w in stages) * 2 == pytest.approx(dense, rel=0.01)
+    assert sum(w.optimizer_bytes for w in stages) * 128 == pytest.approx(
+        12 * (total.total + total.embedding), rel=0.01
+    )

@@ -1,0 +1,134 @@
+"""The page of `run.dry_run`: every experiment, what it says, its exit code."""
+
+import re
+
+import pytest
+
+import train
+from configs.knobs import knobs, put
+from configs.load import load, options
+from configs.machines import MACHINES
+from configs.validate import validate
+from moe.accounting import bf16_peak
+from moe.dry_run import dry_run
+from moe.estimate.advice import suggestions
+
+WORLDS = {"deepseek_v3_1024gpu": 1024, "deepseek_v3_256gpu": 256, "gpt_oss_120b_64gpu": 64}
+
+
+def page(*overrides: str, world: int) -> tuple[str, int]:
+    cfg = load(list(overrides))
+    validate(cfg, world)
+    return dry_run(cfg, world)
+
+
+@pytest.mark.parametrize("name", options("experiment"))
+def test_every_experiment_fits_its_machines(name: str) -> None:
+    text, code = page(f"experiment={name}", world=WORLDS.get(name, 8))
+    assert code == 0, text
+    for heading in ("Process groups", "Memory of a rank", "Experts of one layer", "Expected step"):
+        assert heading in text
+    rate = re.search(r"([\d,]+) tokens/s/GPU", text)
+    assert rate and int(rate[1].replace(",", "")) > 50
+
+
+def test_command_line_prints_the_page_without_a_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: object
+) -> None:
+    argv = ["experiment=deepseek_v3_1024gpu", "run.dry_run=true", "parallel.world_size=1024"]
+    assert train.main([*argv, f"run.dir={tmp_path}/runs"]) == 0
+    out = capsys.readouterr().out
+    assert "ranks     1024 x H200" in out and "260.0 GFLOP a token" in out
+    assert re.search(r"^  expert +64  0, 1, 2, 3, 4, 5, 6, 7, \.\.\.$", out, re.M)
+    assert re.search(r"^  pipeline +8  0, 128, 256, ", out, re.M)
+    assert not (tmp_path / "runs").exists()  # type: ignore[operator]
+
+
+def test_what_does_not_fit_exits_2_and_says_what_helps() -> None:
+    overrides = ("experiment=qwen3_30b_8gpu", "run.machine=h100")
+    text, code = page(*overrides, world=8)
+    assert code == 2 and "does not fit" in text
+    (helps,) = re.findall(r"^  (run.recompute=full): .*, fits$", text, re.M)
+    assert page(*overrides, helps, world=8)[1] == 0
+
+
+def test_suggested_overrides_are_overrides_and_do_what_they_say() -> None:
+    overrides = ["experiment=qwen3_30b_8gpu", "run.machine=h100", "data.micro_batch=4"]
+    cfg, machine = load(overrides), MACHINES["h100"]
+    found = suggestions(cfg, 8, machine)
+    assert len(found) >= 3 and [size for _, size in found] == sorted(size for _, size in found)
+    for text, size in found:
+        changes = dict(word.split("=", 1) for word in text.split())
+        assert set(changes) <= set(knobs())
+        world = int(changes.get("parallel.world_size", 8))
+        again = load([*overrides, *text.split()])
+        validate(again, world)
+        from moe.estimate.advice import needed
+        from moe.estimate.resolve import resolved
+
+        assert needed(resolved(again, world, machine.node_gpus), world) == size
+
+
+def test_a_kernel_that_no_such_gpu_runs_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["model=tiny", "kernels=fused", "model.moe.ffn=72", "run.dry_run=true"]
+    assert train.main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: kernels.backend=fused cannot run here") and "64" in err
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_groups_are_those_of_megatron(name: str) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    world, cfg = WORLDS[name], load([f"experiment={name}"])
+    text, _ = page(f"experiment={name}", world=world)
+    p = cfg.parallel
+    data = world // (p.tensor * p.pipeline)
+    order = "tp-cp-ep-dp-pp"  # of parallel_state.initialize_model_parallel
+    dense = RankGenerator(tp=p.tensor, ep=1, dp=data, pp=p.pipeline, cp=1, order=order)
+    copies = world // (p.pipeline * p.expert)
+    sparse = RankGenerator(tp=1, ep=p.expert, dp=copies, pp=p.pipeline, cp=1, order=order)
+    expected = {
+        "tensor": dense.get_ranks("tp")[0],
+        "data": dense.get_ranks("dp")[0],
+        "pipeline": dense.get_ranks("pp")[0],
+        "expert": sparse.get_ranks("ep")[0],
+        "expert-data": sparse.get_ranks("dp")[0],
+    }
+    for group, ranks in expected.items():
+        row = re.search(rf"^  {group} +(\d+)  (.*)$", text, re.M)
+        assert row and int(row[1]) == len(ranks)
+        shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        assert row[2] == shown
+
+
+def test_parts_of_the_work_add_up() -> None:
+    from moe.accounting import flops_per_token
+    from moe.estimate.timing import _flops
+
+    for name in options("model"):
+        cfg = load([f"model={name}", "data.sequence_length=4096"])
+        f, m, e = _flops(cfg), cfg.model, cfg.model.moe
+        layers = m.layers + m.mtp_layers
+        sum_ = layers * (f.projections + f.core) + e.dense_layers * f.mlp + f.head
+        sum_ += (layers - e.dense_layers) * (f.routed + f.shared) + m.mtp_layers * f.joining
+        assert sum_ == pytest.approx(flops_per_token(m, 4096)) and min(f.projections, f.core) > 0
+
+
+def test_machines_are_slower_than_their_data_sheets() -> None:
+    for machine in MACHINES.values():
+        peak = bf16_peak(machine.name) or 0
+        assert max(machine.dense_tflops, machine.expert_tflops, machine.attention_tflops) < peak
+        assert machine.network_gbs < machine.node_gbs < machine.memory_gbs
+
+
+def test_more_load_never_takes_less_time() -> None:
+    from moe.estimate.resolve import resolved
+    from moe.estimate.timing import step_time
+
+    cfg, machine = load(["experiment=moonlight_8gpu"]), MACHINES["h200"]
+    base = step_time(resolved(cfg, 8, 8), 8, machine).total
+    for path, value in (("run.recompute", "full"), ("parallel.dispatch", "alltoall")):
+        changed = load(["experiment=moonlight_8gpu"])
+        put(changed, path, value)
+        assert step_time(resolved(changed, 8, 8), 8, machine).total > base
