@@ -1,10 +1,9 @@
 """Train a mixture-of-experts model: `torchrun --nproc-per-node N train.py [overrides]`.
 
 Exit codes: 0 done (or stopped by a signal after a checkpoint, which may be told by another code,
-`run.requeue_code`), 1 unexpected error, 2 bad configuration or input, or
-`run.dry_run` of a run that does not fit, 43 diverged (loss or gradients not finite), 44 no usable
-checkpoint, 45 ended because another rank failed, died or hangs, which a message names, 130
-interrupted by a third Ctrl-C.
+`run.requeue_code`), 1 unexpected error, 2 bad configuration or input (or a dry run that does not
+fit), 43 diverged (loss or gradients not finite), 44 no usable checkpoint, 45 ended because another
+rank failed, died or hangs, which a message names, 130 interrupted by a third Ctrl-C.
 """
 
 import logging
