@@ -23,6 +23,7 @@ from parallel.checkpoint import CheckpointError, NoUsableCheckpoint
 from parallel.drift import CheckpointMismatch
 from parallel.engine import Diverged
 from parallel.signals import StopSignal
+from parallel.symm import missing
 from parallel.watchdog import Watchdog
 
 _INPUT = (ConfigError, KernelUnavailable, DataError, CheckpointMismatch, CheckpointError)
@@ -82,6 +83,8 @@ def _verdict(error: Exception, training: bool) -> tuple[int, str]:
         return 2, f"error: {error}"
     if isinstance(error, OutOfMemory):
         return 1, f"error: out of memory: {error}"
+    if lost := missing():
+        return 1, f"error: {lost}: it has died, hangs, or is late (parallel.timeout)"
     return 1, "".join(traceback.format_exception(error)).rstrip()
 
 

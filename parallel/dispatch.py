@@ -9,10 +9,8 @@ on shapes alone.
 Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,22 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from kernels.plan import Plan, check_routing, make_plan
 from parallel.overflow import Budget
+from parallel.received import Received
 from parallel.symm import Symm, SymmOptions, reason_against
-
-
-class Received(NamedTuple):
-    """What a rank's experts work on."""
-
-    rows_ND: Tensor
-    """Received tokens, rank-major. Rows that `plan` does not name are unspecified: never read."""
-    plan: Plan
-    """Which of the rows each local expert reads."""
-    ready: Tensor | None = None
-    """Device flags that a kernel must wait on before it reads rows, or None: all rows are there."""
-    route: Any = None
-    """The transport's own: what the way back needs."""
-    saving: Callable[[], AbstractContextManager] = nullcontext
-    """Context for what saves rows for the backward pass: rows may be in a place that is reused."""
 
 
 class Dispatcher(Protocol):

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from parallel.received import Received
+
 SLOTS = 3
 """Places for exchanges, taken in turn. What exchange u brings is read before u + 2 is pushed: the
 gradient of the sums, the tokens again, and then the gradient of the tokens leaves."""
@@ -181,9 +183,7 @@ class Symm:
     ) -> None:
         self._group, self._plan, self._local, self._options = group, plan, local, options
 
-    def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Any:
-        from parallel.dispatch import Received
-
+    def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         (T, D), K = x_TD.shape, topk_idx_TK.shape[1]
         exchange = exchange_of(self._group, T, D, K, self._options)
@@ -198,7 +198,7 @@ class Symm:
         saving = functools.partial(_saving, rows_ND.detach(), None if self._options.keep else again)
         return Received(rows_ND, self._plan(idx_NK, prob_NK), None, route, saving)
 
-    def combine(self, out_ND: Tensor, received: Any) -> Tensor:
+    def combine(self, out_ND: Tensor, received: Received) -> Tensor:
         route = received.route
         (T, K), D = route.idx_TK.shape, out_ND.shape[1]
         exchange = exchange_of(self._group, T, D, K, self._options)

@@ -1,0 +1,64 @@
+"""The one-sided transport where no GPU is needed: what it tells, and where it cannot run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel import symm
+from parallel.dispatch import Slots, make_dispatcher
+from parallel.overflow import Budget
+from tests.distributed import run_distributed
+
+
+def _exchange(report: list[int]) -> Any:
+    return SimpleNamespace(_report=torch.tensor(report, dtype=torch.int32), group=dist.group.WORLD)
+
+
+def _missing() -> list[str]:
+    told = []
+    for report in ([0, 0, 0, 0], [2, 41, 39, 0]):
+        exchange = _exchange(report)
+        exchange.missing = lambda e=exchange: symm.Exchange.missing(e)
+        symm._EXCHANGES = {("a",): exchange}
+        told.append(symm.missing())
+    symm._EXCHANGES = {}
+    return told
+
+
+def test_who_did_not_come_is_named() -> None:
+    nobody, somebody = run_distributed(_missing, 2)[0]
+    assert nobody == ""
+    assert somebody == "rank 1 has not reached exchange 41 of experts, only 39"
+
+
+def _made(name: str) -> str:
+    given = dict(experts=4, slots=Slots(2, 2), budget=Budget(1.0, torch.device("cpu")))
+    try:
+        return type(make_dispatcher(name, group=dist.group.WORLD, **given)).__name__
+    except ValueError as error:
+        return str(error)
+
+
+def test_without_gpus_auto_takes_collectives_and_symm_is_refused() -> None:
+    assert run_distributed(_made, 2, "auto") == ["AllToAll"] * 2
+    (told, _) = run_distributed(_made, 2, "symm")
+    assert "needs CUDA" in told and "set parallel.dispatch=auto" in told
+
+
+@pytest.mark.parametrize("size", [1, 4, 6, 7])
+def test_blocks_of_side_data_come_back_as_they_were(size: int) -> None:
+    blocks = torch.arange(3 * size, dtype=torch.int32).view(3, size)
+    padded = symm._padded(blocks)
+    assert padded.shape[1] % 4 == 0
+    memory = torch.cat((padded.flatten(), torch.full((9,), -1, dtype=torch.int32)))
+    assert torch.equal(symm._blocks(memory.view(torch.uint8), 3, size), blocks)
+
+
+def test_sums_are_read_from_each_rank_with_an_expert_of_the_token() -> None:
+    idx = torch.tensor([[0, 5], [2, -1], [-1, -1], [4, 4]], dtype=torch.int32)
+    exchange: Any = SimpleNamespace(ranks=3, tokens=4)
+    table = symm._sums(idx, exchange, 2)
+    assert table.tolist() == [[0, -1, 8], [-1, 5, -1], [-1, -1, -1], [-1, -1, 11]]
