@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries', once in every new rank's output
 
 import torch  # noqa: E402  (reads OMP_NUM_THREADS when it is imported)
 
