@@ -15,11 +15,11 @@ from configs.schema import Config
 from configs.validate import expert_parallel_size
 from kernels.activation import Activation
 from kernels.backend import Margins
-from kernels.registry import Choice, Facts, resolve
+from kernels.registry import Choice, resolve
+from moe.facts import facts
 from moe.init import initialize
 from moe.layer import MoEOptions
 from moe.model import Backends, Layout, build, embedding_stages, transformer_config
-from moe.router import slots
 from parallel.engine import Engine
 from parallel.groups import Groups, create
 from parallel.overflow import Budget
@@ -74,26 +74,17 @@ def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
     Raises:
         KernelUnavailable: a forced choice cannot run here.
     """
-    a, e = cfg.model.attention, cfg.model.moe
     cuda = runtime.device.type == "cuda"
-    facts = Facts(
+    known = facts(
+        cfg,
+        runtime.world,
         device=runtime.device.type,
         capability=torch.cuda.get_device_capability(runtime.device) if cuda else None,
-        dtype=torch.bfloat16 if cfg.run.precision == "bf16" else torch.float32,
-        hidden=cfg.model.hidden,
-        ffn=e.ffn,
-        experts=e.experts // expert_parallel_size(cfg, runtime.world),
-        slots=slots(e.router, experts=e.experts, top_k=e.top_k).width,
-        sinks=a.sinks,
-        window=a.window,
-        head_dim=a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim,
-        v_dim=a.head_dim if a.kind == "gqa" else a.v_dim,
-        context=cfg.parallel.context,
     )
     return [
-        resolve("grouped_mlp", cfg.kernels.backend, facts),
-        resolve("attention", cfg.kernels.attention, facts),
-        resolve("norm", cfg.kernels.norm, facts),
+        resolve("grouped_mlp", cfg.kernels.backend, known),
+        resolve("attention", cfg.kernels.attention, known),
+        resolve("norm", cfg.kernels.norm, known),
     ]
 
 

@@ -49,7 +49,6 @@ class StepGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: Inputs = []
         self._result: Tensor | None = None
-        self.replays = 0
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """Results of the step for `inputs`, whose shapes are those of the first call.
@@ -66,7 +65,6 @@ class StepGraph:
                 tensor.copy_(given[name], non_blocking=True)
         assert self._graph is not None and self._result is not None
         self._graph.replay()
-        self.replays += 1
         return self._result
 
     def drop(self) -> None:
