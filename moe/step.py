@@ -78,6 +78,11 @@ class Step:
                 self.graph.drop()
             balance.restore(engine.modules, before)
 
+    def close(self) -> None:
+        """No further step is coming; process groups can be destroyed after it."""
+        if self.graph is not None:
+            self.graph.drop()
+
     def _forward(self, inputs: Inputs) -> torch.Tensor:
         return self._totals(self._microbatches(inputs, forward_only=True), None)
 

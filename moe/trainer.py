@@ -112,6 +112,7 @@ class Trainer:
         self.checkpoints.close()
         self.metrics.close(ended="done" if self.step >= self.cfg.run.steps else "stopped")
         self.loader.close()
+        self.compute.close()
 
     def _steps(self, profiler: Profiler) -> int:
         """All steps and what is due between them; the last step that was saved."""

@@ -68,7 +68,13 @@ class StepGraph:
         return self._result
 
     def drop(self) -> None:
-        """Forget the graph, as when sizes have changed: the next call is eager, then captured."""
+        """Forget the graph, as when sizes have changed: the next call is eager, then captured.
+
+        Also before process groups are destroyed: NCCL waits for graphs that hold its collectives.
+        """
+        if self._graph is not None:
+            torch.cuda.synchronize()
+            self._graph.reset()
         self._graph, self._result, self._inputs = None, None, []
         self._warm = WARM_STEPS - 1
         gc.collect()
