@@ -36,6 +36,7 @@ from megatron.core.transformer.utils import (
 from torch.profiler import record_function
 
 from kernels.attention import attention
+from kernels.rope import rope
 
 
 class CoreAttention(MegatronModule):
@@ -183,7 +184,7 @@ def _slot(chunk: int, ranks: int) -> int:
 
 
 class LatentAttention(MLASelfAttention):
-    """Multi-head latent attention (arXiv 2405.04434), mending Megatron-Core 0.19.2 in two places.
+    """Multi-head latent attention (arXiv 2405.04434), mending Megatron-Core 0.19.2 in three places.
 
     It gathers the column-split key-value down-projection, uses its rotary part on every tensor rank
     for the rank's own heads, and gives each rank the gradient of those heads alone. Here the
@@ -193,6 +194,9 @@ class LatentAttention(MLASelfAttention):
     It insists on a norm in front of a query projection that has no low rank, which no published
     model has. Here the spec's modules are built as they are; without a low rank its query norm is
     left out.
+
+    It parts queries to turn some of their channels, and joins them again. Here `kernels.rope` does
+    that in one pass. Whole sequences in training only: no packing, no cache of keys.
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
@@ -215,6 +219,48 @@ class LatentAttention(MLASelfAttention):
             kv_combined = gather_from_tensor_model_parallel_region(kv_combined, self.tp_group)
             kv_combined = scatter_to_sequence_parallel_region(kv_combined, self.tp_group)
         return q_compressed, kv_combined
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries and keys [S, B, H, d], values [S, B, H, v], latents of queries and of the others.
+
+        Args:
+            hidden_states: [S, B, D], under sequence parallelism S / tensor of them.
+        The others are part of Megatron-Core's protocol and not used.
+        """
+        assert packed_seq_params is None and inference_context is None
+        c, heads = self.config, self.num_attention_heads_per_partition
+        q_latent, kv = self._qkv_down_projection(hidden_states)
+        kv_latent, k_rope = kv.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
+        if c.sequence_parallel:
+            k_rope = gather_from_sequence_parallel_region(k_rope, group=self.tp_group)
+        if c.q_lora_rank is None:
+            q, _ = self.linear_q_proj(q_latent)
+        else:
+            q_latent = self.q_layernorm(q_latent)
+            q, _ = self.linear_q_up_proj(q_latent)
+        kv_latent = self.kv_layernorm(kv_latent)
+        kv, _ = self.linear_kv_up_proj(kv_latent)
+        S, B = q.shape[:2]
+        angles = self.rotary_pos_emb(S * c.context_parallel_size)
+        freqs, mscale = angles if c.rope_type == "yarn" else (angles, 1.0)
+        q_SBHd = rope(
+            q.view(S, B, heads, self.q_head_dim),
+            freqs,
+            mscale=mscale,
+            interleaved=True,
+            first=c.qk_head_dim,
+        )
+        k_rope = rope(k_rope.unsqueeze(2), freqs, mscale=mscale, interleaved=True)
+        k_nope, v_SBHv = kv.view(S, B, heads, -1).split([c.qk_head_dim, c.v_head_dim], -1)
+        k_SBHd = torch.cat([k_nope, k_rope.expand(-1, -1, heads, -1)], -1)
+        return q_SBHd, k_SBHd, v_SBHv, q_latent, kv_latent
 
 
 def core_attention(backend: str) -> Any:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, router_gating_linear
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from configs.schema import RouterConfig
 from moe import balance, rounding
 from moe.balance import KeepsPrecision, Statistics
 from moe.forced import ForcedBalance
+from moe.gating import gate
 from moe.scores import choose, loss_scores, probabilities
 from parallel.dispatch import Slots
 
@@ -156,9 +157,7 @@ class Router(KeepsPrecision, MegatronModule):
             Global expert ids [T, C] int32, best first, and their probabilities [T, C] fp32, where C
             is `slots.width`: K, or with rounding more. A slot without an expert has id -1 and 0.
         """
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        logits = router_gating_linear(hidden_SBD, self.weight, self.bias, dtype)
-        logits_TE = logits.flatten(0, 1)
+        logits_TE = gate(hidden_SBD.flatten(0, 1), self.weight, self.bias)
         idx_TC = self._choose(logits_TE.detach())
         idx_TK, kept_TC = idx_TC[:, : self.top_k], self._keep(logits_TE.detach(), idx_TC)
         prob_TC = probabilities(logits_TE, idx_TC, self.options, kept_TK=kept_TC, top_k=self.top_k)

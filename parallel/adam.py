@@ -1,22 +1,29 @@
 """AdamW as Megatron-Core's distributed optimizer checkpoints it: `step` lives in the group.
 
-Used where Transformer Engine's FusedAdam is absent. With torch.optim.AdamW Megatron-Core 0.19.2
-shares one loaded `step` tensor among all parameters, which then counts once per parameter, so a
-resumed run is not exact.
+Used where Transformer Engine's FusedAdam is absent, and for moments in bf16, for which
+Megatron-Core would leave the master parameters to FusedAdam too. With torch.optim.AdamW
+Megatron-Core 0.19.2 shares one loaded `step` tensor among all parameters, which then counts once
+per parameter, so a resumed run is not exact.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from kernels.adam import Update, update_
+
 
 class AdamW(torch.optim.Optimizer):
     """Decoupled weight decay Adam (arXiv 1711.05101) on torch's fused multi-tensor kernel.
 
-    Parameters and gradients are fp32 (Megatron-Core's master copies), moments fp32.
-    `adam_w_mode=False` is L2-regularised Adam. The signature is the part of FusedAdam's that
-    Megatron-Core uses.
+    Parameters and gradients are fp32 (Megatron-Core's master copies); moments are fp32, or bf16 by
+    `kernels.adam`. `adam_w_mode=False` is L2-regularised Adam. The signature is the part of
+    FusedAdam's that Megatron-Core uses, and `moments`.
+
+    Raises:
+        ValueError: moments of another dtype, or in bf16 with L2 regularisation.
     """
 
     def __init__(
@@ -28,9 +35,15 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
         capturable: bool = False,
+        moments: torch.dtype = torch.float32,
     ) -> None:
         if capturable:
             raise ValueError("this AdamW counts steps on the host: it cannot be captured")
+        if moments not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"this AdamW keeps moments in fp32 or bf16, not {moments}")
+        if moments == torch.bfloat16 and not adam_w_mode:
+            raise ValueError("moments in bf16 are for decoupled weight decay only")
+        self.moments = moments
         self._fused = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
@@ -41,9 +54,10 @@ class AdamW(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
-            for p in params:
-                if not self.state[p]:
-                    self.state[p] = {n: torch.zeros_like(p) for n in ("exp_avg", "exp_avg_sq")}
+            self.init_state(params)
+            if self.moments == torch.bfloat16:
+                self._step_in_bf16(group, params)
+                continue
             for same_device in _by_device(params):
                 step = torch.tensor(float(group["step"]), device=same_device[0].device)
                 self._fused(
@@ -62,6 +76,28 @@ class AdamW(torch.optim.Optimizer):
                     maximize=False,
                 )
 
+    def init_state(self, params: Iterable[torch.Tensor]) -> None:
+        """Zero moments for those of `params` that have none."""
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {
+                    name: torch.zeros_like(p, dtype=self.moments)
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
+
+    def _step_in_bf16(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        how = Update(
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=group["step"],
+        )
+        for p in params:
+            assert p.grad is not None
+            update_(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"], how)
+
 
 def _by_device(params: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     groups: dict[torch.device, list[torch.Tensor]] = {}
@@ -70,13 +106,19 @@ def _by_device(params: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(groups.values())
 
 
-def install() -> bool:
-    """Give Megatron-Core this AdamW where it would fall back to torch's; True if it did."""
+def install(moments: torch.dtype = torch.float32) -> bool:
+    """Have the optimizers that Megatron-Core builds from now on use this AdamW; True if they do.
+
+    Args:
+        moments: their dtype. With fp32 FusedAdam stays, if it is there.
+    """
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 
-    if not optimizer.USING_PYTORCH_OPTIMIZER:
+    ours = getattr(optimizer.Adam, "func", None) is AdamW
+    if moments == torch.float32 and not (ours or optimizer.USING_PYTORCH_OPTIMIZER):
         return False
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = AdamW, False
+    optimizer.Adam = functools.partial(AdamW, moments=moments)
+    optimizer.USING_PYTORCH_OPTIMIZER = False
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
     return True

@@ -17,6 +17,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from parallel.adam import AdamW
+
 
 def rectangles(
     shape: Sequence[int], start: int, stop: int
@@ -109,7 +111,10 @@ def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _owned(part: Any) -> Iterator[_Owned]:
-    part.init_state_fn(part.optimizer, part.config)
+    if isinstance(part.optimizer, AdamW):  # Megatron-Core would allocate fp32, whatever it keeps
+        part.optimizer.init_state(p for g in part.optimizer.param_groups for p in g["params"])
+    else:
+        part.init_state_fn(part.optimizer, part.config)
     if isinstance(part, DistributedOptimizer):
         buckets = (b for ranges in part.gbuf_ranges for bs in ranges.values() for b in bs)
         for bucket in buckets:

@@ -1,0 +1,66 @@
+"""The update of `kernels.adam` on an NVIDIA GPU, in Triton: 20 bytes of traffic a parameter."""
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kernels.adam import Update
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _step(  # type: ignore[no-untyped-def]
+    param,
+    grad,
+    mean,
+    square,
+    n,
+    beta1,
+    other1,
+    beta2,
+    other2,
+    eps,
+    kept,
+    rate,
+    scale,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < n
+    g = tl.load(grad + at, mask=here, other=0.0).to(tl.float32)
+    m = beta1 * tl.load(mean + at, mask=here, other=0.0).to(tl.float32) + other1 * g
+    v = beta2 * tl.load(square + at, mask=here, other=0.0).to(tl.float32) + other2 * g * g
+    tl.store(mean + at, m.to(tl.bfloat16), mask=here)
+    tl.store(square + at, v.to(tl.bfloat16), mask=here)
+    p = tl.load(param + at, mask=here, other=0.0) * kept
+    change = tl.div_rn(rate * m, tl.sqrt_rn(v) * scale + eps)
+    tl.store(param + at, p - change, mask=here)
+
+
+def launch(
+    param_n: Tensor, grad_n: Tensor, mean_n: Tensor, square_n: Tensor, how: "Update"
+) -> None:
+    """`kernels.adam.update_` of flat tensors."""
+    if not (n := param_n.numel()):
+        return
+    _step[(triton.cdiv(n, _BLOCK),)](
+        param_n,
+        grad_n,
+        mean_n,
+        square_n,
+        n,
+        how.beta1,
+        1 - how.beta1,
+        how.beta2,
+        1 - how.beta2,
+        how.eps,
+        how.kept,
+        how.rate,
+        how.scale,
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )

@@ -1,0 +1,185 @@
+"""Rotary embedding on an NVIDIA GPU, in Triton: heads in any strides to heads in any strides.
+
+One pass reads each channel once and writes it once. A program has all the heads of a few positions
+where they fit, so sines and cosines are worked out once per position and not once per head; they
+and the products are fp32.
+
+Legend: S positions, B batch, G groups of R heads, d channels.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS = 4096
+"""Channels of a program."""
+
+
+@triton.jit
+def _cos_sin(angle):  # type: ignore[no-untyped-def]
+    """Both of fp32 angles up to 2^20, to 1e-7: less code than libdevice's, and no slow branch.
+
+    The nearest multiple of pi / 2 is taken off in two parts, the first exactly, since an FMA rounds
+    nothing in between; the polynomials are those of the Cephes library.
+    """
+    n = tl.floor(angle * 0.6366197723675814 + 0.5)
+    r = tl.fma(n, -1.5707963705062866, angle)
+    r = tl.fma(n, 4.371139000186241e-08, r)
+    z = r * r
+    sin = r + r * z * (-1.6666654611e-1 + z * (8.3321608736e-3 - z * 1.9515295891e-4))
+    cos = 1.0 - 0.5 * z + z * z * (4.166664568e-2 + z * (-1.388731625e-3 + z * 2.443315712e-5))
+    quarter = n.to(tl.int32) & 3
+    odd = (quarter & 1) == 1
+    c = tl.where(odd, sin, cos)
+    s = tl.where(odd, cos, sin)
+    return tl.where((quarter == 1) | (quarter == 2), -c, c), tl.where(quarter >= 2, -s, s)
+
+
+@triton.jit
+def _rotate(  # type: ignore[no-untyped-def]
+    x,
+    y,
+    bias,
+    freqs,
+    mscale,
+    rows,
+    B,
+    H,
+    R,
+    x_s,
+    x_b,
+    x_g,
+    x_r,
+    y_s,
+    y_b,
+    y_g,
+    y_r,
+    bias_g,
+    bias_r,
+    f_s,
+    BIASED: tl.constexpr,
+    FIRST: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
+    INVERSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    s = row // B
+    b = row % B
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    g = h // R
+    r = h % R
+    from_ = x + ((s * x_s + b * x_b)[:, None] + (g * x_g + r * x_r)[None, :])[:, :, None]
+    to = y + ((s * y_s + b * y_b)[:, None] + (g * y_g + r * y_r)[None, :])[:, :, None]
+    head_here = ((row < rows)[:, None] & (h < H)[None, :])[:, :, None]
+
+    i = tl.arange(0, HALF_BLOCK)
+    known = (row < rows)[:, None] & (i < HALF)[None, :]
+    angle = tl.load(freqs + s[:, None] * f_s + i[None, :], mask=known, other=0.0)
+    cos, sin = _cos_sin(angle)
+    cos = (cos * mscale)[:, None, :]
+    sin = (sin * mscale)[:, None, :]
+    if INVERSE:
+        sin = -sin
+    # Neighbours are read and written together, by wide accesses, and parted in registers.
+    at = (FIRST + i)[None, None, :]
+    here = head_here & (i < HALF)[None, None, :]
+    j = tl.arange(0, 2 * HALF_BLOCK)
+    at_both = (FIRST + j)[None, None, :]
+    both_here = head_here & (j < 2 * HALF)[None, None, :]
+    if PAIRS_IN:
+        pairs = tl.load(from_ + at_both, mask=both_here, other=0.0)
+        u, v = tl.split(tl.reshape(pairs, [ROWS, HEADS, HALF_BLOCK, 2]))
+    else:
+        u = tl.load(from_ + at, mask=here, other=0.0)
+        v = tl.load(from_ + at + HALF, mask=here, other=0.0)
+    u = u.to(tl.float32)
+    v = v.to(tl.float32)
+    if BIASED:
+        of_head = bias + (g * bias_g + r * bias_r)[:, None]
+        bias_here = (h < H)[:, None] & (i < HALF)[None, :]
+        at_bias = (FIRST + i)[None, :]
+        u += tl.load(of_head + at_bias, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
+        v += tl.load(of_head + at_bias + HALF, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
+    p = (u * cos - v * sin).to(y.dtype.element_ty)
+    q = (v * cos + u * sin).to(y.dtype.element_ty)
+    if PAIRS_OUT:
+        pairs = tl.reshape(tl.join(p, q), [ROWS, HEADS, 2 * HALF_BLOCK])
+        tl.store(to + at_both, pairs, mask=both_here)
+    else:
+        tl.store(to + at, p, mask=here)
+        tl.store(to + at + HALF, q, mask=here)
+
+    if WIDTH > 2 * HALF:
+        c = tl.arange(0, WIDTH_BLOCK)
+        kept = (c < FIRST) | ((c >= FIRST + 2 * HALF) & (c < WIDTH))
+        mask = head_here & kept[None, None, :]
+        at_c = c[None, None, :]
+        tl.store(to + at_c, tl.load(from_ + at_c, mask=mask), mask=mask)
+
+
+def rotate(
+    x_SBGRd: Tensor,
+    y_SBGRd: Tensor,
+    freqs_SF: Tensor,
+    *,
+    mscale: float,
+    first: int = 0,
+    bias_GRd: Tensor | None = None,
+    pairs_in: bool = False,
+    pairs_out: bool = False,
+    inverse: bool = False,
+) -> None:
+    """Write the rotation of x to y.
+
+    Args:
+        x_SBGRd, y_SBGRd: any strides with contiguous channels; apart from each other in memory.
+        freqs_SF: fp32 angles; the first F / 2 columns are read, F channels are rotated.
+        mscale: factor on what is rotated.
+        first: channel at which the rotated ones begin; the others are copied.
+        bias_GRd: added to x before, where all channels are rotated and `pairs_in` is false.
+        pairs_in: channels 2i and 2i + 1 of the rotated ones form a pair in x, else i and i + F / 2.
+        pairs_out: the same of y.
+        inverse: turn by the negative angle.
+    """
+    S, B, G, R, d = x_SBGRd.shape
+    if not x_SBGRd.numel():
+        return
+    assert bias_GRd is None or (freqs_SF.shape[1] == d and not pairs_in)
+    half = freqs_SF.shape[1] // 2
+    width = triton.next_power_of_2(d)
+    heads = min(triton.next_power_of_2(G * R), max(1, _ELEMENTS // width))
+    rows = max(1, _ELEMENTS // (heads * width))
+    grid = (triton.cdiv(S * B, rows), triton.cdiv(G * R, heads))
+    _rotate[grid](
+        x_SBGRd,
+        y_SBGRd,
+        x_SBGRd if bias_GRd is None else bias_GRd,
+        freqs_SF,
+        mscale,
+        S * B,
+        B,
+        G * R,
+        R,
+        *x_SBGRd.stride()[:4],
+        *y_SBGRd.stride()[:4],
+        *((0, 0) if bias_GRd is None else bias_GRd.stride()[:2]),
+        freqs_SF.stride(0),
+        BIASED=bias_GRd is not None,
+        FIRST=first,
+        HALF=half,
+        WIDTH=d,
+        PAIRS_IN=pairs_in,
+        PAIRS_OUT=pairs_out,
+        INVERSE=inverse,
+        ROWS=rows,
+        HEADS=heads,
+        HALF_BLOCK=triton.next_power_of_2(half),
+        WIDTH_BLOCK=width,
+    )

@@ -1,0 +1,59 @@
+"""Logits of the router in fp32, from bf16 activations and weights as they lie.
+
+Megatron-Core 0.19.2 writes the activations once more in fp32 for each of its three products. A
+product of two bf16 numbers fits fp32, so on a GPU a GEMM of bf16 operands with an fp32 sum has the
+same logits without. Their gradient is fp32 and enters the other two products as a bf16 number plus
+its bf16 rest, which together have 16 digits; the results are rounded to the 8 of bf16 either way.
+
+Legend: T tokens, D hidden, E experts.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    """x @ weight^T + bias, summed in fp32 at least.
+
+    Args:
+        x_TD: bf16 or fp32.
+        weight_ED, bias_E: parameters in the dtype of x.
+
+    Returns:
+        Logits [T, E] in fp32, or in fp64 of fp64.
+    """
+    if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16:
+        return Gate.apply(x_TD, weight_ED, bias_E)
+    wide = torch.promote_types(weight_ED.dtype, torch.float32)
+    return router_gating_linear(x_TD, weight_ED, bias_E, wide)
+
+
+class Gate(torch.autograd.Function):
+    """`gate` of bf16 operands."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        ctx.bias = bias_E is not None
+        logits_TE = product(x_TD, weight_ED.t())
+        return logits_TE if bias_E is None else logits_TE.add_(bias_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x_TD, weight_ED = ctx.saved_tensors
+        high_TE = grad_TE.bfloat16()
+        both = torch.cat((high_TE, (grad_TE - high_TE).bfloat16()), 1)
+        dx_TD = both @ torch.cat((weight_ED, weight_ED))
+        high_ED, low_ED = product(both.t(), x_TD).chunk(2)
+        dbias_E = grad_TE.sum(0).bfloat16() if ctx.bias else None
+        return dx_TD, high_ED.add_(low_ED).bfloat16(), dbias_E
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of bf16 matrices on a GPU, with an fp32 sum and result."""
+    return torch.mm(a, b, out_dtype=torch.float32)

@@ -1,0 +1,26 @@
+"""The kernel of AdamW with bf16 moments on a GPU, against fp64."""
+
+import pytest
+import torch
+
+from kernels.adam import Update, update_
+from tests.kernels.test_adam import HOW, assert_updated, drawn
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("n", [1, 4095, 4096, 1_000_003])
+def test_a_step_rounds_the_moments_and_nothing_else(n, step):
+    assert_updated([t.cuda() for t in drawn(n)], Update(**HOW, step=step))
+
+
+def test_a_part_of_a_buffer():
+    """Shards begin anywhere, and what is around them stays."""
+    whole, how = [t.cuda() for t in drawn(1000)], Update(**HOW, step=3)
+    before = [t.clone() for t in whole]
+    update_(*(t[3:777] for t in whole), how)
+    alone = [t[3:777].clone() for t in before]
+    update_(*alone, how)
+    for got, old, part in zip(whole, before, alone, strict=True):
+        assert torch.equal(got, torch.cat((old[:3], part, old[777:])))
