@@ -55,6 +55,9 @@ class Rows(NamedTuple):
     """int32: expert rows of each row of x, -1 for none. None: row n alone."""
     order_L: Tensor | None = None
     """int32: experts in the order in which a scheduler should take them; None leaves it to it."""
+    ready: Tensor | None = None
+    """What a kernel that reads rows by `index_S` has to wait for (`kernels.sm90.ready`, for the
+    fused backend alone); None: all are there."""
 
 
 class Planned(NamedTuple):

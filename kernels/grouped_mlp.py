@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.activation import Activation
 from kernels.backend import NO_MARGINS, Margins, Rows
+from kernels.ops import Traffic
 
 
 def grouped_mlp(
@@ -35,6 +36,7 @@ def grouped_mlp(
     margins: Margins = NO_MARGINS,
     dynamic: bool = True,
     accumulate: bool = False,
+    traffic: Traffic | None = None,
 ) -> Tensor:
     """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]).
 
@@ -61,6 +63,8 @@ def grouped_mlp(
         dynamic: kernels claim tiles on the device rather than deal them out in turn (fused only).
         accumulate: add the gradients of parameters with an fp32 `main_grad` of their shape to that,
             and set `grad_added_to_main_grad`, as Megatron-Core's data parallel wrapper expects.
+        traffic: exchanges that go on meanwhile (fused only): rows of x and of out's gradient are
+            waited for, and gradients of x and its probabilities are handed over as they are made.
 
     Returns:
         out_ND in x's dtype, added in fp32 in the order of k and rounded once; 0 without experts.
@@ -71,7 +75,7 @@ def grouped_mlp(
     rows = Rows(row_index_S, row_prob_S, offsets, inverse_NK, order_L)
     _check(x_ND, w1, w2, b1, b2, rows, activation)
     how = (activation, backend, margins, dynamic, accumulate)
-    return _call(x_ND, w1, w2, b1, b2, rows, *how, summed=True)
+    return _call(x_ND, w1, w2, b1, b2, rows, *how, summed=True, traffic=traffic)
 
 
 def expert_mlp(
@@ -189,24 +193,22 @@ def _call(
     accumulate: bool,
     *,
     summed: bool,
+    traffic: Traffic | None = None,
 ) -> Tensor:
     given = [t for t in (x_ND, w1, w2, b1, b2, rows.prob_S) if t is not None]
-    out, _ = ops.grouped_mlp(
-        x_ND.contiguous(),
-        w1,
-        w2,
-        b1,
-        b2,
-        *rows,
-        act.kind,
-        [act.alpha, act.limit, act.offset],
-        backend,
-        [margins.forward, margins.dgrad, margins.wgrad],
-        dynamic,
-        summed,
-        torch.is_grad_enabled() and any(t.requires_grad for t in given),  # h serves backward only
-        accumulate,
+    keep_h = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    how = (
+        *(act.kind, [act.alpha, act.limit, act.offset]),
+        *(backend, [margins.forward, margins.dgrad, margins.wgrad], dynamic, summed),
+        *(keep_h, accumulate),
     )
+    tensors = (x_ND.contiguous(), w1, w2, b1, b2)
+    if traffic is not None:
+        if backend != "fused":
+            raise ValueError(f"traffic: only the fused kernels wait for rows, not {backend}")
+        return ops.beside(*tensors, rows, *how, traffic=traffic)
+    plan = (rows.index_S, rows.prob_S, rows.offsets, rows.inverse_NK, rows.order_L)
+    out, _ = ops.grouped_mlp(*tensors, *plan, *how)
     return out
 
 

@@ -1,5 +1,7 @@
 """The expert MLP and the sum back as torch custom ops with autograd, over any backend.
 
+`beside` is the expert MLP among exchanges with other GPUs, for training alone: no op.
+
 `kernels.grouped_mlp` checks arguments and calls these. Each op has a fake implementation, so that
 tracing and torch.compile see shapes and nothing else. Saved for backward are x, h, the weights by
 reference and the plan's indices; activations are recomputed from h, expert rows are never kept. No
@@ -10,10 +12,11 @@ Shape legend as in `kernels.backend`; out is [N, D] if `summed`, else [S, D] in 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import main_grad
 from kernels.activation import Activation
@@ -68,16 +71,29 @@ def grouped_mlp(
 ) -> tuple[Tensor, Tensor]:
     """(out, h); h is empty without `keep_h`, of which there is no gradient."""
     how = _How(kind, constants, backend, margins, dynamic, summed)
-    rows, ops = Rows(index, prob, offsets, inverse, order), how.ops(_FORWARD)
+    return _forward(x, w1, w2, b1, b2, Rows(index, prob, offsets, inverse, order), how, keep_h)
+
+
+def _forward(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    rows: Rows,
+    how: _How,
+    keep_h: bool,
+) -> tuple[Tensor, Tensor]:
+    ops = how.ops(_FORWARD)
     h_SH, a_SF = ops.fc1_act(x, _stack(w1), _maybe(b1), rows, how.act, keep_h=keep_h)
     if h_SH is None or not keep_h:
         h_SH = x.new_empty(0)
     y_SD = ops.rows(a_SF, _stack(w2), rows, _maybe(b2))
-    if not summed:
+    if not how.summed:
         return y_SD, h_SH
-    assert inverse is not None
+    assert rows.inverse_NK is not None
     del a_SF
-    return ops.combine(y_SD, inverse), h_SH
+    return ops.combine(y_SD, rows.inverse_NK), h_SH
 
 
 @grouped_mlp.register_fake
@@ -116,11 +132,7 @@ def _grouped_mlp_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Any, 
     tensors = (dout.contiguous(), x, w1, w2, b2, h)
     if any(p is not None for p in ctx.sinks):
         # No op: tracing, which alone would need one, does not see the buffers.
-        buffers = [p if p is None else main_grad.buffer(p) for p in ctx.sinks]
-        with torch.no_grad():
-            dx, *grads, dprob = _gradients(*tensors, Rows(*plan), ctx.how, needs, buffers)
-        for i, p in enumerate(ctx.sinks):
-            grads[i] = grads[i] if p is None else main_grad.added(p)
+        dx, *grads, dprob = _into_sinks(ctx.sinks, tensors, Rows(*plan), ctx.how, needs)
     else:
         dx, *grads, dprob = grouped_mlp_backward(*tensors, *plan, *ctx.how, list(needs))
     grads = [g if need else None for g, need in zip([dx, *grads], needs, strict=True)]
@@ -129,6 +141,91 @@ def _grouped_mlp_backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Any, 
 
 
 grouped_mlp.register_autograd(_grouped_mlp_backward, setup_context=_save)
+
+
+def _into_sinks(
+    sinks: Sequence[Tensor | None],
+    tensors: tuple[Any, Any, Any, Any, Any, Any],
+    rows: Rows,
+    how: _How,
+    needs: Sequence[bool],
+    traffic: "Traffic | None" = None,
+) -> list[Tensor | None]:
+    """`_gradients`, of which those of parameters that have a buffer are added to that."""
+    buffers = [p if p is None else main_grad.buffer(p) for p in sinks]
+    with torch.no_grad():
+        dx, *grads, dprob = _gradients(*tensors, rows, how, needs, buffers, traffic)
+    for i, p in enumerate(sinks):
+        grads[i] = grads[i] if p is None else main_grad.added(p)
+    return [dx, *grads, dprob]
+
+
+class Traffic(Protocol):
+    """Exchanges with other GPUs beside the expert MLP, of one call of it."""
+
+    @property
+    def ready(self) -> Tensor:
+        """`Rows.ready` for rows of x, and in the backward pass for those of the gradient."""
+        ...
+
+    def send_gradient(self, dx_ND: Tensor | None, dprob_NK: Tensor | None) -> None:
+        """Gradients of x and of its probabilities, before those of the weights are computed."""
+        ...
+
+    def tokens(self) -> Tensor:
+        """x in the backward pass, at its first use there."""
+        ...
+
+
+class _Beside(torch.autograd.Function):
+    """The expert MLP among exchanges. x is not saved, and of `prob` no gradient is returned: both
+    are `traffic`'s."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        b1: Tensor | None,
+        b2: Tensor | None,
+        rows: Rows,
+        how: _How,
+        keep_h: bool,
+        accumulate: bool,
+        traffic: Traffic,
+    ) -> Tensor:
+        rows = rows._replace(ready=traffic.ready)
+        out, h = _forward(x, w1, w2, b1, b2, rows, how, keep_h)
+        ctx.save_for_backward(w1, w2, b2, h)
+        ctx.rows, ctx.how, ctx.traffic = rows, how, traffic
+        ctx.sinks = [main_grad.sink(p) if accumulate else None for p in (w1, w2, b1, b2)]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        w1, w2, b2, h = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:5]
+        given = (dout, dout, w1, w2, b2, h)  # x comes later
+        *grads, _ = _into_sinks(ctx.sinks, given, ctx.rows, ctx.how, needs, ctx.traffic)
+        grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
+        return *grads, *(None,) * 5
+
+
+def beside(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    rows: Rows,
+    *how: Any,
+    traffic: Traffic,
+) -> Tensor:
+    """`grouped_mlp` with the same arguments, which has its x from `traffic`."""
+    *given, keep_h, accumulate = how
+    return _Beside.apply(x, w1, w2, b1, b2, rows, _How(*given), keep_h, accumulate, traffic)
 
 
 @torch.library.custom_op("phalanx::grouped_mlp_backward", mutates_args=())
@@ -195,8 +292,12 @@ def _gradients(
     how: _How,
     needs: Sequence[bool],
     buffers: Sequence[Tensor | None],
+    traffic: "Traffic | None" = None,
 ) -> Sequence[Tensor | None]:
-    """As `grouped_mlp_backward`; what has a buffer (fp32, of w1, w2, b1 and b2) is added to it."""
+    """As `grouped_mlp_backward`; what has a buffer (fp32, of w1, w2, b1 and b2) is added to it.
+
+    The data gradient comes first, so that `traffic` can take it away under the others.
+    """
     ops, weights = how.ops(_DGRAD), how.ops(_WGRAD)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     gather, gather_x = how.summed, rows.index_S is not None
@@ -206,22 +307,28 @@ def _gradients(
         dout, _stack(w2), _maybe(b2), h_SH, rows, how.act, gather=gather
     )
     dw1 = dw2 = db2 = dx = None
+    if need_x:
+        dx = ops.rows(dh_SH, _stack(w1).transpose(1, 2), rows)
+        if rows.inverse_NK is not None:
+            dx = ops.combine(dx, rows.inverse_NK)
+    if traffic is not None:
+        assert rows.inverse_NK is not None
+        dprob_NK = None if dprob_S is None else ops.plan_backward(dprob_S, rows.inverse_NK)
+        traffic.send_gradient(dx, dprob_NK)
     if need_w2:
         dw2 = _wgrad(weights, dout, a_SF, rows, w2, buffers[1], gather_d=gather, gather_v=False)
     if need_b2:
         scaled = rows.prob_S is not None
         db2 = _bias_grad(weights, dout, rows, w2, buffers[3], scale=scaled, gather=gather)
     del a_SF, dout  # the largest buffers of the backward after dh
+    if traffic is not None:
+        x_ND = traffic.tokens()
     if need_w1:
         dw1 = _wgrad(weights, dh_SH, x_ND, rows, w1, buffers[0], gather_d=False, gather_v=gather_x)
     if need_b1 and db1 is not None:
         db1 = _bias(put(db1, _maybe(buffers[2]), True), w1, buffers[2])
     elif need_b1:
         db1 = _bias_grad(weights, dh_SH, rows, w1, buffers[2], scale=False, gather=False)
-    if need_x:
-        dx = ops.rows(dh_SH, _stack(w1).transpose(1, 2), rows)
-        if rows.inverse_NK is not None:
-            dx = ops.combine(dx, rows.inverse_NK)
     return dx, dw1, dw2, db1 if need_b1 else None, db2, dprob_S
 
 

@@ -13,6 +13,7 @@ BF16 = (cutlass.BFloat16, 16)
 WORD = (cutlass.Uint32, 4)
 FP32 = (cutlass.Float32, 4)
 INT = (cutlass.Int32, 4)
+LONG = (cutlass.Int64, 8)
 """Element and alignment of pointer arguments; a word is two bf16."""
 
 _CAPTURED = 8192

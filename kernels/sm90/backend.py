@@ -68,6 +68,7 @@ class Fused:
             prob_S=rows.prob_S,
             bias_LH=b1_LH,
             keep_h=keep_h,
+            ready=rows.ready,
             sm_margin=self._sm_margin,
             dynamic=self._dynamic,
         )
@@ -113,6 +114,7 @@ class Fused:
             act,
             index_S=index_S,
             prob_S=rows.prob_S,
+            ready=rows.ready,
             sm_margin=self._sm_margin,
             dynamic=self._dynamic,
         )

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from kernels.activation import Activation
 from kernels.sm90 import tiles
-from kernels.sm90.arguments import BF16, FP32, INT, WORD, counter_of, require, weight
+from kernels.sm90.arguments import BF16, FP32, INT, LONG, WORD, counter_of, require, weight
 from kernels.sm90.epilogues import Act
 from kernels.sm90.gemm import Gemm, GemmConfig, matrix, vector, weights, words
 from kernels.sm90.launch import clusters_beside, launch, sms
 from kernels.sm90.mainloop import Mainloop
+from kernels.sm90.ready import WORDS
 
 
 class Fc1Kernel(Gemm):
@@ -38,6 +39,7 @@ class Fc1Kernel(Gemm):
         INT,
         INT,
         INT,
+        LONG,
     )
     integers: ClassVar[int] = 6
 
@@ -53,6 +55,7 @@ class Fc1Kernel(Gemm):
         index: cute.Pointer,
         offsets: cute.Pointer,
         counter: cute.Pointer,
+        ready: cute.Pointer,
         sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
@@ -70,6 +73,7 @@ class Fc1Kernel(Gemm):
             vector(index, S),
             offsets,
             counter,
+            ready,
             F,
             L,
             clusters,
@@ -87,6 +91,7 @@ def fc1_act(
     prob_S: Tensor | None = None,
     bias_LH: Tensor | None = None,
     keep_h: bool = True,
+    ready: Tensor | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
     dynamic: bool = True,
@@ -103,6 +108,7 @@ def fc1_act(
         index_S: int32 row of x. prob_S: fp32 factor of a; default 1.
         bias_LH: bf16, contiguous.
         keep_h: return h too; without it, it is not written.
+        ready: int64 [6] of `ready.ready`, on the device: rows of x, picked by an index, are coming.
         counter, sm_margin, dynamic, loop: as in `rows`.
 
     Returns:
@@ -124,20 +130,22 @@ def fc1_act(
         index=(index_S, torch.int32, (S,)),
         prob=(prob_S, torch.float32, (S,)),
         bias=(bias_LH, torch.bfloat16, (L, H)),
+        ready=(ready, torch.int64, (WORDS,)),
         counter=(counter, torch.int32, (1,)),
     )
     h, a = x.new_empty(S, H) if keep_h else None, x.new_empty(S, F)
     if loop is None:
         gather, halves = index_S is not None, H // F
         loop = tiles.choose("fc1_act", F, D, gather=gather, transposed=False, halves=halves)
-    config = GemmConfig(Act(act, bias_LH is not None, keep_h, prob_S is not None), loop, dynamic)
+    epilogue = Act(act, bias_LH is not None, keep_h, prob_S is not None)
+    config = GemmConfig(epilogue, loop, dynamic, ready is not None)
     if S and x.shape[0]:
         counter = counter_of(x.device) if counter is None else counter
         clusters = clusters_beside(sms(x.device), sm_margin, loop.cluster)
         launch(
             Fc1Kernel,
             config,
-            (x, w1_LHD, h, a, bias_LH, prob_S, index_S, offsets, counter),
+            (x, w1_LHD, h, a, bias_LH, prob_S, index_S, offsets, counter, ready),
             (S, x.shape[0], F, D, L, clusters),
         )
     return h, a

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from kernels.activation import Activation
 from kernels.sm90 import tiles
-from kernels.sm90.arguments import BF16, FP32, INT, counter_of, require, weight
+from kernels.sm90.arguments import BF16, FP32, INT, LONG, counter_of, require, weight
 from kernels.sm90.epilogues import ActGrad
 from kernels.sm90.gemm import Gemm, GemmConfig, matrix, vector, weights
 from kernels.sm90.launch import clusters_beside, launch, sms
 from kernels.sm90.mainloop import Mainloop
+from kernels.sm90.ready import WORDS
 
 
 class DgradKernel(Gemm):
@@ -40,6 +41,7 @@ class DgradKernel(Gemm):
         INT,
         INT,
         INT,
+        LONG,
     )
     integers: ClassVar[int] = 6
 
@@ -56,6 +58,7 @@ class DgradKernel(Gemm):
         index: cute.Pointer,
         offsets: cute.Pointer,
         counter: cute.Pointer,
+        ready: cute.Pointer,
         sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
@@ -79,6 +82,7 @@ class DgradKernel(Gemm):
             vector(index, S),
             offsets,
             counter,
+            ready,
             F,
             L,
             clusters,
@@ -95,6 +99,7 @@ def fc2_dgrad_dact(
     *,
     index_S: Tensor | None = None,
     prob_S: Tensor | None = None,
+    ready: Tensor | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
     dynamic: bool = True,
@@ -107,7 +112,7 @@ def fc2_dgrad_dact(
         w2_LDF: bf16, contiguous; F a multiple of 64.
         h_SH: bf16, as from `fc1_act`.
         offsets: int32 [L + 1], as in `rows`.
-        act, index_S, prob_S: as in `fc1_act`.
+        act, index_S, prob_S, ready: as in `fc1_act`.
         counter, sm_margin, dynamic, loop: as in `rows`.
 
     Returns:
@@ -129,21 +134,24 @@ def fc2_dgrad_dact(
         offsets=(offsets, torch.int32, (L + 1,)),
         index=(index_S, torch.int32, (S,)),
         prob=(prob_S, torch.float32, (S,)),
+        ready=(ready, torch.int64, (WORDS,)),
         counter=(counter, torch.int32, (1,)),
     )
     if loop is None:
-        gather = index_S is not None
-        loop = tiles.choose("fc2_dgrad_dact", F, D, gather=gather, transposed=True)
+        how = dict(gather=index_S is not None, transposed=True)
+        loop = tiles.choose("fc2_dgrad_dact", F, D, **how)
+        if act.kind == "geglu":  # the error function would not leave enough registers for more
+            loop = tiles.configured("pp128", **how)
     dh, a = torch.empty_like(h_SH), h_SH.new_empty(S, F)
     dprob = None if prob_S is None else prob_S.new_empty(-(-F // loop.columns), S)
-    config = GemmConfig(ActGrad(act, prob_S is not None), loop, dynamic)
+    config = GemmConfig(ActGrad(act, prob_S is not None), loop, dynamic, ready is not None)
     if S and dy.shape[0]:
         counter = counter_of(dy.device) if counter is None else counter
         clusters = clusters_beside(sms(dy.device), sm_margin, loop.cluster)
         launch(
             DgradKernel,
             config,
-            (dy, w2_LDF, h_SH, dh, a, prob_S, dprob, index_S, offsets, counter),
+            (dy, w2_LDF, h_SH, dh, a, prob_S, dprob, index_S, offsets, counter, ready),
             (S, dy.shape[0], F, D, L, clusters),
         )
     return dh, a, dprob

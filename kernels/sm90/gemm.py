@@ -17,8 +17,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from kernels.sm90.epilogues import Act
 from kernels.sm90.mainloop import GROUP_THREADS, THREADS, TILE_ROWS, Loads, Mainloop, Math
+from kernels.sm90.ready import Ready
 from kernels.sm90.schedule import Schedule, Scheduler
-from kernels.sm90.storage import struct
+from kernels.sm90.storage import array, struct
 
 SMEM_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024 + 1024
@@ -34,6 +35,12 @@ class GemmConfig:
     loop: Mainloop
     dynamic: bool = True
     """Claim tiles from a counter; otherwise deal them out in turn."""
+    waits: bool = False
+    """Wait for rows of A that are still coming; only if they are gathered."""
+
+    def __post_init__(self) -> None:
+        if self.waits and not self.loop.gather:
+            raise ValueError("ready: rows that are still coming must be gathered by an index")
 
     @property
     def mainloop(self) -> Mainloop:
@@ -68,6 +75,7 @@ class Gemm:
         index: cute.Tensor,
         offsets: cute.Pointer,
         counter: cute.Pointer,
+        ready: cute.Pointer | None,
         columns: Int32,
         L: Int32,
         clusters: Int32,
@@ -85,6 +93,7 @@ class Gemm:
             index,
             cute.make_tensor(offsets, cute.make_layout(L + 1)),
             cute.make_tensor(counter, cute.make_layout(1)),
+            ready if cutlass.const_expr(self.config.waits) else None,
             L,
             (columns + (wide - 1)) // wide,
             mA.shape[1] // 64,
@@ -108,6 +117,7 @@ class Gemm:
         index: cute.Tensor,
         offsets: cute.Tensor,
         counter: cute.Tensor,
+        ready: cute.Pointer | None,
         experts: Int32,
         column_tiles: Int32,
         blocks: Int32,
@@ -118,6 +128,7 @@ class Gemm:
         loop = config.mainloop
         layout = struct(
             schedule=config.schedule.storage(),
+            waves=array(Int32, GROUP_THREADS // 32),
             mainloop=loop.storage(),
             epilogue=config.epilogue.storage(loop),
         )
@@ -143,11 +154,14 @@ class Gemm:
             cute.arch.setmaxregister_decrease(fewer)
             if cutlass.const_expr(loop.gather):
                 load = Loads(loop, storage.mainloop, rank, loads, mA, index)
-                self._load(load, scheduler, rank, warp, blocks, apart, clusters)
+                coming = None
+                if cutlass.const_expr(config.waits):
+                    coming = Ready(ready, storage.waves.data_ptr() + warp)
+                self._load(load, scheduler, coming, rank, warp, blocks, apart, clusters)
             else:
                 if warp == 0:
                     load = Loads(loop, storage.mainloop, rank, loads, mA, index)
-                    self._load(load, scheduler, rank, warp, blocks, apart, clusters)
+                    self._load(load, scheduler, None, rank, warp, blocks, apart, clusters)
         else:
             cute.arch.setmaxregister_increase(more)
             thread = cute.arch.thread_idx()[0] - GROUP_THREADS
@@ -161,6 +175,7 @@ class Gemm:
         self,
         load: Loads,
         scheduler: Scheduler,
+        coming: Any,
         rank: Int32,
         warp: Int32,
         blocks: Int32,
@@ -174,28 +189,35 @@ class Gemm:
         """
         wide = self.config.mainloop.columns // self.config.halves
         leads = (rank == 0) & (warp == 0)
-        tile, first, before = cute.arch.cluster_idx()[0], Int32(0), Int32(0)
+        tile, first, before = Int32(0), Int32(0), Int32(0)
         begin, end, upto = Int32(0), Int32(0), Int32(0)
         if leads:
+            tile = scheduler.first()
             begin, end, upto = scheduler.window(first)
             first, before, begin, end, upto, row, stop, column, expert, tiles = scheduler.locate(
                 tile, first, before, begin, end, upto
             )
             scheduler.send(Int32(0), row, stop, column, expert)
+            if expert < 0:
+                scheduler.finish(tile, clusters, tiles)
         number = Int32(0)
         state, sources_of = load.ring.producer(), load.sources
+        if cutlass.const_expr(self.config.waits):
+            coming.start()
         row, stop, column, expert = scheduler.read(number)
         while expert >= 0:
             claimed = Int32(0)
             if leads:
                 claimed = scheduler.claim()
+            if cutlass.const_expr(self.config.waits):
+                coming(expert)
             own = row + rank * TILE_ROWS
             half = (blocks + 1) // 2
             sources = sources_of(own, stop)
             at = column * wide
             state = load(state, sources, own, at, expert, apart, Int32(0), half)
             if leads:
-                tile = scheduler.next_tile(tile, claimed, clusters)
+                tile = scheduler.after(tile, claimed, clusters)
                 first, before, begin, end, upto, row, stop, next_column, next_expert, tiles = (
                     scheduler.locate(tile, first, before, begin, end, upto)
                 )

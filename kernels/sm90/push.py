@@ -7,8 +7,10 @@ at row me * T + n % T of its targets. `push` brings
     tokens (N = T) to the ranks of their experts, each once whatever number of experts it has there,
     or sums (N = R * T) of this rank's experts back: row n to rank n // T if it is for one of them,
 
-together with a dense block of side data for each rank. Rows pass through shared memory in bulk
-copies, a few in flight for each warp, so that few SMs fill the links.
+together with a dense block of side data for each rank, which goes first. Rows pass through shared
+memory in bulk copies, a few in flight for each warp, so that few SMs fill the links. Tokens go in
+waves of a rank's experts: in that of the first one that wants them. Side data and every wave have
+flags of their own, so that experts can begin before all tokens have come.
 
 An exchange has a number, the epoch, that is counted on the device: nothing that a CUDA graph would
 keep. At the start of exchange u a rank allows its peers exchange u + 1: whatever used the place of
@@ -34,16 +36,20 @@ from kernels.sm90.launch import launch, sms
 from kernels.sm90.storage import array, struct
 
 MAX_RANKS = 16
-ALLOWED = MAX_RANKS
-"""A rank's flags: R that say who has arrived, and from here on R that say who allows a push."""
-FLAGS = 2 * MAX_RANKS
+MAX_WAVES = 8
+ALLOWED = (1 + MAX_WAVES) * MAX_RANKS
+"""A rank's flags: R that say whose side data have arrived, and MAX_RANKS later for the first wave,
+and so on; from here on R that say who allows a push."""
+FLAGS = ALLOWED + MAX_RANKS
 _WARPS = 4
 _WARP = 32
 _SMEM_BYTES = 200 * 1024
 _MOST_IN_FLIGHT = 8
-_EPOCH, _DONE = 0, 1
-STATE = 2
-"""int32 of a rank's own: exchanges pushed, and CTAs that are through."""
+_EPOCH, _SEEN, _DONE = 0, 1, 2
+STATE = _DONE + 1 + MAX_WAVES
+"""int32 of a rank's own: exchanges pushed, the one that was waited for last, and CTAs that are
+through with the side data and each wave."""
+SEEN_BYTES = 4 * _SEEN
 
 
 class Places(NamedTuple):
@@ -107,7 +113,7 @@ class PushKernel:
         (Int32, 4),  # state
         (Int32, 4),  # report
     )
-    integers: ClassVar[int] = 9
+    integers: ClassVar[int] = 11
 
     def __init__(self, config: PushConfig) -> None:
         self.config = config
@@ -123,11 +129,11 @@ class PushKernel:
         flags_R: cute.Pointer,
         state: cute.Pointer,
         report: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32],
+        sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
         """Sizes: N, T, K, experts of a rank, rank, pieces of 16 bytes of a block of side data and
-        from one to the next, limit in milliseconds, CTAs."""
+        from one to the next, limit in milliseconds, CTAs, waves, experts of a wave."""
         ranks, ctas = self.config.ranks, sizes[8]
         self.kernel(
             rows,
@@ -152,10 +158,10 @@ class PushKernel:
         flags_R: cute.Tensor,
         state: cute.Tensor,
         report: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32],
+        sizes: tuple[Int32, ...],
     ) -> None:
         config = self.config
-        N, T, K, local, rank, pieces, apart, limit, ctas = sizes
+        N, T, K, local, rank, pieces, apart, limit, ctas, waves, in_wave = sizes
         layout = struct(
             loaded=array(cutlass.Int64, _WARPS * config.depth),
             active=array(cutlass.Int32, _WARPS * 2 * _WARP),
@@ -178,21 +184,41 @@ class PushKernel:
             peer.wait(flag, epoch, limit, report.toint(), thread)
         cute.arch.sync_threads()
         self._send_side(side, side_R, rank, pieces, apart, ctas)
-        self._send_rows(rows, table, rows_R, storage, loaded, N, T, K, local, rank, ctas)
+        self._publish(state, flags_R, Int32(0), waves, rank, epoch, ctas)
+        done = Int32(0)
+        for wave in cutlass.range(waves):
+            done = self._send_rows(
+                *(rows, table, rows_R, storage, loaded, done),
+                *(N, T, K, local, rank, ctas, wave, in_wave),
+            )
+            self._publish(state, flags_R, wave + 1, waves, rank, epoch, ctas)
+
+    @cute.jit
+    def _publish(
+        self,
+        state: cute.Tensor,
+        flags_R: cute.Tensor,
+        part: Int32,
+        last: Int32,
+        rank: Int32,
+        epoch: Int32,
+        ctas: Int32,
+    ) -> None:
+        """Tell all ranks, once all CTAs are through with a part: 0, the side data, or a wave."""
         # Bulk copies have been written; the other stores are before this fence.
         cute.arch.fence_proxy("async.global")
         cute.arch.fence_acq_rel_sys()
         cute.arch.sync_threads()
-        if thread == 0:
-            before = cute.arch.atomic_add(
-                state.iterator + _DONE, Int32(1), sem="acq_rel", scope="gpu"
-            )
+        if cute.arch.thread_idx()[0] == 0:
+            done = state.iterator + (_DONE + part)
+            before = cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu")
             if before == ctas - 1:
-                state[_DONE] = Int32(0)
-                state[_EPOCH] = epoch
+                state[_DONE + part] = Int32(0)
+                if part == last:
+                    state[_EPOCH] = epoch
                 cute.arch.fence_acq_rel_sys()
-                for r in cutlass.range_constexpr(config.ranks):
-                    peer.store_release(flags_R[r] + 4 * rank, epoch)
+                for r in cutlass.range_constexpr(self.config.ranks):
+                    peer.store_release(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
 
     @cute.jit
     def _send_side(
@@ -221,14 +247,20 @@ class PushKernel:
         rows_R: cute.Tensor,
         storage: cutlass.Constexpr,
         loaded: cute.Pointer,
+        done: Int32,
         N: Int32,
         T: Int32,
         K: Int32,
         local: Int32,
         rank: Int32,
         ctas: Int32,
-    ) -> None:
-        """A warp's rows, 32 at a time: who wants them, one a lane; then lane 0 moves them."""
+        wave: Int32,
+        in_wave: Int32,
+    ) -> Int32:
+        """A warp's rows of a wave, 32 at a time: who wants them, one a lane; lane 0 moves them.
+
+        `done` of its rows had been moved before; returned is that number after the wave.
+        """
         config = self.config
         thread = cute.arch.thread_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(thread // _WARP), thread % _WARP
@@ -237,10 +269,9 @@ class PushKernel:
         listed = cute.make_tensor(active, cute.make_layout((_WARP, 2), stride=(2, 1)))
         size = config.depth * config.row_bytes
         strip = ptx.address(storage.rows.data_ptr()) + warp * size
-        done = Int32(0)
         for base in cutlass.range(number, N, warps * _WARP):
             row = base + lane * warps
-            wanted = self._wanted(table, row, N, T, K, local, rank)
+            wanted = self._wanted(table, row, N, T, K, local, rank, wave, in_wave)
             ballot = cute.arch.vote_ballot_sync(wanted != 0)
             place = cute.arch.popc(ballot & ((Int32(1) << lane) - 1))
             if wanted != 0:
@@ -272,6 +303,7 @@ class PushKernel:
             done += count
             cute.arch.sync_warp()
         cute.arch.cp_async_bulk_wait_group(0, read=False)
+        return done
 
     @cute.jit
     def _wanted(
@@ -283,20 +315,27 @@ class PushKernel:
         K: Int32,
         local: Int32,
         rank: Int32,
+        wave: Int32,
+        in_wave: Int32,
     ) -> Int32:
-        """The ranks that want a row, a bit each."""
-        bits = Int32(0)
+        """The ranks that want a row in this wave, a bit each."""
+        now, before = Int32(0), Int32(0)
         if row < N:
             entries = cute.make_tensor(table + Int64(row) * K, cute.make_layout(K))
             for k in cutlass.range(K):
                 entry = entries[k]
                 if entry >= 0:
+                    owner = entry // local
                     if cutlass.const_expr(self.config.back):
-                        if entry // local == rank:
-                            bits = Int32(1) << (row // T)
+                        if owner == rank:
+                            now = Int32(1) << (row // T)
                     else:
-                        bits = bits | (Int32(1) << (entry // local))
-        return bits
+                        of = (entry - owner * local) // in_wave
+                        if of == wave:
+                            now = now | (Int32(1) << owner)
+                        if of < wave:
+                            before = before | (Int32(1) << owner)
+        return now & ~before
 
 
 @dataclass(frozen=True)
@@ -307,10 +346,10 @@ class ArriveConfig:
 
 
 class ArriveKernel:
-    """Wait until all ranks have pushed what belongs to the exchange that this one pushed last."""
+    """Wait until a part of an exchange has come from all ranks, or has been sent by this one."""
 
     pointers: ClassVar[tuple[tuple[type, int], ...]] = ((Int64, 8), (Int32, 4), (Int32, 4))
-    integers: ClassVar[int] = 2
+    integers: ClassVar[int] = 5
 
     def __init__(self, config: ArriveConfig) -> None:
         self.config = config
@@ -321,10 +360,11 @@ class ArriveKernel:
         flags_R: cute.Pointer,
         state: cute.Pointer,
         report: cute.Pointer,
-        sizes: tuple[Int32, Int32],
+        sizes: tuple[Int32, Int32, Int32, Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: rank, limit in milliseconds."""
+        """Sizes: rank, limit in milliseconds, part, exchanges after the one waited for last, and
+        whether only this rank's own flag matters."""
         self.kernel(flags_R, state, report, *sizes).launch(
             grid=[1, 1, 1], block=[_WARP, 1, 1], stream=stream
         )
@@ -337,12 +377,20 @@ class ArriveKernel:
         report: cute.Pointer,
         rank: Int32,
         limit: Int32,
+        part: Int32,
+        ahead: Int32,
+        alone: Int32,
     ) -> None:
         lane = cute.arch.thread_idx()[0]
-        if lane < self.config.ranks:
+        seen = cute.make_tensor(state + _SEEN, cute.make_layout(1))
+        epoch = seen[0] + ahead
+        cute.arch.sync_warp()
+        if lane < self.config.ranks and (alone == 0 or lane == rank):
             own = cute.make_tensor(flags_R, cute.make_layout(self.config.ranks))[rank]
-            epoch = cute.make_tensor(state, cute.make_layout(STATE))[_EPOCH]
-            peer.wait(own + 4 * lane, epoch, limit, report.toint(), lane)
+            flag = own + 4 * Int64(part * MAX_RANKS + lane)
+            peer.wait(flag, epoch, limit, report.toint(), lane)
+        if lane == 0 and alone == 0:
+            seen[0] = epoch
 
 
 def push(
@@ -355,6 +403,7 @@ def push(
     local_experts: int,
     back: bool = False,
     comm_sms: int = 0,
+    waves: int = 1,
 ) -> None:
     """Push rows and side data of one exchange, and say so to all ranks.
 
@@ -368,6 +417,8 @@ def push(
         local_experts: experts of a rank; rank r has those from r * local_experts on.
         back: rows go back to the ranks of their tokens.
         comm_sms: CTAs, one a SM; 0 takes as many as there are SMs.
+        waves: groups of `experts_of_a_wave` of a rank's experts, after each of which its tokens are
+            there; 1 with `back`.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
@@ -384,6 +435,8 @@ def push(
     block = size // ranks if back else size
     if block % 16 or (back and block * ranks != size):
         raise ValueError(f"side data of {size} bytes: blocks must be multiples of 16 bytes")
+    if not 1 <= waves <= (1 if back else MAX_WAVES):
+        raise ValueError(f"waves={waves}: 1 to {MAX_WAVES}, and 1 on the way back")
     sizes = (N, tokens, table_NK.shape[1], local_experts, places.rank)
     launch(
         PushKernel,
@@ -393,12 +446,28 @@ def push(
             *sizes,
             *(block // 16, block // 16 if back else 0),
             *(places.limit_ms, comm_sms or sms(where)),
+            *(waves, experts_of_a_wave(local_experts, waves)),
         ),
     )
 
 
-def arrive(places: Places) -> None:
-    """Let the stream wait for the rows and side data of all ranks, of the exchange pushed last."""
+def experts_of_a_wave(local_experts: int, waves: int) -> int:
+    """Of each but perhaps the last one."""
+    return -(-local_experts // waves)
+
+
+def arrive(places: Places, *, part: int = 1, ahead: int = 1, alone: bool = False) -> None:
+    """Let the stream wait for a part of an exchange from all ranks.
+
+    Args:
+        places: of the exchange.
+        part: 0 is the side data; then waves, each of which comes after those before it.
+        ahead: exchanges since the one that was waited for last, in the order of their pushes;
+            0 is that one.
+        alone: only until this rank has sent the part, hence its push is running; what was waited
+            for last stays what it was.
+    """
     ranks = places.rows_R.numel()
     tensors = (places.flags_R, places.state, places.report)
-    launch(ArriveKernel, ArriveConfig(ranks), tensors, (places.rank, places.limit_ms))
+    sizes = (places.rank, places.limit_ms, part, ahead, int(alone))
+    launch(ArriveKernel, ArriveConfig(ranks), tensors, sizes)

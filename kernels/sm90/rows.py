@@ -54,6 +54,7 @@ class RowsKernel(Gemm):
             vector(index, S),
             offsets,
             counter,
+            None,
             N,
             L,
             clusters,

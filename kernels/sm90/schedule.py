@@ -1,13 +1,13 @@
 """Which tile comes next: persistent clusters claim tiles of all experts from a counter on the GPU.
 
-A cluster starts with the tile of its own number; the tiles after those of all clusters are claimed
-with an atomic add, so that a cluster that arrives late or shares its SMs simply takes fewer. The
-first warp of the leading CTA claims one tile ahead, looks its expert up in the device's offsets and
-sends a record to every CTA of the cluster through shared memory. A tile belongs to one cluster
-and one expert, and results do not depend on who computed it.
+All tiles are claimed with an atomic add, the first of a cluster too: one that arrives late, because
+another kernel still has its SMs, or shares them, simply takes fewer. The first warp of the leading
+CTA claims one tile ahead, looks its expert up in the device's offsets and sends a record to every
+CTA of the cluster through shared memory. A tile belongs to one cluster and one expert, and results
+do not depend on who computed it.
 
-Exactly as many claims are made as there are tiles, whatever the number of clusters; the claim that
-completes this count sets the counter back to 0, so a counter is zeroed once, not once a launch.
+Every tile is claimed once, and every cluster claims in vain once; the last of these claims sets the
+counter back to 0, so a counter is zeroed once, not once a launch.
 """
 
 from collections.abc import Callable
@@ -131,7 +131,7 @@ class Scheduler:
 
     @cute.jit
     def claim(self) -> Int32:
-        """Leader's warp: start to claim a tile; the number arrives in lane 0, for `next_tile`."""
+        """Leader's warp: start to claim a tile; the number arrives in lane 0, for `after`."""
         claimed = Int32(0)
         if cutlass.const_expr(self.config.dynamic):
             if cute.arch.lane_idx() == 0:
@@ -141,10 +141,18 @@ class Scheduler:
         return claimed
 
     @cute.jit
-    def next_tile(self, tile: Int32, claimed: Int32, clusters: Int32) -> Int32:
+    def first(self) -> Int32:
+        """Leader's warp: the cluster's first tile."""
+        if cutlass.const_expr(self.config.dynamic):
+            return cute.arch.shuffle_sync(self.claim(), 0)
+        else:
+            return cute.arch.cluster_idx()[0]
+
+    @cute.jit
+    def after(self, tile: Int32, claimed: Int32, clusters: Int32) -> Int32:
         """The tile after `tile`: the claimed one, or the next in turn."""
         if cutlass.const_expr(self.config.dynamic):
-            return clusters + cute.arch.shuffle_sync(claimed, 0)
+            return cute.arch.shuffle_sync(claimed, 0)
         else:
             return tile + clusters
 
@@ -199,9 +207,9 @@ class Scheduler:
 
     @cute.jit
     def finish(self, tile: Int32, clusters: Int32, tiles: Int32) -> None:
-        """Leader's warp, after an unsuccessful claim: the last of all claims zeroes the counter."""
+        """Leader's warp, after a claim in vain: the last of all claims zeroes the counter."""
         if cutlass.const_expr(self.config.dynamic):
-            if tile - clusters == tiles - 1 and cute.arch.lane_idx() == 0:
+            if tile == tiles + clusters - 1 and cute.arch.lane_idx() == 0:
                 self.counter[0] = Int32(0)
 
     def _row_tiles(self, begin: Int32, end: Int32) -> Int32:

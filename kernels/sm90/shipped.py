@@ -28,8 +28,11 @@ def _gemms() -> Iterator[tuple[type, Any]]:
     from kernels.sm90.rows import RowsKernel
     from kernels.sm90.tiles import configured, table
 
-    def gemm(epilogue: Any, tile: str, gather: bool, transposed: bool) -> GemmConfig:
-        return GemmConfig(epilogue, configured(tile, gather=gather, transposed=transposed))
+    def gemm(
+        epilogue: Any, tile: str, gather: bool, transposed: bool, waits: bool = False
+    ) -> GemmConfig:
+        loop = configured(tile, gather=gather, transposed=transposed)
+        return GemmConfig(epilogue, loop, waits=waits)
 
     for tile in table()["rows"]:
         yield from ((RowsKernel, gemm(Linear(bias), tile, False, False)) for bias in EITHER)
@@ -42,9 +45,16 @@ def _gemms() -> Iterator[tuple[type, Any]]:
     for gather in EITHER:
         yield Fc1Kernel, gemm(Act(GPT_OSS, bias=True), "pp192", gather, False)
         yield DgradKernel, gemm(ActGrad(GPT_OSS), "pp192", gather, True)
+    for tile in table()["fc1_act"]:
+        yield Fc1Kernel, gemm(Act(SWIGLU), tile, True, False, waits=True)
+    for tile in table()["fc2_dgrad_dact gathered"]:
+        yield DgradKernel, gemm(ActGrad(SWIGLU), tile, True, True, waits=True)
+    yield Fc1Kernel, gemm(Act(GPT_OSS, bias=True), "pp192", True, False, waits=True)
+    yield DgradKernel, gemm(ActGrad(GPT_OSS), "pp192", True, True, waits=True)
     for act in OTHERS:
         yield Fc1Kernel, gemm(Act(act), "pp192", True, False)
-        yield DgradKernel, gemm(ActGrad(act), "pp192", True, True)
+        tile = "pp128" if act.kind == "geglu" else "pp192"
+        yield DgradKernel, gemm(ActGrad(act), tile, True, True)
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:

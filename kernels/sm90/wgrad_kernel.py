@@ -239,14 +239,17 @@ class WgradKernel:
         """
         look_up = load.look_up
         leads = warp == 0
-        tile, first = cute.arch.block_idx()[0], Int32(0)
+        tile, first = Int32(0), Int32(0)
         named, begin, end = Int32(0), Int32(0), Int32(0)
         if leads:
+            tile = scheduler.first()
             named, begin, end = tiles.window(first)
             first, named, begin, end, row, stop, position, expert = tiles.locate(
                 tile, first, named, begin, end
             )
             scheduler.send(Int32(0), row, stop, position, expert)
+            if expert < 0:
+                scheduler.finish(tile, ctas, tiles.each * tiles.experts)
         number = Int32(0)
         state = self.config.contraction.state(pipeline.PipelineUserType.Producer)
         row, stop, position, expert = scheduler.read(number)
@@ -260,7 +263,7 @@ class WgradKernel:
             found = look_up(row, rows, Int32(0))
             state, found = load(state, row, rows, at, Int32(0), half, found)
             if leads:
-                tile = scheduler.next_tile(tile, claimed, ctas)
+                tile = scheduler.after(tile, claimed, ctas)
                 first, named, begin, end, next_row, next_stop, next_position, next_expert = (
                     tiles.locate(tile, first, named, begin, end)
                 )

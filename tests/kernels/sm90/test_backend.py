@@ -53,7 +53,7 @@ class Kernels:
     class fc1_act:
         @staticmethod
         def fc1_act(
-            x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, sm_margin, dynamic
+            x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, sm_margin, dynamic
         ):
             launches.append(("fc1_act", sm_margin, dynamic))
             rows = rows_of(offsets, index_S, prob_S)
@@ -68,7 +68,9 @@ class Kernels:
 
     class fc2_dgrad_dact:
         @staticmethod
-        def fc2_dgrad_dact(dy, w2_LDF, h_SH, offsets, act, *, index_S, prob_S, sm_margin, dynamic):
+        def fc2_dgrad_dact(
+            dy, w2_LDF, h_SH, offsets, act, *, index_S, prob_S, ready, sm_margin, dynamic
+        ):
             launches.append(("fc2_dgrad_dact", sm_margin, dynamic))
             rows, gather = rows_of(offsets, index_S, prob_S), index_S is not None
             dh, a, dprob, _ = reference.fc2_dgrad_dact(
@@ -194,7 +196,7 @@ def test_each_pass_has_its_margin() -> None:
     assert launches == [("fc1_act", 8, False), ("rows", 8, False)]
     launches.clear()
     gradients(out, p.dout, leaves)
-    expected = [("fc2_dgrad_dact", 16), ("wgrad", 24), ("wgrad", 24), ("rows", 16)]
+    expected = [("fc2_dgrad_dact", 16), ("rows", 16), ("wgrad", 24), ("wgrad", 24)]
     assert launches == [(name, margin, False) for name, margin in expected]
 
 

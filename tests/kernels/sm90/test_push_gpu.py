@@ -40,7 +40,7 @@ class Ranks:
         for row, table, side, places in zip(*given, strict=True):
             push(row, table, side, places, tokens=self.T, **options)
         for places in self.places:
-            arrive(places)
+            arrive(places, part=options.get("waves", 1))
 
 
 def _addresses(tensors: list[Tensor]) -> Tensor:
@@ -72,13 +72,14 @@ def _expected(R, T, D, received: list[Tensor], table: list[Tensor], local: int, 
     return wanted
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["tokens", "sums"])
+@pytest.mark.parametrize("way", ["tokens", "tokens in waves", "sums"])
 @pytest.mark.parametrize("absent", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(
     ("R", "T", "D", "K", "local", "comm_sms"),
     [(1, 5, 8, 2, 4, 1), (2, 33, 64, 2, 2, 2), (4, 257, 2880, 4, 8, 16), (8, 96, 7168, 8, 4, 0)],
 )
-def test_every_row_lands_where_it_should_and_no_other(R, T, D, K, local, comm_sms, absent, back):
+def test_every_row_lands_where_it_should_and_no_other(R, T, D, K, local, comm_sms, absent, way):
+    back, waves = way == "sums", 3 if way == "tokens in waves" else 1
     g = torch.Generator("cuda").manual_seed(R + D)
     ranks = Ranks(R, T, D, side_words=8)
     N = R * T if back else T
@@ -86,7 +87,8 @@ def test_every_row_lands_where_it_should_and_no_other(R, T, D, K, local, comm_sm
     tables = _routing(R, N, K, R * local, absent, g)
     words = R * 8 if back else 8
     sides = [torch.arange(words, dtype=torch.int32, device="cuda") + 100 * r for r in range(R)]
-    ranks.exchange(rows, tables, sides, local_experts=local, back=back, comm_sms=comm_sms)
+    options = dict(local_experts=local, back=back, comm_sms=comm_sms, waves=waves)
+    ranks.exchange(rows, tables, sides, **options)
     wanted = _expected(R, T, D, rows, tables, local, back)
     for r in range(R):
         assert torch.equal(ranks.rows[r].view(torch.int16), wanted[r].view(torch.int16))
@@ -117,7 +119,8 @@ def test_captured_exchanges_go_on_counting():
         wanted = _expected(R, T, D, rows, tables, local, back=False)
         for r in range(R):
             assert torch.equal(ranks.rows[r], wanted[r])
-    assert ranks.places[0].state.tolist() == [21, 0]
+    state = ranks.places[0].state.tolist()
+    assert state[:2] == [21, 21] and not any(state[2:])
 
 
 def test_bad_arguments_are_named():
@@ -125,7 +128,10 @@ def test_bad_arguments_are_named():
     row = torch.zeros(4, 16, device="cuda").bfloat16()
     table = torch.zeros(4, 2, dtype=torch.int32, device="cuda")
     side = torch.zeros(3, dtype=torch.int32, device="cuda")
+    both = (row.repeat(2, 1), table.repeat(2, 1))
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         push(row, table, side, ranks.places[0], tokens=4, local_experts=2)
+    with pytest.raises(ValueError, match="waves=2: 1 to 8, and 1 on the way back"):
+        push(*both, side[:0], ranks.places[0], tokens=4, local_experts=2, back=True, waves=2)
     with pytest.raises(ValueError, match="rows must be"):
         push(row[:3], table, side, ranks.places[0], tokens=4, local_experts=2)
