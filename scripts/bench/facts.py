@@ -13,14 +13,19 @@ _MODULES = ("sonicmoe", "transformer_engine")
 _QUERY = ("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 
 
-def facts(device: torch.device, command: list[str], *, after: bool = False) -> dict[str, Any]:
-    """For the head of a table and of a JSON file; `after` the run only what may have changed."""
+def facts(
+    device: torch.device, command: list[str], *, after: bool = False, name: str = ""
+) -> dict[str, Any]:
+    """For the head of a table and of a JSON file; `after` the run only what may have changed.
+
+    `name` is that of a device that CUDA does not know.
+    """
     clocks = state(device)
     if after:
         return {"after": clocks, **versions()}
     driver = _smi(device, ("driver_version",))
     found = {
-        "device": torch.cuda.get_device_name(device),
+        "device": name or torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
         **({"driver": driver[0]} if driver else {}),

@@ -53,6 +53,10 @@ class Gpu:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._other = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
         self._side = torch.cuda.Stream()  # one for all captures, as memory is kept for each stream
+        self._how: dict[str, Any] = {}  # of captures, for torch.cuda.graph
+
+    def meet(self) -> None:
+        """Before a call, a capture and a replay: where ranks that measure together begin."""
 
     def flush(self) -> None:
         self._other.zero_()
@@ -69,20 +73,24 @@ class Gpu:
         torch.cuda.synchronize()
 
     def capture(self, call: Call) -> Call:
+        self.meet()
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             call()
         torch.cuda.current_stream().wait_stream(self._side)
         torch.cuda.synchronize()
+        self.meet()
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, **self._how):
                 call()
         except Exception:
             torch.cuda.set_stream(before)
             self._recover()
+            self.meet()  # as ranks do that can replay theirs
             raise
+        self.meet()
         graph.replay()
         torch.cuda.synchronize()
         return graph.replay

@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-_DIGITS = {"ms": 4, "p10": 4, "p90": 4, "tflops": 1, "ratio": 4, "bar": 4, "goal": 4}
+_DIGITS = {"ms": 4, "p10": 4, "p90": 4, "tflops": 1, "gbs": 1, "ratio": 4, "bar": 4, "goal": 4}
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class Record:
     note: str = ""
     failed: bool = False
     """An error or a wrong result, not a missed bar."""
+    gbs: float | None = None
+    """Gigabytes a second that left a GPU."""
+    ranks: tuple[float, ...] = ()
+    """Medians of all ranks that measured together; `ms` is the largest."""
 
     @property
     def met(self) -> bool | None:
@@ -61,7 +65,7 @@ def to_json(facts: dict[str, Any], records: Iterable[Record]) -> str:
         fields = {
             {"what": "pass"}.get(k, k): round(v, _DIGITS[k]) if k in _DIGITS and v else v
             for k, v in fields.items()
-            if v is not None and (v or k not in ("note", "failed"))
+            if v is not None and (v or k not in ("note", "failed", "ranks"))
         }
         lines.append(json.dumps(fields, separators=(",", ":")))
     body = ",\n".join(lines)
@@ -83,6 +87,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
         records = []
         for line in content["records"]:
             fields = dict(line, shape=tuple(line["shape"]), what=line["pass"])
+            fields["ranks"] = tuple(line.get("ranks", ()))
             records.append(Record(**{k: v for k, v in fields.items() if k not in ("pass", "met")}))
         return content["facts"], records
     except (KeyError, TypeError, json.JSONDecodeError) as error:
@@ -112,7 +117,8 @@ def _line(r: Record) -> str:
 
     times = "".join(cell(value, 9, 4) for value in (r.ms, r.p10, r.p90))
     rates = cell(r.tflops, 9, 1) + "".join(cell(value, 8, 3) for value in (r.ratio, r.bar, r.goal))
-    said = "  ".join(part for part in (r.verdict, r.note) if part)
+    rate = "" if r.gbs is None else f"{r.gbs:.0f} GB/s"
+    said = "  ".join(part for part in (r.verdict, rate, r.note) if part)
     return f"  {r.side:<26}{r.what:<24}{r.mode:<7}{times}{rates}  {said}".rstrip()
 
 

@@ -1,0 +1,202 @@
+"""Suites `wire`, `exchange` and `plan`: what an expert-parallel layer does beside its experts.
+
+`wire` is the push of a dispatch alone, with few SMs and with all, also beside a grouped GEMM that
+leaves it these SMs; `exchange` is dispatch and combine of each transport, and their backwards;
+`plan` makes the routing plan of received routing.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels.plan import make_plan
+from parallel.exchange import SymmOptions, exchange_of
+from parallel.overflow import Budget
+from parallel.symm import reason_against
+from scripts.bench.ends import PLAN_NAMES, ROOM, TIMEOUT, Ends, inputs, transports
+from scripts.bench.measure import Company
+from scripts.bench.models import (
+    DEEPSEEK,
+    PLAN_ASKED,
+    PLAN_RANKS,
+    TOKENS,
+    WIRE_ASKED,
+    WIRE_SMS,
+    Model,
+)
+from scripts.bench.problems import BF16, random
+from scripts.bench.ranks import RankBench, RankSides, differing
+from scripts.bench.records import Record
+from scripts.bench.routing import KINDS, bytes_sent, probabilities, routed
+
+_LASTING = 2.0
+"""The GEMM beside a push lasts this many times as long as the push alone."""
+
+
+def _gemms(model: Model, tokens: int, sms: int, ms: float) -> Company:
+    from scripts.bench.gemms import Gemms
+
+    return Gemms(model, tokens, sms, ms)
+
+
+def wire(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+    shape, device = model.shape(tokens), bench.clock.device
+    against = reason_against(dist.group.WORLD, BF16)
+    if against:
+        return [Record("wire", shape, "push", "-", bench.mode, note=against)]
+    made: list[Record] = []
+    for kind in KINDS:
+        where = dict(rank=bench.rank, device=device)
+        idx = routed(kind, tokens, model.experts, model.top_k, **where)
+        sizes = dict(experts=model.experts, rank=bench.rank, ranks=bench.ranks)
+        sent = bench.gather(bytes_sent(idx, model.hidden, **sizes))
+        x = random(tokens, model.hidden, device=device)
+        side = torch.zeros(-(-8 * idx.numel() // 16) * 4, dtype=torch.int32, device=device)
+
+        push = functools.partial(_push, bench, model, x, idx, side)
+        check = functools.partial(_arrived, bench, model, *_everywhere(x, idx))
+        sides, names = bench.sides("wire", shape), {s: f"{s or 'all'} SMs" for s in WIRE_SMS}
+        for sms, name in names.items():
+            sides.take(name, kind, push(sms), check)
+        sides.run()
+        judged = model == DEEPSEEK and tokens == TOKENS and kind == KINDS[0]
+        for name in names.values():
+            made += _rate(sides, name, kind, sent, judged)
+        made += sides.lost
+        made += _beside(sides, model, kind, sent, push, check, names, judged)
+    return made
+
+
+def _push(
+    bench: RankBench, model: Model, x: Tensor, idx: Tensor, side: Tensor, sms: int
+) -> Callable[[], Tensor]:
+    """A call that dispatches tokens and `side` from a number of SMs, and waits for all ranks'.
+
+    It returns the place where rows arrive.
+    """
+    options, local = SymmOptions(comm_sms=sms, timeout=TIMEOUT), model.experts // bench.ranks
+    exchange = exchange_of(dist.group.WORLD, len(x), model.hidden, model.top_k, options)
+
+    def call() -> Tensor:
+        sent = exchange.start(x, idx, side, local)
+        exchange.arrive(sent)
+        return exchange.rows(sent)
+
+    return call
+
+
+def _everywhere(x: Tensor, idx: Tensor) -> list[Tensor]:
+    """Tokens and their experts of all ranks."""
+    found = [t.new_empty(dist.get_world_size() * len(t), *t.shape[1:]) for t in (x, idx)]
+    for all_ranks, own in zip(found, (x, idx), strict=True):
+        dist.all_gather_into_tensor(all_ranks, own)
+    return found
+
+
+def _arrived(bench: RankBench, model: Model, x_ND: Tensor, idx_NK: Tensor, rows_ND: Tensor) -> str:
+    """Why the rows for this rank's experts are not those that were sent; empty if they are."""
+    read_N = (idx_NK // (model.experts // bench.ranks) == bench.rank).any(1)
+    return differing([rows_ND[read_N]], [x_ND[read_N]], ["rows"])
+
+
+def _rate(sides: RankSides, side: str, kind: str, sent: list[int], judged: bool) -> list[Record]:
+    """The record of a push: the rate of the rank with the lowest."""
+    times = sides.medians(side, kind)
+    if not times:
+        return []
+    rate = min(size / time.ms * 1e-6 for size, time in zip(sent, times, strict=True))
+    asked = WIRE_ASKED.get(side) if judged else None
+    slowest = max(time.ms for time in times)
+    other = None if asked is None else slowest * rate / asked
+    bars = None if asked is None else (1.0, None)
+    note = "" if asked is None else f"asked {asked} GB/s"
+    found = sides.record(side, kind, other=other, bars=bars, note=note)
+    return [replace(record, gbs=rate) for record in found]
+
+
+def _beside(
+    alone: RankSides,
+    model: Model,
+    kind: str,
+    sent: list[int],
+    push: Callable[[int], Callable[[], Tensor]],
+    check: Callable[[Tensor], str],
+    names: dict[int, str],
+    judged: bool,
+) -> list[Record]:
+    """With a GEMM on all other SMs."""
+    bench, tokens = alone.bench, alone.shape[0]
+    sides, made, company = bench.sides("wire", alone.shape), [], {}
+    for sms, name in names.items():
+        time = alone.time(name, kind)
+        if sms and time is not None:
+            side = f"{name}, beside a GEMM"
+            company[side] = _gemms(model, tokens, sms, _LASTING * time.ms)
+            sides.take(side, kind, push(sms), check, company=company[side])
+    sides.run()
+    for side, beside in company.items():
+        if not sides.medians(side, kind):  # lost on some rank
+            continue
+        if min(bench.gather(beside.shortest_lead())) < 0:
+            sides.lose(side, kind, bench.mode, "the GEMM ended before the push", failed=True)
+        else:
+            made += _rate(sides, side, kind, sent, judged)
+    return made + sides.lost
+
+
+def exchange(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+    shape = model.shape(tokens)
+    if bench.ranks == 1:
+        return [Record("exchange", shape, "-", "-", bench.mode, note="needs several ranks")]
+    sides, taking = bench.sides("exchange", shape), []
+    for kind in KINDS:
+        where = dict(rank=bench.rank, device=bench.clock.device)
+        idx = routed(kind, tokens, model.experts, model.top_k, **where)
+        given = inputs(bench, model, idx)
+        ends = Ends(sides, model, given, dist.group.WORLD)
+        for name, transport in transports(sides, model, given, dist.group.WORLD, kind).items():
+            ends.take_part(f"{name}, {kind}", transport)
+            taking.append(f"{name}, {kind}")
+    sides.run()
+    made = []
+    for side in taking:
+        for what in ("dispatch", "dispatch backward", "combine", "combine backward"):
+            made += sides.record(side, what)
+    return made + sides.lost
+
+
+def plan(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+    device, made = bench.clock.device, []
+    for ranks in sorted({PLAN_RANKS, bench.ranks} - {1}):
+        sides = bench.sides("plan", model.shape(tokens))
+        received, local = ranks * tokens, model.experts // ranks
+        rows = Budget(ROOM, device).rows(tokens, model.top_k, ranks, local)
+        for kind in KINDS:
+            idx = routed(kind, received, model.experts, model.top_k, rank=0, device=device)
+            prob = probabilities(received, model.top_k, rank=0, device=device)
+            size = dict(first_expert=bench.rank % ranks * local, local_experts=local, rows=rows)
+
+            def call(
+                idx: Any = idx, prob: Any = prob, size: Any = size, by: str = bench.backend
+            ) -> Any:
+                return make_plan(idx, prob, **size, backend=by)
+
+            exact = call(by="reference")[:5]
+            sides.take(
+                f"EP {ranks}, {kind}",
+                "plan",
+                call,
+                lambda p, exact=exact: differing(p[:5], exact, PLAN_NAMES),
+            )
+        sides.run()
+        for kind in KINDS:
+            judged = dict(other=PLAN_ASKED, bars=(1.0, None), note=f"asked {PLAN_ASKED} ms")
+            asked = judged if tokens == TOKENS else {}
+            made += sides.record(f"EP {ranks}, {kind}", "plan", **asked)
+        made += sides.lost
+    return made

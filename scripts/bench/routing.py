@@ -1,0 +1,53 @@
+"""Which experts the tokens of a rank take, and how many rows follow from it.
+
+Legend: T tokens of a rank, E experts, K experts of a token, R ranks.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.schema import RouterConfig
+from moe.forced import ForcedBalance
+
+KINDS = ("random", "balanced")
+"""K distinct experts drawn evenly, and the forced balance of model.moe.router.force_balance."""
+
+
+def routed(
+    kind: str, tokens: int, experts: int, top_k: int, *, rank: int, device: torch.device
+) -> Tensor:
+    """int32 [T, K] of a rank. `one rank`: `experts` are all the first rank's."""
+    if kind == "balanced":
+        choice = ForcedBalance(RouterConfig(), experts=experts, top_k=top_k)
+        return choice(tokens, rank * tokens).to(torch.int32)
+    generator = torch.Generator(device).manual_seed(rank)
+    scores = torch.rand(tokens, experts, generator=generator, device=device)
+    return scores.topk(top_k, dim=1).indices.to(torch.int32)
+
+
+def probabilities(tokens: int, top_k: int, *, rank: int, device: torch.device) -> Tensor:
+    """fp32 [T, K] that sum to 1."""
+    generator = torch.Generator(device).manual_seed(rank)
+    return torch.rand(tokens, top_k, generator=generator, device=device).softmax(1)
+
+
+def fullest(idx_TK: Tensor, experts: int, group: dist.ProcessGroup) -> float:
+    """Expert rows of the rank that gets most, over T * K. All ranks of the group ask together."""
+    counts_E = torch.bincount(idx_TK.flatten(), minlength=experts)
+    dist.all_reduce(counts_E, group=group)
+    most = counts_E.view(dist.get_world_size(group), -1).sum(1).max().item()
+    return most / idx_TK.numel()
+
+
+def bytes_sent(idx_TK: Tensor, hidden: int, *, experts: int, rank: int, ranks: int) -> int:
+    """That leave a GPU in a dispatch: a bf16 row for each other rank with an expert of a token.
+
+    And to each other rank the routing of all tokens, an id and a probability of 4 bytes each.
+    """
+    owner_TK = idx_TK.long() // (experts // ranks)
+    wanted_TR = torch.zeros(len(idx_TK), ranks, dtype=torch.bool, device=idx_TK.device)
+    wanted_TR.scatter_(1, owner_TK, True)
+    wanted_TR[:, rank] = False
+    side = 8 * idx_TK.numel()
+    return 2 * hidden * int(wanted_TR.sum()) + (ranks - 1) * side

@@ -1,0 +1,199 @@
+"""Speed of expert-parallel exchanges, and of whole MoE layers, on the GPUs of one host.
+
+    torchrun --nproc-per-node 4 scripts/bench_dispatch.py [SUITE ...] [--json PATH] [--plot PATH]
+    python scripts/bench_dispatch.py [SUITE ...]
+    torchrun --nproc-per-node 2 scripts/bench_dispatch.py --device cpu --rounds 2
+
+Suites (default: all):
+  wire      GB/s that leave a GPU in the push of a dispatch, by SMs, idle and beside a GEMM
+  exchange  dispatch and combine, forward and backward
+  plan      the routing plan of received routing
+  layer     dispatch, experts and combine with routing given: Qwen3-30B-A3B, DeepSeek-V3,
+            GPT-OSS-120B, and the part of its exchanges that a layer of DeepSeek-V3 waits for
+  flash     forward pass of FlashDMoE's layer at 4096, 8192 and 16384 tokens a GPU
+  scaling   the same layer on pairs of GPUs against all of them
+  skew      all tokens to one GPU, against the time of its experts
+
+Without torchrun one GPU measures what needs no other. All is bf16, dropless, deterministic, and
+captured in CUDA graphs. Times are medians of interleaved rounds, the L2 cache flushed before each,
+that all ranks begin together; a time is that of the slowest rank. Routing is random, K distinct
+experts a token, or balanced; what is asked is asked of random routing. `backward` is forward and
+backward less forward; `dispatch` includes the plan. Every result is compared with that of
+`alltoall`, bit for bit. A ratio is the other side's time, or the time that is asked, over ours.
+TFLOP/s count 6 * D * F a row forward (4 without a gate) and twice that backward. A missed bar is no
+error: exit code 1 is for failures and wrong results.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.schema import ParallelConfig
+from scripts.bench.facts import facts
+from scripts.bench.models import cases
+from scripts.bench.records import Record, plot, shape_text, summary, table, write
+
+TRANSPORTS = ("symm", "alltoall")
+RUNS = {
+    "wire": "exchange",
+    "exchange": "exchange",
+    "plan": "exchange",
+    "layer": "whole",
+    "flash": "whole",
+    "scaling": "whole",
+    "skew": "whole",
+}
+"""Module of each suite, which is a function of the same name."""
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(RUNS)}")
+    add("--dispatch", metavar="LIST", help=f"default: those of {','.join(TRANSPORTS)} that can run")
+    add(
+        "--comm-sms",
+        type=int,
+        default=ParallelConfig().comm_sms,
+        metavar="N",
+        help="SMs of symm in a layer, as parallel.comm_sms; default: %(default)s",
+    )
+    add("--tokens", type=int, metavar="T", help="of a rank; default: 8192, and flash its three")
+    add("--rounds", type=int, default=20, metavar="N", help="default: %(default)s")
+    add("--json", type=Path, metavar="PATH", help="write the results, after every shape")
+    add("--plot", type=Path, metavar="PATH", help="draw the ratios; needs matplotlib")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes, for a trial")
+    args = parser.parse_args(argv)
+    for suite in args.suites:
+        if suite not in RUNS:
+            parser.error(f"{suite}: a suite is one of {', '.join(RUNS)}")
+    args.demanded = args.dispatch is not None
+    args.dispatch = tuple(args.dispatch.split(",")) if args.demanded else TRANSPORTS
+    for name in args.dispatch:
+        if name not in TRANSPORTS:
+            parser.error(f"--dispatch {name}: a transport is one of {', '.join(TRANSPORTS)}")
+    for option in ("rounds", "tokens"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            parser.error(f"--{option} {value}: must be at least 1")
+    if args.comm_sms < 0:
+        parser.error(f"--comm-sms {args.comm_sms}: must be at least 0")
+    args.suites = args.suites or list(RUNS)
+    return args
+
+
+class Report:
+    """Collects records; the first rank shows and writes them as they come."""
+
+    def __init__(self, path: Path | None, known: dict[str, Any], *, shown: bool) -> None:
+        self.records: list[Record] = []
+        self.facts, self.shown, self._path = known, shown, path
+
+    def add(self, records: list[Record], title: str = "") -> None:
+        self.records += records
+        if self.shown:
+            print(f"\n{title}{table(records)}", flush=True)
+        self.save()
+
+    def save(self) -> None:
+        if self.shown and self._path is not None:
+            write(self._path, self.facts, self.records)
+
+
+def run(bench: Any, args: argparse.Namespace, report: Report) -> None:
+    """All suites; whatever a shape raises becomes a record."""
+    from scripts.bench.ranks import attempt
+
+    for suite in args.suites:
+        measured = getattr(importlib.import_module(f"scripts.bench.{RUNS[suite]}"), suite)
+        for model, tokens in cases(suite, args.tokens, tiny=args.device == "cpu"):
+            shape = model.shape(tokens)
+            report.facts["models"][shape_text(shape)] = model.name
+            made = attempt(bench, lambda m=measured, c=(model, tokens): m(bench, *c), suite, shape)
+            report.add(made, f"{model.name}: T, D, F, E, K")
+            bench.clock.free()
+
+
+def unsuitable(device: str) -> str:
+    """Why this process has no device to measure on; empty if it has one."""
+    import torch
+
+    rank, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if device == "cpu":
+        return ""
+    if not torch.cuda.is_available():
+        return "this script measures on CUDA devices, and there is none: --device cpu tries it out"
+    if rank >= found:
+        return f"--nproc-per-node: this host has {found} GPUs, and there is a rank {rank}"
+    return ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if why := unsuitable(args.device):
+        print(why, file=sys.stderr)
+        return 1
+    from parallel import runtime
+    from scripts.bench.ends import TIMEOUT
+
+    here = runtime.start(seed=0, timeout=TIMEOUT, deterministic=False)
+    try:
+        return _measure(args, here, sys.argv[1:] if argv is None else list(argv))
+    finally:
+        runtime.stop()
+
+
+def _measure(args: argparse.Namespace, here: Any, command: list[str]) -> int:
+    import torch
+
+    from kernels.registry import Facts, resolve
+    from scripts.bench.problems import BF16
+    from scripts.bench.ranks import Cpus, Gpus, RankBench
+
+    cuda = args.device == "cuda"
+    capability = torch.cuda.get_device_capability() if cuda else None
+    backend = resolve("grouped_mlp", "auto", Facts(args.device, capability, BF16)).backend
+    transports = args.dispatch if here.world > 1 or args.demanded else ("local",)
+    bench = RankBench(
+        Gpus() if cuda else Cpus(),
+        args.rounds,
+        demanded=args.demanded,
+        backend=backend,
+        transports=transports,
+        comm_sms=args.comm_sms,
+    )
+    known = facts(bench.clock.device, command, name="" if cuda else "CPU")
+    known |= {
+        "experts": backend,
+        "comm_sms": str(args.comm_sms),
+        "ranks": str(here.world),
+        "gpus": here.world if cuda else 0,
+        "models": {},
+    }
+    if cuda:
+        known["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    report = Report(args.json, known, shown=here.is_main)
+    if here.is_main:
+        print(", ".join(f"{k} {v}" for k, v in known.items() if isinstance(v, str)))
+    run(bench, args, report)
+    report.facts |= facts(bench.clock.device, [], after=True)
+    report.save()
+    if here.is_main:
+        print(f"\n{summary(report.records)}")
+        why = plot(args.plot, report.records) if args.plot else ""
+        print(why, file=sys.stderr, end="\n" if why else "")
+    return 1 if any(r.failed for r in report.records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
