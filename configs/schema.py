@@ -211,14 +211,18 @@ class ParallelConfig:
     expert: int = 0
     """Expert parallel size; 0 takes the largest up to 8 that divides experts and stage ranks."""
     dispatch: str = "auto"
-    """Transport to the experts: `local` (expert = 1), `alltoall` (gloo, NCCL), `symm` or `auto`.
+    """Transport to the experts: `local` (expert = 1), `alltoall`, `symm`, `hier` or `auto`.
 
-    `symm` pushes each token once to a GPU's memory over NVLink: bf16, one node, Hopper.
+    `alltoall` is gloo's or NCCL's. `symm` pushes each token once to a GPU's memory over NVLink:
+    bf16, one node, Hopper. `hier` sends it once to each of several nodes, and inside as it can.
     """
     save_x: str = "redispatch"
-    """Received tokens for the backward pass of `symm`: sent again (`redispatch`), or `keep`."""
+    """Received tokens for the backward pass of `symm`: sent again (`redispatch`), or `keep`.
+
+    `hier` sends them again inside a node, not over the network.
+    """
     comm_sms: int = 0
-    """SMs that push tokens (`symm`); 0 takes all."""
+    """SMs that push tokens beside the fused experts (`symm`); 0 takes all, and nothing overlaps."""
     capacity_factor: float = 1.5
     """Rows kept for a rank's experts, over the balanced load.
 
@@ -278,6 +282,8 @@ class OptimConfig:
     """Second moment decay."""
     eps: float = 1e-8
     """Denominator epsilon."""
+    moments: str = "fp32"
+    """Dtype of both moments: `fp32`, or `bf16`, 4 bytes less a parameter (arXiv 2412.19437)."""
     clip_grad: float = 1.0
     """Global gradient norm limit; 0 turns clipping off."""
 

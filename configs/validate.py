@@ -30,6 +30,8 @@ __all__ = [
 
 _TAKEN_CODES = (1, 2, 43, 44, 45, 130)  # train.py lists them
 
+_BETA_OF_BF16 = 0.99
+
 
 class ConfigError(ValueError):
     """What is wrong with a configuration, one problem a line."""
@@ -168,6 +170,12 @@ def _optim(cfg: Config) -> Iterator[str]:
     if 0 < o.decay_steps <= o.warmup_steps:
         reason = f"ends within the warm-up of {o.warmup_steps} steps"
         yield repair(cfg, "optim.decay_steps", reason, o.warmup_steps + 1)
+    if o.moments == "bf16":
+        for knob in ("beta1", "beta2"):
+            # A step at 0.999 takes off less than half a unit in the last place of bf16: nothing.
+            if getattr(o, knob) > _BETA_OF_BF16:
+                reason = f"is above {_BETA_OF_BF16}, where moments=bf16 rounds decay away"
+                yield repair(cfg, f"optim.{knob}", reason, _BETA_OF_BF16)
 
 
 def _run(cfg: Config) -> Iterator[str]:

@@ -12,6 +12,7 @@ from moe.estimate.advice import needed, suggestions
 from moe.estimate.memory import Memory, exchange_bytes, stage_memory
 from moe.estimate.pipeline import bubble
 from moe.estimate.resolve import resolved
+from moe.estimate.rows import buffer_bytes, row_memory
 from moe.estimate.timing import step_time
 from moe.estimate.traffic import traffic
 from moe.start import count, storage, work
@@ -96,7 +97,10 @@ def _memory(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         yield f"{i} {name}".ljust(16) + "".join(f"{c:>12}" for c in cells)
     exchange, even = exchange_bytes(cfg, world), worst.peak
     if exchange:
-        yield f"receive buffers of symm, beside torch's memory: {storage(exchange)}"
+        yield (
+            f"receive buffers of {cfg.parallel.dispatch}, beside torch's memory: "
+            f"{storage(exchange)}"
+        )
     total = even + exchange + int(machine.reserved_gib * _GIB)
     verdict = "fits" if total <= machine.memory_gib * _GIB else "does not fit"
     yield (
@@ -118,18 +122,21 @@ def _uneven(cfg: Config, world: int, machine: Machine, beside: int) -> str:
 
 
 def _experts(cfg: Config, world: int) -> Iterator[str]:
-    s, t, e = sizes(cfg, world), traffic(cfg, world), cfg.model.moe
-    wide = 2 if cfg.run.precision == "bf16" else 4
-    row = cfg.model.hidden * wide
-    width = (1 if e.activation == "squared_relu" else 2) * e.ffn * wide
+    s, t = sizes(cfg, world), traffic(cfg, world)
+    row = cfg.model.hidden * (2 if cfg.run.precision == "bf16" else 4)
     yield f"received  {s.received} tokens, {storage(s.received * row)}"
-    yield (
-        f"rows      {s.rows}, {storage(s.rows * width)} of activations kept; "
-        f"worst case {s.worst_rows}, {storage(s.worst_rows * width)}"
-    )
+    factor, (given, worst) = cfg.parallel.capacity_factor, row_memory(cfg, world)
+    load = "balanced" if cfg.kernels.backend == "megatron" else f"capacity_factor {factor:g}"
+    cases = {load: given} | ({"all tokens to one rank": worst} if worst != given else {})
+    for case, m in cases.items():
+        yield (
+            f"rows      {m.rows} ({case}): {storage(m.layer)} of activations kept a layer, "
+            f"{storage(m.rank)} in all; dispatch buffers {storage(buffer_bytes(cfg, world))}"
+        )
     yield (
         f"sent      {cfg.parallel.dispatch}: a token has experts on {t.ranks:.2f} ranks on "
-        f"average, and its row goes {t.copies:.2f} times to others"
+        f"average, and its row goes {t.copies:.2f} times to others, "
+        f"{t.crossings:.2f} of them to other nodes"
     )
     yield (
         f"bytes     {t.forward / 1e3:.1f} kB a token forward, {t.backward / 1e3:.1f} kB backward; "

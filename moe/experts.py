@@ -123,6 +123,7 @@ class Experts(MegatronModule):
                 margins=self.margins,
                 dynamic=self.dynamic,
                 accumulate=self.accumulate,
+                traffic=received.traffic,
             )
 
     def sharded_state_dict(

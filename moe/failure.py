@@ -22,8 +22,8 @@ from moe.memory import OutOfMemory
 from parallel.checkpoint import CheckpointError, NoUsableCheckpoint
 from parallel.drift import CheckpointMismatch
 from parallel.engine import Diverged
+from parallel.exchange import missing
 from parallel.signals import StopSignal
-from parallel.symm import missing
 from parallel.watchdog import Watchdog
 
 _INPUT = (ConfigError, KernelUnavailable, DataError, CheckpointMismatch, CheckpointError)
@@ -55,12 +55,12 @@ def give_up(
     lost = _lost_others(error)
     if watchdog is not None:
         stack = redacted("".join(traceback.format_exception(error)))
-        if not watchdog.report(stack, _first_line(error), own=not lost):
+        if not watchdog.report(stack, lost or _first_line(error), own=not lost):
             return code
     elif (rank or lost) and _signalled(stop):
         return code
     if lost:
-        text = f"error: the other ranks are gone: {_first_line(error)}"
+        text = f"error: the other ranks are gone: {lost}"
     if rank:
         text += f" (rank {rank})"
     speak(text)
@@ -83,16 +83,21 @@ def _verdict(error: Exception, training: bool) -> tuple[int, str]:
         return 2, f"error: {error}"
     if isinstance(error, OutOfMemory):
         return 1, f"error: out of memory: {error}"
-    if lost := missing():
-        return 1, f"error: {lost}: it has died, hangs, or is late (parallel.timeout)"
     return 1, "".join(traceback.format_exception(error)).rstrip()
 
 
-def _lost_others(error: Exception) -> bool:
-    """Whether a collective failed under this rank: gloo raises RuntimeErrors that only name it."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-    )
+def _lost_others(error: Exception) -> str:
+    """How other ranks broke a collective under this one; empty if they did not.
+
+    gloo raises RuntimeErrors that only name it. A wait for tokens that was in vain stops a kernel,
+    which CUDA calls a failed launch in whatever is called next.
+    """
+    if not isinstance(error, RuntimeError):
+        return ""
+    if late := missing():
+        return late
+    broken = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    return _first_line(error) if broken else ""
 
 
 def _signalled(stop: StopSignal) -> bool:

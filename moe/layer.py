@@ -4,8 +4,8 @@
 
 Route picks K experts for every token; dispatch brings tokens to the ranks that hold their experts;
 the experts make one row of every received token, the weighted sum over those of this rank; combine
-adds a token's rows up on its own rank. Nothing here or below tells the host a count, so the whole
-layer can be captured.
+adds a token's rows up on its own rank, and meanwhile the shared experts run. Nothing here or below
+tells the host a count, so the whole layer can be captured.
 
 Legend: s tokens of a sequence on this rank, B sequences, T = s * B, D hidden, K experts per token,
 N tokens received.
@@ -47,7 +47,7 @@ class MoEOptions:
     backend: str
     """Expert backend, as resolved by `kernels.registry`."""
     dispatch: str
-    """Transport to the experts: `local`, `alltoall`, `symm` or `auto`."""
+    """Transport to the experts: `local`, `alltoall`, `symm`, `hier` or `auto`."""
     budget: Budget
     """Rows kept for the experts of a rank, shared by all layers."""
     margins: Margins = NO_MARGINS
@@ -160,8 +160,10 @@ class MoE(MoELayer):
         with record_function("moe/experts"):
             out_ND = self.experts(received)
         with record_function("moe/combine"):
-            out_SBD = self.dispatcher.combine(out_ND, received).view_as(hidden_SBD)
-        if self.shared_experts is not None:
-            with record_function("moe/shared"):
-                out_SBD = out_SBD + self.shared_experts(hidden_SBD)
-        return out_SBD
+            beside = None if self.shared_experts is None else partial(self._shared, hidden_SBD)
+            out_TD = self.dispatcher.combine(out_ND, received, beside)
+        return out_TD.view_as(hidden_SBD)
+
+    def _shared(self, hidden_SBD: Tensor) -> Tensor:
+        with record_function("moe/shared"):
+            return self.shared_experts(hidden_SBD).flatten(0, 1)

@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from configs.schema import Config, ModelConfig, MoEConfig
 from moe.attention import LatentAttention, core_attention
 from moe.baseline import StockMoE, router_kwargs
+from moe.grouped_attention import GroupedAttention
 from moe.layer import MoE, MoEOptions
 from moe.loss import cross_entropy
 from moe.norm import norm_class
@@ -294,13 +295,13 @@ class _NormProvider(LocalSpecProvider):
 def _layer(
     config: TransformerConfig, m: ModelConfig, sparse: bool, backends: Backends, moe: MoEOptions
 ) -> ModuleSpec:
+    mla = m.attention.kind == "mla"
     sub = get_gpt_layer_local_submodules(
         normalization="RMSNorm",
         qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=m.attention.kind == "mla",
+        multi_latent_attention=mla,
     )
-    if m.attention.kind == "mla":
-        sub.self_attention.module = LatentAttention
+    sub.self_attention.module = LatentAttention if mla else GroupedAttention
     norm = norm_class(backends.norm)
     sub.input_layernorm = sub.pre_mlp_layernorm = norm
     attention = sub.self_attention.submodules

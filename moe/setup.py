@@ -20,6 +20,7 @@ from moe.facts import facts
 from moe.init import initialize
 from moe.layer import MoEOptions
 from moe.model import Backends, Layout, build, embedding_stages, transformer_config
+from parallel import nodes
 from parallel.engine import Engine
 from parallel.groups import Groups, create
 from parallel.overflow import Budget
@@ -104,6 +105,8 @@ def setup(cfg: Config, runtime: Runtime) -> Job:
         embedding_stages=embedding_stages(cfg, config),
         timeout=p.timeout,
     )
+    if p.dispatch in ("auto", "hier"):
+        nodes.reason_against(groups.pg.ep)  # a stage may have no MoE layer that would ask
     config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)
     budget = Budget(p.capacity_factor, device=runtime.device)
     experts, attention, norm = (c.backend for c in choices)
@@ -146,7 +149,8 @@ def _chunks(
         symm=SymmOptions(
             keep=cfg.parallel.save_x == "keep",
             comm_sms=cfg.parallel.comm_sms,
-            timeout=cfg.parallel.timeout,
+            # Before the watchdog ends the run: who waits knows for whom.
+            timeout=0.8 * cfg.parallel.timeout,
         ),
         accumulate=cfg.kernels.gradient_accumulation_fusion,
     )

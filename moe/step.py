@@ -24,6 +24,15 @@ from parallel.progress import moving
 Batch = dict[str, torch.Tensor]
 
 
+class Rerun(NamedTuple):
+    """Why a step was run again, and with what."""
+
+    needed: float
+    """Expert rows over the balanced load."""
+    capacity_factor: float
+    """Of the budget from then on."""
+
+
 class Totals(NamedTuple):
     """Of a step, over all ranks and the same on each."""
 
@@ -33,6 +42,7 @@ class Totals(NamedTuple):
     """Gradient norm before clipping; 0 without gradients."""
     stopping: bool
     """A rank was asked to stop."""
+    reruns: tuple[Rerun, ...]
 
 
 class Step:
@@ -68,12 +78,14 @@ class Step:
         inputs = [{k: v.to(device, non_blocking=True) for k, v in b.items()} for b in batches]
         compute = self._forward if forward_only else self.graph or self.forward_backward
         self._stop.fill_(stop)
+        reruns: list[Rerun] = []
         while True:
             read = compute(inputs).tolist()  # the one host read of the step
             loss, ranks, mtp_loss, stop, squares, peak = read
             if not budget.exceeded(peak):
-                return Totals(loss / ranks, mtp_loss / ranks, math.sqrt(squares), stop > 0)
-            budget.grow()
+                norm = math.sqrt(squares)
+                return Totals(loss / ranks, mtp_loss / ranks, norm, stop > 0, tuple(reruns))
+            reruns.append(Rerun(budget.grow(), budget.capacity_factor))
             if self.graph is not None:
                 self.graph.drop()
             balance.restore(engine.modules, before)

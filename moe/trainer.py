@@ -8,7 +8,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +32,7 @@ from moe.pace import Pace
 from moe.profile import Profiler
 from moe.setup import Job, setup
 from moe.start import describe
-from moe.step import Step
+from moe.step import Rerun, Step
 from parallel.agreement import Failed, agree, gather
 from parallel.checkpoint import Checkpointer
 from parallel.engine import Diverged
@@ -165,9 +165,10 @@ class Trainer:
         waited = time.perf_counter() - began
         self._doing("forward and backward")
         before = balance.snapshot(engine.modules)
-        loss, mtp_loss, norm, stopping = self.compute(
+        loss, mtp_loss, norm, stopping, reruns = self.compute(
             batches, before, stop=self.stop.received is not None
         )
+        self._tell(reruns, f"step {number}")
         fault = self.health.fault(number, loss, norm)
         if fault is not None:
             balance.restore(engine.modules, before)
@@ -197,6 +198,7 @@ class Trainer:
         with torch.no_grad(), record_function("validation"):
             for _ in range(self.cfg.run.eval_batches):
                 totals = self.compute(loader.next_step(), before, forward_only=True)
+                self._tell(totals.reruns, f"the validation after step {self.step}")
                 losses.append(totals.loss)
         engine.train()
         loader.close()
@@ -213,12 +215,20 @@ class Trainer:
             pin=self.runtime.device.type == "cuda",
         )
 
+    def _tell(self, reruns: Iterable[Rerun], what: str) -> None:
+        for needed, factor in reruns:
+            self.metrics.event(
+                f"experts needed {needed:.2f} x the balanced rows: "
+                f"{what} was run again with capacity_factor {factor:.2f}"
+            )
+
     def _log(self, record: dict[str, Any]) -> None:
-        engine = self.job.engine
+        engine, budget = self.job.engine, self.job.budget
         # Reads from the device: the clock below has seen the whole of every step until here.
         load = balance.collect(engine.modules, engine.config, self.job.groups.pg)
         balance.reset(engine.modules)
-        record |= {"step": self.step, "reruns": self.job.budget.reruns} | self.health.counts()
+        record |= {"step": self.step, "reruns": budget.reruns} | self.health.counts()
+        record["capacity_factor"] = budget.capacity_factor
         record |= self.pace.rates(self.step)
         if load.load:  # none if all steps since the last record were skipped
             record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}

@@ -43,6 +43,8 @@ class Member:
     """It said that it cannot go on."""
     own: bool = False
     """By an error of its own, rather than by a collective that broke."""
+    reason: str = ""
+    """Why, in a line."""
     left: bool = False
     """It said that it is done."""
 
@@ -106,8 +108,15 @@ def silent(where: Where, seconds: float, at: str) -> str:
 
 
 def _behind(here: Mapping[int, Member], now: float) -> Verdict:
-    """Collectives do not finish though all ranks live: the one that is behind keeps them."""
-    m = min(here.values(), key=lambda m: (m.serial, m.since))
-    if m.serial == max(other.serial for other in here.values()):
-        return Verdict(m.where, "broken", f"no rank goes on, and all of them are in {m.at}")
-    return Verdict(m.where, "stuck", f"{m.where} hangs, {now - m.since:.1f} s in {m.at}")
+    """Collectives do not finish though all ranks live: the one that is behind keeps them.
+
+    A rank that says that it cannot go on does not hang. If none is behind, what the first of those
+    said tells more: whose tokens did not come, for one.
+    """
+    failed = sorted((m.failed, m.reason) for m in here.values() if m.failed is not None)
+    waiting = [m for m in here.values() if m.failed is None] or list(here.values())
+    m = min(waiting, key=lambda m: (m.serial, m.since))
+    if m.serial < max(other.serial for other in here.values()):
+        return Verdict(m.where, "stuck", f"{m.where} hangs, {now - m.since:.1f} s in {m.at}")
+    reason = f"; {failed[0][1]}" if failed else ""
+    return Verdict(m.where, "broken", f"no rank goes on, and all of them are in {m.at}{reason}")

@@ -1,8 +1,9 @@
 """Dispatch and combine: tokens to the ranks of their experts, experts' sums back to their tokens.
 
 The two ends of an MoE layer around the experts. Every transport delivers fixed rows: token t of
-rank r of the expert-parallel group is received row r * T + t on every rank, so no host ever knows a
-count and all shapes are static. T must be the same on all ranks of the group. Both directions are
+rank r of the expert-parallel group is received row r * T + t on every rank (`hier` has an order of
+its own), so no host ever knows a count and all shapes are static. T must be the same on all ranks
+of the group. Expert rows are the same on all transports, bit for bit. Both directions are
 differentiable and deterministic: contributions of ranks are summed in fp32 in an order that depends
 on shapes alone.
 
@@ -10,16 +11,18 @@ Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels.plan import Plan, check_routing, make_plan
+from parallel import nodes
+from parallel.alltoall import AllToAll
+from parallel.hier import Hier
 from parallel.overflow import Budget
-from parallel.received import Received
+from parallel.received import Beside, Received, plus
 from parallel.symm import Symm, SymmOptions, reason_against
 
 
@@ -33,8 +36,13 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def combine(self, out_ND: Tensor, received: Received) -> Tensor:
+    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
         """Bring what a rank's experts made of received rows back, and add ranks up in fp32.
+
+        Args:
+            out_ND: of the experts.
+            received: what they worked on.
+            beside: makes more to add, while rows are on their way if the transport can.
 
         Returns:
             [T, D] in out's dtype.
@@ -103,28 +111,8 @@ class Local:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), None)
 
-    def combine(self, out_ND: Tensor, received: Received) -> Tensor:
-        return out_ND
-
-
-class AllToAll:
-    """Dense rank-major blocks [R, T, D] over gloo or NCCL; capturable in a CUDA graph.
-
-    As every rank receives every token, dispatch is an all-gather, which moves the bytes of the
-    dense all-to-all without a send buffer. Combine is the all-to-all back and a sum over ranks.
-    Each is the other's backward. Collectives run on the current stream.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, plan: _Planner) -> None:
-        self._group, self._plan = group, plan
-
-    def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
-        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        rows_ND, idx_NK, prob_NK = _Dispatch.apply(x_TD, topk_idx_TK, topk_prob_TK, self._group)
-        return Received(rows_ND, self._plan(idx_NK, prob_NK), None)
-
-    def combine(self, out_ND: Tensor, received: Received) -> Tensor:
-        return _Return.apply(out_ND, self._group)
+    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
+        return plus(out_ND, beside)
 
 
 def make_dispatcher(
@@ -138,17 +126,20 @@ def make_dispatcher(
     dtype: torch.dtype = torch.bfloat16,
     symm: SymmOptions = SymmOptions(),  # noqa: B008  (frozen)
 ) -> Dispatcher:
-    """The transport called `name` (of `auto`, `local`, `alltoall`, `symm`) over a `group`.
+    """The transport called `name` (of `TRANSPORTS`) over a `group`.
 
     Args:
-        name: `auto` is `local` on one rank; on several `symm` where it can run, or `alltoall`.
+        name: `auto` is `local` on one rank; on several `symm` where it can run, `hier` where the
+            group has the same number of ranks, above one, on each of several nodes, or `alltoall`.
         group: expert-parallel; None is one rank.
         experts: of all ranks.
         slots: of a token.
         budget: rows of the experts, shared by all layers.
-        backend: of `kernels.plan`, which makes the plans.
+        backend: of the experts and of `kernels.plan`, which makes the plans.
         dtype: of tokens.
-        symm: options of that transport.
+        symm: options of that transport, also inside the nodes of `hier`.
+
+    `auto` and `hier` ask `parallel.nodes`, which the whole job must have done before, or does now.
 
     Raises:
         ValueError: unknown name, experts that do not divide over the ranks, top_k above experts,
@@ -163,88 +154,57 @@ def make_dispatcher(
         raise ValueError(
             f"model.moe.top_k={slots.top_k} must be between 1 and the {experts} experts"
         )
+    if name == "auto":
+        name = _best(group, dtype)
+    if against := _refusal(name, group, dtype):
+        raise ValueError(against)
     local = experts // ranks
     first = 0 if group is None else dist.get_rank(group) * local
     plan = _Planner(slots, budget, backend, ranks, first, local)
-    against = reason_against(group, dtype) if name in ("auto", "symm") and ranks > 1 else ""
-    if name == "auto":
-        name = "local" if ranks == 1 else "alltoall" if against else "symm"
-    if name == "local":
-        if ranks > 1:
-            raise ValueError(
-                f"parallel.dispatch=local serves one rank, but parallel.expert is {ranks}: "
-                "set parallel.dispatch=alltoall or parallel.expert=1"
-            )
+    waits = backend == "fused"
+    if group is None or name == "local":
         return Local(plan)
     if name == "alltoall":
-        if group is None:
-            raise ValueError(
-                "parallel.dispatch=alltoall needs an expert-parallel process group: "
-                "set parallel.dispatch=local"
-            )
         return AllToAll(group, plan)
     if name == "symm":
-        if group is None or against:
-            raise ValueError(
-                f"parallel.dispatch=symm cannot run: {against or 'needs several ranks'}; "
-                "set parallel.dispatch=auto"
-            )
-        return Symm(group, plan, local=local, options=symm)
-    raise ValueError(f"unknown parallel.dispatch={name}: set it to auto, local, alltoall or symm")
+        return Symm(group, plan, local=local, options=symm, waits=waits)
+    spanned = nodes.nodes_of(group)
+    return Hier(spanned, plan, local=local, dtype=dtype, options=symm, waits=waits)
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Rows of all ranks, rank-major: [T, ...] -> [R * T, ...]."""
-    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-    return out
+TRANSPORTS = ("auto", "local", "alltoall", "symm", "hier")
 
 
-def _sum_to_owner(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Block r goes to rank r, which sums what it receives: [R * T, ...] -> [T, ...].
-
-    Summed after the exchange rather than by a reduce-scatter: fp32, one rounding, no ring order.
-    """
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, x.contiguous(), group=group)
-    blocks = received.view(dist.get_world_size(group), -1, *x.shape[1:])
-    return blocks.sum(0, dtype=torch.float32).to(x.dtype)
+def _best(group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:
+    """What `auto` takes."""
+    if group is None or group.size() == 1:
+        return "local"
+    if not reason_against(group, dtype):
+        return "symm"
+    return "alltoall" if nodes.reason_against(group) else "hier"
 
 
-class _Dispatch(torch.autograd.Function):
-    """All-gather of tokens and routing; backward brings their gradients back to their rank."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.group = group
-        # One small collective instead of two: latency, not bytes, is what the routing costs.
-        routing = _gather(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), group)
-        idx_NK, prob_NK = routing[:, 0].contiguous(), routing[:, 1].contiguous().view(torch.float32)
-        ctx.mark_non_differentiable(idx_NK)
-        return _gather(x_TD, group), idx_NK, prob_NK
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_ND: Tensor, _: Tensor, grad_NK: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        # needs_input_grad is the same on all ranks, hence so is the sequence of collectives.
-        grad_TD = _sum_to_owner(grad_ND, ctx.group) if ctx.needs_input_grad[0] else None
-        grad_TK = _sum_to_owner(grad_NK, ctx.group) if ctx.needs_input_grad[2] else None
-        return grad_TD, None, grad_TK, None
-
-
-class _Return(torch.autograd.Function):
-    """Partial sums of all tokens back to their ranks, summed. Backward is the all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, out_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _sum_to_owner(out_ND, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad_TD, ctx.group), None
+def _refusal(name: str, group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:
+    """Why a transport cannot serve a group, and what to set; empty if it can."""
+    ranks = 1 if group is None else group.size()
+    if name == "local" and ranks > 1:
+        return (
+            f"parallel.dispatch=local serves one rank, but parallel.expert is {ranks}: "
+            "set parallel.dispatch=alltoall or parallel.expert=1"
+        )
+    if name == "alltoall" and group is None:
+        return (
+            "parallel.dispatch=alltoall needs an expert-parallel process group: "
+            "set parallel.dispatch=local"
+        )
+    against = ""
+    if name == "symm":
+        against = reason_against(group, dtype)
+    if name == "hier":
+        against = nodes.reason_against(group)
+    if against:
+        return f"parallel.dispatch={name} cannot run: {against}; set parallel.dispatch=auto"
+    if name not in TRANSPORTS:
+        known = f"{', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]}"
+        return f"unknown parallel.dispatch={name}: set it to {known}"
+    return ""

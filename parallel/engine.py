@@ -28,6 +28,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import OptimConfig, ParallelConfig
+from parallel import adam
 
 
 class Diverged(RuntimeError):
@@ -42,7 +43,7 @@ class Engine:
         chunks: bare model chunks, already initialised. Weight decay spares vectors, biases and
             parameters with a true attribute `no_weight_decay`.
         parallel: overlap, optimizer sharding and gradient dtype.
-        optim: AdamW and schedule.
+        optim: AdamW, the dtype of its moments, and schedule.
         steps: optimizer steps of the run.
         device: where parameters live.
         graph: forward and backward are going to be captured: parameters are gathered before, not
@@ -89,6 +90,7 @@ class Engine:
             use_distributed_optimizer=sharded,
             overlap_param_gather=ddp.overlap_param_gather,
         )
+        adam.install(torch.bfloat16 if optim.moments == "bf16" else torch.float32)
         undecayed = {ParamKey(attr="no_weight_decay"): ParamGroupOverride(wd_mult=0.0)}
         self.optimizer = get_megatron_optimizer(
             settings,

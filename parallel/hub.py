@@ -125,6 +125,7 @@ class Hub:
             member.since, member.limited = now - message["since"], message["limited"]
         elif "failed" in message:
             member.failed, member.own = now, message["own"]
+            member.reason = message["reason"]
         elif "left" in message:
             member.left = True
 

@@ -79,14 +79,21 @@ class Budget:
         self.reset()
         return peak > 1
 
-    def grow(self) -> None:
-        """Enlarge the budget so that the overflowed step fits with headroom; count its rerun."""
+    def grow(self) -> float:
+        """Enlarge the budget so that the overflowed step fits with headroom; count its rerun.
+
+        Returns:
+            Rows that were needed over the balanced load.
+        """
         if self.peak <= 1:
             raise RuntimeError(
                 f"grow() after a step that fitted (peak {self.peak:.3f} of the budget)"
             )
-        self.capacity_factor = max(self.capacity_factor, self._granted * self.peak * _HEADROOM)
+        # A pipeline stage without experts has granted nothing, and is told all the same.
+        needed = (self._granted or self.capacity_factor) * self.peak
+        self.capacity_factor = max(self.capacity_factor, needed * _HEADROOM)
         self.reruns += 1
+        return needed
 
     def reset(self) -> None:
         """Forget what was observed since the last read, as after a step that is thrown away."""

@@ -1,6 +1,7 @@
 """What a rank leaves behind when its job fails: Python stacks and the record of its collectives."""
 
 import faulthandler
+import json
 import socket
 import sys
 from pathlib import Path
@@ -31,10 +32,16 @@ def write(folder: Path, rank: int, verdict: str, error: str) -> None:
 
 
 def _flight_record() -> bytes:
-    """The last TORCH_FR_BUFFER_SIZE collectives, by torch's flight recorder; NCCL and gloo."""
+    """The last TORCH_FR_BUFFER_SIZE collectives, by torch's flight recorder; NCCL and gloo.
+
+    After a CUDA error those of NCCL cannot be asked whether they have ended: then only the error.
+    """
     from torch._C import _distributed_c10d as c10d
 
-    return c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+    try:
+        return c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        return json.dumps({"entries": [], "error": str(error)}).encode()
 
 
 def end_stopped(folder: Path, where: Where) -> None:

@@ -1,15 +1,19 @@
 """What a transport delivers to the experts of a rank, and takes back from them.
 
-Legend: D hidden, N received rows.
+Legend: D hidden, N received rows, T tokens of a rank, K slots for experts of a token.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from kernels.ops import Traffic
 from kernels.plan import Plan
+
+Beside = Callable[[], Tensor] | None
+"""What to do while rows are on their way."""
 
 
 class Received(NamedTuple):
@@ -19,9 +23,26 @@ class Received(NamedTuple):
     """Received tokens, rank-major. Rows that `plan` does not name are unspecified: never read."""
     plan: Plan
     """Which of the rows each local expert reads."""
-    ready: Tensor | None = None
-    """Device flags that a kernel must wait on before it reads rows, or None: all rows are there."""
+    traffic: Traffic | None = None
+    """Exchanges that go on beside the experts, whose kernels wait for rows; None: all are there."""
     route: Any = None
     """The transport's own: what the way back needs."""
     saving: Callable[[], AbstractContextManager] = nullcontext
     """Context for what saves rows for the backward pass: rows may be in a place that is reused."""
+
+
+class Planner(Protocol):
+    """Makes plans for the experts of this rank, with room as the budget says."""
+
+    def check(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> None:
+        """Raise ValueError for tokens and routing that no plan can be made of."""
+        ...
+
+    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> Plan:
+        """Of the routing of all received rows."""
+        ...
+
+
+def plus(out_TD: Tensor, beside: Beside) -> Tensor:
+    """What a transport adds that cannot do anything meanwhile."""
+    return out_TD if beside is None else out_TD + beside()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel import adam, cpu, weight_grad
+from parallel import cpu, weight_grad
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ def start(*, seed: int, timeout: int, deterministic: bool) -> Runtime:
     rank, world = int(os.environ.get("RANK", "0")), launcher_world()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     on_cpu = cpu.install()
-    adam.install()
     if not on_cpu:
         weight_grad.install()
     device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
@@ -64,6 +63,8 @@ def start(*, seed: int, timeout: int, deterministic: bool) -> Runtime:
         if "MASTER_ADDR" not in os.environ:
             os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        # A CUDA error is the main thread's to tell; NCCL's thread would abort the process over it.
+        os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight record
         # NCCL ends the process without a word of who is at fault; parallel.watchdog comes first.
         limit = datetime.timedelta(seconds=timeout if on_cpu else timeout + 10)

@@ -1,171 +1,38 @@
 """Transport `symm`: one-sided exchanges between the GPUs of a node, over NVLink.
 
-Every rank owns memory that the others can write (torch symmetric memory, without multicast).
 Tokens are pushed once to each rank that holds one of their experts, sums come back once from each
-such rank, and are added in the order of ranks in fp32. No count is read, by host or device, before
-rows are sent; epochs live on the device: exchanges can be captured in a CUDA graph.
+such rank, and are added in the order of ranks in fp32 (`parallel.exchange`). With SMs set aside for
+it (`comm_sms`), pushes run beside the experts: their kernels begin with the tokens that are there
+and get the other SMs when a push is done, the gradient of the tokens leaves under the weight
+gradients, and sums come back under whatever the caller has to do meanwhile. Results are the same.
 
 Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows.
 """
 
 import functools
-import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.received import Received
+from parallel.exchange import (
+    PIECE,
+    Exchange,
+    Sent,
+    SymmOptions,
+    begin_exchanges,
+    exchange_of,
+    forget_exchanges,
+    missing,
+)
+from parallel.received import Beside, Planner, Received
 
-SLOTS = 3
-"""Places for exchanges, taken in turn. What exchange u brings is read before u + 2 is pushed: the
-gradient of the sums, the tokens again, and then the gradient of the tokens leaves."""
-_ALIGN = 256
-_PIECE = 16
-"""Bytes of which a block of side data is a multiple."""
-
-
-@dataclass(frozen=True)
-class SymmOptions:
-    """How `symm` works."""
-
-    keep: bool = False
-    """Keep received tokens for the backward pass; otherwise they are sent again."""
-    comm_sms: int = 0
-    """SMs that push; 0 takes all."""
-    timeout: float = 600
-    """Seconds before a wait for a peer ends the run."""
-
-
-class Exchange:
-    """Receive buffers, flags and epochs of one group, shared by all layers of a shape.
-
-    Args:
-        group: expert-parallel; one node, at most 16 ranks.
-        tokens, hidden, slots: T, D and K.
-        options: SMs and timeout.
-
-    All ranks of the group make it together.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        tokens: int,
-        hidden: int,
-        slots: int,
-        options: SymmOptions,
-    ) -> None:
-        # NVLink multicast is not used; torch reads this when it first makes symmetric memory.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        import torch.distributed._symmetric_memory as symmetric
-
-        from kernels.sm90.push import ALLOWED, FLAGS, MAX_RANKS, STATE, Places
-
-        self.group, self.rank, self.ranks = group, group.rank(), group.size()
-        if self.ranks > MAX_RANKS:
-            raise ValueError(
-                f"parallel.dispatch=symm serves {MAX_RANKS} ranks, but parallel.expert is "
-                f"{self.ranks}: set parallel.dispatch=alltoall"
-            )
-        self.tokens, self.hidden, self.slots = tokens, hidden, slots
-        self._comm_sms, self._next = options.comm_sms, 0
-        device = torch.device("cuda", torch.cuda.current_device())
-        rows = _aligned(2 * self.ranks * tokens * hidden)
-        side = _aligned(self.ranks * (8 * tokens * slots + _PIECE))
-        head = _aligned(4 * FLAGS)
-        memory = symmetric.empty(head + SLOTS * (rows + side), dtype=torch.uint8, device=device)
-        memory.zero_()  # rows that never came must at least be numbers
-        flags = memory[: 4 * FLAGS].view(torch.int32)
-        flags[ALLOWED:] = 1
-        torch.cuda.synchronize()
-        self._handle = symmetric.rendezvous(memory, group)
-        bases = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64)
-        self._memory = memory
-        state = torch.zeros(STATE, dtype=torch.int32, device=device)
-        self._report = torch.zeros(4, dtype=torch.int32).pin_memory()
-        self._places, self._rows, self._side = [], [], []
-        for slot in range(SLOTS):
-            at = head + slot * (rows + side)
-            self._places.append(
-                Places(
-                    rows_R=(bases + at).to(device),
-                    side_R=(bases + at + rows).to(device),
-                    flags_R=bases.to(device),
-                    state=state,
-                    report=self._report,
-                    rank=self.rank,
-                    limit_ms=int(1000 * options.timeout),
-                )
-            )
-            received = memory[at : at + 2 * self.ranks * tokens * hidden]
-            self._rows.append(received.view(torch.bfloat16).view(-1, hidden))
-            self._side.append(memory[at + rows : at + rows + side])
-        dist.barrier(group)
-
-    def scatter(self, x_TD: Tensor, idx_TK: Tensor, side: Tensor, local: int) -> tuple[Any, ...]:
-        """Tokens to the ranks of their experts, `side` to all: received rows_ND and side data."""
-        return self._exchange(x_TD, idx_TK, side, local, back=False)
-
-    def give_back(
-        self, rows_ND: Tensor, idx_NK: Tensor, side: Tensor, local: int
-    ) -> tuple[Any, ...]:
-        """Rows for this rank's experts to the tokens' ranks, and a block of `side` to each."""
-        return self._exchange(rows_ND, idx_NK, side, local, back=True)
-
-    def _exchange(
-        self, rows: Tensor, table: Tensor, side: Tensor, local: int, *, back: bool
-    ) -> tuple[Tensor, Tensor]:
-        from kernels.sm90.push import arrive, push
-
-        slot = self._next
-        self._next = (slot + 1) % SLOTS
-        places = self._places[slot]
-        push(
-            rows.contiguous(),
-            table,
-            side,
-            places,
-            tokens=self.tokens,
-            local_experts=local,
-            back=back,
-            comm_sms=self._comm_sms,
-        )
-        arrive(places)
-        return self._rows[slot], self._side[slot]
-
-    def begin(self) -> None:
-        """Let all ranks meet on their streams, and begin with the first place again.
-
-        To be captured first in a CUDA graph, whose exchanges need not fill all places at its end.
-        """
-        self._handle.barrier(channel=0)
-        self._next = 0
-
-    def missing(self) -> str:
-        """Who did not come within the timeout, if that ended the run; empty if all did."""
-        who, epoch, found, _ = self._report.tolist()
-        if not who:
-            return ""
-        peer = dist.get_global_rank(self.group, who - 1)
-        return f"rank {peer} has not reached exchange {epoch} of experts, only {found}"
-
-
-class Route(NamedTuple):
-    """What the way back of an exchange needs."""
-
-    idx_TK: Tensor
-    """Experts of this rank's tokens."""
-    idx_NK: Tensor
-    """Experts of received rows."""
-    sums_TR: Tensor
-    """Received row of a token's sum from each rank; -1 from ranks that have none of its experts."""
+__all__ = ["Symm", "SymmOptions", "begin_exchanges", "exchange_of", "forget_exchanges", "missing"]
 
 
 class Symm:
@@ -176,57 +43,213 @@ class Symm:
         plan: makes plans of received routing.
         local: experts of a rank.
         options: the rest.
+        waits: the experts' kernels can wait for rows (the fused ones).
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, plan: Any, *, local: int, options: SymmOptions
+        self,
+        group: dist.ProcessGroup,
+        plan: Planner,
+        *,
+        local: int,
+        options: SymmOptions,
+        waits: bool = False,
     ) -> None:
         self._group, self._plan, self._local, self._options = group, plan, local, options
+        self._waits = waits
 
     def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         (T, D), K = x_TD.shape, topk_idx_TK.shape[1]
         exchange = exchange_of(self._group, T, D, K, self._options)
-        idx_TK = topk_idx_TK.contiguous()
-        rows_ND, idx_NK, prob_NK = _Dispatch.apply(
-            x_TD, idx_TK, topk_prob_TK, exchange, self._local
-        )
-        route = Route(idx_TK, idx_NK, _sums(idx_TK, exchange, self._local))
-        again = functools.partial(
-            exchange.scatter, x_TD.detach(), idx_TK, x_TD.new_empty(0), self._local
-        )
-        saving = functools.partial(_saving, rows_ND.detach(), None if self._options.keep else again)
-        return Received(rows_ND, self._plan(idx_NK, prob_NK), None, route, saving)
+        beside = exchange.overlaps and self._waits
+        trip = Trip(exchange, topk_idx_TK.contiguous(), self._local, beside, self._options.keep)
+        rows_ND, idx_NK, prob_NK = _Dispatch.apply(x_TD, topk_prob_TK, trip)
+        trip.again, trip.idx_NK = x_TD.detach(), idx_NK
+        plan = self._plan(idx_NK, prob_NK)
+        if beside:
+            return Received(rows_ND, plan, trip, trip)
+        saving = functools.partial(_saving, rows_ND.detach(), trip)
+        return Received(rows_ND, plan, None, trip, saving)
 
-    def combine(self, out_ND: Tensor, received: Received) -> Tensor:
-        route = received.route
-        (T, K), D = route.idx_TK.shape, out_ND.shape[1]
-        exchange = exchange_of(self._group, T, D, K, self._options)
-        return _Return.apply(out_ND, route, exchange, self._local)
-
-
-_EXCHANGES: dict[tuple[Any, ...], Exchange] = {}
+    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
+        trip: Trip = received.route
+        sent_ND = _SendBack.apply(out_ND, trip, beside is None)
+        more = None if beside is None else beside()
+        out_TD = _Collect.apply(sent_ND, trip, beside is None)
+        return out_TD if more is None else out_TD + more
 
 
-def exchange_of(
-    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
-) -> Exchange:
-    """The exchange of a group and a shape: one, as its places are taken in turn by all layers."""
-    key = (group, tokens, hidden, slots, options)
-    if key not in _EXCHANGES:
-        _EXCHANGES[key] = Exchange(*key)
-    return _EXCHANGES[key]
+class Trip:
+    """Tokens of one call on their way to experts and back, and their gradients.
+
+    Args:
+        exchange: of the group.
+        idx_TK: experts of this rank's tokens.
+        local: experts of a rank.
+        beside: the experts' kernels run beside the pushes: this is their `kernels.ops.Traffic`.
+        keep: received tokens are copied for the backward pass rather than sent again.
+    """
+
+    def __init__(
+        self, exchange: Exchange, idx_TK: Tensor, local: int, beside: bool, keep: bool
+    ) -> None:
+        self.exchange, self.idx_TK, self.local = exchange, idx_TK, local
+        self.beside, self.keep = beside, keep
+        self.sums_TR = _sums(idx_TK, exchange, local)
+        self.idx_NK = self.again = idx_TK
+        """Experts of received rows, and this rank's tokens."""
+        self._on_way: dict[str, Sent] = {}
+
+    def send(self, what: str, rows: Tensor, side: Tensor, *, alone: bool, back: bool) -> Sent:
+        """Start an exchange; `meet` waits for it."""
+        table = self.idx_NK if back else self.idx_TK
+        sent = self.exchange.start(rows, table, side, self.local, back=back, alone=alone)
+        self._on_way[what] = sent
+        return sent
+
+    def there(self, what: str) -> bool:
+        """It has been sent and not been met."""
+        return what in self._on_way
+
+    def begin(self, what: str) -> Sent:
+        """Wait for the side data of an exchange; kernels wait for its rows from then on."""
+        sent = self._on_way[what]
+        self.exchange.arrive(sent, side_only=True)
+        return sent
+
+    def meet(self, what: str) -> Sent:
+        """Wait for all of an exchange."""
+        sent = self._on_way.pop(what)
+        self.exchange.arrive(sent)
+        return sent
+
+    def rows(self, sent: Sent) -> Tensor:
+        """[N, D], where they arrive."""
+        rows_ND = self.exchange.rows(sent)
+        return rows_ND.view_as(rows_ND)
+
+    def side(self, sent: Sent, size: int) -> Tensor:
+        """Blocks of `size` int32 from all ranks: [R, size]."""
+        return _blocks(self.exchange.side(sent), self.exchange.ranks, size)
+
+    # --- beside the experts' kernels --------------------------------------------------------------
+
+    @property
+    def ready(self) -> Tensor:
+        """What kernels wait for that read rows of tokens, or of the gradient of their sums."""
+        return self.exchange.ready(self.local)
+
+    def send_gradient(self, grad_ND: Tensor | None, grad_NK: Tensor | None) -> None:
+        """Gradients of received tokens and of their probabilities go back, if there are any.
+
+        That of the sums is not waited for any more.
+        """
+        self.meet("dout")
+        if grad_ND is not None:
+            sent = self.send("dx", grad_ND, self._side_of(grad_NK), alone=False, back=True)
+            self.exchange.running(sent)
+
+    def tokens(self) -> Tensor:
+        """Received tokens in the backward pass."""
+        return self.again if self.keep else self.rows(self.meet("x"))
+
+    def return_gradient(self, grad_ND: Tensor, grad_NK: Tensor | None) -> Sent:
+        """Gradients of received tokens and probabilities, back on their ranks.
+
+        Raises:
+            RuntimeError: something else than the experts has read received tokens.
+        """
+        if not self.there("dx"):
+            self.send("dx", grad_ND, self._side_of(grad_NK), alone=True, back=True)
+        sent = self.meet("dx")
+        if self.beside and sent.given[0].data_ptr() != grad_ND.data_ptr():
+            raise RuntimeError("received tokens have another reader than the experts")
+        return sent
+
+    def _side_of(self, grad_NK: Tensor | None) -> Tensor:
+        if grad_NK is None:
+            grad_NK = torch.zeros_like(self.idx_NK, dtype=torch.float32)
+        return _padded(grad_NK.view(torch.int32).view(self.exchange.ranks, -1))
 
 
-def begin_exchanges() -> None:
-    """`Exchange.begin` of all."""
-    for exchange in _EXCHANGES.values():
-        exchange.begin()
+class _Dispatch(torch.autograd.Function):
+    """Push of tokens and routing; backward brings their gradients back and sums them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, prob_TK: Tensor, trip: Trip
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        R, idx_TK = trip.exchange.ranks, trip.idx_TK
+        routing = torch.stack((idx_TK, prob_TK.view(torch.int32)))
+        side = _padded(routing.view(1, -1))
+        trip.send("x", x_TD, side, alone=not trip.beside, back=False)
+        sent = trip.begin("x") if trip.beside else trip.meet("x")
+        received = trip.side(sent, routing.numel()).view(R, *routing.shape)
+        idx_NK = received[:, 0].flatten(0, 1)
+        prob_NK = received[:, 1].flatten(0, 1).view(torch.float32)
+        ctx.trip = trip
+        ctx.mark_non_differentiable(idx_NK)
+        ctx.set_materialize_grads(False)
+        return trip.rows(sent), idx_NK, prob_NK
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_ND: Tensor, _: None, grad_NK: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        from kernels.sm90.combine import combine
+
+        trip: Trip = ctx.trip
+        R, (T, K) = trip.exchange.ranks, trip.idx_TK.shape
+        sent = trip.return_gradient(grad_ND, grad_NK)
+        probs_RTK = trip.side(sent, T * K).view(torch.float32).view(R, T, K)
+        return combine(trip.rows(sent), trip.sums_TR), probs_RTK.sum(0), None
 
 
-def missing() -> str:
-    """Whose tokens did not come within the timeout, if that ended the run; else empty."""
-    return next((text for e in _EXCHANGES.values() if (text := e.missing())), "")
+class _SendBack(torch.autograd.Function):
+    """Start of the sums' way back; backward, end of their gradient's."""
+
+    @staticmethod
+    def forward(ctx: Any, out_ND: Tensor, trip: Trip, alone: bool) -> Tensor:
+        ctx.trip = trip
+        if trip.there("x"):  # all of it has been read
+            sent = trip.meet("x")
+            if trip.keep and any(ctx.needs_input_grad):
+                trip.again = trip.rows(sent).clone()
+        sent = trip.send("out", out_ND, out_ND.new_empty(0), alone=alone, back=True)
+        return trip.rows(sent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        trip: Trip = ctx.trip
+        if not trip.beside:
+            trip.meet("dout")
+            return grad_ND, None, None
+        trip.begin("dout")
+        if not trip.keep:
+            trip.send("x", trip.again, grad_ND.new_empty(0), alone=False, back=False)
+        return grad_ND, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """End of the sums' way back, and their addition; backward, start of the gradient's."""
+
+    @staticmethod
+    def forward(ctx: Any, sent_ND: Tensor, trip: Trip, alone: bool) -> Tensor:
+        from kernels.sm90.combine import combine
+
+        ctx.trip, ctx.alone = trip, alone
+        return combine(trip.rows(trip.meet("out")), trip.sums_TR)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        trip: Trip = ctx.trip
+        alone = ctx.alone and not trip.beside
+        sent = trip.send("dout", grad_TD, grad_TD.new_empty(0), alone=alone, back=False)
+        return trip.rows(sent), None, None
 
 
 @functools.cache
@@ -251,18 +274,14 @@ def reason_against(group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:
     return ""
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
-
-
 def _padded(blocks_RX: Tensor) -> Tensor:
     """Blocks of int32 as `push` takes them: a multiple of 16 bytes each."""
-    return torch.nn.functional.pad(blocks_RX, (0, -blocks_RX.shape[1] % (_PIECE // 4))).contiguous()
+    return torch.nn.functional.pad(blocks_RX, (0, -blocks_RX.shape[1] % (PIECE // 4))).contiguous()
 
 
 def _blocks(side: Tensor, ranks: int, size: int) -> Tensor:
     """What `_padded` blocks of `size` int32 became at the other end: [R, size], contiguous."""
-    pitch = _PIECE * -(-4 * size // _PIECE)
+    pitch = PIECE * -(-4 * size // PIECE)
     return side[: ranks * pitch].view(torch.int32).view(ranks, -1)[:, :size].contiguous()
 
 
@@ -276,7 +295,7 @@ def _sums(idx_TK: Tensor, exchange: Exchange, local: int) -> Tensor:
 
 
 @contextmanager
-def _saving(rows_ND: Tensor, again: Callable[[], tuple[Tensor, Tensor]] | None) -> Iterator[None]:
+def _saving(rows_ND: Tensor, trip: Trip) -> Iterator[None]:
     """Context of the experts: received rows that they save are sent again when wanted, or copied.
 
     Their place is taken by other exchanges before the backward pass.
@@ -285,67 +304,13 @@ def _saving(rows_ND: Tensor, again: Callable[[], tuple[Tensor, Tensor]] | None) 
     def pack(saved: Tensor) -> Tensor | None:
         if saved.data_ptr() != rows_ND.data_ptr() or saved.shape != rows_ND.shape:
             return saved
-        return None if again else saved.clone()
+        return saved.clone() if trip.keep else None
 
     def unpack(packed: Tensor | None) -> Tensor:
         if packed is not None:
             return packed
-        assert again is not None
-        return again()[0]
+        trip.send("x", trip.again, trip.again.new_empty(0), alone=True, back=False)
+        return trip.rows(trip.meet("x"))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-
-
-class _Dispatch(torch.autograd.Function):
-    """Push of tokens and routing; backward brings their gradients back and sums them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, exchange: Exchange, local: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        routing = torch.stack((idx_TK, prob_TK.view(torch.int32)))
-        rows_ND, side = exchange.scatter(x_TD, idx_TK, _padded(routing.view(1, -1)), local)
-        received_RX = _blocks(side, exchange.ranks, routing.numel())
-        idx, prob = received_RX.view(exchange.ranks, *routing.shape).unbind(1)
-        idx_NK = idx.flatten(0, 1).contiguous()
-        prob_NK = prob.flatten(0, 1).contiguous().view(torch.float32)
-        ctx.exchange, ctx.local = exchange, local
-        ctx.save_for_backward(idx_TK, idx_NK)
-        ctx.mark_non_differentiable(idx_NK)
-        return rows_ND.view_as(rows_ND), idx_NK, prob_NK
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_ND: Tensor, _: Tensor, grad_NK: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        from kernels.sm90.combine import combine
-
-        exchange, (idx_TK, idx_NK) = ctx.exchange, ctx.saved_tensors
-        R, (T, K) = exchange.ranks, idx_TK.shape
-        blocks_RX = _padded(grad_NK.view(torch.int32).view(R, -1))
-        rows_ND, side = exchange.give_back(grad_ND, idx_NK, blocks_RX, ctx.local)
-        grad_TD = combine(rows_ND, _sums(idx_TK, exchange, ctx.local))
-        probs_RTK = _blocks(side, R, T * K).view(torch.float32).view(R, T, K)
-        return grad_TD, None, probs_RTK.sum(0), None, None
-
-
-class _Return(torch.autograd.Function):
-    """Sums of received tokens back to their ranks, summed there. Backward pushes the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, out_ND: Tensor, route: Route, exchange: Exchange, local: int) -> Tensor:
-        from kernels.sm90.combine import combine
-
-        ctx.exchange, ctx.local = exchange, local
-        ctx.save_for_backward(route.idx_TK)
-        rows_ND, _ = exchange.give_back(out_ND, route.idx_NK, out_ND.new_empty(0), local)
-        return combine(rows_ND, route.sums_TR)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        (idx_TK,) = ctx.saved_tensors
-        rows_ND, _ = ctx.exchange.scatter(grad_TD, idx_TK, grad_TD.new_empty(0), ctx.local)
-        return rows_ND, None, None, None

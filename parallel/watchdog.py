@@ -48,7 +48,7 @@ class Watchdog:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._timeout, self._speak = timeout, speak
         self._period = min(0.5, timeout / 20)
-        self._error, self._first_line, self._own = "", "", False
+        self._error, self._own = "", False
         self._reported, self._decided, self._closing = (threading.Event() for _ in range(3))
         self._verdict: Verdict | None = None
         self._hub: Hub | None = None
@@ -90,7 +90,7 @@ class Watchdog:
         if self._hub is not None:
             self._hub.thread.join(self._timeout)
 
-    def report(self, error: str, first_line: str, *, own: bool) -> bool:
+    def report(self, error: str, reason: str, *, own: bool) -> bool:
         """This rank cannot go on; is it the one to say so?
 
         Waits until rank 0 has decided who is at fault. If this rank only suffers from another one,
@@ -98,15 +98,15 @@ class Watchdog:
 
         Args:
             error: traceback, for the post-mortem.
-            first_line: of the error, told if nobody is found to be at fault.
+            reason: in a line, told if nobody is found to be at fault.
             own: whether something went wrong here, rather than in a collective.
         """
         if self._world == 1:
             return True
-        self._error, self._first_line, self._own = error, first_line, own
+        self._error, self._own = error, own
         self._reported.set()
         with suppress(OSError):
-            self._send({"failed": True, "own": own})
+            self._send({"failed": True, "own": own, "reason": reason})
         self._decided.wait()
         assert self._verdict is not None
         if not self._leaves_by_itself(self._verdict):
@@ -129,9 +129,8 @@ class Watchdog:
             return  # the main thread ends this rank, with a code of its own
         threading.Timer(_GRACE, os._exit, [LOST]).start()  # the disk may hang as well
         if verdict.kind != "failed" and self._rank == (1 if verdict.where.rank == 0 else 0):
-            reason = self._first_line if verdict.kind == "broken" else ""
             where = f"stacks and collectives of the ranks: {self._folder}"
-            self._speak("; ".join(filter(None, [f"error: {verdict.text}", reason, where])))
+            self._speak(f"error: {verdict.text}; {where}")
         post_mortem.write(self._folder, self._rank, verdict.text, self._error)
         if verdict.kind == "silent" and verdict.where.rank != self._rank:
             post_mortem.end_stopped(self._folder, verdict.where)

@@ -3,12 +3,14 @@
 One second of slack is added to the second that is promised: two cores run the ranks and this.
 """
 
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import pytest
 
 from parallel.watchdog import LOST
 from tests.launch import Launch, at_step
-from tests.runs import SMALL, exact, records, run
+from tests.runs import SMALL, before_step, exact, records, run
 from tests.test_scripts import BIN, started
 
 pytestmark = pytest.mark.dist
@@ -98,6 +100,38 @@ def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_pat
         assert "in hang" in stacks[f"rank_{culprit}"]
     record = json.loads((folder / f"rank_{other}.collectives.json").read_bytes())
     assert "gloo:all_reduce" in {entry["profiling_name"] for entry in record["entries"]}
+
+
+@contextlib.contextmanager
+def wait_in_vain(rank: int, act: Callable[[], Any]) -> Iterator[None]:
+    """Rank 1 goes wrong, and rank 0's wait for its tokens ends as kernel `push` would end it."""
+    from moe import failure
+
+    def trapped() -> None:
+        failure.missing = lambda: "rank 1 has not reached exchange 41 of experts, only 39"
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    with before_step(3, act if rank else trapped):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (stop, r"rank 1 \(.*\) has not answered for "),
+        (hang, "no rank goes on, .*; rank 1 has not reached exchange 41 of experts, only 39; "),
+    ],
+)
+def test_a_wait_for_tokens_in_vain_names_the_rank_that_did_not_come(
+    act: Callable[[], Any], said: str, tmp_path: Path
+) -> None:
+    command = [*TINY, "parallel.timeout=30", f"run.dir={tmp_path}"]
+    with Launch(2, command, tmp_path / "out", partial(wait_in_vain, act=act)) as launch:
+        assert launch.wait(25)[0] == LOST, launch.said(0)
+    (line,) = (line for line in launch.said(0).splitlines() if line.startswith("error: "))
+    assert re.search(said, line)
+    (stacks,) = (tmp_path / "run/failures").glob("*/rank_0.txt")
+    assert "CUDA error: unspecified launch failure" in stacks.read_text()
 
 
 def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ def _sync_free(overrides: Sequence[str]) -> float:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("model", FULL)
+@pytest.mark.parametrize("model", MODELS)
 def test_forward_and_backward_never_wait_for_the_device(
     corpus: list[str], tmp_path: Path, model: str, world: int
 ) -> None:

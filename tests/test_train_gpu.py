@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from moe.sinks import read
+from tests.crowding import EVERY
 
 pytestmark = pytest.mark.gpu
 
@@ -31,11 +33,13 @@ def _hopper() -> None:
         pytest.skip("needs a Hopper GPU")
 
 
-def train(folder: Path, name: str, *overrides: str, ranks: int = 1) -> list[dict[str, float]]:
+def train(
+    folder: Path, name: str, *overrides: str, ranks: int = 1, program: Sequence[str] = ("train.py",)
+) -> list[dict[str, float]]:
     places = [f"run.dir={folder}", f"run.name={name}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launcher = launcher if ranks > 1 else []
-    command = [sys.executable, *launcher, "train.py", *OVERRIDES, *places, *overrides]
+    command = [sys.executable, *launcher, *program, *OVERRIDES, *places, *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return read(folder / name / "metrics.jsonl")
@@ -98,12 +102,35 @@ def test_a_step_that_overflows_is_run_again_and_captured_anew(
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_overflows_every_ten_steps_change_nothing_in_a_graph(
+    ranks: int, model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Of eager steps and, every other time, of the graph's."""
+    if ranks == 2:
+        request.getfixturevalue("two_gpus")
+    options = [f"model={model}", "kernels=fused", "run.steps=40", "run.eval_interval=40"]
+    options += ["run.eval_batches=2", "parallel.capacity_factor=8"]
+    options += ["parallel.dispatch=symm"] if ranks == 2 else []
+    never = train(tmp_path, "never", *options, ranks=ranks)
+    crowding = ("-m", "tests.crowding")
+    often = train(tmp_path, "often", *options, GRAPH, ranks=ranks, program=crowding)
+    reruns = [0, *(step["reruns"] for step in often)]
+    assert all(reruns[n + 1] > reruns[n] for n in range(0, 40, EVERY)) and not never[-1]["reruns"]
+    for name in ("loss", "grad_norm", "valid_loss", "load_max", "mtp_loss"):
+        assert [s.get(name) for s in often] == [s.get(name) for s in never], name
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
 def test_one_sided_dispatch_trains_bit_for_bit_like_collectives(
     model: str, tmp_path: Path, two_gpus: None
 ) -> None:
     options = [f"model={model}", "kernels=fused", "run.steps=6", "parallel.capacity_factor=8"]
     theirs = train(tmp_path, "alltoall", *options, "parallel.dispatch=alltoall", ranks=2)
-    for name, extra in (("symm", ()), ("keep", ("parallel.save_x=keep",)), ("graph", (GRAPH,))):
+    beside, keep = "parallel.comm_sms=16", "parallel.save_x=keep"
+    variants = {"symm": (), "keep": (keep,), "graph": (GRAPH,), "beside": (beside,)}
+    variants |= {"beside, keep": (beside, keep), "beside, graph": (beside, GRAPH)}
+    for name, extra in variants.items():
         ours = train(tmp_path, name, *options, "parallel.dispatch=symm", *extra, ranks=2)
         for key in ("loss", "grad_norm"):
             assert [s[key] for s in ours] == [s[key] for s in theirs], (name, key)

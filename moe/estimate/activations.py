@@ -14,6 +14,7 @@ import torch
 
 from configs.layout import expert_parallel_size
 from configs.schema import Config
+from moe.estimate.traffic import nodes, one_sided
 from moe.router import slots
 from parallel.overflow import Budget
 
@@ -126,7 +127,7 @@ class Activations:
             kept = 2 * q + 2 * kv
             if a.qk_norm:
                 kept += 2 * q + 2 * kv  # the projection whole, and the query cut out of it
-            elif self._cfg.kernels.attention in ("sdpa", "flex"):
+            elif a.kv_heads < t and self._cfg.kernels.attention in ("sdpa", "flex"):
                 kept += q + kv  # values are a view of the projection, which stays whole
         return s.tokens * (2 * self._wide * kept + 4 * a.heads) // t
 
@@ -146,11 +147,22 @@ class Activations:
             # projection plus bias.
             x, a = 2 * s.rows * m.hidden * self._wide, 2 * s.rows * e.ffn * self._wide
             return routing + h * (2 if m.bias else 1) + x + a
-        received = 0
-        keeps = self._cfg.parallel.dispatch == "symm" and self._cfg.parallel.save_x == "keep"
-        if self._cfg.parallel.dispatch == "alltoall" or keeps:
-            received = 2 * s.received * m.hidden * self._wide
+        row, received = 2 * m.hidden * self._wide, 0
+        if self._dense or (one_sided(self._cfg) and self._cfg.parallel.save_x == "keep"):
+            received = s.received * row
+        if self._cfg.parallel.dispatch == "hier" and not self._dense:
+            received += self._of_rail * row  # what was pushed
         return routing + h + 8 * s.rows + received
+
+    @property
+    def _dense(self) -> bool:
+        """Whether collectives bring all rows to a rank."""
+        return self._cfg.parallel.dispatch in ("alltoall", "hier") and not one_sided(self._cfg)
+
+    @property
+    def _of_rail(self) -> int:
+        """Tokens that `hier` brings to this rank from its own place on all nodes."""
+        return self.sizes.local_tokens * nodes(self._cfg, self._world)
 
     def _experts_backward(self) -> int:
         """Most of the steps of `kernels.ops`, in their order."""
@@ -161,7 +173,9 @@ class Activations:
         w1, w2 = (2 * local * n * m.hidden * e.ffn * wide for n in (width, 1))
         dh, tokens = width * row_f, 2 * s.received * m.hidden * wide
         copies = int(k.backend != "fused")  # gathered rows, bf16 weight gradients
-        around = tokens if self._cfg.parallel.dispatch == "alltoall" else 0
+        around = tokens if self._dense else 0
+        if self._cfg.parallel.dispatch == "hier":
+            around += 2 * 2 * self._of_rail * m.hidden * wide  # as sent to other nodes and received
         kept = w2 if k.backend == "megatron" or not k.gradient_accumulation_fusion else 0
         steps = (
             copies * row_d + row_f + dh + row_f * copies,

@@ -52,6 +52,7 @@ def _changes(cfg: Config, world: int) -> Iterator[dict[str, Any]]:
     yield {"run.recompute": "full"}
     yield {"parallel.distributed_optimizer": True}
     yield {"parallel.grad_dtype": "bf16"}
+    yield {"optim.moments": "bf16"}
     yield {"parallel.expert": 2 * expert}
     yield {"parallel.tensor": 2 * p.tensor}
     yield {"parallel.context": 2 * p.context}

@@ -6,8 +6,9 @@ from configs.layout import expert_parallel_size, pipeline_chunks
 from configs.schema import Config
 from moe.estimate.activations import Activations, Layer
 from moe.estimate.pipeline import held
+from moe.estimate.traffic import one_sided
 from moe.estimate.weights import Weights, cached_gradient_bytes, dense_layers, stage_weights
-from parallel.symm import SLOTS
+from parallel.exchange import SLOTS
 
 _WORKSPACES = 128 * 2**20
 """cuBLAS and Transformer Engine keep about this much."""
@@ -76,8 +77,8 @@ def _backward(parts: list[Layer], head: Layer) -> int:
 
 
 def exchange_bytes(cfg: Config, world: int) -> int:
-    """Receive buffers of transport `symm`, outside torch's allocator, whatever the load."""
-    if cfg.parallel.dispatch != "symm":
+    """Receive buffers of one-sided exchanges, outside torch's allocator, whatever the load."""
+    if not one_sided(cfg):
         return 0
     act, e = Activations(cfg, world).sizes, cfg.model.moe
     row = 2 * cfg.model.hidden + 8 * e.top_k

@@ -1,4 +1,4 @@
-"""The kernels and transport that `auto` takes on a Hopper GPU with all optional packages."""
+"""The kernels and transport that `auto` takes on Hopper GPUs with all optional packages."""
 
 import copy
 
@@ -15,7 +15,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     """A copy without `auto` in kernels and transport.
 
     Raises:
-        ConfigError: a choice that no Hopper GPU can run.
+        ConfigError: a choice that no Hopper GPU can run, or `hier` without several full nodes.
     """
     cfg = copy.deepcopy(cfg)
     k = cfg.kernels
@@ -27,8 +27,15 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
         k.norm = resolve("norm", k.norm, known).backend
     except KernelUnavailable as error:
         raise ConfigError(str(error)) from error
+    # Experts' ranks are neighbours, and begin with a node.
+    whole = expert > node_gpus > 1 and expert % node_gpus == 0
     if cfg.parallel.dispatch == "auto":
-        bf16 = cfg.run.precision == "bf16"
-        near = expert <= node_gpus and bf16  # neighbours in rank order
-        cfg.parallel.dispatch = "local" if expert == 1 else "symm" if near else "alltoall"
+        near = expert <= node_gpus and cfg.run.precision == "bf16"
+        among = "symm" if near else "hier" if whole else "alltoall"
+        cfg.parallel.dispatch = "local" if expert == 1 else among
+    if cfg.parallel.dispatch == "hier" and not whole:
+        raise ConfigError(
+            f"parallel.dispatch=hier needs several whole nodes of {node_gpus} GPUs, and "
+            f"parallel.expert is {expert}: set parallel.dispatch=auto"
+        )
     return cfg

@@ -125,15 +125,13 @@ _PASSES = 6.0
 
 
 def _exchange(cfg: Config, world: int, machine: Machine) -> float:
-    """Seconds a token and MoE layer."""
-    sent, near = traffic(cfg, world), expert_parallel_size(cfg, world) <= machine.node_gpus
-    far = machine.network_gbs * 1e9
-    if near:
-        return (sent.forward + sent.backward) / (machine.node_gbs * 1e9)
+    """Seconds a token and MoE layer; the network and the links inside a node take turns."""
+    sent = traffic(cfg, world)
+    near, far = sent.forward + sent.backward - sent.network, sent.network
     if cfg.parallel.dispatch == "alltoall" and cfg.kernels.backend != "megatron":
         # Half of the passes are all-gathers, in which a row enters a host once.
-        return (sent.forward + sent.backward) / 2 * (1 / far + 1 / (far * machine.node_gpus))
-    return (sent.forward + sent.backward) / far
+        far = far / 2 * (1 + 1 / machine.node_gpus)
+    return near / (machine.node_gbs * 1e9) + far / (machine.network_gbs * 1e9)
 
 
 def _kept(cfg: Config, world: int) -> tuple[int, int, int]:

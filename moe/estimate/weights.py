@@ -32,7 +32,7 @@ class Weights:
     gradient_bytes: int
     """Megatron-Core's buffers of `parallel.grad_dtype`, one element for each parameter."""
     optimizer_bytes: int
-    """This rank's shard: fp32 master weights (bf16 runs) and two moments."""
+    """This rank's shard: fp32 master weights (bf16 runs) and two moments of `optim.moments`."""
 
 
 def stage_weights(cfg: Config, world: int) -> list[Weights]:
@@ -92,7 +92,8 @@ def _weights(cfg: Config, world: int, dense: int, expert: int) -> Weights:
     p, bf16 = cfg.parallel, cfg.run.precision == "bf16"
     everything = dense + expert
     grad = 2 if p.grad_dtype == "bf16" else _FP32
-    state = (3 if bf16 else 2) * _FP32  # in fp32 the parameters are their own master copies
+    moment = 2 if cfg.optim.moments == "bf16" else _FP32
+    state = int(bf16) * _FP32 + 2 * moment  # in fp32 the parameters are their own master copies
     replicas = data_parallel_size(cfg, world) * p.context
     copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
     if p.distributed_optimizer:

@@ -217,6 +217,8 @@ def _texts(value: object) -> object:
         # optimizer, run, kernels
         ("optim.min_lr=1", 1, "is above lr=0.002", "optim.min_lr=0.002"),
         ("optim.decay_steps=10", 1, "within the warm-up of 10 steps", "optim.decay_steps=11"),
+        ("optim.moments=bf16 optim.beta2=0.999", 1, "rounds decay away", "optim.beta2=0.99"),
+        ("optim.moments=fp16", 1, "is not one of fp32, bf16", "optim.moments="),
         ("run.name=a/b", 1, "name of one folder", "run.name=tiny"),
         ("run.profile=[3]", 1, "[first,last] within steps 1 to 80", "run.profile=[10,12]"),
         ("run.profile=[5,200]", 1, "[first,last] within steps 1 to 80", "run.profile=[10,12]"),
@@ -286,7 +288,7 @@ RANGES: dict[str, tuple[object, ...]] = {
     "parallel.virtual_pipeline": (1, 1, 2, 3),
     "parallel.pipeline_layout": ("", "", "Ett|ttL", "E(tt|)*2L", "Et"),
     "parallel.expert": (0, 1, 2, 3, 4, 16),
-    "parallel.dispatch": ("auto", "local", "alltoall", "symm"),
+    "parallel.dispatch": ("auto", "local", "alltoall", "symm", "hier"),
     "model.layers": (1, 4, 6),
     "model.vocab_size": (100, 256, 258),
     "model.bias": (False, True),

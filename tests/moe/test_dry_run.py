@@ -8,7 +8,7 @@ import train
 from configs.knobs import knobs, put
 from configs.load import load, options
 from configs.machines import MACHINES
-from configs.validate import validate
+from configs.validate import ConfigError, validate
 from moe.accounting import bf16_peak
 from moe.dry_run import dry_run
 from moe.estimate.advice import suggestions
@@ -52,6 +52,22 @@ def test_what_does_not_fit_exits_2_and_says_what_helps() -> None:
     assert page(*overrides, helps, world=8)[1] == 0
 
 
+def test_rows_of_the_budget_and_of_the_worst_case_are_told() -> None:
+    text, _ = page("experiment=gpt_oss_20b_8gpu", world=8)
+    told = re.findall(
+        r"^  rows +(\d+) \((.*)\): (.*) of activations kept a layer, (.*) in all; "
+        r"dispatch buffers (.*)$",
+        text,
+        re.M,
+    )
+    assert told == [
+        ("24576", "capacity_factor 1.5", "270.2 MiB", "6.5 GiB", "724.0 MiB"),
+        ("131072", "all tokens to one rank", "1.4 GiB", "35.7 GiB", "724.0 MiB"),
+    ]
+    alone, _ = page("model=tiny", world=1)  # has rows for every case
+    assert len(re.findall(r"^  rows ", alone, re.M)) == 1
+
+
 def test_suggested_overrides_are_overrides_and_do_what_they_say() -> None:
     overrides = ["experiment=qwen3_30b_8gpu", "run.machine=h100", "data.micro_batch=4"]
     cfg, machine = load(overrides), MACHINES["h100"]
@@ -67,6 +83,24 @@ def test_suggested_overrides_are_overrides_and_do_what_they_say() -> None:
         from moe.estimate.resolve import resolved
 
         assert needed(resolved(again, world, machine.node_gpus), world) == size
+
+
+def test_experts_over_several_nodes_go_by_node() -> None:
+    base = ("experiment=deepseek_v3_1024gpu",)
+    text, _ = page(*base, world=1024)
+    assert re.search(r"sent +hier: .* 7.00 of them to other nodes", text)
+    assert "receive buffers of hier" in text
+    steps = [
+        float(re.findall(r"^  step ([\d.]+) s", page(*base, dispatch, world=1024)[0], re.M)[0])
+        for dispatch in ("parallel.dispatch=auto", "parallel.dispatch=alltoall")
+    ]
+    assert steps[0] < 0.5 * steps[1]
+
+
+@pytest.mark.parametrize("overrides", ["parallel.expert=8", "parallel.expert=4"])
+def test_one_node_is_too_few_to_go_by_node(overrides: str) -> None:
+    with pytest.raises(ConfigError, match="whole nodes of 8 GPUs.*parallel.dispatch=auto"):
+        page("experiment=qwen3_30b_8gpu", "parallel.dispatch=hier", overrides, world=8)
 
 
 def test_a_kernel_that_no_such_gpu_runs_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

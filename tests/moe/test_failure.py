@@ -129,8 +129,8 @@ class StandIn:
     def __init__(self, speaks: bool) -> None:
         self.speaks, self.reported = speaks, tuple[str, str, bool]()
 
-    def report(self, error: str, first_line: str, *, own: bool) -> bool:
-        self.reported = (error, first_line, own)
+    def report(self, error: str, reason: str, *, own: bool) -> bool:
+        self.reported = (error, reason, own)
         return self.speaks
 
 
@@ -145,7 +145,33 @@ def test_the_watchdog_says_who_speaks(
     except DataError as error:
         code = failure.give_up(error, stop, rank=rank, training=True, watchdog=watchdog)  # type: ignore[arg-type]
     assert code == 2
-    stack, first_line, own = watchdog.reported
-    assert "raise DataError" in stack and first_line == "what" and own
+    stack, reason, own = watchdog.reported
+    assert "raise DataError" in stack and reason == "what" and own
     told = "error: what (rank 3)\n" if rank else "error: what\n"
     assert capsys.readouterr().err == (told if speaks else "")
+
+
+LATE = "rank 1 has not reached exchange 41 of experts, only 39"
+TRAP = RuntimeError("CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure'")
+
+
+@pytest.mark.parametrize(
+    ("error", "late", "reported"),
+    [
+        (TRAP, LATE, (LATE, False)),  # a kernel that waited for rank 1 has stopped
+        (TRAP, "", ("CUDA error: unspecified launch failure", True)),
+        (GLOO, "", (str(GLOO).splitlines()[0], False)),
+        (DataError("what"), LATE, ("what", True)),
+    ],
+)
+def test_a_wait_in_vain_is_the_fault_of_the_rank_that_did_not_come(
+    error: Exception,
+    late: str,
+    reported: tuple[str, bool],
+    stop: StopSignal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failure, "missing", lambda: late)
+    watchdog = StandIn(False)
+    failure.give_up(error, stop, rank=0, training=True, watchdog=watchdog)  # type: ignore[arg-type]
+    assert watchdog.reported[1:] == reported

@@ -53,11 +53,12 @@ def build(seed: int = 1, **kw: Any) -> tuple[Any, Any]:
             )
         )
     initialize(chunks, seed=seed, std=0.1, layers=2, dp_cp_group=groups.pg.dp_cp)
+    moments = kw.pop("moments", "fp32")
     engine = Engine(
         config,
         chunks,
         parallel=ParallelConfig(**kw),
-        optim=OptimConfig(lr=1e-2, warmup_steps=2),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2, moments=moments),
         steps=20,
         device=torch.device("cpu"),
     )

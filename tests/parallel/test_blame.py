@@ -54,7 +54,10 @@ OWN = {"failed": NOW - 3, "own": True}
             "stuck",
         ),
         ({f"r{r}": {"since": NOW - 61 - r} for r in range(4)}, 3, "broken"),
-        ({"r0": LOST}, 0, "broken"),
+        ({"r0": LOST}, 1, "broken"),
+        # It waited on its device for one whose host is no further, or a little further.
+        ({"r0": LOST | {"serial": 49}}, 1, "broken"),
+        ({"r0": LOST | {"serial": 49}, "r3": {"serial": 48}}, 3, "stuck"),
     ],
 )
 def test_who_is_at_fault(changes: dict[str, Any], rank: int, kind: str) -> None:
@@ -62,6 +65,14 @@ def test_who_is_at_fault(changes: dict[str, Any], rank: int, kind: str) -> None:
     assert found is not None and (found.where.rank, found.kind) == (rank, kind)
     assert kind == "broken" or f"rank {rank} (node, pid {100 + rank})" in found.text
     assert "step 7: data" in found.text
+
+
+def test_the_first_that_could_not_go_on_says_why() -> None:
+    late = {"failed": NOW - 3, "reason": "rank 1 has not reached exchange 7"}
+    found = verdict(r2=late, r0={"failed": NOW - 2, "reason": "Connection closed by peer"})
+    assert found is not None and found.text == (
+        "no rank goes on, and all of them are in step 7: data; rank 1 has not reached exchange 7"
+    )
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_token_t_of_rank_r_is_row_r_t(ranks: int) -> None:
     case = make_case("unequal", torch.float32)
     shards = [t.view(ranks, TOKENS // ranks, -1) for t in (case.x_TD, case.idx_TK, case.prob_TK)]
     for rank, received in enumerate(run_distributed(received_rows, ranks, *shards)):
-        assert received.rows_ND.shape == case.x_TD.shape and received.ready is None
+        assert received.rows_ND.shape == case.x_TD.shape and received.traffic is None
         local = EXPERTS // ranks
         mine = (case.idx_TK >= rank * local) & (case.idx_TK < (rank + 1) * local)
         assert torch.equal(received.plan.inverse_NK >= 0, mine)
@@ -265,7 +265,7 @@ def test_a_transport_that_cannot_run_names_the_override() -> None:
     local, divide, unknown, top_k = run_distributed(refusals, 2)[0]
     assert "parallel.dispatch=alltoall or parallel.expert=1" in local
     assert "set parallel.expert to a divisor" in divide
-    assert "auto, local, alltoall or symm" in unknown
+    assert "auto, local, alltoall, symm or hier" in unknown
     assert "model.moe.top_k=9" in top_k
 
 

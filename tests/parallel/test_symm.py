@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel import exchange as exchanges
 from parallel import symm
 from parallel.dispatch import Slots, make_dispatcher
 from parallel.overflow import Budget
@@ -21,10 +22,10 @@ def _missing() -> list[str]:
     told = []
     for report in ([0, 0, 0, 0], [2, 41, 39, 0]):
         exchange = _exchange(report)
-        exchange.missing = lambda e=exchange: symm.Exchange.missing(e)
-        symm._EXCHANGES = {("a",): exchange}
-        told.append(symm.missing())
-    symm._EXCHANGES = {}
+        exchange.missing = lambda e=exchange: exchanges.Exchange.missing(e)
+        exchanges._EXCHANGES = {("a",): exchange}
+        told.append(exchanges.missing())
+    exchanges._EXCHANGES = {}
     return told
 
 

@@ -107,3 +107,20 @@ def test_received_tokens_are_kept_as_the_knob_says() -> None:
     more = stage_memory(keep, 8)[0].saved - stage_memory(again, 8)[0].saved
     assert more == 24 * 8 * 4096 * 2 * 2880
     assert exchange_bytes(again, 8) >= 3 * 8 * 4096 * 2 * 2880
+
+
+def test_tokens_of_other_nodes_are_kept_once_a_node() -> None:
+    """`hier` sends them again inside a node, where what is received may be kept as well."""
+    base = ["experiment=deepseek_v3_1024gpu", "run.recompute=none"]
+    saved = {}
+    for name in ("hier", "symm", "alltoall"):
+        cfg = known(base, 1024)
+        assert cfg.parallel.dispatch == "hier"
+        cfg.parallel.dispatch = name
+        saved[name] = Activations(cfg, 1024).moe_layer().saved
+    row = 4096 // 2 * 2 * 7168
+    assert saved["hier"] - saved["symm"] == 8 * row
+    assert saved["alltoall"] - saved["symm"] == 64 * row
+    keep = known([*base, "parallel.save_x=keep"], 1024)
+    assert Activations(keep, 1024).moe_layer().saved - saved["symm"] == (64 + 8) * row
+    assert exchange_bytes(keep, 1024) >= 3 * 64 * row

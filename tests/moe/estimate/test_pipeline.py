@@ -76,3 +76,35 @@ def test_published_bytes_of_a_token_without_groups() -> None:
 def test_dense_transport_sends_every_token_to_every_rank() -> None:
     cfg = load(["model=gpt_oss_20b", "parallel.expert=8", "parallel.dispatch=alltoall"])
     assert traffic(cfg, 8).copies == 7
+
+
+@pytest.mark.parametrize(("precision", "inside"), [("bf16", 64), ("fp32", 8 * 7)])
+def test_a_token_goes_once_to_each_node_and_from_there_to_its_ranks(
+    precision: str, inside: int
+) -> None:
+    """DeepSeek-V3 over eight nodes of eight, counted copy by copy where pushes carry them on."""
+    cfg = load(["model=deepseek_v3", f"run.precision={precision}"])
+    cfg.parallel.expert, cfg.parallel.dispatch = 64, "hier"
+    t = traffic(cfg, 64)
+    if precision == "bf16":  # ranks of its experts, but for the one in each node that has it
+        e, r, rng, inside = cfg.model.moe, cfg.model.moe.router, random.Random(2), 0
+        for _ in range(2000):
+            groups = rng.sample(range(r.groups), r.group_topk)
+            pool = [x for g in groups for x in range(32 * g, 32 * g + 32)]
+            inside += sum(x % 8 != 3 for x in {x * 64 // e.experts for x in rng.sample(pool, 8)})
+        inside /= 2000
+    assert t.crossings == 7 and t.copies == pytest.approx(7 + inside, rel=0.02)
+    row = 7168 * (2 if precision == "bf16" else 4)
+    assert t.forward == pytest.approx(2 * t.copies * row)
+    again = t.copies - 7 if precision == "bf16" else 0
+    assert t.backward == pytest.approx((2 * t.copies + again) * row)
+    assert t.network == 4 * 7 * row
+
+
+def test_collectives_send_most_rows_to_other_nodes() -> None:
+    cfg = load(["model=deepseek_v3"])
+    cfg.parallel.expert, cfg.parallel.dispatch = 64, "alltoall"
+    t = traffic(cfg, 64)
+    assert (t.copies, t.crossings, t.network) == (63, 56, 4 * 56 * 2 * 7168)
+    cfg.parallel.expert = 8
+    assert traffic(cfg, 8).crossings == traffic(cfg, 8).network == 0

@@ -63,7 +63,7 @@ ONE = [
     "model=tiny_gpt_oss",
     "model=tiny_deepseek",
     "model=tiny_deepseek model.tie_embeddings=true",
-    "model=tiny model.attention.qk_norm=true parallel.grad_dtype=bf16",
+    "model=tiny model.attention.qk_norm=true parallel.grad_dtype=bf16 optim.moments=bf16",
     "model=tiny_gpt_oss model.moe.dense_layers=1 parallel.distributed_optimizer=false",
     "model=tiny run.precision=fp32",
 ]

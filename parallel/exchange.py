@@ -1,0 +1,278 @@
+"""Exchanges between the GPUs of a node through memory that the others can write.
+
+Torch symmetric memory, without multicast, and the kernels of `kernels.sm90.push`. An exchange is
+started by every rank of the group in the same order, and waited for in that order. No count is
+read, by host or device, before rows are sent; epochs live on the device: exchanges can be captured
+in a CUDA graph.
+
+Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SLOTS = 4
+"""Places for exchanges, taken in turn. When exchange u is started, what u - 3 and those before it
+brought has been read: the gradient of the sums (u - 2) and the tokens sent again (u - 1) may still
+be read by weight gradients while the gradient of the tokens (u) leaves."""
+WAVES = 4
+"""Groups of a rank's experts whose tokens are waited for one after the other."""
+PIECE = 16
+"""Bytes of which a block of side data is a multiple."""
+_ALIGN = 256
+
+
+@dataclass(frozen=True)
+class SymmOptions:
+    """How `symm` works."""
+
+    keep: bool = False
+    """Keep received tokens for the backward pass; otherwise they are sent again."""
+    comm_sms: int = 0
+    """SMs that push, beside the experts' kernels; 0 takes all, and nothing runs beside."""
+    timeout: float = 600
+    """Seconds before a wait for a peer ends the run."""
+
+
+class Sent(NamedTuple):
+    """An exchange that this rank has started."""
+
+    slot: int
+    """Its place."""
+    number: int
+    """In the order of starts."""
+    parts: int
+    """Waves, after the side data."""
+    pushed: torch.cuda.Event
+    """This rank's part of it."""
+    given: tuple[Tensor, ...]
+    """What is being pushed, kept until then."""
+
+
+class Exchange:
+    """Receive buffers, flags and epochs of one group, shared by all layers of a shape.
+
+    Args:
+        group: expert-parallel; one node, at most 16 ranks.
+        tokens, hidden, slots: T, D and K.
+        options: SMs and timeout.
+
+    All ranks of the group make it together.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tokens: int,
+        hidden: int,
+        slots: int,
+        options: SymmOptions,
+    ) -> None:
+        # NVLink multicast is not used; torch reads this when it first makes symmetric memory.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        import torch.distributed._symmetric_memory as symmetric
+
+        from kernels.sm90.push import ALLOWED, FLAGS, MAX_RANKS, STATE, Places
+
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+        if self.ranks > MAX_RANKS:
+            raise ValueError(
+                f"parallel.dispatch=symm serves {MAX_RANKS} ranks, but parallel.expert is "
+                f"{self.ranks}: set parallel.dispatch=alltoall"
+            )
+        self.tokens, self.hidden, self.slots = tokens, hidden, slots
+        self._comm_sms, self._next = options.comm_sms, 0
+        self._started, self._waited = 0, 0
+        self._words: dict[int, Tensor] = {}
+        device = torch.device("cuda", torch.cuda.current_device())
+        rows = _aligned(2 * self.ranks * tokens * hidden)
+        side = _aligned(self.ranks * (8 * tokens * slots + PIECE))
+        head = _aligned(4 * FLAGS)
+        memory = symmetric.empty(head + SLOTS * (rows + side), dtype=torch.uint8, device=device)
+        memory.zero_()  # rows that never came must at least be numbers
+        flags = memory[: 4 * FLAGS].view(torch.int32)
+        flags[ALLOWED:] = 1
+        torch.cuda.synchronize()
+        self._handle = symmetric.rendezvous(memory, group)
+        bases = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64)
+        self._memory = memory
+        # Where pushes run beside other kernels: they come before those that wait for SMs.
+        self._stream = torch.cuda.Stream(device, priority=-1) if options.comm_sms else None
+        state = torch.zeros(STATE, dtype=torch.int32, device=device)
+        self._report = torch.zeros(4, dtype=torch.int32).pin_memory()
+        self._places, self._rows, self._side = [], [], []
+        for slot in range(SLOTS):
+            at = head + slot * (rows + side)
+            self._places.append(
+                Places(
+                    rows_R=(bases + at).to(device),
+                    side_R=(bases + at + rows).to(device),
+                    flags_R=bases.to(device),
+                    state=state,
+                    report=self._report,
+                    rank=self.rank,
+                    limit_ms=int(1000 * options.timeout),
+                )
+            )
+            received = memory[at : at + 2 * self.ranks * tokens * hidden]
+            self._rows.append(received.view(torch.bfloat16).view(-1, hidden))
+            self._side.append(memory[at + rows : at + rows + side])
+        dist.barrier(group)
+
+    @property
+    def overlaps(self) -> bool:
+        """Pushes run beside other kernels."""
+        return self._stream is not None
+
+    def start(
+        self,
+        rows: Tensor,
+        table: Tensor,
+        side: Tensor,
+        local: int,
+        *,
+        back: bool = False,
+        alone: bool = False,
+    ) -> Sent:
+        """Begin to push rows, after what the current stream has been given so far.
+
+        Args:
+            rows, table, side, back: as `kernels.sm90.push.push` takes them.
+            local: experts of a rank.
+            alone: nothing is to run beside it.
+        """
+        from kernels.sm90.push import push
+
+        here = torch.cuda.current_stream()
+        stream = self._stream or here
+        slot = self._next
+        self._next = (slot + 1) % SLOTS
+        given = (rows.contiguous(), table, side)
+        waves = min(WAVES, local) if self.overlaps and not back else 1
+        if stream != here:
+            stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            push(
+                *given,
+                self._places[slot],
+                tokens=self.tokens,
+                local_experts=local,
+                back=back,
+                comm_sms=0 if alone else self._comm_sms,
+                waves=waves,
+            )
+            pushed = torch.cuda.Event()
+            pushed.record(stream)
+        self._started += 1
+        return Sent(slot, self._started, waves, pushed, given)
+
+    def arrive(self, sent: Sent, *, side_only: bool = False) -> None:
+        """Let the current stream wait for what all ranks have pushed, or their side data alone.
+
+        Exchanges are waited for in the order of their starts; one may be again, for the rest.
+        """
+        from kernels.sm90.push import arrive
+
+        part = 0 if side_only else sent.parts
+        arrive(self._places[sent.slot], part=part, ahead=sent.number - self._waited)
+        self._waited = sent.number
+        if not side_only:
+            torch.cuda.current_stream().wait_event(sent.pushed)
+
+    def running(self, sent: Sent) -> None:
+        """Let the current stream wait until this rank's push has its SMs."""
+        from kernels.sm90.push import arrive
+
+        ahead = sent.number - self._waited
+        arrive(self._places[sent.slot], part=0, ahead=ahead, alone=True)
+
+    def rows(self, sent: Sent) -> Tensor:
+        """Where rows arrive: [N, D]."""
+        return self._rows[sent.slot]
+
+    def side(self, sent: Sent) -> Tensor:
+        """Where side data arrive, uint8."""
+        return self._side[sent.slot]
+
+    def ready(self, local: int) -> Tensor:
+        """What kernels need in order to wait for rows of the exchange whose side data came last.
+
+        Args:
+            local: experts of a rank.
+        """
+        from kernels.sm90.push import MAX_RANKS, SEEN_BYTES, experts_of_a_wave
+        from kernels.sm90.ready import ready
+
+        if local not in self._words:
+            places = self._places[0]
+            self._words[local] = ready(
+                self._memory.data_ptr() + 4 * MAX_RANKS,
+                places.state.data_ptr() + SEEN_BYTES,
+                places.report.data_ptr(),
+                limit_ms=places.limit_ms,
+                ranks=self.ranks,
+                apart=MAX_RANKS,
+                experts=experts_of_a_wave(local, min(WAVES, local)),
+            ).to(self._memory.device)
+        return self._words[local]
+
+    def begin(self) -> None:
+        """Let all ranks meet on their streams, and begin with the first place again.
+
+        To be captured first in a CUDA graph, whose exchanges need not fill all places at its end.
+        """
+        self._handle.barrier(channel=0)
+        self._next = 0
+
+    def missing(self) -> str:
+        """Who did not come within the timeout, if that ended the run; empty if all did."""
+        who, epoch, found, _ = self._report.tolist()
+        if not who:
+            return ""
+        peer = dist.get_global_rank(self.group, who - 1)
+        return f"rank {peer} has not reached exchange {epoch} of experts, only {found}"
+
+
+_EXCHANGES: dict[tuple[Any, ...], Exchange] = {}
+
+
+def exchange_of(
+    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
+) -> Exchange:
+    """The exchange of a group and a shape: one, as its places are taken in turn by all layers."""
+    key = (group, tokens, hidden, slots, options)
+    if key not in _EXCHANGES:
+        _EXCHANGES[key] = Exchange(*key)
+    return _EXCHANGES[key]
+
+
+def begin_exchanges() -> None:
+    """`Exchange.begin` of all."""
+    for exchange in _EXCHANGES.values():
+        exchange.begin()
+
+
+def forget_exchanges() -> None:
+    """Free the memory of all exchanges; all ranks of their groups call it together.
+
+    Whatever was captured with them must not be replayed any more.
+    """
+    if _EXCHANGES:
+        torch.cuda.synchronize()
+    for exchange in _EXCHANGES.values():
+        dist.barrier(exchange.group)  # nobody still writes to this rank
+    _EXCHANGES.clear()
+
+
+def missing() -> str:
+    """Whose tokens did not come within the timeout, if that ended the run; else empty."""
+    return next((text for e in _EXCHANGES.values() if (text := e.missing())), "")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
