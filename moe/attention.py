@@ -35,6 +35,7 @@ from megatron.core.transformer.utils import (
 )
 from torch.profiler import record_function
 
+from kernels import sinks
 from kernels.attention import attention
 from kernels.rope import rope
 
@@ -263,12 +264,27 @@ class LatentAttention(MLASelfAttention):
         return q_SBHd, k_SBHd, v_SBHv, q_latent, kv_latent
 
 
-def core_attention(backend: str) -> Any:
+class SinkAttention(CoreAttention):
+    """With sinks, by Transformer Engine's cuDNN kernels; on whole sequences."""
+
+    def _attend(self, q_SBHd: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert self.softmax_offset is not None
+        q, k, v = (x.contiguous() for x in (q_SBHd, k, v))
+        window = self.window if self.window < q.size(0) else 0
+        return sinks.attention(
+            q, k, v, self.softmax_offset, scale=self.scale, window=window
+        ).flatten(2)
+
+
+def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
     """What a layer spec builds as its core attention.
 
     Args:
         backend: `te` for Transformer Engine's, else a backend of kernels.attention.
+        whole_with_sinks: it has sinks, and sequences are not split over ranks.
     """
+    if backend == "te" and whole_with_sinks:
+        return ModuleSpec(module=SinkAttention, params={"backend": "te"})
     if backend == "te":
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 

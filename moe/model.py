@@ -305,7 +305,8 @@ def _layer(
     norm = norm_class(backends.norm)
     sub.input_layernorm = sub.pre_mlp_layernorm = norm
     attention = sub.self_attention.submodules
-    attention.core_attention = core_attention(backends.attention)
+    whole = m.attention.sinks and config.context_parallel_size == 1
+    attention.core_attention = core_attention(backends.attention, whole_with_sinks=whole)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, norm)

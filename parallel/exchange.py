@@ -226,7 +226,7 @@ class Exchange:
 
         To be captured first in a CUDA graph, whose exchanges need not fill all places at its end.
         """
-        self._handle.barrier(channel=0)
+        self._handle.barrier(channel=0, timeout_ms=self._places[0].limit_ms)
         self._next = 0
 
     def missing(self) -> str:
