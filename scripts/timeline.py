@@ -6,7 +6,7 @@
 
 `alone` is the time in which nothing of another kind ran: of exchanges it is what a step waits for.
 --window takes milliseconds from the first kernel on; --crop writes the kernels of the window as a
-small trace, which this program reads again, and --plot draws them, a lane a stream.
+small trace, which this program reads again, and --plot draws them, a lane a kind.
 """
 
 import argparse
@@ -146,35 +146,25 @@ def short(name: str) -> str:
 
 
 def plot(events: list[Event], path: Path) -> None:
-    """A lane a stream, coloured by kind; ValueError without matplotlib."""
+    """A lane a kind, since a graph's branches have no streams; ValueError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install -e '.[dev]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.patches import Patch
 
-    streams = sorted({e.stream for e in events}, key=lambda s: -_time(events, s))
+    kinds = [kind for kind, _ in KINDS if any(e.kind == kind for e in events)]
     colours = dict(zip((kind for kind, _ in KINDS), COLOURS, strict=True))
-    figure, axes = pyplot.subplots(figsize=(12, 0.8 + 0.6 * len(streams)))
-    for lane, stream in enumerate(streams):
-        for e in events:
-            if e.stream == stream:
-                bar = [(e.begin / 1000, (e.end - e.begin) / 1000)]
-                axes.broken_barh(bar, (-lane - 0.4, 0.8), facecolor=colours[e.kind])
-    axes.set_yticks([-lane for lane in range(len(streams))], [f"stream {s}" for s in streams])
+    figure, axes = pyplot.subplots(figsize=(12, 0.8 + 0.4 * len(kinds)))
+    for lane, kind in enumerate(kinds):
+        bars = [(e.begin / 1000, (e.end - e.begin) / 1000) for e in events if e.kind == kind]
+        axes.broken_barh(bars, (-lane - 0.4, 0.8), facecolor=colours[kind])
+    axes.set_yticks([-lane for lane in range(len(kinds))], kinds)
     axes.set_xlabel("ms")
-    seen = {e.kind for e in events}
-    handles = [Patch(color=colours[kind], label=kind) for kind, _ in KINDS if kind in seen]
-    axes.legend(handles=handles, ncols=len(handles), loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
-
-
-def _time(events: list[Event], stream: int) -> float:
-    return sum(e.end - e.begin for e in events if e.stream == stream)
 
 
 def _parser() -> argparse.ArgumentParser:

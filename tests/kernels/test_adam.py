@@ -47,11 +47,11 @@ def assert_updated(given: Sequence[Tensor], how: Update) -> None:
     p, m, v = stated(*given, how)
     update_(*given, how)
     assert torch.equal(given[1], before[1])
-    # fp32 is as good as the terms that are added, which may cancel.
+    # Ten roundings, and fp32 is as good as the terms that are added, which may cancel.
     sizes = [t.abs() for t in before]
     smallest, terms_m, _ = stated(*sizes, how)
     terms_p = 2 * sizes[0].double() - smallest
-    assert bool(((given[0].double() - p).abs() <= 4 * FP32 * terms_p).all())
+    assert bool(((given[0].double() - p).abs() <= 10 * FP32 * terms_p).all())
     assert_rounded_once(given[2], m, terms_m)
     assert_rounded_once(given[3], v, v)
 
