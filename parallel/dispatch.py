@@ -67,7 +67,7 @@ class Slots:
         return ranks * min(tokens * min(self.width, local), chosen)
 
 
-class _Planner:
+class BudgetPlanner:
     """From received routing to the plan of this rank's experts, within the budget."""
 
     def __init__(
@@ -104,7 +104,7 @@ class _Planner:
 class Local:
     """All experts on this rank: nothing is copied."""
 
-    def __init__(self, plan: _Planner) -> None:
+    def __init__(self, plan: BudgetPlanner) -> None:
         self._plan = plan
 
     def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
@@ -160,7 +160,7 @@ def make_dispatcher(
         raise ValueError(against)
     local = experts // ranks
     first = 0 if group is None else dist.get_rank(group) * local
-    plan = _Planner(slots, budget, backend, ranks, first, local)
+    plan = BudgetPlanner(slots, budget, backend, ranks, first, local)
     waits = backend == "fused"
     if group is None or name == "local":
         return Local(plan)

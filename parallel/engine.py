@@ -76,6 +76,7 @@ class Engine:
             DistributedDataParallel(config, ddp, c.to(device), disable_bucketing=i > 0)
             for i, c in enumerate(wrapped)
         ]
+        config.grad_scale_func = _scale_in_loss(self.chunks)
         settings = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
@@ -218,6 +219,23 @@ class Engine:
         """(parameters of this rank, bytes of them)."""
         count = [(p.numel(), p.element_size()) for c in self.modules for p in c.parameters()]
         return sum(n for n, _ in count), sum(n * b for n, b in count)
+
+
+def _scale_in_loss(chunks: Sequence[DistributedDataParallel]) -> Callable[[Any], Any] | None:
+    """What Megatron-Core is to scale losses by, in place of gradients before they are reduced.
+
+    It divides by the number of data parallel ranks in a pass over all gradients; the same factor
+    on the loss costs nothing, and for powers of two has the same bits.
+    """
+    buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    factors = {bucket.gradient_scaling_factor for bucket in buckets}
+    if len(factors) != 1 or factors == {1.0}:
+        return None
+    (factor,) = factors
+    for bucket in buckets:
+        bucket.gradient_scaling_factor = 1.0
+    return lambda loss: loss * factor
 
 
 def _scheduler(optimizer: Any, optim: OptimConfig, steps: int) -> OptimizerParamScheduler:

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel.dispatch import Slots, _Planner
+from parallel.dispatch import BudgetPlanner, Slots
 from parallel.overflow import Budget
 from parallel.received import Received
 
 
-class Sent(NamedTuple):
+class Route(NamedTuple):
     """What a rank was sent: the `route` of its `Received`."""
 
     wanted_N: Tensor
@@ -56,8 +56,8 @@ class Simulated:
                 f"{experts} experts do not divide over {ranks} ranks: set ranks to a divisor"
             )
         self._ranks, self._local, self._canary = ranks, experts // ranks, canary
-        self._plans = [
-            _Planner(slots, budget, backend, ranks, rank * self._local, self._local)
+        self._planners = [
+            BudgetPlanner(slots, budget, backend, ranks, rank * self._local, self._local)
             for rank in range(ranks)
         ]
 
@@ -82,19 +82,19 @@ class Simulated:
             ValueError: not one tensor for each rank, or shapes and dtypes that do not fit.
         """
         self._check(x_RTD, topk_idx_RTK, topk_prob_RTK)
-        for check, *given in zip(self._plans, x_RTD, topk_idx_RTK, topk_prob_RTK, strict=True):
-            check.check(*given)
+        for planner, *given in zip(self._planners, x_RTD, topk_idx_RTK, topk_prob_RTK, strict=True):
+            planner.check(*given)
         counts = tuple(len(x_TD) for x_TD in x_RTD)
         T = max(counts)
         idx_NK = torch.cat([_filled(idx_TK, T, -1) for idx_TK in topk_idx_RTK])
         x_RND = self._to_all([_filled(x_TD, T, 0) for x_TD in x_RTD])
         prob_RNK = self._to_all([_filled(prob_TK, T, 0) for prob_TK in topk_prob_RTK])
         received = []
-        for rank, plan in enumerate(self._plans):
+        for rank, planner in enumerate(self._planners):
             wanted_N = (idx_NK // self._local == rank).any(1)  # floors: -1 is of no rank
             rows_ND = x_RND[rank].masked_fill(~wanted_N[:, None], self._canary)
-            plan_S = plan(idx_NK, prob_RNK[rank])
-            received.append(Received(rows_ND, plan_S, route=Sent(wanted_N, counts)))
+            plan = planner(idx_NK, prob_RNK[rank])
+            received.append(Received(rows_ND, plan, route=Route(wanted_N, counts)))
         return received
 
     def combine(self, out_RND: Sequence[Tensor], received: Sequence[Received]) -> list[Tensor]:
