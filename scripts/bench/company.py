@@ -6,19 +6,18 @@ of theirs, so that no CTA of them fits beside one.
 """
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from scripts.bench.measure import Launches
 
 BLOCK = 8192
 """Elements of 2 bytes that a program copies at once: about the rate at which an SM feeds NVLink."""
 _BYTES = 256 * 2**20
 _MAX_PASSES = 400_000
 _TRIAL_PASSES = 2_000
-_HEAD_START_CYCLES = 60_000
-"""By which the copies are ahead; about 30 us."""
 
 
 @triton.jit
@@ -39,46 +38,22 @@ def passes_for(ms: float, trial_ms: float) -> int:
     return min(_MAX_PASSES, 16 * math.ceil(_TRIAL_PASSES * ms / trial_ms / 16))
 
 
-class Copying:
+class Copying(Launches):
     """`measure.Company`: copies on `programs` SMs from before a side begins until after its end."""
 
     def __init__(self, programs: int, ms: float) -> None:
         """`ms` is how long the copies must last at least."""
-        self.programs = programs
+        super().__init__()
+        self.programs, self.passes = programs, _TRIAL_PASSES
         self.source = torch.zeros(_BYTES // 2, dtype=torch.int16, device="cuda")
         self.target = torch.empty_like(self.source)
-        self.stream = torch.cuda.Stream()
-        self.passes, self._ends = _TRIAL_PASSES, []
-        self._copy()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        self._copy()
-        end.record()
-        end.synchronize()
-        self.trial_ms = begin.elapsed_time(end)
-        self.passes = passes_for(ms, self.trial_ms)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        trial_ms = self.trial()
+        self.gigabytes_per_second = 4e-6 * BLOCK * programs * _TRIAL_PASSES / trial_ms
+        self.passes = passes_for(ms, trial_ms)
 
-    @property
-    def gigabytes_per_second(self) -> float:
-        return 4e-6 * BLOCK * self.programs * _TRIAL_PASSES / self.trial_ms
-
-    def _copy(self) -> None:
+    def launch(self) -> None:
         blocks = self.source.numel() // BLOCK
         copy_blocks[(self.programs,)](
             self.source, self.target, blocks, self.passes, BLOCK=BLOCK, num_warps=8
         )
-
-    def start(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            self._copy()
-            self._end = torch.cuda.Event(enable_timing=True)
-            self._end.record()
-        torch.cuda._sleep(_HEAD_START_CYCLES)
-
-    def join(self, end: Any) -> None:
-        self._ends.append((end, self._end))
-        torch.cuda.current_stream().wait_event(self._end)
-
-    def shortest_lead(self) -> float:
-        return min(end.elapsed_time(later) for end, later in self._ends)

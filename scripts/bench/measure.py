@@ -21,6 +21,8 @@ from scripts.bench.shapes import Shape
 Call = Callable[[], object]
 FLUSH_BYTES = 256 * 2**20
 WARM_ROUNDS = 3
+_HEAD_START_CYCLES = 60_000
+"""By which company is ahead; about 30 us."""
 
 
 class Clock(Protocol):
@@ -106,7 +108,7 @@ class Gpu:
 
 
 class Company(Protocol):
-    """Copies that run beside a side while it is measured."""
+    """What runs beside a side while it is measured."""
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -119,6 +121,46 @@ class Company(Protocol):
 
     def join(self, end: Any) -> None:
         """Called after the side's end was stamped."""
+
+
+class Launches:
+    """The part of a `Company` that launches on a stream of its own and sees when that has ended."""
+
+    gigabytes_per_second = 0.0
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._ends: list[tuple[Any, Any]] = []
+
+    def launch(self) -> None:
+        """What runs beside a side, from before it begins until after its end."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self.launch()
+            self._end = torch.cuda.Event(enable_timing=True)
+            self._end.record()
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+
+    def join(self, end: Any) -> None:
+        self._ends.append((end, self._end))
+        torch.cuda.current_stream().wait_event(self._end)
+
+    def shortest_lead(self) -> float:
+        return min(end.elapsed_time(later) for end, later in self._ends)
+
+    def trial(self) -> float:
+        """Milliseconds of the second of two launches, alone."""
+        with torch.cuda.stream(self._stream):
+            self.launch()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            self.launch()
+            end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
 
 
 class Time(NamedTuple):
