@@ -17,7 +17,7 @@ from tests.runs import SMALL, exact, records, run
 
 pytestmark = pytest.mark.dist
 
-STEPS = 40
+STEPS = 22
 MODELS = {
     "tiny_gpt_oss": ["model=tiny_gpt_oss", "model.attention.head_dim=8"],
     "tiny_deepseek": [
@@ -29,7 +29,7 @@ MODELS = {
 }
 TRAINING = [
     *[*SMALL, "data=synthetic", f"run.steps={STEPS}", "run.save_interval=-1"],
-    *["run.eval_interval=20", "run.eval_batches=2", "optim.decay_steps=40"],
+    *["run.eval_interval=11", "run.eval_batches=2", "optim.decay_steps=40"],
     # The balanced load is two tiles, of which a tenth of it is one.
     *["data.sequence_length=32", "data.micro_batch=2", "data.global_batch=4"],
 ]
