@@ -196,7 +196,7 @@ def _call(
     traffic: Traffic | None = None,
 ) -> Tensor:
     given = [t for t in (x_ND, w1, w2, b1, b2, rows.prob_S) if t is not None]
-    keep_h = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    keep_h = torch.is_grad_enabled() and any(t.requires_grad for t in given)  # for backward only
     how = (
         *(act.kind, [act.alpha, act.limit, act.offset]),
         *(backend, [margins.forward, margins.dgrad, margins.wgrad], dynamic, summed),
@@ -206,7 +206,7 @@ def _call(
     if traffic is not None:
         if backend != "fused":
             raise ValueError(f"traffic: only the fused kernels wait for rows, not {backend}")
-        return ops.beside(*tensors, rows, *how, traffic=traffic)
+        return ops.Beside.apply(*tensors, rows, traffic, *how)
     plan = (rows.index_S, rows.prob_S, rows.offsets, rows.inverse_NK, rows.order_L)
     out, _ = ops.grouped_mlp(*tensors, *plan, *how)
     return out

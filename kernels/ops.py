@@ -1,6 +1,6 @@
 """The expert MLP and the sum back as torch custom ops with autograd, over any backend.
 
-`beside` is the expert MLP among exchanges with other GPUs, for training alone: no op.
+`Beside` is the expert MLP among exchanges with other GPUs, for training alone: no op.
 
 `kernels.grouped_mlp` checks arguments and calls these. Each op has a fake implementation, so that
 tracing and torch.compile see shapes and nothing else. Saved for backward are x, h, the weights by
@@ -177,9 +177,9 @@ class Traffic(Protocol):
         ...
 
 
-class _Beside(torch.autograd.Function):
-    """The expert MLP among exchanges. x is not saved, and of `prob` no gradient is returned: both
-    are `traffic`'s."""
+class Beside(torch.autograd.Function):
+    """`grouped_mlp` among exchanges. `traffic` has x in the backward pass and takes the gradient of
+    `prob`, so the one is not saved, and the other not returned."""
 
     @staticmethod
     def forward(
@@ -190,12 +190,12 @@ class _Beside(torch.autograd.Function):
         b1: Tensor | None,
         b2: Tensor | None,
         rows: Rows,
-        how: _How,
-        keep_h: bool,
-        accumulate: bool,
         traffic: Traffic,
+        *given: Any,
     ) -> Tensor:
-        rows = rows._replace(ready=traffic.ready)
+        """`given`: the other arguments of `grouped_mlp`, from `kind` on."""
+        *others, keep_h, accumulate = given
+        rows, how = rows._replace(ready=traffic.ready), _How(*others)
         out, h = _forward(x, w1, w2, b1, b2, rows, how, keep_h)
         ctx.save_for_backward(w1, w2, b2, h)
         ctx.rows, ctx.how, ctx.traffic = rows, how, traffic
@@ -207,25 +207,10 @@ class _Beside(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         w1, w2, b2, h = ctx.saved_tensors
         needs = ctx.needs_input_grad[:5]
-        given = (dout, dout, w1, w2, b2, h)  # x comes later
+        given = (dout, None, w1, w2, b2, h)  # x is still to come
         *grads, _ = _into_sinks(ctx.sinks, given, ctx.rows, ctx.how, needs, ctx.traffic)
         grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
-        return *grads, *(None,) * 5
-
-
-def beside(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    rows: Rows,
-    *how: Any,
-    traffic: Traffic,
-) -> Tensor:
-    """`grouped_mlp` with the same arguments, which has its x from `traffic`."""
-    *given, keep_h, accumulate = how
-    return _Beside.apply(x, w1, w2, b1, b2, rows, _How(*given), keep_h, accumulate, traffic)
+        return *grads, *(None,) * (len(ctx.needs_input_grad) - 5)
 
 
 @torch.library.custom_op("phalanx::grouped_mlp_backward", mutates_args=())

@@ -10,7 +10,7 @@ plain one is given those of the forward pass with sinks:
 
 where lse and O include the sink. The last line is a kernel of its own, in Triton.
 
-Legend: S positions, B batch, H query heads, G key-value heads, d channels, n blocks of positions.
+Legend: S positions, B batch, H query heads, G key-value heads, d channels.
 """
 
 from typing import Any

@@ -32,8 +32,8 @@ from kernels.backend import NO_MARGINS, Margins
 from moe.experts import Experts
 from moe.router import Router
 from parallel.dispatch import make_dispatcher
+from parallel.exchange import SymmOptions
 from parallel.overflow import Budget
-from parallel.symm import SymmOptions
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from moe.layer import MoEOptions
 from moe.model import Backends, Layout, build, embedding_stages, transformer_config
 from parallel import nodes
 from parallel.engine import Engine
+from parallel.exchange import SymmOptions
 from parallel.groups import Groups, create
 from parallel.overflow import Budget
 from parallel.runtime import Runtime
-from parallel.symm import SymmOptions
 
 
 @dataclass(frozen=True)

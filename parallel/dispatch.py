@@ -20,10 +20,11 @@ from torch import Tensor
 from kernels.plan import Plan, check_routing, make_plan
 from parallel import nodes
 from parallel.alltoall import AllToAll
+from parallel.exchange import SymmOptions
 from parallel.hier import Hier
 from parallel.overflow import Budget
 from parallel.received import Beside, Received, plus
-from parallel.symm import Symm, SymmOptions, reason_against
+from parallel.symm import Symm, reason_against
 
 
 class Dispatcher(Protocol):

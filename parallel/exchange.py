@@ -153,7 +153,7 @@ class Exchange:
         slot = self._next
         self._next = (slot + 1) % SLOTS
         given = (rows.contiguous(), table, side)
-        waves = min(WAVES, local) if self.overlaps and not back else 1
+        waves = 1 if back else self._waves(local)
         if stream != here:
             stream.wait_stream(here)
         with torch.cuda.stream(stream):
@@ -217,9 +217,13 @@ class Exchange:
                 limit_ms=places.limit_ms,
                 ranks=self.ranks,
                 apart=MAX_RANKS,
-                experts=experts_of_a_wave(local, min(WAVES, local)),
+                experts=experts_of_a_wave(local, self._waves(local)),
             ).to(self._memory.device)
         return self._words[local]
+
+    def _waves(self, local: int) -> int:
+        """Of tokens on their way to a rank's experts."""
+        return min(WAVES, local) if self.overlaps else 1
 
     def begin(self) -> None:
         """Let all ranks meet on their streams, and begin with the first place again.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from parallel.symm import begin_exchanges
+from parallel.exchange import begin_exchanges
 
 Inputs = list[dict[str, Tensor]]
 """Of each micro-batch."""

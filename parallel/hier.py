@@ -24,9 +24,10 @@ from torch import Tensor
 
 from kernels.plan import Plan
 from parallel.alltoall import AllToAll, collect, spread
+from parallel.exchange import SymmOptions
 from parallel.nodes import Nodes
 from parallel.received import Beside, Planner, Received, plus
-from parallel.symm import Symm, SymmOptions, reason_against
+from parallel.symm import Symm, reason_against
 
 
 class Hier:

@@ -20,19 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.exchange import (
-    PIECE,
-    Exchange,
-    Sent,
-    SymmOptions,
-    begin_exchanges,
-    exchange_of,
-    forget_exchanges,
-    missing,
-)
+from parallel.exchange import PIECE, Exchange, Sent, SymmOptions, exchange_of
 from parallel.received import Beside, Planner, Received
-
-__all__ = ["Symm", "SymmOptions", "begin_exchanges", "exchange_of", "forget_exchanges", "missing"]
 
 
 class Symm:
@@ -65,7 +54,6 @@ class Symm:
         beside = exchange.overlaps and self._waits
         trip = Trip(exchange, topk_idx_TK.contiguous(), self._local, beside, self._options.keep)
         rows_ND, idx_NK, prob_NK = _Dispatch.apply(x_TD, topk_prob_TK, trip)
-        trip.again, trip.idx_NK = x_TD.detach(), idx_NK
         plan = self._plan(idx_NK, prob_NK)
         if beside:
             return Received(rows_ND, plan, trip, trip)
@@ -96,9 +84,12 @@ class Trip:
     ) -> None:
         self.exchange, self.idx_TK, self.local = exchange, idx_TK, local
         self.beside, self.keep = beside, keep
-        self.sums_TR = _sums(idx_TK, exchange, local)
-        self.idx_NK = self.again = idx_TK
-        """Experts of received rows, and this rank's tokens."""
+        self.sums_TR: Tensor
+        """Where a token's sums arrive."""
+        self.idx_NK: Tensor
+        """Experts of received rows."""
+        self.again: Tensor
+        """For the backward pass: this rank's tokens, to be sent again, or received ones."""
         self._on_way: dict[str, Sent] = {}
 
     def send(self, what: str, rows: Tensor, side: Tensor, *, alone: bool, back: bool) -> Sent:
@@ -184,11 +175,12 @@ class _Dispatch(torch.autograd.Function):
         routing = torch.stack((idx_TK, prob_TK.view(torch.int32)))
         side = _padded(routing.view(1, -1))
         trip.send("x", x_TD, side, alone=not trip.beside, back=False)
+        trip.again, trip.sums_TR = x_TD.detach(), _sums(idx_TK, trip.exchange, trip.local)
         sent = trip.begin("x") if trip.beside else trip.meet("x")
         received = trip.side(sent, routing.numel()).view(R, *routing.shape)
         idx_NK = received[:, 0].flatten(0, 1)
         prob_NK = received[:, 1].flatten(0, 1).view(torch.float32)
-        ctx.trip = trip
+        trip.idx_NK, ctx.trip = idx_NK, trip
         ctx.mark_non_differentiable(idx_NK)
         ctx.set_materialize_grads(False)
         return trip.rows(sent), idx_NK, prob_NK

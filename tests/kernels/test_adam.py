@@ -1,8 +1,5 @@
 """AdamW with moments in bf16 against fp64, and the kernel's code run by an interpreter."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +8,7 @@ from torch import Tensor
 
 from kernels import adam
 from kernels.adam import Update, update_
+from tests.kernels.interpreter import interpret
 
 FP32 = 2.0**-24
 """Half a unit in the last place of 1."""
@@ -92,12 +90,4 @@ def interpreted() -> None:
 
 
 def test_kernel_interpreted() -> None:
-    code = "from tests.kernels.test_adam import interpreted; interpreted()"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, run.stderr
+    interpret(__name__)

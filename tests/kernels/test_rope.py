@@ -1,14 +1,11 @@
 """Rotary embedding: against complex numbers in fp64, and the kernel run by an interpreter."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.rope import rope, rope_qkv
+from tests.kernels.interpreter import interpret
 
 
 def angles(S: int, F: int, apart: float = 1.0) -> Tensor:
@@ -116,11 +113,4 @@ def interpreted() -> None:
 
 
 def test_kernel_interpreted() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", "from tests.kernels.test_rope import interpreted; interpreted()"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, run.stderr
+    interpret(__name__)

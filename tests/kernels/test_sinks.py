@@ -1,13 +1,10 @@
 """The gradient of attention sinks: the kernel's code, run by an interpreter, against autograd."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from kernels.attention import attention
+from tests.kernels.interpreter import interpret
 
 pytest.importorskip("triton")
 
@@ -33,12 +30,4 @@ def interpreted() -> None:
 
 
 def test_gradient_interpreted() -> None:
-    code = "from tests.kernels.test_sinks import interpreted; interpreted()"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, run.stderr
+    interpret(__name__)

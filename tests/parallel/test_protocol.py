@@ -18,9 +18,9 @@ from kernels import ops
 from kernels.backend import Rows
 from kernels.plan import Plan, make_plan
 from parallel import symm
-from parallel.exchange import SLOTS, WAVES
+from parallel.exchange import SLOTS, WAVES, SymmOptions
 from parallel.received import Received
-from parallel.symm import Symm, SymmOptions
+from parallel.symm import Symm
 from tests.parallel.protocol import Program, Violation, backward, explore, forward, run, step
 
 WAYS = [
@@ -192,7 +192,7 @@ def experts(received: Received, w1: Tensor, w2: Tensor) -> Tensor:
     how = ("swiglu", [1.0, 0.0, 0.0], "reference", [0, 0, 0], True, True, True, False)
     given = (received.rows_ND, w1, w2, None, None)
     if received.traffic is not None:
-        return ops.beside(*given, rows, *how, traffic=received.traffic)
+        return ops.Beside.apply(*given, rows, received.traffic, *how)
     with received.saving():
         return ops.grouped_mlp(*given, *rows[:5], *how)[0]
 
