@@ -10,7 +10,7 @@ width, H = 2F or F rows of W1, e(s) the expert of row s. GEMMs accumulate in fp3
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -58,6 +58,9 @@ class Rows(NamedTuple):
     ready: Tensor | None = None
     """What a kernel that reads rows by `index_S` has to wait for (`kernels.sm90.ready`, for the
     fused backend alone); None: all are there."""
+    told: Any = None
+    """Whom `rows` tells of finished experts, and where it writes (`kernels.sm90.progress.Told`, for
+    the fused backend alone); None: nobody, and to a new tensor."""
 
 
 class Planned(NamedTuple):

@@ -83,11 +83,16 @@ def _forward(
     rows: Rows,
     how: _How,
     keep_h: bool,
+    traffic: "Traffic | None" = None,
 ) -> tuple[Tensor, Tensor]:
     ops = how.ops(_FORWARD)
     h_SH, a_SF = ops.fc1_act(x, _stack(w1), _maybe(b1), rows, how.act, keep_h=keep_h)
     if h_SH is None or not keep_h:
         h_SH = x.new_empty(0)
+    if traffic is not None:
+        told = traffic.start_sums(a_SF, w2.shape[-2], rows, keep_h)
+        ops.rows(a_SF, _stack(w2), rows._replace(told=told), _maybe(b2))
+        return traffic.finish_sums(), h_SH
     y_SD = ops.rows(a_SF, _stack(w2), rows, _maybe(b2))
     if not how.summed:
         return y_SD, h_SH
@@ -168,6 +173,14 @@ class Traffic(Protocol):
         """`Rows.ready` for rows of x, and in the backward pass for those of the gradient."""
         ...
 
+    def start_sums(self, a_SF: Tensor, hidden: int, rows: Rows, training: bool) -> Any:
+        """All rows of x have been read. Returns `Rows.told`, for fc2 of a, which comes next."""
+        ...
+
+    def finish_sums(self) -> Tensor:
+        """What fc2 has made is on its way. Returns [N, D] that only this traffic's end may read."""
+        ...
+
     def send_gradient(self, dx_ND: Tensor | None, dprob_NK: Tensor | None) -> None:
         """Gradients of x and of its probabilities, before those of the weights are computed."""
         ...
@@ -178,8 +191,8 @@ class Traffic(Protocol):
 
 
 class Beside(torch.autograd.Function):
-    """`grouped_mlp` among exchanges. `traffic` has x in the backward pass and takes the gradient of
-    `prob`, so the one is not saved, and the other not returned."""
+    """`grouped_mlp` among exchanges. `traffic` takes the sums, has x in the backward pass and takes
+    the gradient of `prob`: they are not returned, not saved and not returned."""
 
     @staticmethod
     def forward(
@@ -196,7 +209,7 @@ class Beside(torch.autograd.Function):
         """`given`: the other arguments of `grouped_mlp`, from `kind` on."""
         *others, keep_h, accumulate = given
         rows, how = rows._replace(ready=traffic.ready), _How(*others)
-        out, h = _forward(x, w1, w2, b1, b2, rows, how, keep_h)
+        out, h = _forward(x, w1, w2, b1, b2, rows, how, keep_h, traffic)
         ctx.save_for_backward(w1, w2, b2, h)
         ctx.rows, ctx.how, ctx.traffic = rows, how, traffic
         ctx.sinks = [main_grad.sink(p) if accumulate else None for p in (w1, w2, b1, b2)]

@@ -8,20 +8,27 @@ in a CUDA graph.
 Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows.
 """
 
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from kernels.sm90.progress import Told
+    from kernels.sm90.push import Places
+
 SLOTS = 4
 """Places for exchanges, taken in turn. When exchange u is started, what u - 3 and those before it
 brought has been read: the gradient of the sums (u - 2) and the tokens sent again (u - 1) may still
 be read by weight gradients while the gradient of the tokens (u) leaves."""
-WAVES = 4
-"""Groups of a rank's experts whose tokens are waited for one after the other."""
+WAVES = 5
+"""Groups of a rank's experts whose tokens are waited for one after the other: the first has 1/31 of
+them. On the way back it is the last one that has as few."""
 PIECE = 16
 """Bytes of which a block of side data is a multiple."""
 _ALIGN = 256
@@ -77,6 +84,7 @@ class Exchange:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symmetric
 
+        from kernels.sm90.progress import PROGRESS
         from kernels.sm90.push import ALLOWED, FLAGS, MAX_RANKS, STATE, Places
 
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
@@ -104,6 +112,7 @@ class Exchange:
         # Where pushes run beside other kernels: they come before those that wait for SMs.
         self._stream = torch.cuda.Stream(device, priority=-1) if options.comm_sms else None
         state = torch.zeros(STATE, dtype=torch.int32, device=device)
+        self._progress = torch.zeros(PROGRESS, dtype=torch.int32, device=device)
         self._report = torch.zeros(4, dtype=torch.int32).pin_memory()
         self._places, self._rows, self._side = [], [], []
         for slot in range(SLOTS):
@@ -148,24 +157,77 @@ class Exchange:
         """
         from kernels.sm90.push import push
 
-        here = torch.cuda.current_stream()
-        stream = self._stream or here
-        slot = self._next
-        self._next = (slot + 1) % SLOTS
         given = (rows.contiguous(), table, side)
         waves = 1 if back else self._waves(local)
-        if stream != here:
-            stream.wait_stream(here)
-        with torch.cuda.stream(stream):
+
+        def send(places: Places) -> None:
             push(
                 *given,
-                self._places[slot],
+                places,
                 tokens=self.tokens,
                 local_experts=local,
                 back=back,
                 comm_sms=0 if alone else self._comm_sms,
                 waves=waves,
             )
+
+        return self._begin(send, waves, given)
+
+    def start_sums(
+        self,
+        y_SD: Tensor,
+        channels: int,
+        inverse_NK: Tensor,
+        table_NK: Tensor,
+        offsets: Tensor,
+    ) -> tuple[Sent, "Told", Callable[[], None]]:
+        """Begin to send sums back as experts finish; only if pushes run beside other kernels.
+
+        Args:
+            y_SD: where the experts are going to write.
+            channels: of what they multiply.
+            inverse_NK, table_NK, offsets: as `kernels.sm90.combine_push` takes them.
+
+        Returns:
+            The exchange, what `kernels.sm90.rows` is to be told next, and what to call after that.
+        """
+        from kernels.sm90 import tiles
+        from kernels.sm90.combine_push import combine_push, warps_of
+        from kernels.sm90.launch import sms
+        from kernels.sm90.progress import Told
+
+        loop = tiles.choose("rows", y_SD.shape[1], channels, gather=False, transposed=False)
+        local, everywhere = offsets.numel() - 1, sms(y_SD.device)
+        told = Told(y_SD, self._progress, self._waves(local), loop, self._comm_sms)
+
+        def send(places: Places, ctas: int) -> None:
+            combine_push(
+                told,
+                inverse_NK,
+                table_NK,
+                offsets,
+                places,
+                tokens=self.tokens,
+                ctas=ctas,
+                warps=warps_of(self._comm_sms, everywhere),
+            )
+
+        given = (y_SD, inverse_NK, table_NK, offsets)
+        sent = self._begin(functools.partial(send, ctas=self._comm_sms), 1, given)
+        return sent, told, functools.partial(send, self._places[sent.slot], everywhere)
+
+    def _begin(
+        self, send: Callable[["Places"], None], waves: int, given: tuple[Tensor, ...]
+    ) -> Sent:
+        """The next exchange, sent on the stream of pushes."""
+        here = torch.cuda.current_stream()
+        stream = self._stream or here
+        slot = self._next
+        self._next = (slot + 1) % SLOTS
+        if stream != here:
+            stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            send(self._places[slot])
             pushed = torch.cuda.Event()
             pushed.record(stream)
         self._started += 1
@@ -205,7 +267,7 @@ class Exchange:
         Args:
             local: experts of a rank.
         """
-        from kernels.sm90.push import MAX_RANKS, SEEN_BYTES, experts_of_a_wave
+        from kernels.sm90.push import MAX_RANKS, SEEN_BYTES
         from kernels.sm90.ready import ready
 
         if local not in self._words:
@@ -217,7 +279,8 @@ class Exchange:
                 limit_ms=places.limit_ms,
                 ranks=self.ranks,
                 apart=MAX_RANKS,
-                experts=experts_of_a_wave(local, self._waves(local)),
+                experts=local,
+                waves=self._waves(local),
             ).to(self._memory.device)
         return self._words[local]
 

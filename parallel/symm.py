@@ -3,15 +3,16 @@
 Tokens are pushed once to each rank that holds one of their experts, sums come back once from each
 such rank, and are added in the order of ranks in fp32 (`parallel.exchange`). With SMs set aside for
 it (`comm_sms`), pushes run beside the experts: their kernels begin with the tokens that are there
-and get the other SMs when a push is done, the gradient of the tokens leaves under the weight
-gradients, and sums come back under whatever the caller has to do meanwhile. Results are the same.
+and get the other SMs when a push is done, sums leave as soon as a token's last expert is through,
+the gradient of the tokens leaves under the weight gradients, and what is still to come back does so
+under whatever the caller has to do meanwhile. Results are the same.
 
 Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows.
 """
 
 import functools
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.backend import Rows
 from parallel.exchange import PIECE, Exchange, Sent, SymmOptions, exchange_of
 from parallel.received import Beside, Planner, Received
 
@@ -91,6 +93,7 @@ class Trip:
         self.again: Tensor
         """For the backward pass: this rank's tokens, to be sent again, or received ones."""
         self._on_way: dict[str, Sent] = {}
+        self._finish: Callable[[], None]
 
     def send(self, what: str, rows: Tensor, side: Tensor, *, alone: bool, back: bool) -> Sent:
         """Start an exchange; `meet` waits for it."""
@@ -99,13 +102,17 @@ class Trip:
         self._on_way[what] = sent
         return sent
 
+    def begun(self, what: str) -> Sent:
+        """An exchange that has not been met."""
+        return self._on_way[what]
+
     def there(self, what: str) -> bool:
         """It has been sent and not been met."""
         return what in self._on_way
 
     def begin(self, what: str) -> Sent:
         """Wait for the side data of an exchange; kernels wait for its rows from then on."""
-        sent = self._on_way[what]
+        sent = self.begun(what)
         self.exchange.arrive(sent, side_only=True)
         return sent
 
@@ -130,6 +137,28 @@ class Trip:
     def ready(self) -> Tensor:
         """What kernels wait for that read rows of tokens, or of the gradient of their sums."""
         return self.exchange.ready(self.local)
+
+    def start_sums(self, a_SF: Tensor, hidden: int, rows: Rows, training: bool) -> Any:
+        """Sums are going to leave as fc2 of a makes them."""
+        assert rows.inverse_NK is not None
+        self.end_tokens(training)
+        y_SD = a_SF.new_empty(a_SF.shape[0], hidden)
+        sent, told, self._finish = self.exchange.start_sums(
+            y_SD, a_SF.shape[1], rows.inverse_NK, self.idx_NK, rows.offsets
+        )
+        self._on_way["out"] = sent
+        return told
+
+    def finish_sums(self) -> Tensor:
+        """Fc2 has been launched."""
+        self._finish()
+        return self.rows(self.begun("out"))
+
+    def end_tokens(self, training: bool) -> None:
+        """All received tokens have been read; `training`: the backward pass will again."""
+        sent = self.meet("x")
+        if self.keep and training:
+            self.again = self.rows(sent).clone()
 
     def send_gradient(self, grad_ND: Tensor | None, grad_NK: Tensor | None) -> None:
         """Gradients of received tokens and of their probabilities go back, if there are any.
@@ -200,17 +229,19 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _SendBack(torch.autograd.Function):
-    """Start of the sums' way back; backward, end of their gradient's."""
+    """Start of the sums' way back, unless the experts' kernels have; backward, end of their
+    gradient's."""
 
     @staticmethod
     def forward(ctx: Any, out_ND: Tensor, trip: Trip, alone: bool) -> Tensor:
         ctx.trip = trip
-        if trip.there("x"):  # all of it has been read
-            sent = trip.meet("x")
-            if trip.keep and any(ctx.needs_input_grad):
-                trip.again = trip.rows(sent).clone()
-        sent = trip.send("out", out_ND, out_ND.new_empty(0), alone=alone, back=True)
-        return trip.rows(sent)
+        if not trip.beside:
+            sent = trip.send("out", out_ND, out_ND.new_empty(0), alone=alone, back=True)
+            return trip.rows(sent)
+        where = trip.rows(trip.begun("out"))
+        if out_ND.data_ptr() != where.data_ptr():
+            raise RuntimeError("sums of experts have another reader than `combine`")
+        return where
 
     @staticmethod
     @once_differentiable

@@ -89,6 +89,7 @@ class Fused:
             scale_S=None if bias_LO is None else scale_S,
             sm_margin=self._sm_margin,
             dynamic=self._dynamic,
+            told=rows.told,
         )
 
     def fc2_dgrad_dact(

@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Uint32
 from kernels.activation import Activation
 from kernels.sm90 import activate, ptx
 from kernels.sm90.mainloop import Mainloop
+from kernels.sm90.progress import Tell
 from kernels.sm90.staging import WARPS, Staging, Strips
 from kernels.sm90.storage import array, struct
 
@@ -78,6 +79,8 @@ class Linear:
     """y = acc (+ bias * scale)."""
 
     bias: bool = False
+    tells: bool = False
+    """Of waves of experts that are finished, for whom `progress` says."""
 
     def strips(self, loop: Mainloop) -> Strips:
         return Strips(64, 4 if loop.pingpong else 2)
@@ -91,9 +94,11 @@ class Linear:
     def start(self, storage: Any) -> None:
         """Nothing to initialise."""
 
-    def host(self, loop: Mainloop, mY: cute.Tensor, bias: cute.Tensor, scale: cute.Tensor) -> Any:
-        """y [S, N]; bias [L, N / 2] in words of two; scale [S]."""
-        return self.strips(loop).to_memory(mY), mY, bias, scale
+    def host(
+        self, loop: Mainloop, mY: cute.Tensor, bias: cute.Tensor, scale: cute.Tensor, *tell: Any
+    ) -> Any:
+        """y [S, N]; bias [L, N / 2] in words of two; scale [S]; arguments of a `Tell`."""
+        return self.strips(loop).to_memory(mY), mY, bias, scale, tell
 
     def device(self, loop: Mainloop, storage: Any, thread: Int32, given: Any) -> "_Linear":
         return _Linear(self, loop, storage, thread, given)
@@ -105,7 +110,8 @@ class _Linear:
     ) -> None:
         self.config, self.loop, self.warp = config, loop, _Warp(loop, thread)
         self.staging = Staging(config.strips(loop), storage, thread)
-        self.tma, self.mY, self.bias, self.scale = given
+        self.tma, self.mY, self.bias, self.scale, tell = given
+        self.tell = Tell(*tell)
 
     def before(self, row: Int32, end: Int32, column: Int32) -> None:
         """Nothing to prepare."""
@@ -115,6 +121,9 @@ class _Linear:
         self, acc: cute.Tensor, turn: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
         """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
+        if cutlass.const_expr(self.config.tells):
+            self.tell(turn)
+            turn = self.tell.after(expert)
         for m in cutlass.range_constexpr(self.warp.blocks_m):
             top = row + self.warp.first + m * 64
             scales = []
@@ -149,8 +158,10 @@ class _Linear:
             self.staging.write(strip, q, _pack(values))
         self.staging.store(strip, self.tma, self.mY, top, end, n)
 
-    def finish(self) -> None:
+    def finish(self, turn: Int32) -> None:
         self.staging.drain(0)
+        if self.config.tells:
+            self.tell(turn)
 
 
 @dataclass(frozen=True)
@@ -271,7 +282,7 @@ class _Act:
             self.staging.store(first + half, self.tma_h, self.mH, top, end, n)
         self.staging.store(first + kept, self.tma_a, self.mA, top, end, f)
 
-    def finish(self) -> None:
+    def finish(self, turn: Int32) -> None:
         self.staging.drain(0)
 
 
@@ -432,7 +443,7 @@ class _ActGrad:
             if lane % 4 == 0 and at < end:
                 _put(self.dprob, column, at, total)
 
-    def finish(self) -> None:
+    def finish(self, turn: Int32) -> None:
         self.staging.drain(0)
 
 

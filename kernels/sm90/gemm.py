@@ -249,7 +249,7 @@ class Gemm:
                 turn = store(math.acc, turn, own, end, column, expert)
             number += 1
             row, end, column, expert = scheduler.read(number)
-        store.finish()
+        store.finish(turn)
 
     @cute.jit
     def _meet(self) -> None:

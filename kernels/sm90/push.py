@@ -8,9 +8,9 @@ at row me * T + n % T of its targets. `push` brings
     or sums (N = R * T) of this rank's experts back: row n to rank n // T if it is for one of them,
 
 together with a dense block of side data for each rank, which goes first. Rows pass through shared
-memory in bulk copies, a few in flight for each warp, so that few SMs fill the links. Tokens go in
-waves of a rank's experts: in that of the first one that wants them. Side data and every wave have
-flags of their own, so that experts can begin before all tokens have come.
+memory in bulk copies of some KiB, many in flight for each warp, so that few SMs fill the links.
+Tokens go in waves of a rank's experts: in that of the first one that wants them. Side data and
+every wave have flags of their own, so that experts can begin before all tokens have come.
 
 An exchange has a number, the epoch, that is counted on the device: nothing that a CUDA graph would
 keep. At the start of exchange u a rank allows its peers exchange u + 1: whatever used the place of
@@ -21,7 +21,7 @@ Legend: R ranks, N rows, T tokens of a rank, K slots of a token, D columns.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -34,20 +34,24 @@ from kernels.sm90 import peer, ptx
 from kernels.sm90.arguments import require
 from kernels.sm90.launch import launch, sms
 from kernels.sm90.storage import array, struct
+from kernels.sm90.waves import MAX_WAVES
 
 MAX_RANKS = 16
-MAX_WAVES = 8
 ALLOWED = (1 + MAX_WAVES) * MAX_RANKS
 """A rank's flags: R that say whose side data have arrived, and MAX_RANKS later for the first wave,
 and so on; from here on R that say who allows a push."""
 FLAGS = ALLOWED + MAX_RANKS
+MAX_SLOTS = 32
 _WARPS = 4
 _WARP = 32
 _SMEM_BYTES = 200 * 1024
-_MOST_IN_FLIGHT = 8
-_EPOCH, _SEEN, _DONE = 0, 1, 2
+_PIECE_BYTES = 4096
+_MOST_IN_FLIGHT = 16
+_UNROLL = 8
+"""Side data of a thread that are being loaded."""
+EPOCH, _SEEN, _DONE = 0, 1, 2
 STATE = _DONE + 1 + MAX_WAVES
-"""int32 of a rank's own: exchanges pushed, the one that was waited for last, and CTAs that are
+"""int32 of a rank's own: exchanges pushed, the one that was waited for last, and warps that are
 through with the side data and each wave."""
 SEEN_BYTES = 4 * _SEEN
 
@@ -77,27 +81,42 @@ class PushConfig:
 
     row_bytes: int
     ranks: int
+    slots: int
+    """K."""
     back: bool
     """Sums back to the tokens' ranks, not tokens to their experts' ranks."""
 
     def __post_init__(self) -> None:
-        if self.row_bytes % 16 or not 16 <= self.row_bytes <= _SMEM_BYTES // (2 * _WARPS):
-            raise ValueError(
-                f"rows of {self.row_bytes} bytes: push takes multiples of 16 "
-                f"up to {_SMEM_BYTES // (2 * _WARPS)}"
-            )
+        if self.row_bytes % 16 or self.row_bytes < 16:
+            raise ValueError(f"rows of {self.row_bytes} bytes: push takes multiples of 16")
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ValueError(f"{self.ranks} ranks: push serves 1 to {MAX_RANKS}")
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"{self.slots} slots: push takes 1 to {MAX_SLOTS}")
+
+    @property
+    def pieces(self) -> int:
+        """In which a row is copied, so that many are in flight."""
+        return -(-self.row_bytes // _PIECE_BYTES)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of each but perhaps the last one."""
+        return 16 * -(-self.row_bytes // (16 * self.pieces))
+
+    @property
+    def last_bytes(self) -> int:
+        return self.row_bytes - (self.pieces - 1) * self.piece_bytes
 
     @property
     def depth(self) -> int:
-        """Rows of a warp in shared memory."""
-        return min(_MOST_IN_FLIGHT, _SMEM_BYTES // (_WARPS * self.row_bytes))
+        """Pieces of a warp in shared memory."""
+        return min(_MOST_IN_FLIGHT, _SMEM_BYTES // (_WARPS * self.piece_bytes))
 
     @property
     def lag(self) -> int:
-        """Rows that are being loaded while one is stored."""
-        return max(1, self.depth - 2)
+        """Pieces that are being loaded while others are stored."""
+        return self.depth // 2
 
 
 class PushKernel:
@@ -113,7 +132,7 @@ class PushKernel:
         (Int32, 4),  # state
         (Int32, 4),  # report
     )
-    integers: ClassVar[int] = 11
+    integers: ClassVar[int] = 8
 
     def __init__(self, config: PushConfig) -> None:
         self.config = config
@@ -132,9 +151,9 @@ class PushKernel:
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: N, T, K, experts of a rank, rank, pieces of 16 bytes of a block of side data and
-        from one to the next, limit in milliseconds, CTAs, waves, experts of a wave."""
-        ranks, ctas = self.config.ranks, sizes[8]
+        """Sizes: N, T, experts of a rank, rank, 16 bytes of a block of side data, limit in
+        milliseconds, CTAs and waves."""
+        ranks, ctas = self.config.ranks, sizes[6]
         self.kernel(
             rows,
             table,
@@ -145,7 +164,12 @@ class PushKernel:
             cute.make_tensor(state, cute.make_layout(STATE)),
             report,
             sizes,
-        ).launch(grid=[ctas, 1, 1], block=[_WARPS * _WARP, 1, 1], stream=stream)
+        ).launch(
+            grid=[ctas, 1, 1],
+            block=[_WARPS * _WARP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(
@@ -161,21 +185,22 @@ class PushKernel:
         sizes: tuple[Int32, ...],
     ) -> None:
         config = self.config
-        N, T, K, local, rank, pieces, apart, limit, ctas, waves, in_wave = sizes
+        N, T, local, rank, pieces, limit, ctas, waves = sizes
         layout = struct(
             loaded=array(cutlass.Int64, _WARPS * config.depth),
-            active=array(cutlass.Int32, _WARPS * 2 * _WARP),
-            rows=array(cutlass.Int32, _WARPS * config.depth * config.row_bytes // 4, 128),
+            chosen=array(cutlass.Int32, _WARPS * 2 * _WARP),
+            targets=array(cutlass.Int32, _WARPS * 2 * config.depth),
+            rows=array(cutlass.Int32, _WARPS * config.depth * config.piece_bytes // 4, 128),
         )
         storage = cutlass.utils.SmemAllocator().allocate(layout)
         thread = cute.arch.thread_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(thread // _WARP), thread % _WARP
-        loaded = storage.loaded.data_ptr() + warp * config.depth
+        line = _Line(config, storage, warp, rows, rows_R)
+        start, load, store = line.start, line.load, line.store
         if lane == 0:
-            for slot in cutlass.range_constexpr(config.depth):
-                cute.arch.mbarrier_init(loaded + slot, 1)
+            start()
         cute.arch.mbarrier_init_fence()
-        epoch = state[_EPOCH] + 1
+        epoch = state[EPOCH] + 1
         own = flags_R[rank]
         if thread < config.ranks:
             if cute.arch.block_idx()[0] == 0:
@@ -183,14 +208,46 @@ class PushKernel:
             flag = own + 4 * (ALLOWED + thread)
             peer.wait(flag, epoch, limit, report.toint(), thread)
         cute.arch.sync_threads()
-        self._send_side(side, side_R, rank, pieces, apart, ctas)
+        self._send_side(side, side_R, rank, pieces, ctas)
         self._publish(state, flags_R, Int32(0), waves, rank, epoch, ctas)
-        done = Int32(0)
+        number, warps = cute.arch.block_idx()[0] * _WARPS + warp, ctas * _WARPS
+        listed = cute.make_tensor(
+            storage.chosen.data_ptr() + warp * (2 * _WARP),
+            cute.make_layout((_WARP, 2), stride=(2, 1)),
+        )
+        loads, stores = Int32(0), Int32(0)
+        entries = cute.make_rmem_tensor(config.slots, Int32)
+        self._look_up(table, entries, number + lane * warps, N)
         for wave in cutlass.range(waves):
-            done = self._send_rows(
-                *(rows, table, rows_R, storage, loaded, done),
-                *(N, T, K, local, rank, ctas, wave, in_wave),
-            )
+            for chunk in cutlass.range((N - number + warps * _WARP - 1) // (warps * _WARP)):
+                base = number + chunk * (warps * _WARP)
+                row = base + lane * warps
+                wanted = self._wanted(entries, row, N, T, local, rank, wave, waves)
+                # Rows that come next, of this wave or of the following one, are asked for now.
+                after = base + warps * _WARP
+                if after >= N:
+                    after = number
+                self._look_up(table, entries, after + lane * warps, N)
+                ballot = cute.arch.vote_ballot_sync(wanted != 0)
+                place = cute.arch.popc(ballot & ((Int32(1) << lane) - 1))
+                if wanted != 0:
+                    listed[place, 0], listed[place, 1] = row, wanted
+                cute.arch.sync_warp()
+                if lane == 0:
+                    for i in cutlass.range(cute.arch.popc(ballot)):
+                        row, wanted = listed[i, 0], listed[i, 1]
+                        for piece in cutlass.range_constexpr(config.pieces):
+                            if loads - stores == config.lag:
+                                store(stores)
+                                stores += 1
+                            load(loads, piece, row, rank * T + row % T, wanted)
+                            loads += 1
+                cute.arch.sync_warp()
+            if lane == 0:
+                for _ in cutlass.range(loads - stores):
+                    store(stores)
+                    stores += 1
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
             self._publish(state, flags_R, wave + 1, waves, rank, epoch, ctas)
 
     @cute.jit
@@ -204,138 +261,153 @@ class PushKernel:
         epoch: Int32,
         ctas: Int32,
     ) -> None:
-        """Tell all ranks, once all CTAs are through with a part: 0, the side data, or a wave."""
+        """Tell all ranks, once all warps are through with a part: 0, the side data, or a wave."""
         # Bulk copies have been written; the other stores are before this fence.
         cute.arch.fence_proxy("async.global")
         cute.arch.fence_acq_rel_sys()
-        cute.arch.sync_threads()
-        if cute.arch.thread_idx()[0] == 0:
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
             done = state.iterator + (_DONE + part)
             before = cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu")
-            if before == ctas - 1:
+            if before == ctas * _WARPS - 1:
                 state[_DONE + part] = Int32(0)
                 if part == last:
-                    state[_EPOCH] = epoch
+                    state[EPOCH] = epoch
                 cute.arch.fence_acq_rel_sys()
                 for r in cutlass.range_constexpr(self.config.ranks):
                     peer.store_release(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
+        cute.arch.sync_warp()
 
     @cute.jit
     def _send_side(
-        self,
-        side: cute.Pointer,
-        side_R: cute.Tensor,
-        rank: Int32,
-        pieces: Int32,
-        apart: Int32,
-        ctas: Int32,
+        self, side: cute.Pointer, side_R: cute.Tensor, rank: Int32, pieces: Int32, ctas: Int32
     ) -> None:
-        """Block r of the side data, `apart` after block r - 1, to block `rank` of rank r."""
+        """The block of side data to all ranks, or `back` block r to rank r: to its block `rank`."""
         first = cute.arch.block_idx()[0] * (_WARPS * _WARP) + cute.arch.thread_idx()[0]
-        for r in cutlass.range_constexpr(self.config.ranks):
-            source = side.toint() + Int64(r) * apart * 16
-            target = side_R[r] + Int64(rank) * pieces * 16
-            for piece in cutlass.range(first, pieces, ctas * (_WARPS * _WARP)):
-                at = Int64(piece) * 16
-                ptx.store_global(target + at, *peer.load_global(source + at))
+        step, ranks = ctas * (_WARPS * _WARP), self.config.ranks
+        blocks = cutlass.const_expr(ranks if self.config.back else 1)
+        for block in cutlass.range_constexpr(blocks):
+            source = side.toint() + Int64(block) * pieces * 16
+            to = cutlass.const_expr((block,) if self.config.back else range(ranks))
+            for lot in cutlass.range((pieces + step * _UNROLL - 1) // (step * _UNROLL)):
+                base = first + lot * (step * _UNROLL)
+                words = cute.make_rmem_tensor((4, _UNROLL), cutlass.Uint32)
+                for i in cutlass.range_constexpr(_UNROLL):
+                    if base + i * step < pieces:
+                        at = Int64(base + i * step) * 16
+                        found = peer.load_global(source + at)
+                        for w in cutlass.range_constexpr(4):
+                            words[w, i] = found[w]
+                for i in cutlass.range_constexpr(_UNROLL):
+                    if base + i * step < pieces:
+                        at = (Int64(rank) * pieces + base + i * step) * 16
+                        for r in cutlass.range_constexpr(len(to)):
+                            ptx.store_global(side_R[to[r]] + at, *[words[w, i] for w in range(4)])
 
     @cute.jit
-    def _send_rows(
-        self,
-        rows: cute.Pointer,
-        table: cute.Pointer,
-        rows_R: cute.Tensor,
-        storage: cutlass.Constexpr,
-        loaded: cute.Pointer,
-        done: Int32,
-        N: Int32,
-        T: Int32,
-        K: Int32,
-        local: Int32,
-        rank: Int32,
-        ctas: Int32,
-        wave: Int32,
-        in_wave: Int32,
-    ) -> Int32:
-        """A warp's rows of a wave, 32 at a time: who wants them, one a lane; lane 0 moves them.
-
-        `done` of its rows had been moved before; returned is that number after the wave.
-        """
-        config = self.config
-        thread = cute.arch.thread_idx()[0]
-        warp, lane = cute.arch.make_warp_uniform(thread // _WARP), thread % _WARP
-        number, warps = cute.arch.block_idx()[0] * _WARPS + warp, ctas * _WARPS
-        active = storage.active.data_ptr() + warp * (2 * _WARP)
-        listed = cute.make_tensor(active, cute.make_layout((_WARP, 2), stride=(2, 1)))
-        size = config.depth * config.row_bytes
-        strip = ptx.address(storage.rows.data_ptr()) + warp * size
-        for base in cutlass.range(number, N, warps * _WARP):
-            row = base + lane * warps
-            wanted = self._wanted(table, row, N, T, K, local, rank, wave, in_wave)
-            ballot = cute.arch.vote_ballot_sync(wanted != 0)
-            place = cute.arch.popc(ballot & ((Int32(1) << lane) - 1))
-            if wanted != 0:
-                listed[place, 0], listed[place, 1] = row, wanted
-            cute.arch.sync_warp()
-            count = cute.arch.popc(ballot)
-            if lane == 0:
-                for i in cutlass.range(count + config.lag):
-                    if i < count:
-                        # The slot's last row has been stored; those after it may still be read.
-                        cute.arch.cp_async_bulk_wait_group(config.depth - 1 - config.lag, read=True)
-                        slot = (done + i) % config.depth
-                        barrier = loaded + slot
-                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, config.row_bytes)
-                        source = rows.toint() + Int64(listed[i, 0]) * config.row_bytes
-                        to = strip + slot * config.row_bytes
-                        peer.load_row(to, source, Int32(config.row_bytes), ptx.address(barrier))
-                    if i >= config.lag:
-                        j = i - config.lag
-                        slot, phase = (done + j) % config.depth, (done + j) // config.depth % 2
-                        cute.arch.mbarrier_wait(loaded + slot, phase)
-                        at = rank * T + listed[j, 0] % T
-                        for r in cutlass.range_constexpr(config.ranks):
-                            if (listed[j, 1] >> r) & 1 == 1:
-                                target = rows_R[r] + Int64(at) * config.row_bytes
-                                of = strip + slot * config.row_bytes
-                                peer.store_row(target, of, Int32(config.row_bytes))
-                        cute.arch.cp_async_bulk_commit_group()
-            done += count
-            cute.arch.sync_warp()
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
-        return done
+    def _look_up(self, table: cute.Pointer, entries: cute.Tensor, row: Int32, N: Int32) -> None:
+        """The experts of a row, past the last one of that."""
+        slots = self.config.slots
+        wide = cutlass.const_expr(4 if slots % 4 == 0 else 1)
+        for k in cutlass.range_constexpr(0, slots, wide):
+            some = cute.make_rmem_tensor(wide, Int32)
+            at = table + cute.assume(Int64(cutlass.min(row, N - 1)) * slots + k, divby=wide)
+            cute.autovec_copy(cute.make_tensor(at, cute.make_layout(wide)), some)
+            for i in cutlass.range_constexpr(wide):
+                entries[k + i] = some[i]
 
     @cute.jit
     def _wanted(
         self,
-        table: cute.Pointer,
+        entries: cute.Tensor,
         row: Int32,
         N: Int32,
         T: Int32,
-        K: Int32,
         local: Int32,
         rank: Int32,
         wave: Int32,
-        in_wave: Int32,
+        waves: Int32,
     ) -> Int32:
         """The ranks that want a row in this wave, a bit each."""
         now, before = Int32(0), Int32(0)
-        if row < N:
-            entries = cute.make_tensor(table + Int64(row) * K, cute.make_layout(K))
-            for k in cutlass.range(K):
-                entry = entries[k]
-                if entry >= 0:
-                    owner = entry // local
-                    if cutlass.const_expr(self.config.back):
-                        if owner == rank:
-                            now = Int32(1) << (row // T)
-                    else:
-                        of = (entry - owner * local) // in_wave
-                        if of == wave:
-                            now = now | (Int32(1) << owner)
-                        if of < wave:
-                            before = before | (Int32(1) << owner)
+        begin = local * ((Int32(1) << wave) - 1)  # as in `waves`
+        end = 2 * begin + local
+        for k in cutlass.range_constexpr(self.config.slots):
+            if (entries[k] >= 0) & (row < N):
+                owner = entries[k] // local
+                if cutlass.const_expr(self.config.back):
+                    if owner == rank:
+                        now = Int32(1) << (row // T)
+                else:
+                    scaled = (entries[k] - owner * local) * ((Int32(1) << waves) - 1)
+                    if scaled < begin:
+                        before = before | (Int32(1) << owner)
+                    elif scaled < end:
+                        now = now | (Int32(1) << owner)
         return now & ~before
+
+
+class _Line:
+    """Rows of a warp on their way through shared memory, piece by piece, in order; lane 0's.
+
+    Piece n has slot n % depth; of the pieces in flight, `lag` are being loaded.
+    """
+
+    def __init__(
+        self,
+        config: PushConfig,
+        storage: Any,
+        warp: Int32,
+        rows: cute.Pointer,
+        rows_R: cute.Tensor,
+    ) -> None:
+        self.config, self.rows, self.rows_R = config, rows, rows_R
+        self.loaded = storage.loaded.data_ptr() + warp * config.depth
+        self.targets: Any = cute.make_tensor(
+            storage.targets.data_ptr() + warp * (2 * config.depth),
+            cute.make_layout((config.depth, 2), stride=(2, 1)),
+        )
+        size = config.depth * config.piece_bytes
+        self.strip = ptx.address(storage.rows.data_ptr()) + warp * size
+
+    def start(self) -> None:
+        for slot in range(self.config.depth):
+            cute.arch.mbarrier_init(self.loaded + slot, 1)
+
+    @cute.jit
+    def load(
+        self, number: Int32, piece: cutlass.Constexpr, row: Int32, at: Int32, wanted: Int32
+    ) -> None:
+        """Begin to load a piece of `row`, for row `at` of the ranks that want it."""
+        config = self.config
+        # The slot's last piece has been stored; those after it may still be read.
+        cute.arch.cp_async_bulk_wait_group(config.depth - config.lag, read=True)
+        slot = number % config.depth
+        self.targets[slot, 0], self.targets[slot, 1] = at, wanted
+        last = cutlass.const_expr(piece == config.pieces - 1)
+        size = config.last_bytes if last else config.piece_bytes
+        cute.arch.mbarrier_arrive_and_expect_tx(self.loaded + slot, size)
+        source = self.rows.toint() + (Int64(row) * config.row_bytes + piece * config.piece_bytes)
+        to = self.strip + slot * config.piece_bytes
+        peer.load_row(to, source, Int32(size), ptx.address(self.loaded + slot))
+
+    @cute.jit
+    def store(self, number: Int32) -> None:
+        """Begin to store a piece, once it is loaded."""
+        config = self.config
+        slot = number % config.depth
+        cute.arch.mbarrier_wait(self.loaded + slot, number // config.depth % 2)
+        piece = number % config.pieces
+        size = Int32(config.piece_bytes)
+        if piece == config.pieces - 1:
+            size = Int32(config.last_bytes)
+        at = Int64(self.targets[slot, 0]) * config.row_bytes + piece * config.piece_bytes
+        wanted = self.targets[slot, 1]
+        for r in cutlass.range_constexpr(config.ranks):
+            if (wanted >> r) & 1 == 1:
+                of = self.strip + slot * config.piece_bytes
+                peer.store_row(self.rows_R[r] + at, of, size)
+        cute.arch.cp_async_bulk_commit_group()
 
 
 @dataclass(frozen=True)
@@ -417,7 +489,7 @@ def push(
         local_experts: experts of a rank; rank r has those from r * local_experts on.
         back: rows go back to the ranks of their tokens.
         comm_sms: CTAs, one a SM; 0 takes as many as there are SMs.
-        waves: groups of `experts_of_a_wave` of a rank's experts, after each of which its tokens are
+        waves: groups of a rank's experts (`kernels.sm90.waves`), after each of which its tokens are
             there; 1 with `back`.
 
     Raises:
@@ -435,25 +507,19 @@ def push(
     block = size // ranks if back else size
     if block % 16 or (back and block * ranks != size):
         raise ValueError(f"side data of {size} bytes: blocks must be multiples of 16 bytes")
+    if not N:
+        raise ValueError("rows must have a row at least")
     if not 1 <= waves <= (1 if back else MAX_WAVES):
         raise ValueError(f"waves={waves}: 1 to {MAX_WAVES}, and 1 on the way back")
-    sizes = (N, tokens, table_NK.shape[1], local_experts, places.rank)
     launch(
         PushKernel,
-        PushConfig(2 * D, ranks, back),
+        PushConfig(2 * D, ranks, table_NK.shape[1], back),
         (rows_ND, table_NK, side, *places[:5]),
         (
-            *sizes,
-            *(block // 16, block // 16 if back else 0),
-            *(places.limit_ms, comm_sms or sms(where)),
-            *(waves, experts_of_a_wave(local_experts, waves)),
+            *(N, tokens, local_experts, places.rank),
+            *(block // 16, places.limit_ms, comm_sms or sms(where), waves),
         ),
     )
-
-
-def experts_of_a_wave(local_experts: int, waves: int) -> int:
-    """Of each but perhaps the last one."""
-    return -(-local_experts // waves)
 
 
 def arrive(places: Places, *, part: int = 1, ahead: int = 1, alone: bool = False) -> None:

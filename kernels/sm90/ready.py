@@ -16,16 +16,25 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from kernels.sm90 import peer
+from kernels.sm90.waves import wave_on_device
 
 WORDS = 6
 """int64: addresses of this rank's flags of the first wave, of the epoch that is waited for and of
-the report; milliseconds of the longest wait; R and int32 from a wave's flags to the next's; experts
-of a wave."""
+the report; milliseconds of the longest wait; R and int32 from a wave's flags to the next's; this
+rank's experts and their waves."""
 _HALF = 16
 
 
 def ready(
-    flags: int, epoch: int, report: int, *, limit_ms: int, ranks: int, apart: int, experts: int
+    flags: int,
+    epoch: int,
+    report: int,
+    *,
+    limit_ms: int,
+    ranks: int,
+    apart: int,
+    experts: int,
+    waves: int,
 ) -> Tensor:
     """The words, on the host. See WORDS for the arguments.
 
@@ -33,8 +42,9 @@ def ready(
         ValueError: no expert, or ranks that one warp cannot look after.
     """
     if not 1 <= ranks <= 32 or experts < 1:
-        raise ValueError(f"{ranks} ranks, {experts} experts a wave: must be 1 to 32, and 1 or more")
-    return torch.tensor([flags, epoch, report, limit_ms, ranks + (apart << _HALF), experts])
+        raise ValueError(f"{ranks} ranks, {experts} experts: must be 1 to 32, and 1 or more")
+    sizes = (ranks + (apart << _HALF), experts + (waves << _HALF))
+    return torch.tensor([flags, epoch, report, limit_ms, *sizes])
 
 
 class Ready:
@@ -59,7 +69,8 @@ class Ready:
     def __call__(self, expert: Int32) -> None:
         """Wait for the wave of `expert`."""
         words, seen = self.words, self.seen
-        wave = expert // Int32(words[5])
+        experts = Int32(words[5])
+        wave = wave_on_device(expert, experts & ((1 << _HALF) - 1), experts >> _HALF)
         if wave >= seen[0]:
             sizes, lane = Int32(words[4]), cute.arch.lane_idx()
             if lane < (sizes & ((1 << _HALF) - 1)):

@@ -19,13 +19,17 @@ from kernels.sm90.epilogues import Linear
 from kernels.sm90.gemm import Gemm, GemmConfig, matrix, vector, weights, words
 from kernels.sm90.launch import clusters_beside, launch, sms
 from kernels.sm90.mainloop import Mainloop
+from kernels.sm90.progress import Told
 
 
 class RowsKernel(Gemm):
     """y[s] = a[s] @ w[e]^T (+ bias[e] * scale[s])."""
 
-    pointers: ClassVar[tuple[tuple[type, int], ...]] = (BF16, BF16, BF16, WORD, FP32, INT, INT, INT)
-    integers: ClassVar[int] = 6
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        *(BF16, BF16, BF16, WORD, FP32),
+        *(INT, INT, INT, INT),
+    )
+    integers: ClassVar[int] = 7
 
     @cute.jit
     def __call__(
@@ -38,14 +42,16 @@ class RowsKernel(Gemm):
         index: cute.Pointer,
         offsets: cute.Pointer,
         counter: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        progress: cute.Pointer,
+        sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, rows of a, N, K, L, clusters."""
-        S, A, N, K, L, clusters = sizes
+        """Sizes: S, rows of a, N, K, L, clusters, waves."""
+        S, A, N, K, L, clusters, waves = sizes
         loop = self.config.mainloop
         given = self.config.epilogue.host(
-            loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)
+            *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
+            *(progress, L, waves),
         )
         self.run(
             matrix(a, A, K),
@@ -75,6 +81,7 @@ def rows(
     sm_margin: int = 0,
     dynamic: bool = True,
     loop: Mainloop | None = None,
+    told: Told | None = None,
 ) -> Tensor:
     """y[s] = a[s] @ w[e(s)]^T (+ bias[e(s)] * scale[s]), in fp32, rounded once.
 
@@ -92,6 +99,7 @@ def rows(
         sm_margin: SMs to leave free, rounded up to whole clusters.
         dynamic: claim tiles on the device; otherwise deal them out in turn.
         loop: tile to use; default `tiles.choose`.
+        told: whom to tell of experts that are finished; also says `out_SN` and `loop`.
 
     Returns:
         y_SN in bf16.
@@ -103,6 +111,8 @@ def rows(
         raise ValueError("bias and scale: give both or none")
     (L, N, K), transposed = weight("w", w_LNK)
     S = a.shape[0] if index_S is None else index_S.shape[0]
+    if told is not None:
+        out_SN, loop, sm_margin = told.out_SN, told.loop, max(sm_margin, told.sms)
     out = a.new_empty(S, N) if out_SN is None else out_SN
     require(
         a.device,
@@ -117,14 +127,17 @@ def rows(
     )
     gather = index_S is not None
     loop = loop or tiles.choose("rows", N, K, gather=gather, transposed=transposed)
-    config = GemmConfig(Linear(bias_LN is not None), loop, dynamic)
+    config = GemmConfig(Linear(bias_LN is not None, told is not None), loop, dynamic)
     if S and a.shape[0]:
         counter = counter_of(a.device) if counter is None else counter
         clusters = clusters_beside(sms(a.device), sm_margin, loop.cluster)
         launch(
             RowsKernel,
             config,
-            (a, w_LNK, out, bias_LN, scale_S, index_S, offsets, counter),
-            (S, a.shape[0], N, K, L, clusters),
+            (
+                *(a, w_LNK, out, bias_LN, scale_S, index_S, offsets, counter),
+                None if told is None else told.progress,
+            ),
+            (S, a.shape[0], N, K, L, clusters, 0 if told is None else told.waves),
         )
     return out

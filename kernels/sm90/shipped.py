@@ -35,7 +35,8 @@ def _gemms() -> Iterator[tuple[type, Any]]:
         return GemmConfig(epilogue, loop, waits=waits)
 
     for tile in table()["rows"]:
-        yield from ((RowsKernel, gemm(Linear(bias), tile, False, False)) for bias in EITHER)
+        for bias, tells in product(EITHER, EITHER):
+            yield RowsKernel, gemm(Linear(bias, tells), tile, False, False)
         yield RowsKernel, gemm(Linear(), tile, False, True)
     for tile, gather in product(table()["fc1_act"], EITHER):
         yield Fc1Kernel, gemm(Act(SWIGLU), tile, gather, False)
@@ -99,10 +100,12 @@ def _routing() -> Iterator[tuple[type, Any]]:
 
 def _exchanges() -> Iterator[tuple[type, Any]]:
     """Between eight GPUs, for the widths of the models in configs/model."""
+    from kernels.sm90.combine_push import CombinePushConfig, CombinePushKernel
     from kernels.sm90.push import ArriveConfig, ArriveKernel, PushConfig, PushKernel
 
-    for hidden, back in product((2048, 2880, 7168), EITHER):
-        yield PushKernel, PushConfig(2 * hidden, 8, back)
+    for (hidden, slots), back in product(((2048, 8), (2880, 4), (7168, 8)), EITHER):
+        yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
+    yield from ((CombinePushKernel, CombinePushConfig(slots, 8)) for slots in (4, 8))
     yield ArriveKernel, ArriveConfig(8)
 
 

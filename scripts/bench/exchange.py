@@ -34,7 +34,7 @@ from scripts.bench.ranks import RankBench, RankSides, differing
 from scripts.bench.records import Record
 from scripts.bench.routing import KINDS, bytes_sent, probabilities, routed
 
-_LASTING = 2.0
+_LASTING = 3.0
 """The GEMM beside a push lasts this many times as long as the push alone."""
 
 

@@ -12,6 +12,8 @@ from kernels.activation import Activation
 from scripts.bench.problems import SWIGLU
 from scripts.bench.shapes import Shape
 
+GPUS = 8
+"""Of a host, which what is asked below is asked of."""
 TOKENS = 8192
 """Of a rank; what is asked below is asked at this number."""
 _NOTHING: Mapping[str, float] = MappingProxyType({})

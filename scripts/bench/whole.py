@@ -23,6 +23,7 @@ from scripts.bench.models import (
     EXPOSED_ASKED,
     FLASH,
     FLASH_TOKENS,
+    GPUS,
     SCALING_ASKED,
     SKEW_ASKED,
     TOKENS,
@@ -52,9 +53,14 @@ def fitting(bench: RankBench, model: Model, memory: float) -> Model:
 
 
 def fitted(bench: RankBench, model: Model) -> Model:
-    """The same for this device."""
+    """The same for this device; and on fewer than `GPUS`, the experts of those that are there.
+
+    The GEMMs of a GPU are then those that are asked about. What it sends is less.
+    """
     if bench.clock.device.type != "cuda":
         return model
+    ranks = min(bench.ranks, GPUS)
+    model = model._replace(experts=max(model.experts * ranks // GPUS, model.top_k))
     return fitting(bench, model, torch.cuda.get_device_properties(bench.clock.device).total_memory)
 
 
@@ -162,8 +168,9 @@ def layer(bench: RankBench, model: Model, tokens: int) -> list[Record]:
                 two.take_part(f"{name}, {kind}", transport, backward=False)
     sides.run()
     fewer = whole.experts < model.experts
-    note = f"with {whole.experts} of {model.experts} experts, for lack of memory" if fewer else ""
-    judged = bench.ranks > 1 and tokens == TOKENS and not fewer
+    note = f"{whole.experts} of {model.experts} experts" if fewer else ""
+    lacking = whole.experts * GPUS < model.experts * bench.ranks
+    judged = bench.ranks > 1 and tokens == TOKENS and not lacking
     made = []
     for side in taking:
         for what in ("forward", "backward"):
@@ -184,7 +191,8 @@ def rate(
     """A pass, against the TFLOP/s that are asked of it."""
     if asked is None:
         return sides.record(side, what, flops=flops, note=note)
-    judged = dict(other=flops / asked * 1e-9, bars=(1.0, None), note=f"asked {asked:g} TFLOP/s")
+    note = f"asked {asked:g} TFLOP/s{note and ', '}{note}"
+    judged = dict(other=flops / asked * 1e-9, bars=(1.0, None), note=note)
     return sides.record(side, what, flops=flops, **judged)
 
 

@@ -115,7 +115,7 @@ def test_ranks_meet_before_places_are_taken_from_the_first_one_again(meet: bool)
         explore(program, 60)
 
 
-R, T, D, E, K = 2, 4, 8, 8, 2
+R, T, D, E, K = 2, 4, 8, 16, 2
 Calls = list[tuple[str, int, int]]
 
 
@@ -139,6 +139,10 @@ class Recorder:
         self._holds.update({t.untyped_storage().data_ptr(): self._last for t in self._places[slot]})
         self.calls.append(("start", self._last, waves))
         return SimpleNamespace(slot=slot, number=self._last, parts=waves, given=(rows,))
+
+    def start_sums(self, y_SD: Tensor, channels: int, *plan: Tensor) -> Any:
+        sent = self.start(y_SD, plan[1], y_SD.new_empty(0), E // R, back=True)
+        return sent, None, lambda: None
 
     def arrive(self, sent: Any, *, side_only: bool = False) -> None:
         self.calls.append(("arrive", sent.number, 0 if side_only else sent.parts))

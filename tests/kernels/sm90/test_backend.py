@@ -61,7 +61,7 @@ class Kernels:
 
     class rows:
         @staticmethod
-        def rows(a, w_LNK, offsets, *, bias_LN, scale_S, sm_margin, dynamic):
+        def rows(a, w_LNK, offsets, *, bias_LN, scale_S, sm_margin, dynamic, told):
             assert (bias_LN is None) == (scale_S is None)
             launches.append(("rows", sm_margin, dynamic))
             return reference.rows(a, w_LNK, rows_of(offsets, None, scale_S), bias_LN)

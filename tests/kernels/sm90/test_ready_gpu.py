@@ -11,7 +11,7 @@ from kernels.activation import Activation
 from kernels.plan import make_plan
 from kernels.sm90.fc1_act import fc1_act
 from kernels.sm90.fc2_dgrad_dact import fc2_dgrad_dact
-from kernels.sm90.push import MAX_RANKS, SEEN_BYTES, arrive, experts_of_a_wave, push
+from kernels.sm90.push import MAX_RANKS, SEEN_BYTES, arrive, push
 from kernels.sm90.ready import ready
 from tests.kernels.sm90.test_push_gpu import CANARY, Ranks, _routing
 
@@ -28,7 +28,8 @@ def _words(ranks: Ranks, rank: int, local: int, waves: int) -> torch.Tensor:
         limit_ms=places.limit_ms,
         ranks=ranks.R,
         apart=MAX_RANKS,
-        experts=experts_of_a_wave(local, waves),
+        experts=local,
+        waves=waves,
     ).cuda()
 
 

@@ -1,0 +1,70 @@
+"""How a grouped GEMM tells another kernel, while it runs, which waves of experts it has finished.
+
+Every multiplying warp counts a tile for its wave (`waves.last_wave_on_device`) when it comes to
+its next one: by then its stores have long been written, and nothing is waited for. The reader,
+`combine_push`, computes how many counts make a wave.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+from torch import Tensor
+
+from kernels.sm90.mainloop import GROUP_THREADS, TILE_ROWS, Mainloop
+from kernels.sm90.waves import MAX_WAVES, last_wave_on_device
+
+CLAIMED, THROUGH, COUNTS = 0, 1, 2
+PROGRESS = COUNTS + MAX_WAVES
+"""int32 of a rank, 0 between exchanges: chunks of rows that were claimed and warps that are through
+(`combine_push`), and counts of each wave."""
+_WARPS = GROUP_THREADS // 32
+
+
+class Told(NamedTuple):
+    """What `rows` is given to tell."""
+
+    out_SN: Tensor
+    """Where it writes."""
+    progress: Tensor
+    """int32 [PROGRESS]."""
+    waves: int
+    loop: Mainloop
+    """Its tile, on which the number of counts depends."""
+    sms: int
+    """SMs of the reader, which it leaves free."""
+
+    @property
+    def tile_rows(self) -> int:
+        return self.loop.cluster * TILE_ROWS
+
+    @property
+    def counts(self) -> int:
+        """Of `tile_rows` rows of an expert."""
+        groups = 1 if self.loop.pingpong else 2
+        column_tiles = -(-self.out_SN.shape[1] // self.loop.columns)
+        return self.loop.cluster * groups * _WARPS * column_tiles
+
+
+class Tell:
+    """Device side, for a warp. `turn`, kept between tiles, is 1 more than the wave to tell of."""
+
+    def __init__(self, progress: cute.Pointer, experts: Int32, waves: Int32) -> None:
+        self.progress, self.experts, self.waves = progress, experts, waves
+
+    @cute.jit
+    def __call__(self, turn: Int32) -> None:
+        """Tell of the tile before, if there was one."""
+        if turn > 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            cute.arch.fence_proxy("async.global")
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                count: Any = self.progress + (COUNTS - 1 + turn)
+                cute.arch.atomic_add(count, Int32(1), sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def after(self, expert: Int32) -> Int32:
+        """The next `turn`."""
+        return last_wave_on_device(expert, self.experts, self.waves) + 1
