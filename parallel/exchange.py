@@ -8,7 +8,6 @@ in a CUDA graph.
 Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -160,7 +159,7 @@ class Exchange:
         given = (rows.contiguous(), table, side)
         waves = 1 if back else self._waves(local)
 
-        def send(places: Places) -> None:
+        def send(places: "Places") -> None:
             push(
                 *given,
                 places,
@@ -173,59 +172,57 @@ class Exchange:
 
         return self._begin(send, waves, given)
 
-    def start_sums(
-        self,
-        y_SD: Tensor,
-        channels: int,
-        inverse_NK: Tensor,
-        table_NK: Tensor,
-        offsets: Tensor,
-    ) -> tuple[Sent, "Told", Callable[[], None]]:
-        """Begin to send sums back as experts finish; only if pushes run beside other kernels.
-
-        Args:
-            y_SD: where the experts are going to write.
-            channels: of what they multiply.
-            inverse_NK, table_NK, offsets: as `kernels.sm90.combine_push` takes them.
-
-        Returns:
-            The exchange, what `kernels.sm90.rows` is to be told next, and what to call after that.
-        """
+    def told(self, y_SD: Tensor, channels: int, local: int) -> "Told":
+        """What `kernels.sm90.rows` is to be told that makes y of `channels`, for `send_sums`."""
         from kernels.sm90 import tiles
-        from kernels.sm90.combine_push import combine_push, warps_of
-        from kernels.sm90.launch import sms
         from kernels.sm90.progress import Told
 
         loop = tiles.choose("rows", y_SD.shape[1], channels, gather=False, transposed=False)
-        local, everywhere = offsets.numel() - 1, sms(y_SD.device)
-        told = Told(y_SD, self._progress, self._waves(local), loop, self._comm_sms)
+        return Told(y_SD, self._progress, self._waves(local), loop, self._comm_sms)
 
-        def send(places: Places, ctas: int) -> None:
-            combine_push(
-                told,
-                inverse_NK,
-                table_NK,
-                offsets,
-                places,
-                tokens=self.tokens,
-                ctas=ctas,
-                warps=warps_of(self._comm_sms, everywhere),
-            )
+    def send_sums(
+        self,
+        told: "Told",
+        inverse_NK: Tensor,
+        table_NK: Tensor,
+        offsets: Tensor,
+        begun: torch.cuda.Event,
+    ) -> Sent:
+        """Send sums back as experts finish; only if pushes run beside other kernels.
 
-        given = (y_SD, inverse_NK, table_NK, offsets)
-        sent = self._begin(functools.partial(send, ctas=self._comm_sms), 1, given)
-        return sent, told, functools.partial(send, self._places[sent.slot], everywhere)
+        Args:
+            told: of the experts' kernel, which has been launched: nothing here may be waited for
+                before.
+            inverse_NK, table_NK, offsets: as `kernels.sm90.combine_push` takes them.
+            begun: what was there before that kernel.
+        """
+        from kernels.sm90.combine_push import combine_push, warps_of
+        from kernels.sm90.launch import sms
+
+        given, everywhere = (inverse_NK, table_NK, offsets), sms(offsets.device)
+        how = dict(tokens=self.tokens, warps=warps_of(self._comm_sms, everywhere))
+
+        def send(places: "Places") -> None:
+            combine_push(told, *given, places, ctas=self._comm_sms, **how)
+
+        sent = self._begin(send, 1, (told.out_SN, *given), begun)
+        combine_push(told, *given, self._places[sent.slot], ctas=everywhere, **how)
+        return sent
 
     def _begin(
-        self, send: Callable[["Places"], None], waves: int, given: tuple[Tensor, ...]
+        self,
+        send: Callable[["Places"], None],
+        waves: int,
+        given: tuple[Tensor, ...],
+        after: torch.cuda.Event | None = None,
     ) -> Sent:
-        """The next exchange, sent on the stream of pushes."""
+        """The next exchange, on the stream of pushes, `after` all that this one has been given."""
         here = torch.cuda.current_stream()
         stream = self._stream or here
         slot = self._next
         self._next = (slot + 1) % SLOTS
         if stream != here:
-            stream.wait_stream(here)
+            stream.wait_event(after or here.record_event())
         with torch.cuda.stream(stream):
             send(self._places[slot])
             pushed = torch.cuda.Event()

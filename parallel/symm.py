@@ -12,7 +12,7 @@ Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T rece
 
 import functools
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,7 +93,7 @@ class Trip:
         self.again: Tensor
         """For the backward pass: this rank's tokens, to be sent again, or received ones."""
         self._on_way: dict[str, Sent] = {}
-        self._finish: Callable[[], None]
+        self._making: tuple[Any, Rows, torch.cuda.Event]
 
     def send(self, what: str, rows: Tensor, side: Tensor, *, alone: bool, back: bool) -> Sent:
         """Start an exchange; `meet` waits for it."""
@@ -140,19 +140,20 @@ class Trip:
 
     def start_sums(self, a_SF: Tensor, hidden: int, rows: Rows, training: bool) -> Any:
         """Sums are going to leave as fc2 of a makes them."""
-        assert rows.inverse_NK is not None
         self.end_tokens(training)
         y_SD = a_SF.new_empty(a_SF.shape[0], hidden)
-        sent, told, self._finish = self.exchange.start_sums(
-            y_SD, a_SF.shape[1], rows.inverse_NK, self.idx_NK, rows.offsets
-        )
-        self._on_way["out"] = sent
+        told = self.exchange.told(y_SD, a_SF.shape[1], self.local)
+        self._making = told, rows, torch.cuda.current_stream().record_event()
         return told
 
     def finish_sums(self) -> Tensor:
         """Fc2 has been launched."""
-        self._finish()
-        return self.rows(self.begun("out"))
+        told, rows, begun = self._making
+        assert rows.inverse_NK is not None
+        how = (rows.inverse_NK, self.idx_NK, rows.offsets, begun)
+        sent = self._on_way["out"] = self.exchange.send_sums(told, *how)
+        del self._making
+        return self.rows(sent)
 
     def end_tokens(self, training: bool) -> None:
         """All received tokens have been read; `training`: the backward pass will again."""

@@ -5,8 +5,9 @@ it brings (`combine`): row n goes to rank n // T as soon as the last of its expe
 while `rows` works on the experts after it. Waves of experts (`waves`) say when to look: wave after
 wave, warps claim chunks of rows and send those whose last expert is in it, straight from registers.
 
-It is launched twice. A few SMs begin together with the experts; all SMs, on the stream of these and
-hence after them, do what is left. The last warp of both says to all ranks that everything has come.
+It is launched twice. A few SMs, which `rows` leaves free, begin while that runs; all SMs, on its
+stream and hence after it, do what is left. The last warp of both says to all ranks that everything
+has come.
 
 Legend: R ranks, T tokens of a rank, N = R * T rows, K slots of a row, S expert rows, D columns, L
 experts of a rank.
@@ -274,7 +275,10 @@ def combine_push(
     ctas: int,
     warps: int,
 ) -> None:
-    """One of two launches of a way back; between them comes the launch of `rows` that is `told`.
+    """One of two launches of a way back, after the launch of `rows` that is `told`.
+
+    The first is for another stream. Both wait for all that `rows` makes, so that has to be launched
+    before them: what it needs might not be loaded while others wait for it.
 
     Args:
         told: of y [S, D], bf16, D a multiple of 8, and its progress.

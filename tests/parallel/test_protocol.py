@@ -140,9 +140,11 @@ class Recorder:
         self.calls.append(("start", self._last, waves))
         return SimpleNamespace(slot=slot, number=self._last, parts=waves, given=(rows,))
 
-    def start_sums(self, y_SD: Tensor, channels: int, *plan: Tensor) -> Any:
-        sent = self.start(y_SD, plan[1], y_SD.new_empty(0), E // R, back=True)
-        return sent, None, lambda: None
+    def told(self, y_SD: Tensor, channels: int, local: int) -> Any:
+        return SimpleNamespace(out_SN=y_SD)
+
+    def send_sums(self, told: Any, inverse_NK: Tensor, table_NK: Tensor, *rest: Any) -> Any:
+        return self.start(told.out_SN, table_NK, table_NK.new_empty(0), E // R, back=True)
 
     def arrive(self, sent: Any, *, side_only: bool = False) -> None:
         self.calls.append(("arrive", sent.number, 0 if side_only else sent.parts))
@@ -209,6 +211,8 @@ def test_the_model_says_what_symm_does(
     summed = SimpleNamespace(combine=lambda rows_ND, table_TR: rows_ND[:T].clone())
     monkeypatch.setitem(sys.modules, "kernels.sm90.combine", summed)
     monkeypatch.setattr(symm, "exchange_of", lambda *_: recorder)
+    stream = SimpleNamespace(record_event=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     options = SymmOptions(keep=keep, comm_sms=8 * overlaps)
     group: Any = None
     transport = Symm(group, Planner(), local=E // R, options=options, waits=beside)

@@ -54,11 +54,12 @@ class Way:
             told = Told(out, self.progress[r], self.waves, loop, BEGIN)
             given = (told, plan.inverse_NK, self.table, plan.offsets, self.ranks.places[r])
             how = dict(tokens=self.T, warps=warps_of(BEGIN, REST))
-            self.pushing.wait_stream(here)
-            with torch.cuda.stream(self.pushing):
-                combine_push(*given, ctas=BEGIN, **how)
+            begun = here.record_event()
             scaled = dict(bias_LN=self.bias[r], scale_S=plan.row_prob_S) if bias else {}
             rows(self.a[r], self.w2[r], plan.offsets, told=told, **scaled)
+            self.pushing.wait_event(begun)
+            with torch.cuda.stream(self.pushing):
+                combine_push(*given, ctas=BEGIN, **how)
             combine_push(*given, ctas=REST, **how)
             here.wait_stream(self.pushing)
         for places in self.ranks.places:
