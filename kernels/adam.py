@@ -1,8 +1,9 @@
 """AdamW with moments in bf16: one pass over parameter, gradient and both moments.
 
 Moments are read in bf16, the update is fp32, and they are rounded to nearest on the way back, as
-in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). A Triton kernel on NVIDIA GPUs; elsewhere torch,
-in slices, so that no moment exists in fp32 as a whole.
+in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). Gradients are clipped as they are read, with the
+same bits as by a pass of its own before. A Triton kernel on NVIDIA GPUs; elsewhere torch, in
+slices, so that no moment exists in fp32 as a whole.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class Update:
     weight_decay: float
     step: int
     """Counted from 1, this one included."""
+    clip_coef: float = 1.0
+    """Factor on the gradient, in fp32 and rounded to fp32: that of clipping by total norm."""
 
     @property
     def kept(self) -> float:
@@ -48,7 +51,7 @@ def update_(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, how: Upda
 
     Args:
         param: fp32, contiguous, of any shape, as the others are.
-        grad: fp32 or bf16.
+        grad: fp32 or bf16; stays as it is.
         mean, square: bf16 moments.
         how: numbers of this step.
 
@@ -64,7 +67,7 @@ def update_(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, how: Upda
         launch(p, g, m16, v16, how)
         return
     for p, g, m16, v16 in zip(*(t.split(_SLICE) for t in flat), strict=True):
-        g = g.float()
+        g = g.float() * how.clip_coef
         m = m16.float().lerp_(g, 1 - how.beta1)
         v = v16.float().mul_(how.beta2).addcmul_(g, g, value=1 - how.beta2)
         m16.copy_(m)

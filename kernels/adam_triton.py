@@ -27,11 +27,12 @@ def _step(  # type: ignore[no-untyped-def]
     kept,
     rate,
     scale,
+    clip_coef,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < n
-    g = tl.load(grad + at, mask=here, other=0.0).to(tl.float32)
+    g = tl.load(grad + at, mask=here, other=0.0).to(tl.float32) * clip_coef
     m = beta1 * tl.load(mean + at, mask=here, other=0.0).to(tl.float32) + other1 * g
     v = beta2 * tl.load(square + at, mask=here, other=0.0).to(tl.float32) + other2 * g * g
     tl.store(mean + at, m.to(tl.bfloat16), mask=here)
@@ -61,6 +62,7 @@ def launch(
         how.kept,
         how.rate,
         how.scale,
+        how.clip_coef,
         BLOCK=_BLOCK,
         num_warps=8,
     )

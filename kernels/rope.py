@@ -41,7 +41,7 @@ def rope(
     Raises:
         ValueError: angles that do not fit x.
     """
-    _check(x_SBHd.shape[0], x_SBHd.shape[-1] - first, freqs_S11F)
+    check_angles(x_SBHd.shape[0], x_SBHd.shape[-1] - first, freqs_S11F)
     if x_SBHd.is_cuda:
         return turn(x_SBHd, freqs_S11F, mscale, interleaved, first, False)
     F = freqs_S11F.shape[-1]
@@ -71,7 +71,7 @@ def rope_qkv(
     Raises:
         ValueError: angles that do not fit.
     """
-    _check(qkv_SBGNd.shape[0], qkv_SBGNd.shape[-1], freqs_S11F)
+    check_angles(qkv_SBGNd.shape[0], qkv_SBGNd.shape[-1], freqs_S11F)
     if qkv_SBGNd.is_cuda and freqs_S11F.shape[-1] == qkv_SBGNd.shape[-1]:
         return turn_qkv(qkv_SBGNd, bias_GNd, freqs_S11F, mscale)
     if bias_GNd is not None:
@@ -87,7 +87,8 @@ def split_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return qkv[..., :queries, :], qkv[..., queries, :], qkv[..., queries + 1, :]
 
 
-def _check(positions: int, channels: int, freqs: Tensor) -> None:
+def check_angles(positions: int, channels: int, freqs: Tensor) -> None:
+    """Raise ValueError for rotary angles that do not fit heads of so many channels."""
     F = freqs.shape[-1]
     if freqs.shape != (positions, 1, 1, F) or freqs.dtype != torch.float32 or F % 2 or F > channels:
         raise ValueError(
@@ -103,7 +104,7 @@ def turn(
     """`rope`, or with `inverse` its transpose: from pairs half a width apart to those of x."""
     from kernels.rope_triton import rotate
 
-    x = _dense(x)
+    x = dense(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rotate(
         x[:, :, :, None],
@@ -144,7 +145,7 @@ def turn_qkv(
     """`rope_qkv` by the kernel."""
     from kernels.rope_triton import rotate
 
-    qkv = _dense(qkv)
+    qkv = dense(qkv)
     q, k, v = _empty_heads(qkv)
     q_from, k_from, v_from = split_heads(qkv)
     q_bias, k_bias, v_bias = (None,) * 3 if bias is None else split_heads(bias)
@@ -177,7 +178,7 @@ def turn_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, freqs: Tensor, mscale:
 
     dqkv = _empty_mixed(dq, dk)
     q_to, k_to, v_to = split_heads(dqkv)
-    dq, dk = _dense(dq), _dense(dk)
+    dq, dk = dense(dq), dense(dk)
     angles, groups = freqs[:, 0, 0], q_to.shape[2:4]
     for x, y in ((dq.unflatten(2, groups), q_to), (dk[:, :, :, None], k_to[:, :, :, None])):
         rotate(x, y, angles, mscale=mscale, inverse=True)
@@ -210,6 +211,6 @@ def _backward_qkv(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor 
 turn_qkv.register_autograd(_backward_qkv, setup_context=_save_qkv)
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     """With contiguous channels: a copy only if they are not."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -16,7 +16,7 @@ _ELEMENTS = 4096
 
 
 @triton.jit
-def _cos_sin(angle):  # type: ignore[no-untyped-def]
+def cos_sin(angle):  # type: ignore[no-untyped-def]
     """Both of fp32 angles up to 2^20, to 1e-7: less code than libdevice's, and no slow branch.
 
     The nearest multiple of pi / 2 is taken off in two parts, the first exactly, since an FMA rounds
@@ -33,6 +33,12 @@ def _cos_sin(angle):  # type: ignore[no-untyped-def]
     c = tl.where(odd, sin, cos)
     s = tl.where(odd, cos, sin)
     return tl.where((quarter == 1) | (quarter == 2), -c, c), tl.where(quarter >= 2, -s, s)
+
+
+@triton.jit
+def turned(u, v, cos, sin):  # type: ignore[no-untyped-def]
+    """Pairs (u, v) by an angle: a rounded product added to an exact one, whoever calls it."""
+    return tl.fma(u, cos, -(v * sin)), tl.fma(v, cos, u * sin)
 
 
 @triton.jit
@@ -82,7 +88,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     i = tl.arange(0, HALF_BLOCK)
     known = (row < rows)[:, None] & (i < HALF)[None, :]
     angle = tl.load(freqs + s[:, None] * f_s + i[None, :], mask=known, other=0.0)
-    cos, sin = _cos_sin(angle)
+    cos, sin = cos_sin(angle)
     cos = (cos * mscale)[:, None, :]
     sin = (sin * mscale)[:, None, :]
     if INVERSE:
@@ -107,8 +113,9 @@ def _rotate(  # type: ignore[no-untyped-def]
         at_bias = (FIRST + i)[None, :]
         u += tl.load(of_head + at_bias, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
         v += tl.load(of_head + at_bias + HALF, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
-    p = (u * cos - v * sin).to(y.dtype.element_ty)
-    q = (v * cos + u * sin).to(y.dtype.element_ty)
+    p, q = turned(u, v, cos, sin)
+    p = p.to(y.dtype.element_ty)
+    q = q.to(y.dtype.element_ty)
     if PAIRS_OUT:
         pairs = tl.reshape(tl.join(p, q), [ROWS, HEADS, 2 * HALF_BLOCK])
         tl.store(to + at_both, pairs, mask=both_here)

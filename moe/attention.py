@@ -37,6 +37,7 @@ from torch.profiler import record_function
 
 from kernels import sinks
 from kernels.attention import attention
+from kernels.latent import keys_values
 from kernels.rope import rope
 
 
@@ -196,8 +197,10 @@ class LatentAttention(MLASelfAttention):
     model has. Here the spec's modules are built as they are; without a low rank its query norm is
     left out.
 
-    It parts queries to turn some of their channels, and joins them again. Here `kernels.rope` does
-    that in one pass. Whole sequences in training only: no packing, no cache of keys.
+    It parts queries to turn some of their channels, and joins them again; keys it puts together of
+    their own part and the rotary part that all heads share. Here `kernels.rope` and
+    `kernels.latent` do either in one pass. Whole sequences in training only: no packing, no cache
+    of keys.
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
@@ -258,9 +261,8 @@ class LatentAttention(MLASelfAttention):
             interleaved=True,
             first=c.qk_head_dim,
         )
-        k_rope = rope(k_rope.unsqueeze(2), freqs, mscale=mscale, interleaved=True)
-        k_nope, v_SBHv = kv.view(S, B, heads, -1).split([c.qk_head_dim, c.v_head_dim], -1)
-        k_SBHd = torch.cat([k_nope, k_rope.expand(-1, -1, heads, -1)], -1)
+        kv_SBHm = kv.view(S, B, heads, -1)
+        k_SBHd, v_SBHv = keys_values(kv_SBHm, k_rope, freqs, nope=c.qk_head_dim, mscale=mscale)
         return q_SBHd, k_SBHd, v_SBHv, q_latent, kv_latent
 
 

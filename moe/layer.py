@@ -106,6 +106,7 @@ class MoE(MoELayer):
             top_k=moe.top_k,
             pg_collection=pg_collection,
             is_mtp_layer=is_mtp_layer,
+            backend=options.backend,
         )
         self.dispatcher = make_dispatcher(
             options.dispatch,

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from configs.schema import RouterConfig
-from moe import balance, rounding
+from moe import balance, fused_topk, rounding
 from moe.balance import KeepsPrecision, Statistics
 from moe.forced import ForcedBalance
 from moe.gating import gate
@@ -85,6 +85,7 @@ class Router(KeepsPrecision, MegatronModule):
         top_k: K.
         pg_collection: process groups.
         is_mtp_layer: the layer belongs to multi-token prediction.
+        backend: of the experts; with `fused`, `moe.fused_topk` routes by the options that it knows.
 
     Raises:
         ValueError: routing that cannot be, with the override that mends it.
@@ -101,12 +102,15 @@ class Router(KeepsPrecision, MegatronModule):
         top_k: int,
         pg_collection: ProcessGroupCollection,
         is_mtp_layer: bool = False,
+        backend: str = "torch",
     ) -> None:
         super().__init__(config=config)
         self.num_experts = config.num_moe_experts
         self.top_k, self.options = top_k, options
         check(options, experts=self.num_experts, top_k=top_k)
         self.slots = slots(options, experts=self.num_experts, top_k=top_k)
+        refused = fused_topk.refuse(options, experts=self.num_experts, top_k=top_k)
+        self.fused = backend == "fused" and refused is None
         self.is_mtp_layer = is_mtp_layer
         self.layer_number: int | None = None
         self.tp_group, self.ep_group = pg_collection.tp, pg_collection.ep
@@ -158,9 +162,14 @@ class Router(KeepsPrecision, MegatronModule):
             is `slots.width`: K, or with rounding more. A slot without an expert has id -1 and 0.
         """
         logits_TE = gate(hidden_SBD.flatten(0, 1), self.weight, self.bias)
-        idx_TC = self._choose(logits_TE.detach())
-        idx_TK, kept_TC = idx_TC[:, : self.top_k], self._keep(logits_TE.detach(), idx_TC)
-        prob_TC = probabilities(logits_TE, idx_TC, self.options, kept_TK=kept_TC, top_k=self.top_k)
+        o, K, kept_TC = self.options, self.top_k, None
+        if self.fused:
+            idx_TC, prob_TC = fused_topk.topk(logits_TE, self.expert_bias, o, K)
+        else:
+            idx_TC = self._choose(logits_TE.detach())
+            kept_TC = self._keep(logits_TE.detach(), idx_TC)
+            prob_TC = probabilities(logits_TE, idx_TC, o, kept_TK=kept_TC, top_k=K)
+        idx_TK = idx_TC[:, :K]
         if self.training and torch.is_grad_enabled():
             count_E = self._count(idx_TK)
             shares = self._losses(logits_TE, idx_TK, count_E, sequences=hidden_SBD.size(1))
@@ -229,7 +238,8 @@ class Router(KeepsPrecision, MegatronModule):
             return shares
         if self._choice_is_shaped:
             # The losses judge the scores, not what was made of them.
-            idx_TK = choose(logits_TE.detach(), self.top_k)
+            best = fused_topk.best if self.fused else choose
+            idx_TK = best(logits_TE.detach(), self.top_k)
             count_E = balance.count_choices(idx_TK, self.num_experts)
         score_TE = loss_scores(logits_TE, o.score)
         if o.aux_loss:

@@ -4,7 +4,7 @@ Order matters: weights are drawn before the data parallel wrapper copies them in
 the wrapper exists before the optimizer takes its master copies.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core import parallel_state as ps
@@ -17,6 +17,7 @@ from kernels.activation import Activation
 from kernels.backend import Margins
 from kernels.registry import Choice, resolve
 from moe.facts import facts
+from moe.fused_topk import refuse
 from moe.init import initialize
 from moe.layer import MoEOptions
 from moe.model import Backends, Layout, build, embedding_stages, transformer_config
@@ -82,8 +83,12 @@ def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
         device=runtime.device.type,
         capability=torch.cuda.get_device_capability(runtime.device) if cuda else None,
     )
+    experts, e = resolve("grouped_mlp", cfg.kernels.backend, known), cfg.model.moe
+    why = refuse(e.router, experts=e.experts, top_k=e.top_k)
+    if experts.backend == "fused" and why is not None:
+        experts = replace(experts, reason=f"{experts.reason}; routing by torch: {why}")
     return [
-        resolve("grouped_mlp", cfg.kernels.backend, known),
+        experts,
         resolve("attention", cfg.kernels.attention, known),
         resolve("norm", cfg.kernels.norm, known),
     ]

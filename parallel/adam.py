@@ -44,6 +44,8 @@ class AdamW(torch.optim.Optimizer):
         if moments == torch.bfloat16 and not adam_w_mode:
             raise ValueError("moments in bf16 are for decoupled weight decay only")
         self.moments = moments
+        self.clip_coef = 1.0
+        """With moments in bf16, what the next steps multiply gradients by as they read them."""
         self._fused = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
@@ -93,6 +95,7 @@ class AdamW(torch.optim.Optimizer):
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             step=group["step"],
+            clip_coef=self.clip_coef,
         )
         for p in params:
             assert p.grad is not None

@@ -92,6 +92,8 @@ class Engine:
             overlap_param_gather=ddp.overlap_param_gather,
         )
         adam.install(torch.bfloat16 if optim.moments == "bf16" else torch.float32)
+        self._clips_in_update = optim.moments == "bf16"
+        """The optimizers are `parallel.adam.AdamW`, which can."""
         undecayed = {ParamKey(attr="no_weight_decay"): ParamGroupOverride(wd_mult=0.0)}
         self.optimizer = get_megatron_optimizer(
             settings,
@@ -192,15 +194,23 @@ class Engine:
             raise Diverged(f"the gradient norm is {norm}; lower optim.lr or check the data")
         self.scheduler.step(1)
         if self._clip > 0:
-            for part in self._parts():
-                if parameters := part.get_parameters():
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=norm)
+            self._clip_by(norm)
         self.optimizer.step_with_ready_grads()
         return norm
 
     def skip(self) -> None:
         """Leave out the update of a step; the learning rate goes on as after any other."""
         self.scheduler.step(1)
+
+    def _clip_by(self, norm: float) -> None:
+        """Have the next update clip by total norm as it reads gradients, or clip them here."""
+        for part in self._parts():
+            if not (parameters := part.get_parameters()):
+                continue
+            if self._clips_in_update:  # by the factor of clip_grad_by_total_norm_fp32
+                part.optimizer.clip_coef = min(1.0, self._clip / (norm + 1e-6))
+            else:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=norm)
 
     def _parts(self) -> list[Any]:
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])

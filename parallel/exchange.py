@@ -8,6 +8,7 @@ in a CUDA graph.
 Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -187,7 +188,7 @@ class Exchange:
         table_NK: Tensor,
         offsets: Tensor,
         begun: torch.cuda.Event,
-    ) -> Sent:
+    ) -> tuple[Sent, Callable[[], None]]:
         """Send sums back as experts finish; only if pushes run beside other kernels.
 
         Args:
@@ -195,6 +196,9 @@ class Exchange:
                 before.
             inverse_NK, table_NK, offsets: as `kernels.sm90.combine_push` takes them.
             begun: what was there before that kernel.
+
+        Returns:
+            The exchange, and what is to be called before it is waited for, to send the rest.
         """
         from kernels.sm90.combine_push import combine_push, warps_of
         from kernels.sm90.launch import sms
@@ -202,12 +206,11 @@ class Exchange:
         given, everywhere = (inverse_NK, table_NK, offsets), sms(offsets.device)
         how = dict(tokens=self.tokens, warps=warps_of(self._comm_sms, everywhere))
 
-        def send(places: "Places") -> None:
-            combine_push(told, *given, places, ctas=self._comm_sms, **how)
+        def send(places: "Places", ctas: int = self._comm_sms) -> None:
+            combine_push(told, *given, places, ctas=ctas, **how)
 
         sent = self._begin(send, 1, (told.out_SN, *given), begun)
-        combine_push(told, *given, self._places[sent.slot], ctas=everywhere, **how)
-        return sent
+        return sent, functools.partial(send, self._places[sent.slot], everywhere)
 
     def _begin(
         self,

@@ -12,7 +12,7 @@ Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T rece
 
 import functools
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,6 +94,8 @@ class Trip:
         """For the backward pass: this rank's tokens, to be sent again, or received ones."""
         self._on_way: dict[str, Sent] = {}
         self._making: tuple[Any, Rows, torch.cuda.Event]
+        self.send_rest: Callable[[], None]
+        """Sums that have not left when experts, and what goes on beside their way, are through."""
 
     def send(self, what: str, rows: Tensor, side: Tensor, *, alone: bool, back: bool) -> Sent:
         """Start an exchange; `meet` waits for it."""
@@ -151,7 +153,8 @@ class Trip:
         told, rows, begun = self._making
         assert rows.inverse_NK is not None
         how = (rows.inverse_NK, self.idx_NK, rows.offsets, begun)
-        sent = self._on_way["out"] = self.exchange.send_sums(told, *how)
+        sent, self.send_rest = self.exchange.send_sums(told, *how)
+        self._on_way["out"] = sent
         del self._making
         return self.rows(sent)
 
@@ -265,6 +268,8 @@ class _Collect(torch.autograd.Function):
         from kernels.sm90.combine import combine
 
         ctx.trip, ctx.alone = trip, alone
+        if trip.beside:
+            trip.send_rest()
         return combine(trip.rows(trip.meet("out")), trip.sums_TR)
 
     @staticmethod

@@ -8,8 +8,8 @@ Suites (default: all):
   wire      GB/s that leave a GPU in the push of a dispatch, by SMs, idle and beside a GEMM
   exchange  dispatch and combine, forward and backward
   plan      the routing plan of received routing
-  layer     dispatch, experts and combine with routing given: Qwen3-30B-A3B, DeepSeek-V3,
-            GPT-OSS-120B, and the part of its exchanges that a layer of DeepSeek-V3 waits for
+  layer     dispatch, experts and combine with routing given: Qwen3-30B-A3B, DeepSeek-V3 (with its
+            shared expert), GPT-OSS-120B, and the part of its exchanges that DeepSeek-V3's waits for
   flash     forward pass of FlashDMoE's layer at 4096, 8192 and 16384 tokens a GPU
   scaling   the same layer on pairs of GPUs against all of them
   skew      all tokens to one GPU, against the time of its experts
@@ -20,8 +20,9 @@ that all ranks begin together; a time is that of the slowest rank. Routing is ra
 experts a token, or balanced; what is asked is asked of random routing. `backward` is forward and
 backward less forward; `dispatch` includes the plan. Every result is compared with that of
 `alltoall`, bit for bit. A ratio is the other side's time, or the time that is asked, over ours.
-TFLOP/s count 6 * D * F a row forward (4 without a gate) and twice that backward. A missed bar is no
-error: exit code 1 is for failures and wrong results.
+TFLOP/s count 6 * D * F a row forward (4 without a gate) and twice that backward. On fewer than
+eight GPUs a layer has that part of the experts, so that the GEMMs of a GPU are the same. A missed
+bar is no error: exit code 1 is for failures and wrong results.
 """
 
 import argparse

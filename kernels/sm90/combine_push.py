@@ -5,9 +5,9 @@ it brings (`combine`): row n goes to rank n // T as soon as the last of its expe
 while `rows` works on the experts after it. Waves of experts (`waves`) say when to look: wave after
 wave, warps claim chunks of rows and send those whose last expert is in it, straight from registers.
 
-It is launched twice. A few SMs, which `rows` leaves free, begin while that runs; all SMs, on its
-stream and hence after it, do what is left. The last warp of both says to all ranks that everything
-has come.
+It is launched twice. A few SMs, which `rows` gives up half-way, begin while that runs; all SMs, on
+its stream and hence after it, do what is left. The last warp of both says to all ranks that
+everything has come.
 
 Legend: R ranks, T tokens of a rank, N = R * T rows, K slots of a row, S expert rows, D columns, L
 experts of a rank.
@@ -156,7 +156,7 @@ class CombinePushKernel:
                 cute.arch.sync_warp()
                 finished = wave + 1
             while bits != 0:
-                row = base + _first(bits)
+                row = base + ptx.lowest(bits)
                 bits = bits & (bits - 1)
                 of = Int32(-1)
                 if lane < slots:
@@ -179,7 +179,7 @@ class CombinePushKernel:
                 cute.arch.fence_acq_rel_sys()
                 for r in cutlass.range_constexpr(self.config.ranks):
                     for part in cutlass.range_constexpr(2):
-                        peer.store_release(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
+                        peer.store_flag(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
 
     @cute.jit
     def _claim(self, progress: cute.Pointer) -> Int32:
@@ -239,7 +239,7 @@ class CombinePushKernel:
                 words = cute.make_rmem_tensor((_WORDS, 2, _PIECES), Uint32)
                 words.fill(0)
                 for i in cutlass.range_constexpr(2):
-                    row = cute.arch.shuffle_sync(of, _first(left) & (_WARP - 1))
+                    row = cute.arch.shuffle_sync(of, ptx.lowest(left) & (_WARP - 1))
                     for p in cutlass.range_constexpr(_PIECES):
                         if (left != 0) & (first + p * _WARP < width):
                             at = y.toint() + (Int64(row) * width + first + p * _WARP) * 16
@@ -259,11 +259,6 @@ class CombinePushKernel:
                     ptx.store_global(target + Int64(first + p * _WARP) * 16, *rounded)
 
 
-def _first(bits: Int32) -> Int32:
-    """Number of the lowest bit."""
-    return cute.arch.popc(~bits & (bits - 1))
-
-
 def combine_push(
     told: Told,
     inverse_NK: Tensor,
@@ -277,7 +272,7 @@ def combine_push(
 ) -> None:
     """One of two launches of a way back, after the launch of `rows` that is `told`.
 
-    The first is for another stream. Both wait for all that `rows` makes, so that has to be launched
+    One is for another stream. Both wait for all that `rows` makes, so that has to be launched
     before them: what it needs might not be loaded while others wait for it.
 
     Args:

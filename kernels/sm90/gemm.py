@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from kernels.sm90.epilogues import Act
+from kernels.sm90.epilogues import Act, Linear
 from kernels.sm90.mainloop import GROUP_THREADS, THREADS, TILE_ROWS, Loads, Mainloop, Math
 from kernels.sm90.ready import Ready
 from kernels.sm90.schedule import Schedule, Scheduler
@@ -54,6 +54,11 @@ class GemmConfig:
         return self.epilogue.halves if isinstance(self.epilogue, Act) else 1
 
     @property
+    def tells(self) -> bool:
+        """Somebody waits for experts, and zeroes the counter."""
+        return isinstance(self.epilogue, Linear) and self.epilogue.tells
+
+    @property
     def schedule(self) -> Schedule:
         loading = GROUP_THREADS // 32 if self.loop.gather else 1
         readers = loading + 2 * GROUP_THREADS // 32
@@ -80,8 +85,13 @@ class Gemm:
         L: Int32,
         clusters: Int32,
         stream: cuda.CUstream,
+        giving: Int32 | None = None,
     ) -> None:
-        """Launch over A [rows, K] and B [N, K, L], of whose N each `columns` are a half."""
+        """Launch over A [rows, K] and B [N, K, L], of whose N each `columns` are a half.
+
+        `giving`: so many clusters end when they have a tile of the second half of the experts, for
+        whom the kernel tells.
+        """
         loop = self.config.mainloop
         wide = loop.columns // self.config.halves
         apart = columns if self.config.halves == 2 else Int32(loop.columns // 2)
@@ -99,6 +109,7 @@ class Gemm:
             mA.shape[1] // 64,
             apart,
             clusters,
+            giving,
         ).launch(
             grid=[clusters * loop.cluster, 1, 1],
             block=[THREADS, 1, 1],
@@ -123,6 +134,7 @@ class Gemm:
         blocks: Int32,
         apart: Int32,
         clusters: Int32,
+        giving: Int32 | None,
     ) -> None:
         config = self.config
         loop = config.mainloop
@@ -157,11 +169,11 @@ class Gemm:
                 coming = None
                 if cutlass.const_expr(config.waits):
                     coming = Ready(ready, storage.waves.data_ptr() + warp)
-                self._load(load, scheduler, coming, rank, warp, blocks, apart, clusters)
+                self._load(load, scheduler, coming, rank, warp, blocks, apart, clusters, giving)
             else:
                 if warp == 0:
                     load = Loads(loop, storage.mainloop, rank, loads, mA, index)
-                    self._load(load, scheduler, None, rank, warp, blocks, apart, clusters)
+                    self._load(load, scheduler, None, rank, warp, blocks, apart, clusters, giving)
         else:
             cute.arch.setmaxregister_increase(more)
             thread = cute.arch.thread_idx()[0] - GROUP_THREADS
@@ -181,6 +193,7 @@ class Gemm:
         blocks: Int32,
         apart: Int32,
         clusters: Int32,
+        giving: Int32 | None,
     ) -> None:
         """The loading warps: tiles to stages; in the leader also the tile after the current one.
 
@@ -198,16 +211,22 @@ class Gemm:
                 tile, first, before, begin, end, upto
             )
             scheduler.send(Int32(0), row, stop, column, expert)
-            if expert < 0:
-                scheduler.finish(tile, clusters, tiles)
+            if cutlass.const_expr(not self.config.tells):
+                if expert < 0:
+                    scheduler.finish(tile, clusters, tiles)
         number = Int32(0)
         state, sources_of = load.ring.producer(), load.sources
         if cutlass.const_expr(self.config.waits):
             coming.start()
         row, stop, column, expert = scheduler.read(number)
         while expert >= 0:
-            claimed = Int32(0)
-            if leads:
+            claimed, goes_on = Int32(0), leads
+            if cutlass.const_expr(self.config.tells):
+                late = (cute.arch.cluster_idx()[0] < giving) & (expert >= scheduler.experts // 2)
+                goes_on = leads & ~late
+                if leads & late:
+                    scheduler.send(number + 1, Int32(0), Int32(0), Int32(0), Int32(-1))
+            if goes_on:
                 claimed = scheduler.claim()
             if cutlass.const_expr(self.config.waits):
                 coming(expert)
@@ -216,14 +235,15 @@ class Gemm:
             sources = sources_of(own, stop)
             at = column * wide
             state = load(state, sources, own, at, expert, apart, Int32(0), half)
-            if leads:
+            if goes_on:
                 tile = scheduler.after(tile, claimed, clusters)
                 first, before, begin, end, upto, row, stop, next_column, next_expert, tiles = (
                     scheduler.locate(tile, first, before, begin, end, upto)
                 )
                 scheduler.send(number + 1, row, stop, next_column, next_expert)
-                if next_expert < 0:
-                    scheduler.finish(tile, clusters, tiles)
+                if cutlass.const_expr(not self.config.tells):
+                    if next_expert < 0:
+                        scheduler.finish(tile, clusters, tiles)
             state = load(state, sources, own, at, expert, apart, half, blocks)
             number += 1
             row, stop, column, expert = scheduler.read(number)

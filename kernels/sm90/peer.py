@@ -1,7 +1,7 @@
-"""Instructions between GPUs: flags that publish data and bulk copies, as inline PTX.
+"""Instructions between GPUs: flags that publish data, as inline PTX.
 
-Global memory, also that of a peer, is addressed by Int64; shared memory as in `ptx`. Whoever waits
-does so for a limited time, then tells the host who was missing, and stops the kernel.
+Global memory, also that of a peer, is addressed by Int64. Whoever waits does so for a limited time,
+then tells the host who was missing, and stops the kernel.
 """
 
 from typing import Any
@@ -30,25 +30,11 @@ def store_release(where: Int64, value: Int32, *, loc: Any = None, ip: Any = None
 
 
 @dsl_user_op
-def load_row(
-    where: Int32, source: Int64, size: Int32, barrier: Int32, *, loc: Any = None, ip: Any = None
-) -> None:
-    """Start to copy `size` bytes, a multiple of 16, to shared memory; `barrier` counts them."""
+def store_flag(where: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """The same after a fence of the caller's: several flags need one."""
     at: Site = dict(loc=loc, ip=ip)
-    values = [Int32(where).ir_value(**at), Int64(source).ir_value(**at)]
-    values += [Int32(size).ir_value(**at), Int32(barrier).ir_value(**at)]
-    code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
-    _asm(None, values, code, "r,l,r,r,~{memory}", at)
-
-
-@dsl_user_op
-def store_row(target: Int64, where: Int32, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Start to copy `size` bytes, a multiple of 16, from shared memory; in the bulk group."""
-    at: Site = dict(loc=loc, ip=ip)
-    values = [Int64(target).ir_value(**at), Int32(where).ir_value(**at)]
-    values += [Int32(size).ir_value(**at)]
-    code = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
-    _asm(None, values, code, "l,r,r,~{memory}", at)
+    values = [Int64(where).ir_value(**at), Int32(value).ir_value(**at)]
+    _asm(None, values, "st.relaxed.sys.global.s32 [$0], $1;", "l,r,~{memory}", at)
 
 
 @dsl_user_op

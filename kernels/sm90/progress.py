@@ -14,10 +14,10 @@ from torch import Tensor
 from kernels.sm90.mainloop import GROUP_THREADS, TILE_ROWS, Mainloop
 from kernels.sm90.waves import MAX_WAVES, last_wave_on_device
 
-CLAIMED, THROUGH, COUNTS = 0, 1, 2
+CLAIMED, THROUGH, TILES, COUNTS = 0, 1, 2, 3
 PROGRESS = COUNTS + MAX_WAVES
 """int32 of a rank, 0 between exchanges: chunks of rows that were claimed and warps that are through
-(`combine_push`), and counts of each wave."""
+(`combine_push`), the scheduler's tiles, and counts of each wave."""
 _WARPS = GROUP_THREADS // 32
 
 
@@ -32,7 +32,12 @@ class Told(NamedTuple):
     loop: Mainloop
     """Its tile, on which the number of counts depends."""
     sms: int
-    """SMs of the reader, which it leaves free."""
+    """SMs of the reader, to which it gives way when half of the experts are through."""
+
+    @property
+    def giving(self) -> tuple[int, int]:
+        """Waves, and clusters that give way."""
+        return self.waves, -(-self.sms // self.loop.cluster)
 
     @property
     def tile_rows(self) -> int:

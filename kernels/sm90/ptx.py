@@ -47,6 +47,11 @@ def lane(*, loc: Any = None, ip: Any = None) -> Int32:
     return Int32(_asm(T.i32(), [], "mov.u32 $0, %laneid;", "=r", dict(loc=loc, ip=ip)))
 
 
+def lowest(bits: Int32) -> Int32:
+    """Number of the lowest bit that is set."""
+    return cute.arch.popc(~bits & (bits - 1))
+
+
 @dsl_user_op
 def stmatrix(
     where: Int32, a: Uint32, b: Uint32, c: Uint32, d: Uint32, *, loc: Any = None, ip: Any = None

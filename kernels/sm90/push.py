@@ -7,10 +7,10 @@ at row me * T + n % T of its targets. `push` brings
     tokens (N = T) to the ranks of their experts, each once whatever number of experts it has there,
     or sums (N = R * T) of this rank's experts back: row n to rank n // T if it is for one of them,
 
-together with a dense block of side data for each rank, which goes first. Rows pass through shared
-memory in bulk copies of some KiB, many in flight for each warp, so that few SMs fill the links.
-Tokens go in waves of a rank's experts: in that of the first one that wants them. Side data and
-every wave have flags of their own, so that experts can begin before all tokens have come.
+together with a dense block of side data for each rank, which goes first. A warp moves a row at a
+time, through its registers: 16 warps have enough under way for a few SMs to fill the links. Tokens
+go in waves of a rank's experts: in that of the first one that wants them. Side data and every wave
+have flags of their own, so that experts can begin before all tokens have come.
 
 An exchange has a number, the epoch, that is counted on the device: nothing that a CUDA graph would
 keep. At the start of exchange u a rank allows its peers exchange u + 1: whatever used the place of
@@ -21,19 +21,18 @@ Legend: R ranks, N rows, T tokens of a rank, K slots of a token, D columns.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 from torch import Tensor
 
 from kernels.sm90 import peer, ptx
 from kernels.sm90.arguments import require
 from kernels.sm90.launch import launch, sms
-from kernels.sm90.storage import array, struct
 from kernels.sm90.waves import MAX_WAVES
 
 MAX_RANKS = 16
@@ -42,13 +41,10 @@ ALLOWED = (1 + MAX_WAVES) * MAX_RANKS
 and so on; from here on R that say who allows a push."""
 FLAGS = ALLOWED + MAX_RANKS
 MAX_SLOTS = 32
-_WARPS = 4
+_WARPS = 16
 _WARP = 32
-_SMEM_BYTES = 200 * 1024
-_PIECE_BYTES = 4096
-_MOST_IN_FLIGHT = 16
-_UNROLL = 8
-"""Side data of a thread that are being loaded."""
+_PIECES = 8
+"""16-byte accesses of a lane that are under way."""
 EPOCH, _SEEN, _DONE = 0, 1, 2
 STATE = _DONE + 1 + MAX_WAVES
 """int32 of a rank's own: exchanges pushed, the one that was waited for last, and warps that are
@@ -95,28 +91,9 @@ class PushConfig:
             raise ValueError(f"{self.slots} slots: push takes 1 to {MAX_SLOTS}")
 
     @property
-    def pieces(self) -> int:
-        """In which a row is copied, so that many are in flight."""
-        return -(-self.row_bytes // _PIECE_BYTES)
-
-    @property
-    def piece_bytes(self) -> int:
-        """Of each but perhaps the last one."""
-        return 16 * -(-self.row_bytes // (16 * self.pieces))
-
-    @property
-    def last_bytes(self) -> int:
-        return self.row_bytes - (self.pieces - 1) * self.piece_bytes
-
-    @property
-    def depth(self) -> int:
-        """Pieces of a warp in shared memory."""
-        return min(_MOST_IN_FLIGHT, _SMEM_BYTES // (_WARPS * self.piece_bytes))
-
-    @property
-    def lag(self) -> int:
-        """Pieces that are being loaded while others are stored."""
-        return self.depth // 2
+    def width(self) -> int:
+        """Accesses of 16 bytes that a row takes."""
+        return self.row_bytes // 16
 
 
 class PushKernel:
@@ -186,20 +163,7 @@ class PushKernel:
     ) -> None:
         config = self.config
         N, T, local, rank, pieces, limit, ctas, waves = sizes
-        layout = struct(
-            loaded=array(cutlass.Int64, _WARPS * config.depth),
-            chosen=array(cutlass.Int32, _WARPS * 2 * _WARP),
-            targets=array(cutlass.Int32, _WARPS * 2 * config.depth),
-            rows=array(cutlass.Int32, _WARPS * config.depth * config.piece_bytes // 4, 128),
-        )
-        storage = cutlass.utils.SmemAllocator().allocate(layout)
-        thread = cute.arch.thread_idx()[0]
-        warp, lane = cute.arch.make_warp_uniform(thread // _WARP), thread % _WARP
-        line = _Line(config, storage, warp, rows, rows_R)
-        start, load, store = line.start, line.load, line.store
-        if lane == 0:
-            start()
-        cute.arch.mbarrier_init_fence()
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         epoch = state[EPOCH] + 1
         own = flags_R[rank]
         if thread < config.ranks:
@@ -210,44 +174,27 @@ class PushKernel:
         cute.arch.sync_threads()
         self._send_side(side, side_R, rank, pieces, ctas)
         self._publish(state, flags_R, Int32(0), waves, rank, epoch, ctas)
+        targets = [rows_R[r] for r in range(config.ranks)]
+        warp = cute.arch.make_warp_uniform(thread // _WARP)
         number, warps = cute.arch.block_idx()[0] * _WARPS + warp, ctas * _WARPS
-        listed = cute.make_tensor(
-            storage.chosen.data_ptr() + warp * (2 * _WARP),
-            cute.make_layout((_WARP, 2), stride=(2, 1)),
-        )
-        loads, stores = Int32(0), Int32(0)
         entries = cute.make_rmem_tensor(config.slots, Int32)
         self._look_up(table, entries, number + lane * warps, N)
         for wave in cutlass.range(waves):
             for chunk in cutlass.range((N - number + warps * _WARP - 1) // (warps * _WARP)):
                 base = number + chunk * (warps * _WARP)
-                row = base + lane * warps
-                wanted = self._wanted(entries, row, N, T, local, rank, wave, waves)
+                wanted = self._wanted(entries, base + lane * warps, N, T, local, rank, wave, waves)
                 # Rows that come next, of this wave or of the following one, are asked for now.
                 after = base + warps * _WARP
                 if after >= N:
                     after = number
                 self._look_up(table, entries, after + lane * warps, N)
-                ballot = cute.arch.vote_ballot_sync(wanted != 0)
-                place = cute.arch.popc(ballot & ((Int32(1) << lane) - 1))
-                if wanted != 0:
-                    listed[place, 0], listed[place, 1] = row, wanted
-                cute.arch.sync_warp()
-                if lane == 0:
-                    for i in cutlass.range(cute.arch.popc(ballot)):
-                        row, wanted = listed[i, 0], listed[i, 1]
-                        for piece in cutlass.range_constexpr(config.pieces):
-                            if loads - stores == config.lag:
-                                store(stores)
-                                stores += 1
-                            load(loads, piece, row, rank * T + row % T, wanted)
-                            loads += 1
-                cute.arch.sync_warp()
-            if lane == 0:
-                for _ in cutlass.range(loads - stores):
-                    store(stores)
-                    stores += 1
-                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                bits = cute.arch.vote_ballot_sync(wanted != 0)
+                while bits != 0:
+                    source = ptx.lowest(bits)
+                    bits = bits & (bits - 1)
+                    row = base + source * warps
+                    at = rank * T + row % T
+                    self._send_row(rows, row, targets, at, cute.arch.shuffle_sync(wanted, source))
             self._publish(state, flags_R, wave + 1, waves, rank, epoch, ctas)
 
     @cute.jit
@@ -262,8 +209,6 @@ class PushKernel:
         ctas: Int32,
     ) -> None:
         """Tell all ranks, once all warps are through with a part: 0, the side data, or a wave."""
-        # Bulk copies have been written; the other stores are before this fence.
-        cute.arch.fence_proxy("async.global")
         cute.arch.fence_acq_rel_sys()
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
@@ -275,7 +220,7 @@ class PushKernel:
                     state[EPOCH] = epoch
                 cute.arch.fence_acq_rel_sys()
                 for r in cutlass.range_constexpr(self.config.ranks):
-                    peer.store_release(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
+                    peer.store_flag(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -285,24 +230,44 @@ class PushKernel:
         """The block of side data to all ranks, or `back` block r to rank r: to its block `rank`."""
         first = cute.arch.block_idx()[0] * (_WARPS * _WARP) + cute.arch.thread_idx()[0]
         step, ranks = ctas * (_WARPS * _WARP), self.config.ranks
-        blocks = cutlass.const_expr(ranks if self.config.back else 1)
-        for block in cutlass.range_constexpr(blocks):
+        for block in cutlass.range_constexpr(ranks if self.config.back else 1):
             source = side.toint() + Int64(block) * pieces * 16
             to = cutlass.const_expr((block,) if self.config.back else range(ranks))
-            for lot in cutlass.range((pieces + step * _UNROLL - 1) // (step * _UNROLL)):
-                base = first + lot * (step * _UNROLL)
-                words = cute.make_rmem_tensor((4, _UNROLL), cutlass.Uint32)
-                for i in cutlass.range_constexpr(_UNROLL):
-                    if base + i * step < pieces:
-                        at = Int64(base + i * step) * 16
-                        found = peer.load_global(source + at)
-                        for w in cutlass.range_constexpr(4):
-                            words[w, i] = found[w]
-                for i in cutlass.range_constexpr(_UNROLL):
-                    if base + i * step < pieces:
-                        at = (Int64(rank) * pieces + base + i * step) * 16
-                        for r in cutlass.range_constexpr(len(to)):
-                            ptx.store_global(side_R[to[r]] + at, *[words[w, i] for w in range(4)])
+            for piece in cutlass.range(first, pieces, step):
+                words = peer.load_global(source + Int64(piece) * 16)
+                at = (Int64(rank) * pieces + piece) * 16
+                for r in cutlass.range_constexpr(len(to)):
+                    ptx.store_global(side_R[to[r]] + at, *words)
+
+    @cute.jit
+    def _send_row(
+        self,
+        rows: cute.Pointer,
+        row: Int32,
+        targets: list[Int64],
+        at: Int32,
+        wanted: Int32,
+    ) -> None:
+        """A row to row `at` of the ranks that want it."""
+        width, lane = self.config.width, cute.arch.lane_idx()
+        source = rows.toint() + Int64(row) * self.config.row_bytes
+        offset = Int64(at) * self.config.row_bytes
+        for part in cutlass.range(-(-width // (_PIECES * _WARP))):
+            first = part * (_PIECES * _WARP) + lane
+            words = cute.make_rmem_tensor((4, _PIECES), Uint32)
+            for p in cutlass.range_constexpr(_PIECES):
+                piece = first + p * _WARP
+                if piece < width:
+                    found = peer.load_global(source + Int64(piece) * 16)
+                    for w in cutlass.range_constexpr(4):
+                        words[w, p] = found[w]
+            for r in cutlass.range_constexpr(self.config.ranks):
+                if (wanted >> r) & 1 == 1:
+                    for p in cutlass.range_constexpr(_PIECES):
+                        piece = first + p * _WARP
+                        if piece < width:
+                            to = targets[r] + offset + Int64(piece) * 16
+                            ptx.store_global(to, *[words[w, p] for w in range(4)])
 
     @cute.jit
     def _look_up(self, table: cute.Pointer, entries: cute.Tensor, row: Int32, N: Int32) -> None:
@@ -345,69 +310,6 @@ class PushKernel:
                     elif scaled < end:
                         now = now | (Int32(1) << owner)
         return now & ~before
-
-
-class _Line:
-    """Rows of a warp on their way through shared memory, piece by piece, in order; lane 0's.
-
-    Piece n has slot n % depth; of the pieces in flight, `lag` are being loaded.
-    """
-
-    def __init__(
-        self,
-        config: PushConfig,
-        storage: Any,
-        warp: Int32,
-        rows: cute.Pointer,
-        rows_R: cute.Tensor,
-    ) -> None:
-        self.config, self.rows, self.rows_R = config, rows, rows_R
-        self.loaded = storage.loaded.data_ptr() + warp * config.depth
-        self.targets: Any = cute.make_tensor(
-            storage.targets.data_ptr() + warp * (2 * config.depth),
-            cute.make_layout((config.depth, 2), stride=(2, 1)),
-        )
-        size = config.depth * config.piece_bytes
-        self.strip = ptx.address(storage.rows.data_ptr()) + warp * size
-
-    def start(self) -> None:
-        for slot in range(self.config.depth):
-            cute.arch.mbarrier_init(self.loaded + slot, 1)
-
-    @cute.jit
-    def load(
-        self, number: Int32, piece: cutlass.Constexpr, row: Int32, at: Int32, wanted: Int32
-    ) -> None:
-        """Begin to load a piece of `row`, for row `at` of the ranks that want it."""
-        config = self.config
-        # The slot's last piece has been stored; those after it may still be read.
-        cute.arch.cp_async_bulk_wait_group(config.depth - config.lag, read=True)
-        slot = number % config.depth
-        self.targets[slot, 0], self.targets[slot, 1] = at, wanted
-        last = cutlass.const_expr(piece == config.pieces - 1)
-        size = config.last_bytes if last else config.piece_bytes
-        cute.arch.mbarrier_arrive_and_expect_tx(self.loaded + slot, size)
-        source = self.rows.toint() + (Int64(row) * config.row_bytes + piece * config.piece_bytes)
-        to = self.strip + slot * config.piece_bytes
-        peer.load_row(to, source, Int32(size), ptx.address(self.loaded + slot))
-
-    @cute.jit
-    def store(self, number: Int32) -> None:
-        """Begin to store a piece, once it is loaded."""
-        config = self.config
-        slot = number % config.depth
-        cute.arch.mbarrier_wait(self.loaded + slot, number // config.depth % 2)
-        piece = number % config.pieces
-        size = Int32(config.piece_bytes)
-        if piece == config.pieces - 1:
-            size = Int32(config.last_bytes)
-        at = Int64(self.targets[slot, 0]) * config.row_bytes + piece * config.piece_bytes
-        wanted = self.targets[slot, 1]
-        for r in cutlass.range_constexpr(config.ranks):
-            if (wanted >> r) & 1 == 1:
-                of = self.strip + slot * config.piece_bytes
-                peer.store_row(self.rows_R[r] + at, of, size)
-        cute.arch.cp_async_bulk_commit_group()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from kernels.sm90.epilogues import Linear
 from kernels.sm90.gemm import Gemm, GemmConfig, matrix, vector, weights, words
 from kernels.sm90.launch import clusters_beside, launch, sms
 from kernels.sm90.mainloop import Mainloop
-from kernels.sm90.progress import Told
+from kernels.sm90.progress import TILES, Told
 
 
 class RowsKernel(Gemm):
@@ -29,7 +29,7 @@ class RowsKernel(Gemm):
         *(BF16, BF16, BF16, WORD, FP32),
         *(INT, INT, INT, INT),
     )
-    integers: ClassVar[int] = 7
+    integers: ClassVar[int] = 8
 
     @cute.jit
     def __call__(
@@ -46,8 +46,8 @@ class RowsKernel(Gemm):
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, rows of a, N, K, L, clusters, waves."""
-        S, A, N, K, L, clusters, waves = sizes
+        """Sizes: S, rows of a, N, K, L, clusters, waves, clusters that give way."""
+        S, A, N, K, L, clusters, waves, giving = sizes
         loop = self.config.mainloop
         given = self.config.epilogue.host(
             *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
@@ -65,6 +65,7 @@ class RowsKernel(Gemm):
             L,
             clusters,
             stream,
+            giving,
         )
 
 
@@ -99,7 +100,7 @@ def rows(
         sm_margin: SMs to leave free, rounded up to whole clusters.
         dynamic: claim tiles on the device; otherwise deal them out in turn.
         loop: tile to use; default `tiles.choose`.
-        told: whom to tell of experts that are finished; also says `out_SN` and `loop`.
+        told: whom to tell of experts that are finished; says `out_SN`, `loop` and `counter`.
 
     Returns:
         y_SN in bf16.
@@ -112,7 +113,7 @@ def rows(
     (L, N, K), transposed = weight("w", w_LNK)
     S = a.shape[0] if index_S is None else index_S.shape[0]
     if told is not None:
-        out_SN, loop, sm_margin = told.out_SN, told.loop, max(sm_margin, told.sms)
+        out_SN, loop, counter = told.out_SN, told.loop, told.progress[TILES : TILES + 1]
     out = a.new_empty(S, N) if out_SN is None else out_SN
     require(
         a.device,
@@ -128,6 +129,7 @@ def rows(
     gather = index_S is not None
     loop = loop or tiles.choose("rows", N, K, gather=gather, transposed=transposed)
     config = GemmConfig(Linear(bias_LN is not None, told is not None), loop, dynamic)
+    waves, giving = (0, 0) if told is None else told.giving
     if S and a.shape[0]:
         counter = counter_of(a.device) if counter is None else counter
         clusters = clusters_beside(sms(a.device), sm_margin, loop.cluster)
@@ -138,6 +140,6 @@ def rows(
                 *(a, w_LNK, out, bias_LN, scale_S, index_S, offsets, counter),
                 None if told is None else told.progress,
             ),
-            (S, a.shape[0], N, K, L, clusters, 0 if told is None else told.waves),
+            (S, a.shape[0], N, K, L, clusters, waves, giving if dynamic else 0),
         )
     return out

@@ -90,6 +90,7 @@ def _routing() -> Iterator[tuple[type, Any]]:
     for top_k in (4, 8):
         config = TopkConfig(top_k, 1, bf16=False, weights="softmax")
         yield from ((kernel, config) for kernel in (TopkKernel, TopkGradientKernel))
+    yield TopkKernel, TopkConfig(6, 1, bf16=False, weights="softmax")  # for balancing losses
     for top_k, vectors in ((6, 1), (8, 2)):
         choice: dict[str, Any] = dict(
             top_k=top_k, vectors=vectors, bf16=False, weights="sigmoid_sum"

@@ -31,6 +31,8 @@ class Model(NamedTuple):
     biases: bool = False
     asked: Mapping[str, float] = _NOTHING
     """TFLOP/s of a GPU, by pass."""
+    shared: int = 0
+    """F of an expert that takes all tokens, if there is one."""
     exposed: bool = False
     """Also measure which share of its exchanges a layer has to wait for."""
 
@@ -42,7 +44,7 @@ class Model(NamedTuple):
         """Of a rank's share of the experts, in `forward` or `backward`."""
         matrices = 3 if self.activation.gated else 2
         passes = {"forward": 1, "backward": 2}[what]
-        return 2 * matrices * passes * tokens * self.top_k * self.hidden * self.ffn
+        return 2 * matrices * passes * tokens * self.hidden * (self.top_k * self.ffn + self.shared)
 
 
 QWEN3 = Model("Qwen3-30B-A3B", 2048, 768, 128, 8, asked={"forward": 350, "backward": 300})
@@ -53,6 +55,7 @@ DEEPSEEK = Model(
     256,
     8,
     asked={"forward": 540, "backward": 560},
+    shared=2048,
     exposed=True,
 )
 GPT_OSS = Model(
@@ -67,8 +70,8 @@ GPT_OSS = Model(
 )
 FLASH = Model("FlashDMoE", 2048, 2048, 32, 2, activation=Activation("squared_relu"))
 """arXiv 2506.04667, figure of latency against tokens; their activation costs as little."""
-TINY = Model("tiny", 64, 64, 8, 2, exposed=True)
-TINY_BIASED = TINY._replace(name="tiny, biases", ffn=128, biases=True, exposed=False)
+TINY = Model("tiny", 64, 64, 8, 2, shared=64, exposed=True)
+TINY_BIASED = TINY._replace(name="tiny, biases", ffn=128, biases=True, shared=0, exposed=False)
 TINY_FLASH = FLASH._replace(name="tiny, ungated", hidden=128, ffn=64, experts=8)
 
 FLASH_TOKENS = {4096: 0.6, 8192: 0.95, 16384: 1.7}

@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from kernels.grouped_mlp import dense_mlp
 from moe.experts import Experts
 from parallel.dispatch import Dispatcher
 from scripts.bench.ends import Ends, Inputs, dispatcher, inputs, transports
@@ -86,19 +87,34 @@ class Layer:
             backend=bench.backend,
             pg_collection=ProcessGroupCollection(ep=group, expt_dp=group),
         )
+        self.parameters = list(self.experts.parameters())
         self.names = ["dx", "dprob", *(f"d{name}" for name, _ in self.experts.named_parameters())]
+        self.shared: list[Tensor] = []
+        if model.shared:
+            H = (2 if model.activation.gated else 1) * model.shared
+            shapes = ((H, model.hidden), (model.hidden, model.shared))
+            device = bench.clock.device
+            self.shared = [torch.empty(s, dtype=BF16, device=device) for s in shapes]
+            self.parameters += [w.requires_grad_() for w in self.shared]
+            self.names += ["dshared1", "dshared2"]
         torch.manual_seed(1 + bench.rank)
         with torch.no_grad():
-            for parameter in self.experts.parameters():
+            for parameter in self.parameters:
                 parameter.normal_(std=_W)
+
+    def beside(self, given: Inputs) -> Tensor:
+        """What the shared expert makes of this rank's tokens."""
+        how = dict(activation=self.model.activation, backend=self.bench.backend)
+        return dense_mlp(given.x_TD, *self.shared, **how)
 
     def forward(self, transport: Dispatcher, given: Inputs) -> Tensor:
         received = transport.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
-        return transport.combine(self.experts(received), received)
+        beside = functools.partial(self.beside, given) if self.shared else None
+        return transport.combine(self.experts(received), received, beside)
 
     def both(self, transport: Dispatcher, given: Inputs) -> tuple[Tensor, ...]:
         """Gradients of inputs and parameters."""
-        leaves = [given.x_TD, given.prob_TK, *self.experts.parameters()]
+        leaves = [given.x_TD, given.prob_TK, *self.parameters]
         return torch.autograd.grad(self.forward(transport, given), leaves, given.dout_TD)
 
     def take_part(
@@ -129,7 +145,7 @@ class Layer:
         return found
 
     def alone(self, sides: RankSides, given: Inputs, label: str) -> str:
-        """The experts on rows that are there already, as a side; its name."""
+        """All experts, on rows that are there already, as a side; its name."""
         exact = dispatcher("alltoall", self.bench, self.model, given, self.group)
         with torch.no_grad():
             received = exact.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
@@ -137,14 +153,18 @@ class Layer:
         prob_S = plan.row_prob_S.clone().requires_grad_()
         rows_ND = received.rows_ND.requires_grad_()
         ready = received._replace(rows_ND=rows_ND, plan=plan._replace(row_prob_S=prob_S))
-        dout_ND = torch.randn_like(rows_ND)
-        leaves = [rows_ND, prob_S, *self.experts.parameters()]
+        dout = [torch.randn_like(rows_ND), given.dout_TD][: 2 if self.shared else 1]
+        leaves = [rows_ND, prob_S, given.x_TD, *self.parameters]
 
-        def both() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(self.experts(ready), leaves, dout_ND)
+        def forward() -> list[Tensor]:
+            out_ND = self.experts(ready)
+            return [out_ND, self.beside(given)] if self.shared else [out_ND]
+
+        def both() -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(forward(), leaves, dout, allow_unused=True)
 
         side = f"{ALONE}, {label}"
-        sides.take(side, "forward", lambda: self.experts(ready))
+        sides.take(side, "forward", forward)
         sides.take(side, "both", both)
         return side
 
@@ -256,6 +276,7 @@ def scaling(bench: RankBench, model: Model, tokens: int) -> list[Record]:
 
 def skew(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     """All tokens to the first rank, against the time of its experts."""
+    model = model._replace(shared=0)  # which all ranks share
     whole, shape = fitted(bench, model), model.shape(tokens)
     if bench.ranks == 1:
         return [Record("skew", shape, "-", "-", bench.mode, note="needs several ranks")]

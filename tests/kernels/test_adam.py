@@ -42,9 +42,11 @@ def test_a_step_rounds_the_moments_and_nothing_else(step: int) -> None:
 def assert_updated(given: Sequence[Tensor], how: Update) -> None:
     """`update_` is the step, but for fp32 on the way and moments in bf16."""
     before = [t.clone() for t in given]
-    p, m, v = stated(*given, how)
+    before[1] = before[1] * how.clip_coef
+    p, m, v = stated(*before, how)
+    grad = given[1].clone()
     update_(*given, how)
-    assert torch.equal(given[1], before[1])
+    assert torch.equal(given[1], grad)
     # Ten roundings, and fp32 is as good as the terms that are added, which may cancel.
     sizes = [t.abs() for t in before]
     smallest, terms_m, _ = stated(*sizes, how)
@@ -60,6 +62,21 @@ def assert_rounded_once(got: Tensor, exact: Tensor, terms: Tensor) -> None:
     binade_above = 2.0 ** torch.frexp(exact.abs()).exponent.double()
     bound = 2**-9 * binade_above + 4 * FP32 * terms
     assert bool(((got.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("coef", [1.0, 0.3, 1e-6])
+def test_clipping_on_the_way_has_the_bits_of_clipping_before(coef: float) -> None:
+    assert_clipped(drawn(1000), coef)
+    assert_updated(drawn(1000), Update(**HOW, step=3, clip_coef=coef))
+
+
+def assert_clipped(given: Sequence[Tensor], coef: float) -> None:
+    """As if the gradient had been multiplied by `coef` in a pass of its own."""
+    p, g, m, v = (t.clone() for t in given)
+    update_(p, g.mul_(coef), m, v, Update(**HOW, step=3))
+    update_(*given, Update(**HOW, step=3, clip_coef=coef))
+    for got, want in zip((given[0], *given[2:]), (p, m, v), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_slices_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +97,8 @@ def interpreted() -> None:
     """The kernel's code on CPU tensors, in a process of its own; there it truncates to bf16."""
     from kernels.adam_triton import launch
 
-    for n in (1, 4096, 5000):
-        given, expected, how = drawn(n), drawn(n), Update(**HOW, step=3)
+    for n, coef in ((1, 1.0), (4096, 0.3), (5000, 1.0)):
+        given, expected, how = drawn(n), drawn(n), Update(**HOW, step=3, clip_coef=coef)
         launch(*given, how)
         update_(*expected, how)
         torch.testing.assert_close(given[0], expected[0], rtol=1e-6, atol=1e-7)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.adam import Update, update_
-from tests.kernels.test_adam import HOW, assert_updated, drawn
+from tests.kernels.test_adam import HOW, assert_clipped, assert_updated, drawn
 
 pytestmark = pytest.mark.gpu
 
@@ -13,6 +13,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 4095, 4096, 1_000_003])
 def test_a_step_rounds_the_moments_and_nothing_else(n, step):
     assert_updated([t.cuda() for t in drawn(n)], Update(**HOW, step=step))
+
+
+@pytest.mark.parametrize("coef", [1.0, 0.3, 1e-6])
+def test_clipping_on_the_way_has_the_bits_of_clipping_before(coef):
+    given = [t.cuda() for t in drawn(1_000_003)]
+    assert_clipped([t.clone() for t in given], coef)
+    assert_updated(given, Update(**HOW, step=3, clip_coef=coef))
 
 
 def test_a_part_of_a_buffer():

@@ -94,12 +94,14 @@ def build_router(
     from parallel.groups import create
 
     top_k, bias = changes.pop("top_k", TOP_K), changes.pop("bias", False)
+    backend = changes.pop("backend", "torch")
     m = model(router, moe={"top_k": top_k}, bias=bias)
     built = Router(
         config=transformer(m, dtype, **changes),
         options=m.moe.router,
         top_k=top_k,
         pg_collection=pg or create().pg,
+        backend=backend,
     )
     fill(built)
     return built

@@ -68,6 +68,20 @@ def test_four_bytes_a_parameter_instead_of_eight() -> None:
         assert size == each * owned
 
 
+def _clipped(before: bool) -> dict[str, torch.Tensor]:
+    engine, groups = build(moments="bf16")
+    engine._clip = 0.05
+    engine._clips_in_update = not before
+    norms = [norm for _, norm in train(engine, groups, 0, 3)]
+    assert min(norms) > 0.05, norms
+    return tensors(engine)
+
+
+def test_clipping_in_the_update_has_the_bits_of_a_pass_before() -> None:
+    (within,), (before,) = (run_distributed(_clipped, 1, b) for b in (False, True))
+    assert_equal(within, before)
+
+
 def _with_another_adam() -> None:
     import megatron.core.optimizer as optimizer
 

@@ -144,7 +144,8 @@ class Recorder:
         return SimpleNamespace(out_SN=y_SD)
 
     def send_sums(self, told: Any, inverse_NK: Tensor, table_NK: Tensor, *rest: Any) -> Any:
-        return self.start(told.out_SN, table_NK, table_NK.new_empty(0), E // R, back=True)
+        sent = self.start(told.out_SN, table_NK, table_NK.new_empty(0), E // R, back=True)
+        return sent, lambda: None
 
     def arrive(self, sent: Any, *, side_only: bool = False) -> None:
         self.calls.append(("arrive", sent.number, 0 if side_only else sent.parts))
