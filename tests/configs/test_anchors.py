@@ -82,13 +82,14 @@ def test_own_numbers_fit_together(name: str) -> None:
     assert rate * record.step_time * record.gpus == pytest.approx(tokens, rel=0.01)
     assert 0 <= record.tokens_per_second_per_gpu_sd < rate
     assert 0 < record.loss_at_50 < math.log(cfg.model.vocab_size)
-    assert 1 <= record.load_max_at_50 <= cfg.model.moe.experts / cfg.model.moe.top_k
+    most = cfg.model.moe.experts / cfg.model.moe.top_k
+    assert 1 <= record.load_max_at_50 <= round(most, 2)
     assert record.peak_memory_gib > 0
     assert {"torch", "megatron-core"} <= set(record.versions)
 
 
 def test_every_file_is_a_record() -> None:
-    files = {path.name for path in records.FOLDER.iterdir()}
+    files = {path.name for path in records.FOLDER.iterdir() if path.is_file()}
     assert files == {"published.yaml", *(f"{name}.yaml" for name in OWN)}
 
 
