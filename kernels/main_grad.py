@@ -5,10 +5,25 @@ Megatron-Core's data parallel wrapper gives every parameter a buffer `main_grad`
 gradient of any content, whose arrival, on the thread of the backward pass, starts the reduction;
 None would not (Megatron-Core 0.19.2, core/tensor_parallel/layers.py). Only attributes are used:
 nothing is imported.
+
+A buffer need not be cleared before a step: after `replace_next` the first gradient replaces what is
+there. That spares a pass that writes zeros, and the first addition its reads.
 """
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Buffer(NamedTuple):
+    """Where a gradient goes."""
+
+    out: Tensor
+    """fp32."""
+    add: bool
+    """To what is there; otherwise replace it."""
 
 
 def sink(parameter: Tensor | None) -> Tensor | None:
@@ -20,14 +35,22 @@ def sink(parameter: Tensor | None) -> Tensor | None:
     return parameter if fits and buffer.is_contiguous() else None
 
 
-def buffer(parameter: Tensor) -> Tensor:
-    """fp32 buffer of a parameter that `sink` returned."""
-    main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-    return main_grad
+def buffer(parameter: Tensor) -> Buffer:
+    """Of a parameter that `sink` returned."""
+    replaces = getattr(parameter, "replaces_main_grad", False)
+    return Buffer(parameter.main_grad, not replaces)  # type: ignore[attr-defined]
+
+
+def replace_next(parameters: Iterable[Tensor]) -> None:
+    """The next gradient of each, which `sink` must return, replaces what its buffer holds."""
+    for parameter in parameters:
+        parameter.replaces_main_grad = True  # type: ignore[attr-defined]
 
 
 def added(parameter: Tensor) -> Tensor | None:
     """Note that the gradient is in the buffer; what the backward pass returns in its place."""
+    if getattr(parameter, "replaces_main_grad", False):
+        parameter.replaces_main_grad = False  # type: ignore[attr-defined]
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None  # no hook waits for it
     parameter.grad_added_to_main_grad = True

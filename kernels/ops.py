@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from kernels import main_grad
 from kernels.activation import Activation
 from kernels.backend import Backend, Rows, put
+from kernels.main_grad import Buffer
 from kernels.providers import provider
 from kernels.sort_pairs import gather_rows
 
@@ -156,7 +157,7 @@ def _into_sinks(
     needs: Sequence[bool],
     traffic: "Traffic | None" = None,
 ) -> list[Tensor | None]:
-    """`_gradients`, of which those of parameters that have a buffer are added to that."""
+    """`_gradients`, of which those of parameters that have a buffer go there."""
     buffers = [p if p is None else main_grad.buffer(p) for p in sinks]
     with torch.no_grad():
         dx, *grads, dprob = _gradients(*tensors, rows, how, needs, buffers, traffic)
@@ -289,10 +290,10 @@ def _gradients(
     rows: Rows,
     how: _How,
     needs: Sequence[bool],
-    buffers: Sequence[Tensor | None],
+    buffers: Sequence[Buffer | None],
     traffic: "Traffic | None" = None,
 ) -> Sequence[Tensor | None]:
-    """As `grouped_mlp_backward`; what has a buffer (fp32, of w1, w2, b1 and b2) is added to it.
+    """As `grouped_mlp_backward`; what has a buffer (of w1, w2, b1 and b2) goes there.
 
     The data gradient comes first, so that `traffic` can take it away under the others.
     """
@@ -324,7 +325,7 @@ def _gradients(
     if need_w1:
         dw1 = _wgrad(weights, dh_SH, x_ND, rows, w1, buffers[0], gather_d=False, gather_v=gather_x)
     if need_b1 and db1 is not None:
-        db1 = _bias(put(db1, _maybe(buffers[2]), True), w1, buffers[2])
+        db1 = _bias(_put(db1, buffers[2]), w1, buffers[2])
     elif need_b1:
         db1 = _bias_grad(weights, dh_SH, rows, w1, buffers[2], scale=False, gather=False)
     return dx, dw1, dw2, db1 if need_b1 else None, db2, dprob_S
@@ -336,23 +337,29 @@ def _wgrad(
     v: Tensor,
     rows: Rows,
     w: Tensor,
-    buffer: Tensor | None,
+    buffer: Buffer | None,
     **gathers: bool,
 ) -> Tensor:
     if buffer is None:
         return ops.wgrad(d, v, rows, **gathers).view(w.shape)
-    return ops.wgrad(d, v, rows, **gathers, out=_stack(buffer), accumulate=True)
+    return ops.wgrad(d, v, rows, **gathers, out=_stack(buffer.out), accumulate=buffer.add)
 
 
 def _bias_grad(
-    ops: Backend, d: Tensor, rows: Rows, w: Tensor, buffer: Tensor | None, **how: bool
+    ops: Backend, d: Tensor, rows: Rows, w: Tensor, buffer: Buffer | None, **how: bool
 ) -> Tensor:
-    out = _maybe(buffer)
-    return _bias(ops.bias_grad(d, rows, **how, out=out, accumulate=out is not None), w, buffer)
+    if buffer is None:
+        return _bias(ops.bias_grad(d, rows, **how), w, None)
+    out = ops.bias_grad(d, rows, **how, out=_maybe(buffer.out), accumulate=buffer.add)
+    return _bias(out, w, buffer)
 
 
-def _bias(db_LO: Tensor, w: Tensor, buffer: Tensor | None) -> Tensor:
-    return db_LO.view(w.shape[:-1]).to(w.dtype) if buffer is None else buffer
+def _put(db_LO: Tensor, buffer: Buffer | None) -> Tensor:
+    return db_LO if buffer is None else put(db_LO, _maybe(buffer.out), buffer.add)
+
+
+def _bias(db_LO: Tensor, w: Tensor, buffer: Buffer | None) -> Tensor:
+    return db_LO.view(w.shape[:-1]).to(w.dtype) if buffer is None else buffer.out
 
 
 def _stack(w: Tensor) -> Tensor:

@@ -84,6 +84,7 @@ class Experts(MegatronModule):
         parameter.allreduce = False
         # A bias here is a matrix; parallel.engine spares vectors, and what has this mark.
         parameter.no_weight_decay = len(shape) == 2
+        parameter.adds_to_main_grad = self.accumulate  # for parallel.engine
         return parameter
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ the model but its chunks, and nothing of the loss but the function that returns 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import OptimConfig, ParallelConfig
+from kernels import main_grad
 from parallel import adam
 
 
@@ -76,6 +78,8 @@ class Engine:
             DistributedDataParallel(config, ddp, c.to(device), disable_bucketing=i > 0)
             for i, c in enumerate(wrapped)
         ]
+        for chunk in self.chunks:
+            _replace_first(chunk)
         config.grad_scale_func = _scale_in_loss(self.chunks)
         settings = OptimizerConfig(
             optimizer="adam",
@@ -229,6 +233,18 @@ class Engine:
         """(parameters of this rank, bytes of them)."""
         count = [(p.numel(), p.element_size()) for c in self.modules for p in c.parameters()]
         return sum(n for n, _ in count), sum(n * b for n, b in count)
+
+
+def _replace_first(chunk: DistributedDataParallel) -> None:
+    """Have the first gradient of a step replace the last step's, where the experts write them all.
+
+    What Megatron-Core would clear before each step is most of the gradients.
+    """
+    for buffer in chunk.expert_parallel_buffers:
+        writes = (getattr(p, "adds_to_main_grad", False) for p in buffer.params)
+        taken = (main_grad.sink(p) is not None for p in buffer.params)
+        if all(writes) and all(taken) and not buffer.extra_main_grads:
+            buffer.reset = partial(main_grad.replace_next, buffer.params)
 
 
 def _scale_in_loss(chunks: Sequence[DistributedDataParallel]) -> Callable[[Any], Any] | None:

@@ -67,6 +67,8 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
 
     for columns, add, operands in product((192, 256), EITHER, (None, D, V)):
         yield WgradKernel, WgradConfig(columns, add, add, operands, ordered=True)
+    for columns, operands in product((192, 256), (D, V)):  # a step's first, which replaces
+        yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True)
     yield from ((WgradKernel, WgradConfig(n, add, add)) for n, add in product((192, 256), EITHER))
     for add, scaled in product(EITHER, EITHER):
         yield BiasGradKernel, BiasGradConfig(wide=True, add=add, scaled=scaled, indexed=scaled)

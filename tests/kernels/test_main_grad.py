@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels import main_grad
 from kernels.activation import Activation
 from kernels.grouped_mlp import dense_mlp
 from tests.kernels.problems import Problem, forward, gradients, leaves_of, make
@@ -46,6 +47,21 @@ def test_buffers_add_up_micro_batches(backend: str, dtype: torch.dtype, split: b
         want = 3 * expected[f"d{name}"].float()
         torch.testing.assert_close(leaves[name].main_grad, want, rtol=tolerance, atol=1e-6)
     assert torch.equal(leaves["x"].grad, 3 * expected["dx"])
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_the_first_gradient_of_a_step_replaces_the_last_step(backend: str) -> None:
+    """Experts without rows too, whose gradient is 0."""
+    p = make(ACT, torch.bfloat16, rows=128)
+    leaves, cleared = parameters(p), parameters(p)
+    for name in PARAMETERS:
+        leaves[name].main_grad.fill_(float("nan"))
+    main_grad.replace_next(leaves[name] for name in PARAMETERS)
+    for _ in range(2):
+        step(p, leaves, backend, accumulate=True)
+        step(p, cleared, backend, accumulate=True)
+    for name in PARAMETERS:
+        assert torch.equal(leaves[name].main_grad, cleared[name].main_grad)
 
 
 def test_the_reference_adds_in_fp32() -> None:

@@ -34,24 +34,24 @@ SMALL = [
 ]
 
 
-def _run(cfg: Config) -> tuple[_Rank, int]:
-    """The run of a rank, and how often a gradient went straight to its buffer."""
+def _run(cfg: Config) -> tuple[_Rank, tuple[int, int]]:
+    """The run of a rank; how often a gradient went straight to its buffer, and replaced it."""
     from kernels import main_grad
 
     calls, added = [], main_grad.added
 
     def counted(parameter: torch.Tensor) -> Any:
-        calls.append(parameter.shape)
+        calls.append(not main_grad.buffer(parameter).add)
         return added(parameter)
 
     main_grad.added = counted
     try:
-        return _train(cfg), len(calls)
+        return _train(cfg), (len(calls), sum(calls))
     finally:
         main_grad.added = added
 
 
-def run(world: int, model: str, changes: dict[str, Any]) -> tuple[list, dict, int]:
+def run(world: int, model: str, changes: dict[str, Any]) -> tuple[list, dict, tuple[int, int]]:
     cfg = copy.deepcopy(load([f"model={model}", *SMALL]))
     for path, value in changes.items():
         put(cfg, path, value)
@@ -69,8 +69,8 @@ def both(world: int, model: str, changes: dict[str, Any]) -> tuple[list, list]:
         knob = {"kernels.gradient_accumulation_fusion": fused}
         steps, after, calls = run(world, model, {**changes, **knob})
         parameters = 4 if model == "tiny_gpt_oss" else 2
-        layers, passes = 2, 8 // world
-        assert calls == (2 * layers * passes * parameters if fused else 0)
+        first = 2 * 2 * parameters  # of both steps and layers
+        assert calls == ((8 // world * first, first) if fused else (0, 0))
         series = torch.tensor([[step["loss"], step["grad_norm"]] for step in steps])
         results.append([series, after])
     return results[0], results[1]
@@ -115,7 +115,8 @@ def test_stages_of_a_pipeline() -> None:
     for fused in (True, False):
         knob = {"kernels.gradient_accumulation_fusion": fused}
         results.append(run(2, "tiny", {**changes, **knob}))
-    assert results[0][2] == 2 * 8 * 2 and results[1][2] == 0  # steps, micro-batches, w1 and w2
+    assert results[0][2] == (2 * 8 * 2, 2 * 2)  # steps, micro-batches, w1 and w2
+    assert results[1][2] == (0, 0)
     for key, value in results[1][1].items():
         assert torch.equal(results[0][1][key], value), key
 
@@ -124,4 +125,4 @@ def test_stages_of_a_pipeline() -> None:
 def test_bf16_buffers_take_gradients_as_before() -> None:
     changes = {"kernels.backend": "torch", "parallel.grad_dtype": "bf16"}
     steps, _, calls = run(1, "tiny", changes)
-    assert calls == 0 and all(step["grad_norm"] > 0 for step in steps)
+    assert calls == (0, 0) and all(step["grad_norm"] > 0 for step in steps)
