@@ -11,9 +11,11 @@
 
 Overrides are those of train.py; a value may be a sweep of Hydra: a,b or choice(a,b), range(1,5),
 glob(*) for options of a group. The first point is what the others are compared with. Repeats take
-turns: all points once, then all again. A point that runs out of memory or fails otherwise is a row
-with its reason, and has no further repeats. What is done stays done: the same command goes on where
-it was stopped, also with a higher --repeat; to do a run again, delete its .json in DIR/runs.
+turns: all points once, then all again. On GPUs a step before those that count is traced, for the
+part of it in which exchanges ran and nothing else (set run.profile to have it otherwise). A point
+that runs out of memory or fails otherwise is a row with its reason, and has no further repeats.
+What is done stays done: the same command goes on where it was stopped, also with a higher --repeat;
+to do a run again, delete its .json in DIR/runs.
 """
 
 import argparse
@@ -114,6 +116,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
         nnodes=args.nnodes,
         endpoint=args.rdzv or "localhost:0",
         launcher=args.launcher,
+        traced=not cpu or (args.dry and args.device != "cpu"),
     )
     out = args.out or Path("runs/compare")
     points = expand(args.overrides)

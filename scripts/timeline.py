@@ -116,6 +116,14 @@ def without(some: list[tuple[float, float]], others: list[tuple[float, float]]) 
     return left
 
 
+def exposed(events: list[Event]) -> float:
+    """Share of the time in which exchanges ran and nothing else did."""
+    span = max(e.end for e in events) - events[0].begin
+    exchange, _ = KINDS[0]
+    own = union(e for e in events if e.kind == exchange)
+    return without(own, union(e for e in events if e.kind != exchange)) / span
+
+
 def table(events: list[Event], top: int) -> str:
     """Time by kind, and the kernels that take most."""
     span = max(e.end for e in events) - events[0].begin

@@ -16,10 +16,14 @@ import psutil
 
 from moe.metrics import steady
 from moe.sinks import read
+from scripts import timeline
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 COUNTED = 10
 """Steps at the end of a run that count."""
+_CAPTURED = 3
+"""Steps that a graph needs before it is replayed."""
+_PROFILE = "run.profile"
 GRACE = 45.0
 """Seconds to end after a signal: torchrun kills its ranks after 30."""
 POLL = 1.0
@@ -38,6 +42,8 @@ class Launch:
     """Where torchrun's agents meet, host:port."""
     launcher: str = ""
     """A command with `{command}` in it, or nothing."""
+    traced: bool = False
+    """Of a step before those that count, a trace tells which part exchanges are waited for."""
 
     @property
     def ranks(self) -> int:
@@ -49,6 +55,9 @@ class Launch:
         where = where if re.fullmatch(r"[\w./-]+", where) else f"'{where}'"
         own = ["run=bench", f"run.steps={self.steps}", "run.log_interval=1"]
         own += [f"run.device={self.device}"] if self.device != "auto" else []
+        step = window(self.steps)[0] - 2  # the trace is written during the next one
+        if self.traced and step > _CAPTURED and not any(_PROFILE in word for word in given):
+            own.append(f"{_PROFILE}=[{step},{step}]")
         return [*given, *own, f"run.dir={where}", f"run.name={folder.name}"]
 
     def command(self, given: Sequence[str], folder: Path) -> list[str]:
@@ -115,7 +124,7 @@ def run(
             _end(process)
     if code is not None and code == 0:
         try:
-            return figures(metrics, steps), ""
+            return figures(metrics, steps) | traced(folder), ""
         except ValueError as error:
             return {}, str(error)
     said = f"not done after {timeout:.0f} s (--timeout)" if code is None else ""
@@ -128,7 +137,7 @@ def figures(path: Path, steps: int) -> dict[str, float]:
     """Means over `window(steps)` of a metrics.jsonl, as `moe.metrics.steady`.
 
     memory is the peak of the run in GiB, loss that of the last step in nats, reruns those inside
-    the window, exposed_communication a share of the step where the run recorded it.
+    the window.
 
     Raises:
         ValueError: a step is missing, or the loss is not finite.
@@ -146,10 +155,16 @@ def figures(path: Path, steps: int) -> dict[str, float]:
     totals["memory"] = max(record["memory"] for record in records)
     before = found.get(counted[0] - 1, {}).get("reruns", 0)
     totals["reruns"] = last[-1].get("reruns", 0) - before
-    exposed = [r["exposed_communication"] for r in last if "exposed_communication" in r]
-    if exposed:
-        totals["exposed_communication"] = sum(exposed) / len(exposed)
     return totals
+
+
+def traced(folder: Path) -> dict[str, float]:
+    """exposed_communication, a share of the step, if the run left a trace of a GPU."""
+    for path in folder.glob("trace_*.json.gz"):
+        with contextlib.suppress(ValueError, KeyError, OSError):
+            if events := timeline.read(path):
+                return {"exposed_communication": timeline.exposed(events)}
+    return {}
 
 
 def reached(path: Path) -> int:

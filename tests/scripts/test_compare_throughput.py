@@ -1,5 +1,6 @@
 """compare_throughput: points, statistics, rows of failures, a stopped sweep, and a real one."""
 
+import gzip
 import json
 import os
 import shlex
@@ -14,7 +15,7 @@ import pytest
 from configs.validate import ConfigError
 from scripts import compare_throughput
 from scripts.compare import launch, report, sweep
-from scripts.compare.launch import Launch, figures, reason, window
+from scripts.compare.launch import Launch, figures, reason, traced, window
 from scripts.compare.points import Point, expand
 from scripts.compare.results import Run, rows
 from tests.runs import SMALL
@@ -133,9 +134,7 @@ def test_figures_of_a_run(tmp_path):
     found = figures(path, 4)
     assert found["tokens_per_second_per_gpu"] == 25 and found["tflops_per_gpu"] == 2.5
     assert found["loss"] == 3.5 and found["memory"] == 9 and found["reruns"] == 2
-    assert "exposed_communication" not in found and "mfu" not in found
-    exposed = figures(metrics(path, [1.0] * 4, exposed_communication=[1, 1, 0.2, 0.4]), 4)
-    assert exposed["exposed_communication"] == pytest.approx(0.3)
+    assert "mfu" not in found
     with pytest.raises(ValueError, match="ended after step 4 of 6"):
         figures(path, 6)
     with pytest.raises(ValueError, match="not finite at step 4"):
@@ -284,6 +283,30 @@ def test_a_run_that_hangs_is_ended_with_all_it_started(stand, monkeypatch):
     assert row["notes"] == ["FAILED: not done after 1 s (--timeout); see point_01_repeat_1.log"]
     number = int(child.read_text())
     assert not psutil.pid_exists(number) or psutil.Process(number).status() == "zombie"
+
+
+def test_a_trace_tells_what_exchanges_are_waited_for(tmp_path):
+    assert traced(tmp_path) == {}
+    trace = tmp_path / "trace_39_39.json.gz"
+    trace.write_bytes(b"no trace")
+    assert traced(tmp_path) == {}
+    events = (("PushKernel", 0, 300), ("Fc1Kernel", 200, 600), ("ncclDevKernel", 900, 100))
+    records = [
+        {"ph": "X", "cat": "kernel", "name": n, "ts": b, "dur": d, "args": {"stream": 7}}
+        for n, b, d in events
+    ]
+    with gzip.open(trace, "wt") as file:
+        json.dump({"traceEvents": records}, file)
+    assert traced(tmp_path) == {"exposed_communication": pytest.approx(0.3)}
+
+
+def test_a_step_before_those_that_count_is_traced(tmp_path):
+    profile = "run.profile=[39,39]"
+    assert profile in Launch(2, 50, traced=True).overrides([], tmp_path / "x")
+    assert profile not in Launch(2, 50).overrides([], tmp_path / "x")
+    assert profile not in Launch(2, 50, traced=True).overrides(["run.profile=[]"], tmp_path / "x")
+    few = Launch(2, 8, traced=True).overrides([], tmp_path / "x")  # before a graph is replayed
+    assert not any("profile" in word for word in few)
 
 
 def test_commands(capsys, tmp_path):
