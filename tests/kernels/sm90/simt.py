@@ -23,6 +23,9 @@ import torch
 LANES = 32
 _CURRENT = threading.local()
 _ATOMIC = threading.Lock()
+_APART = 1 << 40
+_KNOWN: dict[int, int] = {}
+_MEMORY: dict[int, list] = {}  # keeps lists, so that their ids stay theirs
 
 
 class Pointer:
@@ -45,6 +48,18 @@ class Pointer:
     def set(self, value: Any) -> None:
         assert 0 <= self.at < len(self.data), f"writes element {self.at} of {len(self.data)}"
         self.data[self.at] = value
+
+    def toint(self) -> int:
+        """Address, of elements of 4 bytes; `at_address` is the inverse."""
+        with _ATOMIC:
+            number = _KNOWN.setdefault(id(self.data), len(_KNOWN) + 1)
+            _MEMORY[number] = self.data
+        return number * _APART + 4 * self.at
+
+
+def at_address(address: int, align: int = 4) -> Pointer:
+    assert address % align == 0, f"address {address} is not at {align} bytes"
+    return Pointer(_MEMORY[address // _APART], address % _APART // 4)
 
 
 class Layout:
@@ -201,6 +216,8 @@ ARCH = dict(
     lanemask_lt=lambda: (1 << _lane()) - 1,
     mul_hi=lambda a, b: (a * b) >> 32,
     atomic_add=_atomic_add,
+    fence_acq_rel_sys=lambda: None,
+    warp_reduction_sum=lambda value: sum(_exchange(value)),
     griddepcontrol_wait=lambda: None,
     griddepcontrol_launch_dependents=lambda: None,
     fmax=np.fmax,
@@ -227,6 +244,31 @@ def _pack(low: np.float32, high: np.float32) -> int:
 def _unpack(word: int) -> tuple[np.float32, np.float32]:
     low, high = np.array([word << 16 & 0xFFFFFFFF, word & 0xFFFF0000], np.uint32).view(np.float32)
     return low, high
+
+
+def _load_global(address: int) -> list:
+    first = at_address(address, align=16)
+    return [(first + i).get() for i in range(4)]
+
+
+def _store_global(address: int, *words: int) -> None:
+    first = at_address(address, align=16)
+    for i, word in enumerate(words):
+        (first + i).set(word)
+
+
+def _wait(flag: int, epoch: int, limit_ms: int, report: int, who: int) -> None:
+    """Kernels run one after the other: what is not there does not come any more."""
+    found = at_address(flag).get()
+    assert found >= epoch, f"waits for {epoch} of rank {who}, but finds {found}"
+
+
+PEER = dict(
+    load_global=_load_global,
+    store_release=lambda where, value: at_address(where).set(value),
+    store_flag=lambda where, value: at_address(where).set(value),
+    wait=_wait,
+)
 
 
 def _range(*bounds: int, unroll: int = 1) -> range:
@@ -302,7 +344,15 @@ def load(name: str, **constants: Any) -> SimpleNamespace:
         "kernels.sm90.storage": SimpleNamespace(
             struct=lambda **fields: fields, array=lambda dtype, count, align=8: count
         ),
-        "kernels.sm90.ptx": SimpleNamespace(pack=_pack, unpack=_unpack),
+        "kernels.sm90.ptx": SimpleNamespace(
+            pack=_pack,
+            unpack=_unpack,
+            store_global=_store_global,
+            lowest=lambda bits: (bits & -bits).bit_length() - 1,
+        ),
+        "kernels.sm90.peer": SimpleNamespace(**PEER),
+        "kernels.sm90.arguments": MagicMock(),
+        "kernels.sm90.mainloop": SimpleNamespace(GROUP_THREADS=128, TILE_ROWS=128, Mainloop=None),
         "kernels.sm90.launch": MagicMock(),
         "cuda": MagicMock(),
     }
@@ -313,6 +363,8 @@ def load(name: str, **constants: Any) -> SimpleNamespace:
                 return fakes[fake]
         if module.startswith("kernels.sm90."):
             return load(module, **constants)
+        if module == "kernels.sm90":
+            return SimpleNamespace(**{n: importer(f"{module}.{n}") for n in names})
         return __import__(module, scope, _, names, level)
 
     spec = importlib.util.find_spec(name)
