@@ -94,8 +94,7 @@ class Trip:
         """For the backward pass: this rank's tokens, to be sent again, or received ones."""
         self._on_way: dict[str, Sent] = {}
         self._making: tuple[Any, Rows, torch.cuda.Event]
-        self.send_rest: Callable[[], None]
-        """Sums that have not left when experts, and what goes on beside their way, are through."""
+        self._send_rest: Callable[[], None]
 
     def send(self, what: str, rows: Tensor, side: Tensor, *, alone: bool, back: bool) -> Sent:
         """Start an exchange; `meet` waits for it."""
@@ -153,10 +152,15 @@ class Trip:
         told, rows, begun = self._making
         assert rows.inverse_NK is not None
         how = (rows.inverse_NK, self.idx_NK, rows.offsets, begun)
-        sent, self.send_rest = self.exchange.send_sums(told, *how)
+        sent, self._send_rest = self.exchange.send_sums(told, *how)
         self._on_way["out"] = sent
         del self._making
         return self.rows(sent)
+
+    def send_rest(self) -> None:
+        """Sums that have not left when experts, and what goes on beside their way, are through."""
+        self._send_rest()
+        del self._send_rest  # which keeps what fc2 has made
 
     def end_tokens(self, training: bool) -> None:
         """All received tokens have been read; `training`: the backward pass will again."""

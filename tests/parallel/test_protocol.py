@@ -4,7 +4,9 @@ The model is tests/parallel/protocol.py. `symm` itself runs here on a CPU, over 
 write down who starts, waits and reads.
 """
 
+import functools
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,6 +130,7 @@ class Recorder:
         self.overlaps, self.calls, self._last = overlaps, Calls(), 0
         self._places = [(torch.zeros(R * T, D), torch.zeros(4096).byte()) for _ in range(SLOTS)]
         self._holds = dict[int, int]()
+        self.made: Any = None
 
     def start(self, rows: Tensor, table: Tensor, side: Tensor, local: int, **how: bool) -> Any:
         self._last, slot = self._last + 1, self._last % SLOTS
@@ -145,7 +148,8 @@ class Recorder:
 
     def send_sums(self, told: Any, inverse_NK: Tensor, table_NK: Tensor, *rest: Any) -> Any:
         sent = self.start(told.out_SN, table_NK, table_NK.new_empty(0), E // R, back=True)
-        return sent, lambda: None
+        self.made = weakref.ref(told.out_SN)
+        return sent, functools.partial(lambda _: None, told)
 
     def arrive(self, sent: Any, *, side_only: bool = False) -> None:
         self.calls.append(("arrive", sent.number, 0 if side_only else sent.parts))
@@ -226,6 +230,7 @@ def test_the_model_says_what_symm_does(
     with Watch(recorder):
         received = transport.dispatch(x, idx, prob)
         out = transport.combine(experts(received, w1, w2), received)
+        assert not beside or recorder.made() is None  # what fc2 made is not kept for backward
         torch.autograd.grad(out, [x, prob, w1, w2], torch.ones(T, D))
     model = Program(R, overlaps=overlaps)
     forward(model, beside=beside, keep=keep)
