@@ -75,8 +75,8 @@ def test_token_rounding(mode: str, tmp_path: Path) -> None:
 def test_a_graph_trains_bit_for_bit_like_eager_steps(
     model: str, kernels: str, tmp_path: Path
 ) -> None:
-    options = [f"model={model}", f"kernels={kernels}", "run.steps=12"]
-    options += ["run.eval_interval=7", "run.eval_batches=1", "parallel.capacity_factor=8"]
+    options = [f"model={model}", f"kernels={kernels}", "run.steps=200"]
+    options += ["run.eval_interval=70", "run.eval_batches=1", "parallel.capacity_factor=8"]
     eager = train(tmp_path, "eager", *options)
     graph = train(tmp_path, "graph", *options, GRAPH)
     for name in ("loss", "grad_norm", "valid_loss", "load_max", "mtp_loss"):
