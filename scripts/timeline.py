@@ -116,12 +116,17 @@ def without(some: list[tuple[float, float]], others: list[tuple[float, float]]) 
     return left
 
 
+def alone(events: list[Event], kind: str) -> float:
+    """Time in which kernels of a kind ran and no others."""
+    return without(
+        union(e for e in events if e.kind == kind), union(e for e in events if e.kind != kind)
+    )
+
+
 def exposed(events: list[Event]) -> float:
     """Share of the time in which exchanges ran and nothing else did."""
-    span = max(e.end for e in events) - events[0].begin
     exchange, _ = KINDS[0]
-    own = union(e for e in events if e.kind == exchange)
-    return without(own, union(e for e in events if e.kind != exchange)) / span
+    return alone(events, exchange) / (max(e.end for e in events) - events[0].begin)
 
 
 def table(events: list[Event], top: int) -> str:
@@ -133,9 +138,8 @@ def table(events: list[Event], top: int) -> str:
     for kind, _ in KINDS:
         own = [e for e in events if e.kind == kind]
         if own:
-            ran, rest = union(own), union(e for e in events if e.kind != kind)
-            took = sum(end - begin for begin, end in ran) / 1000
-            lines.append(f"{kind:12}{took:10.2f}{without(ran, rest) / 1000:10.2f}{len(own):9}")
+            took = sum(end - begin for begin, end in union(own)) / 1000
+            lines.append(f"{kind:12}{took:10.2f}{alone(events, kind) / 1000:10.2f}{len(own):9}")
     by_name: dict[str, list[float]] = {}
     for e in events:
         by_name.setdefault(e.name, []).append(e.end - e.begin)

@@ -27,10 +27,9 @@ from kernels.sm90 import peer, ptx
 from kernels.sm90.arguments import require
 from kernels.sm90.launch import launch
 from kernels.sm90.progress import CLAIMED, COUNTS, PROGRESS, THROUGH, Told
-from kernels.sm90.push import ALLOWED, EPOCH, MAX_RANKS, Places
+from kernels.sm90.push import EPOCH, STATE, Places, begin, check_sizes, tell
 from kernels.sm90.waves import MAX_WAVES, last_wave_on_device
 
-MAX_SLOTS = 32
 _WARP = 32
 _WARPS = 16
 _CHUNK = 16
@@ -51,10 +50,7 @@ class CombinePushConfig:
     ranks: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.slots <= MAX_SLOTS:
-            raise ValueError(f"{self.slots} slots: combine_push takes 1 to {MAX_SLOTS}")
-        if not 1 <= self.ranks <= MAX_RANKS:
-            raise ValueError(f"{self.ranks} ranks: combine_push serves 1 to {MAX_RANKS}")
+        check_sizes("combine_push", self.ranks, self.slots)
 
 
 class CombinePushKernel:
@@ -101,7 +97,7 @@ class CombinePushKernel:
             offsets,
             cute.make_tensor(rows_R, cute.make_layout(ranks)),
             cute.make_tensor(flags_R, cute.make_layout(ranks)),
-            state,
+            cute.make_tensor(state, cute.make_layout(STATE)),
             report,
             progress,
             sizes,
@@ -121,21 +117,15 @@ class CombinePushKernel:
         offsets: cute.Pointer,
         rows_R: cute.Tensor,
         flags_R: cute.Tensor,
-        state: cute.Pointer,
+        state: cute.Tensor,
         report: cute.Pointer,
         progress: cute.Pointer,
         sizes: tuple[Int32, ...],
     ) -> None:
         slots = self.config.slots
         N, T, width, local, rank, limit, waves, warps, tile_rows, counts, _ = sizes
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        epoch = cute.make_tensor(state, cute.make_layout(1))[EPOCH] + 1
-        if thread < self.config.ranks:
-            if cute.arch.block_idx()[0] == 0:
-                peer.store_release(flags_R[thread] + 4 * (ALLOWED + rank), epoch + 1)
-            flag = flags_R[rank] + 4 * (ALLOWED + thread)
-            peer.wait(flag, epoch, limit, report.toint(), thread)
-        cute.arch.sync_threads()
+        lane = cute.arch.lane_idx()
+        epoch = begin(state, flags_R, rank, limit, report)
         needed = self._needed(offsets, local, waves, tile_rows, counts)
         chunks = (N + _CHUNK - 1) // _CHUNK
         finished = Int32(0)
@@ -175,11 +165,10 @@ class CombinePushKernel:
             if before == warps - 1:
                 counters = cute.make_tensor(progress, cute.make_layout(PROGRESS))
                 counters.fill(0)
-                cute.make_tensor(state, cute.make_layout(1))[EPOCH] = epoch
+                state[EPOCH] = epoch
                 cute.arch.fence_acq_rel_sys()
-                for r in cutlass.range_constexpr(self.config.ranks):
-                    for part in cutlass.range_constexpr(2):
-                        peer.store_flag(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
+                for part in cutlass.range_constexpr(2):
+                    tell(flags_R, part, rank, epoch)
 
     @cute.jit
     def _claim(self, progress: cute.Pointer) -> Int32:

@@ -71,6 +71,39 @@ class Places(NamedTuple):
     """Of every wait."""
 
 
+def check_sizes(kernel: str, ranks: int, slots: int) -> None:
+    """Raise ValueError for more than a kernel is compiled for."""
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ValueError(f"{ranks} ranks: {kernel} serves 1 to {MAX_RANKS}")
+    if not 1 <= slots <= MAX_SLOTS:
+        raise ValueError(f"{slots} slots: {kernel} takes 1 to {MAX_SLOTS}")
+
+
+@cute.jit
+def begin(
+    state: cute.Tensor, flags_R: cute.Tensor, rank: Int32, limit: Int32, report: cute.Pointer
+) -> Int32:
+    """All threads of a CTA: allow the exchange after this one, wait until all ranks allow this one.
+
+    Returns its epoch.
+    """
+    thread, epoch = cute.arch.thread_idx()[0], state[EPOCH] + 1
+    if thread < cute.size(flags_R):
+        if cute.arch.block_idx()[0] == 0:
+            peer.store_release(flags_R[thread] + 4 * (ALLOWED + rank), epoch + 1)
+        flag = flags_R[rank] + 4 * (ALLOWED + thread)
+        peer.wait(flag, epoch, limit, report.toint(), thread)
+    cute.arch.sync_threads()
+    return epoch
+
+
+@cute.jit
+def tell(flags_R: cute.Tensor, part: Int32, rank: Int32, epoch: Int32) -> None:
+    """After a fence: a part of the exchange is there, at all ranks."""
+    for r in cutlass.range_constexpr(cute.size(flags_R)):
+        peer.store_flag(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
+
+
 @dataclass(frozen=True)
 class PushConfig:
     """What is compiled into a `push` kernel."""
@@ -85,10 +118,7 @@ class PushConfig:
     def __post_init__(self) -> None:
         if self.row_bytes % 16 or self.row_bytes < 16:
             raise ValueError(f"rows of {self.row_bytes} bytes: push takes multiples of 16")
-        if not 1 <= self.ranks <= MAX_RANKS:
-            raise ValueError(f"{self.ranks} ranks: push serves 1 to {MAX_RANKS}")
-        if not 1 <= self.slots <= MAX_SLOTS:
-            raise ValueError(f"{self.slots} slots: push takes 1 to {MAX_SLOTS}")
+        check_sizes("push", self.ranks, self.slots)
 
     @property
     def width(self) -> int:
@@ -164,14 +194,7 @@ class PushKernel:
         config = self.config
         N, T, local, rank, pieces, limit, ctas, waves = sizes
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        epoch = state[EPOCH] + 1
-        own = flags_R[rank]
-        if thread < config.ranks:
-            if cute.arch.block_idx()[0] == 0:
-                peer.store_release(flags_R[thread] + 4 * (ALLOWED + rank), epoch + 1)
-            flag = own + 4 * (ALLOWED + thread)
-            peer.wait(flag, epoch, limit, report.toint(), thread)
-        cute.arch.sync_threads()
+        epoch = begin(state, flags_R, rank, limit, report)
         self._send_side(side, side_R, rank, pieces, ctas)
         self._publish(state, flags_R, Int32(0), waves, rank, epoch, ctas)
         targets = [rows_R[r] for r in range(config.ranks)]
@@ -219,8 +242,7 @@ class PushKernel:
                 if part == last:
                     state[EPOCH] = epoch
                 cute.arch.fence_acq_rel_sys()
-                for r in cutlass.range_constexpr(self.config.ranks):
-                    peer.store_flag(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
+                tell(flags_R, part, rank, epoch)
         cute.arch.sync_warp()
 
     @cute.jit

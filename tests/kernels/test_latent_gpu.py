@@ -7,6 +7,7 @@ import torch
 
 from kernels.latent import keys_values
 from kernels.rope import rope
+from tests.kernels.capture import check_replay
 from tests.kernels.test_latent import stated, stated_gradients
 from tests.kernels.test_rope import angles
 
@@ -67,20 +68,7 @@ def test_graph_capture():
         outs = keys_values(*leaves, freqs, nope=64)
         return [*(out.clone() for out in outs), *torch.autograd.grad(outs, leaves, ups)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        leaves[0].copy_(torch.randn_like(leaves[0]))
-    graph.replay()
-    for got, want in zip(captured, step(), strict=True):
-        assert torch.equal(got, want)
+    check_replay(step, leaves[0], torch.randn_like(leaves[0]))
 
 
 def test_recompute():

@@ -5,6 +5,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
 from kernels.rope import rope, rope_qkv
+from tests.kernels.capture import check_replay
 from tests.kernels.test_rope import angles, statement
 
 pytestmark = pytest.mark.gpu
@@ -130,20 +131,7 @@ def test_graph_capture():
         latent = rope(outs[0], of_half, interleaved=True, first=32)
         return [latent, *torch.autograd.grad((latent, *outs[1:]), (qkv, bias), ups)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        qkv.copy_(drawn(*qkv.shape, dtype=torch.bfloat16))
-    graph.replay()
-    for got, want in zip(captured, step(), strict=True):
-        assert torch.equal(got, want)
+    check_replay(step, qkv, drawn(*qkv.shape, dtype=torch.bfloat16))
 
 
 def test_recompute():

@@ -10,6 +10,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from configs.schema import RouterConfig
 from moe.fused_topk import best, refuse, topk
 from moe.scores import choose, probabilities
+from tests.kernels.capture import check_replay
 
 pytestmark = pytest.mark.gpu
 
@@ -57,17 +58,4 @@ def test_graph_capture():
         idx, prob = topk(logits, bias, options, 6)
         return [idx, prob, best(logits, 6), *torch.autograd.grad(prob, logits, up)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        logits.copy_(drawn(1000, 64, seed=5))
-    graph.replay()
-    for got, want in zip(captured, step(), strict=True):
-        assert torch.equal(got, want)
+    check_replay(step, logits, drawn(1000, 64, seed=5))
