@@ -200,11 +200,11 @@ class Exchange:
         Returns:
             The exchange, and what is to be called before it is waited for, to send the rest.
         """
-        from kernels.sm90.combine_push import combine_push, warps_of
+        from kernels.sm90.combine_push import combine_push
         from kernels.sm90.launch import sms
 
         given, everywhere = (inverse_NK, table_NK, offsets), sms(offsets.device)
-        how = dict(tokens=self.tokens, warps=warps_of(self._comm_sms, everywhere))
+        how = dict(tokens=self.tokens, of=self._comm_sms + everywhere)
 
         def send(places: "Places", ctas: int = self._comm_sms) -> None:
             combine_push(told, *given, places, ctas=ctas, **how)

@@ -27,11 +27,20 @@ from kernels.sm90 import peer, ptx
 from kernels.sm90.arguments import require
 from kernels.sm90.launch import launch
 from kernels.sm90.progress import CLAIMED, COUNTS, PROGRESS, THROUGH, Told
-from kernels.sm90.push import EPOCH, STATE, Places, begin, check_sizes, tell
+from kernels.sm90.push import (
+    EPOCH,
+    STATE,
+    WARPS,
+    Places,
+    begin,
+    check_sizes,
+    last_of_all,
+    tell,
+)
+from kernels.sm90.storage import array, struct
 from kernels.sm90.waves import MAX_WAVES, last_wave_on_device
 
 _WARP = 32
-_WARPS = 16
 _CHUNK = 16
 """Rows that a warp claims."""
 _PIECES = 4
@@ -87,7 +96,7 @@ class CombinePushKernel:
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: N, T, pieces D / 8 of a row, L, rank, limit in milliseconds, waves, warps of both
+        """Sizes: N, T, pieces D / 8 of a row, L, rank, limit in milliseconds, waves, CTAs of both
         launches, rows of a tile, counts of these, CTAs."""
         ranks = self.config.ranks
         self.kernel(
@@ -103,7 +112,7 @@ class CombinePushKernel:
             sizes,
         ).launch(
             grid=[sizes[10], 1, 1],
-            block=[_WARPS * _WARP, 1, 1],
+            block=[WARPS * _WARP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -123,8 +132,12 @@ class CombinePushKernel:
         sizes: tuple[Int32, ...],
     ) -> None:
         slots = self.config.slots
-        N, T, width, local, rank, limit, waves, warps, tile_rows, counts, _ = sizes
+        N, T, width, local, rank, limit, waves, ctas, tile_rows, counts, _ = sizes
         lane = cute.arch.lane_idx()
+        storage = cutlass.utils.SmemAllocator().allocate(struct(through=array(Int32, 1)))
+        through = storage.through.get_tensor(cute.make_layout(1))
+        if cute.arch.thread_idx()[0] == 0:
+            through[0] = Int32(0)
         epoch = begin(state, flags_R, rank, limit, report)
         needed = self._needed(offsets, local, waves, tile_rows, counts)
         chunks = (N + _CHUNK - 1) // _CHUNK
@@ -157,12 +170,9 @@ class CombinePushKernel:
                 at = rank * T + row - target * T
                 self._send(y, rows_R[target] + Int64(at) * width * 16, of, width)
             claimed = cute.arch.shuffle_sync(following, 0)
-        cute.arch.fence_acq_rel_sys()
         cute.arch.sync_warp()
         if lane == 0:
-            through = progress + THROUGH
-            before = cute.arch.atomic_add(through, Int32(1), sem="acq_rel", scope="gpu")
-            if before == warps - 1:
+            if last_of_all(through.iterator, progress + THROUGH, ctas) == 1:
                 counters = cute.make_tensor(progress, cute.make_layout(PROGRESS))
                 counters.fill(0)
                 state[EPOCH] = epoch
@@ -257,7 +267,7 @@ def combine_push(
     *,
     tokens: int,
     ctas: int,
-    warps: int,
+    of: int,
 ) -> None:
     """One of two launches of a way back, after the launch of `rows` that is `told`.
 
@@ -272,7 +282,7 @@ def combine_push(
         places: where to.
         tokens: T.
         ctas: of this launch.
-        warps: of both launches (`warps_of`).
+        of: CTAs of both launches.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
@@ -291,10 +301,5 @@ def combine_push(
     )
     tensors = (y_SD, inverse_NK, table_NK, offsets, places.rows_R, *places[2:5], told.progress)
     sizes = (N, tokens, D // _COLUMNS, offsets.numel() - 1, places.rank, places.limit_ms)
-    more = (told.waves, warps, told.tile_rows, told.counts, ctas)
+    more = (told.waves, of, told.tile_rows, told.counts, ctas)
     launch(CombinePushKernel, CombinePushConfig(K, ranks), tensors, (*sizes, *more))
-
-
-def warps_of(*ctas: int) -> int:
-    """Of launches with so many CTAs."""
-    return _WARPS * sum(ctas)

@@ -16,7 +16,7 @@ from kernels.sm90.waves import MAX_WAVES, last_wave_on_device
 
 CLAIMED, THROUGH, TILES, COUNTS = 0, 1, 2, 3
 PROGRESS = COUNTS + MAX_WAVES
-"""int32 of a rank, 0 between exchanges: chunks of rows that were claimed and warps that are through
+"""int32 of a rank, 0 between exchanges: chunks of rows that were claimed and CTAs that are through
 (`combine_push`), the scheduler's tiles, and counts of each wave."""
 _WARPS = GROUP_THREADS // 32
 

@@ -7,10 +7,11 @@ at row me * T + n % T of its targets. `push` brings
     tokens (N = T) to the ranks of their experts, each once whatever number of experts it has there,
     or sums (N = R * T) of this rank's experts back: row n to rank n // T if it is for one of them,
 
-together with a dense block of side data for each rank, which goes first. A warp moves a row at a
-time, through its registers: 16 warps have enough under way for a few SMs to fill the links. Tokens
-go in waves of a rank's experts: in that of the first one that wants them. Side data and every wave
-have flags of their own, so that experts can begin before all tokens have come.
+together with a dense block of side data for each rank, which goes first. Warps claim chunks of rows
+and move a row at a time, through their registers: 16 warps have enough under way for a few SMs to
+fill the links. Tokens go in waves of a rank's experts: in that of the first one that wants them.
+Side data and every wave have flags of their own, so that experts can begin before all tokens have
+come.
 
 An exchange has a number, the epoch, that is counted on the device: nothing that a CUDA graph would
 keep. At the start of exchange u a rank allows its peers exchange u + 1: whatever used the place of
@@ -33,6 +34,7 @@ from torch import Tensor
 from kernels.sm90 import peer, ptx
 from kernels.sm90.arguments import require
 from kernels.sm90.launch import launch, sms
+from kernels.sm90.storage import array, struct
 from kernels.sm90.waves import MAX_WAVES
 
 MAX_RANKS = 16
@@ -41,14 +43,16 @@ ALLOWED = (1 + MAX_WAVES) * MAX_RANKS
 and so on; from here on R that say who allows a push."""
 FLAGS = ALLOWED + MAX_RANKS
 MAX_SLOTS = 32
-_WARPS = 16
+WARPS = 16
 _WARP = 32
+_CHUNK = 8
+"""Rows that a warp claims."""
 _PIECES = 8
 """16-byte accesses of a lane that are under way."""
-EPOCH, _SEEN, _DONE = 0, 1, 2
+EPOCH, _SEEN, _CLAIMED, _DONE = 0, 1, 2, 3
 STATE = _DONE + 1 + MAX_WAVES
-"""int32 of a rank's own: exchanges pushed, the one that was waited for last, and warps that are
-through with the side data and each wave."""
+"""int32 of a rank's own: exchanges pushed, the one that was waited for last, chunks of rows that
+were claimed, and CTAs that are through with the side data and each wave."""
 SEEN_BYTES = 4 * _SEEN
 
 
@@ -95,6 +99,25 @@ def begin(
         peer.wait(flag, epoch, limit, report.toint(), thread)
     cute.arch.sync_threads()
     return epoch
+
+
+@cute.jit
+def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
+    """One lane of each warp, when it is through: whether all warps of `count` CTAs are, and then
+    what they have written is there for all GPUs.
+
+    `warps`, in shared memory, and `ctas` count from 0. One fence of system scope a CTA, which waits
+    for its stores: the other warps go on.
+    """
+    last = Int32(0)
+    before = cute.arch.atomic_add(warps, Int32(1), sem="acq_rel", scope="cta")
+    if before == WARPS - 1:
+        cute.arch.fence_acq_rel_sys()
+        others = cute.arch.atomic_add(ctas, Int32(1), sem="acq_rel", scope="gpu")
+        if others == count - 1:
+            cute.arch.fence_acq_rel_sys()
+            last = Int32(1)
+    return last
 
 
 @cute.jit
@@ -173,7 +196,7 @@ class PushKernel:
             sizes,
         ).launch(
             grid=[ctas, 1, 1],
-            block=[_WARPS * _WARP, 1, 1],
+            block=[WARPS * _WARP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
@@ -194,35 +217,57 @@ class PushKernel:
         config = self.config
         N, T, local, rank, pieces, limit, ctas, waves = sizes
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        storage = cutlass.utils.SmemAllocator().allocate(
+            struct(through=array(Int32, 1 + MAX_WAVES))
+        )
+        through = storage.through.get_tensor(cute.make_layout(1 + MAX_WAVES))
+        if thread <= MAX_WAVES:
+            through[thread] = Int32(0)
         epoch = begin(state, flags_R, rank, limit, report)
         self._send_side(side, side_R, rank, pieces, ctas)
-        self._publish(state, flags_R, Int32(0), waves, rank, epoch, ctas)
+        self._publish(through, state, flags_R, Int32(0), waves, rank, epoch, ctas)
         targets = [rows_R[r] for r in range(config.ranks)]
-        warp = cute.arch.make_warp_uniform(thread // _WARP)
-        number, warps = cute.arch.block_idx()[0] * _WARPS + warp, ctas * _WARPS
+        chunks, sent = (N + _CHUNK - 1) // _CHUNK, Int32(0)
+        claimed = cute.arch.shuffle_sync(self._claim(state), 0)
+        following = cute.arch.shuffle_sync(self._claim(state), 0)
         entries = cute.make_rmem_tensor(config.slots, Int32)
-        self._look_up(table, entries, number + lane * warps, N)
-        for wave in cutlass.range(waves):
-            for chunk in cutlass.range((N - number + warps * _WARP - 1) // (warps * _WARP)):
-                base = number + chunk * (warps * _WARP)
-                wanted = self._wanted(entries, base + lane * warps, N, T, local, rank, wave, waves)
-                # Rows that come next, of this wave or of the following one, are asked for now.
-                after = base + warps * _WARP
-                if after >= N:
-                    after = number
-                self._look_up(table, entries, after + lane * warps, N)
-                bits = cute.arch.vote_ballot_sync(wanted != 0)
-                while bits != 0:
-                    source = ptx.lowest(bits)
-                    bits = bits & (bits - 1)
-                    row = base + source * warps
-                    at = rank * T + row % T
-                    self._send_row(rows, row, targets, at, cute.arch.shuffle_sync(wanted, source))
-            self._publish(state, flags_R, wave + 1, waves, rank, epoch, ctas)
+        self._look_up(table, entries, claimed % chunks * _CHUNK + lane, N)
+        while claimed < chunks * waves:
+            after = self._claim(state)
+            wave, base = claimed // chunks, claimed % chunks * _CHUNK
+            while sent < wave:
+                sent += 1
+                self._publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
+            row = N
+            if lane < _CHUNK:
+                row = base + lane
+            wanted = self._wanted(entries, row, N, T, local, rank, wave, waves)
+            self._look_up(table, entries, following % chunks * _CHUNK + lane, N)
+            bits = cute.arch.vote_ballot_sync(wanted != 0)
+            while bits != 0:
+                source = ptx.lowest(bits)
+                bits = bits & (bits - 1)
+                at = rank * T + (base + source) % T
+                to = cute.arch.shuffle_sync(wanted, source)
+                self._send_row(rows, base + source, targets, at, to)
+            claimed, following = following, cute.arch.shuffle_sync(after, 0)
+        while sent < waves:
+            sent += 1
+            self._publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
+
+    @cute.jit
+    def _claim(self, state: cute.Tensor) -> Int32:
+        """Lane 0's is the number of a chunk of a wave."""
+        claimed = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            counter, one = state.iterator + _CLAIMED, Int32(1)
+            claimed = cute.arch.atomic_add(counter, one, sem="relaxed", scope="gpu")
+        return claimed
 
     @cute.jit
     def _publish(
         self,
+        through: cute.Tensor,
         state: cute.Tensor,
         flags_R: cute.Tensor,
         part: Int32,
@@ -232,15 +277,12 @@ class PushKernel:
         ctas: Int32,
     ) -> None:
         """Tell all ranks, once all warps are through with a part: 0, the side data, or a wave."""
-        cute.arch.fence_acq_rel_sys()
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            done = state.iterator + (_DONE + part)
-            before = cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu")
-            if before == ctas * _WARPS - 1:
+            if last_of_all(through.iterator + part, state.iterator + (_DONE + part), ctas) == 1:
                 state[_DONE + part] = Int32(0)
                 if part == last:
-                    state[EPOCH] = epoch
+                    state[EPOCH], state[_CLAIMED] = epoch, Int32(0)
                 cute.arch.fence_acq_rel_sys()
                 tell(flags_R, part, rank, epoch)
         cute.arch.sync_warp()
@@ -250,8 +292,8 @@ class PushKernel:
         self, side: cute.Pointer, side_R: cute.Tensor, rank: Int32, pieces: Int32, ctas: Int32
     ) -> None:
         """The block of side data to all ranks, or `back` block r to rank r: to its block `rank`."""
-        first = cute.arch.block_idx()[0] * (_WARPS * _WARP) + cute.arch.thread_idx()[0]
-        step, ranks = ctas * (_WARPS * _WARP), self.config.ranks
+        first = cute.arch.block_idx()[0] * (WARPS * _WARP) + cute.arch.thread_idx()[0]
+        step, ranks = ctas * (WARPS * _WARP), self.config.ranks
         for block in cutlass.range_constexpr(ranks if self.config.back else 1):
             source = side.toint() + Int64(block) * pieces * 16
             to = cutlass.const_expr((block,) if self.config.back else range(ranks))

@@ -22,6 +22,7 @@ from scripts.bench.ends import PLAN_NAMES, ROOM, TIMEOUT, Ends, inputs, transpor
 from scripts.bench.measure import Company
 from scripts.bench.models import (
     DEEPSEEK,
+    GPUS,
     PLAN_ASKED,
     PLAN_RANKS,
     TOKENS,
@@ -32,7 +33,7 @@ from scripts.bench.models import (
 from scripts.bench.problems import BF16, random
 from scripts.bench.ranks import RankBench, RankSides, differing
 from scripts.bench.records import Record
-from scripts.bench.routing import KINDS, bytes_sent, probabilities, routed
+from scripts.bench.routing import KINDS, OF_EIGHT, bytes_sent, probabilities, routed
 
 _LASTING = 3.0
 """The GEMM beside a push lasts this many times as long as the push alone."""
@@ -50,7 +51,8 @@ def wire(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     if against:
         return [Record("wire", shape, "push", "-", bench.mode, note=against)]
     made: list[Record] = []
-    for kind in KINDS:
+    kinds = KINDS if bench.ranks >= GPUS else (OF_EIGHT, *KINDS)
+    for kind in kinds:
         where = dict(rank=bench.rank, device=device)
         idx = routed(kind, tokens, model.experts, model.top_k, **where)
         sizes = dict(experts=model.experts, rank=bench.rank, ranks=bench.ranks)
@@ -64,7 +66,7 @@ def wire(bench: RankBench, model: Model, tokens: int) -> list[Record]:
         for sms, name in names.items():
             sides.take(name, kind, push(sms), check)
         sides.run()
-        judged = model == DEEPSEEK and tokens == TOKENS and kind == KINDS[0]
+        judged = model == DEEPSEEK and tokens == TOKENS and kind == kinds[0]
         for name in names.values():
             made += _rate(sides, name, kind, sent, judged)
         made += sides.lost

@@ -12,17 +12,26 @@ from moe.forced import ForcedBalance
 
 KINDS = ("random", "balanced")
 """K distinct experts drawn evenly, and the forced balance of model.moe.router.force_balance."""
+OF_EIGHT = "as of eight"
+"""Drawn so that an eighth of the rows stays on its GPU, as with eight of them: what crosses a link
+and what a GPU writes to itself share its SMs."""
 
 
 def routed(
     kind: str, tokens: int, experts: int, top_k: int, *, rank: int, device: torch.device
 ) -> Tensor:
-    """int32 [T, K] of a rank. `one rank`: `experts` are all the first rank's."""
+    """int32 [T, K] of a rank. `one rank`: `experts` are all the first rank's; OF_EIGHT: of a group
+    of `dist`'s size, at most eight."""
     if kind == "balanced":
         choice = ForcedBalance(RouterConfig(), experts=experts, top_k=top_k)
         return choice(tokens, rank * tokens).to(torch.int32)
     generator = torch.Generator(device).manual_seed(rank)
     scores = torch.rand(tokens, experts, generator=generator, device=device)
+    if kind == OF_EIGHT:
+        ranks = dist.get_world_size()
+        leaving = torch.rand(tokens, generator=generator, device=device) > (ranks - 1) / 7
+        own = torch.arange(experts, device=device) // (experts // ranks) == rank
+        scores -= (leaving[:, None] & own).float()
     return scores.topk(top_k, dim=1).indices.to(torch.int32)
 
 

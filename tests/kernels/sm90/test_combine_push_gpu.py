@@ -9,7 +9,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from kernels.plan import make_plan
 from kernels.sm90.combine import combine
-from kernels.sm90.combine_push import combine_push, warps_of
+from kernels.sm90.combine_push import combine_push
 from kernels.sm90.mainloop import Mainloop
 from kernels.sm90.progress import PROGRESS, Told
 from kernels.sm90.push import arrive
@@ -53,7 +53,7 @@ class Way:
             out = torch.full((self.a.shape[1], self.w2.shape[2]), CANARY, device="cuda").bfloat16()
             told = Told(out, self.progress[r], self.waves, loop, BEGIN)
             given = (told, plan.inverse_NK, self.table, plan.offsets, self.ranks.places[r])
-            how = dict(tokens=self.T, warps=warps_of(BEGIN, REST))
+            how = dict(tokens=self.T, of=BEGIN + REST)
             begun = here.record_event()
             scaled = dict(bias_LN=self.bias[r], scale_S=plan.row_prob_S) if bias else {}
             rows(self.a[r], self.w2[r], plan.offsets, told=told, **scaled)
@@ -131,7 +131,7 @@ def test_bad_arguments_are_named() -> None:
     plan, places = way.plans[0], way.ranks.places[0]
     out = torch.zeros(16, 68, device="cuda").bfloat16()
     told = Told(out, way.progress[0], 1, TURNS, BEGIN)
-    how = dict(tokens=8, ctas=1, warps=warps_of(1, 1))
+    how = dict(tokens=8, ctas=1, of=2)
     with pytest.raises(ValueError, match="y has 68 columns"):
         combine_push(told, plan.inverse_NK, way.table, plan.offsets, places, **how)
     told = told._replace(out_SN=out[:, :64].contiguous())

@@ -17,8 +17,8 @@ from tests.kernels.sm90.test_combine import BF16, words
 
 LIMIT = 1000
 CANARY = 7.0
-PUSH = simt.load("kernels.sm90.push", _WARPS=2)
-SUMS = simt.load("kernels.sm90.combine_push", _WARPS=2)
+PUSH = simt.load("kernels.sm90.push", WARPS=2)
+SUMS = simt.load("kernels.sm90.combine_push", WARPS=2)
 
 
 class Ranks:
@@ -144,8 +144,8 @@ class Sums:
         memory = [words(self.y), *(t.flatten().tolist() for t in plan)]
         shared = self.ranks.places(1, self.ranks.rows, self.ranks.flags)
         pointers = [*map(simt.Pointer, memory), *shared, simt.Pointer(self.progress)]
-        warps = 2 * (self.begin + self.rest)
-        sizes = (2 * self.T, self.T, self.D // 8, self.local, 1, LIMIT, self.waves, warps)
+        both = self.begin + self.rest
+        sizes = (2 * self.T, self.T, self.D // 8, self.local, 1, LIMIT, self.waves, both)
         kernel = SUMS.CombinePushKernel(SUMS.CombinePushConfig(self.K, 2))
         kernel(*pointers, (*sizes, self.tile_rows, self.counts, ctas), None)
 
