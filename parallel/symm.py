@@ -65,9 +65,8 @@ class Symm:
     def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
         trip: Trip = received.route
         sent_ND = _SendBack.apply(out_ND, trip, beside is None)
-        more = None if beside is None else beside()
-        out_TD = _Collect.apply(sent_ND, trip, beside is None)
-        return out_TD if more is None else out_TD + more
+        more = None if beside is None else beside().contiguous()
+        return _Collect.apply(sent_ND, more, trip)
 
 
 class Trip:
@@ -265,16 +264,16 @@ class _SendBack(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """End of the sums' way back, and their addition; backward, start of the gradient's."""
+    """End of the sums' way back, which adds them and more; backward, start of the gradient's."""
 
     @staticmethod
-    def forward(ctx: Any, sent_ND: Tensor, trip: Trip, alone: bool) -> Tensor:
+    def forward(ctx: Any, sent_ND: Tensor, more_TD: Tensor | None, trip: Trip) -> Tensor:
         from kernels.sm90.combine import combine
 
-        ctx.trip, ctx.alone = trip, alone
+        ctx.trip, ctx.alone = trip, more_TD is None
         if trip.beside:
             trip.send_rest()
-        return combine(trip.rows(trip.meet("out")), trip.sums_TR)
+        return combine(trip.rows(trip.meet("out")), trip.sums_TR, more_ND=more_TD)
 
     @staticmethod
     @once_differentiable
@@ -282,7 +281,7 @@ class _Collect(torch.autograd.Function):
         trip: Trip = ctx.trip
         alone = ctx.alone and not trip.beside
         sent = trip.send("dout", grad_TD, grad_TD.new_empty(0), alone=alone, back=False)
-        return trip.rows(sent), None, None
+        return trip.rows(sent), None if ctx.alone else grad_TD, None
 
 
 @functools.cache

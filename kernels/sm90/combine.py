@@ -2,7 +2,8 @@
 
 Last step of the expert MLP, and of its backward (the gradient of x). Bound by memory: a thread adds
 up 8 columns of one token, all of whose rows are under way (up to 8 of them at a time) before the
-first is added. Order k = 0 .. K - 1, in fp32, rounded once; a slot without a row is not read.
+first is added. Order k = 0 .. K - 1, in fp32, rounded once; a slot without a row is not read. What
+else is to be added to the sums costs a read of it, and none of them.
 
 Legend: N tokens, K slots of a token, S expert rows, D columns.
 """
@@ -36,6 +37,8 @@ class CombineConfig:
 
     slots: int
     """K, 1 to 16."""
+    adds: bool = False
+    """More to the sums."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MAX_SLOTS:
@@ -59,6 +62,7 @@ class CombineKernel:
         (Uint32, 16),  # y [S, D], as words of two bf16
         (Int32, 16),  # inverse [N, K]
         (Uint32, 16),  # out [N, D]
+        (Uint32, 16),  # more [N, D]; without it, anything
     )
     integers: ClassVar[int] = 2
 
@@ -71,13 +75,14 @@ class CombineKernel:
         y: cute.Pointer,
         inverse: cute.Pointer,
         out: cute.Pointer,
+        more: cute.Pointer,
         sizes: tuple[Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
         """Launch; sizes: N, and the pieces D / 8 of a row."""
         tokens, width = sizes
         block = THREADS * self.config.pieces
-        self.kernel(y, inverse, out, tokens, width).launch(
+        self.kernel(y, inverse, out, more, tokens, width).launch(
             grid=[(tokens * width + (block - 1)) // block, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
@@ -90,6 +95,7 @@ class CombineKernel:
         y: cute.Pointer,
         inverse: cute.Pointer,
         out: cute.Pointer,
+        more: cute.Pointer,
         tokens: Int32,
         width: Int32,
     ) -> None:
@@ -99,14 +105,18 @@ class CombineKernel:
         row = cute.make_rmem_tensor((config.slots, config.pieces), Int32)
         column = cute.make_rmem_tensor(config.pieces, Int32)
         sums = cute.make_rmem_tensor((_COLUMNS, config.pieces), Float32)
+        added = cute.make_rmem_tensor((_WORDS, config.pieces), Uint32)
         row.fill(-1)
         sums.fill(0)
+        added.fill(0)
         for p in cutlass.range_constexpr(config.pieces):
             piece = first + p * THREADS
             if piece < pieces:
                 token = Int32(Uint32(piece) // Uint32(width))
                 column[p] = piece - token * width
                 self._load_slots(inverse, token, row[None, p])
+                if cutlass.const_expr(config.adds):
+                    cute.autovec_copy(_piece(more, Int64(piece)), added[None, p])
         for k in cutlass.range_constexpr(0, config.slots, config.batch):
             some = cutlass.const_expr(min(config.batch, config.slots - k))
             words = cute.make_rmem_tensor((_WORDS, some, config.pieces), Uint32)
@@ -127,6 +137,9 @@ class CombineKernel:
                 rounded = cute.make_rmem_tensor(_WORDS, Uint32)
                 for w in cutlass.range_constexpr(_WORDS):
                     rounded[w] = pack(sums[2 * w, p], sums[2 * w + 1, p])
+                    if cutlass.const_expr(config.adds):
+                        (low, high), (more_low, more_high) = unpack(rounded[w]), unpack(added[w, p])
+                        rounded[w] = pack(low + more_low, high + more_high)
                 cute.autovec_copy(rounded, _piece(out, Int64(first + p * THREADS)))
 
     @cute.jit
@@ -147,15 +160,23 @@ def _piece(base: cute.Pointer, number: Int64) -> cute.Tensor:
     return cute.make_tensor(base + number * _WORDS, cute.make_layout(_WORDS))
 
 
-def combine(y_SD: Tensor, inverse_NK: Tensor, out_ND: Tensor | None = None) -> Tensor:
-    """out[n] = sum over k with inverse[n, k] >= 0 of y[inverse[n, k]].
+def combine(
+    y_SD: Tensor,
+    inverse_NK: Tensor,
+    out_ND: Tensor | None = None,
+    *,
+    more_ND: Tensor | None = None,
+) -> Tensor:
+    """out[n] = sum over k with inverse[n, k] >= 0 of y[inverse[n, k]], and more[n].
 
-    Added in fp32 in the order k = 0 .. K - 1 and rounded once; 0 for a token without rows.
+    Added in fp32 in the order k = 0 .. K - 1 and rounded once, and again with `more`; without more
+    0 for a token without rows.
 
     Args:
         y_SD: bf16, D a multiple of 8. Rows that `inverse_NK` does not name are not read.
         inverse_NK: int32, below S; K of 1 to 16. Negative: no row.
         out_ND: bf16; by default a new tensor.
+        more_ND: bf16.
 
     Raises:
         ValueError: a shape, dtype, stride, alignment or device that the kernel does not take.
@@ -178,6 +199,10 @@ def combine(y_SD: Tensor, inverse_NK: Tensor, out_ND: Tensor | None = None) -> T
     check(where, "y", y_SD, torch.bfloat16, None)
     check(where, "inverse", inverse_NK, torch.int32, None)
     check(where, "out", out, torch.bfloat16, (N, D))
+    if more_ND is not None:
+        check(where, "more", more_ND, torch.bfloat16, (N, D))
     if out.numel():
-        launch(CombineKernel, CombineConfig(K), (y_SD, inverse_NK, out), (N, D // _COLUMNS))
+        tensors = (y_SD, inverse_NK, out, out if more_ND is None else more_ND)
+        config = CombineConfig(K, adds=more_ND is not None)
+        launch(CombineKernel, config, tensors, (N, D // _COLUMNS))
     return out

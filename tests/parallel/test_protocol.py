@@ -213,7 +213,7 @@ def test_the_model_says_what_symm_does(
     monkeypatch: pytest.MonkeyPatch, overlaps: bool, beside: bool, keep: bool
 ) -> None:
     recorder = Recorder(overlaps)
-    summed = SimpleNamespace(combine=lambda rows_ND, table_TR: rows_ND[:T].clone())
+    summed = SimpleNamespace(combine=lambda rows_ND, table_TR, **_: rows_ND[:T].clone())
     monkeypatch.setitem(sys.modules, "kernels.sm90.combine", summed)
     monkeypatch.setattr(symm, "exchange_of", lambda *_: recorder)
     stream = SimpleNamespace(record_event=lambda: None)

@@ -27,8 +27,8 @@ def words(x: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("K", [1, 2, 3, 4, 6, 8, 9, 10, 16])
-@pytest.mark.parametrize("N, D", [(5, 8), (3, 40), (1, 136)])
-def test_equals_tensor_code_bit_for_bit(N, D, K):
+@pytest.mark.parametrize("N, D, adds", [(5, 8, False), (3, 40, True), (1, 136, True)])
+def test_equals_tensor_code_bit_for_bit(N, D, adds, K):
     module = simt.load("kernels.sm90.combine", THREADS=32)
     S = 2 * N * K
     inverse = slots(N, K, S, seed=D + K)
@@ -38,16 +38,19 @@ def test_equals_tensor_code_bit_for_bit(N, D, K):
     read = torch.zeros(S, dtype=torch.bool)
     read[inverse[inverse >= 0].long()] = True
     y[~read] = float("nan")
+    more = torch.randn(N, D, generator=torch.Generator().manual_seed(N)).to(BF16)
+    want = want + more if adds else want
     out = [0] * (N * D // 2)
-    kernel = module.CombineKernel(module.CombineConfig(K))
-    memory = (words(y), inverse.flatten().tolist(), out)
+    kernel = module.CombineKernel(module.CombineConfig(K, adds))
+    memory = (words(y), inverse.flatten().tolist(), out, words(more) if adds else [])
     kernel(*map(simt.Pointer, memory), (N, D // 8), None)
     assert out == words(want)
 
 
 @pytest.mark.parametrize("K", [1, 3, 8, 10, 16])
-def test_loads_are_wide_and_nothing_is_on_a_stack(K, tmp_path):
-    config = CombineConfig(K)
+@pytest.mark.parametrize("adds", [False, True])
+def test_loads_are_wide_and_nothing_is_on_a_stack(K, adds, tmp_path):
+    config = CombineConfig(K, adds)
     code = Sass(CombineKernel, config, tmp_path)
     code.check_no_stack()
     assert code.count(r"@!?P\d LDG\.E\.128") == K * config.pieces  # of y, none by a branch

@@ -53,6 +53,8 @@ def test_every_number_of_slots(K):
         for absent in (0.0, 0.3, 1.0):
             p = Problem(N, K, D, absent, seed=K)
             assert same_bits(combine(p.y, p.inverse), p.expected())
+            more = torch.randn(N, D, device="cuda").to(BF16)
+            assert same_bits(combine(p.y, p.inverse, more_ND=more), p.expected() + more)
 
 
 @pytest.mark.parametrize("D", [8, 24, 1000, 1536, 2048, 2880, 4096, 7168, 16384])
