@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 scripts/bench_dispatch.py --device cpu --rounds 2
 
 Suites (default: all):
-  wire      GB/s that leave a GPU in the push of a dispatch, by SMs, idle and beside a GEMM; asked of
-            routing that leaves an eighth of the rows where they are, as random routing on eight
+  wire      GB/s that leave a GPU in the push of a dispatch, by SMs, idle and beside a GEMM; asked
+            of routing that leaves an eighth of the rows where they are, as random on eight
   exchange  dispatch and combine, forward and backward
   plan      the routing plan of received routing
   layer     dispatch, experts and combine with routing given: Qwen3-30B-A3B, DeepSeek-V3 (with its
