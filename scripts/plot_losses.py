@@ -69,7 +69,7 @@ def table(curves: Curves, parts: int) -> str:
     """Mean loss in `parts` of the common steps; differences to the first run's."""
     steps = sorted(set.intersection(*(set(losses) for losses in curves.values())))
     if not 1 <= parts <= len(steps):
-        raise ValueError(f"--parts {parts}: must be 1 to {len(steps)}, the steps that all runs have")
+        raise ValueError(f"--parts {parts}: must be 1 to {len(steps)}, the steps of all runs")
     first, *others = curves
     lines = [" ".join([f"{'steps':>13}", f"{first:>12}", *(f"{name:>12}" for name in others)])]
     for i in range(parts):
