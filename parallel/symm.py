@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.backend import Rows
+from kernels.routing import arrived, leaving
 from parallel.exchange import PIECE, Exchange, Sent, SymmOptions, exchange_of
 from parallel.received import Beside, Planner, Received
 
@@ -207,15 +208,12 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, prob_TK: Tensor, trip: Trip
     ) -> tuple[Tensor, Tensor, Tensor]:
-        R, idx_TK = trip.exchange.ranks, trip.idx_TK
-        routing = torch.stack((idx_TK, prob_TK.view(torch.int32)))
-        side = _padded(routing.view(1, -1))
+        how = dict(ranks=trip.exchange.ranks, local=trip.local)
+        side, trip.sums_TR = leaving(trip.idx_TK, prob_TK.contiguous(), **how)
         trip.send("x", x_TD, side, alone=not trip.beside, back=False)
-        trip.again, trip.sums_TR = x_TD.detach(), _sums(idx_TK, trip.exchange, trip.local)
+        trip.again = x_TD.detach()
         sent = trip.begin("x") if trip.beside else trip.meet("x")
-        received = trip.side(sent, routing.numel()).view(R, *routing.shape)
-        idx_NK = received[:, 0].flatten(0, 1)
-        prob_NK = received[:, 1].flatten(0, 1).view(torch.float32)
+        idx_NK, prob_NK = arrived(trip.side(sent, side.numel()), *trip.idx_TK.shape)
         trip.idx_NK, ctx.trip = idx_NK, trip
         ctx.mark_non_differentiable(idx_NK)
         ctx.set_materialize_grads(False)
@@ -308,22 +306,14 @@ def reason_against(group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:
 
 def _padded(blocks_RX: Tensor) -> Tensor:
     """Blocks of int32 as `push` takes them: a multiple of 16 bytes each."""
-    return torch.nn.functional.pad(blocks_RX, (0, -blocks_RX.shape[1] % (PIECE // 4))).contiguous()
+    lacking = -blocks_RX.shape[1] % (PIECE // 4)
+    return torch.nn.functional.pad(blocks_RX, (0, lacking)) if lacking else blocks_RX
 
 
 def _blocks(side: Tensor, ranks: int, size: int) -> Tensor:
     """What `_padded` blocks of `size` int32 became at the other end: [R, size], contiguous."""
     pitch = PIECE * -(-4 * size // PIECE)
     return side[: ranks * pitch].view(torch.int32).view(ranks, -1)[:, :size].contiguous()
-
-
-def _sums(idx_TK: Tensor, exchange: Exchange, local: int) -> Tensor:
-    """Received row r * T + t of token t for each rank r that has one of its experts, else -1."""
-    ranks = torch.arange(exchange.ranks, device=idx_TK.device, dtype=torch.int32)
-    of_TK = torch.where(idx_TK >= 0, idx_TK // local, -1)
-    wanted_TR = (of_TK[:, :, None] == ranks).any(1)
-    tokens = torch.arange(exchange.tokens, device=idx_TK.device, dtype=torch.int32)
-    return torch.where(wanted_TR, tokens[:, None] + ranks * exchange.tokens, -1)
 
 
 @contextmanager

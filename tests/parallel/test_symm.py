@@ -56,10 +56,3 @@ def test_blocks_of_side_data_come_back_as_they_were(size: int) -> None:
     assert padded.shape[1] % 4 == 0
     memory = torch.cat((padded.flatten(), torch.full((9,), -1, dtype=torch.int32)))
     assert torch.equal(symm._blocks(memory.view(torch.uint8), 3, size), blocks)
-
-
-def test_sums_are_read_from_each_rank_with_an_expert_of_the_token() -> None:
-    idx = torch.tensor([[0, 5], [2, -1], [-1, -1], [4, 4]], dtype=torch.int32)
-    exchange: Any = SimpleNamespace(ranks=3, tokens=4)
-    table = symm._sums(idx, exchange, 2)
-    assert table.tolist() == [[0, -1, 8], [-1, 5, -1], [-1, -1, -1], [-1, -1, 11]]
