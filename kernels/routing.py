@@ -41,7 +41,7 @@ def leaving(idx_TK: Tensor, prob_TK: Tensor, *, ranks: int, local: int) -> tuple
 
 
 def arrived(blocks_RP: Tensor, tokens: int, slots: int) -> tuple[Tensor, Tensor]:
-    """Ids int32 [N, K] and probabilities fp32 [N, K] of all ranks, from what `leaving` made there."""
+    """Ids int32 [N, K] and probabilities fp32 [N, K] of all ranks, from what `leaving` made."""
     R, pairs = blocks_RP.shape[0], tokens * slots
     idx_NK = blocks_RP.new_empty(R * tokens, slots)
     prob_NK = torch.empty_like(idx_NK, dtype=torch.float32)
