@@ -283,7 +283,7 @@ class OptimConfig:
     eps: float = 1e-8
     """Denominator epsilon."""
     moments: str = "fp32"
-    """Dtype of both moments: `fp32`, or `bf16`, 4 bytes less a parameter (arXiv 2412.19437)."""
+    """Dtype of both moments: `fp32`, or `bf16`, 6 bytes less a parameter (arXiv 2412.19437)."""
     clip_grad: float = 1.0
     """Global gradient norm limit; 0 turns clipping off."""
 

@@ -1,7 +1,6 @@
 """AdamW as Megatron-Core's distributed optimizer checkpoints it: `step` lives in the group.
 
-Used where Transformer Engine's FusedAdam is absent, and for moments in bf16, for which
-Megatron-Core would leave the master parameters to FusedAdam too. With torch.optim.AdamW
+Used where Transformer Engine's FusedAdam is absent, and for moments in bf16. With torch.optim.AdamW
 Megatron-Core 0.19.2 shares one loaded `step` tensor among all parameters, which then counts once
 per parameter, so a resumed run is not exact.
 """
@@ -18,12 +17,15 @@ from kernels.adam import Update, update_
 class AdamW(torch.optim.Optimizer):
     """Decoupled weight decay Adam (arXiv 1711.05101) on torch's fused multi-tensor kernel.
 
-    Parameters and gradients are fp32 (Megatron-Core's master copies); moments are fp32, or bf16 by
-    `kernels.adam`. `adam_w_mode=False` is L2-regularised Adam. The signature is the part of
-    FusedAdam's that Megatron-Core uses, and `moments`.
+    Parameters are fp32 (Megatron-Core's master copies); moments are fp32, or bf16 by
+    `kernels.adam`. With bf16 moments and `use_decoupled_grad` parameters may be bf16 weights: their
+    state has a `remainder`, int16, which makes master copies of them and begins as 0. Gradients are
+    then fp32 or bf16, in the attribute `decoupled_grad`. `adam_w_mode=False` is L2-regularised
+    Adam. The signature is the part of FusedAdam's that Megatron-Core uses, and `moments`.
 
     Raises:
-        ValueError: moments of another dtype, or in bf16 with L2 regularisation.
+        ValueError: moments of another dtype, or in bf16 with L2 regularisation; or decoupled
+            gradients without moments in bf16.
     """
 
     def __init__(
@@ -36,6 +38,8 @@ class AdamW(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         capturable: bool = False,
         moments: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        **_: Any,  # dtypes of FusedAdam's state; here `moments` and the parameters' own decide
     ) -> None:
         if capturable:
             raise ValueError("this AdamW counts steps on the host: it cannot be captured")
@@ -43,6 +47,9 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"this AdamW keeps moments in fp32 or bf16, not {moments}")
         if moments == torch.bfloat16 and not adam_w_mode:
             raise ValueError("moments in bf16 are for decoupled weight decay only")
+        if use_decoupled_grad and moments != torch.bfloat16:
+            raise ValueError("decoupled gradients are for moments in bf16 only")
+        self._grad = "decoupled_grad" if use_decoupled_grad else "grad"
         self.moments = moments
         self.clip_coef = 1.0
         """With moments in bf16, what the next steps multiply gradients by as they read them."""
@@ -52,7 +59,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+            params = [p for p in group["params"] if getattr(p, self._grad, None) is not None]
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
@@ -79,13 +86,13 @@ class AdamW(torch.optim.Optimizer):
                 )
 
     def init_state(self, params: Iterable[torch.Tensor]) -> None:
-        """Zero moments for those of `params` that have none."""
+        """Zero moments, and remainders of bf16 weights, for those of `params` that have none."""
         for p in params:
             if not self.state[p]:
-                self.state[p] = {
-                    name: torch.zeros_like(p, dtype=self.moments)
-                    for name in ("exp_avg", "exp_avg_sq")
-                }
+                dtypes = {"exp_avg": self.moments, "exp_avg_sq": self.moments}
+                if p.dtype == torch.bfloat16:
+                    dtypes["remainder"] = torch.int16
+                self.state[p] = {k: torch.zeros_like(p, dtype=d) for k, d in dtypes.items()}
 
     def _step_in_bf16(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         how = Update(
@@ -98,8 +105,8 @@ class AdamW(torch.optim.Optimizer):
             clip_coef=self.clip_coef,
         )
         for p in params:
-            assert p.grad is not None
-            update_(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"], how)
+            grad, state = getattr(p, self._grad), self.state[p]
+            update_(p, grad, state["exp_avg"], state["exp_avg_sq"], how, state.get("remainder"))
 
 
 def _by_device(params: list[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -31,7 +31,7 @@ from parallel import contents, manifest, rng
 from parallel.agreement import Failed, agree, gather, on_main
 from parallel.drift import compare
 from parallel.model_state import check_fit, parameters_gathered, restore, sharded_state
-from parallel.optimizer_state import OptimizerState, set_step_count, step_count
+from parallel.optimizer_state import OptimizerState, reset_masters, set_step_count, step_count
 from parallel.staging import Staging
 from parallel.verification import CheckpointError, NoUsableCheckpoint, newest, told, verified, warn
 from parallel.writer import Writing, hushed
@@ -234,8 +234,10 @@ class Checkpointer:
         if saved["common"].get("weights_only"):  # imported (moe.hf)
             fresh, optimizer, scheduler, world = optimizer, None, None, 0
         state = sharded_state(model, self._dp_cp_group)
-        optimizers = None if optimizer is None else OptimizerState(optimizer, dict(state))
-        if optimizers is not None:
+        optimizers = None
+        if optimizer is not None:
+            stored = metadata.state_dict_metadata
+            optimizers = OptimizerState(optimizer, dict(state), stored)
             state["optimizer"] = optimizers.shards
         check_fit(state, metadata, path)
         states, loaded = self._read(path, state, world, metadata)
@@ -247,7 +249,7 @@ class Checkpointer:
             scheduler.num_steps = 0
             scheduler.step(saved["scheduler_steps"])
         if fresh is not None:
-            fresh.reload_model_params()
+            reset_masters(fresh)
         if not world:
             warn(f"{path} holds weights only: optimizer and random states are those of a new run")
         elif states is None:

@@ -95,6 +95,11 @@ class Engine:
             use_distributed_optimizer=sharded,
             overlap_param_gather=ddp.overlap_param_gather,
         )
+        if config.bf16 and sharded and optim.moments == "bf16":
+            # No fp32 masters: `parallel.adam` keeps what bf16 weights lack. Set when the checks of
+            # OptimizerConfig are done, which ask for Transformer Engine's FusedAdam.
+            settings.use_precision_aware_optimizer = True
+            settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         adam.install(torch.bfloat16 if optim.moments == "bf16" else torch.float32)
         self._clips_in_update = optim.moments == "bf16"
         """The optimizers are `parallel.adam.AdamW`, which can."""
@@ -174,7 +179,8 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for part in self._parts():
             if grads := part.get_grads_for_grad_norm():
-                squares = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+                norms = torch._foreach_norm(grads, dtype=torch.float32)
+                squares = torch.stack(norms).double().square().sum()
                 # Ranks outside the group hold copies of the same gradients.
                 copies = dist.get_world_size() / part.get_grad_stats_parallel_group().size()
                 total += squares / copies

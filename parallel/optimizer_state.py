@@ -5,11 +5,14 @@ range is cut into boxes of the parameter's global tensor, so a rank writes and r
 owns. Keys and shapes are those of Megatron-Core's `fully_reshardable` format, which gathers the
 state of a data parallel group into the host memory of each of its ranks; here none is gathered.
 The pieces are views of the state: loading into them restores the optimizer in place.
+
+Master copies are `param` in fp32, or `remainder` where the weights hold their upper half, so that
+nothing is copied for a save. A checkpoint of either kind can be loaded into the other.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from kernels.adam import merged, split_
 from parallel.adam import AdamW
 
 
@@ -61,28 +65,61 @@ class OptimizerState:
         optimizer: Megatron-Core optimizer, chained or not, whose Adam keeps `step` in the group
             (parallel.adam, or Transformer Engine's FusedAdam). Missing state is allocated.
         model_state: `sharded_state_dict` of all model chunks that it updates, before preprocessing.
+        stored: names in the checkpoint that is to be loaded. Master copies that it holds in the
+            other form get host memory to be loaded to, 4 or 2 bytes an element of this rank.
 
     Raises:
         ValueError: an updated parameter has no entry in `model_state`.
     """
 
-    def __init__(self, optimizer: Any, model_state: dict[str, Any]) -> None:
-        self._owned = [owned for part in _parts(optimizer) for owned in _owned(part)]
+    def __init__(
+        self, optimizer: Any, model_state: dict[str, Any], stored: Collection[str] = ()
+    ) -> None:
+        self._converted: list[tuple[_Owned, _Owned]] = []  # this run's state, the checkpoint's
+        split = any(name.startswith("optimizer.state.remainder.") for name in stored)
+        self._split_anew = [
+            part
+            for part in _parts(optimizer)
+            if stored and not split and part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        ]
         described = _by_address(model_state)
         self.shards: dict[str, ShardedTensor] = {}
-        for owned in self._owned:
+        for owned in (owned for part in _parts(optimizer) for owned in _owned(part)):
             shape, address = tuple(owned.parameter.shape), owned.parameter.data_ptr()
             if address not in described:
                 raise ValueError(f"no checkpoint key for an updated parameter of shape {shape}")
+            in_bf16 = owned.parameter.dtype == torch.bfloat16  # others are never split
+            if stored and in_bf16 and ("remainder" in owned.tensors) != split:
+                own, owned = owned, _in_other_form(owned)
+                self._converted.append((own, owned))
             for piece in _pieces(owned, described[address]):
                 self.shards[f"{piece.key}@{piece.global_offset}"] = piece
 
+    @torch.no_grad()
     def write_back(self) -> None:
-        """After loading: hand the state to optimizers that keep it in another dtype than fp32."""
-        for owned in self._owned:
-            config = owned.optimizer.config
-            if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-                owned.optimizer._set_main_param_and_optimizer_states(owned.parameter, owned.tensors)
+        """After the model and `shards` are loaded: make master copies of the checkpoint's form."""
+        for own, loaded in self._converted:
+            weight = own.parameter.detach().view(-1)[own.start : own.stop]
+            if "remainder" in own.tensors:
+                master = loaded.tensors["param"].to(weight.device)
+                split_(master, weight, own.tensors["remainder"])
+            else:
+                remainder = loaded.tensors["remainder"].to(weight.device)
+                own.tensors["param"].view(-1).copy_(merged(weight, remainder))
+        # Of a master between two weights `split_` may take the one that was not saved: each rank
+        # has it for what it owns. One that owns nothing has to join.
+        chunks = [chunk for part in self._split_anew for chunk in part.model_chunks]
+        for chunk in dict.fromkeys(chunks):
+            chunk.start_param_sync(force_sync=True)
+
+
+def reset_masters(optimizer: Any) -> None:
+    """Make master copies anew of the weights, once these are loaded alone."""
+    optimizer.reload_model_params()
+    for part in _parts(optimizer):
+        for state in part.optimizer.state.values():
+            if "remainder" in state:
+                state["remainder"].zero_()
 
 
 def step_count(optimizer: Any) -> int:
@@ -120,12 +157,31 @@ def _owned(part: Any) -> Iterator[_Owned]:
         for bucket in buckets:
             for parameter, ranges in bucket["param_map"].items():
                 own = ranges["param"]
-                tensors = part._get_main_param_and_optimizer_states(parameter)
+                group, order = part.model_param_group_index_map[parameter]
+                main = part.optimizer.param_groups[group]["params"][order]
+                tensors = _tensors(part, main)
                 yield _Owned(parameter, own.start, own.end, tensors, part)
         return
     for parameter, main in _masters(part):
-        tensors = {"param": main, **part.optimizer.state[main]}
-        yield _Owned(parameter, 0, parameter.numel(), tensors, part)
+        yield _Owned(parameter, 0, parameter.numel(), _tensors(part, main), part)
+
+
+def _tensors(part: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Master copy, or remainder of one, and moments of what the optimizer updates."""
+    state = part.optimizer.state[main]
+    return state if "remainder" in state else {"param": main, **state}
+
+
+def _in_other_form(owned: _Owned) -> _Owned:
+    """With room in host memory for the other form of master copy, in place of this run's."""
+    tensors = dict(owned.tensors)
+    if tensors.pop("remainder", None) is None:
+        del tensors["param"]
+        other, dtype = "remainder", torch.int16
+    else:
+        other, dtype = "param", torch.float32
+    tensors[other] = torch.empty(owned.stop - owned.start, dtype=dtype, device="cpu")
+    return replace(owned, tensors=tensors)
 
 
 def _masters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -21,7 +21,7 @@ from moe.accounting import flops_per_token
 from moe.estimate.activations import Activations, sizes
 from moe.estimate.pipeline import bubble
 from moe.estimate.traffic import traffic
-from moe.estimate.weights import dense_layers, stage_weights
+from moe.estimate.weights import dense_layers, halves, stage_weights
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,7 @@ def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:
         sent = w.dense * (replicas - 1) / replicas + w.expert * (copies - 1) / copies
         reduction = max(reduction, sent * each / (link * 1e9))
         # Moments and master weights are read and written; gradients also cleared and measured.
-        touched = 2 * w.optimizer_bytes + 3 * w.gradient_bytes
+        state = w.optimizer_bytes * (4 / 3 if halves(cfg) else 1)  # with masters' upper halves
+        touched = 2 * state + 3 * w.gradient_bytes
         update = max(update, touched / (machine.memory_gbs * 1e9))
     return reduction, update

@@ -32,7 +32,10 @@ class Weights:
     gradient_bytes: int
     """Megatron-Core's buffers of `parallel.grad_dtype`, one element for each parameter."""
     optimizer_bytes: int
-    """This rank's shard: fp32 master weights (bf16 runs) and two moments of `optim.moments`."""
+    """This rank's shard: fp32 master weights (bf16 runs) and two moments of `optim.moments`.
+
+    Masters of a sharded optimizer with bf16 moments are the 16 bits that the weights lack.
+    """
 
 
 def stage_weights(cfg: Config, world: int) -> list[Weights]:
@@ -47,6 +50,12 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
         held[1] += expert
         first_layer += layers
     return [_weights(cfg, world, dense, expert) for dense, expert in stages]
+
+
+def halves(cfg: Config) -> bool:
+    """Are weights the upper half of their master copies (parallel.adam)?"""
+    bf16 = cfg.run.precision == cfg.optim.moments == "bf16"
+    return bf16 and cfg.parallel.distributed_optimizer
 
 
 def dense_layers(cfg: Config, letters: str, first: int) -> int:
@@ -93,7 +102,8 @@ def _weights(cfg: Config, world: int, dense: int, expert: int) -> Weights:
     everything = dense + expert
     grad = 2 if p.grad_dtype == "bf16" else _FP32
     moment = 2 if cfg.optim.moments == "bf16" else _FP32
-    state = int(bf16) * _FP32 + 2 * moment  # in fp32 the parameters are their own master copies
+    master = 2 if halves(cfg) else _FP32
+    state = int(bf16) * master + 2 * moment  # in fp32 the parameters are their own master copies
     replicas = data_parallel_size(cfg, world) * p.context
     copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
     if p.distributed_optimizer:

@@ -1,4 +1,7 @@
-"""AdamW with moments in bf16 against fp64, and the kernel's code run by an interpreter."""
+"""AdamW with moments in bf16 against fp64, master copies in two halves, and the kernel's code.
+
+An interpreter runs that.
+"""
 
 from collections.abc import Sequence
 
@@ -7,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import adam
-from kernels.adam import Update, update_
+from kernels.adam import Update, merged, split_, update_
 from tests.kernels.interpreter import interpret
 
 FP32 = 2.0**-24
@@ -87,6 +90,78 @@ def test_slices_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
+def halves(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight and remainder."""
+    weight = torch.empty_like(master, dtype=torch.bfloat16)
+    remainder = torch.empty_like(master, dtype=torch.int16)
+    split_(master, weight, remainder)
+    return weight, remainder
+
+
+def finite() -> Tensor:
+    """fp32 of any exponent, and all that round to finite and are next to something special."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0x7F7F8000, (200_000,), generator=generator)
+    upper = torch.randint(0x7F7F, (1000,), generator=generator) << 16
+    near = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]  # from a weight to the next
+    special = [0, 1, 0x007FFFFF, 0x00800000, 0x3F800000, 0x7F7F0000, 0x7F7F7FFF]
+    bits = torch.cat([bits, *(upper + n for n in near), torch.tensor(special)])
+    return torch.cat([bits, bits - 2**31]).int().view(torch.float32)  # both signs
+
+
+def test_halves_hold_every_bit() -> None:
+    master = finite()
+    weight, remainder = halves(master)
+    assert weight.isfinite().all()
+    assert torch.equal(merged(weight, remainder).view(torch.int32), master.view(torch.int32))
+    alone = merged(weight, torch.zeros_like(remainder))
+    assert torch.equal(alone.view(torch.int32), weight.float().view(torch.int32))
+
+
+def test_a_weight_is_the_nearest_to_its_master() -> None:
+    """torch rounds ties to even, halves round them away from zero."""
+    master = finite()
+    weight, remainder = halves(master)
+    tie = remainder == -(2**15)
+    assert 2000 <= int(tie.sum()) < len(tie)
+    bits, even = weight.view(torch.int16), master.bfloat16().view(torch.int16)
+    assert torch.equal(bits[~tie], even[~tie])
+    assert bool((weight.double().abs() > master.double().abs())[tie].all())
+    apart = (weight.double() - master.double()).abs()
+    assert torch.equal(apart, (master.bfloat16().double() - master.double()).abs())
+
+
+def assert_as_with_masters(master: Tensor) -> None:
+    """20 steps on the halves leave what they leave on the whole, bit for bit."""
+    weight, remainder = halves(master)
+    n, device = len(master), master.device
+    moments = [t.to(device) for t in drawn(n)[2:]]
+    others = [t.clone() for t in moments]
+    for step in range(1, 21):
+        grad = drawn(n, seed=step)[1].to(device)
+        how = Update(**HOW, step=step, clip_coef=0.7)
+        update_(master, grad, *moments, how)
+        update_(weight, grad, *others, how, remainder)
+        same = merged(weight, remainder).view(torch.int32) == master.view(torch.int32)
+        assert same.all(), master[~same]
+        assert all(torch.equal(a, b) for a, b in zip(moments, others, strict=True))
+    want = halves(master)
+    assert torch.equal(weight, want[0]) and torch.equal(remainder, want[1])
+
+
+def test_halves_are_updated_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "_SLICE", 37_000)
+    assert_as_with_masters(torch.cat([drawn(1000)[0], finite()]))
+
+
+def test_dtypes_that_do_not_go_together_are_refused() -> None:
+    p, g, m, v = drawn(10)
+    weight, remainder = halves(p)
+    for parameter, rest in ((p, remainder), (weight, None)):
+        with pytest.raises(ValueError, match="remainder"):
+            update_(parameter, g, m, v, Update(**HOW, step=1), rest)
+
+
 def test_strided_parameters_are_refused() -> None:
     p, g, m, v = (t.view(10, 10).t() for t in drawn(100))
     with pytest.raises(ValueError, match="contiguous"):
@@ -104,6 +179,11 @@ def interpreted() -> None:
         torch.testing.assert_close(given[0], expected[0], rtol=1e-6, atol=1e-7)
         for got, want in zip(given[2:], expected[2:], strict=True):
             torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=1e-12)
+        master, *others = drawn(n)
+        weight, remainder = halves(master)
+        launch(weight, *others, how, remainder)
+        assert torch.equal(merged(weight, remainder), given[0])
+        assert all(torch.equal(a, b) for a, b in zip(others[1:], given[2:], strict=True))
 
 
 def test_kernel_interpreted() -> None:

@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from kernels.adam import Update, update_
-from tests.kernels.test_adam import HOW, assert_clipped, assert_updated, drawn
+from kernels.adam import Update, merged, update_
+from tests.kernels.test_adam import (
+    HOW,
+    assert_as_with_masters,
+    assert_clipped,
+    assert_updated,
+    drawn,
+    finite,
+    halves,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -22,12 +30,42 @@ def test_clipping_on_the_way_has_the_bits_of_clipping_before(coef):
     assert_updated(given, Update(**HOW, step=3, clip_coef=coef))
 
 
-def test_a_part_of_a_buffer():
+@pytest.mark.parametrize("n", [1, 4095, 1_000_003])
+def test_halves_are_updated_as_the_whole(n):
+    assert_as_with_masters(drawn(n)[0].cuda())
+
+
+def test_halves_of_any_exponent():
+    assert_as_with_masters(finite().cuda())
+    here, there = halves(finite()), halves(finite().cuda())
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
+
+
+def test_halves_of_a_step_against_the_cpu():
+    """But for fused multiplications; the moments are compared with fp64 above."""
+    master, *here = drawn(1_000_003)
+    weight, remainder = halves(master)
+    there = [t.cuda() for t in (weight, *here, remainder)]
+    how = Update(**HOW, step=3, clip_coef=0.3)
+    update_(weight, *here, how, remainder)
+    update_(*there[:4], how, there[4])
+    got = merged(there[0], there[4]).cpu()
+    torch.testing.assert_close(got, merged(weight, remainder), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_part_of_a_buffer(split):
     """Shards begin anywhere, and what is around them stays."""
-    whole, how = [t.cuda() for t in drawn(1000)], Update(**HOW, step=3)
+    master, *others = (t.cuda() for t in drawn(1000))
+    weight, remainder = halves(master)
+    whole, how = [weight, *others, remainder] if split else [master, *others], Update(**HOW, step=3)
     before = [t.clone() for t in whole]
-    update_(*(t[3:777] for t in whole), how)
+
+    def update(tensors):
+        update_(*tensors[:4], how, *tensors[4:])
+
+    update([t[3:777] for t in whole])
     alone = [t[3:777].clone() for t in before]
-    update_(*alone, how)
+    update(alone)
     for got, old, part in zip(whole, before, alone, strict=True):
         assert torch.equal(got, torch.cat((old[:3], part, old[777:])))

@@ -52,6 +52,7 @@ def _resume(folder: Path, async_save: bool, kw: dict[str, Any]) -> None:
         (1, True, {"bf16": False}),
         (2, False, {"expert": 2}),
         (2, True, {"expert": 2}),
+        (2, True, {"expert": 1, "moments": "bf16"}),
         (2, False, {"expert": 1, "overlap": False}),
         (2, False, {"distributed_optimizer": False}),
         (2, False, {"distributed_optimizer": False, "bf16": False}),

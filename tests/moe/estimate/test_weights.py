@@ -39,11 +39,13 @@ def _built(cfg: Config, runtime: Any) -> dict[str, int]:
     for part in job.engine._parts():
         for group in part.optimizer.param_groups:
             for p in group["params"]:
-                p.grad = torch.zeros_like(p)
+                p.decoupled_grad = torch.zeros_like(p)
+                p.grad = p.decoupled_grad
         part.optimizer.step()
         for group in part.optimizer.param_groups:
             for p in group["params"]:
-                own = cfg.run.precision == "bf16"  # fp32 parameters are not held twice
+                # Parameters are not held twice in fp32, nor where they are half of a master copy.
+                own = cfg.run.precision == "bf16" and p.dtype != torch.bfloat16
                 state += p.numel() * p.element_size() * own
                 state += sum(
                     t.numel() * t.element_size()
@@ -65,7 +67,9 @@ ONE = [
     "model=tiny_deepseek model.tie_embeddings=true",
     "model=tiny model.attention.qk_norm=true parallel.grad_dtype=bf16 optim.moments=bf16",
     "model=tiny_gpt_oss model.moe.dense_layers=1 parallel.distributed_optimizer=false",
+    "model=tiny parallel.distributed_optimizer=false optim.moments=bf16",
     "model=tiny run.precision=fp32",
+    "model=tiny run.precision=fp32 optim.moments=bf16",
 ]
 TWO = [
     "model=tiny_deepseek",
@@ -74,7 +78,7 @@ TWO = [
     "model=tiny_deepseek parallel.tensor=2",
     "model=tiny_deepseek parallel.pipeline=2 model.tie_embeddings=true",
     "model=tiny_gpt_oss parallel.pipeline=2 parallel.virtual_pipeline=2",
-    "model=tiny parallel.context=2",
+    "model=tiny parallel.context=2 optim.moments=bf16",
     "model=tiny parallel.distributed_optimizer=false",
 ]
 
