@@ -182,7 +182,7 @@ class KernelsConfig:
     norm: str = "auto"
     """RMSNorm: `torch`, `te` or `auto`."""
     gradient_accumulation_fusion: bool = True
-    """On a GPU, add weight gradients straight to Megatron-Core's buffers (experts: if fp32)."""
+    """On a GPU, add weight gradients straight to Megatron-Core's buffers."""
     dynamic: bool = True
     """Fused expert kernels claim tiles on the device rather than deal them out in turn."""
     sm_margin: SmMarginConfig = field(default_factory=SmMarginConfig)

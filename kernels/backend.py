@@ -155,7 +155,7 @@ class Backend(Protocol):
 
         Args:
             d, v: [S, O] and [S, I]; with `gather_*` [N, ...], and row s of it is d[index[s]].
-            out: fp32 [L, O, I] to write to; by default a new tensor in the dtype of d.
+            out: [L, O, I] to write to, fp32 or as d; by default a new tensor in the dtype of d.
             accumulate: add to `out`.
 
         Returns:

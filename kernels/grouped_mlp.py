@@ -61,8 +61,8 @@ def grouped_mlp(
         order_L: int32, experts in the order in which the fused scheduler should take them.
         margins: SMs that the kernels of each pass leave free (fused only).
         dynamic: kernels claim tiles on the device rather than deal them out in turn (fused only).
-        accumulate: add the gradients of parameters with an fp32 `main_grad` of their shape to that,
-            and set `grad_added_to_main_grad`, as Megatron-Core's data parallel wrapper expects.
+        accumulate: add the gradients of parameters with a `main_grad` of their shape, fp32 or of
+            their dtype, to that, and set `grad_added_to_main_grad`, as Megatron-Core's data parallel wrapper expects.
         traffic: exchanges that go on meanwhile (fused only): rows of x and of out's gradient are
             waited for, and gradients of x and its probabilities are handed over as they are made.
 

@@ -1,4 +1,4 @@
-"""Weight gradients that go straight into a training framework's own fp32 buffers.
+"""Weight gradients that go straight into a training framework's own buffers.
 
 Megatron-Core's data parallel wrapper gives every parameter a buffer `main_grad` and a flag
 `grad_added_to_main_grad`. A backward pass that has added to the buffer sets the flag and returns a
@@ -21,7 +21,7 @@ class Buffer(NamedTuple):
     """Where a gradient goes."""
 
     out: Tensor
-    """fp32."""
+    """fp32, or of the parameter's dtype."""
     add: bool
     """To what is there; otherwise replace it."""
 
@@ -31,7 +31,7 @@ def sink(parameter: Tensor | None) -> Tensor | None:
     buffer = getattr(parameter, "main_grad", None)
     if parameter is None or buffer is None or not parameter.requires_grad:
         return None
-    fits = buffer.dtype == torch.float32 and buffer.shape == parameter.shape
+    fits = buffer.dtype in (torch.float32, parameter.dtype) and buffer.shape == parameter.shape
     return parameter if fits and buffer.is_contiguous() else None
 
 

@@ -59,7 +59,7 @@ def _gemms() -> Iterator[tuple[type, Any]]:
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:
-    """In bf16, or added to fp32 ones; weights in the order of the plan, if there is one."""
+    """In bf16, or added to others; weights in the order of the plan, if there is one."""
     from kernels.sm90.bias_grad import BiasGradConfig, BiasGradKernel
     from kernels.sm90.contraction import D, V
     from kernels.sm90.dprob import DprobConfig, DprobKernel
@@ -67,8 +67,10 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
 
     for columns, add, operands in product((192, 256), EITHER, (None, D, V)):
         yield WgradKernel, WgradConfig(columns, add, add, operands, ordered=True)
-    for columns, operands in product((192, 256), (D, V)):  # a step's first, which replaces
+    for columns, operands in product((192, 256), (D, V)):
+        # A step's first, which replaces; and what is added to gradients in bf16.
         yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True)
+        yield WgradKernel, WgradConfig(columns, False, True, operands, ordered=True)
     yield from ((WgradKernel, WgradConfig(n, add, add)) for n, add in product((192, 256), EITHER))
     for add, scaled in product(EITHER, EITHER):
         yield BiasGradKernel, BiasGradConfig(wide=True, add=add, scaled=scaled, indexed=scaled)

@@ -48,8 +48,8 @@ def wgrad(
             offsets[e + 1].
         d_index_S, v_index_S: int32 [S], at most one of them; not read from offsets[L] on.
         out_LOI: bf16 or fp32, contiguous; default: a new one of `dtype`.
-        accumulate: add to out_LOI, which must then be fp32, instead of writing it. Experts without
-            rows are left alone; otherwise they get zeros.
+        accumulate: add to out_LOI instead of writing it. In bf16 what is added is rounded before,
+            and the sum after. Experts without rows are left alone; otherwise they get zeros.
         order_L: int32 [L], the experts in the order in which they should be started, best by
             falling number of rows.
         counter: int32 [1], 0 before the call and 0 after it; launches that may overlap must not

@@ -48,7 +48,7 @@ class WgradConfig:
     wide: bool = False
     """dw is fp32, not bf16."""
     add: bool = False
-    """Add to dw; only if it is fp32."""
+    """Add to dw, whose sum in bf16 is rounded once more."""
     gathered: int | None = None
     """Operand whose rows an index names: D, V or None."""
     ordered: bool = False
@@ -61,8 +61,6 @@ class WgradConfig:
     def __post_init__(self) -> None:
         if self.columns not in (128, 192, 256):
             raise ValueError(f"columns={self.columns}: tiles have 128, 192 or 256 columns")
-        if self.add and not self.wide:
-            raise ValueError("accumulate: only an fp32 result can be added to, not bf16")
         if self.gathered not in (None, D, V):
             raise ValueError(f"gathered={self.gathered}: operand {D} (d), {V} (v) or None")
         if not 0 <= self.skew <= self.contraction.stages:

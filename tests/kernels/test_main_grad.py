@@ -49,6 +49,20 @@ def test_buffers_add_up_micro_batches(backend: str, dtype: torch.dtype, split: b
     assert torch.equal(leaves["x"].grad, 3 * expected["dx"])
 
 
+def test_buffers_in_bf16_have_the_sums_that_are_rounded_each_time() -> None:
+    p = make(ACT, torch.bfloat16, rows=128)
+    leaves, plain = parameters(p), leaves_of(p)
+    expected = gradients(forward(p, plain, "torch"), p.dout, plain)
+    for name in PARAMETERS:
+        leaves[name].main_grad = leaves[name].main_grad.bfloat16()
+    for _ in range(3):
+        step(p, leaves, "torch", accumulate=True)
+    for name in ("w1", "w2"):
+        dw = expected[f"d{name}"]
+        assert leaves[name].grad_added_to_main_grad
+        assert torch.equal(leaves[name].main_grad, dw + dw + dw)
+
+
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_the_first_gradient_of_a_step_replaces_the_last_step(backend: str) -> None:
     """Experts without rows too, whose gradient is 0."""

@@ -24,7 +24,12 @@ COUNTS = {
     "many": [(37 * e) % 150 for e in range(70)],
 }
 TILES = [128, 192, 256]
-MODES = {"bf16": (BF16, False), "fp32": (FP32, False), "fp32 +=": (FP32, True)}
+MODES = {
+    "bf16": (BF16, False),
+    "bf16 +=": (BF16, True),
+    "fp32": (FP32, False),
+    "fp32 +=": (FP32, True),
+}
 GATHERED = [None, "d", "v"]
 GUARD = 64
 """Elements before and after the result that must not be written."""
@@ -99,7 +104,8 @@ class Problem:
             exact = exact + self.start().double()
         assert ours.isfinite().all()
         if MODES[mode][0] == BF16:
-            plain = self.expert_by_expert(BF16).double()
+            plain = self.expert_by_expert(BF16)
+            plain = (plain + self.start().to(BF16) if MODES[mode][1] else plain).double()
             error, worst = (plain - exact).norm(), (plain - exact).abs().max()
             assert (ours - exact).norm() <= 2 * error + 1e-12
             assert (ours - exact).abs().max() <= 2 * worst + 1e-2 * exact.abs().max()
