@@ -62,7 +62,8 @@ def grouped_mlp(
         margins: SMs that the kernels of each pass leave free (fused only).
         dynamic: kernels claim tiles on the device rather than deal them out in turn (fused only).
         accumulate: add the gradients of parameters with a `main_grad` of their shape, fp32 or of
-            their dtype, to that, and set `grad_added_to_main_grad`, as Megatron-Core's data parallel wrapper expects.
+            their dtype, to that, and set `grad_added_to_main_grad`, as Megatron-Core's data
+            parallel wrapper expects.
         traffic: exchanges that go on meanwhile (fused only): rows of x and of out's gradient are
             waited for, and gradients of x and its probabilities are handed over as they are made.
 
