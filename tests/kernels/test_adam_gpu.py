@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.adam import Update, merged, update_
+from kernels.adam import Update, update_
 from tests.kernels.test_adam import (
     HOW,
     assert_as_with_masters,
@@ -39,18 +39,6 @@ def test_halves_of_any_exponent():
     assert_as_with_masters(finite().cuda())
     here, there = halves(finite()), halves(finite().cuda())
     assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
-
-
-def test_halves_of_a_step_against_the_cpu():
-    """But for fused multiplications; the moments are compared with fp64 above."""
-    master, *here = drawn(1_000_003)
-    weight, remainder = halves(master)
-    there = [t.cuda() for t in (weight, *here, remainder)]
-    how = Update(**HOW, step=3, clip_coef=0.3)
-    update_(weight, *here, how, remainder)
-    update_(*there[:4], how, there[4])
-    got = merged(there[0], there[4]).cpu()
-    torch.testing.assert_close(got, merged(weight, remainder), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("split", [False, True])
