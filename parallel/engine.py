@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import OptimConfig, ParallelConfig
 from kernels import main_grad
+from kernels.square_sum import square_sum
 from parallel import adam
 
 
@@ -179,11 +180,9 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for part in self._parts():
             if grads := part.get_grads_for_grad_norm():
-                norms = torch._foreach_norm(grads, dtype=torch.float32)
-                squares = torch.stack(norms).double().square().sum()
                 # Ranks outside the group hold copies of the same gradients.
                 copies = dist.get_world_size() / part.get_grad_stats_parallel_group().size()
-                total += squares / copies
+                total += square_sum(grads) / copies
         return total
 
     def step(self, norm: float | None = None) -> float:

@@ -8,6 +8,7 @@ is built.
 import datetime
 import os
 import random
+import signal
 import socket
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import cpu, weight_grad
+from parallel.signals import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ def start(*, seed: int, timeout: int, deterministic: bool) -> Runtime:
         timeout: seconds before a stuck collective raises.
         deterministic: use deterministic algorithms only.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A torchrun that is killed tells nobody: its ranks would go on and hold their GPUs.
+        end_with_parent(signal.SIGTERM)
     rank, world = int(os.environ.get("RANK", "0")), launcher_world()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     on_cpu = cpu.install()

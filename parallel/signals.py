@@ -4,10 +4,20 @@ Imports nothing heavy: train.py enters it before torch is imported, so that a si
 is not lost either.
 """
 
+import ctypes
 import signal
+import sys
 from types import FrameType
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_libc = ctypes.CDLL(None)  # found before a fork, in which a thread may have held the linker's lock
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have Linux send `number` to this process when the one that started it is gone."""
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 class StopSignal:

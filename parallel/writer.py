@@ -4,7 +4,6 @@ From a sharded state dict to a complete but uncommitted folder; parallel.manifes
 `finish` returns, every shard is on disk and has a checksum. An error of one rank is raised on all.
 """
 
-import ctypes
 import logging
 import os
 import pickle
@@ -31,10 +30,8 @@ from torch.distributed.checkpoint.filesystem import (
 
 from parallel.agreement import agree, gather
 from parallel.manifest import Sums
+from parallel.signals import end_with_parent
 from parallel.staging import Staging
-
-_libc = ctypes.CDLL(None)  # found before a fork, in which a thread may have held the linker's lock
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 class Writing:
@@ -179,7 +176,7 @@ def _write(mailbox: _Mailbox, buckets: list[Any]) -> None:
 
 def _write_in_fork(mailbox: "_Mailbox", buckets: list[Any]) -> None:
     """Write, and end with the process that wants it: what it left could not be committed."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() == mailbox.owner:
         _write(mailbox, buckets)
 

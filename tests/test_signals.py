@@ -3,6 +3,8 @@
 import importlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -108,6 +110,35 @@ def test_all_ranks_stop_at_one_step_and_go_on_bit_for_bit(
 
     assert [rank.code for rank in run(2, command)] == [0, 0]
     assert exact(records(tmp_path / "run")) == straight
+
+
+_RANK = """
+import signal, sys, time
+from parallel import runtime
+def stopped(*_):
+    print("asked to stop", flush=True)
+    raise SystemExit
+signal.signal(signal.SIGTERM, stopped)
+runtime.start(seed=0, timeout=60, deterministic=False)
+print("runs", flush=True)
+time.sleep(60)
+print("never asked", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of the end of a parent")
+def test_ranks_end_when_torchrun_is_killed() -> None:
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "any", "CUDA_VISIBLE_DEVICES": ""}
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_RANK!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout)
+        while next(lines) != "runs\n":
+            pass
+        process.kill()
+        assert "asked to stop\n" in list(lines)  # which end with the rank
 
 
 def test_a_third_interrupt_does_not_wait(tmp_path: Path) -> None:
