@@ -31,7 +31,7 @@ SMALL = [
     "data.sequence_length=32",
     "data.micro_batch=4",
     "data.global_batch=4",
-    "optim.lr=1e-2",
+    "optim.lr=3e-3",
     "optim.warmup_steps=5",
     "run.steps=60",
 ]
@@ -40,19 +40,18 @@ SMALL = [
 def test_training_is_as_with_fp32() -> None:
     """Rounding may hold a second moment up to 8 % above where it would decay to: at 0.95 a step
     takes off a twentieth of the difference, and half a unit in the last place is 0.4 %. That is 4 %
-    of a step. The bounds are what 1.04 times the learning rate does to this run: its last losses
-    are 0.057 off on average and the validation loss 0.028 (with another seed, 0.10 and 0.01).
-    Both round ties of weights to even: the optimizer with bf16 moments is not sharded.
+    of a step. The bounds are the least that 1.04 times the learning rate does to this run with one
+    of five seeds: its last losses are 0.012 to 0.036 off on average, the validation loss 0.004 to
+    0.018. Rounding does 0.002 and 0.001.
     """
     same = {"data.source": "embedded"}
     wide = trained(1, SMALL, same)
-    changes = {"optim.moments": "bf16", "parallel.distributed_optimizer": False}
-    narrow = trained(1, SMALL, same | changes)
+    narrow = trained(1, SMALL, same | {"optim.moments": "bf16"})
     losses, others = wide.series("loss"), narrow.series("loss")
     assert losses[0] == others[0] and losses[0] - sum(losses[-20:]) / 20 > 2
     apart = [abs(a - b) for a, b in zip(losses[-20:], others[-20:], strict=True)]
-    assert 0 < sum(apart) / 20 < 0.057
-    assert abs(wide.valid_loss - narrow.valid_loss) < 0.028
+    assert 0 < sum(apart) / 20 < 0.012
+    assert abs(wide.valid_loss - narrow.valid_loss) < 0.004
 
 
 def _optimizer_bytes(moments: str, sharded: bool) -> tuple[int, int]:
