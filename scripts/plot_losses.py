@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from moe.sinks import read
+from scripts.pictures import pyplot
 
 Curves = dict[str, dict[int, float]]
 """Loss by step, by name of the run."""
@@ -82,14 +83,8 @@ def table(curves: Curves, parts: int) -> str:
 
 def plot(curves: Curves, path: Path) -> None:
     """Losses, their running means, and below these how far they are from the first run's."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install -e '.[dev]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(
+    pictures = pyplot()
+    figure, (above, below) = pictures.subplots(
         2, sharex=True, figsize=(8, 5), height_ratios=(3, 1), layout="constrained"
     )
     means = {name: _running(run) for name, run in curves.items()}
@@ -104,7 +99,7 @@ def plot(curves: Curves, path: Path) -> None:
     above.legend(title=f"mean of {_MEAN_OF} steps")
     below.set(xlabel="step", ylabel="difference")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    pictures.close(figure)
 
 
 def _running(run: dict[int, float]) -> dict[int, float]:

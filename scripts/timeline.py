@@ -18,6 +18,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.pictures import pyplot
+
 KINDS = (
     ("exchange", r"PushKernel|ArriveKernel|nccl"),
     ("experts", r"Fc1Kernel|RowsKernel|DgradKernel|WgradKernel|BiasGradKernel|DprobKernel|grouped"),
@@ -159,16 +163,10 @@ def short(name: str) -> str:
 
 def plot(events: list[Event], path: Path) -> None:
     """A lane a kind, since a graph's branches have no streams; ValueError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install -e '.[dev]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pictures = pyplot()
     kinds = [kind for kind, _ in KINDS if any(e.kind == kind for e in events)]
     colours = dict(zip((kind for kind, _ in KINDS), COLOURS, strict=True))
-    figure, axes = pyplot.subplots(figsize=(12, 0.8 + 0.4 * len(kinds)))
+    figure, axes = pictures.subplots(figsize=(12, 0.8 + 0.4 * len(kinds)))
     for lane, kind in enumerate(kinds):
         bars = [(e.begin / 1000, (e.end - e.begin) / 1000) for e in events if e.kind == kind]
         axes.broken_barh(bars, (-lane - 0.4, 0.8), facecolor=colours[kind])
@@ -176,7 +174,7 @@ def plot(events: list[Event], path: Path) -> None:
     axes.set_xlabel("ms")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    pictures.close(figure)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -34,6 +34,7 @@ from kernels.sm90.push import (
     Places,
     begin,
     check_sizes,
+    claim,
     last_of_all,
     tell,
 )
@@ -142,9 +143,9 @@ class CombinePushKernel:
         needed = self._needed(offsets, local, waves, tile_rows, counts)
         chunks = (N + _CHUNK - 1) // _CHUNK
         finished = Int32(0)
-        claimed = cute.arch.shuffle_sync(self._claim(progress), 0)
+        claimed = cute.arch.shuffle_sync(claim(progress + CLAIMED), 0)
         while claimed < chunks * waves:
-            following = self._claim(progress)
+            following = claim(progress + CLAIMED)
             wave = claimed // chunks
             base = (claimed - wave * chunks) * _CHUNK
             last = self._last(table, base + lane, N, local, rank)
@@ -179,15 +180,6 @@ class CombinePushKernel:
                 cute.arch.fence_acq_rel_sys()
                 for part in cutlass.range_constexpr(2):
                     tell(flags_R, part, rank, epoch)
-
-    @cute.jit
-    def _claim(self, progress: cute.Pointer) -> Int32:
-        """Lane 0's is the number of a chunk of a wave."""
-        claimed = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            one = Int32(1)
-            claimed = cute.arch.atomic_add(progress + CLAIMED, one, sem="relaxed", scope="gpu")
-        return claimed
 
     @cute.jit
     def _needed(

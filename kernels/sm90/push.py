@@ -102,6 +102,15 @@ def begin(
 
 
 @cute.jit
+def claim(counter: cute.Pointer) -> Int32:
+    """In lane 0 of a warp, the number of its next chunk of rows; waves follow each other."""
+    claimed = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        claimed = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+    return claimed
+
+
+@cute.jit
 def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
     """One lane of each warp, when it is through: whether all warps of `count` CTAs are, and then
     what they have written is there for all GPUs.
@@ -228,12 +237,12 @@ class PushKernel:
         self._publish(through, state, flags_R, Int32(0), waves, rank, epoch, ctas)
         targets = [rows_R[r] for r in range(config.ranks)]
         chunks, sent = (N + _CHUNK - 1) // _CHUNK, Int32(0)
-        claimed = cute.arch.shuffle_sync(self._claim(state), 0)
-        following = cute.arch.shuffle_sync(self._claim(state), 0)
+        claimed = cute.arch.shuffle_sync(claim(state.iterator + _CLAIMED), 0)
+        following = cute.arch.shuffle_sync(claim(state.iterator + _CLAIMED), 0)
         entries = cute.make_rmem_tensor(config.slots, Int32)
         self._look_up(table, entries, claimed % chunks * _CHUNK + lane, N)
         while claimed < chunks * waves:
-            after = self._claim(state)
+            after = claim(state.iterator + _CLAIMED)
             wave, base = claimed // chunks, claimed % chunks * _CHUNK
             while sent < wave:
                 sent += 1
@@ -254,15 +263,6 @@ class PushKernel:
         while sent < waves:
             sent += 1
             self._publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
-
-    @cute.jit
-    def _claim(self, state: cute.Tensor) -> Int32:
-        """Lane 0's is the number of a chunk of a wave."""
-        claimed = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            counter, one = state.iterator + _CLAIMED, Int32(1)
-            claimed = cute.arch.atomic_add(counter, one, sem="relaxed", scope="gpu")
-        return claimed
 
     @cute.jit
     def _publish(

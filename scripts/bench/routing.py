@@ -9,6 +9,7 @@ from torch import Tensor
 
 from configs.schema import RouterConfig
 from moe.forced import ForcedBalance
+from scripts.bench.models import GPUS
 
 KINDS = ("random", "balanced")
 """K distinct experts drawn evenly, and the forced balance of model.moe.router.force_balance."""
@@ -29,7 +30,7 @@ def routed(
     scores = torch.rand(tokens, experts, generator=generator, device=device)
     if kind == OF_EIGHT:
         ranks = dist.get_world_size()
-        leaving = torch.rand(tokens, generator=generator, device=device) > (ranks - 1) / 7
+        leaving = torch.rand(tokens, generator=generator, device=device) > (ranks - 1) / (GPUS - 1)
         own = torch.arange(experts, device=device) // (experts // ranks) == rank
         scores -= (leaving[:, None] & own).float()
     return scores.topk(top_k, dim=1).indices.to(torch.int32)
