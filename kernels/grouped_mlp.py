@@ -141,15 +141,68 @@ def dense_mlp(
     if x.ndim < 1 or w1.ndim != 2 or w2.ndim != 2:
         raise ValueError(f"expected x [..., D] and weights [., .], got {_shapes(x, w1, w2)}")
     x_ND = x.reshape(-1, x.shape[-1])
-    N = x_ND.shape[0]
-    # Made on the device: a tensor of Python numbers would be copied there.
-    ends = torch.arange(0, N + 1, N, dtype=torch.int32, device=x.device) if N else None
-    offsets = torch.zeros(2, dtype=torch.int32, device=x.device) if ends is None else ends
-    rows = Rows(None, None, offsets, None)
+    rows = _one_group(x_ND)
     biases = [b if b is None else b[None] for b in (b1, b2)]
     _check(x_ND, w1[None], w2[None], biases[0], biases[1], rows, activation)
     how = (activation, backend, margins, dynamic, accumulate)
     return _call(x_ND, w1, w2, b1, b2, rows, *how, summed=False).view(x.shape)
+
+
+def dense_first(
+    x_ND: Tensor,
+    w1: Tensor,
+    *,
+    activation: Activation,
+    backend: str,
+    margins: Margins = NO_MARGINS,
+    dynamic: bool = True,
+    accumulate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """First half of `dense_mlp` without biases, for something to be done before the second.
+
+    Args:
+        x_ND: bf16 or fp32, as w1 [H, D] is.
+        activation, backend, margins, dynamic, accumulate: as in `grouped_mlp`.
+
+    Returns:
+        h_NH and a_NF, for `dense_second`, which is where h has its gradient from; a has none.
+
+    Raises:
+        ValueError: unknown backend, or shapes and dtypes that do not fit together.
+    """
+    F = w1.shape[0] // 2 if activation.gated else w1.shape[0]
+    if x_ND.ndim != 2 or w1.shape != (activation.width(F), x_ND.shape[1]) or w1.dtype != x_ND.dtype:
+        raise ValueError(f"expected x [N, D] and w1 [H, D] of one dtype, got {_shapes(x_ND, w1)}")
+    how = ops.how(activation, backend, margins, dynamic, summed=False)
+    x_ND = x_ND.contiguous()
+    return ops.DenseFirst.apply(x_ND, w1, _one_group(x_ND), how, accumulate)
+
+
+def dense_second(
+    h_NH: Tensor,
+    a_NF: Tensor,
+    w2: Tensor,
+    *,
+    activation: Activation,
+    backend: str,
+    margins: Margins = NO_MARGINS,
+    dynamic: bool = True,
+    accumulate: bool = False,
+) -> Tensor:
+    """Second half of `dense_mlp`: a @ w2^T, with the bits of the whole.
+
+    Args:
+        h_NH, a_NF: of `dense_first`; only h is saved for the backward pass.
+        w2: [D, F].
+        activation, backend, margins, dynamic, accumulate: as in `dense_first`.
+
+    Raises:
+        ValueError: unknown backend, or shapes and dtypes that do not fit together.
+    """
+    if w2.ndim != 2 or w2.shape[1] != a_NF.shape[1] or w2.dtype != a_NF.dtype:
+        raise ValueError(f"expected a [N, F] and w2 [D, F] of one dtype, got {_shapes(a_NF, w2)}")
+    how = ops.how(activation, backend, margins, dynamic, summed=False)
+    return ops.DenseSecond.apply(h_NH, a_NF, w2, _one_group(h_NH), how, accumulate)
 
 
 def combine(
@@ -198,11 +251,7 @@ def _call(
 ) -> Tensor:
     given = [t for t in (x_ND, w1, w2, b1, b2, rows.prob_S) if t is not None]
     keep_h = torch.is_grad_enabled() and any(t.requires_grad for t in given)  # for backward only
-    how = (
-        *(act.kind, [act.alpha, act.limit, act.offset]),
-        *(backend, [margins.forward, margins.dgrad, margins.wgrad], dynamic, summed),
-        *(keep_h, accumulate),
-    )
+    how = (*ops.how(act, backend, margins, dynamic, summed=summed), keep_h, accumulate)
     tensors = (x_ND.contiguous(), w1, w2, b1, b2)
     if traffic is not None:
         if backend != "fused":
@@ -211,6 +260,15 @@ def _call(
     plan = (rows.index_S, rows.prob_S, rows.offsets, rows.inverse_NK, rows.order_L)
     out, _ = ops.grouped_mlp(*tensors, *plan, *how)
     return out
+
+
+def _one_group(x_ND: Tensor) -> Rows:
+    """All rows of x are one expert's."""
+    N = x_ND.shape[0]
+    # Made on the device: a tensor of Python numbers would be copied there.
+    ends = torch.arange(0, N + 1, N, dtype=torch.int32, device=x_ND.device) if N else None
+    offsets = torch.zeros(2, dtype=torch.int32, device=x_ND.device) if ends is None else ends
+    return Rows(None, None, offsets, None)
 
 
 def _check(

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels import main_grad
 from kernels.activation import Activation
-from kernels.backend import Backend, Rows, put
+from kernels.backend import Backend, Margins, Rows, put
 from kernels.main_grad import Buffer
 from kernels.providers import provider
 from kernels.sort_pairs import gather_rows
@@ -47,6 +47,13 @@ class _How(NamedTuple):
 
 
 _FORWARD, _DGRAD, _WGRAD = range(3)
+
+
+def how(act: Activation, backend: str, margins: Margins, dynamic: bool, *, summed: bool) -> _How:
+    """What the ops are given."""
+    free = [margins.forward, margins.dgrad, margins.wgrad]
+    constants = [act.alpha, act.limit, act.offset]
+    return _How(act.kind, constants, backend, free, dynamic, summed)
 
 
 @torch.library.custom_op("phalanx::grouped_mlp", mutates_args=())
@@ -225,6 +232,72 @@ class Beside(torch.autograd.Function):
         *grads, _ = _into_sinks(ctx.sinks, given, ctx.rows, ctx.how, needs, ctx.traffic)
         grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
         return *grads, *(None,) * (len(ctx.needs_input_grad) - 5)
+
+
+class DenseFirst(torch.autograd.Function):
+    """First half of a dense MLP without biases: h, which has a gradient, and act(h)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, w1: Tensor, rows: Rows, how: _How, accumulate: bool
+    ) -> tuple[Tensor, Tensor]:
+        ops = how.ops(_FORWARD)
+        h_NH, a_NF = ops.fc1_act(x_ND, _stack(w1), None, rows, how.act, keep_h=True)
+        assert h_NH is not None
+        ctx.save_for_backward(x_ND, w1)
+        ctx.rows, ctx.how, ctx.sink = rows, how, main_grad.sink(w1) if accumulate else None
+        ctx.mark_non_differentiable(a_NF)
+        ctx.set_materialize_grads(False)
+        return h_NH, a_NF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh_NH: Tensor, _: None) -> tuple[Any, ...]:
+        x_ND, w1 = ctx.saved_tensors
+        dx_ND = dw1 = None
+        if ctx.needs_input_grad[0]:
+            dx_ND = ctx.how.ops(_DGRAD).rows(dh_NH, _stack(w1).transpose(1, 2), ctx.rows)
+        if ctx.needs_input_grad[1]:
+            dw1 = _dense_wgrad(ctx, dh_NH, x_ND, w1)
+        return dx_ND, dw1, None, None, None
+
+
+class DenseSecond(torch.autograd.Function):
+    """Second half: a @ w2^T. `a` is not saved but made again from h, which has its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_NH: Tensor,
+        a_NF: Tensor,
+        w2: Tensor,
+        rows: Rows,
+        how: _How,
+        accumulate: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(h_NH, w2)
+        ctx.rows, ctx.how, ctx.sink = rows, how, main_grad.sink(w2) if accumulate else None
+        return how.ops(_FORWARD).rows(a_NF, _stack(w2), rows, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_ND: Tensor) -> tuple[Any, ...]:
+        h_NH, w2 = ctx.saved_tensors
+        dout_ND = dout_ND.contiguous()
+        dh_NH, a_NF, _, _ = ctx.how.ops(_DGRAD).fc2_dgrad_dact(
+            dout_ND, _stack(w2), None, h_NH, ctx.rows, ctx.how.act, gather=False
+        )
+        dw2 = _dense_wgrad(ctx, dout_ND, a_NF, w2) if ctx.needs_input_grad[2] else None
+        return dh_NH, None, dw2, None, None, None
+
+
+def _dense_wgrad(ctx: Any, d: Tensor, v: Tensor, w: Tensor) -> Tensor | None:
+    """Into the buffer of the parameter, if that is asked for."""
+    buffer = None if ctx.sink is None else main_grad.buffer(ctx.sink)
+    with torch.no_grad():
+        given = (ctx.how.ops(_WGRAD), d, v, ctx.rows, w, buffer)
+        dw = _wgrad(*given, gather_d=False, gather_v=False)
+    return dw if ctx.sink is None else main_grad.added(ctx.sink)
 
 
 @torch.library.custom_op("phalanx::grouped_mlp_backward", mutates_args=())

@@ -10,6 +10,11 @@ _PIECE = 4
 """int32 of which a rank's block of routing is a multiple: 16 bytes."""
 
 
+def routing_size(tokens: int, slots: int) -> int:
+    """int32 of a rank's block of routing."""
+    return -(-2 * tokens * slots // _PIECE) * _PIECE
+
+
 def leaving(idx_TK: Tensor, prob_TK: Tensor, *, ranks: int, local: int) -> tuple[Tensor, Tensor]:
     """What a rank tells all others of its routing, and which of them answer.
 
@@ -25,7 +30,7 @@ def leaving(idx_TK: Tensor, prob_TK: Tensor, *, ranks: int, local: int) -> tuple
         else -1.
     """
     T, K = idx_TK.shape
-    side = idx_TK.new_empty(1, -(-2 * T * K // _PIECE) * _PIECE)
+    side = idx_TK.new_empty(1, routing_size(T, K))
     bits_TK = prob_TK.detach().view(torch.int32)
     if idx_TK.is_cuda:
         from kernels.routing_triton import leave

@@ -25,7 +25,8 @@ from kernels.activation import Activation
 from moe import balance
 from moe.balance import KeepsPrecision, Statistics
 from moe.forced import ForcedBalance
-from moe.layer import SHARED_EXPERTS, MoEOptions
+from moe.layer import MoEOptions
+from moe.shared import MEGATRON
 
 _QUICK_GELU_SLOPE = 1.702
 _LOSS_NAMES = {
@@ -213,7 +214,7 @@ class StockMoE(MoELayer):
             config,
             MoESubmodules(
                 experts=provider.grouped_mlp_modules(HAVE_TE),
-                shared_experts=SHARED_EXPERTS,
+                shared_experts=MEGATRON,
                 router=partial(StockRouter, options=options.moe.router),
             ),
             pg_collection=pg_collection,

@@ -4,24 +4,19 @@
 
 Route picks K experts for every token; dispatch brings tokens to the ranks that hold their experts;
 the experts make one row of every received token, the weighted sum over those of this rank; combine
-adds a token's rows up on its own rank, and meanwhile the shared experts run. Nothing here or below
-tells the host a count, so the whole layer can be captured.
+adds a token's rows up on its own rank. The shared experts run while rows travel, one half on each
+way. Nothing here or below tells the host a count, so the whole layer can be captured.
 
 Legend: s tokens of a sequence on this rank, B sequences, T = s * B, D hidden, K experts per token,
 N tokens received.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
-import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.profiler import record_function
@@ -31,6 +26,7 @@ from kernels.activation import Activation
 from kernels.backend import NO_MARGINS, Margins
 from moe.experts import Experts
 from moe.router import Router
+from moe.shared import SharedExperts
 from parallel.dispatch import make_dispatcher
 from parallel.exchange import SymmOptions
 from parallel.overflow import Budget
@@ -60,12 +56,6 @@ class MoEOptions:
     """Weight gradients of experts are added to the fp32 buffers of Megatron-Core's wrapper."""
 
 
-SHARED_EXPERTS = partial(
-    SharedExpertMLP,
-    submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-)
-
-
 class MoE(MoELayer):
     """Mixture of experts in place of a dense MLP.
 
@@ -78,7 +68,6 @@ class MoE(MoELayer):
         is_mtp_layer: the layer belongs to multi-token prediction.
         name: of the module, for Megatron-Core.
         options: routing, activation, backend, transport and budget.
-        shared_experts: builds the experts that see every token, if `moe.shared_ffn` asks for any.
     """
 
     def __init__(
@@ -89,7 +78,6 @@ class MoE(MoELayer):
         name: str | None = None,
         *,
         options: MoEOptions,
-        shared_experts: Callable[..., torch.nn.Module] = SHARED_EXPERTS,
     ) -> None:
         # Past MoELayer's own constructor, which would build its router, dispatcher and experts.
         super(MoELayer, self).__init__(
@@ -118,21 +106,21 @@ class MoE(MoELayer):
             dtype=config.params_dtype,
             symm=options.symm,
         )
-        self.experts = Experts(
-            config=config,
+        how: dict[str, Any] = dict(
             activation=options.activation,
             backend=options.backend,
-            pg_collection=pg_collection,
             margins=options.margins,
             dynamic=options.dynamic,
             accumulate=options.accumulate,
         )
+        self.experts = Experts(config=config, pg_collection=pg_collection, **how)
         if moe.shared_ffn:
-            self.shared_experts = shared_experts(
+            self.shared_experts = SharedExperts(
                 config=config,
                 pg_collection=pg_collection,
                 gate=False,
                 name=name and f"{name}.shared_experts",
+                **how,
             )
 
     def forward(
@@ -156,15 +144,12 @@ class MoE(MoELayer):
         x_TD = hidden_SBD.flatten(0, 1)
         with record_function("moe/route"):
             topk_idx_TK, topk_prob_TK = self.router(hidden_SBD)
+        shared = self.shared_experts
+        first, second = (None, None) if shared is None else shared.halves(hidden_SBD)
         with record_function("moe/dispatch"):
-            received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK)
+            received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK, first)
         with record_function("moe/experts"):
             out_ND = self.experts(received)
         with record_function("moe/combine"):
-            beside = None if self.shared_experts is None else partial(self._shared, hidden_SBD)
-            out_TD = self.dispatcher.combine(out_ND, received, beside)
+            out_TD = self.dispatcher.combine(out_ND, received, second)
         return out_TD.view_as(hidden_SBD)
-
-    def _shared(self, hidden_SBD: Tensor) -> Tensor:
-        with record_function("moe/shared"):
-            return self.shared_experts(hidden_SBD).flatten(0, 1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.received import Beside, Planner, Received, plus
+from parallel.received import Beside, Meanwhile, Planner, Received, during, plus
 
 
 class AllToAll:
@@ -28,9 +28,16 @@ class AllToAll:
     def __init__(self, group: dist.ProcessGroup, plan: Planner) -> None:
         self._group, self._plan = group, plan
 
-    def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+    ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         rows_ND, idx_NK, prob_NK = spread(x_TD, topk_idx_TK, topk_prob_TK, self._group)
+        during(meanwhile)
         return Received(rows_ND, self._plan(idx_NK, prob_NK), None)
 
     def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:

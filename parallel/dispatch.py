@@ -23,17 +23,25 @@ from parallel.alltoall import AllToAll
 from parallel.exchange import SymmOptions
 from parallel.hier import Hier
 from parallel.overflow import Budget
-from parallel.received import Beside, Received, plus
+from parallel.received import Beside, Meanwhile, Received, during, plus
 from parallel.symm import Symm, reason_against
 
 
 class Dispatcher(Protocol):
     """A transport between tokens and experts. It keeps no state between calls."""
 
-    def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+    ) -> Received:
         """Bring tokens (bf16 or fp32), expert ids (int32) and probabilities (fp32) to experts.
 
-        A slot without an expert has the id -1.
+        Args:
+            x_TD, topk_idx_TK, topk_prob_TK: a slot without an expert has the id -1.
+            meanwhile: is called once, while rows are on their way if the transport can.
         """
         ...
 
@@ -108,8 +116,15 @@ class Local:
     def __init__(self, plan: BudgetPlanner) -> None:
         self._plan = plan
 
-    def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+    ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        during(meanwhile)
         return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), None)
 
     def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:

@@ -29,6 +29,8 @@ be read by weight gradients while the gradient of the tokens (u) leaves."""
 WAVES = 5
 """Groups of a rank's experts whose tokens are waited for one after the other: the first has 1/31 of
 them. On the way back it is the last one that has as few."""
+GIVE_WAY = 0.5
+"""Share of a rank's experts after which fc2 gives SMs to the sums of those that it has finished."""
 PIECE = 16
 """Bytes of which a block of side data is a multiple."""
 _ALIGN = 256
@@ -179,7 +181,7 @@ class Exchange:
         from kernels.sm90.progress import Told
 
         loop = tiles.choose("rows", y_SD.shape[1], channels, gather=False, transposed=False)
-        return Told(y_SD, self._progress, self._waves(local), loop, self._comm_sms)
+        return Told(y_SD, self._progress, self._waves(local), loop, self._comm_sms, GIVE_WAY)
 
     def send_sums(
         self,

@@ -26,7 +26,7 @@ from kernels.plan import Plan
 from parallel.alltoall import AllToAll, collect, spread
 from parallel.exchange import SymmOptions
 from parallel.nodes import Nodes
-from parallel.received import Beside, Planner, Received, plus
+from parallel.received import Beside, Meanwhile, Planner, Received, plus
 from parallel.symm import Symm, reason_against
 
 
@@ -64,12 +64,19 @@ class Hier:
         else:
             self._inside = Symm(nodes.inside, there, local=local, options=options, waits=waits)
 
-    def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+    ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         x_AD, idx_AK, prob_AK = spread(x_TD, topk_idx_TK, topk_prob_TK, self._nodes.rail)
         idx_AK = idx_AK - self._first
         in_node = (idx_AK >= 0) & (idx_AK < self._here)
-        return self._inside.dispatch(x_AD, torch.where(in_node, idx_AK, -1), prob_AK)
+        idx_AK = torch.where(in_node, idx_AK, -1)
+        return self._inside.dispatch(x_AD, idx_AK, prob_AK, meanwhile)
 
     def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
         out_AD = self._inside.combine(out_ND, received)

@@ -13,7 +13,9 @@ from kernels.ops import Traffic
 from kernels.plan import Plan
 
 Beside = Callable[[], Tensor] | None
-"""What to do while rows are on their way."""
+"""What to do while rows are on their way back, and to add to them."""
+Meanwhile = Callable[[], None] | None
+"""What to do while rows are on their way to experts."""
 
 
 class Received(NamedTuple):
@@ -41,6 +43,12 @@ class Planner(Protocol):
     def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> Plan:
         """Of the routing of all received rows."""
         ...
+
+
+def during(meanwhile: Meanwhile) -> None:
+    """What a transport does that has nothing on its way."""
+    if meanwhile is not None:
+        meanwhile()
 
 
 def plus(out_TD: Tensor, beside: Beside) -> Tensor:

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.backend import Rows
-from kernels.routing import arrived, leaving
+from kernels.routing import arrived, leaving, routing_size
 from parallel.exchange import PIECE, Exchange, Sent, SymmOptions, exchange_of
-from parallel.received import Beside, Planner, Received
+from parallel.received import Beside, Meanwhile, Planner, Received
 
 
 class Symm:
@@ -50,13 +50,22 @@ class Symm:
         self._group, self._plan, self._local, self._options = group, plan, local, options
         self._waits = waits
 
-    def dispatch(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> Received:
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+    ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         (T, D), K = x_TD.shape, topk_idx_TK.shape[1]
         exchange = exchange_of(self._group, T, D, K, self._options)
         beside = exchange.overlaps and self._waits
         trip = Trip(exchange, topk_idx_TK.contiguous(), self._local, beside, self._options.keep)
-        rows_ND, idx_NK, prob_NK = _Dispatch.apply(x_TD, topk_prob_TK, trip)
+        sent_ND = _Send.apply(x_TD, topk_prob_TK, trip)
+        if meanwhile is not None:
+            meanwhile()
+        rows_ND, idx_NK, prob_NK = _Receive.apply(sent_ND, trip)
         plan = self._plan(idx_NK, prob_NK)
         if beside:
             return Received(rows_ND, plan, trip, trip)
@@ -182,18 +191,16 @@ class Trip:
         """Received tokens in the backward pass."""
         return self.again if self.keep else self.rows(self.meet("x"))
 
-    def return_gradient(self, grad_ND: Tensor, grad_NK: Tensor | None) -> Sent:
-        """Gradients of received tokens and probabilities, back on their ranks.
+    def return_gradient(self, grad_ND: Tensor, grad_NK: Tensor | None) -> None:
+        """Gradients of received tokens and probabilities begin to go back, if they have not yet.
 
         Raises:
             RuntimeError: something else than the experts has read received tokens.
         """
         if not self.there("dx"):
             self.send("dx", grad_ND, self._side_of(grad_NK), alone=True, back=True)
-        sent = self.meet("dx")
-        if self.beside and sent.given[0].data_ptr() != grad_ND.data_ptr():
+        elif self.begun("dx").given[0].data_ptr() != grad_ND.data_ptr():
             raise RuntimeError("received tokens have another reader than the experts")
-        return sent
 
     def _side_of(self, grad_NK: Tensor | None) -> Tensor:
         if grad_NK is None:
@@ -201,36 +208,50 @@ class Trip:
         return _padded(grad_NK.view(torch.int32).view(self.exchange.ranks, -1))
 
 
-class _Dispatch(torch.autograd.Function):
-    """Push of tokens and routing; backward brings their gradients back and sums them."""
+class _Send(torch.autograd.Function):
+    """Start of the push of tokens and routing; backward, end of their gradients' way, and sum."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, prob_TK: Tensor, trip: Trip
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x_TD: Tensor, prob_TK: Tensor, trip: Trip) -> Tensor:
         how = dict(ranks=trip.exchange.ranks, local=trip.local)
         side, trip.sums_TR = leaving(trip.idx_TK, prob_TK.contiguous(), **how)
-        trip.send("x", x_TD, side, alone=not trip.beside, back=False)
-        trip.again = x_TD.detach()
+        sent = trip.send("x", x_TD, side, alone=not trip.beside, back=False)
+        trip.again, ctx.trip = x_TD.detach(), trip
+        return trip.rows(sent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        from kernels.sm90.combine import combine
+
+        trip: Trip = ctx.trip
+        R, (T, K) = trip.exchange.ranks, trip.idx_TK.shape
+        sent = trip.meet("dx")
+        probs_RTK = trip.side(sent, T * K).view(torch.float32).view(R, T, K)
+        return combine(trip.rows(sent), trip.sums_TR), probs_RTK.sum(0), None
+
+
+class _Receive(torch.autograd.Function):
+    """Received routing, and rows, or where kernels wait for them; backward, start of their
+    gradients' way, unless the experts' kernels have."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, trip: Trip) -> tuple[Tensor, Tensor, Tensor]:
+        T, K = trip.idx_TK.shape
         sent = trip.begin("x") if trip.beside else trip.meet("x")
-        idx_NK, prob_NK = arrived(trip.side(sent, side.numel()), *trip.idx_TK.shape)
-        trip.idx_NK, ctx.trip = idx_NK, trip
-        ctx.mark_non_differentiable(idx_NK)
+        trip.idx_NK, prob_NK = arrived(trip.side(sent, routing_size(T, K)), T, K)
+        ctx.trip = trip
+        ctx.mark_non_differentiable(trip.idx_NK)
         ctx.set_materialize_grads(False)
-        return trip.rows(sent), idx_NK, prob_NK
+        return trip.rows(sent), trip.idx_NK, prob_NK
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_ND: Tensor, _: None, grad_NK: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        from kernels.sm90.combine import combine
-
-        trip: Trip = ctx.trip
-        R, (T, K) = trip.exchange.ranks, trip.idx_TK.shape
-        sent = trip.return_gradient(grad_ND, grad_NK)
-        probs_RTK = trip.side(sent, T * K).view(torch.float32).view(R, T, K)
-        return combine(trip.rows(sent), trip.sums_TR), probs_RTK.sum(0), None
+        ctx.trip.return_gradient(grad_ND, grad_NK)
+        return grad_ND, None
 
 
 class _SendBack(torch.autograd.Function):

@@ -85,12 +85,12 @@ class Gemm:
         L: Int32,
         clusters: Int32,
         stream: cuda.CUstream,
-        giving: Int32 | None = None,
+        giving: tuple[Int32, Int32] | None = None,
     ) -> None:
         """Launch over A [rows, K] and B [N, K, L], of whose N each `columns` are a half.
 
-        `giving`: so many clusters end when they have a tile of the second half of the experts, for
-        whom the kernel tells.
+        `giving`: so many clusters, of a kernel that tells, end when they have a tile of so high an
+        expert, or a higher one.
         """
         loop = self.config.mainloop
         wide = loop.columns // self.config.halves
@@ -134,7 +134,7 @@ class Gemm:
         blocks: Int32,
         apart: Int32,
         clusters: Int32,
-        giving: Int32 | None,
+        giving: tuple[Int32, Int32] | None,
     ) -> None:
         config = self.config
         loop = config.mainloop
@@ -193,7 +193,7 @@ class Gemm:
         blocks: Int32,
         apart: Int32,
         clusters: Int32,
-        giving: Int32 | None,
+        giving: tuple[Int32, Int32] | None,
     ) -> None:
         """The loading warps: tiles to stages; in the leader also the tile after the current one.
 
@@ -222,7 +222,8 @@ class Gemm:
         while expert >= 0:
             claimed, goes_on = Int32(0), leads
             if cutlass.const_expr(self.config.tells):
-                late = (cute.arch.cluster_idx()[0] < giving) & (expert >= scheduler.experts // 2)
+                assert giving is not None
+                late = (cute.arch.cluster_idx()[0] < giving[0]) & (expert >= giving[1])
                 goes_on = leads & ~late
                 if leads & late:
                     scheduler.send(number + 1, Int32(0), Int32(0), Int32(0), Int32(-1))

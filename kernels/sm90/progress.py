@@ -32,12 +32,13 @@ class Told(NamedTuple):
     loop: Mainloop
     """Its tile, on which the number of counts depends."""
     sms: int
-    """SMs of the reader, to which it gives way when half of the experts are through."""
+    """SMs of the reader, to which it gives way."""
+    share: float
+    """Of the experts, after which it does."""
 
-    @property
-    def giving(self) -> tuple[int, int]:
-        """Waves, and clusters that give way."""
-        return self.waves, -(-self.sms // self.loop.cluster)
+    def giving(self, experts: int) -> tuple[int, int, int]:
+        """Waves, clusters that give way, and the expert from which on they do."""
+        return self.waves, -(-self.sms // self.loop.cluster), int(self.share * experts)
 
     @property
     def tile_rows(self) -> int:

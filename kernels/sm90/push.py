@@ -113,7 +113,7 @@ def claim(counter: cute.Pointer) -> Int32:
 @cute.jit
 def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
     """One lane of each warp, when it is through: whether all warps of `count` CTAs are, and then
-    what they have written is there for all GPUs.
+    a fence of the caller's shows all GPUs what they have written.
 
     `warps`, in shared memory, and `ctas` count from 0. One fence of system scope a CTA, which waits
     for its stores: the other warps go on.
@@ -124,7 +124,6 @@ def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
         cute.arch.fence_acq_rel_sys()
         others = cute.arch.atomic_add(ctas, Int32(1), sem="acq_rel", scope="gpu")
         if others == count - 1:
-            cute.arch.fence_acq_rel_sys()
             last = Int32(1)
     return last
 

@@ -71,7 +71,8 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
         # A step's first, which replaces; and what is added to gradients in bf16.
         yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True)
         yield WgradKernel, WgradConfig(columns, False, True, operands, ordered=True)
-    yield from ((WgradKernel, WgradConfig(n, add, add)) for n, add in product((192, 256), EITHER))
+    for columns, wide, add in product((192, 256), EITHER, EITHER):
+        yield WgradKernel, WgradConfig(columns, wide, add)
     for add, scaled in product(EITHER, EITHER):
         yield BiasGradKernel, BiasGradConfig(wide=True, add=add, scaled=scaled, indexed=scaled)
     yield from ((BiasGradKernel, BiasGradConfig(True, add, scaled=True)) for add in EITHER)

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from kernels.grouped_mlp import dense_mlp
+from kernels.grouped_mlp import dense_first, dense_mlp, dense_second
 from moe.experts import Experts
 from parallel.dispatch import Dispatcher
 from scripts.bench.ends import Ends, Inputs, dispatcher, inputs, transports
@@ -108,9 +108,19 @@ class Layer:
         return dense_mlp(given.x_TD, *self.shared, **how)
 
     def forward(self, transport: Dispatcher, given: Inputs) -> Tensor:
-        received = transport.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
-        beside = functools.partial(self.beside, given) if self.shared else None
-        return transport.combine(self.experts(received), received, beside)
+        if not self.shared:
+            received = transport.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
+            return transport.combine(self.experts(received), received)
+        how = dict(activation=self.model.activation, backend=self.bench.backend)
+        w1, w2 = self.shared
+        made: list[Tensor] = []  # by the first half of the shared expert
+
+        def first() -> None:
+            made.extend(dense_first(given.x_TD, w1, **how))
+
+        received = transport.dispatch(given.x_TD, given.idx_TK, given.prob_TK, first)
+        out_ND = self.experts(received)
+        return transport.combine(out_ND, received, lambda: dense_second(*made, w2, **how))
 
     def both(self, transport: Dispatcher, given: Inputs) -> tuple[Tensor, ...]:
         """Gradients of inputs and parameters."""

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.activation import Activation
-from kernels.grouped_mlp import dense_mlp
+from kernels.grouped_mlp import dense_first, dense_mlp, dense_second
 from tests.kernels.problems import ACTIVATIONS, error, formula
 from tests.sync_free import sync_free
 
@@ -87,3 +87,47 @@ def test_shapes_are_checked() -> None:
         dense_mlp(given["x"], given["w1"][None], given["w2"], activation=act, backend="torch")
     with pytest.raises(ValueError, match=r"w1 must be torch.float32 \[1, 48, 32\]"):
         dense_mlp(given["x"], given["w1"][:-1], given["w2"], activation=act, backend="torch")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 21])
+def test_halves_are_the_whole_bit_for_bit(
+    rows: int, act: Activation, backend: str, dtype: torch.dtype
+) -> None:
+    given = tensors(act, False, (rows,))
+    whole, parts = cast(given, dtype), cast(given, dtype)
+    dout = torch.randn(rows, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    how = dict(activation=act, backend=backend)
+    made = dense_second(*dense_first(parts["x"], parts["w1"], **how), parts["w2"], **how)
+    expected = with_gradients(dense_mlp(**whole, **how), dout, whole)
+    for got, want in zip(with_gradients(made, dout, parts), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_halves_add_to_buffers() -> None:
+    act = Activation("swiglu")
+    leaves = cast(tensors(act, False, (5,)), torch.bfloat16)
+    plain_leaves = cast(tensors(act, False, (5,)), torch.bfloat16)
+    how = dict(activation=act, backend="torch")
+    for name in ("w1", "w2"):
+        leaves[name].main_grad = torch.ones(leaves[name].shape)
+        leaves[name].grad_added_to_main_grad = False
+    x, w1, w2 = (leaves[name] for name in ("x", "w1", "w2"))
+    made = dense_first(x, w1, **how, accumulate=True)
+    dense_second(*made, w2, **how, accumulate=True).sum().backward()
+    dense_mlp(**plain_leaves, **how).sum().backward()
+    for name in ("w1", "w2"):
+        assert leaves[name].grad_added_to_main_grad
+        assert torch.equal(leaves[name].main_grad, 1 + plain_leaves[name].grad.float())
+
+
+def test_halves_that_do_not_fit() -> None:
+    how = dict(activation=Activation("swiglu"), backend="torch")
+    x, w1 = torch.zeros(3, 8), torch.zeros(6, 8)
+    with pytest.raises(ValueError, match=r"expected x \[N, D\] and w1 \[H, D\]"):
+        dense_first(x, torch.zeros(6, 9), **how)
+    h, a = dense_first(x, w1, **how)
+    with pytest.raises(ValueError, match=r"expected a \[N, F\] and w2 \[D, F\]"):
+        dense_second(h, a, torch.zeros(8, 4), **how)

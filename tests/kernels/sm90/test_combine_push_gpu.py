@@ -51,7 +51,7 @@ class Way:
         here = torch.cuda.current_stream()
         for r, plan in enumerate(self.plans):
             out = torch.full((self.a.shape[1], self.w2.shape[2]), CANARY, device="cuda").bfloat16()
-            told = Told(out, self.progress[r], self.waves, loop, BEGIN)
+            told = Told(out, self.progress[r], self.waves, loop, BEGIN, 0.5)
             given = (told, plan.inverse_NK, self.table, plan.offsets, self.ranks.places[r])
             how = dict(tokens=self.T, of=BEGIN + REST)
             begun = here.record_event()
@@ -130,7 +130,7 @@ def test_bad_arguments_are_named() -> None:
     way.draw(0.0, 4)
     plan, places = way.plans[0], way.ranks.places[0]
     out = torch.zeros(16, 68, device="cuda").bfloat16()
-    told = Told(out, way.progress[0], 1, TURNS, BEGIN)
+    told = Told(out, way.progress[0], 1, TURNS, BEGIN, 0.5)
     how = dict(tokens=8, ctas=1, of=2)
     with pytest.raises(ValueError, match="y has 68 columns"):
         combine_push(told, plan.inverse_NK, way.table, plan.offsets, places, **how)
