@@ -121,7 +121,8 @@ class Ends:
         """Add `dispatch` and `combine` of a transport as sides `<side>`, forward and both."""
         given, take = self._given, self._sides.take
         self._sides.bench.clock.meet()
-        kept = self._dispatch(transport)
+        with torch.no_grad():  # a graph that lives on would tie captured backwards to this stream
+            kept = self._dispatch(transport)
         passes: list[tuple[str, Callable, Callable]] = [
             ("dispatch", lambda: self._dispatch(transport), self._check_received),
             (
