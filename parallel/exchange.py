@@ -175,6 +175,26 @@ class Exchange:
 
         return self._begin(send, waves, given)
 
+    def copy(self, x_TD: Tensor) -> Tensor:
+        """All tokens to all ranks by copy engines; what arrived: [N, D].
+
+        For comparison with `start`, which takes SMs and sends what is wanted. Nothing else may be
+        under way.
+        """
+        here, at = torch.cuda.current_stream(), self._rows[0].storage_offset()
+        for peer, stream in enumerate(self._copying):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                offset = at + self.rank * x_TD.numel()
+                self._handle.get_buffer(peer, x_TD.shape, x_TD.dtype, offset).copy_(x_TD)
+            here.wait_stream(stream)
+        self.begin()
+        return self._rows[0]
+
+    @functools.cached_property
+    def _copying(self) -> list[torch.cuda.Stream]:
+        return [torch.cuda.Stream() for _ in range(self.ranks)]
+
     def told(self, y_SD: Tensor, channels: int, local: int) -> "Told":
         """What `kernels.sm90.rows` is to be told that makes y of `channels`, for `send_sums`."""
         from kernels.sm90 import tiles

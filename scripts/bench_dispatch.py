@@ -12,7 +12,7 @@ Suites (default: all):
   layer     dispatch, experts and combine with routing given: Qwen3-30B-A3B, DeepSeek-V3 (with its
             shared expert), GPT-OSS-120B, and the part of its exchanges that DeepSeek-V3's waits for
   flash     forward pass of FlashDMoE's layer at 4096, 8192 and 16384 tokens a GPU
-  scaling   the same layer on pairs of GPUs against all of them
+  scaling   forward pass of these layers on pairs of GPUs, against all of them
   skew      all tokens to one GPU, against the time of its experts
 
 Without torchrun one GPU measures what needs no other. All is bf16, dropless, deterministic, and

@@ -1,14 +1,15 @@
 """Suites `wire`, `exchange` and `plan`: what an expert-parallel layer does beside its experts.
 
 `wire` is the push of a dispatch alone, with few SMs and with all, also beside a grouped GEMM that
-leaves it these SMs; `exchange` is dispatch and combine of each transport, and their backwards;
-`plan` makes the routing plan of received routing.
+leaves it these SMs, and what copy engines do, which take none but copy every token everywhere;
+`exchange` is dispatch and combine of each transport, and their backwards; `plan` makes the routing
+plan of received routing.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,18 +61,28 @@ def wire(bench: RankBench, model: Model, tokens: int) -> list[Record]:
         x = random(tokens, model.hidden, device=device)
         side = torch.zeros(-(-8 * idx.numel() // 16) * 4, dtype=torch.int32, device=device)
 
-        push = functools.partial(_push, bench, model, x, idx, side)
         check = functools.partial(_arrived, bench, model, *_everywhere(x, idx))
-        sides, names = bench.sides("wire", shape), {s: f"{s or 'all'} SMs" for s in WIRE_SMS}
-        for sms, name in names.items():
-            sides.take(name, kind, push(sms), check)
+        sides, ways = bench.sides("wire", shape), {"copy engines": Way(_copy(model, x), 0)}
+        for sms in WIRE_SMS:
+            way = Way(_push(bench, model, x, idx, side, sms), sms or None)
+            ways[f"{sms or 'all'} SMs"] = way
+        for name, way in ways.items():
+            sides.take(name, kind, way.call, check)
         sides.run()
         judged = model == DEEPSEEK and tokens == TOKENS and kind == kinds[0]
-        for name in names.values():
+        for name in ways:
             made += _rate(sides, name, kind, sent, judged)
         made += sides.lost
-        made += _beside(sides, model, kind, sent, push, check, names, judged)
+        made += _beside(sides, model, kind, sent, check, ways, judged)
     return made
+
+
+class Way(NamedTuple):
+    """How rows get to the other ranks."""
+
+    call: Callable[[], Tensor]
+    sms: int | None
+    """That it takes; None: all."""
 
 
 def _push(
@@ -90,6 +101,12 @@ def _push(
         return exchange.rows(sent)
 
     return call
+
+
+def _copy(model: Model, x: Tensor) -> Callable[[], Tensor]:
+    """A call that copies all tokens to all ranks by copy engines, and waits for all ranks'."""
+    how = (len(x), model.hidden, model.top_k, SymmOptions(timeout=TIMEOUT))
+    return functools.partial(exchange_of(dist.group.WORLD, *how).copy, x)
 
 
 def _everywhere(x: Tensor, idx: Tensor) -> list[Tensor]:
@@ -126,20 +143,19 @@ def _beside(
     model: Model,
     kind: str,
     sent: list[int],
-    push: Callable[[int], Callable[[], Tensor]],
     check: Callable[[Tensor], str],
-    names: dict[int, str],
+    ways: dict[str, Way],
     judged: bool,
 ) -> list[Record]:
-    """With a GEMM on all other SMs."""
+    """With a GEMM on all other SMs, if there are any."""
     bench, tokens = alone.bench, alone.shape[0]
     sides, made, company = bench.sides("wire", alone.shape), [], {}
-    for sms, name in names.items():
+    for name, way in ways.items():
         time = alone.time(name, kind)
-        if sms and time is not None:
+        if way.sms is not None and time is not None:
             side = f"{name}, beside a GEMM"
-            company[side] = _gemms(model, tokens, sms, _LASTING * time.ms)
-            sides.take(side, kind, push(sms), check, company=company[side])
+            company[side] = _gemms(model, tokens, way.sms, _LASTING * time.ms)
+            sides.take(side, kind, way.call, check, company=company[side])
     sides.run()
     for side, beside in company.items():
         if not sides.medians(side, kind):  # lost on some rank

@@ -105,5 +105,6 @@ def cases(suite: str, tokens: int | None, *, tiny: bool) -> list[Case]:
         return [(model, tokens or 32) for model in layers.get(suite, (TINY,))]
     if suite == "flash":
         return [(FLASH, t) for t in ([tokens] if tokens else FLASH_TOKENS)]
-    layers = {"plan": (DEEPSEEK,), "scaling": (FLASH,), "skew": (DEEPSEEK,)}
-    return [(m, tokens or TOKENS) for m in layers.get(suite, (DEEPSEEK, QWEN3, GPT_OSS))]
+    models = (DEEPSEEK, QWEN3, GPT_OSS)
+    layers = {"plan": (DEEPSEEK,), "scaling": (FLASH, *models), "skew": (DEEPSEEK,)}
+    return [(m, tokens or TOKENS) for m in layers.get(suite, models)]
