@@ -40,7 +40,7 @@ MACHINES: dict[str, Machine] = {
         expert_tflops=560,
         attention_tflops=350,
         memory_gbs=3000,
-        node_gbs=300,
+        node_gbs=335,
         network_gbs=40,
     ),
     "h100": Machine(
@@ -50,7 +50,7 @@ MACHINES: dict[str, Machine] = {
         expert_tflops=530,
         attention_tflops=340,
         memory_gbs=2200,
-        node_gbs=300,
+        node_gbs=335,
         network_gbs=40,
     ),
 }

@@ -96,6 +96,8 @@ class Own(Record):
     """Experts without a token at step 50, over all layers."""
     reruns: int = MISSING
     """Steps that overflowed the budget of expert rows and ran again."""
+    capacity_factor: float | None = None
+    """Rows of that budget over balanced ones in the end; null where that was not kept."""
     peak_memory_gib: float = MISSING
     """Largest allocation of rank 0."""
 

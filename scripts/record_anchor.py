@@ -114,6 +114,7 @@ def measured(args: argparse.Namespace) -> Own:
         load_max_at_50=_rounded(last["load_max"], 4),
         dead_experts_at_50=last["dead_experts"],
         reruns=last["reruns"],
+        capacity_factor=_rounded(last["capacity_factor"], 4),
         peak_memory_gib=round(max(step["memory"] for step in steps), 2),
         note=args.note,
     )

@@ -86,7 +86,7 @@ class Activations:
 
     def moe_layer(self) -> Layer:
         """A layer with experts."""
-        saved = self._experts() + self._mlp(self._cfg.model.moe.shared_ffn)
+        saved = self._experts() + self._shared()
         return self._layer(saved, self._experts_backward(), self._cfg.run.recompute == "moe")
 
     def head(self) -> Layer:
@@ -132,9 +132,16 @@ class Activations:
         return s.tokens * (2 * self._wide * kept + 4 * a.heads) // t
 
     def _mlp(self, ffn: int) -> int:
-        """Of a dense MLP or shared experts: projection, activated half, linear half, product."""
+        """Of a dense MLP: projection, activated half, linear half, product."""
         parts = 5 if self._cfg.model.moe.activation != "squared_relu" else 3
         return self.sizes.tokens * 2 * self._wide * parts * ffn // self._cfg.parallel.tensor
+
+    def _shared(self) -> int:
+        """Of shared experts: the projection alone by fused kernels, which make the rest again."""
+        ffn, act = self._cfg.model.moe.shared_ffn, self._cfg.model.moe.activation
+        if self._cfg.kernels.backend != "fused" or self._cfg.parallel.tensor > 1:
+            return self._mlp(ffn)
+        return self.sizes.tokens * 2 * self._wide * (1 if act == "squared_relu" else 2) * ffn
 
     def _experts(self) -> int:
         """Saved by route, dispatch and experts, without the input, which attention's norm saves."""

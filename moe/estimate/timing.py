@@ -1,8 +1,9 @@
 """Expected time of a step: work of the slowest stage over the rates of a machine.
 
-GEMMs, core attention, elementwise work and the exchange of experts follow one another, which is how
-they run today; gradient reduction hides behind them where `parallel.overlap` is on. Stragglers,
-uneven routing and the host are left out: a run is slower than this, not faster.
+GEMMs, core attention, elementwise work and the exchange of experts follow one another; of pushes
+beside the experts (`parallel.comm_sms`) only a part is waited for. Gradient reduction hides behind
+all that where `parallel.overlap` is on. Stragglers, uneven routing and the host are left out: a run
+is slower than this, not faster.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from configs.schema import Config
 from moe.accounting import flops_per_token
 from moe.estimate.activations import Activations, sizes
 from moe.estimate.pipeline import bubble
-from moe.estimate.traffic import traffic
+from moe.estimate.traffic import one_sided, traffic
 from moe.estimate.weights import dense_layers, halves, stage_weights
 
 
@@ -124,10 +125,16 @@ _PASSES = 6.0
 """Times that what a layer keeps is written or read by elementwise work, forward and backward."""
 
 
+_WAITED = 0.25
+"""Of pushes beside the experts (kernels/sm90/NOTES.md, "exposed")."""
+
+
 def _exchange(cfg: Config, world: int, machine: Machine) -> float:
     """Seconds a token and MoE layer; the network and the links inside a node take turns."""
     sent = traffic(cfg, world)
     near, far = sent.forward + sent.backward - sent.network, sent.network
+    if one_sided(cfg) and cfg.parallel.comm_sms:
+        near *= _WAITED
     if cfg.parallel.dispatch == "alltoall" and cfg.kernels.backend != "megatron":
         # Half of the passes are all-gathers, in which a row enters a host once.
         far = far / 2 * (1 + 1 / machine.node_gpus)
@@ -135,8 +142,12 @@ def _exchange(cfg: Config, world: int, machine: Machine) -> float:
 
 
 def _kept(cfg: Config, world: int) -> tuple[int, int, int]:
-    """Activation bytes of a dense layer, a MoE layer and the ends if nothing is recomputed."""
-    act = Activations(replace(cfg, run=replace(cfg.run, recompute="none")), world)
+    """Activation bytes of a dense layer, a MoE layer and the ends if nothing is recomputed.
+
+    Of experts, rows that tokens take; others are never touched.
+    """
+    run, parallel = replace(cfg.run, recompute="none"), replace(cfg.parallel, capacity_factor=1.0)
+    act = Activations(replace(cfg, run=run, parallel=parallel), world)
     return act.dense_layer().saved, act.moe_layer().saved, act.head().saved
 
 

@@ -170,6 +170,7 @@ def metrics(path: Path, *, model: str = "tiny", steps: int = 50, **change: Any) 
                 "load_max": 1.25,
                 "dead_experts": 3,
                 "reruns": 2,
+                "capacity_factor": 1.75,
                 "memory": 70 + min(step, 45) / 10,
                 "memory_total": 139.8,
                 "time": 1795203815.0,
@@ -197,6 +198,7 @@ def test_recorded_numbers_are_those_of_steps_41_to_50(tmp_path: Path) -> None:
     assert made.tokens_per_second_per_gpu == pytest.approx(statistics.fmean(rates), rel=1e-5)
     assert made.tokens_per_second_per_gpu_sd == pytest.approx(statistics.stdev(rates), rel=1e-2)
     assert (made.loss_at_50, made.load_max_at_50, made.dead_experts_at_50) == (1.0, 1.25, 3)
+    assert made.capacity_factor == 1.75
     assert (made.reruns, made.peak_memory_gib, made.gpus) == (2, 74.5, 2)
     assert (made.model, made.system, made.routing) == ("tiny", "Phalanx, experts torch", "natural")
     assert (made.layout, made.data) == ("TP1 CP1 PP1 VP1 EP2 DP2", "real")

@@ -1,6 +1,8 @@
 """The page of `run.dry_run`: every experiment, what it says, its exit code."""
 
+import json
 import re
+import statistics
 
 import pytest
 
@@ -8,6 +10,7 @@ import train
 from configs.knobs import knobs, put
 from configs.load import load, options
 from configs.machines import MACHINES
+from configs.records import FOLDER, launch
 from configs.validate import ConfigError, validate
 from moe.accounting import bf16_peak
 from moe.dry_run import dry_run
@@ -154,6 +157,21 @@ def test_machines_are_slower_than_their_data_sheets() -> None:
         peak = bf16_peak(machine.name) or 0
         assert max(machine.dense_tflops, machine.expert_tflops, machine.attention_tflops) < peak
         assert machine.network_gbs < machine.node_gbs < machine.memory_gbs
+
+
+BALANCED = json.loads((FOLDER / "compare/balanced.json").read_text())
+"""Runs like records, but with balanced routing."""
+
+
+@pytest.mark.parametrize("name", BALANCED)
+def test_steps_take_a_little_more_than_expected(name: str) -> None:
+    from moe.estimate.resolve import resolved
+    from moe.estimate.timing import step_time
+
+    world, overrides = launch(BALANCED[name]["command"])
+    expected = step_time(resolved(load(overrides), world, 8), world, MACHINES["h200"]).total
+    took = statistics.median(BALANCED[name]["step_times"][-10:])
+    assert 0.9 * took < expected < took
 
 
 def test_more_load_never_takes_less_time() -> None:
