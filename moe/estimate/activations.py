@@ -125,7 +125,9 @@ class Activations:
         else:
             q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
             kept = 2 * q + 2 * kv
-            if a.qk_norm:
+            if a.qk_norm and self._cfg.kernels.norm == "te":
+                kept += q + kv  # copies of query and key, which the norm saves
+            elif a.qk_norm:
                 kept += 2 * q + 2 * kv  # the projection whole, and the query cut out of it
             elif a.kv_heads < t and self._cfg.kernels.attention in ("sdpa", "flex"):
                 kept += q + kv  # values are a view of the projection, which stays whole
