@@ -131,7 +131,7 @@ def test_one_sided_dispatch_trains_bit_for_bit_like_collectives(
     theirs = train(tmp_path, "alltoall", *options, "parallel.dispatch=alltoall", ranks=2)
     beside, keep = "parallel.comm_sms=16", "parallel.save_x=keep"
     variants = {"symm": (), "graph": (keep, GRAPH)}
-    variants |= {"beside": (beside, keep), "beside, graph": (beside, GRAPH)}
+    variants |= {"beside": (beside, keep), "beside_graph": (beside, GRAPH)}
     for name, extra in variants.items():
         ours = train(tmp_path, name, *options, "parallel.dispatch=symm", *extra, ranks=2)
         for key in ("loss", "grad_norm"):
