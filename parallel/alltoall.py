@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.block_sum import block_sum
 from parallel.received import Beside, Meanwhile, Planner, Received, during, plus
 
 
@@ -70,12 +71,11 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _sum_to_owner(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Block r goes to rank r, which sums what it receives: [R * T, ...] -> [T, ...].
 
-    Summed after the exchange rather than by a reduce-scatter: fp32, one rounding, no ring order.
+    Summed after the exchange rather than by a reduce-scatter: fp32, one rounding, the ranks' order.
     """
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x.contiguous(), group=group)
-    blocks = received.view(dist.get_world_size(group), -1, *x.shape[1:])
-    return blocks.sum(0, dtype=torch.float32).to(x.dtype)
+    return block_sum(received.unflatten(0, (dist.get_world_size(group), -1)))
 
 
 class _Spread(torch.autograd.Function):

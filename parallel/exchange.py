@@ -26,9 +26,9 @@ SLOTS = 4
 """Places for exchanges, taken in turn. When exchange u is started, what u - 3 and those before it
 brought has been read: the gradient of the sums (u - 2) and the tokens sent again (u - 1) may still
 be read by weight gradients while the gradient of the tokens (u) leaves."""
-WAVES = 5
+WAVES = 7
 """Groups of a rank's experts whose tokens are waited for one after the other: the first has 1/31 of
-them. On the way back it is the last one that has as few."""
+them, the last 6/31. On the way back it is the last one that has fewest."""
 GIVE_WAY = 0.5
 """Share of a rank's experts after which fc2 gives SMs to the sums of those that it has finished."""
 PIECE = 16

@@ -38,7 +38,9 @@ class Budget:
         self.peak = 0.0
         self.reruns = 0
         self._granted = 0.0  # largest S / (T * K): the factor after rounding up to whole tiles
-        self._peak = torch.zeros((), dtype=torch.float64, device=device)
+        self._device = device
+        self._most: dict[int, Tensor] = {}
+        """int64 scalars by rows kept: the most that were needed."""
 
     def rows(
         self, tokens: int, top_k: int, ranks: int, local_experts: int, *, most: int | None = None
@@ -57,8 +59,13 @@ class Budget:
         return rows
 
     def observe(self, needed: Tensor, rows: int) -> None:
-        """Note on the device that a layer with `rows` rows needed `needed` (integer scalar)."""
-        self._peak.copy_(torch.maximum(self._peak, needed.to(torch.float64) / rows))
+        """Note on the device that a layer with `rows` rows needed `needed` (integer scalar).
+
+        In one kernel, as the experts wait for it.
+        """
+        if rows not in self._most:
+            self._most[rows] = torch.zeros((), dtype=torch.int64, device=self._device)
+        torch.maximum(self._most[rows], needed, out=self._most[rows])
 
     def overflowed(self, group: dist.ProcessGroup | None = None) -> bool:
         """Whether a layer on a rank of `group` needed more rows than it had since the last call.
@@ -69,9 +76,12 @@ class Budget:
 
     def record(self, group: dist.ProcessGroup | None = None) -> Tensor:
         """Largest needed/kept ratio on any rank of `group` since the last read: fp64, no read."""
+        peak = torch.zeros((), dtype=torch.float64, device=self._device)
+        for rows, most in self._most.items():
+            peak = torch.maximum(peak, most.double() / rows)
         if group is not None:
-            dist.all_reduce(self._peak, op=dist.ReduceOp.MAX, group=group)
-        return self._peak
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        return peak
 
     def exceeded(self, peak: float) -> bool:
         """Whether the value of `record` means an overflow; starts the next record."""
@@ -97,4 +107,5 @@ class Budget:
 
     def reset(self) -> None:
         """Forget what was observed since the last read, as after a step that is thrown away."""
-        self._peak.zero_()
+        for most in self._most.values():
+            most.zero_()

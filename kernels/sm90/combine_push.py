@@ -33,6 +33,7 @@ from kernels.sm90.push import (
     WARPS,
     Places,
     begin,
+    block_rows,
     check_sizes,
     claim,
     last_of_all,
@@ -42,7 +43,7 @@ from kernels.sm90.storage import array, struct
 from kernels.sm90.waves import MAX_WAVES, last_wave_on_device
 
 _WARP = 32
-_CHUNK = 16
+_CHUNK = 32
 """Rows that a warp claims."""
 _PIECES = 4
 """16-byte accesses of a lane that are under way for each of two expert rows."""
@@ -77,7 +78,7 @@ class CombinePushKernel:
         (Int32, 4),  # report
         (Int32, 4),  # progress
     )
-    integers: ClassVar[int] = 11
+    integers: ClassVar[int] = 10
 
     def __init__(self, config: CombinePushConfig) -> None:
         self.config = config
@@ -97,7 +98,7 @@ class CombinePushKernel:
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: N, T, pieces D / 8 of a row, L, rank, limit in milliseconds, waves, CTAs of both
+        """Sizes: T, pieces D / 8 of a row, L, rank, limit in milliseconds, waves, CTAs of both
         launches, rows of a tile, counts of these, CTAs."""
         ranks = self.config.ranks
         self.kernel(
@@ -112,7 +113,7 @@ class CombinePushKernel:
             progress,
             sizes,
         ).launch(
-            grid=[sizes[10], 1, 1],
+            grid=[sizes[9], 1, 1],
             block=[WARPS * _WARP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -133,7 +134,7 @@ class CombinePushKernel:
         sizes: tuple[Int32, ...],
     ) -> None:
         slots = self.config.slots
-        N, T, width, local, rank, limit, waves, ctas, tile_rows, counts, _ = sizes
+        T, width, local, rank, limit, waves, ctas, tile_rows, counts, _ = sizes
         lane = cute.arch.lane_idx()
         storage = cutlass.utils.SmemAllocator().allocate(struct(through=array(Int32, 1)))
         through = storage.through.get_tensor(cute.make_layout(1))
@@ -141,14 +142,15 @@ class CombinePushKernel:
             through[0] = Int32(0)
         epoch = begin(state, flags_R, rank, limit, report)
         needed = self._needed(offsets, local, waves, tile_rows, counts)
-        chunks = (N + _CHUNK - 1) // _CHUNK
+        chunks = self.config.ranks * ((T + _CHUNK - 1) // _CHUNK)
         finished = Int32(0)
         claimed = cute.arch.shuffle_sync(claim(progress + CLAIMED), 0)
         while claimed < chunks * waves:
             following = claim(progress + CLAIMED)
             wave = claimed // chunks
-            base = (claimed - wave * chunks) * _CHUNK
-            last = self._last(table, base + lane, N, local, rank)
+            number = claimed - wave * chunks
+            base, end = block_rows(number, T, rank, self.config.ranks, _CHUNK)
+            last = self._last(table, base + lane, end, local, rank)
             mine = False
             if last >= 0:
                 mine = last_wave_on_device(last, local, waves) == wave
@@ -204,15 +206,17 @@ class CombinePushKernel:
         return needed
 
     @cute.jit
-    def _last(self, table: cute.Pointer, row: Int32, N: Int32, local: Int32, rank: Int32) -> Int32:
-        """A row's last expert on this rank; -1 without one."""
+    def _last(
+        self, table: cute.Pointer, row: Int32, end: Int32, local: Int32, rank: Int32
+    ) -> Int32:
+        """A row's last expert on this rank; -1 without one, and from row `end` on."""
         last = Int32(-1)
-        if row < N:
+        if row < end:
             slots = self.config.slots
             experts = cute.make_tensor(table + Int64(row) * slots, cute.make_layout(slots))
             for k in cutlass.range_constexpr(slots):
                 expert = experts[k] - rank * local
-                if (expert < local) & (cute.arch.lane_idx() < _CHUNK):
+                if expert < local:
                     last = cutlass.max(last, expert)
         return last
 
@@ -292,6 +296,6 @@ def combine_push(
         progress=(told.progress, torch.int32, (PROGRESS,)),
     )
     tensors = (y_SD, inverse_NK, table_NK, offsets, places.rows_R, *places[2:5], told.progress)
-    sizes = (N, tokens, D // _COLUMNS, offsets.numel() - 1, places.rank, places.limit_ms)
+    sizes = (tokens, D // _COLUMNS, offsets.numel() - 1, places.rank, places.limit_ms)
     more = (told.waves, of, told.tile_rows, told.counts, ctas)
     launch(CombinePushKernel, CombinePushConfig(K, ranks), tensors, (*sizes, *more))

@@ -35,7 +35,7 @@ from kernels.sm90 import peer, ptx
 from kernels.sm90.arguments import require
 from kernels.sm90.launch import launch, sms
 from kernels.sm90.storage import array, struct
-from kernels.sm90.waves import MAX_WAVES
+from kernels.sm90.waves import MAX_WAVES, before_on_device
 
 MAX_RANKS = 16
 ALLOWED = (1 + MAX_WAVES) * MAX_RANKS
@@ -108,6 +108,20 @@ def claim(counter: cute.Pointer) -> Int32:
     if cute.arch.lane_idx() == 0:
         claimed = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
     return claimed
+
+
+@cute.jit
+def block_rows(
+    number: Int32, T: Int32, rank: Int32, ranks: cutlass.Constexpr, chunk: cutlass.Constexpr
+) -> tuple[Int32, Int32]:
+    """Rows that go back come in blocks of T, one for each rank: first row of a chunk, and the end
+    of its block.
+
+    Chunks take turns at the blocks, and every rank begins with another one: if all went through
+    them in the same order, all would write to the same rank at a time.
+    """
+    target = (number + rank) % ranks
+    return target * T + number // ranks * chunk, (target + 1) * T
 
 
 @cute.jit
@@ -235,22 +249,26 @@ class PushKernel:
         self._send_side(side, side_R, rank, pieces, ctas)
         self._publish(through, state, flags_R, Int32(0), waves, rank, epoch, ctas)
         targets = [rows_R[r] for r in range(config.ranks)]
-        chunks, sent = (N + _CHUNK - 1) // _CHUNK, Int32(0)
+        chunks, sent = (T + _CHUNK - 1) // _CHUNK, Int32(0)
+        if cutlass.const_expr(config.back):
+            chunks = config.ranks * chunks
         claimed = cute.arch.shuffle_sync(claim(state.iterator + _CLAIMED), 0)
         following = cute.arch.shuffle_sync(claim(state.iterator + _CLAIMED), 0)
         entries = cute.make_rmem_tensor(config.slots, Int32)
-        self._look_up(table, entries, claimed % chunks * _CHUNK + lane, N)
+        base, end = self._chunk(claimed % chunks, T, rank)
+        self._look_up(table, entries, base + lane, N)
         while claimed < chunks * waves:
             after = claim(state.iterator + _CLAIMED)
-            wave, base = claimed // chunks, claimed % chunks * _CHUNK
+            wave = claimed // chunks
             while sent < wave:
                 sent += 1
                 self._publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
             row = N
-            if lane < _CHUNK:
+            if (lane < _CHUNK) & (base + lane < end):
                 row = base + lane
             wanted = self._wanted(entries, row, N, T, local, rank, wave, waves)
-            self._look_up(table, entries, following % chunks * _CHUNK + lane, N)
+            base_after, end_after = self._chunk(following % chunks, T, rank)
+            self._look_up(table, entries, base_after + lane, N)
             bits = cute.arch.vote_ballot_sync(wanted != 0)
             while bits != 0:
                 source = ptx.lowest(bits)
@@ -258,10 +276,17 @@ class PushKernel:
                 at = rank * T + (base + source) % T
                 to = cute.arch.shuffle_sync(wanted, source)
                 self._send_row(rows, base + source, targets, at, to)
+            base, end = base_after, end_after
             claimed, following = following, cute.arch.shuffle_sync(after, 0)
         while sent < waves:
             sent += 1
             self._publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
+
+    def _chunk(self, number: Int32, T: Int32, rank: Int32) -> tuple[Int32, Int32]:
+        """First row of a chunk, and the row before which it ends at the latest."""
+        if self.config.back:
+            return block_rows(number, T, rank, self.config.ranks, _CHUNK)
+        return number * _CHUNK, T
 
     @cute.jit
     def _publish(
@@ -290,12 +315,17 @@ class PushKernel:
     def _send_side(
         self, side: cute.Pointer, side_R: cute.Tensor, rank: Int32, pieces: Int32, ctas: Int32
     ) -> None:
-        """The block of side data to all ranks, or `back` block r to rank r: to its block `rank`."""
+        """The block of side data to all ranks, or `back` block r to rank r: to its block `rank`.
+
+        Every rank begins with itself, so that they do not all write to the same one.
+        """
         first = cute.arch.block_idx()[0] * (WARPS * _WARP) + cute.arch.thread_idx()[0]
         step, ranks = ctas * (WARPS * _WARP), self.config.ranks
         for block in cutlass.range_constexpr(ranks if self.config.back else 1):
-            source = side.toint() + Int64(block) * pieces * 16
-            to = cutlass.const_expr((block,) if self.config.back else range(ranks))
+            source, to = side.toint(), [(rank + r) % ranks for r in range(ranks)]
+            if cutlass.const_expr(self.config.back):
+                to = [to[block]]
+                source += Int64(to[0]) * pieces * 16
             for piece in cutlass.range(first, pieces, step):
                 words = peer.load_global(source + Int64(piece) * 16)
                 at = (Int64(rank) * pieces + piece) * 16
@@ -358,8 +388,9 @@ class PushKernel:
     ) -> Int32:
         """The ranks that want a row in this wave, a bit each."""
         now, before = Int32(0), Int32(0)
-        begin = local * ((Int32(1) << wave) - 1)  # as in `waves`
-        end = 2 * begin + local
+        begin = local * before_on_device(wave, local, waves)
+        end = local * before_on_device(wave + 1, local, waves)
+        parts = before_on_device(waves, local, waves)
         for k in cutlass.range_constexpr(self.config.slots):
             if (entries[k] >= 0) & (row < N):
                 owner = entries[k] // local
@@ -367,7 +398,7 @@ class PushKernel:
                     if owner == rank:
                         now = Int32(1) << (row // T)
                 else:
-                    scaled = (entries[k] - owner * local) * ((Int32(1) << waves) - 1)
+                    scaled = (entries[k] - owner * local) * parts
                     if scaled < begin:
                         before = before | (Int32(1) << owner)
                     elif scaled < end:

@@ -1,10 +1,13 @@
 """Waves: groups of a rank's experts whose rows are exchanged together, so that others can go on.
 
-What waits for rows begins with the first wave, so that one is small, and each has about twice as
-many experts as the one before: wave w of W has the experts e of L for which
-2^w - 1 <= e (2^W - 1) / L < 2^(w + 1) - 1. While it is multiplied, the next one comes. On the way
-back it is the last wave that is waited for, so there the order of sizes is the opposite one. Few
-experts may leave a wave without any.
+What waits for rows begins with the first wave, so that one is small; while it is multiplied, the
+next one comes, which may have twice as many experts. From the fifth wave on they grow no more:
+where rows take as long to come as to be multiplied, half of them in the last wave would be waited
+for. Where there is a wave for every expert, each has one.
+
+Before wave w lie `before(w)` parts of L experts, of `before(W)` in all. On the way back it is the
+last wave that is waited for, so there the order of sizes is the opposite one. Few experts may leave
+a wave without any.
 """
 
 import cutlass
@@ -14,17 +17,32 @@ from cutlass import Int32
 MAX_WAVES = 8
 
 
+def before(wave: int, local: int, waves: int) -> int:
+    """Parts of the experts that come before a wave, on the host: 0, 1, 3, 7, 13, 19, ..."""
+    if waves >= local:
+        return wave
+    return 2**wave - 1 if wave <= 3 else 6 * wave - 11
+
+
+@cute.jit
+def before_on_device(wave: Int32, local: Int32, waves: Int32) -> Int32:
+    """The same in a kernel."""
+    grown = cutlass.select_(wave <= 3, (Int32(1) << wave) - 1, 6 * wave - 11)
+    return cutlass.select_(waves >= local, wave, grown)
+
+
 def wave_of(expert: int, local: int, waves: int) -> int:
     """Of an expert of `local`, on the host."""
-    return (expert * (2**waves - 1) // local + 1).bit_length() - 1
+    parts = expert * before(waves, local, waves)
+    return sum(parts >= local * before(w, local, waves) for w in range(1, waves))
 
 
 @cute.jit
 def wave_on_device(expert: Int32, local: Int32, waves: Int32) -> Int32:
     """The same in a kernel, without a division."""
-    scaled, wave = expert * ((Int32(1) << waves) - 1), Int32(0)
+    parts, wave = expert * before_on_device(waves, local, waves), Int32(0)
     for w in cutlass.range_constexpr(1, MAX_WAVES):
-        if scaled >= local * ((1 << w) - 1):
+        if parts >= local * before_on_device(Int32(w), local, waves):
             wave += 1
     return wave
 

@@ -109,6 +109,18 @@ def test_every_row_lands_where_it_should_and_no_other(
                 assert ranks.flags[rank][part * PUSH.MAX_RANKS :][:R] == [epoch] * R
 
 
+@pytest.mark.parametrize(("R", "T"), [(1, 3), (2, 40), (8, 21)])
+def test_on_the_way_back_ranks_write_to_different_ranks_at_a_time(R: int, T: int) -> None:
+    chunk = 8
+    chunks = R * -(-T // chunk)
+    rows = [[PUSH.block_rows(n, T, rank, R, chunk) for n in range(chunks)] for rank in range(R)]
+    for of in rows:
+        covered = [n for first, end in of for n in range(first, min(first + chunk, end))]
+        assert sorted(covered) == list(range(R * T))
+    for at_a_time in zip(*rows, strict=True):
+        assert len({first // T for first, _ in at_a_time}) == R
+
+
 def test_nobody_pushes_before_all_ranks_allow_it() -> None:
     ranks = Ranks(2, 4, 8, side=4)
     given = (torch.zeros(4, 8, dtype=BF16), routing(4, 2, 4, 0.0, seed=1), [0] * 4)
@@ -145,7 +157,7 @@ class Sums:
         shared = self.ranks.places(1, self.ranks.rows, self.ranks.flags)
         pointers = [*map(simt.Pointer, memory), *shared, simt.Pointer(self.progress)]
         both = self.begin + self.rest
-        sizes = (2 * self.T, self.T, self.D // 8, self.local, 1, LIMIT, self.waves, both)
+        sizes = (self.T, self.D // 8, self.local, 1, LIMIT, self.waves, both)
         kernel = SUMS.CombinePushKernel(SUMS.CombinePushConfig(self.K, 2))
         kernel(*pointers, (*sizes, self.tile_rows, self.counts, ctas), None)
 

@@ -4,24 +4,23 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from kernels.sm90.waves import MAX_WAVES, wave_of
+from kernels.sm90.waves import MAX_WAVES, before, wave_of
 
 
-@pytest.mark.parametrize("waves", [1, 2, 5, MAX_WAVES])
+@pytest.mark.parametrize("waves", [1, 2, 5, 7, MAX_WAVES])
 @pytest.mark.parametrize("local", [1, 2, 3, 16, 31, 32, 100, 512])
 def test_waves_grow(local: int, waves: int) -> None:
     found = [wave_of(expert, local, waves) for expert in range(local)]
     assert found == sorted(found) and found[0] == 0 and found[-1] < waves
-    if local >= 2**waves:
+    parts = [before(w + 1, local, waves) - before(w, local, waves) for w in range(waves)]
+    assert parts == sorted(parts) and max(parts) <= 6
+    if local >= before(waves, local, waves):
         sizes = [found.count(wave) for wave in range(waves)]
-        assert found[-1] == waves - 1 and sizes == sorted(sizes)
-        assert sizes[0] == -(-local // (2**waves - 1))
+        assert found[-1] == waves - 1 and sizes[0] == -(-local // sum(parts))
+        for size, part in zip(sizes, parts, strict=True):
+            assert abs(size - local * part / sum(parts)) <= 1
 
 
-@pytest.mark.parametrize("waves", [1, 3, 5])
-def test_bounds_are_those_that_push_compares_with(waves: int) -> None:
-    local = 13
-    for expert in range(local):
-        scaled, wave = expert * (2**waves - 1), wave_of(expert, local, waves)
-        begin = local * (2**wave - 1)
-        assert begin <= scaled < 2 * begin + local
+@pytest.mark.parametrize("local", range(1, MAX_WAVES + 1))
+def test_an_expert_is_a_wave_where_there_are_few(local: int) -> None:
+    assert [wave_of(expert, local, local) for expert in range(local)] == list(range(local))
