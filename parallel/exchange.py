@@ -45,7 +45,8 @@ class SymmOptions:
     comm_sms: int = 0
     """SMs that push, beside the experts' kernels; 0 takes all, and nothing runs beside."""
     timeout: float = 600
-    """Seconds before a wait for a peer ends the run."""
+    """Seconds that a run may hang. A wait for a peer ends after a tenth less: it can say whom for,
+    which whoever watches from outside cannot."""
 
 
 class Sent(NamedTuple):
@@ -127,7 +128,7 @@ class Exchange:
                     state=state,
                     report=self._report,
                     rank=self.rank,
-                    limit_ms=int(1000 * options.timeout),
+                    limit_ms=int(900 * options.timeout),
                 )
             )
             received = memory[at : at + 2 * self.ranks * tokens * hidden]
@@ -182,11 +183,13 @@ class Exchange:
         under way.
         """
         here, at = torch.cuda.current_stream(), self._rows[0].storage_offset()
-        for peer, stream in enumerate(self._copying):
+        offset = at + self.rank * x_TD.numel()
+        for stream in self._copying:
             stream.wait_stream(here)
+        for peer, stream in enumerate(self._copying):
             with torch.cuda.stream(stream):
-                offset = at + self.rank * x_TD.numel()
                 self._handle.get_buffer(peer, x_TD.shape, x_TD.dtype, offset).copy_(x_TD)
+        for stream in self._copying:
             here.wait_stream(stream)
         self.begin()
         return self._rows[0]
