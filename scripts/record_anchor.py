@@ -151,11 +151,13 @@ def agree(cfg: Config, ranks: int, steps: Sequence[dict[str, Any]]) -> None:
 def described(cfg: Config, ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
     """The fields that follow from the command."""
     p, recompute = cfg.parallel, cfg.run.recompute
+    of_model = [text for text in overrides if text.startswith("model.")]
     sizes = f"TP{p.tensor} CP{p.context} PP{p.pipeline} VP{p.virtual_pipeline}"
     sizes += f" EP{expert_parallel_size(cfg, ranks)} DP{data_parallel_size(cfg, ranks)}"
     return {
         "model": cfg.model.name,
-        "overrides": [text for text in overrides if text.startswith("model.")],
+        # How experts are chosen has a field of its own.
+        "overrides": [text for text in of_model if ".force_balance=" not in text],
         "system": f"Phalanx, experts {cfg.kernels.backend}",
         "dtype": cfg.run.precision,
         "sequence_length": cfg.data.sequence_length,

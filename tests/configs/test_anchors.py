@@ -217,10 +217,10 @@ def test_a_record_is_replaced(tmp_path: Path) -> None:
 
 def test_command_names_what_differs_from_the_model(tmp_path: Path) -> None:
     source = metrics(tmp_path / "metrics.jsonl")
-    changed = f"{COMMAND} model.moe.router.force_balance=true data=synthetic"
+    changed = f"{COMMAND} model.mtp_layers=0 model.moe.router.force_balance=true data=synthetic"
     assert record(tmp_path, source, command=changed) == 0
     made = own(tmp_path)["own_tiny"]
-    assert made.overrides == ["model.moe.router.force_balance=true"]
+    assert made.overrides == ["model.mtp_layers=0"]  # routing has a field of its own
     assert (made.routing, made.data) == ("forced", "mock")
 
 
