@@ -40,7 +40,7 @@ from kernels.sm90.push import (
     tell,
 )
 from kernels.sm90.storage import array, struct
-from kernels.sm90.waves import MAX_WAVES, last_wave_on_device
+from kernels.sm90.waves import MAX_WAVES, last_wave_of
 
 _WARP = 32
 _CHUNK = 32
@@ -153,7 +153,7 @@ class CombinePushKernel:
             last = self._last(table, base + lane, end, local, rank)
             mine = False
             if last >= 0:
-                mine = last_wave_on_device(last, local, waves) == wave
+                mine = last_wave_of(last, local, waves) == wave
             bits = cute.arch.vote_ballot_sync(mine)
             if (bits != 0) & (finished <= wave):
                 if (lane >= finished) & (lane <= wave):
@@ -195,7 +195,7 @@ class CombinePushKernel:
         for base in cutlass.range(0, local, _WARP):
             expert = base + lane
             if expert < local:
-                wave = last_wave_on_device(expert, local, waves)
+                wave = last_wave_of(expert, local, waves)
                 some = (ends[expert + 1] - ends[expert] + tile_rows - 1) // tile_rows
                 for w in cutlass.range_constexpr(MAX_WAVES):
                     tiles[w] += cutlass.select_(wave == w, some, Int32(0))

@@ -1,6 +1,6 @@
 """How a grouped GEMM tells another kernel, while it runs, which waves of experts it has finished.
 
-Every multiplying warp counts a tile for its wave (`waves.last_wave_on_device`) when it comes to
+Every multiplying warp counts a tile for its wave (`waves.last_wave_of`) when it comes to
 its next one: by then its stores have long been written, and nothing is waited for. The reader,
 `combine_push`, computes how many counts make a wave.
 """
@@ -12,7 +12,7 @@ from cutlass import Int32
 from torch import Tensor
 
 from kernels.sm90.mainloop import GROUP_THREADS, TILE_ROWS, Mainloop
-from kernels.sm90.waves import MAX_WAVES, last_wave_on_device
+from kernels.sm90.waves import MAX_WAVES, last_wave_of
 
 CLAIMED, THROUGH, TILES, COUNTS = 0, 1, 2, 3
 PROGRESS = COUNTS + MAX_WAVES
@@ -73,4 +73,4 @@ class Tell:
     @cute.jit
     def after(self, expert: Int32) -> Int32:
         """The next `turn`."""
-        return last_wave_on_device(expert, self.experts, self.waves) + 1
+        return last_wave_of(expert, self.experts, self.waves) + 1

@@ -35,7 +35,7 @@ from kernels.sm90 import peer, ptx
 from kernels.sm90.arguments import require
 from kernels.sm90.launch import launch, sms
 from kernels.sm90.storage import array, struct
-from kernels.sm90.waves import MAX_WAVES, before_on_device
+from kernels.sm90.waves import MAX_WAVES, parts_before
 
 MAX_RANKS = 16
 ALLOWED = (1 + MAX_WAVES) * MAX_RANKS
@@ -388,9 +388,9 @@ class PushKernel:
     ) -> Int32:
         """The ranks that want a row in this wave, a bit each."""
         now, before = Int32(0), Int32(0)
-        begin = local * before_on_device(wave, local, waves)
-        end = local * before_on_device(wave + 1, local, waves)
-        parts = before_on_device(waves, local, waves)
+        begin = local * parts_before(wave, local, waves)
+        end = local * parts_before(wave + 1, local, waves)
+        parts = parts_before(waves, local, waves)
         for k in cutlass.range_constexpr(self.config.slots):
             if (entries[k] >= 0) & (row < N):
                 owner = entries[k] // local

@@ -16,7 +16,7 @@ from cutlass import Int32, Int64
 from torch import Tensor
 
 from kernels.sm90 import peer
-from kernels.sm90.waves import wave_on_device
+from kernels.sm90.waves import wave_of
 
 WORDS = 6
 """int64: addresses of this rank's flags of the first wave, of the epoch that is waited for and of
@@ -70,7 +70,7 @@ class Ready:
         """Wait for the wave of `expert`."""
         words, seen = self.words, self.seen
         experts = Int32(words[5])
-        wave = wave_on_device(expert, experts & ((1 << _HALF) - 1), experts >> _HALF)
+        wave = wave_of(expert, experts & ((1 << _HALF) - 1), experts >> _HALF)
         if wave >= seen[0]:
             sizes, lane = Int32(words[4]), cute.arch.lane_idx()
             if lane < (sizes & ((1 << _HALF) - 1)):

@@ -5,9 +5,9 @@ next one comes, which may have twice as many experts. From the fifth wave on the
 where rows take as long to come as to be multiplied, half of them in the last wave would be waited
 for. Where there is a wave for every expert, each has one.
 
-Before wave w lie `before(w)` parts of L experts, of `before(W)` in all. On the way back it is the
-last wave that is waited for, so there the order of sizes is the opposite one. Few experts may leave
-a wave without any.
+Before wave w lie `parts_before(w)` parts of L experts, of `parts_before(W)` in all. On the way back
+it is the last wave that is waited for, so there the order of sizes is the opposite one. Few experts
+may leave a wave without any.
 """
 
 import cutlass
@@ -17,37 +17,24 @@ from cutlass import Int32
 MAX_WAVES = 8
 
 
-def before(wave: int, local: int, waves: int) -> int:
-    """Parts of the experts that come before a wave, on the host: 0, 1, 3, 7, 13, 19, ..."""
-    if waves >= local:
-        return wave
-    return 2**wave - 1 if wave <= 3 else 6 * wave - 11
-
-
 @cute.jit
-def before_on_device(wave: Int32, local: Int32, waves: Int32) -> Int32:
-    """The same in a kernel."""
+def parts_before(wave: Int32, local: Int32, waves: Int32) -> Int32:
+    """Parts of the experts that come before a wave: 0, 1, 3, 7, 13, 19, ..."""
     grown = cutlass.select_(wave <= 3, (Int32(1) << wave) - 1, 6 * wave - 11)
     return cutlass.select_(waves >= local, wave, grown)
 
 
-def wave_of(expert: int, local: int, waves: int) -> int:
-    """Of an expert of `local`, on the host."""
-    parts = expert * before(waves, local, waves)
-    return sum(parts >= local * before(w, local, waves) for w in range(1, waves))
-
-
 @cute.jit
-def wave_on_device(expert: Int32, local: Int32, waves: Int32) -> Int32:
-    """The same in a kernel, without a division."""
-    parts, wave = expert * before_on_device(waves, local, waves), Int32(0)
+def wave_of(expert: Int32, local: Int32, waves: Int32) -> Int32:
+    """Of an expert of `local`, without a division."""
+    parts, wave = expert * parts_before(waves, local, waves), Int32(0)
     for w in cutlass.range_constexpr(1, MAX_WAVES):
-        if parts >= local * before_on_device(Int32(w), local, waves):
+        if parts >= local * parts_before(Int32(w), local, waves):
             wave += 1
     return wave
 
 
 @cute.jit
-def last_wave_on_device(expert: Int32, local: Int32, waves: Int32) -> Int32:
+def last_wave_of(expert: Int32, local: Int32, waves: Int32) -> Int32:
     """The wave in which the sums are complete that end with an expert: the last one is small."""
-    return waves - 1 - wave_on_device(local - 1 - expert, local, waves)
+    return waves - 1 - wave_of(local - 1 - expert, local, waves)

@@ -10,7 +10,6 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 from kernels.plan import make_plan
-from kernels.sm90.waves import wave_of
 from kernels.torch_backend import Grouped
 from tests.kernels.sm90 import simt
 from tests.kernels.sm90.test_combine import BF16, words
@@ -19,6 +18,7 @@ LIMIT = 1000
 CANARY = 7.0
 PUSH = simt.load("kernels.sm90.push", WARPS=2)
 SUMS = simt.load("kernels.sm90.combine_push", WARPS=2)
+wave_of = simt.load("kernels.sm90.waves").wave_of
 
 
 class Ranks:

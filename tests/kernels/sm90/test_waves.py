@@ -4,7 +4,10 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from kernels.sm90.waves import MAX_WAVES, before, wave_of
+from tests.kernels.sm90 import simt
+
+WAVES = simt.load("kernels.sm90.waves")
+MAX_WAVES, parts_before, wave_of = WAVES.MAX_WAVES, WAVES.parts_before, WAVES.wave_of
 
 
 @pytest.mark.parametrize("waves", [1, 2, 5, 7, MAX_WAVES])
@@ -12,9 +15,11 @@ from kernels.sm90.waves import MAX_WAVES, before, wave_of
 def test_waves_grow(local: int, waves: int) -> None:
     found = [wave_of(expert, local, waves) for expert in range(local)]
     assert found == sorted(found) and found[0] == 0 and found[-1] < waves
-    parts = [before(w + 1, local, waves) - before(w, local, waves) for w in range(waves)]
+    parts = [
+        parts_before(w + 1, local, waves) - parts_before(w, local, waves) for w in range(waves)
+    ]
     assert parts == sorted(parts) and max(parts) <= 6
-    if local >= before(waves, local, waves):
+    if local >= parts_before(waves, local, waves):
         sizes = [found.count(wave) for wave in range(waves)]
         assert found[-1] == waves - 1 and sizes[0] == -(-local // sum(parts))
         for size, part in zip(sizes, parts, strict=True):
