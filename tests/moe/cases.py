@@ -17,13 +17,15 @@ SCORES = [
 
 
 def install() -> None:
-    """Megatron-Core on this host, and the schedules' loss scale as if no other test had run."""
+    """Megatron-Core on this host, and the schedules' loss scales as if no other test had run."""
     from parallel import cpu
 
     cpu.install()
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor([1.0])
+    for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
+        scaler.main_loss_backward_scale = torch.tensor([1.0])
 
 
 def model(router: dict[str, Any] | None = None, moe: dict[str, Any] | None = None, **kwargs: Any):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_distributed
+from tests.moe.cases import install
 from tests.moe.plain_model import PlainModel, frequencies, temperature
 
 BATCH, SEQUENCE, VOCAB = 2, 48, 64
@@ -60,8 +61,6 @@ def tokens(vocab: int = VOCAB, batch: int = BATCH) -> tuple[torch.Tensor, torch.
 
 def built(overrides: list[str], *, tensor: int = 1, context: int = 1, expert: int = 1) -> Any:
     """(config of the run, model on this rank) in fp32 on the reference backends."""
-    from parallel.cpu import install
-
     install()
     from configs.load import load
     from kernels.activation import Activation
@@ -227,15 +226,11 @@ def test_logits(name: str) -> None:
 
 
 def _training(overrides: list[str]) -> None:
-    from megatron.core.transformer.multi_token_prediction import (
-        MTPLossAutoScaler,
-        MTPLossLoggingHelper,
-    )
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     cfg, model = built(overrides)
     state = fill(model)
     ids, labels = tokens(cfg.model.vocab_size)
-    MTPLossAutoScaler.set_loss_scale(torch.ones(1))  # a step in this process may have left another
     MTPLossLoggingHelper.clean_metrics_in_tracker()
     got = model(ids, positions(), None, labels=labels).mean()
     got.backward()
