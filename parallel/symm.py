@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.backend import Rows
+from kernels.block_sum import block_sum
 from kernels.routing import arrived, leaving, routing_size
 from parallel.exchange import PIECE, Exchange, Sent, SymmOptions, exchange_of
 from parallel.received import Beside, Meanwhile, Planner, Received
@@ -228,7 +229,7 @@ class _Send(torch.autograd.Function):
         R, (T, K) = trip.exchange.ranks, trip.idx_TK.shape
         sent = trip.meet("dx")
         probs_RTK = trip.side(sent, T * K).view(torch.float32).view(R, T, K)
-        return combine(trip.rows(sent), trip.sums_TR), probs_RTK.sum(0), None
+        return combine(trip.rows(sent), trip.sums_TR), block_sum(probs_RTK), None
 
 
 class _Receive(torch.autograd.Function):
