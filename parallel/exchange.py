@@ -177,16 +177,17 @@ class Exchange:
         return self._begin(send, waves, given)
 
     def copy(self, x_TD: Tensor) -> Tensor:
-        """All tokens to all ranks by copy engines; what arrived: [N, D].
+        """All tokens to all other ranks by copy engines; what arrived: [N, D].
 
-        For comparison with `start`, which takes SMs and sends what is wanted. Nothing else may be
-        under way.
+        For comparison with `start`, which takes SMs and sends what is wanted. This rank's own rows
+        are left as they are, as a copy within a GPU takes SMs too. Nothing else may be under way.
         """
         here, at = torch.cuda.current_stream(), self._rows[0].storage_offset()
         offset = at + self.rank * x_TD.numel()
         for stream in self._copying:
             stream.wait_stream(here)
-        for peer, stream in enumerate(self._copying):
+        for step, stream in enumerate(self._copying, 1):  # each rank begins with another one
+            peer = (self.rank + step) % self.ranks
             with torch.cuda.stream(stream):
                 self._handle.get_buffer(peer, x_TD.shape, x_TD.dtype, offset).copy_(x_TD)
         for stream in self._copying:
@@ -196,7 +197,7 @@ class Exchange:
 
     @functools.cached_property
     def _copying(self) -> list[torch.cuda.Stream]:
-        return [torch.cuda.Stream() for _ in range(self.ranks)]
+        return [torch.cuda.Stream() for _ in range(self.ranks - 1)]
 
     def told(self, y_SD: Tensor, channels: int, local: int) -> "Told":
         """What `kernels.sm90.rows` is to be told that makes y of `channels`, for `send_sums`."""

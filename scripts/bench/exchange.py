@@ -1,7 +1,7 @@
 """Suites `wire`, `exchange` and `plan`: what an expert-parallel layer does beside its experts.
 
 `wire` is the push of a dispatch alone, with few SMs and with all, also beside a grouped GEMM that
-leaves it these SMs, and what copy engines do, which take none but copy every token everywhere;
+leaves it these SMs, and what copy engines do, which take none but copy every token to all others;
 `exchange` is dispatch and combine of each transport, and their backwards; `plan` makes the routing
 plan of received routing.
 """
@@ -62,18 +62,20 @@ def wire(bench: RankBench, model: Model, tokens: int) -> list[Record]:
         side = torch.zeros(-(-8 * idx.numel() // 16) * 4, dtype=torch.int32, device=device)
 
         check = functools.partial(_arrived, bench, model, *_everywhere(x, idx))
-        sides, ways = bench.sides("wire", shape), {"copy engines": Way(_copy(model, x), 0)}
+        others = functools.partial(check, own=False)
+        sides = bench.sides("wire", shape)
+        ways = {"copy engines": Way(_copy(model, x), 0, others)}
         for sms in WIRE_SMS:
-            way = Way(_push(bench, model, x, idx, side, sms), sms or None)
+            way = Way(_push(bench, model, x, idx, side, sms), sms or None, check)
             ways[f"{sms or 'all'} SMs"] = way
         for name, way in ways.items():
-            sides.take(name, kind, way.call, check)
+            sides.take(name, kind, way.call, way.check)
         sides.run()
         judged = model == DEEPSEEK and tokens == TOKENS and kind == kinds[0]
         for name in ways:
             made += _rate(sides, name, kind, sent, judged)
         made += sides.lost
-        made += _beside(sides, model, kind, sent, check, ways, judged)
+        made += _beside(sides, model, kind, sent, ways, judged)
     return made
 
 
@@ -83,6 +85,8 @@ class Way(NamedTuple):
     call: Callable[[], Tensor]
     sms: int | None
     """That it takes; None: all."""
+    check: Callable[[Tensor], str]
+    """Why what it returns is wrong; empty if it is not."""
 
 
 def _push(
@@ -104,7 +108,7 @@ def _push(
 
 
 def _copy(model: Model, x: Tensor) -> Callable[[], Tensor]:
-    """A call that copies all tokens to all ranks by copy engines, and waits for all ranks'."""
+    """A call that copies all tokens to all others by copy engines, and waits for all ranks'."""
     how = (len(x), model.hidden, model.top_k, SymmOptions(timeout=TIMEOUT))
     return functools.partial(exchange_of(dist.group.WORLD, *how).copy, x)
 
@@ -117,9 +121,22 @@ def _everywhere(x: Tensor, idx: Tensor) -> list[Tensor]:
     return found
 
 
-def _arrived(bench: RankBench, model: Model, x_ND: Tensor, idx_NK: Tensor, rows_ND: Tensor) -> str:
-    """Why the rows for this rank's experts are not those that were sent; empty if they are."""
+def _arrived(
+    bench: RankBench,
+    model: Model,
+    x_ND: Tensor,
+    idx_NK: Tensor,
+    rows_ND: Tensor,
+    *,
+    own: bool = True,
+) -> str:
+    """Why the rows for this rank's experts are not those that were sent; empty if they are.
+
+    `own`: also those of this rank's tokens.
+    """
     read_N = (idx_NK // (model.experts // bench.ranks) == bench.rank).any(1)
+    if not own:
+        read_N.view(bench.ranks, -1)[bench.rank] = False
     return differing([rows_ND[read_N]], [x_ND[read_N]], ["rows"])
 
 
@@ -143,7 +160,6 @@ def _beside(
     model: Model,
     kind: str,
     sent: list[int],
-    check: Callable[[Tensor], str],
     ways: dict[str, Way],
     judged: bool,
 ) -> list[Record]:
@@ -155,7 +171,7 @@ def _beside(
         if way.sms is not None and time is not None:
             side = f"{name}, beside a GEMM"
             company[side] = _gemms(model, tokens, way.sms, _LASTING * time.ms)
-            sides.take(side, kind, way.call, check, company=company[side])
+            sides.take(side, kind, way.call, way.check, company=company[side])
     sides.run()
     for side, beside in company.items():
         if not sides.medians(side, kind):  # lost on some rank
