@@ -45,8 +45,7 @@ class SymmOptions:
     comm_sms: int = 0
     """SMs that push, beside the experts' kernels; 0 takes all, and nothing runs beside."""
     timeout: float = 600
-    """Seconds that a run may hang. A wait for a peer ends after a tenth less: it can say whom for,
-    which whoever watches from outside cannot."""
+    """Seconds that a wait for a peer may take."""
 
 
 class Sent(NamedTuple):
@@ -128,7 +127,7 @@ class Exchange:
                     state=state,
                     report=self._report,
                     rank=self.rank,
-                    limit_ms=int(900 * options.timeout),
+                    limit_ms=int(1000 * options.timeout),
                 )
             )
             received = memory[at : at + 2 * self.ranks * tokens * hidden]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import torch.distributed as dist
 
 from parallel.blame import Where
 from parallel.progress import now
@@ -32,14 +33,15 @@ def write(folder: Path, rank: int, verdict: str, error: str) -> None:
 
 
 def _flight_record() -> bytes:
-    """The last TORCH_FR_BUFFER_SIZE collectives, by torch's flight recorder; NCCL and gloo.
+    """The last TORCH_FR_BUFFER_SIZE collectives of the job's backend, by torch's flight recorder.
 
     After a CUDA error those of NCCL cannot be asked whether they have ended: then only the error.
     """
     from torch._C import _distributed_c10d as c10d
 
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     try:
-        return c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+        return c10d._dump_nccl_trace_json() if nccl else c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
     except RuntimeError as error:
         return json.dumps({"entries": [], "error": str(error)}).encode()
 

@@ -1,5 +1,6 @@
 """One-sided exchanges between two GPUs when one rank stops, or its device hangs."""
 
+import json
 import os
 import signal
 import socket
@@ -29,9 +30,14 @@ OVERRIDES = [
 HANGING = """
 import os, sys, torch, train
 from contextlib import nullcontext
+from parallel.symm import Symm
 from tests.runs import before_step
-spin = before_step(12, lambda: torch.cuda._sleep(10**14))  # for hours
-with spin if os.environ["RANK"] == "1" else nullcontext():
+dispatch = Symm.dispatch
+def hang(*args, **how):
+    torch.cuda._sleep(10**14)  # for hours
+    return dispatch(*args, **how)
+later = before_step(12, lambda: setattr(Symm, "dispatch", hang))
+with later if os.environ["RANK"] == "1" else nullcontext():
     train._leave(train.main(sys.argv[1:]))
 """
 
@@ -125,3 +131,6 @@ def test_a_device_that_hangs_is_named_by_the_one_that_waits(tmp_path: Path) -> N
         (line,) = ranks.told()
         assert "rank 1 " in line and "rank 0 " not in line, ranks.said()
         assert ranks.codes() == [LOST, LOST], ranks.said()
+        (record,) = ranks.folder.glob("failures/*/rank_1.collectives.json")
+        names = {entry["profiling_name"] for entry in json.loads(record.read_bytes())["entries"]}
+        assert any(name.startswith("nccl:") for name in names), names

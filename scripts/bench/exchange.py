@@ -1,9 +1,9 @@
 """Suites `wire`, `exchange` and `plan`: what an expert-parallel layer does beside its experts.
 
 `wire` is the push of a dispatch alone, with few SMs and with all, also beside a grouped GEMM that
-leaves it these SMs, and what copy engines do, which take none but copy every token to all others;
-`exchange` is dispatch and combine of each transport, and their backwards; `plan` makes the routing
-plan of received routing.
+leaves it these SMs, and what copy engines do, which take one SM, to learn when all are done, but
+copy every token to all others; `exchange` is dispatch and combine of each transport, and their
+backwards; `plan` makes the routing plan of received routing.
 """
 
 import functools
@@ -64,7 +64,7 @@ def wire(bench: RankBench, model: Model, tokens: int) -> list[Record]:
         check = functools.partial(_arrived, bench, model, *_everywhere(x, idx))
         others = functools.partial(check, own=False)
         sides = bench.sides("wire", shape)
-        ways = {"copy engines": Way(_copy(model, x), 0, others)}
+        ways = {"copy engines": Way(_copy(model, x), 1, others)}  # for the ranks' meeting
         for sms in WIRE_SMS:
             way = Way(_push(bench, model, x, idx, side, sms), sms or None, check)
             ways[f"{sms or 'all'} SMs"] = way
