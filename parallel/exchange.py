@@ -29,6 +29,8 @@ be read by weight gradients while the gradient of the tokens (u) leaves."""
 WAVES = 7
 """Groups of a rank's experts whose tokens are waited for one after the other: the first has 1/31 of
 them, the last 6/31. On the way back it is the last one that has fewest."""
+SLICES = 16
+"""On the way back, rows of fewer experts than that are taken in slices, so that waves are small."""
 GIVE_WAY = 0.5
 """Share of a rank's experts after which fc2 gives SMs to the sums of those that it has finished."""
 PIECE = 16
@@ -204,7 +206,9 @@ class Exchange:
         from kernels.sm90.progress import Told
 
         loop = tiles.choose("rows", y_SD.shape[1], channels, gather=False, transposed=False)
-        return Told(y_SD, self._progress, self._waves(local), loop, self._comm_sms, GIVE_WAY)
+        bits = (-(-SLICES // local) - 1).bit_length()
+        waves = self._waves(local << bits)
+        return Told(y_SD, self._progress, waves, loop, self._comm_sms, GIVE_WAY, bits)
 
     def send_sums(
         self,

@@ -2,8 +2,9 @@
 
 The way back of an exchange (`push`, whose epochs and flags these are), together with the sums that
 it brings (`combine`): row n goes to rank n // T as soon as the last of its experts here is through,
-while `rows` works on the experts after it. Waves of experts (`waves`) say when to look: wave after
-wave, warps claim chunks of rows and send those whose last expert is in it, straight from registers.
+while `rows` works on the experts after it. Waves of experts, or of slices of the rows of few ones
+(`waves`, `progress`), say when to look: wave after wave, warps claim chunks of rows and send those
+whose last expert row is in it, straight from registers.
 
 It is launched twice. A few SMs, which `rows` gives up half-way, begin while that runs; all SMs, on
 its stream and hence after it, do what is left. The last warp of both says to all ranks that
@@ -40,7 +41,7 @@ from kernels.sm90.push import (
     tell,
 )
 from kernels.sm90.storage import array, struct
-from kernels.sm90.waves import MAX_WAVES, last_wave_of
+from kernels.sm90.waves import MAX_WAVES, last_wave_of, slice_tiles
 
 _WARP = 32
 _CHUNK = 32
@@ -78,7 +79,7 @@ class CombinePushKernel:
         (Int32, 4),  # report
         (Int32, 4),  # progress
     )
-    integers: ClassVar[int] = 10
+    integers: ClassVar[int] = 11
 
     def __init__(self, config: CombinePushConfig) -> None:
         self.config = config
@@ -99,7 +100,7 @@ class CombinePushKernel:
         stream: cuda.CUstream,
     ) -> None:
         """Sizes: T, pieces D / 8 of a row, L, rank, limit in milliseconds, waves, CTAs of both
-        launches, rows of a tile, counts of these, CTAs."""
+        launches, rows of a tile, counts of these, bits of slices, CTAs."""
         ranks = self.config.ranks
         self.kernel(
             y,
@@ -113,7 +114,7 @@ class CombinePushKernel:
             progress,
             sizes,
         ).launch(
-            grid=[sizes[9], 1, 1],
+            grid=[sizes[10], 1, 1],
             block=[WARPS * _WARP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -134,14 +135,15 @@ class CombinePushKernel:
         sizes: tuple[Int32, ...],
     ) -> None:
         slots = self.config.slots
-        T, width, local, rank, limit, waves, ctas, tile_rows, counts, _ = sizes
+        T, width, local, rank, limit, waves, ctas, tile_rows, counts, bits, _ = sizes
         lane = cute.arch.lane_idx()
         storage = cutlass.utils.SmemAllocator().allocate(struct(through=array(Int32, 1)))
         through = storage.through.get_tensor(cute.make_layout(1))
         if cute.arch.thread_idx()[0] == 0:
             through[0] = Int32(0)
         epoch = begin(state, flags_R, rank, limit, report)
-        needed = self._needed(offsets, local, waves, tile_rows, counts)
+        slices, ends = local << bits, cute.make_tensor(offsets, cute.make_layout(local + 1))
+        needed = self._needed(ends, bits, slices, waves, tile_rows, counts)
         chunks = self.config.ranks * ((T + _CHUNK - 1) // _CHUNK)
         finished = Int32(0)
         claimed = cute.arch.shuffle_sync(claim(progress + CLAIMED), 0)
@@ -151,19 +153,21 @@ class CombinePushKernel:
             number = claimed - wave * chunks
             base, end = block_rows(number, T, rank, self.config.ranks, _CHUNK)
             last = self._last(table, base + lane, end, local, rank)
+            if (last >= 0) & (bits > 0):
+                last = self._slice(inverse, base + lane, ends, last, bits, tile_rows)
             mine = False
             if last >= 0:
-                mine = last_wave_of(last, local, waves) == wave
-            bits = cute.arch.vote_ballot_sync(mine)
-            if (bits != 0) & (finished <= wave):
+                mine = last_wave_of(last, slices, waves) == wave
+            found = cute.arch.vote_ballot_sync(mine)
+            if (found != 0) & (finished <= wave):
                 if (lane >= finished) & (lane <= wave):
                     count = progress.toint() + 4 * Int64(COUNTS + lane)
                     peer.wait(count, needed, limit, report.toint(), rank)
                 cute.arch.sync_warp()
                 finished = wave + 1
-            while bits != 0:
-                row = base + ptx.lowest(bits)
-                bits = bits & (bits - 1)
+            while found != 0:
+                row = base + ptx.lowest(found)
+                found = found & (found - 1)
                 of = Int32(-1)
                 if lane < slots:
                     of = cute.make_tensor(inverse + Int64(row) * slots, cute.make_layout(slots))[
@@ -185,18 +189,27 @@ class CombinePushKernel:
 
     @cute.jit
     def _needed(
-        self, offsets: cute.Pointer, local: Int32, waves: Int32, tile_rows: Int32, counts: Int32
+        self,
+        ends: cute.Tensor,
+        bits: Int32,
+        slices: Int32,
+        waves: Int32,
+        tile_rows: Int32,
+        counts: Int32,
     ) -> Int32:
         """In lane w, counts that make wave w."""
         lane = cute.arch.lane_idx()
-        ends = cute.make_tensor(offsets, cute.make_layout(local + 1))
         tiles = cute.make_rmem_tensor(MAX_WAVES, Int32)
         tiles.fill(0)
-        for base in cutlass.range(0, local, _WARP):
-            expert = base + lane
-            if expert < local:
-                wave = last_wave_of(expert, local, waves)
-                some = (ends[expert + 1] - ends[expert] + tile_rows - 1) // tile_rows
+        for base in cutlass.range(0, slices, _WARP):
+            at = base + lane
+            if at < slices:
+                expert = at >> bits
+                wave = last_wave_of(at, slices, waves)
+                of_all = (ends[expert + 1] - ends[expert] + tile_rows - 1) // tile_rows
+                height = slice_tiles(of_all, bits)
+                before = (at - (expert << bits)) * height
+                some = cutlass.max(cutlass.min(of_all - before, height), 0)
                 for w in cutlass.range_constexpr(MAX_WAVES):
                     tiles[w] += cutlass.select_(wave == w, some, Int32(0))
         needed = Int32(0)
@@ -219,6 +232,28 @@ class CombinePushKernel:
                 if expert < local:
                     last = cutlass.max(last, expert)
         return last
+
+    @cute.jit
+    def _slice(
+        self,
+        inverse: cute.Pointer,
+        row: Int32,
+        ends: cute.Tensor,
+        expert: Int32,
+        bits: Int32,
+        tile_rows: Int32,
+    ) -> Int32:
+        """The slice, counted over all experts, in which a row's last expert row is."""
+        slots, at = self.config.slots, Int32(-1)
+        of = cute.make_tensor(inverse + Int64(row) * slots, cute.make_layout(slots))
+        for k in cutlass.range_constexpr(slots):
+            at = cutlass.max(at, of[k])
+        number = (Int32(1) << bits) - 1
+        first = ends[expert]
+        if at >= first:  # or it had no place, and nothing of it is sent
+            height = slice_tiles((ends[expert + 1] - first + tile_rows - 1) // tile_rows, bits)
+            number = (at - first) // (tile_rows * height)
+        return (expert << bits) + number
 
     @cute.jit
     def _send(self, y: cute.Pointer, target: Int64, of: Int32, width: Int32) -> None:
@@ -297,5 +332,5 @@ def combine_push(
     )
     tensors = (y_SD, inverse_NK, table_NK, offsets, places.rows_R, *places[2:5], told.progress)
     sizes = (tokens, D // _COLUMNS, offsets.numel() - 1, places.rank, places.limit_ms)
-    more = (told.waves, of, told.tile_rows, told.counts, ctas)
+    more = (told.waves, of, told.tile_rows, told.counts, told.bits, ctas)
     launch(CombinePushKernel, CombinePushConfig(K, ranks), tensors, (*sizes, *more))

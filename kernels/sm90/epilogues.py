@@ -120,10 +120,14 @@ class _Linear:
     def __call__(
         self, acc: cute.Tensor, turn: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
-        """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
+        """Store the tile at `row` and column tile `column` of an expert that ends at `end`.
+
+        One that tells is given the expert's slice in place of the expert.
+        """
         if cutlass.const_expr(self.config.tells):
             self.tell(turn)
             turn = self.tell.after(expert)
+            expert = expert >> self.tell.bits
         for m in cutlass.range_constexpr(self.warp.blocks_m):
             top = row + self.warp.first + m * 64
             scales = []

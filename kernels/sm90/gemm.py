@@ -62,7 +62,13 @@ class GemmConfig:
     def schedule(self) -> Schedule:
         loading = GROUP_THREADS // 32 if self.loop.gather else 1
         readers = loading + 2 * GROUP_THREADS // 32
-        return Schedule(self.loop.cluster * TILE_ROWS, self.loop.cluster, readers, self.dynamic)
+        return Schedule(
+            self.loop.cluster * TILE_ROWS,
+            self.loop.cluster,
+            readers,
+            self.dynamic,
+            sliced=self.tells,
+        )
 
 
 class Gemm:
@@ -85,12 +91,12 @@ class Gemm:
         L: Int32,
         clusters: Int32,
         stream: cuda.CUstream,
-        giving: tuple[Int32, Int32] | None = None,
+        giving: tuple[Int32, Int32, Int32] | None = None,
     ) -> None:
         """Launch over A [rows, K] and B [N, K, L], of whose N each `columns` are a half.
 
-        `giving`: so many clusters, of a kernel that tells, end when they have a tile of so high an
-        expert, or a higher one.
+        `giving`: so many clusters, of a kernel that tells, end when they have a tile of so high a
+        slice of an expert, or a higher one; and the bits of slices.
         """
         loop = self.config.mainloop
         wide = loop.columns // self.config.halves
@@ -134,7 +140,7 @@ class Gemm:
         blocks: Int32,
         apart: Int32,
         clusters: Int32,
-        giving: tuple[Int32, Int32] | None,
+        giving: tuple[Int32, Int32, Int32] | None,
     ) -> None:
         config = self.config
         loop = config.mainloop
@@ -148,8 +154,9 @@ class Gemm:
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         storage = cutlass.utils.SmemAllocator().allocate(layout)
+        bits = None if giving is None else giving[2]
         scheduler = Scheduler(
-            config.schedule, storage.schedule, offsets, counter, experts, column_tiles
+            config.schedule, storage.schedule, offsets, counter, experts, column_tiles, bits
         )
         if warp == 0:
             if cutlass.const_expr(not loop.gather):
@@ -193,7 +200,7 @@ class Gemm:
         blocks: Int32,
         apart: Int32,
         clusters: Int32,
-        giving: tuple[Int32, Int32] | None,
+        giving: tuple[Int32, Int32, Int32] | None,
     ) -> None:
         """The loading warps: tiles to stages; in the leader also the tile after the current one.
 
@@ -235,6 +242,8 @@ class Gemm:
             half = (blocks + 1) // 2
             sources = sources_of(own, stop)
             at = column * wide
+            if cutlass.const_expr(self.config.tells):
+                expert = expert >> scheduler.bits  # named with its slice
             state = load(state, sources, own, at, expert, apart, Int32(0), half)
             if goes_on:
                 tile = scheduler.after(tile, claimed, clusters)

@@ -1,8 +1,9 @@
 """How a grouped GEMM tells another kernel, while it runs, which waves of experts it has finished.
 
-Every multiplying warp counts a tile for its wave (`waves.last_wave_of`) when it comes to
-its next one: by then its stores have long been written, and nothing is waited for. The reader,
-`combine_push`, computes how many counts make a wave.
+Where a rank has few experts, waves are made of slices of their rows. Every multiplying warp counts
+a tile for its wave (`waves.last_wave_of`) when it comes to its next one: by then its stores have
+long been written, and nothing is waited for. The reader, `combine_push`, computes how many counts
+make a wave.
 """
 
 from typing import Any, NamedTuple
@@ -35,10 +36,13 @@ class Told(NamedTuple):
     """SMs of the reader, to which it gives way."""
     share: float
     """Of the experts, after which it does."""
+    bits: int = 0
+    """An expert's rows are taken in `1 << bits` slices."""
 
-    def giving(self, experts: int) -> tuple[int, int, int]:
-        """Waves, clusters that give way, and the expert from which on they do."""
-        return self.waves, -(-self.sms // self.loop.cluster), int(self.share * experts)
+    def giving(self, experts: int) -> tuple[int, int, int, int]:
+        """Waves, clusters that give way, the slice from which on they do, and `bits`."""
+        late = int(self.share * (experts << self.bits))
+        return self.waves, -(-self.sms // self.loop.cluster), late, self.bits
 
     @property
     def tile_rows(self) -> int:
@@ -55,8 +59,8 @@ class Told(NamedTuple):
 class Tell:
     """Device side, for a warp. `turn`, kept between tiles, is 1 more than the wave to tell of."""
 
-    def __init__(self, progress: cute.Pointer, experts: Int32, waves: Int32) -> None:
-        self.progress, self.experts, self.waves = progress, experts, waves
+    def __init__(self, progress: cute.Pointer, experts: Int32, waves: Int32, bits: Int32) -> None:
+        self.progress, self.experts, self.waves, self.bits = progress, experts, waves, bits
 
     @cute.jit
     def __call__(self, turn: Int32) -> None:
@@ -71,6 +75,6 @@ class Tell:
                 cute.arch.atomic_add(count, Int32(1), sem="relaxed", scope="gpu")
 
     @cute.jit
-    def after(self, expert: Int32) -> Int32:
-        """The next `turn`."""
-        return last_wave_of(expert, self.experts, self.waves) + 1
+    def after(self, sliced: Int32) -> Int32:
+        """The next `turn`, of an expert's slice as records name it."""
+        return last_wave_of(sliced, self.experts << self.bits, self.waves) + 1

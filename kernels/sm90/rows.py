@@ -29,7 +29,7 @@ class RowsKernel(Gemm):
         *(BF16, BF16, BF16, WORD, FP32),
         *(INT, INT, INT, INT),
     )
-    integers: ClassVar[int] = 9
+    integers: ClassVar[int] = 10
 
     @cute.jit
     def __call__(
@@ -46,13 +46,12 @@ class RowsKernel(Gemm):
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, rows of a, N, K, L, clusters, waves, clusters that give way, and from which
-        expert on."""
-        S, A, N, K, L, clusters, waves, giving, late = sizes
+        """Sizes: S, rows of a, N, K, L, clusters, then those of `Told.giving`."""
+        S, A, N, K, L, clusters, waves, giving, late, bits = sizes
         loop = self.config.mainloop
         given = self.config.epilogue.host(
             *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
-            *(progress, L, waves),
+            *(progress, L, waves, bits),
         )
         self.run(
             matrix(a, A, K),
@@ -66,7 +65,7 @@ class RowsKernel(Gemm):
             L,
             clusters,
             stream,
-            (giving, late),
+            (giving, late, bits),
         )
 
 
@@ -130,7 +129,7 @@ def rows(
     gather = index_S is not None
     loop = loop or tiles.choose("rows", N, K, gather=gather, transposed=transposed)
     config = GemmConfig(Linear(bias_LN is not None, told is not None), loop, dynamic)
-    waves, giving, late = (0, 0, L) if told is None else told.giving(L)
+    waves, giving, late, bits = (0, 0, L, 0) if told is None else told.giving(L)
     if S and a.shape[0]:
         counter = counter_of(a.device) if counter is None else counter
         clusters = clusters_beside(sms(a.device), sm_margin, loop.cluster)
@@ -141,6 +140,6 @@ def rows(
                 *(a, w_LNK, out, bias_LN, scale_S, index_S, offsets, counter),
                 None if told is None else told.progress,
             ),
-            (S, a.shape[0], N, K, L, clusters, waves, giving if dynamic else 0, late),
+            (S, a.shape[0], N, K, L, clusters, waves, giving if dynamic else 0, late, bits),
         )
     return out

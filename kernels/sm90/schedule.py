@@ -20,11 +20,13 @@ from cutlass import Int32
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 from kernels.sm90.storage import array, struct
+from kernels.sm90.waves import slice_tiles
 
 SLOTS = 2
 """Records in flight: the tile being computed and the one after it."""
 RECORD_INTS = 4
-"""First row, row after the expert's last one, column tile, expert (-1: no tiles left)."""
+"""First row, row after the expert's last one, column tile, expert (-1: no tiles left); if sliced,
+the expert << `Scheduler.bits` and its slice in place of the expert."""
 _WARP = 32
 
 
@@ -61,6 +63,8 @@ class Schedule:
     dynamic: bool = True
     """Claim from the counter; otherwise tiles are dealt out in turn."""
     band: int = 8
+    sliced: bool = False
+    """Tiles of an expert come slice after slice of its rows, and records name the slice."""
 
     def storage(self) -> Any:
         """The part of a kernel's shared memory that this scheduler needs."""
@@ -81,6 +85,8 @@ class Scheduler:
     counter: cute.Tensor
     experts: Int32
     column_tiles: Int32
+    bits: Any = None
+    """Of the slices of an expert, if there are any."""
 
     def start(self) -> None:
         """Initialise the barriers; to be followed by a fence and a barrier of the cluster."""
@@ -198,11 +204,19 @@ class Scheduler:
         if inside < total:
             row_tiles = self._row_tiles(row, stop)
             index = inside - (last - row_tiles * self.column_tiles)
+            if cutlass.const_expr(self.config.sliced):
+                height = slice_tiles(row_tiles, self.bits)
+                number = index // (height * self.column_tiles)
+                index -= number * height * self.column_tiles
+                row += number * height * self.config.tile_rows
+                row_tiles = cutlass.min(row_tiles - number * height, height)
             row_tile, column = raster(
                 index, row_tiles, self.column_tiles, self.config.band, cutlass.min
             )
             row += row_tile * self.config.tile_rows
             expert = first + source
+            if cutlass.const_expr(self.config.sliced):
+                expert = (expert << self.bits) + number
         return first, before, begin, end, upto, row, stop, column, expert, before + total
 
     @cute.jit

@@ -6,9 +6,12 @@ where rows take as long to come as to be multiplied, half of them in the last wa
 for. Where there is a wave for every expert, each has one.
 
 Before wave w lie `parts_before(w)` parts of L experts, of `parts_before(W)` in all. On the way back
-it is the last wave that is waited for, so there the order of sizes is the opposite one. Few experts
-may leave a wave without any.
+it is the last wave that is waited for, so there the order of sizes is the opposite one; and rows of
+few experts are taken in slices, of which waves are made then as otherwise of experts. Few experts,
+or slices, may leave a wave without any.
 """
+
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -32,6 +35,11 @@ def wave_of(expert: Int32, local: Int32, waves: Int32) -> Int32:
         if parts >= local * parts_before(Int32(w), local, waves):
             wave += 1
     return wave
+
+
+def slice_tiles(row_tiles: Any, bits: Any) -> Any:
+    """Row tiles of each of an expert's `1 << bits` slices; the last ones may have fewer."""
+    return (row_tiles + (1 << bits) - 1) >> bits
 
 
 @cute.jit

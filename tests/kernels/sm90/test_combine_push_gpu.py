@@ -25,8 +25,10 @@ BEGIN, REST = 3, 20
 class Way:
     """The way back of all ranks, on two streams."""
 
-    def __init__(self, R: int, T: int, D: int, K: int, F: int, local: int, waves: int) -> None:
-        self.R, self.T, self.K, self.local, self.waves = R, T, K, local, waves
+    def __init__(
+        self, R: int, T: int, D: int, K: int, F: int, local: int, waves: int, bits: int = 0
+    ) -> None:
+        self.R, self.T, self.K, self.local, self.waves, self.bits = R, T, K, local, waves, bits
         self.g = torch.Generator("cuda").manual_seed(R + D)
         self.ranks = Ranks(R, T, D, side_words=4)
         shape = (R, local, D, F)
@@ -51,7 +53,7 @@ class Way:
         here = torch.cuda.current_stream()
         for r, plan in enumerate(self.plans):
             out = torch.full((self.a.shape[1], self.w2.shape[2]), CANARY, device="cuda").bfloat16()
-            told = Told(out, self.progress[r], self.waves, loop, BEGIN, 0.5)
+            told = Told(out, self.progress[r], self.waves, loop, BEGIN, 0.5, self.bits)
             given = (told, plan.inverse_NK, self.table, plan.offsets, self.ranks.places[r])
             how = dict(tokens=self.T, of=BEGIN + REST)
             begun = here.record_event()
@@ -87,19 +89,31 @@ class Way:
 @pytest.mark.parametrize("loop", [SHARED, TURNS], ids=["shared", "turns"])
 @pytest.mark.parametrize("absent", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(
-    ("R", "T", "D", "K", "F", "local", "waves"),
+    ("R", "T", "D", "K", "F", "local", "waves", "bits"),
     [
-        (1, 70, 64, 2, 64, 5, 1),
-        (2, 700, 448, 4, 320, 6, 5),
-        (4, 257, 2880, 4, 192, 40, 5),
-        (2, 300, 7168, 8, 128, 33, 3),
-        (2, 1000, 1024, 1, 1024, 64, 8),
+        (1, 70, 64, 2, 64, 5, 1, 0),
+        (2, 700, 448, 4, 320, 6, 5, 0),
+        (4, 257, 2880, 4, 192, 40, 5, 0),
+        (2, 300, 7168, 8, 128, 33, 3, 0),
+        (2, 1000, 1024, 1, 1024, 64, 8, 0),
+        (2, 3000, 2048, 2, 512, 4, 7, 2),
+        (3, 1500, 1088, 1, 256, 1, 7, 4),
+        (2, 900, 448, 4, 320, 6, 7, 2),
     ],
 )
 def test_sums_have_the_bits_of_kernels_one_after_the_other(
-    R: int, T: int, D: int, K: int, F: int, local: int, waves: int, absent: float, loop: Mainloop
+    R: int,
+    T: int,
+    D: int,
+    K: int,
+    F: int,
+    local: int,
+    waves: int,
+    bits: int,
+    absent: float,
+    loop: Mainloop,
 ) -> None:
-    way = Way(R, T, D, K, F, local, waves)
+    way = Way(R, T, D, K, F, local, waves, bits)
     for again in range(3):
         for received in way.ranks.rows:
             received.fill_(CANARY)
@@ -111,8 +125,8 @@ def test_sums_have_the_bits_of_kernels_one_after_the_other(
 
 
 def test_captured_sums_go_on_counting() -> None:
-    way = Way(2, 500, 1024, 4, 512, 16, 5)
-    way.draw(0.2, 32)
+    way = Way(2, 500, 1024, 4, 512, 5, 6, bits=2)
+    way.draw(0.2, 10)
     way.send(TURNS, bias=False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

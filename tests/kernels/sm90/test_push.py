@@ -133,11 +133,12 @@ def test_nobody_pushes_before_all_ranks_allow_it() -> None:
 class Sums:
     """The way back from one of two ranks, whose experts' rows are there."""
 
-    T, D, K, local, waves, tile_rows, counts = 21, 264, 3, 37, 4, 8, 3
+    T, D, K, tile_rows, counts = 21, 264, 3, 8, 3
     begin, rest = 1, 2
     """CTAs of the two launches."""
 
-    def __init__(self) -> None:
+    def __init__(self, local: int, bits: int, waves: int) -> None:
+        self.local, self.bits, self.waves = local, bits, waves
         self.ranks = Ranks(2, self.T, self.D, side=0)
         self.table = routing(2 * self.T, self.K, 2 * self.local, 0.3, seed=3)
         prob = torch.ones(self.table.shape)
@@ -147,9 +148,24 @@ class Sums:
         self.y = torch.randn(self.table.numel(), self.D, generator=g).to(BF16)
         self.y[int(self.plan.offsets[-1]) :] = float("nan")
         self.progress = [0] * SUMS.PROGRESS
-        for expert, rows in enumerate(self.plan.offsets.diff().tolist()):
-            last = self.waves - 1 - wave_of(self.local - 1 - expert, self.local, self.waves)
-            self.progress[SUMS.COUNTS + last] += -(-rows // self.tile_rows) * self.counts
+        self.wave_S = [
+            wave
+            for expert, rows in enumerate(self.plan.offsets.diff().tolist())
+            for wave in self._finish(expert, rows)
+        ]
+
+    def _finish(self, expert: int, rows: int) -> list[int]:
+        """Count the tiles of an expert, in slices of as many. Returns the wave of each row."""
+        tiles = -(-rows // self.tile_rows)
+        height = -(-tiles // (1 << self.bits))
+        waves = []
+        for row in range(rows):
+            sliced = (expert << self.bits) + row // self.tile_rows // height
+            left = (self.local << self.bits) - 1 - sliced
+            waves.append(self.waves - 1 - wave_of(left, self.local << self.bits, self.waves))
+            if row % self.tile_rows == 0:
+                self.progress[SUMS.COUNTS + waves[-1]] += self.counts
+        return waves
 
     def launch(self, ctas: int) -> None:
         plan = (self.plan.inverse_NK, self.table, self.plan.offsets)
@@ -159,26 +175,44 @@ class Sums:
         both = self.begin + self.rest
         sizes = (self.T, self.D // 8, self.local, 1, LIMIT, self.waves, both)
         kernel = SUMS.CombinePushKernel(SUMS.CombinePushConfig(self.K, 2))
-        kernel(*pointers, (*sizes, self.tile_rows, self.counts, ctas), None)
+        kernel(*pointers, (*sizes, self.tile_rows, self.counts, self.bits, ctas), None)
+
+    def wanted(self, target: int, before: int) -> dict[int, list[int]]:
+        """What a rank receives when waves `before` one are through."""
+        sums, inverse_NK = Grouped().combine(self.y, self.plan.inverse_NK), self.plan.inverse_NK
+        of = range(target * self.T, (target + 1) * self.T)
+        last = {n: int(inverse_NK[n].max()) for n in of}
+        there = [n for n in of if last[n] >= 0 and self.wave_S[last[n]] < before]
+        return {self.T + n % self.T: words(sums[n : n + 1]) for n in there}
 
 
-def test_sums_are_those_of_combine_where_their_tokens_are() -> None:
-    way = Sums()
+WAYS = pytest.mark.parametrize(("local", "bits", "waves"), [(37, 0, 4), (2, 3, 7), (3, 1, 5)])
+
+
+@WAYS
+def test_sums_are_those_of_combine_where_their_tokens_are(
+    local: int, bits: int, waves: int
+) -> None:
+    way = Sums(local, bits, waves)
     way.launch(way.begin)
     assert way.ranks.state[1][0] == 0  # the rest is still to come, though it has nothing to do
     way.launch(way.rest)
-    sums = Grouped().combine(way.y, way.plan.inverse_NK)
-    named = (way.plan.inverse_NK >= 0).any(1)
     for target in range(2):
-        of = range(target * way.T, (target + 1) * way.T)
-        wanted = {way.T + n % way.T: words(sums[n : n + 1]) for n in of if named[n]}
-        way.ranks.check(target, wanted)
+        way.ranks.check(target, way.wanted(target, waves))
         assert way.ranks.flags[target][1] == way.ranks.flags[target][PUSH.MAX_RANKS + 1] == 1
     assert way.ranks.state[1][0] == 1 and not any(way.progress)
 
 
-def test_sums_wait_for_every_tile_of_their_experts() -> None:
-    way = Sums()
-    way.progress[SUMS.COUNTS + way.waves - 1] -= 1
-    with pytest.raises(AssertionError, match="of rank 1, but finds"):
-        way.launch(way.begin)
+@WAYS
+def test_sums_wait_for_every_tile_of_their_experts(local: int, bits: int, waves: int) -> None:
+    for wave in range(waves):
+        way = Sums(local, bits, waves)
+        if way.progress[SUMS.COUNTS + wave]:
+            way.progress[SUMS.COUNTS + wave] -= 1
+            with pytest.raises(AssertionError, match="of rank 1, but finds"):
+                way.launch(way.begin)
+            for target in range(2):
+                through, size = way.wanted(target, wave), way.D // 2
+                for row in set(range(2 * way.T)) - set(through):
+                    got = way.ranks.rows[target][row * size : (row + 1) * size]
+                    assert got == way.ranks.canary, (target, row)

@@ -36,14 +36,19 @@ def _warp(monkeypatch):
         vote_ballot_sync=lambda pred: sum(1 << int(i) for i in LANES[pred]),
         popc=lambda bits: bits.bit_count(),
     )
-    integers = SimpleNamespace(min=np.minimum, range_constexpr=range, select_=np.where)
+    integers = SimpleNamespace(
+        min=np.minimum, range_constexpr=range, select_=np.where, const_expr=bool
+    )
     monkeypatch.setattr(schedule, "cute", SimpleNamespace(arch=arch))
     monkeypatch.setattr(schedule, "cutlass", integers)
     monkeypatch.setattr(schedule, "Int32", int)
 
 
-def _scheduler(config: Schedule, offsets: list[int], column_tiles: int) -> SimpleNamespace:
+def _scheduler(
+    config: Schedule, offsets: list[int], column_tiles: int, bits: int | None = None
+) -> SimpleNamespace:
     made = SimpleNamespace(
+        bits=bits,
         config=config,
         offsets=np.array(offsets),
         experts=len(offsets) - 1,
@@ -106,6 +111,29 @@ def test_every_tile_is_claimed_once(experts, clusters, skew):
     assert sorted(seen) == wanted
     assert counter == len(wanted) + clusters  # one in vain each, hence the last claim is known
     assert zeroed == [counter]
+
+
+@pytest.mark.parametrize("bits", [0, 1, 4])
+@pytest.mark.parametrize("columns", [1, 5, 20])
+def test_slices_of_an_expert_follow_each_other(columns, bits):
+    counts = [1, 0, 900, 128, 5000, 0]
+    offsets = [0, *np.cumsum(counts).tolist()]
+    config = Schedule(128, 1, 9, sliced=True)
+    cluster = _Cluster(_scheduler(config, offsets, columns, bits), 0)
+    seen, sliced = [], []
+    while (found := cluster.record())[3] >= 0:
+        row, end, column, which, _ = found
+        expert, number = which >> bits, which % (1 << bits)
+        tiles = -(-counts[expert] // 128)
+        height = -(-tiles // (1 << bits))
+        assert end == offsets[expert + 1]
+        assert (row - offsets[expert]) // 128 // height == number
+        seen.append((row, column))
+        sliced.append(which)
+        cluster.tile += 1
+    assert sliced == sorted(sliced)
+    rows = [r for e in range(len(counts)) for r in range(offsets[e], offsets[e + 1], 128)]
+    assert sorted(seen) == [(row, column) for row in rows for column in range(columns)]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
