@@ -80,11 +80,11 @@ class Step:
         self._stop.fill_(stop)
         reruns: list[Rerun] = []
         while True:
-            read = compute(inputs).tolist()  # the one host read of the step
-            loss, ranks, mtp_loss, stop, squares, peak = read
+            read = _read(compute(inputs))  # the one host read of the step
+            loss, ranks, mtp_loss, stopping, squares, peak = read
             if not budget.exceeded(peak):
                 norm = math.sqrt(squares)
-                return Totals(loss / ranks, mtp_loss / ranks, norm, stop > 0, tuple(reruns))
+                return Totals(loss / ranks, mtp_loss / ranks, norm, stopping > 0, tuple(reruns))
             reruns.append(Rerun(budget.grow(), budget.capacity_factor))
             if self.graph is not None:
                 self.graph.drop()
@@ -145,6 +145,20 @@ class Step:
             totals[4] = grad_squares
         peak = self.job.budget.record(torch.distributed.group.WORLD)
         return torch.cat((sum_over_world(totals), peak[None]))
+
+
+def _read(totals: torch.Tensor) -> list[float]:
+    """To the host, by way of pinned memory.
+
+    A copy to other memory would wait inside the driver, and everyone else who asks it with it: if
+    the device hangs, the post-mortem.
+    """
+    if totals.is_cuda:
+        there = totals
+        totals = torch.empty_like(there, device="cpu", pin_memory=True)
+        totals.copy_(there, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+    return totals.tolist()
 
 
 def mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

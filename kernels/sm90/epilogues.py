@@ -125,7 +125,8 @@ class _Linear:
         One that tells is given the expert's slice in place of the expert.
         """
         if cutlass.const_expr(self.config.tells):
-            self.tell(turn)
+            if cutlass.const_expr(not self.loop.pingpong):
+                self.tell(turn)
             turn = self.tell.after(expert)
             expert = expert >> self.tell.bits
         for m in cutlass.range_constexpr(self.warp.blocks_m):
@@ -137,6 +138,8 @@ class _Linear:
                 n = column * self.loop.columns + 64 * j
                 if top < end and n < self.mY.shape[1]:
                     self._store(acc, m, j, top, end, n, expert, scales)
+        if cutlass.const_expr(self.config.tells and self.loop.pingpong):
+            self.tell(turn)
         return turn
 
     def _store(
@@ -164,7 +167,7 @@ class _Linear:
 
     def finish(self, turn: Int32) -> None:
         self.staging.drain(0)
-        if self.config.tells:
+        if self.config.tells and not self.loop.pingpong:
             self.tell(turn)
 
 

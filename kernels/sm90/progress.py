@@ -1,9 +1,9 @@
 """How a grouped GEMM tells another kernel, while it runs, which waves of experts it has finished.
 
 Where a rank has few experts, waves are made of slices of their rows. Every multiplying warp counts
-a tile for its wave (`waves.last_wave_of`) when it comes to its next one: by then its stores have
-long been written, and nothing is waited for. The reader, `combine_push`, computes how many counts
-make a wave.
+a tile for its wave (`waves.last_wave_of`): where groups take turns, when its stores have been
+written, as it would wait for its turn anyway; else when it comes to its next tile, by when they
+have long been. The reader, `combine_push`, computes how many counts make a wave.
 """
 
 from typing import Any, NamedTuple
@@ -57,14 +57,14 @@ class Told(NamedTuple):
 
 
 class Tell:
-    """Device side, for a warp. `turn`, kept between tiles, is 1 more than the wave to tell of."""
+    """Device side, for a warp. `turn`, kept until a tile is told of, is 1 more than its wave."""
 
     def __init__(self, progress: cute.Pointer, experts: Int32, waves: Int32, bits: Int32) -> None:
         self.progress, self.experts, self.waves, self.bits = progress, experts, waves, bits
 
     @cute.jit
     def __call__(self, turn: Int32) -> None:
-        """Tell of the tile before, if there was one."""
+        """Tell of a tile, if there was one."""
         if turn > 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
             cute.arch.fence_proxy("async.global")
