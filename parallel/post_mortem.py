@@ -27,23 +27,25 @@ def write(folder: Path, rank: int, verdict: str, error: str) -> None:
         with (folder / f"rank_{rank}.txt").open("w", encoding="utf-8") as file:
             print(f"{verdict}\n\nrank {rank} was in {now().at}\n{error}", file=file, flush=True)
             faulthandler.dump_traceback(file)
-        (folder / f"rank_{rank}.collectives.json").write_bytes(_flight_record())
+        record = _flight_record(broken="CUDA error" in error)
+        (folder / f"rank_{rank}.collectives.json").write_bytes(record)
     except OSError as problem:
         print(f"rank {rank}: stacks not written: {problem}", file=sys.stderr, flush=True)
 
 
-def _flight_record() -> bytes:
+def _flight_record(broken: bool) -> bytes:
     """The last TORCH_FR_BUFFER_SIZE collectives of the job's backend, by torch's flight recorder.
 
-    After a CUDA error those of NCCL cannot be asked whether they have ended: then only the error.
+    A `broken` device cannot be asked which of NCCL's have ended. torch would tell a page for each
+    of them, after the line that says what happened.
     """
     from torch._C import _distributed_c10d as c10d
 
-    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
-    try:
-        return c10d._dump_nccl_trace_json() if nccl else c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        return json.dumps({"entries": [], "error": str(error)}).encode()
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+    if broken:
+        return json.dumps({"entries": [], "error": "not known after a CUDA error"}).encode()
+    return c10d._dump_nccl_trace_json()  # type: ignore[attr-defined]
 
 
 def end_stopped(folder: Path, where: Where) -> None:

@@ -83,7 +83,8 @@ class Ranks:
         return [rank.poll() for rank in self.ranks]
 
     def told(self) -> list[str]:
-        return [line for line in self.said().splitlines() if line.startswith("error: ")]
+        lines = [line for path in self.files for line in path.read_text().splitlines()]
+        return [line for line in lines if line.startswith("error: ")]
 
 
 @contextmanager
