@@ -21,7 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kernels.backend": ("auto", "reference", "torch", "te", "fused", "megatron"),
     "kernels.attention": ("auto", "reference", "sdpa", "flex", "te"),
     "kernels.norm": ("auto", "torch", "te"),
-    "parallel.dispatch": ("auto", "local", "alltoall", "symm", "hier"),
+    "parallel.dispatch": ("auto", "local", "alltoall", "symm", "hier", "deepep"),
     "parallel.save_x": ("redispatch", "keep"),
     "parallel.grad_dtype": ("fp32", "bf16"),
     "data.source": ("embedded", "indexed", "synthetic"),

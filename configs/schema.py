@@ -211,10 +211,11 @@ class ParallelConfig:
     expert: int = 0
     """Expert parallel size; 0 takes the largest up to 8 that divides experts and stage ranks."""
     dispatch: str = "auto"
-    """Transport to the experts: `local` (expert = 1), `alltoall`, `symm`, `hier` or `auto`.
+    """Transport to experts: `local` (expert = 1), `alltoall`, `symm`, `hier`, `deepep` or `auto`.
 
     `alltoall` is gloo's or NCCL's. `symm` pushes each token once to a GPU's memory over NVLink:
     bf16, one node, Hopper. `hier` sends it once to each of several nodes, and inside as it can.
+    `deepep` is the package of that name, if installed; never taken by `auto`.
     """
     save_x: str = "redispatch"
     """Received tokens for the backward pass of `symm`: sent again (`redispatch`), or `keep`.
@@ -222,7 +223,10 @@ class ParallelConfig:
     `hier` sends them again inside a node, not over the network.
     """
     comm_sms: int = 0
-    """SMs that push tokens beside the fused experts (`symm`); 0 takes all, and nothing overlaps."""
+    """SMs that push tokens beside the fused experts (`symm`); 0 takes all, and nothing overlaps.
+
+    With `deepep` SMs of its kernels; 0 leaves it to them.
+    """
     capacity_factor: float = 1.5
     """Rows kept for a rank's experts, over the balanced load.
 

@@ -155,6 +155,8 @@ def _graph(cfg: Config) -> Iterator[str]:
     if cfg.kernels.backend in ("megatron", "reference"):
         reason = "counts rows on the host, which run.graph=full_iteration cannot capture"
         yield repair(cfg, "kernels.backend", reason, "auto")
+    if cfg.parallel.dispatch == "deepep":
+        yield repair(cfg, "parallel.dispatch", with_graph, "auto")
     if cfg.kernels.attention == "reference":
         yield repair(cfg, "kernels.attention", with_graph, "auto")
 

@@ -5,7 +5,7 @@ rank r of the expert-parallel group is received row r * T + t on every rank (`hi
 its own), so no host ever knows a count and all shapes are static. T must be the same on all ranks
 of the group. Expert rows are the same on all transports, bit for bit. Both directions are
 differentiable and deterministic: contributions of ranks are summed in fp32 in an order that depends
-on shapes alone.
+on shapes alone. `deepep`, a package of others, makes fewer promises.
 
 Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T.
 """
@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.plan import Plan, check_routing, make_plan
-from parallel import nodes
+from parallel import deepep, nodes
 from parallel.alltoall import AllToAll
+from parallel.deepep import DeepEP
 from parallel.exchange import SymmOptions
 from parallel.hier import Hier
 from parallel.overflow import Budget
@@ -184,11 +185,13 @@ def make_dispatcher(
         return AllToAll(group, plan)
     if name == "symm":
         return Symm(group, plan, local=local, options=symm, waits=waits)
+    if name == "deepep":
+        return DeepEP(group, plan, experts=experts, backend=backend, sms=symm.comm_sms)
     spanned = nodes.nodes_of(group)
     return Hier(spanned, plan, local=local, dtype=dtype, options=symm, waits=waits)
 
 
-TRANSPORTS = ("auto", "local", "alltoall", "symm", "hier")
+TRANSPORTS = ("auto", "local", "alltoall", "symm", "hier", "deepep")
 
 
 def _best(group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:
@@ -218,6 +221,8 @@ def _refusal(name: str, group: dist.ProcessGroup | None, dtype: torch.dtype) -> 
         against = reason_against(group, dtype)
     if name == "hier":
         against = nodes.reason_against(group)
+    if name == "deepep":
+        against = deepep.reason_against(group, dtype)
     if against:
         return f"parallel.dispatch={name} cannot run: {against}; set parallel.dispatch=auto"
     if name not in TRANSPORTS:

@@ -14,7 +14,7 @@ import torch
 
 from configs.layout import expert_parallel_size
 from configs.schema import Config
-from moe.estimate.traffic import nodes, one_sided
+from moe.estimate.traffic import nodes, one_sided, traffic
 from moe.router import slots
 from parallel.overflow import Budget
 
@@ -159,6 +159,8 @@ class Activations:
         row, received = 2 * m.hidden * self._wide, 0
         if self._dense or (one_sided(self._cfg) and self._cfg.parallel.save_x == "keep"):
             received = s.received * row
+        if self._cfg.parallel.dispatch == "deepep":
+            received = int(s.local_tokens * traffic(self._cfg, self._world).ranks) * row
         if self._cfg.parallel.dispatch == "hier" and not self._dense:
             received += self._of_rail * row  # what was pushed
         return routing + h + 8 * s.rows + received

@@ -265,7 +265,7 @@ def test_a_transport_that_cannot_run_names_the_override() -> None:
     local, divide, unknown, top_k = run_distributed(refusals, 2)[0]
     assert "parallel.dispatch=alltoall or parallel.expert=1" in local
     assert "set parallel.expert to a divisor" in divide
-    assert "auto, local, alltoall, symm or hier" in unknown
+    assert "auto, local, alltoall, symm, hier or deepep" in unknown
     assert "model.moe.top_k=9" in top_k
 
 
