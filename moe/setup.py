@@ -22,6 +22,7 @@ from moe.init import initialize
 from moe.layer import MoEOptions
 from moe.model import Backends, Layout, build, embedding_stages, transformer_config
 from parallel import nodes
+from parallel.dispatch import check_transport
 from parallel.engine import Engine
 from parallel.exchange import SymmOptions
 from parallel.groups import Groups, create
@@ -112,9 +113,11 @@ def setup(cfg: Config, runtime: Runtime) -> Job:
     )
     if p.dispatch in ("auto", "hier"):
         nodes.reason_against(groups.pg.ep)  # a stage may have no MoE layer that would ask
+    experts, attention, norm = (c.backend for c in choices)
+    if experts != "megatron":  # which has a transport of its own
+        check_transport(p.dispatch, groups.pg.ep, config.params_dtype)
     config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)
     budget = Budget(p.capacity_factor, device=runtime.device)
-    experts, attention, norm = (c.backend for c in choices)
     chunks = _chunks(cfg, config, groups, budget, Backends(experts, attention, norm))
     for chunk in chunks:
         chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device

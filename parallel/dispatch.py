@@ -173,8 +173,7 @@ def make_dispatcher(
         )
     if name == "auto":
         name = _best(group, dtype)
-    if against := _refusal(name, group, dtype):
-        raise ValueError(against)
+    check_transport(name, group, dtype)
     local = experts // ranks
     first = 0 if group is None else dist.get_rank(group) * local
     plan = BudgetPlanner(slots, budget, backend, ranks, first, local)
@@ -201,6 +200,12 @@ def _best(group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:
     if not reason_against(group, dtype):
         return "symm"
     return "alltoall" if nodes.reason_against(group) else "hier"
+
+
+def check_transport(name: str, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
+    """Raise ValueError, with what to set, for a transport that cannot serve a group."""
+    if against := _refusal(name, group, dtype):
+        raise ValueError(against)
 
 
 def _refusal(name: str, group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:

@@ -174,6 +174,16 @@ CASES = {
     "policy that is none": Case(
         "run.bad_steps=ignore", "is not one of stop, skip", "set run.bad_st"
     ),
+    "graph of a dispatch that counts": Case(
+        "run.graph=full_iteration parallel.dispatch=deepep",
+        "parallel.dispatch=deepep is not possible with run.graph=full_iteration",
+        "set parallel.dispatch=auto",
+    ),
+    "graph of a layer that counts": Case(
+        "run.graph=full_iteration kernels.backend=megatron",
+        "counts rows on the host, which run.graph=full_iteration cannot capture",
+        "set kernels.backend=auto",
+    ),
     "decay within warm-up": Case("optim.decay_steps=2", "ends within the warm-up", "decay_steps=3"),
     # combinations
     "batch": Case(
