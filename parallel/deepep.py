@@ -11,7 +11,6 @@ Legend: T tokens per rank, D hidden, K slots for experts of a token, N received 
 """
 
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,8 +79,7 @@ class DeepEP:
 
 
 def _one_more(rows: Tensor, value: int) -> Tensor:
-    pad: Any = torch.nn.functional.pad
-    return pad(rows, (0, 0, 0, 1), value=value)
+    return torch.nn.functional.pad(rows, (0, 0, 0, 1), value=value)
 
 
 def reason_against(group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:
