@@ -17,10 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.plan import make_plan
+from parallel.overflow import ROW_MULTIPLE
 from parallel.received import Beside, Meanwhile, Planner, Received, during, plus
-
-_ROWS = 128
-"""Expert rows are a multiple of these, and some even where a rank receives nothing."""
 
 
 class DeepEP:
@@ -40,8 +38,7 @@ class DeepEP:
         from megatron.core.transformer.moe import fused_a2a
 
         self._group, self._check, self._backend = group, plan.check, backend
-        self._experts, self._local = experts, experts // group.size()
-        self._first, self._through = group.rank() * self._local, fused_a2a
+        self._experts, self._through = experts, fused_a2a
         if sms:
             fused_a2a.set_deepep_num_sms(sms)
 
@@ -63,11 +60,11 @@ class DeepEP:
             rows_ND, prob_NK = _one_more(rows_ND, 0), _one_more(prob_NK, 0)
             idx_NK = _one_more(idx_NK, -1)
         plan = make_plan(
-            torch.where(idx_NK < 0, -1, idx_NK + self._first).int(),
+            idx_NK.int(),  # counted from this rank's first expert on
             prob_NK,
-            first_expert=self._first,
-            local_experts=self._local,
-            rows=_ROWS * max(1, -(-int(counts.sum()) // _ROWS)),
+            first_expert=0,
+            local_experts=len(counts),
+            rows=ROW_MULTIPLE * max(1, -(-int(counts.sum()) // ROW_MULTIPLE)),
             backend=self._backend,
         )
         return Received(rows_ND, plan, None, (handle, N))

@@ -20,7 +20,6 @@ from torch import Tensor
 from kernels.plan import Plan, check_routing, make_plan
 from parallel import deepep, nodes
 from parallel.alltoall import AllToAll
-from parallel.deepep import DeepEP
 from parallel.exchange import SymmOptions
 from parallel.hier import Hier
 from parallel.overflow import Budget
@@ -185,7 +184,7 @@ def make_dispatcher(
     if name == "symm":
         return Symm(group, plan, local=local, options=symm, waits=waits)
     if name == "deepep":
-        return DeepEP(group, plan, experts=experts, backend=backend, sms=symm.comm_sms)
+        return deepep.DeepEP(group, plan, experts=experts, backend=backend, sms=symm.comm_sms)
     spanned = nodes.nodes_of(group)
     return Hier(spanned, plan, local=local, dtype=dtype, options=symm, waits=waits)
 

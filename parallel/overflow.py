@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _HEADROOM = 1.1
-_ROW_MULTIPLE = 128
+ROW_MULTIPLE = 128
+"""Expert rows kept are a multiple of it: whole tiles."""
 
 
 class Budget:
@@ -51,10 +52,10 @@ class Budget:
         rank's experts; with one rank that is T * K, and a local layer keeps just what it needs.
         """
         balanced = tokens * top_k
-        tiles = math.ceil(self.capacity_factor * balanced / _ROW_MULTIPLE)
+        tiles = math.ceil(self.capacity_factor * balanced / ROW_MULTIPLE)
         if most is None:
             most = ranks * tokens * min(top_k, local_experts)
-        rows = min(most, tiles * _ROW_MULTIPLE)
+        rows = min(most, tiles * ROW_MULTIPLE)
         self._granted = max(self._granted, rows / balanced)
         return rows
 

@@ -41,11 +41,14 @@ def _flight_record(broken: bool) -> bytes:
     """
     from torch._C import _distributed_c10d as c10d
 
-    if not dist.is_initialized() or dist.get_backend() != "nccl":
-        return c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
-    if broken:
-        return json.dumps({"entries": [], "error": "not known after a CUDA error"}).encode()
-    return c10d._dump_nccl_trace_json()  # type: ignore[attr-defined]
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    try:
+        if nccl and broken:
+            raise RuntimeError("not known after a CUDA error")
+        dump = "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json"
+        return getattr(c10d, dump)()
+    except RuntimeError as error:
+        return json.dumps({"entries": [], "error": str(error)}).encode()
 
 
 def end_stopped(folder: Path, where: Where) -> None:

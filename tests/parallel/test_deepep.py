@@ -2,8 +2,8 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,9 +23,10 @@ from tests.parallel.test_dispatch import (
     TOKENS,
     Case,
     Result,
-    dense,
-    experts,
+    assert_exact,
+    assert_near,
     make_case,
+    run_layer,
 )
 from tests.training import _loaded, _train
 
@@ -77,7 +78,7 @@ class Buffer:
         assert num_tokens_per_expert is not None and topk_weights.dtype == torch.float32
         local = len(num_tokens_per_expert) // self.ranks
         wanted = self._all(is_token_in_rank.contiguous())
-        handle = SimpleNamespace(mine=wanted[:, self.rank], wanted=wanted, tokens=len(x))
+        handle = SimpleNamespace(mine=wanted[:, self.rank], tokens=len(x))
         idx, weights = (self._all(t)[handle.mine] for t in (topk_idx, topk_weights))
         here = idx // local == self.rank
         idx = torch.where(here, idx - self.rank * local, -1)
@@ -124,20 +125,22 @@ def installed() -> Iterator[None]:
 def rank_layer(case: Case, sms: int = 0) -> tuple[Result, int, int]:
     """This rank's part; then expert rows that were kept, and SMs."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    budget, local = Budget(1.0, CPU), EXPERTS // dist.get_world_size()
+    tokens, budget = len(case.x_TD) // ranks, Budget(1.0, CPU)
+    own = slice(rank * tokens, (rank + 1) * tokens)
     how = dict(experts=EXPERTS, slots=SLOTS, budget=budget, symm=SymmOptions(comm_sms=sms))
-    own_T, own_E = (slice(rank * n, (rank + 1) * n) for n in (len(case.x_TD) // ranks, local))
-    x, prob = (t[own_T].clone().requires_grad_() for t in (case.x_TD, case.prob_TK))
-    w = case.w_EDD[own_E].clone().requires_grad_()
     with installed():
         dispatcher = make_dispatcher("deepep", group=group, **how)
-        received = dispatcher.dispatch(x, case.idx_TK[own_T], prob)
-        out = dispatcher.combine(experts(received, w), received, lambda: torch.zeros_like(x))
-        out.backward(case.dout_TD[own_T])
+        result = run_layer(dispatcher, case, rank, ranks, within=nullcontext)
+        received = dispatcher.dispatch(case.x_TD[own], case.idx_TK[own], case.prob_TK[own])
+        sums = torch.zeros_like(received.rows_ND)
+        beside = dispatcher.combine(sums, received, lambda: case.x_TD[own])
+        assert torch.equal(beside, case.x_TD[own])
         assert not budget.overflowed(group)
-        assert x.grad is not None and prob.grad is not None and w.grad is not None
-        result = Result(out.detach(), x.grad, prob.grad, w.grad)
         return result, len(received.plan.row_index_S), Buffer.sms
+
+
+def whole(results: Sequence[Result]) -> Result:
+    return Result(*map(torch.cat, zip(*results, strict=True)))
 
 
 @pytest.mark.parametrize("kind", ["even", "unequal", "none to the first half", "all to one rank"])
@@ -145,20 +148,14 @@ def rank_layer(case: Case, sms: int = 0) -> tuple[Result, int, int]:
 def test_equals_the_dense_statement(ranks: int, kind: str) -> None:
     case = make_case(kind, torch.bfloat16)
     results, rows, _ = zip(*run_distributed(rank_layer, ranks, case), strict=True)
-    for name, parts, want in zip(
-        Result._fields, zip(*results, strict=True), dense(case), strict=True
-    ):
-        got = torch.cat(parts)
-        error = (got.double() - want).abs().max() / want.abs().max()
-        assert error < 2e-2, f"{name}: {error:.1e} of the largest entry"
+    assert_near(whole(results), case)
     assert set(rows) == {128}  # as many as are needed, in whole tiles, whatever the budget
 
 
 def test_every_row_comes_back_on_integers() -> None:
     case = make_case("unequal", torch.bfloat16, integer=True)
     results, _, sms = zip(*run_distributed(rank_layer, 2, case, 12), strict=True)
-    for parts, want in zip(zip(*results, strict=True), dense(case), strict=True):
-        assert torch.equal(torch.cat(parts).double(), want)
+    assert_exact(whole(results), case)
     assert sms == (12, 12) and len(case.x_TD) == TOKENS
 
 

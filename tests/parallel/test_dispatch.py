@@ -5,6 +5,8 @@ tokens of all ranks. Experts here are one matrix each; rows in the padding come 
 kernel may leave them.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import pytest
@@ -99,18 +101,42 @@ def sums(y_SD: Tensor, received: Received) -> Tensor:
     return combine(y_SD, row_index_S=index, offsets=plan.offsets, inverse_NK=inverse)
 
 
-def run_layer(dispatcher: Dispatcher, case: Case, rank: int, ranks: int) -> Result:
+def run_layer(
+    dispatcher: Dispatcher,
+    case: Case,
+    rank: int,
+    ranks: int,
+    within: Callable[[], AbstractContextManager] = sync_free,
+) -> Result:
     """One rank's part, forward and backward, without a host read: its tokens, its experts."""
     tokens, local = len(case.x_TD) // ranks, EXPERTS // ranks
     own_T, own_E = (slice(rank * n, (rank + 1) * n) for n in (tokens, local))
     x, prob = (t[own_T].clone().requires_grad_() for t in (case.x_TD, case.prob_TK))
     w = case.w_EDD[own_E].clone().requires_grad_()
-    with sync_free():
+    with within():
         received = dispatcher.dispatch(x, case.idx_TK[own_T], prob)
         out = dispatcher.combine(experts(received, w), received)
         out.backward(case.dout_TD[own_T])
     assert x.grad is not None and prob.grad is not None and w.grad is not None
     return Result(out.detach(), x.grad, prob.grad, w.grad)
+
+
+def assert_near(result: Result, case: Case, what: str = "") -> None:
+    """To the dense statement, in the dtypes of the case."""
+    dtype = case.x_TD.dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for name, got, want in zip(Result._fields, result, dense(case), strict=True):
+        assert got.dtype == (torch.float32 if name == "dprob_TK" else dtype)
+        error = (got.double() - want).abs().max() / want.abs().max()
+        assert error < tolerance, f"{what} {name}: {error:.1e} of the largest entry"
+
+
+def assert_exact(result: Result, case: Case) -> None:
+    """Equal to the dense statement, of integers that need no rounding."""
+    want = dense(case)
+    assert max(t.abs().max().item() for t in want) < 256
+    for name, got, exact in zip(Result._fields, result, want, strict=True):
+        assert torch.equal(got.double(), exact), name
 
 
 def rank_layer(case: Case) -> Result:
@@ -151,11 +177,7 @@ RANKS = [pytest.param(r, marks=pytest.mark.dist if r else ()) for r in (0, 1, 2,
 @pytest.mark.parametrize("ranks", RANKS)
 def test_equals_the_dense_statement(ranks: int, kind: str, dtype: torch.dtype) -> None:
     case = make_case(kind, dtype)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for name, got, want in zip(Result._fields, layer(case, ranks), dense(case), strict=True):
-        assert got.dtype == (torch.float32 if name == "dprob_TK" else dtype)
-        error = (got.double() - want).abs().max() / want.abs().max()
-        assert error < tolerance, f"{name}: {error:.1e} of the largest entry"
+    assert_near(layer(case, ranks), case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -164,10 +186,7 @@ def test_equals_the_dense_statement(ranks: int, kind: str, dtype: torch.dtype) -
 def test_exact_on_integers(ranks: int, kind: str, dtype: torch.dtype) -> None:
     """Without rounding, every number of ranks gives the same bits: no row is lost or misplaced."""
     case = make_case(kind, dtype, integer=True)
-    want = dense(case)
-    assert max(t.abs().max().item() for t in want) < 256
-    for name, got, exact in zip(Result._fields, layer(case, ranks), want, strict=True):
-        assert torch.equal(got.double(), exact), name
+    assert_exact(layer(case, ranks), case)
 
 
 def all_to_all(experts: int, top_k: int) -> Dispatcher:

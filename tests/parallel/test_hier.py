@@ -26,6 +26,8 @@ from tests.parallel.test_dispatch import (
     TOKENS,
     Case,
     Result,
+    assert_exact,
+    assert_near,
     dense,
     experts,
     make_case,
@@ -70,12 +72,8 @@ def layers(cases: list[Case], ranks: int = RANKS) -> list[Result]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_dense_statement(dtype: torch.dtype) -> None:
     cases = [make_case(kind, dtype) for kind in ROUTINGS]
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for kind, case, result in zip(ROUTINGS, cases, layers(cases), strict=True):
-        for name, got, want in zip(Result._fields, result, dense(case), strict=True):
-            assert got.dtype == (torch.float32 if name == "dprob_TK" else dtype)
-            error = (got.double() - want).abs().max() / want.abs().max()
-            assert error < tolerance, f"{kind}, {name}: {error:.1e} of the largest entry"
+        assert_near(result, case, kind)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -84,10 +82,7 @@ def test_exact_on_integers(dtype: torch.dtype, ranks: int) -> None:
     """Over two nodes and over four."""
     cases = [make_case(kind, dtype, integer=True) for kind in ("even", "unequal")]
     for case, result in zip(cases, layers(cases, ranks), strict=True):
-        want = dense(case)
-        assert max(t.abs().max().item() for t in want) < 256
-        for name, got, exact in zip(Result._fields, result, want, strict=True):
-            assert torch.equal(got.double(), exact), name
+        assert_exact(result, case)
 
 
 class Planned(NamedTuple):
