@@ -213,8 +213,8 @@ class Exchange:
     def send_sums(
         self,
         told: "Told",
+        index_S: Tensor,
         inverse_NK: Tensor,
-        table_NK: Tensor,
         offsets: Tensor,
         begun: torch.cuda.Event,
     ) -> tuple[Sent, Callable[[], None]]:
@@ -223,7 +223,7 @@ class Exchange:
         Args:
             told: of the experts' kernel, which has been launched: nothing here may be waited for
                 before.
-            inverse_NK, table_NK, offsets: as `kernels.sm90.combine_push` takes them.
+            index_S, inverse_NK, offsets: as `kernels.sm90.combine_push` takes them.
             begun: what was there before that kernel.
 
         Returns:
@@ -232,7 +232,7 @@ class Exchange:
         from kernels.sm90.combine_push import combine_push
         from kernels.sm90.launch import sms
 
-        given, everywhere = (inverse_NK, table_NK, offsets), sms(offsets.device)
+        given, everywhere = (index_S, inverse_NK, offsets), sms(offsets.device)
         how = dict(tokens=self.tokens, of=self._comm_sms + everywhere)
 
         def send(places: "Places", ctas: int = self._comm_sms) -> None:

@@ -160,8 +160,8 @@ class Trip:
     def finish_sums(self) -> Tensor:
         """Fc2 has been launched."""
         told, rows, begun = self._making
-        assert rows.inverse_NK is not None
-        how = (rows.inverse_NK, self.idx_NK, rows.offsets, begun)
+        assert rows.index_S is not None and rows.inverse_NK is not None
+        how = (rows.index_S, rows.inverse_NK, rows.offsets, begun)
         sent, self._send_rest = self.exchange.send_sums(told, *how)
         self._on_way["out"] = sent
         del self._making

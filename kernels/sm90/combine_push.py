@@ -3,8 +3,8 @@
 The way back of an exchange (`push`, whose epochs and flags these are), together with the sums that
 it brings (`combine`): row n goes to rank n // T as soon as the last of its experts here is through,
 while `rows` works on the experts after it. Waves of experts, or of slices of the rows of few ones
-(`waves`, `progress`), say when to look: wave after wave, warps claim chunks of rows and send those
-whose last expert row is in it, straight from registers.
+(`waves`, `progress`), say when to look: wave after wave, warps claim chunks of expert rows, and the
+last one of a token's expert rows sends their sum, straight from registers.
 
 It is launched twice. A few SMs, which `rows` gives up half-way, begin while that runs; all SMs, on
 its stream and hence after it, do what is left. The last warp of both says to all ranks that
@@ -34,23 +34,34 @@ from kernels.sm90.push import (
     WARPS,
     Places,
     begin,
-    block_rows,
     check_sizes,
     claim,
     last_of_all,
+    look_up,
     tell,
 )
 from kernels.sm90.storage import array, struct
 from kernels.sm90.waves import MAX_WAVES, last_wave_of, slice_tiles
 
 _WARP = 32
-_CHUNK = 32
-"""Rows that a warp claims."""
-_PIECES = 4
-"""16-byte accesses of a lane that are under way for each of two expert rows."""
+_CHUNK = 16
+"""Expert rows that a warp claims: what they are takes two loads, one after the other."""
+_PIECES = 8
+"""16-byte accesses of a lane that are under way."""
 _COLUMNS = 8
 """bf16 of a 16-byte access."""
 _WORDS = _COLUMNS // 2
+
+
+@cute.jit
+def turned(number: Int32, count: Int32, rank: Int32, ranks: cutlass.Constexpr) -> Int32:
+    """The chunk that comes in place of chunk `number` of `count`.
+
+    An expert's rows are in the order of the ranks that they go to. Every rank begins with another
+    part of a wave, as a link takes in what one rank sends and not what all do.
+    """
+    begin = number + count * rank // ranks
+    return cutlass.select_(begin >= count, begin - count, begin)
 
 
 @dataclass(frozen=True)
@@ -70,8 +81,8 @@ class CombinePushKernel:
 
     pointers: ClassVar[tuple[tuple[type, int], ...]] = (
         (Uint32, 16),  # y [S, D], as words of two bf16
+        (Int32, 4),  # index [S]: rows n of expert rows
         (Int32, 4),  # inverse [N, K]
-        (Int32, 4),  # table [N, K]: expert ids
         (Int32, 4),  # offsets [L + 1]
         (Int64, 8),  # rows_R
         (Int64, 8),  # flags_R
@@ -88,8 +99,8 @@ class CombinePushKernel:
     def __call__(
         self,
         y: cute.Pointer,
+        index: cute.Pointer,
         inverse: cute.Pointer,
-        table: cute.Pointer,
         offsets: cute.Pointer,
         rows_R: cute.Pointer,
         flags_R: cute.Pointer,
@@ -104,8 +115,8 @@ class CombinePushKernel:
         ranks = self.config.ranks
         self.kernel(
             y,
+            index,
             inverse,
-            table,
             offsets,
             cute.make_tensor(rows_R, cute.make_layout(ranks)),
             cute.make_tensor(flags_R, cute.make_layout(ranks)),
@@ -124,8 +135,8 @@ class CombinePushKernel:
     def kernel(
         self,
         y: cute.Pointer,
+        index: cute.Pointer,
         inverse: cute.Pointer,
-        table: cute.Pointer,
         offsets: cute.Pointer,
         rows_R: cute.Tensor,
         flags_R: cute.Tensor,
@@ -137,45 +148,51 @@ class CombinePushKernel:
         slots = self.config.slots
         T, width, local, rank, limit, waves, ctas, tile_rows, counts, bits, _ = sizes
         lane = cute.arch.lane_idx()
-        storage = cutlass.utils.SmemAllocator().allocate(struct(through=array(Int32, 1)))
+        storage = cutlass.utils.SmemAllocator().allocate(
+            struct(through=array(Int32, 1), entries=array(Int32, WARPS * _CHUNK * slots))
+        )
+        whole = storage.entries.get_tensor(cute.make_layout((slots, _CHUNK, WARPS)))
+        kept = whole[None, None, cute.arch.warp_idx()]
         through = storage.through.get_tensor(cute.make_layout(1))
         if cute.arch.thread_idx()[0] == 0:
             through[0] = Int32(0)
         epoch = begin(state, flags_R, rank, limit, report)
-        slices, ends = local << bits, cute.make_tensor(offsets, cute.make_layout(local + 1))
-        needed = self._needed(ends, bits, slices, waves, tile_rows, counts)
-        chunks = self.config.ranks * ((T + _CHUNK - 1) // _CHUNK)
-        finished = Int32(0)
+        ends = cute.make_tensor(offsets, cute.make_layout(local + 1))
+        begins, needed = self._waves(ends, bits, local << bits, waves, tile_rows, counts)
+        chunks, ahead = self._chunks(begins)
+        finished, total = Int32(0), cute.arch.shuffle_sync(ahead, _WARP - 1)
+        entries = cute.make_rmem_tensor(slots, Int32)
         claimed = cute.arch.shuffle_sync(claim(progress + CLAIMED), 0)
-        while claimed < chunks * waves:
+        while claimed < total:
             following = claim(progress + CLAIMED)
-            wave = claimed // chunks
-            number = claimed - wave * chunks
-            base, end = block_rows(number, T, rank, self.config.ranks, _CHUNK)
-            last = self._last(table, base + lane, end, local, rank)
-            if (last >= 0) & (bits > 0):
-                last = self._slice(inverse, base + lane, ends, last, bits, tile_rows)
-            mine = False
-            if last >= 0:
-                mine = last_wave_of(last, slices, waves) == wave
-            found = cute.arch.vote_ballot_sync(mine)
-            if (found != 0) & (finished <= wave):
+            wave = cute.arch.popc(cute.arch.vote_ballot_sync(ahead <= claimed)) - 1
+            row = self._row(claimed, wave, begins, chunks, ahead, rank)
+            n, to = Int32(0), Int64(0)
+            if row >= 0:
+                n = cute.make_tensor(index + row, cute.make_layout(1))[0]
+                target = n // T
+                to = rows_R[target] + Int64((rank - target) * T + n) * width * 16
+            look_up(inverse, entries, n, self.config.ranks * T)
+            last = Int32(-1)
+            for k in cutlass.range_constexpr(slots):
+                last = cutlass.max(last, entries[k])
+                if lane < _CHUNK:
+                    kept[k, lane] = entries[k]
+            found = cute.arch.vote_ballot_sync((row >= 0) & (last == row))
+            cute.arch.sync_warp()
+            if finished <= wave:
                 if (lane >= finished) & (lane <= wave):
-                    count = progress.toint() + 4 * Int64(COUNTS + lane)
-                    peer.wait(count, needed, limit, report.toint(), rank)
+                    counter = progress.toint() + 4 * Int64(COUNTS + lane)
+                    peer.wait(counter, needed, limit, report.toint(), rank)
                 cute.arch.sync_warp()
                 finished = wave + 1
             while found != 0:
-                row = base + ptx.lowest(found)
+                source, of = ptx.lowest(found), Int32(-1)
                 found = found & (found - 1)
-                of = Int32(-1)
                 if lane < slots:
-                    of = cute.make_tensor(inverse + Int64(row) * slots, cute.make_layout(slots))[
-                        lane
-                    ]
-                target = row // T
-                at = rank * T + row - target * T
-                self._send(y, rows_R[target] + Int64(at) * width * 16, of, width)
+                    of = kept[lane, source]
+                self._send(y, cute.arch.shuffle_sync(to, source), of, width)
+            cute.arch.sync_warp()
             claimed = cute.arch.shuffle_sync(following, 0)
         cute.arch.sync_warp()
         if lane == 0:
@@ -188,7 +205,7 @@ class CombinePushKernel:
                     tell(flags_R, part, rank, epoch)
 
     @cute.jit
-    def _needed(
+    def _waves(
         self,
         ends: cute.Tensor,
         bits: Int32,
@@ -196,64 +213,58 @@ class CombinePushKernel:
         waves: Int32,
         tile_rows: Int32,
         counts: Int32,
-    ) -> Int32:
-        """In lane w, counts that make wave w."""
-        lane = cute.arch.lane_idx()
+    ) -> tuple[Int32, Int32]:
+        """In lane w, the expert row at which wave w begins, and the counts that make it."""
+        lane, rows = cute.arch.lane_idx(), ends[cute.size(ends) - 1]
         tiles = cute.make_rmem_tensor(MAX_WAVES, Int32)
+        first = cute.make_rmem_tensor(MAX_WAVES, Int32)
         tiles.fill(0)
+        first.fill(rows)
         for base in cutlass.range(0, slices, _WARP):
             at = base + lane
             if at < slices:
                 expert = at >> bits
                 wave = last_wave_of(at, slices, waves)
-                of_all = (ends[expert + 1] - ends[expert] + tile_rows - 1) // tile_rows
+                begin, end = ends[expert], ends[expert + 1]
+                of_all = (end - begin + tile_rows - 1) // tile_rows
                 height = slice_tiles(of_all, bits)
                 before = (at - (expert << bits)) * height
                 some = cutlass.max(cutlass.min(of_all - before, height), 0)
+                row = cutlass.min(begin + before * tile_rows, end)
                 for w in cutlass.range_constexpr(MAX_WAVES):
                     tiles[w] += cutlass.select_(wave == w, some, Int32(0))
-        needed = Int32(0)
+                    first[w] = cutlass.select_(wave >= w, cutlass.min(first[w], row), first[w])
+        begins, needed = rows, Int32(0)
         for w in cutlass.range_constexpr(MAX_WAVES):
-            total = cute.arch.warp_reduction_sum(tiles[w])
+            row = cute.arch.warp_redux_sync(first[w], "min")
+            total = cute.arch.warp_redux_sync(tiles[w], "add")
+            begins = cutlass.select_(lane == w, row, begins)
             needed = cutlass.select_(lane == w, total * counts, needed)
-        return needed
+        return begins, needed
 
     @cute.jit
-    def _last(
-        self, table: cute.Pointer, row: Int32, end: Int32, local: Int32, rank: Int32
-    ) -> Int32:
-        """A row's last expert on this rank; -1 without one, and from row `end` on."""
-        last = Int32(-1)
-        if row < end:
-            slots = self.config.slots
-            experts = cute.make_tensor(table + Int64(row) * slots, cute.make_layout(slots))
-            for k in cutlass.range_constexpr(slots):
-                expert = experts[k] - rank * local
-                if expert < local:
-                    last = cutlass.max(last, expert)
-        return last
+    def _chunks(self, begins: Int32) -> tuple[Int32, Int32]:
+        """In lane w, the chunks of wave w, and those of all waves before it."""
+        lane = cute.arch.lane_idx()
+        rows = cute.arch.shuffle_sync(begins, cutlass.min(lane + 1, _WARP - 1)) - begins
+        chunks = (rows + _CHUNK - 1) // _CHUNK
+        upto = chunks
+        for step in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(upto, 1 << step)
+            upto = cutlass.select_(lane >= 1 << step, upto + below, upto)
+        return chunks, upto - chunks
 
     @cute.jit
-    def _slice(
-        self,
-        inverse: cute.Pointer,
-        row: Int32,
-        ends: cute.Tensor,
-        expert: Int32,
-        bits: Int32,
-        tile_rows: Int32,
+    def _row(
+        self, claimed: Int32, wave: Int32, begins: Int32, chunks: Int32, ahead: Int32, rank: Int32
     ) -> Int32:
-        """The slice, counted over all experts, in which a row's last expert row is."""
-        slots, at = self.config.slots, Int32(-1)
-        of = cute.make_tensor(inverse + Int64(row) * slots, cute.make_layout(slots))
-        for k in cutlass.range_constexpr(slots):
-            at = cutlass.max(at, of[k])
-        number = (Int32(1) << bits) - 1
-        first = ends[expert]
-        if at >= first:  # or it had no place, and nothing of it is sent
-            height = slice_tiles((ends[expert + 1] - first + tile_rows - 1) // tile_rows, bits)
-            number = (at - first) // (tile_rows * height)
-        return (expert << bits) + number
+        """The lane's expert row of a chunk of a wave; -1 for none."""
+        lane, count = cute.arch.lane_idx(), cute.arch.shuffle_sync(chunks, wave)
+        number = claimed - cute.arch.shuffle_sync(ahead, wave)
+        number = turned(number, count, rank, self.config.ranks)
+        row = cute.arch.shuffle_sync(begins, wave) + number * _CHUNK + lane
+        inside = (lane < _CHUNK) & (row < cute.arch.shuffle_sync(begins, wave + 1))
+        return cutlass.select_(inside, row, Int32(-1))
 
     @cute.jit
     def _send(self, y: cute.Pointer, target: Int64, of: Int32, width: Int32) -> None:
@@ -266,23 +277,21 @@ class CombinePushKernel:
             sums.fill(0)
             left = mask
             while left != 0:
-                words = cute.make_rmem_tensor((_WORDS, 2, _PIECES), Uint32)
+                row = cute.arch.shuffle_sync(of, ptx.lowest(left))
+                left = left & (left - 1)
+                words = cute.make_rmem_tensor((_WORDS, _PIECES), Uint32)
                 words.fill(0)
-                for i in cutlass.range_constexpr(2):
-                    row = cute.arch.shuffle_sync(of, ptx.lowest(left) & (_WARP - 1))
-                    for p in cutlass.range_constexpr(_PIECES):
-                        if (left != 0) & (first + p * _WARP < width):
-                            at = y.toint() + (Int64(row) * width + first + p * _WARP) * 16
-                            found = peer.load_global(at)
-                            for w in cutlass.range_constexpr(_WORDS):
-                                words[w, i, p] = found[w]
-                    left = left & (left - 1)
-                for i in cutlass.range_constexpr(2):
-                    for p in cutlass.range_constexpr(_PIECES):
+                for p in cutlass.range_constexpr(_PIECES):
+                    if first + p * _WARP < width:
+                        at = y.toint() + (Int64(row) * width + first + p * _WARP) * 16
+                        found = peer.load_global(at)
                         for w in cutlass.range_constexpr(_WORDS):
-                            low, high = ptx.unpack(words[w, i, p])
-                            sums[2 * w, p] += low
-                            sums[2 * w + 1, p] += high
+                            words[w, p] = found[w]
+                for p in cutlass.range_constexpr(_PIECES):
+                    for w in cutlass.range_constexpr(_WORDS):
+                        low, high = ptx.unpack(words[w, p])
+                        sums[2 * w, p] += low
+                        sums[2 * w + 1, p] += high
             for p in cutlass.range_constexpr(_PIECES):
                 if first + p * _WARP < width:
                     rounded = [ptx.pack(sums[2 * w, p], sums[2 * w + 1, p]) for w in range(_WORDS)]
@@ -291,8 +300,8 @@ class CombinePushKernel:
 
 def combine_push(
     told: Told,
+    index_S: Tensor,
     inverse_NK: Tensor,
-    table_NK: Tensor,
     offsets: Tensor,
     places: Places,
     *,
@@ -307,8 +316,10 @@ def combine_push(
 
     Args:
         told: of y [S, D], bf16, D a multiple of 8, and its progress.
-        inverse_NK: int32 expert rows of received rows, -1 for none.
-        table_NK: int32 global expert ids of received rows, -1 for an empty slot.
+        index_S: int32 received rows of expert rows.
+        inverse_NK: int32 expert rows of received rows, -1 for none. A received row without any is
+            not sent: there is nobody to wait for it, or all of them had no place in y, and the step
+            is run again (`parallel.overflow`).
         offsets: int32 [L + 1].
         places: where to.
         tokens: T.
@@ -319,18 +330,18 @@ def combine_push(
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
     """
     where, ranks, y_SD = told.out_SN.device, places.rows_R.numel(), told.out_SN
-    (N, K), D = inverse_NK.shape, y_SD.shape[1]
+    K, D = inverse_NK.shape[1], y_SD.shape[1]
     if D % _COLUMNS:
         raise ValueError(f"y has {D} columns: they must be a multiple of {_COLUMNS}")
     require(
         where,
         y=(y_SD, torch.bfloat16, None),
+        index=(index_S, torch.int32, y_SD.shape[:1]),
         inverse=(inverse_NK, torch.int32, (ranks * tokens, K)),
-        table=(table_NK, torch.int32, (N, K)),
         offsets=(offsets, torch.int32, None),
         progress=(told.progress, torch.int32, (PROGRESS,)),
     )
-    tensors = (y_SD, inverse_NK, table_NK, offsets, places.rows_R, *places[2:5], told.progress)
+    tensors = (y_SD, index_S, inverse_NK, offsets, places.rows_R, *places[2:5], told.progress)
     sizes = (tokens, D // _COLUMNS, offsets.numel() - 1, places.rank, places.limit_ms)
     more = (told.waves, of, told.tile_rows, told.counts, told.bits, ctas)
     launch(CombinePushKernel, CombinePushConfig(K, ranks), tensors, (*sizes, *more))

@@ -125,6 +125,19 @@ def block_rows(
 
 
 @cute.jit
+def look_up(table: cute.Pointer, entries: cute.Tensor, row: Int32, N: Int32) -> None:
+    """Entries of a row of a table of N, past the last one of that."""
+    slots = cutlass.const_expr(cute.size(entries))
+    wide = cutlass.const_expr(4 if slots % 4 == 0 else 1)
+    for k in cutlass.range_constexpr(0, slots, wide):
+        some = cute.make_rmem_tensor(wide, Int32)
+        at = table + cute.assume(Int64(cutlass.min(row, N - 1)) * slots + k, divby=wide)
+        cute.autovec_copy(cute.make_tensor(at, cute.make_layout(wide)), some)
+        for i in cutlass.range_constexpr(wide):
+            entries[k + i] = some[i]
+
+
+@cute.jit
 def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
     """One lane of each warp, when it is through: whether all warps of `count` CTAs are, and then
     a fence of the caller's shows all GPUs what they have written.
@@ -256,7 +269,7 @@ class PushKernel:
         following = cute.arch.shuffle_sync(claim(state.iterator + _CLAIMED), 0)
         entries = cute.make_rmem_tensor(config.slots, Int32)
         base, end = self._chunk(claimed % chunks, T, rank)
-        self._look_up(table, entries, base + lane, N)
+        look_up(table, entries, base + lane, N)
         while claimed < chunks * waves:
             after = claim(state.iterator + _CLAIMED)
             wave = claimed // chunks
@@ -268,7 +281,7 @@ class PushKernel:
                 row = base + lane
             wanted = self._wanted(entries, row, N, T, local, rank, wave, waves)
             base_after, end_after = self._chunk(following % chunks, T, rank)
-            self._look_up(table, entries, base_after + lane, N)
+            look_up(table, entries, base_after + lane, N)
             bits = cute.arch.vote_ballot_sync(wanted != 0)
             while bits != 0:
                 source = ptx.lowest(bits)
@@ -361,18 +374,6 @@ class PushKernel:
                         if piece < width:
                             to = targets[r] + offset + Int64(piece) * 16
                             ptx.store_global(to, *[words[w, p] for w in range(4)])
-
-    @cute.jit
-    def _look_up(self, table: cute.Pointer, entries: cute.Tensor, row: Int32, N: Int32) -> None:
-        """The experts of a row, past the last one of that."""
-        slots = self.config.slots
-        wide = cutlass.const_expr(4 if slots % 4 == 0 else 1)
-        for k in cutlass.range_constexpr(0, slots, wide):
-            some = cute.make_rmem_tensor(wide, Int32)
-            at = table + cute.assume(Int64(cutlass.min(row, N - 1)) * slots + k, divby=wide)
-            cute.autovec_copy(cute.make_tensor(at, cute.make_layout(wide)), some)
-            for i in cutlass.range_constexpr(wide):
-                entries[k + i] = some[i]
 
     @cute.jit
     def _wanted(

@@ -54,7 +54,7 @@ class Way:
         for r, plan in enumerate(self.plans):
             out = torch.full((self.a.shape[1], self.w2.shape[2]), CANARY, device="cuda").bfloat16()
             told = Told(out, self.progress[r], self.waves, loop, BEGIN, 0.5, self.bits)
-            given = (told, plan.inverse_NK, self.table, plan.offsets, self.ranks.places[r])
+            given = (told, plan.row_index_S, plan.inverse_NK, plan.offsets, self.ranks.places[r])
             how = dict(tokens=self.T, of=BEGIN + REST)
             begun = here.record_event()
             scaled = dict(bias_LN=self.bias[r], scale_S=plan.row_prob_S) if bias else {}
@@ -147,7 +147,7 @@ def test_bad_arguments_are_named() -> None:
     told = Told(out, way.progress[0], 1, TURNS, BEGIN, 0.5)
     how = dict(tokens=8, ctas=1, of=2)
     with pytest.raises(ValueError, match="y has 68 columns"):
-        combine_push(told, plan.inverse_NK, way.table, plan.offsets, places, **how)
+        combine_push(told, plan.row_index_S, plan.inverse_NK, plan.offsets, places, **how)
     told = told._replace(out_SN=out[:, :64].contiguous())
-    with pytest.raises(ValueError, match="table must be"):
-        combine_push(told, plan.inverse_NK, way.table[:3], plan.offsets, places, **how)
+    with pytest.raises(ValueError, match="inverse must be"):
+        combine_push(told, plan.row_index_S, plan.inverse_NK[:3], plan.offsets, places, **how)

@@ -130,6 +130,16 @@ def test_nobody_pushes_before_all_ranks_allow_it() -> None:
         push(ranks, 0, *given, **how)
 
 
+@pytest.mark.parametrize("R", [1, 2, 8])
+@pytest.mark.parametrize("count", [1, 5, 8, 803])
+def test_sums_of_a_wave_leave_for_different_ranks_at_a_time(count: int, R: int) -> None:
+    chunks = [[SUMS.turned(n, count, rank, R) for n in range(count)] for rank in range(R)]
+    assert all(sorted(of) == list(range(count)) for of in chunks)
+    for at_a_time in zip(*chunks, strict=True):  # of an expert, whose rows are in order of ranks
+        targets = [chunk * R // count for chunk in at_a_time]
+        assert max(map(targets.count, targets)) <= max(2, -(-R // count))
+
+
 class Sums:
     """The way back from one of two ranks, whose experts' rows are there."""
 
@@ -168,7 +178,7 @@ class Sums:
         return waves
 
     def launch(self, ctas: int) -> None:
-        plan = (self.plan.inverse_NK, self.table, self.plan.offsets)
+        plan = (self.plan.row_index_S, self.plan.inverse_NK, self.plan.offsets)
         memory = [words(self.y), *(t.flatten().tolist() for t in plan)]
         shared = self.ranks.places(1, self.ranks.rows, self.ranks.flags)
         pointers = [*map(simt.Pointer, memory), *shared, simt.Pointer(self.progress)]
