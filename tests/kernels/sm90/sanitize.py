@@ -228,6 +228,33 @@ def topk_case(experts: int, K: int, score: str, dtype: torch.dtype) -> Case:
     return case
 
 
+def tokens_case(waves: bool) -> Case:
+    """`push` and `arrive` between two ranks of this process."""
+
+    def case() -> None:
+        from tests.kernels.sm90.test_push_gpu import (
+            test_every_row_lands_where_it_should_and_no_other as check,
+        )
+
+        check(2, 33, 264, 2, 2, 2, 0.3, "tokens in waves" if waves else "sums")
+
+    return case
+
+
+def sums_case(bits: int) -> Case:
+    """`combine_push` beside `rows` and after it, between two ranks of this process."""
+
+    def case() -> None:
+        from tests.kernels.sm90.test_combine_push_gpu import TURNS, Way
+
+        way = Way(2, 300, 448, 4, 320, 6, 5, bits)
+        way.draw(0.3, 12)
+        way.send(TURNS, bias=False)
+        way.check(TURNS, bias=False)
+
+    return case
+
+
 def cases() -> dict[str, Case]:
     """By name."""
     made: dict[str, Case] = {}
@@ -255,6 +282,8 @@ def cases() -> dict[str, Case]:
     made["dprob"], made["dprob gathered"] = dprob_case(False), dprob_case(True)
     made["plan, combine 64"] = routing_case(64, 16, 6)
     made["plan, combine 300"] = routing_case(400, 300, 10)
+    made["push sums"], made["push in waves"] = tokens_case(False), tokens_case(True)
+    made["combine_push"], made["combine_push in slices"] = sums_case(0), sums_case(2)
     made["topk softmax"] = topk_case(128, 8, "softmax", FP32)
     made["topk softmax bf16"] = topk_case(32, 4, "softmax", BF16)
     made["topk sigmoid"] = topk_case(256, 8, "sigmoid", FP32)
