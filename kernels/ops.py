@@ -189,8 +189,11 @@ class Traffic(Protocol):
         """What fc2 has made is on its way. Returns [N, D] that only this traffic's end may read."""
         ...
 
-    def send_gradient(self, dx_ND: Tensor | None, dprob_NK: Tensor | None) -> None:
-        """Gradients of x and of its probabilities, before those of the weights are computed."""
+    def send_gradient(
+        self, dx_SD: Tensor | None, dprob_NK: Tensor | None, rows: Rows
+    ) -> Tensor | None:
+        """Gradients of expert rows, to be summed, and of probabilities, before those of the weights
+        are computed. Returns [N, D] that only this traffic's end may read."""
         ...
 
     def tokens(self) -> Tensor:
@@ -381,12 +384,12 @@ def _gradients(
     dw1 = dw2 = db2 = dx = None
     if need_x:
         dx = ops.rows(dh_SH, _stack(w1).transpose(1, 2), rows)
-        if rows.inverse_NK is not None:
+        if rows.inverse_NK is not None and traffic is None:
             dx = ops.combine(dx, rows.inverse_NK)
     if traffic is not None:
         assert rows.inverse_NK is not None
         dprob_NK = None if dprob_S is None else ops.plan_backward(dprob_S, rows.inverse_NK)
-        traffic.send_gradient(dx, dprob_NK)
+        dx = traffic.send_gradient(dx, dprob_NK, rows)
     if need_w2:
         dw2 = _wgrad(weights, dout, a_SF, rows, w2, buffers[1], gather_d=gather, gather_v=False)
     if need_b2:

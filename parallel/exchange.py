@@ -116,7 +116,8 @@ class Exchange:
         # Where pushes run beside other kernels: they come before those that wait for SMs.
         self._stream = torch.cuda.Stream(device, priority=-1) if options.comm_sms else None
         state = torch.zeros(STATE, dtype=torch.int32, device=device)
-        self._progress = torch.zeros(PROGRESS, dtype=torch.int32, device=device)
+        # Of sums, and of gradients.
+        self._progress, self._done = torch.zeros(2, PROGRESS, dtype=torch.int32, device=device)
         self._report = torch.zeros(4, dtype=torch.int32).pin_memory()
         self._places, self._rows, self._side = [], [], []
         for slot in range(SLOTS):
@@ -236,10 +237,35 @@ class Exchange:
         how = dict(tokens=self.tokens, of=self._comm_sms + everywhere)
 
         def send(places: "Places", ctas: int = self._comm_sms) -> None:
-            combine_push(told, *given, places, ctas=ctas, **how)
+            combine_push(told.made, *given, places, ctas=ctas, **how)
 
         sent = self._begin(send, 1, (told.out_SN, *given), begun)
         return sent, functools.partial(send, self._places[sent.slot], everywhere)
+
+    def send_gradient(
+        self,
+        dx_SD: Tensor,
+        index_S: Tensor,
+        inverse_NK: Tensor,
+        offsets: Tensor,
+        side: Tensor,
+    ) -> Sent:
+        """Send sums of expert rows and side data back; only if pushes run beside other kernels.
+
+        Args:
+            dx_SD: expert rows.
+            index_S, inverse_NK, offsets, side: as `kernels.sm90.combine_push` takes them.
+        """
+        from kernels.sm90.combine_push import combine_push
+        from kernels.sm90.progress import Made
+
+        given, made = (index_S, inverse_NK, offsets), Made(dx_SD, self._done)
+        how = dict(tokens=self.tokens, ctas=self._comm_sms, of=self._comm_sms)
+
+        def send(places: "Places") -> None:
+            combine_push(made, *given, places, **how, side=side)
+
+        return self._begin(send, 1, (dx_SD, *given, side))
 
     def _begin(
         self,

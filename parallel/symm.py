@@ -178,15 +178,22 @@ class Trip:
         if self.keep and training:
             self.again = self.rows(sent).clone()
 
-    def send_gradient(self, grad_ND: Tensor | None, grad_NK: Tensor | None) -> None:
+    def send_gradient(
+        self, dx_SD: Tensor | None, dprob_NK: Tensor | None, rows: Rows
+    ) -> Tensor | None:
         """Gradients of received tokens and of their probabilities go back, if there are any.
 
         That of the sums is not waited for any more.
         """
         self.meet("dout")
-        if grad_ND is not None:
-            sent = self.send("dx", grad_ND, self._side_of(grad_NK), alone=False, back=True)
-            self.exchange.running(sent)
+        if dx_SD is None:
+            return None
+        assert rows.index_S is not None and rows.inverse_NK is not None
+        of = (rows.index_S, rows.inverse_NK, rows.offsets)
+        sent = self.exchange.send_gradient(dx_SD, *of, self._side_of(dprob_NK))
+        self._on_way["dx"] = sent
+        self.exchange.running(sent)
+        return self.rows(sent)
 
     def tokens(self) -> Tensor:
         """Received tokens in the backward pass."""
@@ -200,7 +207,7 @@ class Trip:
         """
         if not self.there("dx"):
             self.send("dx", grad_ND, self._side_of(grad_NK), alone=True, back=True)
-        elif self.begun("dx").given[0].data_ptr() != grad_ND.data_ptr():
+        elif self.rows(self.begun("dx")).data_ptr() != grad_ND.data_ptr():
             raise RuntimeError("received tokens have another reader than the experts")
 
     def _side_of(self, grad_NK: Tensor | None) -> Tensor:

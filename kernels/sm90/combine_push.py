@@ -6,9 +6,10 @@ while `rows` works on the experts after it. Waves of experts, or of slices of th
 (`waves`, `progress`), say when to look: wave after wave, warps claim chunks of expert rows, and the
 last one of a token's expert rows sends their sum, straight from registers.
 
-It is launched twice. A few SMs, which `rows` gives up half-way, begin while that runs; all SMs, on
-its stream and hence after it, do what is left. The last warp of both says to all ranks that
-everything has come.
+Forward it is launched twice. A few SMs, which `rows` gives up half-way, begin while that runs; all
+SMs, on its stream and hence after it, do what is left. The last warp of both says to all ranks that
+everything has come. In the backward pass, where the gradients of expert rows leave beside those of
+weights, once, together with side data, which go first.
 
 Legend: R ranks, T tokens of a rank, N = R * T rows, K slots of a row, S expert rows, D columns, L
 experts of a rank.
@@ -27,7 +28,7 @@ from torch import Tensor
 from kernels.sm90 import peer, ptx
 from kernels.sm90.arguments import require
 from kernels.sm90.launch import launch
-from kernels.sm90.progress import CLAIMED, COUNTS, PROGRESS, THROUGH, Told
+from kernels.sm90.progress import CLAIMED, COUNTS, PROGRESS, THROUGH, Made
 from kernels.sm90.push import (
     EPOCH,
     STATE,
@@ -38,6 +39,9 @@ from kernels.sm90.push import (
     claim,
     last_of_all,
     look_up,
+    publish,
+    send_side,
+    side_block,
     tell,
 )
 from kernels.sm90.storage import array, struct
@@ -71,6 +75,8 @@ class CombinePushConfig:
     slots: int
     """K."""
     ranks: int
+    side: bool = False
+    """Side data go with the sums."""
 
     def __post_init__(self) -> None:
         check_sizes("combine_push", self.ranks, self.slots)
@@ -84,13 +90,15 @@ class CombinePushKernel:
         (Int32, 4),  # index [S]: rows n of expert rows
         (Int32, 4),  # inverse [N, K]
         (Int32, 4),  # offsets [L + 1]
+        (Int32, 16),  # side
         (Int64, 8),  # rows_R
+        (Int64, 8),  # side_R
         (Int64, 8),  # flags_R
         (Int32, 4),  # state
         (Int32, 4),  # report
         (Int32, 4),  # progress
     )
-    integers: ClassVar[int] = 11
+    integers: ClassVar[int] = 12
 
     def __init__(self, config: CombinePushConfig) -> None:
         self.config = config
@@ -102,7 +110,9 @@ class CombinePushKernel:
         index: cute.Pointer,
         inverse: cute.Pointer,
         offsets: cute.Pointer,
+        side: cute.Pointer,
         rows_R: cute.Pointer,
+        side_R: cute.Pointer,
         flags_R: cute.Pointer,
         state: cute.Pointer,
         report: cute.Pointer,
@@ -110,22 +120,25 @@ class CombinePushKernel:
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: T, pieces D / 8 of a row, L, rank, limit in milliseconds, waves, CTAs of both
-        launches, rows of a tile, counts of these, bits of slices, CTAs."""
+        """Sizes: T, pieces D / 8 of a row, L, rank, limit in milliseconds, waves, rows of a tile,
+        counts of these, bits of slices, CTAs of all launches, 16 bytes of a block of side data,
+        CTAs."""
         ranks = self.config.ranks
         self.kernel(
             y,
             index,
             inverse,
             offsets,
+            side,
             cute.make_tensor(rows_R, cute.make_layout(ranks)),
+            cute.make_tensor(side_R, cute.make_layout(ranks)),
             cute.make_tensor(flags_R, cute.make_layout(ranks)),
             cute.make_tensor(state, cute.make_layout(STATE)),
             report,
             progress,
             sizes,
         ).launch(
-            grid=[sizes[10], 1, 1],
+            grid=[sizes[11], 1, 1],
             block=[WARPS * _WARP, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -138,7 +151,9 @@ class CombinePushKernel:
         index: cute.Pointer,
         inverse: cute.Pointer,
         offsets: cute.Pointer,
+        side: cute.Pointer,
         rows_R: cute.Tensor,
+        side_R: cute.Tensor,
         flags_R: cute.Tensor,
         state: cute.Tensor,
         report: cute.Pointer,
@@ -146,17 +161,20 @@ class CombinePushKernel:
         sizes: tuple[Int32, ...],
     ) -> None:
         slots = self.config.slots
-        T, width, local, rank, limit, waves, ctas, tile_rows, counts, bits, _ = sizes
+        T, width, local, rank, limit, waves, tile_rows, counts, bits, ctas, pieces, _ = sizes
         lane = cute.arch.lane_idx()
         storage = cutlass.utils.SmemAllocator().allocate(
-            struct(through=array(Int32, 1), entries=array(Int32, WARPS * _CHUNK * slots))
+            struct(through=array(Int32, 2), entries=array(Int32, WARPS * _CHUNK * slots))
         )
         whole = storage.entries.get_tensor(cute.make_layout((slots, _CHUNK, WARPS)))
         kept = whole[None, None, cute.arch.warp_idx()]
-        through = storage.through.get_tensor(cute.make_layout(1))
-        if cute.arch.thread_idx()[0] == 0:
-            through[0] = Int32(0)
+        through = storage.through.get_tensor(cute.make_layout(2))
+        if cute.arch.thread_idx()[0] < 2:
+            through[cute.arch.thread_idx()[0]] = Int32(0)
         epoch = begin(state, flags_R, rank, limit, report)
+        if cutlass.const_expr(self.config.side):
+            send_side(side, side_R, rank, pieces, ctas, True)
+            publish(through, state, flags_R, Int32(0), Int32(1), rank, epoch, ctas)
         ends = cute.make_tensor(offsets, cute.make_layout(local + 1))
         begins, needed = self._waves(ends, bits, local << bits, waves, tile_rows, counts)
         chunks, ahead = self._chunks(begins)
@@ -196,12 +214,12 @@ class CombinePushKernel:
             claimed = cute.arch.shuffle_sync(following, 0)
         cute.arch.sync_warp()
         if lane == 0:
-            if last_of_all(through.iterator, progress + THROUGH, ctas) == 1:
+            if last_of_all(through.iterator + 1, progress + THROUGH, ctas) == 1:
                 counters = cute.make_tensor(progress, cute.make_layout(PROGRESS))
                 counters.fill(0)
                 state[EPOCH] = epoch
                 cute.arch.fence_acq_rel_sys()
-                for part in cutlass.range_constexpr(2):
+                for part in cutlass.range_constexpr(1 if self.config.side else 0, 2):
                     tell(flags_R, part, rank, epoch)
 
     @cute.jit
@@ -299,7 +317,7 @@ class CombinePushKernel:
 
 
 def combine_push(
-    told: Told,
+    made: Made,
     index_S: Tensor,
     inverse_NK: Tensor,
     offsets: Tensor,
@@ -308,14 +326,15 @@ def combine_push(
     tokens: int,
     ctas: int,
     of: int,
+    side: Tensor | None = None,
 ) -> None:
-    """One of two launches of a way back, after the launch of `rows` that is `told`.
+    """A launch of a way back, after that of `rows` which makes what it sends.
 
-    One is for another stream. Both wait for all that `rows` makes, so that has to be launched
-    before them: what it needs might not be loaded while others wait for it.
+    Of two, one is for another stream. Both wait for all that `rows` makes, so that has to be
+    launched before them: what it needs might not be loaded while others wait for it.
 
     Args:
-        told: of y [S, D], bf16, D a multiple of 8, and its progress.
+        made: y [S, D], bf16, D a multiple of 8, and its progress.
         index_S: int32 received rows of expert rows.
         inverse_NK: int32 expert rows of received rows, -1 for none. A received row without any is
             not sent: there is nobody to wait for it, or all of them had no place in y, and the step
@@ -324,12 +343,13 @@ def combine_push(
         places: where to.
         tokens: T.
         ctas: of this launch.
-        of: CTAs of both launches.
+        of: CTAs of all launches.
+        side: contiguous, one of R equal blocks to each rank, in multiples of 16 bytes.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
     """
-    where, ranks, y_SD = told.out_SN.device, places.rows_R.numel(), told.out_SN
+    where, ranks, y_SD = made.rows_SD.device, places.rows_R.numel(), made.rows_SD
     K, D = inverse_NK.shape[1], y_SD.shape[1]
     if D % _COLUMNS:
         raise ValueError(f"y has {D} columns: they must be a multiple of {_COLUMNS}")
@@ -339,9 +359,15 @@ def combine_push(
         index=(index_S, torch.int32, y_SD.shape[:1]),
         inverse=(inverse_NK, torch.int32, (ranks * tokens, K)),
         offsets=(offsets, torch.int32, None),
-        progress=(told.progress, torch.int32, (PROGRESS,)),
+        progress=(made.progress, torch.int32, (PROGRESS,)),
     )
-    tensors = (y_SD, index_S, inverse_NK, offsets, places.rows_R, *places[2:5], told.progress)
-    sizes = (tokens, D // _COLUMNS, offsets.numel() - 1, places.rank, places.limit_ms)
-    more = (told.waves, of, told.tile_rows, told.counts, told.bits, ctas)
-    launch(CombinePushKernel, CombinePushConfig(K, ranks), tensors, (*sizes, *more))
+    block = 0 if side is None else side_block(side, ranks)
+    launch(
+        CombinePushKernel,
+        CombinePushConfig(K, ranks, side=side is not None),
+        (y_SD, index_S, inverse_NK, offsets, side, *places[:5], made.progress),
+        (
+            *(tokens, D // _COLUMNS, offsets.numel() - 1, places.rank, places.limit_ms),
+            *(*made[2:], of, block // 16, ctas),
+        ),
+    )

@@ -22,6 +22,20 @@ PROGRESS = COUNTS + MAX_WAVES
 _WARPS = GROUP_THREADS // 32
 
 
+class Made(NamedTuple):
+    """Expert rows, and how their reader sees which waves of them are there: by default all are."""
+
+    rows_SD: Tensor
+    progress: Tensor
+    """int32 [PROGRESS]."""
+    waves: int = 1
+    tile_rows: int = 1
+    counts: int = 0
+    """Of `tile_rows` rows of an expert."""
+    bits: int = 0
+    """An expert's rows are taken in `1 << bits` slices."""
+
+
 class Told(NamedTuple):
     """What `rows` is given to tell."""
 
@@ -45,15 +59,13 @@ class Told(NamedTuple):
         return self.waves, -(-self.sms // self.loop.cluster), late, self.bits
 
     @property
-    def tile_rows(self) -> int:
-        return self.loop.cluster * TILE_ROWS
-
-    @property
-    def counts(self) -> int:
-        """Of `tile_rows` rows of an expert."""
+    def made(self) -> Made:
+        """For the reader."""
         groups = 1 if self.loop.pingpong else 2
         column_tiles = -(-self.out_SN.shape[1] // self.loop.columns)
-        return self.loop.cluster * groups * _WARPS * column_tiles
+        counts = self.loop.cluster * groups * _WARPS * column_tiles
+        tile_rows = self.loop.cluster * TILE_ROWS
+        return Made(self.out_SN, self.progress, self.waves, tile_rows, counts, self.bits)
 
 
 class Tell:

@@ -75,6 +75,14 @@ class Places(NamedTuple):
     """Of every wait."""
 
 
+def side_block(side: Tensor, blocks: int) -> int:
+    """Bytes of each of a number of blocks of side data, or ValueError."""
+    size = side.numel() * side.element_size()
+    if size % (16 * blocks):
+        raise ValueError(f"side data of {size} bytes: blocks must be multiples of 16 bytes")
+    return size // blocks
+
+
 def check_sizes(kernel: str, ranks: int, slots: int) -> None:
     """Raise ValueError for more than a kernel is compiled for."""
     if not 1 <= ranks <= MAX_RANKS:
@@ -160,6 +168,56 @@ def tell(flags_R: cute.Tensor, part: Int32, rank: Int32, epoch: Int32) -> None:
     """After a fence: a part of the exchange is there, at all ranks."""
     for r in cutlass.range_constexpr(cute.size(flags_R)):
         peer.store_flag(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
+
+
+@cute.jit
+def publish(
+    through: cute.Tensor,
+    state: cute.Tensor,
+    flags_R: cute.Tensor,
+    part: Int32,
+    last: Int32,
+    rank: Int32,
+    epoch: Int32,
+    ctas: Int32,
+) -> None:
+    """Tell all ranks, once all warps are through with a part: 0, the side data, or a wave."""
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        if last_of_all(through.iterator + part, state.iterator + (_DONE + part), ctas) == 1:
+            state[_DONE + part] = Int32(0)
+            if part == last:
+                state[EPOCH], state[_CLAIMED] = epoch, Int32(0)
+            cute.arch.fence_acq_rel_sys()
+            tell(flags_R, part, rank, epoch)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def send_side(
+    side: cute.Pointer,
+    side_R: cute.Tensor,
+    rank: Int32,
+    pieces: Int32,
+    ctas: Int32,
+    back: cutlass.Constexpr,
+) -> None:
+    """The block of side data to all ranks, or `back` block r to rank r: to its block `rank`.
+
+    Every rank begins with itself, so that they do not all write to the same one.
+    """
+    first = cute.arch.block_idx()[0] * (WARPS * _WARP) + cute.arch.thread_idx()[0]
+    step, ranks = ctas * (WARPS * _WARP), cutlass.const_expr(cute.size(side_R))
+    for block in cutlass.range_constexpr(ranks if back else 1):
+        source, to = side.toint(), [(rank + r) % ranks for r in range(ranks)]
+        if cutlass.const_expr(back):
+            to = [to[block]]
+            source += Int64(to[0]) * pieces * 16
+        for piece in cutlass.range(first, pieces, step):
+            words = peer.load_global(source + Int64(piece) * 16)
+            at = (Int64(rank) * pieces + piece) * 16
+            for r in cutlass.range_constexpr(len(to)):
+                ptx.store_global(side_R[to[r]] + at, *words)
 
 
 @dataclass(frozen=True)
@@ -259,8 +317,8 @@ class PushKernel:
         if thread <= MAX_WAVES:
             through[thread] = Int32(0)
         epoch = begin(state, flags_R, rank, limit, report)
-        self._send_side(side, side_R, rank, pieces, ctas)
-        self._publish(through, state, flags_R, Int32(0), waves, rank, epoch, ctas)
+        send_side(side, side_R, rank, pieces, ctas, config.back)
+        publish(through, state, flags_R, Int32(0), waves, rank, epoch, ctas)
         targets = [rows_R[r] for r in range(config.ranks)]
         chunks, sent = (T + _CHUNK - 1) // _CHUNK, Int32(0)
         if cutlass.const_expr(config.back):
@@ -275,7 +333,7 @@ class PushKernel:
             wave = claimed // chunks
             while sent < wave:
                 sent += 1
-                self._publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
+                publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
             row = N
             if (lane < _CHUNK) & (base + lane < end):
                 row = base + lane
@@ -293,57 +351,13 @@ class PushKernel:
             claimed, following = following, cute.arch.shuffle_sync(after, 0)
         while sent < waves:
             sent += 1
-            self._publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
+            publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
 
     def _chunk(self, number: Int32, T: Int32, rank: Int32) -> tuple[Int32, Int32]:
         """First row of a chunk, and the row before which it ends at the latest."""
         if self.config.back:
             return block_rows(number, T, rank, self.config.ranks, _CHUNK)
         return number * _CHUNK, T
-
-    @cute.jit
-    def _publish(
-        self,
-        through: cute.Tensor,
-        state: cute.Tensor,
-        flags_R: cute.Tensor,
-        part: Int32,
-        last: Int32,
-        rank: Int32,
-        epoch: Int32,
-        ctas: Int32,
-    ) -> None:
-        """Tell all ranks, once all warps are through with a part: 0, the side data, or a wave."""
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            if last_of_all(through.iterator + part, state.iterator + (_DONE + part), ctas) == 1:
-                state[_DONE + part] = Int32(0)
-                if part == last:
-                    state[EPOCH], state[_CLAIMED] = epoch, Int32(0)
-                cute.arch.fence_acq_rel_sys()
-                tell(flags_R, part, rank, epoch)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def _send_side(
-        self, side: cute.Pointer, side_R: cute.Tensor, rank: Int32, pieces: Int32, ctas: Int32
-    ) -> None:
-        """The block of side data to all ranks, or `back` block r to rank r: to its block `rank`.
-
-        Every rank begins with itself, so that they do not all write to the same one.
-        """
-        first = cute.arch.block_idx()[0] * (WARPS * _WARP) + cute.arch.thread_idx()[0]
-        step, ranks = ctas * (WARPS * _WARP), self.config.ranks
-        for block in cutlass.range_constexpr(ranks if self.config.back else 1):
-            source, to = side.toint(), [(rank + r) % ranks for r in range(ranks)]
-            if cutlass.const_expr(self.config.back):
-                to = [to[block]]
-                source += Int64(to[0]) * pieces * 16
-            for piece in cutlass.range(first, pieces, step):
-                words = peer.load_global(source + Int64(piece) * 16)
-                at = (Int64(rank) * pieces + piece) * 16
-                for r in cutlass.range_constexpr(len(to)):
-                    ptx.store_global(side_R[to[r]] + at, *words)
 
     @cute.jit
     def _send_row(
@@ -500,10 +514,7 @@ def push(
         table=(table_NK, torch.int32, (N, table_NK.shape[1])),
         side=(side, side.dtype, None),
     )
-    size = side.numel() * side.element_size()
-    block = size // ranks if back else size
-    if block % 16 or (back and block * ranks != size):
-        raise ValueError(f"side data of {size} bytes: blocks must be multiples of 16 bytes")
+    block = side_block(side, ranks if back else 1)
     if not N:
         raise ValueError("rows must have a row at least")
     if not 1 <= waves <= (1 if back else MAX_WAVES):

@@ -112,7 +112,8 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
 
     for (hidden, slots), back in product(((2048, 8), (2880, 4), (7168, 8)), EITHER):
         yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
-    yield from ((CombinePushKernel, CombinePushConfig(slots, 8)) for slots in (4, 8))
+    for slots, side in product((4, 8), EITHER):
+        yield CombinePushKernel, CombinePushConfig(slots, 8, side)
     yield ArriveKernel, ArriveConfig(8)
 
 

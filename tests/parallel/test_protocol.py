@@ -146,8 +146,13 @@ class Recorder:
     def told(self, y_SD: Tensor, channels: int, local: int) -> Any:
         return SimpleNamespace(out_SN=y_SD)
 
-    def send_sums(self, told: Any, inverse_NK: Tensor, table_NK: Tensor, *rest: Any) -> Any:
-        sent = self.start(told.out_SN, table_NK, table_NK.new_empty(0), E // R, back=True)
+    def send_gradient(
+        self, dx_SD: Tensor, index_S: Tensor, inverse_NK: Tensor, offsets: Tensor, side: Tensor
+    ) -> Any:
+        return self.start(dx_SD, inverse_NK, side, E // R, back=True)
+
+    def send_sums(self, told: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any) -> Any:
+        sent = self.start(told.out_SN, inverse_NK, inverse_NK.new_empty(0), E // R, back=True)
         self.made = weakref.ref(told.out_SN)
         return sent, functools.partial(lambda _: None, told)
 

@@ -11,7 +11,7 @@ from kernels.plan import make_plan
 from kernels.sm90.combine import combine
 from kernels.sm90.combine_push import combine_push
 from kernels.sm90.mainloop import Mainloop
-from kernels.sm90.progress import PROGRESS, Told
+from kernels.sm90.progress import PROGRESS, Made, Told
 from kernels.sm90.push import arrive
 from kernels.sm90.rows import rows
 from tests.kernels.sm90.test_push_gpu import CANARY, Ranks, _routing
@@ -54,7 +54,13 @@ class Way:
         for r, plan in enumerate(self.plans):
             out = torch.full((self.a.shape[1], self.w2.shape[2]), CANARY, device="cuda").bfloat16()
             told = Told(out, self.progress[r], self.waves, loop, BEGIN, 0.5, self.bits)
-            given = (told, plan.row_index_S, plan.inverse_NK, plan.offsets, self.ranks.places[r])
+            given = (
+                told.made,
+                plan.row_index_S,
+                plan.inverse_NK,
+                plan.offsets,
+                self.ranks.places[r],
+            )
             how = dict(tokens=self.T, of=BEGIN + REST)
             begun = here.record_event()
             scaled = dict(bias_LN=self.bias[r], scale_S=plan.row_prob_S) if bias else {}
@@ -124,6 +130,25 @@ def test_sums_have_the_bits_of_kernels_one_after_the_other(
     assert all(places.state.tolist()[:2] == [3, 3] for places in way.ranks.places)
 
 
+@pytest.mark.parametrize("absent", [0.0, 0.4, 1.0])
+def test_gradients_take_side_data_along(absent: float) -> None:
+    way = Way(4, 257, 2880, 4, 192, 40, 1)
+    way.draw(absent, 160)
+    sides = (
+        torch.arange(16, device="cuda").int() + 100 * torch.arange(4, device="cuda").int()[:, None]
+    )
+    for r, plan in enumerate(way.plans):
+        y = rows(way.a[r], way.w2[r], plan.offsets)
+        of = (plan.row_index_S, plan.inverse_NK, plan.offsets, way.ranks.places[r])
+        how = dict(tokens=way.T, ctas=BEGIN, of=BEGIN)
+        combine_push(Made(y, way.progress[r]), *of, **how, side=sides[r])
+    for places in way.ranks.places:
+        arrive(places)
+    way.check(Mainloop(256), bias=False)
+    for r, side in enumerate(way.ranks.side):
+        assert torch.equal(side, sides.view(4, 4, 4)[:, r])
+
+
 def test_captured_sums_go_on_counting() -> None:
     way = Way(2, 500, 1024, 4, 512, 5, 6, bits=2)
     way.draw(0.2, 10)
@@ -147,7 +172,7 @@ def test_bad_arguments_are_named() -> None:
     told = Told(out, way.progress[0], 1, TURNS, BEGIN, 0.5)
     how = dict(tokens=8, ctas=1, of=2)
     with pytest.raises(ValueError, match="y has 68 columns"):
-        combine_push(told, plan.row_index_S, plan.inverse_NK, plan.offsets, places, **how)
+        combine_push(told.made, plan.row_index_S, plan.inverse_NK, plan.offsets, places, **how)
     told = told._replace(out_SN=out[:, :64].contiguous())
     with pytest.raises(ValueError, match="inverse must be"):
-        combine_push(told, plan.row_index_S, plan.inverse_NK[:3], plan.offsets, places, **how)
+        combine_push(told.made, plan.row_index_S, plan.inverse_NK[:3], plan.offsets, places, **how)

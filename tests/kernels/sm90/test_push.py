@@ -149,7 +149,7 @@ class Sums:
 
     def __init__(self, local: int, bits: int, waves: int) -> None:
         self.local, self.bits, self.waves = local, bits, waves
-        self.ranks = Ranks(2, self.T, self.D, side=0)
+        self.ranks = Ranks(2, self.T, self.D, side=4)
         self.table = routing(2 * self.T, self.K, 2 * self.local, 0.3, seed=3)
         prob = torch.ones(self.table.shape)
         where = dict(first_expert=self.local, local_experts=self.local, backend="torch")
@@ -178,14 +178,20 @@ class Sums:
         return waves
 
     def launch(self, ctas: int) -> None:
+        made = (self.waves, self.tile_rows, self.counts, self.bits)
+        self._launch(made, [], (self.begin + self.rest, 0, ctas))
+
+    def launch_once(self, side: list[int]) -> None:
+        """All is there, and side data go along."""
+        self._launch((1, 1, 0, 0), side, (self.begin, 1, self.begin))
+
+    def _launch(self, made: tuple[int, ...], side: list[int], how: tuple[int, ...]) -> None:
         plan = (self.plan.row_index_S, self.plan.inverse_NK, self.plan.offsets)
-        memory = [words(self.y), *(t.flatten().tolist() for t in plan)]
-        shared = self.ranks.places(1, self.ranks.rows, self.ranks.flags)
+        memory = [words(self.y), *(t.flatten().tolist() for t in plan), side]
+        shared = self.ranks.places(1, self.ranks.rows, self.ranks.side, self.ranks.flags)
         pointers = [*map(simt.Pointer, memory), *shared, simt.Pointer(self.progress)]
-        both = self.begin + self.rest
-        sizes = (self.T, self.D // 8, self.local, 1, LIMIT, self.waves, both)
-        kernel = SUMS.CombinePushKernel(SUMS.CombinePushConfig(self.K, 2))
-        kernel(*pointers, (*sizes, self.tile_rows, self.counts, self.bits, ctas), None)
+        kernel = SUMS.CombinePushKernel(SUMS.CombinePushConfig(self.K, 2, side=bool(side)))
+        kernel(*pointers, (self.T, self.D // 8, self.local, 1, LIMIT, *made, *how), None)
 
     def wanted(self, target: int, before: int) -> dict[int, list[int]]:
         """What a rank receives when waves `before` one are through."""
@@ -211,6 +217,20 @@ def test_sums_are_those_of_combine_where_their_tokens_are(
         way.ranks.check(target, way.wanted(target, waves))
         assert way.ranks.flags[target][1] == way.ranks.flags[target][PUSH.MAX_RANKS + 1] == 1
     assert way.ranks.state[1][0] == 1 and not any(way.progress)
+
+
+@WAYS
+def test_gradients_take_side_data_along_and_wait_for_nothing(
+    local: int, bits: int, waves: int
+) -> None:
+    way = Sums(local, bits, waves)
+    way.progress = [0] * SUMS.PROGRESS
+    way.launch_once(side := list(range(8)))
+    for target in range(2):
+        way.ranks.check(target, way.wanted(target, waves))
+        assert way.ranks.side[target][4:] == side[4 * target : 4 * target + 4]
+        assert way.ranks.flags[target][1] == way.ranks.flags[target][PUSH.MAX_RANKS + 1] == 1
+    assert way.ranks.state[1] == [1, *[0] * (PUSH.STATE - 1)] and not any(way.progress)
 
 
 @WAYS
