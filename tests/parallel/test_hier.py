@@ -1,4 +1,4 @@
-"""The transport over nodes: 4 gloo ranks that pretend to be two nodes of two.
+"""The transport over nodes: gloo ranks that pretend to be nodes of two, or of four.
 
 Everything is compared with the dense statement of test_dispatch, or with `alltoall`.
 """
@@ -36,6 +36,7 @@ from tests.parallel.test_dispatch import (
 
 pytestmark = pytest.mark.dist
 RANKS, SIZE = 4, 2
+NODES = pytest.mark.parametrize(("ranks", "size"), [(4, 2), (8, 2), (8, 4)])
 
 
 @contextmanager
@@ -48,14 +49,17 @@ def pretended(size: int) -> Iterator[None]:
         del os.environ["PHALANX_NODE_GPUS"]
 
 
-def made(name: str, slots: Slots = SLOTS, budget: Budget | None = None) -> Dispatcher:
+def made(
+    name: str, slots: Slots = SLOTS, budget: Budget | None = None, size: int = SIZE
+) -> Dispatcher:
     given: dict[str, Any] = dict(experts=EXPERTS, slots=slots, budget=budget or Budget(8.0, CPU))
-    with pretended(SIZE):
+    with pretended(size):
         return make_dispatcher(name, group=dist.group.WORLD, **given)
 
 
-def rank_layers(cases: list[Case]) -> list[Result]:
-    rank, ranks, dispatcher, results = dist.get_rank(), dist.get_world_size(), made("hier"), []
+def rank_layers(cases: list[Case], size: int) -> list[Result]:
+    rank, ranks, results = dist.get_rank(), dist.get_world_size(), []
+    dispatcher = made("hier", size=size)
     for case in cases:
         results.append(run_layer(dispatcher, case, rank, ranks))
         again = run_layer(dispatcher, case, rank, ranks)
@@ -63,9 +67,9 @@ def rank_layers(cases: list[Case]) -> list[Result]:
     return results
 
 
-def layers(cases: list[Case], ranks: int = RANKS) -> list[Result]:
-    """The whole layer over nodes of two ranks, for each case."""
-    by_rank = run_distributed(rank_layers, ranks, cases)
+def layers(cases: list[Case], ranks: int = RANKS, size: int = SIZE) -> list[Result]:
+    """The whole layer over nodes of `size` ranks, for each case."""
+    by_rank = run_distributed(rank_layers, ranks, cases, size)
     return [Result(*map(torch.cat, zip(*r, strict=True))) for r in zip(*by_rank, strict=True)]
 
 
@@ -76,12 +80,12 @@ def test_equals_the_dense_statement(dtype: torch.dtype) -> None:
         assert_near(result, case, kind)
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@NODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_on_integers(dtype: torch.dtype, ranks: int) -> None:
-    """Over two nodes and over four."""
+def test_exact_on_integers(dtype: torch.dtype, ranks: int, size: int) -> None:
+    """Over two nodes of two and of four, and over four nodes."""
     cases = [make_case(kind, dtype, integer=True) for kind in ("even", "unequal")]
-    for case, result in zip(cases, layers(cases, ranks), strict=True):
+    for case, result in zip(cases, layers(cases, ranks, size), strict=True):
         assert_exact(result, case)
 
 
@@ -95,12 +99,12 @@ class Planned(NamedTuple):
     inverse_NK: Tensor
 
 
-def plans(case: Case) -> list[Planned]:
+def plans(case: Case, size: int) -> list[Planned]:
     """Of `alltoall` and `hier` on this rank."""
     tokens, found = TOKENS // dist.get_world_size(), []
     own = slice(dist.get_rank() * tokens, (dist.get_rank() + 1) * tokens)
     for name in ("alltoall", "hier"):
-        received = made(name, Slots(3, 4, 2)).dispatch(
+        received = made(name, Slots(3, 4, 2), size=size).dispatch(
             case.x_TD[own], case.idx_TK[own], case.prob_TK[own]
         )
         p = received.plan
@@ -110,8 +114,8 @@ def plans(case: Case) -> list[Planned]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_expert_rows_are_those_of_collectives_bit_for_bit(ranks: int) -> None:
+@NODES
+def test_expert_rows_are_those_of_collectives_bit_for_bit(ranks: int, size: int) -> None:
     """Rows lie in the order of (place, node, token), and -1 is no expert, on any node."""
     case = make_case("even", torch.bfloat16)
     empty = torch.full((TOKENS, 1), -1, dtype=torch.int32)
@@ -119,11 +123,11 @@ def test_expert_rows_are_those_of_collectives_bit_for_bit(ranks: int) -> None:
         idx_TK=torch.cat((case.idx_TK[:, :1], empty, case.idx_TK[:, 1:]), 1),
         prob_TK=torch.rand(TOKENS, 4, generator=torch.Generator().manual_seed(3)),
     )
-    by_rank = torch.arange(TOKENS).view(ranks // SIZE, SIZE, -1)  # [node, place, token]
+    by_rank = torch.arange(TOKENS).view(ranks // size, size, -1)  # [node, place, token]
     by_place = by_rank.transpose(0, 1).flatten()
     lies = torch.empty_like(by_place)
     lies[by_place] = torch.arange(TOKENS)
-    for flat, hier in run_distributed(plans, ranks, case):
+    for flat, hier in run_distributed(plans, ranks, case, size):
         used = int(flat.offsets[-1])
         assert used
         for name in ("row_prob_S", "offsets", "needed"):
