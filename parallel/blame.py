@@ -89,9 +89,11 @@ def blame(members: Mapping[int, Member], now: float, timeout: float) -> Verdict 
         return None
     m = min(here.values(), key=lambda m: m.heard)
     silence = now - m.heard
-    if silence >= (QUIET if bad else timeout):
+    # What a rank does began before its last sign of life: a stopped one seems to hang first.
+    amiss = bad or any(m.limited and now - m.since >= timeout for m in here.values())
+    if silence >= (QUIET if amiss else timeout):
         return Verdict(m.where, "silent", silent(m.where, silence, m.at))
-    if bad or any(m.limited and now - m.since >= timeout for m in here.values()):
+    if amiss:
         return _behind(here, now)
     return None
 

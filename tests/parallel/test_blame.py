@@ -45,6 +45,7 @@ OWN = {"failed": NOW - 3, "own": True}
         # No heartbeats.
         ({"r1": {"heard": NOW - 61}}, 1, "silent"),
         ({"r1": {"heard": NOW - 30}, "r0": LOST, "r2": LOST}, 1, "silent"),
+        ({"r1": {"heard": NOW - 59.9, "since": NOW - 60, "serial": 49}}, 1, "silent"),
         # No progress.
         ({"r1": {"since": NOW - 61, "serial": 49}}, 1, "stuck"),
         ({"r1": {"serial": 49}, "r0": LOST, "r2": LOST}, 1, "stuck"),
