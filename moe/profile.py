@@ -20,7 +20,7 @@ class Profiler:
     Args:
         window: [first, last] of run.profile; empty, or on a rank that does not record.
         folder: of the run.
-        facts: what the run is, kept in the trace under `phalanx`.
+        facts: what the run is, kept in the trace under `phalanx` with the steps.
         done: steps done before this run, which may be more than `first`.
         tell: told of the trace. One that cannot be written does not end the run.
     """
@@ -60,12 +60,13 @@ class Profiler:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities)
         self._profile.__enter__()
-        self._profile.add_metadata_json("phalanx", json.dumps(self._facts))
         self._first = self._done + 1
 
     def _stop(self) -> None:
         if self._profile is None:
             return
+        facts = self._facts | {"steps": [self._first, self._done]}
+        self._profile.add_metadata_json("phalanx", json.dumps(facts))
         self._profile.__exit__(None, None, None)
         path = self._folder / f"trace_{self._first}_{self._done}.json.gz"
         try:

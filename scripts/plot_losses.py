@@ -27,6 +27,8 @@ _MEAN_OF = 20
 """Most steps that a point of a curve is the mean of."""
 _FEW = 50
 """Steps up to which each is drawn as a point."""
+_STEEP = 3
+"""Largest loss over the smallest, from which on the axis is logarithmic."""
 _PARTS = 10
 
 
@@ -176,10 +178,12 @@ def plot(curves: Curves, path: Path, title: str) -> None:
         if several:
             common = [step for step in mean if step in means[first]]
             below.plot(common, [mean[s] - means[first][s] for s in common], **line)
-    above.set_ylabel("loss (nats a token)")
+    every = [loss for curve in curves.values() for loss in curve.losses.values()]
+    steep = 0 < _STEEP * min(every) < max(every)
+    above.set(ylabel="loss (nats a token)", yscale="log" if steep else "linear")
     above.legend(title=f"mean of {window} steps" if window > 1 else None)
     if several:
-        below.set_ylabel(f"minus {first}")
+        below.set_title(f"minus {first}", fontsize="medium", loc="left")
     below.set_xlabel("step")
     if len(means[first]) == 1:  # no range to place ticks in
         (step,) = means[first]
