@@ -47,7 +47,7 @@ Curves = dict[str, Curve]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         curves = load(args.runs)
         print(table(curves, args.parts))
@@ -60,17 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Options; `--help` is the manual."""
+    p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add = p.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN")
     add("--parts", type=int, metavar="N", help=f"default: {_PARTS}, or the steps if they are fewer")
     add("--json", type=Path, metavar="OUT", help="write the losses")
     add("--plot", type=Path, metavar="PNG", help="default: losses.png beside the first run")
     add("--title", metavar="TEXT", help="default: what the runs have in common")
-    return parser
+    return p
 
 
 def _draw(curves: Curves, args: argparse.Namespace) -> None:

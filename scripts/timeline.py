@@ -79,7 +79,7 @@ class Trace(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         trace = read(args.trace)
         if args.window:
@@ -280,18 +280,19 @@ def plot(trace: Trace, path: Path, heading: str) -> None:
     pictures.close(figure)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Options; `--help` is the manual."""
+    p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add = p.add_argument
     add("trace", type=Path, help="trace_*.json.gz of a run, or what --crop wrote")
     add("--top", type=int, default=15, metavar="N", help="rows of the list; default: %(default)s")
     add("--window", type=float, nargs=2, metavar=("FROM", "TO"), help="ms from the first event")
     add("--crop", type=Path, metavar="CROP.json", help="write what is in the window")
     add("--plot", type=Path, metavar="PICTURE.png", help="draw it; needs matplotlib")
     add("--title", metavar="TEXT", help="of the picture; default: what was run, and the steps")
-    return parser
+    return p
 
 
 if __name__ == "__main__":

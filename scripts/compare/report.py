@@ -140,7 +140,11 @@ def plot(path: Path, facts: dict[str, Any], table: Sequence[Row]) -> str:
         text += "  another loss" if row.loss_differs else ""
         text = text if row.runs else "; ".join(row.notes)[:60]
         axes.text(rate + error + room, y, text, va="center", fontsize=8)
-    axes.set_yticks(list(at), [row.label.replace(" ", "\n") for row in table], fontsize=8)
+    axes.set_yticks(
+        list(at),
+        [row.label.replace(" ", "\n") if "=" in row.label else row.label for row in table],
+        fontsize=8,
+    )
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max(map(sum, zip(rates, spread, strict=True))))
     axes.set_xlabel(f"tokens/s/{facts['unit']}")

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from configs.validate import ConfigError
+from moe.sinks import read
 from scripts import compare_throughput
 from scripts.compare import launch, report, sweep
 from scripts.compare.launch import Launch, figures, reason, traced, window
@@ -439,7 +440,7 @@ def test_two_configurations_on_the_cpu(tmp_path):
     assert torch["speedup"] == pytest.approx(
         torch["tokens_per_second_per_gpu"] / reference["tokens_per_second_per_gpu"]
     )
-    steps = (tmp_path / "runs/point_02_repeat_1/metrics.jsonl").read_text().splitlines()
-    rates = [json.loads(line)["tokens_per_second_per_gpu"] for line in steps[2:4]]
+    steps = read(tmp_path / "runs/point_02_repeat_1/metrics.jsonl")
+    rates = [step["tokens_per_second_per_gpu"] for step in steps[2:4]]
     assert torch["tokens_per_second_per_gpu"] == pytest.approx(sum(rates) / 2)
     assert not list(tmp_path.glob("runs/*/checkpoints/*"))
