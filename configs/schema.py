@@ -249,7 +249,10 @@ class DataConfig:
     source: str = "embedded"
     """`embedded` (bytes of the Python library), `indexed` (Megatron .bin/.idx) or `synthetic`."""
     blend: list[str] = field(default_factory=list)
-    """For `indexed`: prefixes of .bin/.idx, or weights and prefixes in turn: [0.7, a, 0.3, b]."""
+    """For `indexed`: prefixes of .bin/.idx, or weights and prefixes in turn: [0.7, a, 0.3, b].
+
+    Without weights they are mixed by their tokens. The start page has tokens and epochs of each.
+    """
     split: str = "98,2"
     """Weights of training and validation parts of each source."""
     cache: str = ""
@@ -343,7 +346,7 @@ class RunConfig:
     eval_interval: int = 0
     """Steps between validations; 0 turns validation off."""
     eval_batches: int = 8
-    """Global batches per validation."""
+    """Global batches per validation, the same ones each time."""
     dry_run: bool = False
     """Print memory, traffic and expected time on `parallel.world_size` ranks, and exit; no GPU."""
     machine: str = "h200"

@@ -3,8 +3,7 @@
 First stage of the data flow: `moe.data` builds datasets only over pairs that passed `open_corpus`,
 and `scripts/prepare_data.py` writes such pairs. Invariant: one interpreter gives one embedded
 corpus on every host.
-Megatron-Core is imported only where a pair is written: that takes seconds, and the workers of
-prepare_data, which import this module, do not need it.
+Imports neither torch nor Megatron-Core: prepare_data starts at once.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ import os
 import platform
 import struct
 import sysconfig
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from moe.cache import DataError, built_once
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+BYTES = "bytes"  # name of the tokenizer that makes ids of bytes
 BYTES_EOD = 0  # ends a document of bytes: no Python source and hardly any text contains it
 _ENTRIES = 1 << 22  # of an index, checked at a time
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -33,7 +33,7 @@ class Sidecar:
     """Contents of prefix.json: how prefix.bin and prefix.idx came to be."""
 
     tokenizer: str
-    """Name shown in messages; `bytes` for bytes."""
+    """Name shown in messages; `BYTES` for bytes."""
     tokenizer_sha256: str
     """Digest of the tokenizer.json; empty for bytes."""
     vocab_size: int
@@ -46,6 +46,10 @@ class Sidecar:
     tokens: int
     plan: str = ""
     """Digest of inputs and options of the preparation."""
+    text_bytes: int = 0
+    """UTF-8 bytes of all documents; 0 where that is not known."""
+    skipped: int = 0
+    """Rows of the input that gave no document."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -58,6 +62,8 @@ class Sidecar:
         except (ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{path} is not a JSON object ({error}); move it away") from None
         kinds = {field.name: field.type for field in fields(Sidecar)}
+        later = {f.name: f.default for f in fields(Sidecar) if f.default is not MISSING}
+        content = later | content  # files of before have none of them
         bad = [k for k, kind in kinds.items() if type(content.get(k)) is not kind]
         if bad:
             raise DataError(f"{path} does not describe data (no valid {bad[0]!r}); move it away")
@@ -238,16 +244,39 @@ def _sources(root: Path) -> list[Path]:
 
 
 def _write_bytes(prefix: Path, documents: list[bytes]) -> None:
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    dtype = smallest_dtype(256)
+    with Path(f"{prefix}.bin").open("wb") as stream:
+        for text in documents:
+            ids = np.frombuffer(text + bytes([BYTES_EOD]), np.uint8)
+            stream.write(ids.astype(dtype).tobytes())
+    lengths = np.array([len(text) + 1 for text in documents], np.int32)
+    write_index(Path(f"{prefix}.idx"), dtype, lengths)
+    tokens = int(lengths.sum(dtype=np.int64))
+    Sidecar(
+        BYTES, "", 256, BYTES_EOD, dtype, len(documents), tokens, text_bytes=tokens - len(documents)
+    ).write(Path(f"{prefix}.json"))
 
-    dtype = DType.optimal_dtype(256)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    tokens = 0
-    for text in documents:
-        ids = np.frombuffer(text + bytes([BYTES_EOD]), np.uint8)
-        builder.add_document(ids, [len(ids)])
-        tokens += len(ids)
-    builder.finalize(f"{prefix}.idx")
-    Sidecar("bytes", "", 256, BYTES_EOD, np.dtype(dtype).name, len(documents), tokens).write(
-        Path(f"{prefix}.json")
-    )
+
+def smallest_dtype(vocab_size: int) -> str:
+    """NumPy dtype of ids below `vocab_size`, by the rule of Megatron-Core's DType.optimal_dtype."""
+    return "uint16" if vocab_size < 65500 else "int32"
+
+
+def write_index(path: Path, dtype: str, lengths: np.ndarray) -> None:
+    """Write the .idx of a .bin in which each document is one sequence.
+
+    The same bytes as Megatron-Core's IndexedDatasetBuilder.finalize makes of it, which takes torch.
+
+    Args:
+        path: of the .idx.
+        dtype: of the ids.
+        lengths: int32 [documents], tokens of each.
+    """
+    code = next(code for code, name in DTYPES.items() if name == dtype)
+    ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(dtype).itemsize
+    offsets = np.concatenate((np.zeros(1, np.int64), ends))[:-1]
+    with path.open("wb") as stream:
+        stream.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
+        stream.write(lengths.astype(np.int32).tobytes())
+        stream.write(offsets.tobytes())
+        stream.write(np.arange(len(lengths) + 1, dtype=np.int64).tobytes())

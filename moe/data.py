@@ -8,7 +8,7 @@ Legend: B sequences of a micro-batch, S tokens of a sequence.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from configs.schema import Config, DataConfig
 from moe import indexed
 from moe.cache import DataError, digest
+from moe.sources import Source
 
 Batch = dict[str, torch.Tensor]
 
@@ -28,6 +29,12 @@ class Samples(Protocol):
 
     fingerprint: str
     """Digest of all that determines the rows: equal on every rank, and for a resumed run."""
+    sources: Sequence[Source]
+    """What is read of each source; none for random tokens."""
+
+    def source(self, index: int) -> int:
+        """Number in `sources` of the one that a row comes from."""
+        ...
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> np.ndarray: ...
@@ -57,8 +64,25 @@ def build_datasets(
     return built[0], built[1] if valid_samples else None
 
 
+def find_sources(
+    cfg: Config, vocab_size: int, train_samples: int, valid_samples: int
+) -> tuple[Sequence[Source], Sequence[Source]]:
+    """What would be read for training and validation, without ranks and without an index.
+
+    For checks before a launch; `build_datasets` has the same as `sources` of its datasets.
+    """
+    if cfg.data.source == "synthetic":
+        return (), ()
+    training, validation = indexed.plan(
+        cfg.data, vocab_size, (train_samples, valid_samples)
+    ).sources
+    return training, validation
+
+
 class Synthetic:
     """Uniform random tokens, a function of data.seed, part (0 training, 1 validation) and index."""
+
+    sources: Sequence[Source] = ()
 
     def __init__(self, vocab_size: int, cfg: DataConfig, samples: int, part: int) -> None:
         self._vocab, self._row = vocab_size, cfg.sequence_length + 1
@@ -71,6 +95,9 @@ class Synthetic:
 
     def __getitem__(self, index: int) -> np.ndarray:
         return np.random.default_rng([*self._seed, index]).integers(self._vocab, size=self._row)
+
+    def source(self, index: int) -> int:
+        raise LookupError("random tokens have no source")
 
 
 def _agreed[T](work: Callable[[], T], mark: Callable[[T], str]) -> T:
@@ -158,6 +185,12 @@ class Loader:
         if self.consumed_samples + self.micro_batches * self._stride > len(self.dataset):
             raise IndexError(f"the dataset ends at sample {len(self.dataset)}")
         return [next(self) for _ in range(self.micro_batches)]
+
+    def next_rows(self) -> list[int]:
+        """Row numbers of this rank's samples in the next step."""
+        first = self.consumed_samples + self._first
+        starts = [first + i * self._stride for i in range(self.micro_batches)]
+        return [start + j for start in starts for j in range(self._micro_batch)]
 
     def state_dict(self) -> dict[str, int]:
         """The cursor: samples handed to all ranks together."""

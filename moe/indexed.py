@@ -25,10 +25,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 
+from configs.redact import redacted
 from configs.schema import DataConfig
 from moe.bin_reader import BinReader
 from moe.cache import DataError, cache_folder, digest, shared_arrays
-from moe.corpus import Corpus, embedded, open_corpus
+from moe.corpus import BYTES, Corpus, embedded, open_corpus
+from moe.names import short_names
+from moe.sources import Source
 
 PARTS = ("training", "validation")
 
@@ -36,9 +39,12 @@ PARTS = ("training", "validation")
 class Indexed:
     """Rows of .bin/.idx pairs, each checked against the vocabulary before it is used."""
 
-    def __init__(self, rows: Any, samples: int, vocab_size: int, fingerprint: str) -> None:
+    def __init__(
+        self, rows: Any, samples: int, vocab_size: int, fingerprint: str, sources: list[Source]
+    ) -> None:
         self._rows, self._samples, self._vocab = rows, samples, vocab_size
         self.fingerprint = fingerprint
+        self.sources: Sequence[Source] = sources
 
     def __len__(self) -> int:
         return self._samples
@@ -55,6 +61,10 @@ class Indexed:
                 f"model.vocab_size={self._vocab}; set model.vocab_size or prepare the data again"
             )
         return row
+
+    def source(self, index: int) -> int:
+        """Number in `sources` of the one that a row comes from."""
+        return int(self._rows.dataset_index[index]) if isinstance(self._rows, _Blend) else 0
 
 
 @dataclass
@@ -82,6 +92,8 @@ class Plan:
     config: _IndexConfig
     fingerprint: str
     """Digest of data and settings."""
+    sources: list[list[Source]]
+    """What is read of each source, by part; none of a part that is not read."""
 
 
 def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
@@ -107,12 +119,43 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
         index_folder=cache / "index",
         stamps={corpus.prefix: corpus.stamp for corpus in corpora},
     )
-    tokens = [_check_length(corpus, cfg, config, sizes) for corpus in corpora]
+    counts = [_check_length(corpus, cfg, config, sizes) for corpus in corpora]
     if len(prefixes) > 1 and weights is None:
-        config.blend = (prefixes, [float(count) for count in tokens])
+        config.blend = (prefixes, [float(training.tokens) for training, _ in counts])
+    names = ["embedded"] if cfg.source == "embedded" else short_names(redacted(prefixes))
+    sources: list[list[Source]] = [[], []]
+    for part, size in enumerate(sizes):
+        for number, corpus in enumerate(corpora if size else ()):
+            share = _share(config.blend[1], number)
+            counted = counts[number][part]
+            sources[part].append(
+                Source(
+                    name=names[number],
+                    weight=share,
+                    documents=counted.documents,
+                    tokens=counted.tokens,
+                    epoch_samples=(counted.tokens - 1) // cfg.sequence_length,
+                    samples=share * size,
+                    bytes_per_token=_bytes_per_token(corpus, counted),
+                )
+            )
     stamps = [corpus.stamp for corpus in corpora]
     mark = digest([stamps, config.blend[1], config.split, cfg.sequence_length, cfg.seed])
-    return Plan(config, mark)
+    return Plan(config, mark, sources)
+
+
+def _share(weights: Sequence[float] | None, number: int) -> float:
+    return weights[number] / sum(weights) if weights else 1.0
+
+
+def _bytes_per_token(corpus: Corpus, part: "_Part") -> float | None:
+    """Exact for ids that are bytes, where all but the ends of documents are text."""
+    sidecar = corpus.sidecar
+    if sidecar is None:
+        return None
+    if sidecar.tokenizer == BYTES and not sidecar.tokenizer_sha256:
+        return 1 - part.documents / part.tokens
+    return sidecar.text_bytes / sidecar.tokens if sidecar.text_bytes > 0 else None
 
 
 def _parse_blend(blend: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -173,30 +216,39 @@ def _check_tokenizers(corpora: Sequence[Corpus], vocab_size: int) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _Part:
+    documents: int
+    tokens: int
+
+
 def _check_length(
     corpus: Corpus, cfg: DataConfig, config: _IndexConfig, sizes: Sequence[int]
-) -> int:
-    """Every part that is used must hold one sequence. -> tokens of the training part."""
+) -> list[_Part]:
+    """Every part that is used must hold one sequence. -> training and validation part."""
     counts = []
     for part, size, bounds in zip(PARTS, sizes, config.split_matrix, strict=False):
         total = len(corpus.lengths)
         low, high = (round(bound * float(total)) for bound in bounds or (0, 0))
-        counts.append(int(corpus.lengths[low:high].sum(dtype=np.int64)))
-        if size and counts[-1] <= cfg.sequence_length:
+        tokens = int(corpus.lengths[low:high].sum(dtype=np.int64))
+        counts.append(_Part(high - low, tokens))
+        if size and tokens <= cfg.sequence_length:
             raise DataError(
                 f"data.sequence_length={cfg.sequence_length} is longer than the data: the {part} "
-                f"part of {corpus.prefix}.bin (data.split={cfg.split}) has {counts[-1]} tokens in "
+                f"part of {corpus.prefix}.bin (data.split={cfg.split}) has {tokens} tokens in "
                 f"{high - low} documents, and a sequence takes one more than its length"
             )
-    return counts[0]
+    return counts
 
 
 def build(checked: Plan, vocab_size: int, sizes: Sequence[int]) -> list[Indexed]:
     """Training and validation rows. Raises DataError if the index cannot be kept in data.cache."""
     built = _Builder(_Endless, [*sizes, 0], lambda: True, checked.config).build()
     views = []
-    for part, rows, size in zip(PARTS, built, sizes, strict=False):
-        views.append(Indexed(rows, size, vocab_size, digest([checked.fingerprint, part])))
+    parts = zip(PARTS, built, sizes, checked.sources, strict=False)
+    for part, rows, size, sources in parts:
+        mark = digest([checked.fingerprint, part])
+        views.append(Indexed(rows, size, vocab_size, mark, sources))
         for source in getattr(rows, "datasets", [rows]) if size else ():
             source[0]  # builds the index now, while every rank is here to hear of a failure
     return views

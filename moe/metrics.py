@@ -78,11 +78,15 @@ class Metrics:
         self.text(f"-- {text}")
         self._write({"event": redacted(text), "at": self._step})
 
+    def start(self, facts: dict[str, Any]) -> None:
+        """Write what the run is (`moe.title`), for the titles of tables and pictures."""
+        self._write({"event": "start", "at": self._step} | redacted(facts))
+
     def log(self, record: dict[str, Any]) -> None:
         """Report a record: `step`, and any of what `line` shows, and numbers under other names.
 
-        Either `valid_loss`, or what a step has. `reruns`, `skipped` and `rollbacks` are told where
-        they have grown.
+        Either what a validation gives, or what a step has. `reruns`, `skipped` and `rollbacks` are
+        told where they have grown.
         """
         if not self._main:
             return
@@ -97,7 +101,7 @@ class Metrics:
         for sink in self._sinks:
             sink.log(record)
         if "valid_loss" in record:
-            self.text(f"-- validation loss {record['valid_loss']:.4f} after step {self._step}")
+            self.text(f"-- {validation_line(record)}")
         else:
             self._row(record)
 
@@ -250,6 +254,22 @@ def steady(records: list[dict[str, Any]]) -> dict[str, Any]:
         if records and key in records[-1]:
             totals[key] = records[-1][key]
     return totals
+
+
+def validation_line(record: dict[str, Any]) -> str:
+    """`validation loss 2.5000 after step 60: perplexity 12.18, 3.607 bits a byte; wiki 2.4000`."""
+    said = f"validation loss {record['valid_loss']:.4f} after step {record['step']}"
+    more = []
+    if "valid_perplexity" in record:
+        more.append(f"perplexity {record['valid_perplexity']:.4g}")
+    if "valid_bits_per_byte" in record:
+        more.append(f"{record['valid_bits_per_byte']:.3f} bits a byte")
+    parts = [", ".join(more)] if more else []
+    sources = [key for key in record if key.startswith("valid_loss/")]
+    if sources:
+        named = (f"{key.removeprefix('valid_loss/')} {record[key]:.4f}" for key in sources)
+        parts.append(", ".join(named))
+    return said + (f": {'; '.join(parts)}" if parts else "")
 
 
 def summary_line(totals: dict[str, Any]) -> str:

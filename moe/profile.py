@@ -4,6 +4,7 @@ The code names the stages of the data flow with `record_function`: data, moe/rou
 moe/experts, moe/combine, attention/core, optimizer, checkpoint. The trace shows them.
 """
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +15,26 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class Profiler:
-    """Records steps first..last on the main rank and writes a Chrome trace to the run folder.
+    """Records steps first..last and writes a Chrome trace to the run folder.
 
     Args:
-        window: [first, last] of run.profile, or empty.
+        window: [first, last] of run.profile; empty, or on a rank that does not record.
         folder: of the run.
-        is_main: whether this rank records.
+        facts: what the run is, kept in the trace under `phalanx` with the steps.
         done: steps done before this run, which may be more than `first`.
         tell: told of the trace. One that cannot be written does not end the run.
     """
 
     def __init__(
-        self, window: list[int], folder: Path, is_main: bool, done: int, tell: Callable[[str], None]
+        self,
+        window: list[int],
+        folder: Path,
+        facts: dict[str, Any],
+        done: int,
+        tell: Callable[[str], None],
     ) -> None:
-        self._first, self._last = window if is_main and window else (0, -1)
-        self._folder, self._done, self._tell = folder, done, tell
+        self._first, self._last = window if window else (0, -1)
+        self._folder, self._facts, self._done, self._tell = folder, facts, done, tell
         self._profile: Any = None
 
     def __enter__(self) -> "Profiler":
@@ -59,6 +65,8 @@ class Profiler:
     def _stop(self) -> None:
         if self._profile is None:
             return
+        facts = self._facts | {"steps": [self._first, self._done]}
+        self._profile.add_metadata_json("phalanx", json.dumps(facts))
         self._profile.__exit__(None, None, None)
         path = self._folder / f"trace_{self._first}_{self._done}.json.gz"
         try:

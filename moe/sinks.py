@@ -33,6 +33,38 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
+def start_facts(path: Path) -> dict[str, Any]:
+    """What the run of a metrics.jsonl is, as `moe.title` has it; empty if it does not say.
+
+    Of a run that was resumed, what it was last.
+    """
+    found: dict[str, Any] = {}
+    for _, record in _lines(path):
+        if record is not None and record.get("event") == "start":
+            found = {k: v for k, v in record.items() if k not in ("event", "at", "time")}
+    return found
+
+
+_GROUPS = {
+    "valid": ("valid_",),
+    "moe": ("balance/", "load_", "dead_experts", "reruns", "capacity_factor"),
+    "perf": ("tokens_per_second", "tflops", "mfu", "step_time", "data_time", "memory"),
+}
+"""Group of a number in a tracking service, by how its name starts; all others are of training."""
+
+
+def tag(name: str) -> str:
+    """A number's name in a tracking service: `train/loss`, `valid/loss/wiki`, `moe/load_max`.
+
+    Args:
+        name: in metrics.jsonl.
+    """
+    for group, starts in _GROUPS.items():
+        if name.startswith(starts):
+            return f"{group}/{name.removeprefix('valid_').removeprefix('balance/')}"
+    return f"train/{name}"
+
+
 class Journal:
     """metrics.jsonl: one JSON object a line, on disk when `write` returns.
 
@@ -101,6 +133,8 @@ class Journal:
 class Sink:
     """Guards a logger: the first exception is told and ends it, training goes on.
 
+    It gets numbers under the names of `tag`, and `step`.
+
     Args:
         name: shown in the warning.
         make: builds the logger, a pair of functions (log, close).
@@ -121,7 +155,8 @@ class Sink:
         """Pass on the numbers of a record; it has `step`."""
         if self._pair is not None:
             log, numbers = self._pair[0], (int, float)
-            self._try(lambda: log({k: v for k, v in record.items() if isinstance(v, numbers)}))
+            found = {tag(k): v for k, v in record.items() if isinstance(v, numbers) and k != "step"}
+            self._try(lambda: log({"step": record["step"]} | found))
 
     def close(self) -> None:
         """Flush and end."""
@@ -165,7 +200,8 @@ def _wandb(cfg: Config, folder: Path, step: int) -> tuple[Log, Callable[[], None
             console="off", quiet=True, init_timeout=60, disable_git=True, x_disable_meta=True
         ),
     )
-    # Our step as a field: their own counter refuses the steps that a resumed run does again.
+    # Our step as a field: their own counter refuses the steps that a resumed run does again. Every
+    # record has train/tokens too, which a chart can have as its x-axis.
     run.define_metric("*", step_metric="step")
     return run.log, run.finish
 

@@ -9,11 +9,12 @@ import torch
 
 from kernels.registry import table
 from moe.accounting import active_parameters, flops_per_token, parameters
-from moe.data import Loader
+from moe.data import Loader, Samples
 from moe.setup import Job
+from moe.sources import table as source_table
 
 
-def describe(job: Job, resumed: str, loader: Loader) -> str:
+def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None = None) -> str:
     """The start page, at most 100 columns wide where names and paths are short."""
     cfg, world = job.cfg, job.runtime.world
     total, active = parameters(cfg.model).total, active_parameters(cfg.model).total
@@ -39,6 +40,8 @@ def describe(job: Job, resumed: str, loader: Loader) -> str:
         ("length", f"{cfg.run.steps} steps, {count(tokens * cfg.run.steps)} tokens"),
     ]
     lines = ["Phalanx", *(f"  {name:<8}{text}" for name, text in facts), ""]
+    read = source_table(loader.dataset.sources, valid_set.sources if valid_set else ())
+    lines += ["  " + text for text in read.splitlines()] + [""] * bool(read)
     lines += ["  " + text for text in job.groups.table().splitlines()] + [""]
     lines += ["  " + text for text in table(job.choices).splitlines()]
     return "\n".join(lines) + "\n"

@@ -57,6 +57,8 @@ class Step:
         self.cfg, self.job = cfg, job
         self.graph = StepGraph(self.forward_backward) if cfg.run.graph != "off" else None
         self._stop = torch.zeros((), device=job.runtime.device)
+        self.sample_losses: torch.Tensor | None = None
+        """fp32 [samples] of this rank in the last forward-only step; None but on the last stage."""
 
     def __call__(
         self,
@@ -72,7 +74,7 @@ class Step:
             batches: micro-batches, on the host or the device.
             before: what `balance.snapshot` gave before the step.
             stop: this rank was asked to stop.
-            forward_only: losses alone, as in a validation.
+            forward_only: losses alone, of a model in evaluation mode.
         """
         engine, budget, device = self.job.engine, self.job.budget, self.job.runtime.device
         inputs = [{k: v.to(device, non_blocking=True) for k, v in b.items()} for b in batches]
@@ -96,7 +98,9 @@ class Step:
             self.graph.drop()
 
     def _forward(self, inputs: Inputs) -> torch.Tensor:
-        return self._totals(self._microbatches(inputs, forward_only=True), None)
+        reports = self._microbatches(inputs, forward_only=True)
+        self.sample_losses = torch.cat([r["samples"] for r in reports]) if reports else None
+        return self._totals(reports, None)
 
     def forward_backward(self, inputs: Inputs) -> torch.Tensor:
         """All of a step on the device but the update; see `_totals`."""
@@ -122,7 +126,7 @@ class Step:
         if self.cfg.parallel.context > 1:
             batch = get_batch_on_this_cp_rank(batch, False, self.job.groups.pg.cp)
         output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        return output, mean_loss
+        return output, mean_loss if chunk.training else sample_losses
 
     def _totals(
         self, reports: list[dict[str, torch.Tensor]], grad_squares: torch.Tensor | None
@@ -166,3 +170,11 @@ def mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[s
     total = loss_BS.float().sum()
     count = torch.full((), loss_BS.numel(), dtype=torch.int32, device=loss_BS.device)
     return total, count, {"loss": total.detach() / loss_BS.numel()}
+
+
+def sample_losses(
+    loss_BS: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """As `mean_loss`, with the mean loss of each sample's tokens on this rank in the report."""
+    total, count, report = mean_loss(loss_BS)
+    return total, count, report | {"samples": loss_BS.float().mean(1)}

@@ -1,6 +1,6 @@
 """Documents of .jsonl, .txt and .parquet files, and their ids: what a worker of prepare_data does.
 
-Files are cut into shards; `write_shard` turns one into ids and document lengths on disk.
+Files are cut into shards; `write_shard` turns one into ids, document lengths and counts on disk.
 Invariants: the shards in order hold the documents in order, wherever the cuts fall; a shard whose
 lengths file exists is complete. Imports neither torch nor Megatron-Core: workers start fast.
 """
@@ -9,7 +9,7 @@ import functools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,29 @@ class Shard:
     def ids(self, folder: Path) -> Path:
         return folder / f"{self.number:07d}.bin"
 
+    def counts(self, folder: Path) -> Path:
+        """What `Counts.read` reads."""
+        return folder / f"{self.number:07d}.json"
+
     def lengths(self, folder: Path) -> Path:
         """Written last: where it exists the shard is complete."""
         return folder / f"{self.number:07d}.npy"
+
+
+@dataclass
+class Counts:
+    """What a shard saw besides documents."""
+
+    text_bytes: int = 0
+    """UTF-8 bytes of the documents."""
+    empty: int = 0
+    """Rows without text."""
+    without_tokens: int = 0
+    """Rows whose text the tokenizer makes nothing of."""
+
+    @staticmethod
+    def read(path: Path) -> "Counts":
+        return Counts(**json.loads(path.read_bytes()))
 
 
 def make_shards(files: Sequence[tuple[str, str]], recipe: Recipe, chunk: int) -> list[Shard]:
@@ -107,29 +127,49 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def write_shard(shard: Shard, recipe: Recipe, folder: Path) -> int:
-    """Write one shard; it appears complete or not at all. Returns its bytes of input."""
-    ids, lengths = shard.ids(folder), shard.lengths(folder)
-    counts: list[int] = []
+    """Write one shard; it appears complete or not at all. Returns its bytes of input.
+
+    A text without tokens is no document, as in Megatron-LM's tools/preprocess_data.py: it would be
+    an end of nothing.
+    """
+    end = np.array([recipe.eod], recipe.dtype).tobytes()
+    ids, lengths, counts = shard.ids(folder), shard.lengths(folder), shard.counts(folder)
+    made: list[int] = []
+    seen = Counts()
     with Path(f"{ids}.tmp").open("wb") as stream:
-        for texts in batches(text for piece in shard.pieces for text in read(piece, recipe)):
-            for row in encode(texts, recipe):
+        texts = (text for piece in shard.pieces for text in read(piece, recipe))
+        for batch in batches(with_text(texts, seen)):
+            for text, row in zip(batch, encode(batch, recipe), strict=True):
+                if not len(row):
+                    seen.without_tokens += 1
+                    continue
                 stream.write(row.tobytes())
-                counts.append(len(row))
+                stream.write(end)
+                made.append(len(row) + 1)
+                seen.text_bytes += len(text.encode())
     with Path(f"{lengths}.tmp").open("wb") as stream:
-        np.save(stream, np.array(counts, np.int32))
-    for path in (ids, lengths):
+        np.save(stream, np.array(made, np.int32))
+    Path(f"{counts}.tmp").write_text(json.dumps(asdict(seen)))
+    for path in (ids, counts, lengths):
         sync(Path(f"{path}.tmp"))
         os.replace(f"{path}.tmp", path)
     return shard.size
 
 
+def with_text(texts: Iterator[str], seen: Counts) -> Iterator[str]:
+    """Those that are not empty; the others are counted."""
+    for text in texts:
+        if text:
+            yield text
+        else:
+            seen.empty += 1
+
+
 def batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Non-empty documents in lists of about a million characters."""
+    """Documents in lists of about a million characters."""
     batch: list[str] = []
     size = 0
     for text in texts:
-        if not text:
-            continue
         batch.append(text)
         size += len(text)
         if size >= BATCH_CHARACTERS:
@@ -140,18 +180,17 @@ def batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def encode(texts: list[str], recipe: Recipe) -> Iterator[np.ndarray]:
-    """Ids of each document, then the end-of-document id.
+    """Ids of each text.
 
     As in Hugging Face's libraries, a special token spelled out in a text becomes that token.
     """
     if not recipe.tokenizer:
         for text in texts:
-            raw = text.encode() + bytes([recipe.eod])
-            yield np.frombuffer(raw, np.uint8).astype(recipe.dtype)
+            yield np.frombuffer(text.encode(), np.uint8).astype(recipe.dtype)
         return
     tokenizer = load_tokenizer(recipe.tokenizer)
     for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-        yield np.array([*encoding.ids, recipe.eod], recipe.dtype)
+        yield np.array(encoding.ids, recipe.dtype)
 
 
 def read(piece: Piece, recipe: Recipe) -> Iterator[str]:
@@ -211,6 +250,12 @@ def parse_json(line: bytes, key: str, path: str, start: int) -> str:
     text = record[key]
     if text is not None and not isinstance(text, str):
         raise DataError(f"{place(path, start)}: {key!r} is {type(text).__name__}, not text")
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place(path, start)}: {key!r} has half of a surrogate pair at character {error.start}"
+        ) from None
     return text or ""
 
 

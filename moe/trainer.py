@@ -33,6 +33,8 @@ from moe.profile import Profiler
 from moe.setup import Job, setup
 from moe.start import describe
 from moe.step import Rerun, Step
+from moe.title import title_facts
+from moe.validation import Tally, scores
 from parallel.agreement import Failed, agree, gather
 from parallel.checkpoint import Checkpointer
 from parallel.engine import Diverged
@@ -83,6 +85,7 @@ class Trainer:
         self.experts = ExpertWatch(cfg.model.moe.experts / cfg.model.moe.top_k, self.step)
         self.metrics = self._metrics()
         self.pace = Pace(cfg, runtime)
+        self.facts = title_facts(self.job)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -95,11 +98,13 @@ class Trainer:
             DataError: on this rank alone, a sample could not be used.
         """
         if self.runtime.is_main:
-            self.metrics.text(describe(self.job, self.resumed, self.loader))
+            self.metrics.text(describe(self.job, self.resumed, self.loader, self.valid_set))
+            self.metrics.start(self.facts)
         self.job.engine.train()
         try:
             run, main = self.cfg.run, self.runtime.is_main
-            profiled = Profiler(run.profile, self.folder, main, self.step, self.metrics.event)
+            window = run.profile if main else []
+            profiled = Profiler(window, self.folder, self.facts, self.step, self.metrics.event)
             with _no_gc(), profiled as profiler:
                 self.pace.restart(self.step)
                 saved = self._steps(profiler)
@@ -132,7 +137,8 @@ class Trainer:
             if self.step % 500 == 0:
                 gc.collect()
             if run.eval_interval and self.step % run.eval_interval == 0:
-                self.metrics.log({"step": self.step, "valid_loss": self.validate()})
+                seen = {"step": self.step, "tokens": self._tokens()}
+                self.metrics.log(seen | self.validate())
                 self.pace.restart(self.step)
             if run.save_interval > 0 and self.step % run.save_interval == 0:
                 self._save()
@@ -189,20 +195,27 @@ class Trainer:
 
     # --- around the loop --------------------------------------------------------------------------
 
-    def validate(self) -> float:
-        """Mean loss over the validation batches, in nats per token."""
-        engine, loader = self.job.engine, self._loader(self.valid_set)
+    def validate(self) -> dict[str, float]:
+        """Scores of the validation batches: see `moe.validation.scores`."""
+        assert self.valid_set is not None
+        rows, sources = self.valid_set, self.valid_set.sources
+        engine, loader = self.job.engine, self._loader(rows)
         doing(f"step {self.step}: validation")
         engine.eval()
         losses, before = [], balance.snapshot(engine.modules)
+        tally = Tally(len(sources), self.runtime.device) if len(sources) > 1 else None
         with torch.no_grad(), record_function("validation"):
             for _ in range(self.cfg.run.eval_batches):
+                numbers = loader.next_rows()
                 totals = self.compute(loader.next_step(), before, forward_only=True)
                 self._tell(totals.reruns, f"the validation after step {self.step}")
                 losses.append(totals.loss)
+                if tally is not None:
+                    tally.add([rows.source(n) for n in numbers], self.compute.sample_losses)
         engine.train()
         loader.close()
-        return sum(losses) / len(losses)
+        by_source = tally.totals() if tally is not None else []
+        return scores(sum(losses) / len(losses), sources, by_source)
 
     def _loader(self, dataset: Any) -> Loader:
         data, job = self.cfg.data, self.job
@@ -227,7 +240,8 @@ class Trainer:
         # Reads from the device: the clock below has seen the whole of every step until here.
         load = balance.collect(engine.modules, engine.config, self.job.groups.pg)
         balance.reset(engine.modules)
-        record |= {"step": self.step, "reruns": budget.reruns} | self.health.counts()
+        record |= {"step": self.step, "tokens": self._tokens()}
+        record |= {"reruns": budget.reruns} | self.health.counts()
         record["capacity_factor"] = budget.capacity_factor
         record |= self.pace.rates(self.step)
         if load.load:  # none if all steps since the last record were skipped
@@ -236,6 +250,10 @@ class Trainer:
         self.metrics.log(record)
         for warning in self.experts.look(load, self.step):
             self.metrics.event(warning)
+
+    def _tokens(self) -> int:
+        """That the data cursor has passed."""
+        return self.loader.consumed_samples * self.cfg.data.sequence_length
 
     def _metrics(self) -> Metrics:
         """The reports of the run; ValueError on every rank if the main one cannot write them."""

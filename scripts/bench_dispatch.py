@@ -192,7 +192,7 @@ def _measure(args: argparse.Namespace, here: Any, command: list[str]) -> int:
     report.save()
     if here.is_main:
         print(f"\n{summary(report.records)}")
-        why = plot(args.plot, report.records) if args.plot else ""
+        why = plot(args.plot, report.records, report.facts) if args.plot else ""
         print(why, file=sys.stderr, end="\n" if why else "")
     return 1 if any(r.failed for r in report.records) else 0
 

@@ -162,7 +162,7 @@ def show(args: argparse.Namespace) -> int:
     print(", ".join(f"{k} {v}" for k, v in known.items() if isinstance(v, str)))
     print(table(records))
     print(f"\n{summary(records)}")
-    why = plot(args.plot, records) if args.plot else ""
+    why = plot(args.plot, records, known) if args.plot else ""
     print(why, file=sys.stderr, end="\n" if why else "")
     return 1 if why else 0
 
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.facts |= facts(bench.clock.device, [], after=True)
     report.save()
     print(f"\n{summary(report.records)}")
-    why = plot(args.plot, report.records) if args.plot else ""
+    why = plot(args.plot, report.records, report.facts) if args.plot else ""
     print(why, file=sys.stderr, end="\n" if why else "")
     return 1 if any(r.failed for r in report.records) else 0
 

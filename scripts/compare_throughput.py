@@ -39,6 +39,7 @@ from scripts.compare.points import expand  # noqa: E402
 from scripts.compare.report import Report, read, unit_of  # noqa: E402
 from scripts.compare.results import Run  # noqa: E402
 from scripts.compare.sweep import Sweep  # noqa: E402
+from scripts.pictures import common_title  # noqa: E402
 from scripts.record_anchor import commit, versions  # noqa: E402
 
 TOLERANCE = 0.01
@@ -128,6 +129,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
         return 0
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
     facts = {
+        "what": common_title(sweep.facts),
         "hardware": hardware(launch.ranks, cpu),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": versions([]),

@@ -1,4 +1,4 @@
-"""Drawing to files."""
+"""Drawing to files, and what their titles say."""
 
 from typing import Any
 
@@ -8,8 +8,40 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install -e '.[dev]'") from None
+        raise ValueError("a picture needs matplotlib: pip install -e '.[dev]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     return pyplot
+
+
+def title(facts: dict[str, Any]) -> str:
+    """`tiny on 2 x CPU process, bf16, torch experts, sequence 256, batch 32, embedded data`.
+
+    Args:
+        facts: of `moe.title`, some or all; empty text without a model.
+    """
+    if "model" not in facts:
+        return ""
+    said = str(facts["model"])
+    if "device" in facts:
+        said += f" on {facts.get('ranks', 1)} x {facts['device']}"
+    forms = {
+        "precision": "{}",
+        "experts": "{} experts",
+        "sequence": "sequence {}",
+        "batch": "batch {}",
+        "data": "{} data",
+    }
+    return ", ".join([said, *(form.format(facts[k]) for k, form in forms.items() if k in facts)])
+
+
+def common_title(many: list[dict[str, Any]]) -> str:
+    """`title` of what several runs have in common, with `or` between up to three models."""
+    if not many or not all("model" in facts for facts in many):
+        return ""
+    first = many[0]
+    common = {k: v for k, v in first.items() if all(facts.get(k) == v for facts in many)}
+    models = list(dict.fromkeys(str(facts["model"]) for facts in many))
+    common["model"] = " or ".join(models) if len(models) <= 3 else f"{len(models)} models"
+    return title(common)

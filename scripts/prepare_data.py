@@ -3,8 +3,9 @@
 
 Inputs are cut into chunks; worker processes turn each into a shard (ids and document lengths) in
 prefix.parts/, and the shards are joined in input order. So the output depends neither on the number
-of workers nor on interruptions: run the same command again, and finished shards are kept. Output
-files appear only when all is done. Workers import neither torch nor Megatron-Core.
+of workers nor on interruptions: run the same command again, and finished shards are kept. Input
+that is refused leaves nothing behind. Output files appear only when all is done. Rows without text
+or tokens are left out and counted. Imports neither torch nor Megatron-Core, which takes seconds.
 """
 
 import argparse
@@ -17,11 +18,10 @@ import shutil
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import connection
 from pathlib import Path
 
@@ -32,8 +32,16 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from moe.cache import DataError, digest, sync  # noqa: E402
-from moe.corpus import BYTES_EOD, Sidecar  # noqa: E402
-from moe.text import KINDS, Recipe, Shard, load_tokenizer, make_shards, write_shard  # noqa: E402
+from moe.corpus import BYTES, BYTES_EOD, Sidecar, smallest_dtype, write_index  # noqa: E402
+from moe.text import (  # noqa: E402
+    KINDS,
+    Counts,
+    Recipe,
+    Shard,
+    load_tokenizer,
+    make_shards,
+    write_shard,
+)
 
 EXAMPLES = """examples:
   prepare_data.py wiki/*.jsonl --tokenizer tokenizer.json --eod '<|endoftext|>' --output data/wiki
@@ -49,11 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 1 bad input, 130 interrupted."""
     args = parser().parse_args(argv)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes, not threads
-    warnings.filterwarnings("ignore", module="megatron")  # tells what training would miss
     try:
         prepare(args)
     except DataError as error:
         print(f"prepare_data: {error}", file=sys.stderr)
+        return 1
+    except BrokenProcessPool:
+        print(
+            "prepare_data: a worker was killed, perhaps for want of memory; the same command "
+            "continues, with fewer --workers if need be",
+            file=sys.stderr,
+        )
         return 1
     except OSError as error:
         print(f"prepare_data: {error.filename or args.output}: {error.strerror}", file=sys.stderr)
@@ -129,8 +143,12 @@ def prepare(args: argparse.Namespace) -> None:
         todo = [shard for shard in shards if not shard.lengths(folder).exists()]
         if len(todo) < len(shards):
             print(f"continuing: {len(shards) - len(todo)} of {len(shards)} shards are there")
-        tokenize(shards, todo, recipe, folder, args.workers)
-        join(shards, recipe, described, plan, folder, output)
+        try:
+            tokenize(shards, todo, recipe, folder, args.workers)
+            join(shards, recipe, replace(described, plan=plan), folder, output)
+        except DataError:  # once the input is mended, no shard fits it
+            shutil.rmtree(folder)
+            raise
         shutil.rmtree(folder)
 
 
@@ -140,7 +158,7 @@ def prepare(args: argparse.Namespace) -> None:
 def make_recipe(args: argparse.Namespace) -> tuple[Recipe, Sidecar]:
     """Recipe, and the description of the result but for its counts."""
     if args.bytes:
-        name, sha256, vocab_size, eod, path = "bytes", "", 256, BYTES_EOD, ""
+        name, sha256, vocab_size, eod, path = BYTES, "", 256, BYTES_EOD, ""
         if args.eod is not None:
             raise DataError(
                 f"--eod is for --tokenizer; with --bytes byte {BYTES_EOD} ends documents"
@@ -156,9 +174,7 @@ def make_recipe(args: argparse.Namespace) -> tuple[Recipe, Sidecar]:
         vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         name = f"{source.absolute().parent.name}/{source.name}"
         sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
-    from megatron.core.datasets.indexed_dataset import DType
-
-    dtype = np.dtype(DType.optimal_dtype(vocab_size)).name
+    dtype = smallest_dtype(vocab_size)
     described = Sidecar(name, sha256, vocab_size, eod, dtype, documents=0, tokens=0)
     return Recipe(path, eod, dtype, args.key, args.lines), described
 
@@ -256,11 +272,6 @@ def tokenize(
         try:
             for done in as_completed([pool.submit(write_shard, s, recipe, folder) for s in todo]):
                 bar.update(done.result())
-        except BrokenProcessPool:
-            raise DataError(
-                "a worker was killed, perhaps for want of memory; the same command continues, "
-                "with fewer --workers if need be"
-            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -282,34 +293,37 @@ def watch_parent() -> None:
 
 
 def join(
-    shards: Sequence[Shard],
-    recipe: Recipe,
-    described: Sidecar,
-    plan: str,
-    folder: Path,
-    output: Path,
+    shards: Sequence[Shard], recipe: Recipe, described: Sidecar, folder: Path, output: Path
 ) -> None:
     """Concatenate the shards in order; the files appear under their names when all are written."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
     print(f"joining {len(shards)} shards")
     made = [folder / "joined.json", folder / "joined.bin", folder / "joined.idx"]
-    builder = IndexedDatasetBuilder(str(made[1]), dtype=np.dtype(recipe.dtype).type)
-    for shard in shards:
-        with shard.ids(folder).open("rb") as stream:
-            shutil.copyfileobj(stream, builder.data_file, 1 << 22)
-        builder.sequence_lengths.extend(np.load(shard.lengths(folder)).tolist())
-    documents, tokens = len(builder.sequence_lengths), sum(builder.sequence_lengths)
-    builder.document_indices = range(documents + 1)
-    builder.finalize(str(made[2]))
-    if not documents:
-        raise DataError("the inputs hold no text: all documents are empty")
-    counts = {"documents": documents, "tokens": tokens, "plan": plan}
-    Sidecar(**{**asdict(described), **counts}).write(made[0])
+    with made[1].open("wb") as joined:
+        for shard in shards:
+            with shard.ids(folder).open("rb") as stream:
+                shutil.copyfileobj(stream, joined, 1 << 22)
+    lengths = np.concatenate([np.load(shard.lengths(folder)) for shard in shards])
+    write_index(made[2], recipe.dtype, lengths)
+    counts = [Counts.read(shard.counts(folder)) for shard in shards]
+    empty, without_tokens = sum(c.empty for c in counts), sum(c.without_tokens for c in counts)
+    skipped = f"rows skipped: {empty:,} empty, {without_tokens:,} without tokens"
+    if not len(lengths):
+        raise DataError(f"the inputs hold no text; {skipped}")
+    described = replace(
+        described,
+        documents=len(lengths),
+        tokens=int(lengths.sum(dtype=np.int64)),
+        text_bytes=sum(c.text_bytes for c in counts),
+        skipped=empty + without_tokens,
+    )
+    described.write(made[0])
     for temporary, final in zip(made, output_files(output), strict=True):
         sync(temporary)
         os.replace(temporary, final)
-    print(f"{output}: {documents:,} documents, {tokens:,} tokens of {described.tokenizer}")
+    print(
+        f"{output}: {described.documents:,} documents, {described.tokens:,} tokens of "
+        f"{described.tokenizer}, {described.text_bytes:,} bytes of text; {skipped}"
+    )
 
 
 if __name__ == "__main__":

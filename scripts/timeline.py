@@ -1,98 +1,189 @@
 #!/usr/bin/env python
-"""What a GPU did in a trace of `run.profile`: time by kind of kernel, and what ran under what.
+"""What a trace of `run.profile` says: time by kind of work, and what ran under what.
 
     python scripts/timeline.py runs/NAME/trace_5_6.json.gz [--top N] [--window FROM TO]
-        [--crop CROP.json] [--plot PICTURE.png]
+        [--crop CROP.json] [--plot PICTURE.png] [--title TEXT]
 
-`alone` is the time in which nothing of another kind ran: of exchanges it is what a step waits for.
---window takes milliseconds from the first kernel on; --crop writes the kernels of the window as a
-small trace, which this program reads again, and --plot draws them, a lane a kind.
+Of a run on GPUs that is what its kernels did, of one on CPU processes what rank 0 did in its
+operations, each without what it called. `alone` is the time in which nothing of another kind ran:
+of exchanges it is what a step waits for. --window takes milliseconds from the first kernel or
+operation on; --crop writes those of the window as a small trace, which this program reads again,
+and --plot draws them, a lane a kind.
 """
 
 import argparse
+import functools
 import gzip
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.pictures import pyplot
+from scripts.pictures import pyplot, title
 
 KINDS = (
-    ("exchange", r"PushKernel|ArriveKernel|nccl"),
+    # A function that sends and waits has no operation below it meanwhile.
+    ("exchange", r"PushKernel|ArriveKernel|nccl|gloo:|c10d::|_(Spread|Collect)(Backward)?$"),
     ("experts", r"Fc1Kernel|RowsKernel|DgradKernel|WgradKernel|BiasGradKernel|DprobKernel|grouped"),
-    ("plan, sums", r"PlanKernel|GatherKernel|CombineKernel|TopkKernel|TopkGradientKernel"),
-    ("attention", r"cudnn|fmha|flash|flex|sdpa|rope|rotary"),
-    ("GEMM", r"nvjet|gemm|xmma|cutlass|cublas|splitK"),
-    ("optimizer", r"[aA]dam|multi_tensor|l2norm"),
+    (
+        "plan, sums",
+        r"PlanKernel|GatherKernel|CombineKernel|TopkKernel|TopkGradientKernel"
+        r"|moe/(route|dispatch|combine)|phalanx::plan|_plan_|Router|_Spread|_Collect",
+    ),
+    ("attention", r"cudnn|fmha|flash|flex|sdpa|rope|rotary|attention"),
+    ("GEMM", r"nvjet|gemm|xmma|cutlass|cublas|splitK|aten::(add|b|addb)?mm$|aten::linear$"),
+    ("optimizer", r"[aA]dam|multi_tensor|l2norm|optimizer"),
     ("other", r""),
 )
-"""Kind of a kernel: the first whose pattern is found in its name."""
+"""Kind of an event: the first whose pattern is found in its name, or in what it ran inside of."""
 COLOURS = ("#c44e52", "#4c72b0", "#64b5cd", "#8172b3", "#55a868", "#ccb974", "#b0b0b0")
 _SHORT = 72
 
 
 class Event(NamedTuple):
-    """A kernel or copy; microseconds from the first one's begin."""
+    """A kernel or copy, or an operation's own time; microseconds from the first one's begin."""
 
     begin: float
     end: float
     stream: int
+    """Of a GPU, or thread."""
     name: str
+    stack: str = ""
+    """What an operation ran inside of, outermost first."""
+    call: int = -1
+    """Number of the operation, which what it calls cuts into several events; -1 of a kernel."""
 
     @property
     def kind(self) -> str:
-        return next(kind for kind, pattern in KINDS if re.search(pattern, self.name))
+        return _kind(f"{self.stack} {self.name}")
+
+
+@functools.cache
+def _kind(text: str) -> str:
+    return next(kind for kind, pattern in KINDS if re.search(pattern, text))
+
+
+class Trace(NamedTuple):
+    """What a file holds."""
+
+    events: list[Event]
+    """In the order of their begins."""
+    on_gpu: bool
+    facts: dict[str, Any]
+    """What was run, as `moe.title` has it, and `steps`; empty if the file does not say."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
-        events = read(args.trace)
+        trace = read(args.trace)
         if args.window:
             low, high = (1000 * edge for edge in args.window)
-            events = [e for e in events if e.begin < high and e.end > low]
-        if not events:
+            inside = [e for e in trace.events if e.begin < high and e.end > low]
+            trace = trace._replace(events=inside)
+        if not trace.events:
             raise ValueError(
-                f"{args.trace} has no GPU kernels there: check --window and run.profile"
+                f"{args.trace} has no kernels or operations there: check --window and run.profile"
             )
-        print(table(events, args.top))
+        print(table(trace, args.top))
         if args.crop:
-            args.crop.write_text(json.dumps({"traceEvents": [_record(e) for e in events]}))
+            args.crop.write_text(json.dumps(_content(trace)))
         if args.plot:
-            plot(events, args.plot)
+            plot(trace, args.plot, args.title or _title(trace.facts))
     except (ValueError, OSError, KeyError) as error:
         print(f"timeline: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def read(path: Path) -> list[Event]:
-    """GPU events of a Chrome trace, in the order of their begins; ValueError if it is none."""
+def read(path: Path) -> Trace:
+    """A Chrome trace: its GPU's events, or the operations of a CPU; ValueError if it is none."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         try:
-            records = json.load(file)["traceEvents"]
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError):
+            content = json.load(file)
+            records = [r for r in content["traceEvents"] if r.get("ph") == "X"]
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError, AttributeError):
             raise ValueError(f"{path} is no trace of torch.profiler") from None
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    found = sorted(
-        (r["ts"], r["dur"], r.get("args", {}).get("stream", 0), r["name"])
+    found = [
+        Event(r["ts"], r["ts"] + r["dur"], r.get("args", {}).get("stream", 0), r["name"])
         for r in records
-        if r.get("ph") == "X" and r.get("cat") in kinds
-    )
-    first = found[0][0] if found else 0.0
-    return [Event(ts - first, ts - first + dur, stream, name) for ts, dur, stream, name in found]
+        if r.get("cat") in kinds
+    ]
+    on_gpu = bool(found)
+    if not on_gpu:
+        operations = [r for r in records if r.get("cat") in ("cpu_op", "user_annotation")]
+        for number, record in enumerate(operations):
+            record["args"] = {"call": number} | record.get("args", {})
+        for thread in sorted({r.get("tid", 0) for r in operations}):
+            found += _own_times([r for r in operations if r.get("tid", 0) == thread])
+    found.sort()
+    first = found[0].begin if found else 0.0
+    events = [e._replace(begin=e.begin - first, end=e.end - first) for e in found]
+    return Trace(events, on_gpu, _facts(content))
 
 
-def _record(event: Event) -> dict[str, Any]:
-    begin, end, stream, name = event
-    where = {"ts": begin, "dur": end - begin, "args": {"stream": stream}}
-    return {"ph": "X", "cat": "kernel", "name": name, **where}
+def _own_times(records: list[dict[str, Any]]) -> Iterator[Event]:
+    """Of a thread: when each operation ran itself, and not another that it called.
+
+    Time of our annotations that is in no operation is Python's, and left out; gloo's are its
+    exchanges.
+    """
+    records = sorted(records, key=lambda r: (r["ts"], -r["dur"]))
+    stack: list[tuple[float, dict[str, Any]]] = []  # (end, record)
+    at = 0.0
+
+    def until(time: float) -> Iterator[Event]:
+        """The innermost one's time from `at` on."""
+        nonlocal at
+        names = [r["name"] for _, r in stack]
+        record = stack[-1][1]
+        if time > at and (record["cat"] == "cpu_op" or "gloo:" in names[-1]):
+            given = record["args"]
+            inside = " ".join([given.get("stack", ""), *names[:-1]]).strip()
+            yield Event(at, time, record.get("tid", 0), names[-1], inside, given["call"])
+        at = time
+
+    for record in records:
+        while stack and stack[-1][0] <= record["ts"]:
+            yield from until(stack[-1][0])
+            stack.pop()
+        if stack:
+            yield from until(record["ts"])
+        at = record["ts"]
+        stack.append((record["ts"] + record["dur"], record))
+    while stack:
+        yield from until(stack[-1][0])
+        stack.pop()
+
+
+def _facts(content: dict[str, Any]) -> dict[str, Any]:
+    facts = content.get("phalanx")
+    return facts if isinstance(facts, dict) else {}
+
+
+def _title(facts: dict[str, Any]) -> str:
+    said = title(facts)
+    first, last = facts.get("steps", (0, 0))
+    if not said or not first:
+        return said
+    return f"{said}: step {first}" if first == last else f"{said}: steps {first} to {last}"
+
+
+def _content(trace: Trace) -> dict[str, Any]:
+    """The trace as `read` takes it."""
+    kind = "kernel" if trace.on_gpu else "cpu_op"
+    records = []
+    for begin, end, stream, name, stack, call in trace.events:
+        where = {"stream": stream} if trace.on_gpu else {"stack": stack, "call": call}
+        place = {"ts": begin, "dur": end - begin, "tid": stream, "args": where}
+        records.append({"ph": "X", "cat": kind, "name": name, **place})
+    return {"traceEvents": records} | ({"phalanx": trace.facts} if trace.facts else {})
 
 
 def union(events: Iterable[Event]) -> list[tuple[float, float]]:
@@ -133,26 +224,36 @@ def exposed(events: list[Event]) -> float:
     return alone(events, exchange) / (max(e.end for e in events) - events[0].begin)
 
 
-def table(events: list[Event], top: int) -> str:
-    """Time by kind, and the kernels that take most."""
+def table(trace: Trace, top: int) -> str:
+    """Time by kind, and the kernels or operations that take most."""
+    events, what = trace.events, "kernel" if trace.on_gpu else "operation"
     span = max(e.end for e in events) - events[0].begin
     busy = sum(end - begin for begin, end in union(events))
-    lines = [f"{span / 1000:.2f} ms, the GPU idle in {(span - busy) / 1000:.2f} ms of them", ""]
-    lines.append(f"{'kind':12}{'ms':>10}{'alone':>10}{'kernels':>9}")
+    idle = "the GPU idle" if trace.on_gpu else "no operation"
+    lines = [said] if (said := _title(trace.facts)) else []
+    lines += [f"{span / 1000:.2f} ms, {idle} in {(span - busy) / 1000:.2f} ms of them", ""]
+    lines.append(f"{'kind':12}{'ms':>10}{'alone':>10}{what + 's':>12}")
     for kind, _ in KINDS:
         own = [e for e in events if e.kind == kind]
         if own:
             took = sum(end - begin for begin, end in union(own)) / 1000
-            lines.append(f"{kind:12}{took:10.2f}{alone(events, kind) / 1000:10.2f}{len(own):9}")
-    by_name: dict[str, list[float]] = {}
+            lines.append(f"{kind:12}{took:10.2f}{alone(events, kind) / 1000:10.2f}{_calls(own):12}")
+    by_name: dict[str, list[Event]] = {}
     for e in events:
-        by_name.setdefault(e.name, []).append(e.end - e.begin)
-    lines += ["", f"{'kernel':{_SHORT}}{'ms':>9}{'calls':>7}{'us each':>9}"]
-    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]:
-        total = sum(times)
-        each = total / len(times)
-        lines.append(f"{short(name):{_SHORT}}{total / 1000:9.2f}{len(times):7}{each:9.1f}")
+        by_name.setdefault(e.name, []).append(e)
+    took_most = sorted(by_name.items(), key=lambda item: -sum(e.end - e.begin for e in item[1]))
+    lines += ["", f"{what:{_SHORT}}{'ms':>9}{'calls':>7}{'us each':>9}"]
+    for name, own in took_most[:top]:
+        total, calls = sum(e.end - e.begin for e in own), _calls(own)
+        each = total / calls
+        lines.append(f"{short(name):{_SHORT}}{total / 1000:9.2f}{calls:7}{each:9.1f}")
     return "\n".join(lines)
+
+
+def _calls(events: Sequence[Event]) -> int:
+    """Kernels, or operations that are each in one event or several."""
+    cut = {e.call for e in events if e.call >= 0}
+    return len(cut) + sum(e.call < 0 for e in events)
 
 
 def short(name: str) -> str:
@@ -161,33 +262,37 @@ def short(name: str) -> str:
     return (f"kernels.sm90 {ours[1]}" if ours else name.removeprefix("void "))[: _SHORT - 2]
 
 
-def plot(events: list[Event], path: Path) -> None:
+def plot(trace: Trace, path: Path, heading: str) -> None:
     """A lane a kind, since a graph's branches have no streams; ValueError without matplotlib."""
-    pictures = pyplot()
+    pictures, events = pyplot(), trace.events
     kinds = [kind for kind, _ in KINDS if any(e.kind == kind for e in events)]
     colours = dict(zip((kind for kind, _ in KINDS), COLOURS, strict=True))
-    figure, axes = pictures.subplots(figsize=(12, 0.8 + 0.4 * len(kinds)))
+    figure, axes = pictures.subplots(figsize=(12, 1.2 + 0.4 * len(kinds)))
     for lane, kind in enumerate(kinds):
-        bars = [(e.begin / 1000, (e.end - e.begin) / 1000) for e in events if e.kind == kind]
+        busy = union(e for e in events if e.kind == kind)
+        bars = [(begin / 1000, (end - begin) / 1000) for begin, end in busy]
         axes.broken_barh(bars, (-lane - 0.4, 0.8), facecolor=colours[kind])
     axes.set_yticks([-lane for lane in range(len(kinds))], kinds)
-    axes.set_xlabel("ms")
+    axes.set_xlabel("ms from the first " + ("kernel" if trace.on_gpu else "operation"))
+    axes.set_title(heading or path.stem, fontsize="medium", wrap=True)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pictures.close(figure)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Options; `--help` is the manual."""
+    p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add = p.add_argument
     add("trace", type=Path, help="trace_*.json.gz of a run, or what --crop wrote")
-    add("--top", type=int, default=15, metavar="N", help="kernels to list; default: %(default)s")
-    add("--window", type=float, nargs=2, metavar=("FROM", "TO"), help="ms from the first kernel")
-    add("--crop", type=Path, metavar="CROP.json", help="write the kernels of the window")
-    add("--plot", type=Path, metavar="PICTURE.png", help="draw them; needs matplotlib")
-    return parser
+    add("--top", type=int, default=15, metavar="N", help="rows of the list; default: %(default)s")
+    add("--window", type=float, nargs=2, metavar=("FROM", "TO"), help="ms from the first event")
+    add("--crop", type=Path, metavar="CROP.json", help="write what is in the window")
+    add("--plot", type=Path, metavar="PICTURE.png", help="draw it; needs matplotlib")
+    add("--title", metavar="TEXT", help="of the picture; default: what was run, and the steps")
+    return p
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from configs.schema import ModelConfig
 from configs.validate import validate
 from moe.accounting import active_parameters, flops_per_token, parameters
 from moe.metrics import heading
-from scripts import prepare_data, record_anchor
+from scripts import plot_losses, prepare_data, record_anchor, timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -108,7 +108,7 @@ def test_training_commands_are_valid(command: str) -> None:
 def test_commands_of_other_scripts_are_understood() -> None:
     checked = 0
     for words in map(shlex.split, COMMANDS):
-        for script in (prepare_data, record_anchor):
+        for script in (prepare_data, record_anchor, timeline, plot_losses):
             name = f"scripts/{Path(script.__file__).name}"
             if name in words:
                 args = script.parser().parse_args(words[words.index(name) + 1 :])
@@ -116,7 +116,16 @@ def test_commands_of_other_scripts_are_understood() -> None:
                     ranks, overrides = launch(args.command)
                     validate(load(overrides), ranks)
                 checked += 1
-    assert checked == 2
+    assert checked == 4
+
+
+def test_the_timeline_is_of_the_trace_that_the_line_before_writes() -> None:
+    at = next(i for i, text in enumerate(COMMANDS) if "scripts/timeline.py" in text)
+    _, overrides = ranks_and_overrides(COMMANDS[at - 1])
+    run = load(overrides).run
+    first, last = run.profile
+    trace = f"{run.dir}/{run.name}/trace_{first}_{last}.json.gz"
+    assert trace in shlex.split(COMMANDS[at]) and last <= run.steps
 
 
 def test_map_names_every_step_in_order() -> None:

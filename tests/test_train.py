@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts import timeline
 from tests.distributed import run_distributed
 from tests.runs import (
     SMALL,
@@ -88,6 +89,9 @@ def test_a_run_tells_what_it_is_and_each_step(whole: tuple[list[str], Path, Rank
     overrides, folder, main = whole
     page, _, rest = main.out.partition("\n\nstep ")
     name = overrides[overrides.index("data.split='90,10'") + 2].partition("=")[2]
+    read = [line.split()[1:] for line in page.splitlines() if line.startswith("  text ")]
+    assert [row[:-3] for row in read] == [["training", "100.0%"], ["each", "validation", "100.0%"]]
+    assert float(read[0][-1]) > 0
     for said in (
         "from scratch",
         f"{name}: ",
@@ -115,6 +119,7 @@ def test_every_step_is_recorded_once_and_validation_on_its_interval(
         assert 2 < r["loss"] < 7 and r["grad_norm"] > 0 and r["lr"] > 0
         assert r["tokens_per_second_per_gpu"] > 0 and 1 <= r["load_max"] <= 4
         assert ("valid_loss" in r) == (r["step"] in (3, 6))
+        assert r["tokens"] == r["step"] * 8 * 16
     assert abs(found[5]["valid_loss"] - found[5]["loss"]) < 1
     assert main.out.count("-- validation loss") == 2
 
@@ -130,6 +135,21 @@ def test_a_profile_has_the_stages_of_the_data_flow(whole: tuple[list[str], Path,
         assert names.count(stage) >= 2, stage
     assert names.count("optimizer") == 2  # one of each step of the window
     assert ("moe/shared" in names) == ("deepseek" in main.out)
+
+
+def test_the_timeline_of_a_cpu_run_is_told_and_drawn(
+    whole: tuple[list[str], Path, Rank], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    overrides, folder, _ = whole
+    picture = tmp_path / "picture.png"
+    assert timeline.main([str(folder / "trace_2_3.json.gz"), "--plot", str(picture)]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    model = overrides[overrides.index("data.split='90,10'") + 2].partition("=")[2]
+    assert first.startswith(f"{model} on 2 x CPU process, bf16, torch experts, sequence 16, ")
+    assert first.endswith(": steps 2 to 3")
+    times = {row[:12].strip(): float(row[12:].split()[0]) for row in rest[3:10] if row}
+    assert {"exchange", "experts", "plan, sums", "attention", "GEMM", "optimizer"} <= set(times)
+    assert min(times.values()) > 0 and picture.stat().st_size > 5000
 
 
 def test_two_ranks_learn_real_text(corpus: list[str], tmp_path: Path) -> None:

@@ -129,8 +129,8 @@ def summary(records: Sequence[Record]) -> str:
     return f"{met} of {len(judged)} bars met, {len(judged) - met} missed, {failed} failures"
 
 
-def plot(path: Path, records: Sequence[Record]) -> str:
-    """Draw every ratio that has a bar; why not, or an empty string."""
+def plot(path: Path, records: Sequence[Record], facts: dict[str, Any]) -> str:
+    """Draw every ratio that has a bar, under the device of `facts`; why not, or an empty string."""
     judged = [r for r in records if r.met is not None and r.ratio is not None]
     if not judged:
         return "nothing to plot: no result has a bar"
@@ -158,6 +158,7 @@ def plot(path: Path, records: Sequence[Record]) -> str:
     axes.axvline(1.0, color="grey", linewidth=0.5)
     axes.set_xlabel("time of the other side / our time")
     axes.legend(loc="lower right", fontsize=7)
+    axes.set_title(f"suite, shape and pass, on {facts.get('device', 'a device not told')}")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

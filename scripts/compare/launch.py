@@ -162,8 +162,9 @@ def traced(folder: Path) -> dict[str, float]:
     """exposed_communication, a share of the step, if the run left a trace of a GPU."""
     for path in folder.glob("trace_*.json.gz"):
         with contextlib.suppress(ValueError, KeyError, OSError):
-            if events := timeline.read(path):
-                return {"exposed_communication": timeline.exposed(events)}
+            trace = timeline.read(path)
+            if trace.on_gpu:
+                return {"exposed_communication": timeline.exposed(trace.events)}
     return {}
 
 

@@ -10,6 +10,13 @@ from configs.redact import redacted
 from scripts.compare.launch import window
 from scripts.compare.results import Row, Run, rows
 from scripts.compare.sweep import write
+from scripts.pictures import pyplot
+
+
+def heading(facts: dict[str, Any]) -> str:
+    """What was trained on what: `tiny, bf16, sequence 256, batch 32, on 2 x CPU process`."""
+    what, hardware = facts.get("what", ""), facts.get("hardware", "")
+    return f"{what}, on {hardware}" if what and hardware else what or hardware
 
 
 def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
@@ -47,7 +54,8 @@ def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
         for width, text in zip(widths, texts, strict=True)
     ]
     lines.insert(1, f"| {' | '.join(rule)} |")
-    said = [f"{key} {facts[key]}" for key in ("hardware", "commit", "date") if facts.get(key)]
+    said = [heading(facts)] if heading(facts) else []
+    said += [f"{key} {facts[key]}" for key in ("commit", "date") if facts.get(key)]
     said += [f"{name} {version}" for name, version in facts.get("versions", {}).items()]
     counted = window(steps)
     how = (
@@ -117,13 +125,10 @@ def plot(path: Path, facts: dict[str, Any], table: Sequence[Row]) -> str:
     if not any(row.runs for row in table):
         return "no chart: no point has a result"
     try:
-        import matplotlib
-    except ImportError:
-        return "no chart: matplotlib is not installed (pip install -e '.[dev]')"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.45 * len(table)))
+        pictures = pyplot()
+    except ValueError as error:
+        return f"no chart: {error}"
+    figure, axes = pictures.subplots(figsize=(9, 1.4 + 0.45 * len(table)))
     at = range(len(table))
     rates = [row.tokens_per_second_per_gpu or 0.0 for row in table]
     spread = [row.tokens_per_second_per_gpu_sd or 0.0 for row in table]
@@ -135,14 +140,18 @@ def plot(path: Path, facts: dict[str, Any], table: Sequence[Row]) -> str:
         text += "  another loss" if row.loss_differs else ""
         text = text if row.runs else "; ".join(row.notes)[:60]
         axes.text(rate + error + room, y, text, va="center", fontsize=8)
-    axes.set_yticks(list(at), [row.label.replace(" ", "\n") for row in table], fontsize=8)
+    axes.set_yticks(
+        list(at),
+        [row.label.replace(" ", "\n") if "=" in row.label else row.label for row in table],
+        fontsize=8,
+    )
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max(map(sum, zip(rates, spread, strict=True))))
     axes.set_xlabel(f"tokens/s/{facts['unit']}")
-    axes.set_title(str(facts.get("hardware", "")), fontsize=9)
+    axes.set_title(heading(facts), fontsize=9, wrap=True)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    pictures.close(figure)
     return ""
 
 

@@ -55,6 +55,8 @@ class Sweep:
         self.turns = [(r, p) for r in range(repeats) for p in range(len(points))]
         """(repeat, point), the repeats interleaved: a clock that drifts meets all points."""
         self.runs: list[Run] = []
+        self.facts: list[dict[str, Any]] = []
+        """What each point trains, as `scripts.pictures.title` takes it; known after `refuse`."""
 
     def folder(self, repeat: int, point: int) -> Path:
         """Of a run."""
@@ -77,6 +79,15 @@ class Sweep:
             except ConfigError as error:
                 mistakes += str(error).splitlines()
                 continue
+            self.facts.append(
+                {
+                    "model": cfg.model.name,
+                    "precision": cfg.run.precision,
+                    "sequence": cfg.data.sequence_length,
+                    "batch": cfg.data.global_batch,
+                    "data": cfg.data.source,
+                }
+            )
             size = parameters(cfg.model).total
             if self._launch.device == "cpu" and size > LARGEST_ON_CPU:
                 text = f"model={cfg.model.name}: {size / 1e9:.0f} B parameters are too many"

@@ -4,6 +4,7 @@ Corpora here are made of ids that tell where they came from: a document of conse
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -17,12 +18,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from configs.schema import Config, DataConfig
 from moe.cache import DataError, built_once
-from moe.corpus import Sidecar, embedded, open_corpus
-from moe.data import Loader, Samples, build_datasets
+from moe.corpus import Sidecar, embedded, open_corpus, smallest_dtype, write_index
+from moe.data import Loader, Samples, build_datasets, find_sources
+from moe.names import short_names
+from moe.sources import table
 from tests.distributed import run_distributed
 
 VOCAB = 10_000
@@ -139,6 +142,93 @@ def test_a_build_that_dies_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not target.exists() and len(list(tmp_path.glob(".thing.*"))) == 1
     built_once(target, lambda folder: (folder / "whole").touch())
     assert [p.name for p in tmp_path.iterdir() if p.name != ".lock"] == ["thing"]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+def test_our_index_is_the_one_of_megatron_core(tmp_path: Path, dtype: type) -> None:
+    documents = [*numbers(0, 7, 3), range(1), range(200)]
+    theirs = Path(f"{write(tmp_path / 'a', documents, dtype)}.idx").read_bytes()
+    lengths = np.array([len(document) for document in documents], np.int32)
+    write_index(tmp_path / "b.idx", np.dtype(dtype).name, lengths)
+    assert (tmp_path / "b.idx").read_bytes() == theirs
+    for size in (256, 65499, 65500, 200_000):
+        assert smallest_dtype(size) == np.dtype(DType.optimal_dtype(size)).name
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+
+def test_sources_say_what_is_read_of_them(tmp_path: Path) -> None:
+    """Weight, documents, tokens and epochs of both parts, before anything is built and after."""
+    (tmp_path / "x").mkdir()
+    paths = [write(tmp_path / "x/text", numbers(0, 50, 100))]
+    paths.append(write(tmp_path / "text", numbers(5000, 20, 200)))
+    settings = {"source": "indexed", "sequence_length": 10, "split": "90,10"}
+    blend = ["3", paths[0], "1", paths[1]]
+    cfg = Config(data=DataConfig(blend=blend, cache=str(tmp_path / "cache"), **settings))
+    training, validation = find_sources(cfg, VOCAB, 1200, 40)
+    assert not (tmp_path / "cache" / "index").exists()
+    assert [s.name for s in training] == ["x/text", f"{tmp_path.name}/text"]
+    read = [(s.weight, s.documents, s.tokens, round(s.epochs, 3)) for s in training]
+    assert read == [(0.75, 90, 4500, round(900 / 449, 3)), (0.25, 180, 3600, round(300 / 359, 3))]
+    read = [(s.weight, s.documents, s.tokens, round(s.epochs, 3)) for s in validation]
+    assert read == [(0.75, 10, 500, round(30 / 49, 3)), (0.25, 20, 400, round(10 / 39, 3))]
+    train, valid = build_datasets(cfg, VOCAB, 1200, 40)
+    assert (train.sources, valid.sources) == (training, validation)
+    for rows, total in ((train, 1200), (valid, 40)):
+        found = [rows.source(i) for i in range(total)]
+        assert found == [int(rows[i][0] >= 5000) for i in range(total)]
+        assert abs(found.count(0) - 0.75 * total) <= 1
+    page = table(training, validation).splitlines()
+    assert page[0].split() == ["data", "source", "part", "weight", "documents", "tokens", "epochs"]
+    assert page[1].split() == ["x/text", "training", "75.0%", "90", "4,500", "2.00"]
+    assert page[4].split()[1:] == ["each", "validation", "25.0%", "20", "400", "0.26"]
+
+
+def test_what_is_not_read_is_not_in_the_table(tmp_path: Path) -> None:
+    train, _ = build(tmp_path, [write(tmp_path / "a", numbers(0, 1001))], 250)
+    assert [(s.name, s.weight, s.epochs) for s in train.sources] == [("a", 1.0, 2.5)]
+    assert train.source(249) == 0
+    data = DataConfig(source="synthetic", cache=str(tmp_path))
+    assert find_sources(Config(data=data), 97, 10, 8) == ((), ())
+    assert table((), ()) == ""
+
+
+@pytest.mark.parametrize(
+    "described, expected",
+    [
+        (None, None),
+        ({}, None),
+        ({"text_bytes": 4004}, 4.0),
+        ({"tokenizer": "bytes", "tokenizer_sha256": ""}, 1 - 1 / 1001),
+    ],
+)
+def test_bytes_of_text_are_known_or_left_out(
+    tmp_path: Path, described: dict[str, object] | None, expected: float | None
+) -> None:
+    prefix = write(tmp_path / "a", numbers(0, 1001))
+    if described is not None:
+        sidecar(tmp_path / "a.json", **described)
+        content = json.loads((tmp_path / "a.json").read_text())
+        unknown = [key for key in ("text_bytes", "skipped", "plan") if not content[key]]
+        kept = {key: value for key, value in content.items() if key not in unknown}
+        (tmp_path / "a.json").write_text(json.dumps(kept))  # as before these were written
+    (source,) = build(tmp_path, [prefix], 10)[0].sources
+    assert source.bytes_per_token == (expected and pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    "paths, names",
+    [
+        (["data/wiki", "data/code"], ["wiki", "code"]),
+        (["/a/x/text", "/b/x/text", "c"], ["a/x/text", "b/x/text", "c"]),
+        (["a/x", "b/x", "b/y"], ["a/x", "b/x", "y"]),
+        (["x", "a/x", "x"], ["x", "a/x", "x (2)"]),
+        ([], []),
+    ],
+)
+def test_short_names_tell_paths_apart(paths: list[str], names: list[str]) -> None:
+    assert short_names(paths) == names
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -277,6 +367,17 @@ def test_a_batch_holds_tokens_and_the_labels_that_follow() -> None:
     assert batch["tokens"].tolist() == [[3, 4, 5, 6], [4, 5, 6, 7], [5, 6, 7, 8]]
     assert torch.equal(batch["labels"], batch["tokens"] + 1)
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_the_rows_of_the_next_step_are_known_before(dp: int) -> None:
+    for rank in range(dp):
+        loader = Loader(Rows(64), 2, 8, rank, dp)
+        for _ in range(3):
+            rows = loader.next_rows()
+            batches = loader.next_step()
+            assert [n for b in batches for n in b["tokens"][:, 0].tolist()] == rows
+        loader.close()
 
 
 def test_the_loader_stops_after_the_last_full_batch() -> None:

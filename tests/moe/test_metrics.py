@@ -2,9 +2,11 @@
 
 import io
 import json
+import math
 import re
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import pytest
 from configs.schema import Config
 from moe import metrics as metrics_module
 from moe.metrics import Metrics, duration, heading, line, steady
-from moe.sinks import read
+from moe.sinks import read, start_facts, tag
+from moe.sources import Source
+from moe.validation import scores
 
 GPU: dict[str, Any] = {
     "step": 120,
@@ -101,6 +105,36 @@ def test_the_heading_returns_and_reruns_are_told_when_they_happen(tmp_path: Path
     assert lines[-1] == "-- validation loss 2.5000 after step 60"
 
 
+def test_a_validation_is_a_line(tmp_path: Path) -> None:
+    metrics, stream = make(tmp_path)
+    wiki = Source("wiki", 0.75, 10, 100, 9, 6.0, 4.0)
+    code = Source("code", 0.25, 10, 100, 9, 2.0, 2.0)
+    absent = Source("rare", 0.001, 10, 100, 9, 0.0, None)
+    found = scores(2.5, [wiki, code, absent], [(6 * 3.0, 6), (2 * 1.0, 2), (0.0, 0)])
+    metrics.log({"step": 60, "tokens": 960} | found)
+    (said,) = stream.getvalue().splitlines()
+    assert said == (
+        "-- validation loss 2.5000 after step 60: perplexity 12.18, 1.030 bits a byte; "
+        "wiki 3.0000, code 1.0000"
+    )
+    (record,) = read(tmp_path / "metrics.jsonl")
+    assert record["valid_bits_per_byte/wiki"] == pytest.approx(3 / math.log(2) / 4)
+    assert record["valid_perplexity/code"] == pytest.approx(math.e)
+    assert not [key for key in record if "rare" in key]
+
+
+def test_bits_per_byte_are_left_out_where_they_are_not_known() -> None:
+    wiki, code = (Source(name, 0.5, 1, 100, 9, 4.0, None) for name in ("wiki", "code"))
+    assert scores(2.0, [wiki], []) == {"valid_loss": 2.0, "valid_perplexity": math.exp(2.0)}
+    assert scores(2.0, [], []).keys() == {"valid_loss", "valid_perplexity"}
+    known = replace(code, bytes_per_token=1.0)
+    assert scores(2.0, [known], [])["valid_bits_per_byte"] == pytest.approx(2 / math.log(2))
+    some = scores(2.0, [wiki, known], [(8.0, 4), (8.0, 4)])
+    assert [k for k in some if "bits" in k] == ["valid_bits_per_byte/code"]
+    assert scores(1000.0, [], [])["valid_perplexity"] == math.inf
+    assert math.isnan(scores(math.nan, [], [])["valid_loss"])
+
+
 @pytest.mark.parametrize(
     "seconds, text",
     [(0.2, "0s"), (59.7, "1m00s"), (125, "2m05s"), (5964, "1h39m"), (273600, "3d04h")],
@@ -174,6 +208,18 @@ def test_validation_and_events_do_not_repeat_a_step(tmp_path: Path) -> None:
     assert "-- saved" in stream.getvalue()
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(r["event"], r["at"]) for r in lines if "event" in r] == [("saved", 1), ("summary", 1)]
+
+
+def test_what_a_run_is_stands_before_its_records(tmp_path: Path) -> None:
+    metrics, _ = make(tmp_path)
+    assert start_facts(tmp_path / "metrics.jsonl") == {}
+    metrics.start({"model": "tiny", "ranks": 1})
+    metrics.log(record(1))
+    metrics.close()
+    again, _ = make(tmp_path, step=1)
+    again.start({"model": "tiny", "ranks": 2})
+    assert start_facts(tmp_path / "metrics.jsonl") == {"model": "tiny", "ranks": 2}
+    assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_json_holds_no_nan(tmp_path: Path) -> None:
@@ -315,9 +361,26 @@ def test_wandb_gets_numbers_and_one_id_for_a_run(
         (init,) = [kw for name, kw in fake.calls if name == "init"]
         assert init["mode"] == "offline" and init["config"]["run"]["steps"] == 100
         assert "login" not in [name for name, _ in fake.calls]
-        assert fake.logged == [{"step": 3, "loss": 4.97, "step_time": 0.5, "memory": 1.25}]
+        named = {"train/loss": 4.97, "perf/step_time": 0.5, "perf/memory": 1.25}
+        assert fake.logged == [{"step": 3} | named]
         ids.append(init["id"])
     assert ids[0] == ids[1] != ids[2]
+
+
+def test_names_in_tracking_services_are_in_groups() -> None:
+    """Every number that the trainer records, and what a validation gives."""
+    groups = {
+        "train": "loss mtp_loss grad_norm lr tokens skipped rollbacks",
+        "valid": "loss perplexity bits_per_byte loss/wiki bits_per_byte/wiki",
+        "moe": "load_max load_p95 dead_experts reruns capacity_factor aux_loss z_loss",
+        "perf": "step_time data_time tokens_per_second_per_gpu tflops_per_gpu mfu memory "
+        "memory_reserved memory_total",
+    }
+    before = {"valid": "valid_", "aux_loss": "balance/", "z_loss": "balance/"}
+    for group, names in groups.items():
+        for name in names.split():
+            written = before.get(group, before.get(name, "")) + name
+            assert tag(written) == f"{group}/{name}"
 
 
 def test_tensorboard_events_are_readable(tmp_path: Path) -> None:
@@ -332,7 +395,7 @@ def test_tensorboard_events_are_readable(tmp_path: Path) -> None:
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(e.step, round(e.value, 2)) for e in events.Scalars("loss")] == [
+    assert [(e.step, round(e.value, 2)) for e in events.Scalars("train/loss")] == [
         (1, 4.99),
         (2, 4.98),
         (3, 1.0),

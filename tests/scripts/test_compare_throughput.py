@@ -13,11 +13,13 @@ import psutil
 import pytest
 
 from configs.validate import ConfigError
+from moe.sinks import read
 from scripts import compare_throughput
 from scripts.compare import launch, report, sweep
 from scripts.compare.launch import Launch, figures, reason, traced, window
 from scripts.compare.points import Point, expand
 from scripts.compare.results import Run, rows
+from scripts.pictures import common_title
 from tests.runs import SMALL
 
 SCRIPT = Path(compare_throughput.__file__)
@@ -371,12 +373,41 @@ def test_earlier_results_are_shown_again(stand, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert compare_throughput.main(["--from-json", str(path)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(table) and "no chart: matplotlib is not installed" in out
+    assert out.startswith(table) and "no chart: a picture needs matplotlib" in out
+    assert table.startswith("tiny, bf16, sequence 256, batch 32, embedded data, on 2 x CPU process")
     assert (stand.out / "throughput.md").read_text() == table
     path.write_text("[]")
     assert compare_throughput.main(["--from-json", str(path)]) == 2
     assert compare_throughput.main(["--from-json", str(path) + "x"]) == 2
     assert capsys.readouterr().err.count("compare_throughput: ") == 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"what": "tiny, sequence 256", "hardware": "2 x H200"}, "tiny, sequence 256, on 2 x H200"),
+        ({"hardware": "2 x H200"}, "2 x H200"),  # results of before
+    ],
+)
+def test_tables_and_charts_say_of_what_and_where(facts, said, tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    table = rows(["a"], [run(0, 0, 100, 4.0)], 0.01)
+    facts = {"unit": "GPU", "steps": 50, "tolerance": 0.01, "command": "x"} | facts
+    assert report.plot(tmp_path / "x.png", facts, table) == ""
+    assert figures[0].axes[0].get_title() == said
+    assert report.markdown(facts, table).startswith(said)
+
+
+def test_what_points_have_in_common_is_named(tmp_path):
+    swept = sweep.Sweep(
+        tmp_path, expand(["model=tiny,tiny_gpt_oss", "data.sequence_length=64,128"]), 1,
+        Launch(1, 4, device="cpu"), timeout=1, commit="",
+    )  # fmt: skip
+    swept.refuse()
+    assert common_title(swept.facts) == "tiny or tiny_gpt_oss, bf16, batch 32, embedded data"
+    assert common_title([{}]) == common_title([]) == ""
 
 
 def test_chart(tmp_path):
@@ -409,7 +440,7 @@ def test_two_configurations_on_the_cpu(tmp_path):
     assert torch["speedup"] == pytest.approx(
         torch["tokens_per_second_per_gpu"] / reference["tokens_per_second_per_gpu"]
     )
-    steps = (tmp_path / "runs/point_02_repeat_1/metrics.jsonl").read_text().splitlines()
-    rates = [json.loads(line)["tokens_per_second_per_gpu"] for line in steps[2:4]]
+    steps = read(tmp_path / "runs/point_02_repeat_1/metrics.jsonl")
+    rates = [step["tokens_per_second_per_gpu"] for step in steps[2:4]]
     assert torch["tokens_per_second_per_gpu"] == pytest.approx(sum(rates) / 2)
     assert not list(tmp_path.glob("runs/*/checkpoints/*"))

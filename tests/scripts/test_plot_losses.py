@@ -1,18 +1,34 @@
 """`scripts/plot_losses.py`: runs and files in, a table, a file and a picture out."""
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from scripts import plot_losses
 
+FACTS = {"model": "tiny", "ranks": 2, "device": "CPU process", "sequence": 256}
 
-def _run(folder: Path, losses: list[float]) -> Path:
-    folder.mkdir()
+
+def _run(folder: Path, losses: list[float], **facts: Any) -> Path:
+    folder.mkdir(parents=True)
     lines = [json.dumps({"step": i + 1, "loss": x, "lr": 1.0}) for i, x in enumerate(losses)]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"event": "end"}', '{"st']) + "\n")
+    start = json.dumps({"event": "start", "at": 0} | FACTS | facts)
+    text = "\n".join([start, *lines, '{"event": "end"}', '{"st']) + "\n"
+    (folder / "metrics.jsonl").write_text(text)
     return folder
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that are drawn, still open."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    return drawn
 
 
 def test_table_has_means_of_the_first_and_how_far_the_others_are(tmp_path: Path, capsys) -> None:
@@ -20,17 +36,71 @@ def test_table_has_means_of_the_first_and_how_far_the_others_are(tmp_path: Path,
     two = _run(tmp_path / "two", [4.5, 2.5, 1.0, 2.0])  # a step less, which does not count
     out = tmp_path / "both.json"
     assert plot_losses.main([str(one), str(two), "--parts", "2", "--json", str(out)]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[0] == ["steps", "one", "two"]
+    *rows, drawn = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["steps", "one", "two", "-", "one"]
     assert rows[1:] == [["1-2", "3.0000", "+0.5000"], ["3-4", "2.0000", "-0.5000"]]
+    assert drawn == ["drawn:", str(tmp_path / "losses.png")]
+    assert (tmp_path / "losses.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert plot_losses.main([str(out), "--parts", "2"]) == 0  # what it wrote says the same
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == rows
+    again = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert again == [*rows, drawn]
 
 
-def test_picture(tmp_path: Path) -> None:
-    runs = [_run(tmp_path / name, [3 - 0.01 * i + x for i in range(40)]) for name, x in PAIR]
+@pytest.mark.parametrize("steps", [1, 2, 5, 20, 500])
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_picture_shows_every_run_and_says_of_what(
+    steps: int, runs: int, tmp_path: Path, figures: list[Any]
+) -> None:
+    experts = {"a": "torch", "b": "reference"}
+    paths = [
+        _run(tmp_path / name, [3 - 0.001 * i + x for i in range(steps)], experts=experts[name])
+        for name, x in PAIR[:runs]
+    ]
+    assert plot_losses.main([*map(str, paths), "--plot", str(tmp_path / "p.png")]) == 0
+    (figure,) = figures
+    what = ["tiny on 2 x CPU process, sequence 256", ", torch experts"]
+    assert figure.get_suptitle().replace(what[1], "") == what[0]
+    assert (what[1] in figure.get_suptitle()) == (runs == 1)
+    above, *below = figure.axes
+    assert len(below) == runs - 1
+    named = [entry.get_text() for entry in above.get_legend().get_texts()]
+    assert named == ["a", "b"][:runs]
+    for axes in figure.axes:
+        curves = [line for line in axes.lines if line.get_alpha() is None]
+        assert len(curves) == runs
+        for line in curves:
+            points = len(line.get_xdata())
+            assert points >= 0.9 * steps and np.isfinite(line.get_ydata()).all()
+            assert line.get_marker() == "o" or points > 50  # a line of one point is not seen
+    low, high = above.get_xlim()
+    assert low <= 1 and high >= steps
+    assert figure.axes[-1].get_xlabel() == "step" and "loss" in above.get_ylabel()
+
+
+def test_without_matplotlib_the_table_is_there(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = str(_run(tmp_path / "a", [2.0, 1.0]))
+    assert plot_losses.main([run]) == 0
+    assert capsys.readouterr().out.endswith("pip install -e '.[dev]'\n")
+    assert plot_losses.main([run, "--plot", str(tmp_path / "p.png")]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path, capsys) -> None:
+    runs = [_run(tmp_path / where / "tiny", [x]) for where, x in (("x", 2.0), ("y", 3.0))]
     assert plot_losses.main([*map(str, runs), "--plot", str(tmp_path / "p.png")]) == 0
-    assert (tmp_path / "p.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    head, row, _ = capsys.readouterr().out.splitlines()
+    assert head.split() == ["steps", "x/tiny", "y/tiny", "-", "x/tiny"]
+    assert row.split() == ["1-1", "2.0000", "+1.0000"]
+
+
+def test_runs_without_a_common_step_are_refused(tmp_path: Path, capsys) -> None:
+    one, two = _run(tmp_path / "one", [1.0]), tmp_path / "two.jsonl"
+    two.write_text('{"step": 2, "loss": 1.0}\n')
+    assert plot_losses.main([str(one), str(two)]) == 2
+    assert "the runs have no step in common" in capsys.readouterr().err
 
 
 PAIR = (("a", 0.0), ("b", 0.02))

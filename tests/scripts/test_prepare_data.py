@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from pyarrow import parquet
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from configs.schema import Config, DataConfig
 from moe.corpus import open_corpus
@@ -175,6 +177,49 @@ def test_workers_and_cuts_do_not_change_the_result(tmp_path: Path, tokenizer: st
     assert len({content(tmp_path / n) for n in ("whole", "cut", "tiny", "parallel")}) == 1
 
 
+def test_rows_without_tokens_are_left_out_and_counted(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture
+) -> None:
+    """As Megatron-LM's preprocess_data.py does; a document of one end token teaches nothing."""
+    stripped = Tokenizer.from_file(tokenizer)
+    stripped.normalizer = normalizers.Strip()
+    stripped.save(str(tmp_path / "tokenizer.json"))
+    texts = ["routed experts", "", "   ", "数据 see tokens", "\n \t", "see"]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    args = [path, *with_tokenizer(str(tmp_path)), "--chunk-mb", 0.00003]
+    assert run(tmp_path / "out", *args) == 0
+    kept = ["routed experts", "数据 see tokens", "see"]
+    assert decoded(tmp_path / "out", str(tmp_path / "tokenizer.json")) == kept
+    assert "3 documents" in (out := capsys.readouterr().out)
+    assert "rows skipped: 1 empty, 2 without tokens" in out
+    described = open_corpus(str(tmp_path / "out")).sidecar
+    assert described is not None and described.skipped == 3
+    assert described.text_bytes == sum(len(text.encode()) for text in kept)
+    assert run(tmp_path / "none", lines(tmp_path, '{"text": " "}'), *args[1:]) == 1
+    error = capsys.readouterr().err
+    assert "the inputs hold no text; rows skipped: 0 empty, 1 without tokens" in error
+    assert left_over(tmp_path, "none") == []
+
+
+def test_neither_the_command_nor_its_workers_import_torch(tmp_path: Path) -> None:
+    """It takes seconds, and warns of a missing GPU."""
+    for name in ("torch", "megatron"):
+        (tmp_path / "poison" / name).mkdir(parents=True)
+        (tmp_path / "poison" / name / "__init__.py").write_text("raise SystemExit('imported')")
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(30))
+    command = [sys.executable, SCRIPT, path, "--bytes", "--chunk-mb", "0.003", "--workers", "2"]
+    done = subprocess.run(
+        [*command, "--output", "out"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "poison")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "30 documents" in done.stdout and len(documents(tmp_path / "out")) == 30
+
+
 def test_every_line_is_in_one_piece_wherever_the_cuts_fall(tmp_path: Path) -> None:
     expected = [f"line {i}" for i in range(4)]
     (tmp_path / "a.txt").write_text("\n".join(expected) + "\n")
@@ -288,6 +333,7 @@ def touch(path: Path) -> Path:
         (bad_json, "a.jsonl:21: not JSON"),
         (lambda f: [lines(f, '{"text": ""}', '{"a": 1}'), "--bytes"], "a.jsonl:2: no key 'text'"),
         (lambda f: [lines(f, '{"text": 5}'), "--bytes"], "a.jsonl:1: 'text' is int"),
+        (lambda f: [lines(f, '{"text": "\\ud83d"}'), "--bytes"], "a.jsonl:1: 'text' has half of a"),
         (lambda f: [lines(f, "[1]"), "--bytes"], "a.jsonl:1: no key 'text'"),
         (bad_utf8, "a.txt:2: not UTF-8 at byte 1"),
         (bad_parquet, "a.parquet: column 'text' is int"),
@@ -305,7 +351,7 @@ def touch(path: Path) -> Path:
         (lambda f: [lines(f, "{}"), "--bytes", "--chunk-mb", 0], "must be positive"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_and_leaves_no_output(
+def test_bad_input_is_one_line_and_leaves_nothing(
     tmp_path: Path,
     tokenizer: str,
     capsys: pytest.CaptureFixture,
@@ -317,7 +363,35 @@ def test_bad_input_is_one_line_and_leaves_no_output(
     reported = [line for line in capsys.readouterr().err.splitlines() if "prepare_data:" in line]
     assert len(reported) == 1
     assert all(part in reported[0] for part in message.split(".*"))
-    assert not {"out.bin", "out.idx", "out.json"} & set(left_over(tmp_path))
+    assert left_over(tmp_path) == []
+
+
+def test_once_the_input_is_mended_the_same_command_works(tmp_path: Path) -> None:
+    args = bad_json(tmp_path)
+    assert run(tmp_path / "out", *args) == 1
+    write_jsonl(tmp_path / "a.jsonl", make_texts(30))
+    assert run(tmp_path / "out", *args) == 0
+    assert len(documents(tmp_path / "out")) == 30
+
+
+def test_a_killed_worker_leaves_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    args = [write_jsonl(tmp_path / "a.jsonl", make_texts(30)), "--bytes", "--chunk-mb", 0.003]
+    original = prepare_data.write_shard
+
+    def second_dies(shard: prepare_data.Shard, *rest: Any) -> int:
+        if shard.number == 1:
+            raise BrokenProcessPool
+        return original(shard, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "write_shard", second_dies)
+        assert run(tmp_path / "out", *args) == 1
+    assert "a worker was killed" in capsys.readouterr().err
+    assert left_over(tmp_path) == ["out.parts"]
+    assert run(tmp_path / "out", *args) == 0
+    assert "continuing: 1 of" in capsys.readouterr().out
 
 
 def test_an_unwritable_output_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -3,10 +3,11 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scripts.timeline import Event, main, read, table, union, without
+from scripts.timeline import Event, Trace, main, read, table, union, without
 
 PUSH = "kernel_cutlass_kernel_kernelssm90pushPushKernel_object_at__"
 FC1 = "kernel_cutlass_kernel_kernelssm90fc1_actFc1Kernel_object_at__Copy_Atom"
@@ -58,9 +59,74 @@ def test_a_window_is_cropped_read_again_and_drawn(tmp_path: Path) -> None:
     crop, picture = tmp_path / "crop.json", tmp_path / "picture.png"
     given = [str(trace), "--window", "1", "3", "--crop", str(crop), "--plot", str(picture)]
     assert main(given) == 0
-    assert read(crop) == [Event(0, 10, 1, FC1)]
+    assert read(crop) == Trace([Event(0, 10, 1, FC1)], True, {})
     assert picture.stat().st_size > 1000
     assert table(read(crop), 1).startswith("0.01 ms")
+
+
+def operations(path: Path, *events: tuple[str, str, float, float, int]) -> Path:
+    records = [
+        {"ph": "X", "cat": cat, "name": name, "ts": 70 + begin, "dur": end - begin, "tid": tid}
+        for cat, name, begin, end, tid in events
+    ]
+    facts = {"model": "tiny", "ranks": 2, "device": "CPU process", "sequence": 256, "steps": [5, 6]}
+    path.write_text(json.dumps({"traceEvents": records, "phalanx": facts}))
+    return path
+
+
+def test_of_a_cpu_each_operation_has_its_own_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = operations(
+        tmp_path / "t.json",
+        ("user_annotation", "moe/experts", 0, 5000, 1),
+        ("cpu_op", "phalanx::grouped_mlp", 1000, 5000, 1),
+        ("cpu_op", "aten::mm", 1500, 4500, 1),
+        ("user_annotation", "moe/dispatch", 5000, 8000, 1),
+        ("cpu_op", "_Spread", 5000, 8000, 1),  # waits
+        ("cpu_op", "aten::mul", 5000, 5500, 1),
+        ("user_annotation", "gloo:all_to_all", 4000, 7900, 2),
+        ("cpu_op", "aten::linear", 9000, 10000, 1),
+        ("cpu_op", "aten::mm", 9000, 10000, 1),
+    )
+    assert main([str(trace), "--top", "4"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("tiny on 2 x CPU process, sequence 256: steps 5 to 6\n9.00 ms, ")
+    assert "no operation in 1.00 ms of them" in said
+    rows = {line[:12].strip(): line[12:].split() for line in said.splitlines() if line}
+    assert rows["experts"] == ["4.00", "3.00", "2"]
+    assert rows["exchange"] == ["4.00", "2.50", "2"]
+    assert rows["plan, sums"] == ["0.50", "0.00", "1"]
+    assert rows["GEMM"] == ["1.00", "1.00", "1"]
+    assert "aten::mm" in said and ["4.00", "2", "2000.0"] == rows["aten::mm"][-3:]
+
+
+def test_a_crop_of_a_cpu_trace_says_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    trace = operations(
+        tmp_path / "t.json",
+        ("user_annotation", "moe/experts", 0, 5000, 1),
+        ("cpu_op", "aten::mul", 1000, 5000, 1),
+        ("cpu_op", "aten::copy_", 2000, 4500, 1),
+        ("cpu_op", "aten::sort", 6000, 6500, 1),
+    )
+    crop, picture = tmp_path / "crop.json", tmp_path / "p.png"
+    given = ["--window", "0", "4.2", "--crop", str(crop)]
+    assert main([str(trace), *given, "--plot", str(picture)]) == 0
+    first = capsys.readouterr().out
+    assert main([str(crop), "--plot", str(picture), "--title", "two steps"]) == 0
+    assert capsys.readouterr().out == first and "aten::sort" not in first
+    axes = [figure.axes[0] for figure in figures]
+    assert axes[0].get_title() == "tiny on 2 x CPU process, sequence 256: steps 5 to 6"
+    assert axes[1].get_title() == "two steps"
+    for one in axes:
+        assert [label.get_text() for label in one.get_yticklabels()] == ["other"]
+        assert one.get_xlabel() == "ms from the first operation"
+        assert sum(len(bars.get_paths()) for bars in one.collections) > 0
 
 
 @pytest.mark.parametrize(
@@ -68,7 +134,8 @@ def test_a_window_is_cropped_read_again_and_drawn(tmp_path: Path) -> None:
     [
         ("none.json", None, "No such file"),
         ("text.json", "hello", "no trace of torch.profiler"),
-        ("empty.json", '{"traceEvents": []}', "no GPU kernels"),
+        ("empty.json", '{"traceEvents": []}', "no kernels or operations there"),
+        ("list.json", "[]", "no trace of torch.profiler"),
     ],
 )
 def test_bad_input_is_one_line(
