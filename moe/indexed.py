@@ -1,7 +1,7 @@
 """Rows of .bin/.idx pairs: Megatron-Core's datasets, checked before and indexed once per host.
 
-Between `moe.corpus` (files) and `moe.data` (what the trainer sees). Splits, blends, shuffling and
-sample indices are Megatron-Core's; ours are the checks, the endless epochs and the place where an
+Between `moe.blend` (checked files) and `moe.data` (what the trainer sees). Splits, blends,
+shuffling and sample indices are Megatron-Core's; ours are the endless epochs and the place where an
 index is kept. Invariant: row i depends on the data and on data.*, never on the number of steps,
 ranks or hosts.
 Legend: S tokens of a sequence.
@@ -9,7 +9,6 @@ Legend: S tokens of a sequence.
 
 import contextlib
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,10 +26,9 @@ from megatron.core.datasets.utils import Split
 
 from configs.schema import DataConfig
 from moe.bin_reader import BinReader
+from moe.blend import PARTS, open_blend, parse_blend
 from moe.cache import DataError, cache_folder, digest, shared_arrays
-from moe.corpus import Corpus, embedded, open_corpus
-
-PARTS = ("training", "validation")
+from moe.corpus import embedded
 
 
 class Indexed:
@@ -90,14 +88,13 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
     if cfg.source == "embedded":
         prefixes, weights = [embedded(cache)], None
     else:
-        prefixes, weights = _parse_blend(cfg.blend)
-    corpora = [open_corpus(prefix) for prefix in prefixes]
-    _check_tokenizers(corpora, vocab_size)
+        prefixes, weights = parse_blend(cfg.blend)
+    blend = open_blend(prefixes, weights, cfg, vocab_size, sizes)
     config = _IndexConfig(
         random_seed=cfg.seed,
         sequence_length=cfg.sequence_length,
-        blend=(prefixes, weights),
-        split=_parse_split(cfg.split, sizes),
+        blend=(prefixes, blend.weights),
+        split=blend.split,
         path_to_cache="",
         tokenizer=_Tokens(),
         reset_position_ids=False,
@@ -105,90 +102,11 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
         eod_mask_loss=False,
         create_attention_mask=False,
         index_folder=cache / "index",
-        stamps={corpus.prefix: corpus.stamp for corpus in corpora},
+        stamps={corpus.prefix: corpus.stamp for corpus in blend.corpora},
     )
-    tokens = [_check_length(corpus, cfg, config, sizes) for corpus in corpora]
-    if len(prefixes) > 1 and weights is None:
-        config.blend = (prefixes, [float(count) for count in tokens])
-    stamps = [corpus.stamp for corpus in corpora]
+    stamps = [corpus.stamp for corpus in blend.corpora]
     mark = digest([stamps, config.blend[1], config.split, cfg.sequence_length, cfg.seed])
     return Plan(config, mark)
-
-
-def _parse_blend(blend: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """-> prefixes, and weights if they were given (megatron.core.datasets.utils has no checks)."""
-    entries = [str(entry).strip() for entry in blend]
-    numbers = [_number(entry) for entry in entries]
-    if not entries:
-        raise DataError("data.source=indexed needs data.blend, the prefixes of .bin/.idx files")
-    if all(number is None for number in numbers):
-        return [str(Path(entry).expanduser()) for entry in entries], None
-    weights = [number for number in numbers[::2] if number is not None]
-    paths = [entry for entry, number in zip(entries, numbers, strict=True) if number is None]
-    if len(weights) != len(paths) or paths != entries[1::2]:
-        shown = ",".join(entries)
-        raise DataError(
-            f"data.blend=[{shown}] must be prefixes, or weight,prefix,weight,prefix,..."
-        )
-    for weight, path in zip(weights, paths, strict=True):
-        if not (math.isfinite(weight) and weight > 0):
-            raise DataError(f"data.blend gives {path} the weight {weight}; it must be positive")
-    return [str(Path(path).expanduser()) for path in paths], weights
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _parse_split(split: str, sizes: Sequence[int]) -> str:
-    parts = [_number(part) for part in split.split(",")]
-    weights = [part for part in parts if part is not None and math.isfinite(part) and part >= 0]
-    if len(weights) != len(parts) or not 1 <= len(parts) <= 3 or weights[0] <= 0:
-        raise DataError(f"data.split={split} must be one to three weights, such as 98,2")
-    if sizes[1] and (len(weights) < 2 or weights[1] == 0):
-        raise DataError(
-            f"data.split={split} leaves nothing to validate on; set data.split=98,2 or "
-            "run.eval_interval=0"
-        )
-    return ",".join(f"{weight:.9f}" for weight in weights)
-
-
-def _check_tokenizers(corpora: Sequence[Corpus], vocab_size: int) -> None:
-    described = [(c.prefix, c.sidecar) for c in corpora if c.sidecar is not None]
-    for prefix, sidecar in described:
-        if sidecar.vocab_size > vocab_size:
-            raise DataError(
-                f"{prefix}.json: ids of tokenizer {sidecar.tokenizer} go up to "
-                f"{sidecar.vocab_size - 1}, but model.vocab_size={vocab_size}; "
-                f"set model.vocab_size={sidecar.vocab_size} or more"
-            )
-        first, other = described[0]
-        if sidecar.tokenizer_sha256 != other.tokenizer_sha256:
-            raise DataError(
-                f"data.blend mixes tokenizers: {other.tokenizer} in {first}.json, "
-                f"{sidecar.tokenizer} in {prefix}.json; prepare all with one"
-            )
-
-
-def _check_length(
-    corpus: Corpus, cfg: DataConfig, config: _IndexConfig, sizes: Sequence[int]
-) -> int:
-    """Every part that is used must hold one sequence. -> tokens of the training part."""
-    counts = []
-    for part, size, bounds in zip(PARTS, sizes, config.split_matrix, strict=False):
-        total = len(corpus.lengths)
-        low, high = (round(bound * float(total)) for bound in bounds or (0, 0))
-        counts.append(int(corpus.lengths[low:high].sum(dtype=np.int64)))
-        if size and counts[-1] <= cfg.sequence_length:
-            raise DataError(
-                f"data.sequence_length={cfg.sequence_length} is longer than the data: the {part} "
-                f"part of {corpus.prefix}.bin (data.split={cfg.split}) has {counts[-1]} tokens in "
-                f"{high - low} documents, and a sequence takes one more than its length"
-            )
-    return counts[0]
 
 
 def build(checked: Plan, vocab_size: int, sizes: Sequence[int]) -> list[Indexed]:
