@@ -42,17 +42,44 @@ def main(argv: list[str]) -> int:
 
     with StopSignal() as stop:
         cfg = from_argv(argv)
+        if "--check" in argv:
+            return check(cfg)
         if cfg.run.dry_run:
             return _dry_run(cfg)
         if cfg.run.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return _train(cfg, argv, stop)
+
+
+def _train(cfg: "Config", argv: list[str], stop: StopSignal) -> int:
+    """Say what starts, then import what takes seconds, then train."""
+    from moe.console import Console
+    from moe.launch import Launch, announce, command_line
+
+    rank, world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+    console = Console(rank)
+    with console.copied():
+        announce(cfg, world)
         from moe.trainer import run
 
         try:
-            return run(cfg, stop)
+            return run(cfg, stop, Launch(command_line(argv), console))
         except KeyboardInterrupt:
             print("interrupted: nothing was saved", file=sys.stderr)
             return 130
+
+
+def check(cfg: "Config") -> int:
+    """Say on stderr what would stop this run, as far as one process knows; the exit code."""
+    from configs.redact import redacted
+    from moe.preflight import exit_code, preflight
+
+    if cfg.run.dry_run:
+        return 0
+    found = preflight(cfg)
+    for line in (*found.notes, *(f"error: {error}" for error in found.errors)):
+        print(redacted(line), file=sys.stderr)
+    return exit_code(found.errors[0]) if found.errors else 0
 
 
 def _dry_run(cfg: "Config") -> int:
@@ -81,4 +108,12 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _leave(main(sys.argv[1:]))
+    try:
+        _leave(main(sys.argv[1:]))
+    except ModuleNotFoundError as missing:
+        if Path(__file__).with_name((missing.name or "").partition(".")[0]).exists():
+            raise
+        sys.exit(
+            f"error: {sys.executable} has no package {missing.name}: start with `bash "
+            "scripts/train.sh`, which makes .venv, or `source .venv/bin/activate` where it is made"
+        )

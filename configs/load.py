@@ -70,9 +70,9 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
         world_size: ranks; torchrun's WORLD_SIZE by default, or 1.
 
     Raises:
-        SystemExit: 0 after `--help`, `--cfg job`, `--check`, or the check of a layout for other
-            ranks than these (`parallel.world_size`); 2 after mistakes, each on its own line on
-            stderr. Only rank 0 prints.
+        SystemExit: 0 after `--help`, `--cfg job`, or the check of a layout for other ranks than
+            these (`parallel.world_size`), which say nothing with `--check`; 2 after mistakes, each
+            on its own line on stderr. Only rank 0 prints.
     """
     try:
         ranks = _launched() if world_size is None else world_size
@@ -87,10 +87,8 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
             _leave("" if args.check else text)
         config = load(args.overrides)
         validate(config, ranks)
-        if args.check:
-            _leave("")
         if config.parallel.world_size not in (0, ranks) and not config.run.dry_run:
-            _leave(_layout(config))
+            _leave("" if args.check else _layout(config))
     except ConfigError as error:
         _leave("".join(f"error: {line}\n" for line in str(error).splitlines()), code=2)
     return config
@@ -148,7 +146,8 @@ def usage() -> str:
         "",
         "Options:",
         "  --cfg job   print the configuration that the command line gives, and exit",
-        "  --check     say what is wrong with the command line, if anything, and exit",
+        "  --check     say what is wrong with command line, data, run folder or checkpoint, if",
+        "              anything, and exit; needs no GPU and takes about a second",
         "  -h, --help  print this text, and exit",
         "",
         "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs;",

@@ -52,6 +52,7 @@ def validate(cfg: Config, world_size: int) -> None:
         _blend,
         _optim,
         _run,
+        _folders,
         _graph,
         _kernels,
     )
@@ -190,6 +191,23 @@ def _run(cfg: Config) -> Iterator[str]:
         last = min(r.steps, 12)
         reason = f"must be [first,last] within steps 1 to {r.steps}"
         yield repair(cfg, "run.profile", reason, [max(1, last - 2), last])
+
+
+def _folders(cfg: Config) -> Iterator[str]:
+    """Object stores are no folders; a knob that takes one would make a folder of that name."""
+    fits = {"run.dir": "runs", "run.resume": "auto", "data.cache": ""}
+    for path, value in fits.items():
+        if _is_address(get(cfg, path)):
+            reason = "is an address; only folders of a (mounted) file system can be used"
+            yield repair(cfg, path, reason, value)
+    if any(map(_is_address, cfg.data.blend)):
+        reason = "has an address; copy the files to a file system that all nodes share"
+        plain = [item.rpartition("/")[2] if _is_address(item) else item for item in cfg.data.blend]
+        yield repair(cfg, "data.blend", reason, plain)
+
+
+def _is_address(text: str) -> bool:
+    return re.match(r"[A-Za-z][\w+.-]*://", text.strip()) is not None
 
 
 def _kernels(cfg: Config) -> Iterator[str]:

@@ -24,6 +24,7 @@ FOLDER_VARIABLE = "PHALANX_KERNEL_CACHE"
 _MARK = b"phalanx1"
 _TAIL_BYTES = len(_MARK) + hashlib.sha256().digest_size
 _POLL_SECONDS = 0.05
+_DIGITS = 32  # of the hash in a name
 
 _log = logging.getLogger(__name__)
 
@@ -41,12 +42,24 @@ class Statistics:
 
 _STATISTICS = Statistics()
 _COUNTING = threading.Lock()
+_WATCHING: list[Callable[[str], None]] = []
 
 
 def statistics() -> Statistics:
     """A copy of this process's counters."""
     with _COUNTING:
         return Statistics(**vars(_STATISTICS))
+
+
+@contextlib.contextmanager
+def watched(ask: Callable[[str], None]) -> Iterator[None]:
+    """Inside, call `ask` with the label of each entry that this process asks for, before it is
+    looked up, which may take a compilation."""
+    _WATCHING.append(ask)
+    try:
+        yield
+    finally:
+        _WATCHING.remove(ask)
 
 
 def folder() -> Path:
@@ -67,7 +80,7 @@ def digest_of(files: Iterable[Path]) -> str:
 def name_of(label: str, *facts: str) -> str:
     """An entry's file name: a readable label and a hash of the facts its bytes depend on."""
     digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', label)}-{digest[:32]}.o"
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', label)}-{digest[:_DIGITS]}.o"
 
 
 class Cache:
@@ -82,6 +95,8 @@ class Cache:
 
         Raises whatever `make` raises.
         """
+        for ask in _WATCHING:
+            ask(name[: -len("-.o") - _DIGITS])
         data = self.read(name)
         begin = time.monotonic()
         if data is None:

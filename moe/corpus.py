@@ -12,6 +12,7 @@ import os
 import platform
 import struct
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
@@ -213,8 +214,8 @@ def embedded(cache: Path, library: Path | None = None) -> str:
     that both parts of `data.split` look alike. The name carries a digest of the contents.
     Any number of processes may call this at the same time.
     """
-    root = Path(sysconfig.get_path("stdlib")) if library is None else library
-    documents = [text for path in _sources(root) if (text := path.read_bytes()) and 0 not in text]
+    root = _library(library)
+    documents = list(_texts(root))
     if not documents:
         raise DataError(
             f"{root} holds no .py files to train on; set data.source=indexed and data.blend"
@@ -229,6 +230,22 @@ def embedded(cache: Path, library: Path | None = None) -> str:
     except DataError as error:
         raise DataError(f"{error} (delete {target}, and it will be built again)") from None
     return str(target / "corpus")
+
+
+def embedded_tokens(library: Path | None = None) -> int:
+    """Tokens of the embedded corpus, counted without building it."""
+    return sum(len(text) + 1 for text in _texts(_library(library)))
+
+
+def _library(given: Path | None) -> Path:
+    return Path(sysconfig.get_path("stdlib")) if given is None else given
+
+
+def _texts(root: Path) -> Iterator[bytes]:
+    """The documents, in order."""
+    for path in _sources(root):
+        if (text := path.read_bytes()) and 0 not in text:
+            yield text
 
 
 def _sources(root: Path) -> list[Path]:

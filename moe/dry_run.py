@@ -15,7 +15,7 @@ from moe.estimate.resolve import resolved
 from moe.estimate.rows import buffer_bytes, row_memory
 from moe.estimate.timing import step_time
 from moe.estimate.traffic import traffic
-from moe.start import count, storage, work
+from moe.units import count, storage, work
 
 _GIB = 2**30
 _PEAK = 989.0  # TFLOP/s of either GPU, dense bf16

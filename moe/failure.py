@@ -19,10 +19,10 @@ from configs.validate import ConfigError
 from kernels.registry import KernelUnavailable
 from moe.cache import DataError
 from moe.memory import OutOfMemory
-from parallel.checkpoint import CheckpointError, NoUsableCheckpoint
 from parallel.drift import CheckpointMismatch
 from parallel.engine import Diverged
 from parallel.exchange import missing
+from parallel.saved import CheckpointError, NoUsableCheckpoint
 from parallel.signals import StopSignal
 from parallel.watchdog import Watchdog
 

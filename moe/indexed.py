@@ -1,7 +1,7 @@
 """Rows of .bin/.idx pairs: Megatron-Core's datasets, checked before and indexed once per host.
 
-Between `moe.corpus` (files) and `moe.data` (what the trainer sees). Splits, blends, shuffling and
-sample indices are Megatron-Core's; ours are the checks, the endless epochs and the place where an
+Between `moe.blend` (checked files) and `moe.data` (what the trainer sees). Splits, blends,
+shuffling and sample indices are Megatron-Core's; ours are the endless epochs and the place where an
 index is kept. Invariant: row i depends on the data and on data.*, never on the number of steps,
 ranks or hosts.
 Legend: S tokens of a sequence.
@@ -9,7 +9,6 @@ Legend: S tokens of a sequence.
 
 import contextlib
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,12 +27,11 @@ from megatron.core.datasets.utils import Split
 from configs.redact import redacted
 from configs.schema import DataConfig
 from moe.bin_reader import BinReader
+from moe.blend import PARTS, Part, open_blend, parse_blend
 from moe.cache import DataError, cache_folder, digest, shared_arrays
-from moe.corpus import BYTES, Corpus, embedded, open_corpus
+from moe.corpus import BYTES, Corpus, embedded
 from moe.names import short_names
 from moe.sources import Source
-
-PARTS = ("training", "validation")
 
 
 class Indexed:
@@ -102,14 +100,13 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
     if cfg.source == "embedded":
         prefixes, weights = [embedded(cache)], None
     else:
-        prefixes, weights = _parse_blend(cfg.blend)
-    corpora = [open_corpus(prefix) for prefix in prefixes]
-    _check_tokenizers(corpora, vocab_size)
+        prefixes, weights = parse_blend(cfg.blend)
+    blend = open_blend(prefixes, weights, cfg, vocab_size, sizes)
     config = _IndexConfig(
         random_seed=cfg.seed,
         sequence_length=cfg.sequence_length,
-        blend=(prefixes, weights),
-        split=_parse_split(cfg.split, sizes),
+        blend=(prefixes, blend.weights),
+        split=blend.split,
         path_to_cache="",
         tokenizer=_Tokens(),
         reset_position_ids=False,
@@ -117,38 +114,40 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
         eod_mask_loss=False,
         create_attention_mask=False,
         index_folder=cache / "index",
-        stamps={corpus.prefix: corpus.stamp for corpus in corpora},
+        stamps={corpus.prefix: corpus.stamp for corpus in blend.corpora},
     )
-    counts = [_check_length(corpus, cfg, config, sizes) for corpus in corpora]
-    if len(prefixes) > 1 and weights is None:
-        config.blend = (prefixes, [float(training.tokens) for training, _ in counts])
     names = ["embedded"] if cfg.source == "embedded" else short_names(redacted(prefixes))
-    sources: list[list[Source]] = [[], []]
-    for part, size in enumerate(sizes):
-        for number, corpus in enumerate(corpora if size else ()):
-            share = _share(config.blend[1], number)
-            counted = counts[number][part]
-            sources[part].append(
-                Source(
-                    name=names[number],
-                    weight=share,
-                    documents=counted.documents,
-                    tokens=counted.tokens,
-                    epoch_samples=(counted.tokens - 1) // cfg.sequence_length,
-                    samples=share * size,
-                    bytes_per_token=_bytes_per_token(corpus, counted),
-                )
+    sources = [
+        [
+            _source(name, corpus, parts[part], share * size, share, cfg.sequence_length)
+            for name, corpus, parts, share in zip(
+                names, blend.corpora, blend.parts, blend.shares, strict=True
             )
-    stamps = [corpus.stamp for corpus in corpora]
+        ]
+        if size
+        else []
+        for part, size in enumerate(sizes)
+    ]
+    stamps = [corpus.stamp for corpus in blend.corpora]
     mark = digest([stamps, config.blend[1], config.split, cfg.sequence_length, cfg.seed])
     return Plan(config, mark, sources)
 
 
-def _share(weights: Sequence[float] | None, number: int) -> float:
-    return weights[number] / sum(weights) if weights else 1.0
+def _source(
+    name: str, corpus: Corpus, part: Part, samples: float, share: float, sequence: int
+) -> Source:
+    return Source(
+        name=name,
+        weight=share,
+        documents=part.documents,
+        tokens=part.tokens,
+        epoch_samples=(part.tokens - 1) // sequence,
+        samples=samples,
+        bytes_per_token=_bytes_per_token(corpus, part),
+    )
 
 
-def _bytes_per_token(corpus: Corpus, part: "_Part") -> float | None:
+def _bytes_per_token(corpus: Corpus, part: Part) -> float | None:
     """Exact for ids that are bytes, where all but the ends of documents are text."""
     sidecar = corpus.sidecar
     if sidecar is None:
@@ -156,89 +155,6 @@ def _bytes_per_token(corpus: Corpus, part: "_Part") -> float | None:
     if sidecar.tokenizer == BYTES and not sidecar.tokenizer_sha256:
         return 1 - part.documents / part.tokens
     return sidecar.text_bytes / sidecar.tokens if sidecar.text_bytes > 0 else None
-
-
-def _parse_blend(blend: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """-> prefixes, and weights if they were given (megatron.core.datasets.utils has no checks)."""
-    entries = [str(entry).strip() for entry in blend]
-    numbers = [_number(entry) for entry in entries]
-    if not entries:
-        raise DataError("data.source=indexed needs data.blend, the prefixes of .bin/.idx files")
-    if all(number is None for number in numbers):
-        return [str(Path(entry).expanduser()) for entry in entries], None
-    weights = [number for number in numbers[::2] if number is not None]
-    paths = [entry for entry, number in zip(entries, numbers, strict=True) if number is None]
-    if len(weights) != len(paths) or paths != entries[1::2]:
-        shown = ",".join(entries)
-        raise DataError(
-            f"data.blend=[{shown}] must be prefixes, or weight,prefix,weight,prefix,..."
-        )
-    for weight, path in zip(weights, paths, strict=True):
-        if not (math.isfinite(weight) and weight > 0):
-            raise DataError(f"data.blend gives {path} the weight {weight}; it must be positive")
-    return [str(Path(path).expanduser()) for path in paths], weights
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _parse_split(split: str, sizes: Sequence[int]) -> str:
-    parts = [_number(part) for part in split.split(",")]
-    weights = [part for part in parts if part is not None and math.isfinite(part) and part >= 0]
-    if len(weights) != len(parts) or not 1 <= len(parts) <= 3 or weights[0] <= 0:
-        raise DataError(f"data.split={split} must be one to three weights, such as 98,2")
-    if sizes[1] and (len(weights) < 2 or weights[1] == 0):
-        raise DataError(
-            f"data.split={split} leaves nothing to validate on; set data.split=98,2 or "
-            "run.eval_interval=0"
-        )
-    return ",".join(f"{weight:.9f}" for weight in weights)
-
-
-def _check_tokenizers(corpora: Sequence[Corpus], vocab_size: int) -> None:
-    described = [(c.prefix, c.sidecar) for c in corpora if c.sidecar is not None]
-    for prefix, sidecar in described:
-        if sidecar.vocab_size > vocab_size:
-            raise DataError(
-                f"{prefix}.json: ids of tokenizer {sidecar.tokenizer} go up to "
-                f"{sidecar.vocab_size - 1}, but model.vocab_size={vocab_size}; "
-                f"set model.vocab_size={sidecar.vocab_size} or more"
-            )
-        first, other = described[0]
-        if sidecar.tokenizer_sha256 != other.tokenizer_sha256:
-            raise DataError(
-                f"data.blend mixes tokenizers: {other.tokenizer} in {first}.json, "
-                f"{sidecar.tokenizer} in {prefix}.json; prepare all with one"
-            )
-
-
-@dataclass(frozen=True)
-class _Part:
-    documents: int
-    tokens: int
-
-
-def _check_length(
-    corpus: Corpus, cfg: DataConfig, config: _IndexConfig, sizes: Sequence[int]
-) -> list[_Part]:
-    """Every part that is used must hold one sequence. -> training and validation part."""
-    counts = []
-    for part, size, bounds in zip(PARTS, sizes, config.split_matrix, strict=False):
-        total = len(corpus.lengths)
-        low, high = (round(bound * float(total)) for bound in bounds or (0, 0))
-        tokens = int(corpus.lengths[low:high].sum(dtype=np.int64))
-        counts.append(_Part(high - low, tokens))
-        if size and tokens <= cfg.sequence_length:
-            raise DataError(
-                f"data.sequence_length={cfg.sequence_length} is longer than the data: the {part} "
-                f"part of {corpus.prefix}.bin (data.split={cfg.split}) has {tokens} tokens in "
-                f"{high - low} documents, and a sequence takes one more than its length"
-            )
-    return counts
 
 
 def build(checked: Plan, vocab_size: int, sizes: Sequence[int]) -> list[Indexed]:

@@ -95,10 +95,10 @@ def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
     ]
 
 
-def setup(cfg: Config, runtime: Runtime) -> Job:
-    """Build the job on this rank; every rank calls it."""
+def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
+    """Build the job on this rank; every rank calls it. `choices` are those of `choose_kernels`."""
     p = cfg.parallel
-    choices = choose_kernels(cfg, runtime)
+    choices = choices or choose_kernels(cfg, runtime)
     expert = expert_parallel_size(cfg, runtime.world)
     layout = Layout(p.tensor, p.context, p.pipeline, p.virtual_pipeline, expert)
     config = transformer_config(cfg, layout, on_cpu=runtime.device.type == "cpu")

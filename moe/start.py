@@ -1,17 +1,16 @@
 """The page a run starts with: what is trained, on what, with which kernels, from where."""
 
-import subprocess
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
 from kernels.registry import table
 from moe.accounting import active_parameters, flops_per_token, parameters
 from moe.data import Loader, Samples
+from moe.launch import code
 from moe.setup import Job
 from moe.sources import table as source_table
+from moe.units import count, storage, work
 
 
 def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None = None) -> str:
@@ -49,16 +48,8 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
 
 def revision() -> str:
     """Short commit, with a + if the working tree has changes; `unknown` outside a repository."""
-    here = Path(__file__).resolve().parent
-
-    def git(*args: str) -> str:
-        command = ["git", "-C", str(here), *args]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    commit, changed = code()
+    return commit[:7] + "+" * changed
 
 
 def device(where: torch.device) -> str:
@@ -69,23 +60,12 @@ def device(where: torch.device) -> str:
     return f"{torch.cuda.get_device_name(where)} of {storage(size)}"
 
 
-def count(number: float) -> str:
-    """`671.0 B`, `20.9 M`, `512`."""
-    return _scaled(number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))) or f"{number:.0f}"
-
-
-def work(flops: float) -> str:
-    """`56.4 GFLOP`."""
-    units = [(f"{unit}FLOP", 1000.0 ** (6 - i)) for i, unit in enumerate("EPTGMk")]
-    return _scaled(flops, units) or f"{flops:.0f} FLOP"
-
-
-def storage(size: int) -> str:
-    """`139.8 GiB`, `3.4 MiB`."""
-    units = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
-    return _scaled(size, units) or f"{size} bytes"
-
-
-def _scaled(number: float, units: Iterable[tuple[str, float]]) -> str:
-    """The number in the largest unit that is not above it; empty below all of them."""
-    return next((f"{number / size:.1f} {unit}" for unit, size in units if number >= size), "")
+def versions(where: torch.device) -> dict[str, str]:
+    """torch, and on a GPU the libraries and the driver under it."""
+    found = {"torch": str(torch.__version__)}
+    if where.type == "cuda":
+        driver = torch._C._cuda_getDriverVersion()
+        found["cuda"] = str(torch.version.cuda)
+        found["cuda driver"] = f"{driver // 1000}.{driver % 1000 // 10}"
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch.profiler import record_function
 
@@ -22,16 +23,19 @@ from configs.redact import redacted
 from configs.schema import Config
 from configs.validate import ConfigError
 from moe import balance
+from moe.compiling import told
 from moe.data import Loader, Samples, build_datasets
 from moe.expert_watch import ExpertWatch
 from moe.failure import give_up, speak
 from moe.health import Health
+from moe.launch import Launch
 from moe.memory import advised
 from moe.metrics import Metrics
 from moe.pace import Pace
+from moe.preflight import preflight
 from moe.profile import Profiler
-from moe.setup import Job, setup
-from moe.start import describe
+from moe.setup import Job, choose_kernels, setup
+from moe.start import describe, device, versions
 from moe.step import Rerun, Step
 from moe.title import title_facts
 from moe.validation import Tally, scores
@@ -53,16 +57,31 @@ class Trainer:
         cfg: validated config.
         runtime: this process.
         stop: tells whether a signal asked this process to stop.
+        launch: what the run folder keeps of this start; None keeps nothing.
+
+    Raises:
+        ConfigError, DataError, CheckpointMismatch, CheckpointError: before a model is built, what
+            `moe.preflight` finds.
     """
 
-    def __init__(self, cfg: Config, runtime: Runtime, stop: StopSignal) -> None:
+    def __init__(
+        self, cfg: Config, runtime: Runtime, stop: StopSignal, launch: Launch | None = None
+    ) -> None:
         self.cfg, self.runtime, self.stop = cfg, runtime, stop
         self.folder = Path(cfg.run.dir) / cfg.run.name
-        doing("start: model")
-        self.job: Job = setup(cfg, runtime)
-        MTPLossLoggingHelper.clean_metrics_in_tracker()  # kept by Megatron-Core for the process
+        doing("start: checks")
+        notes = self._checked()
+        choices = choose_kernels(cfg, runtime)
         doing("start: data")
         train_set, self.valid_set = self._datasets(cfg.run.steps * cfg.data.global_batch)
+        if launch is not None:
+            launch.keep(cfg, self.folder, device(runtime.device), versions(runtime.device))
+        if runtime.is_main:
+            for note in notes:
+                print(f"-- {note}", flush=True)
+        doing("start: model")
+        self.job: Job = setup(cfg, runtime, choices)
+        MTPLossLoggingHelper.clean_metrics_in_tracker()  # kept by Megatron-Core for the process
         self.loader = self._loader(train_set)
         self.health = Health(cfg.run)
         self.step = 0
@@ -129,7 +148,8 @@ class Trainer:
             self.metrics.event(f"all {run.steps} steps of this run are done: {more}")
         while self.step < run.steps:
             reached = self.step
-            stopping = self._train_step()
+            with told(self.metrics.event) if self.step + 1 == self._first else nullcontext():
+                stopping = self._train_step()
             profiler.step(self.step)
             self.checkpoints.poll()
             if self.step <= reached and not stopping:
@@ -334,6 +354,14 @@ class Trainer:
         self.metrics.event(f"rolled back to {path}: {fault}")
         self.pace.restart(self.step)
 
+    def _checked(self) -> list[str]:
+        """Notes of `moe.preflight` by rank 0, whose first error is raised on every rank."""
+        answer: list[Any] = [preflight(self.cfg) if self.runtime.is_main else None]
+        dist.broadcast_object_list(answer, src=0)
+        if answer[0].errors:
+            raise answer[0].errors[0]
+        return answer[0].notes
+
     def _datasets(self, samples: int) -> tuple[Samples, Samples | None]:
         cfg, run = self.cfg, self.cfg.run
         valid = run.eval_batches * cfg.data.global_batch if run.eval_interval else 0
@@ -359,7 +387,7 @@ def _no_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run(cfg: Config, stop: StopSignal) -> int:
+def run(cfg: Config, stop: StopSignal, launch: Launch) -> int:
     """Train; the process's exit code (see train.py). `stop` is active."""
     trainer, watchdog = None, None
     folder = Path(cfg.run.dir) / cfg.run.name
@@ -375,7 +403,7 @@ def run(cfg: Config, stop: StopSignal) -> int:
             raise ConfigError("run.graph=full_iteration: torch sees no GPU here; set run.graph=off")
         stream = own_stream(runtime.device) if graphed else nullcontext()
         with advised(cfg, runtime.world, folder), stream:
-            trainer = Trainer(cfg, runtime, stop)
+            trainer = Trainer(cfg, runtime, stop, launch)
             trainer.fit()
         watchdog.close()
     except Exception as error:

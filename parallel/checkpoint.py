@@ -32,8 +32,9 @@ from parallel.agreement import Failed, agree, gather, on_main
 from parallel.drift import compare
 from parallel.model_state import check_fit, parameters_gathered, restore, sharded_state
 from parallel.optimizer_state import OptimizerState, reset_masters, set_step_count, step_count
+from parallel.saved import CheckpointError, NoUsableCheckpoint
 from parallel.staging import Staging
-from parallel.verification import CheckpointError, NoUsableCheckpoint, newest, told, verified, warn
+from parallel.verification import newest, told, verified, warn
 from parallel.writer import Writing, hushed
 
 log = logging.getLogger(__name__)

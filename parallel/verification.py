@@ -14,16 +14,9 @@ import torch.distributed as dist
 
 from parallel import contents, manifest
 from parallel.agreement import Failed, agree, gather, on_main
+from parallel.saved import CheckpointError, none_valid, not_valid
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; those on disk are intact."""
-
-
-class NoUsableCheckpoint(CheckpointError):
-    """There are checkpoints and none of them is valid. Starting from zero would hide that."""
 
 
 def newest(root: Path) -> tuple[Path, manifest.Commit] | None:
@@ -51,11 +44,7 @@ def newest(root: Path) -> tuple[Path, manifest.Commit] | None:
             refused.append(on_main(partial(manifest.set_aside, folder, ".bad")))
         warn(f"{problem}. Renamed to {refused[-1].name}")
     if refused:
-        names = ", ".join(path.name for path in refused[:3])
-        raise NoUsableCheckpoint(
-            f"no checkpoint in {root} is valid ({names}): run.resume=never starts from "
-            "scratch, run.resume=<folder> from another checkpoint"
-        )
+        raise none_valid(root, refused)
     for folder in earlier:
         warn(f"{folder} is of an earlier run: ignored (run.resume={folder} continues it)")
     return None
@@ -69,9 +58,7 @@ def verified(path: Path) -> manifest.Commit:
     """
     commit, problems = _verify(path)
     if commit is None or problems:
-        inside = manifest.committed(path) or manifest.committed(path / "checkpoints")
-        hint = f"; did you mean run.resume={inside[0][1]}?" if inside else ""
-        raise NoUsableCheckpoint(f"run.resume={path} is no valid checkpoint: {problems[0]}{hint}")
+        raise not_valid(path, problems[0])
     return commit
 
 

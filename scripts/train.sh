@@ -4,10 +4,16 @@
 #   bash scripts/train.sh model=gpt_oss_20b parallel=ep8 run.steps=50
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
-gpus=$("$bin/python" -c 'import torch; print(torch.cuda.device_count())')
+for word in "$@"; do
+  case $word in -h | --help | -c | --cfg* | --check) exec "$bin/python" train.py "$@" ;; esac
+done
+echo "Phalanx: checking command line, data and run folder"
+gpus=$("$bin/python" parallel/devices.py | wc -l)
 ranks=$((gpus > 0 ? gpus : 2))
 # Mistakes end here, with a line each, and not in the launcher's report.
 WORLD_SIZE=$ranks "$bin/python" train.py --check "$@"
+if [ "$gpus" -gt 0 ]; then where="one for each GPU"; else where="on the CPU, as there is no GPU"; fi
+echo "Phalanx: torchrun starts $ranks ranks, $where"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec "$bin/torchrun" --nproc-per-node "$ranks" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
   train.py "$@"

@@ -282,6 +282,9 @@ CASES = {
     "resume: nothing": Case(
         f"{RANDOM} run.resume={{0}}/step_9", "no valid checkpoint", "run.resume=", None, 44
     ),
+    "resume: a word": Case(
+        f"{RANDOM} run.resume=latest", "no such folder", "takes auto, never or a", None, 44
+    ),
     "resume: a file": Case(
         f"{RANDOM} run.resume={{0}}/x", "no valid checkpoint", "run.resume=", written("x", ""), 44
     ),
@@ -307,6 +310,22 @@ CASES = {
     ),
     "run folder below a file": Case(
         f"{RANDOM} run.dir={{0}}/text.bin/runs", "cannot write to", "run.dir", corpus
+    ),
+    "run folder in an object store": Case(
+        f"{RANDOM} run.dir=s3://bucket/runs", "run.dir=s3://bucket/runs is an address", "=runs"
+    ),
+    "data in an object store": Case(
+        "data=indexed data.blend=[s3://bucket/text]",
+        "data.blend=[s3://bucket/text] has an address; copy the files",
+        "set data.blend=[text]",
+    ),
+    "checkpoint in an object store": Case(
+        f"{RANDOM} run.resume=gs://bucket/step_1", "is an address", "set run.resume=auto"
+    ),
+    "long run on test data": Case(
+        "run.save_interval=500 run.steps=99999999",
+        "is a test corpus of",
+        "name a corpus with data=indexed",
     ),
     "read-only run folder": Case(f"{RANDOM} run.dir=/proc/runs", "cannot write to", "run.dir"),
     # the environment
@@ -389,9 +408,39 @@ def test_bad_input(name: str, tmp_path: Path) -> None:
     if name.startswith("resume: "):  # what was renamed is told before
         assert all("Renamed to step_00000002.bad" in told for told in before)
     elif name == "data: token":  # the only one that is not found before the first step
-        assert left(tmp_path) == {"run/metrics.jsonl"}
+        names = {path.partition("/launches/")[0] for path in left(tmp_path)}
+        kept = {"run/config.yaml", "run/console.log", "run", "run/metrics.jsonl"}
+        assert names == kept and line in (tmp_path / "runs/run/console.log").read_text()
     else:
-        assert before == [] and found.out == "" and left(tmp_path) == set()
+        assert before == [] and announced(found.out) and left(tmp_path) == set()
+
+
+def announced(out: str) -> bool:
+    """Nothing was printed, or only what every run says before it looks at anything."""
+    lines = out.splitlines()
+    return not lines or [line.split()[0] for line in lines] == ["Phalanx:", "node"]
+
+
+# Known to the ranks alone: a token in the middle, a checksum, the cache of another host, the GPU.
+UNSEEN = ("data: token", "data: cache", "resume: a flipped bit", "no GPU", "kernels that")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, case in CASES.items()
+        if not name.startswith(UNSEEN) and (case.files or "run folder" in name)
+    ],
+)
+def test_a_check_tells_it_before_a_launch(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    found = tried(case._replace(args=f"{case.args} --check"), tmp_path)
+    (line,) = found.err.splitlines()
+    assert line.startswith("error: ") and case.cause in line and case.fix in line
+    assert found.code == case.code and found.out == ""
+    assert not list(tmp_path.glob("runs/**/*.bad"))  # it changes nothing
 
 
 @pytest.mark.dist
@@ -400,7 +449,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     command = [*TINY, f"run.dir={tmp_path / 'runs'}", "data=synthetic"]
     files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     (main,) = run(1, [*command, "run.steps=4", "model.moe.ffn=24", "model.moe.top_k=1"])
-    assert main.code == 2 and main.out == ""
+    assert main.code == 2 and announced(main.out)
     assert main.err.splitlines() == [
         "error: this run is not configured as its checkpoint:",
         "                   checkpoint  now",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from configs.load import load
+from configs.load import load, options
 from moe import memory
 from tests.runs import SMALL, Change, before_step, records, run, text, write_corpus
 
@@ -203,6 +203,17 @@ def test_a_run_goes_on_or_ends_in_a_line(name: str, tmp_path: Path) -> None:
     (main,) = run(1, args)
     assert main.code == 0 and "resumed step 2 from" in main.out
     assert [r["step"] for r in records(tmp_path / "runs/run")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", ["model.vocab_size=1000000000", "model.moe.experts=99999"])
+def test_memory_advice_names_an_impossible_size_alone(size: str) -> None:
+    (line,) = memory.advice(load([size]), world=2)
+    assert line.startswith(f"{size}: lower it, published models have at most ")
+
+
+def test_no_published_size_is_impossible() -> None:
+    for name in options("model"):
+        assert memory.oversized(load([f"model={name}"])) == []
 
 
 def test_memory_advice_leaves_out_what_cannot_help() -> None:

@@ -70,6 +70,11 @@ def test_train_script_until_a_rank_is_told_to_stop(tmp_path: Path) -> None:
         ranks[0].send_signal(signal.SIGTERM)
         out, err = process.communicate()
         assert process.returncode == 0, err
+    first, second, third, fourth, *_ = seen.splitlines()
+    assert first == "Phalanx: checking command line, data and run folder"
+    assert second == "Phalanx: torchrun starts 2 ranks, on the CPU, as there is no GPU"
+    assert third.startswith(f"Phalanx: run {tmp_path}/run on 2 ranks; importing torch")
+    assert fourth.endswith(": ranks 0-1, no GPU")
     assert "2 x CPU process" in seen and "a signal asked for it" in out
     assert "Traceback" not in err and "OMP_NUM_THREADS" not in err
     folder = tmp_path / "run"
@@ -77,20 +82,44 @@ def test_train_script_until_a_rank_is_told_to_stop(tmp_path: Path) -> None:
     assert steps == list(range(1, len(steps) + 1)) and 3 < len(steps) < 1000
     (saved,) = (folder / "checkpoints").iterdir()
     assert saved.name == f"step_{len(steps):08d}" and (saved / "COMMIT.json").exists()
+    title, *kept = (folder / "console.log").read_text().splitlines()
+    assert "--nproc-per-node 2" in title and f"run.dir={tmp_path}" in title
+    kept = [line for line in kept if not line.startswith("wandb:")]
+    assert kept == (seen + out).splitlines()[2:]  # all but the lines of the script
     assert list(folder.glob("wandb/offline-run-*/*.wandb")) and list(folder.glob("tensorboard/ev*"))
 
 
-def test_train_script_tells_mistakes_without_the_launcher(tmp_path: Path) -> None:
-    command = [
-        "bash",
-        "scripts/train.sh",
-        "run.stesp=3",
-        "parallel.expert=3",
-        f"run.dir={tmp_path}",
-    ]
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (["run.stesp=3", "parallel.expert=3"], "run.stesp: no such knob; did you mean run.steps?"),
+        (["data=indexed", "data.blend=[no/text]"], "no/text.bin does not exist; data.blend takes"),
+    ],
+)
+def test_train_script_tells_mistakes_without_the_launcher(
+    overrides: list[str], error: str, tmp_path: Path
+) -> None:
+    command = ["bash", "scripts/train.sh", *overrides, f"run.dir={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == ["error: run.stesp: no such knob; did you mean run.steps?"]
+    assert done.returncode == 2
+    assert done.stdout == "Phalanx: checking command line, data and run folder\n"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {error}") and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--help", "--cfg=job"])
+def test_train_script_answers_questions_itself(option: str) -> None:
+    command = ["bash", "scripts/train.sh", option]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    first = done.stdout.splitlines()[0]
+    assert done.returncode == 0 and done.stderr == "" and first.startswith(("usage: ", "# model="))
+
+
+def test_a_missing_package_is_told_with_the_way_out() -> None:
+    bare = [sys.executable, "-S", "train.py"]  # without site-packages
+    done = subprocess.run(bare, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "has no package" in line and "bash scripts/train.sh" in line
 
 
 @pytest.mark.dist

@@ -165,7 +165,8 @@ def test_what_was_not_asked_for_is_not_there(corpus: list[str], tmp_path: Path) 
     more = ["run.steps=2", "run.save_interval=-1", f"run.dir={tmp_path}"]
     assert run(1, [*corpus, *MODELS["tiny"], *more])[0].code == 0
     found = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file())
-    assert found == ["run/metrics.jsonl"]
+    assert found[:2] == ["run/config.yaml", "run/console.log"]
+    assert found[2].startswith("run/launches/") and found[3:] == ["run/metrics.jsonl"]
 
 
 # --- stopping and resuming ------------------------------------------------------------------------

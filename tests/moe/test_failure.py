@@ -15,9 +15,9 @@ from kernels.registry import KernelUnavailable
 from moe import failure
 from moe.cache import DataError
 from moe.memory import OutOfMemory
-from parallel.checkpoint import CheckpointError, NoUsableCheckpoint
 from parallel.drift import CheckpointMismatch
 from parallel.engine import Diverged
+from parallel.saved import CheckpointError, NoUsableCheckpoint
 from parallel.signals import StopSignal
 
 GLOO = RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4\nmore")

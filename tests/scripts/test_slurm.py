@@ -101,16 +101,35 @@ def test_a_stopped_job_queues_again_and_resumes(job: Job) -> None:
     assert "run.resume=auto" not in first and second.endswith("run.resume=auto run.requeue_code=85")
 
 
+NEVER = ["run.resume=never"]  # the stand-ins' checkpoints are empty folders
+
+
 def test_without_a_new_checkpoint_a_job_gives_up(job: Job) -> None:
     for code in (85, 137, 45):
         assert job.start(code).returncode == 0
     job.start(1, saves="00000001")  # progress: the count starts again
     for _ in range(3):
-        job.start(1, saves="00000001")
+        job.start(1, *NEVER, saves="00000001")
     assert job.seen("scontrol") == ["requeue 30042"] * 7
-    done = job.start(1, saves="00000001")
+    done = job.start(1, *NEVER, saves="00000001")
     assert done.returncode == 1 and "3 requeues brought no new checkpoint" in done.stderr
     assert len(job.seen("scontrol")) == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "error"),
+    [
+        ("data=indexed data.blend=[nowhere/text]", 2, "nowhere/text.bin does not exist"),
+        ("run.resume=nowhere", 44, "run.resume=nowhere is no valid checkpoint"),
+        ("run.stesp=3", 2, "did you mean run.steps?"),
+    ],
+)
+def test_mistakes_end_it_before_a_rank_starts(
+    job: Job, override: str, code: int, error: str
+) -> None:
+    done = job.start(0, *override.split())
+    assert done.returncode == code and error in done.stderr and done.stdout == ""
+    assert job.seen("ranks") == [] and job.seen("scontrol") == []
 
 
 @pytest.mark.parametrize("code", [2, 43, 44])

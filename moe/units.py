@@ -1,0 +1,25 @@
+"""Large numbers as a person reads them."""
+
+from collections.abc import Iterable
+
+
+def count(number: float) -> str:
+    """`671.0 B`, `20.9 M`, `512`."""
+    return _scaled(number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))) or f"{number:.0f}"
+
+
+def work(flops: float) -> str:
+    """`56.4 GFLOP`."""
+    units = [(f"{unit}FLOP", 1000.0 ** (6 - i)) for i, unit in enumerate("EPTGMk")]
+    return _scaled(flops, units) or f"{flops:.0f} FLOP"
+
+
+def storage(size: int) -> str:
+    """`139.8 GiB`, `3.4 MiB`."""
+    units = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
+    return _scaled(size, units) or f"{size} bytes"
+
+
+def _scaled(number: float, units: Iterable[tuple[str, float]]) -> str:
+    """The number in the largest unit that is not above it; empty below all of them."""
+    return next((f"{number / size:.1f} {unit}" for unit, size in units if number >= size), "")
