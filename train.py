@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from parallel.guard import Guard
 from parallel.signals import StopSignal
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     _quiet()
     from configs.load import from_argv
 
-    with StopSignal() as stop:
+    with StopSignal() as stop, Guard() as guard:
         cfg = from_argv(argv)
         if cfg.run.dry_run:
             return _dry_run(cfg)
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
         from moe.trainer import run
 
         try:
-            return run(cfg, stop)
+            return run(cfg, stop, guard)
         except KeyboardInterrupt:
             print("interrupted: nothing was saved", file=sys.stderr)
             return 130
