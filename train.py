@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     _quiet()
     from configs.load import from_argv
 
-    with StopSignal() as stop, Guard() as guard:
+    with Guard() as guard, StopSignal() as stop:
         cfg = from_argv(argv)
         if cfg.run.dry_run:
             return _dry_run(cfg)

@@ -13,6 +13,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from typing import Any
 
 LOST = 45
 """Exit code of a rank that ends because of another one, and the signal that ends it so."""
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
+"""For ranks. A launcher sends them to the guards as well, since it signals process groups."""
 _BEGIN = (
     "import sys; sys.path.insert(0, sys.argv[1])\nfrom parallel.guard_process import main; main()"
 )
@@ -59,6 +62,8 @@ class Guard:
         descriptors = (there.fileno(), self._stacks.fileno())
         root = str(Path(__file__).resolve().parents[1])
         numbers = (*descriptors, os.getpid(), os.environ.get("WORLD_SIZE", "1"))
+        # Those that come before the guard is ready for them wait for it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         with there:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BEGIN, root, *map(str, numbers)],
@@ -67,6 +72,7 @@ class Guard:
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
             )
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from parallel.blame import QUIET, Where, died, silent
 from parallel.folder_lock import Keeper
-from parallel.guard import LOST
+from parallel.guard import LOST, SIGNALS
 from parallel.hub import Hub
 from parallel.launcher import tell
 
@@ -251,7 +251,7 @@ def main() -> None:
     """The process that parallel.guard starts."""
     rank, stacks, pid, world = map(int, sys.argv[2:6])
     guard = GuardProcess(socket.socket(fileno=rank), pid, stacks, world == 1)
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the rank's to answer
-    signal.signal(signal.SIGTERM, guard.signalled)
+    for number in SIGNALS:  # the rank's to answer; to ignore one would lose what is pending
+        signal.signal(number, guard.signalled if number == signal.SIGTERM else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     guard.run()
