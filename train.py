@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from parallel.guard import Guard
 from parallel.signals import StopSignal
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ def main(argv: list[str]) -> int:
             return _dry_run(cfg)
         if cfg.run.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return _train(cfg, argv, stop)
+        with Guard() as guard:
+            return _train(cfg, argv, stop, guard)
 
 
-def _train(cfg: "Config", argv: list[str], stop: StopSignal) -> int:
+def _train(cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard) -> int:
     """Say what starts, then import what takes seconds, then train."""
     from moe.console import Console
     from moe.launch import Launch, announce, command_line
@@ -63,7 +65,7 @@ def _train(cfg: "Config", argv: list[str], stop: StopSignal) -> int:
         from moe.trainer import run
 
         try:
-            return run(cfg, stop, Launch(command_line(argv), console))
+            return run(cfg, stop, guard, Launch(command_line(argv), console))
         except KeyboardInterrupt:
             print("interrupted: nothing was saved", file=sys.stderr)
             return 130

@@ -6,8 +6,6 @@ the others, whose collectives break or never end, and they leave without a word.
 moment for that signal before it speaks, unless its message is certainly the first.
 """
 
-import json
-import os
 import sys
 import time
 import traceback
@@ -19,14 +17,16 @@ from configs.validate import ConfigError
 from kernels.registry import KernelUnavailable
 from moe.cache import DataError
 from moe.memory import OutOfMemory
+from parallel import launcher
 from parallel.drift import CheckpointMismatch
 from parallel.engine import Diverged
 from parallel.exchange import missing
+from parallel.folder_lock import Taken
 from parallel.saved import CheckpointError, NoUsableCheckpoint
 from parallel.signals import StopSignal
 from parallel.watchdog import Watchdog
 
-_INPUT = (ConfigError, KernelUnavailable, DataError, CheckpointMismatch, CheckpointError)
+_INPUT = (ConfigError, KernelUnavailable, DataError, CheckpointMismatch, CheckpointError, Taken)
 _GRACE = 5.0  # seconds in which a launcher surely signals the ranks that are left
 
 
@@ -71,7 +71,7 @@ def speak(text: str) -> None:
     """Tell an error to the user, and to the launcher for its report."""
     text = redacted(text)
     print(text, file=sys.stderr, flush=True)
-    _tell_launcher(text)
+    launcher.tell(text)
 
 
 def _verdict(error: Exception, training: bool) -> tuple[int, str]:
@@ -110,16 +110,3 @@ def _signalled(stop: StopSignal) -> bool:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [repr(error)])[0]
-
-
-def _tell_launcher(text: str) -> None:
-    """Leave the message where torchrun looks for it, so that its report ends with it."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    about = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": about}}, file)
-    except OSError:
-        pass  # the message has been printed

@@ -109,7 +109,6 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         virtual_pipeline=p.virtual_pipeline,
         expert=expert,
         embedding_stages=embedding_stages(cfg, config),
-        timeout=p.timeout,
     )
     if p.dispatch in ("auto", "hier"):
         nodes.reason_against(groups.pg.ep)  # a stage may have no MoE layer that would ask

@@ -42,9 +42,12 @@ from moe.validation import Tally, scores
 from parallel.agreement import Failed, agree, gather
 from parallel.checkpoint import Checkpointer
 from parallel.engine import Diverged
+from parallel.folder_lock import FolderLock
 from parallel.graph import own_stream
+from parallel.guard import Guard
 from parallel.progress import doing
-from parallel.runtime import Runtime, start
+from parallel.run_folder import lock
+from parallel.runtime import Runtime, launcher_world, start
 from parallel.runtime import stop as stop_runtime
 from parallel.signals import StopSignal
 from parallel.watchdog import Watchdog
@@ -58,6 +61,7 @@ class Trainer:
         runtime: this process.
         stop: tells whether a signal asked this process to stop.
         launch: what the run folder keeps of this start; None keeps nothing.
+        held: lock of the run folder, for the rank that writes there.
 
     Raises:
         ConfigError, DataError, CheckpointMismatch, CheckpointError: before a model is built, what
@@ -65,9 +69,15 @@ class Trainer:
     """
 
     def __init__(
-        self, cfg: Config, runtime: Runtime, stop: StopSignal, launch: Launch | None = None
+        self,
+        cfg: Config,
+        runtime: Runtime,
+        stop: StopSignal,
+        launch: Launch | None = None,
+        held: FolderLock | None = None,
     ) -> None:
         self.cfg, self.runtime, self.stop = cfg, runtime, stop
+        self._may_write = held.check if held is not None else lambda: None
         self.folder = Path(cfg.run.dir) / cfg.run.name
         doing("start: checks")
         notes = self._checked()
@@ -94,6 +104,7 @@ class Trainer:
             keep_every=cfg.run.keep_every,
             async_save=self._async_save,
             dp_cp_group=self.job.groups.pg.dp_cp,
+            may_write=self._may_write,
         )
         self.origin: Path | None = None
         """Checkpoint that this run has resumed from."""
@@ -206,6 +217,7 @@ class Trainer:
         with record_function("optimizer"):
             engine.step(norm) if fault is None else engine.skip()
         self.step = number
+        self._may_write()
         if self.step % self.cfg.run.log_interval == 0 or self.step == self.cfg.run.steps:
             record = {"loss": loss, "grad_norm": norm, "lr": engine.lr, "data_time": waited}
             if self.cfg.model.mtp_layers:
@@ -387,15 +399,26 @@ def _no_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run(cfg: Config, stop: StopSignal, launch: Launch) -> int:
-    """Train; the process's exit code (see train.py). `stop` is active."""
-    trainer, watchdog = None, None
+def run(cfg: Config, stop: StopSignal, guard: Guard, launch: Launch) -> int:
+    """Train; the process's exit code (see train.py). `stop` and `guard` are active."""
+    trainer: Trainer | None = None
+    watchdog: Watchdog | None = None
     folder = Path(cfg.run.dir) / cfg.run.name
     try:
+
+        def met(store: dist.Store) -> None:
+            nonlocal watchdog
+            rank, world = int(os.environ.get("RANK", "0")), launcher_world()
+            limit = cfg.parallel.timeout
+            watchdog = Watchdog(guard, store, rank, world, limit, folder, speak)
+
         runtime = start(
-            seed=cfg.run.seed, timeout=cfg.parallel.timeout, deterministic=cfg.run.deterministic
+            seed=cfg.run.seed,
+            timeout=cfg.parallel.timeout,
+            deterministic=cfg.run.deterministic,
+            met=met,
         )
-        watchdog = Watchdog(cfg.parallel.timeout, folder, speak)
+        assert watchdog is not None
         if cfg.run.device == "cuda" and runtime.device.type != "cuda":
             raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
         graphed = cfg.run.graph != "off"
@@ -403,7 +426,9 @@ def run(cfg: Config, stop: StopSignal, launch: Launch) -> int:
             raise ConfigError("run.graph=full_iteration: torch sees no GPU here; set run.graph=off")
         stream = own_stream(runtime.device) if graphed else nullcontext()
         with advised(cfg, runtime.world, folder), stream:
-            trainer = Trainer(cfg, runtime, stop, launch)
+            doing("start: run folder")
+            held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
+            trainer = Trainer(cfg, runtime, stop, launch, held if runtime.is_main else None)
             trainer.fit()
         watchdog.close()
     except Exception as error:

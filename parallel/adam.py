@@ -13,6 +13,13 @@ import torch
 
 from kernels.adam import Update, update_
 
+_FUSED_ADAM_ONLY = {
+    *("exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "master_weight_dtype"),
+    "store_param_remainders",
+}
+"""How FusedAdam keeps its state, which Megatron-Core passes to any optimizer of its name. Here
+`moments` and the parameters' own dtypes decide."""
+
 
 class AdamW(torch.optim.Optimizer):
     """Decoupled weight decay Adam (arXiv 1711.05101) on torch's fused multi-tensor kernel.
@@ -24,6 +31,7 @@ class AdamW(torch.optim.Optimizer):
     Adam. The signature is the part of FusedAdam's that Megatron-Core uses, and `moments`.
 
     Raises:
+        TypeError: a keyword that neither this nor FusedAdam's state has.
         ValueError: moments of another dtype, or in bf16 with L2 regularisation; or decoupled
             gradients without moments in bf16.
     """
@@ -39,8 +47,10 @@ class AdamW(torch.optim.Optimizer):
         capturable: bool = False,
         moments: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
-        **_: Any,  # dtypes of FusedAdam's state; here `moments` and the parameters' own decide
+        **dtypes: Any,
     ) -> None:
+        if unknown := sorted(dtypes.keys() - _FUSED_ADAM_ONLY):
+            raise TypeError(f"this AdamW has no {', '.join(unknown)}")
         if capturable:
             raise ValueError("this AdamW counts steps on the host: it cannot be captured")
         if moments not in (torch.float32, torch.bfloat16):

@@ -3,6 +3,8 @@
 Host-side and rare (start, checkpoints): everything here is a collective over the whole job.
 """
 
+import pickle
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -39,15 +41,23 @@ def on_main[T](fn: Callable[[], T]) -> T:
     """Run `fn` on rank 0 and return its (picklable) result on every rank.
 
     Raises:
-        Failed: rank 0 got an OSError; the message is its.
+        Failed: rank 0 got an error, whose message it has. Of an error that is no OSError, such as
+            a result that cannot be pickled, rank 0 raises the error itself: it is a mistake, and
+            its traceback tells where.
     """
-    answer: list[Any] = [None, None]
+    answer: list[Any] = [b"", None]
+    mistake: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            answer[0] = fn()
+            answer[0] = pickle.dumps(fn())
         except OSError as error:
             answer[1] = str(error)
+        except Exception as error:
+            mistake = error
+            answer[1] = "".join(traceback.format_exception_only(error)).rstrip()
     dist.broadcast_object_list(answer, src=0)
+    if mistake is not None:
+        raise mistake
     if answer[1] is not None:
         raise Failed(answer[1])
-    return answer[0]
+    return pickle.loads(answer[0])

@@ -10,7 +10,7 @@ damaged checkpoint is never passed over in silence. All ranks call every method,
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Checkpointer:
         keep_every: keep for good those of steps that are multiples of it; 0 for none.
         async_save: write in a forked process; `poll`, the next `save` or `close` commits.
         dp_cp_group: data and context parallel group: its ranks divide the writing of replicas.
+        may_write: called by rank 0 before folders get or lose a name; raises if the run may not.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -62,12 +63,13 @@ class Checkpointer:
         keep_every: int = 0,
         async_save: bool,
         dp_cp_group: Any,
+        may_write: Callable[[], None] = lambda: None,
     ) -> None:
         if keep_last < 1:
             raise ValueError(f"run.keep_last={keep_last}: at least one checkpoint has to be kept")
         self.folder, self._async = folder, async_save
         self._keep = {"keep_last": keep_last, "keep_every": keep_every}
-        self._dp_cp_group = dp_cp_group
+        self._dp_cp_group, self._may_write = dp_cp_group, may_write
         self._strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy(), dp_cp_group, do_cache_distribution=True
         )
@@ -150,7 +152,9 @@ class Checkpointer:
             self._queue.maybe_finalize_async_calls(blocking=blocking)
 
     def _open(self, unfinished: Path) -> None:
+        self._may_write()
         if self._saving_first:  # checkpoints that this run does not come from: an earlier one's
+            manifest.recover(self.folder)
             self._earlier = manifest.with_suffix(self.folder, ".old")
             for other, folder in manifest.committed(self.folder):
                 if other >= self._at[0] and folder != self._at[1]:
@@ -173,6 +177,7 @@ class Checkpointer:
         self._at = (step, final)
 
     def _commit(self, step: int, final: Path, sums: manifest.Sums) -> None:
+        self._may_write()
         folder = manifest.unfinished(final)
         names = sorted(path.name for path in folder.iterdir())
         if lost := sorted(set(sums) - set(names)):

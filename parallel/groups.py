@@ -6,10 +6,13 @@ expert-data x pipeline over the same ranks, with expert tensor parallelism fixed
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+from parallel.nodes import time_limit
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,16 @@ def create(
     virtual_pipeline: int = 1,
     expert: int = 1,
     embedding_stages: Sequence[int] | None = None,
-    timeout: int = 600,
 ) -> Groups:
     """Build the process groups over the initialised world; replaces an earlier layout.
+
+    Their collectives have the world's own time limit, which comes after the watchdog's.
 
     Args:
         tensor, context, pipeline, virtual_pipeline, expert: sizes.
         embedding_stages: pipeline stages that hold a copy of the word embedding, whose gradients
             are summed over them: all that do, and no other, or copies drift apart or training
             hangs. First and last by default.
-        timeout: seconds before a collective that does not finish ends the run.
 
     Raises:
         ValueError: the sizes do not divide the world (configs.validate names the override).
@@ -85,6 +88,7 @@ def create(
             f"do not divide {world} ranks"
         )
     stages = sorted({0, pipeline - 1} if embedding_stages is None else embedding_stages)
+    limit = time_limit()
     if ps.model_parallel_is_initialized():
         ps.destroy_model_parallel()
     ps.initialize_model_parallel(
@@ -96,7 +100,7 @@ def create(
         expert_tensor_parallel_size=1,
         get_embedding_ranks=lambda ranks: [ranks[stage] for stage in stages],
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=max(1, timeout // 60),
+        distributed_timeout_minutes=limit / timedelta(minutes=1),
     )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

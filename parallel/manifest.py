@@ -2,9 +2,10 @@
 
 A checkpoint is written into `step_N.tmp` and becomes `step_N` by one rename, once all files and
 COMMIT.json have reached the disk. COMMIT.json has the size and CRC-32 of every file, for torch_dist
-loads a flipped byte without complaint. Other suffixes: `.bad` failed verification, `.old` is of an
-earlier run in the same folder. COMMIT.json may come from elsewhere: it can name no file outside of
-its folder. Nothing here communicates.
+loads a flipped byte without complaint. Other suffixes: `.new` is complete and takes the place of
+the folder without it, which `recover` ends if a crash came in between; `.bad` failed verification,
+`.old` is of an earlier run in the same folder. COMMIT.json may come from elsewhere: it can name no
+file outside of its folder. Nothing here communicates.
 """
 
 import json
@@ -25,6 +26,7 @@ METADATA = ".metadata"
 _REQUIRED = (METADATA, "metadata.json")
 _SHARD = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
+_NEW = ".new"
 _CHUNK = 16 << 20
 _LARGEST = 64 << 20  # bytes of a COMMIT.json: a million files
 
@@ -75,7 +77,7 @@ def committed(root: Path) -> list[tuple[int, Path]]:
 
 
 def with_suffix(root: Path, suffix: str) -> list[Path]:
-    """Checkpoint folders that were renamed: `.tmp`, `.bad`, `.old`."""
+    """Checkpoint folders that were renamed: `.tmp`, `.new`, `.bad`, `.old`."""
     if not root.is_dir():
         return []
     pattern = re.compile(rf"{_STEP.pattern}{re.escape(suffix)}\d*")
@@ -177,7 +179,8 @@ def parse(data: bytes) -> Commit:
 def commit(folder: Path, final: Path, record: Commit) -> None:
     """Make `folder` the checkpoint `final`: COMMIT.json, disk, rename. All or nothing.
 
-    A folder that has the name already is replaced.
+    A folder that has the name already is replaced, and set aside as `.old`. No rename that all file
+    systems have does that at once; after a crash in between `recover` does the rest.
     """
     data = {**asdict(record), "saved": time.strftime("%Y-%m-%d %H:%M:%S%z")}
     data["seal"] = _seal(data)
@@ -189,9 +192,30 @@ def commit(folder: Path, final: Path, record: Commit) -> None:
     _sync(path)
     _sync(folder)
     if final.exists():
-        set_aside(final, ".old")
-    os.replace(folder, final)
+        complete = final.with_name(final.name + _NEW)
+        os.replace(folder, complete)
+        _sync(final.parent)  # the old one must not lose its name before the new one has this
+        _take_place(complete, final)
+    else:
+        os.replace(folder, final)
     _sync(final.parent)
+
+
+def recover(root: Path) -> None:
+    """End the replacements of checkpoints that a crash interrupted.
+
+    Raises:
+        OSError: a folder cannot be renamed.
+    """
+    for complete in with_suffix(root, _NEW):
+        _take_place(complete, complete.with_name(complete.stem))
+        _sync(root)
+
+
+def _take_place(complete: Path, final: Path) -> None:
+    if final.exists():
+        set_aside(final, ".old")
+    os.replace(complete, final)
 
 
 def superseded(

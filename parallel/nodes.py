@@ -94,7 +94,7 @@ def _found(group: dist.ProcessGroup) -> Nodes | str:
 
 def _made(ranks: Sequence[int], count: int) -> Nodes | str:
     """Groups of `ranks` on `count` nodes, for a rank that is one of them."""
-    size, timeout = len(ranks) // count, _timeout()
+    size, timeout = len(ranks) // count, time_limit()
     split = [list(ranks[i * size : (i + 1) * size]) for i in range(count)]
     inside = [dist.new_group(node, timeout=timeout) for node in split]
     rails = [dist.new_group(list(rail), timeout=timeout) for rail in zip(*split, strict=True)]
@@ -104,8 +104,8 @@ def _made(ranks: Sequence[int], count: int) -> Nodes | str:
     return Nodes(count, size, index, inside[index], rails[place])
 
 
-def _timeout() -> timedelta:
-    """Of the job's own collectives, which comes after the watchdog's."""
+def time_limit() -> timedelta:
+    """Of the world's collectives (parallel.runtime), which comes after the watchdog's."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     limit: timedelta = dist.group.WORLD._get_backend(device).options._timeout
     return limit

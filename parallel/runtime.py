@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,13 +40,20 @@ def launcher_world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(*, seed: int, timeout: int, deterministic: bool) -> Runtime:
+def start(
+    *,
+    seed: int,
+    timeout: int,
+    deterministic: bool,
+    met: Callable[[dist.Store], None] = lambda store: None,
+) -> Runtime:
     """Join the job: device, process group, random state, Megatron-Core's substitutes.
 
     Args:
         seed: of Python, NumPy and torch; the same on every rank.
         timeout: seconds before a stuck collective raises.
         deterministic: use deterministic algorithms only.
+        met: called with the job's store as soon as there is one, before there are groups.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A torchrun that is killed tells nobody: its ranks would go on and hold their GPUs.
@@ -64,7 +72,9 @@ def start(*, seed: int, timeout: int, deterministic: bool) -> Runtime:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        met(dist.distributed_c10d._get_default_store())
+    else:
         if "MASTER_ADDR" not in os.environ:
             os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -77,9 +87,11 @@ def start(*, seed: int, timeout: int, deterministic: bool) -> Runtime:
         # torchrun may give all attempts of --max-restarts one store (torch 2.11), in which the
         # ranks would find the addresses of their dead predecessors.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt_{attempt}", store)
+        met(store)
         dist.init_process_group(
             "gloo" if on_cpu else "nccl",
-            store=dist.PrefixStore(f"attempt_{attempt}", store),
+            store=store,
             rank=rank,
             world_size=world,
             timeout=limit,

@@ -29,6 +29,7 @@ def newest(root: Path) -> tuple[Path, manifest.Commit] | None:
         CheckpointError: the folder cannot be read.
     """
     with told(f"cannot read {root}"):
+        on_main(lambda: manifest.recover(root))
         found = on_main(lambda: [path for _, path in manifest.committed(root)])
         refused = on_main(lambda: manifest.with_suffix(root, ".bad"))
         incomplete = on_main(lambda: manifest.with_suffix(root, ".tmp"))

@@ -20,7 +20,12 @@ from parallel import manifest  # noqa: E402
 from parallel.drift import leaves  # noqa: E402
 from parallel.manifest import Commit, Invalid  # noqa: E402
 
-SET_ASIDE = {".bad": "failed verification", ".old": "of an earlier run", ".tmp": "never completed"}
+SET_ASIDE = {
+    ".bad": "failed verification",
+    ".old": "of an earlier run",
+    ".tmp": "never completed",
+    ".new": "complete: gets its name when the run goes on",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

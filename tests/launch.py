@@ -84,7 +84,9 @@ def _main(
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
-    out = open(file, "w", buffering=1)
+    out = open(file, "a", buffering=1)
+    for number in (1, 2):  # for the rank's guard, too
+        os.dup2(out.fileno(), number)
     faulthandler.enable(out)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         import train

@@ -4,6 +4,8 @@ One second of slack is added to the second that is promised: two cores run the r
 """
 
 import contextlib
+import ctypes
+import importlib
 import json
 import os
 import re
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import megatron.core.distributed  # noqa: F401  (imported once for all ranks, which are forked)
 import megatron.core.models.gpt.gpt_model  # noqa: F401
@@ -23,7 +26,7 @@ import pytest
 from parallel.watchdog import LOST
 from tests.launch import Launch, at_step
 from tests.runs import SMALL, before_step, exact, records, run
-from tests.test_scripts import BIN, started
+from tests.test_scripts import BIN, ENVIRONMENT, ROOT, started
 
 pytestmark = pytest.mark.dist
 
@@ -100,6 +103,134 @@ def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_pat
         assert "in hang" in stacks[f"rank_{culprit}"]
     record = json.loads((folder / f"rank_{other}.collectives.json").read_bytes())
     assert "gloo:all_reduce" in {entry["profiling_name"] for entry in record["entries"]}
+
+
+# --- while the others still start ----------------------------------------------------------------
+
+START = 5.0
+"""Seconds in which all are gone, whatever they were in."""
+PHASES = {
+    "groups": "torch.distributed:init_process_group",
+    "model": "moe.trainer:setup",
+    "data": "moe.trainer:build_datasets",
+    "checkpoint": "moe.trainer:Checkpointer.newest",
+    "first step": "moe.trainer:Trainer._train_step",
+}
+
+
+@contextlib.contextmanager
+def in_phase(rank: int, *, during: str, acts: dict[int, Callable[[], Any]]) -> Iterator[None]:
+    """A `Change`: ranks of `acts` do that when they come to `during`, as `module:function`."""
+    import torch.distributed  # noqa: F401
+
+    module, _, path = during.partition(":")
+    *parents, name = path.split(".")
+    target: Any = importlib.import_module(module)
+    for parent in parents:
+        target = getattr(target, parent)
+    original = getattr(target, name)
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        acts.get(rank, lambda: None)()
+        return original(*args, **kwargs)
+
+    with mock.patch.object(target, name, hooked):
+        yield
+
+
+def hold_up_python() -> None:
+    """As a compiler does: a call in C that keeps the interpreter's lock."""
+    ctypes.PyDLL(None).sleep(60)
+
+
+def be_killed_later(when: Path) -> None:
+    time.sleep(1.5)  # the other is in its call by now
+    mark_and(be_killed, when)
+
+
+def check_named(launch: Launch, culprit: int, codes: list[int | None], when: Path) -> float:
+    """The others have told who died, and ended in time; seconds they took."""
+    other = 1 - culprit
+    said = launch.said(0) + launch.said(1)
+    assert codes[culprit] == -signal.SIGKILL and codes[other] == LOST, said
+    took = launch.ended[other] - float(when.read_text())
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    who = f"error: rank {culprit} ({socket.gethostname()}, pid {launch.pid(culprit)}) died; "
+    assert line.startswith(who), said
+    assert took <= START, said
+    return took
+
+
+@pytest.mark.parametrize(
+    ("phase", "culprit"),
+    [("groups", 1), ("groups", 0), ("model", 1), ("data", 0), ("checkpoint", 1), ("first step", 0)],
+)
+def test_a_rank_killed_while_the_others_start_is_named(
+    phase: str, culprit: int, tmp_path: Path
+) -> None:
+    during = PHASES[phase]
+    when = tmp_path / "when"
+    command = [*TINY, "parallel.timeout=60", f"run.dir={tmp_path}"]
+    change = partial(in_phase, during=during, acts={culprit: partial(mark_and, be_killed, when)})
+    with Launch(2, command, tmp_path / "out", change) as launch:
+        took = check_named(launch, culprit, launch.wait(60), when)
+    print(f"{phase}, rank {culprit}: all ended after {took:.2f} s")
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_ranks_that_cannot_run_python_end_as_well(culprit: int, tmp_path: Path) -> None:
+    """No thread and no signal handler of theirs runs: compilers, drivers."""
+    when, other = tmp_path / "when", 1 - culprit
+    command = [*TINY, "parallel.timeout=60", f"run.dir={tmp_path}"]
+    acts = {culprit: partial(be_killed_later, when), other: hold_up_python}
+    change = partial(in_phase, during=PHASES["model"], acts=acts)
+    with Launch(2, command, tmp_path / "out", change) as launch:
+        took = check_named(launch, culprit, launch.wait(60), when)
+    print(f"rank {culprit}: all ended after {took:.2f} s")
+    (stacks,) = (tmp_path / "run/failures").glob(f"*/rank_{other}.txt")
+    assert "held up Python" in stacks.read_text() and "in hold_up_python" in stacks.read_text()
+
+
+BEFORE = """
+import os, signal, sys, time
+from pathlib import Path
+import configs.load, train
+folder, rank, later = Path(os.environ["NOTES"]), os.environ["RANK"], configs.load.from_argv
+def from_argv(argv):
+    (folder / f"pid_{rank}").write_text(str(os.getpid()))
+    if rank == "1":
+        while not (folder / "pid_0").exists():
+            time.sleep(0.01)
+        (folder / "when").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return later(argv)
+configs.load.from_argv = from_argv
+train._leave(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_killed_before_the_ranks_meet_takes_the_others_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun names it, but waits 30 s for ranks that wait for the dead one."""
+    program = tmp_path / "before.py"
+    program.write_text(BEFORE)
+    monkeypatch.setitem(ENVIRONMENT, "NOTES", str(tmp_path))
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", str(ROOT))
+    launch = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    launch += ["--rdzv-endpoint", "localhost:0", str(program), *TINY, f"run.dir={tmp_path}"]
+    with started(*launch) as process:
+        while not (tmp_path / "when").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        pid = int((tmp_path / "pid_0").read_text())
+        while psutil.pid_exists(pid):
+            time.sleep(0.02)
+        took = time.monotonic() - float((tmp_path / "when").read_text())
+        _, err = process.communicate()
+    assert took <= START, err
+    assert process.returncode == 1 and re.search(r"rank +: 1 \(local_rank: 1\)", err), err
+    print(f"all ended after {took:.2f} s")
 
 
 @contextlib.contextmanager

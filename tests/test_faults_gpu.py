@@ -42,6 +42,30 @@ with later if os.environ["RANK"] == "1" else nullcontext():
 """
 
 
+DYING = """
+import os, signal, sys, time, train
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+from parallel.graph import StepGraph
+from parallel.watchdog import Watchdog
+from tests.runs import before_step
+phase, culprit = os.environ["PHASE"], os.environ["RANK"] == "1"
+def die(*args, **how):
+    if phase == "compile":
+        time.sleep(float(os.environ["AFTER"]))  # the other one is at its kernels
+    Path(os.environ["WHEN"]).write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+changes = {
+    "nccl": lambda: mock.patch("torch.distributed.init_process_group", die),
+    "compile": lambda: before_step(1, die),
+    "capture": lambda: mock.patch.object(StepGraph, "_capture", die),
+}
+with changes[phase]() if culprit else nullcontext():
+    train._leave(train.main(sys.argv[1:]))
+"""
+
+
 @pytest.fixture(autouse=True)
 def _two_hoppers() -> None:
     if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability()[0] != 9:
@@ -124,6 +148,34 @@ def test_a_rank_that_is_gone_is_named_and_the_other_ends(
         assert codes[1 - culprit] == LOST and codes[culprit] == -signal.SIGKILL, ranks.said()
         (stacks,) = ranks.folder.glob(f"failures/*/rank_{1 - culprit}.txt")
         assert "moe/trainer.py" in stacks.read_text()
+
+
+@pytest.mark.parametrize(
+    ("phase", "after"),
+    [("nccl", 0), ("compile", 1), ("compile", 4), ("compile", 8), ("capture", 0)],
+)
+def test_a_rank_killed_while_the_other_starts_is_named_in_five_seconds(
+    phase: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers hold Python up for seconds, rendezvous and captures wait for the dead rank."""
+    monkeypatch.setenv("PHALANX_KERNEL_CACHE", str(tmp_path / "kernels"))  # nothing is compiled yet
+    monkeypatch.setenv("PHASE", phase)
+    monkeypatch.setenv("AFTER", str(after))
+    monkeypatch.setenv("WHEN", str(tmp_path / "when"))
+    ranks = Ranks(tmp_path, ["-c", DYING], "run.graph=full_iteration", "parallel.timeout=120")
+    try:
+        ranks.until((tmp_path / "when").exists, 300)
+        ranks.until(lambda: None not in ranks.codes(), 60)
+        took = time.monotonic() - float((tmp_path / "when").read_text())
+        print(f"{phase}, {after} s: all ended after {took:.2f} s")
+        (line,) = ranks.told()
+        where = f"rank 1 ({socket.gethostname()}, pid {ranks.ranks[1].pid})"
+        assert f"{where} died" in line, ranks.said()
+        assert ranks.codes() == [LOST, -signal.SIGKILL] and took <= 5, (took, ranks.said())
+    finally:
+        for rank in ranks.ranks:
+            rank.kill()
+            rank.wait()
 
 
 def test_a_device_that_hangs_is_named_by_the_one_that_waits(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """COMMIT.json and retention: what is read, what is refused, and that nothing else is raised."""
 
+import contextlib
 import json
 import os
 import random
@@ -159,6 +160,86 @@ def test_fuzz() -> None:
 def test_fuzz_at_length() -> None:
     read, refused = fuzz(200_000, seed=2)
     assert read + refused == 200_000 and read > 6_000 and refused > 120_000
+
+
+# --- crashes --------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+OPERATIONS = ("os.replace", "_sync", "shutil.rmtree")
+
+
+def checkpoint(folder: Path, text: str) -> Commit:
+    """Files of a checkpoint that is not committed."""
+    folder.mkdir(parents=True)
+    for name in (".metadata", "metadata.json", "__0_0.distcp"):
+        (folder / name).write_text(text)
+    return Commit(3, 1, {path.name: manifest.checksum(path) for path in folder.iterdir()})
+
+
+def crashing(monkeypatch: pytest.MonkeyPatch, call: int, after: bool) -> list[str]:
+    """Have file operation number `call` be the last, done or not; those that were called."""
+    called: list[str] = []
+
+    def hooked(name: str, original: Any) -> Any:
+        def operation(*args: Any, **kw: Any) -> None:
+            called.append(name)
+            if len(called) == call and not after:
+                raise Crash
+            original(*args, **kw)
+            if len(called) == call:
+                raise Crash
+
+        return operation
+
+    for name in OPERATIONS:
+        *parents, last = name.split(".")
+        target = getattr(manifest, parents[0]) if parents else manifest
+        monkeypatch.setattr(target, last, hooked(name, getattr(target, last)))
+    return called
+
+
+def replace_and_crash(root: Path, call: int, after: bool) -> tuple[bool, list[str]]:
+    """(crashed, operations) where step 3, which is there, is saved again."""
+    final, unfinished = root / "step_00000003", root / "step_00000003.tmp"
+    manifest.commit(first := root / "first.tmp", final, checkpoint(first, "old"))
+    record = checkpoint(unfinished, "new")
+    with pytest.MonkeyPatch.context() as patch:
+        called = crashing(patch, call, after)
+        try:
+            manifest.commit(unfinished, final, record)
+        except Crash:
+            return True, called
+    return False, called
+
+
+def test_a_crash_while_a_checkpoint_is_replaced_loses_neither(tmp_path: Path) -> None:
+    """After a start that follows, one of the two has the name and is whole."""
+    found = []
+    for call in range(1, 30):
+        for after in (False, True):
+            root = tmp_path / f"{call}_{after}"
+            root.mkdir()
+            crashed, called = replace_and_crash(root, call, after)
+            for again in range(1, 6 if crashed else 1):  # crashes of the starts that follow
+                with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Crash):
+                    crashing(patch, again, after)
+                    manifest.recover(root)
+            manifest.recover(root)
+            ((step, folder),) = manifest.committed(root)
+            commit = manifest.read_commit(folder)
+            assert step == 3 and folder.name == "step_00000003"
+            assert not manifest.verify(folder, commit.files)
+            found.append((folder / "__0_0.distcp").read_text())
+        if not crashed:
+            break
+    assert len(called) >= 7 and "old" in found
+    assert found == ["old"] * found.count("old") + ["new"] * found.count(
+        "new"
+    )  # once new, never old again
 
 
 # --- which are kept -------------------------------------------------------------------------------

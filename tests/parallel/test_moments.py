@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from parallel.adam import AdamW
 from tests.distributed import run_distributed
 from tests.parallel.checkpoints import (
     assert_equal,
@@ -154,6 +155,13 @@ def _with_another_adam() -> None:
     assert adam.install(torch.bfloat16)
     chosen = optimizer.Adam([torch.nn.Parameter(torch.zeros(3))], adam_w_mode=True)
     assert isinstance(chosen, adam.AdamW) and chosen.moments == torch.bfloat16
+
+
+def test_a_keyword_that_nobody_knows_is_named() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3))]
+    AdamW(parameters, exp_avg_dtype=torch.float32, master_weights=False)
+    with pytest.raises(TypeError, match="amsgrad, weight_decy"):
+        AdamW(parameters, weight_decy=0.1, amsgrad=True)
 
 
 def test_replaces_fused_adam_for_bf16_only() -> None:
