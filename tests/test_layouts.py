@@ -148,7 +148,7 @@ def results(run: Trained) -> dict[str, list[float]]:
     """What a run's records say of the training, and not of its speed."""
     names = {"loss", "mtp_loss", "grad_norm", "lr", "load_max", "load_p95", "dead_experts"}
     recorded = (k for k in run.steps[0] if k in names or k.startswith("balance/"))
-    return {**{name: run.series(name) for name in recorded}, "valid_loss": [run.valid_loss]}
+    return {**{name: run.series(name) for name in recorded}, "valid_loss": run.valid_losses}
 
 
 def agree(run: Trained, expected: Trained) -> None:
@@ -226,7 +226,7 @@ def test_expert_backends_agree(backend: str, layout: str, name: str, alone: Alon
 
 # Of every kind: what a rerun could count twice, or leave behind.
 ALL_LOSSES = [
-    *[*DEEPSEEK, "run.steps=2"],
+    *[*DEEPSEEK, "run.steps=2", "run.eval_interval=1"],
     *[f"model.moe.router.{name}=1e-2" for name in ("aux_loss", "seq_aux_loss", "global_aux_loss")],
     "model.moe.router.z_loss=1e-2",
     # Several micro-batches, of enough tokens that experts need more than one tile of rows.

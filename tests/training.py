@@ -43,13 +43,18 @@ class Trained(NamedTuple):
 
     steps: list[dict[str, float]]
     """The trainer's record of every step: loss, grad_norm, balance/..., reruns."""
-    valid_loss: float
-    """After the last step."""
+    valid_losses: list[float]
+    """After every `run.eval_interval` steps."""
     before: dict[str, Tensor]
     """The whole model before the first step: parameters and saved buffers by checkpoint key."""
     after: dict[str, Tensor]
     left: list[dict[str, str]]
     """On each rank: digests of all that a step leaves for the next one, by name."""
+
+    @property
+    def valid_loss(self) -> float:
+        """After the last step."""
+        return self.valid_losses[-1]
 
     def series(self, name: str) -> list[float]:
         """One entry of every step's record."""
@@ -67,22 +72,23 @@ def trained(
     Args:
         world: ranks.
         overrides: of the configuration, as on a command line.
-        changes: values of knobs by dotted path, on top; cheaper than overrides.
+        changes: values of knobs by dotted path, on top; cheaper than overrides. Without
+            `run.eval_interval` there is one validation, after the last step.
         within: context in which each rank trains.
     """
     cfg = copy.deepcopy(_loaded(*overrides))
     for path, value in (changes or {}).items():
         put(cfg, path, value)
-    cfg.run.eval_interval, cfg.run.eval_batches = cfg.run.steps, 1
+    cfg.run.eval_interval, cfg.run.eval_batches = cfg.run.eval_interval or cfg.run.steps, 1
     validate(cfg, world)
     ranks = run_distributed(_train, world, cfg, within, timeout=300)
     records = ranks[0].records
     before, after = (
         joined([getattr(rank, when) for rank in ranks]) for when in ("before", "after")
     )
-    (valid_loss,) = (r["valid_loss"] for r in records if "valid_loss" in r)
+    valid_losses = [r["valid_loss"] for r in records if "valid_loss" in r]
     steps = [r for r in records if "grad_norm" in r]
-    return Trained(steps, valid_loss, before, after, [rank.left for rank in ranks])
+    return Trained(steps, valid_losses, before, after, [rank.left for rank in ranks])
 
 
 @functools.cache
@@ -98,7 +104,7 @@ class _Rank(NamedTuple):
     left: dict[str, str]
 
 
-def _train(cfg: Config, within: Change | None) -> _Rank:
+def _train(cfg: Config, within: Change | None = None) -> _Rank:
     from parallel.runtime import start
     from parallel.signals import StopSignal
 
