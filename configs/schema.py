@@ -278,7 +278,7 @@ class OptimConfig:
     warmup_steps: int = 10
     """Steps of linear warm-up from zero, cut to end before the decay does."""
     decay_steps: int = 0
-    """Steps until `min_lr`; 0 takes `run.steps`."""
+    """Steps until `min_lr`; 0 takes `run.steps`, and bends the curve of a run that is extended."""
     schedule: str = "cosine"
     """`cosine`, `linear`, `constant`, `inverse-square-root` or `WSD`."""
     weight_decay: float = 0.1

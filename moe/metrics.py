@@ -51,6 +51,7 @@ class Metrics:
     ) -> None:
         self._steps, self._main, self._stream = cfg.run.steps, is_main, stream or sys.stdout
         self._step, self._began = step, time.monotonic()
+        self._resumed = f", resumed from step {step}," if step else ""
         self._recent: deque[dict[str, Any]] = deque(maxlen=_STEADY)
         self._timed, self._rows = 0, 0
         self._shown: Collection[str] = ()
@@ -135,7 +136,8 @@ class Metrics:
         totals = steady(list(self._recent)) | (summary or {})
         if self._recent:
             elapsed = duration(time.monotonic() - self._began)
-            self.text(f"\n{ended}: step {self._step} after {elapsed} | {summary_line(totals)}")
+            done = f"{ended}: step {self._step}{self._resumed} after {elapsed}"
+            self.text(f"\n{done} | {summary_line(totals)}")
         self._write({"event": "summary", "at": self._step} | totals)
         for sink in self._sinks:
             sink.close()

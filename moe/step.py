@@ -76,8 +76,8 @@ class Step:
             stop: this rank was asked to stop.
             forward_only: losses alone, of a model in evaluation mode.
         """
-        engine, budget, device = self.job.engine, self.job.budget, self.job.runtime.device
-        inputs = [{k: v.to(device, non_blocking=True) for k, v in b.items()} for b in batches]
+        engine, budget = self.job.engine, self.job.budget
+        inputs = [self._own_part(batch) for batch in batches]
         compute = self._forward if forward_only else self.graph or self.forward_backward
         self._stop.fill_(stop)
         reruns: list[Rerun] = []
@@ -96,6 +96,18 @@ class Step:
         """No further step is coming; process groups can be destroyed after it."""
         if self.graph is not None:
             self.graph.drop()
+
+    def _own_part(self, batch: Batch) -> Batch:
+        """A micro-batch on the device, of its sequences what this context rank trains on.
+
+        Once per step, and in a dict of its own: Megatron-Core writes the parts into the one that it
+        is given, and a rerun, a graph and every model chunk of a stage take the same inputs.
+        """
+        groups, device = self.job.groups, self.job.runtime.device
+        inputs = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
+        if groups.context == 1:
+            return inputs
+        return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp)
 
     def _forward(self, inputs: Inputs) -> torch.Tensor:
         reports = self._microbatches(inputs, forward_only=True)
@@ -123,8 +135,6 @@ class Step:
         """Loss of the next micro-batch in a chunk, as Megatron-Core's schedules ask for it."""
         moving()
         batch = next(batches)
-        if self.cfg.parallel.context > 1:
-            batch = get_batch_on_this_cp_rank(batch, False, self.job.groups.pg.cp)
         output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         return output, mean_loss if chunk.training else sample_losses
 

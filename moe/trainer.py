@@ -45,6 +45,7 @@ from parallel.engine import Diverged
 from parallel.folder_lock import FolderLock
 from parallel.graph import own_stream
 from parallel.guard import Guard
+from parallel.learning_rate import change
 from parallel.progress import doing
 from parallel.run_folder import lock
 from parallel.runtime import Runtime, launcher_world, start
@@ -108,6 +109,8 @@ class Trainer:
         )
         self.origin: Path | None = None
         """Checkpoint that this run has resumed from."""
+        self.departs = ""
+        """From the learning rate of the checkpoint, where the next step does; in a line."""
         doing("start: checkpoint")
         self.resumed = self._resume()
         self._first = self.step + 1
@@ -130,6 +133,8 @@ class Trainer:
         if self.runtime.is_main:
             self.metrics.text(describe(self.job, self.resumed, self.loader, self.valid_set))
             self.metrics.start(self.facts)
+            if self.departs:
+                self.metrics.event(self.departs)
         self.job.engine.train()
         try:
             run, main = self.cfg.run, self.runtime.is_main
@@ -155,8 +160,11 @@ class Trainer:
         if self.step < run.steps and self._asked_to_stop(f"before step {self.step + 1}"):
             return saved
         if self.step >= run.steps:
-            more = "raise run.steps, or set another run.name"
-            self.metrics.event(f"all {run.steps} steps of this run are done: {more}")
+            self.metrics.event(
+                f"nothing was left to do: resumed from step {self.step}, and all {run.steps} steps "
+                "of this run are done; a larger run.steps trains on, run.resume=never or another "
+                "run.name starts over"
+            )
         while self.step < run.steps:
             reached = self.step
             with told(self.metrics.event) if self.step + 1 == self._first else nullcontext():
@@ -330,7 +338,11 @@ class Trainer:
         state = self._load(path)
         self.loader.load_state_dict(state["data"])
         self.origin = path
-        return f"resumed step {self.step} from {path}"
+        if state.get("weights_only"):
+            return f"from the weights of {path}"
+        run = self.cfg.run
+        self.departs = change(state["config"], self.cfg.optim, run.steps, self.step)
+        return f"resumed from step {self.step}: {path}"
 
     def _load(self, path: Path) -> dict[str, Any]:
         """Put everything but the data cursor back to a checkpoint; what that has of the loop."""

@@ -23,7 +23,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,6 +32,7 @@ from configs.schema import OptimConfig, ParallelConfig
 from kernels import main_grad
 from kernels.square_sum import square_sum
 from parallel import adam
+from parallel.learning_rate import Curve
 
 
 class Diverged(RuntimeError):
@@ -111,7 +112,8 @@ class Engine:
             config_overrides=get_standard_config_overrides(settings) | undecayed,
             use_gloo_process_groups=False,
         )
-        self.scheduler = _scheduler(self.optimizer, optim, steps)
+        curve = Curve.of(optim, steps)
+        self.scheduler = curve.scheduler(self.optimizer, optim.weight_decay)
         self._clip = optim.clip_grad
         self._device = device
         self._gather_params = ddp.overlap_param_gather
@@ -267,28 +269,6 @@ def _scale_in_loss(chunks: Sequence[DistributedDataParallel]) -> Callable[[Any],
     for bucket in buckets:
         bucket.gradient_scaling_factor = 1.0
     return lambda loss: loss * factor
-
-
-def _scheduler(optimizer: Any, optim: OptimConfig, steps: int) -> OptimizerParamScheduler:
-    decay = max(optim.decay_steps or steps, 1)
-    warmup = min(optim.warmup_steps, decay - 1)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=optim.lr,
-        min_lr=min(optim.min_lr, optim.lr),
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
-        lr_decay_style=optim.schedule,
-        start_wd=optim.weight_decay,
-        end_wd=optim.weight_decay,
-        wd_incr_steps=decay,
-        wd_incr_style="constant",
-        wsd_decay_steps=max(decay // 10, 1),
-        lr_wsd_decay_style="cosine",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )
 
 
 def sum_over_world(values: torch.Tensor) -> torch.Tensor:

@@ -39,8 +39,9 @@ class StepGraph:
     """Calls of `step`: eager at first, then replays of its graph.
 
     Args:
-        step: from inputs on the device to a tensor of results there. Nothing else that it makes is
-            looked at on the host; what it changes in place stays where it is.
+        step: from inputs on the device, which it leaves as they are, to a tensor of results there.
+            Nothing else that it makes is looked at on the host; what it changes in place stays
+            where it is.
     """
 
     def __init__(self, step: Callable[[Inputs], Tensor]) -> None:

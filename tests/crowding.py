@@ -31,12 +31,35 @@ def crowded(rank: int = 0) -> Iterator[None]:
         Trainer._train_step = original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def always_crowded(rank: int = 0) -> Iterator[None]:
+    """A `tests.runs.Change`: so before every step, and every batch of a validation; no graphs."""
+    from moe.step import Step
+
+    original = Step.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _take_rows(self.job.budget)
+        return original(self, *args, **kwargs)
+
+    Step.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Step.__call__ = original  # type: ignore[method-assign]
+
+
+def _take_rows(budget: Any) -> None:
+    """All but a tenth of the balanced load."""
+    budget.capacity_factor, budget._granted = 0.1, 0.0
+
+
 def _shrink(trainer: Any) -> None:
-    """To a tenth of the balanced load; the next step is eager, or captured, by turns."""
+    """The next step is eager, or captured, by turns."""
     from parallel.graph import WARM_STEPS
 
     budget, graph = trainer.job.budget, trainer.compute.graph
-    budget.capacity_factor, budget._granted = 0.1, 0.0
+    _take_rows(budget)
     if graph is not None:
         graph.drop()  # it has the sizes of before
         if trainer.step // EVERY % 2:

@@ -11,12 +11,14 @@ seq_aux_loss is the one that does not depend on how a batch is cut.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tests.crowding import always_crowded
 from tests.training import Trained, trained
 
 pytestmark = pytest.mark.dist
@@ -102,9 +104,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_ep2": (2, TP2 | EP2),
     "cp2": (2, CP2 | EP1),
     "cp2_ep2": (2, CP2 | EP2 | {"kernels.attention": "reference"}),
+    "cp4": (4, {"parallel.context": 4} | EP2),
+    "cp2_dp2": (4, CP2 | EP2),
+    "tp2_dp2": (4, TP2 | EP2),
     "ep4": (4, EP4),
     "ep2_edp2": (4, EP2),
     "pp2_ep2": (4, PP2 | EP2),
+    "pp2_cp2": (4, PP2 | CP2),
+    "pp2_vp2_ep2": (4, VP2 | EP2),
+    "pp2_vp2_cp2": (4, VP2 | CP2 | EP1),
     "tp2_pp2": (4, TP2 | PP2 | EP2),
     "tp2_cp2": (4, TP2 | CP2 | EP4),
     "pp4_mtp": (4, PP4),
@@ -123,6 +131,7 @@ CASES = {
     "pp2_ep2": ["deepseek"],
     "tp2_pp2": ["deepseek"],
     "tp2_cp2": ["gpt_oss"],
+    "pp2_vp2_cp2": ["deepseek_4"],
     "pp4_mtp": ["deepseek"],
 }
 
@@ -139,7 +148,7 @@ def results(run: Trained) -> dict[str, list[float]]:
     """What a run's records say of the training, and not of its speed."""
     names = {"loss", "mtp_loss", "grad_norm", "lr", "load_max", "load_p95", "dead_experts"}
     recorded = (k for k in run.steps[0] if k in names or k.startswith("balance/"))
-    return {**{name: run.series(name) for name in recorded}, "valid_loss": [run.valid_loss]}
+    return {**{name: run.series(name) for name in recorded}, "valid_loss": run.valid_losses}
 
 
 def agree(run: Trained, expected: Trained) -> None:
@@ -215,19 +224,46 @@ def test_expert_backends_agree(backend: str, layout: str, name: str, alone: Alon
 
 # --- overflow -------------------------------------------------------------------------------------
 
-# Enough tokens that the balanced load is several of the tiles that rows are kept in.
-CROWDED = {"data.sequence_length": 64, "data.micro_batch": 4, "data.global_batch": 8}
+# Of every kind: what a rerun could count twice, or leave behind.
+ALL_LOSSES = [
+    *[*DEEPSEEK, "run.steps=2", "run.eval_interval=1"],
+    *[f"model.moe.router.{name}=1e-2" for name in ("aux_loss", "seq_aux_loss", "global_aux_loss")],
+    "model.moe.router.z_loss=1e-2",
+    # Several micro-batches, of enough tokens that experts need more than one tile of rows.
+    *["data.sequence_length=64", "data.micro_batch=2", "data.global_batch=8"],
+]
+HOW: dict[str, dict[str, Any]] = {
+    "": {},
+    "unsharded": {"parallel.distributed_optimizer": False},
+    "unoverlapped": {"parallel.overlap": False},
+    "bf16": {"run.precision": "bf16", "optim.moments": "bf16"},
+    "recomputed": {"run.recompute": "full"},
+}
+RERUN = [
+    *[("one", ""), ("dp2", "unsharded"), ("ep2", "bf16"), ("tp2", ""), ("pp2", "unsharded")],
+    *[("pp2_vp2", ""), ("cp2", "unoverlapped"), ("tp2_ep2", "recomputed"), ("cp2_ep2", "")],
+    *[("pp2_cp2", ""), ("tp2_cp2", ""), ("pp2_vp2_cp2", "")],
+]
+RERUN_TOO = [
+    *[("dp2", ""), ("ep2", ""), ("pp2", "bf16"), ("cp2_ep2", "recomputed"), ("ep2_edp2", "")],
+    *[("pp2_ep2", "unsharded"), ("tp2_pp2", ""), ("pp4_mtp", ""), ("pp2_vp2_ep2", "bf16")],
+    *[("cp2_dp2", "unsharded"), ("cp4", ""), ("tp2_dp2", ""), ("pp2_cp2", "unoverlapped")],
+]
 
 
-@pytest.mark.parametrize(("layout", "name"), [("ep2", "tiny"), ("pp2_ep2", "deepseek")])
-def test_steps_that_overflow_are_run_again(layout: str, name: str) -> None:
-    """With no spare rows, training is what it is with enough of them, bit for bit."""
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [*RERUN, *(pytest.param(*case, marks=pytest.mark.slow) for case in RERUN_TOO)],
+)
+def test_steps_that_are_run_again_change_nothing(layout: str, how: str) -> None:
+    """Experts short of rows in every step and validation: bit for bit a run that never is."""
     world, changes = LAYOUTS[layout]
-    tight, loose = (
-        trained(world, MODELS[name], changes | CROWDED | {"parallel.capacity_factor": factor})
-        for factor in (1.0, 16.0)
-    )
-    assert tight.steps[0]["reruns"] > 0 and loose.steps[-1]["reruns"] == 0
-    assert results(tight) == results(loose)
-    for key, weight in loose.after.items():
+    changes = changes | HOW[how] | ({"model.layers": 4} if "vp2" in layout else {})
+    tight = trained(world, ALL_LOSSES, changes, always_crowded)
+    roomy = trained(world, ALL_LOSSES, changes)
+    reruns = [0, *tight.series("reruns")]
+    assert all(map(operator.lt, reruns, reruns[1:])) and not any(roomy.series("reruns"))
+    assert results(tight) == results(roomy)
+    for key, weight in roomy.after.items():
         assert torch.equal(tight.after[key], weight), key
+    assert tight.left == roomy.left

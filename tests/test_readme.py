@@ -19,6 +19,7 @@ from configs.validate import validate
 from moe.accounting import active_parameters, flops_per_token, parameters
 from moe.metrics import heading
 from scripts import plot_losses, prepare_data, record_anchor, timeline
+from tests.runs import SMALL, records, run
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -103,6 +104,23 @@ def test_training_commands_are_valid(command: str) -> None:
         assert left.value.code == 0
         return
     validate(load(overrides), ranks)
+
+
+@pytest.mark.dist
+def test_the_example_of_resuming_has_one_curve(tmp_path: Path) -> None:
+    """Its three commands, of a smaller model: the learning rate never jumps."""
+    small = [text for text in SMALL if not text.startswith("optim.")]
+    example = [text for text in COMMANDS if "run.name=again" in text]
+    for at, command in enumerate(example):
+        ranks, overrides = ranks_and_overrides(command)
+        given = [*small, "model.attention.head_dim=8", "data=synthetic", *overrides]
+        main = run(ranks, [*given, f"run.dir={tmp_path}"])[0]
+        assert main.code == 0 and "the learning rate" not in main.out, main.err
+        assert (f"done: step {10 * at + 10}, resumed from step {10 * at}," in main.out) == (at > 0)
+    rates = [record["lr"] for record in records(tmp_path / "again")]
+    peak = rates.index(max(rates))
+    assert len(rates) == 30 and rates == sorted(rates[:peak]) + sorted(rates[peak:], reverse=True)
+    assert rates[-1] == pytest.approx(load([]).optim.min_lr)
 
 
 def test_commands_of_other_scripts_are_understood() -> None:

@@ -201,7 +201,7 @@ def test_a_run_goes_on_or_ends_in_a_line(name: str, tmp_path: Path) -> None:
     if whole:
         (tmp_path / "text.bin").write_bytes(whole)
     (main,) = run(1, args)
-    assert main.code == 0 and "resumed step 2 from" in main.out
+    assert main.code == 0 and "resumed from step 2: " in main.out
     assert [r["step"] for r in records(tmp_path / "runs/run")] == [1, 2, 3, 4]
 
 

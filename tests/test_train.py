@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import json
 import math
+import re
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -186,12 +187,36 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 
     again = run(2, command)
     assert [r.code for r in again] == [0, 0]
-    assert f"resumed step 3 from {tmp_path / 'run/checkpoints/step_00000003'}" in again[0].out
+    assert "done: step 6, resumed from step 3, after" in again[0].out
+    assert f"resumed from step 3: {tmp_path / 'run/checkpoints/step_00000003'}" in again[0].out
     assert exact(records(tmp_path / "run")) == exact(records(reference))
 
-    done = run(2, command)
-    assert [r.code for r in done] == [0, 0] and "all 6 steps of this run are done" in done[0].out
+    # As another value of a sweep would find it.
+    done = run(2, [*command, "optim.lr=2e-2"])
+    assert [r.code for r in done] == [0, 0] and "resumed from step 6: " in done[0].out
+    assert done[0].out.endswith(
+        "-- nothing was left to do: resumed from step 6, and all 6 steps of this run are done; a "
+        "larger run.steps trains on, run.resume=never or another run.name starts over\n"
+    )
     assert exact(records(tmp_path / "run")) == exact(records(reference))
+
+
+def test_an_extended_run_tells_of_its_learning_rate(corpus: list[str], tmp_path: Path) -> None:
+    """A cosine at its end rises again, unless it is told not to."""
+    command = [*corpus, *MODELS["tiny"], "optim.decay_steps=0", f"run.dir={tmp_path}"]
+    assert run(1, [*command, "run.steps=4"])[0].code == 0
+    (risen,) = run(1, [*command, "run.steps=20", "run.save_interval=-1"])
+    line = re.search(
+        r"-- the learning rate of step 5 goes from (\S+) to (\S+), .*: set (.*) to", risen.out
+    )
+    assert line is not None and risen.code == 0
+    rates = [r["lr"] for r in records(tmp_path / "run")]
+    ended = rates[3]
+    assert float(line[1]) == ended
+    assert float(line[2]) == pytest.approx(rates[4], rel=1e-2) and rates[4] > 9 * ended
+    (kept,) = run(1, [*command, "run.steps=20", "run.save_interval=-1", *line[3].split()])
+    assert kept.code == 0 and "the learning rate" not in kept.out
+    assert {r["lr"] for r in records(tmp_path / "run")[3:]} == {ended}
 
 
 def test_a_run_can_start_from_the_checkpoint_of_another(
@@ -201,7 +226,7 @@ def test_a_run_can_start_from_the_checkpoint_of_another(
     saved = reference / "checkpoints/step_00000004"
     command = [*overrides, f"run.dir={tmp_path}"]
     main, _ = run(2, [*command, f"run.resume={saved}"])
-    assert main.code == 0 and f"resumed step 4 from {saved}" in main.out
+    assert main.code == 0 and f"resumed from step 4: {saved}" in main.out
     assert exact(records(tmp_path / "run")) == exact(records(reference))[4:]
 
     main, _ = run(2, [*command, "run.resume=never", "run.steps=2"])
@@ -325,7 +350,7 @@ def test_a_step_that_is_not_finite_ends_the_run_before_the_update(
     assert [p.name for p in sorted(checkpoints.iterdir())] == ["step_00000001", "step_00000002"]
 
     (again,) = run(1, spoilt)
-    assert again.code == 0 and "resumed step 2" in again.out
+    assert again.code == 0 and "resumed from step 2: " in again.out
     run(1, [*command, f"run.dir={tmp_path / 'sound'}"])
     sound = records(tmp_path / "sound/run")
     assert exact(records(tmp_path / "spoilt/run")) == exact(sound) and len(sound) == 4

@@ -124,6 +124,21 @@ def test_overflows_every_ten_steps_change_nothing_in_a_graph(
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+def test_halves_of_sequences_in_a_graph(model: str, tmp_path: Path, two_gpus: None) -> None:
+    """With context parallelism, replays and reruns of either kind train on what eager steps do."""
+    options = [f"model={model}", "kernels=fused", "run.steps=24", "run.eval_interval=24"]
+    options += ["run.eval_batches=2", "parallel.context=2", "parallel.capacity_factor=8"]
+    eager = train(tmp_path, "eager", *options, ranks=2)
+    graph = train(tmp_path, "graph", *options, GRAPH, ranks=2)
+    crowding = ("-m", "tests.crowding")
+    often = train(tmp_path, "often", *options, GRAPH, ranks=2, program=crowding)
+    assert often[-1]["reruns"] >= 3 and not eager[-1]["reruns"] and not graph[-1]["reruns"]
+    for steps in (graph, often):
+        for name in ("loss", "grad_norm", "valid_loss", "load_max", "mtp_loss"):
+            assert [s.get(name) for s in steps] == [s.get(name) for s in eager], name
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
 def test_one_sided_dispatch_trains_bit_for_bit_like_collectives(
     model: str, tmp_path: Path, two_gpus: None
 ) -> None:

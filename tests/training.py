@@ -7,10 +7,11 @@ model, by checkpoint key: names, shapes and values that no longer know the layou
 import contextlib
 import copy
 import functools
+import hashlib
 import io
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from configs.load import load
 from configs.schema import Config
 from configs.validate import validate
 from tests.distributed import run_distributed
+from tests.runs import Change
 
 
 class Shard(NamedTuple):
@@ -41,11 +43,18 @@ class Trained(NamedTuple):
 
     steps: list[dict[str, float]]
     """The trainer's record of every step: loss, grad_norm, balance/..., reruns."""
-    valid_loss: float
-    """After the last step."""
+    valid_losses: list[float]
+    """After every `run.eval_interval` steps."""
     before: dict[str, Tensor]
     """The whole model before the first step: parameters and saved buffers by checkpoint key."""
     after: dict[str, Tensor]
+    left: list[dict[str, str]]
+    """On each rank: digests of all that a step leaves for the next one, by name."""
+
+    @property
+    def valid_loss(self) -> float:
+        """After the last step."""
+        return self.valid_losses[-1]
 
     def series(self, name: str) -> list[float]:
         """One entry of every step's record."""
@@ -53,27 +62,33 @@ class Trained(NamedTuple):
 
 
 def trained(
-    world: int, overrides: Sequence[str], changes: Mapping[str, Any] | None = None
+    world: int,
+    overrides: Sequence[str],
+    changes: Mapping[str, Any] | None = None,
+    within: Change | None = None,
 ) -> Trained:
     """A run on `world` ranks, from scratch, on synthetic tokens, never saved.
 
     Args:
         world: ranks.
         overrides: of the configuration, as on a command line.
-        changes: values of knobs by dotted path, on top; cheaper than overrides.
+        changes: values of knobs by dotted path, on top; cheaper than overrides. Without
+            `run.eval_interval` there is one validation, after the last step.
+        within: context in which each rank trains.
     """
     cfg = copy.deepcopy(_loaded(*overrides))
     for path, value in (changes or {}).items():
         put(cfg, path, value)
-    cfg.run.eval_interval, cfg.run.eval_batches = cfg.run.steps, 1
+    cfg.run.eval_interval, cfg.run.eval_batches = cfg.run.eval_interval or cfg.run.steps, 1
     validate(cfg, world)
-    ranks = run_distributed(_train, world, cfg, timeout=300)
+    ranks = run_distributed(_train, world, cfg, within, timeout=300)
     records = ranks[0].records
     before, after = (
         joined([getattr(rank, when) for rank in ranks]) for when in ("before", "after")
     )
-    (valid_loss,) = (r["valid_loss"] for r in records if "valid_loss" in r)
-    return Trained([r for r in records if "grad_norm" in r], valid_loss, before, after)
+    valid_losses = [r["valid_loss"] for r in records if "valid_loss" in r]
+    steps = [r for r in records if "grad_norm" in r]
+    return Trained(steps, valid_losses, before, after, [rank.left for rank in ranks])
 
 
 @functools.cache
@@ -86,9 +101,10 @@ class _Rank(NamedTuple):
     """On rank 0."""
     before: list[Shard]
     after: list[Shard]
+    left: dict[str, str]
 
 
-def _train(cfg: Config) -> _Rank:
+def _train(cfg: Config, within: Change | None = None) -> _Rank:
     from parallel.runtime import start
     from parallel.signals import StopSignal
 
@@ -100,10 +116,83 @@ def _train(cfg: Config) -> _Rank:
         with contextlib.redirect_stdout(io.StringIO()):
             trainer = Trainer(cfg, runtime, StopSignal())
             before = _shards(trainer.job)
-            trainer.fit()
+            with _inputs_watched(trainer.compute), (within or contextlib.nullcontext)(runtime.rank):
+                trainer.fit()
         journal = Path(folder, cfg.run.name, "metrics.jsonl")
         lines = journal.read_text().splitlines() if runtime.is_main else []
-        return _Rank([json.loads(line) for line in lines], before, _shards(trainer.job))
+        records = [json.loads(line) for line in lines]
+        return _Rank(records, before, _shards(trainer.job), _left(trainer))
+
+
+@contextlib.contextmanager
+def _inputs_watched(compute: Any) -> Iterator[None]:
+    """Inside, whoever changes the micro-batches of a step, which it may need again, is found."""
+    original = compute._microbatches
+
+    def microbatches(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [{name: tensor.clone() for name, tensor in batch.items()} for batch in inputs]
+        reports = original(inputs, *args, **kwargs)
+        for batch, copy_ in zip(inputs, before, strict=True):
+            assert batch.keys() == copy_.keys()
+            changed = [name for name in batch if not torch.equal(batch[name], copy_[name])]
+            assert not changed, f"a step has changed its {changed}"
+        return reports
+
+    compute._microbatches = microbatches
+    yield
+
+
+def _left(trainer: Any) -> dict[str, str]:
+    """Digests of what the steps of a trainer left on this rank, for a next step to go on from."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLossAutoScaler,
+        MTPLossLoggingHelper,
+    )
+
+    from moe.balance import routers
+    from parallel import rng
+    from parallel.model_state import sharded_state
+    from parallel.optimizer_state import OptimizerState
+
+    engine, tracker = trainer.job.engine, MTPLossLoggingHelper.tracker
+    scalers = MoEAuxLossAutoScaler, MTPLossAutoScaler
+    buffers = [b for c in engine.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+    state = sharded_state(engine.chunks, trainer.job.groups.pg.dp_cp)
+    pieces = OptimizerState(engine.optimizer, state).shards.values()
+    left = {
+        "parameters": [p for module in engine.modules for p in module.parameters()],
+        "gradients": [buffer.grad_data for buffer in buffers],
+        "optimizer": [piece.data for piece in pieces],
+        "routers": [b for router in routers(engine.modules) for b in router.buffers()],
+        "losses of prediction": [t for t in tracker.values() if isinstance(t, Tensor) and t.any()],
+        "loss scales": [scaler.main_loss_backward_scale for scaler in scalers],
+        "random states": rng.get(),
+        "schedule": [engine.scheduler.num_steps, engine.lr],
+        "data": trainer.loader.state_dict(),
+        "health": trainer.health.state_dict(),
+    }
+    return {name: _digest(value) for name, value in left.items()}
+
+
+def _digest(value: Any) -> str:
+    """Of tensors bit by bit, however they are nested."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            value = [*value.keys(), *value.values()]
+        if isinstance(value, Tensor):
+            data = value.detach().contiguous().view(-1).view(torch.uint8)
+            digest.update(str(value.shape).encode() + data.numpy().tobytes())
+        elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+            for part in value:
+                add(part)
+        else:
+            digest.update(repr(value).encode())
+
+    add(value)
+    return digest.hexdigest()
 
 
 def _shards(job: Any) -> list[Shard]:

@@ -133,7 +133,7 @@ def test_a_run_falls_back_bit_for_bit_or_ends_with_44(tmp_path: Path, damage: An
     folder = tmp_path / "run/checkpoints"
     damage(folder / "step_00000003")
     (main,) = train_run(1, command)
-    assert main.code == 0 and "resumed step 2" in main.out
+    assert main.code == 0 and "resumed from step 2: " in main.out
     losses = exact(records(tmp_path / "run"))
     assert [step for step, *_ in losses] == [1, 2, 3, 4]
     for path in folder.glob("step_0000000?"):

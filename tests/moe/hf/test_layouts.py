@@ -108,7 +108,7 @@ def test_a_run_starts_from_an_import(tmp_path: Path) -> None:
         ],
     )
     assert ranks[0].code == 0, ranks[0].err
-    assert f"resumed step 0 from {tmp_path / 'step'}" in ranks[0].out
+    assert f"from the weights of {tmp_path / 'step'}" in ranks[0].out
     data = DataConfig(source="synthetic", sequence_length=24)
     rows = torch.stack([torch.from_numpy(Synthetic(96, data, 16, 0)[i]) for i in range(8)])
     with torch.no_grad():

@@ -1,0 +1,101 @@
+"""The learning rate over a run, by Megatron-Core's scheduler, and what resuming does to it.
+
+Where: the engine steps the scheduler before each update; the trainer asks for `change` once a
+checkpoint is loaded. Steps count optimizer steps from 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from configs.schema import OptimConfig
+
+_DIGITS = ".3g"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What determines the learning rate of every step: knobs of `optim`, made definite."""
+
+    lr: float
+    min_lr: float
+    warmup_steps: int
+    decay_steps: int
+    schedule: str
+
+    @classmethod
+    def of(cls, optim: OptimConfig, steps: int) -> "Curve":
+        """Of a run of `steps`."""
+        decay = max(optim.decay_steps or steps, 1)
+        return cls(
+            lr=optim.lr,
+            min_lr=min(optim.min_lr, optim.lr),
+            warmup_steps=min(optim.warmup_steps, decay - 1),
+            decay_steps=decay,
+            schedule=optim.schedule,
+        )
+
+    def scheduler(self, optimizer: Any, weight_decay: float = 0.0) -> OptimizerParamScheduler:
+        """Megatron-Core's, which sets the rates of all parameter groups of `optimizer`."""
+        return OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=self.lr,
+            min_lr=self.min_lr,
+            lr_warmup_steps=self.warmup_steps,
+            lr_decay_steps=self.decay_steps,
+            lr_decay_style=self.schedule,
+            start_wd=weight_decay,
+            end_wd=weight_decay,
+            wd_incr_steps=self.decay_steps,
+            wd_incr_style="constant",
+            wsd_decay_steps=max(self.decay_steps // 10, 1),
+            lr_wsd_decay_style="cosine",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )
+
+    def at(self, step: int) -> float:
+        """Learning rate of a step."""
+        scheduler = self.scheduler(SimpleNamespace(param_groups=[]))
+        scheduler.step(step)
+        return float(scheduler.get_lr({}))
+
+
+def change(saved: Mapping[str, Any], optim: OptimConfig, steps: int, done: int) -> str:
+    """How a resumed run departs from the learning rate that it was on, and what keeps that.
+
+    Args:
+        saved: configuration of the checkpoint, as a plain nested dict.
+        optim: this run's optimizer.
+        steps: this run's length.
+        done: steps done at the checkpoint.
+
+    Returns:
+        One line on the next step, whose learning rate is another one now; else empty.
+    """
+    if "optim" not in saved or done >= steps:
+        return ""
+    known = {f.name for f in fields(OptimConfig)}
+    before = OptimConfig(**{k: v for k, v in saved["optim"].items() if k in known})
+    old, new = Curve.of(before, saved["run"]["steps"]), Curve.of(optim, steps)
+    was, now = (format(curve.at(done + 1), _DIGITS) for curve in (old, new))
+    if was == now:
+        return ""
+    reasons = []
+    if old.decay_steps != new.decay_steps and not (before.decay_steps or optim.decay_steps):
+        reasons = [f"optim.decay_steps follows run.steps ({old.decay_steps} -> {new.decay_steps})"]
+    elif old.decay_steps != new.decay_steps:
+        reasons = [f"optim.decay_steps {old.decay_steps} -> {new.decay_steps}"]
+    for name in ("lr", "min_lr", "warmup_steps", "schedule"):
+        if (a := getattr(before, name)) != (b := getattr(optim, name)):
+            reasons.append(f"optim.{name} {a} -> {b}")
+    departs = [name for name, value in asdict(old).items() if value != getattr(new, name)]
+    keep = " ".join(f"optim.{name}={getattr(old, name)}" for name in sorted(departs))
+    return (
+        f"the learning rate of step {done + 1} goes from {was} to {now}, because "
+        f"{', '.join(reasons)}: set {keep} to keep the old curve"
+    )
