@@ -73,7 +73,10 @@ class RouterConfig:
     softmax_over: str = "all"
     """Softmax over `all` experts before the top-k, or over the `topk` logits after it (GPT-OSS)."""
     normalize: bool = True
-    """Divide the top-k probabilities by their sum (no effect with `softmax_over=topk`)."""
+    """Divide the top-k probabilities by their sum; no effect with `softmax_over=topk` or `top_k=1`.
+
+    One normalised expert would have weight 1, and the router nothing to learn from.
+    """
     groups: int = 1
     """Expert groups of group-limited routing; 1 turns it off."""
     group_topk: int = 1
@@ -87,7 +90,11 @@ class RouterConfig:
     seq_aux_loss: float = 0.0
     """Coefficient of the load-balancing loss over each sequence (DeepSeek-V3)."""
     global_aux_loss: float = 0.0
-    """Coefficient of the load-balancing loss over the global batch so far (arXiv 2501.11873)."""
+    """Coefficient of the load-balancing loss over the global batch so far (arXiv 2501.11873).
+
+    Megatron-Core divides this loss by the number of data parallel replicas once too often: divide a
+    coefficient from there by that number. That holds for `kernels.backend=megatron` too.
+    """
     z_loss: float = 0.0
     """Coefficient of the router z-loss (ST-MoE, arXiv 2202.08906)."""
     rounding: str = "none"

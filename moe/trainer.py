@@ -111,6 +111,8 @@ class Trainer:
         """Checkpoint that this run has resumed from."""
         self.departs = ""
         """From the learning rate of the checkpoint, where the next step does; in a line."""
+        self.imported: dict[str, Any] = {}
+        """What an imported model has that no knob holds; an export of this run needs it."""
         doing("start: checkpoint")
         self.resumed = self._resume()
         self._first = self.step + 1
@@ -315,6 +317,7 @@ class Trainer:
             "step": self.step,
             "data": self.loader.state_dict(),
             "health": self.health.state_dict(),
+            "huggingface": self.imported,
         }
 
     def _save(self) -> None:
@@ -351,6 +354,7 @@ class Trainer:
             path, engine.chunks, engine.optimizer, engine.scheduler, redacted(asdict(self.cfg))
         )
         self.step = state["step"]
+        self.imported = state.get("huggingface", {})
         if "health" in state:
             self.health.load_state_dict(state["health"])
         return state

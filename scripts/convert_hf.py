@@ -7,7 +7,7 @@ One process, no GPU, and memory for a piece of a tensor at a time, however large
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,22 @@ EXAMPLES = """examples:
 
 A run starts from an imported checkpoint with the overrides that import prints and
 run.resume=<folder>, on any layout. MXFP4 and block-scaled FP8 become bf16."""
+
+BALANCING = tuple(f"moe.router.{loss}aux_loss" for loss in ("", "seq_", "global_"))
+"""Knobs below `model.` that a config.json may hold the coefficient of."""
+
+CHOSEN = (
+    "optim.lr",
+    "optim.min_lr",
+    "optim.warmup_steps",
+    "optim.schedule",
+    "optim.weight_decay",
+    "data.source",
+    "data.sequence_length",
+    "data.global_batch",
+    "run.steps",
+)
+"""Knobs of which no config.json tells, and that a run from an import should not leave to chance."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,17 +109,19 @@ def import_(args: argparse.Namespace) -> None:
         import_folder(args.folder, args.out, cfg.model, progress)
     print(f"{args.out}: start from it with")
     print(f"  train.py {' '.join(overrides)} run.resume={args.out}")
+    print(said(load(overrides), found))
 
 
 def export(args: argparse.Namespace) -> None:
     """Export one checkpoint."""
     import torch
 
+    from moe.hf.config import TOKENS
     from moe.hf.convert import export_checkpoint
 
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
     with bar("verifying", "B") as verifying, bar("exporting") as progress:
-        export_checkpoint(
+        config = export_checkpoint(
             args.checkpoint,
             args.out,
             dtype=dtypes[args.dtype],
@@ -112,6 +130,11 @@ def export(args: argparse.Namespace) -> None:
             progress=progress,
         )
     print(f"{args.out}: transformers loads it with AutoModelForCausalLM.from_pretrained")
+    tokens = {name: config[name] for name in TOKENS}
+    if known := [f"{name}={ids}" for name, ids in tokens.items() if ids is not None]:
+        print(f"  {' '.join(known)}")
+    if unknown := [name for name, ids in tokens.items() if ids is None]:
+        print(f"  not known, left empty: {', '.join(unknown)} (--tokenizer FOLDER may tell)")
 
 
 def configured(found: dict[str, Any], option: str | None) -> tuple[Config, list[str]]:
@@ -133,6 +156,32 @@ def configured(found: dict[str, Any], option: str | None) -> tuple[Config, list[
     for knob, value in changed.items():
         put(cfg, knob, value)
     return cfg, [f"model={name}", *(f"{knob}={written(v)}" for knob, v in changed.items())]
+
+
+def said(cfg: Config, found: dict[str, Any]) -> str:
+    """Lines on the training that a config.json tells of, and on what the user is left to choose.
+
+    Args:
+        cfg: of a run that starts from the import, without further overrides.
+        found: knobs that the Hugging Face folder determines.
+    """
+    losses = [f"model.{knob}" for knob in found if knob in BALANCING and found[knob]]
+    chosen = [f"model.{knob}" for knob in BALANCING if knob not in found] + list(CHOSEN)
+    if found["attention.kind"] == "mla":
+        chosen.insert(0, "model.moe.router.bias_rate")
+    if found["mtp_layers"]:
+        chosen.insert(0, "model.mtp_loss")
+    lines = []
+    if losses:
+        lines.append("of training, config.json says:")
+        lines.append(f"  {_overrides(cfg, losses)}")
+    lines.append("what it does not say is yours to choose; without overrides the run takes:")
+    lines.append(f"  {_overrides(cfg, chosen)}")
+    return "\n".join(lines)
+
+
+def _overrides(cfg: Config, paths: Iterable[str]) -> str:
+    return " ".join(f"{path}={written(get(cfg, path))}" for path in paths)
 
 
 @contextmanager

@@ -19,10 +19,11 @@ from torch import Tensor
 from configs.knobs import knobs, put
 from configs.schema import Config, ModelConfig
 from moe.hf import ConversionError
-from moe.hf.config import to_json, to_knobs
+from moe.hf.config import besides, to_json, to_knobs
 from moe.hf.pieces import PieceReader, PieceWriter
 from moe.hf.shards import Shards
 from moe.hf.source import Source, read_json
+from moe.hf.tokens import special_tokens
 from moe.hf.weights import Region, regions
 
 Progress = Callable[[int, int], object]
@@ -42,6 +43,7 @@ TOKENIZER = (
 """Files that are copied beside exported weights, as far as they are there."""
 
 _SHARD = 5 << 30  # bytes of data in an exported file
+_CONTEXT = 4096  # tokens, where nothing tells
 
 
 def determined(folder: Path) -> dict[str, Any]:
@@ -100,6 +102,7 @@ def import_folder(
             "step": 0,
             "data": {"consumed_samples": 0},
             "weights_only": True,
+            "huggingface": besides(config),
         }
         writer.commit(out, common)
 
@@ -113,8 +116,8 @@ def export_checkpoint(
     shard_bytes: int = _SHARD,
     verifying: Progress = lambda done, total: None,
     progress: Progress = lambda done, total: None,
-) -> None:
-    """Write the weights of a checkpoint as a Hugging Face folder.
+) -> dict[str, Any]:
+    """Write the weights of a checkpoint as a Hugging Face folder; returns its config.json.
 
     Args:
         checkpoint: of any run and layout; it is verified first.
@@ -134,9 +137,11 @@ def export_checkpoint(
         reader = PieceReader(checkpoint, verifying)
         config = reader.common.get("config", {})
         model = _model(config.get("model"))
-        context = config.get("data", {}).get("sequence_length", 4096)
+        data, base = config.get("data", {}), reader.common.get("huggingface", {})
+        context = max(data.get("sequence_length", 0), base.get(_POSITIONS, 0)) or _CONTEXT
+        tokens = special_tokens(data, tokenizer, base, model.vocab_size)
         weights = dtype or (reader.dtype(_WORDS) if _WORDS in reader.keys() else torch.bfloat16)
-        text = to_json(model, context, str(weights).removeprefix("torch."))
+        text = to_json(model, context, str(weights).removeprefix("torch.")) | tokens
         plan = list(regions(model))
         tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for region in plan:
@@ -151,13 +156,16 @@ def export_checkpoint(
                 shards.write(part.name, part.rows[0], part.view(values))
             progress(1, len(plan))
         shards.index()
-        (unfinished / "config.json").write_text(json.dumps(text, indent=2) + "\n")
+        _write(unfinished / "config.json", text)
+        _write(unfinished / "generation_config.json", tokens)
         for file in copied:
             shutil.copyfile(file, unfinished / file.name)
         unfinished.rename(out)
+    return text
 
 
 _WORDS = "embedding.word_embeddings.weight"
+_POSITIONS = "max_position_embeddings"
 
 
 def _check(source: Source, plan: list[Region], left_out: tuple[str, ...]) -> dict[str, torch.dtype]:
@@ -199,6 +207,10 @@ def _assembled(source: Source, region: Region, dtype: torch.dtype) -> Tensor:
         view = part.view(values)
         view.copy_(source.read(part.name, part.rows).reshape(view.shape))
     return values
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _fits(region: Region, reader: PieceReader) -> None:

@@ -1,44 +1,140 @@
-"""Fields of a config.json, which may come from elsewhere, in the types that knobs have."""
+"""Fields of a config.json, which may come from elsewhere, in the types that knobs have.
+
+Nothing is passed over: a field that no rule has read must be on a short list of harmless ones.
+"""
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from configs.knobs import knobs
 from moe.hf import ConversionError
 
+_OTHER_NAMES = {
+    "num_experts": "num_local_experts",
+    "n_routed_experts": "num_local_experts",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "num_nextn_predict_layers": "num_mtp_layers",
+}
+"""What newer or older files call a field."""
+
 _ABSENT = {"tie_word_embeddings": False, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-"""Values of fields that a published config.json may leave out."""
+"""Values of fields that a published config.json may leave out, as transformers has them."""
+
+_SHOWN = 60  # characters of a value in a message
 
 
-def value_of(config: dict[str, Any], name: str, knob: str) -> Any:
+class Fields(Mapping[str, Any]):
+    """A JSON object that knows which of its fields have been read.
+
+    Args:
+        values: the object.
+        where: what messages call it.
+    """
+
+    def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
+        self._values, self.where = values, where
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values  # asking is not reading
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def inner(self, name: str) -> "Fields | None":
+        """The object in a field; None if the field is absent or empty.
+
+        Raises:
+            ConversionError: it is something else.
+        """
+        value = self.get(name)
+        if not value:
+            return None
+        if not isinstance(value, dict):
+            raise ConversionError(f"{self.where} has {name}={shown(value)}; expected a JSON object")
+        return Fields(value, f"{name} of {self.where}")
+
+    def one(self, *names: str) -> Any:
+        """The value that all of these fields have which are there; None without any.
+
+        Raises:
+            ConversionError: two of them differ.
+        """
+        there = [name for name in names if name in self]
+        for name in there[1:]:
+            if self[name] != self[there[0]]:
+                both = f"{there[0]}={shown(self[there[0]])} and {name}={shown(self[name])}"
+                raise ConversionError(f"{self.where} has {both}, which mean the same and differ")
+        return self[there[0]] if there else None
+
+    def demand(self, values: Mapping[str, Any]) -> None:
+        """Read fields that can have one value only; absent they have it.
+
+        Raises:
+            ConversionError: one has another.
+        """
+        for name, value in values.items():
+            if (found := self.get(name, value)) != value:
+                raise ConversionError(
+                    f"{self.where} has {name}={shown(found)}; only {shown(value)} can be imported"
+                )
+
+    def refuse_unread(self, harmless: frozenset[str] = frozenset()) -> None:
+        """Call it when all that is understood has been read.
+
+        Raises:
+            ConversionError: a field is left that is not harmless.
+        """
+        for name in sorted(self._values.keys() - self._read - harmless):
+            raise ConversionError(
+                f"{self.where} has {name}={shown(self._values[name])}, which is not known here; "
+                "remove it if the model is the same without it"
+            )
+
+
+def shown(value: Any) -> str:
+    """A value in a message of one line."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def value_of(config: Fields, name: str, knob: str) -> Any:
     """A field in the type of `model.<knob>`.
 
     Raises:
         ConversionError: it is missing, or of another type.
     """
     kind = knobs()[f"model.{knob}"].type
-    if name == "num_experts" and name not in config:
-        name = "num_local_experts"  # as newer transformers write it
-    if name == "q_lora_rank" and config.get(name, 0) is None:
-        return 0
-    if name == "head_dim" and config.get(name) is None:
-        return number(config, "hidden_size") // max(1, number(config, "num_attention_heads"))
-    value: Any = config.get(name, _ABSENT.get(name))
+    value: Any = config.one(name, _OTHER_NAMES.get(name, name))
+    if value is None and name not in config:
+        value = _ABSENT.get(name)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        shown = f"{name}={value!r}" if name in config else f"no {name}"
-        raise ConversionError(f"config.json has {shown}; expected {kind.__name__}")
+        found = f"{name}={shown(value)}" if name in config else f"no {name}"
+        raise ConversionError(f"{config.where} has {found}; expected {kind.__name__}")
     return value
 
 
-def number(config: dict[str, Any], name: str, absent: int | None = None) -> int:
+def number(config: Fields, name: str, absent: int | None = None, least: int = 0) -> int:
     """A field that counts something.
 
     Raises:
         ConversionError: it is missing, or no such number.
     """
-    value = config.get(name, absent)
-    if type(value) is not int or value < 0:
-        raise ConversionError(f"config.json has {name}={value!r}; expected a number")
+    value = config.one(name, _OTHER_NAMES.get(name, name))
+    if value is None and name not in config:
+        value = absent
+    if type(value) is not int or value < least:
+        expected = f"a number of {least} or more" if least else "a number"
+        raise ConversionError(f"{config.where} has {name}={shown(value)}; expected {expected}")
     return value

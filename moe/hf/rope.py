@@ -1,7 +1,8 @@
 """The rotary embedding in a config.json and in the knobs, with YaRN (arXiv 2309.00071) or without.
 
 transformers 5 writes `rope_parameters`; versions before it, and published folders, `rope_theta` and
-`rope_scaling`. Both are read, the second is written, which all versions read.
+`rope_scaling`. Both are read. Written is what every version reads alike: `rope_scaling` for YaRN,
+and without it `rope_parameters` that say so, as silence is YaRN for some models.
 """
 
 import math
@@ -9,48 +10,77 @@ from typing import Any
 
 from configs.schema import YarnConfig
 from moe.hf import ConversionError
-from moe.hf.fields import number, value_of
+from moe.hf.fields import Fields, number, shown, value_of
 
 _CONTEXT = "original_max_position_embeddings"
+_PLACES = ("rope_parameters", "rope_scaling")
 
 
-def from_rope(config: dict[str, Any], *, latent: bool) -> dict[str, Any]:
+def from_rope(config: Fields, *, latent: bool, silence: bool) -> dict[str, Any]:
     """Knobs below `model.` that a config.json sets.
 
     Args:
         config: of Hugging Face.
         latent: the model has latent attention.
+        silence: a config.json that has neither `rope_parameters` nor `rope_scaling` means none.
 
     Raises:
-        ConversionError: the embedding has no counterpart here.
+        ConversionError: the embedding has no counterpart here, or can be read in two ways.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ConversionError("config.json has rope parameters that are no JSON object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    holder = rope if "rope_theta" in rope else config
-    found = {
-        "attention.rope_theta": value_of(holder, "rope_theta", "attention.rope_theta"),
-        "attention.yarn.factor": 1.0,
-    }
-    if found["attention.rope_theta"] % 1:
-        raise ConversionError("config.json has a rope_theta that is no whole number")
-    if kind == "default":
-        return found
-    if kind != "yarn":
-        raise ConversionError(f"config.json has rope_type={kind!r}; default and yarn are known")
+    given = {place: rope for place in _PLACES if (rope := config.inner(place)) is not None}
+    if not given and not silence:
+        raise ConversionError(
+            f"{config.where} has neither rope_parameters nor rope_scaling, which some versions of "
+            'transformers read as YaRN: write "rope_parameters": {"rope_type": "default", '
+            '"rope_theta": ...}, or those of YaRN'
+        )
+    readings = [_read(rope, config, latent) for rope in given.values()]
+    if len(readings) > 1 and readings[0] != readings[1]:
+        raise ConversionError(f"{config.where} has rope_parameters and rope_scaling that differ")
+    return readings[0] if readings else _read(Fields({}, config.where), config, latent)
+
+
+def _read(rope: Fields, config: Fields, latent: bool) -> dict[str, Any]:
+    """Knobs of one of the two places."""
+    kind = rope.one("rope_type", "type") or "default"
+    thetas = [holder for holder in (rope, config) if "rope_theta" in holder] or [config]
+    found = [value_of(holder, "rope_theta", "attention.rope_theta") for holder in thetas]
+    theta = found[0]
+    if found[-1] != theta:
+        raise ConversionError(
+            f"{config.where} has rope_theta={found[-1]}, and {theta} in {rope.where}"
+        )
+    if theta % 1:
+        raise ConversionError(f"{config.where} has a rope_theta that is no whole number")
+    rope.demand({"partial_rotary_factor": 1.0})
+    if kind not in ("default", "yarn"):
+        raise ConversionError(
+            f"{rope.where} has rope_type={shown(kind)}; default and yarn are known"
+        )
+    values: dict[str, Any] = {"factor": 1.0}
+    if kind == "yarn":
+        values = vars(_yarn(rope, latent))
+    rope.refuse_unread()
+    yarn = {f"attention.yarn.{name}": value for name, value in values.items()}
+    return {"attention.rope_theta": theta, **yarn}
+
+
+def _yarn(rope: Fields, latent: bool) -> YarnConfig:
     yarn = YarnConfig(
         factor=value_of(rope, "factor", "attention.yarn.factor"),
-        original_context=number(rope, _CONTEXT),
-        truncate=rope.get("truncate", True) is not False,
+        original_context=number(rope, _CONTEXT, least=1),
     )
+    if "truncate" in rope:
+        yarn.truncate = value_of(rope, "truncate", "attention.yarn.truncate")
     if yarn.factor < 1:
-        raise ConversionError(f"config.json has factor={yarn.factor}; expected 1 or more")
+        raise ConversionError(f"{rope.where} has factor={yarn.factor}; expected 1 or more")
     for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         if rope.get(name) is not None:
             setattr(yarn, name, value_of(rope, name, f"attention.yarn.{name}"))
     if latent and not yarn.truncate:
-        raise ConversionError("config.json has truncate=false, which latent attention has not here")
+        raise ConversionError(
+            f"{rope.where} has truncate=false, which latent attention has not here"
+        )
     if rope.get("attention_factor") is not None:
         given = value_of(rope, "attention_factor", "attention.yarn.factor")
     else:
@@ -59,18 +89,20 @@ def from_rope(config: dict[str, Any], *, latent: bool) -> dict[str, Any]:
         given = _temperature(yarn) if both else _temperature(YarnConfig(factor=yarn.factor))
     if not math.isclose(given, _temperature(yarn), rel_tol=1e-6):
         raise ConversionError(
-            f"config.json has attention_factor={given}; here it would be {_temperature(yarn)}"
+            f"{rope.where} has attention_factor={given}; here it would be {_temperature(yarn)}"
         )
-    return found | {f"attention.yarn.{name}": value for name, value in vars(yarn).items()}
+    return yarn
 
 
-def to_rope_scaling(yarn: YarnConfig) -> dict[str, Any] | None:
-    """The field `rope_scaling`; None without YaRN."""
+def to_rope(theta: float, yarn: YarnConfig) -> dict[str, Any]:
+    """The fields of a config.json that tell of the rotary embedding."""
     if yarn.factor <= 1:
-        return None
+        plain = {"rope_type": "default", "rope_theta": theta}
+        return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": plain}
     values = dict(vars(yarn))
     scaling = {"rope_type": "yarn", _CONTEXT: values.pop("original_context"), **values}
-    return scaling | {"attention_factor": _temperature(yarn)}
+    scaling["attention_factor"] = _temperature(yarn)
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def _temperature(yarn: YarnConfig) -> float:

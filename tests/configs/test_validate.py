@@ -111,6 +111,12 @@ def _texts(value: object) -> object:
             "needs score=softmax",
             "softmax_over=all",
         ),
+        (
+            "model.moe.router.softmax_over=topk model.moe.top_k=1",
+            1,
+            "gives one expert (top_k=1) the weight 1",
+            "model.moe.router.softmax_over=all",
+        ),
         ("model.moe.dense_layers=5", 1, "more than layers=4", "dense_layers=4"),
         ("model=tiny_gpt_oss model.moe.shared_ffn=64", 1, "shared experts", "model.bias=false"),
         (

@@ -56,15 +56,23 @@ def qwen3(folder: Path, **changes: Any) -> Path:
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    folder = qwen3(tmp_path / "theirs")
+    folder = qwen3(tmp_path / "theirs", router_aux_loss_coef=0.03, eos_token_id=9)
     done = convert("import", folder, tmp_path / "step")
     assert done.returncode == 0, done.stderr
     assert "importing: 100%" in done.stderr
-    overrides = done.stdout.split("train.py ")[1].split()
+    overrides = done.stdout.split("train.py ")[1].splitlines()[0].split()
     assert overrides[0] == "model=tiny" and "model.attention.qk_norm=true" in overrides
     assert overrides[-1] == f"run.resume={tmp_path / 'step'}"
+    _, lines = done.stdout.split("config.json says:\n")
+    told, left = lines.split("what it does not say is yours to choose")
+    assert told.split() == ["model.moe.router.aux_loss=0.03"]
+    assert "model.moe.router.aux_loss=0.03" in overrides
+    assert {"optim.lr=0.002", "data.source=embedded", "run.steps=80"} <= set(left.split())
+    assert "model.moe.router.global_aux_loss=0.0" in left and "bias_rate" not in left
     done = convert("export", tmp_path / "step", tmp_path / "back", "--dtype", "fp32")
     assert done.returncode == 0, done.stderr
+    assert "  eos_token_id=9\n  not known, left empty: bos_token_id, pad_token_id" in done.stdout
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
     theirs, back = tensors(folder), tensors(tmp_path / "back")
     assert theirs.keys() == back.keys()
     assert all(torch.equal(theirs[name].float(), back[name]) for name in theirs)

@@ -94,6 +94,48 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> configuration class and its arguments: every part of the published models."""
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss without YaRN": (
+        "gpt_oss",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1.5e5}},
+    ),
+    "gpt_oss without a window": ("gpt_oss", {"layer_types": [FULL] * 4}),
+    "gpt_oss with windows only": ("gpt_oss", {"layer_types": [SLIDING] * 4}),
+    "gpt_oss with tied embeddings, clamped": (
+        "gpt_oss",
+        {"tie_word_embeddings": True, "swiglu_limit": 0.5, "swiglu_alpha": 1.25},
+    ),
+    "qwen3_moe with one expert": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "qwen3_moe not normalised": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe with tied embeddings and YaRN": (
+        "qwen3_moe",
+        {"tie_word_embeddings": True, "rope_parameters": {**YARN, "rope_theta": 1e6}},
+    ),
+    "qwen3_moe with a temperature of YaRN": (
+        "qwen3_moe",
+        {"rope_parameters": {**YARN, "rope_theta": 1e6, "mscale": 1.5, "mscale_all_dim": 0.5}},
+    ),
+    "deepseek_v3 with one expert": (
+        "deepseek_v3",
+        {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v3 not normalised, all groups": (
+        "deepseek_v3",
+        {"norm_topk_prob": False, "topk_group": 4},
+    ),
+    "deepseek_v3 with YaRN that scales no logits": (
+        "deepseek_v3",
+        {"rope_parameters": {**YARN, "rope_theta": 1e4}},
+    ),
+    "deepseek_v3 with both temperatures": (
+        "deepseek_v3",
+        {"rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 1.5, "mscale_all_dim": 0.7}},
+    ),
+    "moonlight with tied embeddings": ("moonlight", {"tie_word_embeddings": True}),
+}
+"""Name -> model and changes: what an architecture can have and the published models have not."""
+
 
 def theirs(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model of transformers with random values everywhere: no bias 0, no norm 1."""

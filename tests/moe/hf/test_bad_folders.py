@@ -72,19 +72,24 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
     ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1"),
     ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True"),
-    ("qwen3_moe", {"rope_parameters": [1]}, "rope parameters"),
+    ("qwen3_moe", {"rope_parameters": [1]}, r"rope_parameters=\[1\]"),
     ("qwen3_moe", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "llama3"),
     ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "no factor"),
     ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.5}}, "whole number"),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
     ("gpt_oss", {"layer_types": 4}, "layer_types"),
+    ("gpt_oss", {"logit_scale": 0.5}, "logit_scale=0.5, which is not known"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
     ("deepseek_v3", {"topk_group": 3}, "group_topk=3"),
     ("deepseek_v3", {"n_shared_experts": None}, "n_shared_experts=None"),
     ("deepseek_v3", {"q_lora_rank": None}, r"q_proj\.weight is missing"),
-    ("deepseek_v3", {"quantization_config": {"weight_block_size": 128}}, "weight_block_size=128"),
+    (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
+        "weight_block_size=128",
+    ),
 ]
 
 

@@ -15,6 +15,7 @@ from configs.schema import Config, DataConfig
 from configs.validate import validate
 from moe.data import Synthetic
 from moe.hf.convert import determined, export_checkpoint
+from moe.hf.source import read_json
 from scripts.convert_hf import configured
 from tests.distributed import run_distributed
 from tests.moe.hf import models
@@ -87,7 +88,8 @@ def test_logits_on_two_expert_parallel_ranks(name: str, tmp_path: Path) -> None:
 
 
 def test_a_run_starts_from_an_import(tmp_path: Path) -> None:
-    model = models.theirs("qwen3_moe")
+    tokens = {"bos_token_id": 3, "eos_token_id": [5, 7]}
+    model = models.theirs("qwen3_moe", max_position_embeddings=512, **tokens)
     model.save_pretrained(tmp_path / "theirs")
     imported(tmp_path / "theirs", tmp_path / "step")
     _, overrides = configured(determined(tmp_path / "theirs"), None)
@@ -118,3 +120,7 @@ def test_a_run_starts_from_an_import(tmp_path: Path) -> None:
     assert first["loss"] == pytest.approx(exact.item(), rel=1e-5)
     export_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000002", tmp_path / "back")
     assert not same(tmp_path / "theirs", tmp_path / "back")
+    fields = read_json(tmp_path / "back" / "config.json")
+    assert {name: fields[name] for name in tokens} == tokens  # which no knob of the run holds
+    assert fields["pad_token_id"] is None and fields["max_position_embeddings"] == 512
+    assert read_json(tmp_path / "back" / "generation_config.json") == tokens

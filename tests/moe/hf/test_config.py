@@ -1,0 +1,211 @@
+"""config.json without tensors: published ones are understood, and nothing in one is passed over."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from configs.knobs import put
+from configs.load import load
+from configs.schema import Config
+from configs.validate import validate
+from moe.hf import ConversionError
+from moe.hf.config import to_json, to_knobs
+from scripts.convert_hf import configured
+from tests.moe.hf.published import PUBLISHED
+
+DEEPSEEK, _ = PUBLISHED["DeepSeek-V3, V3-Base"]
+GPT_OSS, _ = PUBLISHED["GPT-OSS-20B"]
+QWEN3, _ = PUBLISHED["Qwen3-30B-A3B"]
+FAMILIES = {"deepseek_v3": DEEPSEEK, "gpt_oss": GPT_OSS, "qwen3_moe": QWEN3}
+OPTIONS = {"deepseek_v3": "deepseek_v3", "gpt_oss": "gpt_oss_20b", "qwen3_moe": "qwen3_30b_a3b"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_understood(name: str) -> None:
+    fields, expected = PUBLISHED[name]
+    before = copy.deepcopy(fields)
+    cfg, overrides = configured(to_knobs(fields), None)
+    validate(cfg, 1)
+    assert fields == before
+    assert [overrides[0], *sorted(overrides[1:])] == expected
+
+
+UNKNOWN = {
+    "logit_scale": 0.5,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "mlp_bias": True,
+    "qk_norm": False,
+    "partial_rotary_factor": 0.5,
+    "dual_chunk_attention_config": {"chunk_size": 8192},
+    "per_layer_config": {"0": {"hidden_act": "gelu"}},
+    "a_field_of_next_year": None,
+}
+
+
+@pytest.mark.parametrize("field", UNKNOWN)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_that_nothing_reads_is_refused_by_name(family: str, field: str) -> None:
+    refused(FAMILIES[family] | {field: UNKNOWN[field]}, f"config.json has {field}=")
+
+
+def refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConversionError, match=message) as error:
+        to_knobs(fields)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+DEFAULT = {"rope_type": "default", "rope_theta": 150000}
+YARN = {**GPT_OSS["rope_scaling"], "rope_theta": 150000}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    # what every family has
+    ("qwen3_moe", {"attention_dropout": 0.1}, "attention_dropout=0.1; only 0.0"),
+    ("deepseek_v3", {"attention_dropout": 0.1}, "attention_dropout=0.1; only 0.0"),
+    ("gpt_oss", {"attention_dropout": None}, "attention_dropout=None; only 0.0"),
+    ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu'"),
+    ("gpt_oss", {"num_key_value_heads": 7}, "num_key_value_heads=7, which does not divide"),
+    ("qwen3_moe", {"num_key_value_heads": 0}, "num_key_value_heads=0, which does not divide"),
+    ("deepseek_v3", {"num_key_value_heads": 64}, "num_key_value_heads=64; only 128"),
+    ("deepseek_v3", {"head_dim": 56}, "head_dim=56; only 64"),
+    ("deepseek_v3", {"qk_head_dim": 64}, "qk_head_dim=64; only 192"),
+    ("qwen3_moe", {"eos_token_id": "</s>"}, "eos_token_id='</s>'; expected an id"),
+    ("qwen3_moe", {"max_position_embeddings": -1}, "max_position_embeddings=-1"),
+    # two names of one thing
+    ("gpt_oss", {"experts_per_token": 2}, "num_experts_per_tok=4 and experts_per_token=2"),
+    ("gpt_oss", {"num_experts": 64}, "num_local_experts=32 and num_experts=64"),
+    ("qwen3_moe", {"num_local_experts": 64}, "num_experts=128 and num_local_experts=64"),
+    ("deepseek_v3", {"num_mtp_layers": 2}, "num_nextn_predict_layers=1 and num_mtp_layers=2"),
+    ("gpt_oss", {"initial_context_length": 8192}, "initial_context_length=8192; only 4096"),
+    # windows
+    ("gpt_oss", {"layer_types": ["chunked_attention"] * 24}, "'chunked_attention' in layer_types"),
+    (
+        "gpt_oss",
+        {"layer_types": ["sliding_attention", "linear_attention"] * 12},
+        "'linear_attention' in layer_types",
+    ),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 23}, "layer_types that are not full"),
+    ("gpt_oss", {"sliding_window": 0}, "sliding_window=0 and sliding layers"),
+    ("gpt_oss", {"sliding_window": None}, "sliding_window=None and sliding layers"),
+    ("gpt_oss", {"sliding_window": True}, "sliding_window=True and sliding layers"),
+    ("qwen3_moe", {"layer_types": ["sliding_attention"] * 48}, "layer_types=.*; only"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0.0; expected a number above 0"),
+    ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit=None"),
+    ("gpt_oss", {"head_dim": None}, "head_dim=None; expected int"),
+    # the rotary embedding
+    ("gpt_oss", {"rope_scaling": None}, "neither rope_parameters nor rope_scaling"),
+    ("gpt_oss", {"rope_scaling": {}}, "neither rope_parameters nor rope_scaling"),
+    ("gpt_oss", {"rope_parameters": DEFAULT}, "rope_parameters and rope_scaling that differ"),
+    (
+        "qwen3_moe",
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {**YARN, "rope_theta": 1e6}},
+        "rope_parameters and rope_scaling that differ",
+    ),
+    ("qwen3_moe", {"rope_parameters": DEFAULT}, "rope_theta=1000000.0, and 150000.0 in"),
+    ("gpt_oss", {"rope_scaling": {**YARN, "mrope_section": [1]}}, "has mrope_section="),
+    ("gpt_oss", {"rope_scaling": {**YARN, "type": "linear"}}, "rope_type='yarn' and type='linear'"),
+    ("gpt_oss", {"rope_scaling": {**YARN, "truncate": None}}, "truncate=None; expected bool"),
+    ("gpt_oss", {"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "factor=0.5; only 1.0"),
+    ("qwen3_moe", {"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "has factor=4.0"),
+    # one expert
+    ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=true"),
+    ("gpt_oss", {"num_experts_per_tok": 1, "experts_per_token": 1}, "with softmax over one expert"),
+    (
+        "deepseek_v3",
+        {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+        "num_experts_per_tok=1 with norm_topk_prob=true",
+    ),
+    # losses
+    ("deepseek_v3", {"seq_aux": "yes"}, "seq_aux='yes'"),
+    ("deepseek_v3", {"aux_loss_alpha": "1"}, "aux_loss_alpha='1'"),
+    ("gpt_oss", {"router_aux_loss_coef": None}, "router_aux_loss_coef=None"),
+    # quantised
+    ("qwen3_moe", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq', not fp8"),
+    ("qwen3_moe", {"quantization_config": {"bits": 4}}, "quant_method=None, not fp8"),
+    ("qwen3_moe", {"quantization_config": "fp8"}, "quantization_config='fp8'; expected a JSON"),
+    (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}},
+        "quantization_config of config.json has fmt='e5m2'; only 'e4m3'",
+    ),
+    (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8", "group_size": 32}},
+        "quantization_config of config.json has group_size=32",
+    ),
+]
+
+
+@pytest.mark.parametrize("family, fields, message", WRONG)
+def test_a_value_without_a_counterpart_is_refused(
+    family: str, fields: dict[str, Any], message: str
+) -> None:
+    refused(FAMILIES[family] | fields, message)
+
+
+def test_the_lack_of_a_rotary_embedding_is_refused_where_versions_differ() -> None:
+    silent = {k: v for k, v in GPT_OSS.items() if k != "rope_scaling"}
+    refused(silent, "neither rope_parameters nor rope_scaling")
+    assert to_knobs(silent | {"rope_parameters": DEFAULT})["attention.yarn.factor"] == 1.0
+    assert to_knobs(silent | {"rope_parameters": YARN}) == to_knobs(GPT_OSS)
+
+
+LOSSES = [
+    ("deepseek_v3", {"aux_loss_alpha": 0.01}, {"seq_aux_loss": 0.01, "aux_loss": 0.0}),
+    (
+        "deepseek_v3",
+        {"aux_loss_alpha": 0.01, "seq_aux": False},
+        {"seq_aux_loss": 0.0, "aux_loss": 0.01},
+    ),
+    ("qwen3_moe", {"router_aux_loss_coef": 0.02}, {"aux_loss": 0.02, "seq_aux_loss": 0.0}),
+    ("gpt_oss", {"router_aux_loss_coef": 0}, {"aux_loss": 0.0, "seq_aux_loss": 0.0}),
+]
+
+
+@pytest.mark.parametrize("family, fields, expected", LOSSES)
+def test_coefficients_of_balancing_losses_there_and_back(
+    family: str, fields: dict[str, Any], expected: dict[str, float]
+) -> None:
+    found = to_knobs(FAMILIES[family] | fields)
+    assert {k: found[f"moe.router.{k}"] for k in expected} == expected
+    cfg, _ = configured(found, None)
+    back = to_json(cfg.model, 4096, "bfloat16")
+    assert {name: back[name] for name in fields} == fields
+
+
+def changed(option: str, **changes: Any) -> Config:
+    cfg = load([f"model={option}"])
+    for knob, value in changes.items():
+        put(cfg, f"model.{knob.replace('__', '.')}", value)
+    return cfg
+
+
+@pytest.mark.parametrize("option", ["qwen3_30b_a3b", "moonlight_16b_a3b"])
+def test_one_expert_is_exported_as_it_is_trained(option: str) -> None:
+    m = changed(option, moe__top_k=1).model
+    assert m.moe.router.normalize and to_json(m, 4096, "bfloat16")["norm_topk_prob"] is False
+    m.moe.top_k = 2
+    assert to_json(m, 4096, "bfloat16")["norm_topk_prob"] is True
+
+
+def test_exported_groups_limit_or_are_one() -> None:
+    fields = to_json(changed("deepseek_v3", moe__router__group_topk=8).model, 4096, "bfloat16")
+    assert (fields["n_group"], fields["topk_group"]) == (1, 1)
+
+
+def test_a_clamp_that_is_always_there_is_not_exported_as_none() -> None:
+    m = changed("gpt_oss_20b", moe__activation_limit=0.0).model
+    with pytest.raises(ConversionError, match=r"model\.moe\.activation_limit=0 cannot"):
+        to_json(m, 4096, "bfloat16")
+
+
+@pytest.mark.parametrize("option", OPTIONS.values())
+def test_exported_fields(option: str) -> None:
+    m = load([f"model={option}"]).model
+    fields = to_json(m, 200_000, "float32")
+    assert fields["dtype"] == fields["torch_dtype"] == "float32"
+    assert fields["max_position_embeddings"] == 200_000  # beyond what YaRN was made for
+    assert fields["eos_token_id"] is None  # for transformers has ids of its own where there is none
+    reach = {"deepseek_v3": 163_840, "gpt_oss_20b": 131_072}.get(option, 4096)
+    assert to_json(m, 4096, "float32")["max_position_embeddings"] == reach
