@@ -144,7 +144,8 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
     )
     for name, rows in (("there", t.there), ("back", t.back)):
         yield (
-            f"{name:<10}{rows.far:.2f} rows of a token over the network, {rows.near:.2f} inside nodes"
+            f"{name:<10}{rows.far:.2f} rows of a token over the network, "
+            f"{rows.near:.2f} inside nodes"
         )
     yield (
         f"bytes     of a token {_bytes(t.forward)} forward, {_bytes(t.backward)} backward; "

@@ -65,9 +65,9 @@ def traffic(cfg: Config, world: int) -> Traffic:
 
 
 def least_traffic(cfg: Config, world: int) -> Traffic:
-    """What any transport sends over each kind of link: a row once to each other node with one of the
-    token's experts, and to each such rank of its own node; one sum back from each; rows a second
-    time to experts that are computed again."""
+    """What any transport sends over each kind of link: a row once to each other node with one of
+    the token's experts, and to each such rank of its own node; one sum back from each; rows a
+    second time to experts that are computed again."""
     inside = _straight(cfg, world).near  # other nodes' ranks may get theirs over the network
     rows = Links(inside, _once_a_node(cfg, world).far)
     again = rows if cfg.run.recompute in ("moe", "full") else Links(0, 0)
