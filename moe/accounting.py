@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from configs.schema import AttentionConfig, ModelConfig
+from moe.units import count
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,15 @@ def parameters(model: ModelConfig, *, mtp: bool = True) -> Parameters:
     Published totals leave them out (DeepSeek-V3: 671 B of 683 B).
     """
     return _count(model, mtp=mtp, experts=model.moe.experts)
+
+
+def model_size(model: ModelConfig) -> str:
+    """`tiny: 3.4 M parameters, 1.0 M active a token`, as published ones are counted: without
+    multi-token prediction, which is told apart, and active ones without the input embedding."""
+    total, active = parameters(model, mtp=False).total, active_parameters(model).total
+    predicting = parameters(model).total - total
+    more = f" (and {count(predicting)} that predict further tokens)" if predicting else ""
+    return f"{model.name}: {count(total)} parameters{more}, {count(active)} active a token"
 
 
 def active_parameters(model: ModelConfig, *, mtp: bool = False) -> Parameters:

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from kernels.registry import table
-from moe.accounting import active_parameters, flops_per_token, parameters
+from moe.accounting import flops_per_token, model_size
 from moe.data import Loader, Samples
 from moe.launch import code
 from moe.setup import Job
@@ -16,7 +16,6 @@ from moe.units import count, storage, work
 def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None = None) -> str:
     """The start page, at most 100 columns wide where names and paths are short."""
     cfg, world = job.cfg, job.runtime.world
-    total, active = parameters(cfg.model).total, active_parameters(cfg.model).total
     here, size = job.engine.parameter_bytes()
     flops = flops_per_token(cfg.model, cfg.data.sequence_length)
     tokens = cfg.data.global_batch * cfg.data.sequence_length
@@ -26,8 +25,7 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
         ("device", f"{world} x {device(job.runtime.device)}, {cfg.run.precision}"),
         (
             "model",
-            f"{cfg.model.name}: {count(total)} parameters, {count(active)} active a token, "
-            f"{count(here)} on rank 0 ({storage(size)})",
+            f"{model_size(cfg.model)}, {count(here)} on rank 0 ({storage(size)})",
         ),
         ("work", f"{work(flops)} a token, {work(flops * tokens)} a step"),
         (
