@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.activation import Activation
-from kernels.backend import NO_MARGINS, Margins
-from kernels.grouped_mlp import grouped_mlp
+from kernels.expert_plan import ExpertPlan
+from kernels.grouped_mlp import check, differentiates
+from kernels.mlp_spec import Margins, MLPSpec, MLPWeights
+from kernels.ops import flat, grouped_mlp
 from kernels.plan import make_plan
 from kernels.providers import NAMES
 from kernels.registry import Facts, resolve
@@ -43,7 +45,7 @@ class GroupedMLP(nn.Module):
         bias: biases in both layers of the experts.
         backend: `reference`, `torch`, `fused`, or `auto` for the best where the input is.
         device, dtype: of the parameters.
-        margins, dynamic: as in `kernels.grouped_mlp.grouped_mlp`.
+        margins, dynamic: as in `kernels.mlp_spec.MLPSpec`.
 
     Raises:
         ValueError: sizes that cannot be, or an unknown activation or backend.
@@ -61,7 +63,7 @@ class GroupedMLP(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        margins: Margins = NO_MARGINS,
+        margins: Margins = Margins(),  # noqa: B008  (frozen)
         dynamic: bool = True,
     ) -> None:
         super().__init__()
@@ -120,23 +122,17 @@ class GroupedMLP(nn.Module):
             rows=max(1, x_TD.shape[0] * self.top_k),
             backend=backend,
         )
-        out_TD = grouped_mlp(
-            x_TD,
-            self.w1,
-            self.w2,
-            row_index_S=plan.row_index_S,
-            row_prob_S=plan.row_prob_S,
-            offsets=plan.offsets,
-            inverse_NK=plan.inverse_NK,
-            order_L=plan.order_L,
-            activation=self.activation,
-            b1=self.b1,
-            b2=self.b2,
-            backend=backend,
-            margins=self.margins,
-            dynamic=self.dynamic,
-        )
-        return out_TD.view(x.shape)
+        return self._run(x_TD.contiguous(), plan, backend).view(x.shape)
+
+    def _run(self, x_TD: Tensor, plan: ExpertPlan, backend: str) -> Tensor:
+        """As a custom op, which torch.compile does not look into."""
+        spec = MLPSpec(self.activation, backend, self.margins, self.dynamic)
+        weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
+        check(x_TD, weights, plan, self.activation)
+        index, prob, offsets, inverse, _, order = plan
+        keep_h = differentiates(x_TD, weights, plan)
+        given = (x_TD, *weights, index, prob, offsets, inverse, order)
+        return grouped_mlp(*given, *flat(spec), keep_h)[0]
 
     def _backend(self, x: Tensor) -> str:
         key = (x.device.type, x.dtype)
