@@ -17,15 +17,15 @@ from kernels.autograd import How, Saved, run_backward, run_forward
 from kernels.expert_plan import ExpertPlan
 from kernels.mlp_spec import Margins, MLPSpec, MLPWeights
 
-Flat = tuple[str, list[float], str, list[int], bool]
+Flat = tuple[str, tuple[float, ...], str, tuple[int, ...], bool]
 """A specification as custom ops take it."""
 
 
 def flat(spec: MLPSpec) -> Flat:
     """Kind and constants of the activation, backend, margins, dynamic."""
     act, m = spec.activation, spec.margins
-    constants = [act.alpha, act.limit, act.offset]
-    return act.kind, constants, spec.backend, [m.forward, m.dgrad, m.wgrad], spec.dynamic
+    constants = (act.alpha, act.limit, act.offset)
+    return act.kind, constants, spec.backend, (m.forward, m.dgrad, m.wgrad), spec.dynamic
 
 
 def _spec(

@@ -52,10 +52,9 @@ def test_plan(backend: str) -> None:
 def test_fake_tensors_have_the_shapes(backend: str) -> None:
     """For any backend, also one that cannot run here."""
     p = make(ACT, torch.bfloat16, rows=256)
+    given = arguments(p, backend)
     with FakeTensorMode() as mode:
-        x, w1, w2, *rest = (
-            mode.from_tensor(t) if isinstance(t, Tensor) else t for t in arguments(p, backend)
-        )
+        x, w1, w2, *rest = (mode.from_tensor(t) if isinstance(t, Tensor) else t for t in given)
         out, h = ops.grouped_mlp(x, w1, w2, *rest)
         assert (out.shape, out.dtype) == (p.x.shape, torch.bfloat16)
         assert h.shape == (256, p.w1.shape[1])
