@@ -26,23 +26,23 @@ class Buffer(NamedTuple):
     """To what is there; otherwise replace it."""
 
 
-def sink(parameter: Tensor | None) -> Tensor | None:
-    """The parameter if its gradients can be added to its `main_grad`, else None."""
+def takes(parameter: Tensor | None) -> bool:
+    """Whether gradients of the parameter can be added to its `main_grad`."""
     buffer = getattr(parameter, "main_grad", None)
     if parameter is None or buffer is None or not parameter.requires_grad:
-        return None
+        return False
     fits = buffer.dtype in (torch.float32, parameter.dtype) and buffer.shape == parameter.shape
-    return parameter if fits and buffer.is_contiguous() else None
+    return fits and buffer.is_contiguous()
 
 
 def buffer(parameter: Tensor) -> Buffer:
-    """Of a parameter that `sink` returned."""
+    """Of a parameter whose `main_grad` takes gradients."""
     replaces = getattr(parameter, "replaces_main_grad", False)
     return Buffer(parameter.main_grad, not replaces)  # type: ignore[attr-defined]
 
 
 def replace_next(parameters: Iterable[Tensor]) -> None:
-    """The next gradient of each, which `sink` must return, replaces what its buffer holds."""
+    """The next gradient of each replaces what its buffer holds; `takes` must be true of them."""
     for parameter in parameters:
         parameter.replaces_main_grad = True  # type: ignore[attr-defined]
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels.activation import Activation
-from kernels.backend import NO_MARGINS, Margins
-from kernels.grouped_mlp import grouped_mlp
+from kernels.grouped_mlp import check, differentiates
+from kernels.mlp_spec import Margins, MLPSpec, MLPWeights
+from kernels.ops import Flat, flat, grouped_mlp
 from kernels.plan import make_plan
 from kernels.providers import NAMES
 from kernels.registry import Facts, resolve
@@ -43,7 +44,7 @@ class GroupedMLP(nn.Module):
         bias: biases in both layers of the experts.
         backend: `reference`, `torch`, `fused`, or `auto` for the best where the input is.
         device, dtype: of the parameters.
-        margins, dynamic: as in `kernels.grouped_mlp.grouped_mlp`.
+        margins, dynamic: as in `kernels.mlp_spec.MLPSpec`.
 
     Raises:
         ValueError: sizes that cannot be, or an unknown activation or backend.
@@ -61,7 +62,7 @@ class GroupedMLP(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        margins: Margins = NO_MARGINS,
+        margins: Margins = Margins(),  # noqa: B008  (frozen)
         dynamic: bool = True,
     ) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class GroupedMLP(nn.Module):
         self.experts, self.hidden, self.ffn, self.top_k = experts, hidden, ffn, top_k
         self.activation = Activation(activation) if isinstance(activation, str) else activation
         self.backend, self.margins, self.dynamic = backend, margins, dynamic
-        self._chosen: dict[tuple[str, torch.dtype], str] = {}
+        self._chosen: dict[tuple[str, torch.dtype], Flat] = {}
         width, where = self.activation.width(ffn), dict(device=device, dtype=dtype)
         self.w1 = nn.Parameter(torch.empty(experts, width, hidden, **where))
         self.w2 = nn.Parameter(torch.empty(experts, hidden, ffn, **where))
@@ -111,47 +112,41 @@ class GroupedMLP(nn.Module):
                 f"expected x [..., {self.hidden}] and topk_idx, topk_prob [..., {self.top_k}], "
                 f"not {list(x.shape)}, {list(topk_idx.shape)} and {list(topk_prob.shape)}"
             )
-        x_TD, backend = x.reshape(-1, self.hidden), self._backend(x)
+        x_TD = x.reshape(-1, self.hidden)
+        spec = self._spec(x.device, x.dtype)
         plan = make_plan(
             topk_idx.reshape(-1, self.top_k).to(torch.int32),
             topk_prob.reshape(-1, self.top_k).float(),
             first_expert=0,
             local_experts=self.experts,
             rows=max(1, x_TD.shape[0] * self.top_k),
-            backend=backend,
+            backend=spec[2],
         )
-        out_TD = grouped_mlp(
-            x_TD,
-            self.w1,
-            self.w2,
-            row_index_S=plan.row_index_S,
-            row_prob_S=plan.row_prob_S,
-            offsets=plan.offsets,
-            inverse_NK=plan.inverse_NK,
-            order_L=plan.order_L,
-            activation=self.activation,
-            b1=self.b1,
-            b2=self.b2,
-            backend=backend,
-            margins=self.margins,
-            dynamic=self.dynamic,
-        )
+        weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
+        check(x_TD, weights, plan, self.activation)
+        index, prob, offsets, inverse, _, order = plan
+        given = (x_TD.contiguous(), *weights, index, prob, offsets, inverse, order)
+        # As a custom op, which torch.compile does not look into.
+        out_TD, _ = grouped_mlp(*given, *spec, differentiates(x_TD, weights, plan))
         return out_TD.view(x.shape)
 
-    def _backend(self, x: Tensor) -> str:
-        key = (x.device.type, x.dtype)
+    @torch.compiler.assume_constant_result
+    def _spec(self, device: torch.device, dtype: torch.dtype) -> Flat:
+        key = (device.type, dtype)
         if key not in self._chosen:
-            cuda = x.device.type == "cuda"
+            cuda = device.type == "cuda"
             facts = Facts(
-                device=x.device.type,
-                capability=torch.cuda.get_device_capability(x.device) if cuda else None,
-                dtype=x.dtype,
+                device=device.type,
+                capability=torch.cuda.get_device_capability(device) if cuda else None,
+                dtype=dtype,
                 hidden=self.hidden,
                 ffn=self.ffn,
                 experts=self.experts,
                 slots=self.top_k,
             )
-            self._chosen[key] = resolve("grouped_mlp", self.backend, facts).backend
+            backend = resolve("grouped_mlp", self.backend, facts).backend
+            spec = MLPSpec(self.activation, backend, self.margins, self.dynamic)
+            self._chosen[key] = flat(spec)
         return self._chosen[key]
 
     def extra_repr(self) -> str:

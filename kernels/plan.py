@@ -8,30 +8,15 @@ expert, then received row, then slot.
 Legend: N rows received, K experts per token, L local experts, S expert rows kept (static).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.backend import PlanSize
+from kernels.expert_plan import ExpertPlan
 from kernels.providers import provider
 from kernels.sort_pairs import MAX_EXPERTS
-
-
-class Plan(NamedTuple):
-    """Expert rows offsets[e] up to offsets[e + 1] are local expert e's; the rest is padding."""
-
-    row_index_S: Tensor
-    """int32: received row that expert row s reads; 0 in the padding."""
-    row_prob_S: Tensor
-    """fp32: routing probability of expert row s, differentiable; 0 in the padding."""
-    offsets: Tensor
-    """int32 [L + 1]: first expert row of each local expert, clamped to S."""
-    inverse_NK: Tensor
-    """int32: expert row of a (received row, slot) pair; -1 if its expert is elsewhere or past S."""
-    needed: Tensor
-    """int32 scalar: expert rows of all pairs that are local; above S the plan has overflowed."""
-    order_L: Tensor | None = None
-    """int32: local experts in the order in which the backend's scheduler takes them, if it asks."""
 
 
 def make_plan(
@@ -42,7 +27,7 @@ def make_plan(
     local_experts: int,
     rows: int,
     backend: str = "torch",
-) -> Plan:
+) -> ExpertPlan:
     """Sort the pairs of this rank's experts into `rows` expert rows.
 
     Args:
@@ -65,7 +50,7 @@ def make_plan(
         topk_idx_NK, topk_prob_NK, first_expert, local_experts, rows, backend
     )
     order = order_L if order_L.numel() else None
-    return Plan(index_S, prob_S, offsets, inverse_NK, needed, order)
+    return ExpertPlan(index_S, prob_S, offsets, inverse_NK, needed, order)
 
 
 def check_routing(topk_idx: Tensor, topk_prob: Tensor) -> None:
@@ -94,10 +79,10 @@ def plan(
     made = provider(backend).plan(
         topk_idx.contiguous(),
         topk_prob.contiguous(),
-        first_expert=first_expert,
-        local_experts=experts,
-        rows=rows,
+        PlanSize(first_expert, experts, rows),
     )
+    assert made.row_index_S is not None and made.row_prob_S is not None
+    assert made.inverse_NK is not None and made.needed is not None
     order_L = topk_idx.new_empty(0) if made.order_L is None else made.order_L
     tensors = (made.row_index_S, made.offsets, made.inverse_NK, made.needed)
     return made.row_prob_S, *tensors, order_L

@@ -5,14 +5,16 @@ rounded to the input's dtype exactly where `kernels.backend` says so, and paddin
 that a consumer that reads them is found out.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.backend import Planned, Rows, put
+from kernels.backend import HiddenGrads, Linear, Operand, PlanSize, put
+from kernels.expert_plan import ExpertPlan
+from kernels.main_grad import Buffer
 from kernels.sort_pairs import gather_pairs, sort_pairs
 
 
@@ -62,17 +64,8 @@ class Reference:
 
     gathers: ClassVar[bool] = True
 
-    def plan(
-        self,
-        topk_idx_NK: Tensor,
-        topk_prob_NK: Tensor,
-        *,
-        first_expert: int,
-        local_experts: int,
-        rows: int,
-    ) -> Planned:
-        where = dict(first_expert=first_expert, local_experts=local_experts, rows=rows)
-        return sort_pairs(topk_idx_NK, topk_prob_NK, **where)
+    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
+        return sort_pairs(topk_idx_NK, topk_prob_NK, size)
 
     def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
         return gather_pairs(dprob_S, inverse_NK)
@@ -80,92 +73,76 @@ class Reference:
     def fc1_act(
         self,
         x_ND: Tensor,
-        w1_LHD: Tensor,
-        b1_LH: Tensor | None,
-        rows: Rows,
+        fc1: Linear,
+        plan: ExpertPlan,
         act: Activation,
         *,
         keep_h: bool = True,
+        ready: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        S, width = _count(x_ND, rows), w1_LHD.shape[1]
+        (w1_LHD, b1_LH), S = fc1, _count(x_ND, plan)
+        width = w1_LHD.shape[1]
         h_SH = _padding(x_ND, S, width)
         a_SF = _padding(x_ND, S, width // 2 if act.gated else width)
-        for e, span in enumerate(_spans(rows.offsets)):
-            h = _wide(_pick(x_ND, rows, span, True)) @ _wide(w1_LHD[e]).T
+        for e, span in enumerate(_spans(plan.offsets)):
+            h = _wide(_pick(Operand(x_ND, gather=True), plan, span)) @ _wide(w1_LHD[e]).T
             h_SH[span] = (h if b1_LH is None else h + _wide(b1_LH[e])).to(x_ND.dtype)
-            a_SF[span] = (activation(_wide(h_SH[span]), act) * _prob(rows, span)).to(x_ND.dtype)
+            a_SF[span] = (activation(_wide(h_SH[span]), act) * _prob(plan, span)).to(x_ND.dtype)
         return h_SH if keep_h else None, a_SF
 
-    def rows(
-        self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None
-    ) -> Tensor:
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, told: Any = None) -> Tensor:
+        w_LOI, bias_LO = linear
         y_SO = _padding(a_SI, a_SI.shape[0], w_LOI.shape[1])
-        for e, span in enumerate(_spans(rows.offsets)):
+        for e, span in enumerate(_spans(plan.offsets)):
             y = _wide(a_SI[span]) @ _wide(w_LOI[e]).T
             if bias_LO is not None:
-                y = y + _wide(bias_LO[e]) * _prob(rows, span)
+                y = y + _wide(bias_LO[e]) * _prob(plan, span)
             y_SO[span] = y.to(a_SI.dtype)
         return y_SO
 
     def fc2_dgrad_dact(
         self,
-        dy: Tensor,
-        w2_LDF: Tensor,
-        b2_LD: Tensor | None,
+        dy: Operand,
+        fc2: Linear,
         h_SH: Tensor,
-        rows: Rows,
+        plan: ExpertPlan,
         act: Activation,
         *,
-        gather: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        S, ffn = h_SH.shape[0], w2_LDF.shape[2]
-        dh_SH, a_SF = _padding(dy, S, h_SH.shape[1]), _padding(dy, S, ffn)
-        dprob_S = None if rows.prob_S is None else torch.zeros_like(rows.prob_S)
-        for e, span in enumerate(_spans(rows.offsets)):
-            dy_SD = _wide(_pick(dy, rows, span, gather))
+        ready: Tensor | None = None,
+    ) -> HiddenGrads:
+        w2_LDF, b2_LD = fc2
+        S, ffn, dtype = h_SH.shape[0], w2_LDF.shape[2], dy.matrix.dtype
+        dh_SH, a_SF = _padding(dy.matrix, S, h_SH.shape[1]), _padding(dy.matrix, S, ffn)
+        dprob_S = None if plan.row_prob_S is None else torch.zeros_like(plan.row_prob_S)
+        for e, span in enumerate(_spans(plan.offsets)):
+            dy_SD = _wide(_pick(dy, plan, span))
             h, dvalue = _wide(h_SH[span]), dy_SD @ _wide(w2_LDF[e])
-            value, prob = activation(h, act), _prob(rows, span)
-            dh_SH[span] = activation_backward(dvalue * prob, h, act).to(dy.dtype)
-            a_SF[span] = (value * prob).to(dy.dtype)
+            value, prob = activation(h, act), _prob(plan, span)
+            dh_SH[span] = activation_backward(dvalue * prob, h, act).to(dtype)
+            a_SF[span] = (value * prob).to(dtype)
             if dprob_S is not None:
                 dprob = (dvalue * value).sum(1)
                 dprob_S[span] = dprob if b2_LD is None else dprob + dy_SD @ _wide(b2_LD[e])
-        return dh_SH, a_SF, dprob_S, None
+        return HiddenGrads(dh_SH, a_SF, dprob_S, None)
 
-    def wgrad(
-        self,
-        d: Tensor,
-        v: Tensor,
-        rows: Rows,
-        *,
-        gather_d: bool,
-        gather_v: bool,
-        out: Tensor | None = None,
-        accumulate: bool = False,
-    ) -> Tensor:
-        if out is None:
-            out = d.new_empty(rows.offsets.shape[0] - 1, d.shape[1], v.shape[1])
-        for e, span in enumerate(_spans(rows.offsets)):
-            d_SO, v_SI = _pick(d, rows, span, gather_d), _pick(v, rows, span, gather_v)
-            dw_OI = _wide(d_SO).T @ _wide(v_SI)
-            out[e] = (out[e] + dw_OI if accumulate else dw_OI).to(out.dtype)
+    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+        if into is None:
+            shape = (plan.offsets.shape[0] - 1, d.matrix.shape[1], v.matrix.shape[1])
+            into = Buffer(d.matrix.new_empty(shape), add=False)
+        out = into.out
+        for e, span in enumerate(_spans(plan.offsets)):
+            dw_OI = _wide(_pick(d, plan, span)).T @ _wide(_pick(v, plan, span))
+            out[e] = (out[e] + dw_OI if into.add else dw_OI).to(out.dtype)
         return out
 
     def bias_grad(
-        self,
-        d: Tensor,
-        rows: Rows,
-        *,
-        scale: bool,
-        gather: bool,
-        out: Tensor | None = None,
-        accumulate: bool = False,
+        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
     ) -> Tensor:
-        db_LO = _wide(d.new_zeros(rows.offsets.shape[0] - 1, d.shape[1]))
-        for e, span in enumerate(_spans(rows.offsets)):
-            d_SO = _wide(_pick(d, rows, span, gather))
-            db_LO[e] = (d_SO * _prob(rows, span) if scale else d_SO).sum(0)
-        return put(db_LO, out, accumulate)
+        db_LO = _wide(d.matrix.new_zeros(plan.offsets.shape[0] - 1, d.matrix.shape[1]))
+        for e, span in enumerate(_spans(plan.offsets)):
+            d_SO = _wide(_pick(d, plan, span))
+            db_LO[e] = (d_SO * _prob(plan, span) if scale else d_SO).sum(0)
+        return put(db_LO, into)
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
         out_ND = _wide(y_SD.new_zeros(inverse_NK.shape[0], y_SD.shape[1]))
@@ -179,19 +156,19 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _count(x_ND: Tensor, rows: Rows) -> int:
-    return x_ND.shape[0] if rows.index_S is None else rows.index_S.shape[0]
+def _count(x_ND: Tensor, plan: ExpertPlan) -> int:
+    return x_ND.shape[0] if plan.row_index_S is None else plan.row_index_S.shape[0]
 
 
-def _pick(x: Tensor, rows: Rows, span: slice, gather: bool) -> Tensor:
-    """Rows `span` of x, or with `gather` those that they read."""
-    if gather and rows.index_S is not None:
-        return x.index_select(0, rows.index_S[span])
-    return x[span]
+def _pick(x: Operand, plan: ExpertPlan, span: slice) -> Tensor:
+    """Expert rows `span` of an operand."""
+    if x.gather and plan.row_index_S is not None:
+        return x.matrix.index_select(0, plan.row_index_S[span])
+    return x.matrix[span]
 
 
-def _prob(rows: Rows, span: slice) -> Tensor | float:
-    return 1.0 if rows.prob_S is None else rows.prob_S[span, None]
+def _prob(plan: ExpertPlan, span: slice) -> Tensor | float:
+    return 1.0 if plan.row_prob_S is None else plan.row_prob_S[span, None]
 
 
 def _padding(like: Tensor, rows: int, columns: int) -> Tensor:

@@ -9,17 +9,17 @@ Legend: N rows received, K experts per token, L local experts, S expert rows kep
 import torch
 from torch import Tensor
 
-from kernels.backend import Planned
+from kernels.backend import PlanSize
+from kernels.expert_plan import ExpertPlan
 
 _KEY = torch.int16  # two radix passes on a GPU instead of the four of int32
 MAX_EXPERTS = torch.iinfo(_KEY).max
 """Experts of a rank that a sort key can tell apart."""
 
 
-def sort_pairs(
-    topk_idx_NK: Tensor, topk_prob_NK: Tensor, *, first_expert: int, local_experts: int, rows: int
-) -> Planned:
+def sort_pairs(topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
     """`kernels.backend.Backend.plan`: ordered by expert, then received row, then slot."""
+    first_expert, local_experts, rows = size
     local_NK = topk_idx_NK - first_expert
     elsewhere_NK = (local_NK < 0) | (local_NK >= local_experts)
     key = local_NK.masked_fill(elsewhere_NK, local_experts).flatten().to(_KEY)
@@ -34,7 +34,7 @@ def sort_pairs(
     inverse = torch.empty_like(row).scatter_(0, order, row.masked_fill(~used, -1))
     token = (order // topk_idx_NK.shape[1]).to(torch.int32).masked_fill(~used, 0)
     prob = topk_prob_NK.flatten().index_select(0, order).masked_fill(~used, 0)
-    return Planned(
+    return ExpertPlan(
         _fit(token, rows), _fit(prob, rows), offsets, inverse.view_as(topk_idx_NK), needed, None
     )
 

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.backend import Planned, Rows, put
+from kernels.backend import HiddenGrads, Linear, Operand, PlanSize, put
+from kernels.expert_plan import ExpertPlan
+from kernels.main_grad import Buffer
 from kernels.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
 
 
@@ -27,17 +29,8 @@ class Grouped:
 
     gathers: ClassVar[bool] = False
 
-    def plan(
-        self,
-        topk_idx_NK: Tensor,
-        topk_prob_NK: Tensor,
-        *,
-        first_expert: int,
-        local_experts: int,
-        rows: int,
-    ) -> Planned:
-        where = dict(first_expert=first_expert, local_experts=local_experts, rows=rows)
-        return sort_pairs(topk_idx_NK, topk_prob_NK, **where)
+    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
+        return sort_pairs(topk_idx_NK, topk_prob_NK, size)
 
     def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
         return gather_pairs(dprob_S, inverse_NK)
@@ -45,87 +38,67 @@ class Grouped:
     def fc1_act(
         self,
         x_ND: Tensor,
-        w1_LHD: Tensor,
-        b1_LH: Tensor | None,
-        rows: Rows,
+        fc1: Linear,
+        plan: ExpertPlan,
         act: Activation,
         *,
         keep_h: bool = True,
+        ready: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        z_SH = _grouped_mm(_gather(x_ND, rows, True), w1_LHD.transpose(1, 2), rows)
-        expert_S = None if b1_LH is None else expert_of_row(rows.offsets, z_SH)
-        return as_one_kernel(_bias_act, z_SH, b1_LH, expert_S, rows.prob_S, act)
+        w1_LDH, b1_LH = fc1.weight_LOI.transpose(1, 2), fc1.bias_LO
+        z_SH = _grouped_mm(_gather(Operand(x_ND, gather=True), plan), w1_LDH, plan)
+        expert_S = None if b1_LH is None else expert_of_row(plan.offsets, z_SH)
+        return as_one_kernel(_bias_act, z_SH, b1_LH, expert_S, plan.row_prob_S, act)
 
-    def rows(
-        self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None
-    ) -> Tensor:
-        y_SO = _grouped_mm(a_SI, w_LOI.transpose(1, 2), rows)
-        if bias_LO is None:
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, told: Any = None) -> Tensor:
+        y_SO = _grouped_mm(a_SI, linear.weight_LOI.transpose(1, 2), plan)
+        if linear.bias_LO is None:
             return y_SO
-        return as_one_kernel(
-            _scaled_bias, y_SO, bias_LO, expert_of_row(rows.offsets, y_SO), rows.prob_S
-        )
+        expert_S = expert_of_row(plan.offsets, y_SO)
+        return as_one_kernel(_scaled_bias, y_SO, linear.bias_LO, expert_S, plan.row_prob_S)
 
     def fc2_dgrad_dact(
         self,
-        dy: Tensor,
-        w2_LDF: Tensor,
-        b2_LD: Tensor | None,
+        dy: Operand,
+        fc2: Linear,
         h_SH: Tensor,
-        rows: Rows,
+        plan: ExpertPlan,
         act: Activation,
         *,
-        gather: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        dy_SD = _gather(dy, rows, gather)
-        da_SF = _grouped_mm(dy_SD, w2_LDF, rows)
-        given = (da_SF, h_SH, rows.prob_S, used_rows(h_SH, rows.offsets), act)
-        if b2_LD is None or rows.prob_S is None:
-            dh_SH, a_SF, dprob_S = as_one_kernel(_act_backward, *given)
+        ready: Tensor | None = None,
+    ) -> HiddenGrads:
+        dy_SD = _gather(dy, plan)
+        da_SF = _grouped_mm(dy_SD, fc2.weight_LOI, plan)
+        given = (da_SF, h_SH, plan.row_prob_S, used_rows(h_SH, plan.offsets), act)
+        if fc2.bias_LO is None or plan.row_prob_S is None:
+            made = as_one_kernel(_act_backward, *given)
         else:
-            expert_S = expert_of_row(rows.offsets, h_SH)
-            dh_SH, a_SF, dprob_S = as_one_kernel(_act_backward, *given, dy_SD, b2_LD, expert_S)
-        return dh_SH, a_SF, dprob_S, None
+            expert_S = expert_of_row(plan.offsets, h_SH)
+            made = as_one_kernel(_act_backward, *given, dy_SD, fc2.bias_LO, expert_S)
+        dh_SH, a_SF, dprob_S = made
+        return HiddenGrads(dh_SH, a_SF, dprob_S, None)
 
-    def wgrad(
-        self,
-        d: Tensor,
-        v: Tensor,
-        rows: Rows,
-        *,
-        gather_d: bool,
-        gather_v: bool,
-        out: Tensor | None = None,
-        accumulate: bool = False,
-    ) -> Tensor:
-        dw_LOI = _grouped_mm(_gather(d, rows, gather_d).T, _gather(v, rows, gather_v), rows)
-        return put(dw_LOI, out, accumulate)
+    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+        return put(_grouped_mm(_gather(d, plan).T, _gather(v, plan), plan), into)
 
     def bias_grad(
-        self,
-        d: Tensor,
-        rows: Rows,
-        *,
-        scale: bool,
-        gather: bool,
-        out: Tensor | None = None,
-        accumulate: bool = False,
+        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
     ) -> Tensor:
-        columns = 16 // d.element_size()
-        d_SO = _gather(d, rows, gather)
-        if scale and rows.prob_S is not None:
-            terms_SC = _split(rows.prob_S, d.dtype, columns)
+        d_SO = _gather(d, plan)
+        columns = 16 // d_SO.element_size()
+        if scale and plan.row_prob_S is not None:
+            terms_SC = _split(plan.row_prob_S, d_SO.dtype, columns)
         else:
-            terms_SC = d.new_zeros(d_SO.shape[0], columns)
+            terms_SC = d_SO.new_zeros(d_SO.shape[0], columns)
             terms_SC[:, 0] = 1
-        db_LO = _grouped_mm(terms_SC.T, d_SO, rows).sum(1, dtype=torch.float32)
-        return put(db_LO, out, accumulate)
+        db_LO = _grouped_mm(terms_SC.T, d_SO, plan).sum(1, dtype=torch.float32)
+        return put(db_LO, into)
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
         return as_one_kernel(_sum_slots, y_SD, inverse_NK)
 
 
-def _grouped_mm(a: Tensor, b: Tensor, rows: Rows) -> Tensor:
+def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan) -> Tensor:
     """[S, I] x [L, I, O] -> [S, O], or [O, S] x [S, I] -> [L, O, I], split along S by the offsets.
 
     A weight gradient passes a transposed row-major and a row-major matrix, the one pair of layouts
@@ -137,15 +110,15 @@ def _grouped_mm(a: Tensor, b: Tensor, rows: Rows) -> Tensor:
             "kernels=reference"
         )
     if not a.numel():
-        groups = () if b.ndim == 3 else (rows.offsets.shape[0] - 1,)
+        groups = () if b.ndim == 3 else (plan.offsets.shape[0] - 1,)
         return a.new_zeros(*groups, a.shape[0], b.shape[-1])
-    return torch._grouped_mm(a, b, offs=rows.offsets[1:])
+    return torch._grouped_mm(a, b, offs=plan.offsets[1:])
 
 
-def _gather(x: Tensor, rows: Rows, gather: bool) -> Tensor:
-    if not gather or rows.index_S is None:
-        return x
-    return gather_rows(x, rows.index_S, rows.offsets)
+def _gather(x: Operand, plan: ExpertPlan) -> Tensor:
+    if not x.gather or plan.row_index_S is None:
+        return x.matrix
+    return gather_rows(x.matrix, plan.row_index_S, plan.offsets)
 
 
 def expert_of_row(offsets: Tensor, expert_rows: Tensor) -> Tensor:

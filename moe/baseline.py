@@ -83,7 +83,7 @@ def refusals(options: MoEOptions) -> list[str]:
                 "kernels.backend=megatron ranks groups by logits if it normalises probabilities: "
                 f"set model.moe.router.softmax_over=topk or normalize=false {instead}"
             )
-    a = options.activation
+    a = options.spec.activation
     if a.kind == "quick_geglu" and a.alpha != _QUICK_GELU_SLOPE:
         found.append(
             f"kernels.backend=megatron has no quick_geglu of slope {a.alpha}: "
@@ -242,7 +242,9 @@ def _tuned(config: TransformerConfig, options: MoEOptions) -> TransformerConfig:
     """The model's config with the fusions that Transformer Engine brings, where it is installed."""
     config = copy.copy(config)
     config.moe_grouped_gemm = config.moe_permute_fusion = HAVE_TE
-    config.bias_activation_fusion = HAVE_TE and _fusable(options.activation, options.moe.shared_ffn)
+    config.bias_activation_fusion = HAVE_TE and _fusable(
+        options.spec.activation, options.moe.shared_ffn
+    )
     return config
 
 

@@ -18,9 +18,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from configs.schema import MoEConfig
 from kernels.activation import Activation
-from kernels.backend import NO_MARGINS, Margins
 from kernels.grouped_mlp import grouped_mlp
+from kernels.mlp_spec import MLPSpec, MLPWeights
 from parallel.dispatch import Received
 
 _CHECKPOINT_NAMES = {
@@ -31,6 +32,13 @@ _CHECKPOINT_NAMES = {
 }
 
 
+def activation_of(moe: MoEConfig) -> Activation:
+    """Of all MLPs of a model."""
+    return Activation(
+        moe.activation, moe.activation_alpha, moe.activation_limit, moe.activation_offset
+    )
+
+
 class Experts(MegatronModule):
     """The L experts of this rank.
 
@@ -39,32 +47,23 @@ class Experts(MegatronModule):
 
     Args:
         config: Megatron-Core's config of the model.
-        activation: between the two matrices.
-        backend: of `kernels.grouped_mlp`.
+        spec: how they are computed.
         pg_collection: process groups with `ep` and `expt_dp`.
-        margins: SMs that the kernels of each pass leave free.
-        dynamic: kernels claim their tiles on the device.
-        accumulate: add weight gradients to the fp32 buffers of Megatron-Core's wrapper.
     """
 
     def __init__(
         self,
         *,
         config: TransformerConfig,
-        activation: Activation,
-        backend: str,
+        spec: MLPSpec,
         pg_collection: ProcessGroupCollection,
-        margins: Margins = NO_MARGINS,
-        dynamic: bool = True,
-        accumulate: bool = False,
     ) -> None:
         super().__init__(config=config)
-        self.activation, self.backend = activation, backend
-        self.margins, self.dynamic, self.accumulate = margins, dynamic, accumulate
+        self.spec = spec
         self.ep_group, self.expert_dp_group = pg_collection.ep, pg_collection.expt_dp
         local = config.num_moe_experts // self.ep_group.size()
         hidden, width = config.hidden_size, config.moe_ffn_hidden_size
-        fc1 = 2 * width if activation.gated else width
+        fc1 = spec.activation.width(width)
         biased = config.add_bias_linear
 
         self.w1 = self._parameter(local, fc1, hidden)
@@ -84,7 +83,7 @@ class Experts(MegatronModule):
         parameter.allreduce = False
         # A bias here is a matrix; parallel.engine spares vectors, and what has this mark.
         parameter.no_weight_decay = len(shape) == 2
-        parameter.adds_to_main_grad = self.accumulate  # for parallel.engine
+        parameter.adds_to_main_grad = self.spec.accumulate  # for parallel.engine
         return parameter
 
     @torch.no_grad()
@@ -106,25 +105,10 @@ class Experts(MegatronModule):
         Returns:
             out_ND; 0 for a row that none of these experts reads.
         """
-        plan = received.plan
+        weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
         with received.saving():
             return grouped_mlp(
-                received.rows_ND,
-                self.w1,
-                self.w2,
-                b1=self.b1,
-                b2=self.b2,
-                row_index_S=plan.row_index_S,
-                row_prob_S=plan.row_prob_S,
-                offsets=plan.offsets,
-                inverse_NK=plan.inverse_NK,
-                order_L=plan.order_L,
-                activation=self.activation,
-                backend=self.backend,
-                margins=self.margins,
-                dynamic=self.dynamic,
-                accumulate=self.accumulate,
-                traffic=received.traffic,
+                received.rows_ND, weights, received.plan, self.spec, traffic=received.traffic
             )
 
     def sharded_state_dict(

@@ -12,7 +12,6 @@ N tokens received.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -22,8 +21,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from configs.schema import MoEConfig
-from kernels.activation import Activation
-from kernels.backend import NO_MARGINS, Margins
+from kernels.mlp_spec import MLPSpec
 from moe.experts import Experts
 from moe.router import Router
 from moe.shared import SharedExperts
@@ -38,22 +36,14 @@ class MoEOptions:
 
     moe: MoEConfig
     """Experts and routing."""
-    activation: Activation
-    """Of the experts."""
-    backend: str
-    """Expert backend, as resolved by `kernels.registry`."""
+    spec: MLPSpec
+    """How routed and shared experts are computed."""
     dispatch: str
     """Transport to the experts: `local`, `alltoall`, `symm`, `hier` or `auto`."""
     budget: Budget
     """Rows kept for the experts of a rank, shared by all layers."""
-    margins: Margins = NO_MARGINS
-    """SMs that the expert kernels of each pass leave free."""
-    dynamic: bool = True
-    """Expert kernels claim their tiles on the device."""
     symm: SymmOptions = SymmOptions()
     """Of the transport `symm`."""
-    accumulate: bool = False
-    """Weight gradients of experts are added to the fp32 buffers of Megatron-Core's wrapper."""
 
 
 class MoE(MoELayer):
@@ -94,7 +84,7 @@ class MoE(MoELayer):
             top_k=moe.top_k,
             pg_collection=pg_collection,
             is_mtp_layer=is_mtp_layer,
-            backend=options.backend,
+            backend=options.spec.backend,
         )
         self.dispatcher = make_dispatcher(
             options.dispatch,
@@ -102,25 +92,18 @@ class MoE(MoELayer):
             experts=moe.experts,
             slots=self.router.slots,
             budget=options.budget,
-            backend=options.backend,
+            backend=options.spec.backend,
             dtype=config.params_dtype,
             symm=options.symm,
         )
-        how: dict[str, Any] = dict(
-            activation=options.activation,
-            backend=options.backend,
-            margins=options.margins,
-            dynamic=options.dynamic,
-            accumulate=options.accumulate,
-        )
-        self.experts = Experts(config=config, pg_collection=pg_collection, **how)
+        self.experts = Experts(config=config, spec=options.spec, pg_collection=pg_collection)
         if moe.shared_ffn:
             self.shared_experts = SharedExperts(
                 config=config,
                 pg_collection=pg_collection,
                 gate=False,
                 name=name and f"{name}.shared_experts",
-                **how,
+                spec=options.spec,
             )
 
     def forward(

@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.schema import Config
 from configs.validate import expert_parallel_size
-from kernels.activation import Activation
-from kernels.backend import Margins
+from kernels.mlp_spec import Margins, MLPSpec
 from kernels.registry import Choice, resolve
+from moe.experts import activation_of
 from moe.facts import facts
 from moe.fused_topk import refuse
 from moe.init import initialize
@@ -145,23 +145,24 @@ def _chunks(
     cfg: Config, config: TransformerConfig, groups: Groups, budget: Budget, backends: Backends
 ) -> list[GPTModel]:
     e, margin = cfg.model.moe, cfg.kernels.sm_margin
+    spec = MLPSpec(
+        activation_of(e),
+        backends.experts,
+        Margins(margin.forward, margin.dgrad, margin.wgrad),
+        dynamic=cfg.kernels.dynamic,
+        accumulate=cfg.kernels.gradient_accumulation_fusion,
+    )
     options = MoEOptions(
         moe=e,
-        activation=Activation(
-            e.activation, e.activation_alpha, e.activation_limit, e.activation_offset
-        ),
-        backend=backends.experts,
+        spec=spec,
         dispatch=cfg.parallel.dispatch,
         budget=budget,
-        margins=Margins(margin.forward, margin.dgrad, margin.wgrad),
-        dynamic=cfg.kernels.dynamic,
         symm=SymmOptions(
             keep=cfg.parallel.save_x == "keep",
             comm_sms=cfg.parallel.comm_sms,
             # Before the watchdog ends the run: who waits knows for whom.
             timeout=0.8 * cfg.parallel.timeout,
         ),
-        accumulate=cfg.kernels.gradient_accumulation_fusion,
     )
     chunks = []
     stages = range(groups.virtual_pipeline) if groups.virtual_pipeline > 1 else [None]

@@ -14,9 +14,8 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 from torch.profiler import record_function
 
-from kernels.activation import Activation
-from kernels.backend import Margins
-from kernels.grouped_mlp import dense_first, dense_second
+from kernels.dense_halves import dense_first, dense_second
+from kernels.mlp_spec import MLPSpec
 
 MEGATRON = partial(
     SharedExpertMLP,
@@ -32,24 +31,14 @@ class SharedExperts(SharedExpertMLP):
     whole, on the way back.
 
     Args:
-        activation, backend, margins, dynamic, accumulate: as of the routed experts.
+        spec: that of the routed experts.
         given: what Megatron-Core's takes.
     """
 
-    def __init__(
-        self,
-        *,
-        activation: Activation,
-        backend: str,
-        margins: Margins,
-        dynamic: bool,
-        accumulate: bool,
-        **given: Any,
-    ) -> None:
+    def __init__(self, *, spec: MLPSpec, **given: Any) -> None:
         super().__init__(submodules=MEGATRON.keywords["submodules"], **given)
-        self._how: dict[str, Any] = dict(activation=activation, backend=backend, margins=margins)
-        self._how |= dict(dynamic=dynamic, accumulate=accumulate)
-        self._halves = backend == "fused" and self.tp_group.size() == 1
+        self._spec = spec
+        self._halves = spec.backend == "fused" and self.tp_group.size() == 1
 
     def halves(self, hidden_SBD: Tensor) -> tuple[Callable[[], None], Callable[[], Tensor]]:
         """One call of [s, B, D]: the first half, and the second, which returns [N, D]."""
@@ -59,13 +48,13 @@ class SharedExperts(SharedExpertMLP):
             if self._halves:
                 with record_function("moe/shared"):
                     x_ND, w1 = hidden_SBD.flatten(0, 1), self.linear_fc1.weight
-                    between.extend(dense_first(x_ND, w1, **self._how))
+                    between.extend(dense_first(x_ND, w1, self._spec))
 
         def second() -> Tensor:
             with record_function("moe/shared"):
                 if not self._halves:
                     return self(hidden_SBD).flatten(0, 1)
                 h_NH, a_NF = between
-                return dense_second(h_NH, a_NF, self.linear_fc2.weight, **self._how)
+                return dense_second(h_NH, a_NF, self.linear_fc2.weight, self._spec)
 
         return first, second

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.plan import Plan, check_routing, make_plan
+from kernels.expert_plan import ExpertPlan
+from kernels.plan import check_routing, make_plan
 from parallel import deepep, nodes
 from parallel.alltoall import AllToAll
 from parallel.exchange import SymmOptions
@@ -93,7 +94,7 @@ class BudgetPlanner:
                 f"with {self._slots.width} slots for top_k={self._slots.top_k}"
             )
 
-    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> Plan:
+    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
         tokens, slots = topk_idx_NK.shape[0] // self._ranks, self._slots
         most = slots.most(tokens, self._ranks, self._local)
         rows = self._budget.rows(tokens, slots.top_k, self._ranks, self._local, most=most)

@@ -249,7 +249,7 @@ def _replace_first(chunk: DistributedDataParallel) -> None:
     """
     for buffer in chunk.expert_parallel_buffers:
         writes = (getattr(p, "adds_to_main_grad", False) for p in buffer.params)
-        taken = (main_grad.sink(p) is not None for p in buffer.params)
+        taken = (main_grad.takes(p) for p in buffer.params)
         if all(writes) and all(taken) and not buffer.extra_main_grads:
             buffer.reset = partial(main_grad.replace_next, buffer.params)
 

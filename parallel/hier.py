@@ -22,7 +22,7 @@ R = M * G, A = M * T tokens of a rail, N = R * T received rows.
 import torch
 from torch import Tensor
 
-from kernels.plan import Plan
+from kernels.expert_plan import ExpertPlan
 from parallel.alltoall import AllToAll, collect, spread
 from parallel.exchange import SymmOptions
 from parallel.nodes import Nodes
@@ -94,7 +94,7 @@ class _InNodes:
     def check(self, x_AD: Tensor, topk_idx_AK: Tensor, topk_prob_AK: Tensor) -> None:
         self._plan.check(x_AD, topk_idx_AK, topk_prob_AK)
 
-    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> Plan:
+    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
         by_place, by_node = (self._places, self._nodes), (self._nodes, self._places)
         # An empty slot becomes an expert of the node before, or stays negative: no row here.
         idx_NK = _swapped(topk_idx_NK, by_place) + self._first

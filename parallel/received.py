@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from kernels.ops import Traffic
-from kernels.plan import Plan
+from kernels.autograd import Traffic
+from kernels.expert_plan import ExpertPlan
 
 Beside = Callable[[], Tensor] | None
 """What to do while rows are on their way back, and to add to them."""
@@ -23,7 +23,7 @@ class Received(NamedTuple):
 
     rows_ND: Tensor
     """Received tokens, rank-major. Rows that `plan` does not name are unspecified: never read."""
-    plan: Plan
+    plan: ExpertPlan
     """Which of the rows each local expert reads."""
     traffic: Traffic | None = None
     """Exchanges that go on beside the experts, whose kernels wait for rows; None: all are there."""
@@ -40,7 +40,7 @@ class Planner(Protocol):
         """Raise ValueError for tokens and routing that no plan can be made of."""
         ...
 
-    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> Plan:
+    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
         """Of the routing of all received rows."""
         ...
 

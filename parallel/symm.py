@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.backend import Rows
 from kernels.block_sum import block_sum
+from kernels.expert_plan import ExpertPlan
 from kernels.routing import arrived, leaving, routing_size
 from parallel.exchange import PIECE, Exchange, Sent, SymmOptions, exchange_of
 from parallel.received import Beside, Meanwhile, Planner, Received
@@ -87,7 +87,8 @@ class Trip:
         exchange: of the group.
         idx_TK: experts of this rank's tokens.
         local: experts of a rank.
-        beside: the experts' kernels run beside the pushes: this is their `kernels.ops.Traffic`.
+        beside: the experts' kernels run beside the pushes: this is their
+            `kernels.autograd.Traffic`.
         keep: received tokens are copied for the backward pass rather than sent again.
     """
 
@@ -103,7 +104,7 @@ class Trip:
         self.again: Tensor
         """For the backward pass: this rank's tokens, to be sent again, or received ones."""
         self._on_way: dict[str, Sent] = {}
-        self._making: tuple[Any, Rows, torch.cuda.Event]
+        self._making: tuple[Any, ExpertPlan, torch.cuda.Event]
         self._send_rest: Callable[[], None]
 
     def send(self, what: str, rows: Tensor, side: Tensor, *, alone: bool, back: bool) -> Sent:
@@ -149,19 +150,19 @@ class Trip:
         """What kernels wait for that read rows of tokens, or of the gradient of their sums."""
         return self.exchange.ready(self.local)
 
-    def start_sums(self, a_SF: Tensor, hidden: int, rows: Rows, training: bool) -> Any:
+    def start_sums(self, a_SF: Tensor, hidden: int, plan: ExpertPlan, training: bool) -> Any:
         """Sums are going to leave as fc2 of a makes them."""
         self.end_tokens(training)
         y_SD = a_SF.new_empty(a_SF.shape[0], hidden)
         told = self.exchange.told(y_SD, a_SF.shape[1], self.local)
-        self._making = told, rows, torch.cuda.current_stream().record_event()
+        self._making = told, plan, torch.cuda.current_stream().record_event()
         return told
 
     def finish_sums(self) -> Tensor:
         """Fc2 has been launched."""
-        told, rows, begun = self._making
-        assert rows.index_S is not None and rows.inverse_NK is not None
-        how = (rows.index_S, rows.inverse_NK, rows.offsets, begun)
+        told, plan, begun = self._making
+        assert plan.row_index_S is not None and plan.inverse_NK is not None
+        how = (plan.row_index_S, plan.inverse_NK, plan.offsets, begun)
         sent, self._send_rest = self.exchange.send_sums(told, *how)
         self._on_way["out"] = sent
         del self._making
@@ -179,7 +180,7 @@ class Trip:
             self.again = self.rows(sent).clone()
 
     def send_gradient(
-        self, dx_SD: Tensor | None, dprob_NK: Tensor | None, rows: Rows
+        self, dx_SD: Tensor | None, dprob_NK: Tensor | None, plan: ExpertPlan
     ) -> Tensor | None:
         """Gradients of received tokens and of their probabilities go back, if there are any.
 
@@ -188,8 +189,8 @@ class Trip:
         self.meet("dout")
         if dx_SD is None:
             return None
-        assert rows.index_S is not None and rows.inverse_NK is not None
-        of = (rows.index_S, rows.inverse_NK, rows.offsets)
+        assert plan.row_index_S is not None and plan.inverse_NK is not None
+        of = (plan.row_index_S, plan.inverse_NK, plan.offsets)
         sent = self.exchange.send_gradient(dx_SD, *of, self._side_of(dprob_NK))
         self._on_way["dx"] = sent
         self.exchange.running(sent)

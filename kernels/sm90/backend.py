@@ -6,13 +6,15 @@ imported when they are first used.
 Shape legend as in `kernels.backend`; C column tiles of the kernel that left partial sums.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.backend import Planned, Rows
+from kernels.backend import HiddenGrads, Linear, Operand, PlanSize
+from kernels.expert_plan import ExpertPlan
+from kernels.main_grad import Buffer
 
 
 class Fused:
@@ -28,19 +30,10 @@ class Fused:
     def __init__(self, sm_margin: int, dynamic: bool) -> None:
         self._sm_margin, self._dynamic = sm_margin, dynamic
 
-    def plan(
-        self,
-        topk_idx_NK: Tensor,
-        topk_prob_NK: Tensor,
-        *,
-        first_expert: int,
-        local_experts: int,
-        rows: int,
-    ) -> Planned:
+    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
         from kernels.sm90.plan import plan
 
-        where = dict(first_expert=first_expert, local_experts=local_experts, rows=rows)
-        return Planned(*plan(topk_idx_NK, topk_prob_NK, **where))
+        return plan(topk_idx_NK, topk_prob_NK, **size._asdict())
 
     def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
         from kernels.sm90.plan import plan_backward
@@ -50,127 +43,108 @@ class Fused:
     def fc1_act(
         self,
         x_ND: Tensor,
-        w1_LHD: Tensor,
-        b1_LH: Tensor | None,
-        rows: Rows,
+        fc1: Linear,
+        plan: ExpertPlan,
         act: Activation,
         *,
         keep_h: bool = True,
+        ready: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         from kernels.sm90.fc1_act import fc1_act
 
         return fc1_act(
             x_ND,
-            w1_LHD,
-            rows.offsets,
+            fc1.weight_LOI,
+            plan.offsets,
             act,
-            index_S=rows.index_S,
-            prob_S=rows.prob_S,
-            bias_LH=b1_LH,
+            index_S=plan.row_index_S,
+            prob_S=plan.row_prob_S,
+            bias_LH=fc1.bias_LO,
             keep_h=keep_h,
-            ready=rows.ready,
+            ready=ready,
             sm_margin=self._sm_margin,
             dynamic=self._dynamic,
         )
 
-    def rows(
-        self, a_SI: Tensor, w_LOI: Tensor, rows: Rows, bias_LO: Tensor | None = None
-    ) -> Tensor:
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, told: Any = None) -> Tensor:
         from kernels.sm90.rows import rows as grouped_gemm
 
-        scale_S = rows.prob_S
-        if bias_LO is not None and scale_S is None:
+        scale_S = plan.row_prob_S
+        if linear.bias_LO is not None and scale_S is None:
             scale_S = torch.ones(a_SI.shape[0], device=a_SI.device)
         return grouped_gemm(
             a_SI,
-            w_LOI,
-            rows.offsets,
-            bias_LN=bias_LO,
-            scale_S=None if bias_LO is None else scale_S,
+            linear.weight_LOI,
+            plan.offsets,
+            bias_LN=linear.bias_LO,
+            scale_S=None if linear.bias_LO is None else scale_S,
             sm_margin=self._sm_margin,
             dynamic=self._dynamic,
-            told=rows.told,
+            told=told,
         )
 
     def fc2_dgrad_dact(
         self,
-        dy: Tensor,
-        w2_LDF: Tensor,
-        b2_LD: Tensor | None,
+        dy: Operand,
+        fc2: Linear,
         h_SH: Tensor,
-        rows: Rows,
+        plan: ExpertPlan,
         act: Activation,
         *,
-        gather: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        ready: Tensor | None = None,
+    ) -> HiddenGrads:
         from kernels.sm90.dprob import dprob
         from kernels.sm90.fc2_dgrad_dact import fc2_dgrad_dact
 
-        index_S = rows.index_S if gather else None
+        index_S = plan.row_index_S if dy.gather else None
         dh_SH, a_SF, partial_CS = fc2_dgrad_dact(
-            dy,
-            w2_LDF,
+            dy.matrix,
+            fc2.weight_LOI,
             h_SH,
-            rows.offsets,
+            plan.offsets,
             act,
             index_S=index_S,
-            prob_S=rows.prob_S,
-            ready=rows.ready,
+            prob_S=plan.row_prob_S,
+            ready=ready,
             sm_margin=self._sm_margin,
             dynamic=self._dynamic,
         )
         if partial_CS is None:
-            return dh_SH, a_SF, None, None
-        table_NL = None if b2_LD is None or not dy.shape[0] else _with_every_bias(dy, b2_LD)
-        dprob_S = dprob(partial_CS, rows.offsets, table_NL=table_NL, index_S=index_S)
-        return dh_SH, a_SF, dprob_S, None
+            return HiddenGrads(dh_SH, a_SF, None, None)
+        biased = fc2.bias_LO is not None and dy.matrix.shape[0]
+        table_NL = _with_every_bias(dy.matrix, fc2.bias_LO) if biased else None
+        dprob_S = dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)
+        return HiddenGrads(dh_SH, a_SF, dprob_S, None)
 
-    def wgrad(
-        self,
-        d: Tensor,
-        v: Tensor,
-        rows: Rows,
-        *,
-        gather_d: bool,
-        gather_v: bool,
-        out: Tensor | None = None,
-        accumulate: bool = False,
-    ) -> Tensor:
+    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
         from kernels.sm90.wgrad import wgrad
 
         return wgrad(
-            d,
-            v,
-            rows.offsets,
-            d_index_S=rows.index_S if gather_d else None,
-            v_index_S=rows.index_S if gather_v else None,
-            out_LOI=out,
-            accumulate=accumulate,
-            order_L=rows.order_L,
+            d.matrix,
+            v.matrix,
+            plan.offsets,
+            d_index_S=plan.row_index_S if d.gather else None,
+            v_index_S=plan.row_index_S if v.gather else None,
+            out_LOI=None if into is None else into.out,
+            accumulate=into is not None and into.add,
+            order_L=plan.order_L,
             sm_margin=self._sm_margin,
             dynamic=self._dynamic,
         )
 
     def bias_grad(
-        self,
-        d: Tensor,
-        rows: Rows,
-        *,
-        scale: bool,
-        gather: bool,
-        out: Tensor | None = None,
-        accumulate: bool = False,
+        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
     ) -> Tensor:
         from kernels.sm90.bias_grad import bias_grad
 
         return bias_grad(
-            d,
-            rows.offsets,
-            scale_S=rows.prob_S if scale else None,
-            index_S=rows.index_S if gather else None,
-            out_LO=out,
+            d.matrix,
+            plan.offsets,
+            scale_S=plan.row_prob_S if scale else None,
+            index_S=plan.row_index_S if d.gather else None,
+            out_LO=None if into is None else into.out,
             dtype=torch.float32,
-            accumulate=accumulate,
+            accumulate=into is not None and into.add,
         )
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:

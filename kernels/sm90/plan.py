@@ -18,6 +18,7 @@ import torch
 from cutlass import Float32, Int32
 from torch import Tensor
 
+from kernels.expert_plan import ExpertPlan
 from kernels.sm90.launch import check, launch, sms
 from kernels.sm90.place import CAPACITIES, MAX_PAIRS, MAX_SLOTS, WARPS, PlanConfig, PlanKernel
 
@@ -25,23 +26,6 @@ MAX_EXPERTS = max(CAPACITIES)
 MAX_ROWS = 1 << 30
 _BATCH = 4
 """Pairs of a thread of `GatherKernel`."""
-
-
-class Plan(NamedTuple):
-    """Expert rows offsets[e] up to offsets[e + 1] are local expert e's; the rest is padding."""
-
-    row_index_S: Tensor
-    """int32: received row that expert row s reads; 0 in the padding."""
-    row_prob_S: Tensor
-    """fp32: routing probability of expert row s; 0 in the padding."""
-    offsets: Tensor
-    """int32 [L + 1]: first expert row of each local expert, clamped to S."""
-    inverse_NK: Tensor
-    """int32: expert row of a (received row, slot) pair; -1 if its expert is elsewhere or past S."""
-    needed: Tensor
-    """int32 scalar: expert rows of all pairs that are local; above S the plan has overflowed."""
-    order_L: Tensor
-    """int32: local experts by falling number of rows, of equal ones the lower first."""
 
 
 class Chunks(NamedTuple):
@@ -130,7 +114,7 @@ def plan(
     first_expert: int,
     local_experts: int,
     rows: int,
-) -> Plan:
+) -> ExpertPlan:
     """Sort the pairs of this rank's experts into `rows` expert rows, as `kernels.plan.make_plan`.
 
     Args:
@@ -161,7 +145,7 @@ def plan(
     if not -(1 << 31) <= first_expert < 1 << 31:
         raise ValueError(f"first_expert={first_expert}: must be an int32")
     blocks, span = chunks(pairs, local_experts, sms(where))
-    made = Plan(
+    made = ExpertPlan(
         topk_idx_NK.new_empty(rows),
         topk_prob_NK.new_empty(rows),
         topk_idx_NK.new_empty(local_experts + 1),

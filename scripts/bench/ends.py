@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.plan import Plan
+from kernels.expert_plan import ExpertPlan
 from parallel.dispatch import Dispatcher, Slots, make_dispatcher
 from parallel.exchange import SymmOptions
 from parallel.overflow import Budget
@@ -160,7 +160,7 @@ class Ends:
         )
 
     def _tensors(self, received: Received) -> list[Tensor]:
-        plan: Plan = received.plan
+        plan: ExpertPlan = received.plan
         return [received.rows_ND.detach()[self._read_N], *(t.detach() for t in plan[:5])]
 
     def _check_received(self, received: Received) -> str:

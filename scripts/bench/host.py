@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.backend import Rows
+from kernels.backend import Linear, Operand, PlanSize
 from kernels.grouped_mlp import grouped_mlp
+from kernels.mlp_spec import MLPSpec, MLPWeights
 from kernels.plan import make_plan
 from kernels.providers import provider
 from kernels.sm90.topk import topk, topk_backward
@@ -29,18 +30,16 @@ def calls(bench: Bench, shape: Shape) -> dict[str, Callable[[], object]]:
     leaves[2] = halves(leaves[2].detach()).requires_grad_()
     x, router, w1, w2 = (leaf.detach() for leaf in leaves)
     K, ops = shape[4], provider(bench.backend)
-    size = dict(first_expert=0, local_experts=shape[3], rows=shape[0] * K)
+    size = PlanSize(0, shape[3], shape[0] * K)
     logits = x @ router.T
     idx, prob = topk(logits, top_k=K, **ROUTING)
-    made = ops.plan(idx, prob, **size)
-    rows = Rows(*made[:4], made.order_L)
-    h, a = ops.fc1_act(x, w1, None, rows, SWIGLU)
-    y, ends = ops.rows(a, w2, rows), rows.offsets[1:].clone()
-    named = dict(zip(("row_index_S", "row_prob_S", "offsets", "inverse_NK"), rows, strict=False))
-    options = dict(activation=SWIGLU, backend=bench.backend, order_L=rows.order_L)
+    plan, fc1, fc2 = ops.plan(idx, prob, size), Linear(w1), Linear(w2)
+    h, a = ops.fc1_act(x, fc1, plan, SWIGLU)
+    y, ends = ops.rows(a, fc2, plan), plan.offsets[1:].clone()
+    spec = MLPSpec(SWIGLU, bench.backend)
 
     def public() -> torch.Tensor:
-        return grouped_mlp(leaves[0], *leaves[2:], **named, **options)
+        return grouped_mlp(leaves[0], MLPWeights(*leaves[2:]), plan, spec)
 
     def own() -> torch.Tensor:
         return Layer.apply(*leaves, K, ops)
@@ -50,18 +49,18 @@ def calls(bench: Bench, shape: Shape) -> dict[str, Callable[[], object]]:
 
     return {
         "topk": lambda: topk(logits, top_k=K, **ROUTING),
-        "plan": lambda: ops.plan(idx, prob, **size),
-        "fc1_act": lambda: ops.fc1_act(x, w1, None, rows, SWIGLU),
-        "rows": lambda: ops.rows(a, w2, rows),
-        "combine": lambda: ops.combine(y, rows.inverse_NK),
+        "plan": lambda: ops.plan(idx, prob, size),
+        "fc1_act": lambda: ops.fc1_act(x, fc1, plan, SWIGLU),
+        "rows": lambda: ops.rows(a, fc2, plan),
+        "combine": lambda: ops.combine(y, plan.inverse_NK),
         "fc2_dgrad_dact + dprob": lambda: ops.fc2_dgrad_dact(
-            dout, w2, None, h, rows, SWIGLU, gather=True
+            Operand(dout, gather=True), fc2, h, plan, SWIGLU
         ),
-        "wgrad": lambda: ops.wgrad(h, x, rows, gather_d=False, gather_v=True),
-        "bias_grad": lambda: ops.bias_grad(h, rows, scale=False, gather=False),
-        "plan_backward": lambda: ops.plan_backward(rows.prob_S, rows.inverse_NK),
+        "wgrad": lambda: ops.wgrad(Operand(h), Operand(x, gather=True), plan),
+        "bias_grad": lambda: ops.bias_grad(Operand(h), plan, scale=False),
+        "plan_backward": lambda: ops.plan_backward(plan.row_prob_S, plan.inverse_NK),
         "topk_backward": lambda: topk_backward(prob, idx, prob, logits, **ROUTING),
-        "make_plan": lambda: make_plan(idx, prob, **size, backend=bench.backend),
+        "make_plan": lambda: make_plan(idx, prob, **size._asdict(), backend=bench.backend),
         "torch._grouped_mm": lambda: torch._grouped_mm(a, w2.mT, offs=ends),
         "grouped_mlp": public,
         "grouped_mlp, both": both(public, [leaves[0], *leaves[2:]]),

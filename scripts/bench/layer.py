@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from kernels.backend import Backend, Rows
+from kernels.backend import Backend, Linear, Operand, PlanSize
+from kernels.expert_plan import ExpertPlan
 from kernels.grouped_mlp import grouped_mlp
+from kernels.mlp_spec import MLPSpec, MLPWeights
 from kernels.plan import make_plan
 from kernels.providers import provider
 from kernels.sm90.topk import topk, topk_backward
@@ -41,24 +43,22 @@ class Layer(torch.autograd.Function):
     ) -> Tensor:
         logits = nnf.linear(x, router)
         idx, prob = topk(logits, top_k=top_k, **ROUTING)
-        size = dict(first_expert=0, local_experts=w1.shape[0], rows=idx.numel())
-        made = ops.plan(idx, prob, **size)
-        rows = Rows(made.row_index_S, made.row_prob_S, made.offsets, made.inverse_NK, made.order_L)
-        h, a = ops.fc1_act(x, w1, None, rows, SWIGLU)
-        ctx.save_for_backward(x, router, w1, w2, h, logits, idx, prob, *rows)
+        plan = ops.plan(idx, prob, PlanSize(0, w1.shape[0], idx.numel()))
+        h, a = ops.fc1_act(x, Linear(w1), plan, SWIGLU)
+        ctx.save_for_backward(x, router, w1, w2, h, logits, idx, prob, *plan)
         ctx.ops = ops
-        return ops.combine(ops.rows(a, w2, rows), made.inverse_NK)
+        return ops.combine(ops.rows(a, Linear(w2), plan), plan.inverse_NK)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        x, router, w1, w2, h, logits, idx, prob, *plan = ctx.saved_tensors
-        rows, ops = Rows(*plan), ctx.ops
-        dh, a, dprob_S, _ = ops.fc2_dgrad_dact(dout, w2, None, h, rows, SWIGLU, gather=True)
-        dw2 = ops.wgrad(dout, a, rows, gather_d=True, gather_v=False)
+        x, router, w1, w2, h, logits, idx, prob, *saved = ctx.saved_tensors
+        plan, ops, dy = ExpertPlan(*saved), ctx.ops, Operand(dout, gather=True)
+        dh, a, dprob_S, _ = ops.fc2_dgrad_dact(dy, Linear(w2), h, plan, SWIGLU)
+        dw2 = ops.wgrad(dy, Operand(a), plan)
         del a
-        dw1 = ops.wgrad(dh, x, rows, gather_d=False, gather_v=True)
-        dx = ops.combine(ops.rows(dh, w1.transpose(1, 2), rows), rows.inverse_NK)
-        dprob = ops.plan_backward(dprob_S, rows.inverse_NK)
+        dw1 = ops.wgrad(Operand(dh), Operand(x, gather=True), plan)
+        dx = ops.combine(ops.rows(dh, Linear(w1).transposed, plan), plan.inverse_NK)
+        dprob = ops.plan_backward(dprob_S, plan.inverse_NK)
         dlogits = topk_backward(dprob, idx, prob, logits, **ROUTING)
         return dx.addmm_(dlogits, router), dlogits.T @ x, dw1, dw2, None, None
 
@@ -83,18 +83,7 @@ def composed(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int, back
     idx, prob = Choice.apply(nnf.linear(x, router), top_k)
     size = dict(first_expert=0, local_experts=w1.shape[0], rows=idx.numel())
     plan = make_plan(idx, prob, **size, backend=backend)
-    return grouped_mlp(
-        x,
-        w1,
-        w2,
-        row_index_S=plan.row_index_S,
-        row_prob_S=plan.row_prob_S,
-        offsets=plan.offsets,
-        inverse_NK=plan.inverse_NK,
-        activation=SWIGLU,
-        backend=backend,
-        order_L=plan.order_L,
-    )
+    return grouped_mlp(x, MLPWeights(w1, w2), plan, MLPSpec(SWIGLU, backend))
 
 
 def sonic(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int) -> Callable[[], Tensor]:

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.grouped_mlp import expert_mlp
+from kernels.expert_plan import ExpertPlan
+from kernels.grouped_mlp import grouped_mlp
+from kernels.mlp_spec import MLPSpec, MLPWeights
 from scripts.bench.measure import Bench, Call, Sides, reason
 from scripts.bench.problems import BF16, SWIGLU, Experts, dirichlet, error, experts
 from scripts.bench.records import Record
@@ -25,20 +27,9 @@ _PEERS = ("torch", "te")
 
 def ours(p: Experts, backend: str, *, accumulate: bool = False, dynamic: bool = True) -> Call:
     """The forward pass of the public function, without gathering."""
-    return lambda: expert_mlp(
-        p.x_SD,
-        p.w1,
-        p.w2,
-        row_index_S=None,
-        row_prob_S=p.prob_S,
-        offsets=p.offsets,
-        inverse_NK=None,
-        activation=SWIGLU,
-        backend=backend,
-        order_L=p.order_L,
-        dynamic=dynamic,
-        accumulate=accumulate,
-    )
+    plan = ExpertPlan(None, p.prob_S, p.offsets, None, None, p.order_L)
+    spec = MLPSpec(SWIGLU, backend, dynamic=dynamic, accumulate=accumulate)
+    return lambda: grouped_mlp(p.x_SD, MLPWeights(p.w1, p.w2), plan, spec)
 
 
 def with_backward(forward: Callable[[], Tensor], leaves: list[Tensor], dout: Tensor) -> Call:

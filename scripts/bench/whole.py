@@ -16,7 +16,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from kernels.grouped_mlp import dense_first, dense_mlp, dense_second
+from kernels.dense_halves import dense_first, dense_second
+from kernels.grouped_mlp import dense_mlp
+from kernels.mlp_spec import MLPSpec, MLPWeights
 from moe.experts import Experts
 from parallel.dispatch import Dispatcher
 from scripts.bench.ends import Ends, Inputs, dispatcher, inputs, transports
@@ -81,10 +83,10 @@ class Layer:
             params_dtype=BF16,
             perform_initialization=False,
         )
+        self.spec = MLPSpec(model.activation, bench.backend)
         self.experts = Experts(
             config=config,
-            activation=model.activation,
-            backend=bench.backend,
+            spec=self.spec,
             pg_collection=ProcessGroupCollection(ep=group, expt_dp=group),
         )
         self.parameters = list(self.experts.parameters())
@@ -104,23 +106,21 @@ class Layer:
 
     def beside(self, given: Inputs) -> Tensor:
         """What the shared expert makes of this rank's tokens."""
-        how = dict(activation=self.model.activation, backend=self.bench.backend)
-        return dense_mlp(given.x_TD, *self.shared, **how)
+        return dense_mlp(given.x_TD, MLPWeights(*self.shared), self.spec)
 
     def forward(self, transport: Dispatcher, given: Inputs) -> Tensor:
         if not self.shared:
             received = transport.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
             return transport.combine(self.experts(received), received)
-        how = dict(activation=self.model.activation, backend=self.bench.backend)
         w1, w2 = self.shared
         made: list[Tensor] = []  # by the first half of the shared expert
 
         def first() -> None:
-            made.extend(dense_first(given.x_TD, w1, **how))
+            made.extend(dense_first(given.x_TD, w1, self.spec))
 
         received = transport.dispatch(given.x_TD, given.idx_TK, given.prob_TK, first)
         out_ND = self.experts(received)
-        return transport.combine(out_ND, received, lambda: dense_second(*made, w2, **how))
+        return transport.combine(out_ND, received, lambda: dense_second(*made, w2, self.spec))
 
     def both(self, transport: Dispatcher, given: Inputs) -> tuple[Tensor, ...]:
         """Gradients of inputs and parameters."""

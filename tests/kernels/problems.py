@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.grouped_mlp import combine, expert_mlp, grouped_mlp
+from kernels.expert_plan import ExpertPlan
+from kernels.grouped_mlp import grouped_mlp
+from kernels.mlp_spec import MLPSpec, MLPWeights
+from kernels.providers import provider
+from kernels.sort_pairs import gather_rows
 
 ACTIVATIONS = [
     Activation("swiglu"),
@@ -119,10 +123,7 @@ Result = dict[str, Tensor]
 
 
 def run(p: Problem, backend: str, *, split: bool = False, poison: bool = False) -> Result:
-    """Output and all gradients of `grouped_mlp`, or of `combine(expert_mlp(...))` with `split`.
-
-    `poison` is a split that puts NaN in dy's padding.
-    """
+    """Output and all gradients of `grouped_mlp`; see `forward`."""
     leaves = leaves_of(p)
     return gradients(forward(p, leaves, backend, split=split, poison=poison), p.dout, leaves)
 
@@ -134,32 +135,53 @@ def forward(
     *,
     split: bool = False,
     poison: bool = False,
-    **options: Any,
+    order_L: Tensor | None = None,
+    **spec: Any,
 ) -> Tensor:
-    """The output of `run`, from the tensors that are differentiated."""
-    mlp = expert_mlp if split or poison else grouped_mlp
-    out = mlp(
-        leaves["x"],
-        leaves["w1"],
-        leaves["w2"],
-        row_index_S=p.index,
-        row_prob_S=leaves["prob"],
-        offsets=p.offsets,
-        inverse_NK=p.inverse,
-        activation=p.act,
-        b1=leaves.get("b1"),
-        b2=leaves.get("b2"),
-        backend=backend,
-        **options,
-    )
-    if mlp is grouped_mlp:
-        return out
+    """The output of `run`, from the tensors that are differentiated.
+
+    With `split` rows are gathered before the MLP and added up behind it, not by it. `poison` is a
+    split that puts NaN in dy's padding.
+    """
+    weights = MLPWeights(*(leaves.get(name) for name in ("w1", "w2", "b1", "b2")))
+    how = MLPSpec(p.act, backend, **spec)
+    plan = ExpertPlan(p.index, leaves["prob"], p.offsets, p.inverse, None, order_L)
+    if not split and not poison:
+        return grouped_mlp(leaves["x"], weights, plan, how)
+    x_SD = _Gather.apply(leaves["x"], plan, backend)
+    sorted_rows = plan._replace(row_index_S=None, inverse_NK=None)
+    out = grouped_mlp(x_SD, weights, sorted_rows, how)
     if poison:
         row = torch.arange(len(p.index), device=p.index.device)[:, None]
         padding = row >= p.offsets[-1]
         out.register_hook(lambda dy: dy.masked_fill(padding, float("nan")))
-    plan = dict(row_index_S=p.index, offsets=p.offsets, inverse_NK=p.inverse)
-    return combine(out, **plan, backend=backend)
+    return Combine.apply(out, plan, backend)
+
+
+class _Gather(torch.autograd.Function):
+    """Expert rows of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, plan: ExpertPlan, backend: str) -> Tensor:
+        ctx.inverse_NK, ctx.backend = plan.inverse_NK, backend
+        return gather_rows(x_ND, plan.row_index_S, plan.offsets)
+
+    @staticmethod
+    def backward(ctx: Any, dx_SD: Tensor) -> tuple[Any, ...]:
+        return provider(ctx.backend).combine(dx_SD, ctx.inverse_NK), None, None
+
+
+class Combine(torch.autograd.Function):
+    """Sums of the expert rows of each row of x."""
+
+    @staticmethod
+    def forward(ctx: Any, y_SD: Tensor, plan: ExpertPlan, backend: str) -> Tensor:
+        ctx.plan = plan
+        return provider(backend).combine(y_SD, plan.inverse_NK)
+
+    @staticmethod
+    def backward(ctx: Any, dout_ND: Tensor) -> tuple[Any, ...]:
+        return gather_rows(dout_ND, ctx.plan.row_index_S, ctx.plan.offsets), None, None
 
 
 def dense(p: Problem) -> Result:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kernels.activation import Activation
-from kernels.backend import Rows
+from kernels.backend import Linear, Operand
+from kernels.expert_plan import ExpertPlan
 from kernels.reference import Reference, activation
 from kernels.torch_backend import Grouped
 from tests.kernels.problems import ACTIVATIONS, formula
@@ -25,13 +26,12 @@ def test_derivative_up_to_the_edges(act):
     h = h.repeat_interleave(4, 1) if act.gated else h[:, :1].repeat(1, 4)  # [gate x 4, up x 4]
     S, width = len(h), act.width(4)
     index, prob = torch.arange(S).int(), torch.full((S,), 0.75)
-    rows = Rows(index, prob, torch.tensor([0, S]).int(), index[:, None])
-    w1, w2 = torch.eye(width)[None], torch.eye(4)[None]
+    plan = ExpertPlan(index, prob, torch.tensor([0, S]).int(), index[:, None])
+    fc1, fc2 = Linear(torch.eye(width)[None]), Linear(torch.eye(4)[None])
+    dy = Operand(torch.ones(S, 4))
     for ops in (Grouped(), Reference()):
-        saved, _ = ops.fc1_act(h, w1, None, rows, act)
-        dh, a, dprob, _ = ops.fc2_dgrad_dact(
-            torch.ones(S, 4), w2, None, saved, rows, act, gather=False
-        )
+        saved, _ = ops.fc1_act(h, fc1, plan, act)
+        dh, a, dprob, _ = ops.fc2_dgrad_dact(dy, fc2, saved, plan, act)
         exact = h.double().requires_grad_()
         value = formula(exact, act) if act.limit == 0 else activation(exact, act)
         (slope,) = torch.autograd.grad(value.sum(), exact)

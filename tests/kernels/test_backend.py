@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from kernels.activation import Activation
-from kernels.backend import Rows
+from kernels.backend import Linear, Operand
+from kernels.expert_plan import ExpertPlan
+from kernels.main_grad import Buffer
 from kernels.providers import provider
 from tests.kernels.problems import make
 
@@ -18,14 +20,14 @@ def test_bias_gradient_keeps_all_bits_of_prob(backend):
     prob = torch.tensor([0.7, 0.7 + 2**-13, 0.3, 0.3 + 2**-20])
     d = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None].repeat(1, 8).bfloat16()
     index = torch.zeros(4).int()
-    rows = Rows(index, prob, torch.tensor([0, 2, 4]).int(), index[:1, None])
-    got = provider(backend).bias_grad(d, rows, scale=True, gather=False)
+    plan = ExpertPlan(index, prob, torch.tensor([0, 2, 4]).int(), index[:1, None])
+    got = provider(backend).bias_grad(Operand(d), plan, scale=True)
     assert got.dtype == torch.float32
     assert torch.equal(got, (prob[::2] - prob[1::2])[:, None].expand(2, 8))
 
 
-def _rows(p):
-    return Rows(p.index, p.prob, p.offsets, p.inverse)
+def _plan(p):
+    return ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -37,32 +39,28 @@ def test_gathering_inside_is_gathering_before(backend):
     index = p.index.clone()
     index[used:] = 2**30
     expanded = dout.index_select(0, p.index)
-    rows = _rows(p)._replace(index_S=index)
-    h, _ = ops.fc1_act(p.x, p.w1, p.b1, rows, p.act)
-    inside = ops.fc2_dgrad_dact(dout, p.w2, p.b2, h, rows, p.act, gather=True)
-    before = ops.fc2_dgrad_dact(expanded, p.w2, p.b2, h, rows, p.act, gather=False)
-    for ours, expected in zip(inside[:3], before[:3], strict=True):
+    plan, fc2 = _plan(p)._replace(row_index_S=index), Linear(p.w2, p.b2)
+    before, inside, other = Operand(expanded), Operand(dout, gather=True), Operand(v)
+    h, _ = ops.fc1_act(p.x, Linear(p.w1, p.b1), plan, p.act)
+    made, want = (ops.fc2_dgrad_dact(dy, fc2, h, plan, p.act) for dy in (inside, before))
+    for ours, expected in zip(made[:3], want[:3], strict=True):
         assert torch.equal(ours[:used], expected[:used])
-    both = dict(gather_d=False, gather_v=False)
-    dw = ops.wgrad(expanded, v, rows, **both)
-    assert torch.equal(ops.wgrad(dout, v, rows, gather_d=True, gather_v=False), dw)
-    dw = ops.wgrad(v, expanded, rows, **both)
-    assert torch.equal(ops.wgrad(v, dout, rows, gather_d=False, gather_v=True), dw)
+    assert torch.equal(ops.wgrad(inside, other, plan), ops.wgrad(before, other, plan))
+    assert torch.equal(ops.wgrad(other, inside, plan), ops.wgrad(other, before, plan))
     for scale in (False, True):
-        db = ops.bias_grad(expanded, rows, scale=scale, gather=False)
-        assert torch.equal(ops.bias_grad(dout, rows, scale=scale, gather=True), db)
+        db = ops.bias_grad(before, plan, scale=scale)
+        assert torch.equal(ops.bias_grad(inside, plan, scale=scale), db)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weight_gradients_go_where_they_are_sent(backend):
     p, ops = make(CLAMPED, torch.bfloat16, choice=[[-1, 2]] * 30), provider(backend)
-    rows, both = _rows(p), dict(gather_d=False, gather_v=False)
-    d, v = torch.randn(len(p.index), 32).bfloat16(), torch.randn(len(p.index), 24).bfloat16()
-    fresh = ops.wgrad(d, v, rows, **both)
+    given = (*(Operand(torch.randn(len(p.index), n).bfloat16()) for n in (32, 24)), _plan(p))
+    fresh = ops.wgrad(*given)
     assert fresh.dtype == torch.bfloat16
     out = torch.full((4, 32, 24), 3.0)
-    assert ops.wgrad(d, v, rows, **both, out=out) is out
+    assert ops.wgrad(*given, Buffer(out, add=False)) is out
     assert torch.equal(out.bfloat16(), fresh)
-    ops.wgrad(d, v, rows, **both, out=out, accumulate=True)
+    ops.wgrad(*given, Buffer(out, add=True))
     torch.testing.assert_close(out, 2 * fresh.float(), rtol=2**-7, atol=0)
     assert not out[[0, 1, 3]].any()

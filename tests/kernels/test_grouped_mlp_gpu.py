@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from kernels.activation import Activation
-from kernels.backend import Margins
-from kernels.grouped_mlp import combine, dense_mlp
+from kernels.grouped_mlp import dense_mlp
+from kernels.mlp_spec import Margins, MLPSpec, MLPWeights
 from kernels.module import GroupedMLP
+from kernels.providers import provider
 from kernels.registry import Facts, KernelUnavailable, resolve
 from tests.kernels.problems import (
     ACTIVATIONS,
@@ -128,13 +129,10 @@ def test_combine_has_the_bits_of_the_cpu(backend):
     y = torch.randn(900, 256, generator=torch.Generator().manual_seed(0)).to(BF16)
     inverse = torch.randperm(1200, generator=torch.Generator().manual_seed(1)).int().view(150, 8)
     inverse = inverse.masked_fill(inverse >= 900, -1)
-    index, offsets = torch.zeros(900).int(), torch.tensor([0, 900]).int()
 
     def on(device: str) -> torch.Tensor:
-        plan = dict(row_index_S=index, offsets=offsets, inverse_NK=inverse)
         name = "torch" if device == "cpu" else backend
-        moved = {k: v.to(device) for k, v in plan.items()}
-        return combine(y.to(device), **moved, backend=name).cpu()
+        return provider(name).combine(y.to(device), inverse.to(device)).cpu()
 
     assert torch.equal(on("cuda"), on("cpu"))
 
@@ -207,7 +205,8 @@ def test_dense_layers_are_one_group(backend):
     results = []
     for name in ("reference", backend):
         leaves = {k: v.clone().requires_grad_() for k, v in given.items()}
-        out = dense_mlp(**leaves, activation=Activation("swiglu"), backend=name)
+        weights = MLPWeights(*(leaves[k] for k in ("w1", "w2", "b1", "b2")))
+        out = dense_mlp(leaves["x"], weights, MLPSpec(Activation("swiglu"), name))
         results.append([out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))])
     for theirs, ours in zip(*results, strict=True):
         assert error(ours, theirs) < 1e-2

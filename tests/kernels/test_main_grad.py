@@ -1,11 +1,14 @@
 """Gradients that a training framework's buffers take: what is added, what is returned, what not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels import main_grad
 from kernels.activation import Activation
 from kernels.grouped_mlp import dense_mlp
+from kernels.mlp_spec import MLPSpec, MLPWeights
 from tests.kernels.problems import Problem, forward, gradients, leaves_of, make
 
 ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
@@ -132,11 +135,12 @@ def test_dense_layers_too() -> None:
     w1 = torch.nn.Parameter(torch.randn(48, 32))
     w2 = torch.nn.Parameter(torch.randn(32, 24))
     x = torch.randn(10, 32)
-    how = dict(activation=ACT, backend="torch")
-    expected = torch.autograd.grad(dense_mlp(x, w1, w2, **how).sum(), (w1, w2))
+    spec = MLPSpec(ACT, "torch")
+    weights = MLPWeights(w1, w2)
+    expected = torch.autograd.grad(dense_mlp(x, weights, spec).sum(), (w1, w2))
     for w in (w1, w2):
         w.main_grad = torch.ones(w.shape)
-    dense_mlp(x, w1, w2, **how, accumulate=True).sum().backward()
+    dense_mlp(x, weights, replace(spec, accumulate=True)).sum().backward()
     for w, want in zip((w1, w2), expected, strict=True):
         torch.testing.assert_close(w.main_grad, want + 1)
 

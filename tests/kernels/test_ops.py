@@ -11,51 +11,36 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import ops, plan
 from kernels.activation import Activation
-from kernels.grouped_mlp import dense_mlp
-from tests.kernels.problems import Problem, forward, leaves_of, make
+from kernels.mlp_spec import MLPSpec
+from tests.kernels.problems import Problem, leaves_of, make
 
 ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
 BACKENDS = ["reference", "torch"]
 
 
-def arguments(p: Problem, backend: str, summed: bool) -> list:
+def arguments(p: Problem, backend: str) -> list:
     leaves = leaves_of(p)
     tensors = [leaves.get(name) for name in ("x", "w1", "w2", "b1", "b2")]
     plan = [p.index, leaves["prob"], p.offsets, p.inverse, None]
-    how = [p.act.kind, [p.act.alpha, p.act.limit, p.act.offset], backend, [0, 0, 0], True]
-    return [*tensors, *plan, *how, summed, True, False]
+    return [*tensors, *plan, *ops.flat(MLPSpec(p.act, backend)), True]
 
 
-@pytest.mark.parametrize("summed", [True, False])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_expert_ops(backend: str, bias: bool, summed: bool) -> None:
-    given = arguments(make(ACT, torch.float32, bias=bias), backend, summed)
+def test_expert_ops(backend: str, bias: bool) -> None:
+    given = arguments(make(ACT, torch.float32, bias=bias), backend)
     torch.library.opcheck(ops.grouped_mlp, tuple(given))
     given = [t.detach() if isinstance(t, Tensor) else t for t in given]
     out, h = ops.grouped_mlp(*given)
     for needs in ([True, True, True, bias, bias], [True] + [False] * 4):
         torch.library.opcheck(
             ops.grouped_mlp_backward,
-            (torch.ones_like(out), *given[:3], given[4], h, *given[5:16], needs),
+            (torch.ones_like(out), *given[:3], given[4], h, *given[5:15], needs),
         )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dense_op(backend: str) -> None:
-    x, w1 = torch.randn(9, 8, requires_grad=True), torch.randn(24, 8, requires_grad=True)
-    w2, offsets = torch.randn(8, 12, requires_grad=True), torch.tensor([0, 9]).int()
-    how = ["swiglu", [1.7, 0.0, 0.0], backend, [0, 0, 0], True, False, True, False]
-    torch.library.opcheck(
-        ops.grouped_mlp, (x, w1, w2, None, None, None, None, offsets, None, None, *how)
-    )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_combine_and_plan(backend: str) -> None:
-    p = make(ACT, torch.float32)
-    y = torch.randn(len(p.index), 32, requires_grad=True)
-    torch.library.opcheck(ops.combine, (y, p.index, p.offsets, p.inverse, backend))
+def test_plan(backend: str) -> None:
     idx, prob = torch.randint(-1, 8, (40, 3)).int(), torch.rand(40, 3, requires_grad=True)
     torch.library.opcheck(plan.plan, (idx, prob, 2, 4, 64, backend))
     made = plan.make_plan(idx, prob, first_expert=2, local_experts=4, rows=64, backend=backend)
@@ -64,41 +49,36 @@ def test_combine_and_plan(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "fused"])
-@pytest.mark.parametrize("split", [False, True])
-def test_fake_tensors_have_the_shapes(backend: str, split: bool) -> None:
+def test_fake_tensors_have_the_shapes(backend: str) -> None:
     """For any backend, also one that cannot run here."""
     p = make(ACT, torch.bfloat16, rows=256)
-    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        fake = Problem(*(mode.from_tensor(t) if isinstance(t, Tensor) else t for t in _fields(p)))
-        leaves = leaves_of(fake)
-        out = forward(fake, leaves, backend, split=split)
-        grads = torch.autograd.grad(out, list(leaves.values()), fake.dout)
-        assert out.shape == p.x.shape and out.dtype == torch.bfloat16
-        for leaf, grad in zip(leaves.values(), grads, strict=True):
+    given = arguments(p, backend)
+    with FakeTensorMode() as mode:
+        x, w1, w2, *rest = (mode.from_tensor(t) if isinstance(t, Tensor) else t for t in given)
+        out, h = ops.grouped_mlp(x, w1, w2, *rest)
+        assert (out.shape, out.dtype) == (p.x.shape, torch.bfloat16)
+        assert h.shape == (256, p.w1.shape[1])
+        leaves = [x, w1, w2, rest[0], rest[1], rest[3]]
+        for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
             assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
         idx = torch.zeros(40, 3, dtype=torch.int32)
         made = plan.make_plan(
             idx, torch.rand(40, 3), first_expert=0, local_experts=4, rows=64, backend=backend
         )
         assert made.row_prob_S.shape == (64,) and made.inverse_NK.shape == (40, 3)
-        w1, w2 = torch.rand(48, 32), torch.rand(32, 24)
-        x = torch.rand(2, 5, 32)
-        assert dense_mlp(x, w1, w2, activation=ACT, backend=backend).shape == x.shape
-
-
-def _fields(p: Problem) -> list:
-    return [getattr(p, name) for name in p.__dataclass_fields__]
 
 
 _COMPILED = """
 import torch
-from kernels.activation import Activation
-from tests.kernels.problems import dense, error, forward, gradients, leaves_of, make
-p = make(Activation("swiglu"), torch.float32, rows=128)
-leaves = leaves_of(p)
-whole = torch.compile(lambda **l: forward(p, l, "torch"), fullgraph=True, backend="aot_eager")
-got, exact = gradients(whole(**leaves), p.dout, leaves), dense(p)
-assert all(error(got[name], exact[name]) < 1e-6 for name in exact)
+from kernels.module import GroupedMLP
+m = GroupedMLP(experts=4, hidden=32, ffn=24, top_k=2)
+x, idx = torch.randn(9, 32, requires_grad=True), torch.randint(0, 4, (9, 2))
+prob = torch.rand(9, 2, requires_grad=True)
+leaves = [x, prob, *m.parameters()]
+whole = torch.compile(m, fullgraph=True, backend="aot_eager")
+got, want = (torch.autograd.grad(f(x, idx, prob).square().sum(), leaves) for f in (whole, m))
+for ours, eager in zip(got, want, strict=True):
+    torch.testing.assert_close(ours, eager)
 """
 
 

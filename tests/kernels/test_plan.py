@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.plan import Plan, make_plan
+from kernels.expert_plan import ExpertPlan
+from kernels.plan import make_plan
 
 
 def slow_plan(
@@ -36,7 +37,7 @@ def test_unknown_backend_is_named() -> None:
         make_plan(*routing(4, 2, 4), first_expert=0, local_experts=4, rows=8, backend="te")
 
 
-def check(plan: Plan, idx: Tensor, prob: Tensor, first: int, local: int, rows: int) -> None:
+def check(plan: ExpertPlan, idx: Tensor, prob: Tensor, first: int, local: int, rows: int) -> None:
     want = slow_plan(idx.tolist(), prob.tolist(), first, local)
     used = min(rows, len(want["tokens"]))
     assert plan.needed.tolist() == len(want["tokens"])
@@ -142,5 +143,5 @@ def test_gpu_equals_cpu_bit_for_bit(n: int, k: int, experts: int, local: int, ro
         finally:
             torch.cuda.set_sync_debug_mode("default")
         results.append([t.detach().cpu() for t in plan[:5]] + [leaf.grad.cpu()])
-    for name, cpu, gpu in zip([*Plan._fields[:5], "grad"], *results, strict=True):
+    for name, cpu, gpu in zip([*ExpertPlan._fields[:5], "grad"], *results, strict=True):
         assert torch.equal(cpu, gpu), name

@@ -59,17 +59,15 @@ def transformer(model: Any, dtype: torch.dtype = torch.float32, **changes: Any) 
 
 def options(model: Any, backend: str = "torch", dispatch: str = "auto") -> Any:
     """What the MoE layers of the model are built with; the budget fits any routing."""
-    from kernels.activation import Activation
+    from kernels.mlp_spec import MLPSpec
+    from moe.experts import activation_of
     from moe.layer import MoEOptions
     from parallel.overflow import Budget
 
     e = model.moe
     return MoEOptions(
         moe=e,
-        activation=Activation(
-            e.activation, e.activation_alpha, e.activation_limit, e.activation_offset
-        ),
-        backend=backend,
+        spec=MLPSpec(activation_of(e), backend),
         dispatch=dispatch,
         budget=Budget(float(e.experts), torch.device("cpu")),
     )

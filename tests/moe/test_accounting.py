@@ -146,7 +146,8 @@ def count_built(names: list[str]) -> dict[str, int]:
     from parallel import cpu
 
     cpu.install()
-    from kernels.activation import Activation
+    from kernels.mlp_spec import MLPSpec
+    from moe.experts import activation_of
     from moe.layer import MoEOptions
     from moe.model import Backends, Layout, OnMeta, build, transformer_config
     from parallel.groups import create
@@ -157,9 +158,7 @@ def count_built(names: list[str]) -> dict[str, int]:
     for name in names:
         cfg = load(name.split())
         e = cfg.model.moe
-        activation = Activation(
-            e.activation, e.activation_alpha, e.activation_limit, e.activation_offset
-        )
+        spec = MLPSpec(activation_of(e), "reference")
         budget = Budget(1.0, device=torch.device("cpu"))
         config = transformer_config(cfg, Layout(), on_cpu=True)
         with OnMeta():
@@ -168,7 +167,7 @@ def count_built(names: list[str]) -> dict[str, int]:
                 config,
                 pg=groups.pg,
                 backends=Backends(),
-                moe=MoEOptions(e, activation, "reference", "auto", budget),
+                moe=MoEOptions(e, spec, "auto", budget),
             )
         counts[name] = sum(p.numel() for p in built.parameters())
     return counts

@@ -63,7 +63,8 @@ def built(overrides: list[str], *, tensor: int = 1, context: int = 1, expert: in
     """(config of the run, model on this rank) in fp32 on the reference backends."""
     install()
     from configs.load import load
-    from kernels.activation import Activation
+    from kernels.mlp_spec import MLPSpec
+    from moe.experts import activation_of
     from moe.layer import MoEOptions
     from moe.model import Backends, Layout, build, transformer_config
     from parallel.groups import create
@@ -77,10 +78,7 @@ def built(overrides: list[str], *, tensor: int = 1, context: int = 1, expert: in
     e = cfg.model.moe
     options = MoEOptions(
         moe=e,
-        activation=Activation(
-            e.activation, e.activation_alpha, e.activation_limit, e.activation_offset
-        ),
-        backend="reference",
+        spec=MLPSpec(activation_of(e), "reference"),
         dispatch="auto",
         budget=Budget(4.0, torch.device("cpu")),
     )

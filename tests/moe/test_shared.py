@@ -4,22 +4,21 @@ import pytest
 import torch
 
 from kernels.activation import Activation
-from kernels.backend import NO_MARGINS
+from kernels.mlp_spec import MLPSpec
 from tests.distributed import run_distributed
 from tests.moe.cases import HIDDEN, install, model, transformer
 
-ACT = Activation("swiglu")
+SPEC = MLPSpec(Activation("swiglu"), "torch")
 
 
 def _both(halves: bool) -> tuple[list[torch.Tensor], list[str]]:
     install()
     config = transformer(model(moe={"shared_ffn": 12}))
-    how = dict(activation=ACT, backend="torch", margins=NO_MARGINS, dynamic=True, accumulate=False)
     from moe.shared import SharedExperts
     from parallel.groups import create
 
     torch.manual_seed(0)
-    module = SharedExperts(config=config, pg_collection=create().pg, gate=False, **how)
+    module = SharedExperts(config=config, pg_collection=create().pg, gate=False, spec=SPEC)
     module._halves = halves
     with torch.no_grad():
         for parameter in module.parameters():

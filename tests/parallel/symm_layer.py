@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kernels.activation import Activation
 from kernels.grouped_mlp import grouped_mlp
+from kernels.mlp_spec import MLPSpec, MLPWeights
 from parallel.dispatch import Slots, make_dispatcher
 from parallel.exchange import SymmOptions, begin_exchanges
 from parallel.overflow import Budget
@@ -27,7 +28,7 @@ from parallel.overflow import Budget
 SHAPES = {"small": (96, 128, 128, 8, 2), "wide": (1024, 2880, 960, 32, 4)}
 """Tokens of a rank, hidden, width, experts, top-k."""
 KINDS = ("random", "one rank", "none here", "all experts")
-ACT = Activation("swiglu")
+SPEC = MLPSpec(Activation("swiglu"), "fused")
 
 
 def routed(kind: str, tokens: int, experts: int, top_k: int, g: torch.Generator) -> Tensor:
@@ -70,21 +71,9 @@ class Layer:
     def __call__(self, shared: bool) -> list[Tensor]:
         """Output, and gradients of tokens, probabilities and weights."""
         received = self.dispatcher.dispatch(self.x, self.idx, self.prob)
-        plan = received.plan
         with received.saving():
-            out = grouped_mlp(
-                received.rows_ND,
-                self.w1,
-                self.w2,
-                row_index_S=plan.row_index_S,
-                row_prob_S=plan.row_prob_S,
-                offsets=plan.offsets,
-                inverse_NK=plan.inverse_NK,
-                order_L=plan.order_L,
-                activation=ACT,
-                backend="fused",
-                traffic=received.traffic,
-            )
+            weights, how = MLPWeights(self.w1, self.w2), dict(traffic=received.traffic)
+            out = grouped_mlp(received.rows_ND, weights, received.plan, SPEC, **how)
         beside = (lambda: self.x @ self.shared) if shared else None
         out = self.dispatcher.combine(out, received, beside)
         leaves = [self.x, self.prob, self.w1, self.w2]

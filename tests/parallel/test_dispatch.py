@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.grouped_mlp import combine
 from parallel.dispatch import Dispatcher, Local, Received, Slots, make_dispatcher
 from parallel.overflow import Budget
 from tests.distributed import run_distributed
+from tests.kernels.problems import Combine
 from tests.sync_free import sync_free
 
 CPU = torch.device("cpu")
@@ -96,9 +96,7 @@ def experts(received: Received, w_LDD: Tensor) -> Tensor:
 
 
 def sums(y_SD: Tensor, received: Received) -> Tensor:
-    plan = received.plan
-    index, inverse = plan.row_index_S, plan.inverse_NK
-    return combine(y_SD, row_index_S=index, offsets=plan.offsets, inverse_NK=inverse)
+    return Combine.apply(y_SD, received.plan, "torch")
 
 
 def run_layer(

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from kernels import ops
-from kernels.backend import Rows
-from kernels.plan import Plan, make_plan
+from kernels.activation import Activation
+from kernels.autograd import ExpertMLP, How
+from kernels.expert_plan import ExpertPlan
+from kernels.mlp_spec import MLPSpec
+from kernels.plan import make_plan
 from parallel import symm
 from parallel.exchange import SLOTS, WAVES, SymmOptions
 from parallel.received import Received
@@ -196,21 +198,18 @@ class Planner:
     def check(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> None:
         pass
 
-    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> Plan:
+    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
         how = dict(first_expert=0, local_experts=E // R, rows=R * T * K)
         return make_plan(topk_idx_NK, topk_prob_NK, **how)
 
 
 def experts(received: Received, w1: Tensor, w2: Tensor) -> Tensor:
     """`kernels.grouped_mlp`, which refuses `traffic` on a CPU."""
-    plan = received.plan
-    rows = Rows(plan.row_index_S, plan.row_prob_S, plan.offsets, plan.inverse_NK)
-    how = ("swiglu", [1.0, 0.0, 0.0], "reference", [0, 0, 0], True, True, True, False)
-    given = (received.rows_ND, w1, w2, None, None)
-    if received.traffic is not None:
-        return ops.Beside.apply(*given, rows, received.traffic, *how)
+    plan, traffic = received.plan, received.traffic
+    how = How(MLPSpec(Activation("swiglu"), "reference"), keep_h=True, traffic=traffic)
+    prob = plan.row_prob_S if traffic is None else None
     with received.saving():
-        return ops.grouped_mlp(*given, *rows[:5], *how)[0]
+        return ExpertMLP.apply(received.rows_ND, w1, w2, None, None, prob, plan, how)
 
 
 @pytest.mark.parametrize("overlaps, beside, keep", WAYS)

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.backend import Margins, Rows
+from kernels.backend import Linear, Operand, PlanSize
+from kernels.expert_plan import ExpertPlan
 from kernels.grouped_mlp import dense_mlp
+from kernels.main_grad import Buffer
+from kernels.mlp_spec import Margins, MLPSpec, MLPWeights
 from kernels.plan import make_plan
 from kernels.reference import Reference
 from kernels.sm90 import backend
@@ -31,8 +34,8 @@ reference = Reference()
 launches: list[tuple[str, int, bool]] = []
 
 
-def rows_of(offsets: Tensor, index: Tensor | None = None, prob: Tensor | None = None) -> Rows:
-    return Rows(index, prob, offsets, None)
+def plan_of(offsets: Tensor, index: Tensor | None = None, prob: Tensor | None = None) -> ExpertPlan:
+    return ExpertPlan(index, prob, offsets, None)
 
 
 class Kernels:
@@ -41,8 +44,8 @@ class Kernels:
     class plan:
         @staticmethod
         def plan(topk_idx_NK, topk_prob_NK, *, first_expert, local_experts, rows):
-            where = dict(first_expert=first_expert, local_experts=local_experts, rows=rows)
-            made = sort_pairs(topk_idx_NK, topk_prob_NK, **where)
+            size = PlanSize(first_expert, local_experts, rows)
+            made = sort_pairs(topk_idx_NK, topk_prob_NK, size)
             order = made.offsets.diff().sort(descending=True, stable=True).indices
             return made._replace(order_L=order.int())
 
@@ -56,15 +59,15 @@ class Kernels:
             x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, sm_margin, dynamic
         ):
             launches.append(("fc1_act", sm_margin, dynamic))
-            rows = rows_of(offsets, index_S, prob_S)
-            return reference.fc1_act(x, w1_LHD, bias_LH, rows, act, keep_h=keep_h)
+            plan = plan_of(offsets, index_S, prob_S)
+            return reference.fc1_act(x, Linear(w1_LHD, bias_LH), plan, act, keep_h=keep_h)
 
     class rows:
         @staticmethod
         def rows(a, w_LNK, offsets, *, bias_LN, scale_S, sm_margin, dynamic, told):
             assert (bias_LN is None) == (scale_S is None)
             launches.append(("rows", sm_margin, dynamic))
-            return reference.rows(a, w_LNK, rows_of(offsets, None, scale_S), bias_LN)
+            return reference.rows(a, Linear(w_LNK, bias_LN), plan_of(offsets, None, scale_S))
 
     class fc2_dgrad_dact:
         @staticmethod
@@ -72,10 +75,8 @@ class Kernels:
             dy, w2_LDF, h_SH, offsets, act, *, index_S, prob_S, ready, sm_margin, dynamic
         ):
             launches.append(("fc2_dgrad_dact", sm_margin, dynamic))
-            rows, gather = rows_of(offsets, index_S, prob_S), index_S is not None
-            dh, a, dprob, _ = reference.fc2_dgrad_dact(
-                dy, w2_LDF, None, h_SH, rows, act, gather=gather
-            )
+            plan, operand = plan_of(offsets, index_S, prob_S), Operand(dy, index_S is not None)
+            dh, a, dprob, _ = reference.fc2_dgrad_dact(operand, Linear(w2_LDF), h_SH, plan, act)
             if dprob is None:
                 return dh, a, None
             parts = torch.stack([dprob / TILES] * TILES)
@@ -114,17 +115,17 @@ class Kernels:
             if order_L is not None:
                 assert sorted(order_L.tolist()) == list(range(len(offsets) - 1))
             index = v_index_S if d_index_S is None else d_index_S
-            gathers = dict(gather_d=d_index_S is not None, gather_v=v_index_S is not None)
-            rows, out = rows_of(offsets, index), dict(out=out_LOI, accumulate=accumulate)
-            return reference.wgrad(d, v, rows, **gathers, **out)
+            operands = Operand(d, d_index_S is not None), Operand(v, v_index_S is not None)
+            into = None if out_LOI is None else Buffer(out_LOI, accumulate)
+            return reference.wgrad(*operands, plan_of(offsets, index), into)
 
     class bias_grad:
         @staticmethod
         def bias_grad(d, offsets, *, scale_S, index_S, out_LO, dtype, accumulate):
             assert dtype == torch.float32
-            how = dict(scale=scale_S is not None, gather=index_S is not None)
-            rows = rows_of(offsets, index_S, scale_S)
-            return reference.bias_grad(d, rows, **how, out=out_LO, accumulate=accumulate)
+            plan, operand = plan_of(offsets, index_S, scale_S), Operand(d, index_S is not None)
+            into = None if out_LO is None else Buffer(out_LO, accumulate)
+            return reference.bias_grad(operand, plan, scale=scale_S is not None, into=into)
 
     class combine:
         @staticmethod
@@ -239,7 +240,7 @@ def test_dense_layers_are_one_group(bias: bool) -> None:
     leaves = [t.requires_grad_() for t in (x, w1, w2, b1, b2) if t is not None]
     results = []
     for name in ("reference", "fused"):
-        out = dense_mlp(x, w1, w2, b1=b1, b2=b2, activation=ACT, backend=name)
+        out = dense_mlp(x, MLPWeights(w1, w2, b1, b2), MLPSpec(ACT, name))
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for theirs, ours in zip(*results, strict=True):
         assert error(ours, theirs) < 1e-6

@@ -8,9 +8,10 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from kernels.expert_plan import ExpertPlan
 from kernels.plan import make_plan
 from kernels.sm90.place import MAX_PAIRS
-from kernels.sm90.plan import Plan, plan, plan_backward
+from kernels.sm90.plan import plan, plan_backward
 from tests.kernels.sm90.timing import microseconds
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +30,7 @@ def distinct(N: int, K: int, experts: int, seed: int = 0) -> tuple[Tensor, Tenso
     return idx.to(torch.int32), prob
 
 
-def check(idx: Tensor, prob: Tensor, first: int, L: int, S: int) -> Plan:
+def check(idx: Tensor, prob: Tensor, first: int, L: int, S: int) -> ExpertPlan:
     size = dict(first_expert=first, local_experts=L, rows=S)
     ours, want = plan(idx, prob, **size), make_plan(idx, prob, **size)
     for name in ("row_index_S", "offsets", "inverse_NK", "needed"):
