@@ -47,7 +47,8 @@ def probabilities(
 ) -> Tensor:
     """Weights of the chosen experts: [T, K] in the dtype of the logits.
 
-    One expert per token is never normalised: its weight would be 1 and the router would not learn.
+    One expert per token is never normalised, as in Megatron-Core: its weight would be 1 and the
+    router would not learn. transformers does normalise it, so that `moe.hf` imports no such model.
 
     Args:
         logits_TE: of all experts.

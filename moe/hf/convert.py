@@ -137,7 +137,8 @@ def export_checkpoint(
         reader = PieceReader(checkpoint, verifying)
         config = reader.common.get("config", {})
         model = _model(config.get("model"))
-        data, base = config.get("data", {}), reader.common.get("huggingface", {})
+        data, base = config.get("data", {}), reader.common.get("huggingface")
+        base = besides(base if isinstance(base, dict) else {})
         context = max(data.get("sequence_length", 0), base.get(_POSITIONS, 0)) or _CONTEXT
         tokens = special_tokens(data, tokenizer, base, model.vocab_size)
         weights = dtype or (reader.dtype(_WORDS) if _WORDS in reader.keys() else torch.bfloat16)

@@ -32,7 +32,6 @@ HARMLESS = frozenset(
         "auto_map",
         "dtype",
         "initializer_range",
-        "model_type",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",

@@ -46,18 +46,17 @@ def test_fp32_logits_are_those_of_transformers_and_export_gives_the_folder_back(
     of, changes = VARIANTS.get(name, (name, {}))
     model, ids = models.theirs(of, **changes), words()
     model.save_pretrained(tmp_path / "theirs")
-    cfg = imported(tmp_path / "theirs", tmp_path / "step")
-    if cfg.model.moe.top_k == 1:  # what a run from scratch has, and makes no difference
-        cfg.model.moe.router.normalize = True
-        import_folder(tmp_path / "theirs", tmp_path / "normalize", cfg.model)
-        (tmp_path / "step").rename(tmp_path / "as imported")
-        (tmp_path / "normalize").rename(tmp_path / "step")
-    ((ours, _),) = run_distributed(our_logits, 1, cfg, tmp_path / "step", ids)
+    step = tmp_path / "step"
+    cfg = imported(tmp_path / "theirs", step)
+    if cfg.model.moe.top_k == 1:  # as runs from scratch have it, and makes no difference
+        cfg.model.moe.router.normalize, step = True, tmp_path / "normalize"
+        import_folder(tmp_path / "theirs", step, cfg.model)
+    ((ours, _),) = run_distributed(our_logits, 1, cfg, step, ids)
     with torch.no_grad():
         exact = model(ids).logits
     assert errors(ours, exact).max() < 1e-4
 
-    export_checkpoint(tmp_path / "step", tmp_path / "back", shard_bytes=200_000)
+    export_checkpoint(step, tmp_path / "back", shard_bytes=200_000)
     assert same(tmp_path / "theirs", tmp_path / "back")
     assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 1
     eager = {"attn_implementation": "eager", "dtype": "auto"}
