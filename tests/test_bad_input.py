@@ -133,6 +133,11 @@ CASES = {
     "unknown model": Case("model=tiny_gpt", "no such option", "did you mean model=tiny_gpt_oss"),
     "option of no group": Case("kernels=cuda", "kernels=cuda: no such option", "options: auto, "),
     "no value": Case("run.steps", "run.steps: expected <knob>=<value>", "<group>=<option>"),
+    "no sign": Case("run.steps 20", "run.steps 20: write", "run.steps=20, as one word"),
+    "spaces": Case("run.steps = 20", "run.steps = 20: write", "run.steps=20, as one word"),
+    "no sign of a group": Case("model tiny", "model tiny: write", "model=tiny, as one word"),
+    "data of nobody": Case("data=wiki", "no such option", "data=indexed 'data.blend=[<prefix>]'"),
+    "no folder": Case("run.dir=", "run.dir= must be a folder", "set run.dir=runs"),
     "section": Case("optim=adam", "optim=adam: no such option", "did you mean optim=adamw"),
     "section as knob": Case(
         "model.moe=3", "model.moe: is a section", "as in model.moe.experts=..."
@@ -143,7 +148,7 @@ CASES = {
     "fraction for a whole number": Case("run.steps=2.5", "expected an integer", "as in run.steps="),
     "text for a switch": Case("run.tensorboard=maybe", "expected true or false", "=false"),
     "text for a list": Case("run.profile=x", "expected a list", "as in run.profile=[1,2]"),
-    "open bracket": Case("data.blend=[a", "cannot be read", "quote the value twice"),
+    "open bracket": Case("data.blend=[a", "cannot be read", "as in 'data.blend=[a,b]'"),
     "open quote": Case("run.name='a", "cannot be read", "quote the value twice"),
     "line break": Case("run.name=a\nb", "run.name=a\\nb: cannot be read", "quote the value"),
     "interpolation of nothing": Case(
