@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.distributed import run_distributed
-from tests.runs import SMALL, run, text, write_corpus
+from tests.runs import SMALL, announced, run, text, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "run.steps=2"]
@@ -418,12 +418,6 @@ def test_bad_input(name: str, tmp_path: Path) -> None:
         assert names == kept and line in (tmp_path / "runs/run/console.log").read_text()
     else:
         assert before == [] and announced(found.out) and left(tmp_path) == set()
-
-
-def announced(out: str) -> bool:
-    """Nothing was printed, or only what every run says before it looks at anything."""
-    lines = out.splitlines()
-    return not lines or [line.split()[0] for line in lines] == ["Phalanx:", "node"]
 
 
 # Known to the ranks alone: a token in the middle, a checksum, the cache of another host, the GPU.
