@@ -95,6 +95,28 @@ _MOST = 2**31 - 1
 BELOW_ONE: frozenset[str] = frozenset({"optim.beta1", "optim.beta2"})
 
 
+LARGEST_PUBLISHED: dict[str, int] = {
+    "model.vocab_size": 1_000_000,  # XLM-V
+    "model.layers": 128,  # Llama 3.1 405B has 126
+    "model.hidden": 20_480,  # MT-NLG
+    "model.dense_ffn": 81_920,  # MT-NLG
+    "model.moe.experts": 2_048,  # Switch-C
+    "model.moe.ffn": 81_920,
+    "model.moe.shared_ffn": 81_920,
+    "model.attention.heads": 128,  # MT-NLG, DeepSeek-V3
+    "data.sequence_length": 10_000_000,  # contexts, of Llama 4
+}
+
+
+def oversized(cfg: Config) -> list[str]:
+    """Sizes beyond those of every published model: what to lower, a line each."""
+    return [
+        f"{path}={get(cfg, path)}: lower it, published models have at most {most:,}"
+        for path, most in LARGEST_PUBLISHED.items()
+        if get(cfg, path) > most
+    ]
+
+
 def bound_problems(cfg: Config) -> Iterator[str]:
     """Knobs that are wrong by themselves."""
     for path, knob in knobs().items():

@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -115,7 +115,7 @@ def compose(overrides: Sequence[str]) -> Composed:
     Raises:
         ConfigError: one line per mistake.
     """
-    mistakes = [visible(line) for text in overrides for line in _check(text)]
+    mistakes = [visible(line) for line in _mistakes(overrides)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     ConfigStore.instance().store(name="schema", node=Config)
@@ -212,14 +212,31 @@ def _leave(text: str, code: int = 0, everyone: bool = False) -> NoReturn:
     sys.exit(code)
 
 
+def _mistakes(words: Sequence[str]) -> Iterator[str]:
+    """What is wrong with the words of a command line."""
+    left, names = list(words), (*knobs(), *GROUPS)
+    while left:
+        name = left.pop(0)
+        sign = left[:1] == ["="]
+        value = left[int(sign)] if name in names and len(left) > sign else "="
+        if "=" in value or value in names:
+            yield from _check(name)
+        else:
+            del left[: 1 + sign]
+            yield f"{name}{' =' * sign} {value}: write {name}={value}, as one word"
+
+
 def _check(text: str) -> list[str]:
     """What is wrong with one override, judged by itself."""
     if "=" not in text and not text.startswith("~"):
-        return [f"{text}: expected <knob>=<value> or <group>=<option>"]
+        example = f", as in {text}={_example(text)}" if text in knobs() else ""
+        return [f"{text}: expected <knob>=<value> or <group>=<option>{example}"]
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
         key, _, value = text.partition("=")
+        if value.startswith("["):
+            return [f"{text}: cannot be read; write a list without spaces, as in '{key}=[a,b]'"]
         return [f"{text}: cannot be read; quote the value twice: {key}=\"'{value}'\""]
     key = override.key_or_group
     if override.type != OverrideType.CHANGE:
@@ -237,6 +254,8 @@ def _check_option(override: Override) -> list[str]:
     near = [name for name in known if option and option in name]
     near += [name for name in difflib.get_close_matches(option, known, n=2) if name not in near]
     meant = did_you_mean([f"{group}={name}" for name in near[:2]])
+    if group == "data" and not near:
+        meant = "; data of your own: data=indexed 'data.blend=[<prefix>]'"
     return [f"{group}={option}: no such option{meant} (options: {', '.join(known)})"]
 
 
@@ -294,6 +313,9 @@ def _undecodable() -> str:
 def _expected(knob: str) -> str:
     """`expected an integer, as in run.steps=100`."""
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    return f"expected {names.get(knobs()[knob].type, 'a list')}, as in {knob}={_example(knob)}"
+
+
+def _example(knob: str) -> str:
     kind, default = knobs()[knob].type, knobs()[knob].default
-    example = written(default) if default != [] else "[1,2]" if kind == list[int] else "[a,b]"
-    return f"expected {names.get(kind, 'a list')}, as in {knob}={example}"
+    return written(default) if default != [] else "[1,2]" if kind == list[int] else "[a,b]"

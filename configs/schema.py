@@ -254,7 +254,10 @@ class DataConfig:
     """Where tokens come from and how they are batched."""
 
     source: str = "embedded"
-    """`embedded` (bytes of the Python library), `indexed` (Megatron .bin/.idx) or `synthetic`."""
+    """`embedded` (bytes of the Python library), `indexed` (Megatron .bin/.idx) or `synthetic`.
+
+    Long runs that save on their way take `indexed`: the other two are for tests and benchmarks.
+    """
     blend: list[str] = field(default_factory=list)
     """For `indexed`: prefixes of .bin/.idx, or weights and prefixes in turn: [0.7, a, 0.3, b].
 

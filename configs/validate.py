@@ -203,6 +203,8 @@ def _folders(cfg: Config) -> Iterator[str]:
         if _is_address(get(cfg, path)):
             reason = "is an address; only folders of a (mounted) file system can be used"
             yield repair(cfg, path, reason, value)
+    if not cfg.run.dir:
+        yield repair(cfg, "run.dir", "must be a folder", "runs")
     if any(map(_is_address, cfg.data.blend)):
         reason = "has an address; copy the files to a file system that all nodes share"
         plain = [item.rpartition("/")[2] if _is_address(item) else item for item in cfg.data.blend]

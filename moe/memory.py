@@ -12,21 +12,10 @@ from pathlib import Path
 
 import torch
 
-from configs.knobs import get
+from configs.bounds import oversized
 from configs.schema import Config
 from configs.validate import data_parallel_size, expert_parallel_size
 
-_LARGEST = {
-    "model.vocab_size": 1_000_000,  # XLM-V
-    "model.layers": 128,  # Llama 3.1 405B has 126
-    "model.hidden": 20_480,  # MT-NLG
-    "model.dense_ffn": 81_920,  # MT-NLG
-    "model.moe.experts": 2_048,  # Switch-C
-    "model.moe.ffn": 81_920,
-    "model.moe.shared_ffn": 81_920,
-    "model.attention.heads": 128,  # MT-NLG, DeepSeek-V3
-    "data.sequence_length": 10_000_000,  # contexts, of Llama 4
-}
 _HOST = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -72,15 +61,6 @@ def advice(cfg: Config, world: int) -> list[str]:
         f"data.sequence_length={d.sequence_length}: lower it": True,
     }
     return [text for text, helps in knobs.items() if helps]
-
-
-def oversized(cfg: Config) -> list[str]:
-    """Sizes beyond those of every published model, as what to lower before anything else."""
-    return [
-        f"{path}={get(cfg, path)}: lower it, published models have at most {most:,}"
-        for path, most in _LARGEST.items()
-        if get(cfg, path) > most
-    ]
 
 
 def _snapshot(path: Path) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from configs.bounds import oversized
 from configs.redact import redacted
 from configs.schema import Config
 from configs.validate import ConfigError
@@ -43,6 +44,7 @@ class Findings:
 def preflight(cfg: Config) -> Findings:
     """Check data, run folder and checkpoint of a valid configuration; nothing is written."""
     found = Findings()
+    found.notes += oversized(cfg)
     checks: tuple[Callable[[Config], Iterator[str]], ...] = (_data, _folder, _checkpoint)
     for check in checks:
         try:

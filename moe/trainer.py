@@ -50,6 +50,7 @@ from parallel.progress import doing
 from parallel.run_folder import lock
 from parallel.runtime import Runtime, launcher_world, start
 from parallel.runtime import stop as stop_runtime
+from parallel.saved import NoUsableCheckpoint
 from parallel.signals import StopSignal
 from parallel.watchdog import Watchdog
 
@@ -386,8 +387,10 @@ class Trainer:
         """Notes of `moe.preflight` by rank 0, whose first error is raised on every rank."""
         answer: list[Any] = [preflight(self.cfg) if self.runtime.is_main else None]
         dist.broadcast_object_list(answer, src=0)
-        if answer[0].errors:
-            raise answer[0].errors[0]
+        for error in answer[0].errors:
+            # If none of the run's own is whole, all ranks verify them and set them aside.
+            if not (isinstance(error, NoUsableCheckpoint) and self.cfg.run.resume == "auto"):
+                raise error
         return answer[0].notes
 
     def _datasets(self, samples: int) -> tuple[Samples, Samples | None]:

@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 
+_CUDA = 13
+"""Version that the pinned torch is made for."""
 _LONGEST = 30.0
 """Seconds for the driver to wake eight GPUs that nobody uses."""
 
@@ -18,7 +20,7 @@ def names() -> list[str]:
     """Name of each GPU that this process may use; empty without a driver, or if it is stuck."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
-    command = [sys.executable, "-S", __file__]
+    command = [sys.executable, "-IS", __file__]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST)
     except (OSError, subprocess.TimeoutExpired):
@@ -33,6 +35,11 @@ def _ask() -> list[str]:
     except OSError:
         return []
     number, name, found = ctypes.c_int(), ctypes.create_string_buffer(100), []
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    if number.value // 1000 < _CUDA:
+        version = f"{number.value // 1000}.{number.value % 1000 // 10}"
+        print(f"the driver is for CUDA {version}; GPUs need one for {_CUDA}", file=sys.stderr)
+        return []
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number)):
         return []
     for index in range(number.value):

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from parallel import manifest  # noqa: E402
+from parallel import manifest, saved  # noqa: E402
 from parallel.drift import leaves  # noqa: E402
 from parallel.manifest import Commit, Invalid  # noqa: E402
 
@@ -128,16 +128,8 @@ def _contents(folder: Path, commit: Commit) -> tuple[list[tuple[str, Any, Any]],
 
 def _quick(folder: Path) -> str:
     """What names and sizes of the files tell."""
-    try:
-        files = manifest.read_commit(folder).files
-        for name, (size, _) in files.items():
-            if (found := (folder / name).stat().st_size) != size:
-                return f"damaged: {name} has {found} bytes, not {size}"
-    except FileNotFoundError as error:
-        return f"damaged: {Path(error.filename).name} is missing"
-    except Invalid as error:
-        return f"damaged: {error}"
-    return "complete"
+    problem = saved.lacking(folder)
+    return f"damaged: {problem}" if problem else "complete"
 
 
 def _line(folder: Path, state: str) -> str:

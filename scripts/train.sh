@@ -8,7 +8,7 @@ for word in "$@"; do
   case $word in -h | --help | -c | --cfg* | --check) exec "$bin/python" train.py "$@" ;; esac
 done
 echo "Phalanx: checking command line, data and run folder"
-gpus=$("$bin/python" parallel/devices.py | wc -l)
+gpus=$("$bin/python" -I parallel/devices.py | wc -l)
 ranks=$((gpus > 0 ? gpus : 2))
 # Mistakes end here, with a line each, and not in the launcher's report.
 WORLD_SIZE=$ranks "$bin/python" train.py --check "$@"

@@ -87,6 +87,12 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def announced(out: str) -> bool:
+    """Nothing was printed, or only what every run says before it looks at anything."""
+    lines = out.splitlines()
+    return not lines or [line.split()[0] for line in lines] == ["Phalanx:", "node"]
+
+
 def records(folder: Path) -> list[dict[str, Any]]:
     """Records of a run's metrics.jsonl, each step once."""
     return read(folder / "metrics.jsonl")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.distributed import run_distributed
-from tests.runs import SMALL, run, text, write_corpus
+from tests.runs import SMALL, announced, run, text, write_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "run.steps=2"]
@@ -141,6 +141,11 @@ CASES = {
         "model.moe.router.softmax_over=topk with model.moe.top_k=1",
         "set model.moe.router.softmax_over=all",
     ),
+    "no sign": Case("run.steps 20", "run.steps 20: write", "run.steps=20, as one word"),
+    "spaces": Case("run.steps = 20", "run.steps = 20: write", "run.steps=20, as one word"),
+    "no sign of a group": Case("model tiny", "model tiny: write", "model=tiny, as one word"),
+    "data of nobody": Case("data=wiki", "no such option", "data=indexed 'data.blend=[<prefix>]'"),
+    "no folder": Case("run.dir=", "run.dir= must be a folder", "set run.dir=runs"),
     "section": Case("optim=adam", "optim=adam: no such option", "did you mean optim=adamw"),
     "section as knob": Case(
         "model.moe=3", "model.moe: is a section", "as in model.moe.experts=..."
@@ -151,7 +156,7 @@ CASES = {
     "fraction for a whole number": Case("run.steps=2.5", "expected an integer", "as in run.steps="),
     "text for a switch": Case("run.tensorboard=maybe", "expected true or false", "=false"),
     "text for a list": Case("run.profile=x", "expected a list", "as in run.profile=[1,2]"),
-    "open bracket": Case("data.blend=[a", "cannot be read", "quote the value twice"),
+    "open bracket": Case("data.blend=[a", "cannot be read", "as in 'data.blend=[a,b]'"),
     "open quote": Case("run.name='a", "cannot be read", "quote the value twice"),
     "line break": Case("run.name=a\nb", "run.name=a\\nb: cannot be read", "quote the value"),
     "interpolation of nothing": Case(
@@ -421,12 +426,6 @@ def test_bad_input(name: str, tmp_path: Path) -> None:
         assert names == kept and line in (tmp_path / "runs/run/console.log").read_text()
     else:
         assert before == [] and announced(found.out) and left(tmp_path) == set()
-
-
-def announced(out: str) -> bool:
-    """Nothing was printed, or only what every run says before it looks at anything."""
-    lines = out.splitlines()
-    return not lines or [line.split()[0] for line in lines] == ["Phalanx:", "node"]
 
 
 # Known to the ranks alone: a token in the middle, a checksum, the cache of another host, the GPU.

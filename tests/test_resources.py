@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from configs.bounds import oversized
 from configs.load import load, options
 from moe import memory
 from tests.runs import SMALL, Change, before_step, records, run, text, write_corpus
@@ -213,7 +214,7 @@ def test_memory_advice_names_an_impossible_size_alone(size: str) -> None:
 
 def test_no_published_size_is_impossible() -> None:
     for name in options("model"):
-        assert memory.oversized(load([f"model={name}"])) == []
+        assert oversized(load([f"model={name}"])) == []
 
 
 def test_memory_advice_leaves_out_what_cannot_help() -> None:

@@ -83,6 +83,12 @@ def test_epochs_of_each_source_are_told(tmp_path: Path) -> None:
     assert found.notes == [f"data: {few} of 1.0 k tokens, the run reads 10.0 k = 10.0 epochs"]
 
 
+def test_an_impossible_size_is_told(tmp_path: Path) -> None:
+    (note,) = preflight(config(tmp_path, "model.vocab_size=1000000000")).notes
+    expected = "model.vocab_size=1000000000: lower it, published models have at most 1,000,000"
+    assert note == expected
+
+
 # --- folders ----------------------------------------------------------------------------------
 
 
