@@ -310,7 +310,7 @@ class RunConfig:
     """One run: length, precision, checkpoints, logging."""
 
     name: str = "default"
-    """Run folder below `dir`; the same name resumes the same run."""
+    """Run folder below `dir`; the same name resumes the same run. One run at a time has it."""
     dir: str = "runs"
     """Folder of all runs."""
     steps: int = 100

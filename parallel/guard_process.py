@@ -217,7 +217,8 @@ class GuardProcess:
         head = f"{self._verdict['text']}\n\nrank {self._where.rank} was in {at}, in a call that "
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes((head + "held up Python\n\n").encode() + stacks)
+            path.with_suffix(".new").write_bytes((head + "held up Python\n\n").encode() + stacks)
+            path.with_suffix(".new").replace(path)
 
     # --- messages ---------------------------------------------------------------------------------
 

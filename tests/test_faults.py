@@ -187,8 +187,12 @@ def test_ranks_that_cannot_run_python_end_as_well(culprit: int, tmp_path: Path) 
     with Launch(2, command, tmp_path / "out", change) as launch:
         took = check_named(launch, culprit, launch.wait(60), when)
     print(f"rank {culprit}: all ended after {took:.2f} s")
-    (stacks,) = (tmp_path / "run/failures").glob(f"*/rank_{other}.txt")
-    assert "held up Python" in stacks.read_text() and "in hold_up_python" in stacks.read_text()
+    until = time.monotonic() + 10
+    while not (stacks := list((tmp_path / "run/failures").glob(f"*/rank_{other}.txt"))):
+        assert time.monotonic() < until  # the guard writes them when its rank is gone
+        time.sleep(0.02)
+    text = stacks[0].read_text()
+    assert "held up Python" in text and "in hold_up_python" in text
 
 
 BEFORE = """
