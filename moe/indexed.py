@@ -123,29 +123,28 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
     if len(prefixes) > 1 and weights is None:
         config.blend = (prefixes, [float(training.tokens) for training, _ in counts])
     names = ["embedded"] if cfg.source == "embedded" else short_names(redacted(prefixes))
-    sources: list[list[Source]] = [[], []]
-    for part, size in enumerate(sizes):
-        for number, corpus in enumerate(corpora if size else ()):
-            share = _share(config.blend[1], number)
-            counted = counts[number][part]
-            sources[part].append(
-                Source(
-                    name=names[number],
-                    weight=share,
-                    documents=counted.documents,
-                    tokens=counted.tokens,
-                    epoch_samples=(counted.tokens - 1) // cfg.sequence_length,
-                    samples=share * size,
-                    bytes_per_token=_bytes_per_token(corpus, counted),
-                )
+    shares = (
+        [weight / sum(config.blend[1]) for weight in config.blend[1]] if config.blend[1] else [1.0]
+    )
+    sources = [
+        [
+            Source(
+                name=name,
+                weight=share,
+                documents=parts[number].documents,
+                tokens=parts[number].tokens,
+                epoch_samples=(parts[number].tokens - 1) // cfg.sequence_length,
+                samples=share * size,
+                bytes_per_token=_bytes_per_token(corpus, parts[number]),
             )
+            for name, share, corpus, parts in zip(names, shares, corpora, counts, strict=True)
+            if size
+        ]
+        for number, size in enumerate(sizes)
+    ]
     stamps = [corpus.stamp for corpus in corpora]
     mark = digest([stamps, config.blend[1], config.split, cfg.sequence_length, cfg.seed])
     return Plan(config, mark, sources)
-
-
-def _share(weights: Sequence[float] | None, number: int) -> float:
-    return weights[number] / sum(weights) if weights else 1.0
 
 
 def _bytes_per_token(corpus: Corpus, part: "_Part") -> float | None:
