@@ -1,4 +1,4 @@
-"""What a run reads of each data source: the table of the start page, and the units of its losses.
+"""What a run reads of each data source: the table of the start page, and bytes behind its tokens.
 
 Built by `moe.indexed` from files that were checked, before anything is read of them.
 """

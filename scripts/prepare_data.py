@@ -302,7 +302,8 @@ def join(
         for shard in shards:
             with shard.ids(folder).open("rb") as stream:
                 shutil.copyfileobj(stream, joined, 1 << 22)
-    lengths = np.concatenate([np.load(shard.lengths(folder)) for shard in shards])
+    # An empty file has no shard.
+    lengths = np.concatenate([np.zeros(0, np.int32), *(np.load(s.lengths(folder)) for s in shards)])
     write_index(made[2], recipe.dtype, lengths)
     counts = [Counts.read(shard.counts(folder)) for shard in shards]
     empty, without_tokens = sum(c.empty for c in counts), sum(c.without_tokens for c in counts)

@@ -340,6 +340,7 @@ def touch(path: Path) -> Path:
         (lambda f: [*bad_parquet(f), "--key", "body"], "no column 'body' (columns: text)"),
         (lambda f: [touch(f / "b.parquet"), "--bytes"], "b.parquet is not a Parquet file"),
         (lambda f: [lines(f, '{"text": ""}'), "--bytes"], "the inputs hold no text"),
+        (lambda f: [lines(f), "--bytes"], "the inputs hold no text"),
         (lambda f: [f / "none.jsonl", "--bytes"], "none.jsonl does not exist"),
         (lambda f: [touch(f / "a.csv"), "--bytes"], "a.csv is none of .jsonl"),
         (lambda f: [f, "--bytes"], "holds no .jsonl, .txt, .parquet files"),
