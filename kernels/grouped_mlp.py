@@ -13,7 +13,7 @@ expert width, H = 2F for gated activations and F for others, e(s) the expert of 
 import torch
 from torch import Tensor
 
-from kernels import ops
+from kernels import debug, ops
 from kernels.activation import Activation
 from kernels.backend import NO_MARGINS, Margins, Rows
 from kernels.ops import Traffic
@@ -71,7 +71,8 @@ def grouped_mlp(
         out_ND in x's dtype, added in fp32 in the order of k and rounded once; 0 without experts.
 
     Raises:
-        ValueError: unknown backend, or shapes and dtypes that do not fit together.
+        ValueError: unknown backend, or shapes and dtypes that do not fit together; with
+            PHALANX_DEBUG=1 also indices of rows that are not there (`kernels.debug`).
     """
     rows = Rows(row_index_S, row_prob_S, offsets, inverse_NK, order_L)
     _check(x_ND, w1, w2, b1, b2, rows, activation)
@@ -228,8 +229,10 @@ def combine(
         out_ND in y's dtype.
 
     Raises:
-        ValueError: unknown backend.
+        ValueError: unknown backend; with PHALANX_DEBUG=1 a row that is not there.
     """
+    if debug.on():
+        debug.check_inverse(inverse_NK, int(offsets[-1]))
     return ops.combine(y_SD, row_index_S, offsets, inverse_NK, backend)
 
 
@@ -302,6 +305,8 @@ def _check(
             raise ValueError(
                 f"{name} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}"
             )
+    if debug.on():
+        debug.check_rows(rows, N)
 
 
 def _shapes(*tensors: Tensor) -> str:

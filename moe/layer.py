@@ -43,7 +43,7 @@ class MoEOptions:
     backend: str
     """Expert backend, as resolved by `kernels.registry`."""
     dispatch: str
-    """Transport to the experts: `local`, `alltoall`, `symm`, `hier` or `auto`."""
+    """Transport to the experts: one of `parallel.dispatch.TRANSPORTS`."""
     budget: Budget
     """Rows kept for the experts of a rank, shared by all layers."""
     margins: Margins = NO_MARGINS

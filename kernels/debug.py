@@ -1,0 +1,58 @@
+"""Checks of values under PHALANX_DEBUG=1: they read the device, so that the host waits for it.
+
+Without them an expert id that no expert has counts as none, and a plan is taken at its word.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from kernels.backend import Rows
+
+VARIABLE = "PHALANX_DEBUG"
+
+
+def on() -> bool:
+    """Whether to check now: not while a CUDA graph is captured or torch.compile traces."""
+    if os.environ.get(VARIABLE, "0") in ("", "0") or torch.compiler.is_compiling():
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def check_expert_ids(topk_idx: Tensor, experts: int) -> None:
+    """Raise ValueError for the first id that is not from -1 to `experts` - 1."""
+    fix = f"choose an expert from 0 to {experts - 1}, or -1 for none"
+    _check("topk_idx", topk_idx, -1, experts, fix)
+
+
+def check_rows(rows: Rows, tokens: int) -> None:
+    """Raise ValueError for the first entry of a plan that points nowhere.
+
+    Args:
+        rows: as the expert MLP takes them; what `index_S` holds in the padding is not looked at.
+        tokens: rows of x.
+    """
+    S = tokens if rows.index_S is None else rows.index_S.shape[0]
+    _check("offsets", rows.offsets, 0, S + 1, f"there are {S} expert rows")
+    steps = rows.offsets.diff()
+    _check("offsets.diff()", steps, 0, None, "give the experts' first rows in their order")
+    used = int(rows.offsets[-1])
+    if rows.index_S is not None:
+        _check("row_index_S", rows.index_S[:used], 0, tokens, f"x has {tokens} rows")
+    if rows.inverse_NK is not None:
+        check_inverse(rows.inverse_NK, used)
+
+
+def check_inverse(inverse_NK: Tensor, rows: int) -> None:
+    """Raise ValueError for the first place that is none of `rows` expert rows and not -1."""
+    _check("inverse_NK", inverse_NK, -1, rows, f"offsets end at row {rows}; -1 is for no row")
+
+
+def _check(name: str, values: Tensor, low: int, end: int | None, fix: str) -> None:
+    bad = values < low if end is None else (values < low) | (values >= end)
+    if values.is_meta or not bad.any():
+        return
+    place = bad.nonzero()[0].tolist()
+    allowed = f"at least {low}" if end is None else f"{low} to {end - 1}"
+    raise ValueError(f"{name}{place} is {int(values[tuple(place)])}, not {allowed}: {fix}")
