@@ -6,8 +6,10 @@ last F.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
-KINDS = ("swiglu", "geglu", "quick_geglu", "squared_relu")
+GATED = ("swiglu", "geglu", "quick_geglu")
+KINDS = (*GATED, "squared_relu")
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,19 @@ class Activation:
     @property
     def gated(self) -> bool:
         """Whether a linear half multiplies the activated one."""
-        return self.kind != "squared_relu"
+        return self.kind in GATED
 
     def width(self, ffn: int) -> int:
         """H, the rows of W1 and b1 of an expert of width `ffn`."""
         return 2 * ffn if self.gated else ffn
+
+
+def unknown(kind: str, file: str) -> ValueError:
+    """What a backend raises that has no formula for a kind.
+
+    Args:
+        kind: of KINDS.
+        file: where the formula belongs, as `__file__`.
+    """
+    here = "/".join(Path(file).parts[-2:])
+    return ValueError(f"{here} has no formula for activation {kind!r}: add it there")

@@ -12,6 +12,7 @@ expert width, H = 2F for gated activations and F for others, e(s) the expert of 
 import torch
 from torch import Tensor
 
+from kernels import debug
 from kernels.activation import Activation
 from kernels.autograd import ExpertMLP, How, Traffic, stack
 from kernels.expert_plan import ExpertPlan, one_group
@@ -49,7 +50,8 @@ def grouped_mlp(
         NaN).
 
     Raises:
-        ValueError: unknown backend, or shapes and dtypes that do not fit together.
+        ValueError: unknown backend, or shapes and dtypes that do not fit together; with
+            PHALANX_DEBUG=1 also indices of rows that are not there (`kernels.debug`).
     """
     check(x_ND, weights, plan, spec.activation)
     if traffic is not None and spec.backend != "fused":
@@ -119,6 +121,8 @@ def check(x: Tensor, weights: MLPWeights, plan: ExpertPlan, act: Activation) -> 
             raise ValueError(
                 f"{name} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}"
             )
+    if debug.on():
+        debug.check_plan(plan, N)
 
 
 def _shapes(*tensors: Tensor) -> str:

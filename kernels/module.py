@@ -1,7 +1,7 @@
 """The expert MLP of an MoE layer as a plain torch module, for models that are not Megatron-Core's.
 
 It plans, runs the experts and adds up; the router is the caller's. All experts are on this device,
-so no token can be left out and nothing is read on the host.
+so no token can be left out and nothing is read on the host, unless PHALANX_DEBUG=1 has it checked.
 
 Legend: T tokens, K experts per token, L experts, D hidden, F expert width.
 """
@@ -9,6 +9,7 @@ Legend: T tokens, K experts per token, L experts, D hidden, F expert width.
 import torch
 from torch import Tensor, nn
 
+from kernels import debug
 from kernels.activation import Activation
 from kernels.grouped_mlp import check, differentiates
 from kernels.mlp_spec import Margins, MLPSpec, MLPWeights
@@ -97,14 +98,17 @@ class GroupedMLP(nn.Module):
 
         Args:
             x: [..., D] in the parameters' dtype.
-            topk_idx: [..., K] integers, experts of each token; -1 for none.
+            topk_idx: [..., K] integers, experts of each token from 0 to L - 1; -1 for none. Any
+                other id counts as none too, and adds nothing to its token, unless PHALANX_DEBUG=1
+                is set: then it is an error, at the price of a wait for the device in every call.
             topk_prob: [..., K] their weights, used in fp32.
 
         Returns:
             [..., D] in x's dtype.
 
         Raises:
-            ValueError: shapes or dtypes that do not fit, or a backend that cannot run here.
+            ValueError: shapes or dtypes that do not fit, or a backend that cannot run here; with
+                PHALANX_DEBUG=1 an id that is not from -1 to L - 1, with its place.
         """
         want = (*x.shape[:-1], self.top_k)
         if x.shape[-1:] != (self.hidden,) or topk_idx.shape != want or topk_prob.shape != want:
@@ -112,6 +116,10 @@ class GroupedMLP(nn.Module):
                 f"expected x [..., {self.hidden}] and topk_idx, topk_prob [..., {self.top_k}], "
                 f"not {list(x.shape)}, {list(topk_idx.shape)} and {list(topk_prob.shape)}"
             )
+        if topk_idx.is_floating_point() or topk_idx.is_complex() or topk_idx.dtype == torch.bool:
+            raise ValueError(f"topk_idx must hold integers, expert ids, not {topk_idx.dtype}")
+        if debug.on():
+            debug.check_expert_ids(topk_idx, self.experts)  # before they are cut to int32
         x_TD = x.reshape(-1, self.hidden)
         spec = self._spec(x.device, x.dtype)
         plan = make_plan(
@@ -121,6 +129,7 @@ class GroupedMLP(nn.Module):
             local_experts=self.experts,
             rows=max(1, x_TD.shape[0] * self.top_k),
             backend=spec[2],
+            experts=self.experts,
         )
         weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
         check(x_TD, weights, plan, self.activation)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels import debug
 from kernels.backend import PlanSize
 from kernels.expert_plan import ExpertPlan
 from kernels.providers import provider
@@ -27,21 +28,27 @@ def make_plan(
     local_experts: int,
     rows: int,
     backend: str = "torch",
+    experts: int | None = None,
 ) -> ExpertPlan:
     """Sort the pairs of this rank's experts into `rows` expert rows.
 
     Args:
-        topk_idx_NK: int32 global expert ids; an id outside this rank's range has no row here.
+        topk_idx_NK: int32 global expert ids; an id outside this rank's range has no row here,
+            be it another rank's, -1 for no expert, or that of no expert at all.
         topk_prob_NK: fp32 probabilities; gradients flow back through `row_prob_S`.
         first_expert: global id of local expert 0.
         local_experts: L.
         rows: S. If more are needed the last experts lack rows; `needed` tells: rerun the step.
         backend: `reference`, `torch` or `fused`, with equal results.
+        experts: of all ranks; given, PHALANX_DEBUG=1 checks that ids are from -1 to experts - 1.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, a size is out of range, or an unknown backend.
+        ValueError: shapes or dtypes do not fit, a size is out of range, or an unknown backend; with
+            PHALANX_DEBUG=1 an id that is neither an expert's nor -1.
     """
     check_routing(topk_idx_NK, topk_prob_NK)
+    if experts is not None and debug.on():
+        debug.check_expert_ids(topk_idx_NK, experts)
     if not 1 <= local_experts <= MAX_EXPERTS:
         raise ValueError(f"a rank holds 1 to {MAX_EXPERTS} experts, not {local_experts}")
     if rows < 1:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.activation import Activation
+from kernels.activation import Activation, unknown
 from kernels.backend import HiddenGrads, Linear, Operand, PlanSize, put
 from kernels.expert_plan import ExpertPlan
 from kernels.main_grad import Buffer
@@ -31,8 +31,10 @@ def activation(h: Tensor, act: Activation) -> Tensor:
             value = F.gelu(gate)
         case "quick_geglu":
             value = gate * torch.sigmoid(act.alpha * gate)
-        case _:
+        case "squared_relu":
             value = gate.relu().square()
+        case _:
+            raise unknown(act.kind, __file__)
     return value if up is None else value * (up + act.offset)
 
 
@@ -53,8 +55,10 @@ def activation_backward(dvalue: Tensor, h: Tensor, act: Activation) -> Tensor:
         case "quick_geglu":
             s = torch.sigmoid(act.alpha * gate)
             dgate, value = scaled * s * (1 + act.alpha * gate * (1 - s)), gate * s
-        case _:
+        case "squared_relu":
             return torch.where(gate_passes, scaled * 2 * gate.relu(), 0.0)
+        case _:
+            raise unknown(act.kind, __file__)
     dup = torch.where(up_passes, dvalue * value, 0.0)
     return torch.cat((torch.where(gate_passes, dgate, 0.0), dup), -1)
 

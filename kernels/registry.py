@@ -2,8 +2,8 @@
 
 The start of a run resolves `kernels.*` of the config against the facts of this machine and model,
 and prints `table`. A forced choice that cannot run is an error with its reason; `auto` takes the
-first that can run and says what it passed over. Predicates look at `Facts` alone and import
-nothing.
+first that can run, unless one after it is faster here, and says what it passed over. Predicates
+look at `Facts` alone and import nothing.
 """
 
 import importlib.util
@@ -79,6 +79,8 @@ class _Backend:
     """The reason why it cannot run, or None."""
     auto: bool = True
     """Whether `auto` considers it."""
+    slower: Callable[[Facts], str | None] | None = None
+    """Why `auto` leaves it for one after it although it can run, or None."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ def _best(op: str, facts: Facts) -> Choice:
         if not backend.auto:
             continue
         reason = backend.refuse(facts)
+        if reason is None and backend.slower is not None:
+            reason = backend.slower(facts)
         if reason is None:
             return Choice(op, backend.name, "; ".join(["auto", *refused]))
         refused.append(f"not {backend.name}: {reason}")
@@ -234,6 +238,16 @@ def _torch_experts(facts: Facts) -> str | None:
     return None
 
 
+def _torch_experts_on_cpu(facts: Facts) -> str | None:
+    if facts.device != "cpu" or facts.experts > _LOOPED_EXPERTS:
+        return None
+    return "slower than reference on a CPU, which computes no rows of padding"
+
+
+_LOOPED_EXPERTS = 32
+"""On a CPU up to here a loop over a rank's experts costs less than work on rows of padding."""
+
+
 def _sdpa(facts: Facts) -> str | None:
     if facts.sinks:
         return "has no sinks"
@@ -273,7 +287,7 @@ _OPS = {
         backends=(
             _Backend("fused", _fused_experts),
             _Backend("te", _te_experts),
-            _Backend("torch", _torch_experts),
+            _Backend("torch", _torch_experts, slower=_torch_experts_on_cpu),
             _Backend("reference", _always),
             _Backend("megatron", _always, auto=False),
         ),

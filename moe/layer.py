@@ -39,7 +39,7 @@ class MoEOptions:
     spec: MLPSpec
     """How routed and shared experts are computed."""
     dispatch: str
-    """Transport to the experts: `local`, `alltoall`, `symm`, `hier` or `auto`."""
+    """Transport to the experts: one of `parallel.dispatch.TRANSPORTS`."""
     budget: Budget
     """Rows kept for the experts of a rank, shared by all layers."""
     symm: SymmOptions = SymmOptions()

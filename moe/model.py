@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from configs.schema import Config, ModelConfig, MoEConfig
+from kernels.activation import unknown
 from moe.attention import LatentAttention, core_attention
 from moe.baseline import StockMoE, router_kwargs
 from moe.grouped_attention import GroupedAttention
@@ -65,6 +66,8 @@ def _activation(moe: MoEConfig) -> Callable[..., torch.Tensor]:
         "quick_geglu": lambda x: x * torch.sigmoid(moe.activation_alpha * x),
         "squared_relu": lambda x: F.relu(x).square(),
     }
+    if moe.activation not in functions:
+        raise unknown(moe.activation, __file__)
     return functions[moe.activation]
 
 

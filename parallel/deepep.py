@@ -66,6 +66,7 @@ class DeepEP:
             local_experts=len(counts),
             rows=ROW_MULTIPLE * max(1, -(-int(counts.sum()) // ROW_MULTIPLE)),
             backend=self._backend,
+            experts=len(counts),
         )
         return Received(rows_ND, plan, None, (handle, N))
 

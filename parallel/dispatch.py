@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels import debug
 from kernels.expert_plan import ExpertPlan
 from kernels.plan import check_routing, make_plan
 from parallel import deepep, nodes
@@ -93,6 +94,8 @@ class BudgetPlanner:
                 f"tokens {tuple(x_TD.shape)} do not fit expert ids {tuple(topk_idx_TK.shape)} "
                 f"with {self._slots.width} slots for top_k={self._slots.top_k}"
             )
+        if debug.on():
+            debug.check_expert_ids(topk_idx_TK, self._ranks * self._local)
 
     def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
         tokens, slots = topk_idx_NK.shape[0] // self._ranks, self._slots
@@ -178,16 +181,19 @@ def make_dispatcher(
     first = 0 if group is None else dist.get_rank(group) * local
     plan = BudgetPlanner(slots, budget, backend, ranks, first, local)
     waits = backend == "fused"
-    if group is None or name == "local":
+    if name == "local":
         return Local(plan)
+    assert group is not None  # `check_transport` has seen to it
     if name == "alltoall":
         return AllToAll(group, plan)
     if name == "symm":
         return Symm(group, plan, local=local, options=symm, waits=waits)
     if name == "deepep":
         return deepep.DeepEP(group, plan, experts=experts, backend=backend, sms=symm.comm_sms)
-    spanned = nodes.nodes_of(group)
-    return Hier(spanned, plan, local=local, dtype=dtype, options=symm, waits=waits)
+    if name == "hier":
+        spanned = nodes.nodes_of(group)
+        return Hier(spanned, plan, local=local, dtype=dtype, options=symm, waits=waits)
+    raise ValueError(f"parallel.dispatch={name} is not built: add it to make_dispatcher")
 
 
 TRANSPORTS = ("auto", "local", "alltoall", "symm", "hier", "deepep")
@@ -216,9 +222,9 @@ def _refusal(name: str, group: dist.ProcessGroup | None, dtype: torch.dtype) -> 
             f"parallel.dispatch=local serves one rank, but parallel.expert is {ranks}: "
             "set parallel.dispatch=alltoall or parallel.expert=1"
         )
-    if name == "alltoall" and group is None:
+    if group is None and name in TRANSPORTS and name not in ("auto", "local"):
         return (
-            "parallel.dispatch=alltoall needs an expert-parallel process group: "
+            f"parallel.dispatch={name} needs an expert-parallel process group: "
             "set parallel.dispatch=local"
         )
     against = ""

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from kernels.activation import Activation
+from kernels.activation import Activation, unknown
 from kernels.sm90 import ptx
 
 _LOG2E = math.log2(math.e)
@@ -59,10 +59,12 @@ def _activate(act: Activation, x: Float32) -> tuple[Float32, Float32]:
     if act.kind == "geglu":
         cdf, density = _normal(x)
         return x * cdf, cdf + x * density
-    alpha = act.alpha if act.kind == "quick_geglu" else 1.0
-    s = cute.arch.rcp_approx(1.0 + ptx.exp2(x * Float32(-alpha * _LOG2E)))
-    value = x * s
-    return value, s + alpha * (value - value * s)
+    if act.kind in ("swiglu", "quick_geglu"):
+        alpha = act.alpha if act.kind == "quick_geglu" else 1.0
+        s = cute.arch.rcp_approx(1.0 + ptx.exp2(x * Float32(-alpha * _LOG2E)))
+        value = x * s
+        return value, s + alpha * (value - value * s)
+    raise unknown(act.kind, __file__)
 
 
 def _normal(x: Float32) -> tuple[Float32, Float32]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.activation import Activation
+from kernels.activation import Activation, unknown
 from kernels.expert_plan import ExpertPlan
 from kernels.grouped_mlp import grouped_mlp
 from kernels.mlp_spec import MLPSpec, MLPWeights
@@ -230,8 +230,10 @@ def formula(h: Tensor, act: Activation) -> Tensor:
         return torch.where(gate > 0, gate**2, 0.0)
     if act.kind == "geglu":
         value = gate * torch.special.ndtr(gate)
-    else:
+    elif act.kind in ("swiglu", "quick_geglu"):
         value = gate / (1 + torch.exp(-gate * (act.alpha if act.kind == "quick_geglu" else 1)))
+    else:
+        raise unknown(act.kind, __file__)
     return value * (up + act.offset)
 
 

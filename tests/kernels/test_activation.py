@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from configs.bounds import CHOICES
+from configs.schema import MoEConfig
+from kernels import activation as table
 from kernels.activation import Activation
 from kernels.backend import Linear, Operand
 from kernels.expert_plan import ExpertPlan
-from kernels.reference import Reference, activation
-from kernels.torch_backend import Grouped
+from kernels.reference import Reference, activation, activation_backward
+from kernels.torch_backend import Grouped, _activate
 from tests.kernels.problems import ACTIVATIONS, formula
 
 
@@ -40,6 +43,54 @@ def test_derivative_up_to_the_edges(act):
         torch.testing.assert_close(dprob.double(), value.detach().sum(1), rtol=1e-5, atol=1e-5)
 
 
+def test_every_kind_is_tested_and_can_be_chosen():
+    kinds = set(table.KINDS)
+    assert kinds == {act.kind for act in ACTIVATIONS} == set(CHOICES["model.moe.activation"])
+    assert {act.kind for act in ACTIVATIONS if act.limit} == kinds
+    assert {act.kind for act in ACTIVATIONS if act.gated} == set(table.GATED)
+
+
+@pytest.fixture
+def nameless(monkeypatch):
+    """A kind that has a name and no formula."""
+    for name in ("KINDS", "GATED"):
+        monkeypatch.setattr(table, name, (*getattr(table, name), "nameless"))
+    return Activation("nameless")
+
+
+def in_sm90(act, h):
+    pytest.importorskip("cutlass")
+    from kernels.sm90.activate import forward
+
+    return forward(act, 1.0, 1.0)
+
+
+def in_model(act, h):
+    from moe.model import _activation
+
+    return _activation(MoEConfig(activation=act.kind))
+
+
+FORMULAS = {
+    "kernels/reference.py": activation,
+    "kernels/reference.py, backward": lambda act, h: activation_backward(h[:, :2], h, act),
+    "kernels/torch_backend.py": lambda act, h: _activate(h, act),
+    "sm90/activate.py": in_sm90,
+    "moe/model.py": in_model,
+    "kernels/problems.py": lambda act, h: formula(h, act),
+}
+
+
+@pytest.mark.parametrize("file", FORMULAS)
+def test_a_kind_without_a_formula_is_no_other_kind(nameless, file):
+    h = torch.ones(2, 4)
+    call = FORMULAS[file]
+    with pytest.raises(ValueError) as error:
+        call(h, nameless) if call is activation else call(nameless, h)
+    named = file.partition(",")[0]
+    assert str(error.value) == f"{named} has no formula for activation 'nameless': add it there"
+
+
 def test_width_and_gate():
     assert Activation("swiglu").width(24) == 48
     assert Activation("squared_relu").width(24) == 24
@@ -49,7 +100,7 @@ def test_width_and_gate():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gelu",), "unknown activation 'gelu': set model.moe.activation to one of swiglu,"),
+        (("gelu",), "unknown activation 'gelu': set model.moe.activation to one of"),
         (("swiglu", 1.0, -1.0), "model.moe.activation_limit"),
         (("swiglu", 1.0, float("nan")), "model.moe.activation_limit"),
     ],

@@ -23,10 +23,14 @@ A100 = replace(H200, capability=(8, 0))
 @pytest.mark.parametrize(
     ("op", "facts", "backend"),
     [
-        ("grouped_mlp", CPU, "torch"),
-        ("grouped_mlp", replace(CPU, dtype=torch.float32), "torch"),
+        ("grouped_mlp", CPU, "reference"),
+        ("grouped_mlp", replace(CPU, dtype=torch.float32), "reference"),
+        ("grouped_mlp", replace(CPU, experts=32), "reference"),
+        ("grouped_mlp", replace(CPU, experts=33), "torch"),
+        ("grouped_mlp", replace(CPU, experts=33, dtype=torch.float32), "torch"),
+        ("grouped_mlp", replace(CPU, experts=33, hidden=60), "reference"),
         ("grouped_mlp", replace(CPU, hidden=60), "reference"),
-        ("grouped_mlp", replace(CPU, hidden=60, dtype=torch.float32), "torch"),
+        ("grouped_mlp", replace(CPU, experts=33, hidden=60, dtype=torch.float32), "torch"),
         ("grouped_mlp", replace(CPU, ffn=50, dtype=torch.float32), "reference"),
         ("grouped_mlp", replace(CPU, dtype=torch.float64), "reference"),
         ("grouped_mlp", WITH_DSL, "fused"),
@@ -38,7 +42,7 @@ A100 = replace(H200, capability=(8, 0))
         ("grouped_mlp", replace(WITH_DSL, slots=20), "torch"),
         ("grouped_mlp", replace(WITH_DSL, capability=(10, 0)), "torch"),
         ("grouped_mlp", replace(WITH_DSL, dtype=torch.float32), "reference"),
-        ("grouped_mlp", replace(CPU, ffn=128, packages=WITH_DSL.packages), "torch"),
+        ("grouped_mlp", replace(CPU, ffn=128, packages=WITH_DSL.packages), "reference"),
         ("grouped_mlp", replace(H200, ffn=128), "torch"),
         ("grouped_mlp", H200, "torch"),
         ("grouped_mlp", replace(H200, capability=(10, 0)), "torch"),
@@ -76,6 +80,9 @@ def test_auto_says_what_it_passed_over():
     assert "not torch: needs CUDA capability 9.x or 10.x, not 8.0" in reason
     assert "megatron" not in reason.replace("kernels=megatron", "")
     assert resolve("norm", "auto", WITH_TE).reason == "auto"
+    slower = "not torch: slower than reference on a CPU, which computes no rows of padding"
+    assert slower in resolve("grouped_mlp", "auto", CPU).reason
+    assert "slower" not in resolve("grouped_mlp", "auto", A100).reason
 
 
 @pytest.mark.parametrize(
@@ -221,6 +228,12 @@ def test_the_compiler_to_install_is_the_pinned_one():
     wanted = tomllib.loads(page.read_text())["project"]["dependencies"]
     reason = resolve("grouped_mlp", "auto", replace(H200, ffn=128)).reason
     assert any(f"pip install '{one}'" in reason for one in wanted)
+
+
+def test_what_is_slower_runs_where_it_is_asked_for():
+    assert resolve("grouped_mlp", "torch", CPU) == Choice(
+        "grouped_mlp", "torch", "kernels.backend=torch"
+    )
 
 
 def test_import_is_light():

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.schema import AttentionConfig, ModelConfig, MoEConfig
+from kernels.activation import unknown
 
 
 def correction_index(rotations: float, context: int, theta: float, d: int) -> float:
@@ -103,8 +104,10 @@ def gated(h: Tensor, e: MoEConfig) -> Tensor:
         gate = gate / (1 + (-gate).exp())
     elif e.activation == "geglu":
         gate = gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
-    else:
+    elif e.activation == "quick_geglu":
         gate = gate / (1 + (-e.activation_alpha * gate).exp())
+    else:
+        raise unknown(e.activation, __file__)
     return gate * (up + e.activation_offset)
 
 

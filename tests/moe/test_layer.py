@@ -126,6 +126,7 @@ def expert(x_D: Tensor, w1: Tensor, w2: Tensor, b1: Any, b2: Any, e: Any) -> Ten
         if e.activation_limit:
             gate = gate.clamp(max=e.activation_limit)
             up = up.clamp(-e.activation_limit, e.activation_limit)
+        assert e.activation in ("swiglu", "quick_geglu")
         slope = e.activation_alpha if e.activation == "quick_geglu" else 1.0
         a = gate * torch.sigmoid(slope * gate) * (up + e.activation_offset)
     return w2 @ a + (0 if b2 is None else b2)

@@ -7,14 +7,16 @@ kernel may leave them.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.dispatch import Dispatcher, Local, Received, Slots, make_dispatcher
+from configs.bounds import CHOICES
+from parallel import dispatch as transports
+from parallel.dispatch import TRANSPORTS, Dispatcher, Local, Received, Slots, make_dispatcher
 from parallel.overflow import Budget
 from tests.distributed import run_distributed
 from tests.kernels.problems import Combine
@@ -137,12 +139,11 @@ def assert_exact(result: Result, case: Case) -> None:
         assert torch.equal(got.double(), exact), name
 
 
-def rank_layer(case: Case) -> Result:
+def rank_layer(case: Case, name: str) -> Result:
     budget = Budget(8.0, CPU)
     group = dist.group.WORLD
-    dispatcher = make_dispatcher(
-        "alltoall", group=group, experts=EXPERTS, slots=SLOTS, budget=budget
-    )
+    how: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=budget, dtype=case.x_TD.dtype)
+    dispatcher = make_dispatcher(name, group=group, **how)
     result = run_layer(dispatcher, case, dist.get_rank(), dist.get_world_size())
     assert not budget.overflowed(group)
     again = run_layer(dispatcher, case, dist.get_rank(), dist.get_world_size())
@@ -150,14 +151,15 @@ def rank_layer(case: Case) -> Result:
     return result
 
 
-def layer(case: Case, ranks: int) -> Result:
-    """The whole layer over `ranks` ranks; 0 ranks is the local transport."""
+def layer(case: Case, name: str, ranks: int) -> Result:
+    """The whole layer over `ranks` ranks; 0 ranks have no process group."""
     if ranks == 0:
-        local = make_dispatcher(
-            "local", group=None, experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU)
+        made = make_dispatcher(
+            name, group=None, experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU)
         )
-        return run_layer(local, case, 0, 1)
-    return Result(*map(torch.cat, zip(*run_distributed(rank_layer, ranks, case), strict=True)))
+        return run_layer(made, case, 0, 1)
+    results = run_distributed(rank_layer, ranks, case, name)
+    return Result(*map(torch.cat, zip(*results, strict=True)))
 
 
 ROUTINGS = (
@@ -167,24 +169,42 @@ ROUTINGS = (
     "all to one rank",
     "all to the same experts",
 )
-RANKS = [pytest.param(r, marks=pytest.mark.dist if r else ()) for r in (0, 1, 2, 4)]
+ELSEWHERE = {
+    "auto": "one of the others",
+    "symm": "tests/parallel/test_symm.py and test_symm_gpu.py: it needs GPUs",
+    "hier": "tests/parallel/test_hier.py: it needs several nodes",
+    "deepep": "tests/parallel/test_deepep.py: it needs its package",
+}
+"""Transports that gloo ranks of one node cannot run, and where their tests are."""
+LAYERS = [
+    pytest.param(name, ranks, marks=pytest.mark.dist if ranks else (), id=f"{name}-{ranks}")
+    for name in TRANSPORTS
+    if name not in ELSEWHERE
+    for ranks in ((0,) if name == "local" else (1, 2, 4))
+]
+"""Names and numbers of ranks: a transport is here as soon as `TRANSPORTS` has its name."""
+
+
+def test_every_transport_can_be_chosen() -> None:
+    assert CHOICES["parallel.dispatch"] == TRANSPORTS
+    assert set(ELSEWHERE) <= set(TRANSPORTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ROUTINGS)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_equals_the_dense_statement(ranks: int, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "ranks"), LAYERS)
+def test_equals_the_dense_statement(name: str, ranks: int, kind: str, dtype: torch.dtype) -> None:
     case = make_case(kind, dtype)
-    assert_near(layer(case, ranks), case)
+    assert_near(layer(case, name, ranks), case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["even", "unequal"])
-@pytest.mark.parametrize("ranks", RANKS)
-def test_exact_on_integers(ranks: int, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "ranks"), LAYERS)
+def test_exact_on_integers(name: str, ranks: int, kind: str, dtype: torch.dtype) -> None:
     """Without rounding, every number of ranks gives the same bits: no row is lost or misplaced."""
     case = make_case(kind, dtype, integer=True)
-    assert_exact(layer(case, ranks), case)
+    assert_exact(layer(case, name, ranks), case)
 
 
 def all_to_all(experts: int, top_k: int) -> Dispatcher:
@@ -264,8 +284,11 @@ def refusals() -> list[str]:
         ("alltoall", 7, 2),
         ("symmetric", 8, 2),
         ("auto", 8, 9),
+        ("nameless", 8, 2),
     ):
-        with pytest.raises(ValueError) as error:
+        known = (*TRANSPORTS, "nameless") if name == "nameless" else TRANSPORTS
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as error:
+            patch.setattr(transports, "TRANSPORTS", known)  # a name without a class
             make_dispatcher(
                 name,
                 group=dist.group.WORLD,
@@ -279,11 +302,12 @@ def refusals() -> list[str]:
 
 @pytest.mark.dist
 def test_a_transport_that_cannot_run_names_the_override() -> None:
-    local, divide, unknown, top_k = run_distributed(refusals, 2)[0]
+    local, divide, unknown, top_k, nameless = run_distributed(refusals, 2)[0]
     assert "parallel.dispatch=alltoall or parallel.expert=1" in local
     assert "set parallel.expert to a divisor" in divide
-    assert "auto, local, alltoall, symm, hier or deepep" in unknown
+    assert f"set it to {', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]}" in unknown
     assert "model.moe.top_k=9" in top_k
+    assert nameless == "parallel.dispatch=nameless is not built: add it to make_dispatcher"
 
 
 def test_one_rank_is_local_and_copies_nothing() -> None:
