@@ -30,6 +30,7 @@ from moe.shared import SharedExperts
 from parallel.dispatch import make_dispatcher
 from parallel.exchange import SymmOptions
 from parallel.overflow import Budget
+from parallel.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class MoEOptions:
     """Of the experts."""
     backend: str
     """Expert backend, as resolved by `kernels.registry`."""
-    dispatch: str
-    """Transport to the experts: `local`, `alltoall`, `symm`, `hier` or `auto`."""
+    transport: Transport
+    """To the experts, as all ranks have agreed on it."""
     budget: Budget
     """Rows kept for the experts of a rank, shared by all layers."""
     margins: Margins = NO_MARGINS
@@ -97,13 +98,12 @@ class MoE(MoELayer):
             backend=options.backend,
         )
         self.dispatcher = make_dispatcher(
-            options.dispatch,
+            options.transport,
             group=pg_collection.ep,
             experts=moe.experts,
             slots=self.router.slots,
             budget=options.budget,
             backend=options.backend,
-            dtype=config.params_dtype,
             symm=options.symm,
         )
         how: dict[str, Any] = dict(

@@ -21,13 +21,13 @@ from moe.fused_topk import refuse
 from moe.init import initialize
 from moe.layer import MoEOptions
 from moe.model import Backends, Layout, build, embedding_stages, transformer_config
-from parallel import nodes
-from parallel.dispatch import check_transport
 from parallel.engine import Engine
 from parallel.exchange import SymmOptions
 from parallel.groups import Groups, create
 from parallel.overflow import Budget
 from parallel.runtime import Runtime
+from parallel.transport import Transport, choose_transport, of_megatron
+from parallel.transport import choices as transport_choices
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Job:
     runtime: Runtime
     groups: Groups
     choices: list[Choice]
+    """Kernels, transport and overlap, with their reasons."""
     budget: Budget
     engine: Engine
 
@@ -111,14 +112,18 @@ def setup(cfg: Config, runtime: Runtime) -> Job:
         embedding_stages=embedding_stages(cfg, config),
         timeout=p.timeout,
     )
-    if p.dispatch in ("auto", "hier"):
-        nodes.reason_against(groups.pg.ep)  # a stage may have no MoE layer that would ask
     experts, attention, norm = (c.backend for c in choices)
-    if experts != "megatron":  # which has a transport of its own
-        check_transport(p.dispatch, groups.pg.ep, config.params_dtype)
+    if experts == "megatron":
+        transport = of_megatron(p.dispatch)
+    else:
+        transport = choose_transport(p.dispatch, groups.pg.ep, config.params_dtype)
+    choices += transport_choices(
+        transport, backend=experts, comm_sms=p.comm_sms, shared=cfg.model.moe.shared_ffn > 0
+    )
     config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)
     budget = Budget(p.capacity_factor, device=runtime.device)
-    chunks = _chunks(cfg, config, groups, budget, Backends(experts, attention, norm))
+    backends = Backends(experts, attention, norm)
+    chunks = _chunks(cfg, config, groups, backends, _moe_options(cfg, experts, transport, budget))
     for chunk in chunks:
         chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device
     initialize(
@@ -140,17 +145,15 @@ def setup(cfg: Config, runtime: Runtime) -> Job:
     return Job(cfg, runtime, groups, choices, budget, engine)
 
 
-def _chunks(
-    cfg: Config, config: TransformerConfig, groups: Groups, budget: Budget, backends: Backends
-) -> list[GPTModel]:
+def _moe_options(cfg: Config, backend: str, transport: Transport, budget: Budget) -> MoEOptions:
     e, margin = cfg.model.moe, cfg.kernels.sm_margin
-    options = MoEOptions(
+    return MoEOptions(
         moe=e,
         activation=Activation(
             e.activation, e.activation_alpha, e.activation_limit, e.activation_offset
         ),
-        backend=backends.experts,
-        dispatch=cfg.parallel.dispatch,
+        backend=backend,
+        transport=transport,
         budget=budget,
         margins=Margins(margin.forward, margin.dgrad, margin.wgrad),
         dynamic=cfg.kernels.dynamic,
@@ -162,6 +165,11 @@ def _chunks(
         ),
         accumulate=cfg.kernels.gradient_accumulation_fusion,
     )
+
+
+def _chunks(
+    cfg: Config, config: TransformerConfig, groups: Groups, backends: Backends, options: MoEOptions
+) -> list[GPTModel]:
     chunks = []
     stages = range(groups.virtual_pipeline) if groups.virtual_pipeline > 1 else [None]
     for stage in stages:

@@ -7,7 +7,7 @@ kernel may leave them.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,10 +17,13 @@ from torch import Tensor
 from kernels.grouped_mlp import combine
 from parallel.dispatch import Dispatcher, Local, Received, Slots, make_dispatcher
 from parallel.overflow import Budget
+from parallel.transport import choose_transport
 from tests.distributed import run_distributed
 from tests.sync_free import sync_free
 
 CPU = torch.device("cpu")
+COLLECTIVE = ("alltoall",)
+"""Transports over several ranks that run on a CPU with any number of them."""
 TOKENS, HIDDEN, EXPERTS, TOP_K = 24, 16, 8, 3  # TOKENS: of all ranks together
 SLOTS = Slots(TOP_K, TOP_K)
 
@@ -139,12 +142,21 @@ def assert_exact(result: Result, case: Case) -> None:
         assert torch.equal(got.double(), exact), name
 
 
-def rank_layer(case: Case) -> Result:
+def dispatcher_of(
+    name: str,
+    group: dist.ProcessGroup | None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    **given: Any,
+) -> Dispatcher:
+    """As a run makes it; all ranks call it together."""
+    return make_dispatcher(choose_transport(name, group, dtype), group=group, **given)
+
+
+def rank_layer(case: Case, name: str) -> Result:
     budget = Budget(8.0, CPU)
     group = dist.group.WORLD
-    dispatcher = make_dispatcher(
-        "alltoall", group=group, experts=EXPERTS, slots=SLOTS, budget=budget
-    )
+    dispatcher = dispatcher_of(name, group, experts=EXPERTS, slots=SLOTS, budget=budget)
     result = run_layer(dispatcher, case, dist.get_rank(), dist.get_world_size())
     assert not budget.overflowed(group)
     again = run_layer(dispatcher, case, dist.get_rank(), dist.get_world_size())
@@ -152,14 +164,14 @@ def rank_layer(case: Case) -> Result:
     return result
 
 
-def layer(case: Case, ranks: int) -> Result:
-    """The whole layer over `ranks` ranks; 0 ranks is the local transport."""
-    if ranks == 0:
-        local = make_dispatcher(
-            "local", group=None, experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU)
-        )
+def layer(case: Case, name: str, ranks: int) -> Result:
+    """The whole layer over `ranks` ranks by the transport `name`."""
+    if name == "local":
+        local = dispatcher_of("local", None, experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU))
         return run_layer(local, case, 0, 1)
-    return Result(*map(torch.cat, zip(*run_distributed(rank_layer, ranks, case), strict=True)))
+    return Result(
+        *map(torch.cat, zip(*run_distributed(rank_layer, ranks, case, name), strict=True))
+    )
 
 
 ROUTINGS = (
@@ -169,31 +181,33 @@ ROUTINGS = (
     "all to one rank",
     "all to the same experts",
 )
-RANKS = [pytest.param(r, marks=pytest.mark.dist if r else ()) for r in (0, 1, 2, 4)]
+WAYS = [pytest.param("local", 1, id="local")] + [
+    pytest.param(name, ranks, id=f"{name}, {ranks} ranks", marks=pytest.mark.dist)
+    for name in COLLECTIVE
+    for ranks in (1, 2, 4)
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ROUTINGS)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_equals_the_dense_statement(ranks: int, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name, ranks", WAYS)
+def test_equals_the_dense_statement(name: str, ranks: int, kind: str, dtype: torch.dtype) -> None:
     case = make_case(kind, dtype)
-    assert_near(layer(case, ranks), case)
+    assert_near(layer(case, name, ranks), case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["even", "unequal"])
-@pytest.mark.parametrize("ranks", RANKS)
-def test_exact_on_integers(ranks: int, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name, ranks", WAYS)
+def test_exact_on_integers(name: str, ranks: int, kind: str, dtype: torch.dtype) -> None:
     """Without rounding, every number of ranks gives the same bits: no row is lost or misplaced."""
     case = make_case(kind, dtype, integer=True)
-    assert_exact(layer(case, ranks), case)
+    assert_exact(layer(case, name, ranks), case)
 
 
 def all_to_all(experts: int, top_k: int) -> Dispatcher:
     slots, budget = Slots(top_k, top_k), Budget(8.0, CPU)
-    return make_dispatcher(
-        "alltoall", group=dist.group.WORLD, experts=experts, slots=slots, budget=budget
-    )
+    return dispatcher_of("alltoall", dist.group.WORLD, experts=experts, slots=slots, budget=budget)
 
 
 def received_rows(x_RTD: Tensor, idx_RTK: Tensor, prob_RTK: Tensor) -> Received:
@@ -240,7 +254,7 @@ def test_ranks_are_summed_in_fp32() -> None:
 def overflow_and_rerun(case: Case) -> tuple[list[bool], int, Result]:
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     budget = Budget(1.0, CPU)
-    dispatcher = make_dispatcher("auto", group=group, experts=EXPERTS, slots=SLOTS, budget=budget)
+    dispatcher = dispatcher_of("auto", group, experts=EXPERTS, slots=SLOTS, budget=budget)
     run_layer(dispatcher, case, rank, ranks)
     overflowed = [budget.overflowed(group)]
     budget.grow()
@@ -268,13 +282,8 @@ def refusals() -> list[str]:
         ("auto", 8, 9),
     ):
         with pytest.raises(ValueError) as error:
-            make_dispatcher(
-                name,
-                group=dist.group.WORLD,
-                experts=experts,
-                slots=Slots(top_k, top_k),
-                budget=budget,
-            )
+            slots = Slots(top_k, top_k)
+            dispatcher_of(name, dist.group.WORLD, experts=experts, slots=slots, budget=budget)
         messages.append(str(error.value))
     return messages
 
@@ -289,18 +298,15 @@ def test_a_transport_that_cannot_run_names_the_override() -> None:
 
 
 def test_one_rank_is_local_and_copies_nothing() -> None:
-    dispatcher = make_dispatcher(
-        "auto", group=None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU)
-    )
+    given = dict(experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU))
+    dispatcher = dispatcher_of("auto", None, **given)
     x, idx = torch.randn(10, 4), torch.zeros(10, 2, dtype=torch.int32)
     received = dispatcher.dispatch(x, idx, torch.rand(10, 2))
     assert isinstance(dispatcher, Local)
     assert received.rows_ND is x
     assert received.plan.row_index_S.numel() == 20
     with pytest.raises(ValueError, match="parallel.dispatch=local"):
-        make_dispatcher(
-            "alltoall", group=None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU)
-        )
+        dispatcher_of("alltoall", None, **given)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +329,7 @@ def test_most_rows(slots: Slots, tokens: int, ranks: int, local: int, most: int)
 def test_empty_slots_have_no_rows() -> None:
     """Ids of -1 between others, and a token that has nothing else, which comes back as zeros."""
     slots, budget = Slots(1, 3, 2), Budget(1.0, CPU)
-    dispatcher = make_dispatcher("local", group=None, experts=4, slots=slots, budget=budget)
+    dispatcher = dispatcher_of("local", None, experts=4, slots=slots, budget=budget)
     idx = torch.tensor([[2, -1, 0], [-1, -1, -1], [-1, 3, -1]], dtype=torch.int32)
     received = dispatcher.dispatch(torch.randn(3, 4), idx, torch.ones(3, 3))
     assert received.plan.offsets.tolist() == [0, 1, 1, 2, 3]
@@ -335,9 +341,7 @@ def test_empty_slots_have_no_rows() -> None:
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    dispatcher = make_dispatcher(
-        "local", group=None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU)
-    )
+    dispatcher = dispatcher_of("local", None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU))
     with pytest.raises(ValueError, match="top_k=2"):
         dispatcher.dispatch(
             torch.randn(10, 4), torch.zeros(9, 2, dtype=torch.int32), torch.rand(9, 2)
