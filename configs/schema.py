@@ -220,6 +220,7 @@ class ParallelConfig:
     dispatch: str = "auto"
     """Transport to experts: `local` (expert = 1), `alltoall`, `symm`, `hier`, `deepep` or `auto`.
 
+    All ranks of a group take the same: what one cannot do, none does, and the start page says why.
     `alltoall` is gloo's or NCCL's. `symm` pushes each token once to a GPU's memory over NVLink:
     bf16, one node, Hopper. `hier` sends it once to each of several nodes, and inside as it can.
     `deepep` is the package of that name, if installed; never taken by `auto`.
@@ -232,7 +233,8 @@ class ParallelConfig:
     comm_sms: int = 0
     """SMs that push tokens beside the fused experts (`symm`); 0 takes all, and nothing overlaps.
 
-    With `deepep` SMs of its kernels; 0 leaves it to them.
+    With `deepep` SMs of its kernels; 0 leaves it to them. `local` and `alltoall` refuse it; where
+    `auto` takes these, or experts cannot wait for tokens, the start page says so.
     """
     capacity_factor: float = 1.5
     """Rows kept for a rank's experts, over the balanced load.

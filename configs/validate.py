@@ -54,6 +54,7 @@ def validate(cfg: Config, world_size: int) -> None:
         _run,
         _folders,
         _graph,
+        _exchange,
         _kernels,
     )
     problems = [problem for rule in rules for problem in rule(cfg)]
@@ -163,6 +164,13 @@ def _graph(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "parallel.dispatch", with_graph, "auto")
     if cfg.kernels.attention == "reference":
         yield repair(cfg, "kernels.attention", with_graph, "auto")
+
+
+def _exchange(cfg: Config) -> Iterator[str]:
+    p = cfg.parallel
+    if p.comm_sms and p.dispatch in ("local", "alltoall"):
+        reason = f"has no effect with parallel.dispatch={p.dispatch}, beside which nothing can run"
+        yield repair(cfg, "parallel.comm_sms", reason, 0)
 
 
 def _is_number(text: str) -> bool:

@@ -208,14 +208,15 @@ def _fused_experts(facts: Facts) -> str | None:
             "lower model.moe.top_k, of which model.moe.router.rounding takes twice as many"
         )
     if "nvidia_cutlass_dsl" not in facts.packages:
-        return f"needs the compiler of its kernels: pip install '{_CUTLASS_DSL}'"
+        return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
     return None
 
 
 _FUSED_EXPERTS = 1024
 _FUSED_SLOTS = 16
 """Limits of kernels.sm90.plan and kernels.sm90.combine."""
-_CUTLASS_DSL = "nvidia-cutlass-dsl[cu13]==4.8.1"
+CUTLASS_DSL = "nvidia-cutlass-dsl[cu13]==4.8.1"
+"""The compiler of `kernels.sm90`, as pip knows it."""
 
 
 def _torch_experts(facts: Facts) -> str | None:
@@ -241,7 +242,7 @@ def _torch_experts(facts: Facts) -> str | None:
 def _torch_experts_on_cpu(facts: Facts) -> str | None:
     if facts.device != "cpu" or facts.experts > _LOOPED_EXPERTS:
         return None
-    return "slower than reference on a CPU, which computes no rows of padding"
+    return "on a CPU slower than reference, which skips padding"
 
 
 _LOOPED_EXPERTS = 32

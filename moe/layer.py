@@ -28,6 +28,7 @@ from moe.shared import SharedExperts
 from parallel.dispatch import make_dispatcher
 from parallel.exchange import SymmOptions
 from parallel.overflow import Budget
+from parallel.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class MoEOptions:
     """Experts and routing."""
     spec: MLPSpec
     """How routed and shared experts are computed."""
-    dispatch: str
-    """Transport to the experts: one of `parallel.dispatch.TRANSPORTS`."""
+    transport: Transport
+    """To the experts, as all ranks have agreed on it."""
     budget: Budget
     """Rows kept for the experts of a rank, shared by all layers."""
     symm: SymmOptions = SymmOptions()
@@ -87,13 +88,12 @@ class MoE(MoELayer):
             backend=options.spec.backend,
         )
         self.dispatcher = make_dispatcher(
-            options.dispatch,
+            options.transport,
             group=pg_collection.ep,
             experts=moe.experts,
             slots=self.router.slots,
             budget=options.budget,
             backend=options.spec.backend,
-            dtype=config.params_dtype,
             symm=options.symm,
         )
         self.experts = Experts(config=config, spec=options.spec, pg_collection=pg_collection)

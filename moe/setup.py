@@ -22,13 +22,13 @@ from moe.init import initialize
 from moe.layer import MoEOptions
 from moe.model import Backends, Layout, build, embedding_stages, transformer_config
 from moe.room import check_room
-from parallel import nodes
-from parallel.dispatch import check_transport
 from parallel.engine import Engine
 from parallel.exchange import SymmOptions
 from parallel.groups import Groups, create
 from parallel.overflow import Budget
 from parallel.runtime import Runtime
+from parallel.transport import Transport, choose_transport, of_megatron
+from parallel.transport import choices as transport_choices
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Job:
     runtime: Runtime
     groups: Groups
     choices: list[Choice]
+    """Kernels, transport and overlap, with their reasons."""
     budget: Budget
     engine: Engine
 
@@ -112,14 +113,18 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         expert=expert,
         embedding_stages=embedding_stages(cfg, config),
     )
-    if p.dispatch in ("auto", "hier"):
-        nodes.reason_against(groups.pg.ep)  # a stage may have no MoE layer that would ask
     experts, attention, norm = (c.backend for c in choices)
-    if experts != "megatron":  # which has a transport of its own
-        check_transport(p.dispatch, groups.pg.ep, config.params_dtype)
+    if experts == "megatron":
+        transport = of_megatron(p.dispatch)
+    else:
+        transport = choose_transport(p.dispatch, groups.pg.ep, config.params_dtype)
+    shared = cfg.model.moe.shared_ffn > 0
+    overlap = transport_choices(transport, backend=experts, comm_sms=p.comm_sms, shared=shared)
+    choices = [*choices, *overlap]
     config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)
     budget = Budget(p.capacity_factor, device=runtime.device)
-    chunks = _chunks(cfg, config, groups, budget, Backends(experts, attention, norm))
+    backends = Backends(experts, attention, norm)
+    chunks = _chunks(cfg, config, groups, backends, _moe_options(cfg, experts, transport, budget))
     for chunk in chunks:
         chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device
     initialize(
@@ -141,21 +146,19 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
     return Job(cfg, runtime, groups, choices, budget, engine)
 
 
-def _chunks(
-    cfg: Config, config: TransformerConfig, groups: Groups, budget: Budget, backends: Backends
-) -> list[GPTModel]:
+def _moe_options(cfg: Config, backend: str, transport: Transport, budget: Budget) -> MoEOptions:
     e, margin = cfg.model.moe, cfg.kernels.sm_margin
     spec = MLPSpec(
         activation_of(e),
-        backends.experts,
+        backend,
         Margins(margin.forward, margin.dgrad, margin.wgrad),
         dynamic=cfg.kernels.dynamic,
         accumulate=cfg.kernels.gradient_accumulation_fusion,
     )
-    options = MoEOptions(
+    return MoEOptions(
         moe=e,
         spec=spec,
-        dispatch=cfg.parallel.dispatch,
+        transport=transport,
         budget=budget,
         symm=SymmOptions(
             keep=cfg.parallel.save_x == "keep",
@@ -164,6 +167,11 @@ def _chunks(
             timeout=0.8 * cfg.parallel.timeout,
         ),
     )
+
+
+def _chunks(
+    cfg: Config, config: TransformerConfig, groups: Groups, backends: Backends, options: MoEOptions
+) -> list[GPTModel]:
     chunks = []
     stages = range(groups.virtual_pipeline) if groups.virtual_pipeline > 1 else [None]
     for stage in stages:

@@ -10,6 +10,7 @@ Sources: https://github.com/deepseek-ai/DeepEP, megatron.core.transformer.moe.fu
 Legend: T tokens per rank, D hidden, K slots for experts of a token, N received rows.
 """
 
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -80,12 +81,15 @@ def _one_more(rows: Tensor, value: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, 1), value=value)
 
 
-def reason_against(group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:
-    """Why `deepep` cannot serve a group; empty if it can."""
+def reason_here(dtype: torch.dtype) -> str:
+    """Why this rank cannot use `deepep`; empty if it can. It never raises."""
     if find_spec("deep_ep") is None:
         return "needs the package deep_ep (https://github.com/deepseek-ai/DeepEP)"
+    try:
+        import_module("deep_ep")
+    except Exception as error:  # of whatever kind: the other ranks wait for the answer
+        first = (str(error).splitlines() or [repr(error)])[0]
+        return f"the package deep_ep cannot be imported: {first}"
     if dtype != torch.bfloat16:
         return f"moves bf16, not {dtype}"
-    if group is None or group.size() == 1:
-        return "needs several ranks"
     return ""

@@ -11,22 +11,22 @@ Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kernels import debug
 from kernels.expert_plan import ExpertPlan
 from kernels.plan import check_routing, make_plan
-from parallel import deepep, nodes
+from parallel import deepep
 from parallel.alltoall import AllToAll
 from parallel.exchange import SymmOptions
 from parallel.hier import Hier
 from parallel.overflow import Budget
 from parallel.received import Beside, Meanwhile, Received, during, plus
-from parallel.symm import Symm, reason_against
+from parallel.symm import Symm
+from parallel.transport import Transport, waits_for_tokens
 
 
 class Dispatcher(Protocol):
@@ -136,34 +136,28 @@ class Local:
 
 
 def make_dispatcher(
-    name: str,
+    transport: Transport,
     *,
     group: dist.ProcessGroup | None,
     experts: int,
     slots: Slots,
     budget: Budget,
     backend: str = "torch",
-    dtype: torch.dtype = torch.bfloat16,
     symm: SymmOptions = SymmOptions(),  # noqa: B008  (frozen)
 ) -> Dispatcher:
-    """The transport called `name` (of `TRANSPORTS`) over a `group`.
+    """The dispatcher of a group, over what `parallel.transport.choose_transport` found for it.
 
     Args:
-        name: `auto` is `local` on one rank; on several `symm` where it can run, `hier` where the
-            group has the same number of ranks, above one, on each of several nodes, or `alltoall`.
+        transport: of the group.
         group: expert-parallel; None is one rank.
         experts: of all ranks.
         slots: of a token.
         budget: rows of the experts, shared by all layers.
         backend: of the experts and of `kernels.plan`, which makes the plans.
-        dtype: of tokens.
         symm: options of that transport, also inside the nodes of `hier`.
 
-    `auto` and `hier` ask `parallel.nodes`, which the whole job must have done before, or does now.
-
     Raises:
-        ValueError: unknown name, experts that do not divide over the ranks, top_k above experts,
-            or a transport that cannot serve this group.
+        ValueError: experts that do not divide over the ranks, or top_k above experts.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     if experts % ranks:
@@ -174,69 +168,19 @@ def make_dispatcher(
         raise ValueError(
             f"model.moe.top_k={slots.top_k} must be between 1 and the {experts} experts"
         )
-    if name == "auto":
-        name = _best(group, dtype)
-    check_transport(name, group, dtype)
     local = experts // ranks
     first = 0 if group is None else dist.get_rank(group) * local
     plan = BudgetPlanner(slots, budget, backend, ranks, first, local)
-    waits = backend == "fused"
-    if name == "local":
+    pushes: dict[str, Any] = dict(local=local, options=symm, waits=waits_for_tokens(backend))
+    if group is None or transport.name == "local":
         return Local(plan)
-    assert group is not None  # `check_transport` has seen to it
-    if name == "alltoall":
+    if transport.name == "alltoall":
         return AllToAll(group, plan)
-    if name == "symm":
-        return Symm(group, plan, local=local, options=symm, waits=waits)
-    if name == "deepep":
+    if transport.name == "symm":
+        return Symm(group, plan, **pushes)
+    if transport.name == "deepep":
         return deepep.DeepEP(group, plan, experts=experts, backend=backend, sms=symm.comm_sms)
-    if name == "hier":
-        spanned = nodes.nodes_of(group)
-        return Hier(spanned, plan, local=local, dtype=dtype, options=symm, waits=waits)
-    raise ValueError(f"parallel.dispatch={name} is not built: add it to make_dispatcher")
-
-
-TRANSPORTS = ("auto", "local", "alltoall", "symm", "hier", "deepep")
-
-
-def _best(group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:
-    """What `auto` takes."""
-    if group is None or group.size() == 1:
-        return "local"
-    if not reason_against(group, dtype):
-        return "symm"
-    return "alltoall" if nodes.reason_against(group) else "hier"
-
-
-def check_transport(name: str, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
-    """Raise ValueError, with what to set, for a transport that cannot serve a group."""
-    if against := _refusal(name, group, dtype):
-        raise ValueError(against)
-
-
-def _refusal(name: str, group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:
-    """Why a transport cannot serve a group, and what to set; empty if it can."""
-    ranks = 1 if group is None else group.size()
-    if name == "local" and ranks > 1:
-        return (
-            f"parallel.dispatch=local serves one rank, but parallel.expert is {ranks}: "
-            "set parallel.dispatch=alltoall or parallel.expert=1"
-        )
-    if group is None and name in TRANSPORTS and name not in ("auto", "local"):
-        return (
-            f"parallel.dispatch={name} needs an expert-parallel process group: "
-            "set parallel.dispatch=local"
-        )
-    against = ""
-    if name == "symm":
-        against = reason_against(group, dtype)
-    if name == "hier":
-        against = nodes.reason_against(group)
-    if name == "deepep":
-        against = deepep.reason_against(group, dtype)
-    if against:
-        return f"parallel.dispatch={name} cannot run: {against}; set parallel.dispatch=auto"
-    if name not in TRANSPORTS:
-        known = f"{', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]}"
-        return f"unknown parallel.dispatch={name}: set it to {known}"
-    return ""
+    if transport.name == "hier":
+        assert transport.nodes is not None and transport.inside is not None
+        return Hier(transport.nodes, plan, inside=transport.inside.name, **pushes)
+    raise ValueError(f"parallel.dispatch={transport.name} is not built: add it to make_dispatcher")

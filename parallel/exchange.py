@@ -9,6 +9,7 @@ Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T rece
 """
 
 import functools
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -351,6 +352,13 @@ class Exchange:
         self._handle.barrier(channel=0, timeout_ms=self._places[0].limit_ms)
         self._next = 0
 
+    def release(self) -> None:
+        """Give its memory back, though something may still refer to the exchange."""
+        self._rows.clear()
+        self._side.clear()
+        self._words.clear()
+        del self._memory, self._handle
+
     def missing(self) -> str:
         """Who did not come within the timeout, if that ended the run; empty if all did."""
         who, epoch, found, _ = self._report.tolist()
@@ -380,15 +388,30 @@ def begin_exchanges() -> None:
 
 
 def forget_exchanges() -> None:
-    """Free the memory of all exchanges; all ranks of their groups call it together.
-
-    Whatever was captured with them must not be replayed any more.
-    """
+    """`release_exchanges` when no rank still writes; all ranks of their groups call it together."""
     if _EXCHANGES:
         torch.cuda.synchronize()
     for exchange in _EXCHANGES.values():
-        dist.barrier(exchange.group)  # nobody still writes to this rank
-    _EXCHANGES.clear()
+        dist.barrier(exchange.group)
+    release_exchanges()
+
+
+def release_exchanges() -> None:
+    """Free the memory of all exchanges, in the order in which they were made.
+
+    Whatever was captured with them must not be replayed any more. It waits for this rank's own work
+    but for no other rank, which may be dead. One that still writes, because it has been cut off in
+    the middle of a step, does no harm: the memory itself goes with the last mapping of it.
+
+    Raises:
+        RuntimeError: the device has failed, and with it every way to free what was on it.
+    """
+    if not _EXCHANGES:
+        return
+    torch.cuda.synchronize()
+    for key in list(_EXCHANGES):
+        _EXCHANGES.pop(key).release()
+    gc.collect()  # of what a layer's last call still refers to
 
 
 def missing() -> str:

@@ -27,7 +27,7 @@ from parallel.alltoall import AllToAll, collect, spread
 from parallel.exchange import SymmOptions
 from parallel.nodes import Nodes
 from parallel.received import Beside, Meanwhile, Planner, Received, plus
-from parallel.symm import Symm, reason_against
+from parallel.symm import Symm
 
 
 class Hier:
@@ -36,11 +36,9 @@ class Hier:
     Args:
         nodes: of the expert-parallel group.
         plan: makes plans of received routing.
+        inside: the transport inside a node, `symm` or `alltoall`, the same on all nodes.
         local: experts of a rank.
-        dtype: of tokens.
         options, waits: of `symm`, inside a node.
-
-    All ranks of the group make it together.
     """
 
     def __init__(
@@ -48,8 +46,8 @@ class Hier:
         nodes: Nodes,
         plan: Planner,
         *,
+        inside: str,
         local: int,
-        dtype: torch.dtype,
         options: SymmOptions,
         waits: bool = False,
     ) -> None:
@@ -59,10 +57,10 @@ class Hier:
         self._first = nodes.index * self._here
         there = _InNodes(plan, nodes, self._first)
         self._inside: Symm | AllToAll
-        if reason_against(nodes.inside, dtype):
-            self._inside = AllToAll(nodes.inside, there)
-        else:
+        if inside == "symm":
             self._inside = Symm(nodes.inside, there, local=local, options=options, waits=waits)
+        else:
+            self._inside = AllToAll(nodes.inside, there)
 
     def dispatch(
         self,

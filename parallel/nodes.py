@@ -4,13 +4,11 @@ A node is a host. For tests on one host, PHALANX_NODE_GPUS=2 pretends nodes of t
 of the job each.
 """
 
-import functools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,34 +32,26 @@ class Nodes:
     """This rank's place on all nodes, in their order."""
 
 
-def nodes_of(group: dist.ProcessGroup) -> Nodes:
-    """The nodes of a group. All ranks of the job ask together, each for its own group, or asked
-    `reason_against` before.
+def names_here(rank: int) -> tuple[str, str]:
+    """This host, and the node of a rank on it.
 
     Raises:
-        ValueError: it has none as described by `Nodes`.
+        ValueError: PHALANX_NODE_GPUS is no number.
     """
-    found = _found(group)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
-
-
-def reason_against(group: dist.ProcessGroup | None) -> str:
-    """Why a group does not span several nodes evenly; empty if it does.
-
-    All ranks of the job ask together for the first time, each for its own group.
-    """
-    if group is None or group.size() == 1:
-        return "there is one rank"
-    found = _found(group)
-    return found if isinstance(found, str) else ""
+    host, given = socket.gethostname(), os.environ.get("PHALANX_NODE_GPUS", "")
+    if not given:
+        return host, host
+    if not given.isdecimal() or not int(given):
+        raise ValueError(f"PHALANX_NODE_GPUS={given} must be a number of GPUs, or not set")
+    return host, str(rank // int(given))
 
 
 def uneven(names: Sequence[str]) -> str:
     """Why nodes of these names, by rank, cannot be `Nodes`; empty if they can."""
     order = list(dict.fromkeys(names))
     sizes = [names.count(name) for name in order]
+    if len(names) == 1:
+        return "there is one rank"
     if len(order) == 1:
         return "all ranks are on one node"
     if len(set(sizes)) > 1:
@@ -73,33 +63,30 @@ def uneven(names: Sequence[str]) -> str:
     return ""
 
 
-@functools.cache
-def _found(group: dist.ProcessGroup) -> Nodes | str:
-    """The nodes, or why there are none.
+def join(groups: Mapping[tuple[int, ...], Sequence[str]]) -> Nodes | None:
+    """The nodes of this rank's group, with new process groups; None if it is in no group.
 
-    Every rank takes part in making the groups of all ranks: a communicator of NCCL is split off
-    that of the whole job, which takes all.
+    All ranks of the job call it together: a communicator of NCCL is split off that of the whole
+    job, which takes all.
+
+    Args:
+        groups: ranks of each, and the names of their nodes, which are not `uneven`.
     """
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (_name(), tuple(dist.get_process_group_ranks(group))))
-    mine: Nodes | str = ""
-    for ranks in sorted({ranks for _, ranks in told}):
-        names = [told[rank][0] for rank in ranks]
-        against = uneven(names)
-        made = against or _made(ranks, len(set(names)))
-        if dist.get_rank() in ranks:
-            mine = made
-    return mine
+    found = None
+    for ranks, names in groups.items():
+        made = _made(ranks, len(set(names)))
+        found = made or found
+    return found
 
 
-def _made(ranks: Sequence[int], count: int) -> Nodes | str:
+def _made(ranks: Sequence[int], count: int) -> Nodes | None:
     """Groups of `ranks` on `count` nodes, for a rank that is one of them."""
     size, timeout = len(ranks) // count, time_limit()
     split = [list(ranks[i * size : (i + 1) * size]) for i in range(count)]
     inside = [dist.new_group(node, timeout=timeout) for node in split]
     rails = [dist.new_group(list(rail), timeout=timeout) for rail in zip(*split, strict=True)]
     if dist.get_rank() not in ranks:
-        return ""
+        return None
     index, place = divmod(list(ranks).index(dist.get_rank()), size)
     return Nodes(count, size, index, inside[index], rails[place])
 
@@ -109,13 +96,3 @@ def time_limit() -> timedelta:
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     limit: timedelta = dist.group.WORLD._get_backend(device).options._timeout
     return limit
-
-
-def _name() -> str:
-    """Of this rank's node."""
-    given = os.environ.get("PHALANX_NODE_GPUS", "")
-    if not given:
-        return socket.gethostname()
-    if not given.isdecimal() or not int(given):
-        raise ValueError(f"PHALANX_NODE_GPUS={given} must be a number of GPUs, or not set")
-    return str(dist.get_rank() // int(given))

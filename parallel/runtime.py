@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parallel import cpu, weight_grad
+from parallel.exchange import release_exchanges
 from parallel.signals import end_with_parent
 
 
@@ -101,9 +102,15 @@ def start(
 
 
 def stop() -> None:
-    """Leave the job."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leave the job: first the memory that ranks share, then the process groups that made it.
+
+    It waits for no other rank to free the memory, and destroys the groups in any case.
+    """
+    try:
+        release_exchanges()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _free_port() -> int:

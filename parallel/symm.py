@@ -11,9 +11,9 @@ Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T rece
 """
 
 import functools
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.block_sum import block_sum
 from kernels.expert_plan import ExpertPlan
+from kernels.registry import CUTLASS_DSL
 from kernels.routing import arrived, leaving, routing_size
 from parallel.exchange import PIECE, Exchange, Sent, SymmOptions, exchange_of
 from parallel.received import Beside, Meanwhile, Planner, Received
@@ -312,25 +313,23 @@ class _Collect(torch.autograd.Function):
         return trip.rows(sent), None if ctx.alone else grad_TD, None
 
 
-@functools.cache
-def reason_against(group: dist.ProcessGroup | None, dtype: torch.dtype) -> str:
-    """Why `symm` cannot serve a group; empty if it can. All ranks of the group ask together."""
+def reason_here(dtype: torch.dtype) -> str:
+    """Why this rank cannot push tokens of a dtype to others of its host; empty if it can.
+
+    What it finds is one rank's word: `parallel.transport` asks those of all.
+    """
     if not torch.cuda.is_available():
         return "needs CUDA"
     if torch.cuda.get_device_capability() != (9, 0):
         return "needs a Hopper GPU"
     if dtype != torch.bfloat16:
         return f"moves bf16, not {dtype}"
-    if group is None or group.size() == 1:
-        return "needs several ranks"
-    hosts: list[Any] = [None] * group.size()
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    if len(set(hosts)) > 1:
-        return "the ranks of an expert-parallel group are on several hosts"
+    if find_spec("nvidia_cutlass_dsl") is None:
+        return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
     here = torch.cuda.current_device()
     others = (d for d in range(torch.cuda.device_count()) if d != here)
     if not all(torch.cuda.can_device_access_peer(here, other) for other in others):
-        return "the GPUs of this host cannot write to each other's memory"
+        return "the GPUs of a host cannot write to each other's memory"
     return ""
 
 

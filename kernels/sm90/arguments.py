@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import cuda.bindings.driver as cuda
 import cutlass
 import torch
 from torch import Tensor
@@ -15,8 +16,6 @@ FP32 = (cutlass.Float32, 4)
 INT = (cutlass.Int32, 4)
 LONG = (cutlass.Int64, 8)
 """Element and alignment of pointer arguments; a word is two bf16."""
-
-_CAPTURED = 8192
 
 
 def require(device: torch.device, **arguments: tuple[Tensor | None, torch.dtype, Any]) -> None:
@@ -39,24 +38,57 @@ def counter_of(device: torch.device) -> Tensor:
     """A claim counter, int32 [1] and 0, for a kernel on the current stream.
 
     Kernels of a stream share one, as each leaves it at 0. A captured kernel gets one for itself,
-    since nobody knows on which stream, and beside what, its graph will run.
+    since nobody knows beside what its graph will run.
     """
-    made = _for_captures()
+    stream = torch.cuda.current_stream(device).cuda_stream
     if torch.cuda.is_current_stream_capturing():
-        if made.get(device):
-            return made[device].pop()
-        return torch.zeros(1, dtype=torch.int32, device=device)  # the graph zeroes it
-    if device not in made:
-        made[device] = list(torch.zeros(_CAPTURED, dtype=torch.int32, device=device).split(1))
-    return _of_stream(device, torch.cuda.current_stream(device).cuda_stream)
+        return _CAPTURED.take(device, stream, _capture_on(stream))
+    return _of_stream(device, stream)
+
+
+class CaptureCounters:
+    """Counters in the memory of the graph that is being captured, which zeroes them itself.
+
+    So there are as many as it takes, they live as long as the graph, and nobody gives them back.
+    They come in blocks, one for each stream, whose kernels come after the one that zeroes it: a
+    graph has a zeroing for some hundred launches rather than for each.
+    """
+
+    BLOCK = 512
+
+    def __init__(self) -> None:
+        self._capture = 0
+        self._blocks: list[Tensor] = []
+        """Of the capture: what is dropped while it goes on, others get of the same memory."""
+        self._left: dict[int, list[Tensor]] = {}
+        """By stream."""
+
+    def take(self, device: torch.device, stream: int, capture: int) -> Tensor:
+        """The next counter, int32 [1].
+
+        Args:
+            stream: current. capture: number of the one under way, of which there is one at a time.
+        """
+        if capture != self._capture:
+            self._capture, self._blocks, self._left = capture, [], {}
+        if not self._left.get(stream):
+            block = torch.zeros(self.BLOCK, dtype=torch.int32, device=device)
+            self._blocks.append(block)
+            self._left[stream] = list(block.split(1))
+        return self._left[stream].pop()
+
+
+_CAPTURED = CaptureCounters()
+
+
+def _capture_on(stream: int) -> int:
+    """Number of the capture that a stream is part of: no two of a process have the same."""
+    error, _, number, *_ = cuda.cuStreamGetCaptureInfo(cuda.CUstream(stream))
+    if error != cuda.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"a stream does not tell its capture: {error.name}")
+    return int(number)
 
 
 @functools.cache
 def _of_stream(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _for_captures() -> dict[torch.device, list[Tensor]]:
-    """Counters that no graph has yet; made outside of captures, as a graph would only zero its."""
-    return {}

@@ -15,6 +15,7 @@ from parallel.dispatch import Dispatcher, Slots, make_dispatcher
 from parallel.exchange import SymmOptions
 from parallel.overflow import Budget
 from parallel.received import Received
+from parallel.transport import choose_transport
 from scripts.bench.measure import reason
 from scripts.bench.models import Model
 from scripts.bench.problems import BF16, random
@@ -58,13 +59,12 @@ def dispatcher(
     """A transport with room for every token of this routing; ValueError if it cannot run."""
     factor = max(ROOM, fullest(given.idx_TK, model.experts, group))
     return make_dispatcher(
-        name,
+        choose_transport(name, group, BF16),
         group=group,
         experts=model.experts,
         slots=Slots(model.top_k, model.top_k),
         budget=Budget(factor, bench.clock.device),
         backend=bench.backend,
-        dtype=BF16,
         symm=SymmOptions(comm_sms=comm_sms, timeout=TIMEOUT),
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.plan import make_plan
 from parallel.exchange import SymmOptions, exchange_of
 from parallel.overflow import Budget
-from parallel.symm import reason_against
+from parallel.transport import reason_against
 from scripts.bench.ends import PLAN_NAMES, ROOM, TIMEOUT, Ends, inputs, transports
 from scripts.bench.measure import Company
 from scripts.bench.models import (
@@ -48,7 +48,7 @@ def _gemms(model: Model, tokens: int, sms: int, ms: float) -> Company:
 
 def wire(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     shape, device = model.shape(tokens), bench.clock.device
-    against = reason_against(dist.group.WORLD, BF16)
+    against = reason_against("symm", dist.group.WORLD, BF16)
     if against:
         return [Record("wire", shape, "push", "-", bench.mode, note=against)]
     made: list[Record] = []

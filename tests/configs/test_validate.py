@@ -164,6 +164,12 @@ def _texts(value: object) -> object:
         ("parallel.expert=4", 2, "the 2 ranks of a stage", "parallel.expert=2"),
         ("parallel.expert=2 parallel.pipeline=2", 2, "the 1 ranks of a stage", "expert=1"),
         ("parallel.dispatch=local", 2, "the experts are on 2 ranks", "dispatch=alltoall"),
+        (
+            "parallel.dispatch=alltoall parallel.comm_sms=16",
+            2,
+            "parallel.comm_sms=16 has no effect with parallel.dispatch=alltoall",
+            "parallel.comm_sms=0",
+        ),
         ("data.micro_batch=5", 2, "micro_batch=5 x 2 data parallel ranks", "data.global_batch=40"),
         (
             "parallel.pipeline=2 parallel.virtual_pipeline=2 data.global_batch=12",

@@ -14,6 +14,7 @@ from kernels.module import GroupedMLP
 from kernels.plan import make_plan
 from parallel.dispatch import Slots, make_dispatcher
 from parallel.overflow import Budget
+from parallel.transport import LOCAL
 from tests.kernels.problems import ACTIVATIONS, Problem, make
 from tests.sync_free import sync_free
 
@@ -43,7 +44,7 @@ def by_plan(bad: int) -> None:
 
 def by_transport(bad: int) -> None:
     budget = Budget(1.0, torch.device("cpu"))
-    local = make_dispatcher("local", group=None, experts=L, slots=Slots(K, K), budget=budget)
+    local = make_dispatcher(LOCAL, group=None, experts=L, slots=Slots(K, K), budget=budget)
     idx, prob = routing(bad)
     local.dispatch(torch.randn(T, D), idx.int(), prob)
 

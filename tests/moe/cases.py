@@ -57,18 +57,22 @@ def transformer(model: Any, dtype: torch.dtype = torch.float32, **changes: Any) 
     return config
 
 
-def options(model: Any, backend: str = "torch", dispatch: str = "auto") -> Any:
-    """What the MoE layers of the model are built with; the budget fits any routing."""
+def options(model: Any, pg: Any, backend: str = "torch") -> Any:
+    """What the MoE layers of the model are built with on these process groups.
+
+    All ranks call it together. The budget fits any routing.
+    """
     from kernels.mlp_spec import MLPSpec
     from moe.experts import activation_of
     from moe.layer import MoEOptions
     from parallel.overflow import Budget
+    from parallel.transport import choose_transport
 
     e = model.moe
     return MoEOptions(
         moe=e,
         spec=MLPSpec(activation_of(e), backend),
-        dispatch=dispatch,
+        transport=choose_transport("auto", pg.ep, torch.float32),
         budget=Budget(float(e.experts), torch.device("cpu")),
     )
 

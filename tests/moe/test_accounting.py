@@ -152,6 +152,7 @@ def count_built(names: list[str]) -> dict[str, int]:
     from moe.model import Backends, Layout, OnMeta, build, transformer_config
     from parallel.groups import create
     from parallel.overflow import Budget
+    from parallel.transport import LOCAL
 
     groups = create(tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, timeout=60)
     counts = {}
@@ -167,7 +168,7 @@ def count_built(names: list[str]) -> dict[str, int]:
                 config,
                 pg=groups.pg,
                 backends=Backends(),
-                moe=MoEOptions(e, spec, "auto", budget),
+                moe=MoEOptions(e, spec, LOCAL, budget),
             )
         counts[name] = sum(p.numel() for p in built.parameters())
     return counts

@@ -176,8 +176,8 @@ def pair(name: str, *, backend: str = "torch", recompute: str = "none") -> tuple
     pg = create(expert=ranks).pg
     m = model(**MODELS[name])
     config = transformer(m, expert=ranks, recompute=recompute)
-    stock = StockMoE(config, pg, options=options(m, "megatron"))
-    ours = MoE(config, pg, options=options(m, backend))
+    stock = StockMoE(config, pg, options=options(m, pg, "megatron"))
+    ours = MoE(config, pg, options=options(m, pg, backend))
     fill(stock)
     with torch.no_grad():
         for seed, p in enumerate(stock.experts.parameters()):
@@ -319,6 +319,6 @@ def _refused(router: dict[str, Any], moe: dict[str, Any], match: str) -> None:
     from moe.baseline import StockMoE
     from parallel.groups import create
 
-    m = model(router, moe=moe)
+    m, pg = model(router, moe=moe), create().pg
     with pytest.raises(ValueError, match=re.escape(match)):
-        StockMoE(transformer(m), create().pg, options=options(m, "megatron"))
+        StockMoE(transformer(m), pg, options=options(m, pg, "megatron"))

@@ -69,6 +69,7 @@ def built(overrides: list[str], *, tensor: int = 1, context: int = 1, expert: in
     from moe.model import Backends, Layout, build, transformer_config
     from parallel.groups import create
     from parallel.overflow import Budget
+    from parallel.transport import choose_transport
 
     cfg = load([*overrides, "run.precision=fp32", f"data.sequence_length={SEQUENCE}"])
     groups = create(tensor=tensor, context=context, expert=expert)
@@ -79,7 +80,7 @@ def built(overrides: list[str], *, tensor: int = 1, context: int = 1, expert: in
     options = MoEOptions(
         moe=e,
         spec=MLPSpec(activation_of(e), "reference"),
-        dispatch="auto",
+        transport=choose_transport("auto", groups.pg.ep, torch.float32),
         budget=Budget(4.0, torch.device("cpu")),
     )
     model = build(cfg, config, pg=groups.pg, backends=Backends(), moe=options)

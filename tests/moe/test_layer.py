@@ -49,7 +49,7 @@ def build(name: str, pg: Any, *, backend: str = "torch", expert: int = 1, **chan
 
     m = model(**MODELS[name])
     config = transformer(m, expert=expert, **changes)
-    layer = MoE(config, pg, options=options(m, backend))
+    layer = MoE(config, pg, options=options(m, pg, backend))
     layer.set_layer_number(1)
     if layer.router.expert_bias is not None:
         layer.router.expert_bias.copy_(draw(EXPERTS, seed=9, scale=0.3))

@@ -186,7 +186,8 @@ def _layer(mode: str, backend: str, recompute: str) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     m = model({"rounding": mode, "rounding_tile": 8})
     config = transformer(m, expert=ranks, recompute=recompute)
-    layer = MoE(config, create(expert=ranks).pg, options=options(m, backend))
+    pg = create(expert=ranks).pg
+    layer = MoE(config, pg, options=options(m, pg, backend))
     fill(layer.router)
     w1, w2 = draw(EXPERTS, 16, HIDDEN, seed=1, scale=0.4), draw(EXPERTS, HIDDEN, 8, seed=2)
     with torch.no_grad():

@@ -24,6 +24,7 @@ from kernels.mlp_spec import MLPSpec, MLPWeights
 from parallel.dispatch import Slots, make_dispatcher
 from parallel.exchange import SymmOptions, begin_exchanges
 from parallel.overflow import Budget
+from parallel.transport import choose_transport
 
 SHAPES = {"small": (96, 128, 128, 8, 2), "wide": (1024, 2880, 960, 32, 4)}
 """Tokens of a rank, hidden, width, experts, top-k."""
@@ -59,7 +60,7 @@ class Layer:
         for t in (self.w1, self.w2, self.x, self.prob, self.shared):
             t.requires_grad_()
         self.dispatcher = make_dispatcher(
-            name,
+            choose_transport(name, dist.group.WORLD, torch.bfloat16),
             group=dist.group.WORLD,
             experts=E,
             slots=Slots(top_k, top_k),

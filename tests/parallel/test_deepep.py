@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.dispatch import make_dispatcher
 from parallel.exchange import SymmOptions
 from parallel.overflow import Budget
 from tests.distributed import run_distributed
@@ -25,6 +24,7 @@ from tests.parallel.test_dispatch import (
     Result,
     assert_exact,
     assert_near,
+    dispatcher_of,
     make_case,
     run_layer,
 )
@@ -129,7 +129,7 @@ def rank_layer(case: Case, sms: int = 0) -> tuple[Result, int, int]:
     own = slice(rank * tokens, (rank + 1) * tokens)
     how = dict(experts=EXPERTS, slots=SLOTS, budget=budget, symm=SymmOptions(comm_sms=sms))
     with installed():
-        dispatcher = make_dispatcher("deepep", group=group, **how)
+        dispatcher = dispatcher_of("deepep", group, **how)
         result = run_layer(dispatcher, case, rank, ranks, within=nullcontext)
         received = dispatcher.dispatch(case.x_TD[own], case.idx_TK[own], case.prob_TK[own])
         sums = torch.zeros_like(received.rows_ND)
@@ -179,9 +179,9 @@ def refusal(dtype: torch.dtype, there: bool) -> str:
     how = dict(experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU), dtype=dtype)
     with pytest.raises(ValueError) as error:
         if not there:
-            make_dispatcher("deepep", group=dist.group.WORLD, **how)
+            dispatcher_of("deepep", dist.group.WORLD, **how)
         with installed():
-            make_dispatcher("deepep", group=dist.group.WORLD, **how)
+            dispatcher_of("deepep", dist.group.WORLD, **how)
     return str(error.value)
 
 

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.bounds import CHOICES
-from parallel import dispatch as transports
-from parallel.dispatch import TRANSPORTS, Dispatcher, Local, Received, Slots, make_dispatcher
+from parallel import transport
+from parallel.dispatch import Dispatcher, Local, Received, Slots, make_dispatcher
 from parallel.overflow import Budget
+from parallel.transport import TRANSPORTS, choose_transport
 from tests.distributed import run_distributed
 from tests.kernels.problems import Combine
 from tests.sync_free import sync_free
@@ -139,11 +140,22 @@ def assert_exact(result: Result, case: Case) -> None:
         assert torch.equal(got.double(), exact), name
 
 
+def dispatcher_of(
+    name: str,
+    group: dist.ProcessGroup | None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    **given: Any,
+) -> Dispatcher:
+    """As a run makes it; all ranks call it together."""
+    return make_dispatcher(choose_transport(name, group, dtype), group=group, **given)
+
+
 def rank_layer(case: Case, name: str) -> Result:
     budget = Budget(8.0, CPU)
     group = dist.group.WORLD
     how: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=budget, dtype=case.x_TD.dtype)
-    dispatcher = make_dispatcher(name, group=group, **how)
+    dispatcher = dispatcher_of(name, group, **how)
     result = run_layer(dispatcher, case, dist.get_rank(), dist.get_world_size())
     assert not budget.overflowed(group)
     again = run_layer(dispatcher, case, dist.get_rank(), dist.get_world_size())
@@ -154,9 +166,7 @@ def rank_layer(case: Case, name: str) -> Result:
 def layer(case: Case, name: str, ranks: int) -> Result:
     """The whole layer over `ranks` ranks; 0 ranks have no process group."""
     if ranks == 0:
-        made = make_dispatcher(
-            name, group=None, experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU)
-        )
+        made = dispatcher_of(name, None, experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU))
         return run_layer(made, case, 0, 1)
     results = run_distributed(rank_layer, ranks, case, name)
     return Result(*map(torch.cat, zip(*results, strict=True)))
@@ -209,9 +219,7 @@ def test_exact_on_integers(name: str, ranks: int, kind: str, dtype: torch.dtype)
 
 def all_to_all(experts: int, top_k: int) -> Dispatcher:
     slots, budget = Slots(top_k, top_k), Budget(8.0, CPU)
-    return make_dispatcher(
-        "alltoall", group=dist.group.WORLD, experts=experts, slots=slots, budget=budget
-    )
+    return dispatcher_of("alltoall", dist.group.WORLD, experts=experts, slots=slots, budget=budget)
 
 
 def received_rows(x_RTD: Tensor, idx_RTK: Tensor, prob_RTK: Tensor) -> Received:
@@ -258,7 +266,7 @@ def test_ranks_are_summed_in_fp32() -> None:
 def overflow_and_rerun(case: Case) -> tuple[list[bool], int, Result]:
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     budget = Budget(1.0, CPU)
-    dispatcher = make_dispatcher("auto", group=group, experts=EXPERTS, slots=SLOTS, budget=budget)
+    dispatcher = dispatcher_of("auto", group, experts=EXPERTS, slots=SLOTS, budget=budget)
     run_layer(dispatcher, case, rank, ranks)
     overflowed = [budget.overflowed(group)]
     budget.grow()
@@ -288,14 +296,9 @@ def refusals() -> list[str]:
     ):
         known = (*TRANSPORTS, "nameless") if name == "nameless" else TRANSPORTS
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as error:
-            patch.setattr(transports, "TRANSPORTS", known)  # a name without a class
-            make_dispatcher(
-                name,
-                group=dist.group.WORLD,
-                experts=experts,
-                slots=Slots(top_k, top_k),
-                budget=budget,
-            )
+            patch.setattr(transport, "TRANSPORTS", known)  # a name without a class
+            slots = Slots(top_k, top_k)
+            dispatcher_of(name, dist.group.WORLD, experts=experts, slots=slots, budget=budget)
         messages.append(str(error.value))
     return messages
 
@@ -311,18 +314,15 @@ def test_a_transport_that_cannot_run_names_the_override() -> None:
 
 
 def test_one_rank_is_local_and_copies_nothing() -> None:
-    dispatcher = make_dispatcher(
-        "auto", group=None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU)
-    )
+    given = dict(experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU))
+    dispatcher = dispatcher_of("auto", None, **given)
     x, idx = torch.randn(10, 4), torch.zeros(10, 2, dtype=torch.int32)
     received = dispatcher.dispatch(x, idx, torch.rand(10, 2))
     assert isinstance(dispatcher, Local)
     assert received.rows_ND is x
     assert received.plan.row_index_S.numel() == 20
     with pytest.raises(ValueError, match="parallel.dispatch=local"):
-        make_dispatcher(
-            "alltoall", group=None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU)
-        )
+        dispatcher_of("alltoall", None, **given)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_most_rows(slots: Slots, tokens: int, ranks: int, local: int, most: int)
 def test_empty_slots_have_no_rows() -> None:
     """Ids of -1 between others, and a token that has nothing else, which comes back as zeros."""
     slots, budget = Slots(1, 3, 2), Budget(1.0, CPU)
-    dispatcher = make_dispatcher("local", group=None, experts=4, slots=slots, budget=budget)
+    dispatcher = dispatcher_of("local", None, experts=4, slots=slots, budget=budget)
     idx = torch.tensor([[2, -1, 0], [-1, -1, -1], [-1, 3, -1]], dtype=torch.int32)
     received = dispatcher.dispatch(torch.randn(3, 4), idx, torch.ones(3, 3))
     assert received.plan.offsets.tolist() == [0, 1, 1, 2, 3]
@@ -357,9 +357,7 @@ def test_empty_slots_have_no_rows() -> None:
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    dispatcher = make_dispatcher(
-        "local", group=None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU)
-    )
+    dispatcher = dispatcher_of("local", None, experts=8, slots=Slots(2, 2), budget=Budget(1.5, CPU))
     with pytest.raises(ValueError, match="top_k=2"):
         dispatcher.dispatch(
             torch.randn(10, 4), torch.zeros(9, 2, dtype=torch.int32), torch.rand(9, 2)

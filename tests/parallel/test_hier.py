@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import nodes
-from parallel.dispatch import Dispatcher, Slots, make_dispatcher
+from parallel.dispatch import Dispatcher, Slots
 from parallel.overflow import Budget
+from parallel.transport import choose_transport, reason_against
 from tests.distributed import run_distributed
 from tests.parallel.test_dispatch import (
     CPU,
@@ -29,6 +30,7 @@ from tests.parallel.test_dispatch import (
     assert_exact,
     assert_near,
     dense,
+    dispatcher_of,
     experts,
     make_case,
     run_layer,
@@ -54,7 +56,7 @@ def made(
 ) -> Dispatcher:
     given: dict[str, Any] = dict(experts=EXPERTS, slots=slots, budget=budget or Budget(8.0, CPU))
     with pretended(size):
-        return make_dispatcher(name, group=dist.group.WORLD, **given)
+        return dispatcher_of(name, dist.group.WORLD, **given)
 
 
 def rank_layers(cases: list[Case], size: int) -> list[Result]:
@@ -235,9 +237,9 @@ def taken(size: int) -> tuple[str, str]:
     """What `auto` takes, and what `hier` says."""
     with pretended(size):
         given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU))
-        auto = type(make_dispatcher("auto", group=dist.group.WORLD, **given)).__name__
+        auto = type(dispatcher_of("auto", dist.group.WORLD, **given)).__name__
         try:
-            return auto, type(make_dispatcher("hier", group=dist.group.WORLD, **given)).__name__
+            return auto, type(dispatcher_of("hier", dist.group.WORLD, **given)).__name__
         except ValueError as error:
             return auto, str(error)
 
@@ -259,10 +261,10 @@ def test_auto_takes_nodes_of_several_ranks() -> None:
 
 
 def on_this_host() -> tuple[str, str]:
-    against = nodes.reason_against(dist.group.WORLD)
+    against = reason_against("hier", dist.group.WORLD, torch.bfloat16)
     os.environ["PHALANX_NODE_GPUS"] = "two"
     try:
-        nodes._found.__wrapped__(dist.group.WORLD)
+        nodes.names_here(dist.get_rank())
     except ValueError as error:
         return against, str(error)
     finally:
@@ -282,15 +284,12 @@ def test_ranks_of_a_node_must_follow_one_another() -> None:
 
 
 def groups_of_eight() -> tuple[int, int, list[int], list[int]]:
-    """Two expert-parallel groups of four; only the second one's ranks ask for a dispatcher."""
+    """Two expert-parallel groups of four."""
     halves = [dist.new_group(ranks) for ranks in (range(4), range(4, 8))]
     group = halves[dist.get_rank() // 4]
     with pretended(2):
-        assert not nodes.reason_against(group)
-    if dist.get_rank() >= 4:
-        given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU))
-        make_dispatcher("hier", group=group, **given)
-    found = nodes.nodes_of(group)
+        found = choose_transport("hier", group, torch.bfloat16).nodes
+    assert found is not None
     members = (dist.get_process_group_ranks(g) for g in (found.inside, found.rail))
     return found.count, found.index, *members
 

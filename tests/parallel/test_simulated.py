@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.dispatch import Slots, make_dispatcher
+from parallel.dispatch import Slots
 from parallel.overflow import Budget
 from parallel.simulated import Simulated
 from tests.distributed import run_distributed
@@ -21,6 +21,7 @@ from tests.parallel.test_dispatch import (
     Case,
     Result,
     dense,
+    dispatcher_of,
     experts,
     make_case,
     run_layer,
@@ -148,7 +149,7 @@ def rank_parts(cases: list[Case]) -> list[tuple[list[Tensor], Result]]:
     """Received plan and results of `alltoall` on this rank."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=Budget(64.0, CPU))
-    dispatcher, parts = make_dispatcher("alltoall", group=group, **given), []
+    dispatcher, parts = dispatcher_of("alltoall", group, **given), []
     for case in cases:
         shards = (t.chunk(ranks)[rank] for t in (case.x_TD, case.idx_TK, case.prob_TK))
         plan = dispatcher.dispatch(*shards).plan

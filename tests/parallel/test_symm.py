@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from parallel import exchange as exchanges
 from parallel import symm
-from parallel.dispatch import Slots, make_dispatcher
+from parallel.dispatch import Slots
 from parallel.overflow import Budget
 from tests.distributed import run_distributed
+from tests.parallel.test_dispatch import dispatcher_of
 
 
 def _exchange(report: list[int]) -> Any:
@@ -38,7 +39,7 @@ def test_who_did_not_come_is_named() -> None:
 def _made(name: str) -> str:
     given = dict(experts=4, slots=Slots(2, 2), budget=Budget(1.0, torch.device("cpu")))
     try:
-        return type(make_dispatcher(name, group=dist.group.WORLD, **given)).__name__
+        return type(dispatcher_of(name, dist.group.WORLD, **given)).__name__
     except ValueError as error:
         return str(error)
 

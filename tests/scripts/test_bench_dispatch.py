@@ -343,7 +343,9 @@ def test_room_is_for_the_fullest_rank() -> None:
 
 
 def _forgotten() -> int:
-    exchange._EXCHANGES[("a",)] = SimpleNamespace(group=dist.group.WORLD)  # type: ignore[index]
+    cpu.install()  # whose devices have nothing to wait for
+    made = SimpleNamespace(group=dist.group.WORLD, release=lambda: None)
+    exchange._EXCHANGES[("a",)] = made  # type: ignore[index]
     exchange.forget_exchanges()
     return len(exchange._EXCHANGES)
 

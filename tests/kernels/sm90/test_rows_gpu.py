@@ -145,7 +145,7 @@ def test_a_graph_serves_every_gathered_routing():
 def test_a_capture_may_be_the_first_to_need_a_counter(monkeypatch):
     p = RowsProblem(COUNTS["ragged"], 448, 320)
     expected, graphs = p.ours(), [torch.cuda.CUDAGraph() for _ in range(2)]
-    monkeypatch.setattr(arguments, "_for_captures", dict)
+    monkeypatch.setattr(arguments, "_CAPTURED", arguments.CaptureCounters())
     made = []
     for graph in graphs:
         with torch.cuda.graph(graph):
@@ -154,6 +154,26 @@ def test_a_capture_may_be_the_first_to_need_a_counter(monkeypatch):
         made[number]["y"].zero_()
         graphs[number].replay()
         check_equal(made[number], expected)
+
+
+def test_counters_of_a_graph_are_its_own_after_many_captures():
+    """10,800 captured launches, dropped as a step is whose sizes grow; then others use memory."""
+    p = RowsProblem(COUNTS["ragged"], 448, 320)
+    expected, graph, made = p.ours(), None, []
+    for _ in range(18):
+        if graph is not None:
+            graph.reset()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = [p.ours() for _ in range(600)]
+    others = [torch.full((2048,), 77, dtype=torch.int32, device="cuda") for _ in range(256)]
+    for _ in range(3):
+        for result in made:
+            result["y"].zero_()
+        graph.replay()
+        for result in made:
+            check_equal(result, expected)
+    assert all(torch.equal(o, torch.full_like(o, 77)) for o in others)
 
 
 def _zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

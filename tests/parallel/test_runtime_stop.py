@@ -1,0 +1,77 @@
+"""The end of a rank: shared memory goes before the process groups, whatever the others do."""
+
+import time
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel import exchange, runtime
+from tests.distributed import run_distributed
+
+
+class Stub:
+    """An exchange that tells when its memory is given back."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.group, self._name, self._events = dist.group.WORLD, name, events
+
+    def release(self) -> None:
+        self._events.append(f"{self._name} released, groups {dist.is_initialized()}")
+
+
+def _stopped(device_failed: bool = False) -> tuple[list[str], int, float]:
+    """What a rank does at its end; rank 1 is gone by then."""
+    events: list[str] = []
+    if dist.get_rank() == 1:
+        return events, 0, 0.0
+
+    def synchronize() -> None:
+        events.append("device done")
+        if device_failed:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", synchronize)
+        kept: Any = {("a",): Stub("first", events), ("b",): Stub("second", events)}
+        patch.setattr(exchange, "_EXCHANGES", kept)
+        began = time.monotonic()
+        try:
+            runtime.stop()
+        except RuntimeError as error:
+            events.append(str(error))
+        events.append(f"groups {dist.is_initialized()}")
+        return events, len(kept), time.monotonic() - began
+
+
+@pytest.mark.dist
+def test_exchanges_are_released_before_groups_and_wait_for_no_dead_rank() -> None:
+    events, left, seconds = run_distributed(_stopped, 2, timeout=60)[0]
+    assert events == [
+        "device done",
+        "first released, groups True",
+        "second released, groups True",
+        "groups False",
+    ]
+    assert not left and seconds < 20
+
+
+@pytest.mark.dist
+def test_a_device_that_failed_keeps_its_memory_and_the_groups_go() -> None:
+    """Freeing would fail again, in a destructor, which ends the process without a word."""
+    events, left, _ = run_distributed(_stopped, 2, True, timeout=60)[0]
+    failed = "CUDA error: unspecified launch failure"
+    assert events == ["device done", failed, "groups False"] and left == 2
+
+
+def test_an_exchange_gives_its_memory_back_though_something_refers_to_it() -> None:
+    made: Any = object.__new__(exchange.Exchange)
+    made._memory = torch.zeros(64, dtype=torch.uint8)
+    made._handle, made._words = SimpleNamespace(), {2: made._memory[:8]}
+    made._rows, made._side = [made._memory[:32]], [made._memory[32:]]
+    memory = weakref.ref(made._memory)
+    made.release()
+    assert memory() is None
