@@ -1,7 +1,8 @@
 """GPUs that `run.dry_run` knows: memory, and rates that training reaches on them.
 
 Rates are what we measured on H200s and what is published for H100s, not data sheets: sustained GEMM
-rates at the clocks of a long run, copies between GPUs with all of them busy.
+rates at the clocks of a long run, copies between GPUs with all of them busy. Line rates of links
+are those of the data sheets (NVLink 4, one port of 400 Gb/s a GPU): for bounds.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ class Machine:
     """Exchange with the other GPUs of a host."""
     network_gbs: float
     """Exchange with GPUs of other hosts."""
+    node_line_gbs: float = 450.0
+    """What the links inside a host cannot exceed."""
+    network_line_gbs: float = 50.0
+    """What the network cannot exceed."""
     node_gpus: int = 8
     """GPUs of a host."""
     reserved_gib: float = 4.0

@@ -17,6 +17,9 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.load import load
+from configs.schema import Config
+
 FOLDER = Path(__file__).resolve().parent / "anchors"
 WINDOW = range(41, 51)
 """Steps that a measurement counts."""
@@ -68,6 +71,8 @@ class Published(Record):
     """Address of the page or file."""
     tflops_per_gpu_printed: float = MISSING
     """By the source's own convention."""
+    settings: list[str] = field(default_factory=list)
+    """Overrides that lay the run out here, as near as our knobs come (FSDP is data parallel)."""
 
 
 @dataclass
@@ -121,6 +126,28 @@ def own(folder: Path = FOLDER) -> dict[str, Own]:
     files = sorted(folder.glob("own_*.yaml"))
     rows = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
     return {path.stem: _typed(Own, row, path.name) for path, row in rows.items()}
+
+
+def configured(record: Record) -> tuple[Config, int]:
+    """The run of a record as a configuration, not yet validated, and its ranks.
+
+    Where a source does not say its batch, a rank has eight micro-batches of one sequence.
+    """
+    if isinstance(record, Own):
+        ranks, overrides = launch(record.command)
+        return load(overrides), ranks
+    assert isinstance(record, Published)
+    micro = record.micro_batch or 1
+    data = {
+        "data": "synthetic",
+        "data.sequence_length": record.sequence_length,
+        "data.micro_batch": micro,
+        "data.global_batch": record.global_batch or 8 * micro * record.gpus,
+        "run.precision": record.dtype,
+        "model.moe.router.force_balance": str(record.routing == "forced").lower(),
+    }
+    given = [f"{knob}={value}" for knob, value in data.items()]
+    return load([f"model={record.model}", *given, *record.overrides, *record.settings]), record.gpus
 
 
 def write(record: Own, path: Path) -> None:

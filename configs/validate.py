@@ -100,6 +100,9 @@ def _router(cfg: Config) -> Iterator[str]:
         yield repair(cfg, f"{at}.rounding", "is not possible with kernels.backend=megatron", "none")
     if r.softmax_over == "topk" and r.score != "softmax":
         yield repair(cfg, f"{at}.softmax_over", f"needs score=softmax, not {r.score}", "all")
+    if r.softmax_over == "topk" and m.top_k == 1:
+        reason = "with model.moe.top_k=1 makes every probability 1, which has no gradient"
+        yield repair(cfg, f"{at}.softmax_over", reason, "all")
 
 
 def _experts(cfg: Config) -> Iterator[str]:

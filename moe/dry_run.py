@@ -1,21 +1,23 @@
 """`run.dry_run=true`: what a run would take on any number of ranks, on one page, without a GPU."""
 
+import math
 from collections.abc import Iterator
 
 from configs.layout import data_parallel_size, expert_parallel_size, micro_batches, stage_ranks
 from configs.machines import MACHINES, Machine
+from configs.matching import Match, alike
+from configs.records import Published
 from configs.redact import redacted
 from configs.schema import Config
-from moe.accounting import active_parameters, flops_per_token, parameters
+from moe.accounting import flops_per_token
 from moe.estimate.activations import sizes
 from moe.estimate.advice import needed, suggestions
-from moe.estimate.memory import Memory, exchange_bytes, stage_memory
-from moe.estimate.pipeline import bubble
+from moe.estimate.memory import exchange_bytes, stage_memory
 from moe.estimate.resolve import resolved
-from moe.estimate.rows import buffer_bytes, row_memory
-from moe.estimate.timing import step_time
-from moe.estimate.traffic import traffic
-from moe.start import count, storage, work
+from moe.estimate.rows import buffer_bytes, largest_factor, row_memory
+from moe.estimate.timing import bound, step_time
+from moe.estimate.traffic import Links, one_sided, traffic
+from moe.start import count, model_size, storage, work
 
 _GIB = 2**30
 _PEAK = 989.0  # TFLOP/s of either GPU, dense bf16
@@ -38,12 +40,12 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     sections = [
         ("Phalanx, dry run", _run(known, world, machine)),
         ("Process groups", _groups(known, world)),
-        (f"Memory of a rank, by stage ({machine.name})", _memory(known, world, machine)),
+        (f"Memory of a rank, by stage ({machine.name})", _memory(known, world, machine, room)),
         ("Experts of one layer", _experts(known, world)),
         ("Expected step", _time(known, world, machine)),
     ]
     if not fits:
-        sections.append(("It does not fit. What would help", _advice(cfg, world, machine, room)))
+        sections.append(("What would help", _advice(cfg, world, machine, room)))
     text = "\n\n".join("\n".join([head, *("  " + x for x in body)]) for head, body in sections)
     return redacted(text) + "\n", 0 if fits else 2
 
@@ -51,8 +53,7 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
 def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     m, d, k = cfg.model, cfg.data, cfg.kernels
     flops = flops_per_token(m, d.sequence_length)
-    total, active = parameters(m).total, active_parameters(m).total
-    yield f"model     {m.name}: {count(total)} parameters, {count(active)} active a token"
+    yield f"model     {model_size(m)}"
     yield f"work      {work(flops)} a token at sequence {d.sequence_length} (Megatron convention)"
     yield f"ranks     {world} x {machine.name}, {cfg.run.precision}"
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
@@ -80,7 +81,7 @@ def _groups(cfg: Config, world: int) -> Iterator[str]:
         yield f"{name:<12} {size:>5}  {', '.join(ranks)}"
 
 
-def _memory(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
+def _memory(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[str]:
     stages = stage_memory(cfg, world)
     worst = max(stages, key=lambda m: m.peak)
     shown = {0: "embedding", len(stages) - 1: "output"} if len(stages) > 1 else {0: "only"}
@@ -95,30 +96,34 @@ def _memory(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         parts = (w.parameter_bytes, w.gradient_bytes, w.optimizer_bytes, m.saved)
         cells += [storage(x) for x in (*parts, m.backward + m.cached, m.peak)]
         yield f"{i} {name}".ljust(16) + "".join(f"{c:>12}" for c in cells)
-    exchange, even = exchange_bytes(cfg, world), worst.peak
-    if exchange:
+    if exchange := exchange_bytes(cfg, world):
         yield (
             f"receive buffers of {cfg.parallel.dispatch}, beside torch's memory: "
             f"{storage(exchange)}"
         )
-    total = even + exchange + int(machine.reserved_gib * _GIB)
-    verdict = "fits" if total <= machine.memory_gib * _GIB else "does not fit"
     yield (
-        f"stage {worst.stage} needs {storage(total)} of {machine.memory_gib} GiB with "
-        f"{machine.reserved_gib} GiB for CUDA and NCCL: {verdict}"
+        f"stage {worst.stage} needs {storage(_with_reserve(worst.peak + exchange, machine))} of "
+        f"{machine.memory_gib} GiB with {machine.reserved_gib} GiB for CUDA and NCCL: "
+        f"{_verdict(cfg, world, room)}"
     )
-    yield _uneven(cfg, world, machine, total - even)
 
 
-def _uneven(cfg: Config, world: int, machine: Machine, beside: int) -> str:
-    """If all tokens of an expert-parallel group went to one rank."""
-    s = sizes(cfg, world)
-    if s.rows >= s.worst_rows:
-        return "no routing needs more: the experts have rows for every case"
-    worst: Memory = max(stage_memory(cfg, world, s.worst_rows), key=lambda m: m.peak)
-    total = worst.peak + beside
-    verdict = "fits" if total <= machine.memory_gib * _GIB else "does not fit"
-    return f"all tokens of a group to one rank: {storage(total)}, {verdict}"
+def _verdict(cfg: Config, world: int, room: int) -> str:
+    """Whether the run fits, and with how many expert rows."""
+    factor = largest_factor(cfg, world, room)
+    if factor is None:
+        return "does not fit, however few rows the experts have"
+    if factor == math.inf:
+        return "fits, whatever the routing"
+    if cfg.kernels.backend == "megatron":
+        return f"fits, up to {factor:g} x the balanced rows"
+    fits = needed(cfg, world) <= room
+    verdict = "fits, up to" if fits else "does not fit; it would with"
+    return f"{verdict} parallel.capacity_factor={factor:g}"
+
+
+def _with_reserve(size: int, machine: Machine) -> int:
+    return size + int(machine.reserved_gib * _GIB)
 
 
 def _experts(cfg: Config, world: int) -> Iterator[str]:
@@ -134,15 +139,24 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
             f"{storage(m.rank)} in all; dispatch buffers {storage(buffer_bytes(cfg, world))}"
         )
     yield (
-        f"sent      {cfg.parallel.dispatch}: a token has experts on {t.ranks:.2f} ranks on "
-        f"average, and its row goes {t.copies:.2f} times to others, "
-        f"{t.crossings:.2f} of them to other nodes"
+        f"sent      {cfg.parallel.dispatch}: a token has experts on {t.ranks:.2f} ranks of "
+        f"{t.nodes:.2f} nodes on average"
     )
+    for name, rows in (("there", t.there), ("back", t.back)):
+        yield (
+            f"{name:<10}{rows.far:.2f} rows of a token over the network, "
+            f"{rows.near:.2f} inside nodes"
+        )
     yield (
-        f"bytes     {t.forward / 1e3:.1f} kB a token forward, {t.backward / 1e3:.1f} kB backward; "
-        f"{storage(int(t.forward * s.local_tokens))} and "
-        f"{storage(int(t.backward * s.local_tokens))} a micro-batch"
+        f"bytes     of a token {_bytes(t.forward)} forward, {_bytes(t.backward)} backward; "
+        f"{storage(int(t.forward.total * s.local_tokens))} and "
+        f"{storage(int(t.backward.total * s.local_tokens))} a micro-batch"
     )
+
+
+def _bytes(sent: Links) -> str:
+    network = f" ({sent.far / 1e3:.1f} over the network)" if sent.far else ""
+    return f"{sent.total / 1e3:.1f} kB{network}"
 
 
 def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
@@ -155,19 +169,45 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     for name, seconds in vars(t).items():
         if seconds:
             yield f"{name:<12}{seconds:9.3f} s{seconds / t.total:6.0%}"
-    yield f"pipeline bubble {bubble(cfg, world):.1%} of the work"
-    rate = d.global_batch * d.sequence_length / world / t.total
-    tflops = rate * flops_per_token(cfg.model, d.sequence_length) / 1e12
+    tokens = d.global_batch * d.sequence_length / world
+    flops = flops_per_token(cfg.model, d.sequence_length)
+    best, exchanged = bound(cfg, world, machine), ""
+    if t.exchange:
+        hidden = cfg.parallel.comm_sms and one_sided(cfg)
+        how = "partly beside the experts" if hidden else "between computation"
+        exchanged = f", exchanges by {cfg.parallel.dispatch} {how}"
+    rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
     yield (
-        f"step {t.total:.3f} s: {rate:,.0f} tokens/s/GPU, {tflops:.0f} TFLOP/s/GPU "
-        f"(mfu {tflops / _PEAK:.0%}), at best: balanced experts, nothing else in the way"
+        f"step {t.total:.3f} s: {rate} (mfu {tokens / t.total * flops / 1e12 / _PEAK:.0%}): "
+        f"balanced experts{exchanged}, nothing else in the way"
+    )
+    yield (
+        f"at best {best.seconds:.3f} s: {best_rate} in {cfg.run.precision}: {best.limit} alone and "
+        "all else behind, by any transport"
+    )
+    for match in alike(cfg, world, machine.name):
+        yield _compared(match)
+
+
+def _rate(tokens: float, flops: float) -> str:
+    return f"{tokens:,.0f} tokens/s/GPU, {tokens * flops / 1e12:.0f} TFLOP/s/GPU"
+
+
+def _compared(match: Match) -> str:
+    """A line on what others or we have measured."""
+    r, layout = match.record, "" if match.same_layout else ", another layout"
+    return (
+        f"{'published' if isinstance(r, Published) else 'measured'} "
+        f"{r.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, {r.tflops_per_gpu:.0f} TFLOP/s/GPU: "
+        f"{r.system} on {r.hardware}, {r.dtype}, {r.layout}, {r.routing} routing{layout} "
+        f"({match.source})"
     )
 
 
 def _advice(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[str]:
-    found = suggestions(cfg, world, machine)
+    found = suggestions(cfg, world, machine, room)
     for overrides, size in found:
-        verdict = "fits" if size <= room else "not enough alone"
-        yield f"{overrides}: {storage(size + int(machine.reserved_gib * _GIB))}, {verdict}"
+        verdict = "fits" if size <= room else "not enough"
+        yield f"{overrides}: {storage(_with_reserve(size, machine))}, {verdict}"
     if not any(size <= room for _, size in found):
-        yield "none is enough alone: combine them, or use more ranks"
+        yield "no set of them is enough: take more ranks (parallel.world_size) or a smaller model"

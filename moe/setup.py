@@ -21,6 +21,7 @@ from moe.fused_topk import refuse
 from moe.init import initialize
 from moe.layer import MoEOptions
 from moe.model import Backends, Layout, build, embedding_stages, transformer_config
+from moe.room import check_room
 from parallel import nodes
 from parallel.dispatch import check_transport
 from parallel.engine import Engine
@@ -99,6 +100,7 @@ def setup(cfg: Config, runtime: Runtime) -> Job:
     """Build the job on this rank; every rank calls it."""
     p = cfg.parallel
     choices = choose_kernels(cfg, runtime)
+    check_room(cfg, runtime, choices)
     expert = expert_parallel_size(cfg, runtime.world)
     layout = Layout(p.tensor, p.context, p.pipeline, p.virtual_pipeline, expert)
     config = transformer_config(cfg, layout, on_cpu=runtime.device.type == "cpu")

@@ -4,19 +4,22 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from configs.schema import ModelConfig
 from kernels.registry import table
 from moe.accounting import active_parameters, flops_per_token, parameters
 from moe.data import Loader
-from moe.setup import Job
+
+if TYPE_CHECKING:
+    from moe.setup import Job
 
 
-def describe(job: Job, resumed: str, loader: Loader) -> str:
+def describe(job: "Job", resumed: str, loader: Loader) -> str:
     """The start page, at most 100 columns wide where names and paths are short."""
     cfg, world = job.cfg, job.runtime.world
-    total, active = parameters(cfg.model).total, active_parameters(cfg.model).total
     here, size = job.engine.parameter_bytes()
     flops = flops_per_token(cfg.model, cfg.data.sequence_length)
     tokens = cfg.data.global_batch * cfg.data.sequence_length
@@ -26,8 +29,7 @@ def describe(job: Job, resumed: str, loader: Loader) -> str:
         ("device", f"{world} x {device(job.runtime.device)}, {cfg.run.precision}"),
         (
             "model",
-            f"{cfg.model.name}: {count(total)} parameters, {count(active)} active a token, "
-            f"{count(here)} on rank 0 ({storage(size)})",
+            f"{model_size(cfg.model)}, {count(here)} on rank 0 ({storage(size)})",
         ),
         ("work", f"{work(flops)} a token, {work(flops * tokens)} a step"),
         (
@@ -42,6 +44,15 @@ def describe(job: Job, resumed: str, loader: Loader) -> str:
     lines += ["  " + text for text in job.groups.table().splitlines()] + [""]
     lines += ["  " + text for text in table(job.choices).splitlines()]
     return "\n".join(lines) + "\n"
+
+
+def model_size(model: ModelConfig) -> str:
+    """`tiny: 3.4 M parameters, 1.0 M active a token`, as published ones are counted: without
+    multi-token prediction (MTP), told apart, and active ones without the input embedding."""
+    total, active = parameters(model, mtp=False).total, active_parameters(model).total
+    predicting = parameters(model).total - total
+    more = f" (+ {count(predicting)} MTP)" if predicting else ""
+    return f"{model.name}: {count(total)} parameters{more}, {count(active)} active a token"
 
 
 def revision() -> str:

@@ -133,6 +133,14 @@ CASES = {
     "unknown model": Case("model=tiny_gpt", "no such option", "did you mean model=tiny_gpt_oss"),
     "option of no group": Case("kernels=cuda", "kernels=cuda: no such option", "options: auto, "),
     "no value": Case("run.steps", "run.steps: expected <knob>=<value>", "<group>=<option>"),
+    "more than the host has": Case(
+        "model.vocab_size=2000000000", "most of it is model.vocab_size=2000000000", "set model."
+    ),
+    "one expert and softmax over it": Case(
+        "model.moe.top_k=1 model.moe.router.softmax_over=topk",
+        "model.moe.router.softmax_over=topk with model.moe.top_k=1",
+        "set model.moe.router.softmax_over=all",
+    ),
     "section": Case("optim=adam", "optim=adam: no such option", "did you mean optim=adamw"),
     "section as knob": Case(
         "model.moe=3", "model.moe: is a section", "as in model.moe.experts=..."

@@ -1,7 +1,7 @@
-"""What to change when a run does not fit: overrides tried one by one, and what each comes to."""
+"""What to change when a run does not fit: overrides, what each comes to, and which are enough."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from configs.knobs import put, written
@@ -11,6 +11,19 @@ from configs.schema import Config
 from configs.validate import ConfigError, validate
 from moe.estimate.memory import exchange_bytes, stage_memory
 from moe.estimate.resolve import resolved
+from moe.estimate.rows import largest_factor
+
+_MOST_TOGETHER = 5
+"""Overrides in one suggestion."""
+
+_FEW = 2
+"""Single overrides that are enough, below which several together are looked for."""
+
+Changes = dict[str, Any]
+"""Values by knob."""
+
+Need = Callable[[Config, int], int]
+"""Bytes that a valid configuration needs on a number of ranks."""
 
 
 def needed(cfg: Config, world: int) -> int:
@@ -18,46 +31,123 @@ def needed(cfg: Config, world: int) -> int:
     return max(m.peak for m in stage_memory(cfg, world)) + exchange_bytes(cfg, world)
 
 
-def suggestions(cfg: Config, world: int, machine: Machine) -> list[tuple[str, int]]:
-    """(overrides, bytes needed with them) of each change that helps, the least needed first.
+def suggestions(cfg: Config, world: int, machine: Machine, room: int) -> list[tuple[str, int]]:
+    """(overrides, bytes needed with them), the least needed first.
+
+    Those that are enough by themselves; if few are, a set of several that is; and more ranks, as
+    many as it takes. If nothing is enough, what helps.
 
     Args:
         cfg: as given, with `auto` in it.
         world: ranks.
         machine: decides what `auto` takes.
+        room: bytes that a rank may need.
     """
-    before = needed(resolved(cfg, world, machine.node_gpus), world)
-    found: dict[str, int] = {}
-    for changes in _changes(cfg, world):
-        changed = copy.deepcopy(cfg)
+
+    def need(changed: Config, ranks: int) -> int:
+        return needed(resolved(changed, ranks, machine.node_gpus), ranks)
+
+    kinds = list(_layouts(cfg, world))
+    known = resolved(cfg, world, machine.node_gpus)
+    if known.kernels.backend != "megatron":  # which takes as many rows as come
+        factor = largest_factor(known, world, room)
+        if factor is not None and factor < cfg.parallel.capacity_factor:
+            kinds.append([{"parallel.capacity_factor": factor}])
+    found = enough(cfg, world, need, room, kinds)
+    found += enough(cfg, world, need, room, [[{"parallel.world_size": n} for n in _doubles(world)]])
+    fit = [pair for pair in found if pair[1] <= room]
+    return sorted(fit or found, key=lambda pair: pair[1])
+
+
+def enough(
+    cfg: Config, world: int, need: Need, room: int, kinds: list[list[Changes]]
+) -> list[tuple[str, int]]:
+    """As `suggestions`, of any need.
+
+    Args:
+        kinds: changes to choose from; of a kind, which begins with the least change, one is taken.
+    """
+    trial = _Trial(cfg, world, need)
+    singly = [(pair, kind) for kind in kinds if (pair := trial.best(kind, {}, room)) is not None]
+    helping = [pair for pair, _ in singly]
+    found = [pair for pair in helping if pair[1] <= room]
+    others = [kind for pair, kind in singly if pair[1] > room]
+    if len(found) < _FEW and (together := _together(trial, others, room)):
+        found.append(together)
+    told = sorted(found or helping, key=lambda pair: pair[1])
+    return [(_written(changes), size) for changes, size in told]
+
+
+class _Trial:
+    """Bytes that changes of a configuration come to."""
+
+    def __init__(self, cfg: Config, world: int, need: Need) -> None:
+        self._cfg, self._world, self._need = cfg, world, need
+        self.before = need(cfg, world)
+
+    def best(self, kind: list[Changes], others: Changes, room: int) -> tuple[Changes, int] | None:
+        """The first of a kind that is enough with `others`, or that which helps most; None if none
+        helps by a hundredth."""
+        sizes = [(others | changes, self._size(others | changes)) for changes in kind]
+        known = [(changes, size) for changes, size in sizes if size is not None]
+        before = self._size(others) or self.before
+        helping = [pair for pair in known if pair[1] < 0.99 * before]
+        if fit := [pair for pair in helping if pair[1] <= room]:
+            return fit[0]
+        return min(helping, key=lambda pair: pair[1], default=None)
+
+    def _size(self, changes: Changes) -> int | None:
+        """None for a configuration that is not valid."""
+        changed = copy.deepcopy(self._cfg)
         for path, value in changes.items():
             put(changed, path, value)
-        ranks = changed.parallel.world_size or world
+        ranks = changed.parallel.world_size or self._world
         try:
             validate(changed, ranks)
-            after = needed(resolved(changed, ranks, machine.node_gpus), ranks)
+            return self._need(changed, ranks)
         except ConfigError:
-            continue
-        if after < 0.99 * before:
-            found[" ".join(f"{path}={written(value)}" for path, value in changes.items())] = after
-    return sorted(found.items(), key=lambda item: item[1])
+            return None
 
 
-def _changes(cfg: Config, world: int) -> Iterator[dict[str, Any]]:
+def _together(trial: _Trial, kinds: list[list[Changes]], room: int) -> tuple[Changes, int] | None:
+    """Several changes that are enough: again and again the one that helps most."""
+    chosen: Changes = {}
+    left = list(kinds)
+    for _ in range(_MOST_TOGETHER):
+        tried = [(trial.best(kind, chosen, room), kind) for kind in left]
+        helping = [(pair, kind) for pair, kind in tried if pair is not None]
+        if not helping:
+            return None
+        (chosen, size), kind = min(helping, key=lambda item: item[0][1])
+        left.remove(kind)
+        if size <= room:
+            return chosen, size
+    return None
+
+
+def _written(changes: Changes) -> str:
+    return " ".join(f"{path}={written(value)}" for path, value in changes.items())
+
+
+def _layouts(cfg: Config, world: int) -> Iterator[list[Changes]]:
+    """What the same ranks can do, by kind."""
     p, d = cfg.parallel, cfg.data
     even = {"parallel.pipeline_layout": "", "parallel.virtual_pipeline": 1}
-    expert = expert_parallel_size(cfg, world)
-    yield {"data.micro_batch": max(1, d.micro_batch // 2)}
-    yield {"run.recompute": "moe"}
-    yield {"run.recompute": "full"}
-    yield {"parallel.distributed_optimizer": True}
-    yield {"parallel.grad_dtype": "bf16"}
-    yield {"optim.moments": "bf16"}
-    yield {"parallel.expert": 2 * expert}
-    yield {"parallel.tensor": 2 * p.tensor}
-    yield {"parallel.context": 2 * p.context}
-    for stages in (2 * p.pipeline, 4 * p.pipeline):
-        yield {"parallel.pipeline": stages} | even
-    yield {"parallel.world_size": 2 * world}
-    yield {"run.recompute": "full", "parallel.grad_dtype": "bf16"}
-    yield {"run.recompute": "full", "parallel.expert": 2 * expert}
+    yield [{"data.micro_batch": size} for size in halves(d.micro_batch)]
+    yield [{"run.recompute": "moe"}, {"run.recompute": "full"}]
+    yield [{"parallel.distributed_optimizer": True}]
+    yield [{"parallel.grad_dtype": "bf16"}]
+    yield [{"optim.moments": "bf16"}]
+    yield [{"parallel.expert": size} for size in _doubles(expert_parallel_size(cfg, world))]
+    yield [{"parallel.tensor": size} for size in _doubles(p.tensor)]
+    yield [{"parallel.context": size} for size in _doubles(p.context)]
+    yield [{"parallel.pipeline": stages} | even for stages in _doubles(p.pipeline)]
+
+
+def _doubles(size: int) -> list[int]:
+    return [2 * size, 4 * size, 8 * size]
+
+
+def halves(size: int) -> list[int]:
+    """Halves, quarters, ... down to 1."""
+    return [size // 2**n for n in range(1, size.bit_length())]

@@ -5,6 +5,7 @@ in turn where there are several.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from configs.layout import micro_batches
 from configs.schema import Config
@@ -36,10 +37,24 @@ def held(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[int]) -> int
     return most
 
 
-def bubble(cfg: Config, world: int) -> float:
-    """Time that a stage waits, over the time that it works."""
-    p = cfg.parallel
-    return (p.pipeline - 1) / (micro_batches(cfg, world) * p.virtual_pipeline)
+def step_seconds(seconds: Sequence[float], micro_batches: int, chunks: int) -> float:
+    """Least seconds of all micro-batches on all stages.
+
+    A stage works on all of them, after the stages before it have made the forward pass of one model
+    chunk and before they make its backward pass. With equal stages the last one waits longest:
+    (stages - 1) / (micro-batches x chunks) of the work, as its schedule does (arXiv 2104.04473,
+    section 2.2).
+
+    Args:
+        seconds: of a micro-batch, forward and backward, on all model chunks of each stage.
+        micro_batches: of a step.
+        chunks: of a stage.
+    """
+    before = accumulate(seconds, initial=0.0)
+    return max(
+        micro_batches * own + earlier / chunks
+        for own, earlier in zip(seconds, before, strict=False)
+    )
 
 
 def _chunk(pass_: int, stages: int, chunks: int) -> int:

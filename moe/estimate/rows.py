@@ -4,11 +4,13 @@ By difference: from a rank that keeps no expert rows, and from one whose tokens 
 """
 
 import copy
+import math
 from dataclasses import dataclass
 
 from configs.schema import Config
 from moe.estimate.activations import Activations, sizes
 from moe.estimate.memory import exchange_bytes, stage_memory
+from parallel.overflow import ROW_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,34 @@ def row_memory(cfg: Config, world: int) -> tuple[RowMemory, RowMemory]:
     """
     s = sizes(cfg, world)
     return _with(cfg, world, s.rows), _with(cfg, world, s.worst_rows)
+
+
+def largest_factor(cfg: Config, world: int, room: int) -> float | None:
+    """Most expert rows that fit, over the balanced load: the largest `parallel.capacity_factor`.
+
+    Args:
+        cfg, world: as of `row_memory`.
+        room: bytes of a rank, for all that `stage_memory` and `exchange_bytes` count.
+
+    Returns:
+        In hundredths, rounded down; infinity if no routing needs more than fits, None if not even
+        balanced experts fit.
+    """
+    s, beside = sizes(cfg, world), exchange_bytes(cfg, world)
+    balanced = s.local_tokens * cfg.model.moe.top_k
+
+    def fits(rows: int) -> bool:
+        return max(m.peak for m in stage_memory(cfg, world, rows)) + beside <= room
+
+    if fits(s.worst_rows):
+        return math.inf
+    fit, too_many = -(-balanced // ROW_MULTIPLE), -(-s.worst_rows // ROW_MULTIPLE)
+    if not fits(min(fit * ROW_MULTIPLE, s.worst_rows)):
+        return None
+    while too_many - fit > 1:
+        middle = (fit + too_many) // 2
+        fit, too_many = (middle, too_many) if fits(middle * ROW_MULTIPLE) else (fit, middle)
+    return fit * ROW_MULTIPLE * 100 // balanced / 100
 
 
 def buffer_bytes(cfg: Config, world: int) -> int:

@@ -1,9 +1,13 @@
-"""Expected time of a step: work of the slowest stage over the rates of a machine.
+"""Time of a step: work of the slowest stage over the rates of a machine, expected and at best.
 
-GEMMs, core attention, elementwise work and the exchange of experts follow one another; of pushes
-beside the experts (`parallel.comm_sms`) only a part is waited for. Gradient reduction hides behind
-all that where `parallel.overlap` is on. Stragglers, uneven routing and the host are left out: a run
-is slower than this, not faster.
+Expected: GEMMs, core attention, elementwise work and the exchange of experts follow one another, as
+they do in this code; of pushes beside the experts (`parallel.comm_sms`) only a part is waited for.
+Gradient reduction hides behind all that where `parallel.overlap` is on. Stragglers, uneven routing
+and the host are left out.
+
+At best: matrix products and core attention alone, with everything else behind them, whatever the
+transport. Others hide exchanges under the work on another micro-batch (DualPipe, arXiv 2412.19437;
+Megatron-Core's combined 1F1B), so that a sum of both would be no bound.
 """
 
 from dataclasses import dataclass, replace
@@ -20,8 +24,8 @@ from configs.machines import Machine
 from configs.schema import Config
 from moe.accounting import flops_per_token
 from moe.estimate.activations import Activations, sizes
-from moe.estimate.pipeline import bubble
-from moe.estimate.traffic import one_sided, traffic
+from moe.estimate.pipeline import step_seconds
+from moe.estimate.traffic import Traffic, least_traffic, one_sided, traffic
 from moe.estimate.weights import dense_layers, halves, stage_weights
 
 
@@ -48,17 +52,60 @@ class StepTime:
         return sum(vars(self).values())
 
 
+@dataclass(frozen=True)
+class Bound:
+    """A step of a layout that no transport and no overlap makes shorter, at a machine's rates."""
+
+    seconds: float
+    limit: str
+    """What takes them: `matrix products`, `network` or `links inside a node`."""
+
+
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     """Of a step; `cfg` has resolved kernels."""
-    slow = max(_stages(cfg, world, machine), key=sum)
-    gemm, experts, attention, elementwise, exchange = (micro_batches(cfg, world) * t for t in slow)
-    busy = gemm + experts + attention + elementwise + exchange
+    exchange = _exchange(cfg, world, machine)
+    stages = [
+        (
+            *work.seconds,
+            _PASSES * work.written / (machine.memory_gbs * 1e9),
+            work.tokens * work.sparse * exchange,
+        )
+        for work in _stages(cfg, world, machine)
+    ]
+    seconds = [sum(stage) for stage in stages]
+    slow, count = stages[seconds.index(max(seconds))], micro_batches(cfg, world)
+    gemm, experts, attention, elementwise, exchange = (count * t for t in slow)
     reduction, update = _update(cfg, world, machine)
     if cfg.parallel.overlap:
         # The last micro-batch's backward pass is what there is to hide behind.
-        reduction = max(0.0, reduction - 0.6 * busy / micro_batches(cfg, world))
-    waiting = bubble(cfg, world) * busy
-    return StepTime(gemm, experts, attention, elementwise, exchange, waiting, reduction, update)
+        reduction = max(0.0, reduction - 0.6 * max(seconds))
+    wait = step_seconds(seconds, count, cfg.parallel.virtual_pipeline) - count * max(seconds)
+    return StepTime(gemm, experts, attention, elementwise, exchange, wait, reduction, update)
+
+
+def bound(cfg: Config, world: int, machine: Machine) -> Bound:
+    """Of a step with balanced experts, `run.recompute` and the pipeline's schedule as in `cfg`.
+
+    Links run at their line rate, both kinds at once.
+    """
+    sent = least_traffic(cfg, world)
+    bytes_ = sent.forward + sent.backward
+    near, far = bytes_.near / machine.node_line_gbs, bytes_.far / machine.network_line_gbs
+    stages = []
+    for work in _stages(cfg, world, machine):
+        rows = work.tokens * work.sparse / 1e9
+        stages.append(
+            {
+                "matrix products": sum(work.seconds),
+                "network": rows * far,
+                "links inside a node": rows * near,
+            }
+        )
+    seconds = [max(stage.values()) for stage in stages]
+    slow = stages[seconds.index(max(seconds))]
+    total = step_seconds(seconds, micro_batches(cfg, world), cfg.parallel.virtual_pipeline)
+    total += _update(cfg, world, machine)[1]
+    return Bound(total, max(slow, key=lambda what: slow[what]))
 
 
 class _Flops(NamedTuple):
@@ -92,15 +139,26 @@ def _flops(cfg: Config) -> _Flops:
     return _Flops(projections, core, mlp, routed, shared, head, joining)
 
 
-def _stages(cfg: Config, world: int, machine: Machine) -> list[list[float]]:
-    """Seconds of a micro-batch on each stage: GEMMs, experts, attention, elementwise, exchange."""
-    f, how = _flops(cfg), cfg.run.recompute
-    tokens = sizes(cfg, world).local_tokens  # tensor ranks share the work on a sequence
+class _Work(NamedTuple):
+    """Of a micro-batch on one stage."""
+
+    seconds: tuple[float, float, float]
+    """GEMMs, experts, core attention."""
+    written: float
+    """Bytes that layers keep if nothing is recomputed."""
+    sparse: int
+    """MoE layers."""
+    tokens: int
+    """Of a rank; tensor ranks share the work on a sequence."""
+
+
+def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
+    f, how, tokens = _flops(cfg), cfg.run.recompute, sizes(cfg, world).local_tokens
     all_again = 4 / 3 if how == "full" else 1.0
     moe_again = 4 / 3 if how in ("moe", "full") else 1.0
     core_again = 4 / 3 if how in ("attention", "full") else 1.0
     kept = _kept(cfg, world)
-    stages = [[0.0] * 5 for _ in range(cfg.parallel.pipeline)]
+    stages = [_Work((0.0, 0.0, 0.0), 0.0, 0, tokens) for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
         dense, mtp, end = dense_layers(cfg, letters, first), letters.count("m"), letters.count("L")
@@ -108,16 +166,24 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[list[float]]:
         sparse = letters.count("t") - dense + mtp
         gemm = all_again * ((dense + sparse) * f.projections + dense * f.mlp)
         gemm += moe_again * sparse * f.shared + end * f.head + mtp * f.joining
-        written = dense * kept[0] + sparse * kept[1] + end * kept[2]
-        seconds = (
+        experts, core = moe_again * sparse * f.routed, core_again * (dense + sparse) * f.core
+        more = (
             tokens * gemm / (machine.dense_tflops * 1e12),
-            tokens * moe_again * sparse * f.routed / (machine.expert_tflops * 1e12),
-            tokens * core_again * (dense + sparse) * f.core / (machine.attention_tflops * 1e12),
-            _PASSES * written / (machine.memory_gbs * 1e9),
-            tokens * sparse * _exchange(cfg, world, machine),
+            tokens * experts / (machine.expert_tflops * 1e12),
+            tokens * core / (machine.attention_tflops * 1e12),
         )
         stage = i % cfg.parallel.pipeline
-        stages[stage] = [a + b for a, b in zip(stages[stage], seconds, strict=True)]
+        before = stages[stage]
+        stages[stage] = _Work(
+            (
+                before.seconds[0] + more[0],
+                before.seconds[1] + more[1],
+                before.seconds[2] + more[2],
+            ),
+            before.written + dense * kept[0] + sparse * kept[1] + end * kept[2],
+            before.sparse + sparse,
+            tokens,
+        )
     return stages
 
 
@@ -130,15 +196,15 @@ _WAITED = 0.25
 
 
 def _exchange(cfg: Config, world: int, machine: Machine) -> float:
-    """Seconds a token and MoE layer; the network and the links inside a node take turns."""
-    sent = traffic(cfg, world)
-    near, far = sent.forward + sent.backward - sent.network, sent.network
+    """Seconds a token and MoE layer."""
+    sent: Traffic = traffic(cfg, world)
+    bytes_ = sent.forward + sent.backward
+    near, far = bytes_.near / (machine.node_gbs * 1e9), bytes_.far / (machine.network_gbs * 1e9)
     if one_sided(cfg) and cfg.parallel.comm_sms:
         near *= _WAITED
-    if cfg.parallel.dispatch == "alltoall" and cfg.kernels.backend != "megatron":
-        # Half of the passes are all-gathers, in which a row enters a host once.
-        far = far / 2 * (1 + 1 / machine.node_gpus)
-    return near / (machine.node_gbs * 1e9) + far / (machine.network_gbs * 1e9)
+    if cfg.parallel.dispatch == "deepep" and cfg.kernels.backend != "megatron":
+        return max(near, far)  # rows are passed on inside a node as they arrive
+    return near + far
 
 
 def _kept(cfg: Config, world: int) -> tuple[int, int, int]:

@@ -1,0 +1,69 @@
+"""Which throughput records (configs.records) a run may be compared with: those of its model."""
+
+from dataclasses import dataclass, replace
+
+from configs.layout import expert_parallel_size
+from configs.records import Own, Published, Record, configured, own, published
+from configs.schema import Config, ModelConfig
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Match:
+    """A record of the same model, sequence length and precision."""
+
+    record: Record
+    source: str
+    """Address of a published one, file of an own one."""
+    same_layout: bool
+    """On as many GPUs, with parallel groups of the same sizes."""
+
+
+def alike(cfg: Config, world: int, gpu: str) -> list[Match]:
+    """Records that come nearest, the fastest first.
+
+    All of the same layout (at most three), whatever the GPU; without one the fastest of each kind,
+    published and own, on GPUs of the kind `gpu` if there are any.
+
+    Args:
+        cfg: valid.
+        world: ranks.
+        gpu: name as in `configs.machines`.
+    """
+    found = [
+        match
+        for source, record in _everything()
+        if record.model == cfg.model.name and (match := _match(cfg, world, record, source))
+    ]
+    found.sort(key=lambda m: m.record.tokens_per_second_per_gpu, reverse=True)
+    if same := [m for m in found if m.same_layout]:
+        return same[:_SHOWN]
+    near = [m for m in found if gpu.startswith(m.record.hardware.split(" x ")[1])] or found
+    kinds = (Published, Own)
+    return [m for kind in kinds for m in [m for m in near if isinstance(m.record, kind)][:1]]
+
+
+def _everything() -> list[tuple[str, Record]]:
+    theirs: list[tuple[str, Record]] = [(r.source, r) for r in published()]
+    return theirs + [(f"configs/anchors/{name}.yaml", r) for name, r in own().items()]
+
+
+def _match(cfg: Config, world: int, record: Record, source: str) -> Match | None:
+    other, ranks = configured(record)
+    same = _model(other) == _model(cfg) and other.run.precision == cfg.run.precision
+    if not same or other.data.sequence_length != cfg.data.sequence_length:
+        return None
+    return Match(record, source, _layout(other, ranks) == _layout(cfg, world))
+
+
+def _model(cfg: Config) -> ModelConfig:
+    """Without forced balance, which a record tells apart."""
+    router = replace(cfg.model.moe.router, force_balance=False)
+    return replace(cfg.model, moe=replace(cfg.model.moe, router=router))
+
+
+def _layout(cfg: Config, world: int) -> tuple[int, ...]:
+    p = cfg.parallel
+    expert = expert_parallel_size(cfg, world)
+    return world, p.tensor, p.context, p.pipeline, p.virtual_pipeline, expert
