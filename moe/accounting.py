@@ -45,10 +45,10 @@ def parameters(model: ModelConfig, *, mtp: bool = True) -> Parameters:
 
 def model_size(model: ModelConfig) -> str:
     """`tiny: 3.4 M parameters, 1.0 M active a token`, as published ones are counted: without
-    multi-token prediction, which is told apart, and active ones without the input embedding."""
+    multi-token prediction (MTP), told apart, and active ones without the input embedding."""
     total, active = parameters(model, mtp=False).total, active_parameters(model).total
     predicting = parameters(model).total - total
-    more = f" (and {count(predicting)} that predict further tokens)" if predicting else ""
+    more = f" (+ {count(predicting)} MTP)" if predicting else ""
     return f"{model.name}: {count(total)} parameters{more}, {count(active)} active a token"
 
 

@@ -22,8 +22,8 @@ from moe.memory import advice
 from parallel.agreement import Failed, agree, gather
 from parallel.runtime import Runtime
 
-_ON_CPU = 5
-"""Times that the loss on a CPU holds logits on top, in fp32: as they are, softmax, gradient."""
+_ON_CPU = 4
+"""Logits, in their own bytes, that the loss on a CPU holds on top: two of their size in fp32."""
 
 
 def check_room(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
@@ -50,9 +50,10 @@ def check_room(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
     warnings = [near(cfg.model.name, expected, room, "; ".join(advice(cfg, runtime.world)))]
     if on_gpu:
         warnings.append(_pinned(cfg, runtime.world, here, host))
-    if runtime.is_main:
-        for text in filter(None, warnings):
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+    told = gather(warnings)
+    for texts in zip(*told, strict=True):
+        if runtime.is_main and any(texts):
+            print(f"warning: {next(filter(None, texts))}", file=sys.stderr, flush=True)
 
 
 def _pinned(cfg: Config, world: int, here: list[int], host: Room) -> str:

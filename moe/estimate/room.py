@@ -24,7 +24,7 @@ from configs.schema import Config
 from moe.accounting import parameters
 from moe.estimate.advice import Changes, enough, halves
 from moe.estimate.weights import stage_weights
-from moe.start import storage
+from moe.units import storage
 
 _NEAR = 0.9
 """Of what is free: more than that is told."""
@@ -58,9 +58,10 @@ def host_room(root: Path = Path("/sys/fs/cgroup"), me: Path = Path("/proc/self/c
 
 
 def device_room(device: torch.device) -> Room:
-    """Of a GPU, as its driver tells."""
+    """Of a GPU: what its driver has, and what torch's allocator has kept unused."""
     free, _ = torch.cuda.mem_get_info(device)
-    return Room(f"GPU {device.index or 0}", free)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return Room(f"GPU {device.index or 0}", free + unused)
 
 
 def sure_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
