@@ -345,7 +345,7 @@ class Trainer:
         if state.get("weights_only"):
             return f"from the weights of {path}"
         run = self.cfg.run
-        self.departs = change(state["config"], self.cfg.optim, run.steps, self.step)
+        self.departs = change(state.get("config", {}), self.cfg.optim, run.steps, self.step)
         return f"resumed from step {self.step}: {path}"
 
     def _load(self, path: Path) -> dict[str, Any]:

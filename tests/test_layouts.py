@@ -240,12 +240,19 @@ HOW: dict[str, dict[str, Any]] = {
     "recomputed": {"run.recompute": "full"},
 }
 RERUN = [
-    *[("one", ""), ("dp2", "unsharded"), ("ep2", "bf16"), ("tp2", ""), ("pp2", "unsharded")],
+    *[("one", ""), ("dp2", "unsharded"), ("ep2", "bf16"), ("pp2", "unsharded")],
     *[("pp2_vp2", ""), ("cp2", "unoverlapped"), ("tp2_ep2", "recomputed"), ("cp2_ep2", "")],
     *[("pp2_cp2", ""), ("tp2_cp2", ""), ("pp2_vp2_cp2", "")],
 ]
 RERUN_TOO = [
-    *[("dp2", ""), ("ep2", ""), ("pp2", "bf16"), ("cp2_ep2", "recomputed"), ("ep2_edp2", "")],
+    *[
+        ("dp2", ""),
+        ("ep2", ""),
+        ("tp2", ""),
+        ("pp2", "bf16"),
+        ("cp2_ep2", "recomputed"),
+        ("ep2_edp2", ""),
+    ],
     *[("pp2_ep2", "unsharded"), ("tp2_pp2", ""), ("pp4_mtp", ""), ("pp2_vp2_ep2", "bf16")],
     *[("cp2_dp2", "unsharded"), ("cp4", ""), ("tp2_dp2", ""), ("pp2_cp2", "unoverlapped")],
 ]
