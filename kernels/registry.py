@@ -241,7 +241,7 @@ def _torch_experts(facts: Facts) -> str | None:
 def _torch_experts_on_cpu(facts: Facts) -> str | None:
     if facts.device != "cpu" or facts.experts > _LOOPED_EXPERTS:
         return None
-    return "slower than reference on a CPU, which computes no rows of padding"
+    return "on a CPU slower than reference, which skips padding"
 
 
 _LOOPED_EXPERTS = 32

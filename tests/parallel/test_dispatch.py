@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.bounds import CHOICES
+from configs.docs import field_docs
 from kernels.grouped_mlp import combine
 from parallel import dispatch as transports
 from parallel.dispatch import TRANSPORTS, Dispatcher, Local, Received, Slots, make_dispatcher
@@ -189,6 +190,7 @@ LAYERS = [
 
 def test_every_transport_can_be_chosen() -> None:
     assert CHOICES["parallel.dispatch"] == TRANSPORTS
+    assert all(f"`{name}`" in field_docs()["parallel.dispatch"] for name in TRANSPORTS)
     assert set(ELSEWHERE) <= set(TRANSPORTS)
 
 
