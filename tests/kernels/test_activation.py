@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from configs.bounds import CHOICES
+from configs.docs import field_docs
 from configs.schema import MoEConfig
 from kernels import activation as table
 from kernels.activation import Activation
@@ -47,6 +48,8 @@ def test_every_kind_is_tested_and_can_be_chosen():
     kinds = set(table.KINDS)
     assert kinds == {act.kind for act in ACTIVATIONS} == set(CHOICES["model.moe.activation"])
     assert {act.kind for act in ACTIVATIONS if act.limit} == kinds
+    assert all(f"`{kind}`" in field_docs()["model.moe.activation"] for kind in kinds)
+    assert all(f"`{kind}`:" in Activation.__doc__ for kind in kinds)
     assert {act.kind for act in ACTIVATIONS if act.gated} == set(table.GATED)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.bounds import CHOICES
+from configs.docs import field_docs
 from parallel import transport
 from parallel.dispatch import Dispatcher, Local, Received, Slots, make_dispatcher
 from parallel.overflow import Budget
@@ -197,6 +198,7 @@ LAYERS = [
 
 def test_every_transport_can_be_chosen() -> None:
     assert CHOICES["parallel.dispatch"] == TRANSPORTS
+    assert all(f"`{name}`" in field_docs()["parallel.dispatch"] for name in TRANSPORTS)
     assert set(ELSEWHERE) <= set(TRANSPORTS)
 
 
