@@ -226,8 +226,8 @@ class ParallelConfig:
     comm_sms: int = 0
     """SMs that push tokens beside the fused experts (`symm`); 0 takes all, and nothing overlaps.
 
-    With `deepep` SMs of its kernels; 0 leaves it to them. Refused with `local` and `alltoall`. Where
-    `auto` takes these, or experts cannot wait for tokens, the start page says that it is not in effect.
+    With `deepep` SMs of its kernels; 0 leaves it to them. `local` and `alltoall` refuse it; where
+    `auto` takes these, or experts cannot wait for tokens, the start page says so.
     """
     capacity_factor: float = 1.5
     """Rows kept for a rank's experts, over the balanced load.

@@ -406,8 +406,9 @@ def release_exchanges() -> None:
     Raises:
         RuntimeError: the device has failed, and with it every way to free what was on it.
     """
-    if _EXCHANGES:
-        torch.cuda.synchronize()
+    if not _EXCHANGES:
+        return
+    torch.cuda.synchronize()
     for key in list(_EXCHANGES):
         _EXCHANGES.pop(key).release()
     gc.collect()  # of what a layer's last call still refers to

@@ -169,9 +169,8 @@ def layer(case: Case, name: str, ranks: int) -> Result:
     if name == "local":
         local = dispatcher_of("local", None, experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU))
         return run_layer(local, case, 0, 1)
-    return Result(
-        *map(torch.cat, zip(*run_distributed(rank_layer, ranks, case, name), strict=True))
-    )
+    parts = run_distributed(rank_layer, ranks, case, name)
+    return Result(*map(torch.cat, zip(*parts, strict=True)))
 
 
 ROUTINGS = (
