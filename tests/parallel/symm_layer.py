@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kernels.activation import Activation
 from kernels.grouped_mlp import grouped_mlp
 from kernels.mlp_spec import MLPSpec, MLPWeights
+from parallel import runtime
 from parallel.dispatch import Slots, make_dispatcher
 from parallel.exchange import SymmOptions, begin_exchanges
 from parallel.overflow import Budget
@@ -124,7 +125,7 @@ def main() -> None:
                     check(label, shape, top_k, kind, symm)
     torch.cuda.synchronize()
     dist.barrier()
-    dist.destroy_process_group()
+    runtime.stop()
 
 
 def check(label: str, shape: tuple[int, ...], top_k: int, kind: str, symm: SymmOptions) -> None:
