@@ -93,7 +93,8 @@ def blame(members: Mapping[int, Member], now: float, timeout: float) -> Verdict 
     amiss = bad or any(m.limited and now - m.since >= timeout for m in here.values())
     if silence >= (QUIET if amiss else timeout):
         return Verdict(m.where, "silent", silent(m.where, silence, m.at))
-    if amiss:
+    # A rank that stopped when the first collective broke has to have been quiet for long enough.
+    if amiss and (not bad or now - min(bad.values()) >= SETTLE + QUIET):
         return _behind(here, now)
     return None
 

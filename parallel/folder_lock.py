@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-NAME = "run.lock"
+NAME = "lock"
 BEAT = 2.0
 """Seconds between signs of life of an owner."""
 DEAD = 20.0

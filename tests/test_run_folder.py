@@ -41,7 +41,7 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed(tmp_path: Path) ->
     (rank,) = run(1, [*command, f"run.steps={len(steps) + 10}"])
     assert rank.code == 0 and "resumed step" in rank.out and "waiting" not in rank.out
     assert time.monotonic() - began < folder_lock.DEAD
-    assert len(records(folder)) == len(steps) + 10 and not list(folder.glob("run.lock*"))
+    assert len(records(folder)) == len(steps) + 10 and not list(folder.glob(f"{folder_lock.NAME}*"))
 
 
 def taken_over(path: Path) -> None:

@@ -154,7 +154,7 @@ def count_built(names: list[str]) -> dict[str, int]:
     from parallel.overflow import Budget
     from parallel.transport import LOCAL
 
-    groups = create(tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1, timeout=60)
+    groups = create(tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1)
     counts = {}
     for name in names:
         cfg = load(name.split())

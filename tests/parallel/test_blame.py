@@ -89,6 +89,7 @@ def test_the_first_that_could_not_go_on_says_why() -> None:
         {"r1": {"failed": NOW - 0.2}},
         {"r1": {"gone": NOW - 0.2}},
         {"r1": {"failed": NOW - 1, "own": True}},
+        {"r1": {"failed": NOW - 0.7}, "r2": {"heard": NOW - 0.8}},  # is it stopped?
     ],
 )
 def test_when_all_is_well_or_too_little_is_known(changes: dict[str, Any]) -> None:

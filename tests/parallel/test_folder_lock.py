@@ -156,7 +156,7 @@ from pathlib import Path
 from parallel.folder_lock import Claim, InUse
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 for number in range(rounds):
-    claim = Claim(folder / str(number) / "run.lock", lambda text: None)
+    claim = Claim(folder / str(number) / "lock", lambda text: None)
     (folder / str(number) / f"ready.{os.getpid()}").touch()
     while not (folder / str(number) / "go").exists():
         pass
