@@ -7,6 +7,7 @@ Megatron-Core is imported only where a pair is written: that takes seconds, and 
 prepare_data, which import this module, do not need it.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -226,6 +227,7 @@ def embedded(cache: Path, library: Path | None = None) -> str:
     return str(target / "corpus")
 
 
+@functools.cache
 def embedded_tokens(library: Path | None = None) -> int:
     """Tokens of the embedded corpus, counted without building it."""
     return sum(len(text) + 1 for text in _texts(_library(library)))

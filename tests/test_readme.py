@@ -102,7 +102,7 @@ def test_training_commands_are_valid(command: str) -> None:
             loading.from_argv(overrides, ranks)
         assert left.value.code == 0
         return
-    validate(load(overrides), ranks)
+    validate(load([word for word in overrides if word != "--check"]), ranks)
 
 
 def test_commands_of_other_scripts_are_understood() -> None:
