@@ -6,6 +6,7 @@ corpus on every host.
 Imports neither torch nor Megatron-Core: prepare_data starts at once.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -232,6 +233,7 @@ def embedded(cache: Path, library: Path | None = None) -> str:
     return str(target / "corpus")
 
 
+@functools.cache
 def embedded_tokens(library: Path | None = None) -> int:
     """Tokens of the embedded corpus, counted without building it."""
     return sum(len(text) + 1 for text in _texts(_library(library)))

@@ -103,7 +103,7 @@ def test_training_commands_are_valid(command: str) -> None:
             loading.from_argv(overrides, ranks)
         assert left.value.code == 0
         return
-    validate(load(overrides), ranks)
+    validate(load([word for word in overrides if word != "--check"]), ranks)
 
 
 @pytest.mark.dist
