@@ -79,9 +79,28 @@ def check(cfg: "Config") -> int:
     if cfg.run.dry_run:
         return 0
     found = preflight(cfg)
+    found.errors += _room(cfg)
     for line in (*found.notes, *(f"error: {error}" for error in found.errors)):
         print(redacted(line), file=sys.stderr)
     return exit_code(found.errors[0]) if found.errors else 0
+
+
+def _room(cfg: "Config") -> list[Exception]:
+    """Is there memory for a model that is not small? The estimate takes seconds to import."""
+    from configs.validate import ConfigError
+
+    m = cfg.model
+    matrices = 3 * m.layers * m.moe.experts * m.moe.ffn + m.vocab_size
+    if matrices * m.hidden < _LARGE:
+        return []
+    from moe.estimate.room import refused_here
+
+    refusal = refused_here(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    return [ConfigError(refusal)] if refusal else []
+
+
+_LARGE = 10**8
+"""Parameters, below which a run fits wherever torch does."""
 
 
 def _dry_run(cfg: "Config") -> int:

@@ -21,7 +21,6 @@ from moe.fused_topk import refuse
 from moe.init import initialize
 from moe.layer import MoEOptions
 from moe.model import Backends, Layout, build, embedding_stages, transformer_config
-from moe.room import check_room
 from parallel.engine import Engine
 from parallel.exchange import SymmOptions
 from parallel.groups import Groups, create
@@ -101,7 +100,6 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
     """Build the job on this rank; every rank calls it. `choices` are those of `choose_kernels`."""
     p = cfg.parallel
     choices = choices or choose_kernels(cfg, runtime)
-    check_room(cfg, runtime, choices)
     expert = expert_parallel_size(cfg, runtime.world)
     layout = Layout(p.tensor, p.context, p.pipeline, p.virtual_pipeline, expert)
     config = transformer_config(cfg, layout, on_cpu=runtime.device.type == "cpu")

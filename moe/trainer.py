@@ -34,6 +34,7 @@ from moe.metrics import Metrics
 from moe.pace import Pace
 from moe.preflight import preflight
 from moe.profile import Profiler
+from moe.room import check_room
 from moe.setup import Job, choose_kernels, setup
 from moe.start import describe, device, versions
 from moe.step import Rerun, Step
@@ -445,6 +446,8 @@ def run(cfg: Config, stop: StopSignal, guard: Guard, launch: Launch) -> int:
             raise ConfigError("run.graph=full_iteration: torch sees no GPU here; set run.graph=off")
         stream = own_stream(runtime.device) if graphed else nullcontext()
         with advised(cfg, runtime.world, folder), stream:
+            doing("start: room")
+            check_room(cfg, runtime, choose_kernels(cfg, runtime))
             doing("start: run folder")
             held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
             trainer = Trainer(cfg, runtime, stop, launch, held if runtime.is_main else None)

@@ -195,7 +195,8 @@ def test_what_is_called_sure_is_really_taken(tmp_path: Path) -> None:
 def test_ranks_refuse_what_is_too_large_together_and_one_says_why(tmp_path: Path) -> None:
     overrides = ["run.device=cpu", "model=deepseek_v3", f"run.dir={tmp_path}"]
     main, other = run(2, overrides)
-    assert main.code == other.code == 2 and main.out == other.out == other.err == ""
+    assert main.code == other.code == 2 and other.out == other.err == ""
+    assert all(line.startswith(("Phalanx: run ", "node ")) for line in main.out.splitlines())
     (line,) = main.err.splitlines()
     assert line.startswith("error: deepseek_v3 does not fit: ") and "set model=tiny" in line
     assert list(tmp_path.iterdir()) == []
