@@ -80,8 +80,9 @@ def check(cfg: "Config") -> int:
         return 0
     found = preflight(cfg)
     found.errors += _room(cfg)
-    for line in (*found.notes, *(f"error: {error}" for error in found.errors)):
-        print(redacted(line), file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        for line in (*found.notes, *(f"error: {error}" for error in found.errors)):
+            print(redacted(line), file=sys.stderr)
     return exit_code(found.errors[0]) if found.errors else 0
 
 
@@ -132,7 +133,7 @@ if __name__ == "__main__":
     try:
         _leave(main(sys.argv[1:]))
     except ModuleNotFoundError as missing:
-        if Path(__file__).with_name((missing.name or "").partition(".")[0]).exists():
+        if Path(__file__).with_name((missing.name or "?").partition(".")[0]).exists():
             raise
         sys.exit(
             f"error: {sys.executable} has no package {missing.name}: start with `bash "

@@ -152,11 +152,22 @@ def _hosts(places: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
         known = hosts.setdefault(host, {"host": host, "ranks": [], "devices": {}})
         known["ranks"].append(rank)
         known["devices"][device] = known["devices"].get(device, 0) + 1
-    return list(hosts.values())
+    return [known | {"ranks": _ranges(known["ranks"])} for known in hosts.values()]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers as `0-7, 16`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None)
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=10_000)
 
 
 def _free(folder: Path, name: str) -> Path:

@@ -233,6 +233,7 @@ def release(path: Path, token: str) -> None:
                 path.unlink()
         finally:
             right._path.unlink(missing_ok=True)
+        path.parent.rmdir()  # a run that was refused leaves no empty folder
 
 
 def _appears(path: Path, me: Owner) -> bool:

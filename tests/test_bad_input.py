@@ -138,7 +138,7 @@ CASES = {
     ),
     "one expert and softmax over it": Case(
         "model.moe.top_k=1 model.moe.router.softmax_over=topk",
-        "model.moe.router.softmax_over=topk with model.moe.top_k=1",
+        "softmax_over=topk gives one expert (top_k=1) the weight 1",
         "set model.moe.router.softmax_over=all",
     ),
     "no sign": Case("run.steps 20", "run.steps 20: write", "run.steps=20, as one word"),

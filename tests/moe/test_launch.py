@@ -26,6 +26,14 @@ def test_a_node_tells_host_ranks_and_gpus() -> None:
     assert node_line("c", 3, 1, ["A", "B", "A"]) == "node c: rank 3, 2 x A, 1 x B"
 
 
+def test_hosts_come_with_their_ranks_and_devices() -> None:
+    places = [("a", "GPU"), ("a", "GPU"), ("b", "GPU"), ("b", "other"), ("a", "GPU")]
+    assert launch._hosts(places) == [
+        {"host": "a", "ranks": "0-1, 4", "devices": {"GPU": 3}},
+        {"host": "b", "ranks": "2-3", "devices": {"GPU": 1, "other": 1}},
+    ]
+
+
 @pytest.mark.parametrize("rank", [0, 1, 4])
 def test_one_line_for_the_run_and_one_a_node(
     rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -90,7 +98,7 @@ def test_a_run_keeps_what_it_was_and_each_launch_its_own(tmp_path: Path) -> None
     first, second = (yaml.safe_load(p.read_text()) for p in sorted((folder / "launches").iterdir()))
     assert (first["config"]["run"]["steps"], second["config"]["run"]["steps"]) == (1, 2)
     assert "run.steps=1" in first["command"] and "run.steps=2" in second["command"]
-    assert first["ranks"] == 2 and first["hosts"][0]["ranks"] == [0, 1]
+    assert first["ranks"] == 2 and first["hosts"][0]["ranks"] == "0-1"
     assert first["hosts"][0]["devices"] == {"CPU process": 2}
     assert {"python", "torch", "megatron-core", "nvidia-cutlass-dsl"} <= set(first["versions"])
     assert set(first["code"]) == {"commit", "changed"}
