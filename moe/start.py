@@ -62,8 +62,6 @@ def versions(where: torch.device) -> dict[str, str]:
     """torch, and on a GPU the libraries and the driver under it."""
     found = {"torch": str(torch.__version__)}
     if where.type == "cuda":
-        driver = torch._C._cuda_getDriverVersion()
         found["cuda"] = str(torch.version.cuda)
-        found["cuda driver"] = f"{driver // 1000}.{driver % 1000 // 10}"
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
