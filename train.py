@@ -41,16 +41,15 @@ def main(argv: list[str]) -> int:
     _quiet()
     from configs.load import from_argv
 
-    with StopSignal() as stop:
+    if "--check" in argv:
+        return check(from_argv(argv))
+    with Guard() as guard, StopSignal() as stop:
         cfg = from_argv(argv)
-        if "--check" in argv:
-            return check(cfg)
         if cfg.run.dry_run:
             return _dry_run(cfg)
         if cfg.run.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        with Guard() as guard:
-            return _train(cfg, argv, stop, guard)
+        return _train(cfg, argv, stop, guard)
 
 
 def _train(cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard) -> int:

@@ -219,6 +219,8 @@ class Keeper:
         """The run has ended."""
         self._over.set()
         release(self._path, self._token)
+        with suppress(OSError):
+            self._path.parent.rmdir()  # a run that was refused leaves no empty folder
 
 
 def release(path: Path, token: str) -> None:
@@ -233,7 +235,6 @@ def release(path: Path, token: str) -> None:
                 path.unlink()
         finally:
             right._path.unlink(missing_ok=True)
-        path.parent.rmdir()  # a run that was refused leaves no empty folder
 
 
 def _appears(path: Path, me: Owner) -> bool:

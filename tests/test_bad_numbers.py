@@ -261,6 +261,7 @@ def test_one_host_read_a_step(command: list[str], tmp_path: Path) -> None:
     """It is behind forward, backward and reduction, which a graph may hold, and decides all."""
     more = ["run.log_interval=100", "run.bad_steps=skip", "run.skip_spikes=6", "run.steps=3"]
     more += ["parallel.capacity_factor=8"]  # no step is run again
+    more += ["kernels=torch"]  # the reference reads counts
     ranks = run(2, [*command, *more, f"run.dir={tmp_path}"], host_reads)
     for rank in ranks:
         assert rank.code == 0 and rank.seen[:2] == [["tolist"], ["tolist"]]

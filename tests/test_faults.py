@@ -285,6 +285,6 @@ def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> Non
     assert process.returncode == 0, err
     assert f"rank 1 ({socket.gethostname()}, pid {victim.pid}) died" in err
     assert out.count("from scratch (no checkpoint in the run folder)") == 1
-    assert out.count(f"from {folder}/checkpoints/step_") == 1
+    assert out.count(f": {folder}/checkpoints/step_") == 1
     assert run(2, [*command, f"run.dir={tmp_path / 'straight'}"])[0].code == 0
     assert exact(records(folder)) == exact(records(tmp_path / "straight/run"))

@@ -39,7 +39,7 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed(tmp_path: Path) ->
     assert steps == list(range(1, len(steps) + 1))
     began = time.monotonic()
     (rank,) = run(1, [*command, f"run.steps={len(steps) + 10}"])
-    assert rank.code == 0 and "resumed step" in rank.out and "waiting" not in rank.out
+    assert rank.code == 0 and "resumed from step" in rank.out and "waiting" not in rank.out
     assert time.monotonic() - began < folder_lock.DEAD
     assert len(records(folder)) == len(steps) + 10 and not list(folder.glob(f"{folder_lock.NAME}*"))
 

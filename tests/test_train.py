@@ -78,7 +78,7 @@ def whole(
 ) -> tuple[list[str], Path, Rank]:
     """An uninterrupted run of six steps on two ranks, EP2: (overrides, run folder, rank 0)."""
     folder = tmp_path_factory.mktemp("whole")
-    overrides = [*corpus, *MODELS[request.param], "run.steps=6"]
+    overrides = [*corpus, *MODELS[request.param], "run.steps=6", "kernels=torch"]
     more = ["run.eval_interval=3", "run.eval_batches=2", "run.profile=[2,3]", "run.save_interval=4"]
     main, other = run(2, [*overrides, *more, f"run.dir={folder}"])
     assert (main.code, other.code) == (0, 0)
@@ -149,7 +149,7 @@ def test_the_timeline_of_a_cpu_run_is_told_and_drawn(
     assert timeline.main([str(folder / "trace_2_3.json.gz"), "--plot", str(picture)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     model = overrides[overrides.index("data.split='90,10'") + 2].partition("=")[2]
-    assert first.startswith(f"{model} on 2 x CPU process, bf16, reference experts, sequence 16, ")
+    assert first.startswith(f"{model} on 2 x CPU process, bf16, torch experts, sequence 16, ")
     assert first.endswith(": steps 2 to 3")
     times = {row[:12].strip(): float(row[12:].split()[0]) for row in rest[3:10] if row}
     assert {"exchange", "experts", "plan, sums", "attention", "GEMM", "optimizer"} <= set(times)
