@@ -111,7 +111,7 @@ def test_a_run_keeps_what_it_was_and_each_launch_its_own(tmp_path: Path) -> None
     said = [text for main in runs for text in (main.out, main.err)]
     assert sorted(log.splitlines()) == sorted(titles + "".join(said).splitlines())
     assert log.startswith(f"{titles[0]}\n{runs[0].out}{titles[1]}\nPhalanx: run ")
-    assert log.count("\n 1/1 ") == log.count("\n 2/2 ") == 1 and "resumed step 1" in log
+    assert log.count("\n 1/1 ") == log.count("\n 2/2 ") == 1 and "resumed from step 1" in log
     assert not any(KEY.encode() in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
 
 
