@@ -152,12 +152,16 @@ def _flex_with_sinks(
     mask: BlockMask,
     scale: float,
 ) -> torch.Tensor:
-    grouped = q.size(1) != k.size(1)
-    if sinks_H is None:
-        return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
-    o_BHSv, aux = flex_attention(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True)
+    flex = functools.partial(
+        flex_attention, block_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
+    if q.device.type == "cuda":
+        # Below 128 queries torch would take its decoding kernel, which puts the queries of all
+        # heads of a group into one tile and finds no configuration where they are more than 128.
+        flex = functools.partial(flex, kernel_options={"BACKEND": "TRITON"})
+    if sinks_H is None:
+        return flex(q, k, v)
+    o_BHSv, aux = flex(q, k, v, return_aux=AuxRequest(lse=True))
     # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that the sink leaves to the keys.
     kept_BHS1 = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None]
     return (o_BHSv * kept_BHS1).to(q.dtype)

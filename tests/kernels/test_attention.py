@@ -233,6 +233,11 @@ GPU_CASES = {
         "flex",
         Case(groups=2, queries=512, keys=2048, d=64, v=64, window=128, sinks=True),
     ),
+    "flex_short_chunk": (
+        "flex",
+        Case(heads=8, groups=2, queries=64, keys=192, d=16, v=16, window=32, sinks=True),
+    ),
+    "flex_64_queries": ("flex", Case(heads=8, groups=2, queries=64, keys=64, d=64, v=64)),
     "flex_mla": ("flex", Case(heads=8, groups=8, queries=2048, keys=2048, d=192, v=128)),
     "flex_short": ("flex", Case(groups=2, queries=1, keys=1, d=64, v=64, sinks=True)),
     "sdpa_gqa": ("sdpa", Case(heads=8, groups=2, queries=2048, keys=2048, d=128, v=128)),
