@@ -13,16 +13,16 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from parallel.guard import Guard
-from parallel.signals import StopSignal
+from phalanx.parallel.fault.guard import Guard
+from phalanx.parallel.fault.signals import StopSignal
 
 if TYPE_CHECKING:
-    from configs.schema import Config
+    from phalanx.configs.schema import Config
 
 
 def _own_kernels() -> None:
     """Refuse to run against the `kernels` package of Hugging Face, which has our package's name."""
-    import kernels
+    import phalanx.kernels
 
     if Path(kernels.__file__ or "").resolve().parent != Path(__file__).resolve().parent / "kernels":
         sys.exit("another package named 'kernels' shadows Phalanx's; run from the repository root")
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     """Compose, validate, train. Returns the exit code."""
     _own_kernels()
     _quiet()
-    from configs.load import from_argv
+    from phalanx.configs.load import from_argv
 
     if "--check" in argv:
         return check(from_argv(argv))
@@ -54,14 +54,14 @@ def main(argv: list[str]) -> int:
 
 def _train(cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard) -> int:
     """Say what starts, then import what takes seconds, then train."""
-    from moe.console import Console
-    from moe.launch import Launch, announce, command_line
+    from phalanx.moe.report.console import Console
+    from phalanx.moe.training.launch import Launch, announce, command_line
 
     rank, world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
     console = Console(rank)
     with console.copied():
         announce(cfg, world)
-        from moe.trainer import run
+        from phalanx.moe.training.trainer import run
 
         try:
             return run(cfg, stop, guard, Launch(command_line(argv), console))
@@ -72,8 +72,8 @@ def _train(cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard) -> in
 
 def check(cfg: "Config") -> int:
     """Say on stderr what would stop this run, as far as one process knows; the exit code."""
-    from configs.redact import redacted
-    from moe.preflight import exit_code, preflight
+    from phalanx.configs.redact import redacted
+    from phalanx.moe.training.preflight import exit_code, preflight
 
     if cfg.run.dry_run:
         return 0
@@ -87,13 +87,13 @@ def check(cfg: "Config") -> int:
 
 def _room(cfg: "Config") -> list[Exception]:
     """Is there memory for a model that is not small? The estimate takes seconds to import."""
-    from configs.validate import ConfigError
+    from phalanx.configs.validate import ConfigError
 
     m = cfg.model
     matrices = 3 * m.layers * m.moe.experts * m.moe.ffn + m.vocab_size
     if matrices * m.hidden < _LARGE:
         return []
-    from moe.estimate.room import refused_here
+    from phalanx.moe.estimate.room import refused_here
 
     refusal = refused_here(cfg, int(os.environ.get("WORLD_SIZE", "1")))
     return [ConfigError(refusal)] if refusal else []
@@ -105,9 +105,9 @@ _LARGE = 10**8
 
 def _dry_run(cfg: "Config") -> int:
     """Say what the run would take; 0 if it fits, 2 if not."""
-    from configs.validate import ConfigError
-    from moe.dry_run import dry_run
-    from parallel.runtime import launcher_world
+    from phalanx.configs.validate import ConfigError
+    from phalanx.moe.estimate.dry_run import dry_run
+    from phalanx.parallel.runtime import launcher_world
 
     try:
         page, code = dry_run(cfg, cfg.parallel.world_size or launcher_world())

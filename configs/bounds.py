@@ -8,9 +8,9 @@ import difflib
 import math
 from collections.abc import Iterator
 
-from configs.knobs import get, knobs, repair
-from configs.machines import MACHINES
-from configs.schema import Config
+from phalanx.configs.knobs import get, knobs, repair
+from phalanx.configs.machines import MACHINES
+from phalanx.configs.schema import Config
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.attention.kind": ("gqa", "mla"),

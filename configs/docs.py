@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs import schema
-from configs.knobs import get, knobs, sections, written
-from configs.load import GROUPS, load
+from phalanx.configs import schema
+from phalanx.configs.knobs import get, knobs, sections, written
+from phalanx.configs.load import GROUPS, load
 
 BEGIN, END = "<!-- knobs -->", "<!-- /knobs -->"
 

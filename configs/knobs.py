@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
-from configs.schema import Config
+from phalanx.configs.schema import Config
 
 # What people write who come from other trainers.
 _ALIASES: dict[str, tuple[str, ...]] = {

@@ -8,8 +8,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from configs.knobs import repair
-from configs.schema import Config
+from phalanx.configs.knobs import repair
+from phalanx.configs.schema import Config
 
 
 def stage_ranks(cfg: Config, world: int) -> int:

@@ -31,10 +31,10 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from configs.knobs import did_you_mean, knobs, sections, suggest, visible, written
-from configs.redact import redacted
-from configs.schema import Config
-from configs.validate import (
+from phalanx.configs.knobs import did_you_mean, knobs, sections, suggest, visible, written
+from phalanx.configs.redact import redacted
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import (
     ConfigError,
     data_parallel_size,
     expert_parallel_size,
@@ -152,7 +152,7 @@ def usage() -> str:
         "",
         "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs;",
         "run.dry_run=true says what it would take there: memory, traffic, time, and what helps.",
-        "All knobs with their meaning: README.md, or python -m configs.docs",
+        "All knobs with their meaning: README.md, or python -m phalanx.configs.docs",
         "Example: train.py experiment=gpt_oss_20b_8gpu run=bench kernels=torch run.steps=20",
     ]
     return "\n".join(lines) + "\n"

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from configs.layout import expert_parallel_size
-from configs.records import Own, Published, Record, configured, own, published
-from configs.schema import Config, ModelConfig
+from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.records import Own, Published, Record, configured, own, published
+from phalanx.configs.schema import Config, ModelConfig
 
 _SHOWN = 3
 

@@ -2,8 +2,8 @@
 
 published.yaml lists numbers as their source printed them; we did not run them. Each own_*.yaml is
 one measurement of ours, written by scripts/record_anchor.py. Both kinds carry TFLOP/s by the
-convention of moe.accounting, so that they compare. `python -m configs.records` prints them all as a
-table.
+convention of moe.estimate.accounting, so that they compare. `python -m configs.records` prints them
+all as a table.
 """
 
 import shlex
@@ -17,8 +17,8 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.load import load
-from configs.schema import Config
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
 
 FOLDER = Path(__file__).resolve().parent / "anchors"
 WINDOW = range(41, 51)
@@ -58,7 +58,7 @@ class Record:
     tokens_per_second_per_gpu: float = MISSING
     """Of a published record as printed; of our own the mean of steps 41-50."""
     tflops_per_gpu: float = MISSING
-    """The same times FLOPs per token by moe.accounting."""
+    """The same times FLOPs per token by moe.estimate.accounting."""
     note: str = ""
     """What a reader must know to compare."""
 

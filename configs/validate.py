@@ -9,16 +9,16 @@ import copy
 import re
 from collections.abc import Iterator
 
-from configs.bounds import bound_problems
-from configs.knobs import get, repair
-from configs.layout import (
+from phalanx.configs.bounds import bound_problems
+from phalanx.configs.knobs import get, repair
+from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
     largest_divisor,
     layout_problems,
     micro_batches,
 )
-from configs.schema import Config
+from phalanx.configs.schema import Config
 
 __all__ = [
     "ConfigError",

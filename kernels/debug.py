@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from kernels.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 
 VARIABLE = "PHALANX_DEBUG"
 

@@ -214,7 +214,7 @@ def _fused_experts(facts: Facts) -> str | None:
 
 _FUSED_EXPERTS = 1024
 _FUSED_SLOTS = 16
-"""Limits of kernels.sm90.plan and kernels.sm90.combine."""
+"""Limits of kernels.sm90.routing.plan and kernels.sm90.experts.combine."""
 CUTLASS_DSL = "nvidia-cutlass-dsl[cu13]==4.8.1"
 """The compiler of `kernels.sm90`, as pip knows it."""
 

@@ -18,11 +18,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from configs.schema import MoEConfig
-from kernels.activation import Activation
-from kernels.grouped_mlp import grouped_mlp
-from kernels.mlp_spec import MLPSpec, MLPWeights
-from parallel.dispatch import Received
+from phalanx.configs.schema import MoEConfig
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.parallel.dispatch.base import Received
 
 _CHECKPOINT_NAMES = {
     "w1": "linear_fc1.weight",

@@ -20,15 +20,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.profiler import record_function
 
-from configs.schema import MoEConfig
-from kernels.mlp_spec import MLPSpec
-from moe.experts import Experts
-from moe.router import Router
-from moe.shared import SharedExperts
-from parallel.dispatch import make_dispatcher
-from parallel.exchange import SymmOptions
-from parallel.overflow import Budget
-from parallel.transport import Transport
+from phalanx.configs.schema import MoEConfig
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.moe.experts import Experts
+from phalanx.moe.router.router import Router
+from phalanx.moe.shared_experts import SharedExperts
+from phalanx.parallel.dispatch.base import make_dispatcher
+from phalanx.parallel.dispatch.capacity import Budget
+from phalanx.parallel.dispatch.exchange import SymmOptions
+from phalanx.parallel.dispatch.transport import Transport
 
 
 @dataclass(frozen=True)

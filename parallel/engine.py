@@ -28,11 +28,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from configs.schema import OptimConfig, ParallelConfig
-from kernels import main_grad
-from kernels.square_sum import square_sum
-from parallel import adam
-from parallel.learning_rate import Curve
+from phalanx.configs.schema import OptimConfig, ParallelConfig
+from phalanx.kernels.elementwise.square_sum import square_sum
+from phalanx.kernels.expert_mlp import main_grad
+from phalanx.parallel.learning_rate import Curve
+from phalanx.parallel.megatron import adam
 
 
 class Diverged(RuntimeError):
@@ -98,13 +98,13 @@ class Engine:
             overlap_param_gather=ddp.overlap_param_gather,
         )
         if config.bf16 and sharded and optim.moments == "bf16":
-            # No fp32 masters: `parallel.adam` keeps what bf16 weights lack. Set when the checks of
-            # OptimizerConfig are done, which ask for Transformer Engine's FusedAdam.
+            # No fp32 masters: `parallel.megatron.adam` keeps what bf16 weights lack. Set when the
+            # checks of OptimizerConfig are done, which ask for Transformer Engine's FusedAdam.
             settings.use_precision_aware_optimizer = True
             settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         adam.install(torch.bfloat16 if optim.moments == "bf16" else torch.float32)
         self._clips_in_update = optim.moments == "bf16"
-        """The optimizers are `parallel.adam.AdamW`, which can."""
+        """The optimizers are `parallel.megatron.adam.AdamW`, which can."""
         undecayed = {ParamKey(attr="no_weight_decay"): ParamGroupOverride(wd_mult=0.0)}
         self.optimizer = get_megatron_optimizer(
             settings,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from parallel.nodes import time_limit
+from phalanx.parallel.dispatch.nodes import time_limit
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from configs.schema import OptimConfig
+from phalanx.configs.schema import OptimConfig
 
 _DIGITS = ".3g"
 

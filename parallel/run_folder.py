@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from parallel.agreement import Failed, on_main
-from parallel.folder_lock import NAME, Claim, FolderLock, InUse
-from parallel.guard import Guard
+from phalanx.parallel.fault.agreement import Failed, on_main
+from phalanx.parallel.fault.guard import Guard
+from phalanx.parallel.folder_lock import NAME, Claim, FolderLock, InUse
 
 
 def lock(folder: Path, guard: Guard, say: Callable[[str], None]) -> FolderLock:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel import cpu, weight_grad
-from parallel.exchange import release_exchanges
-from parallel.signals import end_with_parent
+from phalanx.parallel.dispatch.exchange import release_exchanges
+from phalanx.parallel.fault.signals import end_with_parent
+from phalanx.parallel.megatron import cpu, weight_grad
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def start(
         # A CUDA error is the main thread's to tell; NCCL's thread would abort the process over it.
         os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the flight record
-        # NCCL ends the process without a word of who is at fault; parallel.watchdog comes first.
+        # NCCL ends the process without a word of who is at fault; parallel.fault.watchdog comes
+        # first.
         limit = datetime.timedelta(seconds=timeout if on_cpu else timeout + 10)
         store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=limit))
         # torchrun may give all attempts of --max-restarts one store (torch 2.11), in which the

@@ -36,10 +36,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configs.schema import ParallelConfig
-from scripts.bench.facts import facts
-from scripts.bench.models import cases
-from scripts.bench.records import Record, plot, shape_text, summary, table, write
+from phalanx.configs.schema import ParallelConfig
+from phalanx.scripts.bench.facts import facts
+from phalanx.scripts.bench.models import cases
+from phalanx.scripts.bench.records import Record, plot, shape_text, summary, table, write
 
 TRANSPORTS = ("symm", "alltoall")
 RUNS = {
@@ -112,10 +112,10 @@ class Report:
 
 def run(bench: Any, args: argparse.Namespace, report: Report) -> None:
     """All suites; whatever a shape raises becomes a record."""
-    from scripts.bench.ranks import attempt
+    from phalanx.scripts.bench.ranks import attempt
 
     for suite in args.suites:
-        measured = getattr(importlib.import_module(f"scripts.bench.{RUNS[suite]}"), suite)
+        measured = getattr(importlib.import_module(f"phalanx.scripts.bench.{RUNS[suite]}"), suite)
         for model, tokens in cases(suite, args.tokens, tiny=args.device == "cpu"):
             shape = model.shape(tokens)
             report.facts["models"][shape_text(shape)] = model.name
@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if why := unsuitable(args.device):
         print(why, file=sys.stderr)
         return 1
-    from parallel import runtime
-    from scripts.bench.ends import TIMEOUT
+    from phalanx.parallel import runtime
+    from phalanx.scripts.bench.ends import TIMEOUT
 
     here = runtime.start(seed=0, timeout=TIMEOUT, deterministic=False)
     try:
@@ -158,9 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(args: argparse.Namespace, here: Any, command: list[str]) -> int:
     import torch
 
-    from kernels.registry import Facts, resolve
-    from scripts.bench.problems import BF16
-    from scripts.bench.ranks import Cpus, Gpus, RankBench
+    from phalanx.kernels.registry import Facts, resolve
+    from phalanx.scripts.bench.problems import BF16
+    from phalanx.scripts.bench.ranks import Cpus, Gpus, RankBench
 
     cuda = args.device == "cuda"
     capability = torch.cuda.get_device_capability() if cuda else None

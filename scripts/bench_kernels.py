@@ -28,11 +28,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench import shapes
-from scripts.bench.facts import facts
-from scripts.bench.measure import Bench, Gpu, reason
-from scripts.bench.records import Record, plot, read, summary, table, write
-from scripts.bench.shapes import Shape
+from phalanx.scripts.bench import shapes
+from phalanx.scripts.bench.facts import facts
+from phalanx.scripts.bench.measure import Bench, Gpu, reason
+from phalanx.scripts.bench.records import Record, plot, read, summary, table, write
+from phalanx.scripts.bench.shapes import Shape
 
 PEERS = ("torch", "te", "sonic")
 RUNS = {
@@ -121,7 +121,7 @@ def run(bench: Bench, selected: dict[str, tuple[Shape, ...]], report: Report) ->
             try:
                 module, function = RUNS[suite]
                 measured: Callable[[Bench, Shape], list[Record]] = getattr(
-                    importlib.import_module(f"scripts.bench.{module}"), function
+                    importlib.import_module(f"phalanx.scripts.bench.{module}"), function
                 )
                 made = measured(bench, shape)
             except Exception as error:
@@ -132,8 +132,8 @@ def run(bench: Bench, selected: dict[str, tuple[Shape, ...]], report: Report) ->
 
 def tune(bench: Bench, report: Report, *, dry: bool) -> None:
     """Measure all kinds of tiles.json, show what changes, and write it unless dry."""
-    from kernels.sm90 import tiles
-    from scripts.bench import tune as tuning
+    from phalanx.kernels.sm90.gemm import tiles
+    from phalanx.scripts.bench import tune as tuning
 
     old, new = tiles.table(), {}
     for kind in old:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kernels.cache import Cache, folder
+from phalanx.kernels.cache import Cache, folder
 
 
 def build(number: int, where: Path) -> tuple[float, str]:
@@ -28,8 +28,8 @@ def build(number: int, where: Path) -> tuple[float, str]:
 
     Returns seconds, and why it failed or an empty string.
     """
-    from kernels.sm90 import launch
-    from kernels.sm90.shipped import SHIPPED
+    from phalanx.kernels.sm90.jit import launch
+    from phalanx.kernels.sm90.jit.shipped import SHIPPED
 
     begin, why = time.monotonic(), ""
     try:
@@ -118,8 +118,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
 
-    from kernels.sm90.launch import entry_name
-    from kernels.sm90.shipped import SHIPPED
+    from phalanx.kernels.sm90.jit.launch import entry_name
+    from phalanx.kernels.sm90.jit.shipped import SHIPPED
 
     cache, cached, missing = Cache(args.dir), {}, {}
     for number, (kernel, config) in enumerate(SHIPPED):

@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from parallel import manifest, saved  # noqa: E402
-from parallel.drift import leaves  # noqa: E402
-from parallel.manifest import Commit, Invalid  # noqa: E402
+from phalanx.parallel.checkpoint import commit, saved_config  # noqa: E402
+from phalanx.parallel.checkpoint.commit import Commit, Invalid  # noqa: E402
+from phalanx.parallel.checkpoint.config_diff import leaves  # noqa: E402
 
 SET_ASIDE = {
     ".bad": "failed verification",
@@ -62,9 +62,9 @@ def parser() -> argparse.ArgumentParser:
 def list_run(folder: Path) -> Iterator[str]:
     """One line per checkpoint of a run, newest first; those that do not count in the end."""
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = [path for _, path in manifest.committed(root)]
+    found = [path for _, path in commit.committed(root)]
     aside = [
-        (path, why) for end, why in SET_ASIDE.items() for path in manifest.with_suffix(root, end)
+        (path, why) for end, why in SET_ASIDE.items() for path in commit.with_suffix(root, end)
     ]
     if not found and not aside:
         folder.stat()
@@ -80,7 +80,7 @@ def verify(folder: Path) -> Iterator[str]:
     commit = _commit(folder)
     total = sum(size for size, _ in commit.files.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
-        problems = manifest.verify(folder, commit.files, bar.update)
+        problems = commit.verify(folder, commit.files, bar.update)
     if problems:
         raise Invalid("; ".join(problems))
     _contents(folder, commit)
@@ -110,25 +110,25 @@ def _commit(folder: Path) -> Commit:
     if not folder.is_dir():
         raise Invalid("no such folder")
     try:
-        return manifest.read_commit(folder)
+        return commit.read_commit(folder)
     except Invalid as error:
-        inside = manifest.committed(folder) or manifest.committed(folder / "checkpoints")
+        inside = commit.committed(folder) or commit.committed(folder / "checkpoints")
         raise Invalid(f"{error}; did you mean {inside[0][1]}?" if inside else str(error)) from None
 
 
 def _contents(folder: Path, commit: Commit) -> tuple[list[tuple[str, Any, Any]], dict[str, Any]]:
     """([(name, shape, dtype)], common state), without running code from the files."""
-    from parallel import contents  # brings torch, which takes seconds
+    from phalanx.parallel.checkpoint import safe_pickle  # brings torch, which takes seconds
 
-    metadata = contents.read_metadata(folder, commit.files)
+    metadata = safe_pickle.read_metadata(folder, commit.files)
     held = sorted(metadata.state_dict_metadata.items())
     tensors = [(k, v.size, v.properties.dtype) for k, v in held if hasattr(v, "size")]
-    return tensors, contents.read_common(folder, metadata)
+    return tensors, safe_pickle.read_common(folder, metadata)
 
 
 def _quick(folder: Path) -> str:
     """What names and sizes of the files tell."""
-    problem = saved.lacking(folder)
+    problem = saved_config.lacking(folder)
     return f"damaged: {problem}" if problem else "complete"
 
 

@@ -33,14 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 import torch  # noqa: E402
 
-from configs.validate import ConfigError  # noqa: E402
-from scripts.compare.launch import Launch  # noqa: E402
-from scripts.compare.points import expand  # noqa: E402
-from scripts.compare.report import Report, read, unit_of  # noqa: E402
-from scripts.compare.results import Run  # noqa: E402
-from scripts.compare.sweep import Sweep  # noqa: E402
-from scripts.pictures import common_title  # noqa: E402
-from scripts.record_anchor import commit, versions  # noqa: E402
+from phalanx.configs.validate import ConfigError  # noqa: E402
+from phalanx.scripts.compare.launch import Launch  # noqa: E402
+from phalanx.scripts.compare.points import expand  # noqa: E402
+from phalanx.scripts.compare.report import Report, read, unit_of  # noqa: E402
+from phalanx.scripts.compare.results import Run  # noqa: E402
+from phalanx.scripts.compare.sweep import Sweep  # noqa: E402
+from phalanx.scripts.pictures import common_title  # noqa: E402
+from phalanx.scripts.record_anchor import commit, versions  # noqa: E402
 
 TOLERANCE = 0.01
 """Our own records of one model under two backends are 0.2 and 0.8 % apart after 50 steps."""

@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from tqdm import tqdm  # noqa: E402
 
-from configs.knobs import get, put, written  # noqa: E402
-from configs.load import load, options  # noqa: E402
-from configs.schema import Config  # noqa: E402
-from configs.validate import ConfigError, validate  # noqa: E402
+from phalanx.configs.knobs import get, put, written  # noqa: E402
+from phalanx.configs.load import load, options  # noqa: E402
+from phalanx.configs.schema import Config  # noqa: E402
+from phalanx.configs.validate import ConfigError, validate  # noqa: E402
 
 EXAMPLES = """examples:
   convert_hf.py import DeepSeek-V3 imported/deepseek_v3
@@ -48,7 +48,7 @@ CHOSEN = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 1 bad input, 130 interrupted."""
     args = parser().parse_args(argv)
-    from moe.hf import ConversionError
+    from phalanx.moe.hf import ConversionError
 
     try:
         (import_ if args.command == "import" else export)(args)
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
 
 def import_(args: argparse.Namespace) -> None:
     """Import, and print the overrides of a run that starts from the result."""
-    from moe.hf.convert import determined, import_folder
+    from phalanx.moe.hf.convert import determined, import_folder
 
     found = determined(args.folder)
     if args.no_mtp:
@@ -116,8 +116,8 @@ def export(args: argparse.Namespace) -> None:
     """Export one checkpoint."""
     import torch
 
-    from moe.hf.config import TOKENS
-    from moe.hf.convert import export_checkpoint
+    from phalanx.moe.hf.config import TOKENS
+    from phalanx.moe.hf.convert import export_checkpoint
 
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
     with bar("verifying", "B") as verifying, bar("exporting") as progress:

@@ -19,7 +19,7 @@ def title(facts: dict[str, Any]) -> str:
     """`tiny on 2 x CPU process, bf16, torch experts, sequence 256, batch 32, embedded data`.
 
     Args:
-        facts: of `moe.title`, some or all; empty text without a model.
+        facts: of `moe.report.title`, some or all; empty text without a model.
     """
     if "model" not in facts:
         return ""

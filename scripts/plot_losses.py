@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from moe.names import short_names
-from moe.sinks import read, start_facts
-from scripts.pictures import common_title, pyplot
+from phalanx.moe.report.loggers import read, start_facts
+from phalanx.moe.report.names import short_names
+from phalanx.scripts.pictures import common_title, pyplot
 
 _MEAN_OF = 20
 """Most steps that a point of a curve is the mean of."""

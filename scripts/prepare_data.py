@@ -31,9 +31,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from moe.cache import DataError, digest, sync  # noqa: E402
-from moe.corpus import BYTES, BYTES_EOD, Sidecar, smallest_dtype, write_index  # noqa: E402
-from moe.text import (  # noqa: E402
+from phalanx.moe.data.documents import (
     KINDS,
     Counts,
     Recipe,
@@ -42,6 +40,8 @@ from moe.text import (  # noqa: E402
     make_shards,
     write_shard,
 )
+from phalanx.moe.data.host_cache import DataError, digest, sync  # noqa: E402
+from phalanx.moe.data.token_files import BYTES, BYTES_EOD, Sidecar, smallest_dtype, write_index  # noqa: E402
 
 EXAMPLES = """examples:
   prepare_data.py wiki/*.jsonl --tokenizer tokenizer.json --eod '<|endoftext|>' --output data/wiki

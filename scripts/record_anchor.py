@@ -2,8 +2,8 @@
 """Make or update a throughput record of ours: configs/anchors/NAME.yaml, from a metrics.jsonl.
 
 What was run is read from the command that is given, what came out from steps 41-50 of the metrics.
-The two must agree: tokens per step, and TFLOP/s by moe.accounting. configs/records.py documents the
-fields.
+The two must agree: tokens per step, and TFLOP/s by moe.estimate.accounting. configs/records.py
+documents the fields.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from configs.load import load  # noqa: E402
-from configs.records import FOLDER, WINDOW, Own, launch, write  # noqa: E402
-from configs.schema import Config  # noqa: E402
-from configs.validate import data_parallel_size, expert_parallel_size, validate  # noqa: E402
-from moe.accounting import flops_per_token  # noqa: E402
-from moe.sinks import read  # noqa: E402
+from phalanx.configs.load import load  # noqa: E402
+from phalanx.configs.records import FOLDER, WINDOW, Own, launch, write  # noqa: E402
+from phalanx.configs.schema import Config  # noqa: E402
+from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate  # noqa: E402
+from phalanx.moe.estimate.accounting import flops_per_token  # noqa: E402
+from phalanx.moe.report.loggers import read  # noqa: E402
 
 TOLERANCE = 0.01
 """Relative difference between the metrics and what the command should give."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.pictures import pyplot, title
+from phalanx.scripts.pictures import pyplot, title
 
 KINDS = (
     # A function that sends and waits has no operation below it meanwhile.
@@ -74,7 +74,7 @@ class Trace(NamedTuple):
     """In the order of their begins."""
     on_gpu: bool
     facts: dict[str, Any]
-    """What was run, as `moe.title` has it, and `steps`; empty if the file does not say."""
+    """What was run, as `moe.report.title` has it, and `steps`; empty if the file does not say."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -259,7 +259,7 @@ def _calls(events: Sequence[Event]) -> int:
 def short(name: str) -> str:
     """A kernel's name without what all of its family have."""
     ours = re.search(r"kernelssm90\w*?([A-Z]\w*?Kernel)_object", name)
-    return (f"kernels.sm90 {ours[1]}" if ours else name.removeprefix("void "))[: _SHORT - 2]
+    return (f"phalanx.kernels.sm90 {ours[1]}" if ours else name.removeprefix("void "))[: _SHORT - 2]
 
 
 def plot(trace: Trace, path: Path, heading: str) -> None:

@@ -3,5 +3,6 @@
 `weights` and `activations` count bytes, `pipeline` says how many micro-batches a stage holds,
 `memory` adds them up for every stage, `traffic` counts what experts send, `timing` divides by the
 rates of a machine (configs/machines.py), `advice` looks for overrides that fit. The page that shows
-it is `moe.dry_run`; `room` is what a run asks before it is built, about the machine that it is on.
+it is `moe.estimate.dry_run`; `room` is what a run asks before it is built, about the machine that
+it is on.
 """

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from configs.layout import expert_parallel_size
-from configs.schema import Config
-from moe.estimate.traffic import nodes, one_sided, traffic
-from moe.router import slots
-from parallel.overflow import Budget
+from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.schema import Config
+from phalanx.moe.estimate.traffic import nodes, one_sided, traffic
+from phalanx.moe.router.router import slots
+from phalanx.parallel.dispatch.capacity import Budget
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Activations:
         return self.sizes.local_tokens * nodes(self._cfg, self._world)
 
     def _experts_backward(self) -> int:
-        """Most of the steps of `kernels.ops`, in their order."""
+        """Most of the steps of `kernels.expert_mlp.custom_ops`, in their order."""
         m, e, s, k = self._cfg.model, self._cfg.model.moe, self.sizes, self._cfg.kernels
         width = 1 if e.activation == "squared_relu" else 2
         wide, local = self._wide, e.experts // expert_parallel_size(self._cfg, self._world)

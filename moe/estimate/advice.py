@@ -4,14 +4,14 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from configs.knobs import put, written
-from configs.layout import expert_parallel_size
-from configs.machines import Machine
-from configs.schema import Config
-from configs.validate import ConfigError, validate
-from moe.estimate.memory import exchange_bytes, stage_memory
-from moe.estimate.resolve import resolved
-from moe.estimate.rows import largest_factor
+from phalanx.configs.knobs import put, written
+from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.machines import Machine
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
+from phalanx.moe.estimate.resolve import resolved
+from phalanx.moe.estimate.rows import largest_factor
 
 _MOST_TOGETHER = 5
 """Overrides in one suggestion."""

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from configs.layout import expert_parallel_size, pipeline_chunks
-from configs.schema import Config
-from moe.estimate.activations import Activations, Layer
-from moe.estimate.pipeline import held
-from moe.estimate.traffic import one_sided
-from moe.estimate.weights import Weights, cached_gradient_bytes, dense_layers, stage_weights
-from parallel.exchange import SLOTS
+from phalanx.configs.layout import expert_parallel_size, pipeline_chunks
+from phalanx.configs.schema import Config
+from phalanx.moe.estimate.activations import Activations, Layer
+from phalanx.moe.estimate.pipeline import held
+from phalanx.moe.estimate.traffic import one_sided
+from phalanx.moe.estimate.weights import Weights, cached_gradient_bytes, dense_layers, stage_weights
+from phalanx.parallel.dispatch.exchange import SLOTS
 
 _WORKSPACES = 128 * 2**20
 """cuBLAS and Transformer Engine keep about this much."""

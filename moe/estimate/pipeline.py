@@ -7,8 +7,8 @@ in turn where there are several.
 from collections.abc import Sequence
 from itertools import accumulate
 
-from configs.layout import micro_batches
-from configs.schema import Config
+from phalanx.configs.layout import micro_batches
+from phalanx.configs.schema import Config
 
 
 def held(cfg: Config, world: int, stage: int, chunk_bytes: Sequence[int]) -> int:

@@ -2,11 +2,11 @@
 
 import copy
 
-from configs.layout import expert_parallel_size
-from configs.schema import Config
-from configs.validate import ConfigError
-from kernels.registry import KernelUnavailable, resolve
-from moe.facts import facts
+from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError
+from phalanx.kernels.registry import KernelUnavailable, resolve
+from phalanx.moe.model.kernel_facts import facts
 
 _PACKAGES = frozenset({"transformer_engine", "triton", "nvidia_cutlass_dsl"})
 

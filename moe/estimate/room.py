@@ -13,18 +13,18 @@ from pathlib import Path
 import psutil
 import torch
 
-from configs.knobs import listed
-from configs.layout import (
+from phalanx.configs.knobs import listed
+from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
     pipeline_chunks,
     stage_ranks,
 )
-from configs.schema import Config
-from moe.accounting import parameters
-from moe.estimate.advice import Changes, enough, halves
-from moe.estimate.weights import stage_weights
-from moe.units import storage
+from phalanx.configs.schema import Config
+from phalanx.moe.estimate.accounting import parameters
+from phalanx.moe.estimate.advice import Changes, enough, halves
+from phalanx.moe.estimate.weights import stage_weights
+from phalanx.moe.report.units import storage
 
 _NEAR = 0.9
 """Of what is free: more than that is told."""
@@ -133,8 +133,9 @@ def near(what: str, expected: int, room: Room, helps: str) -> str:
 
 
 def pinned_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
-    """Host memory that background checkpoints of some ranks on GPUs keep (parallel.staging): their
-    shares of a checkpoint, in which replicas divide what all of them hold."""
+    """Host memory that background checkpoints of some ranks on GPUs keep
+    (parallel.checkpoint.host_buffer): their shares of a checkpoint, in which replicas divide what
+    all of them hold."""
     weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
     replicas = data_parallel_size(cfg, world) * cfg.parallel.context
     copies, wide = each // expert_parallel_size(cfg, world), 2 if cfg.run.precision == "bf16" else 4

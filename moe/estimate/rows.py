@@ -7,10 +7,10 @@ import copy
 import math
 from dataclasses import dataclass
 
-from configs.schema import Config
-from moe.estimate.activations import Activations, sizes
-from moe.estimate.memory import exchange_bytes, stage_memory
-from parallel.overflow import ROW_MULTIPLE
+from phalanx.configs.schema import Config
+from phalanx.moe.estimate.activations import Activations, sizes
+from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
+from phalanx.parallel.dispatch.capacity import ROW_MULTIPLE
 
 
 @dataclass(frozen=True)

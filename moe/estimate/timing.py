@@ -13,20 +13,20 @@ Megatron-Core's combined 1F1B), so that a sum of both would be no bound.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from configs.layout import (
+from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
     micro_batches,
     pipeline_chunks,
     stage_ranks,
 )
-from configs.machines import Machine
-from configs.schema import Config
-from moe.accounting import flops_per_token
-from moe.estimate.activations import Activations, sizes
-from moe.estimate.pipeline import step_seconds
-from moe.estimate.traffic import Traffic, least_traffic, one_sided, traffic
-from moe.estimate.weights import dense_layers, halves, stage_weights
+from phalanx.configs.machines import Machine
+from phalanx.configs.schema import Config
+from phalanx.moe.estimate.accounting import flops_per_token
+from phalanx.moe.estimate.activations import Activations, sizes
+from phalanx.moe.estimate.pipeline import step_seconds
+from phalanx.moe.estimate.traffic import Traffic, least_traffic, one_sided, traffic
+from phalanx.moe.estimate.weights import dense_layers, halves, stage_weights
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Flops(NamedTuple):
 
 
 def _flops(cfg: Config) -> _Flops:
-    """`moe.accounting.flops_per_token` by part."""
+    """`moe.estimate.accounting.flops_per_token` by part."""
     m, e = cfg.model, cfg.model.moe
     linear, whole = flops_per_token(m, 0), flops_per_token(m, cfg.data.sequence_length)
     layers = m.layers + m.mtp_layers

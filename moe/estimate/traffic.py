@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 
-from configs.layout import expert_parallel_size
-from configs.machines import MACHINES
-from configs.schema import Config, MoEConfig
+from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.machines import MACHINES
+from phalanx.configs.schema import Config, MoEConfig
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,21 @@
 """Parameters, gradients and optimizer state of each pipeline stage, in numbers and bytes.
 
-Counts are `moe.accounting`'s, by layer, cut as Megatron-Core cuts them: matrices of attention and
-dense MLPs over tensor ranks, experts over expert ranks, norms, router and output biases not at all.
-Its distributed optimizer shards the state of experts over the replicas of an expert, and of all
-else over data and context parallel ranks.
+Counts are `moe.estimate.accounting`'s, by layer, cut as Megatron-Core cuts them: matrices of
+attention and dense MLPs over tensor ranks, experts over expert ranks, norms, router and output
+biases not at all. Its distributed optimizer shards the state of experts over the replicas of an
+expert, and of all else over data and context parallel ranks.
 """
 
 from dataclasses import dataclass
 
-from configs.layout import (
+from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
     pipeline_chunks,
     stage_ranks,
 )
-from configs.schema import Config
-from moe.accounting import parameters, projections
+from phalanx.configs.schema import Config
+from phalanx.moe.estimate.accounting import parameters, projections
 
 _FP32 = 4
 
@@ -53,7 +53,7 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
 
 
 def halves(cfg: Config) -> bool:
-    """Are weights the upper half of their master copies (parallel.adam)?"""
+    """Are weights the upper half of their master copies (parallel.megatron.adam)?"""
     bf16 = cfg.run.precision == cfg.optim.moments == "bf16"
     return bf16 and cfg.parallel.distributed_optimizer
 

@@ -6,12 +6,12 @@ name. Exporting writes every field whose absence transformers would fill with a 
 
 from typing import Any
 
-from configs.knobs import get, written
-from configs.schema import Config, ModelConfig
-from moe.hf import ConversionError
-from moe.hf.families import FAMILIES, HARMLESS
-from moe.hf.fields import Fields, number, shown, value_of
-from moe.hf.rope import from_rope, to_rope
+from phalanx.configs.knobs import get, written
+from phalanx.configs.schema import Config, ModelConfig
+from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.families import FAMILIES, HARMLESS
+from phalanx.moe.hf.fields import Fields, number, shown, value_of
+from phalanx.moe.hf.rope import from_rope, to_rope
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _FULL, _SLIDING = "full_attention", "sliding_attention"

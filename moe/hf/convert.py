@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.knobs import knobs, put
-from configs.schema import Config, ModelConfig
-from moe.hf import ConversionError
-from moe.hf.config import besides, to_json, to_knobs
-from moe.hf.pieces import PieceReader, PieceWriter
-from moe.hf.shards import Shards
-from moe.hf.source import Source, read_json
-from moe.hf.tokens import special_tokens
-from moe.hf.weights import Region, regions
+from phalanx.configs.knobs import knobs, put
+from phalanx.configs.schema import Config, ModelConfig
+from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.config import besides, to_json, to_knobs
+from phalanx.moe.hf.pieces import PieceReader, PieceWriter
+from phalanx.moe.hf.shards import Shards
+from phalanx.moe.hf.source import Source, read_json
+from phalanx.moe.hf.tokens import special_tokens
+from phalanx.moe.hf.weights import Region, regions
 
 Progress = Callable[[int, int], object]
 """Told what has been done since the last time, and how much there is in all."""

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from configs.knobs import knobs
-from moe.hf import ConversionError
+from phalanx.configs.knobs import knobs
+from phalanx.moe.hf import ConversionError
 
 _OTHER_NAMES = {
     "num_experts": "num_local_experts",

@@ -1,8 +1,8 @@
 """A checkpoint of Megatron-Core's torch_dist format, written and read in pieces by one process.
 
 The format keeps pieces of tensors as torch.save archives, one after the other in .distcp files, and
-their places in `.metadata`. parallel.manifest commits and verifies the folder, parallel.contents
-reads what is no tensor.
+their places in `.metadata`. parallel.checkpoint.commit commits and verifies the folder,
+parallel.checkpoint.safe_pickle reads what is no tensor.
 """
 
 import io
@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from moe.hf import ConversionError
-from parallel import contents, manifest
+from phalanx.moe.hf import ConversionError
+from phalanx.parallel.checkpoint import commit, safe_pickle
 
 Shape = tuple[int, ...]
 _FILE = (
@@ -48,7 +48,7 @@ class PieceWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._sums: manifest.Sums = {}
+        self._sums: commit.Sums = {}
         self._file: BinaryIO | None = None
         self._name, self._size, self._crc = "", 0, 0
         self._tensors: dict[str, Any] = {}
@@ -75,12 +75,12 @@ class PieceWriter:
             storage_data=self._places,
             storage_meta=StorageMeta(),
         )
-        (self._folder / manifest.METADATA).write_bytes(pickle.dumps(metadata))
+        (self._folder / commit.METADATA).write_bytes(pickle.dumps(metadata))
         facts = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         (self._folder / "metadata.json").write_text(json.dumps(facts))
-        for name in (manifest.METADATA, "metadata.json"):
-            self._sums[name] = manifest.checksum(self._folder / name)
-        manifest.commit(self._folder, final, manifest.Commit(0, 1, self._sums))
+        for name in (commit.METADATA, "metadata.json"):
+            self._sums[name] = commit.checksum(self._folder / name)
+        commit.commit(self._folder, final, commit.Commit(0, 1, self._sums))
 
     def _append(self, index: MetadataIndex, value: Any) -> None:
         buffer = io.BytesIO()  # torch corrupts memory when writing to disk fails inside torch.save
@@ -122,13 +122,13 @@ class PieceReader:
 
     def __init__(self, folder: Path, progress: Callable[[int, int], object]) -> None:
         try:
-            files = manifest.read_commit(folder).files
+            files = commit.read_commit(folder).files
             total = sum(size for size, _ in files.values())
-            if problems := manifest.verify(folder, files, lambda n: progress(n, total)):
-                raise manifest.Invalid(problems[0])
-            metadata = contents.read_metadata(folder, files)
-            self.common: dict[str, Any] = contents.read_common(folder, metadata)["common"]
-        except manifest.Invalid as error:
+            if problems := commit.verify(folder, files, lambda n: progress(n, total)):
+                raise commit.Invalid(problems[0])
+            metadata = safe_pickle.read_metadata(folder, files)
+            self.common: dict[str, Any] = safe_pickle.read_common(folder, metadata)["common"]
+        except commit.Invalid as error:
             raise ConversionError(f"{folder} is no valid checkpoint: {error}") from None
         self._folder = folder
         self._described = metadata.state_dict_metadata

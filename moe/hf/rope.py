@@ -8,9 +8,9 @@ and without it `rope_parameters` that say so, as silence is YaRN for some models
 import math
 from typing import Any
 
-from configs.schema import YarnConfig
-from moe.hf import ConversionError
-from moe.hf.fields import Fields, number, shown, value_of
+from phalanx.configs.schema import YarnConfig
+from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.fields import Fields, number, shown, value_of
 
 _CONTEXT = "original_max_position_embeddings"
 _PLACES = ("rope_parameters", "rope_scaling")

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from moe.hf.source import INDEX
+from phalanx.moe.hf.source import INDEX
 
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 

@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moe.hf import ConversionError
-from moe.hf.quantised import from_fp8, from_mxfp4
+from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.quantised import from_fp8, from_mxfp4
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

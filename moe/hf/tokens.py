@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from moe.cache import DataError
-from moe.corpus import BYTES_EOD, Sidecar
-from moe.hf import ConversionError
-from moe.hf.config import TOKENS, besides
-from moe.hf.source import read_json
+from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.token_files import BYTES_EOD, Sidecar
+from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.config import TOKENS, besides
+from phalanx.moe.hf.source import read_json
 
 Ids = dict[str, int | list[int]]
 

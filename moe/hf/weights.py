@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from configs.schema import ModelConfig
+from phalanx.configs.schema import ModelConfig
 
 Shape = tuple[int, ...]
 View = Callable[[Tensor], Tensor]

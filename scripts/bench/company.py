@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from scripts.bench.measure import Launches
+from phalanx.scripts.bench.measure import Launches
 
 BLOCK = 8192
 """Elements of 2 bytes that a program copies at once: about the rate at which an SM feeds NVLink."""

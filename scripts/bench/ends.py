@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.expert_plan import ExpertPlan
-from parallel.dispatch import Dispatcher, Slots, make_dispatcher
-from parallel.exchange import SymmOptions
-from parallel.overflow import Budget
-from parallel.received import Received
-from parallel.transport import choose_transport
-from scripts.bench.measure import reason
-from scripts.bench.models import Model
-from scripts.bench.problems import BF16, random
-from scripts.bench.ranks import RankBench, RankSides, differing
-from scripts.bench.routing import fullest, probabilities
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.parallel.dispatch.base import Dispatcher, Slots, make_dispatcher
+from phalanx.parallel.dispatch.capacity import Budget
+from phalanx.parallel.dispatch.exchange import SymmOptions
+from phalanx.parallel.dispatch.received import Received
+from phalanx.parallel.dispatch.transport import choose_transport
+from phalanx.scripts.bench.measure import reason
+from phalanx.scripts.bench.models import Model
+from phalanx.scripts.bench.problems import BF16, random
+from phalanx.scripts.bench.ranks import RankBench, RankSides, differing
+from phalanx.scripts.bench.routing import fullest, probabilities
 
 TIMEOUT = 120
 """Seconds before a rank that does not come ends the run."""

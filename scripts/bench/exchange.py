@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.plan import make_plan
-from parallel.exchange import SymmOptions, exchange_of
-from parallel.overflow import Budget
-from parallel.transport import reason_against
-from scripts.bench.ends import PLAN_NAMES, ROOM, TIMEOUT, Ends, inputs, transports
-from scripts.bench.measure import Company
-from scripts.bench.models import (
+from phalanx.kernels.routing.plan import make_plan
+from phalanx.parallel.dispatch.capacity import Budget
+from phalanx.parallel.dispatch.exchange import SymmOptions, exchange_of
+from phalanx.parallel.dispatch.transport import reason_against
+from phalanx.scripts.bench.ends import PLAN_NAMES, ROOM, TIMEOUT, Ends, inputs, transports
+from phalanx.scripts.bench.measure import Company
+from phalanx.scripts.bench.models import (
     DEEPSEEK,
     GPUS,
     PLAN_ASKED,
@@ -31,17 +31,17 @@ from scripts.bench.models import (
     WIRE_SMS,
     Model,
 )
-from scripts.bench.problems import BF16, random
-from scripts.bench.ranks import RankBench, RankSides, differing
-from scripts.bench.records import Record
-from scripts.bench.routing import KINDS, OF_EIGHT, bytes_sent, probabilities, routed
+from phalanx.scripts.bench.problems import BF16, random
+from phalanx.scripts.bench.ranks import RankBench, RankSides, differing
+from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.routing import KINDS, OF_EIGHT, bytes_sent, probabilities, routed
 
 _LASTING = 3.0
 """The GEMM beside a push lasts this many times as long as the push alone."""
 
 
 def _gemms(model: Model, tokens: int, sms: int, ms: float) -> Company:
-    from scripts.bench.gemms import Gemms
+    from phalanx.scripts.bench.gemms import Gemms
 
     return Gemms(model, tokens, sms, ms)
 

@@ -4,10 +4,10 @@ import math
 
 import torch
 
-from kernels.sm90.fc1_act import fc1_act
-from scripts.bench.measure import Launches
-from scripts.bench.models import Model
-from scripts.bench.problems import balanced, experts
+from phalanx.kernels.sm90.experts.fc1_act import fc1_act
+from phalanx.scripts.bench.measure import Launches
+from phalanx.scripts.bench.models import Model
+from phalanx.scripts.bench.problems import balanced, experts
 
 _EXPERTS = 8
 

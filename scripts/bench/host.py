@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.backend import Linear, Operand, PlanSize
-from kernels.grouped_mlp import grouped_mlp
-from kernels.mlp_spec import MLPSpec, MLPWeights
-from kernels.plan import make_plan
-from kernels.providers import provider
-from kernels.sm90.topk import topk, topk_backward
-from scripts.bench.layer import ROUTING, Layer, composed, halves, leaves_of
-from scripts.bench.measure import Bench, reason, time_of
-from scripts.bench.problems import SWIGLU
-from scripts.bench.records import Record
-from scripts.bench.shapes import Shape
+from phalanx.kernels.expert_mlp.backend import Linear, Operand, PlanSize
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.routing.plan import make_plan
+from phalanx.kernels.sm90.routing.topk import topk, topk_backward
+from phalanx.scripts.bench.layer import ROUTING, Layer, composed, halves, leaves_of
+from phalanx.scripts.bench.measure import Bench, reason, time_of
+from phalanx.scripts.bench.problems import SWIGLU
+from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.shapes import Shape
 
 _CALLS, _WARM_CALLS = 100, 10
 

@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from kernels.backend import Backend, Linear, Operand, PlanSize
-from kernels.expert_plan import ExpertPlan
-from kernels.grouped_mlp import grouped_mlp
-from kernels.mlp_spec import MLPSpec, MLPWeights
-from kernels.plan import make_plan
-from kernels.providers import provider
-from kernels.sm90.topk import topk, topk_backward
-from scripts.bench.measure import Bench, Call, Sides, reason
-from scripts.bench.mlp import MODES, verdict, with_backward
-from scripts.bench.problems import SWIGLU, error, random
-from scripts.bench.records import Record
-from scripts.bench.shapes import LAYER, Shape
+from phalanx.kernels.expert_mlp.backend import Backend, Linear, Operand, PlanSize
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.routing.plan import make_plan
+from phalanx.kernels.sm90.routing.topk import topk, topk_backward
+from phalanx.scripts.bench.measure import Bench, Call, Sides, reason
+from phalanx.scripts.bench.mlp import MODES, verdict, with_backward
+from phalanx.scripts.bench.problems import SWIGLU, error, random
+from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.shapes import LAYER, Shape
 
 _OURS, _PUBLIC, _SONIC = "ours", "ours, public functions", "sonic"
 ROUTING: dict[str, Any] = dict(score="softmax", normalize=True, softmax_over="topk", scale=1.0)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from scripts.bench.records import Record
-from scripts.bench.shapes import Shape
+from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.shapes import Shape
 
 Call = Callable[[], object]
 FLUSH_BYTES = 256 * 2**20

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.expert_plan import ExpertPlan
-from kernels.grouped_mlp import grouped_mlp
-from kernels.mlp_spec import MLPSpec, MLPWeights
-from scripts.bench.measure import Bench, Call, Sides, reason
-from scripts.bench.problems import BF16, SWIGLU, Experts, dirichlet, error, experts
-from scripts.bench.records import Record
-from scripts.bench.shapes import MLP, Shape
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.scripts.bench.measure import Bench, Call, Sides, reason
+from phalanx.scripts.bench.problems import BF16, SWIGLU, Experts, dirichlet, error, experts
+from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.shapes import MLP, Shape
 
 MODES = ("eager", "graph")
 TOLERANCE = 0.02

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kernels.activation import Activation
-from scripts.bench.problems import SWIGLU
-from scripts.bench.shapes import Shape
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.scripts.bench.problems import SWIGLU
+from phalanx.scripts.bench.shapes import Shape
 
 GPUS = 8
 """Of a host, which what is asked below is asked of."""

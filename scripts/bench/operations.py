@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.sm90.fc1_act import fc1_act
-from kernels.sm90.fc2_dgrad_dact import fc2_dgrad_dact
-from kernels.sm90.launch import sms
-from kernels.sm90.rows import rows
-from kernels.sm90.wgrad import wgrad
-from scripts.bench import mlp
-from scripts.bench.measure import Bench, Company, Sides
-from scripts.bench.problems import (
+from phalanx.kernels.sm90.experts.fc1_act import fc1_act
+from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
+from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.wgrad import wgrad
+from phalanx.kernels.sm90.jit.launch import sms
+from phalanx.scripts.bench import mlp
+from phalanx.scripts.bench.measure import Bench, Company, Sides
+from phalanx.scripts.bench.problems import (
     BF16,
     SWIGLU,
     Experts,
@@ -26,8 +26,8 @@ from scripts.bench.problems import (
     index_of,
     random,
 )
-from scripts.bench.records import Record
-from scripts.bench.shapes import (
+from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.shapes import (
     GATHER_BAR,
     MARGINS,
     SKEW_BAR,
@@ -63,7 +63,7 @@ def with_margin(p: Experts) -> dict[str, tuple[Callable[[int], object], float]]:
 
 
 def copying(programs: int, ms: float) -> Company:
-    from scripts.bench.company import Copying
+    from phalanx.scripts.bench.company import Copying
 
     return Copying(programs, ms)
 

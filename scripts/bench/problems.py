@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.activation import Activation
-from scripts.bench.shapes import Shape
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.scripts.bench.shapes import Shape
 
 SWIGLU = Activation("swiglu")
 BF16 = torch.bfloat16

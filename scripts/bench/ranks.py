@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from parallel.exchange import begin_exchanges, forget_exchanges, missing
-from scripts.bench.measure import (
+from phalanx.parallel.dispatch.exchange import begin_exchanges, forget_exchanges, missing
+from phalanx.scripts.bench.measure import (
     Bench,
     Call,
     Clock,
@@ -28,8 +28,8 @@ from scripts.bench.measure import (
     reason,
     time_of,
 )
-from scripts.bench.records import Record
-from scripts.bench.shapes import Shape
+from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.shapes import Shape
 
 _HEAD_START_CYCLES = 200_000
 """About 0.1 ms in which the host gets ahead of the GPU, or a late launch would be measured."""
@@ -111,7 +111,7 @@ class RankBench(Bench):
 
     clock: RankClock
     transports: tuple[str, ...] = ()
-    """Names for `parallel.dispatch.make_dispatcher`."""
+    """Names for `parallel.dispatch.base.make_dispatcher`."""
     comm_sms: int = 0
     """SMs that push in a layer, as parallel.comm_sms."""
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.schema import RouterConfig
-from moe.forced import ForcedBalance
-from scripts.bench.models import GPUS
+from phalanx.configs.schema import RouterConfig
+from phalanx.moe.router.forced_balance import ForcedBalance
+from phalanx.scripts.bench.models import GPUS
 
 KINDS = ("random", "balanced")
 """K distinct experts drawn evenly, and the forced balance of model.moe.router.force_balance."""

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.sm90 import tiles
-from kernels.sm90.fc1_act import fc1_act
-from kernels.sm90.fc2_dgrad_dact import fc2_dgrad_dact
-from kernels.sm90.rows import rows
-from scripts.bench.measure import Bench
-from scripts.bench.problems import SWIGLU, dirichlet, index_of, offsets_of, random
-from scripts.bench.records import Record
+from phalanx.kernels.sm90.experts.fc1_act import fc1_act
+from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
+from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.gemm import tiles
+from phalanx.scripts.bench.measure import Bench
+from phalanx.scripts.bench.problems import SWIGLU, dirichlet, index_of, offsets_of, random
+from phalanx.scripts.bench.records import Record
 
 Table = Mapping[str, Mapping[str, float]]
 

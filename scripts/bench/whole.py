@@ -16,13 +16,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from kernels.dense_halves import dense_first, dense_second
-from kernels.grouped_mlp import dense_mlp
-from kernels.mlp_spec import MLPSpec, MLPWeights
-from moe.experts import Experts
-from parallel.dispatch import Dispatcher
-from scripts.bench.ends import Ends, Inputs, dispatcher, inputs, transports
-from scripts.bench.models import (
+from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
+from phalanx.kernels.expert_mlp.grouped_mlp import dense_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.moe.experts import Experts
+from phalanx.parallel.dispatch.base import Dispatcher
+from phalanx.scripts.bench.ends import Ends, Inputs, dispatcher, inputs, transports
+from phalanx.scripts.bench.models import (
     EXPOSED_ASKED,
     FLASH,
     FLASH_TOKENS,
@@ -32,10 +32,10 @@ from scripts.bench.models import (
     TOKENS,
     Model,
 )
-from scripts.bench.problems import BF16
-from scripts.bench.ranks import RankBench, RankSides, differing
-from scripts.bench.records import Record
-from scripts.bench.routing import KINDS, routed
+from phalanx.scripts.bench.problems import BF16
+from phalanx.scripts.bench.ranks import RankBench, RankSides, differing
+from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.routing import KINDS, routed
 
 _W = 0.02
 _COPIES, _SHARE = 5, 0.7

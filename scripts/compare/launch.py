@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from moe.metrics import steady
-from moe.sinks import read
-from scripts import timeline
+from phalanx.moe.report.loggers import read
+from phalanx.moe.report.metrics import steady
+from phalanx.scripts import timeline
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 COUNTED = 10
@@ -134,7 +134,7 @@ def run(
 
 
 def figures(path: Path, steps: int) -> dict[str, float]:
-    """Means over `window(steps)` of a metrics.jsonl, as `moe.metrics.steady`.
+    """Means over `window(steps)` of a metrics.jsonl, as `moe.report.metrics.steady`.
 
     memory is the peak of the run in GiB, loss that of the last step in nats, reruns those inside
     the window.

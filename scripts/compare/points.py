@@ -10,8 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from configs.load import FOLDER
-from configs.validate import ConfigError
+from phalanx.configs.load import FOLDER
+from phalanx.configs.validate import ConfigError
 
 OWN = {
     "run": "",

@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs.redact import redacted
-from scripts.compare.launch import window
-from scripts.compare.results import Row, Run, rows
-from scripts.compare.sweep import write
-from scripts.pictures import pyplot
+from phalanx.configs.redact import redacted
+from phalanx.scripts.compare.launch import window
+from phalanx.scripts.compare.results import Row, Run, rows
+from phalanx.scripts.compare.sweep import write
+from phalanx.scripts.pictures import pyplot
 
 
 def heading(facts: dict[str, Any]) -> str:

@@ -17,13 +17,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from configs.load import load
-from configs.redact import redacted
-from configs.validate import ConfigError, validate
-from moe.accounting import parameters
-from scripts.compare.launch import Launch, run
-from scripts.compare.points import Point
-from scripts.compare.results import Run
+from phalanx.configs.load import load
+from phalanx.configs.redact import redacted
+from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.estimate.accounting import parameters
+from phalanx.scripts.compare.launch import Launch, run
+from phalanx.scripts.compare.points import Point
+from phalanx.scripts.compare.results import Run
 
 LARGEST_ON_CPU = 1e9  # parameters
 

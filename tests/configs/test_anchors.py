@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from configs import records
-from configs.load import load
-from configs.records import Own, Published, Record, launch, own, published, table
-from configs.schema import Config
-from configs.validate import data_parallel_size, expert_parallel_size, validate
-from moe.accounting import flops_per_token
-from scripts import record_anchor
+from phalanx.configs import records
+from phalanx.configs.load import load
+from phalanx.configs.records import Own, Published, Record, launch, own, published, table
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate
+from phalanx.moe.estimate.accounting import flops_per_token
+from phalanx.scripts import record_anchor
 
 PUBLISHED, OWN = published(), own()
 COMMAND = "torchrun --nproc-per-node 2 train.py model=tiny run=bench run.device=cpu kernels=torch"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.docs import BEGIN, END, field_docs, insert, tables
-from configs.knobs import knobs
+from phalanx.configs.docs import BEGIN, END, field_docs, insert, tables
+from phalanx.configs.knobs import knobs
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -42,4 +42,4 @@ def test_tables_go_between_the_markers() -> None:
 @pytest.mark.skipif(not README.exists(), reason="no README here")
 def test_readme_is_up_to_date() -> None:
     text = README.read_text(encoding="utf-8")
-    assert insert(text) == text, "run python -m configs.docs README.md"
+    assert insert(text) == text, "run python -m phalanx.configs.docs README.md"

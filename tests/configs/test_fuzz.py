@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-import train
-from configs import load as loading
-from configs.bounds import CHOICES
-from configs.knobs import knobs, put, sections
-from configs.load import GROUPS, compose, from_argv, load, options
-from configs.schema import Config
-from configs.validate import ConfigError, validate
+from phalanx import train
+from phalanx.configs import load as loading
+from phalanx.configs.bounds import CHOICES
+from phalanx.configs.knobs import knobs, put, sections
+from phalanx.configs.load import GROUPS, compose, from_argv, load, options
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError, validate
 
 PATHS = [*knobs(), *sections()]
 WORDS = [

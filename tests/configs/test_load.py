@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from configs import load as loading
-from configs.load import GROUPS, ConfigError, compose, from_argv, load, options, usage
-from configs.validate import validate
+from phalanx.configs import load as loading
+from phalanx.configs.load import GROUPS, ConfigError, compose, from_argv, load, options, usage
+from phalanx.configs.validate import validate
 
 
 def mistakes(*overrides: str) -> list[str]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from configs.load import load
-from configs.schema import ModelConfig
+from phalanx.configs.load import load
+from phalanx.configs.schema import ModelConfig
 
 DEEPSEEK_V3 = {
     "vocab_size": 129280,

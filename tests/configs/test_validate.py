@@ -8,19 +8,19 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from configs.bounds import ABOVE_ZERO, AT_LEAST, BELOW_ONE, CHOICES
-from configs.knobs import knobs, put
-from configs.load import load, options
-from configs.schema import Config
-from configs.validate import (
+from phalanx.configs.bounds import ABOVE_ZERO, AT_LEAST, BELOW_ONE, CHOICES
+from phalanx.configs.knobs import knobs, put
+from phalanx.configs.load import load, options
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import (
     ConfigError,
     data_parallel_size,
     expert_parallel_size,
     micro_batches,
     validate,
 )
-from kernels.registry import Facts, resolve
-from tests.distributed import run_distributed
+from phalanx.kernels.registry import Facts, resolve
+from tests.support.distributed import run_distributed
 
 TINY = load([])
 TEXTS_WITHOUT_CHOICES = {
@@ -390,10 +390,10 @@ def test_experiment_is_valid_at_its_size(name: str, world: int) -> None:
 
 def megatron_layouts(experiments: dict[str, int]) -> dict[str, tuple[int, int]]:
     """(stages, chunks) of every experiment as Megatron-Core reads its layout."""
-    from parallel import cpu
+    from phalanx.parallel.megatron import cpu
 
     cpu.install()
-    from moe.model import Layout, transformer_config
+    from phalanx.moe.model.gpt import Layout, transformer_config
 
     found = {}
     for name, world in experiments.items():

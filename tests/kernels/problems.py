@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.activation import Activation, unknown
-from kernels.expert_plan import ExpertPlan
-from kernels.grouped_mlp import grouped_mlp
-from kernels.mlp_spec import MLPSpec, MLPWeights
-from kernels.providers import provider
-from kernels.sort_pairs import gather_rows
+from phalanx.kernels.expert_mlp.activation import Activation, unknown
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.routing.sort_pairs import gather_rows
 
 ACTIVATIONS = [
     Activation("swiglu"),

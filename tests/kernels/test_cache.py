@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels import cache as module
-from kernels.cache import Cache, digest_of, folder, name_of, statistics
+from phalanx.kernels import cache as module
+from phalanx.kernels.cache import Cache, digest_of, folder, name_of, statistics
 
 NAME = name_of("some kernel", "fact")
 DATA = bytes(range(256)) * 40

@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import debug
-from kernels.expert_plan import ExpertPlan
-from kernels.grouped_mlp import grouped_mlp
-from kernels.mlp_spec import MLPSpec, MLPWeights
-from kernels.module import GroupedMLP
-from kernels.plan import make_plan
-from parallel.dispatch import Slots, make_dispatcher
-from parallel.overflow import Budget
-from parallel.transport import LOCAL
+from phalanx.kernels import debug
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.routing.plan import make_plan
+from phalanx.parallel.dispatch.base import Slots, make_dispatcher
+from phalanx.parallel.dispatch.capacity import Budget
+from phalanx.parallel.dispatch.transport import LOCAL
 from tests.kernels.problems import ACTIVATIONS, Problem, make
-from tests.sync_free import sync_free
+from tests.support.sync_free import sync_free
 
 L, D, K, T = 4, 16, 2, 5
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.attention import attention
-from kernels.registry import Choice, Facts, KernelUnavailable, resolve, table
+from phalanx.kernels.attention.core import attention
+from phalanx.kernels.registry import Choice, Facts, KernelUnavailable, resolve, table
 from tests.kernels.problems import ACTIVATIONS, make, run
 
 CPU = Facts("cpu", None, torch.bfloat16, hidden=64, ffn=48, packages=frozenset(), compiles=True)
@@ -215,7 +215,8 @@ def test_facts_know_this_machine():
 
 
 def test_limits_of_the_fused_kernels_are_theirs():
-    from kernels.sm90 import combine, plan
+    from phalanx.kernels.sm90.experts import combine
+    from phalanx.kernels.sm90.routing import plan
 
     for fact, most in {"experts": plan.MAX_EXPERTS, "slots": combine.MAX_SLOTS}.items():
         assert resolve("grouped_mlp", "auto", replace(WITH_DSL, **{fact: most})).backend == "fused"
@@ -238,7 +239,7 @@ def test_what_is_slower_runs_where_it_is_asked_for():
 
 def test_import_is_light():
     code = (
-        "import sys, torch; before = set(sys.modules); import kernels.registry as r;"
+        "import sys, torch; before = set(sys.modules); import phalanx.kernels.registry as r;"
         "f = r.Facts('cuda', (9, 0), torch.bfloat16);"
         "[r.resolve(op, 'auto', f) for op in ('grouped_mlp', 'attention', 'norm')];"
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"

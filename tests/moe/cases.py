@@ -18,7 +18,7 @@ SCORES = [
 
 def install() -> None:
     """Megatron-Core on this host, and the schedules' loss scales as if no other test had run."""
-    from parallel import cpu
+    from phalanx.parallel.megatron import cpu
 
     cpu.install()
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -30,7 +30,7 @@ def install() -> None:
 
 def model(router: dict[str, Any] | None = None, moe: dict[str, Any] | None = None, **kwargs: Any):
     """ModelConfig of one MoE layer, with changes to the router, the experts, or the model."""
-    from configs.schema import AttentionConfig, ModelConfig, MoEConfig, RouterConfig
+    from phalanx.configs.schema import AttentionConfig, ModelConfig, MoEConfig, RouterConfig
 
     fields: dict[str, Any] = dict(experts=EXPERTS, top_k=TOP_K, ffn=FFN)
     return ModelConfig(
@@ -45,8 +45,8 @@ def model(router: dict[str, Any] | None = None, moe: dict[str, Any] | None = Non
 
 def transformer(model: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """TransformerConfig of the model as training builds it, with layout sizes and changes."""
-    from configs.schema import Config, RunConfig
-    from moe.model import Layout, transformer_config
+    from phalanx.configs.schema import Config, RunConfig
+    from phalanx.moe.model.gpt import Layout, transformer_config
 
     sizes = {k: changes.pop(k) for k in ("tensor", "context", "expert") if k in changes}
     run = RunConfig(precision="fp32", recompute=changes.pop("recompute", "none"))
@@ -62,11 +62,11 @@ def options(model: Any, pg: Any, backend: str = "torch") -> Any:
 
     All ranks call it together. The budget fits any routing.
     """
-    from kernels.mlp_spec import MLPSpec
-    from moe.experts import activation_of
-    from moe.layer import MoEOptions
-    from parallel.overflow import Budget
-    from parallel.transport import choose_transport
+    from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+    from phalanx.moe.experts import activation_of
+    from phalanx.moe.layer import MoEOptions
+    from phalanx.parallel.dispatch.capacity import Budget
+    from phalanx.parallel.dispatch.transport import choose_transport
 
     e = model.moe
     return MoEOptions(
@@ -94,8 +94,8 @@ def build_router(
     router: dict[str, Any], *, dtype: torch.dtype = torch.float32, pg: Any = None, **changes: Any
 ) -> Any:
     """A router with the values of `fill`, on one rank if no groups are given."""
-    from moe.router import Router
-    from parallel.groups import create
+    from phalanx.moe.router.router import Router
+    from phalanx.parallel.groups import create
 
     top_k, bias = changes.pop("top_k", TOP_K), changes.pop("bias", False)
     backend = changes.pop("backend", "torch")

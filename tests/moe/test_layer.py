@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.distributed import run_distributed
 from tests.moe.cases import EXPERTS, FFN, HIDDEN, draw, fill, install, model, options, transformer
-from tests.sync_free import sync_free
+from tests.support.distributed import run_distributed
+from tests.support.sync_free import sync_free
 
 SEQUENCE, BATCH = 8, 4
 
@@ -45,7 +45,7 @@ class Result(NamedTuple):
 
 
 def build(name: str, pg: Any, *, backend: str = "torch", expert: int = 1, **changes: Any) -> Any:
-    from moe.layer import MoE
+    from phalanx.moe.layer import MoE
 
     m = model(**MODELS[name])
     config = transformer(m, expert=expert, **changes)
@@ -77,7 +77,7 @@ def _run(name: str, backend: str, recompute: str = "none") -> Result:
     install()
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    from parallel.groups import create
+    from phalanx.parallel.groups import create
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     pg = create(expert=ranks).pg
@@ -135,9 +135,9 @@ def expert(x_D: Tensor, w1: Tensor, w2: Tensor, b1: Any, b2: Any, e: Any) -> Ten
 def _statement(name: str) -> None:
     """fp64, token by token; experts are as the router chose, which has a statement of its own."""
     install()
-    from moe.balance import balance_loss, count_choices_per_sequence
-    from moe.router import choose, loss_scores, probabilities
-    from parallel.groups import create
+    from phalanx.moe.router.balance import balance_loss, count_choices_per_sequence
+    from phalanx.moe.router.router import choose, loss_scores, probabilities
+    from phalanx.parallel.groups import create
 
     layer = build(name, create().pg)
     fill_global(layer, 0, 1)
@@ -186,7 +186,7 @@ def test_layer_is_the_weighted_sum_of_its_experts(name: str) -> None:
 
 def _bf16(name: str) -> None:
     install()
-    from parallel.groups import create
+    from phalanx.parallel.groups import create
 
     pg = create().pg
     layer = build(name, pg, dtype=torch.bfloat16)
@@ -239,7 +239,7 @@ def test_recomputation_changes_nothing(name: str, ranks: int) -> None:
 
 def _sync_free(name: str, recompute: str) -> None:
     install()
-    from parallel.groups import create
+    from phalanx.parallel.groups import create
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     layer = build(name, create(expert=ranks).pg, expert=ranks, recompute=recompute)
@@ -260,7 +260,7 @@ def test_the_host_learns_no_count(name: str, ranks: int, recompute: str) -> None
 
 def _ranges() -> None:
     install()
-    from parallel.groups import create
+    from phalanx.parallel.groups import create
 
     layer = build("deepseek", create().pg)
     fill(layer)
@@ -276,7 +276,7 @@ def test_profiles_name_the_steps() -> None:
 
 def _masks() -> None:
     install()
-    from parallel.groups import create
+    from phalanx.parallel.groups import create
 
     layer = build("plain", create().pg)
     with pytest.raises(ValueError, match="pad with tokens"):
@@ -289,7 +289,7 @@ def test_a_padding_mask_is_refused() -> None:
 
 def _checkpoint() -> dict[str, Any]:
     install()
-    from parallel.groups import create
+    from phalanx.parallel.groups import create
 
     groups = create(expert=2)
     layer = build("gpt_oss", groups.pg, expert=2)
@@ -330,7 +330,7 @@ def test_checkpoint_layout(ranks: int) -> None:
 
 def _drawn() -> Tensor:
     install()
-    from parallel.groups import create
+    from phalanx.parallel.groups import create
 
     layer = build("gpt_oss", create(expert=2).pg, expert=2, perform_initialization=True)
     experts = layer.experts
@@ -348,8 +348,8 @@ def test_experts_are_drawn_apart() -> None:
 
 def _meta() -> int:
     install()
-    from moe.model import OnMeta
-    from parallel.groups import create
+    from phalanx.moe.model.gpt import OnMeta
+    from phalanx.parallel.groups import create
 
     pg = create().pg
     with OnMeta():

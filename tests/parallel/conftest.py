@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import run_distributed
-from tests.parallel.checkpoints import two_checkpoints
+from tests.parallel.checkpoint.checkpoints import two_checkpoints
+from tests.support.distributed import run_distributed
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from parallel import folder_lock
-from parallel.folder_lock import Claim, FolderLock, InUse, Keeper, Owner, Taken, here, release
+from phalanx.parallel import folder_lock
+from phalanx.parallel.folder_lock import (
+    Claim,
+    FolderLock,
+    InUse,
+    Keeper,
+    Owner,
+    Taken,
+    here,
+    release,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -153,7 +162,7 @@ def test_where_there_are_no_links(
 RACE = """
 import os, sys, time
 from pathlib import Path
-from parallel.folder_lock import Claim, InUse
+from phalanx.parallel.folder_lock import Claim, InUse
 folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 for number in range(rounds):
     claim = Claim(folder / str(number) / "lock", lambda text: None)
@@ -243,8 +252,8 @@ def test_release(path: Path) -> None:
 OWNING = """
 import sys, time
 from pathlib import Path
-from parallel.folder_lock import Claim
-from parallel.guard import Guard
+from phalanx.parallel.folder_lock import Claim
+from phalanx.parallel.fault.guard import Guard
 with Guard() as guard:
     claim = Claim(Path(sys.argv[1]), print)
     assert claim.step()

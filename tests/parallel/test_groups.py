@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import cpu
-from tests.distributed import run_distributed
+from phalanx.parallel.megatron import cpu
+from tests.support.distributed import run_distributed
 
 LAYOUTS = [{"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}]
 
@@ -15,7 +15,7 @@ LAYOUTS = [{"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}]
 def _limits(layout: dict[str, int]) -> dict[str, timedelta]:
     """Of all groups that this rank is in, by name."""
     cpu.install()
-    from parallel.groups import create
+    from phalanx.parallel.groups import create
 
     create(**layout)
     groups = [g for g in dist.distributed_c10d._world.pg_map if g.size() > 0]

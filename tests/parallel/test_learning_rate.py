@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from configs.knobs import put
-from configs.load import load
-from configs.schema import OptimConfig
-from configs.validate import validate
-from parallel.learning_rate import Curve, change
+from phalanx.configs.knobs import put
+from phalanx.configs.load import load
+from phalanx.configs.schema import OptimConfig
+from phalanx.configs.validate import validate
+from phalanx.parallel.learning_rate import Curve, change
 
 OPTIM = OptimConfig(lr=2e-3, min_lr=2e-4, warmup_steps=10)
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import exchange, runtime
-from tests.distributed import run_distributed
+from phalanx.parallel import runtime
+from phalanx.parallel.dispatch import exchange
+from tests.support.distributed import run_distributed
 
 
 class Stub:

@@ -14,18 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe.forced import ForcedBalance  # noqa: F401  (imported once for all ranks, which are forked)
-from parallel import cpu, dispatch, exchange
-from scripts import bench_dispatch
-from scripts.bench import exchange as suites
-from scripts.bench import models, records, routing
-from scripts.bench import whole as _whole  # noqa: F401
-from scripts.bench.exchange import _rate
-from scripts.bench.measure import Key
-from scripts.bench.models import DEEPSEEK, FLASH, GPT_OSS, QWEN3, TINY
-from scripts.bench.ranks import Cpus, RankBench, RankSides, attempt
-from scripts.bench.whole import exposed, fitting, rate
-from tests.distributed import run_distributed
+from phalanx.moe.router.forced_balance import ForcedBalance  # noqa: F401  (imported once for all ranks, which are forked)
+from phalanx.parallel.dispatch import base, exchange
+from phalanx.parallel.megatron import cpu
+from phalanx.scripts import bench_dispatch
+from phalanx.scripts.bench import exchange as suites
+from phalanx.scripts.bench import models, records, routing
+from phalanx.scripts.bench import whole as _whole  # noqa: F401
+from phalanx.scripts.bench.exchange import _rate
+from phalanx.scripts.bench.measure import Key
+from phalanx.scripts.bench.models import DEEPSEEK, FLASH, GPT_OSS, QWEN3, TINY
+from phalanx.scripts.bench.ranks import Cpus, RankBench, RankSides, attempt
+from phalanx.scripts.bench.whole import exposed, fitting, rate
+from tests.support.distributed import run_distributed
 
 ROOT = Path(bench_dispatch.__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -177,7 +178,7 @@ def test_pairs_against_all_ranks() -> None:
 
 
 def _wrong_on_the_last_rank(arguments: list[str]) -> tuple[int, str]:
-    real = dispatch.AllToAll.combine
+    real = base.AllToAll.combine
     exact: list[Any] = []
 
     def combine(self: Any, *given: Any) -> torch.Tensor:
@@ -186,11 +187,11 @@ def _wrong_on_the_last_rank(arguments: list[str]) -> tuple[int, str]:
         wrong = self is not exact[0] and dist.get_rank() == dist.get_world_size() - 1
         return out_TD.roll(1, 0) if wrong else out_TD
 
-    dispatch.AllToAll.combine = combine  # type: ignore[method-assign]
+    base.AllToAll.combine = combine  # type: ignore[method-assign]
     try:
         return program(arguments)
     finally:
-        dispatch.AllToAll.combine = real  # type: ignore[method-assign]
+        base.AllToAll.combine = real  # type: ignore[method-assign]
 
 
 @pytest.mark.dist

@@ -17,11 +17,21 @@ import torch
 
 pytest.importorskip("cutlass")
 
-from kernels.sm90 import tiles
-from scripts import bench_kernels
-from scripts.bench import host, layer, measure, mlp, operations, problems, records, shapes, tune
-from scripts.bench.measure import Bench, Sides
-from scripts.bench.records import Record
+from phalanx.kernels.sm90.gemm import tiles
+from phalanx.scripts import bench_kernels
+from phalanx.scripts.bench import (
+    host,
+    layer,
+    measure,
+    mlp,
+    operations,
+    problems,
+    records,
+    shapes,
+    tune,
+)
+from phalanx.scripts.bench.measure import Bench, Sides
+from phalanx.scripts.bench.records import Record
 
 CPU = torch.device("cpu")
 MODULES = (
@@ -82,7 +92,7 @@ def launched(monkeypatch):
     stand_ins = dict(
         launch=launch, check=check, sms=lambda _: 132, counter_of=lambda _: torch.zeros(1).int()
     )
-    modules = [import_module(f"kernels.sm90.{name}") for name in MODULES]
+    modules = [import_module(f"phalanx.kernels.sm90.{name}") for name in MODULES]
     for module in [*modules, operations]:
         for name, stand_in in stand_ins.items():
             if callable(getattr(module, name, None)):
@@ -333,7 +343,7 @@ def test_margins(launched):
 
 
 def test_copies_last_as_long_as_told_and_not_for_ever():
-    company = pytest.importorskip("triton") and import_module("scripts.bench.company")
+    company = pytest.importorskip("triton") and import_module("phalanx.scripts.bench.company")
     assert company.passes_for(5.0, 2.5) == 4000 and company.passes_for(1e-9, 1.0) == 16
     assert company.passes_for(1e9, 1.0) == 400_000
 

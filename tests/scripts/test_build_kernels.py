@@ -10,16 +10,16 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from kernels.sm90.shipped import SHIPPED
-from scripts import build_kernels
+from phalanx.kernels.sm90.jit.shipped import SHIPPED
+from phalanx.scripts import build_kernels
 
 ROOT = Path(build_kernels.__file__).resolve().parent.parent
 LABELS = [f"{kernel.__name__} {config}" for kernel, config in SHIPPED]
 LOAD = """
 import json
-from kernels.cache import Cache, folder, statistics
-from kernels.sm90 import launch
-from kernels.sm90.shipped import SHIPPED
+from phalanx.kernels.cache import Cache, folder, statistics
+from phalanx.kernels.sm90 import launch
+from phalanx.kernels.sm90.jit.shipped import SHIPPED
 
 kernel, config = SHIPPED[0]
 data = launch.build(kernel, config, Cache(folder()))

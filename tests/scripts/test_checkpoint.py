@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import checkpoint
-from tests.parallel.checkpoints import largest, reseal
+from phalanx.scripts import checkpoint
+from tests.parallel.checkpoint.checkpoints import largest, reseal
 from tests.parallel.conftest import run, template  # noqa: F401  (fixtures)
 
 SCRIPT = Path(checkpoint.__file__)

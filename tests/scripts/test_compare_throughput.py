@@ -12,15 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.validate import ConfigError
-from moe.sinks import read
-from scripts import compare_throughput
-from scripts.compare import launch, report, sweep
-from scripts.compare.launch import Launch, figures, reason, traced, window
-from scripts.compare.points import Point, expand
-from scripts.compare.results import Run, rows
-from scripts.pictures import common_title
-from tests.runs import SMALL
+from phalanx.configs.validate import ConfigError
+from phalanx.moe.report.loggers import read
+from phalanx.scripts import compare_throughput
+from phalanx.scripts.compare import launch, report, sweep
+from phalanx.scripts.compare.launch import Launch, figures, reason, traced, window
+from phalanx.scripts.compare.points import Point, expand
+from phalanx.scripts.compare.results import Run, rows
+from phalanx.scripts.pictures import common_title
+from tests.support.runs import SMALL
 
 SCRIPT = Path(compare_throughput.__file__)
 TORCHRUN = """

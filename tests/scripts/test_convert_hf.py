@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from scripts import convert_hf
+from phalanx.scripts import convert_hf
 from tests.moe.hf.models import MODELS, index, tensors
 
 SCRIPT = Path(convert_hf.__file__)
@@ -93,8 +93,8 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
 def test_overrides_give_the_model_that_was_found(model: str) -> None:
     from dataclasses import asdict
 
-    from configs.load import load
-    from moe.hf.config import to_json, to_knobs
+    from phalanx.configs.load import load
+    from phalanx.moe.hf.config import to_json, to_knobs
 
     published = load(["model=qwen3_30b_a3b"]).model
     found = to_knobs(to_json(published, 4096, "bfloat16"))
@@ -105,8 +105,8 @@ def test_overrides_give_the_model_that_was_found(model: str) -> None:
 
 @pytest.mark.parametrize("option", ["deepseek_v3", "moonlight_16b_a3b", "gpt_oss_20b"])
 def test_published_models_keep_their_configuration(option: str) -> None:
-    from configs.load import load
-    from moe.hf.config import to_json, to_knobs
+    from phalanx.configs.load import load
+    from phalanx.moe.hf.config import to_json, to_knobs
 
     model = load([f"model={option}"]).model
     _, overrides = convert_hf.configured(to_knobs(to_json(model, 4096, "bfloat16")), None)
@@ -118,7 +118,7 @@ _PEAK = """
 import re, sys
 from pathlib import Path
 from scripts import convert_hf
-from moe.hf import convert
+from phalanx.moe.hf import convert
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 before = peak()

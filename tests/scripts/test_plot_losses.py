@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts import plot_losses
+from phalanx.scripts import plot_losses
 
 FACTS = {"model": "tiny", "ranks": 2, "device": "CPU process", "sequence": 256}
 

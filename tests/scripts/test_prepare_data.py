@@ -18,11 +18,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from configs.schema import Config, DataConfig
-from moe.corpus import open_corpus
-from moe.data import build_datasets
-from moe.text import Recipe, make_shards, read
-from scripts import prepare_data
+from phalanx.configs.schema import Config, DataConfig
+from phalanx.moe.data.documents import Recipe, make_shards, read
+from phalanx.moe.data.loader import build_datasets
+from phalanx.moe.data.token_files import open_corpus
+from phalanx.scripts import prepare_data
 
 SCRIPT = Path(prepare_data.__file__)
 WORDS = [
@@ -252,7 +252,7 @@ def test_a_killed_run_continues(
             if len(written) == 3:  # in the middle of the third shard
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        monkeypatch.setattr("moe.text.sync", dies)
+        monkeypatch.setattr("phalanx.moe.data.documents.sync", dies)
         run(tmp_path / "out", *args)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.timeline import Event, Trace, main, read, table, union, without
+from phalanx.scripts.timeline import Event, Trace, main, read, table, union, without
 
 PUSH = "kernel_cutlass_kernel_kernelssm90pushPushKernel_object_at__"
 FC1 = "kernel_cutlass_kernel_kernelssm90fc1_actFc1Kernel_object_at__Copy_Atom"
@@ -50,7 +50,7 @@ def test_an_exchange_under_experts(tmp_path: Path, capsys: pytest.CaptureFixture
     assert rows["exchange"] == ["1.00", "0.25", "1"]
     assert rows["experts"] == ["1.75", "1.00", "1"]
     assert rows["GEMM"] == ["1.20", "1.20", "1"]
-    assert "kernels.sm90 Fc1Kernel" in said and "PushKernel" not in said
+    assert "phalanx.kernels.sm90 Fc1Kernel" in said and "PushKernel" not in said
 
 
 def test_a_window_is_cropped_read_again_and_drawn(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Launches without a GPU: a process whose CUDA runtime only notes what it is asked to launch.
 
 `run` starts such a process with a script; there, `Runtime` reads the notes and `as_device` stands
-in for the parts of torch that `kernels.sm90.launch` asks about devices and streams.
+in for the parts of torch that `kernels.sm90.jit.launch` asks about devices and streams.
 """
 
 import ctypes

@@ -22,18 +22,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import torch
 from torch import Tensor
 
-from kernels.activation import Activation
-from kernels.plan import make_plan
-from kernels.sm90.bias_grad import bias_grad
-from kernels.sm90.combine import combine
-from kernels.sm90.dprob import dprob as add_dprob
-from kernels.sm90.fc1_act import fc1_act
-from kernels.sm90.fc2_dgrad_dact import fc2_dgrad_dact
-from kernels.sm90.mainloop import Mainloop
-from kernels.sm90.plan import plan, plan_backward
-from kernels.sm90.rows import rows
-from kernels.sm90.topk import topk, topk_backward
-from kernels.sm90.wgrad import wgrad
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.routing.plan import make_plan
+from phalanx.kernels.sm90.experts.bias_grad import bias_grad
+from phalanx.kernels.sm90.experts.combine import combine
+from phalanx.kernels.sm90.experts.dprob import dprob as add_dprob
+from phalanx.kernels.sm90.experts.fc1_act import fc1_act
+from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
+from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.wgrad import wgrad
+from phalanx.kernels.sm90.gemm.mainloop import Mainloop
+from phalanx.kernels.sm90.routing.plan import plan, plan_backward
+from phalanx.kernels.sm90.routing.topk import topk, topk_backward
 from tests.kernels.problems import formula
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -232,7 +232,7 @@ def tokens_case(waves: bool) -> Case:
     """`push` and `arrive` between two ranks of this process."""
 
     def case() -> None:
-        from tests.kernels.sm90.test_push_gpu import (
+        from tests.kernels.sm90.exchange.test_push_gpu import (
             test_every_row_lands_where_it_should_and_no_other as check,
         )
 
@@ -245,7 +245,7 @@ def sums_case(bits: int) -> Case:
     """`combine_push` beside `rows` and after it, between two ranks of this process."""
 
     def case() -> None:
-        from tests.kernels.sm90.test_combine_push_gpu import TURNS, Way
+        from tests.kernels.sm90.exchange.test_combine_push_gpu import TURNS, Way
 
         way = Way(2, 300, 448, 4, 320, 6, 5, bits)
         way.draw(0.3, 12)

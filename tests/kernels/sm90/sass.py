@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kernels.sm90.launch import compile_kernel
+from phalanx.kernels.sm90.jit.launch import compile_kernel
 
 
 def _tool(name: str) -> str:

@@ -341,19 +341,21 @@ def load(name: str, **constants: Any) -> SimpleNamespace:
     """
     fakes = {
         "cutlass": _cutlass(),
-        "kernels.sm90.storage": SimpleNamespace(
+        "phalanx.kernels.sm90.gemm.storage": SimpleNamespace(
             struct=lambda **fields: fields, array=lambda dtype, count, align=8: count
         ),
-        "kernels.sm90.ptx": SimpleNamespace(
+        "phalanx.kernels.sm90.jit.ptx": SimpleNamespace(
             pack=_pack,
             unpack=_unpack,
             store_global=_store_global,
             lowest=lambda bits: (bits & -bits).bit_length() - 1,
         ),
-        "kernels.sm90.peer": SimpleNamespace(**PEER),
-        "kernels.sm90.arguments": MagicMock(),
-        "kernels.sm90.mainloop": SimpleNamespace(GROUP_THREADS=128, TILE_ROWS=128, Mainloop=None),
-        "kernels.sm90.launch": MagicMock(),
+        "phalanx.kernels.sm90.exchange.peer": SimpleNamespace(**PEER),
+        "phalanx.kernels.sm90.jit.arguments": MagicMock(),
+        "phalanx.kernels.sm90.gemm.mainloop": SimpleNamespace(
+            GROUP_THREADS=128, TILE_ROWS=128, Mainloop=None
+        ),
+        "phalanx.kernels.sm90.jit.launch": MagicMock(),
         "cuda": MagicMock(),
     }
 
@@ -361,9 +363,9 @@ def load(name: str, **constants: Any) -> SimpleNamespace:
         for fake in (module, module.partition(".")[0]):
             if fake in fakes:
                 return fakes[fake]
-        if module.startswith("kernels.sm90."):
+        if module.startswith("phalanx.kernels.sm90."):
             return load(module, **constants)
-        if module == "kernels.sm90":
+        if module == "phalanx.kernels.sm90":
             return SimpleNamespace(**{n: importer(f"{module}.{n}") for n in names})
         return __import__(module, scope, _, names, level)
 

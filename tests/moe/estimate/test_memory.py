@@ -2,13 +2,13 @@
 
 import pytest
 
-from configs.load import load
-from configs.records import launch, own
-from configs.schema import Config
-from configs.validate import validate
-from moe.estimate.activations import Activations, sizes
-from moe.estimate.memory import exchange_bytes, stage_memory
-from moe.estimate.resolve import resolved
+from phalanx.configs.load import load
+from phalanx.configs.records import launch, own
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import validate
+from phalanx.moe.estimate.activations import Activations, sizes
+from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
+from phalanx.moe.estimate.resolve import resolved
 
 GIB = 2**30
 DEEPSEEK = (

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from configs.load import load
-from configs.schema import Config
-from moe.estimate.pipeline import held, step_seconds
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
+from phalanx.moe.estimate.pipeline import held, step_seconds
 
 
 def staged(stages: int, chunks: int, micro_batches: int) -> Config:

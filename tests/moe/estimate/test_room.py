@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.load import load
-from configs.schema import Config
-from configs.validate import validate
-from moe.estimate.room import (
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import validate
+from phalanx.moe.estimate.room import (
     Room,
     host_room,
     near,
@@ -19,9 +19,9 @@ from moe.estimate.room import (
     refused_here,
     sure_bytes,
 )
-from moe.estimate.weights import stage_weights
-from tests.distributed import run_distributed
-from tests.runs import run
+from phalanx.moe.estimate.weights import stage_weights
+from tests.support.distributed import run_distributed
+from tests.support.runs import run
 
 GIB = 2**30
 HOST = Room("this host", 20 * GIB)
@@ -173,7 +173,7 @@ MIDDLE = (
 
 def grown(folder: str) -> tuple[int, int]:
     """Exit code of a run, and bytes by which it raises the peak of this rank's memory."""
-    import train
+    from phalanx import train
 
     Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
     before = psutil.Process().memory_info().rss

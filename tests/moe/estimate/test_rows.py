@@ -2,12 +2,12 @@
 
 import pytest
 
-from configs.load import load
-from configs.schema import Config
-from configs.validate import validate
-from moe.estimate.memory import exchange_bytes, stage_memory
-from moe.estimate.resolve import resolved
-from moe.estimate.rows import buffer_bytes, row_memory
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import validate
+from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
+from phalanx.moe.estimate.resolve import resolved
+from phalanx.moe.estimate.rows import buffer_bytes, row_memory
 
 LAYERS, TOKENS, TOP_K, HIDDEN, FFN, RANKS = 24, 4096, 4, 2880, 2880, 8
 

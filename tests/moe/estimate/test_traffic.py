@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from configs.load import load
-from configs.schema import Config
-from moe.estimate.traffic import Links, least_traffic, traffic
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
+from phalanx.moe.estimate.traffic import Links, least_traffic, traffic
 
 NODE = 8
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from configs.layout import pipeline_chunks
-from configs.load import load
-from configs.schema import Config
-from configs.validate import validate
-from moe.estimate.weights import stage_weights
-from tests.distributed import run_distributed
+from phalanx.configs.layout import pipeline_chunks
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import validate
+from phalanx.moe.estimate.weights import stage_weights
+from tests.support.distributed import run_distributed
 
 SIZES = "run.device=cpu model.hidden=32 model.dense_ffn=48 model.moe.ffn=16 data.sequence_length=16"
 
@@ -22,7 +22,7 @@ def configured(overrides: str, world: int) -> Config:
 
 def built(cfgs: list[Config]) -> list[dict[str, int]]:
     """(stage, bytes) of this rank for each configuration, after a step of the optimizer."""
-    from parallel.runtime import start
+    from phalanx.parallel.runtime import start
 
     runtime = start(seed=1, timeout=60, deterministic=False)
     return [_built(cfg, runtime) for cfg in cfgs]
@@ -31,7 +31,7 @@ def built(cfgs: list[Config]) -> list[dict[str, int]]:
 def _built(cfg: Config, runtime: Any) -> dict[str, int]:
     import torch
 
-    from moe.setup import setup
+    from phalanx.moe.training.setup import setup
 
     job = setup(cfg, runtime)
     params = [p for chunk in job.engine.modules for p in chunk.parameters()]
@@ -119,7 +119,7 @@ def test_stages_hold_what_the_layout_says() -> None:
 
 def test_all_ranks_together_hold_the_model_once() -> None:
     """DeepSeek-V3 on 1024 ranks: parameters of experts over all stages, and state over replicas."""
-    from moe.accounting import parameters
+    from phalanx.moe.estimate.accounting import parameters
 
     cfg, world = load(["experiment=deepseek_v3_1024gpu"]), 1024
     stages, total = stage_weights(cfg, world), parameters(cfg.model)

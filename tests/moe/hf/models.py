@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from configs.schema import Config
-from moe.hf.convert import determined, import_folder
-from scripts.convert_hf import configured
+from phalanx.configs.schema import Config
+from phalanx.moe.hf.convert import determined, import_folder
+from phalanx.scripts.convert_hf import configured
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 _LATENT = dict(
@@ -191,9 +191,9 @@ def words(vocabulary: int = 96) -> Tensor:
 
 def loaded(cfg: Config, checkpoint: Path, *, optimizer: bool = False) -> Any:
     """Inside a rank: the job with the weights of the checkpoint."""
-    from moe.setup import setup
-    from parallel.checkpoint import Checkpointer
-    from parallel.runtime import start
+    from phalanx.moe.training.setup import setup
+    from phalanx.parallel.checkpoint.checkpointer import Checkpointer
+    from phalanx.parallel.runtime import start
 
     job = setup(cfg, start(seed=1, timeout=60, deterministic=False))
     folder = Path(cfg.run.dir) / cfg.run.name / "checkpoints"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe.hf import ConversionError
-from moe.hf.convert import export_checkpoint
+from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.convert import export_checkpoint
 from tests.moe.hf import models
 from tests.moe.hf.models import imported, index, tensors
 
@@ -208,9 +208,9 @@ KNOBS: list[tuple[str, dict[str, Any], str]] = [
 def test_a_model_that_hugging_face_does_not_have(
     name: str, changes: dict[str, Any], message: str, saved: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    import moe.hf.convert as convert
-    from configs.knobs import put
-    from configs.schema import Config
+    import phalanx.moe.hf.convert as convert
+    from phalanx.configs.knobs import put
+    from phalanx.configs.schema import Config
 
     original = convert._model
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from configs.knobs import put
-from configs.load import load
-from configs.schema import Config
-from configs.validate import validate
-from moe.hf import ConversionError
-from moe.hf.config import to_json, to_knobs
-from scripts.convert_hf import configured
+from phalanx.configs.knobs import put
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import validate
+from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.config import to_json, to_knobs
+from phalanx.scripts.convert_hf import configured
 from tests.moe.hf.published import PUBLISHED
 
 DEEPSEEK, _ = PUBLISHED["DeepSeek-V3, V3-Base"]

@@ -10,19 +10,19 @@ import megatron.core.models.gpt.gpt_model  # noqa: F401
 import pytest
 import torch
 
-from configs.knobs import put
-from configs.schema import Config, DataConfig
-from configs.validate import validate
-from moe.data import Synthetic
-from moe.hf.convert import determined, export_checkpoint
-from moe.hf.source import read_json
-from scripts.convert_hf import configured
-from tests.distributed import run_distributed
+from phalanx.configs.knobs import put
+from phalanx.configs.schema import Config, DataConfig
+from phalanx.configs.validate import validate
+from phalanx.moe.data.loader import Synthetic
+from phalanx.moe.hf.convert import determined, export_checkpoint
+from phalanx.moe.hf.source import read_json
+from phalanx.scripts.convert_hf import configured
 from tests.moe.hf import models
 from tests.moe.hf.models import imported, loaded, our_logits, save_with_predictions, words
 from tests.moe.hf.test_models import same
-from tests.runs import records, run
-from tests.training import _shards, joined
+from tests.support.distributed import run_distributed
+from tests.support.runs import records, run
+from tests.support.training import _shards, joined
 
 pytestmark = pytest.mark.dist
 LAYOUTS = [{"parallel.expert": 2}, {"parallel.tensor": 2}, {"parallel.pipeline": 2}]

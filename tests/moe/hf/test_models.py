@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.hf.convert import export_checkpoint, import_folder
-from tests.distributed import run_distributed
+from phalanx.moe.hf.convert import export_checkpoint, import_folder
 from tests.moe.hf import models
 from tests.moe.hf.models import (
     MODELS,
@@ -20,6 +19,7 @@ from tests.moe.hf.models import (
     tensors,
     words,
 )
+from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moe.corpus import BYTES_EOD, Sidecar
-from moe.hf import ConversionError
-from moe.hf.tokens import special_tokens
+from phalanx.moe.data.token_files import BYTES_EOD, Sidecar
+from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.tokens import special_tokens
 
 INDEXED = {"source": "indexed"}
 

@@ -1,0 +1,218 @@
+"""Core attention as one function: softmax(scale * q @ k^T + mask) @ v, causal, windows and sinks.
+
+moe/model/attention.py calls it between the query-key-value and the output projection. Backends:
+`reference` (explicit fp32 softmax, S x T memory: the oracle), `sdpa` (torch's fused kernels) and
+`flex` (FlexAttention compiled to Triton: windows and sinks at fused speed). All of them
+differentiate through q, k, v and the sinks, and read no device value on the host.
+
+Shape legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
+d channels of query and key, v channels of value. The queries are the last S of T positions:
+query i is at position p = T - S + i and sees keys j with p - window < j <= p (window 0: j <= p).
+"""
+
+import functools
+import os
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+BLOCK = 128
+"""Rows and columns of a tile of FlexAttention's block mask."""
+
+
+def attention(
+    q_BHSd: torch.Tensor,
+    k_BGTd: torch.Tensor,
+    v_BGTv: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    sinks_H: torch.Tensor | None = None,
+    backend: str,
+) -> torch.Tensor:
+    """Causal attention with grouped queries, an optional sliding window and optional sinks.
+
+    Args:
+        q_BHSd: queries, any strides with contiguous channels, bf16 or fp32.
+        k_BGTd: keys; query head h uses key-value head h // (H / G).
+        v_BGTv: values; v may differ from d (multi-head latent attention).
+        scale: factor on q @ k^T.
+        window: keys that a query sees, itself included; 0 is no limit.
+        sinks_H: a logit per head that joins the softmax denominator and has no value (GPT-OSS,
+            arXiv 2508.10925; "softmax off by one" is the sink 0).
+        backend: `reference`, `sdpa` or `flex`.
+
+    Returns:
+        o_BHSv in the dtype of q.
+
+    Raises:
+        ValueError: shapes that do not fit, or a backend that cannot run them.
+    """
+    heads, groups, queries, keys = q_BHSd.size(1), k_BGTd.size(1), q_BHSd.size(2), k_BGTd.size(2)
+    if heads % groups:
+        raise ValueError(f"{heads} query heads are not a multiple of {groups} key-value heads")
+    if queries > keys:
+        raise ValueError(f"{queries} queries cannot be the last of {keys} positions")
+    if backend not in _BACKENDS:
+        raise ValueError(f"unknown attention backend {backend!r}: use {', '.join(_BACKENDS)}")
+    # A window that covers every key is no window: one mask fewer to build, compile or refuse.
+    window = 0 if window >= keys else window
+    return _BACKENDS[backend](q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H)
+
+
+def visible_ST(queries: int, keys: int, window: int, device: torch.device | str) -> torch.Tensor:
+    """Boolean [S, T]: which keys (columns) each query (rows) sees."""
+    p_S1 = torch.arange(keys - queries, keys, device=device)[:, None]
+    j_1T = torch.arange(keys, device=device)[None]
+    seen = j_1T <= p_S1
+    return seen & (j_1T > p_S1 - window) if window else seen
+
+
+def _reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    (_, H, S, _), (_, G, T, _) = q.shape, k.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # The H / G query heads of a group are more rows against the same keys: no key is copied.
+    q_Bgrd = q.to(wide).unflatten(1, (G, H // G)).flatten(2, 3)
+    logits_BHST = (q_Bgrd @ k.to(wide).transpose(-1, -2)).reshape(-1, H, S, T) * scale
+    logits_BHST = logits_BHST.masked_fill(~visible_ST(S, T, window, q.device), float("-inf"))
+    if sinks_H is not None:
+        column_BHS1 = sinks_H.to(wide)[:, None, None].expand(logits_BHST.size(0), H, S, 1)
+        logits_BHST = torch.cat([logits_BHST, column_BHS1], -1)
+    weights_BHST = logits_BHST.softmax(-1)[..., :T]
+    o_Bgrv = weights_BHST.reshape(-1, G, H // G * S, T) @ v.to(wide)
+    return o_Bgrv.reshape(-1, H, S, v.size(-1)).to(q.dtype)
+
+
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    if sinks_H is not None:
+        raise ValueError("sdpa has no sinks: set kernels.attention=flex (CUDA) or reference")
+    S, T, grouped = q.size(2), k.size(2), q.size(1) != k.size(1)
+    if q.device.type != "cuda":
+        mask = None if S == T and not window else visible_ST(S, T, window, q.device)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+    if window or S != T:
+        raise ValueError(
+            "sdpa on CUDA has no window and no context parallelism: set kernels.attention=flex"
+        )
+    # cuDNN is the only fast one with d != v; it gives way to flash or memory-efficient attention
+    # under deterministic algorithms. Without the math kernel, what none of them can run is an
+    # error, not S x T memory.
+    fused = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+    ]
+    with sdpa_kernel(fused, set_priority=True):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+
+
+def _flex(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    mask = block_mask(q.size(2), k.size(2), window, q.device)
+    if q.device.type != "cuda":  # inference only: torch has no backward for it here
+        return _flex_with_sinks(q, k, v, sinks_H, mask, scale)
+    # Layers with and without a window, evaluation, recomputation and each chunk of a context
+    # parallel rank are variants of one compiled function, more than torch's usual limit of 8.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        return _compiled_flex()(q, k, v, sinks_H, mask, scale)
+
+
+def _flex_with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    mask: BlockMask,
+    scale: float,
+) -> torch.Tensor:
+    flex = functools.partial(
+        flex_attention, block_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
+    )
+    if q.device.type == "cuda":
+        # Below 128 queries torch would take its decoding kernel, which puts the queries of all
+        # heads of a group into one tile and finds no configuration where they are more than 128.
+        flex = functools.partial(flex, kernel_options={"BACKEND": "TRITON"})
+    if sinks_H is None:
+        return flex(q, k, v)
+    o_BHSv, aux = flex(q, k, v, return_aux=AuxRequest(lse=True))
+    # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that the sink leaves to the keys.
+    kept_BHS1 = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None]
+    return (o_BHSv * kept_BHS1).to(q.dtype)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., torch.Tensor]:
+    if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        raise ValueError(
+            "kernels.attention=flex needs torch.compile: unset TORCHDYNAMO_DISABLE "
+            "and TORCH_COMPILE_DISABLE"
+        )
+    return torch.compile(_flex_with_sinks, dynamic=False, fullgraph=True)
+
+
+@functools.lru_cache(maxsize=64)
+def block_mask(queries: int, keys: int, window: int, device: torch.device) -> BlockMask:
+    """FlexAttention's sparse form of `visible_ST`, cached.
+
+    Tiles are classified by their corners, so that the S x T mask never exists: 128 tiles a side at
+    16384 tokens instead of 256 MB.
+    """
+    offset = keys - queries
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        seen = j <= i + offset
+        return seen & (j > i + offset - window) if window else seen
+
+    first_q = torch.arange(0, queries, BLOCK)[:, None] + offset
+    first_k = torch.arange(0, keys, BLOCK)[None]
+    last_q, last_k = first_q + BLOCK - 1, first_k + BLOCK - 1
+    some = first_k <= last_q.clamp(max=keys - 1)
+    # Tiles that reach past the end are never full: the rows and columns beyond must stay masked.
+    full = (last_k <= first_q) & (last_q < keys) & (last_k < keys)
+    if window:
+        some &= last_k > first_q - window
+        full &= first_k > last_q - window
+    partial_blocks, full_blocks = _rows(some & ~full), _rows(full)
+    return BlockMask.from_kv_blocks(
+        *partial_blocks,
+        *full_blocks,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(queries, keys),
+    ).to(device)
+
+
+def _rows(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count and indices (set columns first, in order) of each row: [1, 1, rows(, columns)]."""
+    columns = dense.int().argsort(dim=-1, descending=True, stable=True)
+    return dense.sum(-1).int()[None, None], columns.int()[None, None].contiguous()
+
+
+_BACKENDS = {"reference": _reference, "sdpa": _sdpa, "flex": _flex}

@@ -1,0 +1,120 @@
+"""AdamW with moments in bf16: one pass over parameter, gradient and both moments.
+
+Moments are read in bf16, the update is fp32, and they are rounded to nearest on the way back, as
+in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). Gradients are clipped as they are read, with the
+same bits as by a pass of its own before. A Triton kernel on NVIDIA GPUs; elsewhere torch, in
+slices, so that no moment exists in fp32 as a whole.
+
+A master copy in fp32 may be held as the bf16 weight and the 16 bits that this lacks, as FusedAdam
+in NVIDIA/TransformerEngine does with `store_param_remainders`. The remainder is what an int16 makes
+of the master's lower half; the weight is the rest of the master's bits less the remainder, that is
+the master to nearest, and away from zero where two are as near.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SLICE = 16 << 20
+"""Elements that torch works on at a time: 64 MiB of fp32."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Numbers of one AdamW step (arXiv 1711.05101)."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Counted from 1, this one included."""
+    clip_coef: float = 1.0
+    """Factor on the gradient, in fp32 and rounded to fp32: that of clipping by total norm."""
+
+    @property
+    def kept(self) -> float:
+        """Of a parameter, by weight decay."""
+        return 1 - self.lr * self.weight_decay
+
+    @property
+    def rate(self) -> float:
+        """Learning rate, with the first moment's bias mended."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def scale(self) -> float:
+        """Mends the bias of the second moment's root."""
+        return (1 - self.beta2**self.step) ** -0.5
+
+
+def split_(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write a master copy as weight and remainder.
+
+    Args:
+        master: fp32, contiguous, of any shape, as the others are.
+        weight: bf16, overwritten. Infinite where the master is beyond what rounds to finite.
+        remainder: int16, overwritten.
+    """
+    bits = master.view(torch.int32)
+    remainder.copy_(bits.to(torch.int16))
+    weight.view(torch.int16).copy_((bits - remainder) >> 16)
+
+
+def merged(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master copy that `split_` took; of a weight alone (remainder 0) the same number.
+
+    Args:
+        weight: bf16, contiguous, of any shape, as the other is.
+        remainder: int16.
+    """
+    return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
+
+
+@torch.no_grad()
+def update_(
+    param: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    how: Update,
+    remainder: Tensor | None = None,
+) -> None:
+    """Update a parameter and its moments in place.
+
+    Args:
+        param: fp32, or bf16 with a remainder; contiguous, of any shape, as the others are.
+        grad: fp32 or bf16; stays as it is.
+        mean, square: bf16 moments.
+        how: numbers of this step.
+        remainder: int16, what `param` lacks of its master copy, which is what is updated.
+
+    Raises:
+        ValueError: one of them is not contiguous, or `param` is fp32 with a remainder, or of
+            another dtype without one.
+    """
+    given = (param, grad, mean, square, *(() if remainder is None else (remainder,)))
+    if not all(t.is_contiguous() for t in given):
+        raise ValueError("bf16 moments need contiguous parameters and gradients")
+    if param.dtype != (torch.float32 if remainder is None else torch.bfloat16):
+        raise ValueError("a parameter has a remainder if it is bf16, and none if it is fp32")
+    flat = tuple(t.detach().view(-1) for t in given)
+    if param.is_cuda:
+        from phalanx.kernels.elementwise.adam_triton import launch
+
+        p, g, m16, v16, *rest = flat
+        launch(p, g, m16, v16, how, *rest)
+        return
+    for weight, g, m16, v16, *rest in zip(*(t.split(_SLICE) for t in flat), strict=True):
+        p = merged(weight, *rest) if rest else weight
+        g = g.float() * how.clip_coef
+        m = m16.float().lerp_(g, 1 - how.beta1)
+        v = v16.float().mul_(how.beta2).addcmul_(g, g, value=1 - how.beta2)
+        m16.copy_(m)
+        v16.copy_(v)
+        p.mul_(how.kept)
+        p.addcdiv_(m, v.sqrt_().mul_(how.scale).add_(how.eps), value=-how.rate)
+        if rest:
+            split_(p, weight, *rest)

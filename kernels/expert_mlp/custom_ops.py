@@ -1,0 +1,128 @@
+"""The expert MLP as torch custom ops, for `kernels.expert_mlp.module.GroupedMLP` under
+torch.compile.
+
+Each op has a fake implementation, so that tracing and torch.compile see shapes and nothing else.
+What they do, save and recompute is `kernels.expert_mlp.autograd`'s.
+
+Shape legend as in `kernels.backend`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.autograd import How, Saved, run_backward, run_forward
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
+
+Flat = tuple[str, tuple[float, ...], str, tuple[int, ...], bool]
+"""A specification as custom ops take it."""
+
+
+def flat(spec: MLPSpec) -> Flat:
+    """Kind and constants of the activation, backend, margins, dynamic."""
+    act, m = spec.activation, spec.margins
+    constants = (act.alpha, act.limit, act.offset)
+    return act.kind, constants, spec.backend, (m.forward, m.dgrad, m.wgrad), spec.dynamic
+
+
+def _spec(
+    kind: str, constants: Sequence[float], backend: str, margins: Sequence[int], dynamic: bool
+) -> MLPSpec:
+    return MLPSpec(Activation(kind, *constants), backend, Margins(*margins), dynamic)
+
+
+@torch.library.custom_op("phalanx::grouped_mlp", mutates_args=())
+def grouped_mlp(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    index: Tensor,
+    prob: Tensor,
+    offsets: Tensor,
+    inverse: Tensor,
+    order: Tensor | None,
+    kind: str,
+    constants: Sequence[float],
+    backend: str,
+    margins: Sequence[int],
+    dynamic: bool,
+    keep_h: bool,
+) -> tuple[Tensor, Tensor]:
+    """(out, h); h is empty without `keep_h`, of which there is no gradient."""
+    spec = _spec(kind, constants, backend, margins, dynamic)
+    plan = ExpertPlan(index, prob, offsets, inverse, None, order)
+    return run_forward(x, MLPWeights(w1, w2, b1, b2), plan, How(spec, keep_h))
+
+
+@grouped_mlp.register_fake
+def _(x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> Any:
+    S, keep_h = rest[2].shape[0], rest[-1]
+    h_shape = (S, w1.shape[-2]) if keep_h else 0
+    return x.new_empty(x.shape[0], w2.shape[-2]), x.new_empty(h_shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, w1, w2, _, b2, *plan = inputs[:10]
+    ctx.save_for_backward(x, w1, w2, b2, output[1], *plan)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.spec = inputs[10:15]
+
+
+def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Any, ...]:
+    inputs = len(ctx.needs_input_grad)
+    if dout is None:
+        return (None,) * inputs
+    needs = ctx.needs_input_grad[:5]
+    *grads, dprob = grouped_mlp_backward(
+        dout.contiguous(), *ctx.saved_tensors, *ctx.spec, list(needs)
+    )
+    grads = [g if need else None for g, need in zip(grads, needs, strict=True)]
+    dprob = dprob if ctx.needs_input_grad[6] else None
+    return *grads, None, dprob, *(None,) * (inputs - 7)
+
+
+grouped_mlp.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("phalanx::grouped_mlp_backward", mutates_args=())
+def grouped_mlp_backward(
+    dout: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b2: Tensor | None,
+    h: Tensor,
+    index: Tensor,
+    prob: Tensor,
+    offsets: Tensor,
+    inverse: Tensor,
+    order: Tensor | None,
+    kind: str,
+    constants: Sequence[float],
+    backend: str,
+    margins: Sequence[int],
+    dynamic: bool,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, w1, w2, b1, b2 and prob; empty where `needs` (of the first five) says no."""
+    how = How(_spec(kind, constants, backend, margins, dynamic), keep_h=True)
+    plan = ExpertPlan(index, prob, offsets, inverse, None, order)
+    saved = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, how)
+    grads = run_backward(dout, saved, needs, [None] * 4)
+    dx, dw1, dw2, db1, db2, dprob = (x.new_empty(0) if g is None else g for g in grads)
+    return dx, dw1, dw2, db1, db2, dprob
+
+
+@grouped_mlp_backward.register_fake
+def _(dout: Tensor, x: Tensor, w1: Tensor, w2: Tensor, *rest: Any) -> Any:
+    shapes = [x.shape, w1.shape, w2.shape, w1.shape[:-1], w2.shape[:-1]]
+    prob, needs = rest[3], rest[-1]
+    grads = [x.new_empty(shape if need else 0) for shape, need in zip(shapes, needs, strict=True)]
+    return *grads, prob.new_empty(prob.shape)

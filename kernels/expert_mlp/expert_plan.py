@@ -1,0 +1,39 @@
+"""The routing plan of one rank as a value: which rows its experts read, and who reads theirs back.
+
+Made by `kernels.routing.plan`, read by every backend of the expert MLP.
+
+Legend: N rows of x, K slots for experts of a row, L local experts, S expert rows kept (static).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ExpertPlan(NamedTuple):
+    """Expert rows offsets[e] up to offsets[e + 1] are local expert e's; the rest is padding."""
+
+    row_index_S: Tensor | None
+    """int32: row of x that expert row s reads; 0 in the padding. None: expert row s reads row s."""
+    row_prob_S: Tensor | None
+    """fp32: routing probability of expert row s, differentiable; 0 in the padding. None: 1."""
+    offsets: Tensor
+    """int32 [L + 1]: first expert row of each local expert, not decreasing, clamped to S."""
+    inverse_NK: Tensor | None
+    """int32: expert row of a (row of x, slot) pair; -1 if its expert is elsewhere or past S.
+    None: expert rows are not summed."""
+    needed: Tensor | None = None
+    """int32 scalar: expert rows of all pairs that are local; above S the plan has overflowed."""
+    order_L: Tensor | None = None
+    """int32: local experts in the order in which the fused scheduler takes them; None leaves it
+    to it."""
+
+
+def one_group(x_ND: Tensor) -> ExpertPlan:
+    """The plan of a dense MLP: all rows of x are one expert's."""
+    N = x_ND.shape[0]
+    # Made on the device: a tensor of Python numbers would be copied there.
+    ends = torch.arange(0, N + 1, N, dtype=torch.int32, device=x_ND.device) if N else None
+    offsets = torch.zeros(2, dtype=torch.int32, device=x_ND.device) if ends is None else ends
+    return ExpertPlan(None, None, offsets, None)

@@ -1,0 +1,129 @@
+"""The expert MLP of an MoE layer and the sum back to tokens, with autograd, for every backend.
+
+Between dispatch and the tokens' return: `grouped_mlp` runs each expert on the rows that the routing
+plan gives it and adds a token's expert rows up. `dense_mlp` is the case of one expert that has all
+rows. Nothing is read on the host, and everything can be captured in a CUDA graph. What is saved and
+recomputed is said in `kernels.expert_mlp.autograd`.
+
+Shape legend: N rows of x, K experts per token, S expert rows (static), L local experts, D hidden, F
+expert width, H = 2F for gated activations and F for others, e(s) the expert of row s.
+"""
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels import debug
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.autograd import ExpertMLP, How, Traffic, stack
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, one_group
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+
+
+def grouped_mlp(
+    x_ND: Tensor,
+    weights: MLPWeights,
+    plan: ExpertPlan,
+    spec: MLPSpec,
+    *,
+    traffic: Traffic | None = None,
+) -> Tensor:
+    """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]).
+
+    MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e]. Differentiable, once, in x, the weights,
+    the biases and the plan's probabilities. The backward pass never holds the gradient of an expert
+    row: it is read from the gradient of its token. Between forward and backward live x, h [S, H]
+    and the plan: 2 * N * D + 2 * S * H bytes in bf16 and indices (SonicMoE, arXiv 2512.14080,
+    section 3.2).
+
+    Args:
+        x_ND: bf16 or fp32; the weights and biases share its dtype.
+        weights: of the local experts.
+        plan: which row each expert reads. Rows from offsets[L] on are padding: nothing that is
+            there has an influence. Without `inverse_NK` expert rows are not summed.
+        spec: the activation, in fp32 (its product with prob is rounded to x's dtype), and how.
+        traffic: exchanges that go on meanwhile (fused only): rows of x and of out's gradient are
+            waited for, and gradients of x and its probabilities are handed over as they are made.
+
+    Returns:
+        out_ND in x's dtype, added in fp32 in the order of k and rounded once; 0 without experts.
+        Without `inverse_NK` y_SD in the order of experts, unspecified in the padding (it may hold
+        NaN).
+
+    Raises:
+        ValueError: unknown backend, or shapes and dtypes that do not fit together; with
+            PHALANX_DEBUG=1 also indices of rows that are not there (`kernels.debug`).
+    """
+    check(x_ND, weights, plan, spec.activation)
+    if traffic is not None and spec.backend != "fused":
+        raise ValueError(f"traffic: only the fused kernels wait for rows, not {spec.backend}")
+    prob_S = None if traffic is not None else plan.row_prob_S
+    how = How(spec, differentiates(x_ND, weights, plan), traffic)
+    return ExpertMLP.apply(x_ND.contiguous(), *weights, prob_S, plan, how)
+
+
+def dense_mlp(x: Tensor, weights: MLPWeights, spec: MLPSpec) -> Tensor:
+    """act(x @ w1^T + b1) @ w2^T + b2: a dense MLP or shared experts, one group of all rows.
+
+    Differentiable, once, in all tensors; saved for backward are x and h.
+
+    Args:
+        x: [..., D], bf16 or fp32; the weights and biases share its dtype.
+        weights: w1 [H, D], w2 [D, F], b1 [H] and b2 [D].
+        spec: as in `grouped_mlp`.
+
+    Returns:
+        [..., D] in x's dtype.
+
+    Raises:
+        ValueError: unknown backend, or shapes and dtypes that do not fit together.
+    """
+    w1, w2, b1, b2 = weights
+    if x.ndim < 1 or w1.ndim != 2 or w2.ndim != 2:
+        raise ValueError(f"expected x [..., D] and weights [., .], got {_shapes(x, w1, w2)}")
+    x_ND = x.reshape(-1, x.shape[-1])
+    plan = one_group(x_ND)
+    stacked = MLPWeights(stack(w1, 3), stack(w2, 3), stack(b1, 2), stack(b2, 2))
+    check(x_ND, stacked, plan, spec.activation)
+    how = How(spec, differentiates(x_ND, weights, plan))
+    return ExpertMLP.apply(x_ND.contiguous(), *weights, None, plan, how).view(x.shape)
+
+
+def differentiates(x: Tensor, weights: MLPWeights, plan: ExpertPlan) -> bool:
+    """Whether there can be a backward pass, for which h is kept."""
+    given = [t for t in (x, *weights, plan.row_prob_S) if t is not None]
+    return torch.is_grad_enabled() and any(t.requires_grad for t in given)
+
+
+def check(x: Tensor, weights: MLPWeights, plan: ExpertPlan, act: Activation) -> None:
+    """ValueError for shapes and dtypes that do not fit together."""
+    w1, w2, b1, b2 = weights
+    if x.ndim != 2 or w1.ndim != 3 or w2.ndim != 3:
+        raise ValueError(f"expected x [N, D] and weights [L, ., .], got {_shapes(x, w1, w2)}")
+    (N, D), (L, _, F) = x.shape, w2.shape
+    S = N if plan.row_index_S is None else plan.row_index_S.shape[0]
+    K = 0 if plan.inverse_NK is None else plan.inverse_NK.shape[-1]
+    H = act.width(F)
+    if plan.row_index_S is not None and plan.inverse_NK is None:
+        raise ValueError("a plan with row_index_S needs inverse_NK, which leads gradients back")
+    expected: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [
+        ("w1", w1, (L, H, D), x.dtype),
+        ("w2", w2, (L, D, F), x.dtype),
+        ("b1", b1, (L, H), x.dtype),
+        ("b2", b2, (L, D), x.dtype),
+        ("row_index", plan.row_index_S, (S,), torch.int32),
+        ("row_prob", plan.row_prob_S, (S,), torch.float32),
+        ("offsets", plan.offsets, (L + 1,), torch.int32),
+        ("inverse", plan.inverse_NK, (N, K), torch.int32),
+        ("order", plan.order_L, (L,), torch.int32),
+    ]
+    for name, tensor, shape, dtype in expected:
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+            raise ValueError(
+                f"{name} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}"
+            )
+    if debug.on():
+        debug.check_plan(plan, N)
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(list(t.shape)) for t in tensors)

@@ -1,0 +1,60 @@
+"""How an expert MLP, a shared expert or a dense MLP is computed, as one value."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+
+
+@dataclass(frozen=True)
+class Margins:
+    """SMs that the kernels of each pass leave free for others, such as communication.
+
+    Only the fused backend can; a margin changes no result and compiles nothing.
+    """
+
+    forward: int = 0
+    dgrad: int = 0
+    """Data gradients: everything of the backward pass that leads to dx and to dprob."""
+    wgrad: int = 0
+    """Weight and bias gradients."""
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "dgrad", "wgrad"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"{getattr(self, name)} SMs cannot be left free: set "
+                    f"kernels.sm_margin.{name} to 0 or more"
+                )
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """What is computed between the two matrices of an MLP, by whom, and where gradients go."""
+
+    activation: Activation
+    backend: str
+    """`reference`, `torch` or `fused`; see `kernels.registry`."""
+    margins: Margins = Margins()
+    """SMs that the kernels of each pass leave free (fused only)."""
+    dynamic: bool = True
+    """Kernels claim tiles on the device rather than deal them out in turn (fused only)."""
+    accumulate: bool = False
+    """Gradients of parameters with a `main_grad` of their shape, fp32 or of their dtype, are added
+    to that, and `grad_added_to_main_grad` is set, as Megatron-Core's data parallel wrapper
+    expects."""
+
+
+class MLPWeights(NamedTuple):
+    """Parameters of an MLP, stacked over L experts; of a dense one without the first axis."""
+
+    w1: Tensor
+    """[L, H, D]; if gated, the gate's F rows and then those of the linear half."""
+    w2: Tensor
+    """[L, D, F]."""
+    b1: Tensor | None = None
+    """[L, H]."""
+    b2: Tensor | None = None
+    """[L, D]."""

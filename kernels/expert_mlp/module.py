@@ -1,0 +1,166 @@
+"""The expert MLP of an MoE layer as a plain torch module, for models that are not Megatron-Core's.
+
+It plans, runs the experts and adds up; the router is the caller's. All experts are on this device,
+so no token can be left out and nothing is read on the host, unless PHALANX_DEBUG=1 has it checked.
+
+Legend: T tokens, K experts per token, L experts, D hidden, F expert width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.kernels import debug
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.custom_ops import Flat, flat, grouped_mlp
+from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates
+from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.providers import NAMES
+from phalanx.kernels.registry import Facts, resolve
+from phalanx.kernels.routing.plan import make_plan
+
+
+class GroupedMLP(nn.Module):
+    """out = sum over the K experts e of a token of prob[e] * MLP_e(x).
+
+    MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e].
+
+    >>> import torch
+    >>> from kernels.expert_mlp.module import GroupedMLP
+    >>> experts = GroupedMLP(experts=8, hidden=64, ffn=128, top_k=2)
+    >>> router = torch.nn.Linear(64, 8)
+    >>> x = torch.randn(4, 16, 64)
+    >>> topk_prob, topk_idx = router(x).softmax(-1).topk(2)
+    >>> experts(x, topk_idx, topk_prob).shape
+    torch.Size([4, 16, 64])
+
+    Parameters, by their names in the state dict: w1 [L, 2F, D] as [gate; up], or [L, F, D] without
+    a gate; w2 [L, D, F]; with `bias` b1 [L, 2F or F] and b2 [L, D].
+
+    Args:
+        experts: L.
+        hidden: D.
+        ffn: F.
+        top_k: K.
+        activation: its kind, or with constants an `Activation`.
+        bias: biases in both layers of the experts.
+        backend: `reference`, `torch`, `fused`, or `auto` for the best where the input is.
+        device, dtype: of the parameters.
+        margins, dynamic: as in `kernels.expert_mlp.mlp_spec.MLPSpec`.
+
+    Raises:
+        ValueError: sizes that cannot be, or an unknown activation or backend.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        ffn: int,
+        top_k: int,
+        activation: str | Activation = "swiglu",
+        bias: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        margins: Margins = Margins(),  # noqa: B008  (frozen)
+        dynamic: bool = True,
+    ) -> None:
+        super().__init__()
+        if min(experts, hidden, ffn, top_k) < 1 or top_k > experts:
+            raise ValueError(
+                f"experts={experts}, hidden={hidden}, ffn={ffn}, top_k={top_k}: sizes must be "
+                "positive, and top_k at most experts"
+            )
+        if backend not in (*NAMES, "auto"):
+            raise ValueError(f"backend={backend} is unknown: use {', '.join(NAMES)} or auto")
+        self.experts, self.hidden, self.ffn, self.top_k = experts, hidden, ffn, top_k
+        self.activation = Activation(activation) if isinstance(activation, str) else activation
+        self.backend, self.margins, self.dynamic = backend, margins, dynamic
+        self._chosen: dict[tuple[str, torch.dtype], Flat] = {}
+        width, where = self.activation.width(ffn), dict(device=device, dtype=dtype)
+        self.w1 = nn.Parameter(torch.empty(experts, width, hidden, **where))
+        self.w2 = nn.Parameter(torch.empty(experts, hidden, ffn, **where))
+        self.b1 = nn.Parameter(torch.empty(experts, width, **where)) if bias else None
+        self.b2 = nn.Parameter(torch.empty(experts, hidden, **where)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert's layers as `torch.nn.Linear` draws them: uniform within fan_in^-1/2."""
+        for weight, bias in ((self.w1, self.b1), (self.w2, self.b2)):
+            bound = weight.shape[-1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_prob: Tensor) -> Tensor:
+        """Weighted sum of each token's experts.
+
+        Args:
+            x: [..., D] in the parameters' dtype.
+            topk_idx: [..., K] integers, experts of each token from 0 to L - 1; -1 for none. Any
+                other id counts as none too, and adds nothing to its token, unless PHALANX_DEBUG=1
+                is set: then it is an error, at the price of a wait for the device in every call.
+            topk_prob: [..., K] their weights, used in fp32.
+
+        Returns:
+            [..., D] in x's dtype.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit, or a backend that cannot run here; with
+                PHALANX_DEBUG=1 an id that is not from -1 to L - 1, with its place.
+        """
+        want = (*x.shape[:-1], self.top_k)
+        if x.shape[-1:] != (self.hidden,) or topk_idx.shape != want or topk_prob.shape != want:
+            raise ValueError(
+                f"expected x [..., {self.hidden}] and topk_idx, topk_prob [..., {self.top_k}], "
+                f"not {list(x.shape)}, {list(topk_idx.shape)} and {list(topk_prob.shape)}"
+            )
+        if topk_idx.is_floating_point() or topk_idx.is_complex() or topk_idx.dtype == torch.bool:
+            raise ValueError(f"topk_idx must hold integers, expert ids, not {topk_idx.dtype}")
+        if debug.on():
+            debug.check_expert_ids(topk_idx, self.experts)  # before they are cut to int32
+        x_TD = x.reshape(-1, self.hidden)
+        spec = self._spec(x.device, x.dtype)
+        plan = make_plan(
+            topk_idx.reshape(-1, self.top_k).to(torch.int32),
+            topk_prob.reshape(-1, self.top_k).float(),
+            first_expert=0,
+            local_experts=self.experts,
+            rows=max(1, x_TD.shape[0] * self.top_k),
+            backend=spec[2],
+            experts=self.experts,
+        )
+        weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
+        check(x_TD, weights, plan, self.activation)
+        index, prob, offsets, inverse, _, order = plan
+        given = (x_TD.contiguous(), *weights, index, prob, offsets, inverse, order)
+        # As a custom op, which torch.compile does not look into.
+        out_TD, _ = grouped_mlp(*given, *spec, differentiates(x_TD, weights, plan))
+        return out_TD.view(x.shape)
+
+    @torch.compiler.assume_constant_result
+    def _spec(self, device: torch.device, dtype: torch.dtype) -> Flat:
+        key = (device.type, dtype)
+        if key not in self._chosen:
+            cuda = device.type == "cuda"
+            facts = Facts(
+                device=device.type,
+                capability=torch.cuda.get_device_capability(device) if cuda else None,
+                dtype=dtype,
+                hidden=self.hidden,
+                ffn=self.ffn,
+                experts=self.experts,
+                slots=self.top_k,
+            )
+            backend = resolve("grouped_mlp", self.backend, facts).backend
+            spec = MLPSpec(self.activation, backend, self.margins, self.dynamic)
+            self._chosen[key] = flat(spec)
+        return self._chosen[key]
+
+    def extra_repr(self) -> str:
+        """Sizes and choices, as in the constructor."""
+        return (
+            f"experts={self.experts}, hidden={self.hidden}, ffn={self.ffn}, top_k={self.top_k}, "
+            f"activation={self.activation.kind}, bias={self.b1 is not None}, backend={self.backend}"
+        )

@@ -1,0 +1,39 @@
+"""From the name of an expert backend to the object that runs it.
+
+`kernels.registry` says which can run where; here a name is taken at its word. The fused backend is
+imported when it is first asked for, as its compiler takes seconds to import.
+"""
+
+import functools
+
+from phalanx.kernels.expert_mlp.backend import Backend
+from phalanx.kernels.expert_mlp.reference import Reference
+from phalanx.kernels.expert_mlp.torch_grouped import Grouped
+
+NAMES = ("reference", "torch", "fused")
+
+
+@functools.cache
+def provider(name: str, sm_margin: int = 0, dynamic: bool = True) -> Backend:
+    """The backend called `name`.
+
+    Args:
+        name: one of NAMES.
+        sm_margin: SMs that its kernels leave free.
+        dynamic: its GEMMs claim tiles on the device; otherwise tiles are dealt out in turn.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    match name:
+        case "reference":
+            return Reference()
+        case "torch":
+            return Grouped()
+        case "fused":
+            from phalanx.kernels.sm90.experts.backend import Fused
+
+            return Fused(sm_margin, dynamic)
+    raise ValueError(
+        f"kernels.backend={name} has no expert MLP here: use kernels={' or kernels='.join(NAMES)}"
+    )

@@ -1,0 +1,184 @@
+"""Plain torch in fp32 (fp64 for fp64 inputs), one expert at a time: the oracle of the expert MLP.
+
+Reads the offsets on the host and is slow; runs any size and dtype on any device. Results are
+rounded to the input's dtype exactly where `kernels.backend` says so, and padding rows are NaN, so
+that a consumer that reads them is found out.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation, unknown
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, PlanSize, put
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
+
+
+def activation(h: Tensor, act: Activation) -> Tensor:
+    """The definition of every activation: [..., H] -> [..., F] in the dtype of h."""
+    gate, up = h.chunk(2, -1) if act.gated else (h, None)
+    if act.limit:
+        gate = gate.clamp(max=act.limit)
+        up = None if up is None else up.clamp(-act.limit, act.limit)
+    match act.kind:
+        case "swiglu":
+            value = F.silu(gate)
+        case "geglu":
+            value = F.gelu(gate)
+        case "quick_geglu":
+            value = gate * torch.sigmoid(act.alpha * gate)
+        case "squared_relu":
+            value = gate.relu().square()
+        case _:
+            raise unknown(act.kind, __file__)
+    return value if up is None else value * (up + act.offset)
+
+
+def activation_backward(dvalue: Tensor, h: Tensor, act: Activation) -> Tensor:
+    """Gradient of h, [..., H] in its dtype, from that of `activation(h, act)`."""
+    gate, up = h.chunk(2, -1) if act.gated else (h, None)
+    gate_passes = up_passes = torch.ones((), dtype=torch.bool, device=h.device)
+    if act.limit:  # a clamp passes the gradient up to and with its limit
+        gate_passes, gate = gate <= act.limit, gate.clamp(max=act.limit)
+        if up is not None:
+            up_passes, up = up.abs() <= act.limit, up.clamp(-act.limit, act.limit)
+    scaled = dvalue if up is None else dvalue * (up + act.offset)
+    match act.kind:
+        case "swiglu":
+            dgate, value = torch.ops.aten.silu_backward(scaled, gate), F.silu(gate)
+        case "geglu":
+            dgate, value = torch.ops.aten.gelu_backward(scaled, gate), F.gelu(gate)
+        case "quick_geglu":
+            s = torch.sigmoid(act.alpha * gate)
+            dgate, value = scaled * s * (1 + act.alpha * gate * (1 - s)), gate * s
+        case "squared_relu":
+            return torch.where(gate_passes, scaled * 2 * gate.relu(), 0.0)
+        case _:
+            raise unknown(act.kind, __file__)
+    dup = torch.where(up_passes, dvalue * value, 0.0)
+    return torch.cat((torch.where(gate_passes, dgate, 0.0), dup), -1)
+
+
+class Reference:
+    """`kernels.expert_mlp.backend.Backend` by loops over experts."""
+
+    gathers: ClassVar[bool] = True
+
+    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
+        return sort_pairs(topk_idx_NK, topk_prob_NK, size)
+
+    def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
+        return gather_pairs(dprob_S, inverse_NK)
+
+    def fc1_act(
+        self,
+        x_ND: Tensor,
+        fc1: Linear,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        keep_h: bool = True,
+        ready: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        (w1_LHD, b1_LH), S = fc1, _count(x_ND, plan)
+        width = w1_LHD.shape[1]
+        h_SH = _padding(x_ND, S, width)
+        a_SF = _padding(x_ND, S, width // 2 if act.gated else width)
+        for e, span in enumerate(_spans(plan.offsets)):
+            h = _wide(_pick(Operand(x_ND, gather=True), plan, span)) @ _wide(w1_LHD[e]).T
+            h_SH[span] = (h if b1_LH is None else h + _wide(b1_LH[e])).to(x_ND.dtype)
+            a_SF[span] = (activation(_wide(h_SH[span]), act) * _prob(plan, span)).to(x_ND.dtype)
+        return h_SH if keep_h else None, a_SF
+
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, told: Any = None) -> Tensor:
+        w_LOI, bias_LO = linear
+        y_SO = _padding(a_SI, a_SI.shape[0], w_LOI.shape[1])
+        for e, span in enumerate(_spans(plan.offsets)):
+            y = _wide(a_SI[span]) @ _wide(w_LOI[e]).T
+            if bias_LO is not None:
+                y = y + _wide(bias_LO[e]) * _prob(plan, span)
+            y_SO[span] = y.to(a_SI.dtype)
+        return y_SO
+
+    def fc2_dgrad_dact(
+        self,
+        dy: Operand,
+        fc2: Linear,
+        h_SH: Tensor,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        ready: Tensor | None = None,
+    ) -> HiddenGrads:
+        w2_LDF, b2_LD = fc2
+        S, ffn, dtype = h_SH.shape[0], w2_LDF.shape[2], dy.matrix.dtype
+        dh_SH, a_SF = _padding(dy.matrix, S, h_SH.shape[1]), _padding(dy.matrix, S, ffn)
+        dprob_S = None if plan.row_prob_S is None else torch.zeros_like(plan.row_prob_S)
+        for e, span in enumerate(_spans(plan.offsets)):
+            dy_SD = _wide(_pick(dy, plan, span))
+            h, dvalue = _wide(h_SH[span]), dy_SD @ _wide(w2_LDF[e])
+            value, prob = activation(h, act), _prob(plan, span)
+            dh_SH[span] = activation_backward(dvalue * prob, h, act).to(dtype)
+            a_SF[span] = (value * prob).to(dtype)
+            if dprob_S is not None:
+                dprob = (dvalue * value).sum(1)
+                dprob_S[span] = dprob if b2_LD is None else dprob + dy_SD @ _wide(b2_LD[e])
+        return HiddenGrads(dh_SH, a_SF, dprob_S, None)
+
+    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+        if into is None:
+            shape = (plan.offsets.shape[0] - 1, d.matrix.shape[1], v.matrix.shape[1])
+            into = Buffer(d.matrix.new_empty(shape), add=False)
+        out = into.out
+        for e, span in enumerate(_spans(plan.offsets)):
+            dw_OI = _wide(_pick(d, plan, span)).T @ _wide(_pick(v, plan, span))
+            out[e] = (out[e] + dw_OI if into.add else dw_OI).to(out.dtype)
+        return out
+
+    def bias_grad(
+        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
+    ) -> Tensor:
+        db_LO = _wide(d.matrix.new_zeros(plan.offsets.shape[0] - 1, d.matrix.shape[1]))
+        for e, span in enumerate(_spans(plan.offsets)):
+            d_SO = _wide(_pick(d, plan, span))
+            db_LO[e] = (d_SO * _prob(plan, span) if scale else d_SO).sum(0)
+        return put(db_LO, into)
+
+    def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
+        out_ND = _wide(y_SD.new_zeros(inverse_NK.shape[0], y_SD.shape[1]))
+        for row_N in inverse_NK.unbind(1):
+            here = (row_N >= 0).nonzero().squeeze(1)
+            out_ND[here] += _wide(y_SD.index_select(0, row_N[here]))
+        return out_ND.to(y_SD.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _count(x_ND: Tensor, plan: ExpertPlan) -> int:
+    return x_ND.shape[0] if plan.row_index_S is None else plan.row_index_S.shape[0]
+
+
+def _pick(x: Operand, plan: ExpertPlan, span: slice) -> Tensor:
+    """Expert rows `span` of an operand."""
+    if x.gather and plan.row_index_S is not None:
+        return x.matrix.index_select(0, plan.row_index_S[span])
+    return x.matrix[span]
+
+
+def _prob(plan: ExpertPlan, span: slice) -> Tensor | float:
+    return 1.0 if plan.row_prob_S is None else plan.row_prob_S[span, None]
+
+
+def _padding(like: Tensor, rows: int, columns: int) -> Tensor:
+    return like.new_full((rows, columns), float("nan"))
+
+
+def _spans(offsets: Tensor) -> list[slice]:
+    ends = offsets.tolist()
+    return [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]

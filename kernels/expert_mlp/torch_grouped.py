@@ -1,0 +1,254 @@
+"""The expert MLP on torch._grouped_mm with offsets on the device: no host ever learns a row count.
+
+Every GEMM of the layer is one call for all experts; the elementwise work between them is compiled
+to one kernel each on CUDA and runs as written elsewhere. torch._grouped_mm neither reads nor writes
+rows past the last offset, so padding stays apart; the few sums over rows that are not GEMMs mask
+it. Bias gradients are GEMMs too, with a column of ones or of probabilities: deterministic, fp32
+inside.
+
+Shape legend as in kernels.backend; C columns of 16 bytes, the narrowest matrix that the GEMM takes.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation, unknown
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, PlanSize, put
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.routing.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
+
+
+class Grouped:
+    """`kernels.expert_mlp.backend.Backend` on torch._grouped_mm: bf16 on CUDA, bf16 and fp32 on
+    CPU.
+
+    On a CPU every GEMM is one in fp32, whose result is rounded.
+    """
+
+    gathers: ClassVar[bool] = False
+
+    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
+        return sort_pairs(topk_idx_NK, topk_prob_NK, size)
+
+    def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
+        return gather_pairs(dprob_S, inverse_NK)
+
+    def fc1_act(
+        self,
+        x_ND: Tensor,
+        fc1: Linear,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        keep_h: bool = True,
+        ready: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        w1_LDH, b1_LH = fc1.weight_LOI.transpose(1, 2), fc1.bias_LO
+        z_SH = _grouped_mm(_gather(Operand(x_ND, gather=True), plan), w1_LDH, plan)
+        expert_S = None if b1_LH is None else expert_of_row(plan.offsets, z_SH)
+        return as_one_kernel(_bias_act, z_SH, b1_LH, expert_S, plan.row_prob_S, act)
+
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, told: Any = None) -> Tensor:
+        y_SO = _grouped_mm(a_SI, linear.weight_LOI.transpose(1, 2), plan)
+        if linear.bias_LO is None:
+            return y_SO
+        expert_S = expert_of_row(plan.offsets, y_SO)
+        return as_one_kernel(_scaled_bias, y_SO, linear.bias_LO, expert_S, plan.row_prob_S)
+
+    def fc2_dgrad_dact(
+        self,
+        dy: Operand,
+        fc2: Linear,
+        h_SH: Tensor,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        ready: Tensor | None = None,
+    ) -> HiddenGrads:
+        dy_SD = _gather(dy, plan)
+        da_SF = _grouped_mm(dy_SD, fc2.weight_LOI, plan)
+        given = (da_SF, h_SH, plan.row_prob_S, used_rows(h_SH, plan.offsets), act)
+        if fc2.bias_LO is None or plan.row_prob_S is None:
+            made = as_one_kernel(_act_backward, *given)
+        else:
+            expert_S = expert_of_row(plan.offsets, h_SH)
+            made = as_one_kernel(_act_backward, *given, dy_SD, fc2.bias_LO, expert_S)
+        dh_SH, a_SF, dprob_S = made
+        return HiddenGrads(dh_SH, a_SF, dprob_S, None)
+
+    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+        return put(_grouped_mm(_gather(d, plan).T, _gather(v, plan), plan), into)
+
+    def bias_grad(
+        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
+    ) -> Tensor:
+        d_SO = _gather(d, plan)
+        columns = 16 // d_SO.element_size()
+        if scale and plan.row_prob_S is not None:
+            terms_SC = _split(plan.row_prob_S, d_SO.dtype, columns)
+        else:
+            terms_SC = d_SO.new_zeros(d_SO.shape[0], columns)
+            terms_SC[:, 0] = 1
+        db_LO = _grouped_mm(terms_SC.T, d_SO, plan).sum(1, dtype=torch.float32)
+        return put(db_LO, into)
+
+    def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
+        return as_one_kernel(_sum_slots, y_SD, inverse_NK)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan) -> Tensor:
+    """[S, I] x [L, I, O] -> [S, O], or [O, S] x [S, I] -> [L, O, I], split along S by the offsets.
+
+    A weight gradient passes a transposed row-major and a row-major matrix, the one pair of layouts
+    for which CUDA takes groups that end anywhere; others need multiples of 8 rows.
+    """
+    if a.is_cuda and a.dtype != torch.bfloat16:  # torch would copy the offsets to the host
+        raise ValueError(
+            f"kernels=torch takes bf16 on CUDA, not {a.dtype}: set run.precision=bf16 or "
+            "kernels=reference"
+        )
+    if not a.numel():
+        groups = () if b.ndim == 3 else (plan.offsets.shape[0] - 1,)
+        return a.new_zeros(*groups, a.shape[0], b.shape[-1])
+    if not a.is_cuda:
+        # In bf16 oneDNN would compile a kernel for every count of rows that comes along: 0.5 ms,
+        # and 0.6 MB that stay. MKL has one in fp32 for all of them.
+        a, b, dtype = a.float(), b.float(), a.dtype
+        return torch._grouped_mm(a, b, offs=plan.offsets[1:]).to(dtype)
+    return torch._grouped_mm(a, b, offs=plan.offsets[1:])
+
+
+def _gather(x: Operand, plan: ExpertPlan) -> Tensor:
+    if not x.gather or plan.row_index_S is None:
+        return x.matrix
+    return gather_rows(x.matrix, plan.row_index_S, plan.offsets)
+
+
+def expert_of_row(offsets: Tensor, expert_rows: Tensor) -> Tensor:
+    """int32 expert of each of the expert rows, of any tensor [S, ...]; some expert for padding."""
+    ends_L = offsets[1:]
+    row_S = torch.arange(len(expert_rows), dtype=torch.int32, device=ends_L.device)
+    expert_S = torch.searchsorted(ends_L, row_S, right=True, out_int32=True)
+    return expert_S.clamp_(max=ends_L.shape[0] - 1)
+
+
+def _split(x_S: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
+    """Columns in `dtype` that sum up to x exactly: the 24 bits of an fp32 are 3 x 8 of a bf16."""
+    parts_SC = torch.zeros(x_S.shape[0], columns, dtype=dtype, device=x_S.device)
+    for c in range(1 if dtype == torch.float32 else 3):
+        parts_SC[:, c] = x_S
+        x_S = x_S - parts_SC[:, c].float()
+    return parts_SC
+
+
+def as_one_kernel(fn: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+    """fn(x, *args), compiled where that pays: C++ for a CPU takes longer to build than it saves."""
+    return (_compiled(fn) if x.is_cuda else fn)(x, *args)
+
+
+@functools.cache
+def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    # Without the option inductor drops the rounding of h inside a kernel, and the activations of
+    # the forward pass would not be those that the backward pass recomputes.
+    return torch.compile(fn, options={"emulate_precision_casts": True})
+
+
+def _bias_act(
+    z_SH: Tensor,
+    b1_LH: Tensor | None,
+    expert_S: Tensor | None,
+    prob_S: Tensor | None,
+    act: Activation,
+) -> tuple[Tensor, Tensor]:
+    h_SH = z_SH
+    if b1_LH is not None and expert_S is not None:
+        h_SH = (z_SH.float() + b1_LH.index_select(0, expert_S).float()).to(z_SH.dtype)
+    gate, up, _ = _halves(h_SH.float(), act)
+    value, _ = _activate(gate, act)
+    value = value if up is None else value * up
+    return h_SH, _times(value, prob_S).to(z_SH.dtype)
+
+
+def _scaled_bias(y_SO: Tensor, bias_LO: Tensor, expert_S: Tensor, prob_S: Tensor | None) -> Tensor:
+    bias_SO = bias_LO.index_select(0, expert_S).float()
+    return (y_SO.float() + _times(bias_SO, prob_S)).to(y_SO.dtype)
+
+
+def _times(value: Tensor, prob_S: Tensor | None) -> Tensor:
+    return value if prob_S is None else value * prob_S[:, None]
+
+
+def _act_backward(
+    da_SF: Tensor,
+    h_SH: Tensor,
+    prob_S: Tensor | None,
+    used_S: Tensor,
+    act: Activation,
+    dy_SD: Tensor | None = None,
+    b2_LD: Tensor | None = None,
+    expert_S: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    gate, up, inside = _halves(h_SH.float(), act)
+    value, slope = _activate(gate, act)
+    da = da_SF.float()
+    dv = _times(da, prob_S)
+    if up is None:
+        dh_SH = dv * slope
+    else:
+        dh_SH = torch.cat((dv * up * slope, dv * value), -1)
+        value = value * up
+    if inside is not None:
+        dh_SH = torch.where(inside, dh_SH, 0.0)
+    a_SF = _times(value, prob_S).to(h_SH.dtype)
+    dh_SH = dh_SH.to(h_SH.dtype)
+    if prob_S is None:
+        return dh_SH, a_SF, None
+    dprob_S = (da * value).sum(-1)
+    if dy_SD is not None and b2_LD is not None and expert_S is not None:
+        dprob_S = dprob_S + (dy_SD.float() * b2_LD.index_select(0, expert_S).float()).sum(-1)
+    return dh_SH, a_SF, torch.where(used_S, dprob_S, 0.0)
+
+
+def _halves(h: Tensor, act: Activation) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Clamped gate, clamped linear half plus offset, and where the clamp lets gradients pass."""
+    gate, up = h.chunk(2, -1) if act.gated else (h, None)
+    inside = None
+    if act.limit:
+        inside = gate <= act.limit
+        gate = gate.clamp(max=act.limit)
+        if up is not None:
+            inside = torch.cat((inside, up.abs() <= act.limit), -1)
+            up = up.clamp(-act.limit, act.limit)
+    return gate, None if up is None else up + act.offset, inside
+
+
+def _activate(gate: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
+    """Value and derivative of the activated half."""
+    if act.kind == "squared_relu":
+        positive = gate.relu()
+        return positive.square(), 2 * positive
+    if act.kind == "geglu":
+        cdf = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
+        density = torch.exp(-0.5 * gate.square()) * math.sqrt(0.5 / math.pi)
+        return gate * cdf, cdf + gate * density
+    if act.kind in ("swiglu", "quick_geglu"):
+        alpha = act.alpha if act.kind == "quick_geglu" else 1.0
+        s = torch.sigmoid(alpha * gate)
+        return gate * s, s + alpha * gate * s * (1 - s)
+    raise unknown(act.kind, __file__)
+
+
+def _sum_slots(y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
+    out_ND = torch.zeros(
+        inverse_NK.shape[0], y_SD.shape[1], dtype=torch.float32, device=y_SD.device
+    )
+    for row_N in inverse_NK.unbind(1):
+        picked_ND = y_SD.index_select(0, row_N.clamp(min=0)).float()
+        out_ND = out_ND + torch.where(row_N[:, None] >= 0, picked_ND, 0.0)
+    return out_ND.to(y_SD.dtype)

@@ -1,0 +1,63 @@
+"""The routing plan in tensor code: pairs sorted by expert, and gathers by the result.
+
+The plan of every backend without kernels of its own for it, and the definition for those with them.
+Stable sorts and searches, without a host read or an atomic: the same bit for bit on CPU and GPU.
+
+Legend: N rows received, K experts per token, L local experts, S expert rows kept (static).
+"""
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.backend import PlanSize
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+
+_KEY = torch.int16  # two radix passes on a GPU instead of the four of int32
+MAX_EXPERTS = torch.iinfo(_KEY).max
+"""Experts of a rank that a sort key can tell apart."""
+
+
+def sort_pairs(topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
+    """`kernels.expert_mlp.backend.Backend.plan`: ordered by expert, then received row, then slot."""
+    first_expert, local_experts, rows = size
+    local_NK = topk_idx_NK - first_expert
+    elsewhere_NK = (local_NK < 0) | (local_NK >= local_experts)
+    key = local_NK.masked_fill(elsewhere_NK, local_experts).flatten().to(_KEY)
+    key, order = torch.sort(key, stable=True)
+
+    experts = torch.arange(local_experts + 1, dtype=_KEY, device=key.device)
+    starts = torch.searchsorted(key, experts, out_int32=True)
+    offsets, needed = starts.clamp(max=rows), starts[-1].clone()
+
+    row = torch.arange(key.numel(), dtype=torch.int32, device=key.device)
+    used = row < offsets[-1]
+    inverse = torch.empty_like(row).scatter_(0, order, row.masked_fill(~used, -1))
+    token = (order // topk_idx_NK.shape[1]).to(torch.int32).masked_fill(~used, 0)
+    prob = topk_prob_NK.flatten().index_select(0, order).masked_fill(~used, 0)
+    return ExpertPlan(
+        _fit(token, rows), _fit(prob, rows), offsets, inverse.view_as(topk_idx_NK), needed, None
+    )
+
+
+def gather_pairs(dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
+    """`kernels.expert_mlp.backend.Backend.plan_backward`."""
+    grad = dprob_S.index_select(0, inverse_NK.flatten().clamp(min=0)).view_as(inverse_NK)
+    return grad.masked_fill(inverse_NK < 0, 0)
+
+
+def gather_rows(x_ND: Tensor, index_S: Tensor, offsets: Tensor) -> Tensor:
+    """Row index[s] of x for every s; some row of x in the padding, whatever is there in `index`."""
+    if not x_ND.shape[0]:
+        return x_ND.new_zeros(index_S.shape[0], x_ND.shape[1])
+    return x_ND.index_select(0, index_S.masked_fill(~used_rows(index_S, offsets), 0))
+
+
+def used_rows(expert_rows: Tensor, offsets: Tensor) -> Tensor:
+    """bool [S]: which of the expert rows, of any tensor [S, ...], are not padding."""
+    row_S = torch.arange(expert_rows.shape[0], dtype=torch.int32, device=expert_rows.device)
+    return row_S < offsets[-1]
+
+
+def _fit(x: Tensor, rows: int) -> Tensor:
+    """First `rows` entries of a vector, with zeros after its end."""
+    return torch.nn.functional.pad(x, (0, rows - x.shape[0]))

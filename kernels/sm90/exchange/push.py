@@ -1,0 +1,548 @@
+"""Kernels `push` and `arrive`: rows of tokens to the memory of other GPUs, and waiting for theirs.
+
+One exchange between the R GPUs of a group: each pushes rows to places that nobody else writes, then
+raises a flag at every peer; each waits for the flags of all. Row n of a rank with number `me` lands
+at row me * T + n % T of its targets. `push` brings
+
+    tokens (N = T) to the ranks of their experts, each once whatever number of experts it has there,
+    or sums (N = R * T) of this rank's experts back: row n to rank n // T if it is for one of them,
+
+together with a dense block of side data for each rank, which goes first. Warps claim chunks of rows
+and move a row at a time, through their registers: 16 warps have enough under way for a few SMs to
+fill the links. Tokens go in waves of a rank's experts: in that of the first one that wants them.
+Side data and every wave have flags of their own, so that experts can begin before all tokens have
+come.
+
+An exchange has a number, the epoch, that is counted on the device: nothing that a CUDA graph would
+keep. At the start of exchange u a rank allows its peers exchange u + 1: whatever used the place of
+that one before has been done by then, as the caller sees to (`parallel.dispatch.symm`). No rank
+pushes before it is allowed to, and no wait lasts longer than its limit (`peer.wait`).
+
+Legend: R ranks, N rows, T tokens of a rank, K slots of a token, D columns.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, Int64, Uint32
+from torch import Tensor
+
+from phalanx.kernels.sm90.exchange import peer
+from phalanx.kernels.sm90.exchange.waves import MAX_WAVES, parts_before
+from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.jit import ptx
+from phalanx.kernels.sm90.jit.arguments import require
+from phalanx.kernels.sm90.jit.launch import launch, sms
+
+MAX_RANKS = 16
+ALLOWED = (1 + MAX_WAVES) * MAX_RANKS
+"""A rank's flags: R that say whose side data have arrived, and MAX_RANKS later for the first wave,
+and so on; from here on R that say who allows a push."""
+FLAGS = ALLOWED + MAX_RANKS
+MAX_SLOTS = 32
+WARPS = 16
+_WARP = 32
+_CHUNK = 8
+"""Rows that a warp claims."""
+_PIECES = 8
+"""16-byte accesses of a lane that are under way."""
+EPOCH, _SEEN, _CLAIMED, _DONE = 0, 1, 2, 3
+STATE = _DONE + 1 + MAX_WAVES
+"""int32 of a rank's own: exchanges pushed, the one that was waited for last, chunks of rows that
+were claimed, and CTAs that are through with the side data and each wave."""
+SEEN_BYTES = 4 * _SEEN
+
+
+class Places(NamedTuple):
+    """Where an exchange of a rank writes and waits; addresses are int64 on the device."""
+
+    rows_R: Tensor
+    """Of the [R * T, D] rows that each rank receives."""
+    side_R: Tensor
+    """Of each rank's blocks of side data."""
+    flags_R: Tensor
+    """Of each rank's flags, int32 [FLAGS], first 1 in those from ALLOWED on and 0 before."""
+    state: Tensor
+    """int32 [STATE] of this rank, first 0."""
+    report: Tensor
+    """int32 [4] in pinned memory, first 0: rank + 1 for which a wait was in vain, epoch, flag."""
+    rank: int
+    """This one."""
+    limit_ms: int
+    """Of every wait."""
+
+
+def side_block(side: Tensor, blocks: int) -> int:
+    """Bytes of each of a number of blocks of side data, or ValueError."""
+    size = side.numel() * side.element_size()
+    if size % (16 * blocks):
+        raise ValueError(f"side data of {size} bytes: blocks must be multiples of 16 bytes")
+    return size // blocks
+
+
+def check_sizes(kernel: str, ranks: int, slots: int) -> None:
+    """Raise ValueError for more than a kernel is compiled for."""
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ValueError(f"{ranks} ranks: {kernel} serves 1 to {MAX_RANKS}")
+    if not 1 <= slots <= MAX_SLOTS:
+        raise ValueError(f"{slots} slots: {kernel} takes 1 to {MAX_SLOTS}")
+
+
+@cute.jit
+def begin(
+    state: cute.Tensor, flags_R: cute.Tensor, rank: Int32, limit: Int32, report: cute.Pointer
+) -> Int32:
+    """All threads of a CTA: allow the exchange after this one, wait until all ranks allow this one.
+
+    Returns its epoch.
+    """
+    thread, epoch = cute.arch.thread_idx()[0], state[EPOCH] + 1
+    if thread < cute.size(flags_R):
+        if cute.arch.block_idx()[0] == 0:
+            peer.store_release(flags_R[thread] + 4 * (ALLOWED + rank), epoch + 1)
+        flag = flags_R[rank] + 4 * (ALLOWED + thread)
+        peer.wait(flag, epoch, limit, report.toint(), thread)
+    cute.arch.sync_threads()
+    return epoch
+
+
+@cute.jit
+def claim(counter: cute.Pointer) -> Int32:
+    """In lane 0 of a warp, the number of its next chunk of rows; waves follow each other."""
+    claimed = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        claimed = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+    return claimed
+
+
+@cute.jit
+def block_rows(
+    number: Int32, T: Int32, rank: Int32, ranks: cutlass.Constexpr, chunk: cutlass.Constexpr
+) -> tuple[Int32, Int32]:
+    """Rows that go back come in blocks of T, one for each rank: first row of a chunk, and the end
+    of its block.
+
+    Chunks take turns at the blocks, and every rank begins with another one: if all went through
+    them in the same order, all would write to the same rank at a time.
+    """
+    target = (number + rank) % ranks
+    return target * T + number // ranks * chunk, (target + 1) * T
+
+
+@cute.jit
+def look_up(table: cute.Pointer, entries: cute.Tensor, row: Int32, N: Int32) -> None:
+    """Entries of a row of a table of N, past the last one of that."""
+    slots = cutlass.const_expr(cute.size(entries))
+    wide = cutlass.const_expr(4 if slots % 4 == 0 else 1)
+    for k in cutlass.range_constexpr(0, slots, wide):
+        some = cute.make_rmem_tensor(wide, Int32)
+        at = table + cute.assume(Int64(cutlass.min(row, N - 1)) * slots + k, divby=wide)
+        cute.autovec_copy(cute.make_tensor(at, cute.make_layout(wide)), some)
+        for i in cutlass.range_constexpr(wide):
+            entries[k + i] = some[i]
+
+
+@cute.jit
+def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
+    """One lane of each warp, when it is through: whether all warps of `count` CTAs are, and then
+    a fence of the caller's shows all GPUs what they have written.
+
+    `warps`, in shared memory, and `ctas` count from 0. One fence of system scope a CTA, which waits
+    for its stores: the other warps go on.
+    """
+    last = Int32(0)
+    before = cute.arch.atomic_add(warps, Int32(1), sem="acq_rel", scope="cta")
+    if before == WARPS - 1:
+        cute.arch.fence_acq_rel_sys()
+        others = cute.arch.atomic_add(ctas, Int32(1), sem="acq_rel", scope="gpu")
+        if others == count - 1:
+            last = Int32(1)
+    return last
+
+
+@cute.jit
+def tell(flags_R: cute.Tensor, part: Int32, rank: Int32, epoch: Int32) -> None:
+    """After a fence: a part of the exchange is there, at all ranks."""
+    for r in cutlass.range_constexpr(cute.size(flags_R)):
+        peer.store_flag(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
+
+
+@cute.jit
+def publish(
+    through: cute.Tensor,
+    state: cute.Tensor,
+    flags_R: cute.Tensor,
+    part: Int32,
+    last: Int32,
+    rank: Int32,
+    epoch: Int32,
+    ctas: Int32,
+) -> None:
+    """Tell all ranks, once all warps are through with a part: 0, the side data, or a wave."""
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        if last_of_all(through.iterator + part, state.iterator + (_DONE + part), ctas) == 1:
+            state[_DONE + part] = Int32(0)
+            if part == last:
+                state[EPOCH], state[_CLAIMED] = epoch, Int32(0)
+            cute.arch.fence_acq_rel_sys()
+            tell(flags_R, part, rank, epoch)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def send_side(
+    side: cute.Pointer,
+    side_R: cute.Tensor,
+    rank: Int32,
+    pieces: Int32,
+    ctas: Int32,
+    back: cutlass.Constexpr,
+) -> None:
+    """The block of side data to all ranks, or `back` block r to rank r: to its block `rank`.
+
+    Every rank begins with itself, so that they do not all write to the same one.
+    """
+    first = cute.arch.block_idx()[0] * (WARPS * _WARP) + cute.arch.thread_idx()[0]
+    step, ranks = ctas * (WARPS * _WARP), cutlass.const_expr(cute.size(side_R))
+    for block in cutlass.range_constexpr(ranks if back else 1):
+        source, to = side.toint(), [(rank + r) % ranks for r in range(ranks)]
+        if cutlass.const_expr(back):
+            to = [to[block]]
+            source += Int64(to[0]) * pieces * 16
+        for piece in cutlass.range(first, pieces, step):
+            words = peer.load_global(source + Int64(piece) * 16)
+            at = (Int64(rank) * pieces + piece) * 16
+            for r in cutlass.range_constexpr(len(to)):
+                ptx.store_global(side_R[to[r]] + at, *words)
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    """What is compiled into a `push` kernel."""
+
+    row_bytes: int
+    ranks: int
+    slots: int
+    """K."""
+    back: bool
+    """Sums back to the tokens' ranks, not tokens to their experts' ranks."""
+
+    def __post_init__(self) -> None:
+        if self.row_bytes % 16 or self.row_bytes < 16:
+            raise ValueError(f"rows of {self.row_bytes} bytes: push takes multiples of 16")
+        check_sizes("push", self.ranks, self.slots)
+
+    @property
+    def width(self) -> int:
+        """Accesses of 16 bytes that a row takes."""
+        return self.row_bytes // 16
+
+
+class PushKernel:
+    """Rows and side data to the ranks that want them, then a flag to each."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        (Int32, 16),  # rows [N, D]
+        (Int32, 4),  # table [N, K]: expert ids of the rows, negative: none
+        (Int32, 16),  # side
+        (Int64, 8),  # rows_R
+        (Int64, 8),  # side_R
+        (Int64, 8),  # flags_R
+        (Int32, 4),  # state
+        (Int32, 4),  # report
+    )
+    integers: ClassVar[int] = 8
+
+    def __init__(self, config: PushConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: cute.Pointer,
+        table: cute.Pointer,
+        side: cute.Pointer,
+        rows_R: cute.Pointer,
+        side_R: cute.Pointer,
+        flags_R: cute.Pointer,
+        state: cute.Pointer,
+        report: cute.Pointer,
+        sizes: tuple[Int32, ...],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Sizes: N, T, experts of a rank, rank, 16 bytes of a block of side data, limit in
+        milliseconds, CTAs and waves."""
+        ranks, ctas = self.config.ranks, sizes[6]
+        self.kernel(
+            rows,
+            table,
+            side,
+            cute.make_tensor(rows_R, cute.make_layout(ranks)),
+            cute.make_tensor(side_R, cute.make_layout(ranks)),
+            cute.make_tensor(flags_R, cute.make_layout(ranks)),
+            cute.make_tensor(state, cute.make_layout(STATE)),
+            report,
+            sizes,
+        ).launch(
+            grid=[ctas, 1, 1],
+            block=[WARPS * _WARP, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        rows: cute.Pointer,
+        table: cute.Pointer,
+        side: cute.Pointer,
+        rows_R: cute.Tensor,
+        side_R: cute.Tensor,
+        flags_R: cute.Tensor,
+        state: cute.Tensor,
+        report: cute.Pointer,
+        sizes: tuple[Int32, ...],
+    ) -> None:
+        config = self.config
+        N, T, local, rank, pieces, limit, ctas, waves = sizes
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        storage = cutlass.utils.SmemAllocator().allocate(
+            struct(through=array(Int32, 1 + MAX_WAVES))
+        )
+        through = storage.through.get_tensor(cute.make_layout(1 + MAX_WAVES))
+        if thread <= MAX_WAVES:
+            through[thread] = Int32(0)
+        epoch = begin(state, flags_R, rank, limit, report)
+        send_side(side, side_R, rank, pieces, ctas, config.back)
+        publish(through, state, flags_R, Int32(0), waves, rank, epoch, ctas)
+        targets = [rows_R[r] for r in range(config.ranks)]
+        chunks, sent = (T + _CHUNK - 1) // _CHUNK, Int32(0)
+        if cutlass.const_expr(config.back):
+            chunks = config.ranks * chunks
+        claimed = cute.arch.shuffle_sync(claim(state.iterator + _CLAIMED), 0)
+        following = cute.arch.shuffle_sync(claim(state.iterator + _CLAIMED), 0)
+        entries = cute.make_rmem_tensor(config.slots, Int32)
+        base, end = self._chunk(claimed % chunks, T, rank)
+        look_up(table, entries, base + lane, N)
+        while claimed < chunks * waves:
+            after = claim(state.iterator + _CLAIMED)
+            wave = claimed // chunks
+            while sent < wave:
+                sent += 1
+                publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
+            row = N
+            if (lane < _CHUNK) & (base + lane < end):
+                row = base + lane
+            wanted = self._wanted(entries, row, N, T, local, rank, wave, waves)
+            base_after, end_after = self._chunk(following % chunks, T, rank)
+            look_up(table, entries, base_after + lane, N)
+            bits = cute.arch.vote_ballot_sync(wanted != 0)
+            while bits != 0:
+                source = ptx.lowest(bits)
+                bits = bits & (bits - 1)
+                at = rank * T + (base + source) % T
+                to = cute.arch.shuffle_sync(wanted, source)
+                self._send_row(rows, base + source, targets, at, to)
+            base, end = base_after, end_after
+            claimed, following = following, cute.arch.shuffle_sync(after, 0)
+        while sent < waves:
+            sent += 1
+            publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
+
+    def _chunk(self, number: Int32, T: Int32, rank: Int32) -> tuple[Int32, Int32]:
+        """First row of a chunk, and the row before which it ends at the latest."""
+        if self.config.back:
+            return block_rows(number, T, rank, self.config.ranks, _CHUNK)
+        return number * _CHUNK, T
+
+    @cute.jit
+    def _send_row(
+        self,
+        rows: cute.Pointer,
+        row: Int32,
+        targets: list[Int64],
+        at: Int32,
+        wanted: Int32,
+    ) -> None:
+        """A row to row `at` of the ranks that want it."""
+        width, lane = self.config.width, cute.arch.lane_idx()
+        source = rows.toint() + Int64(row) * self.config.row_bytes
+        offset = Int64(at) * self.config.row_bytes
+        for part in cutlass.range(-(-width // (_PIECES * _WARP))):
+            first = part * (_PIECES * _WARP) + lane
+            words = cute.make_rmem_tensor((4, _PIECES), Uint32)
+            for p in cutlass.range_constexpr(_PIECES):
+                piece = first + p * _WARP
+                if piece < width:
+                    found = peer.load_global(source + Int64(piece) * 16)
+                    for w in cutlass.range_constexpr(4):
+                        words[w, p] = found[w]
+            for r in cutlass.range_constexpr(self.config.ranks):
+                if (wanted >> r) & 1 == 1:
+                    for p in cutlass.range_constexpr(_PIECES):
+                        piece = first + p * _WARP
+                        if piece < width:
+                            to = targets[r] + offset + Int64(piece) * 16
+                            ptx.store_global(to, *[words[w, p] for w in range(4)])
+
+    @cute.jit
+    def _wanted(
+        self,
+        entries: cute.Tensor,
+        row: Int32,
+        N: Int32,
+        T: Int32,
+        local: Int32,
+        rank: Int32,
+        wave: Int32,
+        waves: Int32,
+    ) -> Int32:
+        """The ranks that want a row in this wave, a bit each."""
+        now, before = Int32(0), Int32(0)
+        begin = local * parts_before(wave, local, waves)
+        end = local * parts_before(wave + 1, local, waves)
+        parts = parts_before(waves, local, waves)
+        for k in cutlass.range_constexpr(self.config.slots):
+            if (entries[k] >= 0) & (row < N):
+                owner = entries[k] // local
+                if cutlass.const_expr(self.config.back):
+                    if owner == rank:
+                        now = Int32(1) << (row // T)
+                else:
+                    scaled = (entries[k] - owner * local) * parts
+                    if scaled < begin:
+                        before = before | (Int32(1) << owner)
+                    elif scaled < end:
+                        now = now | (Int32(1) << owner)
+        return now & ~before
+
+
+@dataclass(frozen=True)
+class ArriveConfig:
+    """What is compiled into an `arrive` kernel."""
+
+    ranks: int
+
+
+class ArriveKernel:
+    """Wait until a part of an exchange has come from all ranks, or has been sent by this one."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = ((Int64, 8), (Int32, 4), (Int32, 4))
+    integers: ClassVar[int] = 5
+
+    def __init__(self, config: ArriveConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        flags_R: cute.Pointer,
+        state: cute.Pointer,
+        report: cute.Pointer,
+        sizes: tuple[Int32, Int32, Int32, Int32, Int32],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Sizes: rank, limit in milliseconds, part, exchanges after the one waited for last, and
+        whether only this rank's own flag matters."""
+        self.kernel(flags_R, state, report, *sizes).launch(
+            grid=[1, 1, 1], block=[_WARP, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        flags_R: cute.Pointer,
+        state: cute.Pointer,
+        report: cute.Pointer,
+        rank: Int32,
+        limit: Int32,
+        part: Int32,
+        ahead: Int32,
+        alone: Int32,
+    ) -> None:
+        lane = cute.arch.thread_idx()[0]
+        seen = cute.make_tensor(state + _SEEN, cute.make_layout(1))
+        epoch = seen[0] + ahead
+        cute.arch.sync_warp()
+        if lane < self.config.ranks and (alone == 0 or lane == rank):
+            own = cute.make_tensor(flags_R, cute.make_layout(self.config.ranks))[rank]
+            flag = own + 4 * Int64(part * MAX_RANKS + lane)
+            peer.wait(flag, epoch, limit, report.toint(), lane)
+        if lane == 0 and alone == 0:
+            seen[0] = epoch
+
+
+def push(
+    rows_ND: Tensor,
+    table_NK: Tensor,
+    side: Tensor,
+    places: Places,
+    *,
+    tokens: int,
+    local_experts: int,
+    back: bool = False,
+    comm_sms: int = 0,
+    waves: int = 1,
+) -> None:
+    """Push rows and side data of one exchange, and say so to all ranks.
+
+    Args:
+        rows_ND: bf16, contiguous; T rows, or `back` R * T rows.
+        table_NK: int32, contiguous: global expert ids of the rows, -1 for an empty slot.
+        side: contiguous; all of it to every rank, or `back` one of R equal blocks to each. In
+            multiples of 16 bytes; may be empty.
+        places: where to.
+        tokens: T.
+        local_experts: experts of a rank; rank r has those from r * local_experts on.
+        back: rows go back to the ranks of their tokens.
+        comm_sms: CTAs, one a SM; 0 takes as many as there are SMs.
+        waves: groups of a rank's experts (`kernels.sm90.exchange.waves`), after each of which its
+            tokens are there; 1 with `back`.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or size that the kernel does not take.
+    """
+    where, ranks = rows_ND.device, places.rows_R.numel()
+    N, D = rows_ND.shape
+    require(
+        where,
+        rows=(rows_ND, torch.bfloat16, ((ranks if back else 1) * tokens, D)),
+        table=(table_NK, torch.int32, (N, table_NK.shape[1])),
+        side=(side, side.dtype, None),
+    )
+    block = side_block(side, ranks if back else 1)
+    if not N:
+        raise ValueError("rows must have a row at least")
+    if not 1 <= waves <= (1 if back else MAX_WAVES):
+        raise ValueError(f"waves={waves}: 1 to {MAX_WAVES}, and 1 on the way back")
+    launch(
+        PushKernel,
+        PushConfig(2 * D, ranks, table_NK.shape[1], back),
+        (rows_ND, table_NK, side, *places[:5]),
+        (
+            *(N, tokens, local_experts, places.rank),
+            *(block // 16, places.limit_ms, comm_sms or sms(where), waves),
+        ),
+    )
+
+
+def arrive(places: Places, *, part: int = 1, ahead: int = 1, alone: bool = False) -> None:
+    """Let the stream wait for a part of an exchange from all ranks.
+
+    Args:
+        places: of the exchange.
+        part: 0 is the side data; then waves, each of which comes after those before it.
+        ahead: exchanges since the one that was waited for last, in the order of their pushes;
+            0 is that one.
+        alone: only until this rank has sent the part, hence its push is running; what was waited
+            for last stays what it was.
+    """
+    ranks = places.rows_R.numel()
+    tensors = (places.flags_R, places.state, places.report)
+    sizes = (places.rank, places.limit_ms, part, ahead, int(alone))
+    launch(ArriveKernel, ArriveConfig(ranks), tensors, sizes)

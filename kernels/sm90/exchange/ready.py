@@ -1,0 +1,82 @@
+"""What a GEMM waits for before it reads rows that other GPUs are still pushing.
+
+Rows come in waves of local experts (`push`): a row is there in the wave of the first expert that
+reads it. Before the first tile of a wave, the loading warps of a kernel that `waits` look for that
+wave of every rank. Experts are taken in order, so later waves arrive while earlier ones are
+multiplied.
+
+Legend: R ranks.
+"""
+
+from typing import Any
+
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, Int64
+from torch import Tensor
+
+from phalanx.kernels.sm90.exchange import peer
+from phalanx.kernels.sm90.exchange.waves import wave_of
+
+WORDS = 6
+"""int64: addresses of this rank's flags of the first wave, of the epoch that is waited for and of
+the report; milliseconds of the longest wait; R and int32 from a wave's flags to the next's; this
+rank's experts and their waves."""
+_HALF = 16
+
+
+def ready(
+    flags: int,
+    epoch: int,
+    report: int,
+    *,
+    limit_ms: int,
+    ranks: int,
+    apart: int,
+    experts: int,
+    waves: int,
+) -> Tensor:
+    """The words, on the host. See WORDS for the arguments.
+
+    Raises:
+        ValueError: no expert, or ranks that one warp cannot look after.
+    """
+    if not 1 <= ranks <= 32 or experts < 1:
+        raise ValueError(f"{ranks} ranks, {experts} experts: must be 1 to 32, and 1 or more")
+    sizes = (ranks + (apart << _HALF), experts + (waves << _HALF))
+    return torch.tensor([flags, epoch, report, limit_ms, *sizes])
+
+
+class Ready:
+    """Device side, for each of the loading warps.
+
+    Args:
+        pointer: of the words.
+        seen: int32 of this warp in shared memory: waves that are there. A register is not to spare.
+    """
+
+    def __init__(self, pointer: cute.Pointer, seen: cute.Pointer) -> None:
+        self.words: Any = cute.make_tensor(pointer, cute.make_layout(WORDS))
+        self.seen: Any = cute.make_tensor(seen, cute.make_layout(1))
+
+    @cute.jit
+    def start(self) -> None:
+        """No wave is there yet."""
+        self.seen[0] = Int32(0)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def __call__(self, expert: Int32) -> None:
+        """Wait for the wave of `expert`."""
+        words, seen = self.words, self.seen
+        experts = Int32(words[5])
+        wave = wave_of(expert, experts & ((1 << _HALF) - 1), experts >> _HALF)
+        if wave >= seen[0]:
+            sizes, lane = Int32(words[4]), cute.arch.lane_idx()
+            if lane < (sizes & ((1 << _HALF) - 1)):
+                flag = words[0] + 4 * Int64(wave * (sizes >> _HALF) + lane)
+                epoch = peer.load_acquire(words[1])
+                peer.wait(flag, epoch, Int32(words[3]), words[2], lane)
+            cute.arch.sync_warp()
+            seen[0] = wave + 1
+            cute.arch.sync_warp()

@@ -1,0 +1,215 @@
+"""From accumulators to a weight gradient: written in bf16 or fp32, or added in fp32.
+
+A warp group owns 64 rows of a tile and passes them on in blocks of 128 bytes a row (64 columns of
+bf16, 32 of fp32) through its own swizzled buffers in shared memory; TMA stores a block, or adds it
+in L2 (one addition an element and launch, so the sum does not depend on who comes first). O and I
+are multiples of 64: a block is there or not. The last blocks leave under the next tile's product.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warp
+from cutlass.utils import LayoutEnum
+
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MATH_GROUPS
+from phalanx.kernels.sm90.gemm.storage import array, struct
+
+_ROWS = 64
+"""Rows of a warp group."""
+_ROW_BYTES = 128
+_ATOM = 8
+"""Columns that four neighbouring threads hold together, two each."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Choices that are compiled in. Used while tracing, on host and device side."""
+
+    columns: int
+    wide: bool
+    """fp32, not bf16."""
+    add: bool
+    """Add to what is there; fp32 only."""
+    buffers: int
+    """Blocks of a warp group that may be on their way."""
+
+    @property
+    def dtype(self) -> Any:
+        return Float32 if self.wide else BFloat16
+
+    @property
+    def block(self) -> int:
+        """Columns of a block."""
+        return 8 * _ROW_BYTES // self.dtype.width
+
+    @property
+    def bytes(self) -> int:
+        return self.buffers * MATH_GROUPS * _ROWS * _ROW_BYTES
+
+    def smem_layout(self, groups: int) -> cute.ComposedLayout:
+        """The buffers as blocks of `groups` * 64 rows: of the tile (2), or of a warp group (1)."""
+        blocks = self.buffers * MATH_GROUPS // groups
+        shape = (groups * _ROWS, self.block)
+        return hopper.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, shape, blocks)
+
+    def tma(self, mW: cute.Tensor) -> tuple[Any, Any]:
+        """Host side: atom and tensor to store or add blocks of the result [O, I, experts]."""
+        layout = cute.slice_(self.smem_layout(1), (None, None, 0))
+        if self.add:
+            op: Any = cpasync.CopyReduceBulkTensorTileS2GOp()
+        else:
+            op = cpasync.CopyBulkTensorTileS2GOp()
+        made = cpasync.make_tiled_tma_atom(op, mW, layout, (_ROWS, self.block))
+        return made[0], made[1]
+
+    def storage(self) -> Any:
+        """The part of a kernel's shared memory that the buffers need."""
+        return struct(blocks=array(self.dtype, cute.cosize(self.smem_layout(1)), 1024))
+
+
+class Store:
+    """The device side, for one warp group."""
+
+    def __init__(
+        self,
+        config: Output,
+        storage: Any,
+        tiled_mma: cute.TiledMma,
+        thread: Int32,
+        tma: tuple[Any, Any],
+        shape: tuple[Int32, Int32],
+    ) -> None:
+        """`thread` counts from the first multiplying thread; `shape` is (O, I)."""
+        self.config, self.shape = config, shape
+        self.atom, tensor = tma
+        self.thread = thread % GROUP_THREADS
+        self.group = cute.arch.make_warp_uniform(thread // GROUP_THREADS)
+        self.first_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
+        self.barrier = pipeline.NamedBarrier(barrier_id=1 + self.group, num_threads=GROUP_THREADS)
+        block = config.smem_layout(1)
+        blocks = storage.blocks.get_tensor(block.outer, swizzle=block.inner)
+        tiles = cute.local_tile(tensor, (_ROWS, config.block), (None, None, None))
+        self.from_smem, self.to_gmem = cpasync.tma_partition(
+            self.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(blocks, 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
+        self.base = storage.blocks.data_ptr()
+        if not config.wide:
+            tile = config.smem_layout(MATH_GROUPS)
+            stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
+            per_atom = cute.make_tiled_copy_C_atom(stmatrix, tiled_mma)
+            self.to_smem = cute.make_tiled_copy_S(stmatrix, per_atom)
+            slice_ = self.to_smem.get_slice(thread)
+            tiled = storage.blocks.get_tensor(tile.outer, swizzle=tile.inner)
+            self.smem = slice_.partition_D(tiled)
+            self.fragment = cute.shape(slice_.partition_S(tiled))[:3]
+
+    @cute.jit
+    def __call__(self, acc: cute.Tensor, row: Int32, column: Int32, expert: Int32) -> None:
+        """Store or add the tile in row and column `row` and `column` of the expert's tiles."""
+        config = self.config
+        top, left = row * MATH_GROUPS + self.group, column * (config.columns // config.block)
+        if top * _ROWS < self.shape[0]:
+            self._wait(0)
+            for j in cutlass.range_constexpr(config.columns // config.block):
+                if (left + j) * config.block < self.shape[1]:
+                    buffer = j % config.buffers
+                    if cutlass.const_expr(j >= config.buffers):
+                        self._wait(config.buffers - 1)
+                    if cutlass.const_expr(j == 0 or j >= config.buffers):
+                        self.barrier.arrive_and_wait()
+                    if cutlass.const_expr(config.wide):
+                        self._write(acc, j, buffer)
+                    else:
+                        self._round(acc, j, buffer)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    self.barrier.arrive_and_wait()
+                    if self.first_warp:
+                        self._send(buffer, top, left + j, expert)
+                        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def zeros(self, row: Int32, column: Int32, expert: Int32) -> None:
+        """Store a tile of zeros, all its blocks from one buffer."""
+        config = self.config
+        top, left = row * MATH_GROUPS + self.group, column * (config.columns // config.block)
+        if top * _ROWS < self.shape[0]:
+            self._wait(0)
+            self.barrier.arrive_and_wait()
+            zero = cute.make_rmem_tensor(4, Float32)
+            zero.fill(0.0)
+            for piece in cutlass.range_constexpr(_ROWS * _ROW_BYTES // (16 * GROUP_THREADS)):
+                at = (piece * GROUP_THREADS + self.thread) * 4
+                cute.autovec_copy(zero, cute.make_tensor(self._words(0, at).align(16), 4))
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.barrier.arrive_and_wait()
+            if self.first_warp:
+                for j in cutlass.range_constexpr(config.columns // config.block):
+                    if (left + j) * config.block < self.shape[1]:
+                        self._send(0, top, left + j, expert)
+                cute.arch.cp_async_bulk_commit_group()
+
+    def finish(self) -> None:
+        """Wait until the last blocks have left shared memory."""
+        self._wait(0)
+
+    @cute.jit
+    def _wait(self, pending: cutlass.Constexpr) -> None:
+        if self.first_warp:
+            cute.arch.cp_async_bulk_wait_group(pending, read=True)
+
+    def _send(self, buffer: int, top: Int32, left: Int32, expert: Int32) -> None:
+        stage = buffer * MATH_GROUPS + self.group
+        cute.copy(self.atom, self.from_smem[(None, stage)], self.to_gmem[(None, top, left, expert)])
+
+    def _words(self, buffer: int, at: Int32) -> cute.Pointer:
+        """fp32 number `at` of a buffer of this warp group, before swizzling."""
+        block = (buffer * MATH_GROUPS + self.group) * (_ROWS * _ROW_BYTES // 4)
+        return cute.recast_ptr(self.base, dtype=Float32) + (block + at)
+
+    @cute.jit
+    def _write(self, acc: cute.Tensor, j: cutlass.Constexpr, buffer: cutlass.Constexpr) -> None:
+        """Write block j of the tile to shared memory in fp32.
+
+        A thread's accumulators come in fours, an atom of 8 columns each: two neighbouring columns
+        of a row, then of the row 8 below. Swizzling alone would leave rows in pairs on the same
+        banks, so odd rows write the atoms of a block in another order than even ones.
+        """
+        lane = self.thread % 32
+        below, quarter = lane // 4, lane % 4
+        row = self.thread // 32 * 16 + below
+        odd = below % 2 == 1
+        count = self.config.block // _ATOM
+        for n in cutlass.range_constexpr(count):
+            mine = cutlass.select_(odd, Int32(n ^ 2), Int32(n))
+            chunk = (2 * mine + quarter // 2) ^ below
+            at = row * (_ROW_BYTES // 4) + chunk * 4 + quarter % 2 * 2
+            pair = cute.make_rmem_tensor(2, Float32)
+            for lower in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    here = 4 * (j * count + n) + 2 * lower + i
+                    there = 4 * (j * count + (n ^ 2)) + 2 * lower + i
+                    pair[i] = cutlass.select_(odd, acc[there], acc[here])
+                words = self._words(buffer, at + lower * 8 * (_ROW_BYTES // 4))
+                cute.autovec_copy(pair, cute.make_tensor(words.align(8), 2))
+
+    @cute.jit
+    def _round(self, acc: cute.Tensor, j: cutlass.Constexpr, buffer: cutlass.Constexpr) -> None:
+        """Write block j of the tile, rounded, to shared memory."""
+        rounded = cute.make_rmem_tensor(cute.make_layout(self.fragment).shape, BFloat16)
+        values = cute.make_rmem_tensor(cute.make_layout(self.fragment).shape, Float32)
+        source = self.to_smem.retile(acc)
+        count = cute.size(values)
+        for i in cutlass.range_constexpr(count):
+            values[i] = source[j * count + i]
+        rounded.store(values.load().to(BFloat16))
+        cute.copy(self.to_smem, rounded, self.smem[(None, None, None, buffer)])

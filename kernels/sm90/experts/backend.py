@@ -1,0 +1,158 @@
+"""The fused kernels of this package as a backend of the expert MLP.
+
+An adapter and nothing more: every operation of `kernels.backend` calls functions of this package,
+imported when they are first used.
+
+Shape legend as in `kernels.backend`; C column tiles of the kernel that left partial sums.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, PlanSize
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.main_grad import Buffer
+
+
+class Fused:
+    """`kernels.expert_mlp.backend.Backend` on Hopper, in bf16.
+
+    Args:
+        sm_margin: SMs that every GEMM leaves free.
+        dynamic: GEMMs claim tiles on the device; otherwise tiles are dealt out in turn.
+    """
+
+    gathers: ClassVar[bool] = True
+
+    def __init__(self, sm_margin: int, dynamic: bool) -> None:
+        self._sm_margin, self._dynamic = sm_margin, dynamic
+
+    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
+        from phalanx.kernels.sm90.routing.plan import plan
+
+        return plan(topk_idx_NK, topk_prob_NK, **size._asdict())
+
+    def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
+        from phalanx.kernels.sm90.routing.plan import plan_backward
+
+        return plan_backward(dprob_S, inverse_NK)
+
+    def fc1_act(
+        self,
+        x_ND: Tensor,
+        fc1: Linear,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        keep_h: bool = True,
+        ready: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        from phalanx.kernels.sm90.experts.fc1_act import fc1_act
+
+        return fc1_act(
+            x_ND,
+            fc1.weight_LOI,
+            plan.offsets,
+            act,
+            index_S=plan.row_index_S,
+            prob_S=plan.row_prob_S,
+            bias_LH=fc1.bias_LO,
+            keep_h=keep_h,
+            ready=ready,
+            sm_margin=self._sm_margin,
+            dynamic=self._dynamic,
+        )
+
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, told: Any = None) -> Tensor:
+        from phalanx.kernels.sm90.experts.rows import rows as grouped_gemm
+
+        scale_S = plan.row_prob_S
+        if linear.bias_LO is not None and scale_S is None:
+            scale_S = torch.ones(a_SI.shape[0], device=a_SI.device)
+        return grouped_gemm(
+            a_SI,
+            linear.weight_LOI,
+            plan.offsets,
+            bias_LN=linear.bias_LO,
+            scale_S=None if linear.bias_LO is None else scale_S,
+            sm_margin=self._sm_margin,
+            dynamic=self._dynamic,
+            told=told,
+        )
+
+    def fc2_dgrad_dact(
+        self,
+        dy: Operand,
+        fc2: Linear,
+        h_SH: Tensor,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        ready: Tensor | None = None,
+    ) -> HiddenGrads:
+        from phalanx.kernels.sm90.experts.dprob import dprob
+        from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
+
+        index_S = plan.row_index_S if dy.gather else None
+        dh_SH, a_SF, partial_CS = fc2_dgrad_dact(
+            dy.matrix,
+            fc2.weight_LOI,
+            h_SH,
+            plan.offsets,
+            act,
+            index_S=index_S,
+            prob_S=plan.row_prob_S,
+            ready=ready,
+            sm_margin=self._sm_margin,
+            dynamic=self._dynamic,
+        )
+        if partial_CS is None:
+            return HiddenGrads(dh_SH, a_SF, None, None)
+        biased = fc2.bias_LO is not None and dy.matrix.shape[0]
+        table_NL = _with_every_bias(dy.matrix, fc2.bias_LO) if biased else None
+        dprob_S = dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)
+        return HiddenGrads(dh_SH, a_SF, dprob_S, None)
+
+    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+        from phalanx.kernels.sm90.experts.wgrad import wgrad
+
+        return wgrad(
+            d.matrix,
+            v.matrix,
+            plan.offsets,
+            d_index_S=plan.row_index_S if d.gather else None,
+            v_index_S=plan.row_index_S if v.gather else None,
+            out_LOI=None if into is None else into.out,
+            accumulate=into is not None and into.add,
+            order_L=plan.order_L,
+            sm_margin=self._sm_margin,
+            dynamic=self._dynamic,
+        )
+
+    def bias_grad(
+        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
+    ) -> Tensor:
+        from phalanx.kernels.sm90.experts.bias_grad import bias_grad
+
+        return bias_grad(
+            d.matrix,
+            plan.offsets,
+            scale_S=plan.row_prob_S if scale else None,
+            index_S=plan.row_index_S if d.gather else None,
+            out_LO=None if into is None else into.out,
+            dtype=torch.float32,
+            accumulate=into is not None and into.add,
+        )
+
+    def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
+        from phalanx.kernels.sm90.experts.combine import combine
+
+        return combine(y_SD, inverse_NK)
+
+
+def _with_every_bias(dy: Tensor, b2_LD: Tensor) -> Tensor:
+    """fp32 <dy[n], b2[e]> of all rows and all experts: a narrow GEMM that gathers nothing."""
+    return torch.mm(dy, b2_LD.T, out_dtype=torch.float32)

@@ -1,0 +1,278 @@
+"""Kernel `bias_grad`: db[e] (+)= sum over the rows s of expert e of scale[s] * d[s].
+
+Bound by reading d once. An expert's rows are cut into chunks of 256, counted from its first row; a
+CTA adds up one chunk for 256 columns in fp32 and writes it to a slot of its own. A second kernel
+adds an expert's slots one after the other. Neither the cut nor an order of additions depends on
+where an expert begins or who computes what, so results repeat bit for bit.
+
+Expert e has the slots from offsets[e] // 256 + e on: enough for its chunks, and never another's.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import BFloat16, Float32, Int32, Int64
+from torch import Tensor
+
+from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.jit.launch import check, launch
+
+CHUNK = 256
+"""Rows of a slot."""
+WARPS = 8
+_LANE_COLUMNS = 8
+_COLUMNS = 32 * _LANE_COLUMNS
+"""Columns of a CTA of the first kernel; a lane holds 8, 16 bytes of a row."""
+_SUM_THREADS = 128
+_TOGETHER = 4
+"""Rows that a warp of the first kernel has on their way at once."""
+
+
+@dataclass(frozen=True)
+class BiasGradConfig:
+    """What is compiled into a `bias_grad` kernel."""
+
+    wide: bool = False
+    """db is fp32, not bf16."""
+    add: bool = False
+    """Add to db."""
+    scaled: bool = False
+    """Rows are multiplied by scale."""
+    indexed: bool = False
+    """An index names the rows of d."""
+
+
+class BiasGradKernel:
+    """The kernels of a configuration, as `cute.compile` takes them."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        (BFloat16, 16),
+        (Float32, 4),
+        (Int32, 4),
+        (Int32, 4),
+        (Float32, 4),
+        (BFloat16, 4),
+    )
+    """d, scale, index, offsets, slots, db (fp32 with config.wide)."""
+    integers: ClassVar[int] = 3
+
+    def __init__(self, config: BiasGradConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        d: cute.Pointer,
+        scale: cute.Pointer,
+        index: cute.Pointer,
+        offsets: cute.Pointer,
+        slots: cute.Pointer,
+        db: cute.Pointer,
+        sizes: tuple[Int32, Int32, Int32],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch both kernels.
+
+        Args:
+            d: bf16 [S, O], with config.indexed [any, O]. scale: fp32 [S]. index: int32 [S].
+            offsets: int32 [L + 1]. slots: fp32 [S // CHUNK + L, O]. db: [L, O].
+            sizes: S, O, L; O is a multiple of 64.
+        """
+        S, O, L = sizes  # noqa: E741
+        O = cute.assume(O, divby=64)  # noqa: E741
+        row = cute.assume(Int64(O), divby=64)
+        count = S // CHUNK + L
+        mD = cute.make_tensor(d, cute.make_layout((S, O), stride=(row, 1)))
+        partial = cute.make_tensor(slots, cute.make_layout((count, O), stride=(row, 1)))
+        if cutlass.const_expr(self.config.wide):
+            db = cute.recast_ptr(db, dtype=Float32)
+        self.chunks(
+            mD,
+            cute.make_tensor(scale, cute.make_layout(S)),
+            cute.make_tensor(index, cute.make_layout(S)),
+            cute.make_tensor(offsets, cute.make_layout(L + 1)),
+            partial,
+            L,
+        ).launch(
+            grid=[(O + (_COLUMNS - 1)) // _COLUMNS, count, 1],
+            block=[32 * WARPS, 1, 1],
+            stream=stream,
+        )
+        self.sums(
+            partial,
+            cute.make_tensor(offsets, cute.make_layout(L + 1)),
+            cute.make_tensor(db, cute.make_layout((L, O), stride=(row, 1))),
+        ).launch(
+            grid=[(O + (_SUM_THREADS - 1)) // _SUM_THREADS, L, 1],
+            block=[_SUM_THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def chunks(
+        self,
+        mD: cute.Tensor,
+        scale: cute.Tensor,
+        index: cute.Tensor,
+        offsets: cute.Tensor,
+        slots: cute.Tensor,
+        experts: Int32,
+    ) -> None:
+        """A chunk and 256 columns: warp w adds rows w, w + 8, ..., then the warps are added."""
+        layout = struct(sums=array(Float32, WARPS * _COLUMNS, 16))
+        storage = cutlass.utils.SmemAllocator().allocate(layout)
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        tile, slot, _ = cute.arch.block_idx()
+        row, end = self._find(offsets, experts, slot)
+        if row < end:
+            end = cutlass.min(end, row + CHUNK)
+            column = tile * _COLUMNS + lane * _LANE_COLUMNS
+            total = cute.make_rmem_tensor(_LANE_COLUMNS, Float32)
+            total.fill(0.0)
+            if column < mD.shape[1]:
+                self._add_rows(total, mD, scale, index, row + warp, end, column)
+            sums = cute.make_tensor(
+                storage.sums.data_ptr(),
+                cute.make_layout((WARPS, _COLUMNS), stride=(_COLUMNS, 1)),
+            )
+            for i in cutlass.range_constexpr(_LANE_COLUMNS):
+                sums[warp, lane * _LANE_COLUMNS + i] = total[i]
+            cute.arch.sync_threads()
+            thread = cute.arch.thread_idx()[0]
+            to = tile * _COLUMNS + thread
+            if to < mD.shape[1]:
+                whole = Float32(0)
+                for w in cutlass.range_constexpr(WARPS):
+                    whole += sums[w, thread]
+                slots[slot, to] = whole
+
+    @cute.kernel
+    def sums(self, slots: cute.Tensor, offsets: cute.Tensor, db: cute.Tensor) -> None:
+        """Add an expert's slots; a thread has one column."""
+        tile, expert, _ = cute.arch.block_idx()
+        column = tile * _SUM_THREADS + cute.arch.thread_idx()[0]
+        begin, end = offsets[expert], offsets[expert + 1]
+        first = begin // CHUNK + expert
+        if column < db.shape[1]:
+            total = Float32(0)
+            for slot in cutlass.range(first, first + _chunks(begin, end), unroll=8):
+                total += slots[slot, column]
+            if cutlass.const_expr(self.config.add):
+                total += Float32(db[expert, column])
+            db[expert, column] = total.to(db.element_type)
+
+    @cute.jit
+    def _find(self, offsets: cute.Tensor, experts: Int32, slot: Int32) -> tuple[Int32, Int32]:
+        """First row of a slot's chunk and the end of its expert; twice the same if it has none.
+
+        The expert is the last one whose slots begin at or before this one, by bisection.
+        """
+        low, high = Int32(0), experts - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if offsets[middle] // CHUNK + middle <= slot:
+                low = middle
+            else:
+                high = middle - 1
+        begin, end = offsets[low], offsets[low + 1]
+        row = begin + (slot - (begin // CHUNK + low)) * CHUNK
+        return cutlass.min(row, end), end
+
+    @cute.jit
+    def _add_rows(
+        self,
+        total: cute.Tensor,
+        mD: cute.Tensor,
+        scale: cute.Tensor,
+        index: cute.Tensor,
+        first: Int32,
+        end: Int32,
+        column: Int32,
+    ) -> None:
+        """Add rows first, first + 8, ... before `end`: 8 columns from `column` on."""
+        count = cutlass.max((end - first + (WARPS - 1)) // WARPS, 0)
+        together = count // _TOGETHER * _TOGETHER
+        for i in cutlass.range(0, together, _TOGETHER, unroll=1):
+            rows = [first + (i + j) * WARPS for j in range(_TOGETHER)]
+            loaded = [self._load(mD, scale, index, row, column) for row in rows]
+            for piece, factor in loaded:
+                self._add(total, piece, factor)
+        for i in cutlass.range(together, count, unroll=1):
+            piece, factor = self._load(mD, scale, index, first + i * WARPS, column)
+            self._add(total, piece, factor)
+
+    def _load(
+        self, mD: cute.Tensor, scale: cute.Tensor, index: cute.Tensor, row: Int32, column: Int32
+    ) -> tuple[cute.Tensor, Float32]:
+        """8 columns of a row, and what to multiply them by."""
+        source = index[row] if self.config.indexed else row
+        at = mD.iterator + (Int64(source) * mD.shape[1] + column)
+        piece = cute.make_rmem_tensor(_LANE_COLUMNS, BFloat16)
+        cute.autovec_copy(cute.make_tensor(at.align(16), _LANE_COLUMNS), piece)
+        return piece, scale[row] if self.config.scaled else Float32(1)
+
+    def _add(self, total: cute.Tensor, piece: cute.Tensor, factor: Float32) -> None:
+        for i in range(_LANE_COLUMNS):
+            total[i] += Float32(piece[i]) * factor
+
+
+def _chunks(begin: Any, end: Any) -> Any:
+    return (end - begin + (CHUNK - 1)) // CHUNK
+
+
+def bias_grad(
+    d: Tensor,
+    offsets: Tensor,
+    *,
+    scale_S: Tensor | None = None,
+    index_S: Tensor | None = None,
+    out_LO: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+) -> Tensor:
+    """db[e] (+)= sum over expert e's rows s of scale[s] * d[s], in fp32, rounded once.
+
+    Args:
+        d: bf16 [S, O], contiguous, O a multiple of 64; with index_S [N, O], and d[s] is row
+            index_S[s].
+        offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to
+            offsets[e + 1].
+        scale_S: fp32 [S]; default: ones. index_S: int32 [S]. Neither is read from offsets[L] on.
+        out_LO: bf16 or fp32, contiguous; default: a new one of `dtype`.
+        accumulate: add to out_LO instead of writing it.
+
+    Returns:
+        db_LO; experts without rows have zeros, or with `accumulate` what they had.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that the kernel does not take.
+    """
+    if d.ndim != 2 or offsets.ndim != 1:
+        shapes = [list(t.shape) for t in (d, offsets)]
+        raise ValueError(f"d and offsets must be [S, O] and [L + 1], not {shapes}")
+    (N, O), L = d.shape, offsets.shape[0] - 1  # noqa: E741
+    S = N if index_S is None else index_S.numel()
+    if O % 64 or not O or L < 1:
+        raise ValueError(f"O={O}, L={L}: O must be a positive multiple of 64")
+    if accumulate and out_LO is None:
+        raise ValueError("accumulate: needs out_LO to add to")
+    out = d.new_empty(L, O, dtype=dtype) if out_LO is None else out_LO
+    if out.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"out (or dtype) must be torch.bfloat16 or torch.float32, not {out.dtype}")
+    check(d.device, "d", d, torch.bfloat16, (N, O))
+    check(d.device, "offsets", offsets, torch.int32, (L + 1,))
+    check(d.device, "out", out, out.dtype, (L, O))
+    check(d.device, "scale", scale_S, torch.float32, (S,))
+    check(d.device, "index", index_S, torch.int32, (S,))
+    if S == 0 or N == 0:
+        return out if accumulate else out.zero_()
+    config = BiasGradConfig(
+        out.dtype == torch.float32, accumulate, scale_S is not None, index_S is not None
+    )
+    slots = d.new_empty(S // CHUNK + L, O, dtype=torch.float32)
+    launch(BiasGradKernel, config, (d, scale_S, index_S, offsets, slots, out), (S, O, L))
+    return out

@@ -1,0 +1,208 @@
+"""Kernel `combine`: out[n] = sum over k of y[inverse[n, k]], from expert rows back to tokens.
+
+Last step of the expert MLP, and of its backward (the gradient of x). Bound by memory: a thread adds
+up 8 columns of one token, all of whose rows are under way (up to 8 of them at a time) before the
+first is added. Order k = 0 .. K - 1, in fp32, rounded once; a slot without a row is not read. What
+else is to be added to the sums costs a read of it, and none of them.
+
+Legend: N tokens, K slots of a token, S expert rows, D columns.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64, Uint32
+from torch import Tensor
+
+from phalanx.kernels.sm90.jit.launch import check, launch
+from phalanx.kernels.sm90.jit.ptx import pack, unpack
+
+THREADS = 256
+MAX_SLOTS = 16
+_COLUMNS = 8
+"""bf16 of a 16-byte access."""
+_WORDS = _COLUMNS // 2
+_IN_FLIGHT = 8
+"""16-byte loads of a thread before its first addition."""
+_MAX_PIECES = (1 << 31) - (1 << 16)
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """What is compiled into a `combine` kernel."""
+
+    slots: int
+    """K, 1 to 16."""
+    adds: bool = False
+    """More to the sums."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"slots={self.slots}: must be 1 to {MAX_SLOTS}")
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of 8 columns that a thread adds up side by side: more when slots are few."""
+        return 4 if self.slots <= 2 else 2 if self.slots <= 4 else 1
+
+    @property
+    def batch(self) -> int:
+        """Slots whose rows are loaded together: all, or for more than 8 a half of them."""
+        return -(-self.slots // -(-self.slots // _IN_FLIGHT))
+
+
+class CombineKernel:
+    """The kernel of a configuration, as `cute.compile` takes it."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        (Uint32, 16),  # y [S, D], as words of two bf16
+        (Int32, 16),  # inverse [N, K]
+        (Uint32, 16),  # out [N, D]
+        (Uint32, 16),  # more [N, D]; without it, anything
+    )
+    integers: ClassVar[int] = 2
+
+    def __init__(self, config: CombineConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        y: cute.Pointer,
+        inverse: cute.Pointer,
+        out: cute.Pointer,
+        more: cute.Pointer,
+        sizes: tuple[Int32, Int32],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch; sizes: N, and the pieces D / 8 of a row."""
+        tokens, width = sizes
+        block = THREADS * self.config.pieces
+        self.kernel(y, inverse, out, more, tokens, width).launch(
+            grid=[(tokens * width + (block - 1)) // block, 1, 1],
+            block=[THREADS, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        y: cute.Pointer,
+        inverse: cute.Pointer,
+        out: cute.Pointer,
+        more: cute.Pointer,
+        tokens: Int32,
+        width: Int32,
+    ) -> None:
+        config = self.config
+        first = cute.arch.block_idx()[0] * (THREADS * config.pieces) + cute.arch.thread_idx()[0]
+        pieces = tokens * width
+        row = cute.make_rmem_tensor((config.slots, config.pieces), Int32)
+        column = cute.make_rmem_tensor(config.pieces, Int32)
+        sums = cute.make_rmem_tensor((_COLUMNS, config.pieces), Float32)
+        added = cute.make_rmem_tensor((_WORDS, config.pieces), Uint32)
+        row.fill(-1)
+        sums.fill(0)
+        added.fill(0)
+        for p in cutlass.range_constexpr(config.pieces):
+            piece = first + p * THREADS
+            if piece < pieces:
+                token = Int32(Uint32(piece) // Uint32(width))
+                column[p] = piece - token * width
+                self._load_slots(inverse, token, row[None, p])
+                if cutlass.const_expr(config.adds):
+                    cute.autovec_copy(_piece(more, Int64(piece)), added[None, p])
+        for k in cutlass.range_constexpr(0, config.slots, config.batch):
+            some = cutlass.const_expr(min(config.batch, config.slots - k))
+            words = cute.make_rmem_tensor((_WORDS, some, config.pieces), Uint32)
+            words.fill(0)
+            for p in cutlass.range_constexpr(config.pieces):
+                for j in cutlass.range_constexpr(some):
+                    if row[k + j, p] >= 0:
+                        at = Int64(row[k + j, p]) * width + column[p]
+                        cute.autovec_copy(_piece(y, at), words[None, j, p])
+            for p in cutlass.range_constexpr(config.pieces):
+                for j in cutlass.range_constexpr(some):
+                    for w in cutlass.range_constexpr(_WORDS):
+                        low, high = unpack(words[w, j, p])
+                        sums[2 * w, p] += low
+                        sums[2 * w + 1, p] += high
+        for p in cutlass.range_constexpr(config.pieces):
+            if first + p * THREADS < pieces:
+                rounded = cute.make_rmem_tensor(_WORDS, Uint32)
+                for w in cutlass.range_constexpr(_WORDS):
+                    rounded[w] = pack(sums[2 * w, p], sums[2 * w + 1, p])
+                    if cutlass.const_expr(config.adds):
+                        (low, high), (more_low, more_high) = unpack(rounded[w]), unpack(added[w, p])
+                        rounded[w] = pack(low + more_low, high + more_high)
+                cute.autovec_copy(rounded, _piece(out, Int64(first + p * THREADS)))
+
+    @cute.jit
+    def _load_slots(self, inverse: cute.Pointer, token: Int32, row: cute.Tensor) -> None:
+        """The rows of a token's slots, in the widest loads that a whole number of them takes."""
+        slots = self.config.slots
+        wide = cutlass.const_expr(4 if slots % 4 == 0 else 2 if slots % 2 == 0 else 1)
+        for k in cutlass.range_constexpr(0, slots, wide):
+            source = inverse + cute.assume(token * slots + k, divby=wide)
+            some = cute.make_rmem_tensor(wide, Int32)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(wide)), some)
+            for i in cutlass.range_constexpr(wide):
+                row[k + i] = some[i]
+
+
+def _piece(base: cute.Pointer, number: Int64) -> cute.Tensor:
+    """8 columns of bf16, as words."""
+    return cute.make_tensor(base + number * _WORDS, cute.make_layout(_WORDS))
+
+
+def combine(
+    y_SD: Tensor,
+    inverse_NK: Tensor,
+    out_ND: Tensor | None = None,
+    *,
+    more_ND: Tensor | None = None,
+) -> Tensor:
+    """out[n] = sum over k with inverse[n, k] >= 0 of y[inverse[n, k]], and more[n].
+
+    Added in fp32 in the order k = 0 .. K - 1 and rounded once, and again with `more`; without more
+    0 for a token without rows.
+
+    Args:
+        y_SD: bf16, D a multiple of 8. Rows that `inverse_NK` does not name are not read.
+        inverse_NK: int32, below S; K of 1 to 16. Negative: no row.
+        out_ND: bf16; by default a new tensor.
+        more_ND: bf16.
+
+    Raises:
+        ValueError: a shape, dtype, stride, alignment or device that the kernel does not take.
+    """
+    where = y_SD.device
+    if y_SD.ndim != 2 or inverse_NK.ndim != 2:
+        raise ValueError(
+            f"y must be [S, D] and inverse [N, K], not {list(y_SD.shape)} "
+            f"and {list(inverse_NK.shape)}"
+        )
+    (N, K), D = inverse_NK.shape, y_SD.shape[1]
+    if D % _COLUMNS or not 1 <= K <= MAX_SLOTS:
+        raise ValueError(
+            f"y has {D} columns and inverse {K} slots: they must be a multiple of {_COLUMNS}, "
+            f"and 1 to {MAX_SLOTS}"
+        )
+    if N * max(K, D // _COLUMNS) > _MAX_PIECES:
+        raise ValueError(f"out [{N}, {D}] is too large: N * D / 8 and N * K go to {_MAX_PIECES}")
+    out = y_SD.new_empty(N, D) if out_ND is None else out_ND
+    check(where, "y", y_SD, torch.bfloat16, None)
+    check(where, "inverse", inverse_NK, torch.int32, None)
+    check(where, "out", out, torch.bfloat16, (N, D))
+    if more_ND is not None:
+        check(where, "more", more_ND, torch.bfloat16, (N, D))
+    if out.numel():
+        tensors = (y_SD, inverse_NK, out, out if more_ND is None else more_ND)
+        config = CombineConfig(K, adds=more_ND is not None)
+        launch(CombineKernel, config, tensors, (N, D // _COLUMNS))
+    return out

@@ -1,0 +1,219 @@
+"""The product of a weight gradient: a ring of stages, and the wgmma of two warp groups.
+
+For a tile, acc[o, i] = sum over the rows s of one expert of d[s, o] * v[s, i], in fp32. Both
+operands are stored by rows, so wgmma reads both transposed. A stage holds 64 rows: 128 columns of
+d and up to 256 of v, in boxes of 64 columns with 128 bytes a row, swizzled. Whoever fills a stage
+sees to it that rows after the expert's last one are zero in both operands: stages are multiplied
+whole.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import LayoutEnum
+
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MATH_GROUPS
+from phalanx.kernels.sm90.gemm.storage import array, struct
+
+MATH_WARPS = 4 * MATH_GROUPS
+BOX = 64
+"""Columns of a box, and rows of a stage."""
+BOX_BYTES = 2 * BOX * BOX
+D, V = 0, 1
+"""The two operands."""
+
+
+def blocks_of(rows: Int32) -> Int32:
+    """Stages that hold so many rows."""
+    return (rows + (BOX - 1)) // BOX
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """Tile sizes and what follows from them. Used while tracing, on host and device side."""
+
+    columns: int
+    stages: int
+    gathered: int | None = None
+    """The operand, D or V, whose rows an index names; None: both lie in the experts' order."""
+    skew: int = 2
+    """Stages that the first warp group is ahead: one stores while the other multiplies."""
+    rows: int = 128
+    depth: int = BOX
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        return self.rows, self.columns, self.depth
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """Boxes of a stage of d and of v."""
+        return self.rows // BOX, self.columns // BOX
+
+    @property
+    def stage_bytes(self) -> int:
+        return BOX_BYTES * sum(self.boxes)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the loading and of a multiplying warp group; together they fit an SM."""
+        return (40, 232) if self.gathered is None else (56, 224)
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """Two warp groups, each 64 rows of the tile and all columns."""
+        return hopper.make_trivial_tiled_mma(
+            BFloat16,
+            BFloat16,
+            OperandMajorMode.MN,
+            OperandMajorMode.MN,
+            Float32,
+            (MATH_GROUPS, 1, 1),
+            tiler_mn=(64, self.columns),
+        )
+
+    def smem_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
+        """Stages of d and v in shared memory: (column, row, stage), box after box."""
+        d = hopper.make_smem_layout_a(LayoutEnum.COL_MAJOR, self.tile, BFloat16, self.stages)
+        v = hopper.make_smem_layout_b(LayoutEnum.COL_MAJOR, self.tile, BFloat16, self.stages)
+        return d, v
+
+    def storage(self) -> Any:
+        """The part of a kernel's shared memory that the stages need."""
+        d, v = self.smem_layouts()
+        return struct(
+            barriers=array(cutlass.Int64, 4 * self.stages),
+            d=array(BFloat16, cute.cosize(d), 1024),
+            v=array(BFloat16, cute.cosize(v), 1024),
+        )
+
+    def state(self, user: pipeline.PipelineUserType) -> pipeline.PipelineState:
+        return pipeline.make_pipeline_state(user, self.stages)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The barriers of the stages, of which each has four. Made by every thread."""
+
+    loop: Contraction
+    storage: Any
+
+    @property
+    def full(self) -> cute.Pointer:
+        """The stage's rows are there, and zero where they should be."""
+        return self.storage.barriers.data_ptr()
+
+    @property
+    def empty(self) -> cute.Pointer:
+        """Every multiplying warp is done with the stage."""
+        return self.full + self.loop.stages
+
+    @property
+    def raw(self) -> cute.Pointer:
+        """TMA is done with a stage in which rows after an expert's last one have to be cleared."""
+        return self.full + 2 * self.loop.stages
+
+    @property
+    def ahead(self) -> cute.Pointer:
+        """The first warp group has begun with the stage: a hint that only the skew rests on."""
+        return self.full + 3 * self.loop.stages
+
+    def start(self) -> None:
+        """One warp initialises the barriers; to be followed by a fence and a barrier of the CTA.
+
+        With a gathered operand every loading thread arrives for its copies, and one for the rest.
+        """
+        fillers = 1 if self.loop.gathered is None else 1 + GROUP_THREADS
+        with cute.arch.elect_one():
+            for stage in range(self.loop.stages):
+                cute.arch.mbarrier_init(self.full + stage, fillers)
+                cute.arch.mbarrier_init(self.empty + stage, MATH_WARPS)
+                cute.arch.mbarrier_init(self.raw + stage, 1)
+                cute.arch.mbarrier_init(self.ahead + stage, 1)
+
+    def wait_empty(self, state: pipeline.PipelineState) -> None:
+        cute.arch.mbarrier_wait(self.empty + state.index, state.phase)
+
+    def wait_full(self, state: pipeline.PipelineState) -> None:
+        cute.arch.mbarrier_wait(self.full + state.index, state.phase)
+
+    def release(self, state: pipeline.PipelineState) -> None:
+        """A multiplying warp is done with the stage."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + state.index)
+
+
+class Math:
+    """A multiplying warp group's side. `acc` holds the tile after a call."""
+
+    def __init__(
+        self, loop: Contraction, ring: Ring, storage: Any, tiled_mma: cute.TiledMma, thread: Int32
+    ) -> None:
+        """`thread` counts from the first multiplying thread."""
+        self.loop, self.ring, self.tiled_mma = loop, ring, tiled_mma
+        self.group = cute.arch.make_warp_uniform(thread // GROUP_THREADS)
+        self.leads = thread == 0
+        layout_d, layout_v = loop.smem_layouts()
+        d = storage.d.get_tensor(layout_d.outer, swizzle=layout_d.inner)
+        v = storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner)
+        mma = tiled_mma.get_slice(self.group * GROUP_THREADS)
+        self.d = tiled_mma.make_fragment_A(mma.partition_A(d))
+        self.v = tiled_mma.make_fragment_B(mma.partition_B(v))
+        shape = tiled_mma.partition_shape_C((loop.rows, loop.columns))
+        self.acc = cute.make_rmem_tensor(shape, Float32)
+
+    @cute.jit
+    def __call__(
+        self, read: pipeline.PipelineState, free: pipeline.PipelineState, blocks: Int32
+    ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
+        """Multiply `blocks` >= 1 stages into a fresh accumulator; `free` lags behind `read`."""
+        self._fall_back(read, blocks)
+        warpgroup.fence()
+        self._block(read, True)
+        read.advance()
+        for _ in cutlass.range(1, blocks, unroll=1):
+            self._block(read, False)
+            read.advance()
+            warpgroup.wait_group(1)
+            self.ring.release(free)
+            free.advance()
+        warpgroup.wait_group(0)
+        self.ring.release(free)
+        free.advance()
+        return read, free
+
+    @cute.jit
+    def _block(self, state: pipeline.PipelineState, fresh: cutlass.Constexpr) -> None:
+        self.ring.wait_full(state)
+        if cutlass.const_expr(self.loop.gathered is not None):
+            # cp.async writes as threads do, wgmma reads as TMA does
+            cute.arch.fence_proxy("async.shared", space="cta")
+        for k in cutlass.range_constexpr(cute.size(self.d, mode=[2])):
+            self.tiled_mma.set(warpgroup.Field.ACCUMULATE, not (fresh and k == 0))
+            at = (None, None, k, state.index)
+            cute.gemm(self.tiled_mma, self.acc, self.d[at], self.v[at], self.acc)
+        warpgroup.commit_group()
+        if cutlass.const_expr(self.loop.skew > 0):
+            if self.leads:
+                cute.arch.mbarrier_arrive(self.ring.ahead + state.index)
+
+    @cute.jit
+    def _fall_back(self, state: pipeline.PipelineState, blocks: Int32) -> None:
+        """The second warp group lets the first one multiply its first stages of a tile alone.
+
+        One warp group keeps the tensor cores busy, so this costs nothing, and at the end of the
+        tile the second one multiplies while the first one stores.
+        """
+        if cutlass.const_expr(self.loop.skew > 0):
+            if self.group == 1:
+                index = state.index + cutlass.min(blocks, self.loop.skew) - 1
+                phase = state.phase
+                if index >= self.loop.stages:
+                    index -= self.loop.stages
+                    phase ^= 1
+                cute.arch.mbarrier_wait(self.ring.ahead + index, phase)

@@ -1,0 +1,240 @@
+"""The loading warps of a weight gradient: from rows in global memory to stages of `contraction`.
+
+Rows in the experts' order come by TMA, from whichever row an expert begins at. The last stage of
+an expert then also holds rows that follow the expert's own: the next expert's, or padding that may
+be NaN. A second warp waits for such a stage and clears these rows before it is called full. Rows
+that an index names come by cp.async from all four warps, which also bring both operands of a last
+stage, with zeros for the rows after the expert's end; the index is not read there.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from phalanx.kernels.sm90.experts.contraction import BOX, BOX_BYTES, Contraction, D, Ring, V
+
+_CHUNK = 8
+"""Elements of the 16 bytes that a thread copies or clears at a time."""
+_LANES = BOX // _CHUNK
+"""Lanes that share a row of a box; a warp covers 4 rows."""
+_WARP_ROWS = BOX // 4
+"""Rows of a stage that each of the four warps gathers."""
+_TOGETHER = 32 // _LANES
+
+
+def make_tma(loop: Contraction, mD: cute.Tensor, mV: cute.Tensor) -> tuple[Any, ...]:
+    """Host side: atom and tensor of d [O, rows], then of v [I, rows]; a gathered one has none."""
+    made: list[Any] = []
+    for which, tensor in ((D, mD), (V, mV)):
+        if which != loop.gathered:
+            layout = cute.slice_(loop.smem_layouts()[which], (None, None, 0))
+            box = (loop.tile[which], loop.depth)
+            op = cpasync.CopyBulkTensorTileG2SOp()
+            atom = cpasync.make_tiled_tma_atom(op, tensor, layout, box)
+            made += [atom[0], atom[1]]
+    return tuple(made)
+
+
+class TileLoads:
+    """TMA by one warp: whole boxes of the operands that are not gathered."""
+
+    def __init__(self, loop: Contraction, ring: Ring, storage: Any, tma: tuple[Any, ...]) -> None:
+        """`tma` is what `make_tma` returned."""
+        self.loop, self.ring = loop, ring
+        self.which = [which for which in (D, V) if which != loop.gathered]
+        self.atoms, self.tensors = tma[::2], tma[1::2]
+        layouts = loop.smem_layouts()
+        self.smem = [
+            part.get_tensor(layout.outer, swizzle=layout.inner)
+            for part, layout in zip((storage.d, storage.v), layouts, strict=True)
+        ]
+        self.bytes = BOX_BYTES * sum(loop.boxes[which] for which in self.which)
+
+    def partition(self, row: Int32, tiles: tuple[Int32, Int32]) -> list[tuple[Any, Any, Any]]:
+        """Atom, destination (box, stage) and source (box, block from `row` on) of each operand."""
+        made = []
+        for which, atom, tensor in zip(self.which, self.atoms, self.tensors, strict=True):
+            shifted = cute.domain_offset((0, row), tensor)
+            box = (self.loop.tile[which], self.loop.depth)
+            blocks = cute.local_tile(shifted, box, (tiles[which], None))
+            smem, gmem = cpasync.tma_partition(
+                atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(self.smem[which], 0, 2),
+                cute.group_modes(blocks, 0, 2),
+            )
+            made.append((atom, smem, gmem))
+        return made
+
+    def issue(
+        self, parts: list[tuple[Any, Any, Any]], k: Int32, index: Int32, barrier: cute.Pointer
+    ) -> None:
+        """Load block k into stage `index`; `barrier` hears of it."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.bytes)
+        for atom, smem, gmem in parts:
+            cute.copy(atom, gmem[(None, k)], smem[(None, index)], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def __call__(
+        self,
+        state: pipeline.PipelineState,
+        row: Int32,
+        rows: Int32,
+        tiles: tuple[Int32, Int32],
+        begin: Int32,
+        end: Int32,
+        found: Int32,
+    ) -> tuple[pipeline.PipelineState, Int32]:
+        """Load blocks begin .. end - 1 of an expert's rows, for one tile.
+
+        Args:
+            state: position in the ring; returned behind what was loaded.
+            row, rows: the expert's first row, and how many it has.
+            tiles: of O and of I. found: for `Gather`.
+        """
+        parts = self.partition(row, tiles)
+        for k in cutlass.range(begin, end, unroll=1):
+            self.ring.wait_empty(state)
+            barrier = state.index
+            if (k + 1) * BOX > rows:
+                barrier += 2 * self.loop.stages
+            self.issue(parts, k, state.index, self.ring.full + barrier)
+            state.advance()
+        return state, found
+
+    def look_up(self, row: Int32, rows: Int32, k: Int32) -> Int32:
+        """Nothing; see `Gather`."""
+        return Int32(0)
+
+
+class Clear:
+    """One warp that clears the rows after an expert's last one in stages that TMA filled."""
+
+    def __init__(self, loop: Contraction, ring: Ring, storage: Any) -> None:
+        self.loop, self.ring = loop, ring
+        self.bases = (storage.d.data_ptr(), storage.v.data_ptr())
+
+    @cute.jit
+    def __call__(self, last: Int32, rows: Int32, phases: Int32) -> Int32:
+        """Clear stage `last` (counted from the start) from row `rows` of the stage on.
+
+        Bit i of `phases` tells how often stage i was cleared before; returned with this one.
+        """
+        index = last % self.loop.stages
+        lane = cute.arch.lane_idx()
+        cute.arch.mbarrier_wait(self.ring.raw + index, (phases >> index) & 1)
+        zero = cute.make_rmem_tensor(4, Float32)
+        zero.fill(0.0)
+        for row in cutlass.range(rows + lane // _LANES, BOX, _TOGETHER, unroll=1):
+            for base, boxes in zip(self.bases, self.loop.boxes, strict=True):
+                at = (index * boxes * BOX + row) * BOX + lane % _LANES * _CHUNK
+                for box in cutlass.range_constexpr(boxes):
+                    chunk = cute.recast_ptr(base + (at + box * BOX * BOX), dtype=Float32).align(16)
+                    cute.autovec_copy(zero, cute.make_tensor(chunk, 4))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.ring.full + index)
+        return phases ^ (1 << index)
+
+
+class Gather:
+    """cp.async by four warps: rows named by an index, and both operands of an expert's last stage.
+
+    A warp copies 16 rows of a stage, 4 rows of a box with an instruction. Lanes 0 to 15 hold the
+    index of these rows, read one block ahead.
+    """
+
+    def __init__(
+        self,
+        loop: Contraction,
+        ring: Ring,
+        storage: Any,
+        warp: Int32,
+        tma: TileLoads,
+        tensors: tuple[cute.Tensor, cute.Tensor],
+        index: cute.Tensor,
+    ) -> None:
+        """`tensors` are d and v as [columns, rows]; `index` [S] is that of the gathered one."""
+        self.loop, self.ring, self.warp, self.tma = loop, ring, warp, tma
+        self.tensors, self.index = tensors, index
+        self.lane = cute.arch.lane_idx()
+        self.bases = (storage.d.data_ptr().toint(), storage.v.data_ptr().toint())
+
+    @cute.jit
+    def look_up(self, row: Int32, rows: Int32, k: Int32) -> Int32:
+        """The index of this warp's rows in block k of the expert, one a lane; 0 past its end."""
+        at = k * BOX + self.warp * _WARP_ROWS + self.lane
+        found = Int32(0)
+        if self.lane < _WARP_ROWS and at < rows:
+            found = self.index[row + at]
+        return found
+
+    @cute.jit
+    def __call__(
+        self,
+        state: pipeline.PipelineState,
+        row: Int32,
+        rows: Int32,
+        tiles: tuple[Int32, Int32],
+        begin: Int32,
+        end: Int32,
+        found: Int32,
+    ) -> tuple[pipeline.PipelineState, Int32]:
+        """As `TileLoads`; `found` is what `look_up` says of block `begin`, then of block `end`."""
+        gathered, other = (D, V) if self.loop.gathered == D else (V, D)
+        parts = self.tma.partition(row, tiles)
+        for k in cutlass.range(begin, end, unroll=1):
+            self.ring.wait_empty(state)
+            full = self.ring.full + state.index
+            mine = found
+            found = self.look_up(row, rows, k + 1)
+            if (k + 1) * BOX > rows:
+                if self.warp == 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(full)
+                plain = row + k * BOX + self.warp * _WARP_ROWS + self.lane
+                self._copy(other, state.index, tiles[other], plain, rows - k * BOX)
+            else:
+                if self.warp == 0:
+                    self.tma.issue(parts, k, state.index, full)
+            self._copy(gathered, state.index, tiles[gathered], mine, rows - k * BOX)
+            cute.arch.cp_async_mbarrier_arrive_noinc(full)
+            state.advance()
+        return state, found
+
+    @cute.jit
+    def _copy(
+        self, which: cutlass.Constexpr, stage: Int32, tile: Int32, source: Int32, valid: Int32
+    ) -> None:
+        """Copy this warp's rows of one operand; lane r holds the source of its row r.
+
+        Args:
+            stage: where to; tile: of the operand's columns.
+            valid: rows of the block that are the expert's; the others become zero.
+        """
+        tensor, boxes = self.tensors[which], self.loop.boxes[which]
+        width = tensor.shape[0]
+        below, chunk = self.lane // _LANES, self.lane % _LANES
+        column = tile * self.loop.tile[which]
+        first = self.warp * _WARP_ROWS + below
+        stage_at = self.bases[which] + stage * (boxes * BOX_BYTES) + first * (2 * BOX)
+        for i in cutlass.range_constexpr(_WARP_ROWS // _TOGETHER):
+            s = cute.arch.shuffle_sync(source, i * _TOGETHER + below)
+            bytes_ = cutlass.select_(first + i * _TOGETHER < valid, Int32(16), Int32(0))
+            swizzled = chunk ^ (below + i % 2 * _TOGETHER)
+            to = stage_at + i * _TOGETHER * (2 * BOX) + swizzled * 16
+            at = Int64(s) * width + (column + chunk * _CHUNK)
+            from_ = tensor.iterator.toint() + at * (BFloat16.width // 8)
+            for box in cutlass.range_constexpr(boxes):
+                inside = cutlass.select_(column + box * BOX < width, bytes_, Int32(0))
+                cute.arch.inline_ptx(
+                    "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+                    read_only_args=[to + box * BOX_BYTES, from_ + box * (2 * BOX), inside],
+                )

@@ -1,0 +1,160 @@
+"""Kernel `fc1_act`: the first linear layer of the experts and the activation after it, in one pass.
+
+    h[s] = x[index[s]] @ w1[e]^T + b1[e], rounded;  a[s] = act(h[s]) * prob[s]
+
+h is kept for the backward pass. A tile holds channels of the gate and the same ones of the linear
+half, so a thread has both of a pair in registers; w1 stays canonical, [gate; up].
+
+Legend: S rows, N rows of x, D hidden, F expert width, H = 2F with a gate and F without, L experts.
+"""
+
+from typing import ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import torch
+from cutlass import Int32
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.sm90.exchange.ready import WORDS
+from phalanx.kernels.sm90.gemm import tiles
+from phalanx.kernels.sm90.gemm.epilogues import Act
+from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights, words
+from phalanx.kernels.sm90.gemm.mainloop import Mainloop
+from phalanx.kernels.sm90.jit.arguments import (
+    BF16,
+    FP32,
+    INT,
+    LONG,
+    WORD,
+    counter_of,
+    require,
+    weight,
+)
+from phalanx.kernels.sm90.jit.launch import clusters_beside, launch, sms
+
+
+class Fc1Kernel(Gemm):
+    """h = x[index] @ w1[e]^T + b1[e]; a = act(h) * prob."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        BF16,
+        BF16,
+        BF16,
+        BF16,
+        WORD,
+        FP32,
+        INT,
+        INT,
+        INT,
+        LONG,
+    )
+    integers: ClassVar[int] = 6
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        w1: cute.Pointer,
+        h: cute.Pointer,
+        a: cute.Pointer,
+        bias: cute.Pointer,
+        prob: cute.Pointer,
+        index: cute.Pointer,
+        offsets: cute.Pointer,
+        counter: cute.Pointer,
+        ready: cute.Pointer,
+        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Sizes: S, N rows of x, F, D, L, clusters."""
+        S, N, F, D, L, clusters = sizes
+        loop = self.config.mainloop
+        H = F * self.config.epilogue.halves
+        given = self.config.epilogue.host(
+            loop, matrix(h, S, H), matrix(a, S, F), words(bias, L, H), vector(prob, S)
+        )
+        self.run(
+            matrix(x, N, D),
+            weights(w1, H, D, L, False),
+            given,
+            vector(index, S),
+            offsets,
+            counter,
+            ready,
+            F,
+            L,
+            clusters,
+            stream,
+        )
+
+
+def fc1_act(
+    x: Tensor,
+    w1_LHD: Tensor,
+    offsets: Tensor,
+    act: Activation,
+    *,
+    index_S: Tensor | None = None,
+    prob_S: Tensor | None = None,
+    bias_LH: Tensor | None = None,
+    keep_h: bool = True,
+    ready: Tensor | None = None,
+    counter: Tensor | None = None,
+    sm_margin: int = 0,
+    dynamic: bool = True,
+    loop: Mainloop | None = None,
+) -> tuple[Tensor | None, Tensor]:
+    """h[s] = x[index[s]] @ w1[e]^T + b1[e] and a[s] = act(h[s]) * prob[s], each rounded once.
+
+    Args:
+        x: bf16 [N, D], or [S, D] without an index; contiguous; D a multiple of 64.
+        w1_LHD: bf16, contiguous; with a gate its F rows and then those of the linear half, F a
+            multiple of 64.
+        offsets: int32 [L + 1], as in `rows`.
+        act: the activation; computed from h as it is rounded.
+        index_S: int32 row of x. prob_S: fp32 factor of a; default 1.
+        bias_LH: bf16, contiguous.
+        keep_h: return h too; without it, it is not written.
+        ready: int64 [6] of `ready.ready`, on the device: rows of x, picked by an index, are coming.
+        counter, sm_margin, dynamic, loop: as in `rows`.
+
+    Returns:
+        h_SH (or None) and a_SF in bf16.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that the kernel does not take.
+    """
+    (L, H, D), transposed = weight("w1", w1_LHD)
+    F = H // 2 if act.gated else H
+    if transposed or F % 64:
+        raise ValueError(f"w1 must be contiguous [L, {H}, D], the width {F} a multiple of 64")
+    S = x.shape[0] if index_S is None else index_S.shape[0]
+    require(
+        x.device,
+        x=(x, torch.bfloat16, (x.shape[0], D)),
+        w1=(w1_LHD, torch.bfloat16, None),
+        offsets=(offsets, torch.int32, (L + 1,)),
+        index=(index_S, torch.int32, (S,)),
+        prob=(prob_S, torch.float32, (S,)),
+        bias=(bias_LH, torch.bfloat16, (L, H)),
+        ready=(ready, torch.int64, (WORDS,)),
+        counter=(counter, torch.int32, (1,)),
+    )
+    h, a = x.new_empty(S, H) if keep_h else None, x.new_empty(S, F)
+    if loop is None:
+        gather, halves = index_S is not None, H // F
+        loop = tiles.choose("fc1_act", F, D, gather=gather, transposed=False, halves=halves)
+    epilogue = Act(act, bias_LH is not None, keep_h, prob_S is not None)
+    config = GemmConfig(epilogue, loop, dynamic, ready is not None)
+    if S and x.shape[0]:
+        counter = counter_of(x.device) if counter is None else counter
+        clusters = clusters_beside(sms(x.device), sm_margin, loop.cluster)
+        launch(
+            Fc1Kernel,
+            config,
+            (x, w1_LHD, h, a, bias_LH, prob_S, index_S, offsets, counter, ready),
+            (S, x.shape[0], F, D, L, clusters),
+        )
+    return h, a

@@ -1,0 +1,157 @@
+"""Kernel `fc2_dgrad_dact`: the data gradient of fc2 and of the activation before it, in one pass.
+
+    dA[s] = dy[index[s]] @ w2[e], in registers only
+    dh[s] = dA[s] * prob[s] * act'(h[s]);  a[s] = act(h[s]) * prob[s];  dprob[s] = dA[s] . act(h[s])
+
+h is fetched while the tile is multiplied, and dh takes its place in shared memory. dprob leaves the
+kernel as one partial sum per column tile, which `dprob` adds up in a fixed order.
+
+Legend: S rows, N rows of dy, D hidden, F expert width, H = 2F with a gate and F without, L experts.
+"""
+
+from typing import ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import torch
+from cutlass import Int32
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.sm90.exchange.ready import WORDS
+from phalanx.kernels.sm90.gemm import tiles
+from phalanx.kernels.sm90.gemm.epilogues import ActGrad
+from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights
+from phalanx.kernels.sm90.gemm.mainloop import Mainloop
+from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, counter_of, require, weight
+from phalanx.kernels.sm90.jit.launch import clusters_beside, launch, sms
+
+
+class DgradKernel(Gemm):
+    """dA = dy[index] @ w2[e]; dh, a and the gradient of prob from dA and h."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        BF16,
+        BF16,
+        BF16,
+        BF16,
+        BF16,
+        FP32,
+        FP32,
+        INT,
+        INT,
+        INT,
+        LONG,
+    )
+    integers: ClassVar[int] = 6
+
+    @cute.jit
+    def __call__(
+        self,
+        dy: cute.Pointer,
+        w2: cute.Pointer,
+        h: cute.Pointer,
+        dh: cute.Pointer,
+        a: cute.Pointer,
+        prob: cute.Pointer,
+        dprob: cute.Pointer,
+        index: cute.Pointer,
+        offsets: cute.Pointer,
+        counter: cute.Pointer,
+        ready: cute.Pointer,
+        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Sizes: S, N rows of dy, F, D, L, clusters."""
+        S, N, F, D, L, clusters = sizes
+        loop = self.config.mainloop
+        H = F * self.config.epilogue.halves
+        tiles = (F + (loop.columns - 1)) // loop.columns
+        given = self.config.epilogue.host(
+            loop,
+            matrix(h, S, H),
+            matrix(dh, S, H),
+            matrix(a, S, F),
+            vector(prob, S),
+            cute.make_tensor(dprob, cute.make_layout((tiles, S), stride=(S, 1))),
+        )
+        self.run(
+            matrix(dy, N, D),
+            weights(w2, F, D, L, True),
+            given,
+            vector(index, S),
+            offsets,
+            counter,
+            ready,
+            F,
+            L,
+            clusters,
+            stream,
+        )
+
+
+def fc2_dgrad_dact(
+    dy: Tensor,
+    w2_LDF: Tensor,
+    h_SH: Tensor,
+    offsets: Tensor,
+    act: Activation,
+    *,
+    index_S: Tensor | None = None,
+    prob_S: Tensor | None = None,
+    ready: Tensor | None = None,
+    counter: Tensor | None = None,
+    sm_margin: int = 0,
+    dynamic: bool = True,
+    loop: Mainloop | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradient of h, the activations again, and partial sums of the gradient of prob.
+
+    Args:
+        dy: bf16 [N, D], or [S, D] without an index; contiguous; D a multiple of 64.
+        w2_LDF: bf16, contiguous; F a multiple of 64.
+        h_SH: bf16, as from `fc1_act`.
+        offsets: int32 [L + 1], as in `rows`.
+        act, index_S, prob_S, ready: as in `fc1_act`.
+        counter, sm_margin, dynamic, loop: as in `rows`.
+
+    Returns:
+        dh_SH and a_SF in bf16, and dprob [column tiles, S] in fp32, whose sum over the tiles is the
+        gradient of prob (None without prob).
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that the kernel does not take.
+    """
+    (L, D, F), transposed = weight("w2", w2_LDF)
+    if transposed:
+        raise ValueError("w2 must be contiguous [L, D, F]")
+    S, H = h_SH.shape[0], act.width(F)
+    require(
+        dy.device,
+        dy=(dy, torch.bfloat16, (dy.shape[0] if index_S is not None else S, D)),
+        w2=(w2_LDF, torch.bfloat16, None),
+        h=(h_SH, torch.bfloat16, (S, H)),
+        offsets=(offsets, torch.int32, (L + 1,)),
+        index=(index_S, torch.int32, (S,)),
+        prob=(prob_S, torch.float32, (S,)),
+        ready=(ready, torch.int64, (WORDS,)),
+        counter=(counter, torch.int32, (1,)),
+    )
+    if loop is None:
+        how = dict(gather=index_S is not None, transposed=True)
+        loop = tiles.choose("fc2_dgrad_dact", F, D, **how)
+        if act.kind == "geglu":  # the error function would not leave enough registers for more
+            loop = tiles.configured("pp128", **how)
+    dh, a = torch.empty_like(h_SH), h_SH.new_empty(S, F)
+    dprob = None if prob_S is None else prob_S.new_empty(-(-F // loop.columns), S)
+    config = GemmConfig(ActGrad(act, prob_S is not None), loop, dynamic, ready is not None)
+    if S and dy.shape[0]:
+        counter = counter_of(dy.device) if counter is None else counter
+        clusters = clusters_beside(sms(dy.device), sm_margin, loop.cluster)
+        launch(
+            DgradKernel,
+            config,
+            (dy, w2_LDF, h_SH, dh, a, prob_S, dprob, index_S, offsets, counter, ready),
+            (S, dy.shape[0], F, D, L, clusters),
+        )
+    return dh, a, dprob

@@ -1,0 +1,308 @@
+"""Kernel `wgrad`: dw[e] (+)= sum over the rows s of expert e of d[s]^T v[s], the weight gradients.
+
+A tile of dw belongs to one expert and is computed over all of its rows by one CTA. Every expert has
+the same number of tiles, so tiles are numbered expert by expert and looked up by division. Experts
+without rows get zeros, or nothing where the kernel adds. The numbers of rows stay on the device:
+offsets[e] to offsets[e + 1] are expert e's, and rows from offsets[L] on have no influence.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from phalanx.kernels.sm90.experts.accumulate import Output, Store
+from phalanx.kernels.sm90.experts.contraction import (
+    BOX,
+    MATH_WARPS,
+    Contraction,
+    D,
+    Math,
+    Ring,
+    V,
+    blocks_of,
+)
+from phalanx.kernels.sm90.experts.contraction_loads import Clear, Gather, TileLoads, make_tma
+from phalanx.kernels.sm90.gemm.expert_tiles import Tiles, unpack
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, THREADS
+from phalanx.kernels.sm90.gemm.storage import struct
+from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
+from phalanx.kernels.sm90.jit.arguments import BF16, INT
+
+SMEM_BYTES = 227 * 1024
+_RESERVED_BYTES = 1024 + 1024
+"""Barriers and records, and the alignment of what follows them."""
+
+
+@dataclass(frozen=True)
+class WgradConfig:
+    """What is compiled into a `wgrad` kernel."""
+
+    columns: int = 256
+    """Columns of a tile, of I: 128, 192 or 256. Its rows, of O, are 128."""
+    wide: bool = False
+    """dw is fp32, not bf16."""
+    add: bool = False
+    """Add to dw, whose sum in bf16 is rounded once more."""
+    gathered: int | None = None
+    """Operand whose rows an index names: D, V or None."""
+    ordered: bool = False
+    """Take the experts in the order that the caller gives."""
+    dynamic: bool = True
+    """Claim tiles from a counter; otherwise deal them out in turn."""
+    skew: int = 2
+    """Stages that one warp group is ahead of the other at the beginning of a tile."""
+
+    def __post_init__(self) -> None:
+        if self.columns not in (128, 192, 256):
+            raise ValueError(f"columns={self.columns}: tiles have 128, 192 or 256 columns")
+        if self.gathered not in (None, D, V):
+            raise ValueError(f"gathered={self.gathered}: operand {D} (d), {V} (v) or None")
+        if not 0 <= self.skew <= self.contraction.stages:
+            raise ValueError(f"skew={self.skew}: 0 to {self.contraction.stages} stages")
+
+    @property
+    def output(self) -> Output:
+        """The narrower tiles leave room to stage a whole tile, or most of it."""
+        blocks = self.columns // (32 if self.wide else 64)
+        return Output(
+            self.columns, self.wide, self.add, 2 if self.columns == 256 else min(4, blocks)
+        )
+
+    @property
+    def contraction(self) -> Contraction:
+        """As many stages as fit beside the output's buffers."""
+        one = Contraction(self.columns, 1)
+        left = SMEM_BYTES - _RESERVED_BYTES - self.output.bytes
+        return Contraction(self.columns, left // one.stage_bytes, self.gathered, self.skew)
+
+    @property
+    def loading_warps(self) -> int:
+        """One for TMA and one to clear; or four that gather."""
+        return 2 if self.gathered is None else 4
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.contraction.rows, 1, self.loading_warps + MATH_WARPS, self.dynamic)
+
+
+class WgradKernel:
+    """The kernel of a configuration, as `cute.compile` takes it."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (BF16, BF16, BF16, INT, INT, INT, INT)
+    """d, v, dw (fp32 with config.wide), index, offsets, order, counter."""
+    integers: ClassVar[int] = 5
+
+    def __init__(self, config: WgradConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        d: cute.Pointer,
+        v: cute.Pointer,
+        dw: cute.Pointer,
+        index: cute.Pointer,
+        offsets: cute.Pointer,
+        order: cute.Pointer,
+        counter: cute.Pointer,
+        sizes: tuple[Int32, Int32, Int32, Int32, Int32],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch.
+
+        Args:
+            d, v: bf16 [S, O] and [S, I], or [any, ...] for the one with an index; contiguous.
+            dw: [L, O, I]. index: int32 [S]; read only with config.gathered.
+            offsets: int32 [L + 1]. order: int32 [L]; read only with config.ordered.
+            counter: int32 [1], 0 before and after; used only with config.dynamic.
+            sizes: S, O, I, L and the number of CTAs; O and I are multiples of 64.
+        """
+        config = self.config
+        loop = config.contraction
+        S, O, I, L, ctas = sizes  # noqa: E741
+        O, I = cute.assume(O, divby=BOX), cute.assume(I, divby=BOX)  # noqa: E741
+        wide_o, wide_i = cute.assume(Int64(O), divby=BOX), cute.assume(Int64(I), divby=BOX)
+        plane = cute.assume(Int64(O) * Int64(I), divby=BOX)
+        mD = cute.make_tensor(d, cute.make_layout((O, S), stride=(1, wide_o)))
+        mV = cute.make_tensor(v, cute.make_layout((I, S), stride=(1, wide_i)))
+        if cutlass.const_expr(config.wide):
+            dw = cute.recast_ptr(dw, dtype=Float32)
+        mW = cute.make_tensor(dw, cute.make_layout((O, I, L), stride=(wide_i, 1, plane)))
+        self.kernel(
+            make_tma(loop, mD, mV),
+            config.output.tma(mW),
+            loop.tiled_mma(),
+            mD,
+            mV,
+            cute.make_tensor(index, cute.make_layout(S)),
+            cute.make_tensor(offsets, cute.make_layout(L + 1)),
+            cute.make_tensor(order, cute.make_layout(L)),
+            cute.make_tensor(counter, cute.make_layout(1)),
+            L,
+            ctas,
+        ).launch(
+            grid=[ctas, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[1, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        loads: tuple[Any, ...],
+        stores: tuple[Any, Any],
+        tiled_mma: cute.TiledMma,
+        mD: cute.Tensor,
+        mV: cute.Tensor,
+        index: cute.Tensor,
+        offsets: cute.Tensor,
+        order: cute.Tensor,
+        counter: cute.Tensor,
+        experts: Int32,
+        ctas: Int32,
+    ) -> None:
+        config = self.config
+        loop = config.contraction
+        layout = struct(
+            schedule=config.schedule.storage(),
+            contraction=loop.storage(),
+            output=config.output.storage(),
+        )
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
+        storage = cutlass.utils.SmemAllocator().allocate(layout)
+        shape = (mD.shape[0], mV.shape[0])
+        tiles = Tiles(
+            offsets,
+            order,
+            config.ordered,
+            config.schedule.band,
+            experts,
+            (shape[0] + (loop.rows - 1)) // loop.rows,
+            (shape[1] + (loop.columns - 1)) // loop.columns,
+        )
+        scheduler = Scheduler(
+            config.schedule, storage.schedule, offsets, counter, experts, tiles.column_tiles
+        )
+        ring = Ring(loop, storage.contraction)
+        if warp == 0:
+            for atom in loads[::2]:
+                cpasync.prefetch_descriptor(atom)
+            cpasync.prefetch_descriptor(stores[0])
+            scheduler.start()
+            ring.start()
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if group == 0:
+            cute.arch.setmaxregister_decrease(loop.registers[0])
+            load = TileLoads(loop, ring, storage.contraction, loads)
+            if cutlass.const_expr(config.gathered is None):
+                if warp == 0:
+                    self._load(load, scheduler, tiles, warp, ctas)
+                if warp == 1:
+                    self._clear(Clear(loop, ring, storage.contraction), scheduler)
+            else:
+                gather = Gather(loop, ring, storage.contraction, warp, load, (mD, mV), index)
+                self._load(gather, scheduler, tiles, warp, ctas)
+        else:
+            cute.arch.setmaxregister_increase(loop.registers[1])
+            thread = cute.arch.thread_idx()[0] - GROUP_THREADS
+            math = Math(loop, ring, storage.contraction, tiled_mma, thread)
+            store = Store(config.output, storage.output, tiled_mma, thread, stores, shape)
+            self._compute(math, store, scheduler)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def _load(
+        self,
+        load: TileLoads | Gather,
+        scheduler: Scheduler,
+        tiles: Tiles,
+        warp: Int32,
+        ctas: Int32,
+    ) -> None:
+        """A loading warp: tiles to stages; the first one also finds the tile after the current one.
+
+        The claim is made when a tile begins and read half-way, when its answer has long been there
+        and the stages hold enough work to hide what a look-up may cost.
+        """
+        look_up = load.look_up
+        leads = warp == 0
+        tile, first = Int32(0), Int32(0)
+        named, begin, end = Int32(0), Int32(0), Int32(0)
+        if leads:
+            tile = scheduler.first()
+            named, begin, end = tiles.window(first)
+            first, named, begin, end, row, stop, position, expert = tiles.locate(
+                tile, first, named, begin, end
+            )
+            scheduler.send(Int32(0), row, stop, position, expert)
+            if expert < 0:
+                scheduler.finish(tile, ctas, tiles.each * tiles.experts)
+        number = Int32(0)
+        state = self.config.contraction.state(pipeline.PipelineUserType.Producer)
+        row, stop, position, expert = scheduler.read(number)
+        while expert >= 0:
+            claimed = Int32(0)
+            if leads:
+                claimed = scheduler.claim()
+            rows, at = stop - row, unpack(position)
+            blocks = blocks_of(rows)
+            half = (blocks + 1) // 2
+            found = look_up(row, rows, Int32(0))
+            state, found = load(state, row, rows, at, Int32(0), half, found)
+            if leads:
+                tile = scheduler.after(tile, claimed, ctas)
+                first, named, begin, end, next_row, next_stop, next_position, next_expert = (
+                    tiles.locate(tile, first, named, begin, end)
+                )
+                scheduler.send(number + 1, next_row, next_stop, next_position, next_expert)
+                if next_expert < 0:
+                    scheduler.finish(tile, ctas, tiles.each * tiles.experts)
+            state, found = load(state, row, rows, at, half, blocks, found)
+            number += 1
+            row, stop, position, expert = scheduler.read(number)
+
+    @cute.jit
+    def _clear(self, clear: Clear, scheduler: Scheduler) -> None:
+        """The clearing warp: it only meets the last stage of tiles whose rows do not fill it."""
+        number, filled, phases = Int32(0), Int32(0), Int32(0)
+        row, stop, _, expert = scheduler.read(number)
+        while expert >= 0:
+            filled += blocks_of(stop - row)
+            left = (stop - row) % BOX
+            if left != 0:
+                phases = clear(filled - 1, left, phases)
+            number += 1
+            row, stop, _, expert = scheduler.read(number)
+
+    @cute.jit
+    def _compute(self, math: Math, store: Store, scheduler: Scheduler) -> None:
+        """A multiplying warp group: stages to accumulators to a tile of dw."""
+        read = self.config.contraction.state(pipeline.PipelineUserType.Consumer)
+        free = self.config.contraction.state(pipeline.PipelineUserType.Consumer)
+        zeros = store.zeros
+        number = Int32(0)
+        row, stop, position, expert = scheduler.read(number)
+        while expert >= 0:
+            down, across = unpack(position)
+            this, rows = expert, stop - row
+            if rows > 0:
+                read, free = math(read, free, blocks_of(rows))
+            number += 1
+            row, stop, position, expert = scheduler.read(number)
+            if rows > 0:
+                store(math.acc, down, across, this)
+            else:
+                if cutlass.const_expr(not self.config.add):
+                    zeros(down, across, this)
+        store.finish()

@@ -1,0 +1,350 @@
+"""The multiplication: one warp group loads stages, two warp groups multiply them with wgmma.
+
+For a tile of the rows of one expert, acc[m, n] = sum over k of A[row + m, k] * B[expert][n, k] in
+fp32. A is [rows, K] with K contiguous, its rows either consecutive (TMA) or picked by an index
+(cp.async). B is [N, K] per expert with K contiguous, or N contiguous (the weights read transposed);
+the expert is a coordinate of B's TMA descriptor. B's columns come in two halves, `apart` columns
+from each other: side by side, or the gate's and those of the linear half.
+
+The two multiplying warp groups either share a tile, 64 of its 128 rows each, or take turns at whole
+tiles (`pingpong`), so that one multiplies while the other stores. In a cluster each CTA has its own
+rows and loads its share of B for both. Rows and columns past the end of a tensor are read as 0,
+rows past the end of the expert are whatever follows: epilogues drop both.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.utils import LayoutEnum
+
+from phalanx.kernels.sm90.gemm.ring import Ring, State
+from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.jit import ptx
+
+GROUP_THREADS = 128
+MATH_GROUPS = 2
+THREADS = GROUP_THREADS * (1 + MATH_GROUPS)
+TILE_ROWS, DEPTH = 128, 64
+_CHUNK = 16
+"""Bytes of a cp.async; 8 of them are a row of a stage of A."""
+_PASSES = TILE_ROWS * 8 // GROUP_THREADS
+_ATOM = 64
+"""Rows of a wgmma."""
+_ORDER = 3
+"""First of the two named barriers with which warp groups take turns."""
+
+
+@dataclass(frozen=True)
+class Mainloop:
+    """Sizes and what follows from them. Used while tracing, on host and device side."""
+
+    columns: int
+    """Of a tile: 128, 192 or 256."""
+    pingpong: bool = False
+    cluster: int = 1
+    """CTAs, 1 or 2, that are below each other and share the loads of B."""
+    b_transposed: bool = False
+    """B is stored [K, N] per expert."""
+    gather: bool = False
+    """A's rows are picked by an index."""
+    stages: int = 4
+
+    def __post_init__(self) -> None:
+        if self.columns not in (128, 192, 256) or self.cluster not in (1, 2):
+            raise ValueError(
+                f"columns={self.columns}, cluster={self.cluster}: tiles have 128, 192 or 256 "
+                "columns and clusters 1 or 2 CTAs"
+            )
+        if self.pingpong and self.columns > 192:
+            raise ValueError("a warp group alone holds at most 128 x 192 accumulators")
+        if self.b_transposed and self.cluster == 2 and self.columns == 192:
+            raise ValueError("192 transposed columns do not divide over 2 CTAs")
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A thread's in the loading and in a multiplying warp group; together they fit an SM."""
+        # Of the 168 * 384 that a CTA gets: more together would wait for each other for ever.
+        return (56, 224) if self.gather else (40, 232)
+
+    @property
+    def warps(self) -> int:
+        """Multiplying warps of a tile."""
+        return 4 if self.pingpong else 8
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of a tile that one warp group multiplies."""
+        return TILE_ROWS if self.pingpong else TILE_ROWS // MATH_GROUPS
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * DEPTH * (TILE_ROWS + self.columns)
+
+    @property
+    def box(self) -> int:
+        """Columns that one TMA copy brings."""
+        return 64 if self.b_transposed else self.columns // 2
+
+    def tiled_mma(self) -> cute.TiledMma:
+        major = OperandMajorMode.MN if self.b_transposed else OperandMajorMode.K
+        return hopper.make_trivial_tiled_mma(
+            BFloat16,
+            BFloat16,
+            OperandMajorMode.K,
+            major,
+            Float32,
+            (1 if self.pingpong else MATH_GROUPS, 1, 1),
+            tiler_mn=(64, self.columns),
+        )
+
+    def smem_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
+        """Stages of A and of B, swizzled by 128 bytes."""
+        a = hopper.make_smem_layout_a(
+            LayoutEnum.ROW_MAJOR, (TILE_ROWS, self.columns, DEPTH), BFloat16, self.stages
+        )
+        return a, self._layout_b(self.columns, self.stages)
+
+    def box_layout(self) -> cute.ComposedLayout:
+        """The stages of B again, box by box."""
+        return self._layout_b(self.box, self.stages * self.columns // self.box)
+
+    def _layout_b(self, columns: int, count: int) -> cute.ComposedLayout:
+        order = LayoutEnum.COL_MAJOR if self.b_transposed else LayoutEnum.ROW_MAJOR
+        return hopper.make_smem_layout_b(order, (TILE_ROWS, columns, DEPTH), BFloat16, count)
+
+    def tma(self, mA: cute.Tensor, mB: cute.Tensor) -> tuple[Any, Any, Any, Any]:
+        """Host side: atom and tensor of A [rows, K], then of B [N, K, experts]."""
+        one = cpasync.CopyBulkTensorTileG2SOp()
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else one
+        layout_a = cute.slice_(self.smem_layouts()[0], (None, None, 0))
+        a = cpasync.make_tiled_tma_atom(one, mA, layout_a, (TILE_ROWS, DEPTH))
+        # Every copy is for all CTAs: not split, hence no num_multicast.
+        layout_b = cute.slice_(self.box_layout(), (None, None, 0))
+        b = cpasync.make_tiled_tma_atom(op, mB, layout_b, (self.box, DEPTH))
+        return a[0], a[1], b[0], b[1]
+
+    def storage(self) -> Any:
+        """The part of a kernel's shared memory that the stages need."""
+        layout_a, layout_b = self.smem_layouts()
+        return struct(
+            ring=Ring.fields(self.stages),
+            a=array(BFloat16, cute.cosize(layout_a), 1024),
+            b=array(BFloat16, cute.cosize(layout_b), 1024),
+        )
+
+    def ring(self, storage: Any) -> Ring:
+        copiers = GROUP_THREADS if self.gather else 0
+        arriving = self.stage_bytes - (2 * DEPTH * TILE_ROWS if self.gather else 0)
+        return Ring(storage.ring, self.stages, arriving, copiers, self.warps, self.cluster)
+
+
+class Loads:
+    """The loading side: one warp, or all warps of the group if rows are gathered."""
+
+    def __init__(
+        self, loop: Mainloop, storage: Any, rank: Int32, tma: Any, mA: cute.Tensor, index: Any
+    ) -> None:
+        """`tma` is what `Mainloop.tma` returned; `rank` is the CTA's in its cluster."""
+        self.loop, self.ring, self.rank = loop, loop.ring(storage), rank
+        self.atom_a, self.tensor_a, self.atom_b, self.tensor_b = tma
+        self.mA, self.index = mA, index
+        layout_a, layout_b = loop.smem_layouts()[0], loop.box_layout()
+        self.a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
+        self.b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        self.thread = cute.arch.thread_idx()[0] % GROUP_THREADS
+        self.leads = cute.arch.make_warp_uniform(self.thread // 32) == 0
+        row, chunk = self.thread // 8, self.thread % 8
+        self.to = ptx.address(storage.a.data_ptr()) + row * 128 + ((chunk ^ (row % 8)) * _CHUNK)
+
+    @cute.jit
+    def sources(self, row: Int32, end: Int32) -> tuple[Int64, ...]:
+        """Gathered: where this thread's piece of each of its rows begins in memory."""
+        found = []
+        if cutlass.const_expr(self.loop.gather):
+            base = self.mA.iterator.toint() + self.thread % 8 * _CHUNK
+            for p in cutlass.range_constexpr(_PASSES):
+                at = row + self.thread // 8 + p * (GROUP_THREADS // 8)
+                picked = self.index[cutlass.min(at, end - 1)]
+                found.append(base + Int64(picked) * (2 * Int64(self.mA.shape[1])))
+        return tuple(found)
+
+    @cute.jit
+    def __call__(
+        self,
+        state: State,
+        sources: tuple[Int64, ...],
+        row: Int32,
+        column: Int32,
+        expert: Int32,
+        apart: Int32,
+        begin: Int32,
+        end: Int32,
+    ) -> State:
+        """Load blocks begin .. end - 1 of the contraction for this CTA's tile.
+
+        Args:
+            row, column, expert: first row, first column of B's first half, and expert.
+            apart: columns from B's first half to its second.
+        """
+        to_a, from_a = self._a(row)
+        boxes = self._boxes(column, expert, apart)
+        for k in cutlass.range(begin, end, unroll=1):
+            self.ring.acquire(state)
+            if self.leads:
+                self.ring.expect(state)
+                self._send_b(boxes, k, state)
+                if cutlass.const_expr(not self.loop.gather):
+                    cute.copy(
+                        self.atom_a,
+                        from_a[(None, k)],
+                        to_a[(None, state.index)],
+                        tma_bar_ptr=self.ring.barrier(state),
+                    )
+            if cutlass.const_expr(self.loop.gather):
+                to = self.to + state.index * (2 * TILE_ROWS * DEPTH)
+                for p in cutlass.range_constexpr(_PASSES):
+                    ptx.cp_async(to + p * (GROUP_THREADS // 8 * 128), sources[p] + k * 128)
+                cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.barrier(state))
+            state.advance()
+        return state
+
+    def _a(self, row: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """Destination and source of A's tiles for the rows from `row` on: (box, stage | k)."""
+        shifted = cute.domain_offset((row, 0), self.tensor_a)
+        tiles = cute.local_tile(shifted, (TILE_ROWS, DEPTH), (0, None))
+        return _partition(self.atom_a, self.a, tiles)
+
+    def _boxes(self, column: Int32, expert: Int32, apart: Int32) -> list[tuple[Any, Any, Any]]:
+        """Number, destination and source of the boxes of B that this CTA loads."""
+        loop, parts = self.loop, []
+        count = loop.columns // loop.box
+        for part in range(count // loop.cluster):
+            number = part * loop.cluster + self.rank if loop.cluster > 1 else part
+            inside = number * loop.box
+            half = loop.columns // 2
+            if loop.cluster > 1 or inside >= half:
+                second = cutlass.select_(Int32(inside) >= half, Int32(1), Int32(0))
+                at = column + inside + second * (apart - half)
+            else:
+                at = column + inside
+            shifted = cute.domain_offset((at, 0, 0), self.tensor_b)
+            tiles = cute.local_tile(shifted, (loop.box, DEPTH), (0, None, expert))
+            parts.append((number, *_partition(self.atom_b, self.b, tiles)))
+        return parts
+
+    def _send_b(self, boxes: list[tuple[Any, Any, Any]], k: Int32, state: State) -> None:
+        count = self.loop.columns // self.loop.box
+        options = {}
+        if self.loop.cluster > 1:
+            options["mcast_mask"] = cutlass.Int16((1 << self.loop.cluster) - 1)
+        for number, to_b, from_b in boxes:
+            cute.copy(
+                self.atom_b,
+                from_b[(None, k)],
+                to_b[(None, state.index * count + number)],
+                tma_bar_ptr=self.ring.barrier(state),
+                **options,
+            )
+
+
+def _partition(atom: Any, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    one = cute.make_layout(1)
+    return cpasync.tma_partition(
+        atom, 0, one, cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+    )
+
+
+class Math:
+    """A multiplying warp group's side. `acc` holds its part of the tile after a call.
+
+    A thread's accumulators, flat: 4 * (columns // 8) for each 64 rows; there, for each 8 columns,
+    two neighbours in row lane // 4 of the warp's 16 and two 8 rows below.
+    """
+
+    def __init__(
+        self, loop: Mainloop, storage: Any, tiled_mma: cute.TiledMma, group: Int32
+    ) -> None:
+        """`group` is 0 or 1."""
+        self.loop, self.ring, self.tiled_mma, self.group = (
+            loop,
+            loop.ring(storage),
+            tiled_mma,
+            group,
+        )
+        layout_a, layout_b = loop.smem_layouts()
+        a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
+        b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        mma = tiled_mma.get_slice(0 if loop.pingpong else group * GROUP_THREADS)
+        self.a = tiled_mma.make_fragment_A(mma.partition_A(a))
+        self.b = tiled_mma.make_fragment_B(mma.partition_B(b))
+        shape = tiled_mma.partition_shape_C((TILE_ROWS, loop.columns))
+        self.acc = cute.make_rmem_tensor(shape, Float32)
+        if loop.pingpong:  # the first 64 rows alone
+            top = cute.local_tile(a, (_ATOM, DEPTH, loop.stages), (0, 0, 0))
+            self.top_a = tiled_mma.make_fragment_A(mma.partition_A(top))
+            self.top_mma = loop.tiled_mma()  # its own, as `set` below changes it
+            shape = tiled_mma.partition_shape_C((_ATOM, loop.columns))
+            self.top_acc = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
+
+    @cute.jit
+    def start(self) -> None:
+        """Ping-pong: the second group gives the first one its turn."""
+        if cutlass.const_expr(self.loop.pingpong):
+            if self.group == 1:
+                self._turn(0).arrive()
+
+    @cute.jit
+    def __call__(self, first: Int32, blocks: Int32, rows: Int32) -> None:
+        """Multiply `blocks` >= 1 stages, from block number `first` on, into a fresh accumulator.
+
+        Of the tile, only the first `rows` matter: blocks of 64 rows after them are left out.
+        """
+        if cutlass.const_expr(self.loop.pingpong):
+            self._turn(self.group).arrive_and_wait()
+            if rows > _ATOM:
+                self._multiply(first, blocks, True)
+            else:
+                self._multiply(first, blocks, False)
+        else:
+            if rows > self.group * _ATOM:
+                self._multiply(first, blocks, True)
+            else:
+                for k in cutlass.range(blocks, unroll=1):
+                    self.ring.release(self.ring.wait(first + k))
+
+    @cute.jit
+    def _multiply(self, first: Int32, blocks: Int32, whole: cutlass.Constexpr) -> None:
+        before = self._block(first, True, whole)
+        for k in cutlass.range(1, blocks, unroll=1):
+            stage = self._block(first + k, False, whole)
+            warpgroup.wait_group(1)
+            self.ring.release(before)
+            before = stage
+        if cutlass.const_expr(self.loop.pingpong):
+            self._turn(1 - self.group).arrive()
+        warpgroup.wait_group(0)
+        self.ring.release(before)
+
+    def _turn(self, group: Int32 | int) -> pipeline.NamedBarrier:
+        return pipeline.NamedBarrier(barrier_id=_ORDER + group, num_threads=2 * GROUP_THREADS)
+
+    def _block(self, number: Int32, fresh: bool, whole: bool) -> Int32:
+        stage = self.ring.wait(number)
+        if self.loop.gather:  # cp.async writes through the other proxy than wgmma reads by
+            cute.arch.fence_proxy("async.shared", space="cta")
+        warpgroup.fence()  # in every block, or two accumulators would be multiplied one by one
+        mma, acc, a = self.tiled_mma, self.acc, self.a
+        if not whole:
+            mma, acc, a = self.top_mma, self.top_acc, self.top_a
+        for k in range(cute.size(a, mode=[2])):
+            mma.set(warpgroup.Field.ACCUMULATE, not (fresh and k == 0))
+            at = (None, None, k, stage)
+            cute.gemm(mma, acc, a[at], self.b[at], acc)
+        warpgroup.commit_group()
+        return stage

@@ -1,0 +1,82 @@
+"""The stages between loading and multiplying warps: a ring of buffers with two barriers each.
+
+A stage is full when all its bytes have arrived, and empty when the warps that multiply it, of every
+CTA that shares it, have let it go.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32
+
+from phalanx.kernels.sm90.gemm.storage import array, struct
+
+type State = Any
+"""A `cutlass.pipeline.PipelineState`, which has no types."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Made by every thread over the same storage; `start` belongs before the first use."""
+
+    storage: Any
+    stages: int
+    bytes: int
+    """That TMA brings to a stage of one CTA."""
+    copiers: int
+    """Threads that copy to a stage with cp.async, besides TMA."""
+    readers: int
+    """Warps of a CTA that multiply a stage."""
+    cluster: int
+    """CTAs that share what is loaded."""
+
+    @staticmethod
+    def fields(stages: int) -> Any:
+        """The part of a kernel's shared memory that a ring needs."""
+        return struct(full=array(cutlass.Int64, stages), empty=array(cutlass.Int64, stages))
+
+    def start(self) -> None:
+        """One warp: initialise the barriers; to be followed by a fence and a barrier."""
+        full, empty = self.storage.full.data_ptr(), self.storage.empty.data_ptr()
+        with cute.arch.elect_one():
+            for stage in range(self.stages):
+                cute.arch.mbarrier_init(full + stage, 1 + self.copiers)
+                cute.arch.mbarrier_init(empty + stage, self.readers * self.cluster)
+
+    def producer(self) -> State:
+        """The position of a warp that loads."""
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+
+    def barrier(self, state: State) -> cute.Pointer:
+        """That counts what arrives in the stage."""
+        return self.storage.full.data_ptr() + state.index
+
+    def acquire(self, state: State) -> None:
+        """Wait until the stage may be overwritten."""
+        cute.arch.mbarrier_wait(self.storage.empty.data_ptr() + state.index, state.phase)
+
+    def expect(self, state: State) -> None:
+        """One warp, before its TMA copies: say how many bytes will come."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(state), self.bytes)
+
+    def wait(self, number: Int32) -> Int32:
+        """Wait until a stage is full: the one with block `number` of all that a CTA multiplies."""
+        stage = number % self.stages
+        full = self.storage.full.data_ptr() + stage
+        cute.arch.mbarrier_wait(full, number // self.stages % 2)
+        return stage
+
+    @cute.jit
+    def release(self, stage: Int32) -> None:
+        """Let a stage go; all lanes of a multiplying warp."""
+        lane = Int32(cute.arch.lane_idx())
+        empty = self.storage.empty.data_ptr() + stage
+        if lane < self.cluster:
+            if cutlass.const_expr(self.cluster > 1):
+                cute.arch.mbarrier_arrive(empty, lane)
+            else:
+                cute.arch.mbarrier_arrive(empty)

@@ -1,0 +1,233 @@
+"""Which tile comes next: persistent clusters claim tiles of all experts from a counter on the GPU.
+
+All tiles are claimed with an atomic add, the first of a cluster too: one that arrives late, because
+another kernel still has its SMs, or shares them, simply takes fewer. The first warp of the leading
+CTA claims one tile ahead, looks its expert up in the device's offsets and sends a record to every
+CTA of the cluster through shared memory. A tile belongs to one cluster and one expert, and results
+do not depend on who computed it.
+
+Every tile is claimed once, and every cluster claims in vain once; the last of these claims sets the
+counter back to 0, so a counter is zeroed once, not once a launch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass._mlir.dialects.nvvm import MemScopeKind
+
+from phalanx.kernels.sm90.exchange.waves import slice_tiles
+from phalanx.kernels.sm90.gemm.storage import array, struct
+
+SLOTS = 2
+"""Records in flight: the tile being computed and the one after it."""
+RECORD_INTS = 4
+"""First row, row after the expert's last one, column tile, expert (-1: no tiles left); if sliced,
+the expert << `Scheduler.bits` and its slice in place of the expert."""
+_WARP = 32
+
+
+def raster(index: Any, row_tiles: Any, column_tiles: Any, band: int, smaller: Callable) -> tuple:
+    """Row and column of a tile inside an expert, so that neighbours share operands in L2.
+
+    Bands of `band` columns are walked row by row, every other band upwards. Integers of Python and
+    of the device both work.
+
+    Args:
+        index: position in the expert, 0 to row_tiles * column_tiles - 1.
+        row_tiles, column_tiles: size of the expert's grid of tiles, both positive.
+        band: columns of a band.
+        smaller: minimum of two such integers.
+    """
+    number = index // (row_tiles * band)
+    inside = index - number * (row_tiles * band)
+    width = smaller(column_tiles - number * band, band)
+    row = inside // width
+    column = number * band + inside - row * width
+    return row + (number % 2) * (row_tiles - 1 - 2 * row), column
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Choices of the scheduler that are compiled in."""
+
+    tile_rows: int
+    """Rows of a cluster's tile."""
+    cluster: int
+    """CTAs of a cluster, along the rows."""
+    readers: int
+    """Warps of a CTA that read records."""
+    dynamic: bool = True
+    """Claim from the counter; otherwise tiles are dealt out in turn."""
+    band: int = 8
+    sliced: bool = False
+    """Tiles of an expert come slice after slice of its rows, and records name the slice."""
+
+    def storage(self) -> Any:
+        """The part of a kernel's shared memory that this scheduler needs."""
+        return struct(
+            full=array(cutlass.Int64, SLOTS),
+            empty=array(cutlass.Int64, SLOTS),
+            records=array(cutlass.Int32, SLOTS * RECORD_INTS, 4 * RECORD_INTS),
+        )
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """The scheduler inside a kernel. Made by every thread; `start` belongs before the first use."""
+
+    config: Schedule
+    storage: Any
+    offsets: cute.Tensor
+    counter: cute.Tensor
+    experts: Int32
+    column_tiles: Int32
+    bits: Any = None
+    """Of the slices of an expert, if there are any."""
+
+    def start(self) -> None:
+        """Initialise the barriers; to be followed by a fence and a barrier of the cluster."""
+        full, empty = self.storage.full.data_ptr(), self.storage.empty.data_ptr()
+        with cute.arch.elect_one():
+            for slot in range(SLOTS):
+                cute.arch.mbarrier_init(full + slot, 1)
+                cute.arch.mbarrier_init(empty + slot, self.config.readers * self.config.cluster)
+
+    @cute.jit
+    def read(self, number: Int32) -> tuple[Int32, ...]:
+        """Wait for the record of this CTA's tile `number` (0, 1, ...), and free its slot."""
+        slot = number & (SLOTS - 1)
+        cute.arch.mbarrier_wait(self.storage.full.data_ptr() + slot, (number >> 1) & 1)
+        record = cute.make_tensor(self._record(slot), cute.make_layout(RECORD_INTS))
+        row, end, column, expert = record[0], record[1], record[2], record[3]
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            # Of CTA scope, also to the leader: a record was read, there is nothing to publish. A
+            # release to the cluster would wait for all stores of the warp.
+            empty = self.storage.empty.data_ptr() + slot
+            if cutlass.const_expr(self.config.cluster > 1):
+                cute.arch.mbarrier_arrive(empty, peer_cta_rank_in_cluster=0)
+            else:
+                cute.arch.mbarrier_arrive(empty)
+        return row, end, column, expert
+
+    @cute.jit
+    def send(self, number: Int32, row: Int32, end: Int32, column: Int32, expert: Int32) -> None:
+        """Leader's warp: put the record of tile `number` into every CTA of the cluster."""
+        slot = number % SLOTS
+        lane = cute.arch.lane_idx()
+        cute.arch.mbarrier_wait(self.storage.empty.data_ptr() + slot, (number // SLOTS) % 2 ^ 1)
+        full = self.storage.full.data_ptr() + slot
+        if cutlass.const_expr(self.config.cluster > 1):
+            if lane < self.config.cluster:
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    full, 4 * RECORD_INTS, lane, scope=MemScopeKind.CLUSTER
+                )
+                values = (row, end, column, expert)
+                cute.arch.store_async_dsmem(self._record(slot), values, full, lane)
+        else:  # no fence beyond the CTA, for which readers about to multiply would wait
+            record = cute.make_tensor(self._record(slot), cute.make_layout(RECORD_INTS))
+            with cute.arch.elect_one():
+                record[0], record[1], record[2], record[3] = row, end, column, expert
+                cute.arch.mbarrier_arrive(full)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def claim(self) -> Int32:
+        """Leader's warp: start to claim a tile; the number arrives in lane 0, for `after`."""
+        claimed = Int32(0)
+        if cutlass.const_expr(self.config.dynamic):
+            if cute.arch.lane_idx() == 0:
+                claimed = cute.arch.atomic_add(
+                    self.counter.iterator, Int32(1), sem="relaxed", scope="gpu"
+                )
+        return claimed
+
+    @cute.jit
+    def first(self) -> Int32:
+        """Leader's warp: the cluster's first tile."""
+        if cutlass.const_expr(self.config.dynamic):
+            return cute.arch.shuffle_sync(self.claim(), 0)
+        else:
+            return cute.arch.cluster_idx()[0]
+
+    @cute.jit
+    def after(self, tile: Int32, claimed: Int32, clusters: Int32) -> Int32:
+        """The tile after `tile`: the claimed one, or the next in turn."""
+        if cutlass.const_expr(self.config.dynamic):
+            return cute.arch.shuffle_sync(claimed, 0)
+        else:
+            return tile + clusters
+
+    @cute.jit
+    def window(self, first: Int32) -> tuple[Int32, ...]:
+        """Experts first .. first + 31, one a lane: begin, end, and tiles up to and with it."""
+        lane = cute.arch.lane_idx()
+        begin = self.offsets[cutlass.min(first + lane, self.experts)]
+        end = self.offsets[cutlass.min(first + lane + 1, self.experts)]
+        upto = self._row_tiles(begin, end) * self.column_tiles
+        for step in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(upto, 1 << step)
+            upto = cutlass.select_(lane >= 1 << step, upto + below, upto)
+        return begin, end, upto
+
+    @cute.jit
+    def locate(
+        self, tile: Int32, first: Int32, before: Int32, begin: Int32, end: Int32, upto: Int32
+    ) -> tuple[Int32, ...]:
+        """The record of a tile. Tiles must not decrease from call to call.
+
+        Args:
+            tile: number over all experts.
+            first, before, begin, end, upto: the window and the number of tiles before it.
+
+        Returns:
+            The window moved on, then row, end, column and expert of the tile, then the number of
+            tiles up to the end of the window: if there is no such tile (expert -1), of all.
+        """
+        total = cute.arch.shuffle_sync(upto, _WARP - 1)
+        while tile - before >= total and first + _WARP < self.experts:
+            before += total
+            first += _WARP
+            begin, end, upto = self.window(first)
+            total = cute.arch.shuffle_sync(upto, _WARP - 1)
+        inside = tile - before
+        ahead = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= inside))
+        source = cutlass.min(ahead, _WARP - 1)
+        row = cute.arch.shuffle_sync(begin, source)
+        stop = cute.arch.shuffle_sync(end, source)
+        last = cute.arch.shuffle_sync(upto, source)
+        column, expert = Int32(0), Int32(-1)
+        if inside < total:
+            row_tiles = self._row_tiles(row, stop)
+            index = inside - (last - row_tiles * self.column_tiles)
+            if cutlass.const_expr(self.config.sliced):
+                height = slice_tiles(row_tiles, self.bits)
+                number = index // (height * self.column_tiles)
+                index -= number * height * self.column_tiles
+                row += number * height * self.config.tile_rows
+                row_tiles = cutlass.min(row_tiles - number * height, height)
+            row_tile, column = raster(
+                index, row_tiles, self.column_tiles, self.config.band, cutlass.min
+            )
+            row += row_tile * self.config.tile_rows
+            expert = first + source
+            if cutlass.const_expr(self.config.sliced):
+                expert = (expert << self.bits) + number
+        return first, before, begin, end, upto, row, stop, column, expert, before + total
+
+    @cute.jit
+    def finish(self, tile: Int32, clusters: Int32, tiles: Int32) -> None:
+        """Leader's warp, after a claim in vain: the last of all claims zeroes the counter."""
+        if cutlass.const_expr(self.config.dynamic):
+            if tile == tiles + clusters - 1 and cute.arch.lane_idx() == 0:
+                self.counter[0] = Int32(0)
+
+    def _row_tiles(self, begin: Int32, end: Int32) -> Int32:
+        return (end - begin + (self.config.tile_rows - 1)) // self.config.tile_rows
+
+    def _record(self, slot: Int32) -> cute.Pointer:
+        return (self.storage.records.data_ptr() + slot * RECORD_INTS).align(4 * RECORD_INTS)

@@ -1,0 +1,68 @@
+"""Which tile a grouped GEMM uses for a shape.
+
+`tiles.json` has the measured time of each tile, for each kind of GEMM, relative to the fastest and
+for a number of columns that all divide; `scripts/bench_kernels.py --tune` measures and rewrites it.
+The rest is arithmetic: columns are padded to whole tiles.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+from phalanx.kernels.sm90.gemm.mainloop import Mainloop
+
+TILES = {
+    "pp128": Mainloop(128, pingpong=True),
+    "pp192": Mainloop(192, pingpong=True),
+    "co256": Mainloop(256),
+}
+"""Warp groups that take turns at tiles (pp) or share them (co), by columns of accumulators."""
+PATH = Path(__file__).with_name("tiles.json")
+DEEP = 4096
+"""Contraction from which on gathering differs: its loads are what a tile waits for."""
+
+
+def kind(name: str, *, gather: bool, depth: int) -> str:
+    """The entry of the table for a kernel and a contraction of `depth` channels."""
+    if not gather:
+        return name
+    return f"{name} gathered, deep" if depth >= DEEP else f"{name} gathered"
+
+
+@functools.cache
+def table() -> dict[str, dict[str, float]]:
+    """Relative time of each tile, by kind."""
+    return json.loads(PATH.read_text())
+
+
+@functools.cache
+def choose(
+    name: str,
+    columns: int,
+    depth: int,
+    *,
+    gather: bool,
+    transposed: bool,
+    halves: int = 1,
+) -> Mainloop:
+    """The fastest tile.
+
+    Args:
+        name: `rows`, `fc1_act` or `fc2_dgrad_dact`.
+        columns: of the output. depth: of the contraction.
+        gather: rows of A are picked by an index. transposed: B is stored [L, K, N].
+        halves: accumulators of an output, 2 with a gate.
+    """
+
+    def cost(tile: str) -> float:
+        wide = TILES[tile].columns // halves
+        return relative[tile] * (-(-columns // wide) * wide)
+
+    relative = table()[kind(name, gather=gather, depth=depth)]
+    return configured(min(relative, key=cost), gather=gather, transposed=transposed)
+
+
+def configured(tile: str, *, gather: bool, transposed: bool) -> Mainloop:
+    """A tile of TILES for given operands."""
+    shape = TILES[tile]
+    return Mainloop(shape.columns, shape.pingpong, b_transposed=transposed, gather=gather)

@@ -1,0 +1,195 @@
+"""Call kernels of this package with torch tensors, on the current stream.
+
+A kernel (see `Kernel`) is compiled once per configuration, for any sizes, and kept on disk by
+`kernels.cache`. A launch reads no tensor on the host and can be captured in a CUDA graph;
+`prepare`, or a first launch, has to come before the capture.
+"""
+
+import functools
+import platform
+import struct
+import threading
+from collections.abc import Sequence
+from importlib.metadata import version
+from inspect import signature
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import torch
+from cutlass import Int32
+from cutlass.cute.runtime import make_ptr
+from torch import Tensor
+
+from phalanx.kernels.cache import Cache, digest_of, folder, name_of
+from phalanx.kernels.sm90.jit.program import Program, export
+
+ARCH = "sm_90a"
+_ALIGN = 16
+_HERE = Path(__file__).parent
+_PREFIX = "phalanx"
+
+
+class Kernel(Protocol):
+    """What a kernel class has; `cute.compile` takes its instances."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]]
+    """Element, and assumed alignment in bytes, of each pointer argument."""
+    integers: ClassVar[int]
+    """Number of Int32 arguments."""
+
+    def __init__(self, config: Any) -> None:
+        """`config` is a frozen dataclass whose repr names every compiled-in choice."""
+
+    def __call__(self, *arguments: Any) -> None:
+        """Host side: the pointers, a tuple of the integers, and the stream."""
+
+
+_PROGRAMS: dict[tuple[type[Kernel], Any], Program] = {}
+_PREPARING = threading.Lock()  # the compiler serves one thread at a time
+
+
+def launch(
+    kernel: type[Kernel], config: Any, tensors: Sequence[Tensor | None], sizes: Sequence[int]
+) -> None:
+    """Run a kernel on the current stream of the tensors' device.
+
+    Args:
+        kernel: its class. config: what it is compiled for.
+        tensors: one for each of `kernel.pointers`; None stands for a null pointer.
+        sizes: its `kernel.integers` Int32 arguments.
+
+    Raises:
+        ValueError: a tensor is not aligned as the kernel assumes, or a size is no Int32.
+        RuntimeError: the CUDA runtime refuses the launch.
+    """
+    program = _PROGRAMS.get((kernel, config)) or _program(kernel, config)
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    for address, (_, align) in zip(addresses, kernel.pointers, strict=True):
+        if address % align:
+            raise _misaligned(kernel, addresses)
+    device = next(t for t in tensors if t is not None).get_device()
+    stream = torch._C._cuda_getCurrentRawStream(device)  # makes no Stream object
+    try:
+        if device == torch.cuda.current_device():
+            program(device, addresses, sizes, stream)
+        else:
+            with torch.cuda.device(device):
+                program(device, addresses, sizes, stream)
+    except struct.error:
+        raise ValueError(
+            f"{kernel.__name__} takes {kernel.integers} sizes below 2^31, not {tuple(sizes)}"
+        ) from None
+
+
+def prepare(kernel: type[Kernel], config: Any, device: torch.device) -> None:
+    """Compile a kernel or load it from disk, and put it on a CUDA device, as a first launch does.
+
+    For use before a capture, and before kernels that wait for others run.
+    """
+    with torch.cuda.device(device):
+        _program(kernel, config).load(torch.cuda.current_device())
+
+
+def compile_kernel(kernel_type: type[Kernel], config: Any, options: str = "") -> Any:
+    """What `cute.compile` makes of a kernel; needs no GPU and knows no cache.
+
+    `options` are further ones of `cute.compile`, such as `--keep-cubin`.
+    """
+    pointers = [
+        make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
+        for dtype, align in kernel_type.pointers
+    ]
+    return cute.compile(
+        kernel_type(config),
+        *pointers,
+        tuple(Int32(0) for _ in range(kernel_type.integers)),
+        cuda.CUstream(0),
+        options=f"--gpu-arch {ARCH} {options}".strip(),
+    )
+
+
+def entry_name(kernel: type[Kernel], config: Any) -> str:
+    """Name of the kernel in a `Cache`: changes with whatever its machine code depends on."""
+    return name_of(
+        kernel.__name__,
+        *(ARCH, platform.machine(), version("nvidia-cutlass-dsl"), _sources()),
+        *(f"{kernel.__module__}.{kernel.__qualname__}", repr(config)),
+    )
+
+
+def build(kernel: type[Kernel], config: Any, cache: Cache) -> bytes:
+    """The kernel's object from the cache, where it is put if it is missing; needs no GPU."""
+    return cache.fetch(
+        entry_name(kernel, config), lambda: export(compile_kernel(kernel, config), _PREFIX)
+    )
+
+
+@functools.cache
+def sms(device: torch.device) -> int:
+    """SMs of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def clusters_beside(sms: int, sm_margin: int, cluster: int) -> int:
+    """Clusters that leave `sm_margin` of `sms` SMs free, at least 1."""
+    if sm_margin < 0:
+        raise ValueError(f"sm_margin={sm_margin}: must not be negative")
+    return max(1, (sms - sm_margin) // cluster)
+
+
+def check(
+    device: torch.device,
+    name: str,
+    tensor: Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...] | None,
+) -> None:
+    """Refuse a tensor that a kernel cannot take; None, an absent optional tensor, passes.
+
+    Args:
+        device: where the call's tensors are. name: of the argument.
+        dtype, shape: what the tensor must have; shape None means any.
+
+    Raises:
+        ValueError: device, dtype, shape, contiguity or, for bf16, alignment to 16 bytes.
+    """
+    if tensor is None:
+        return
+    if not tensor.is_cuda or tensor.device != device:
+        wanted = f"the CUDA device {device}" if device.type == "cuda" else "a CUDA device"
+        raise ValueError(f"{name} must be on {wanted}, not on {tensor.device}")
+    if tensor.dtype != dtype or (shape is not None and tensor.shape != shape):
+        wanted = "" if shape is None else f" {list(shape)}"
+        raise ValueError(f"{name} must be {dtype}{wanted}, not {tensor.dtype} {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, not of strides {tensor.stride()}")
+    if dtype == torch.bfloat16 and tensor.data_ptr() % _ALIGN:
+        raise ValueError(f"{name} must start at a multiple of {_ALIGN} bytes")
+
+
+def _program(kernel: type[Kernel], config: Any) -> Program:
+    with _PREPARING:
+        program = _PROGRAMS.get((kernel, config))
+        if program is None:
+            data = build(kernel, config, Cache(folder()))
+            program = Program(data, _PREFIX, len(kernel.pointers), kernel.integers)
+            _PROGRAMS[kernel, config] = program
+        return program
+
+
+@functools.cache
+def _sources() -> str:
+    """Hash of all that kernels are traced from, read once per process."""
+    return digest_of([*_HERE.glob("*.py"), _HERE.parent / "activation.py"])
+
+
+def _misaligned(kernel: type[Kernel], addresses: Sequence[int]) -> ValueError:
+    names = list(signature(kernel.__call__).parameters)[1:]
+    wrong = (
+        f"{name} must start at a multiple of {align} bytes"
+        for name, address, (_, align) in zip(names, addresses, kernel.pointers, strict=False)
+        if address % align
+    )
+    return ValueError(f"{kernel.__name__}: {next(wrong)}")

@@ -1,0 +1,136 @@
+"""The kernels that this package's own heuristics can choose: built ahead of time, checked by tests.
+
+A function a group of families, a line a family. Others are compiled when they are first launched.
+Nothing of CuTe DSL is imported before `SHIPPED` is read.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from phalanx.kernels.expert_mlp.activation import Activation
+
+SHIPPED: tuple[tuple[type, Any], ...]
+"""Kernel class and configuration of each; made when it is first read."""
+
+SWIGLU = Activation("swiglu")
+GPT_OSS = Activation("quick_geglu", limit=7.0, offset=1.0)
+OTHERS = (Activation("geglu"), Activation("squared_relu"))
+EITHER = (False, True)
+
+
+def _gemms() -> Iterator[tuple[type, Any]]:
+    """`rows`, `fc1_act` and `fc2_dgrad_dact` by the tiles of their tables."""
+    from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
+    from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
+    from phalanx.kernels.sm90.experts.rows import RowsKernel
+    from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
+    from phalanx.kernels.sm90.gemm.gemm import GemmConfig
+    from phalanx.kernels.sm90.gemm.tiles import configured, table
+
+    def gemm(
+        epilogue: Any, tile: str, gather: bool, transposed: bool, waits: bool = False
+    ) -> GemmConfig:
+        loop = configured(tile, gather=gather, transposed=transposed)
+        return GemmConfig(epilogue, loop, waits=waits)
+
+    for tile in table()["rows"]:
+        for bias, tells in product(EITHER, EITHER):
+            yield RowsKernel, gemm(Linear(bias, tells), tile, False, False)
+        yield RowsKernel, gemm(Linear(), tile, False, True)
+    for tile, gather in product(table()["fc1_act"], EITHER):
+        yield Fc1Kernel, gemm(Act(SWIGLU), tile, gather, False)
+    for kind, gather in (("fc2_dgrad_dact", False), ("fc2_dgrad_dact gathered", True)):
+        for tile in table()[kind]:
+            yield DgradKernel, gemm(ActGrad(SWIGLU), tile, gather, True)
+    for gather in EITHER:
+        yield Fc1Kernel, gemm(Act(GPT_OSS, bias=True), "pp192", gather, False)
+        yield DgradKernel, gemm(ActGrad(GPT_OSS), "pp192", gather, True)
+    for tile in table()["fc1_act"]:
+        yield Fc1Kernel, gemm(Act(SWIGLU), tile, True, False, waits=True)
+    for tile in table()["fc2_dgrad_dact gathered"]:
+        yield DgradKernel, gemm(ActGrad(SWIGLU), tile, True, True, waits=True)
+    yield Fc1Kernel, gemm(Act(GPT_OSS, bias=True), "pp192", True, False, waits=True)
+    yield DgradKernel, gemm(ActGrad(GPT_OSS), "pp192", True, True, waits=True)
+    for act in OTHERS:
+        yield Fc1Kernel, gemm(Act(act), "pp192", True, False)
+        tile = "pp128" if act.kind == "geglu" else "pp192"
+        yield DgradKernel, gemm(ActGrad(act), tile, True, True)
+
+
+def _other_gradients() -> Iterator[tuple[type, Any]]:
+    """In bf16, or added to others; weights in the order of the plan, if there is one."""
+    from phalanx.kernels.sm90.experts.bias_grad import BiasGradConfig, BiasGradKernel
+    from phalanx.kernels.sm90.experts.contraction import D, V
+    from phalanx.kernels.sm90.experts.dprob import DprobConfig, DprobKernel
+    from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel
+
+    for columns, add, operands in product((192, 256), EITHER, (None, D, V)):
+        yield WgradKernel, WgradConfig(columns, add, add, operands, ordered=True)
+    for columns, operands in product((192, 256), (D, V)):
+        # A step's first, which replaces; and what is added to gradients in bf16.
+        yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True)
+        yield WgradKernel, WgradConfig(columns, False, True, operands, ordered=True)
+    for columns, wide, add in product((192, 256), EITHER, EITHER):
+        yield WgradKernel, WgradConfig(columns, wide, add)
+    for add, scaled in product(EITHER, EITHER):
+        yield BiasGradKernel, BiasGradConfig(wide=True, add=add, scaled=scaled, indexed=scaled)
+    yield from ((BiasGradKernel, BiasGradConfig(True, add, scaled=True)) for add in EITHER)
+    for table, gather in ((False, False), (True, False), (True, True)):
+        yield DprobKernel, DprobConfig(table, gather)
+
+
+def _routing() -> Iterator[tuple[type, Any]]:
+    """What leads tokens to experts and back; `topk` as the models in configs/model need it."""
+    from phalanx.kernels.sm90.experts.combine import CombineConfig, CombineKernel
+    from phalanx.kernels.sm90.routing.logits import TopkConfig
+    from phalanx.kernels.sm90.routing.place import CAPACITIES, PlanConfig, PlanKernel
+    from phalanx.kernels.sm90.routing.plan import GatherConfig, GatherKernel
+    from phalanx.kernels.sm90.routing.topk import TopkKernel
+    from phalanx.kernels.sm90.routing.topk_gradient import TopkGradientKernel
+
+    yield from ((PlanKernel, PlanConfig(capacity)) for capacity in CAPACITIES)
+    yield GatherKernel, GatherConfig()
+    yield from ((CombineKernel, CombineConfig(slots)) for slots in (1, 2, 4, 6, 8, 10, 16))
+    yield from ((CombineKernel, CombineConfig(ranks, adds=True)) for ranks in (2, 4, 8))
+    for top_k in (4, 8):
+        config = TopkConfig(top_k, 1, bf16=False, weights="softmax")
+        yield from ((kernel, config) for kernel in (TopkKernel, TopkGradientKernel))
+    yield TopkKernel, TopkConfig(6, 1, bf16=False, weights="softmax")  # for balancing losses
+    for top_k, vectors in ((6, 1), (8, 2)):
+        choice: dict[str, Any] = dict(
+            top_k=top_k, vectors=vectors, bf16=False, weights="sigmoid_sum"
+        )
+        yield TopkKernel, TopkConfig(**choice, biased=True)
+        yield TopkGradientKernel, TopkConfig(**choice)
+
+
+def _exchanges() -> Iterator[tuple[type, Any]]:
+    """Between eight GPUs, for the widths of the models in configs/model."""
+    from phalanx.kernels.sm90.exchange.combine_push import CombinePushConfig, CombinePushKernel
+    from phalanx.kernels.sm90.exchange.push import (
+        ArriveConfig,
+        ArriveKernel,
+        PushConfig,
+        PushKernel,
+    )
+
+    for (hidden, slots), back in product(((2048, 8), (2880, 4), (7168, 8)), EITHER):
+        yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
+    for slots, side in product((4, 8), EITHER):
+        yield CombinePushKernel, CombinePushConfig(slots, 8, side)
+    yield ArriveKernel, ArriveConfig(8)
+
+
+def _shipped() -> Iterator[tuple[type, Any]]:
+    yield from _gemms()
+    yield from _other_gradients()
+    yield from _routing()
+    yield from _exchanges()
+
+
+def __getattr__(name: str) -> Any:
+    if name != "SHIPPED":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    globals()[name] = made = tuple(_shipped())
+    return made

@@ -1,0 +1,145 @@
+"""Rows of router logits in the registers of a warp, and the arithmetic of routing probabilities.
+
+Shared by the kernels `topk` and `topk_backward`: one warp a token, four successive logits of every
+128 a lane. All arithmetic is fp32, whatever the logits are.
+
+Legend: T tokens, E experts, K experts per token.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from phalanx.kernels.sm90.jit.ptx import unpack
+
+WARPS = 8
+"""Tokens of a thread block."""
+LANES = 32
+FOUR = 4
+"""Logits of a vector: a lane has every 32nd vector of its token's row."""
+MAX_EXPERTS = 512
+MAX_SLOTS = 16
+TINY = 1e-20
+"""Added to the sum that normalises sigmoids."""
+WEIGHTS = ("softmax", "softmax_all", "sigmoid", "sigmoid_sum")
+"""Probabilities: softmax over the chosen or all logits, sigmoids plain or over their sum."""
+
+
+@dataclass(frozen=True)
+class TopkConfig:
+    """What is compiled into the kernels `topk` and `topk_backward`."""
+
+    top_k: int
+    vectors: int
+    """Vectors of four logits that a lane holds: 1 for up to 128 experts, at most 4."""
+    bf16: bool
+    """Logits are bf16, not fp32."""
+    weights: str
+    """One of `WEIGHTS`."""
+    biased: bool = False
+    """Choose by sigmoid plus bias, not by the logit."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= MAX_SLOTS:
+            raise ValueError(f"top_k={self.top_k}: must be 1 to {MAX_SLOTS}")
+        if not 1 <= self.vectors <= MAX_EXPERTS // (FOUR * LANES):
+            raise ValueError(f"vectors={self.vectors}: more than {MAX_EXPERTS} experts")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights={self.weights}: must be one of {WEIGHTS}")
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A row of logits, for a warp: element i of vector v of lane l is expert 128 v + 4 l + i."""
+
+    config: TopkConfig
+    row: cute.Pointer
+    """As words of 4 bytes."""
+    experts: Int32
+
+    @staticmethod
+    def of(config: TopkConfig, logits: cute.Pointer, token: Int32, experts: Int32) -> "Logits":
+        """Row of a token in [T, E]."""
+        first = Int64(token) * (experts >> 2) * words_of(config)
+        return Logits(config, logits + first, experts)
+
+    def expert(self, v: int) -> Int32:
+        return (v * LANES + cute.arch.lane_idx()) * FOUR
+
+    def vector(self, v: int) -> cute.Tensor:
+        """Vector v of this lane in memory, as words."""
+        words = words_of(self.config)
+        at = (v * LANES + cute.arch.lane_idx()) * words
+        return cute.make_tensor(self.row + at, cute.make_layout(words))
+
+    @cute.jit
+    def load(self, absent: Float32) -> cute.Tensor:
+        """All of this lane, `absent` past the last expert."""
+        x = cute.make_rmem_tensor((FOUR, self.config.vectors), Float32)
+        x.fill(absent)
+        for v in cutlass.range_constexpr(self.config.vectors):
+            if self.expert(v) < self.experts:
+                words = cute.make_rmem_tensor(words_of(self.config), Uint32)
+                cute.autovec_copy(self.vector(v), words)
+                for i in cutlass.range_constexpr(FOUR):
+                    x[i, v] = self._value(words, i)
+        return x
+
+    @cute.jit
+    def one(self, expert: Int32) -> Float32:
+        """The logit of any expert of the row."""
+        if cutlass.const_expr(self.config.bf16):
+            low, high = unpack(load_one(self.row + expert // 2))
+            return Float32(cutlass.select_(expert % 2 == 0, low, high))
+        else:
+            return as_float(load_one(self.row + expert))
+
+    def _value(self, words: cute.Tensor, i: int) -> Float32:
+        return unpack(words[i // 2])[i % 2] if self.config.bf16 else as_float(words[i])
+
+
+def words_of(config: TopkConfig) -> int:
+    """Words of a vector of four logits."""
+    return FOUR // 2 if config.bf16 else FOUR
+
+
+@cute.jit
+def sum_exp(row: Logits, x: cute.Tensor, largest: Float32) -> Float32:
+    """This lane's sum of exp(x - largest)."""
+    total = Float32(0)
+    for v in cutlass.range_constexpr(row.config.vectors):
+        if row.expert(v) < row.experts:
+            for i in cutlass.range_constexpr(FOUR):
+                total += cute.math.exp(x[i, v] - largest)
+    return total
+
+
+def sigmoid(x: Float32) -> Float32:
+    """As torch's, bit for bit on the same GPU."""
+    return Float32(1) / (Float32(1) + cute.math.exp(-x))
+
+
+def warp_sum(x: Float32) -> Float32:
+    """Sum of all lanes, in the same order for every lane and run."""
+    for step in (16, 8, 4, 2, 1):
+        x = x + cute.arch.shuffle_sync_bfly(x, step)
+    return x
+
+
+def as_bits(x: Float32) -> Uint32:
+    return x.bitcast(Uint32)
+
+
+def as_float(bits: Uint32) -> Float32:
+    return bits.bitcast(Float32)
+
+
+def load_one(pointer: cute.Pointer) -> Any:
+    return cute.make_tensor(pointer, cute.make_layout(1))[0]
+
+
+def store_one(pointer: cute.Pointer, value: Any) -> None:
+    cute.make_tensor(pointer, cute.make_layout(1))[0] = value

@@ -1,0 +1,394 @@
+"""Kernels `count` and `place`: from the experts of all pairs to the routing plan, in one call.
+
+`count` counts the pairs of every expert in every chunk of pairs; `place` adds the counts up, ranks
+the pairs of its own chunk and writes the plan. Pairs are ranked by expert, then row, then slot, in
+whole warps and in order, so that no result depends on timing: the atomics only add integers.
+
+Legend: P = N * K pairs of a row and a slot, L local experts, S expert rows kept (static).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from phalanx.kernels.sm90.gemm.storage import array, struct
+
+THREADS = 512
+WARPS = THREADS // 32
+CAPACITIES = (64, 256, 512, 1024)
+"""Numbers of local experts that there are kernels for."""
+MAX_PAIRS = 1 << 24
+MAX_SLOTS = 256
+"""For `_divide`, together with the limit of pairs."""
+_BATCH = 4
+"""Pairs that a thread loads before it uses the first."""
+_COUNT_BATCH = 8
+"""The same of counts, four experts each."""
+_WARP_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What is compiled into the two kernels of a plan."""
+
+    capacity: int
+    """Local experts that fit: 64, 256, 512 or 1024."""
+    overlap: bool = True
+    """Start the second kernel while the first runs; it waits before it reads the counts."""
+
+    def __post_init__(self) -> None:
+        if self.capacity not in CAPACITIES:
+            raise ValueError(f"capacity={self.capacity}: must be one of {CAPACITIES}")
+
+
+class PlanKernel:
+    """Both kernels of a configuration, as `cute.compile` takes them."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        (Int32, 4),  # topk_idx [P]
+        (Float32, 4),  # topk_prob [P]
+        (Int32, 4),  # row_index [S]
+        (Float32, 4),  # row_prob [S]
+        (Int32, 4),  # offsets [L + 1]
+        (Int32, 4),  # inverse [P]
+        (Int32, 4),  # needed [1]
+        (Int32, 4),  # order [L]
+        (Int32, 16),  # counts [chunks, L rounded up to 4], scratch
+    )
+    integers: ClassVar[int] = 7
+
+    def __init__(self, config: PlanConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        idx: cute.Pointer,
+        prob: cute.Pointer,
+        row_index: cute.Pointer,
+        row_prob: cute.Pointer,
+        offsets: cute.Pointer,
+        inverse: cute.Pointer,
+        needed: cute.Pointer,
+        order: cute.Pointer,
+        counts: cute.Pointer,
+        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch both kernels on blocks of `THREADS`.
+
+        Args:
+            idx ... counts: see `pointers`.
+            sizes: P = N * K pairs, K, first expert, L, S, chunks, pairs of a warp.
+        """
+        P, K, first, L, S, blocks, span = sizes
+        width = cute.assume((L + 3) // 4 * 4, divby=4)
+        mIdx = cute.make_tensor(idx, cute.make_layout(P))
+        mInverse = cute.make_tensor(inverse, cute.make_layout(P))
+        mCounts = cute.make_tensor(counts, cute.make_layout((blocks, width), stride=(width, 1)))
+        self.count(mIdx, mCounts, first, L, span).launch(
+            grid=[blocks, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
+        )
+        self.place(
+            mIdx,
+            cute.make_tensor(prob, cute.make_layout(P)),
+            cute.make_tensor(row_index, cute.make_layout(S)),
+            cute.make_tensor(row_prob, cute.make_layout(S)),
+            cute.make_tensor(offsets, cute.make_layout(L + 1)),
+            mInverse,
+            cute.make_tensor(needed, cute.make_layout(1)),
+            cute.make_tensor(order, cute.make_layout(L)),
+            mCounts,
+            K,
+            first,
+            L,
+            S,
+            span,
+        ).launch(
+            grid=[blocks, 1, 1],
+            block=[THREADS, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=self.config.overlap,
+        )
+
+    @cute.kernel
+    def count(
+        self, idx: cute.Tensor, counts: cute.Tensor, first: Int32, experts: Int32, span: Int32
+    ) -> None:
+        """counts[c, e] = pairs of chunk c that expert e gets."""
+        if cutlass.const_expr(self.config.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
+        capacity = self.config.capacity
+        thread, chunk = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        memory = cutlass.utils.SmemAllocator().allocate(struct(counts=array(Int32, capacity)))
+        own = memory.counts.get_tensor(cute.make_layout(capacity))
+        self._zero(own, thread)
+        cute.arch.sync_threads()
+        begin = chunk * WARPS * span
+        end = cutlass.min(begin + WARPS * span, cute.size(idx))
+        for base in cutlass.range(begin, end, _BATCH * THREADS, unroll=1):
+            expert = self._experts(idx, base + thread, THREADS, end, first, experts)
+            self._count(own, expert)
+        cute.arch.sync_threads()
+        for e in cutlass.range(thread, counts.shape[1], THREADS, unroll=1):
+            counts[chunk, e] = own[e]
+
+    @cute.kernel
+    def place(
+        self,
+        idx: cute.Tensor,
+        prob: cute.Tensor,
+        row_index: cute.Tensor,
+        row_prob: cute.Tensor,
+        offsets: cute.Tensor,
+        inverse: cute.Tensor,
+        needed: cute.Tensor,
+        order: cute.Tensor,
+        counts: cute.Tensor,
+        K: Int32,
+        first: Int32,
+        experts: Int32,
+        rows: Int32,
+        span: Int32,
+    ) -> None:
+        """The plan, from the pairs and the counts of all chunks."""
+        capacity = self.config.capacity
+        memory = cutlass.utils.SmemAllocator().allocate(
+            struct(
+                next=array(Int32, WARPS * capacity),
+                total=array(Int32, capacity),
+                before=array(Int32, capacity),
+                sums=array(Int32, WARPS),
+            )
+        )
+        # First the pairs of each warp that an expert gets, then the row of the next one.
+        next_row = memory.next.get_tensor(cute.make_layout((WARPS, capacity), stride=(capacity, 1)))
+        total = memory.total.get_tensor(cute.make_layout(capacity))
+        before = memory.before.get_tensor(cute.make_layout(capacity))
+        sums = memory.sums.get_tensor(cute.make_layout(WARPS))
+        thread, chunk = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        self._zero(memory.next.get_tensor(cute.make_layout(WARPS * capacity)), thread)
+        self._zero(total, thread)
+        self._zero(before, thread)
+        cute.arch.sync_threads()
+
+        begin = (chunk * WARPS + warp) * span
+        end = cutlass.min(begin + span, cute.size(idx))
+        for base in cutlass.range(begin, end, _BATCH * 32, unroll=1):
+            expert = self._experts(idx, base + lane, 32, end, first, experts)
+            self._count(next_row[warp, None], expert)
+        if cutlass.const_expr(self.config.overlap):
+            cute.arch.griddepcontrol_wait()
+        self._sum_chunks(counts, total, before, chunk)
+        cute.arch.sync_threads()
+
+        used = self._starts(total, before, next_row, sums, offsets, needed, experts, rows)
+        cute.arch.sync_threads()
+
+        own, inverse_K = next_row[warp, None], Uint32(_WARP_MASK) // Uint32(K) + 1
+        for base in cutlass.range(begin, end, _BATCH * 32, unroll=1):
+            self._rank(
+                idx, prob, row_index, row_prob, inverse, own,
+                base + lane, end, K, inverse_K, first, experts, rows,
+            )  # fmt: skip
+        step = cute.arch.grid_dim()[0] * THREADS
+        for row in cutlass.range(used + chunk * THREADS + thread, rows, step, unroll=1):
+            row_index[row] = Int32(0)
+            row_prob[row] = Float32(0)
+        self._sort(total, order, chunk + cute.arch.grid_dim()[0] * warp, experts)
+
+    @cute.jit
+    def _zero(self, values: cute.Tensor, thread: Int32) -> None:
+        size = cute.size(values)
+        for i in cutlass.range_constexpr((size + THREADS - 1) // THREADS):
+            if i * THREADS + thread < size:
+                values[i * THREADS + thread] = Int32(0)
+
+    @cute.jit
+    def _experts(
+        self,
+        idx: cute.Tensor,
+        pair: Int32,
+        step: cutlass.Constexpr,
+        end: Int32,
+        first: Int32,
+        experts: Int32,
+    ) -> cute.Tensor:
+        """Local experts of pairs pair, pair + step, ...; -1 for none and from pair `end` on."""
+        expert = cute.make_rmem_tensor(_BATCH, Int32)
+        for j in cutlass.range_constexpr(_BATCH):
+            expert[j] = experts
+            if pair + j * step < end:
+                expert[j] = idx[pair + j * step] - first
+        for j in cutlass.range_constexpr(_BATCH):
+            here = Uint32(expert[j]) < Uint32(experts)
+            expert[j] = cutlass.select_(here, expert[j], Int32(-1))
+        return expert
+
+    @cute.jit
+    def _count(self, counts: cute.Tensor, expert: cute.Tensor) -> None:
+        """Count pairs, in shared memory."""
+        for j in cutlass.range_constexpr(_BATCH):
+            if expert[j] >= 0:
+                _add(counts, expert[j], Int32(1))
+
+    @cute.jit
+    def _sum_chunks(
+        self, counts: cute.Tensor, total: cute.Tensor, before: cute.Tensor, chunk: Int32
+    ) -> None:
+        """Add up the counts of all chunks, and of those before this block's.
+
+        Four experts a thread, and as many chunks at once as there are threads for.
+        """
+        thread = cute.arch.thread_idx()[0]
+        chunks, width = counts.shape
+        groups = THREADS // (width // 4)
+        group = thread // (width // 4)
+        expert = cute.assume((thread - group * (width // 4)) * 4, divby=4)
+        if group < groups:
+            sums = cute.make_rmem_tensor(8, Int32)
+            sums.fill(0)
+            for first in cutlass.range(group, chunks, groups * _COUNT_BATCH, unroll=1):
+                part = cute.make_rmem_tensor((4, _COUNT_BATCH), Int32)
+                part.fill(0)
+                for j in cutlass.range_constexpr(_COUNT_BATCH):
+                    c = first + j * groups
+                    if c < chunks:
+                        source = cute.domain_offset((c, expert), counts).iterator.align(16)
+                        source = cute.make_tensor(source, cute.make_layout(4))
+                        cute.autovec_copy(source, part[None, j])
+                for j in cutlass.range_constexpr(_COUNT_BATCH):
+                    earlier = first + j * groups < chunk
+                    for i in cutlass.range_constexpr(4):
+                        sums[i] += part[i, j]
+                        sums[4 + i] += cutlass.select_(earlier, part[i, j], Int32(0))
+            for i in cutlass.range_constexpr(4):
+                _add(total, expert + i, sums[i])
+                _add(before, expert + i, sums[4 + i])
+
+    @cute.jit
+    def _starts(
+        self,
+        total: cute.Tensor,
+        before: cute.Tensor,
+        next_row: cute.Tensor,
+        sums: cute.Tensor,
+        offsets: cute.Tensor,
+        needed: cute.Tensor,
+        experts: Int32,
+        rows: Int32,
+    ) -> Int32:
+        """From counts to rows: every warp's `next_row`, the offsets, clamped counts in `total`.
+
+        Returns:
+            The number of rows in use.
+        """
+        thread, chunk = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+        own = cutlass.const_expr(max(1, self.config.capacity // THREADS))
+        count = cute.make_rmem_tensor(own, Int32)
+        mine = Int32(0)
+        for i in cutlass.range_constexpr(own):
+            count[i] = Int32(0)
+            if thread * own + i < self.config.capacity:
+                count[i] = total[thread * own + i]
+            mine += count[i]
+        upto = mine
+        for step in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(upto, 1 << step)
+            upto = cutlass.select_(lane >= 1 << step, upto + below, upto)
+        if lane == 31:
+            sums[warp] = upto
+        cute.arch.sync_threads()
+        warps = cutlass.select_(lane < WARPS, sums[lane % WARPS], Int32(0))
+        start = cute.arch.warp_redux_sync(cutlass.select_(lane < warp, warps, Int32(0)), "add")
+        all_rows = cute.arch.warp_redux_sync(warps, "add")
+        start += upto - mine
+        for i in cutlass.range_constexpr(own):
+            e = thread * own + i
+            if e < self.config.capacity:
+                row = start + before[e]
+                for w in cutlass.range_constexpr(WARPS):
+                    pairs = next_row[w, e]
+                    next_row[w, e] = row
+                    row += pairs
+                begin, end = cutlass.min(start, rows), cutlass.min(start + count[i], rows)
+                total[e] = end - begin
+                if chunk == 0 and e < experts:
+                    offsets[e] = begin
+                start += count[i]
+        if chunk == 0 and thread == 0:
+            offsets[experts] = cutlass.min(all_rows, rows)
+            needed[0] = all_rows
+        return cutlass.min(all_rows, rows)
+
+    @cute.jit
+    def _rank(
+        self,
+        idx: cute.Tensor,
+        prob: cute.Tensor,
+        row_index: cute.Tensor,
+        row_prob: cute.Tensor,
+        inverse: cute.Tensor,
+        next_row: cute.Tensor,
+        pair: Int32,
+        end: Int32,
+        K: Int32,
+        inverse_K: Uint32,
+        first: Int32,
+        experts: Int32,
+        rows: Int32,
+    ) -> None:
+        """A warp's pairs pair, pair + 32, ... before `end`: their rows, and all that is at them."""
+        expert = self._experts(idx, pair, 32, end, first, experts)
+        value = cute.make_rmem_tensor(_BATCH, Float32)
+        same = cute.make_rmem_tensor(_BATCH, Uint32)
+        for j in cutlass.range_constexpr(_BATCH):
+            value[j] = Float32(0)
+            if expert[j] >= 0:
+                value[j] = prob[pair + j * 32]
+        for j in cutlass.range_constexpr(_BATCH):
+            same[j] = cute.arch.match_sync(_WARP_MASK, expert[j])
+        for j in cutlass.range_constexpr(_BATCH):
+            ahead = Int32(cute.arch.popc(same[j] & cute.arch.lanemask_lt()))
+            row = rows
+            if expert[j] >= 0:
+                row = next_row[expert[j]] + ahead
+            cute.arch.sync_warp()
+            if expert[j] >= 0 and ahead == 0:
+                next_row[expert[j]] = row + Int32(cute.arch.popc(same[j]))
+            cute.arch.sync_warp()
+            if pair + j * 32 < end:
+                inverse[pair + j * 32] = cutlass.select_(row < rows, row, Int32(-1))
+                if row < rows:
+                    row_index[row] = _divide(pair + j * 32, K, inverse_K)
+                    row_prob[row] = value[j]
+
+    @cute.jit
+    def _sort(self, count: cute.Tensor, order: cute.Tensor, first: Int32, experts: Int32) -> None:
+        """Place of experts first, first + warps of the grid, ... in the order by falling count."""
+        lane = cute.arch.lane_idx()
+        for e in cutlass.range(first, experts, cute.arch.grid_dim()[0] * WARPS, unroll=1):
+            ahead, own = Int32(0), count[e]
+            for other in cutlass.range(lane, experts, 32, unroll=4):
+                if count[other] > own or (count[other] == own and other < e):
+                    ahead += 1
+            ahead = cute.arch.warp_redux_sync(ahead, "add")
+            if lane == 0:
+                order[ahead] = e
+
+
+def _add(counts: cute.Tensor, at: Int32, value: Int32) -> None:
+    cute.arch.atomic_add(counts.iterator + at, value, sem="relaxed", scope="cta")
+
+
+def _divide(pair: Int32, K: Int32, inverse_K: Uint32) -> Int32:
+    """pair // K, with inverse_K = 2^32 / K rounded up: exact for pair * K < 2^32 (0 for K = 1)."""
+    quotient = cute.arch.mul_hi(Uint32(pair), inverse_K)
+    return cutlass.select_(K == 1, pair, Int32(quotient))

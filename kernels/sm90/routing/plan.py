@@ -1,0 +1,187 @@
+"""Routing plan on the device: which received rows the experts of a rank read, in expert order.
+
+`plan` makes the plan from the routing of all received rows, with the two kernels of `place`;
+`plan_backward` leads the gradient of the rows' probabilities back to the pairs. Bitwise the same as
+`kernels.routing.plan.make_plan` with any other backend.
+
+Legend: N rows received, K experts per token, L local experts, S expert rows kept (static).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.sm90.jit.launch import check, launch, sms
+from phalanx.kernels.sm90.routing.place import (
+    CAPACITIES,
+    MAX_PAIRS,
+    MAX_SLOTS,
+    WARPS,
+    PlanConfig,
+    PlanKernel,
+)
+
+MAX_EXPERTS = max(CAPACITIES)
+MAX_ROWS = 1 << 30
+_BATCH = 4
+"""Pairs of a thread of `GatherKernel`."""
+
+
+class Chunks(NamedTuple):
+    """How the pairs are dealt out: to thread blocks, `span` successive pairs to every warp."""
+
+    blocks: int
+    span: int
+
+
+def chunks(pairs: int, experts: int, sms: int) -> Chunks:
+    """Chunks for the GPU's `sms` multiprocessors, at least one, every warp with whole 32s of pairs.
+
+    A block spends about 5 cycles on a pair and 1/16 on each count of all chunks, which it reads to
+    learn where its pairs go: the fastest number of chunks balances the two.
+    """
+    wanted = min(max(1, math.isqrt(80 * pairs // experts)), sms)
+    span = 32 * max(1, -(-pairs // (32 * WARPS * wanted)))
+    return Chunks(max(1, -(-pairs // (WARPS * span))), span)
+
+
+@dataclass(frozen=True)
+class GatherConfig:
+    """What is compiled into a `GatherKernel`."""
+
+    threads: int = 256
+
+
+class GatherKernel:
+    """out[p] = values[index[p]], or 0 where the index is negative."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        (Float32, 4),
+        (Int32, 4),
+        (Float32, 4),
+    )  # values, index, out
+    integers: ClassVar[int] = 2
+
+    def __init__(self, config: GatherConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        values: cute.Pointer,
+        index: cute.Pointer,
+        out: cute.Pointer,
+        sizes: tuple[Int32, Int32],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch; sizes: numbers of values and of indices."""
+        rows, pairs = sizes
+        block = self.config.threads * _BATCH
+        self.kernel(
+            cute.make_tensor(values, cute.make_layout(rows)),
+            cute.make_tensor(index, cute.make_layout(pairs)),
+            cute.make_tensor(out, cute.make_layout(pairs)),
+        ).launch(
+            grid=[(pairs + (block - 1)) // block, 1, 1],
+            block=[self.config.threads, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, values: cute.Tensor, index: cute.Tensor, out: cute.Tensor) -> None:
+        threads = self.config.threads
+        first = cute.arch.block_idx()[0] * (threads * _BATCH) + cute.arch.thread_idx()[0]
+        row = cute.make_rmem_tensor(_BATCH, Int32)
+        value = cute.make_rmem_tensor(_BATCH, Float32)
+        for j in cutlass.range_constexpr(_BATCH):
+            row[j] = Int32(-1)
+            if first + j * threads < cute.size(index):
+                row[j] = index[first + j * threads]
+        for j in cutlass.range_constexpr(_BATCH):
+            value[j] = Float32(0)
+            if row[j] >= 0:
+                value[j] = values[row[j]]
+        for j in cutlass.range_constexpr(_BATCH):
+            if first + j * threads < cute.size(index):
+                out[first + j * threads] = value[j]
+
+
+def plan(
+    topk_idx_NK: Tensor,
+    topk_prob_NK: Tensor,
+    *,
+    first_expert: int,
+    local_experts: int,
+    rows: int,
+) -> ExpertPlan:
+    """Sort the pairs of this rank's experts into `rows` expert rows, as
+    `kernels.routing.plan.make_plan`.
+
+    Args:
+        topk_idx_NK: int32 global expert ids; an id outside this rank's range (-1, say) has no row.
+        topk_prob_NK: fp32 probabilities.
+        first_expert: global id of local expert 0.
+        local_experts: L.
+        rows: S. If more are needed the last experts lack rows; `needed` tells: rerun the step.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or size that the kernel does not take.
+    """
+    where = topk_idx_NK.device
+    if topk_idx_NK.ndim != 2 or not 1 <= topk_idx_NK.shape[1] <= MAX_SLOTS:
+        raise ValueError(
+            f"topk_idx must be [rows, top_k] with top_k of 1 to {MAX_SLOTS}, "
+            f"not {list(topk_idx_NK.shape)}"
+        )
+    check(where, "topk_idx", topk_idx_NK, torch.int32, None)
+    check(where, "topk_prob", topk_prob_NK, torch.float32, tuple(topk_idx_NK.shape))
+    pairs, K = topk_idx_NK.numel(), topk_idx_NK.shape[1]
+    if pairs > MAX_PAIRS:
+        raise ValueError(f"topk_idx has {pairs} entries: at most {MAX_PAIRS}")
+    if not 1 <= local_experts <= MAX_EXPERTS:
+        raise ValueError(f"local_experts={local_experts}: must be 1 to {MAX_EXPERTS}")
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"rows={rows}: must be 1 to {MAX_ROWS}")
+    if not -(1 << 31) <= first_expert < 1 << 31:
+        raise ValueError(f"first_expert={first_expert}: must be an int32")
+    blocks, span = chunks(pairs, local_experts, sms(where))
+    made = ExpertPlan(
+        topk_idx_NK.new_empty(rows),
+        topk_prob_NK.new_empty(rows),
+        topk_idx_NK.new_empty(local_experts + 1),
+        torch.empty_like(topk_idx_NK),
+        topk_idx_NK.new_empty(()),
+        topk_idx_NK.new_empty(local_experts),
+    )
+    counts = topk_idx_NK.new_empty(blocks * (local_experts + 3))
+    config = PlanConfig(next(c for c in CAPACITIES if c >= local_experts))
+    sizes = (pairs, K, first_expert, local_experts, rows, blocks, span)
+    launch(PlanKernel, config, (topk_idx_NK, topk_prob_NK, *made, counts), sizes)
+    return made
+
+
+def plan_backward(dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
+    """Gradient of `row_prob_S` to that of the pairs: dprob_S[inverse], 0 for a pair without a row.
+
+    Args:
+        dprob_S: fp32. Rows that `inverse_NK` does not name are not read.
+        inverse_NK: int32, below S.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that the kernel does not take.
+    """
+    check(inverse_NK.device, "inverse", inverse_NK, torch.int32, None)
+    check(inverse_NK.device, "dprob", dprob_S, torch.float32, (dprob_S.numel(),))
+    out = torch.empty_like(inverse_NK, dtype=torch.float32)
+    if out.numel():
+        sizes = (dprob_S.numel(), out.numel())
+        launch(GatherKernel, GatherConfig(), (dprob_S, inverse_NK, out), sizes)
+    return out

@@ -1,0 +1,376 @@
+"""Kernel `topk`: the K experts of every token, best first, and their routing probabilities.
+
+The router's choice and weights in one pass over the logits, one warp a token. Each lane holds up to
+16 logits as integers that compare like them. The K-th largest of the lanes' best is reached by few
+logits: these are put side by side, and each counts those better than itself. Ties go to the lower
+expert. A token with many equal logits takes K rounds of searching the best instead.
+
+Legend: T tokens, E experts, K experts per token.
+"""
+
+import math
+from struct import pack, unpack
+from typing import ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
+from torch import Tensor
+
+from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.jit.launch import check, launch
+from phalanx.kernels.sm90.routing.logits import (
+    FOUR,
+    LANES,
+    MAX_EXPERTS,
+    MAX_SLOTS,
+    TINY,
+    WARPS,
+    Logits,
+    TopkConfig,
+    as_bits,
+    as_float,
+    sigmoid,
+    store_one,
+    sum_exp,
+    warp_sum,
+)
+from phalanx.kernels.sm90.routing.topk_gradient import TopkGradientKernel
+
+_SIGN = 0x80000000
+_ALL_BITS = 0xFFFFFFFF
+
+
+class TopkKernel:
+    """The kernel of a configuration, as `cute.compile` takes it."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        (Uint32, 16),  # logits [T, E], as words
+        (Float32, 16),  # bias [E], if any
+        (Int32, 4),  # idx [T, K]
+        (Float32, 4),  # prob [T, K]
+    )
+    integers: ClassVar[int] = 3
+
+    def __init__(self, config: TopkConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        logits: cute.Pointer,
+        bias: cute.Pointer,
+        idx: cute.Pointer,
+        prob: cute.Pointer,
+        sizes: tuple[Int32, Int32, Int32],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch; sizes: T, E, and the bits of the fp32 factor of the probabilities."""
+        T, E, scale = sizes
+        self.kernel(logits, bias, idx, prob, T, E, scale).launch(
+            grid=[(T + (WARPS - 1)) // WARPS, 1, 1],
+            block=[WARPS * LANES, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        logits: cute.Pointer,
+        bias: cute.Pointer,
+        idx: cute.Pointer,
+        prob: cute.Pointer,
+        T: Int32,
+        E: Int32,
+        scale: Int32,
+    ) -> None:
+        config = self.config
+        memory = cutlass.utils.SmemAllocator().allocate(struct(found=array(Uint64, WARPS * LANES)))
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        all_found = memory.found.get_tensor(cute.make_layout((LANES, WARPS)))
+        found = all_found[None, warp]
+        token = cute.arch.block_idx()[0] * WARPS + warp
+        if token < T:
+            row = Logits.of(config, logits, token, E)
+            x = row.load(Float32(0))
+            keys = self._keys(row, x, bias)
+            top, candidates = self._gather(row, keys, found)
+            mine, rank = Uint64(0), Int32(MAX_SLOTS)
+            if candidates <= LANES:
+                mine, rank = self._count(found, candidates)
+            else:
+                mine, rank = self._search(row, keys)
+            expert = Int32(Uint32(_ALL_BITS) - Uint32(mine))
+            value = as_float(bits_of(Uint32(mine >> 32)))
+            chosen = rank < config.top_k
+            if cutlass.const_expr(config.biased):
+                if chosen:
+                    value = row.one(expert)
+            p = self._weigh(row, x, value, chosen, top) * as_float(Uint32(scale))
+            if chosen:
+                at = Int64(token) * config.top_k + rank
+                store_one(idx + at, expert)
+                store_one(prob + at, p)
+
+    @cute.jit
+    def _keys(self, row: Logits, x: cute.Tensor, bias: cute.Pointer) -> cute.Tensor:
+        """What the choice compares, as keys; 0 past the last expert."""
+        keys = cute.make_rmem_tensor((FOUR, self.config.vectors), Uint32)
+        keys.fill(0)
+        for v in cutlass.range_constexpr(self.config.vectors):
+            if row.expert(v) < row.experts:
+                score = x[None, v]
+                if cutlass.const_expr(self.config.biased):
+                    source = cute.make_tensor(bias + row.expert(v), cute.make_layout(FOUR))
+                    score = shifted_sigmoids(score, source)
+                for i in cutlass.range_constexpr(FOUR):
+                    keys[i, v] = key_of(score[i])
+        return keys
+
+    @cute.jit
+    def _gather(self, row: Logits, keys: cute.Tensor, found: cute.Tensor) -> tuple[Uint32, Int32]:
+        """The largest key, and the number of keys among which the K best are: up to 32 `found`.
+
+        At least K keys reach the K-th largest of the lanes' best. What is left of `found` is 0.
+        """
+        found[cute.arch.lane_idx()] = Uint64(0)
+        cute.arch.sync_warp()
+        best = _largest(keys)
+        top, least = best, best
+        for k in cutlass.range_constexpr(self.config.top_k):
+            least = cute.arch.warp_redux_sync(best, "max")
+            best = Uint32(cutlass.select_(best == least, Uint32(0), best))
+            if cutlass.const_expr(k == 0):
+                top = least
+        least = _larger(least, Uint32(1))
+        number = Int32(0)
+        for v in cutlass.range_constexpr(self.config.vectors):
+            for i in cutlass.range_constexpr(FOUR):
+                reaches = keys[i, v] >= least
+                lanes = cute.arch.vote_ballot_sync(reaches)
+                at = number + Int32(cute.arch.popc(Uint32(lanes) & cute.arch.lanemask_lt()))
+                if reaches and at < LANES:
+                    found[at] = _pair(keys[i, v], row.expert(v) + i)
+                number += Int32(cute.arch.popc(lanes))
+        cute.arch.sync_warp()
+        return top, number
+
+    @cute.jit
+    def _count(self, found: cute.Tensor, candidates: Int32) -> tuple[Uint64, Int32]:
+        """Lane l's candidate l and its rank."""
+        lane, rank = cute.arch.lane_idx(), Int32(0)
+        mine = found[lane]
+        for first in cutlass.range(0, candidates, FOUR, unroll=1):
+            for j in cutlass.range_constexpr(FOUR):
+                if found[first + j] > mine:
+                    rank += 1
+        if lane >= candidates:
+            rank = Int32(MAX_SLOTS)
+        return mine, rank
+
+    @cute.jit
+    def _search(self, row: Logits, keys: cute.Tensor) -> tuple[Uint64, Int32]:
+        """Lane k < K gets the k-th best of any number of candidates."""
+        lane, mine = cute.arch.lane_idx(), Uint64(0)
+        for k in cutlass.range(self.config.top_k, unroll=1):
+            best = cute.arch.warp_redux_sync(_largest(keys), "max")
+            expert = Int32(MAX_EXPERTS)
+            for v in cutlass.range_constexpr(self.config.vectors):
+                for i in cutlass.range_constexpr(FOUR):
+                    same = keys[i, v] == best
+                    at = cutlass.select_(same, row.expert(v) + i, Int32(MAX_EXPERTS))
+                    expert = Int32(cutlass.min(expert, at))
+            expert = cute.arch.warp_redux_sync(expert, "min")
+            for v in cutlass.range_constexpr(self.config.vectors):
+                for i in cutlass.range_constexpr(FOUR):
+                    taken = row.expert(v) + i == expert
+                    keys[i, v] = cutlass.select_(taken, Uint32(0), keys[i, v])
+            if lane == k:
+                mine = _pair(best, expert)
+        return mine, lane
+
+    @cute.jit
+    def _weigh(
+        self, row: Logits, x: cute.Tensor, value: Float32, chosen: cutlass.Boolean, top: Uint32
+    ) -> Float32:
+        """The probability, before its factor, of a lane's chosen expert with logit `value`."""
+        weights = self.config.weights
+        part = Float32(0)
+        if cutlass.const_expr(weights == "sigmoid" or weights == "sigmoid_sum"):
+            if chosen:
+                part = sigmoid(value)
+            if cutlass.const_expr(weights == "sigmoid_sum"):
+                part = part / (warp_sum(part) + Float32(TINY))
+        else:
+            largest = as_float(bits_of(top))
+            if chosen:
+                part = cute.math.exp(value - largest)
+            total = part
+            if cutlass.const_expr(weights == "softmax_all"):
+                total = sum_exp(row, x, largest)
+            part = part / warp_sum(total)
+        return part
+
+
+def key_of(x: Float32) -> Uint32:
+    """Compares like x, above 0: both zeros the same. Where a NaN ranks is not specified."""
+    bits = as_bits(x + Float32(0))
+    return Uint32(
+        cutlass.select_(bits >= Uint32(_SIGN), Uint32(_ALL_BITS) - bits, bits + Uint32(_SIGN))
+    )
+
+
+def bits_of(key: Uint32) -> Uint32:
+    """The bits of the number that a key stands for."""
+    bits = cutlass.select_(key >= Uint32(_SIGN), key - Uint32(_SIGN), Uint32(_ALL_BITS) - key)
+    return Uint32(bits)
+
+
+def shifted_sigmoids(x: cute.Tensor, bias: cute.Tensor) -> cute.Tensor:
+    """sigmoid(x) + bias of four logits. Exponentials first, as the compiler branches to divide."""
+    shift = cute.make_rmem_tensor(FOUR, Float32)
+    cute.autovec_copy(bias, shift)
+    parts = [Float32(1) + cute.math.exp(-x[i]) for i in range(FOUR)]
+    for i in range(FOUR):
+        shift[i] = Float32(1) / parts[i] + shift[i]
+    return shift
+
+
+def _largest(keys: cute.Tensor) -> Uint32:
+    best = keys[0]
+    for i in range(1, cute.size(keys)):
+        best = _larger(best, keys[i])
+    return best
+
+
+def _larger(a: Uint32, b: Uint32) -> Uint32:
+    # cutlass.max compares with a sign if its first argument is a constant.
+    return Uint32(cutlass.select_(a > b, a, b))
+
+
+def _pair(key: Uint32, expert: Int32) -> Uint64:
+    """Compares by key, of equal keys the lower expert is larger."""
+    return (Uint64(key) << 32) + Uint64(Uint32(_ALL_BITS) - Uint32(expert))
+
+
+def topk(
+    logits_TE: Tensor,
+    *,
+    top_k: int,
+    score: str,
+    normalize: bool,
+    softmax_over: str,
+    scale: float,
+    bias_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The experts of every token and their weights, as `moe.router` says without groups.
+
+    Args:
+        logits_TE: fp32 or bf16; E a multiple of 8, up to 512.
+        top_k: K, 1 to 16 and at most E.
+        score: `softmax` or `sigmoid`.
+        normalize: divide the weights by their sum; not if K is 1.
+        softmax_over: `all` logits or the `topk`, which is the same as normalising.
+        scale: factor of the weights.
+        bias_E: fp32, with `sigmoid` only: the choice is by sigmoid plus bias, the weights are not.
+
+    Returns:
+        idx_TK int32, best first, ties to the lower expert, and prob_TK fp32.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or option that the kernel does not take.
+    """
+    config = _config(logits_TE, top_k, score, normalize, softmax_over, bias_E is not None)
+    where, sizes = logits_TE.device, (*logits_TE.shape, _bits(scale))
+    T, E, _ = sizes
+    check(where, "logits", logits_TE, logits_TE.dtype, None)
+    check(where, "bias", bias_E, torch.float32, (E,))
+    idx_TK = torch.empty(T, top_k, dtype=torch.int32, device=where)
+    prob_TK = torch.empty(T, top_k, dtype=torch.float32, device=where)
+    if T:
+        launch(TopkKernel, config, (logits_TE, bias_E, idx_TK, prob_TK), sizes)
+    return idx_TK, prob_TK
+
+
+def topk_backward(
+    dprob_TK: Tensor,
+    idx_TK: Tensor,
+    prob_TK: Tensor,
+    logits_TE: Tensor,
+    *,
+    score: str,
+    normalize: bool,
+    softmax_over: str,
+    scale: float,
+) -> Tensor:
+    """Gradient of the logits from that of the probabilities; the choice has none.
+
+    Args:
+        dprob_TK, prob_TK: fp32. idx_TK: int32. The latter two as from `topk`.
+        logits_TE and the options: as `topk` was given; scale not 0.
+
+    Returns:
+        dlogits_TE in the dtype of the logits.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or option that the kernel does not take.
+    """
+    if dprob_TK.ndim != 2:
+        raise ValueError(f"dprob must be [T, K], not {list(dprob_TK.shape)}")
+    config = _config(logits_TE, dprob_TK.shape[1], score, normalize, softmax_over, False)
+    if not scale:
+        raise ValueError("scale=0: the probabilities would not tell the gradient")
+    where, sizes = logits_TE.device, (*logits_TE.shape, _bits(scale))
+    check(where, "logits", logits_TE, logits_TE.dtype, None)
+    for name, tensor, dtype in (
+        ("dprob", dprob_TK, torch.float32),
+        ("idx", idx_TK, torch.int32),
+        ("prob", prob_TK, torch.float32),
+    ):
+        check(where, name, tensor, dtype, (sizes[0], config.top_k))
+    dlogits_TE = torch.empty_like(logits_TE)
+    if sizes[0]:
+        tensors = (dprob_TK, idx_TK, prob_TK, logits_TE, dlogits_TE)
+        launch(TopkGradientKernel, config, tensors, sizes)
+    return dlogits_TE
+
+
+def _config(
+    logits_TE: Tensor, top_k: int, score: str, normalize: bool, softmax_over: str, biased: bool
+) -> TopkConfig:
+    if logits_TE.ndim != 2 or logits_TE.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"logits must be [T, E] in float32 or bfloat16, not {list(logits_TE.shape)} "
+            f"in {logits_TE.dtype}"
+        )
+    T, E = logits_TE.shape
+    if E % 8 or not 8 <= E <= MAX_EXPERTS or T >= 1 << 30:
+        raise ValueError(
+            f"logits [{T}, {E}]: experts must be a multiple of 8 up to {MAX_EXPERTS}, and tokens "
+            "fewer than 2^30"
+        )
+    if not 1 <= top_k <= min(E, MAX_SLOTS):
+        raise ValueError(f"top_k={top_k}: must be 1 to {min(E, MAX_SLOTS)} for {E} experts")
+    if score not in ("softmax", "sigmoid") or softmax_over not in ("all", "topk"):
+        raise ValueError(
+            f"score={score}, softmax_over={softmax_over}: must be softmax or sigmoid, all or topk"
+        )
+    if biased and score != "sigmoid":
+        raise ValueError("bias needs score=sigmoid")
+    normalize = normalize and top_k > 1
+    if score == "sigmoid":
+        weights = "sigmoid_sum" if normalize else "sigmoid"
+    else:
+        weights = "softmax" if normalize or softmax_over == "topk" else "softmax_all"
+    vectors = -(-E // (FOUR * LANES))
+    return TopkConfig(top_k, vectors, logits_TE.dtype == torch.bfloat16, weights, biased)
+
+
+def _bits(scale: float) -> int:
+    """An fp32 as the Int32 of the same bits."""
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: must be finite")
+    return unpack("<i", pack("<f", scale))[0]

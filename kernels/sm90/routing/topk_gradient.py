@@ -1,0 +1,177 @@
+"""Kernel `topk_backward`: gradient of the router's logits from that of the probabilities.
+
+One warp a token. The gradients at the K chosen experts are computed by K lanes, spread over a row
+in shared memory and written with the zeros of the others; only a softmax over all logits has a
+gradient at every expert, and reads the logits again.
+
+Legend: T tokens, E experts, K experts per token.
+"""
+
+from typing import ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.jit.ptx import pack
+from phalanx.kernels.sm90.routing.logits import (
+    FOUR,
+    LANES,
+    TINY,
+    WARPS,
+    Logits,
+    TopkConfig,
+    as_bits,
+    as_float,
+    load_one,
+    sigmoid,
+    sum_exp,
+    warp_sum,
+    words_of,
+)
+
+
+class TopkGradientKernel:
+    """The kernel of a configuration, as `cute.compile` takes it."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        (Float32, 4),  # dprob [T, K]
+        (Int32, 4),  # idx [T, K]
+        (Float32, 4),  # prob [T, K]
+        (Uint32, 16),  # logits [T, E], as words
+        (Uint32, 16),  # dlogits [T, E], as words
+    )
+    integers: ClassVar[int] = 3
+
+    def __init__(self, config: TopkConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        dprob: cute.Pointer,
+        idx: cute.Pointer,
+        prob: cute.Pointer,
+        logits: cute.Pointer,
+        dlogits: cute.Pointer,
+        sizes: tuple[Int32, Int32, Int32],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch; sizes: T, E, and the bits of the fp32 factor of the probabilities."""
+        T, E, scale = sizes
+        self.kernel(dprob, idx, prob, logits, dlogits, T, E, scale).launch(
+            grid=[(T + (WARPS - 1)) // WARPS, 1, 1],
+            block=[WARPS * LANES, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        dprob: cute.Pointer,
+        idx: cute.Pointer,
+        prob: cute.Pointer,
+        logits: cute.Pointer,
+        dlogits: cute.Pointer,
+        T: Int32,
+        E: Int32,
+        scale: Int32,
+    ) -> None:
+        config = self.config
+        size = config.vectors * LANES * FOUR
+        memory = cutlass.utils.SmemAllocator().allocate(
+            struct(spread=array(Float32, WARPS * size, 16))
+        )
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        spread = memory.spread.get_tensor(cute.make_layout((size, WARPS)))[None, warp]
+        token = cute.arch.block_idx()[0] * WARPS + warp
+        if token < T:
+            row, out = Logits.of(config, logits, token, E), Logits.of(config, dlogits, token, E)
+            factor = as_float(Uint32(scale))
+            for i in cutlass.range_constexpr(config.vectors * FOUR):
+                spread[i * LANES + lane] = Float32(0)
+            cute.arch.sync_warp()
+            expert, grad, p = Int32(-1), Float32(0), Float32(0)
+            if lane < config.top_k:
+                at = Int64(token) * config.top_k + lane
+                expert, grad = load_one(idx + at), load_one(dprob + at) * factor
+                p = load_one(prob + at) / factor
+            chosen = Uint32(expert) < Uint32(E)
+            if cutlass.const_expr(config.weights == "softmax_all"):
+                self._spread(spread, expert, grad, chosen)
+                self._everywhere(row, out, spread, warp_sum(grad * p))
+            else:
+                logit = Float32(0)
+                if cutlass.const_expr(config.weights != "softmax"):
+                    if chosen:
+                        logit = row.one(expert)
+                self._spread(spread, expert, self._at_chosen(grad, p, logit, chosen), chosen)
+                self._write(out, self._read(spread))
+
+    @cute.jit
+    def _at_chosen(
+        self, grad: Float32, p: Float32, logit: Float32, chosen: cutlass.Boolean
+    ) -> Float32:
+        """Gradient of a lane's chosen logit from that of its probability p, both unscaled."""
+        weights = self.config.weights
+        if cutlass.const_expr(weights == "softmax"):
+            return p * (grad - warp_sum(grad * p))
+        else:
+            s = Float32(0)
+            if chosen:
+                s = sigmoid(logit)
+            if cutlass.const_expr(weights == "sigmoid_sum"):
+                total = warp_sum(s) + Float32(TINY)
+                grad = (grad - warp_sum(grad * (s / total))) / total
+            return grad * (s * (Float32(1) - s))
+
+    @cute.jit
+    def _everywhere(self, row: Logits, out: Logits, spread: cute.Tensor, mean: Float32) -> None:
+        """Softmax over all: q * (gradient, 0 where not chosen - mean)."""
+        x = row.load(Float32(-float("inf")))
+        largest = x[0]
+        for i in cutlass.range_constexpr(1, FOUR * self.config.vectors):
+            largest = cute.arch.fmax(largest, x[i])
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_bfly(largest, 1 << step)
+            largest = cute.arch.fmax(largest, other)
+        share = Float32(1) / warp_sum(sum_exp(row, x, largest))
+        grad = self._read(spread)
+        for i in cutlass.range_constexpr(FOUR * self.config.vectors):
+            grad[i] = cute.math.exp(x[i] - largest) * share * (grad[i] - mean)
+        self._write(out, grad)
+
+    @cute.jit
+    def _spread(
+        self, spread: cute.Tensor, expert: Int32, value: Float32, chosen: cutlass.Boolean
+    ) -> None:
+        """Put the chosen experts' values where they belong in the row in shared memory."""
+        if chosen:
+            spread[expert] = value
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def _read(self, spread: cute.Tensor) -> cute.Tensor:
+        """This lane's part of the row in shared memory."""
+        x = cute.make_rmem_tensor((FOUR, self.config.vectors), Float32)
+        for v in cutlass.range_constexpr(self.config.vectors):
+            at = (v * LANES + cute.arch.lane_idx()) * FOUR
+            source = cute.make_tensor(spread.iterator + at, cute.make_layout(FOUR))
+            cute.autovec_copy(source, x[None, v])
+        return x
+
+    @cute.jit
+    def _write(self, out: Logits, x: cute.Tensor) -> None:
+        """This lane's part of the row, in the dtype of the logits."""
+        for v in cutlass.range_constexpr(self.config.vectors):
+            if out.expert(v) < out.experts:
+                words = cute.make_rmem_tensor(words_of(self.config), Uint32)
+                for i in cutlass.range_constexpr(words_of(self.config)):
+                    if cutlass.const_expr(self.config.bf16):
+                        words[i] = pack(x[2 * i, v], x[2 * i + 1, v])
+                    else:
+                        words[i] = as_bits(x[i, v])
+                cute.autovec_copy(words, out.vector(v))

@@ -1,0 +1,280 @@
+"""Rows of .bin/.idx pairs: Megatron-Core's datasets, checked before and indexed once per host.
+
+Between `moe.data.blend` (checked files) and `moe.data.loader` (what the trainer sees). Splits,
+blends, shuffling and sample indices are Megatron-Core's; ours are the endless epochs and the place
+where an index is kept. Invariant: row i depends on the data and on data.*, never on the number of
+steps, ranks or hosts.
+Legend: S tokens of a sequence.
+"""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import numpy as np
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Split
+
+from phalanx.configs.redact import redacted
+from phalanx.configs.schema import DataConfig
+from phalanx.moe.data.bin_reader import BinReader
+from phalanx.moe.data.blend import PARTS, Part, open_blend, parse_blend
+from phalanx.moe.data.host_cache import DataError, cache_folder, digest, shared_arrays
+from phalanx.moe.data.sources import Source
+from phalanx.moe.data.token_files import BYTES, Corpus, embedded
+from phalanx.moe.report.names import short_names
+
+
+class Indexed:
+    """Rows of .bin/.idx pairs, each checked against the vocabulary before it is used."""
+
+    def __init__(
+        self, rows: Any, samples: int, vocab_size: int, fingerprint: str, sources: list[Source]
+    ) -> None:
+        self._rows, self._samples, self._vocab = rows, samples, vocab_size
+        self.fingerprint = fingerprint
+        self.sources: Sequence[Source] = sources
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < self._samples:
+            raise IndexError(f"sample {index} of {self._samples}")
+        item = self._rows[index]
+        row = item["text"]
+        if row.min() < 0 or row.max() >= self._vocab:
+            wrong = row[(row < 0) | (row >= self._vocab)][0]
+            raise DataError(
+                f"sample {index}, from {item['prefix']}.bin, has token id {wrong}, but "
+                f"model.vocab_size={self._vocab}; set model.vocab_size or prepare the data again"
+            )
+        return row
+
+    def source(self, index: int) -> int:
+        """Number in `sources` of the one that a row comes from."""
+        return int(self._rows.dataset_index[index]) if isinstance(self._rows, _Blend) else 0
+
+
+@dataclass
+class _IndexConfig(GPTDatasetConfig):
+    """Megatron-Core's settings. Its own index cache stays off (`path_to_cache` empty): there only
+    global rank 0 writes, so that a host without a shared cache would find nothing."""
+
+    index_folder: Path = Path()
+    stamps: dict[str, str] = field(default_factory=dict)
+    """Digest of the data by prefix."""
+
+
+class _Tokens:
+    """What GPTDataset asks of a tokenizer; without resets and masks it uses none of it."""
+
+    eod = 0
+    vocab_size = None
+    unique_identifiers: dict[str, str] = {}
+
+
+@dataclass
+class Plan:
+    """Checked sources of a run."""
+
+    config: _IndexConfig
+    fingerprint: str
+    """Digest of data and settings."""
+    sources: list[list[Source]]
+    """What is read of each source, by part; none of a part that is not read."""
+
+
+def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
+    """Find and check the sources; `sizes` are the samples wanted of each part. Raises DataError."""
+    cache = cache_folder(cfg.cache)
+    if cfg.source == "embedded":
+        prefixes, weights = [embedded(cache)], None
+    else:
+        prefixes, weights = parse_blend(cfg.blend)
+    blend = open_blend(prefixes, weights, cfg, vocab_size, sizes)
+    config = _IndexConfig(
+        random_seed=cfg.seed,
+        sequence_length=cfg.sequence_length,
+        blend=(prefixes, blend.weights),
+        split=blend.split,
+        path_to_cache="",
+        tokenizer=_Tokens(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        index_folder=cache / "index",
+        stamps={corpus.prefix: corpus.stamp for corpus in blend.corpora},
+    )
+    names = ["embedded"] if cfg.source == "embedded" else short_names(redacted(prefixes))
+    sources = [
+        [
+            _source(name, corpus, parts[part], share * size, share, cfg.sequence_length)
+            for name, corpus, parts, share in zip(
+                names, blend.corpora, blend.parts, blend.shares, strict=True
+            )
+        ]
+        if size
+        else []
+        for part, size in enumerate(sizes)
+    ]
+    stamps = [corpus.stamp for corpus in blend.corpora]
+    mark = digest([stamps, config.blend[1], config.split, cfg.sequence_length, cfg.seed])
+    return Plan(config, mark, sources)
+
+
+def _source(
+    name: str, corpus: Corpus, part: Part, samples: float, share: float, sequence: int
+) -> Source:
+    return Source(
+        name=name,
+        weight=share,
+        documents=part.documents,
+        tokens=part.tokens,
+        epoch_samples=(part.tokens - 1) // sequence,
+        samples=samples,
+        bytes_per_token=_bytes_per_token(corpus, part),
+    )
+
+
+def _bytes_per_token(corpus: Corpus, part: Part) -> float | None:
+    """Exact for ids that are bytes, where all but the ends of documents are text."""
+    sidecar = corpus.sidecar
+    if sidecar is None:
+        return None
+    if sidecar.tokenizer == BYTES and not sidecar.tokenizer_sha256:
+        return 1 - part.documents / part.tokens
+    return sidecar.text_bytes / sidecar.tokens if sidecar.text_bytes > 0 else None
+
+
+def build(checked: Plan, vocab_size: int, sizes: Sequence[int]) -> list[Indexed]:
+    """Training and validation rows. Raises DataError if the index cannot be kept in data.cache."""
+    built = _Builder(_Endless, [*sizes, 0], lambda: True, checked.config).build()
+    views = []
+    parts = zip(PARTS, built, sizes, checked.sources, strict=False)
+    for part, rows, size, sources in parts:
+        mark = digest([checked.fingerprint, part])
+        views.append(Indexed(rows, size, vocab_size, mark, sources))
+        for source in getattr(rows, "datasets", [rows]) if size else ():
+            source[0]  # builds the index now, while every rank is here to hear of a failure
+    return views
+
+
+class _Builder(BlendedMegatronDatasetBuilder):
+    """Splits and blends as Megatron-Core does, but builds on every rank (see `shared_arrays`)."""
+
+    @staticmethod
+    def build_generic_dataset(
+        cls: type, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
+    ) -> Any:
+        """None for a part of which no sample is wanted: it may be empty."""
+        if cls is BlendedDataset:
+            return _Blend(*args) if args[2] else None
+        return cls(*args) if args[3] else None
+
+
+class _Endless(MegatronDataset):
+    """Epoch after epoch of a part of one .bin/.idx pair, each shuffled with its own seed.
+
+    GPTDataset would shuffle all epochs of a run together, so that the order would change with
+    run.steps, and with it the meaning of a cursor.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        dataset_path: str,
+        indices: np.ndarray,
+        num_samples: int,
+        index_split: Split,
+        config: _IndexConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        tokens = int(dataset.sequence_lengths[indices].sum(dtype=np.int64))
+        self._epoch_samples = (tokens - 1) // config.sequence_length
+        self._current: tuple[int, _Epoch] | None = None
+
+    numel_low_level_dataset = staticmethod(GPTDataset.numel_low_level_dataset)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: _IndexConfig) -> IndexedDataset:
+        dataset = GPTDataset.build_low_level_dataset(dataset_path, config)
+        dataset.bin_reader = BinReader(Path(f"{dataset_path}.bin"))
+        return dataset
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number, offset = divmod(int(index), self._epoch_samples)
+        current = self._current  # another loader's thread may replace it meanwhile
+        if current is None or current[0] != number:
+            current = self._current = (number, self._epoch(number))
+        return {"text": current[1].row(offset), "prefix": self.dataset_path}
+
+    def _epoch(self, number: int) -> "_Epoch":
+        config = replace(self.config, random_seed=self.config.random_seed + number)
+        args = (self.dataset, self.dataset_path, self.indices, None, self.index_split)
+        return _Epoch(*args, config)
+
+
+class _Epoch(GPTDataset):
+    """One epoch; its index is built once and mapped by the ranks of a host."""
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, ...]:
+        config = self.config
+        key = {
+            "megatron-core": megatron.core.__version__,
+            "data": config.stamps[self.dataset_path],
+            "documents": [int(self.indices[0]), int(self.indices[-1]) + 1],
+            "sequence_length": config.sequence_length,
+            "seed": config.random_seed,
+        }
+        with _without_cache_warning():
+            build = super()._build_document_sample_shuffle_indices
+            return shared_arrays(config.index_folder, "epoch", key, build)
+
+    def row(self, index: int) -> np.ndarray:
+        """int64 [S + 1]."""
+        return self._query_document_sample_shuffle_indices(index)[0]
+
+
+class _Blend(BlendedDataset):
+    """Which source each row comes from, by weight alone: a longer run has the same start."""
+
+    def _build_indices(self) -> tuple[np.ndarray, ...]:
+        key = {
+            "megatron-core": megatron.core.__version__,
+            "weights": self.weights,
+            "size": self.size,
+        }
+        with _without_cache_warning():
+            return shared_arrays(self.config.index_folder, "blend", key, super()._build_indices)
+
+
+@contextlib.contextmanager
+def _without_cache_warning() -> Iterator[None]:
+    """Megatron-Core warns that it does not write its own index cache; that is meant."""
+    names = ("gpt_dataset", "blended_dataset")
+    loggers = [logging.getLogger(f"megatron.core.datasets.{name}") for name in names]
+
+    def other(record: logging.LogRecord) -> bool:
+        return "path_to_cache is None" not in record.getMessage()
+
+    for logger in loggers:
+        logger.addFilter(other)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(other)

@@ -1,0 +1,235 @@
+"""What the trainer sees of data: datasets indexed by sample, and a loader whose state is a number.
+
+Last stage before the model: row i of a dataset is S + 1 tokens; `Loader` hands each data parallel
+rank its micro-batches of tokens and labels. Invariants: row i depends on the data and on data.*,
+never on the number of steps, ranks or hosts; each global batch is the same multiset of rows for
+every data parallel size. Hence `consumed_samples` is the whole cursor.
+Legend: B sequences of a micro-batch, S tokens of a sequence.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from phalanx.configs.schema import Config, DataConfig
+from phalanx.moe.data import datasets
+from phalanx.moe.data.host_cache import DataError, digest
+from phalanx.moe.data.sources import Source
+
+Batch = dict[str, torch.Tensor]
+
+
+class Samples(Protocol):
+    """A dataset. Row i is int64 [S + 1], ids below the vocabulary, the same for every layout."""
+
+    fingerprint: str
+    """Digest of all that determines the rows: equal on every rank, and for a resumed run."""
+    sources: Sequence[Source]
+    """What is read of each source; none for random tokens."""
+
+    def source(self, index: int) -> int:
+        """Number in `sources` of the one that a row comes from."""
+        ...
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+
+def build_datasets(
+    cfg: Config, vocab_size: int, train_samples: int, valid_samples: int
+) -> tuple[Samples, Samples | None]:
+    """Datasets for training and, unless `valid_samples` is 0, validation.
+
+    A dataset starts over, in another order, when its source is exhausted. Every rank must call
+    this: one process of a host builds what is missing in data.cache, and an error or different data
+    on one rank raises the same DataError on all.
+    """
+    data, sizes = cfg.data, (train_samples, valid_samples)
+    if train_samples < 1:
+        raise DataError(
+            "there is nothing to train on: run.steps x data.global_batch is not positive"
+        )
+    if data.source == "synthetic":
+        train, valid = (Synthetic(vocab_size, data, size, part) for part, size in enumerate(sizes))
+        return train, valid if valid_samples else None
+    if data.source not in ("embedded", "indexed"):
+        raise DataError(f"data.source={data.source} is not embedded, indexed or synthetic")
+    plan = _agreed(lambda: datasets.plan(data, vocab_size, sizes), lambda plan: plan.fingerprint)
+    built = _agreed(lambda: datasets.build(plan, vocab_size, sizes), lambda _: "")
+    return built[0], built[1] if valid_samples else None
+
+
+def find_sources(
+    cfg: Config, vocab_size: int, train_samples: int, valid_samples: int
+) -> tuple[Sequence[Source], Sequence[Source]]:
+    """What would be read for training and validation, without ranks and without an index.
+
+    For checks before a launch; `build_datasets` has the same as `sources` of its datasets.
+    """
+    if cfg.data.source == "synthetic":
+        return (), ()
+    training, validation = datasets.plan(
+        cfg.data, vocab_size, (train_samples, valid_samples)
+    ).sources
+    return training, validation
+
+
+class Synthetic:
+    """Uniform random tokens, a function of data.seed, part (0 training, 1 validation) and index."""
+
+    sources: Sequence[Source] = ()
+
+    def __init__(self, vocab_size: int, cfg: DataConfig, samples: int, part: int) -> None:
+        self._vocab, self._row = vocab_size, cfg.sequence_length + 1
+        self._samples, self._seed = samples, (cfg.seed, part)
+        content = ["synthetic", vocab_size, cfg.sequence_length, *self._seed]
+        self.fingerprint = digest(content)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.random.default_rng([*self._seed, index]).integers(self._vocab, size=self._row)
+
+    def source(self, index: int) -> int:
+        raise LookupError("random tokens have no source")
+
+
+def _agreed[T](work: Callable[[], T], mark: Callable[[T], str]) -> T:
+    """`work()` on every rank; if it fails on one, or marks differ, all raise the same DataError."""
+    error, shown, result = None, "", None
+    try:
+        result = work()
+        shown = mark(result)
+    except DataError as failure:
+        error = failure
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    reports: list[tuple[str, str]] = [(str(error or ""), shown)] * ranks
+    if ranks > 1:
+        dist.all_gather_object(reports, (str(error or ""), shown))
+    for rank, (message, _) in enumerate(reports):
+        if message:
+            raise DataError(message + (f" (rank {rank})" if ranks > 1 else "")) from error
+    for rank, (_, other) in enumerate(reports):
+        if other != reports[0][1]:
+            raise DataError(
+                f"ranks 0 and {rank} have different data or data.* settings; copy the files of "
+                "data.blend to every host, or use one Python everywhere for data.source=embedded"
+            )
+    assert result is not None
+    return result
+
+
+class Loader:
+    """Micro-batches of one data parallel rank, read ahead by a thread.
+
+    With `consumed` samples used so far, the next micro-batches of the ranks are rows
+    consumed + dp_rank * B + [0, B). So the micro-batches of a step are the same for every data
+    parallel size; only who runs which, and when, differs. Ranks with equal `dp_rank` get equal
+    batches. A batch is {tokens, labels, position_ids}, int64 [B, S], on the CPU (pinned if `pin`).
+    `dataset` may be replaced by a longer one with the same rows.
+    `read=False` is for pipeline stages that use no batch: they get empty ones, and the same cursor.
+    Raises DataError for batch sizes that do not divide, StopIteration after the last full one.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples,
+        micro_batch: int,
+        global_batch: int,
+        dp_rank: int,
+        dp_size: int,
+        consumed: int = 0,
+        *,
+        read: bool = True,
+        pin: bool = False,
+    ) -> None:
+        if micro_batch < 1 or global_batch < 1 or global_batch % (micro_batch * dp_size):
+            raise DataError(
+                f"data.global_batch={global_batch} is not a multiple of data.micro_batch="
+                f"{micro_batch} x {dp_size} data parallel ranks"
+            )
+        assert 0 <= dp_rank < dp_size
+        self.dataset, self._micro_batch = dataset, micro_batch
+        self._stride, self._first = micro_batch * dp_size, micro_batch * dp_rank
+        self.micro_batches = global_batch // self._stride
+        self._read, self._pin = read, pin
+        self._thread = ThreadPoolExecutor(1, "loader")
+        self._ahead: deque[Future[np.ndarray]] = deque()
+        self._positions: torch.Tensor | None = None
+        self.consumed_samples = consumed
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Batch:
+        if self.consumed_samples + self._stride > len(self.dataset):
+            raise StopIteration
+        batch: Batch = {}
+        if self._read:
+            self._fetch()
+            batch = self._finish(torch.from_numpy(self._ahead[0].result()))
+            self._ahead.popleft()
+        self.consumed_samples += self._stride
+        if self._read:
+            self._fetch()
+        return batch
+
+    def next_step(self) -> list[Batch]:
+        """All micro-batches of one optimizer step, to run it once or again."""
+        if self.consumed_samples + self.micro_batches * self._stride > len(self.dataset):
+            raise IndexError(f"the dataset ends at sample {len(self.dataset)}")
+        return [next(self) for _ in range(self.micro_batches)]
+
+    def next_rows(self) -> list[int]:
+        """Row numbers of this rank's samples in the next step."""
+        first = self.consumed_samples + self._first
+        starts = [first + i * self._stride for i in range(self.micro_batches)]
+        return [start + j for start in starts for j in range(self._micro_batch)]
+
+    def state_dict(self) -> dict[str, int]:
+        """The cursor: samples handed to all ranks together."""
+        return {"consumed_samples": self.consumed_samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from a cursor, of whatever data parallel size it was saved at."""
+        self._drop()
+        self.consumed_samples = int(state["consumed_samples"])
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._drop()
+        self._thread.shutdown()
+
+    def _drop(self) -> None:
+        while self._ahead:
+            self._ahead.pop().cancel()
+
+    def _fetch(self) -> None:
+        """Keep one step, but at least two micro-batches, of reads in flight."""
+        while len(self._ahead) < max(2, self.micro_batches):
+            start = self.consumed_samples + len(self._ahead) * self._stride
+            if start + self._stride > len(self.dataset):
+                return
+            self._ahead.append(self._thread.submit(self._rows, start + self._first))
+
+    def _rows(self, start: int) -> np.ndarray:
+        return np.stack([self.dataset[start + i] for i in range(self._micro_batch)])
+
+    def _finish(self, rows: torch.Tensor) -> Batch:
+        """[B, S + 1] -> batch. Pins in the caller's thread: a CUDA call from another one would
+        break a graph capture, and would go to device 0."""
+        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if self._positions is None:
+            self._positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
+            self._positions = self._pinned(self._positions)
+        pinned = {"tokens": self._pinned(tokens), "labels": self._pinned(labels)}
+        return {**pinned, "position_ids": self._positions}
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory() if self._pin else tensor

@@ -1,0 +1,300 @@
+"""Token files on disk: the embedded corpus, and the check of any .bin/.idx pair before it is read.
+
+First stage of the data flow: `moe.data.loader` builds datasets only over pairs that passed
+`open_corpus`, and `scripts/prepare_data.py` writes such pairs. Invariant: one interpreter gives one
+embedded corpus on every host. Imports neither torch nor Megatron-Core: prepare_data starts at once.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import struct
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.moe.data.host_cache import DataError, built_once
+
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
+MAGIC = b"MMIDIDX\x00\x00"
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+BYTES = "bytes"  # name of the tokenizer that makes ids of bytes
+BYTES_EOD = 0  # ends a document of bytes: no Python source and hardly any text contains it
+_ENTRIES = 1 << 22  # of an index, checked at a time
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """Contents of prefix.json: how prefix.bin and prefix.idx came to be."""
+
+    tokenizer: str
+    """Name shown in messages; `BYTES` for bytes."""
+    tokenizer_sha256: str
+    """Digest of the tokenizer.json; empty for bytes."""
+    vocab_size: int
+    """All ids are below it."""
+    eod: int
+    """Id that ends each document."""
+    dtype: str
+    """NumPy dtype of the ids in prefix.bin."""
+    documents: int
+    tokens: int
+    plan: str = ""
+    """Digest of inputs and options of the preparation."""
+    text_bytes: int = 0
+    """UTF-8 bytes of all documents; 0 where that is not known."""
+    skipped: int = 0
+    """Rows of the input that gave no document."""
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def read(path: Path) -> "Sidecar":
+        """Raises DataError if the file is not what `write` makes."""
+        try:
+            content = dict(json.loads(path.read_bytes()))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DataError(f"{path} is not a JSON object ({error}); move it away") from None
+        kinds = {field.name: field.type for field in fields(Sidecar)}
+        later = {f.name: f.default for f in fields(Sidecar) if f.default is not MISSING}
+        content = later | content  # files of before have none of them
+        bad = [k for k, kind in kinds.items() if type(content.get(k)) is not kind]
+        if bad:
+            raise DataError(f"{path} does not describe data (no valid {bad[0]!r}); move it away")
+        return Sidecar(**{name: content[name] for name in kinds})
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A checked .bin/.idx pair."""
+
+    prefix: str
+    lengths: np.ndarray
+    """int32 [sequences], tokens of each, memory-mapped."""
+    documents: int
+    dtype: str
+    sidecar: Sidecar | None
+    stamp: str
+    """Digest of samples of both files: equal wherever the same data lies."""
+
+
+def open_corpus(prefix: str) -> Corpus:
+    """Check that prefix.bin, prefix.idx and (if there) prefix.json are whole and agree.
+
+    Raises DataError if they are not.
+
+    Layout of .idx: header, int32 length and int64 byte offset of each sequence, int64 document
+    boundaries (megatron/core/datasets/indexed_dataset.py, _IndexWriter).
+    """
+    binary, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    for path in (binary, index):
+        if not path.is_file():
+            raise DataError(
+                f"{path} does not exist; data.blend takes prefixes of .bin/.idx without the ending"
+            )
+    sequences, boundaries, dtype = _read_header(index)
+    size, expected = index.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
+    if size not in (
+        expected,
+        expected + sequences,
+    ):  # multimodal files have one more array of bytes
+        state = "truncated" if size < expected else "damaged"
+        raise DataError(
+            f"{index} is {state}: {size} bytes, its header announces {expected}; make it again"
+        )
+    if sequences == 0 or boundaries < 2:
+        raise DataError(f"{index} describes an empty corpus: no documents")
+    raw = np.memmap(index, mode="r")
+    lengths = np.frombuffer(raw, np.int32, sequences, HEADER.size)
+    offsets = np.frombuffer(raw, np.int64, sequences, HEADER.size + 4 * sequences)
+    documents = np.frombuffer(raw, np.int64, boundaries, HEADER.size + 12 * sequences)
+    if documents[-1] != sequences:
+        raise DataError(
+            f"{index} is damaged: documents end at {documents[-1]} of {sequences} sequences"
+        )
+    _check_order(index, lengths, offsets, documents, np.dtype(dtype).itemsize)
+    announced = int(offsets[-1]) + int(lengths[-1]) * np.dtype(dtype).itemsize
+    if announced == 0:
+        raise DataError(f"{index} describes an empty corpus: no tokens")
+    held = binary.stat().st_size
+    if held != announced:
+        problem = "is truncated" if held < announced else "does not belong to its index"
+        raise DataError(
+            f"{binary} {problem}: {held} bytes, {index} describes {announced}; make both again"
+        )
+    described = Path(f"{prefix}.json")
+    sidecar = Sidecar.read(described) if described.is_file() else None
+    corpus = Corpus(prefix, lengths, boundaries - 1, dtype, sidecar, _stamp(binary, index))
+    _check_sidecar(corpus, announced // np.dtype(dtype).itemsize)
+    return corpus
+
+
+def _read_header(index: Path) -> tuple[int, int, str]:
+    """-> sequences, document boundaries, dtype."""
+    with index.open("rb") as stream:
+        raw = stream.read(HEADER.size)
+    if raw[: len(MAGIC)] != MAGIC:
+        raise DataError(
+            f"{index} is not a Megatron index: it starts with {raw[:9]!r}, not {MAGIC!r}; "
+            "make it again"
+        )
+    if len(raw) < HEADER.size:
+        raise DataError(
+            f"{index} is truncated: {len(raw)} bytes, the header alone has {HEADER.size}"
+        )
+    _, version, code, sequences, boundaries = HEADER.unpack(raw)
+    if version != 1:
+        raise DataError(
+            f"{index} has format version {version}; only version 1 is known; make it again"
+        )
+    if code not in DTYPES:
+        raise DataError(f"{index} has dtype code {code}, which is no integer type; make it again")
+    return sequences, boundaries, DTYPES[code]
+
+
+def _check_order(
+    index: Path, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, width: int
+) -> None:
+    """Sequences of `width` bytes a token lie one after another, and so do documents of them."""
+    ordered = offsets[0] == 0 and documents[0] == 0
+    for start in range(0, len(lengths), _ENTRIES):
+        here, behind = slice(start, start + _ENTRIES), offsets[start + 1 : start + 1 + _ENTRIES]
+        ends = offsets[here] + lengths[here].astype(np.int64) * width
+        ordered &= lengths[here].min() >= 0 and (ends[: len(behind)] == behind).all()
+    for start in range(0, len(documents), _ENTRIES):
+        ordered &= (np.diff(documents[start : start + _ENTRIES + 1]) >= 0).all()
+    if not ordered:
+        raise DataError(
+            f"{index} is damaged: its sequences or documents are out of order; make it again"
+        )
+
+
+def _check_sidecar(corpus: Corpus, tokens: int) -> None:
+    described = corpus.sidecar
+    if described is None:
+        return
+    wanted = (described.dtype, described.documents, described.tokens)
+    found = (corpus.dtype, corpus.documents, tokens)
+    for name, a, b in zip(("dtype", "documents", "tokens"), wanted, found, strict=True):
+        if a != b:
+            raise DataError(
+                f"{corpus.prefix}.json says {name} {a}, but .bin and .idx have {b}; make all again"
+            )
+
+
+def _stamp(*paths: Path, blocks: int = 64, block: int = 1 << 16) -> str:
+    """Digest of sizes and of evenly spaced blocks of each file (of all of it below 4 MiB)."""
+    digest = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as stream:
+            if size <= blocks * block:
+                digest.update(stream.read())
+                continue
+            for i in range(blocks):
+                stream.seek((size - block) * i // (blocks - 1))
+                digest.update(stream.read(block))
+    return digest.hexdigest()[:32]
+
+
+def embedded(cache: Path, library: Path | None = None) -> str:
+    """Build the embedded corpus in `cache` unless it is there; return its prefix.
+
+    Documents are the .py files of the running interpreter's standard library (or of `library`)
+    without tests and without what is generated for one machine. A token is a byte; byte 0 ends a
+    document. The order is that of a digest of the relative path: the same everywhere, and mixed, so
+    that both parts of `data.split` look alike. The name carries a digest of the contents.
+    Any number of processes may call this at the same time.
+    """
+    root = _library(library)
+    documents = list(_texts(root))
+    if not documents:
+        raise DataError(
+            f"{root} holds no .py files to train on; set data.source=indexed and data.blend"
+        )
+    digest = hashlib.sha256()
+    for text in documents:
+        digest.update(len(text).to_bytes(8, "little") + text)
+    name = f"stdlib-{platform.python_version()}-{digest.hexdigest()[:16]}"
+    target = built_once(cache / name, lambda folder: _write_bytes(folder / "corpus", documents))
+    try:
+        open_corpus(str(target / "corpus"))
+    except DataError as error:
+        raise DataError(f"{error} (delete {target}, and it will be built again)") from None
+    return str(target / "corpus")
+
+
+@functools.cache
+def embedded_tokens(library: Path | None = None) -> int:
+    """Tokens of the embedded corpus, counted without building it."""
+    return sum(len(text) + 1 for text in _texts(_library(library)))
+
+
+def _library(given: Path | None) -> Path:
+    return Path(sysconfig.get_path("stdlib")) if given is None else given
+
+
+def _texts(root: Path) -> Iterator[bytes]:
+    """The documents, in order."""
+    for path in _sources(root):
+        if (text := path.read_bytes()) and 0 not in text:
+            yield text
+
+
+def _sources(root: Path) -> list[Path]:
+    found: list[str] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [
+            f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith("config-")
+        ]
+        names = [f for f in files if f.endswith(".py") and not f.startswith("_sysconfigdata")]
+        found += [Path(folder, name).relative_to(root).as_posix() for name in names]
+    found.sort(key=lambda path: hashlib.sha256(path.encode()).digest())
+    return [root / path for path in found if (root / path).is_file()]
+
+
+def _write_bytes(prefix: Path, documents: list[bytes]) -> None:
+    dtype = smallest_dtype(256)
+    with Path(f"{prefix}.bin").open("wb") as stream:
+        for text in documents:
+            ids = np.frombuffer(text + bytes([BYTES_EOD]), np.uint8)
+            stream.write(ids.astype(dtype).tobytes())
+    lengths = np.array([len(text) + 1 for text in documents], np.int32)
+    write_index(Path(f"{prefix}.idx"), dtype, lengths)
+    tokens = int(lengths.sum(dtype=np.int64))
+    Sidecar(
+        BYTES, "", 256, BYTES_EOD, dtype, len(documents), tokens, text_bytes=tokens - len(documents)
+    ).write(Path(f"{prefix}.json"))
+
+
+def smallest_dtype(vocab_size: int) -> str:
+    """NumPy dtype of ids below `vocab_size`, by the rule of Megatron-Core's DType.optimal_dtype."""
+    return "uint16" if vocab_size < 65500 else "int32"
+
+
+def write_index(path: Path, dtype: str, lengths: np.ndarray) -> None:
+    """Write the .idx of a .bin in which each document is one sequence.
+
+    The same bytes as Megatron-Core's IndexedDatasetBuilder.finalize makes of it, which takes torch.
+
+    Args:
+        path: of the .idx.
+        dtype: of the ids.
+        lengths: int32 [documents], tokens of each.
+    """
+    code = next(code for code, name in DTYPES.items() if name == dtype)
+    ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(dtype).itemsize
+    offsets = np.concatenate((np.zeros(1, np.int64), ends))[:-1]
+    with path.open("wb") as stream:
+        stream.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
+        stream.write(lengths.astype(np.int32).tobytes())
+        stream.write(offsets.tobytes())
+        stream.write(np.arange(len(lengths) + 1, dtype=np.int64).tobytes())

@@ -1,0 +1,173 @@
+"""Parameters, FLOPs and peak rates in closed form, from the model's configuration alone.
+
+Parameters are those of the model that `moe.model.gpt.build` makes; a test counts both. FLOPs follow
+the convention of Megatron-LM and Megatron-Bridge, so that rates compare with published ones: matrix
+products of forward and backward (a multiply-add is two), the causal half of attention, sliding
+windows exact, multi-token prediction counted; no embedding, router, norms or recompute.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+
+from phalanx.configs.schema import AttentionConfig, ModelConfig
+from phalanx.moe.report.units import count
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters by part; multi-token-prediction layers are in the parts they consist of."""
+
+    embedding: int
+    attention: int
+    dense_mlp: int
+    router: int
+    routed_experts: int
+    shared_experts: int
+    norms: int
+    mtp_projection: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def parameters(model: ModelConfig, *, mtp: bool = True) -> Parameters:
+    """Every parameter once; `mtp=False` leaves out the multi-token-prediction layers.
+
+    Published totals leave them out (DeepSeek-V3: 671 B of 683 B).
+    """
+    return _count(model, mtp=mtp, experts=model.moe.experts)
+
+
+def model_size(model: ModelConfig) -> str:
+    """`tiny: 3.4 M parameters, 1.0 M active a token`, as published ones are counted: without
+    multi-token prediction (MTP), told apart, and active ones without the input embedding."""
+    total, active = parameters(model, mtp=False).total, active_parameters(model).total
+    predicting = parameters(model).total - total
+    more = f" (+ {count(predicting)} MTP)" if predicting else ""
+    return f"{model.name}: {count(total)} parameters{more}, {count(active)} active a token"
+
+
+def active_parameters(model: ModelConfig, *, mtp: bool = False) -> Parameters:
+    """Parameters that one token meets: `top_k` experts, and no input embedding (it is looked up).
+
+    So count DeepSeek (36.6 B, rounded to 37) and OpenAI (3.6 B, 5.1 B). Qwen3's 3.3 B adds the
+    input embedding, Moonlight's 2.24 B leaves out the head as well.
+    """
+    active = _count(model, mtp=mtp, experts=model.moe.top_k)
+    head = model.vocab_size * model.hidden
+    return Parameters(**{**vars(active), "embedding": 0, "head": head})
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """FLOPs of forward and backward for one token of a sequence of `sequence_length` tokens."""
+    m, h, a = model, model.hidden, model.attention
+    dense, sparse = _layers(m, mtp=True)
+    linear = (dense + sparse) * _attention_weights(m)
+    linear += dense * _mlp_weights(m, m.dense_ffn)
+    linear += sparse * _mlp_weights(m, m.moe.ffn) * m.moe.top_k
+    linear += sparse * _mlp_weights(m, m.moe.shared_ffn)
+    linear += (1 + m.mtp_layers) * h * m.vocab_size + m.mtp_layers * 2 * h * h
+    qk_v = 2 * a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim + a.v_dim
+    seen = sum(_keys_seen(a, layer, sequence_length) for layer in range(dense + sparse))
+    core = a.heads * qk_v * seen
+    backward_twice, multiply_add = 3, 2
+    return float(backward_twice * multiply_add * (linear + core))
+
+
+def peak_tflops(device: torch.device, precision: str) -> float | None:
+    """Dense peak of a device in TFLOP/s, for MFU; None where it is not known, as for a CPU."""
+    if device.type != "cuda" or precision != "bf16":
+        return None
+    return bf16_peak(torch.cuda.get_device_name(device))
+
+
+def bf16_peak(name: str) -> float | None:
+    """Dense BF16 peak in TFLOP/s of a GPU by its name; None for an unknown one."""
+    return next((peak for part, peak in _BF16_PEAKS if part in name), None)
+
+
+# Data sheets, without sparsity. The first match counts: variants stand before their family.
+_BF16_PEAKS: tuple[tuple[str, float], ...] = (
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("GH200", 989.0),
+    ("H200", 989.0),
+    ("H100", 989.0),
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("A100", 312.0),
+)
+
+
+def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
+    h, e, predicted = m.hidden, m.moe, m.mtp_layers if mtp else 0
+    dense, sparse = _layers(m, mtp=mtp)
+    layers = dense + sparse
+    up, bias = 2 if e.activation != "squared_relu" else 1, int(m.bias)
+    a = m.attention
+    inner_norms = 2 * a.head_dim * a.qk_norm if a.kind == "gqa" else a.q_lora_rank + a.kv_lora_rank
+    return Parameters(
+        embedding=m.vocab_size * h,
+        attention=layers * (_attention_weights(m) + _attention_vectors(m)),
+        dense_mlp=dense * (_mlp_weights(m, m.dense_ffn) + bias * (up * m.dense_ffn + h)),
+        router=sparse * e.experts * (h + bias),
+        routed_experts=sparse * experts * (_mlp_weights(m, e.ffn) + bias * (up * e.ffn + h)),
+        shared_experts=sparse * _mlp_weights(m, e.shared_ffn),
+        # Two before the halves of a layer, one at the end; a prediction layer has its own end, and
+        # norms both of its inputs.
+        norms=layers * (2 * h + inner_norms) + h + predicted * 3 * h,
+        mtp_projection=predicted * 2 * h * h,
+        head=0 if m.tie_embeddings else m.vocab_size * h,
+    )
+
+
+def _layers(m: ModelConfig, *, mtp: bool) -> tuple[int, int]:
+    """(dense, MoE) layers; prediction layers are MoE layers."""
+    return m.moe.dense_layers, m.layers - m.moe.dense_layers + (m.mtp_layers if mtp else 0)
+
+
+def _attention_weights(m: ModelConfig) -> int:
+    """Matrix elements of one attention."""
+    return sum(rows * columns for rows, columns in projections(m.hidden, m.attention))
+
+
+def projections(h: int, a: AttentionConfig) -> Iterator[tuple[int, int]]:
+    """(inputs, outputs) of the matrices of one attention; that of the output comes last."""
+    if a.kind == "gqa":
+        yield h, (a.heads + 2 * a.kv_heads) * a.head_dim
+        yield a.heads * a.head_dim, h
+        return
+    query = a.heads * (a.qk_nope_dim + a.qk_rope_dim)
+    if a.q_lora_rank:
+        yield h, a.q_lora_rank
+        yield a.q_lora_rank, query
+    else:
+        yield h, query
+    yield h, a.kv_lora_rank + a.qk_rope_dim
+    yield a.kv_lora_rank, a.heads * (a.qk_nope_dim + a.v_dim)
+    yield a.heads * a.v_dim, h
+
+
+def _attention_vectors(m: ModelConfig) -> int:
+    """Biases and sinks of one attention. Latent attention has a bias on its output only."""
+    a, bias = m.attention, int(m.bias)
+    inner = (a.heads + 2 * a.kv_heads) * a.head_dim if a.kind == "gqa" else 0
+    return bias * (inner + m.hidden) + a.heads * a.sinks
+
+
+def _mlp_weights(m: ModelConfig, ffn: int) -> int:
+    """Matrix elements of one MLP or expert."""
+    return (3 if m.moe.activation != "squared_relu" else 2) * m.hidden * ffn
+
+
+def _keys_seen(a: AttentionConfig, layer: int, length: int) -> float:
+    """Keys that a query of `layer` (from 0) attends to, on average over the sequence."""
+    windowed = a.window and (a.window_every == 1 or (layer + 1) % a.window_every)
+    if not windowed or a.window >= length:
+        return length / 2
+    return a.window - a.window * (a.window - 1) / (2 * length)

@@ -1,0 +1,218 @@
+"""`run.dry_run=true`: what a run would take on any number of ranks, on one page, without a GPU."""
+
+import math
+from collections.abc import Iterator
+
+from phalanx.configs.layout import (
+    data_parallel_size,
+    expert_parallel_size,
+    micro_batches,
+    stage_ranks,
+)
+from phalanx.configs.machines import MACHINES, Machine
+from phalanx.configs.matching import Match, alike
+from phalanx.configs.records import Published
+from phalanx.configs.redact import redacted
+from phalanx.configs.schema import Config
+from phalanx.moe.estimate.accounting import flops_per_token, model_size
+from phalanx.moe.estimate.activations import sizes
+from phalanx.moe.estimate.advice import needed, suggestions
+from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
+from phalanx.moe.estimate.resolve import resolved
+from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
+from phalanx.moe.estimate.timing import bound, step_time
+from phalanx.moe.estimate.traffic import Links, one_sided, traffic
+from phalanx.moe.report.units import count, storage, work
+
+_GIB = 2**30
+_PEAK = 989.0  # TFLOP/s of either GPU, dense bf16
+
+
+def dry_run(cfg: Config, world: int) -> tuple[str, int]:
+    """The page, and the exit code: 0 if the run fits, 2 if not.
+
+    Args:
+        cfg: valid on `world` ranks.
+        world: ranks, of this launch or `parallel.world_size`.
+
+    Raises:
+        ConfigError: a forced kernel cannot run on this machine model.
+    """
+    machine = MACHINES[cfg.run.machine]
+    known = resolved(cfg, world, machine.node_gpus)
+    room = int((machine.memory_gib - machine.reserved_gib) * _GIB)
+    fits = needed(known, world) <= room
+    sections = [
+        ("Phalanx, dry run", _run(known, world, machine)),
+        ("Process groups", _groups(known, world)),
+        (f"Memory of a rank, by stage ({machine.name})", _memory(known, world, machine, room)),
+        ("Experts of one layer", _experts(known, world)),
+        ("Expected step", _time(known, world, machine)),
+    ]
+    if not fits:
+        sections.append(("What would help", _advice(cfg, world, machine, room)))
+    text = "\n\n".join("\n".join([head, *("  " + x for x in body)]) for head, body in sections)
+    return redacted(text) + "\n", 0 if fits else 2
+
+
+def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
+    m, d, k = cfg.model, cfg.data, cfg.kernels
+    flops = flops_per_token(m, d.sequence_length)
+    yield f"model     {model_size(m)}"
+    yield f"work      {work(flops)} a token at sequence {d.sequence_length} (Megatron convention)"
+    yield f"ranks     {world} x {machine.name}, {cfg.run.precision}"
+    yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
+    yield (
+        f"batch     {d.global_batch} = {d.micro_batch} x {micro_batches(cfg, world)} micro-batches"
+        f" x {data_parallel_size(cfg, world)} ranks"
+    )
+
+
+def _groups(cfg: Config, world: int) -> Iterator[str]:
+    """Sizes and the ranks that rank 0 meets, in Megatron-Core's order of dimensions."""
+    p, expert = cfg.parallel, expert_parallel_size(cfg, world)
+    data, stage = data_parallel_size(cfg, world), stage_ranks(cfg, world)
+    rows = [
+        ("tensor", p.tensor, 1),
+        ("context", p.context, p.tensor),
+        ("data", data, p.tensor * p.context),
+        ("pipeline", p.pipeline, stage),
+        ("expert", expert, 1),
+        ("expert-data", stage // expert, expert),
+    ]
+    yield f"{'group':<12} {'size':>5}  ranks with rank 0"
+    for name, size, step in rows:
+        ranks = [str(i * step) for i in range(min(size, 8))] + ["..."] * (size > 8)
+        yield f"{name:<12} {size:>5}  {', '.join(ranks)}"
+
+
+def _memory(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[str]:
+    stages = stage_memory(cfg, world)
+    worst = max(stages, key=lambda m: m.peak)
+    shown = {0: "embedding", len(stages) - 1: "output"} if len(stages) > 1 else {0: "only"}
+    if worst.stage not in shown:
+        shown[worst.stage] = "largest"
+    columns = ("parameters", "weights", "gradients", "optimizer", "activations", "backward", "peak")
+    yield "stage".ljust(16) + "".join(f"{c:>12}" for c in columns)
+    for i, name in sorted(shown.items()):
+        m = stages[i]
+        w = m.weights
+        cells = [count(w.dense + w.expert)]
+        parts = (w.parameter_bytes, w.gradient_bytes, w.optimizer_bytes, m.saved)
+        cells += [storage(x) for x in (*parts, m.backward + m.cached, m.peak)]
+        yield f"{i} {name}".ljust(16) + "".join(f"{c:>12}" for c in cells)
+    if exchange := exchange_bytes(cfg, world):
+        yield (
+            f"receive buffers of {cfg.parallel.dispatch}, beside torch's memory: "
+            f"{storage(exchange)}"
+        )
+    yield (
+        f"stage {worst.stage} needs {storage(_with_reserve(worst.peak + exchange, machine))} of "
+        f"{machine.memory_gib} GiB with {machine.reserved_gib} GiB for CUDA and NCCL: "
+        f"{_verdict(cfg, world, room)}"
+    )
+
+
+def _verdict(cfg: Config, world: int, room: int) -> str:
+    """Whether the run fits, and with how many expert rows."""
+    factor = largest_factor(cfg, world, room)
+    if factor is None:
+        return "does not fit, however few rows the experts have"
+    if factor == math.inf:
+        return "fits, whatever the routing"
+    if cfg.kernels.backend == "megatron":
+        return f"fits, up to {factor:g} x the balanced rows"
+    fits = needed(cfg, world) <= room
+    verdict = "fits, up to" if fits else "does not fit; it would with"
+    return f"{verdict} parallel.capacity_factor={factor:g}"
+
+
+def _with_reserve(size: int, machine: Machine) -> int:
+    return size + int(machine.reserved_gib * _GIB)
+
+
+def _experts(cfg: Config, world: int) -> Iterator[str]:
+    s, t = sizes(cfg, world), traffic(cfg, world)
+    row = cfg.model.hidden * (2 if cfg.run.precision == "bf16" else 4)
+    yield f"received  {s.received} tokens, {storage(s.received * row)}"
+    factor, (given, worst) = cfg.parallel.capacity_factor, row_memory(cfg, world)
+    load = "balanced" if cfg.kernels.backend == "megatron" else f"capacity_factor {factor:g}"
+    cases = {load: given} | ({"all tokens to one rank": worst} if worst != given else {})
+    for case, m in cases.items():
+        yield (
+            f"rows      {m.rows} ({case}): {storage(m.layer)} of activations kept a layer, "
+            f"{storage(m.rank)} in all; dispatch buffers {storage(buffer_bytes(cfg, world))}"
+        )
+    yield (
+        f"sent      {cfg.parallel.dispatch}: a token has experts on {t.ranks:.2f} ranks of "
+        f"{t.nodes:.2f} nodes on average"
+    )
+    for name, rows in (("there", t.there), ("back", t.back)):
+        yield (
+            f"{name:<10}{rows.far:.2f} rows of a token over the network, "
+            f"{rows.near:.2f} inside nodes"
+        )
+    yield (
+        f"bytes     of a token {_bytes(t.forward)} forward, {_bytes(t.backward)} backward; "
+        f"{storage(int(t.forward.total * s.local_tokens))} and "
+        f"{storage(int(t.backward.total * s.local_tokens))} a micro-batch"
+    )
+
+
+def _bytes(sent: Links) -> str:
+    network = f" ({sent.far / 1e3:.1f} over the network)" if sent.far else ""
+    return f"{sent.total / 1e3:.1f} kB{network}"
+
+
+def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
+    d, t = cfg.data, step_time(cfg, world, machine)
+    yield (
+        f"machine   {machine.dense_tflops:.0f} TFLOP/s GEMM, {machine.expert_tflops:.0f} experts, "
+        f"{machine.attention_tflops:.0f} attention; {machine.memory_gbs:.0f} GB/s memory, "
+        f"{machine.node_gbs:.0f} node, {machine.network_gbs:.0f} network"
+    )
+    for name, seconds in vars(t).items():
+        if seconds:
+            yield f"{name:<12}{seconds:9.3f} s{seconds / t.total:6.0%}"
+    tokens = d.global_batch * d.sequence_length / world
+    flops = flops_per_token(cfg.model, d.sequence_length)
+    best, exchanged = bound(cfg, world, machine), ""
+    if t.exchange:
+        hidden = cfg.parallel.comm_sms and one_sided(cfg)
+        how = "partly beside the experts" if hidden else "between computation"
+        exchanged = f", exchanges by {cfg.parallel.dispatch} {how}"
+    rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
+    yield (
+        f"step {t.total:.3f} s: {rate} (mfu {tokens / t.total * flops / 1e12 / _PEAK:.0%}): "
+        f"balanced experts{exchanged}, nothing else in the way"
+    )
+    yield (
+        f"at best {best.seconds:.3f} s: {best_rate} in {cfg.run.precision}: {best.limit} alone and "
+        "all else behind, by any transport"
+    )
+    for match in alike(cfg, world, machine.name):
+        yield _compared(match)
+
+
+def _rate(tokens: float, flops: float) -> str:
+    return f"{tokens:,.0f} tokens/s/GPU, {tokens * flops / 1e12:.0f} TFLOP/s/GPU"
+
+
+def _compared(match: Match) -> str:
+    """A line on what others or we have measured."""
+    r, layout = match.record, "" if match.same_layout else ", another layout"
+    return (
+        f"{'published' if isinstance(r, Published) else 'measured'} "
+        f"{r.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, {r.tflops_per_gpu:.0f} TFLOP/s/GPU: "
+        f"{r.system} on {r.hardware}, {r.dtype}, {r.layout}, {r.routing} routing{layout} "
+        f"({match.source})"
+    )
+
+
+def _advice(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[str]:
+    found = suggestions(cfg, world, machine, room)
+    for overrides, size in found:
+        verdict = "fits" if size <= room else "not enough"
+        yield f"{overrides}: {storage(_with_reserve(size, machine))}, {verdict}"
+    if not any(size <= room for _, size in found):
+        yield "no set of them is enough: take more ranks (parallel.world_size) or a smaller model"

@@ -1,0 +1,294 @@
+"""Core attention of a layer: Megatron-Core's `core_attention` slot over kernels.attention.
+
+One class serves grouped queries, latent attention (values narrower than keys), layers with and
+without a sliding window, and learnable sinks, with the parameter name and checkpoint layout of
+Megatron-Core and Transformer Engine. Under context parallelism each rank gathers all keys and
+values and computes its own two chunks of queries. `core_attention` picks this class or Transformer
+Engine's for a layer spec.
+
+Shape legend: S positions of this rank, T keys, B batch, H query heads, G key-value heads,
+d channels of query and key, v channels of value.
+"""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch.profiler import record_function
+
+from phalanx.kernels.attention import sinks
+from phalanx.kernels.attention.core import attention
+from phalanx.kernels.attention.latent import keys_values
+from phalanx.kernels.attention.rope import rope
+
+
+class CoreAttention(MegatronModule):
+    """Causal attention between the projections of a layer, built by Megatron-Core's attention.
+
+    Args:
+        config: heads, `kv_channels`, `window_size`, `window_attn_skip_freq`, `softmax_type`.
+        layer_number: counted from 1, decides whether this layer has a window.
+        softmax_scale: factor on the logits; 1 / sqrt(key channels) by default.
+        k_channels, v_channels: of a head, where they differ from `config.kv_channels`.
+        pg_collection: the `tp` group splits heads, the `cp` group splits the sequence.
+        backend: of kernels.attention.
+    The others are part of Megatron-Core's protocol and not used.
+
+    Raises:
+        ValueError: dropout, or a softmax type that is neither vanilla nor learnable.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        backend: str,
+    ) -> None:
+        super().__init__(config=config)
+        if attention_dropout or (attention_dropout is None and config.attention_dropout):
+            raise ValueError("core attention has no dropout: set attention_dropout to 0")
+        if config.softmax_type not in ("vanilla", "learnable"):
+            raise ValueError(f"core attention has no softmax type {config.softmax_type!r}")
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.tp_group, self.cp_group = groups.tp, groups.cp
+        self.backend = backend
+        self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        # Megatron-Core counts the keys before the query, (127, 0) for a window of 128.
+        self.window = config.window_size[0] + 1 if windowed else 0
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(
+                torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+            )
+            # Without the mark, the gradient norm would only count the heads of tensor rank 0.
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+            if config.perform_initialization:
+                config.init_method(self.softmax_offset)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attend within each sequence.
+
+        Args:
+            query, key, value: [S, B, H, d], [S, B, G, d], [S, B, G, v]; under context parallelism
+                the rank's two chunks of the sequence, as Megatron-Core deals them.
+            attention_mask: ignored; the mask is always causal.
+
+        Returns:
+            [S, B, H * v] in the dtype of `query`.
+        """
+        assert attention_bias is None and packed_seq_params is None
+        with record_function("attention/core"):
+            if self.cp_group.size() == 1:
+                return self._attend(query, key, value)
+            return self._attend_in_chunks(query, key, value)
+
+    def _attend(
+        self, q_SBHd: torch.Tensor, k_TBGd: torch.Tensor, v_TBGv: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_TBGd, v_TBGv))
+        o_BHSv = attention(
+            q,
+            k,
+            v,
+            scale=self.scale,
+            window=self.window,
+            sinks_H=self.softmax_offset,
+            backend=self.backend,
+        )
+        return o_BHSv.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+    def _attend_in_chunks(
+        self, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor, v_SBGv: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's queries against the keys of all context ranks.
+
+        The sequence is cut into 2 * ranks chunks and rank r holds chunks r and 2 * ranks - 1 - r,
+        which balances causal work. A chunk attends the gathered keys from the start of its window
+        to its own end: plain causal attention with fewer queries than keys.
+        """
+        ranks, rank = self.cp_group.size(), self.cp_group.rank()
+        size, k_width = q_SBHd.size(0) // 2, k_SBGd.size(-1)
+        kv = gather_from_sequence_parallel_region(
+            torch.cat([k_SBGd, v_SBGv], -1), group=self.cp_group
+        )
+        by_rank = kv.split(size)
+        kv = torch.cat([by_rank[_slot(c, ranks)] for c in range(2 * ranks)])
+        k_TBGd, v_TBGv = kv[..., :k_width], kv[..., k_width:]
+        outputs = []
+        for chunk, q in zip((rank, 2 * ranks - 1 - rank), q_SBHd.split(size), strict=True):
+            begin = max(0, chunk * size - self.window + 1) if self.window else 0
+            end = (chunk + 1) * size
+            outputs.append(self._attend(q, k_TBGd[begin:end], v_TBGv[begin:end]))
+        return torch.cat(outputs)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The sinks, split over tensor ranks by head; empty without sinks."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def _slot(chunk: int, ranks: int) -> int:
+    """Where chunk `chunk` of the sequence lies after a gather in rank order."""
+    return 2 * chunk if chunk < ranks else 2 * (2 * ranks - 1 - chunk) + 1
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-head latent attention (arXiv 2405.04434), mending Megatron-Core 0.19.2 in three places.
+
+    It gathers the column-split key-value down-projection, uses its rotary part on every tensor rank
+    for the rank's own heads, and gives each rank the gradient of those heads alone. Here the
+    gathered projection returns to the sequence-parallel layout first, from where the rotary part is
+    gathered with a gradient that is summed over ranks.
+
+    It insists on a norm in front of a query projection that has no low rank, which no published
+    model has. Here the spec's modules are built as they are; without a low rank its query norm is
+    left out.
+
+    It parts queries to turn some of their channels, and joins them again; keys it puts together of
+    their own part and the rotary part that all heads share. Here `kernels.attention.rope` and
+    `kernels.attention.latent` do either in one pass. Whole sequences in training only: no packing,
+    no cache of keys.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        return {
+            name: getattr(submodules, name)
+            for name in (
+                "linear_q_proj",
+                "linear_q_up_proj",
+                "linear_kv_up_proj",
+                "q_layernorm",
+                "kv_layernorm",
+            )
+        }
+
+    def _qkv_down_projection(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q_compressed, kv_combined = super()._qkv_down_projection(hidden_states)
+        if self.config.sequence_parallel:
+            kv_combined = gather_from_tensor_model_parallel_region(kv_combined, self.tp_group)
+            kv_combined = scatter_to_sequence_parallel_region(kv_combined, self.tp_group)
+        return q_compressed, kv_combined
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        inference_context: Any = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries and keys [S, B, H, d], values [S, B, H, v], latents of queries and of the others.
+
+        Args:
+            hidden_states: [S, B, D], under sequence parallelism S / tensor of them.
+        The others are part of Megatron-Core's protocol and not used.
+        """
+        assert packed_seq_params is None and inference_context is None
+        c, heads = self.config, self.num_attention_heads_per_partition
+        q_latent, kv = self._qkv_down_projection(hidden_states)
+        kv_latent, k_rope = kv.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
+        if c.sequence_parallel:
+            k_rope = gather_from_sequence_parallel_region(k_rope, group=self.tp_group)
+        if c.q_lora_rank is None:
+            q, _ = self.linear_q_proj(q_latent)
+        else:
+            q_latent = self.q_layernorm(q_latent)
+            q, _ = self.linear_q_up_proj(q_latent)
+        kv_latent = self.kv_layernorm(kv_latent)
+        kv, _ = self.linear_kv_up_proj(kv_latent)
+        S, B = q.shape[:2]
+        angles = self.rotary_pos_emb(S * c.context_parallel_size)
+        freqs, mscale = angles if c.rope_type == "yarn" else (angles, 1.0)
+        q_SBHd = rope(
+            q.view(S, B, heads, self.q_head_dim),
+            freqs,
+            mscale=mscale,
+            interleaved=True,
+            first=c.qk_head_dim,
+        )
+        kv_SBHm = kv.view(S, B, heads, -1)
+        k_SBHd, v_SBHv = keys_values(kv_SBHm, k_rope, freqs, nope=c.qk_head_dim, mscale=mscale)
+        return q_SBHd, k_SBHd, v_SBHv, q_latent, kv_latent
+
+
+class SinkAttention(CoreAttention):
+    """With sinks, by Transformer Engine's cuDNN kernels; on whole sequences."""
+
+    def _attend(self, q_SBHd: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        assert self.softmax_offset is not None
+        q, k, v = (x.contiguous() for x in (q_SBHd, k, v))
+        window = self.window if self.window < q.size(0) else 0
+        return sinks.attention(
+            q, k, v, self.softmax_offset, scale=self.scale, window=window
+        ).flatten(2)
+
+
+def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
+    """What a layer spec builds as its core attention.
+
+    Args:
+        backend: `te` for Transformer Engine's, else a backend of kernels.attention.
+        whole_with_sinks: it has sinks, and sequences are not split over ranks.
+    """
+    if backend == "te" and whole_with_sinks:
+        return ModuleSpec(module=SinkAttention, params={"backend": "te"})
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        return TEDotProductAttention
+    return ModuleSpec(module=CoreAttention, params={"backend": backend})

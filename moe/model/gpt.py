@@ -1,0 +1,352 @@
+"""From a typed config to Megatron-Core's GPTModel with our MoE layer, core attention and norm.
+
+`build()` is the one place that knows Megatron-Core's model classes. The TransformerConfig carries
+every MoE field too, so that the stock MoELayer (kernels.backend=megatron) builds from it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_submodules,
+    get_gpt_mtp_block_spec_for_backend,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from phalanx.configs.schema import Config, ModelConfig, MoEConfig
+from phalanx.kernels.expert_mlp.activation import unknown
+from phalanx.moe.layer import MoE, MoEOptions
+from phalanx.moe.model.attention import LatentAttention, core_attention
+from phalanx.moe.model.grouped_attention import GroupedAttention
+from phalanx.moe.model.loss import cross_entropy
+from phalanx.moe.model.norm import norm_class
+from phalanx.moe.stock_moe import StockMoE, router_kwargs
+
+
+@dataclass
+class _YarnConfig(TransformerConfig):
+    """With the YaRN fields that GPTModel reads but Megatron-Core 0.19.2 does not declare."""
+
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float = 1.0
+    yarn_mscale_all_dim: float = 0.0
+    yarn_correction_range_round_to_int: bool = True
+
+
+def _activation(moe: MoEConfig) -> Callable[..., torch.Tensor]:
+    """The nonlinearity of dense and shared MLPs and of the stock experts."""
+    if moe.activation == "quick_geglu" and moe.activation_alpha == 1.702:
+        return quick_gelu  # Megatron-Core's fused paths recognise it by identity
+    functions: dict[str, Callable[..., torch.Tensor]] = {
+        "swiglu": F.silu,
+        "geglu": F.gelu,
+        "quick_geglu": lambda x: x * torch.sigmoid(moe.activation_alpha * x),
+        "squared_relu": lambda x: F.relu(x).square(),
+    }
+    if moe.activation not in functions:
+        raise unknown(moe.activation, __file__)
+    return functions[moe.activation]
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The implementations chosen for this run (kernels.registry)."""
+
+    experts: str = "reference"
+    attention: str = "reference"
+    norm: str = "torch"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The part of the layout that shapes a model chunk."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    expert: int = 1
+
+
+def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> TransformerConfig:
+    """Megatron-Core's config of this model on this layout."""
+    m, a, e, bf16 = cfg.model, cfg.model.attention, cfg.model.moe, cfg.run.precision == "bf16"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    kwargs: dict[str, Any] = dict(
+        num_layers=m.layers,
+        hidden_size=m.hidden,
+        ffn_hidden_size=m.dense_ffn,
+        num_attention_heads=a.heads,
+        num_query_groups=a.kv_heads if a.kind == "gqa" else a.heads,
+        kv_channels=a.head_dim,
+        add_bias_linear=m.bias,
+        gated_linear_unit=e.activation != "squared_relu",
+        activation_func=_activation(e),
+        activation_func_clamp_value=e.activation_limit or None,
+        glu_linear_offset=e.activation_offset,
+        bias_activation_fusion=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=m.norm_eps,
+        qk_layernorm=a.qk_norm or a.kind == "mla",
+        softmax_type="learnable" if a.sinks else "vanilla",
+        window_size=(a.window - 1, 0) if a.window else None,
+        window_attn_skip_freq=a.window_every if a.window and a.window_every > 1 else None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        perform_initialization=False,
+        init_method_std=m.init_std,
+        mtp_num_layers=m.mtp_layers or None,
+        mtp_loss_scaling_factor=m.mtp_loss,
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1,
+        context_parallel_size=layout.context,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=(
+            layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+        ),
+        pipeline_model_parallel_layout=cfg.parallel.pipeline_layout or None,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+        num_moe_experts=e.experts,
+        moe_ffn_hidden_size=e.ffn,
+        moe_shared_expert_intermediate_size=e.shared_ffn or None,
+        moe_layer_freq=[int(i >= e.dense_layers) for i in range(m.layers)],
+        moe_token_dispatcher_type="alltoall",
+        # The stock MoE layer takes it for its experts too, which need Apex or TE then.
+        gradient_accumulation_fusion=(
+            cfg.kernels.gradient_accumulation_fusion
+            and cfg.kernels.backend != "megatron"
+            and not on_cpu
+        ),
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        cross_entropy_loss_fusion=not on_cpu,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=not on_cpu,
+        variable_seq_lengths=False,
+        deterministic_mode=False,
+        **router_kwargs(m),
+        **_recompute(cfg.run.recompute),
+    )
+    y = a.yarn
+    if a.kind == "mla":
+        return MLATransformerConfig(
+            q_lora_rank=a.q_lora_rank or None,
+            kv_lora_rank=a.kv_lora_rank,
+            qk_head_dim=a.qk_nope_dim,
+            qk_pos_emb_head_dim=a.qk_rope_dim,
+            v_head_dim=a.v_dim,
+            rope_type="yarn" if y.factor > 1 else "rope",
+            rotary_base=a.rope_theta,
+            rotary_scaling_factor=y.factor,
+            original_max_position_embeddings=y.original_context,
+            beta_fast=y.beta_fast,
+            beta_slow=y.beta_slow,
+            mscale=y.mscale,
+            mscale_all_dim=y.mscale_all_dim,
+            **kwargs,
+        )
+    if y.factor > 1:
+        return _YarnConfig(
+            yarn_rotary_scaling_factor=y.factor,
+            yarn_original_max_position_embeddings=y.original_context,
+            yarn_beta_fast=y.beta_fast,
+            yarn_beta_slow=y.beta_slow,
+            yarn_mscale=y.mscale,
+            yarn_mscale_all_dim=y.mscale_all_dim,
+            yarn_correction_range_round_to_int=y.truncate,
+            **kwargs,
+        )
+    return TransformerConfig(**kwargs)
+
+
+def _recompute(what: str) -> dict[str, Any]:
+    if what == "none":
+        return {}
+    if what == "full":
+        return dict(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+    module = {"attention": "core_attn", "moe": "moe"}[what]
+    return dict(recompute_granularity="selective", recompute_modules=[module])
+
+
+def embedding_stages(cfg: Config, config: TransformerConfig) -> list[int]:
+    """Pipeline stages that hold the word embedding: the first, that of a tied output, and that of
+    multi-token prediction."""
+    stages = range(config.pipeline_model_parallel_size)
+    tied = [stages[-1]] if cfg.model.tie_embeddings else []
+    return sorted({0, *tied, *get_mtp_ranks(list(stages), config)})
+
+
+def build(
+    cfg: Config,
+    config: TransformerConfig,
+    *,
+    pg: ProcessGroupCollection,
+    backends: Backends,
+    moe: MoEOptions,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> GPTModel:
+    """One model chunk: the layers of one (virtual) pipeline stage.
+
+    Args:
+        cfg: the run.
+        config: of `transformer_config`, shared by all chunks.
+        pg: process groups.
+        backends: chosen implementations.
+        moe: what every MoE layer is built with (activation, transport, budget).
+        pre_process: this chunk holds the embedding.
+        post_process: this chunk holds the loss.
+        vp_stage: index of a virtual pipeline chunk.
+        pp_rank: pipeline rank; the process group's by default.
+    """
+    m = cfg.model
+    norm = norm_class(backends.norm)
+    dense, sparse = (_layer(config, m, s, backends, moe) for s in (False, True))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    if config.pipeline_model_parallel_layout is not None:
+        ids = _layout_ids(config, vp_stage, pp_rank)
+    else:
+        ids = list(range(first, first + count))
+    block = TransformerBlockSubmodules(
+        layer_specs=[sparse if i >= m.moe.dense_layers else dense for i in ids], layer_norm=norm
+    )
+    mtp = None
+    if m.mtp_layers:
+        # Built like the last decoder layer, also where this chunk has no decoder layer.
+        mtp = get_gpt_mtp_block_spec_for_backend(
+            config=config,
+            spec=TransformerBlockSubmodules(layer_specs=[sparse], layer_norm=norm),
+            backend=_NormProvider(norm),
+            vp_stage=vp_stage,
+            pp_rank=pp_rank,
+        )
+    yarn = m.attention.yarn.factor > 1 and m.attention.kind == "gqa"
+    model = LanguageModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=m.vocab_size,
+        max_sequence_length=cfg.data.sequence_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=m.tie_embeddings,
+        position_embedding_type="yarn" if yarn else "rope",
+        rotary_base=int(m.attention.rope_theta),
+        mtp_block_spec=mtp,
+        pg_collection=pg,
+        vp_stage=vp_stage,
+    )
+    if m.tie_embeddings and model.mtp_process and post_process:
+        # The prediction layer's copy of the embedding is the output weight; Megatron-Core allocates
+        # a second one past the first stage, which it never uses and refuses to checkpoint.
+        model.output_layer.weight = None
+    return model
+
+
+class LanguageModel(GPTModel):
+    """Megatron-Core's GPTModel; on GPUs with the loss of `moe.model.loss`."""
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        if not self.config.cross_entropy_loss_fusion:
+            return super().compute_language_model_loss(labels, logits)
+        return cross_entropy(logits, labels, self.pg_collection.tp)
+
+
+class _NormProvider(LocalSpecProvider):
+    """Megatron-Core's local modules with our norm."""
+
+    def __init__(self, norm: Any) -> None:
+        self._norm = norm
+
+    def layer_norm(self, *args: Any, **kwargs: Any) -> Any:
+        return self._norm
+
+
+def _layer(
+    config: TransformerConfig, m: ModelConfig, sparse: bool, backends: Backends, moe: MoEOptions
+) -> ModuleSpec:
+    mla = m.attention.kind == "mla"
+    sub = get_gpt_layer_local_submodules(
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=mla,
+    )
+    sub.self_attention.module = LatentAttention if mla else GroupedAttention
+    norm = norm_class(backends.norm)
+    sub.input_layernorm = sub.pre_mlp_layernorm = norm
+    attention = sub.self_attention.submodules
+    whole = m.attention.sinks and config.context_parallel_size == 1
+    attention.core_attention = core_attention(backends.attention, whole_with_sinks=whole)
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if config.qk_layernorm and hasattr(attention, name):
+            setattr(attention, name, norm)
+    if sparse:
+        sub.mlp = partial(StockMoE if backends.experts == "megatron" else MoE, options=moe)
+    # Megatron-Core renames norms in checkpoints to match fused layers; ours keep their own names.
+    sub.sharded_state_dict_keys_map = {}
+    return ModuleSpec(module=TransformerLayer, submodules=sub)
+
+
+def _layout_ids(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> list[int]:
+    from megatron.core.transformer.enums import LayerType
+
+    layout: Any = config.pipeline_model_parallel_layout
+    return list(
+        layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank)
+    )
+
+
+class OnMeta(TorchFunctionMode):
+    """Inside, new tensors are on the meta device: to count the parameters of any model."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if "device" in kwargs or func in _FACTORIES:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
+            return args[0]
+        return func(*args, **kwargs)
+
+
+_FACTORIES = (
+    torch.empty,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.randn,
+    torch.rand,
+    torch.tensor,
+)

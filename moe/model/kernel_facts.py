@@ -1,0 +1,32 @@
+"""What the choice of kernels depends on, of a configuration on a kind of machine."""
+
+from typing import Any
+
+import torch
+
+from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.schema import Config
+from phalanx.kernels.registry import Facts
+from phalanx.moe.router.router import slots
+
+
+def facts(
+    cfg: Config, world: int, *, device: str, capability: tuple[int, int] | None, **machine: Any
+) -> Facts:
+    """Facts of `cfg` on `world` ranks; `machine`: more of a machine that is not this one."""
+    a, e = cfg.model.attention, cfg.model.moe
+    return Facts(
+        device=device,
+        capability=capability,
+        dtype=torch.bfloat16 if cfg.run.precision == "bf16" else torch.float32,
+        hidden=cfg.model.hidden,
+        ffn=e.ffn,
+        experts=e.experts // expert_parallel_size(cfg, world),
+        slots=slots(e.router, experts=e.experts, top_k=e.top_k).width,
+        sinks=a.sinks,
+        window=a.window,
+        head_dim=a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim,
+        v_dim=a.head_dim if a.kind == "gqa" else a.v_dim,
+        context=cfg.parallel.context,
+        **machine,
+    )

@@ -1,0 +1,91 @@
+"""console.log in the run folder: what rank 0 printed, launch after launch.
+
+What is printed goes on to where it went before. Lines from before the run folder may be written
+are kept until then; later ones are in the file as soon as they are printed, without secrets. Other
+ranks say nothing unless they fail, and so only what they print as errors is kept. A log that cannot
+be written costs itself, never a run.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from phalanx.configs.redact import redacted
+
+NAME = "console.log"
+
+
+class Console:
+    """Keeps what this process prints while it is inside of `copied`.
+
+    Args:
+        rank: of this process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._main = rank == 0
+        self._path: Path | None = None
+        self._file: BinaryIO | None = None
+        self._early: list[str] = []
+
+    @contextmanager
+    def copied(self) -> Iterator[None]:
+        """Replace sys.stdout and sys.stderr by streams that also tell this console their lines."""
+        before = sys.stdout, sys.stderr
+        if self._main:
+            sys.stdout = _Copied(sys.stdout, self)  # type: ignore[assignment]
+        sys.stderr = _Copied(sys.stderr, self)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+            if self._file is not None:
+                self._file.close()
+
+    def keep(self, folder: Path, title: str) -> None:
+        """From now on lines go to the log of a run folder, which is there.
+
+        Rank 0 begins with a title and what was printed before.
+
+        Raises:
+            OSError: rank 0 cannot write it.
+        """
+        self._path = folder / NAME
+        if self._main:
+            self._append([f"==== {title}\n", *self._early])
+        self._early = []
+
+    def line(self, text: str) -> None:
+        """Keep a line that is being printed."""
+        if self._path is not None:
+            with suppress(OSError):  # of a full disk
+                self._append([text])
+        elif self._main:
+            self._early.append(text)
+
+    def _append(self, lines: list[str]) -> None:
+        """In one write, so that lines of threads, forks and ranks do not mix."""
+        if self._file is None:
+            assert self._path is not None
+            self._file = self._path.open("ab", buffering=0)
+        self._file.write("".join(map(redacted, lines)).encode(errors="replace"))
+
+
+class _Copied:
+    """A stream, of which a console is told every whole line."""
+
+    def __init__(self, stream: TextIO, console: Console) -> None:
+        self._stream, self._console = stream, console
+        self._begun = threading.local()  # the watchdog's thread prints as well
+
+    def write(self, text: str) -> int:
+        *lines, self._begun.text = (getattr(self._begun, "text", "") + text).split("\n")
+        for line in lines:
+            self._console.line(line + "\n")
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

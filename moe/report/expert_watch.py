@@ -1,0 +1,63 @@
+"""Warns of experts that died and of layers that send most tokens to few experts.
+
+Fed by the trainer with the balance of every logged step. A moment of either is normal, above all
+early in training; only what lasts is told, and not more often than every `EVERY` steps.
+"""
+
+from phalanx.moe.router.balance import Balance
+
+PATIENCE = 100
+"""Steps for which an expert has no token, or a layer is collapsed, before it is told."""
+EVERY = 500
+"""Steps between two warnings of one kind."""
+_WAY_OUT = "raise model.moe.router.bias_rate or a balancing loss (aux_loss, seq_aux_loss)"
+
+
+class ExpertWatch:
+    """Looks for both.
+
+    Args:
+        most: load of an expert over the mean if every token chose it: experts / top_k.
+        step: that the run starts from.
+    """
+
+    def __init__(self, most: float, step: int) -> None:
+        self._most, self._limit = most, (1 + most) / 2
+        self._step = step
+        self._idle: dict[tuple[int, int], int] = {}  # (layer, expert) -> last step with a token
+        self._heavy: dict[int, int] = {}  # layer -> last step below the limit
+        self._told: dict[str, int] = {}
+
+    def look(self, balance: Balance, step: int) -> list[str]:
+        """Warnings due at `step`, one line each; `balance` is that of the steps since the last."""
+        before, self._step = self._step, step
+        heavy = [layer for layer, load in balance.load.items() if load > self._limit]
+        self._idle = {key: self._idle.get(key, before) for key in balance.idle}
+        self._heavy = {layer: self._heavy.get(layer, before) for layer in heavy}
+        warnings = []
+        if dead := sorted(k for k, since in self._idle.items() if step - since >= PATIENCE):
+            names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in dead[:3])
+            more = ", ..." if len(dead) > 3 else ""
+            text = f"{len(dead)} experts had no token for {PATIENCE} steps ({names}{more})"
+            warnings += self._due("dead", text)
+        if late := [layer for layer, since in self._heavy.items() if step - since >= PATIENCE]:
+            worst = max(late, key=lambda layer: balance.load[layer])
+            text = (
+                f"{len(late)} layers have collapsed for {PATIENCE} steps: the busiest expert of "
+                f"layer {worst} has {balance.load[worst]:.1f} x the mean load, of at most "
+                f"{self._most:.1f}"
+            )
+            warnings += self._due("collapsed", text)
+        return warnings
+
+    def rewind(self, step: int) -> None:
+        """Forget what came after `step`, to which the run goes back."""
+        self._step = step
+        self._idle.clear()
+        self._heavy.clear()
+
+    def _due(self, kind: str, text: str) -> list[str]:
+        if self._step - self._told.get(kind, -EVERY) < EVERY:
+            return []
+        self._told[kind] = self._step
+        return [f"warning: {text}; {_WAY_OUT}"]

@@ -1,0 +1,303 @@
+"""What a person sees of a run: a table with a row per logged step, events, a closing summary.
+
+The trainer hands over one flat record per logged step. The console shows what a person watches and
+leaves out what is unknown; metrics.jsonl and the sinks (moe.report.loggers) get all of it. Only the
+main rank prints and writes. Only a run folder that cannot be written at the start stops a run.
+"""
+
+import contextlib
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import psutil
+import torch
+
+from phalanx.configs.redact import redacted
+from phalanx.configs.schema import Config
+from phalanx.moe.report.loggers import Journal, Sink, make_sinks
+
+_STEADY = 10  # logged steps of the closing summary
+_PAGE = 25  # rows between headings
+_COUNTS = ("reruns", "skipped", "rollbacks")  # shown behind a row where they have grown
+
+
+class Metrics:
+    """Reports of one run.
+
+    Args:
+        folder: of the run; created on the main rank.
+        cfg: names the sinks and the length of the run.
+        is_main: whether this rank prints and writes.
+        step: the step that the run resumes from, 0 for a new one.
+        stream: of the console.
+
+    Raises:
+        ValueError: the run folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        cfg: Config,
+        is_main: bool,
+        *,
+        step: int = 0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._steps, self._main, self._stream = cfg.run.steps, is_main, stream or sys.stdout
+        self._step, self._began = step, time.monotonic()
+        self._resumed = f", resumed from step {step}," if step else ""
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_STEADY)
+        self._timed, self._rows = 0, 0
+        self._shown: Collection[str] = ()
+        self._told = dict.fromkeys(_COUNTS, 0)
+        self._sinks: list[Sink] = []
+        self._path = folder / "metrics.jsonl"
+        self._journal: Journal | None = None
+        if not is_main:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._journal = Journal(self._path, step, self._warn)
+        except OSError as error:
+            raise ValueError(f"cannot write to {folder} (run.dir, run.name): {error}") from None
+        self._sinks = make_sinks(cfg, folder, step, self._warn)
+
+    def text(self, text: str) -> None:
+        """Print a block of text. A console on a full disk, or whose reader left, costs the text."""
+        if self._main:
+            with contextlib.suppress(OSError):
+                print(redacted(text), file=self._stream, flush=True)
+
+    def event(self, text: str) -> None:
+        """Print and write one line that is not a step: a checkpoint, a signal, a rerun."""
+        self.text(f"-- {text}")
+        self._write({"event": redacted(text), "at": self._step})
+
+    def start(self, facts: dict[str, Any]) -> None:
+        """Write what the run is (`moe.report.title`), for the titles of tables and pictures."""
+        self._write({"event": "start", "at": self._step} | redacted(facts))
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Report a record: `step`, and any of what `line` shows, and numbers under other names.
+
+        Either what a validation gives, or what a step has. `reruns`, `skipped` and `rollbacks` are
+        told where they have grown.
+        """
+        if not self._main:
+            return
+        self._step = record["step"]
+        if "step_time" in record:
+            record = record | memory()
+            if self._timed == 1:  # the first one had compilation and warm-up in it
+                self._recent.clear()
+            self._timed += 1
+            self._recent.append(record)
+        self._write(record)
+        for sink in self._sinks:
+            sink.log(record)
+        if "valid_loss" in record:
+            self.text(f"-- {validation_line(record)}")
+        else:
+            self._row(record)
+
+    def _row(self, record: dict[str, Any]) -> None:
+        if self._rows % _PAGE == 0:
+            self.text(heading(record, self._steps))
+            self._shown = record.keys()
+        self._rows += 1
+        row = line(record, self._steps, eta=self._remaining(record), shown=self._shown)
+        for count in _COUNTS:
+            if record.get(count, 0) > self._told[count]:
+                self._told[count] = record[count]
+                row += f"  {count} {record[count]}"
+        self.text(row)
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step`: what was recorded after it is set aside."""
+        self._step = step
+        if self._journal is not None:
+            self._journal.rewind(step)
+
+    def close(self, summary: dict[str, Any] | None = None, *, ended: str = "done") -> None:
+        """Print and write the summary, with what the caller adds to it, and close every sink.
+
+        Args:
+            summary: more for the record.
+            ended: how the run ended, in a word.
+        """
+        if not self._main:
+            return
+        totals = steady(list(self._recent)) | (summary or {})
+        if self._recent:
+            elapsed = duration(time.monotonic() - self._began)
+            done = f"{ended}: step {self._step}{self._resumed} after {elapsed}"
+            self.text(f"\n{done} | {summary_line(totals)}")
+        self._write({"event": "summary", "at": self._step} | totals)
+        for sink in self._sinks:
+            sink.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _remaining(self, record: dict[str, Any]) -> float | None:
+        if "step_time" not in record or record["step"] >= self._steps:
+            return None
+        seconds = statistics.fmean(r["step_time"] for r in self._recent)
+        return (self._steps - record["step"]) * seconds
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._journal is not None:
+            self._journal.write(record)
+
+    def _warn(self, text: str) -> None:
+        self.text(f"-- warning: {text}")
+
+
+def memory() -> dict[str, float]:
+    """GiB: peak of the GPU and what it has; of a run without one, what this process holds."""
+    if not torch.cuda.is_initialized():
+        return {"memory": psutil.Process().memory_info().rss / 2**30}
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "memory": torch.cuda.max_memory_allocated() / 2**30,
+        "memory_reserved": torch.cuda.max_memory_reserved() / 2**30,
+        "memory_total": device.total_memory / 2**30,
+    }
+
+
+class _Column(NamedTuple):
+    key: str
+    name: str
+    width: int
+    form: str
+    gpu: bool = False
+    """Makes no sense of a CPU process: rates of a chip that it is not."""
+
+
+_COLUMNS = (
+    _Column("loss", "loss", 7, ".4f"),
+    _Column("mtp_loss", "mtp", 7, ".4f"),
+    _Column("grad_norm", "gnorm", 6, ".2f"),
+    _Column("lr", "lr", 7, ".1e"),
+    _Column("tokens_per_second_per_gpu", "tok/s/gpu", 9, ",.0f"),
+    _Column("tflops_per_gpu", "TF/s", 4, ".0f", gpu=True),
+    _Column("mfu", "mfu", 5, ".1%", gpu=True),
+    _Column("step_time", "s/step", 6, ".3f"),
+    _Column("memory", "GiB", 5, ".1f"),
+    _Column("load_max", "lb max", 6, ".2f"),
+    _Column("load_p95", "p95", 4, ".2f"),
+    _Column("dead_experts", "dead", 4, "d"),
+)
+
+
+def heading(record: dict[str, Any], steps: int) -> str:
+    """Names over the columns of `line`."""
+    rank = not _on_gpu(record)
+    names = [
+        (c.name.replace("gpu", "rank") if rank else c.name).rjust(_width(c, rank))
+        for c in _columns(record)
+    ]
+    return "  ".join([_step("step", steps), *names, "eta".rjust(6)])
+
+
+def line(
+    record: dict[str, Any], steps: int, eta: float | None = None, shown: Collection[str] = ()
+) -> str:
+    """A row of the console's table; columns that the record does not have are left out.
+
+    Args:
+        record: `step`, and any of loss, mtp_loss, grad_norm, lr, tokens_per_second_per_gpu,
+            tflops_per_gpu, mfu (of 1), step_time (s), memory and memory_total (GiB), load_max with
+            load_p95 and dead_experts.
+        steps: of the run.
+        eta: seconds to its end.
+        shown: keys of the record under the heading; columns of only these are blank.
+    """
+    rank = not _on_gpu(record)
+    values = [
+        f"{record[c.key]:{_width(c, rank)}{c.form}}" if c.key in record else " " * _width(c, rank)
+        for c in _columns(record, shown)
+    ]
+    step = _step(f"{record['step']}/{steps}", steps)
+    return "  ".join([step, *values, "" if eta is None else duration(eta).rjust(6)]).rstrip()
+
+
+def _step(text: str, steps: int) -> str:
+    return text.rjust(max(4, 2 * len(str(steps)) + 1))
+
+
+def _columns(record: dict[str, Any], shown: Collection[str] = ()) -> list[_Column]:
+    keys = {*record, *shown}
+    return [c for c in _COLUMNS if c.key in keys and (_on_gpu(record) or not c.gpu)]
+
+
+def _width(column: _Column, rank: bool) -> int:
+    return column.width + (rank and "gpu" in column.name)
+
+
+def _on_gpu(record: dict[str, Any]) -> bool:
+    return "memory_total" in record
+
+
+def steady(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and standard deviation of the rates of `records`, and the last loss."""
+    totals: dict[str, Any] = {"records": len(records)}
+    for key in ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "step_time"):
+        values = [record[key] for record in records if key in record]
+        if values:
+            totals[key] = statistics.fmean(values)
+            totals[f"{key}_sd"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    for key in ("loss", "memory", "memory_total"):
+        if records and key in records[-1]:
+            totals[key] = records[-1][key]
+    return totals
+
+
+def validation_line(record: dict[str, Any]) -> str:
+    """`validation loss 2.5000 after step 60: perplexity 12.18, 3.607 bits a byte; wiki 2.4000`."""
+    said = f"validation loss {record['valid_loss']:.4f} after step {record['step']}"
+    more = []
+    if "valid_perplexity" in record:
+        more.append(f"perplexity {record['valid_perplexity']:.4g}")
+    if "valid_bits_per_byte" in record:
+        more.append(f"{record['valid_bits_per_byte']:.3f} bits a byte")
+    parts = [", ".join(more)] if more else []
+    sources = [key for key in record if key.startswith("valid_loss/")]
+    if sources:
+        named = (f"{key.removeprefix('valid_loss/')} {record[key]:.4f}" for key in sources)
+        parts.append(", ".join(named))
+    return said + (f": {'; '.join(parts)}" if parts else "")
+
+
+def summary_line(totals: dict[str, Any]) -> str:
+    """`last 10 logged steps: 13,402 +- 35 tok/s/gpu, ...` of what `steady` returns."""
+    on_gpu = _on_gpu(totals)
+    parts = []
+    if "tokens_per_second_per_gpu" in totals:
+        mean, spread = (totals[f"tokens_per_second_per_gpu{s}"] for s in ("", "_sd"))
+        parts.append(f"{mean:,.0f} +- {spread:,.0f} tok/s/{'gpu' if on_gpu else 'rank'}")
+    if on_gpu and "tflops_per_gpu" in totals:
+        mfu = f" (mfu {totals['mfu']:.1%})" if "mfu" in totals else ""
+        parts.append(f"{totals['tflops_per_gpu']:.0f} TF/s/gpu{mfu}")
+    if "step_time" in totals:
+        parts.append(f"{totals['step_time']:.3f} +- {totals['step_time_sd']:.3f} s a step")
+    if "loss" in totals:
+        parts.append(f"loss {totals['loss']:.4f}")
+    return f"last {totals['records']} logged steps: {', '.join(parts)}"
+
+
+def duration(seconds: float) -> str:
+    """`3d04h`, `1h39m`, `2m05s`, `8s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,0 +1,67 @@
+"""The page a run starts with: what is trained, on what, with which kernels, from where."""
+
+import sys
+
+import torch
+
+from phalanx.kernels.registry import table
+from phalanx.moe.data.loader import Loader, Samples
+from phalanx.moe.data.sources import table as source_table
+from phalanx.moe.estimate.accounting import flops_per_token, model_size
+from phalanx.moe.report.units import count, storage, work
+from phalanx.moe.training.launch import code
+from phalanx.moe.training.setup import Job
+
+
+def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None = None) -> str:
+    """The start page, at most 100 columns wide where names and paths are short."""
+    cfg, world = job.cfg, job.runtime.world
+    here, size = job.engine.parameter_bytes()
+    flops = flops_per_token(cfg.model, cfg.data.sequence_length)
+    tokens = cfg.data.global_batch * cfg.data.sequence_length
+    facts = [
+        ("run", f"{cfg.run.dir}/{cfg.run.name}, {resumed}"),
+        ("code", f"git {revision()}, torch {torch.__version__}, Python {sys.version.split()[0]}"),
+        ("device", f"{world} x {device(job.runtime.device)}, {cfg.run.precision}"),
+        (
+            "model",
+            f"{model_size(cfg.model)}, {count(here)} on rank 0 ({storage(size)})",
+        ),
+        ("work", f"{work(flops)} a token, {work(flops * tokens)} a step"),
+        (
+            "data",
+            f"{cfg.data.source}, sequence {cfg.data.sequence_length}, batch "
+            f"{cfg.data.global_batch} = {cfg.data.micro_batch} x {loader.micro_batches} "
+            f"micro-batches x {job.data_parallel} ranks",
+        ),
+        ("length", f"{cfg.run.steps} steps, {count(tokens * cfg.run.steps)} tokens"),
+    ]
+    lines = ["Phalanx", *(f"  {name:<8}{text}" for name, text in facts), ""]
+    read = source_table(loader.dataset.sources, valid_set.sources if valid_set else ())
+    lines += ["  " + text for text in read.splitlines()] + [""] * bool(read)
+    lines += ["  " + text for text in job.groups.table().splitlines()] + [""]
+    lines += ["  " + text for text in table(job.choices).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def revision() -> str:
+    """Short commit, with a + if the working tree has changes; `unknown` outside a repository."""
+    commit, changed = code()
+    return commit[:7] + "+" * changed
+
+
+def device(where: torch.device) -> str:
+    """The device's name and memory."""
+    if where.type != "cuda":
+        return "CPU process"
+    size = int(torch.cuda.get_device_properties(where).total_memory)
+    return f"{torch.cuda.get_device_name(where)} of {storage(size)}"
+
+
+def versions(where: torch.device) -> dict[str, str]:
+    """torch, and on a GPU the libraries and the driver under it."""
+    found = {"torch": str(torch.__version__)}
+    if where.type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found

@@ -1,0 +1,50 @@
+"""How fast a run is: seconds of a step, and what a GPU makes of them.
+
+The trainer restarts the clock after what is not a step (validation, checkpoints) and reads it where
+the device is known to have done all of them. FLOPs are those of `moe.estimate.accounting`.
+"""
+
+import time
+
+from phalanx.configs.schema import Config
+from phalanx.moe.estimate.accounting import flops_per_token, peak_tflops
+from phalanx.parallel.runtime import Runtime
+
+
+class Pace:
+    """Clock over training steps.
+
+    Args:
+        cfg: tokens of a step and FLOPs of a token.
+        runtime: ranks that share a step, and the device whose peak utilisation is measured by.
+    """
+
+    def __init__(self, cfg: Config, runtime: Runtime) -> None:
+        tokens = cfg.data.global_batch * cfg.data.sequence_length
+        self._tokens = tokens / runtime.world
+        self._flops = flops_per_token(cfg.model, cfg.data.sequence_length)
+        self._peak = peak_tflops(runtime.device, cfg.run.precision)
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Time the steps after `step`, from now on."""
+        self._since, self._step = time.perf_counter(), step
+
+    def rates(self, step: int) -> dict[str, float]:
+        """Mean rates of the steps up to `step` since the clock was started, which starts it again.
+
+        Returns:
+            step_time (s), tokens_per_second_per_gpu, tflops_per_gpu, and mfu (of 1) where the
+            device's peak is known.
+        """
+        seconds = (time.perf_counter() - self._since) / (step - self._step)
+        self.restart(step)
+        tokens = self._tokens / seconds
+        tflops = tokens * self._flops / 1e12
+        utilisation = {"mfu": tflops / self._peak} if self._peak else {}
+        return {
+            "step_time": seconds,
+            "tokens_per_second_per_gpu": tokens,
+            "tflops_per_gpu": tflops,
+            **utilisation,
+        }

@@ -1,0 +1,22 @@
+"""What a run is, in the few facts that head its curves, traces and tables."""
+
+from typing import Any
+
+from phalanx.moe.report.start_page import device
+from phalanx.moe.training.setup import Job
+
+
+def title_facts(job: Job) -> dict[str, Any]:
+    """Model, data, device and what computes, as JSON values."""
+    cfg = job.cfg
+    return {
+        "run": cfg.run.name,
+        "model": cfg.model.name,
+        "data": cfg.data.source,
+        "sequence": cfg.data.sequence_length,
+        "batch": cfg.data.global_batch,
+        "ranks": job.runtime.world,
+        "device": device(job.runtime.device),
+        "precision": cfg.run.precision,
+        "experts": job.choices[0].backend,
+    }

@@ -1,0 +1,97 @@
+"""Choice and weights of a router in one kernel, and their gradient in another, on a Hopper GPU.
+
+For the fused expert backend, where `kernels.sm90.routing.topk` knows the router's options; it does
+what `choose` and `probabilities` of `moe.router.scores` do. A router asks once, when it is built.
+
+Legend: T tokens, E experts, K experts per token.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.configs.schema import RouterConfig
+
+_EXPERTS = 512
+_SLOTS = 16
+"""Limits of kernels.sm90.routing.topk."""
+
+
+def refuse(options: RouterConfig, *, experts: int, top_k: int) -> str | None:
+    """Why the kernel cannot route by these options; None if it can."""
+    if options.force_balance:
+        return "force_balance chooses experts itself"
+    if options.rounding != "none":
+        return f"rounding={options.rounding} needs more candidates than it gives"
+    if options.group_topk < options.groups:
+        return "it knows no groups"
+    if experts % 8 or experts > _EXPERTS:
+        return f"needs a multiple of 8 experts, at most {_EXPERTS}, not {experts}"
+    if top_k > _SLOTS:
+        return f"needs a top_k of at most {_SLOTS}, not {top_k}"
+    if not options.scale or not math.isfinite(options.scale):
+        return f"needs a scale other than {options.scale}"
+    return None
+
+
+def topk(
+    logits_TE: Tensor, bias_E: Tensor | None, options: RouterConfig, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """Experts of every token, best first and ties to the lower, and their weights.
+
+    Args:
+        logits_TE: fp32, contiguous, on a Hopper GPU.
+        bias_E: fp32, joins the sigmoids in the choice alone; None has none.
+        options: that `refuse` does not.
+        top_k: K.
+
+    Returns:
+        idx_TK int32 and prob_TK fp32, through which gradients reach the logits.
+
+    Raises:
+        ValueError: a tensor that the kernel does not take.
+    """
+    idx_TK, prob_TK = _Topk.apply(logits_TE, bias_E, options, top_k)
+    return idx_TK, prob_TK
+
+
+@torch.no_grad()
+def best(logits_TE: Tensor, top_k: int) -> Tensor:
+    """The K largest logits of every token, as `topk` orders them: int32 [T, K]."""
+    from phalanx.kernels.sm90.routing import topk as kernel
+
+    weights = dict(score="softmax", normalize=True, softmax_over="topk", scale=1.0)
+    return kernel.topk(logits_TE, top_k=top_k, **weights)[0]  # type: ignore[arg-type]
+
+
+class _Topk(torch.autograd.Function):
+    """`topk`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, options: RouterConfig, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        from phalanx.kernels.sm90.routing import topk as kernel
+
+        ctx.weights = dict(
+            score=options.score,
+            normalize=options.normalize,
+            softmax_over=options.softmax_over,
+            scale=options.scale,
+        )
+        idx_TK, prob_TK = kernel.topk(logits_TE, top_k=top_k, bias_E=bias_E, **ctx.weights)
+        ctx.save_for_backward(idx_TK, prob_TK, logits_TE)
+        ctx.mark_non_differentiable(idx_TK)
+        return idx_TK, prob_TK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, dprob_TK: Tensor) -> tuple[Tensor, None, None, None]:
+        from phalanx.kernels.sm90.routing import topk as kernel
+
+        grads = dprob_TK.contiguous()
+        dlogits_TE = kernel.topk_backward(grads, *ctx.saved_tensors, **ctx.weights)
+        return dlogits_TE, None, None, None

@@ -1,0 +1,277 @@
+"""From hidden states to the experts of every token: scores, top-k, probabilities, balancing.
+
+First of the four steps of an MoE layer. Logits, scores and probabilities are fp32; the choice is
+made without gradient and ties go to the lower expert, on every device. The host learns no value.
+Balancing losses follow Megatron-Core's formulas and ride on the gradient of the probabilities.
+
+Legend: T tokens of this rank (s * B of hidden [s, B, D]), E experts, K experts per token, G groups,
+C slots for the experts of a token: K, or with token rounding more.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from phalanx.configs.schema import RouterConfig
+from phalanx.moe.router import balance, fused_topk, token_rounding
+from phalanx.moe.router.balance import KeepsPrecision, Statistics
+from phalanx.moe.router.forced_balance import ForcedBalance
+from phalanx.moe.router.logits import gate
+from phalanx.moe.router.scores import choose, loss_scores, probabilities
+from phalanx.parallel.dispatch.base import Slots
+
+
+def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
+    """Raise ValueError, naming the override, for routing that cannot be or would not learn."""
+    at = "model.moe.router"
+    if options.score not in ("softmax", "sigmoid"):
+        raise ValueError(f"unknown {at}.score={options.score}: set it to softmax or sigmoid")
+    if options.softmax_over not in ("all", "topk"):
+        raise ValueError(f"unknown {at}.softmax_over={options.softmax_over}: set it to all or topk")
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"model.moe.top_k={top_k} must be between 1 and the {experts} experts")
+    if options.score == "softmax" and options.softmax_over == "topk" and top_k == 1:
+        raise ValueError(
+            f"{at}.softmax_over=topk with model.moe.top_k=1 makes every probability 1, "
+            f"which has no gradient: set {at}.softmax_over=all"
+        )
+    if options.bias_rate and options.score != "sigmoid":
+        raise ValueError(
+            f"{at}.bias_rate={options.bias_rate} needs {at}.score=sigmoid, not {options.score}"
+        )
+    if experts % options.groups:
+        raise ValueError(f"{at}.groups={options.groups} does not divide the {experts} experts")
+    if options.rounding not in token_rounding.MODES:
+        modes = ", ".join(token_rounding.MODES)
+        raise ValueError(f"unknown {at}.rounding={options.rounding}: set it to one of {modes}")
+    if options.rounding_tile < 1:
+        raise ValueError(f"{at}.rounding_tile={options.rounding_tile} must be at least 1")
+    if options.rounding != "none" and options.force_balance:
+        raise ValueError(f"{at}.force_balance chooses experts itself: set {at}.rounding=none")
+    if not 1 <= options.group_topk <= options.groups:
+        raise ValueError(
+            f"{at}.group_topk={options.group_topk} must be 1 to {at}.groups={options.groups}"
+        )
+    reachable = options.group_topk * (experts // options.groups)
+    if top_k > reachable:
+        raise ValueError(
+            f"model.moe.top_k={top_k} experts cannot come from {options.group_topk} of "
+            f"{options.groups} groups with {reachable} experts in all: raise {at}.group_topk"
+        )
+
+
+def slots(options: RouterConfig, *, experts: int, top_k: int) -> Slots:
+    """What a row of expert ids that the router gives looks like."""
+    if options.rounding == "none":
+        return Slots(top_k, top_k)
+    reachable = options.group_topk * (experts // options.groups)
+    width = token_rounding.candidates(options.rounding, top_k, reachable)
+    return Slots(top_k, width, token_rounding.surplus(options.rounding, options.rounding_tile))
+
+
+class Router(KeepsPrecision, MegatronModule):
+    """Router of one MoE layer.
+
+    Megatron-Core's `finalize_model_grads` finds `expert_bias` and `local_tokens_per_expert` by
+    name: once per step it moves the bias by the sign of the imbalance and clears the counts.
+
+    Args:
+        config: Megatron-Core's config of the model.
+        options: routing and balancing.
+        top_k: K.
+        pg_collection: process groups.
+        is_mtp_layer: the layer belongs to multi-token prediction.
+        backend: of the experts; with `fused`, `moe.router.fused_topk` routes by the options that it
+        knows.
+
+    Raises:
+        ValueError: routing that cannot be, with the override that mends it.
+    """
+
+    expert_bias: Tensor | None
+    local_tokens_per_expert: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        options: RouterConfig,
+        top_k: int,
+        pg_collection: ProcessGroupCollection,
+        is_mtp_layer: bool = False,
+        backend: str = "torch",
+    ) -> None:
+        super().__init__(config=config)
+        self.num_experts = config.num_moe_experts
+        self.top_k, self.options = top_k, options
+        check(options, experts=self.num_experts, top_k=top_k)
+        self.slots = slots(options, experts=self.num_experts, top_k=top_k)
+        refused = fused_topk.refuse(options, experts=self.num_experts, top_k=top_k)
+        self.fused = backend == "fused" and refused is None
+        self.is_mtp_layer = is_mtp_layer
+        self.layer_number: int | None = None
+        self.tp_group, self.ep_group = pg_collection.tp, pg_collection.ep
+        self.replica, self.world = pg_collection.tp_cp, pg_collection.tp_dp_cp
+
+        self.weight = self._parameter(self.num_experts, config.hidden_size)
+        self.bias = self._parameter(self.num_experts) if config.add_bias_linear else None
+        self.statistics = Statistics(self.num_experts)
+        self.forced = (
+            ForcedBalance(options, experts=self.num_experts, top_k=top_k)
+            if options.force_balance
+            else None
+        )
+        self._counter("local_tokens_per_expert", bool(options.bias_rate))
+        self._counter("global_tokens_per_expert", bool(options.global_aux_loss))
+        bias = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
+        self.register_buffer("expert_bias", bias if options.bias_rate else None)
+
+    def _parameter(self, *shape: int) -> torch.nn.Parameter:
+        config = self.config
+        p = torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
+        if config.perform_initialization:
+            config.init_method(p)
+        parameter = torch.nn.Parameter(p)
+        parameter.sequence_parallel = config.sequence_parallel
+        return parameter
+
+    def _counter(self, name: str, wanted: bool) -> None:
+        zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
+        self.register_buffer(name, zeros if wanted else None, persistent=False)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """1-based number of the layer, within its kind (decoder or prediction)."""
+        self.layer_number = layer_number
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Start the counts of a new global batch; Megatron-Core calls it once per step."""
+        if self.global_tokens_per_expert is not None:
+            self.global_tokens_per_expert.zero_()
+
+    def forward(self, hidden_SBD: Tensor) -> tuple[Tensor, Tensor]:
+        """Route every token.
+
+        Args:
+            hidden_SBD: [s, B, D] this rank's part of B sequences, bf16 or fp32.
+
+        Returns:
+            Global expert ids [T, C] int32, best first, and their probabilities [T, C] fp32, where C
+            is `slots.width`: K, or with rounding more. A slot without an expert has id -1 and 0.
+        """
+        logits_TE = gate(hidden_SBD.flatten(0, 1), self.weight, self.bias)
+        o, K, kept_TC = self.options, self.top_k, None
+        if self.fused:
+            idx_TC, prob_TC = fused_topk.topk(logits_TE, self.expert_bias, o, K)
+        else:
+            idx_TC = self._choose(logits_TE.detach())
+            kept_TC = self._keep(logits_TE.detach(), idx_TC)
+            prob_TC = probabilities(logits_TE, idx_TC, o, kept_TK=kept_TC, top_k=K)
+        idx_TK = idx_TC[:, :K]
+        if self.training and torch.is_grad_enabled():
+            count_E = self._count(idx_TK)
+            shares = self._losses(logits_TE, idx_TK, count_E, sequences=hidden_SBD.size(1))
+            prob_TC = self._attach(prob_TC, shares)
+        if kept_TC is not None:
+            idx_TC = idx_TC.masked_fill(~kept_TC, -1)
+        return idx_TC.to(torch.int32), prob_TC
+
+    @torch.no_grad()
+    def _keep(self, logits_TE: Tensor, idx_TC: Tensor) -> Tensor | None:
+        """Candidates that count; None stands for all, where there is no rounding."""
+        o = self.options
+        if o.rounding == "none":
+            return None
+        if not self.training:  # a token's experts must not depend on the tokens beside it
+            slot_C = torch.arange(idx_TC.size(1), device=idx_TC.device)
+            return (slot_C < self.top_k).expand_as(idx_TC)
+        score_TE = logits_TE.sigmoid() if o.score == "sigmoid" else logits_TE.softmax(-1)
+        return token_rounding.keep(
+            idx_TC,
+            score_TE.gather(1, idx_TC),
+            top_k=self.top_k,
+            experts=self.num_experts,
+            tile=o.rounding_tile,
+            mode=o.rounding,
+        )
+
+    @torch.no_grad()
+    def _choose(self, logits_TE: Tensor) -> Tensor:
+        o = self.options
+        if self.forced is not None:
+            tokens = logits_TE.size(0)
+            return self.forced(tokens, self.ep_group.rank() * tokens)
+        score_TE = logits_TE  # ranks experts like the scores do, and does not saturate
+        if o.score == "sigmoid" and self._choice_is_shaped:
+            score_TE = logits_TE.sigmoid()
+        elif o.softmax_over == "all" and self._choice_is_shaped:
+            score_TE = logits_TE.softmax(-1)
+        if self.expert_bias is not None:
+            score_TE = score_TE + self.expert_bias
+        return choose(score_TE, self.top_k, o.groups, o.group_topk, width=self.slots.width)
+
+    @property
+    def _choice_is_shaped(self) -> bool:
+        """Whether the choice can differ from the K largest logits."""
+        o = self.options
+        return bool(o.bias_rate or o.force_balance or o.group_topk < o.groups)
+
+    @torch.no_grad()
+    def _count(self, idx_TK: Tensor) -> Tensor:
+        # Only with gradients enabled, so that recomputation does not count twice.
+        count_E = balance.count_choices(idx_TK, self.num_experts)
+        self.statistics.add_counts(count_E)
+        if self.local_tokens_per_expert is not None:
+            self.local_tokens_per_expert += count_E
+        return count_E
+
+    def _losses(
+        self, logits_TE: Tensor, idx_TK: Tensor, count_E: Tensor, sequences: int
+    ) -> dict[str, Tensor]:
+        """This rank's shares of the balancing losses that have a coefficient, before it."""
+        o, ranks, shares = self.options, self.replica.size(), dict[str, Tensor]()
+        if o.z_loss:
+            shares["z_loss"] = balance.z_loss(logits_TE) / ranks
+        if not (o.aux_loss or o.seq_aux_loss or o.global_aux_loss):
+            return shares
+        if self._choice_is_shaped:
+            # The losses judge the scores, not what was made of them.
+            best = fused_topk.best if self.fused else choose
+            idx_TK = best(logits_TE.detach(), self.top_k)
+            count_E = balance.count_choices(idx_TK, self.num_experts)
+        score_TE = loss_scores(logits_TE, o.score)
+        if o.aux_loss:
+            count_1E = _sum_over(count_E[None], self.replica)
+            shares["aux_loss"] = balance.balance_loss(score_TE, count_1E, ranks=ranks)
+        if o.seq_aux_loss:
+            count_BE = balance.count_choices_per_sequence(idx_TK, self.num_experts, sequences)
+            count_BE = _sum_over(count_BE, self.replica)
+            shares["seq_aux_loss"] = balance.balance_loss(score_TE, count_BE, ranks=ranks)
+        if o.global_aux_loss:
+            # Choices of all replicas and micro-batches so far, scores of this micro-batch.
+            self.global_tokens_per_expert += _sum_over(count_E, self.world)
+            count_1E = self.global_tokens_per_expert[None]
+            shares["global_aux_loss"] = balance.balance_loss(score_TE, count_1E, ranks=ranks)
+        return shares
+
+    def _attach(self, prob_TK: Tensor, shares: dict[str, Tensor]) -> Tensor:
+        """Probabilities whose gradient carries that of the losses."""
+        if not shares:
+            return prob_TK
+        for name, share in shares.items():
+            self.statistics.add_loss(name, share)
+        loss = torch.stack([getattr(self.options, name) * s for name, s in shares.items()]).sum()
+        if self.config.calculate_per_token_loss:  # the schedule then divides gradients by tokens
+            loss = loss * (prob_TK.size(0) * self.replica.size())
+        return MoEAuxLossAutoScaler.apply(prob_TK, loss)
+
+
+def _sum_over(count: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return count
+    total = count.clone()
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,60 @@
+"""Shared experts in two halves: one while tokens go to the routed experts, one on their way back.
+
+Legend: s tokens of a sequence on this rank, B sequences, D hidden, N = s * B, H and F widths of h
+and of its activation.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from torch import Tensor
+from torch.profiler import record_function
+
+from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+
+MEGATRON = partial(
+    SharedExpertMLP,
+    submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+)
+"""Megatron-Core's."""
+
+
+class SharedExperts(SharedExpertMLP):
+    """Megatron-Core's, parameters and checkpoints included, by the kernels of the routed experts.
+
+    Where these are not the fused ones, or with tensor parallelism, Megatron-Core computes them
+    whole, on the way back.
+
+    Args:
+        spec: that of the routed experts.
+        given: what Megatron-Core's takes.
+    """
+
+    def __init__(self, *, spec: MLPSpec, **given: Any) -> None:
+        super().__init__(submodules=MEGATRON.keywords["submodules"], **given)
+        self._spec = spec
+        self._halves = spec.backend == "fused" and self.tp_group.size() == 1
+
+    def halves(self, hidden_SBD: Tensor) -> tuple[Callable[[], None], Callable[[], Tensor]]:
+        """One call of [s, B, D]: the first half, and the second, which returns [N, D]."""
+        between: list[Tensor] = []
+
+        def first() -> None:
+            if self._halves:
+                with record_function("moe/shared"):
+                    x_ND, w1 = hidden_SBD.flatten(0, 1), self.linear_fc1.weight
+                    between.extend(dense_first(x_ND, w1, self._spec))
+
+        def second() -> Tensor:
+            with record_function("moe/shared"):
+                if not self._halves:
+                    return self(hidden_SBD).flatten(0, 1)
+                h_NH, a_NF = between
+                return dense_second(h_NH, a_NF, self.linear_fc2.weight, self._spec)
+
+        return first, second

@@ -1,0 +1,256 @@
+"""The baseline: Megatron-Core's stock MoELayer under the same trainer (kernels.backend=megatron).
+
+Its all-to-all dispatcher, with Transformer Engine's grouped GEMM and fused permutation where it is
+installed, else its sequential experts. Changed is only what would make a comparison unfair, wrong
+or impossible: counts, forced routing, optimizer layout, expert biases, splits without CUDA.
+"""
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from phalanx.configs.schema import ModelConfig, RouterConfig
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.moe.layer import MoEOptions
+from phalanx.moe.router import balance
+from phalanx.moe.router.balance import KeepsPrecision, Statistics
+from phalanx.moe.router.forced_balance import ForcedBalance
+from phalanx.moe.shared_experts import MEGATRON
+
+_QUICK_GELU_SLOPE = 1.702
+_LOSS_NAMES = {
+    "load_balancing_loss": "aux_loss",
+    "seq_load_balancing_loss": "seq_aux_loss",
+    "global_load_balancing_loss": "global_aux_loss",
+}
+
+
+def router_kwargs(model: ModelConfig) -> dict[str, Any]:
+    """Routing as TransformerConfig fields.
+
+    Normalised softmax over all experts is softmax over the top-k logits, Megatron-Core's default.
+    Forced balance is not among the fields: both routers force the choice themselves.
+    """
+    r, top_k = model.moe.router, model.moe.top_k
+    losses = {name: getattr(r, name) for name in _LOSS_NAMES.values() if getattr(r, name)}
+    names, coefficients = list(losses) or ["none"], list(losses.values()) or [0.0]
+    limited = r.group_topk < r.groups
+    return dict(
+        moe_router_topk=top_k,
+        moe_router_score_function=r.score,
+        moe_router_pre_softmax=r.softmax_over == "all" and not (r.normalize and top_k > 1),
+        moe_router_num_groups=r.groups if limited else None,
+        moe_router_group_topk=r.group_topk if limited else None,
+        moe_router_topk_scaling_factor=r.scale if r.scale != 1 else None,
+        moe_router_dtype="fp32",
+        moe_router_enable_expert_bias=bool(r.bias_rate),
+        moe_router_bias_update_rate=r.bias_rate,
+        moe_router_load_balancing_type=names if len(names) > 1 else names[0],
+        moe_aux_loss_coeff=coefficients if len(names) > 1 else coefficients[0],
+        moe_z_loss_coeff=r.z_loss or None,
+    )
+
+
+def refusals(options: MoEOptions) -> list[str]:
+    """What the stock layer cannot express, each with the override that mends it."""
+    moe, r, instead = options.moe, options.moe.router, "or kernels.backend=torch"
+    found = []
+    if r.score == "sigmoid" and not r.normalize and moe.top_k > 1:
+        found.append(
+            "kernels.backend=megatron always normalises sigmoid scores: "
+            f"set model.moe.router.normalize=true {instead}"
+        )
+    if r.group_topk < r.groups:
+        if moe.top_k < r.group_topk:
+            found.append(
+                "kernels.backend=megatron cannot rank groups by less than one expert each: "
+                f"set model.moe.router.group_topk to model.moe.top_k={moe.top_k} or less {instead}"
+            )
+        post_softmax = r.score == "softmax" and r.softmax_over == "all" and r.normalize
+        if post_softmax and moe.top_k // r.group_topk > 1:
+            found.append(
+                "kernels.backend=megatron ranks groups by logits if it normalises probabilities: "
+                f"set model.moe.router.softmax_over=topk or normalize=false {instead}"
+            )
+    a = options.spec.activation
+    if a.kind == "quick_geglu" and a.alpha != _QUICK_GELU_SLOPE:
+        found.append(
+            f"kernels.backend=megatron has no quick_geglu of slope {a.alpha}: "
+            f"set model.moe.activation_alpha={_QUICK_GELU_SLOPE} {instead}"
+        )
+    if a.limit and not a.gated:
+        found.append(
+            f"kernels.backend=megatron does not clamp {a.kind}: "
+            f"set model.moe.activation_limit=0 {instead}"
+        )
+    return found
+
+
+class StockRouter(KeepsPrecision, TopKRouter):
+    """Megatron-Core's router with exact counts, our statistics and our forced balance."""
+
+    local_tokens_per_expert: Tensor
+
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        options: RouterConfig,
+        pg_collection: ProcessGroupCollection,
+        is_mtp_layer: bool = False,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
+        self.options = options
+        self.statistics = Statistics(self.num_experts)
+        if self.enable_expert_bias:  # fp32 there, which stops counting at 2**24
+            self.local_tokens_per_expert = self.local_tokens_per_expert.long()
+        if options.force_balance:
+            self.router_replay = _ForcedReplay(
+                options, experts=self.num_experts, top_k=self.topk, group=pg_collection.ep
+            )
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Megatron-Core divides the global loss by the number of replicas once too often."""
+        coefficient = super().get_aux_loss_coeff(aux_loss_type)
+        if aux_loss_type == "global_aux_loss":
+            return coefficient * (self.tp_dp_cp_group.size() // self.tp_cp_group.size())
+        return coefficient
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                count_E = routing_map.sum(0)
+                self.statistics.add_counts(count_E)
+                if self.enable_expert_bias:
+                    self.local_tokens_per_expert += count_E
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Note the loss and attach it to the probabilities."""
+        name = _LOSS_NAMES[aux_loss_name]
+        self.statistics.add_loss(name, aux_loss / getattr(self.options, name))
+        return super().attach_and_log_load_balancing_loss(
+            activation, aux_loss_coeff, aux_loss, aux_loss_name, *args, **kwargs
+        )
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Note the loss and attach it to the logits."""
+        if self.options.z_loss and self.training and torch.is_grad_enabled():
+            share = balance.z_loss(logits.detach()) / self.tp_cp_group.size()
+            self.statistics.add_loss("z_loss", share)
+        return super().apply_z_loss(logits, padding_mask)
+
+
+class _ForcedReplay(ForcedBalance):
+    """Forced balance through the hook by which Megatron-Core's router replays recorded choices."""
+
+    def __init__(self, options: RouterConfig, *, experts: int, top_k: int, group: Any) -> None:
+        super().__init__(options, experts=experts, top_k=top_k)
+        self.group, self.layer_number = group, None
+
+    def get_replay_topk(self, scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        tokens = scores.size(0)
+        idx_TK = self(tokens, self.group.rank() * tokens)
+        return scores.gather(1, idx_TK), idx_TK
+
+
+class _AlltoAll(MoEAlltoAllTokenDispatcher):
+    """The stock dispatcher, whose splits are host integers on every device.
+
+    Megatron-Core converts them when it copies them from a GPU; gloo refuses the tensors that remain
+    on a host without one.
+    """
+
+    def _maybe_dtoh_and_synchronize(
+        self, point: str, tokens_per_expert: Tensor | None = None
+    ) -> Tensor | None:
+        tokens_per_expert = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            splits = getattr(self, name)
+            if isinstance(splits, Tensor) and splits.device.type == "cpu":
+                setattr(self, name, splits.numpy())
+        return tokens_per_expert
+
+
+class StockMoE(MoELayer):
+    """Megatron-Core's MoELayer, built from the same options as `moe.layer.MoE`.
+
+    Raises:
+        ValueError: options that the stock layer cannot express.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+        *,
+        options: MoEOptions,
+    ) -> None:
+        if found := refusals(options):
+            raise ValueError("; ".join(found))
+        config = _tuned(config, options)
+        provider = TESpecProvider() if HAVE_TE else LocalSpecProvider()
+        super().__init__(
+            config,
+            MoESubmodules(
+                experts=provider.grouped_mlp_modules(HAVE_TE),
+                shared_experts=MEGATRON,
+                router=partial(StockRouter, options=options.moe.router),
+            ),
+            pg_collection=pg_collection,
+            is_mtp_layer=is_mtp_layer,
+            name=name,
+        )
+        self.token_dispatcher = _AlltoAll(
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=config,
+            pg_collection=pg_collection,
+        )
+        for parameter in self.experts.parameters():
+            parameter.allreduce = False  # as in moe.experts
+            # Megatron-Core marks biases for a sum over tensor ranks, which hold other experts.
+            parameter.sequence_parallel = False
+        for module in self.experts.modules():
+            # Experts are not tensor parallel. Without this their linear layers return the view of a
+            # collective of one, to which SequentialMLP cannot add a bias in place.
+            if hasattr(module, "explicit_expert_comm"):
+                module.explicit_expert_comm = True
+
+
+def _tuned(config: TransformerConfig, options: MoEOptions) -> TransformerConfig:
+    """The model's config with the fusions that Transformer Engine brings, where it is installed."""
+    config = copy.copy(config)
+    config.moe_grouped_gemm = config.moe_permute_fusion = HAVE_TE
+    config.bias_activation_fusion = HAVE_TE and _fusable(
+        options.spec.activation, options.moe.shared_ffn
+    )
+    return config
+
+
+def _fusable(activation: Activation, shared_ffn: int) -> bool:
+    # The fused SwiGLU ignores clamp and offset; the fused quick-GeGLU needs probabilities, which
+    # shared experts have not.
+    if activation.kind == "swiglu":
+        return not (activation.limit or activation.offset)
+    return activation.kind == "quick_geglu" and not shared_ffn

@@ -1,0 +1,108 @@
+"""May the update of a step be made? Judged from its loss and gradient norm, the same on every rank.
+
+Between the backward and the optimizer. Both numbers are sums over all ranks that every rank reads
+to the last bit, so the verdict needs no message, and a replayed graph ends where the read begins.
+A value that is not finite is answered as `run.bad_steps` says. A spike is skipped, an idea of
+OLMo-core's SkipStepOptimizer: a loss or norm more than `run.skip_spikes` standard deviations above
+the mean of the last 128 accepted steps.
+"""
+
+import math
+import statistics
+from collections import deque
+from typing import Any
+
+from phalanx.configs.schema import RunConfig
+from phalanx.parallel.engine import Diverged
+
+WINDOW = 128
+"""Accepted steps that a spike is measured by; half of them are enough."""
+
+
+class Health:
+    """What the steps so far were like; `skipped` and `rollbacks` count over the whole run."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+        self._seen = {name: deque[float](maxlen=WINDOW) for name in ("loss", "gradient norm")}
+        self._in_a_row = 0  # skipped since the last accepted step
+        self._returns = {-1: 0}  # to the checkpoint of a step, the one of the last rollback
+        self.skipped = self.rollbacks = 0
+
+    def fault(self, step: int, loss: float, norm: float) -> str | None:
+        """What is wrong with a step; None if nothing is, and then later ones are measured by it."""
+        values = {"loss": loss, "gradient norm": norm}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                return f"the {name} of step {step} is {value}"
+        for name, value in values.items():
+            if above := self._spike(value, self._seen[name]):
+                return f"the {name} of step {step} is {value:.4g}, {above}"
+        for name, value in values.items():
+            self._seen[name].append(value)
+        self._in_a_row = 0
+        return None
+
+    def skips(self, fault: str, *, finite: bool) -> bool:
+        """Whether a step with `fault` is skipped; else it is to be rolled back.
+
+        Raises:
+            Diverged: the run has to end, by `run.bad_steps` or `run.max_bad_steps`.
+        """
+        policy, most = "skip" if finite else self._run.bad_steps, self._run.max_bad_steps
+        if policy == "stop":
+            way_out = "lower optim.lr, check the data, or set run.bad_steps=skip"
+            raise Diverged(f"{fault}; the parameters are unchanged; {way_out}")
+        if policy == "rollback":
+            return False
+        if self._in_a_row == most:
+            raise Diverged(
+                f"{fault}, and {most} steps before it were skipped (run.max_bad_steps); "
+                "the parameters are unchanged; lower optim.lr or check the data"
+            )
+        self._in_a_row += 1
+        self.skipped += 1
+        return True
+
+    def roll_back(self, to: int, fault: str) -> None:
+        """Count a return to the checkpoint of step `to`.
+
+        Raises:
+            Diverged: the last `run.max_bad_steps` returns were to this one.
+        """
+        times, most = self._returns.get(to, 0), self._run.max_bad_steps
+        if times == most:
+            raise Diverged(
+                f"{fault}, and the run has gone back to step {to} {most} times "
+                "(run.max_bad_steps); lower optim.lr or check the data"
+            )
+        self._returns = {to: times + 1}
+        self.rollbacks += 1
+
+    def counts(self) -> dict[str, int]:
+        """Counts of bad steps for the record of a step; those that are 0 are left out."""
+        counts = {"skipped": self.skipped, "rollbacks": self.rollbacks}
+        return {name: count for name, count in counts.items() if count}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers for a checkpoint; a run that resumes judges as one that went on."""
+        seen = {name: list(values) for name, values in self._seen.items()}
+        return {"seen": seen, "in_a_row": self._in_a_row, **self.counts()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`; a rollback does not undo the counts."""
+        for name, values in self._seen.items():
+            values.clear()
+            values.extend(state["seen"][name])
+        self._in_a_row = state["in_a_row"]
+        self.skipped = max(self.skipped, state.get("skipped", 0))
+        self.rollbacks = max(self.rollbacks, state.get("rollbacks", 0))
+
+    def _spike(self, value: float, seen: deque[float]) -> str:
+        sigma = self._run.skip_spikes
+        if not sigma or len(seen) < WINDOW // 2:
+            return ""
+        mean, spread = statistics.fmean(seen), statistics.stdev(seen)
+        if not spread or value <= mean + sigma * spread:
+            return ""
+        return f"{(value - mean) / spread:.1f} sigma above the last {len(seen)} (run.skip_spikes)"

@@ -1,0 +1,76 @@
+"""Is there memory for this run on its hosts and GPUs? All ranks ask before the model is built."""
+
+import copy
+import socket
+import sys
+
+from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError
+from phalanx.kernels.registry import Choice
+from phalanx.moe.estimate.advice import needed
+from phalanx.moe.estimate.room import (
+    Room,
+    device_room,
+    host_room,
+    logits_bytes,
+    near,
+    pinned_bytes,
+    refusal,
+)
+from phalanx.moe.training.out_of_memory import advice
+from phalanx.parallel.fault.agreement import Failed, agree, gather
+from phalanx.parallel.runtime import Runtime
+
+_ON_CPU = 4
+"""Logits, in their own bytes, that the loss on a CPU holds on top: two of their size in fp32."""
+
+
+def check_room(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
+    """Refuse what surely does not fit, and warn of what is near, on stderr.
+
+    Args:
+        cfg: valid.
+        runtime: this rank, which holds no part of the model yet; every rank calls it.
+        choices: kernels of experts, attention and norm.
+
+    Raises:
+        ConfigError: on all ranks, if it does not fit on one.
+    """
+    hosts = gather(socket.gethostname())
+    here = [rank for rank, name in enumerate(hosts) if name == hosts[runtime.rank]]
+    host, on_gpu = host_room(), runtime.device.type == "cuda"
+    room, ranks = (device_room(runtime.device), [runtime.rank]) if on_gpu else (host, here)
+    try:
+        agree(refusal(cfg, runtime.world, ranks, room) or None)
+    except Failed as error:
+        raise ConfigError(str(error)) from error
+    expected = needed(_known(cfg, runtime, choices, len(here)), runtime.world)
+    expected = expected if on_gpu else len(ranks) * (expected + _ON_CPU * logits_bytes(cfg))
+    warnings = [near(cfg.model.name, expected, room, "; ".join(advice(cfg, runtime.world)))]
+    if on_gpu:
+        warnings.append(_pinned(cfg, runtime.world, here, host))
+    told = gather(warnings)
+    for texts in zip(*told, strict=True):
+        if runtime.is_main and any(texts):
+            print(f"warning: {next(filter(None, texts))}", file=sys.stderr, flush=True)
+
+
+def _pinned(cfg: Config, world: int, here: list[int], host: Room) -> str:
+    """A warning of background checkpoints, which a rank on a GPU copies to its host."""
+    if cfg.run.async_save == "off" or cfg.run.save_interval < 0:
+        return ""
+    size = pinned_bytes(cfg, world, here)
+    return near("a background checkpoint", size, host, "set run.async_save=off")
+
+
+def _known(cfg: Config, runtime: Runtime, choices: list[Choice], near_ranks: int) -> Config:
+    """A copy without `auto`, as the estimate takes it."""
+    known = copy.deepcopy(cfg)
+    k, expert = known.kernels, expert_parallel_size(cfg, runtime.world)
+    k.backend, k.attention, k.norm = (choice.backend for choice in choices)
+    if known.parallel.dispatch == "auto":
+        pushes = runtime.device.type == "cuda" and expert <= near_ranks
+        pushes = pushes and cfg.run.precision == "bf16"
+        known.parallel.dispatch = "local" if expert == 1 else "symm" if pushes else "alltoall"
+    return known

@@ -1,0 +1,148 @@
+"""What is wrong with a run that can be known before any rank starts, and without torch.
+
+`train.py --check` asks on whatever machine it runs; when the ranks have met, rank 0 asks again, and
+all end with its answer before a model is built. The command line itself has been validated.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from phalanx.configs.bounds import oversized
+from phalanx.configs.redact import redacted
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError
+from phalanx.moe.data.blend import open_blend, parse_blend
+from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.token_files import embedded_tokens
+from phalanx.moe.report.units import count
+from phalanx.parallel.checkpoint import saved_config
+from phalanx.parallel.checkpoint.commit import Invalid
+from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch, compare
+from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
+
+_FEW_EPOCHS = 4
+"""Up to here repeated text is about as good as new (arXiv 2305.16264); more is told."""
+_TEST_EPOCHS = 10
+_TEST_TOKENS = 250_000_000
+"""Most epochs of the embedded corpus, or random tokens, that a run with checkpoints takes."""
+
+_WRONG = (ConfigError, DataError, CheckpointMismatch, CheckpointError)
+
+
+@dataclass
+class Findings:
+    """What the checks say."""
+
+    errors: list[Exception] = field(default_factory=list)
+    """ConfigError, DataError, CheckpointMismatch or CheckpointError, each for its user."""
+    notes: list[str] = field(default_factory=list)
+    """A line each of what is allowed and may not be meant."""
+
+
+def preflight(cfg: Config) -> Findings:
+    """Check data, run folder and checkpoint of a valid configuration; nothing is written."""
+    found = Findings()
+    found.notes += oversized(cfg)
+    checks: tuple[Callable[[Config], Iterator[str]], ...] = (_data, _folder, _checkpoint)
+    for check in checks:
+        try:
+            found.notes += check(cfg)
+        except _WRONG as error:
+            found.errors.append(error)
+    return found
+
+
+def exit_code(error: Exception) -> int:
+    """Of one of the errors; train.py lists them."""
+    return 44 if isinstance(error, NoUsableCheckpoint) else 2
+
+
+def tokens_read(cfg: Config) -> int:
+    """Of the whole run, from its first step to its last."""
+    return cfg.run.steps * cfg.data.global_batch * cfg.data.sequence_length
+
+
+def _data(cfg: Config) -> Iterator[str]:
+    """There is data, it fits the vocabulary, and it is enough for a run of this length."""
+    wanted = tokens_read(cfg)
+    if cfg.data.source == "indexed":
+        yield from _corpora(cfg, wanted)
+    elif cfg.data.source == "synthetic":
+        _only_test_data(cfg, wanted, _TEST_TOKENS, "random tokens", f"{count(wanted)} of them")
+    elif held := embedded_tokens():  # if there is nothing, building it tells why
+        what, epochs = f"a test corpus of {count(held)} tokens", wanted / held
+        read = f"{count(wanted)} = {epochs:,.0f} epochs"
+        _only_test_data(cfg, wanted, _TEST_EPOCHS * held, what, read)
+        yield from _reading("embedded corpus", held, epochs)
+
+
+def _corpora(cfg: Config, wanted: int) -> Iterator[str]:
+    run, data = cfg.run, cfg.data
+    valid = run.eval_batches * data.global_batch if run.eval_interval else 0
+    sizes = (run.steps * data.global_batch, valid)
+    prefixes, weights = parse_blend(data.blend)
+    blend = open_blend(prefixes, weights, data, cfg.model.vocab_size, sizes)
+    epochs = blend.epochs(wanted)
+    for prefix, (training, _), times in zip(prefixes, blend.parts, epochs, strict=True):
+        yield from _reading(prefix, training.tokens, times)
+
+
+def _reading(what: str, held: int, epochs: float) -> Iterator[str]:
+    """A note, if a corpus is read more often than a few times."""
+    if epochs > _FEW_EPOCHS:
+        read = f"{count(held * epochs)} = {epochs:,.1f} epochs"
+        yield f"data: {what} of {count(held)} tokens, the run reads {read}"
+
+
+def _only_test_data(cfg: Config, wanted: int, limit: int, what: str, read: str) -> None:
+    """A run that keeps checkpoints on its way, and is that long, is no test."""
+    if cfg.run.save_interval <= 0 or wanted <= limit:
+        return
+    steps = max(1, cfg.run.steps * limit // wanted)
+    raise ConfigError(
+        f"data.source={cfg.data.source} is {what}, and this run of {cfg.run.steps} steps with "
+        f"checkpoints on its way (run.save_interval={cfg.run.save_interval}) would read {read}; "
+        "name a corpus with data=indexed 'data.blend=[<prefix>]', or set run=bench, or "
+        f"run.steps={steps}"
+    )
+
+
+def _folder(cfg: Config) -> Iterator[str]:
+    """The run folder is there and can be written, or can be made."""
+    folder = Path(cfg.run.dir) / cfg.run.name
+    try:
+        there = folder.absolute()
+        while not there.exists():
+            there = there.parent
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot write to {folder} (run.dir, run.name): {reason}") from None
+    yield from ()
+
+
+def _checkpoint(cfg: Config) -> Iterator[str]:
+    """What the run goes on from is whole, and of the same model, precision and data."""
+    how, root = cfg.run.resume, Path(cfg.run.dir) / cfg.run.name / "checkpoints"
+    if how == "never":
+        return
+    try:
+        if how == "auto":
+            path = saved_config.newest(root)
+        else:
+            path = Path(how)
+            if problem := saved_config.lacking(path):
+                raise saved_config.not_valid(path, problem)
+        if path is not None:
+            compare(saved_config.configuration(path), redacted(asdict(cfg)))
+    except Invalid:
+        pass  # its checksums will tell what is wrong with it; only then is it set aside
+    except OSError as error:
+        where = error.filename or root
+        raise CheckpointError(
+            f"cannot read {where} (run.dir, run.resume): {error.strerror or error}"
+        ) from None
+    yield from ()

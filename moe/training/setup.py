@@ -1,0 +1,188 @@
+"""From a validated config to a job ready to train: groups, kernels, model, engine.
+
+Order matters: weights are drawn before the data parallel wrapper copies them into its buffers, and
+the wrapper exists before the optimizer takes its master copies.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import expert_parallel_size
+from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
+from phalanx.kernels.registry import Choice, resolve
+from phalanx.moe.experts import activation_of
+from phalanx.moe.layer import MoEOptions
+from phalanx.moe.model.gpt import Backends, Layout, build, embedding_stages, transformer_config
+from phalanx.moe.model.init import initialize
+from phalanx.moe.model.kernel_facts import facts
+from phalanx.moe.router.fused_topk import refuse
+from phalanx.parallel.dispatch.capacity import Budget
+from phalanx.parallel.dispatch.exchange import SymmOptions
+from phalanx.parallel.dispatch.transport import Transport, choose_transport, of_megatron
+from phalanx.parallel.dispatch.transport import choices as transport_choices
+from phalanx.parallel.engine import Engine
+from phalanx.parallel.groups import Groups, create
+from phalanx.parallel.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the training loop drives."""
+
+    cfg: Config
+    runtime: Runtime
+    groups: Groups
+    choices: list[Choice]
+    """Kernels, transport and overlap, with their reasons."""
+    budget: Budget
+    engine: Engine
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas that read different samples."""
+        return self.groups.data
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of a rank in one step."""
+        return self.cfg.data.global_batch // (self.cfg.data.micro_batch * self.data_parallel)
+
+    @property
+    def mtp_weight(self) -> float:
+        """Factor on this rank's multi-token-prediction loss before ranks are averaged."""
+        return mtp_weight(self.cfg, self.groups)
+
+
+def mtp_weight(cfg: Config, groups: Groups) -> float:
+    """This context rank's share of the labels of multi-token prediction, times context ranks.
+
+    Megatron-Core averages the means of the ranks. The last tokens of a sequence have no label, and
+    lie on the first context rank: without the factor its other tokens would count more.
+    """
+    if groups.context == 1:
+        return 1.0
+    ranks, ahead = groups.context, (cfg.model.mtp_layers + 1) / 2  # mean over prediction layers
+    unlabelled = ahead if groups.pg.cp.rank() == 0 else 0.0
+    length = cfg.data.sequence_length
+    return (length / ranks - unlabelled) / ((length - ahead) / ranks)
+
+
+def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
+    """Resolve every op of the config on this machine.
+
+    Raises:
+        KernelUnavailable: a forced choice cannot run here.
+    """
+    cuda = runtime.device.type == "cuda"
+    known = facts(
+        cfg,
+        runtime.world,
+        device=runtime.device.type,
+        capability=torch.cuda.get_device_capability(runtime.device) if cuda else None,
+    )
+    experts, e = resolve("grouped_mlp", cfg.kernels.backend, known), cfg.model.moe
+    why = refuse(e.router, experts=e.experts, top_k=e.top_k)
+    if experts.backend == "fused" and why is not None:
+        experts = replace(experts, reason=f"{experts.reason}; routing by torch: {why}")
+    return [
+        experts,
+        resolve("attention", cfg.kernels.attention, known),
+        resolve("norm", cfg.kernels.norm, known),
+    ]
+
+
+def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
+    """Build the job on this rank; every rank calls it. `choices` are those of `choose_kernels`."""
+    p = cfg.parallel
+    choices = choices or choose_kernels(cfg, runtime)
+    expert = expert_parallel_size(cfg, runtime.world)
+    layout = Layout(p.tensor, p.context, p.pipeline, p.virtual_pipeline, expert)
+    config = transformer_config(cfg, layout, on_cpu=runtime.device.type == "cpu")
+    groups = create(
+        tensor=p.tensor,
+        context=p.context,
+        pipeline=p.pipeline,
+        virtual_pipeline=p.virtual_pipeline,
+        expert=expert,
+        embedding_stages=embedding_stages(cfg, config),
+    )
+    experts, attention, norm = (c.backend for c in choices)
+    if experts == "megatron":
+        transport = of_megatron(p.dispatch)
+    else:
+        transport = choose_transport(p.dispatch, groups.pg.ep, config.params_dtype)
+    shared = cfg.model.moe.shared_ffn > 0
+    overlap = transport_choices(transport, backend=experts, comm_sms=p.comm_sms, shared=shared)
+    choices = [*choices, *overlap]
+    config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)
+    budget = Budget(p.capacity_factor, device=runtime.device)
+    backends = Backends(experts, attention, norm)
+    chunks = _chunks(cfg, config, groups, backends, _moe_options(cfg, experts, transport, budget))
+    for chunk in chunks:
+        chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device
+    initialize(
+        chunks,
+        seed=cfg.run.seed,
+        std=cfg.model.init_std,
+        layers=cfg.model.layers,
+        dp_cp_group=groups.pg.dp_cp,
+    )
+    engine = Engine(
+        config,
+        chunks,
+        parallel=p,
+        optim=cfg.optim,
+        steps=cfg.run.steps,
+        device=runtime.device,
+        graph=cfg.run.graph != "off",
+    )
+    return Job(cfg, runtime, groups, choices, budget, engine)
+
+
+def _moe_options(cfg: Config, backend: str, transport: Transport, budget: Budget) -> MoEOptions:
+    e, margin = cfg.model.moe, cfg.kernels.sm_margin
+    spec = MLPSpec(
+        activation_of(e),
+        backend,
+        Margins(margin.forward, margin.dgrad, margin.wgrad),
+        dynamic=cfg.kernels.dynamic,
+        accumulate=cfg.kernels.gradient_accumulation_fusion,
+    )
+    return MoEOptions(
+        moe=e,
+        spec=spec,
+        transport=transport,
+        budget=budget,
+        symm=SymmOptions(
+            keep=cfg.parallel.save_x == "keep",
+            comm_sms=cfg.parallel.comm_sms,
+            # Before the watchdog ends the run: who waits knows for whom.
+            timeout=0.8 * cfg.parallel.timeout,
+        ),
+    )
+
+
+def _chunks(
+    cfg: Config, config: TransformerConfig, groups: Groups, backends: Backends, options: MoEOptions
+) -> list[GPTModel]:
+    chunks = []
+    stages = range(groups.virtual_pipeline) if groups.virtual_pipeline > 1 else [None]
+    for stage in stages:
+        chunks.append(
+            build(
+                cfg,
+                config,
+                pg=groups.pg,
+                backends=backends,
+                moe=options,
+                pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                vp_stage=stage,
+            )
+        )
+    return chunks

@@ -1,0 +1,190 @@
+"""All of a training step on the device but the update: micro-batches in, a few totals out.
+
+The totals of all ranks are one small tensor, which the host reads once: loss, gradient norm,
+overflow of the expert row budget, whether any rank was asked to stop. Nothing before that read
+waits for the device, so that a CUDA graph can replay it (`run.graph`). A step that overflowed is
+computed again with more rows.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from phalanx.configs.schema import Config
+from phalanx.moe.router import balance
+from phalanx.moe.training.setup import Job
+from phalanx.parallel.cuda_graph import Inputs, StepGraph
+from phalanx.parallel.engine import sum_over_world
+from phalanx.parallel.fault.activity import moving
+
+Batch = dict[str, torch.Tensor]
+
+
+class Rerun(NamedTuple):
+    """Why a step was run again, and with what."""
+
+    needed: float
+    """Expert rows over the balanced load."""
+    capacity_factor: float
+    """Of the budget from then on."""
+
+
+class Totals(NamedTuple):
+    """Of a step, over all ranks and the same on each."""
+
+    loss: float
+    mtp_loss: float
+    norm: float
+    """Gradient norm before clipping; 0 without gradients."""
+    stopping: bool
+    """A rank was asked to stop."""
+    reruns: tuple[Rerun, ...]
+
+
+class Step:
+    """Computes the steps of a job.
+
+    Args:
+        cfg: validated config.
+        job: whose gradients are computed.
+    """
+
+    def __init__(self, cfg: Config, job: Job) -> None:
+        self.cfg, self.job = cfg, job
+        self.graph = StepGraph(self.forward_backward) if cfg.run.graph != "off" else None
+        self._stop = torch.zeros((), device=job.runtime.device)
+        self.sample_losses: torch.Tensor | None = None
+        """fp32 [samples] of this rank in the last forward-only step; None but on the last stage."""
+
+    def __call__(
+        self,
+        batches: list[Batch],
+        before: list[torch.Tensor],
+        *,
+        stop: bool = False,
+        forward_only: bool = False,
+    ) -> Totals:
+        """Compute a step, again while experts need more rows than they have.
+
+        Args:
+            batches: micro-batches, on the host or the device.
+            before: what `balance.snapshot` gave before the step.
+            stop: this rank was asked to stop.
+            forward_only: losses alone, of a model in evaluation mode.
+        """
+        engine, budget = self.job.engine, self.job.budget
+        inputs = [self._own_part(batch) for batch in batches]
+        compute = self._forward if forward_only else self.graph or self.forward_backward
+        self._stop.fill_(stop)
+        reruns: list[Rerun] = []
+        while True:
+            read = _read(compute(inputs))  # the one host read of the step
+            loss, ranks, mtp_loss, stopping, squares, peak = read
+            if not budget.exceeded(peak):
+                norm = math.sqrt(squares)
+                return Totals(loss / ranks, mtp_loss / ranks, norm, stopping > 0, tuple(reruns))
+            reruns.append(Rerun(budget.grow(), budget.capacity_factor))
+            if self.graph is not None:
+                self.graph.drop()
+            balance.restore(engine.modules, before)
+
+    def close(self) -> None:
+        """No further step is coming; process groups can be destroyed after it."""
+        if self.graph is not None:
+            self.graph.drop()
+
+    def _own_part(self, batch: Batch) -> Batch:
+        """A micro-batch on the device, of its sequences what this context rank trains on.
+
+        Once per step, and in a dict of its own: Megatron-Core writes the parts into the one that it
+        is given, and a rerun, a graph and every model chunk of a stage take the same inputs.
+        """
+        groups, device = self.job.groups, self.job.runtime.device
+        inputs = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
+        if groups.context == 1:
+            return inputs
+        return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp)
+
+    def _forward(self, inputs: Inputs) -> torch.Tensor:
+        reports = self._microbatches(inputs, forward_only=True)
+        self.sample_losses = torch.cat([r["samples"] for r in reports]) if reports else None
+        return self._totals(reports, None)
+
+    def forward_backward(self, inputs: Inputs) -> torch.Tensor:
+        """All of a step on the device but the update; see `_totals`."""
+        engine = self.job.engine
+        engine.zero_grad()
+        return self._totals(self._microbatches(inputs), engine.grad_squares())
+
+    def _microbatches(self, inputs: Inputs, forward_only: bool = False) -> list[Any]:
+        data = self.cfg.data
+        return self.job.engine.forward_backward(
+            self.forward_step,
+            [iter(inputs) for _ in self.job.engine.chunks],
+            microbatches=len(inputs),
+            sequence=data.sequence_length,
+            micro_batch=data.micro_batch,
+            forward_only=forward_only,
+        )
+
+    def forward_step(self, batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Any, Any]:
+        """Loss of the next micro-batch in a chunk, as Megatron-Core's schedules ask for it."""
+        moving()
+        batch = next(batches)
+        output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return output, mean_loss if chunk.training else sample_losses
+
+    def _totals(
+        self, reports: list[dict[str, torch.Tensor]], grad_squares: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Sums over all ranks, fp64 on the device.
+
+        Loss, ranks that have one, loss of multi-token prediction, ranks asked to stop, squared
+        gradient norm; then the largest share of the budget of expert rows.
+        """
+        totals = torch.zeros(5, dtype=torch.float64, device=self.job.runtime.device)
+        if reports:  # last pipeline stage
+            totals[0] = torch.stack([r["loss"] for r in reports]).mean()
+            totals[1].fill_(1)  # a copy of a number could not be captured
+            mtp = MTPLossLoggingHelper.tracker.get("loss_values")
+            if mtp is not None:
+                totals[2] = mtp.mean() / len(reports) * self.job.mtp_weight
+                MTPLossLoggingHelper.clean_metrics_in_tracker()
+        totals[3] = self._stop
+        if grad_squares is not None:
+            totals[4] = grad_squares
+        peak = self.job.budget.record(torch.distributed.group.WORLD)
+        return torch.cat((sum_over_world(totals), peak[None]))
+
+
+def _read(totals: torch.Tensor) -> list[float]:
+    """To the host, by way of pinned memory.
+
+    A copy to other memory would wait inside the driver, and everyone else who asks it with it: if
+    the device hangs, the post-mortem.
+    """
+    if totals.is_cuda:
+        there = totals
+        totals = torch.empty_like(there, device="cpu", pin_memory=True)
+        totals.copy_(there, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+    return totals.tolist()
+
+
+def mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count."""
+    total = loss_BS.float().sum()
+    count = torch.full((), loss_BS.numel(), dtype=torch.int32, device=loss_BS.device)
+    return total, count, {"loss": total.detach() / loss_BS.numel()}
+
+
+def sample_losses(
+    loss_BS: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """As `mean_loss`, with the mean loss of each sample's tokens on this rank in the report."""
+    total, count, report = mean_loss(loss_BS)
+    return total, count, report | {"samples": loss_BS.float().mean(1)}

@@ -1,0 +1,460 @@
+"""The training loop: data -> forward and backward -> update -> report -> checkpoint.
+
+The host reads from the device once a step, between backward and update (moe.training.step). A step
+that is bad (moe.training.bad_steps) is left out before the parameters are touched.
+"""
+
+import gc
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from torch.profiler import record_function
+
+from phalanx.configs.redact import redacted
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError
+from phalanx.moe.data.loader import Loader, Samples, build_datasets
+from phalanx.moe.report.compiling import told
+from phalanx.moe.report.expert_watch import ExpertWatch
+from phalanx.moe.report.metrics import Metrics
+from phalanx.moe.report.profiler import Profiler
+from phalanx.moe.report.start_page import describe, device, versions
+from phalanx.moe.report.throughput import Pace
+from phalanx.moe.report.title import title_facts
+from phalanx.moe.router import balance
+from phalanx.moe.training.bad_steps import Health
+from phalanx.moe.training.failure import give_up, speak
+from phalanx.moe.training.launch import Launch
+from phalanx.moe.training.memory_check import check_room
+from phalanx.moe.training.out_of_memory import advised
+from phalanx.moe.training.preflight import preflight
+from phalanx.moe.training.setup import Job, choose_kernels, setup
+from phalanx.moe.training.step import Rerun, Step
+from phalanx.moe.training.validation import Tally, scores
+from phalanx.parallel.checkpoint.checkpointer import Checkpointer
+from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
+from phalanx.parallel.cuda_graph import own_stream
+from phalanx.parallel.engine import Diverged
+from phalanx.parallel.fault.activity import doing
+from phalanx.parallel.fault.agreement import Failed, agree, gather
+from phalanx.parallel.fault.guard import Guard
+from phalanx.parallel.fault.signals import StopSignal
+from phalanx.parallel.fault.watchdog import Watchdog
+from phalanx.parallel.folder_lock import FolderLock
+from phalanx.parallel.learning_rate import change
+from phalanx.parallel.run_folder import lock
+from phalanx.parallel.runtime import Runtime, launcher_world, start
+from phalanx.parallel.runtime import stop as stop_runtime
+
+
+class Trainer:
+    """One run on this rank.
+
+    Args:
+        cfg: validated config.
+        runtime: this process.
+        stop: tells whether a signal asked this process to stop.
+        launch: what the run folder keeps of this start; None keeps nothing.
+        held: lock of the run folder, for the rank that writes there.
+
+    Raises:
+        ConfigError, DataError, CheckpointMismatch, CheckpointError: before a model is built, what
+            `moe.training.preflight` finds.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        runtime: Runtime,
+        stop: StopSignal,
+        launch: Launch | None = None,
+        held: FolderLock | None = None,
+    ) -> None:
+        self.cfg, self.runtime, self.stop = cfg, runtime, stop
+        self._may_write = held.check if held is not None else lambda: None
+        self.folder = Path(cfg.run.dir) / cfg.run.name
+        doing("start: checks")
+        notes = self._checked()
+        choices = choose_kernels(cfg, runtime)
+        doing("start: data")
+        train_set, self.valid_set = self._datasets(cfg.run.steps * cfg.data.global_batch)
+        if launch is not None:
+            launch.keep(cfg, self.folder, device(runtime.device), versions(runtime.device))
+        if runtime.is_main:
+            for note in notes:
+                print(f"-- {note}", flush=True)
+        doing("start: model")
+        self.job: Job = setup(cfg, runtime, choices)
+        MTPLossLoggingHelper.clean_metrics_in_tracker()  # kept by Megatron-Core for the process
+        self.loader = self._loader(train_set)
+        self.health = Health(cfg.run)
+        self.step = 0
+        self.compute = Step(cfg, self.job)
+        cuda = runtime.device.type == "cuda"
+        self._async_save = {"auto": cuda, "on": True, "off": False}[cfg.run.async_save]
+        self.checkpoints = Checkpointer(
+            self.folder / "checkpoints",
+            keep_last=cfg.run.keep_last,
+            keep_every=cfg.run.keep_every,
+            async_save=self._async_save,
+            dp_cp_group=self.job.groups.pg.dp_cp,
+            may_write=self._may_write,
+        )
+        self.origin: Path | None = None
+        """Checkpoint that this run has resumed from."""
+        self.departs = ""
+        """From the learning rate of the checkpoint, where the next step does; in a line."""
+        self.imported: dict[str, Any] = {}
+        """What an imported model has that no knob holds; an export of this run needs it."""
+        doing("start: checkpoint")
+        self.resumed = self._resume()
+        self._first = self.step + 1
+        self._reach_the_end()
+        self.experts = ExpertWatch(cfg.model.moe.experts / cfg.model.moe.top_k, self.step)
+        self.metrics = self._metrics()
+        self.pace = Pace(cfg, runtime)
+        self.facts = title_facts(self.job)
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train to `run.steps`, or to the step at which a signal arrives.
+
+        Raises:
+            Diverged: a step was not finite; the checkpoints before it are there.
+            CheckpointError: one could not be written.
+            DataError: on this rank alone, a sample could not be used.
+        """
+        if self.runtime.is_main:
+            self.metrics.text(describe(self.job, self.resumed, self.loader, self.valid_set))
+            self.metrics.start(self.facts)
+            if self.departs:
+                self.metrics.event(self.departs)
+        self.job.engine.train()
+        try:
+            run, main = self.cfg.run, self.runtime.is_main
+            window = run.profile if main else []
+            profiled = Profiler(window, self.folder, self.facts, self.step, self.metrics.event)
+            with _no_gc(), profiled as profiler:
+                self.pace.restart(self.step)
+                saved = self._steps(profiler)
+        except Diverged:
+            self.checkpoints.close()  # one may be on its way
+            self.metrics.close(ended="diverged")
+            raise
+        if self.step > saved and self.cfg.run.save_interval >= 0:
+            self._save()
+        self.checkpoints.close()
+        self.metrics.close(ended="done" if self.step >= self.cfg.run.steps else "stopped")
+        self.loader.close()
+        self.compute.close()
+
+    def _steps(self, profiler: Profiler) -> int:
+        """All steps and what is due between them; the last step that was saved."""
+        run, saved = self.cfg.run, self.step
+        if self.step < run.steps and self._asked_to_stop(f"before step {self.step + 1}"):
+            return saved
+        if self.step >= run.steps:
+            self.metrics.event(
+                f"nothing was left to do: resumed from step {self.step}, and all {run.steps} steps "
+                "of this run are done; a larger run.steps trains on, run.resume=never or another "
+                "run.name starts over"
+            )
+        while self.step < run.steps:
+            reached = self.step
+            with told(self.metrics.event) if self.step + 1 == self._first else nullcontext():
+                stopping = self._train_step()
+            profiler.step(self.step)
+            self.checkpoints.poll()
+            if self.step <= reached and not stopping:
+                continue  # rolled back, to where all that was due has been done
+            if self.step % 500 == 0:
+                gc.collect()
+            if run.eval_interval and self.step % run.eval_interval == 0:
+                seen = {"step": self.step, "tokens": self._tokens()}
+                self.metrics.log(seen | self.validate())
+                self.pace.restart(self.step)
+            if run.save_interval > 0 and self.step % run.save_interval == 0:
+                self._save()
+                saved = self.step
+                self.pace.restart(self.step)
+            if stopping and self._asked_to_stop(f"after step {self.step}"):
+                break
+        return saved
+
+    def _asked_to_stop(self, when: str) -> bool:
+        """Whether a rank has had a signal; told if so. Collective."""
+        doing(f"{when}: agreement on signals")
+        received = gather(self.stop.received)
+        asked = [f"{name} to rank {rank}" for rank, name in enumerate(received) if name]
+        if asked:
+            self.metrics.event(f"stopping {when}: a signal asked for it ({', '.join(asked)})")
+        return bool(asked)
+
+    def _doing(self, what: str) -> None:
+        """The first step compiles, which may take its time; a later one that long is a hang."""
+        doing(f"step {self.step + 1}: {what}", limited=self.step + 1 > self._first)
+
+    def _train_step(self) -> bool:
+        """One optimizer step; True if a rank was asked to stop."""
+        engine, number = self.job.engine, self.step + 1
+        began = time.perf_counter()
+        self._doing("data")
+        with record_function("data"):
+            batches = self.loader.next_step()
+        waited = time.perf_counter() - began
+        self._doing("forward and backward")
+        before = balance.snapshot(engine.modules)
+        loss, mtp_loss, norm, stopping, reruns = self.compute(
+            batches, before, stop=self.stop.received is not None
+        )
+        self._tell(reruns, f"step {number}")
+        fault = self.health.fault(number, loss, norm)
+        if fault is not None:
+            balance.restore(engine.modules, before)
+            if not self.health.skips(fault, finite=math.isfinite(loss) and math.isfinite(norm)):
+                self._roll_back(fault)
+                return stopping
+            self.metrics.event(f"skipped: {fault}")
+        self._doing("update")
+        with record_function("optimizer"):
+            engine.step(norm) if fault is None else engine.skip()
+        self.step = number
+        self._may_write()
+        if self.step % self.cfg.run.log_interval == 0 or self.step == self.cfg.run.steps:
+            record = {"loss": loss, "grad_norm": norm, "lr": engine.lr, "data_time": waited}
+            if self.cfg.model.mtp_layers:
+                record["mtp_loss"] = mtp_loss
+            self._log(record)
+        return stopping
+
+    # --- around the loop --------------------------------------------------------------------------
+
+    def validate(self) -> dict[str, float]:
+        """Scores of the validation batches: see `moe.training.validation.scores`."""
+        assert self.valid_set is not None
+        rows, sources = self.valid_set, self.valid_set.sources
+        engine, loader = self.job.engine, self._loader(rows)
+        doing(f"step {self.step}: validation")
+        engine.eval()
+        losses, before = [], balance.snapshot(engine.modules)
+        tally = Tally(len(sources), self.runtime.device) if len(sources) > 1 else None
+        with torch.no_grad(), record_function("validation"):
+            for _ in range(self.cfg.run.eval_batches):
+                numbers = loader.next_rows()
+                totals = self.compute(loader.next_step(), before, forward_only=True)
+                self._tell(totals.reruns, f"the validation after step {self.step}")
+                losses.append(totals.loss)
+                if tally is not None:
+                    tally.add([rows.source(n) for n in numbers], self.compute.sample_losses)
+        engine.train()
+        loader.close()
+        by_source = tally.totals() if tally is not None else []
+        return scores(sum(losses) / len(losses), sources, by_source)
+
+    def _loader(self, dataset: Any) -> Loader:
+        data, job = self.cfg.data, self.job
+        return Loader(
+            dataset,
+            data.micro_batch,
+            data.global_batch,
+            job.groups.data_rank,
+            job.data_parallel,
+            pin=self.runtime.device.type == "cuda",
+        )
+
+    def _tell(self, reruns: Iterable[Rerun], what: str) -> None:
+        for needed, factor in reruns:
+            self.metrics.event(
+                f"experts needed {needed:.2f} x the balanced rows: "
+                f"{what} was run again with capacity_factor {factor:.2f}"
+            )
+
+    def _log(self, record: dict[str, Any]) -> None:
+        engine, budget = self.job.engine, self.job.budget
+        # Reads from the device: the clock below has seen the whole of every step until here.
+        load = balance.collect(engine.modules, engine.config, self.job.groups.pg)
+        balance.reset(engine.modules)
+        record |= {"step": self.step, "tokens": self._tokens()}
+        record |= {"reruns": budget.reruns} | self.health.counts()
+        record["capacity_factor"] = budget.capacity_factor
+        record |= self.pace.rates(self.step)
+        if load.load:  # none if all steps since the last record were skipped
+            record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
+        record |= {f"balance/{name}": value for name, value in load.losses.items() if value}
+        self.metrics.log(record)
+        for warning in self.experts.look(load, self.step):
+            self.metrics.event(warning)
+
+    def _tokens(self) -> int:
+        """That the data cursor has passed."""
+        return self.loader.consumed_samples * self.cfg.data.sequence_length
+
+    def _metrics(self) -> Metrics:
+        """The reports of the run; ValueError on every rank if the main one cannot write them."""
+        metrics, problem = None, None
+        try:
+            metrics = Metrics(self.folder, self.cfg, self.runtime.is_main, step=self.step)
+        except ValueError as error:
+            problem = str(error)
+        try:
+            agree(problem)
+        except Failed as failed:
+            raise ValueError(str(failed)) from None
+        assert metrics is not None
+        return metrics
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "config": redacted(asdict(self.cfg)),
+            "step": self.step,
+            "data": self.loader.state_dict(),
+            "health": self.health.state_dict(),
+            "huggingface": self.imported,
+        }
+
+    def _save(self) -> None:
+        engine = self.job.engine
+        doing(f"step {self.step}: checkpoint")
+        with record_function("checkpoint"):
+            self.checkpoints.save(
+                self.step, engine.chunks, engine.optimizer, engine.scheduler, self._state()
+            )
+        how = "saving in the background" if self._async_save else "saved"
+        self.metrics.event(f"{how}: checkpoint of step {self.step} in {self.checkpoints.folder}")
+        gc.collect()
+
+    def _resume(self) -> str:
+        how = self.cfg.run.resume
+        if how == "never":
+            return "from scratch (run.resume=never)"
+        path = self.checkpoints.newest() if how == "auto" else Path(how)
+        if path is None:
+            return "from scratch (no checkpoint in the run folder)"
+        state = self._load(path)
+        self.loader.load_state_dict(state["data"])
+        self.origin = path
+        if state.get("weights_only"):
+            return f"from the weights of {path}"
+        run = self.cfg.run
+        self.departs = change(state.get("config", {}), self.cfg.optim, run.steps, self.step)
+        return f"resumed from step {self.step}: {path}"
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """Put everything but the data cursor back to a checkpoint; what that has of the loop."""
+        engine = self.job.engine
+        state = self.checkpoints.load(
+            path, engine.chunks, engine.optimizer, engine.scheduler, redacted(asdict(self.cfg))
+        )
+        self.step = state["step"]
+        self.imported = state.get("huggingface", {})
+        if "health" in state:
+            self.health.load_state_dict(state["health"])
+        return state
+
+    def _roll_back(self, fault: str) -> None:
+        """Go back to the newest checkpoint; the data goes on behind the bad step.
+
+        Raises:
+            Diverged: there is no checkpoint, or this has been done too often.
+        """
+        doing(f"step {self.step + 1}: rollback")
+        self.checkpoints.close()  # one may be on its way
+        path = self.checkpoints.newest() or self.origin
+        if path is None:
+            raise Diverged(
+                f"{fault}, and there is no checkpoint to go back to; the parameters are unchanged; "
+                "lower run.save_interval or optim.lr"
+            )
+        self._load(path)
+        self.health.roll_back(self.step, fault)
+        self._reach_the_end()
+        balance.reset(self.job.engine.modules)
+        self.experts.rewind(self.step)
+        self.metrics.rewind(self.step)
+        self.metrics.event(f"rolled back to {path}: {fault}")
+        self.pace.restart(self.step)
+
+    def _checked(self) -> list[str]:
+        """Notes of `moe.training.preflight` by rank 0, whose first error is raised on every rank."""
+        answer: list[Any] = [preflight(self.cfg) if self.runtime.is_main else None]
+        dist.broadcast_object_list(answer, src=0)
+        for error in answer[0].errors:
+            # If none of the run's own is whole, all ranks verify them and set them aside.
+            if not (isinstance(error, NoUsableCheckpoint) and self.cfg.run.resume == "auto"):
+                raise error
+        return answer[0].notes
+
+    def _datasets(self, samples: int) -> tuple[Samples, Samples | None]:
+        cfg, run = self.cfg, self.cfg.run
+        valid = run.eval_batches * cfg.data.global_batch if run.eval_interval else 0
+        return build_datasets(cfg, cfg.model.vocab_size, samples, valid)
+
+    def _reach_the_end(self) -> None:
+        """Have samples for all steps left, though a rollback or batch size moved the cursor."""
+        left = (self.cfg.run.steps - self.step) * self.cfg.data.global_batch
+        if self.loader.consumed_samples + left > len(self.loader.dataset):
+            self.loader.dataset, _ = self._datasets(self.loader.consumed_samples + left)
+
+
+@contextmanager
+def _no_gc() -> Iterator[None]:
+    """Garbage is collected at checkpoints and every 500 steps only, on all ranks at once."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def run(cfg: Config, stop: StopSignal, guard: Guard, launch: Launch) -> int:
+    """Train; the process's exit code (see train.py). `stop` and `guard` are active."""
+    trainer: Trainer | None = None
+    watchdog: Watchdog | None = None
+    folder = Path(cfg.run.dir) / cfg.run.name
+    try:
+
+        def met(store: dist.Store) -> None:
+            nonlocal watchdog
+            rank, world = int(os.environ.get("RANK", "0")), launcher_world()
+            limit = cfg.parallel.timeout
+            watchdog = Watchdog(guard, store, rank, world, limit, folder, speak)
+
+        runtime = start(
+            seed=cfg.run.seed,
+            timeout=cfg.parallel.timeout,
+            deterministic=cfg.run.deterministic,
+            met=met,
+        )
+        assert watchdog is not None
+        if cfg.run.device == "cuda" and runtime.device.type != "cuda":
+            raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
+        graphed = cfg.run.graph != "off"
+        if graphed and runtime.device.type != "cuda":
+            raise ConfigError("run.graph=full_iteration: torch sees no GPU here; set run.graph=off")
+        stream = own_stream(runtime.device) if graphed else nullcontext()
+        with advised(cfg, runtime.world, folder), stream:
+            doing("start: room")
+            check_room(cfg, runtime, choose_kernels(cfg, runtime))
+            doing("start: run folder")
+            held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
+            trainer = Trainer(cfg, runtime, stop, launch, held if runtime.is_main else None)
+            trainer.fit()
+        watchdog.close()
+    except Exception as error:
+        rank, training = int(os.environ.get("RANK", "0")), trainer is not None
+        return give_up(error, stop, rank=rank, training=training, watchdog=watchdog)
+    stop_runtime()
+    return 0 if trainer.step >= cfg.run.steps else cfg.run.requeue_code

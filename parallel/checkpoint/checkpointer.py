@@ -1,0 +1,301 @@
+"""Save, verify, load and reshard: Megatron-Core's torch_dist checkpoints with a commit.
+
+Where: after an optimizer step, from model and optimizer to `<run>/checkpoints/step_N`, and back
+when a run starts. Invariants: a folder with a final name is complete and accounted for to the byte
+(parallel.checkpoint.commit); a save that fails or is killed leaves the checkpoints before it
+intact; a resumed run goes on bit for bit on the same layout, and from the same numbers on any
+other; a damaged checkpoint is never passed over in silence. All ranks call every method, in the
+same order.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from phalanx.parallel.checkpoint import commit, rng, safe_pickle
+from phalanx.parallel.checkpoint.config_diff import compare
+from phalanx.parallel.checkpoint.host_buffer import Staging
+from phalanx.parallel.checkpoint.model_state import (
+    check_fit,
+    parameters_gathered,
+    restore,
+    sharded_state,
+)
+from phalanx.parallel.checkpoint.optimizer_state import (
+    OptimizerState,
+    reset_masters,
+    set_step_count,
+    step_count,
+)
+from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
+from phalanx.parallel.checkpoint.verify import newest, told, verified, warn
+from phalanx.parallel.checkpoint.writer import Writing, hushed
+from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Checkpoints of one run.
+
+    Args:
+        folder: of the run's checkpoints; created. On a file system that all ranks share.
+        keep_last: newest committed checkpoints to keep, at least 1.
+        keep_every: keep for good those of steps that are multiples of it; 0 for none.
+        async_save: write in a forked process; `poll`, the next `save` or `close` commits.
+        dp_cp_group: data and context parallel group: its ranks divide the writing of replicas.
+        may_write: called by rank 0 before folders get or lose a name; raises if the run may not.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int,
+        keep_every: int = 0,
+        async_save: bool,
+        dp_cp_group: Any,
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
+        if keep_last < 1:
+            raise ValueError(f"run.keep_last={keep_last}: at least one checkpoint has to be kept")
+        self.folder, self._async = folder, async_save
+        self._keep = {"keep_last": keep_last, "keep_every": keep_every}
+        self._dp_cp_group, self._may_write = dp_cp_group, may_write
+        self._strategy = FullyParallelSaveStrategyWrapper(
+            get_default_save_sharded_strategy(), dp_cp_group, do_cache_distribution=True
+        )
+        self._queue, self._staging = AsyncCallsQueue(), Staging()
+        self._earlier: list[Path] = []  # runs of this folder that were set aside before this one
+        self._cleaner: threading.Thread | None = None
+        self._verified: dict[Path, commit.Commit] = {}
+        # Step and folder of the checkpoint that holds this run's state, or did last.
+        self._at: tuple[int, Path | None] = (0, None)
+        self._saving_first = True
+        with told(f"cannot write to {folder} (run.dir)"):
+            on_main(lambda: commit.probe(folder))
+
+    # --- save -------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        model: Sequence[torch.nn.Module],
+        optimizer: Any,
+        scheduler: Any,
+        common: dict[str, Any],
+    ) -> Path:
+        """Save the state after `step`; with `async_save` it is on its way when this returns.
+
+        Args:
+            step: optimizer steps done.
+            model: chunks of this rank, wrapped or not.
+            optimizer: Megatron-Core's, or None.
+            scheduler: OptimizerParamScheduler, or None.
+            common: plain data, the same on every rank: the run's configuration under "config",
+                data cursor, counters.
+
+        Returns:
+            The folder that holds or will hold it. A step that is saved already is left as it is.
+
+        Raises:
+            CheckpointError: it could not be written; or, with `async_save`, the one before.
+        """
+        self.close()
+        if self._at[1] is not None and self._at[0] == step:
+            return self._at[1]
+        json.dumps(common)  # plain data, which loads without running code
+        final = commit.folder_of(self.folder, step)
+        unfinished = commit.unfinished(final)
+        with told(f"cannot write checkpoint {final}"):
+            on_main(lambda: self._open(unfinished))
+        with parameters_gathered(model):
+            state = sharded_state(model, self._dp_cp_group)
+            if optimizer is not None:
+                state["optimizer"] = OptimizerState(optimizer, dict(state)).shards
+                state["optimizer_steps"] = max(gather(step_count(optimizer)))
+            if scheduler is not None:
+                state["scheduler_steps"] = scheduler.num_steps
+            state |= {"common": common, "rng": _per_rank("rng", rng.get())}
+            writing = Writing(state, unfinished, self._strategy, validate=self._saving_first)
+            self._saving_first = False
+            if self._async:
+                with told(f"cannot copy checkpoint {final} to the host (run.async_save=off)"):
+                    writing.fork(
+                        self._staging, self._queue, lambda: self._complete(writing, step, final)
+                    )
+            else:
+                writing.run()
+                self._complete(writing, step, final)
+        return final
+
+    def poll(self) -> None:
+        """Commit a background save if all ranks have written it. Free when none is on its way."""
+        self._finish(blocking=False)
+
+    def close(self) -> None:
+        """Wait for a background save and commit it."""
+        self._finish(blocking=True)
+        if self._cleaner is not None:
+            self._cleaner.join()
+
+    def _finish(self, blocking: bool) -> None:
+        if self._queue.get_num_unfinalized_calls():
+            self._queue.maybe_finalize_async_calls(blocking=blocking)
+
+    def _open(self, unfinished: Path) -> None:
+        self._may_write()
+        if self._saving_first:  # checkpoints that this run does not come from: an earlier one's
+            commit.recover(self.folder)
+            self._earlier = commit.with_suffix(self.folder, ".old")
+            for other, folder in commit.committed(self.folder):
+                if other >= self._at[0] and folder != self._at[1]:
+                    aside = commit.set_aside(folder, ".old")
+                    log.warning("%s is of an earlier run: renamed to %s", folder, aside.name)
+        commit.remove(commit.with_suffix(self.folder, ".tmp"))
+        unfinished.mkdir(parents=True)
+
+    def _complete(self, writing: Writing, step: int, final: Path) -> None:
+        try:
+            sums = writing.finish()
+            on_main(lambda: self._commit(step, final, sums))
+        except Failed as error:
+            if dist.get_rank() == 0:
+                commit.remove([commit.unfinished(final)])
+            raise CheckpointError(
+                f"checkpoint of step {step} not written to {self.folder}: {error}; "
+                "earlier checkpoints are intact (free space, or set run.dir)"
+            ) from None
+        self._at = (step, final)
+
+    def _commit(self, step: int, final: Path, sums: commit.Sums) -> None:
+        self._may_write()
+        folder = commit.unfinished(final)
+        names = sorted(path.name for path in folder.iterdir())
+        if lost := sorted(set(sums) - set(names)):
+            raise OSError(f"rank 0 does not see {lost[0]}: all hosts have to share run.dir")
+        files = {name: sums.get(name) or commit.checksum(folder / name) for name in names}
+        commit.commit(folder, final, commit.Commit(step, dist.get_world_size(), files))
+        # Only now is there a valid checkpoint besides those that go.
+        own = [(other, path) for other, path in commit.committed(self.folder) if other <= step]
+        done = [*self._earlier, *commit.superseded(own, **self._keep)]
+        self._earlier = []
+        # Large files take a while to delete; a background save must not make training wait.
+        self._cleaner = threading.Thread(target=commit.remove, args=(done,), daemon=True)
+        self._cleaner.start()
+        if not self._async:
+            self._cleaner.join()
+
+    # --- load -------------------------------------------------------------------------------------
+
+    def newest(self) -> Path | None:
+        """Newest valid checkpoint of the run, or None if it has none yet.
+
+        Folders found to be invalid on the way are renamed to *.bad.
+
+        Raises:
+            NoUsableCheckpoint: the run has checkpoints and none is valid.
+        """
+        found = newest(self.folder)
+        if found is None:
+            return None
+        path, self._verified[path] = found
+        return path
+
+    def load(
+        self,
+        path: Path,
+        model: Sequence[torch.nn.Module],
+        optimizer: Any = None,
+        scheduler: Any = None,
+        config: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Restore a checkpoint in place and return its `common`.
+
+        Args:
+            path: from `newest`, or of any run; it may have been written on another layout.
+            model: as in `save`.
+            optimizer: as in `save`; None restores the model only.
+            scheduler: as in `save`; None leaves it as it is.
+            config: this run's; compared with the checkpoint's before anything is touched.
+
+        Raises:
+            CheckpointMismatch: it is of another architecture or other data.
+            NoUsableCheckpoint: it is damaged, or no checkpoint.
+        """
+        commit = self._verified.get(path) or verified(path)
+        metadata = safe_pickle.read_metadata(path, commit.files)
+        saved = safe_pickle.read_common(path, metadata)
+        if changed := compare(saved["common"].get("config", {}), config or {}):
+            warn(f"changed since the checkpoint: {', '.join(changed)}")
+        fresh, world = None, commit.world
+        if saved["common"].get("weights_only"):  # imported (moe.hf)
+            fresh, optimizer, scheduler, world = optimizer, None, None, 0
+        state = sharded_state(model, self._dp_cp_group)
+        optimizers = None
+        if optimizer is not None:
+            stored = metadata.state_dict_metadata
+            optimizers = OptimizerState(optimizer, dict(state), stored)
+            state["optimizer"] = optimizers.shards
+        check_fit(state, metadata, path)
+        states, loaded = self._read(path, state, world, metadata)
+        restore(model, loaded)
+        if optimizers is not None:
+            optimizers.write_back()
+            set_step_count(optimizer, saved["optimizer_steps"])
+        if scheduler is not None:
+            scheduler.num_steps = 0
+            scheduler.step(saved["scheduler_steps"])
+        if fresh is not None:
+            reset_masters(fresh)
+        if not world:
+            warn(f"{path} holds weights only: optimizer and random states are those of a new run")
+        elif states is None:
+            warn(f"{path} has random states of {world} ranks: run.seed's are kept")
+        else:
+            rng.set(states)
+        own = path.resolve().parent == self.folder.resolve()
+        self._at = (commit.step, self.folder / path.name if own else None)
+        return saved["common"]
+
+    def _read(
+        self, path: Path, state: dict[str, Any], world: int, metadata: Metadata
+    ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """(random states of this rank if there are any, `state` loaded)."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        states, loaded, error = None, {}, None
+        try:
+            if world == ranks:
+                states = safe_pickle.read_object(path, metadata, "rng", rank, ranks)
+            with hushed(), safe_pickle.plain_objects_only():
+                loaded = dist_checkpointing.load(state, str(path), validate_access_integrity=False)
+        except (CheckpointException, CheckpointingException, commit.Invalid) as problem:
+            error = safe_pickle.reason(problem)
+        try:
+            agree(error)
+        except Failed as failed:
+            raise NoUsableCheckpoint(f"{path} cannot be read: {failed}") from None
+        return states, loaded
+
+
+def _per_rank(key: str, value: Any) -> ShardedObject:
+    return ShardedObject(key, value, (dist.get_world_size(),), (dist.get_rank(),))

@@ -1,0 +1,139 @@
+"""The configuration that a checkpoint was written with, read in a moment and without torch.
+
+For questions that are asked before a run starts; loading it verifies all
+(parallel.checkpoint.verify) and reads it again (parallel.checkpoint.safe_pickle). Names and sizes
+of files are looked at, not their contents.
+Invariant: nothing in a checkpoint is executed. Of its pickles, objects become empty stand-ins, and
+plain data is all that is looked for.
+"""
+
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from phalanx.parallel.checkpoint import commit
+from phalanx.parallel.checkpoint.commit import METADATA, Commit, Invalid
+
+_COMMON = "common_state/shard_0_1"  # where Megatron-Core puts plain objects that all ranks share
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; those on disk are intact."""
+
+
+class NoUsableCheckpoint(CheckpointError):
+    """There are checkpoints and none of them is valid. Starting from zero would hide that."""
+
+
+def newest(root: Path) -> Path | None:
+    """Newest checkpoint of a run with all of its files, or None if it has none yet.
+
+    Raises:
+        NoUsableCheckpoint: there are checkpoints, and each lacks something.
+        OSError: the folder cannot be read.
+    """
+    found = [path for _, path in commit.committed(root)]
+    for folder in found:
+        if not lacking(folder):
+            return folder
+    if refused := found + commit.with_suffix(root, ".bad"):
+        raise none_valid(root, refused)
+    return None
+
+
+def none_valid(root: Path, refused: list[Path]) -> NoUsableCheckpoint:
+    """The error of a run whose checkpoints are all damaged."""
+    names = ", ".join(path.name for path in refused[:3])
+    return NoUsableCheckpoint(
+        f"no checkpoint in {root} is valid ({names}): run.resume=never starts from "
+        "scratch, run.resume=<folder> from another checkpoint"
+    )
+
+
+def not_valid(path: Path, problem: str) -> NoUsableCheckpoint:
+    """The error of a checkpoint that a person named as run.resume."""
+    inside = commit.committed(path) or commit.committed(path / "checkpoints")
+    hint = f"; did you mean run.resume={inside[0][1]}?" if inside else ""
+    if not hint and not path.exists():
+        hint = "; run.resume takes auto, never or a checkpoint folder"
+    return NoUsableCheckpoint(f"run.resume={path} is no valid checkpoint: {problem}{hint}")
+
+
+def lacking(folder: Path) -> str:
+    """What names and sizes of files tell against a checkpoint; empty if nothing."""
+    if not folder.is_dir():
+        return "no such folder"
+    try:
+        files = commit.read_commit(folder).files
+        for name, (size, _) in files.items():
+            if (found := (folder / name).stat().st_size) != size:
+                return f"{name} has {found} bytes, not {size}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except Invalid as error:
+        return str(error)
+    return ""
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """Configuration of the run that wrote a checkpoint, as nested dictionaries.
+
+    Raises:
+        Invalid: it cannot be found.
+        OSError: a file cannot be read.
+    """
+    state = _plain(_bytes_of(folder, commit.read_commit(folder)))
+    try:
+        return dict(state[0]["common"]["config"])
+    except (TypeError, LookupError, ValueError):
+        raise Invalid("no configuration in it") from None
+
+
+def _bytes_of(folder: Path, commit: Commit) -> bytes:
+    """The saved bytes of the objects that all ranks share."""
+    with (folder / METADATA).open("rb") as file:
+        try:
+            places = vars(_Describing(file).load())["storage_data"]
+            place = next(vars(p) for i, p in places.items() if vars(i).get("fqn") == _COMMON)
+            path, offset, length = place["relative_path"], place["offset"], place["length"]
+        except Exception:  # pickle lets through whatever the bytes make it stumble over
+            raise Invalid(f"{METADATA} is not readable") from None
+    if path not in commit.files or not all(type(n) is int and n >= 0 for n in (offset, length)):
+        raise Invalid(f"{METADATA} refers to what is not of this checkpoint")
+    with (folder / path).open("rb") as file:
+        file.seek(offset)
+        return file.read(min(length, os.fstat(file.fileno()).st_size))
+
+
+def _plain(data: bytes) -> Any:
+    """What torch.save has made these bytes of, if it is plain data."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            (name,) = (n for n in archive.namelist() if n.endswith("/data.pkl"))
+            return _PlainOnly(io.BytesIO(archive.read(name))).load()
+    except Exception as error:
+        raise Invalid(f"its plain data is not readable ({type(error).__name__})") from None
+
+
+class _StandIn:
+    """Takes the place of any object; keeps its attributes, if it has some."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+
+
+class _PlainOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise Invalid(f"asks for {module}.{name}")
+
+
+class _Describing(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _StandIn

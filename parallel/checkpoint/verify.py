@@ -1,0 +1,112 @@
+"""Which checkpoint may be loaded: all ranks verify it together and come to the same answer.
+
+A share of the files is read by each rank. What is damaged, or could run code, is told by name; in
+the run's own folder it is also renamed, so that it is never tried again.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from phalanx.parallel.checkpoint import commit, safe_pickle
+from phalanx.parallel.checkpoint.saved_config import CheckpointError, none_valid, not_valid
+from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
+
+log = logging.getLogger(__name__)
+
+
+def newest(root: Path) -> tuple[Path, commit.Commit] | None:
+    """Newest valid checkpoint of a run, or None if it has none yet.
+
+    Folders found to be invalid on the way are renamed to *.bad.
+
+    Raises:
+        NoUsableCheckpoint: the run has checkpoints and none is valid.
+        CheckpointError: the folder cannot be read.
+    """
+    with told(f"cannot read {root}"):
+        on_main(lambda: commit.recover(root))
+        found = on_main(lambda: [path for _, path in commit.committed(root)])
+        refused = on_main(lambda: commit.with_suffix(root, ".bad"))
+        incomplete = on_main(lambda: commit.with_suffix(root, ".tmp"))
+        earlier = on_main(lambda: commit.with_suffix(root, ".old"))
+    for folder in incomplete:
+        warn(f"{folder} was never completed: ignored")
+    for folder in found:
+        commit, problems = _verify(folder)
+        if commit is not None and not problems:
+            return folder, commit
+        problem = f"{folder} is not valid: {'; '.join(problems[:3])}"
+        with told(f"{problem}. It cannot be renamed"):
+            refused.append(on_main(partial(commit.set_aside, folder, ".bad")))
+        warn(f"{problem}. Renamed to {refused[-1].name}")
+    if refused:
+        raise none_valid(root, refused)
+    for folder in earlier:
+        warn(f"{folder} is of an earlier run: ignored (run.resume={folder} continues it)")
+    return None
+
+
+def verified(path: Path) -> commit.Commit:
+    """COMMIT.json of a checkpoint that a person named; it is left as it is.
+
+    Raises:
+        NoUsableCheckpoint: it is damaged, or no checkpoint.
+    """
+    commit, problems = _verify(path)
+    if commit is None or problems:
+        raise not_valid(path, problems[0])
+    return commit
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Say `what` could not be done when the ranks agree that one failed."""
+    try:
+        yield
+    except Failed as error:
+        raise CheckpointError(f"{what}: {error}") from None
+
+
+def warn(text: str) -> None:
+    """Log a warning on one rank."""
+    if dist.get_rank() == 0:
+        log.warning(text)
+
+
+def _verify(folder: Path) -> tuple[commit.Commit | None, list[str]]:
+    """(COMMIT.json, what is wrong with the folder); each rank reads a share of the files."""
+    with told(f"cannot read {folder}"):
+        commit, problem = on_main(lambda: _commit_of(folder))
+        if commit is None:
+            return None, [problem]
+        problems, error = [], None
+        try:
+            mine = commit.share(commit.files, dist.get_rank(), dist.get_world_size())
+            problems = commit.verify(folder, mine)
+        except OSError as reason:  # this says nothing about the checkpoint
+            error = str(reason)
+        agree(error)
+        problems = [line for lines in gather(problems) for line in lines]
+        return commit, problems or on_main(lambda: _unsafe(folder, commit))
+
+
+def _commit_of(folder: Path) -> tuple[commit.Commit | None, str]:
+    if not folder.is_dir():
+        return None, "no such folder"
+    try:
+        return commit.read_commit(folder), ""
+    except commit.Invalid as error:
+        return None, str(error)
+
+
+def _unsafe(folder: Path, commit: commit.Commit) -> list[str]:
+    try:
+        safe_pickle.read_common(folder, safe_pickle.read_metadata(folder, commit.files))
+    except commit.Invalid as error:
+        return [str(error)]
+    return []

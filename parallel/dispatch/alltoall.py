@@ -1,0 +1,117 @@
+"""Transport `alltoall`: dense blocks by collectives, of gloo or NCCL; capturable in a CUDA graph.
+
+Every rank receives every token, so that the way to the experts is an all-gather, which moves the
+bytes of the dense all-to-all without a send buffer. The way back is the all-to-all and a sum over
+ranks. Each is the other's backward. Collectives run on the current stream.
+
+Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, during, plus
+
+
+class AllToAll:
+    """The transport. See `parallel.dispatch` for its contract.
+
+    Args:
+        group: expert-parallel.
+        plan: makes plans of received routing.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, plan: Planner) -> None:
+        self._group, self._plan = group, plan
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+    ) -> Received:
+        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        rows_ND, idx_NK, prob_NK = spread(x_TD, topk_idx_TK, topk_prob_TK, self._group)
+        during(meanwhile)
+        return Received(rows_ND, self._plan(idx_NK, prob_NK), None)
+
+    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
+        return plus(collect(out_ND, self._group), beside)
+
+
+def spread(
+    x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens and routing of all ranks of a group, rank-major: rows_ND, idx_NK and prob_NK.
+
+    Gradients of rows and probabilities go back to their ranks and are summed there in fp32.
+    """
+    rows_ND, idx_NK, prob_NK = _Spread.apply(x_TD, idx_TK, prob_TK, group)
+    return rows_ND, idx_NK, prob_NK
+
+
+def collect(out_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Rank-major partial sums back to the tokens' ranks and summed there in fp32: out_TD."""
+    return _Collect.apply(out_ND, group)
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Rows of all ranks, rank-major: [T, ...] -> [R * T, ...]."""
+    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _sum_to_owner(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Block r goes to rank r, which sums what it receives: [R * T, ...] -> [T, ...].
+
+    Summed after the exchange rather than by a reduce-scatter: fp32, one rounding, the ranks' order.
+    """
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return block_sum(received.unflatten(0, (dist.get_world_size(group), -1)))
+
+
+class _Spread(torch.autograd.Function):
+    """All-gather of tokens and routing; backward brings their gradients back to their rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.group = group
+        # One small collective instead of two: latency, not bytes, is what the routing costs.
+        routing = _gather(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), group)
+        idx_NK, prob_NK = routing[:, 0].contiguous(), routing[:, 1].contiguous().view(torch.float32)
+        ctx.mark_non_differentiable(idx_NK)
+        return _gather(x_TD, group), idx_NK, prob_NK
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_ND: Tensor, _: Tensor, grad_NK: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        # needs_input_grad is the same on all ranks, hence so is the sequence of collectives.
+        grad_TD = _sum_to_owner(grad_ND, ctx.group) if ctx.needs_input_grad[0] else None
+        grad_TK = _sum_to_owner(grad_NK, ctx.group) if ctx.needs_input_grad[2] else None
+        return grad_TD, None, grad_TK, None
+
+
+class _Collect(torch.autograd.Function):
+    """Partial sums of all tokens back to their ranks, summed. Backward is the all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, out_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum_to_owner(out_ND, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        return _gather(grad_TD, ctx.group), None

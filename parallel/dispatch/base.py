@@ -1,0 +1,187 @@
+"""Dispatch and combine: tokens to the ranks of their experts, experts' sums back to their tokens.
+
+The two ends of an MoE layer around the experts. Every transport delivers fixed rows: token t of
+rank r of the expert-parallel group is received row r * T + t on every rank (`hier` has an order of
+its own), so no host ever knows a count and all shapes are static. T must be the same on all ranks
+of the group. Expert rows are the same on all transports, bit for bit. Both directions are
+differentiable and deterministic: contributions of ranks are summed in fp32 in an order that depends
+on shapes alone. `deepep`, a package of others, makes fewer promises.
+
+Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.kernels import debug
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.routing.plan import check_routing, make_plan
+from phalanx.parallel.dispatch import deepep
+from phalanx.parallel.dispatch.alltoall import AllToAll
+from phalanx.parallel.dispatch.capacity import Budget
+from phalanx.parallel.dispatch.exchange import SymmOptions
+from phalanx.parallel.dispatch.hierarchical import Hier
+from phalanx.parallel.dispatch.received import Beside, Meanwhile, Received, during, plus
+from phalanx.parallel.dispatch.symm import Symm
+from phalanx.parallel.dispatch.transport import Transport, waits_for_tokens
+
+
+class Dispatcher(Protocol):
+    """A transport between tokens and experts. It keeps no state between calls."""
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+    ) -> Received:
+        """Bring tokens (bf16 or fp32), expert ids (int32) and probabilities (fp32) to experts.
+
+        Args:
+            x_TD, topk_idx_TK, topk_prob_TK: a slot without an expert has the id -1.
+            meanwhile: is called once, while rows are on their way if the transport can.
+        """
+        ...
+
+    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
+        """Bring what a rank's experts made of received rows back, and add ranks up in fp32.
+
+        Args:
+            out_ND: of the experts.
+            received: what they worked on.
+            beside: makes more to add, while rows are on their way if the transport can.
+
+        Returns:
+            [T, D] in out's dtype.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a token's row of expert ids looks like, and how many expert rows follow from it."""
+
+    top_k: int
+    """Experts of a token on average."""
+    width: int
+    """Ids in the row: `top_k`, or more if some are -1."""
+    surplus: int = 0
+    """Rows by which a rank's choices of one expert may exceed those of top-k routing."""
+
+    def most(self, tokens: int, ranks: int, local: int) -> int:
+        """Expert rows that `local` experts can need at most for the tokens of all ranks."""
+        chosen = tokens * min(self.top_k, local) + self.surplus * local
+        return ranks * min(tokens * min(self.width, local), chosen)
+
+
+class BudgetPlanner:
+    """From received routing to the plan of this rank's experts, within the budget."""
+
+    def __init__(
+        self, slots: Slots, budget: Budget, backend: str, ranks: int, first: int, local: int
+    ) -> None:
+        self._slots, self._budget, self._backend = slots, budget, backend
+        self._ranks, self._first, self._local = ranks, first, local
+
+    def check(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> None:
+        check_routing(topk_idx_TK, topk_prob_TK)
+        if x_TD.ndim != 2 or topk_idx_TK.shape != (x_TD.shape[0], self._slots.width):
+            raise ValueError(
+                f"tokens {tuple(x_TD.shape)} do not fit expert ids {tuple(topk_idx_TK.shape)} "
+                f"with {self._slots.width} slots for top_k={self._slots.top_k}"
+            )
+        if debug.on():
+            debug.check_expert_ids(topk_idx_TK, self._ranks * self._local)
+
+    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
+        tokens, slots = topk_idx_NK.shape[0] // self._ranks, self._slots
+        most = slots.most(tokens, self._ranks, self._local)
+        rows = self._budget.rows(tokens, slots.top_k, self._ranks, self._local, most=most)
+        plan = make_plan(
+            topk_idx_NK,
+            topk_prob_NK,
+            first_expert=self._first,
+            local_experts=self._local,
+            rows=rows,
+            backend=self._backend,
+        )
+        if rows < most:
+            self._budget.observe(plan.needed, rows)
+        return plan
+
+
+class Local:
+    """All experts on this rank: nothing is copied."""
+
+    def __init__(self, plan: BudgetPlanner) -> None:
+        self._plan = plan
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+    ) -> Received:
+        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        during(meanwhile)
+        return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), None)
+
+    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
+        return plus(out_ND, beside)
+
+
+def make_dispatcher(
+    transport: Transport,
+    *,
+    group: dist.ProcessGroup | None,
+    experts: int,
+    slots: Slots,
+    budget: Budget,
+    backend: str = "torch",
+    symm: SymmOptions = SymmOptions(),  # noqa: B008  (frozen)
+) -> Dispatcher:
+    """The dispatcher of a group, over what `parallel.dispatch.transport.choose_transport` found for
+    it.
+
+    Args:
+        transport: of the group.
+        group: expert-parallel; None is one rank.
+        experts: of all ranks.
+        slots: of a token.
+        budget: rows of the experts, shared by all layers.
+        backend: of the experts and of `kernels.routing.plan`, which makes the plans.
+        symm: options of that transport, also inside the nodes of `hier`.
+
+    Raises:
+        ValueError: experts that do not divide over the ranks, or top_k above experts.
+    """
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if experts % ranks:
+        raise ValueError(
+            f"{experts} experts do not divide over {ranks} ranks: set parallel.expert to a divisor"
+        )
+    if not 1 <= slots.top_k <= experts:
+        raise ValueError(
+            f"model.moe.top_k={slots.top_k} must be between 1 and the {experts} experts"
+        )
+    local = experts // ranks
+    first = 0 if group is None else dist.get_rank(group) * local
+    plan = BudgetPlanner(slots, budget, backend, ranks, first, local)
+    pushes: dict[str, Any] = dict(local=local, options=symm, waits=waits_for_tokens(backend))
+    if group is None or transport.name == "local":
+        return Local(plan)
+    if transport.name == "alltoall":
+        return AllToAll(group, plan)
+    if transport.name == "symm":
+        return Symm(group, plan, **pushes)
+    if transport.name == "deepep":
+        return deepep.DeepEP(group, plan, experts=experts, backend=backend, sms=symm.comm_sms)
+    if transport.name == "hier":
+        assert transport.nodes is not None and transport.inside is not None
+        return Hier(transport.nodes, plan, inside=transport.inside.name, **pushes)
+    raise ValueError(f"parallel.dispatch={transport.name} is not built: add it to make_dispatcher")

@@ -1,0 +1,56 @@
+"""What a transport delivers to the experts of a rank, and takes back from them.
+
+Legend: D hidden, N received rows, T tokens of a rank, K slots for experts of a token.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.autograd import Traffic
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+
+Beside = Callable[[], Tensor] | None
+"""What to do while rows are on their way back, and to add to them."""
+Meanwhile = Callable[[], None] | None
+"""What to do while rows are on their way to experts."""
+
+
+class Received(NamedTuple):
+    """What a rank's experts work on."""
+
+    rows_ND: Tensor
+    """Received tokens, rank-major. Rows that `plan` does not name are unspecified: never read."""
+    plan: ExpertPlan
+    """Which of the rows each local expert reads."""
+    traffic: Traffic | None = None
+    """Exchanges that go on beside the experts, whose kernels wait for rows; None: all are there."""
+    route: Any = None
+    """The transport's own: what the way back needs."""
+    saving: Callable[[], AbstractContextManager] = nullcontext
+    """Context for what saves rows for the backward pass: rows may be in a place that is reused."""
+
+
+class Planner(Protocol):
+    """Makes plans for the experts of this rank, with room as the budget says."""
+
+    def check(self, x_TD: Tensor, topk_idx_TK: Tensor, topk_prob_TK: Tensor) -> None:
+        """Raise ValueError for tokens and routing that no plan can be made of."""
+        ...
+
+    def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
+        """Of the routing of all received rows."""
+        ...
+
+
+def during(meanwhile: Meanwhile) -> None:
+    """What a transport does that has nothing on its way."""
+    if meanwhile is not None:
+        meanwhile()
+
+
+def plus(out_TD: Tensor, beside: Beside) -> Tensor:
+    """What a transport adds that cannot do anything meanwhile."""
+    return out_TD if beside is None else out_TD + beside()

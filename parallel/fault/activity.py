@@ -1,0 +1,40 @@
+"""What this process is doing right now, for the report if the job fails.
+
+One process trains one model, so there is one answer per process. Setting it costs well under a
+microsecond; parallel.fault.watchdog reads it from its own thread.
+"""
+
+import time
+from typing import NamedTuple
+
+
+class Progress(NamedTuple):
+    """A moment of this process."""
+
+    at: str
+    """As in `step 3: forward and backward`."""
+    serial: int
+    """Moments before this one: of two ranks in the same loop, the lower one is behind."""
+    since: float
+    """time.monotonic() when it began."""
+    limited: bool
+    """Whether it is a hang if this takes longer than the timeout."""
+
+
+_now = Progress("start", 0, time.monotonic(), False)
+
+
+def doing(at: str, *, limited: bool = False) -> None:
+    """From now on this process is doing `at`; with `limited` not for longer than the timeout."""
+    global _now
+    _now = Progress(at, _now.serial + 1, time.monotonic(), limited)
+
+
+def moving() -> None:
+    """This process still does the same, and gets on with it."""
+    doing(_now.at, limited=_now.limited)
+
+
+def now() -> Progress:
+    """What was set last."""
+    return _now

@@ -1,0 +1,120 @@
+"""A process beside each rank, which goes on where the rank cannot.
+
+Compilers, drivers and rendezvous run for many seconds in C, often with Python's interpreter lock:
+no thread and no signal handler of the rank runs meanwhile. The guard (parallel.fault.guard_process)
+is a small process that knows neither torch nor devices. It begins before torch is imported, talks
+to the guards of the other ranks, keeps the lock of the run folder, and can end its rank at any
+moment: signal 45 has glibc's own `_exit` as its handler, which gets the signal's number as the exit
+code.
+
+Messages between the two are JSON, one a line, over a pair of sockets. Imports nothing heavy.
+"""
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+LOST = 45
+"""Exit code of a rank that ends because of another one, and the signal that ends it so."""
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
+"""For ranks. A launcher sends them to the guards as well, since it signals process groups."""
+_BEGIN = "import sys; sys.path.insert(0, sys.argv[1])\nfrom phalanx.parallel.fault.guard_process import main; main()"
+
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def closed_in_forks(connection: socket.socket) -> None:
+    """A fork that outlives its rank must not hold the rank's connection open."""
+    _sockets.add(connection)
+
+
+def _close() -> None:
+    for connection in list(_sockets):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close)
+
+
+class Guard:
+    """Context in which this process has its guard, which ends when this process does."""
+
+    def __enter__(self) -> "Guard":
+        self._socket, there = socket.socketpair()
+        closed_in_forks(self._socket)
+        self._sending, self._rest = threading.Lock(), b""
+        self._stacks = os.fdopen(os.memfd_create("stacks"), "w")
+        _libc.signal(LOST, ctypes.cast(_libc._exit, ctypes.c_void_p))
+        # Writes the stacks without the interpreter's lock, then calls the handler above.
+        faulthandler.register(LOST, file=self._stacks, chain=True)
+        descriptors = (there.fileno(), self._stacks.fileno())
+        root = str(Path(__file__).resolve().parents[2])
+        numbers = (*descriptors, os.getpid(), os.environ.get("WORLD_SIZE", "1"))
+        # Those that come before the guard is ready for them wait for it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        with there:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _BEGIN, root, *map(str, numbers)],
+                # Whoever looks for a rank by its environment must not find the guard.
+                env={k: v for k, v in os.environ.items() if k != "RANK"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+            )
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._socket.close()
+        self._process.wait()
+        faulthandler.unregister(LOST)
+        _libc.signal(LOST, None)
+        self._stacks.close()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Tell the guard; if it is gone, nobody."""
+        with self._sending, suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout: float | None = None) -> list[dict[str, Any]]:
+        """What the guard said; empty if that was nothing for `timeout` seconds.
+
+        Raises:
+            EOFError: it is gone.
+        """
+        self._socket.settimeout(timeout)
+        try:
+            data = self._socket.recv(1 << 16)
+        except TimeoutError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            raise EOFError("this rank's guard is gone")
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a message that has one.
+
+        Raises:
+            EOFError: the guard is gone.
+        """
+        self.send(message)
+        while True:
+            for answer in self.receive():
+                return answer
+
+
+_libc = ctypes.CDLL(None)
+_libc.signal.argtypes, _libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p

@@ -1,0 +1,68 @@
+"""What a rank leaves behind when its job fails: Python stacks and the record of its collectives."""
+
+import faulthandler
+import json
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from phalanx.parallel.fault.activity import now
+from phalanx.parallel.fault.verdict import Where
+
+
+def write(folder: Path, rank: int, verdict: str, error: str) -> None:
+    """Write this rank's files, or tell why they cannot be written.
+
+    Args:
+        folder: created.
+        rank: of this process.
+        verdict: why the job ends.
+        error: traceback that this rank has handled, empty if it had none.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank_{rank}.txt").open("w", encoding="utf-8") as file:
+            print(f"{verdict}\n\nrank {rank} was in {now().at}\n{error}", file=file, flush=True)
+            faulthandler.dump_traceback(file)
+        record = _flight_record(broken="CUDA error" in error)
+        (folder / f"rank_{rank}.collectives.json").write_bytes(record)
+    except OSError as problem:
+        print(f"rank {rank}: stacks not written: {problem}", file=sys.stderr, flush=True)
+
+
+def _flight_record(broken: bool) -> bytes:
+    """The last TORCH_FR_BUFFER_SIZE collectives of the job's backend, by torch's flight recorder.
+
+    A `broken` device cannot be asked which of NCCL's have ended. torch would tell a page for each
+    of them, after the line that says what happened.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    try:
+        if nccl and broken:
+            raise RuntimeError("not known after a CUDA error")
+        dump = "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json"
+        return getattr(c10d, dump)()
+    except RuntimeError as error:
+        return json.dumps({"entries": [], "error": str(error)}).encode()
+
+
+def end_stopped(folder: Path, where: Where) -> None:
+    """Kill a process of this job that does not answer, if it is on this host.
+
+    A stopped process would keep its GPU, and the launcher waiting. It has no stack to give.
+    """
+    try:
+        process = psutil.Process(where.pid)
+        same = abs(process.create_time() - where.born) < 1  # and not a later one of this number
+        if where.host != socket.gethostname() or not same:
+            return
+        note = f"{where} did not answer, so its stack is unknown; it was {process.status()}\n"
+        process.kill()
+        (folder / f"rank_{where.rank}.txt").write_text(note, encoding="utf-8")
+    except (psutil.Error, OSError):
+        pass  # another rank of this host was faster, or the process is not there

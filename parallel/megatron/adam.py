@@ -1,0 +1,145 @@
+"""AdamW as Megatron-Core's distributed optimizer checkpoints it: `step` lives in the group.
+
+Used where Transformer Engine's FusedAdam is absent, and for moments in bf16. With torch.optim.AdamW
+Megatron-Core 0.19.2 shares one loaded `step` tensor among all parameters, which then counts once
+per parameter, so a resumed run is not exact.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from phalanx.kernels.elementwise.adam import Update, update_
+
+_FUSED_ADAM_ONLY = {
+    *("exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "master_weight_dtype"),
+    "store_param_remainders",
+}
+"""How FusedAdam keeps its state, which Megatron-Core passes to any optimizer of its name. Here
+`moments` and the parameters' own dtypes decide."""
+
+
+class AdamW(torch.optim.Optimizer):
+    """Decoupled weight decay Adam (arXiv 1711.05101) on torch's fused multi-tensor kernel.
+
+    Parameters are fp32 (Megatron-Core's master copies); moments are fp32, or bf16 by
+    `kernels.elementwise.adam`. With bf16 moments and `use_decoupled_grad` parameters may be bf16
+    weights: their state has a `remainder`, int16, which makes master copies of them and begins as
+    0. Gradients are then fp32 or bf16, in the attribute `decoupled_grad`. `adam_w_mode=False` is
+    L2-regularised Adam. The signature is the part of FusedAdam's that Megatron-Core uses, and
+    `moments`.
+
+    Raises:
+        TypeError: a keyword that neither this nor FusedAdam's state has.
+        ValueError: moments of another dtype, or in bf16 with L2 regularisation; or decoupled
+            gradients without moments in bf16.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        moments: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        **dtypes: Any,
+    ) -> None:
+        if unknown := sorted(dtypes.keys() - _FUSED_ADAM_ONLY):
+            raise TypeError(f"this AdamW has no {', '.join(unknown)}")
+        if capturable:
+            raise ValueError("this AdamW counts steps on the host: it cannot be captured")
+        if moments not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"this AdamW keeps moments in fp32 or bf16, not {moments}")
+        if moments == torch.bfloat16 and not adam_w_mode:
+            raise ValueError("moments in bf16 are for decoupled weight decay only")
+        if use_decoupled_grad and moments != torch.bfloat16:
+            raise ValueError("decoupled gradients are for moments in bf16 only")
+        self._grad = "decoupled_grad" if use_decoupled_grad else "grad"
+        self.moments = moments
+        self.clip_coef = 1.0
+        """With moments in bf16, what the next steps multiply gradients by as they read them."""
+        self._fused = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [p for p in group["params"] if getattr(p, self._grad, None) is not None]
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            self.init_state(params)
+            if self.moments == torch.bfloat16:
+                self._step_in_bf16(group, params)
+                continue
+            for same_device in _by_device(params):
+                step = torch.tensor(float(group["step"]), device=same_device[0].device)
+                self._fused(
+                    same_device,
+                    [p.grad for p in same_device],
+                    [self.state[p]["exp_avg"] for p in same_device],
+                    [self.state[p]["exp_avg_sq"] for p in same_device],
+                    [],
+                    [step] * len(same_device),
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    amsgrad=False,
+                    maximize=False,
+                )
+
+    def init_state(self, params: Iterable[torch.Tensor]) -> None:
+        """Zero moments, and remainders of bf16 weights, for those of `params` that have none."""
+        for p in params:
+            if not self.state[p]:
+                dtypes = {"exp_avg": self.moments, "exp_avg_sq": self.moments}
+                if p.dtype == torch.bfloat16:
+                    dtypes["remainder"] = torch.int16
+                self.state[p] = {k: torch.zeros_like(p, dtype=d) for k, d in dtypes.items()}
+
+    def _step_in_bf16(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        how = Update(
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=group["step"],
+            clip_coef=self.clip_coef,
+        )
+        for p in params:
+            grad, state = getattr(p, self._grad), self.state[p]
+            update_(p, grad, state["exp_avg"], state["exp_avg_sq"], how, state.get("remainder"))
+
+
+def _by_device(params: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for p in params:
+        groups.setdefault(p.device, []).append(p)
+    return list(groups.values())
+
+
+def install(moments: torch.dtype = torch.float32) -> bool:
+    """Have the optimizers that Megatron-Core builds from now on use this AdamW; True if they do.
+
+    Args:
+        moments: their dtype. With fp32 FusedAdam stays, if it is there.
+    """
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distributed
+
+    ours = getattr(optimizer.Adam, "func", None) is AdamW
+    if moments == torch.float32 and not (ours or optimizer.USING_PYTORCH_OPTIMIZER):
+        return False
+    optimizer.Adam = functools.partial(AdamW, moments=moments)
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+    return True

@@ -1,0 +1,137 @@
+"""The same run twice, interrupted or not, gives the same numbers to the last bit.
+
+The rest of this promise is tested beside its parts: the order of tokens in
+tests/moe/data/test_loader.py, checkpoints on other layouts in tests/parallel, other layouts in
+tests/end_to_end/test_layouts.py, tokens and losses of a run that moves between layouts in
+tests/end_to_end/test_train.py.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.runs import SMALL, exact, records, run, write_corpus
+
+pytestmark = pytest.mark.dist
+
+DEEPSEEK = [
+    *["model=tiny_deepseek", "model.attention.q_lora_rank=16", "model.attention.kv_lora_rank=12"],
+    *["model.attention.qk_nope_dim=8", "model.attention.qk_rope_dim=4", "model.attention.v_dim=8"],
+    *["model.moe.shared_ffn=16", "model.moe.router.bias_rate=0.01"],
+]
+
+
+def documents() -> list[list[int]]:
+    """Made up, and the same for ever: words of a small language, whose letters can be learnt."""
+    rng = random.Random(0)
+    words = [[rng.randrange(97, 123) for _ in range(rng.randrange(1, 8))] for _ in range(60)]
+    return [
+        [letter for _ in range(rng.randrange(5, 60)) for letter in (*rng.choice(words), 32)]
+        for _ in range(300)
+    ]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("corpus")
+    prefix = write_corpus(folder / "text", documents())
+    data = ["data=indexed", f"data.blend=[{prefix}]", f"data.cache={folder / 'cache'}"]
+    return [*SMALL, *data]
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """All that the next step depends on, on this rank: digests and plain numbers."""
+    from phalanx.parallel.checkpoint import rng
+    from phalanx.parallel.checkpoint.model_state import parameters_gathered
+
+    engine = trainer.job.engine
+
+    def digest(tensors: list[torch.Tensor]) -> str:
+        total = hashlib.sha256()
+        for t in tensors:
+            total.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return total.hexdigest()
+
+    with parameters_gathered(engine.chunks):
+        named = [n for c in engine.modules for n in c.named_parameters()]
+        buffers = [b for c in engine.modules for b in c.named_buffers()]
+        parts = engine.optimizer.chained_optimizers
+        groups = [group for part in parts for group in part.param_groups]
+        states = rng.get()
+        return {
+            "parameters": digest([p for _, p in named]),
+            "masters": digest([p for group in groups for p in group["params"]]),
+            "moments": digest(
+                [t for p in parts for s in p.optimizer.state.values() for t in s.values()]
+            ),
+            "router bias": digest([b for name, b in buffers if "expert_bias" in name]),
+            "steps": [group.get("step") for group in groups],
+            "rates": [group["lr"] for group in groups],
+            "random states": [
+                repr(states["python"]),
+                [repr(np.asarray(part).tolist()) for part in states["numpy"][1:2]],
+                digest([states["torch"], *states["tracker"].values()]),
+            ],
+            "cursor": trainer.loader.state_dict(),
+            "health": trainer.health.state_dict(),
+        }
+
+
+@contextmanager
+def last_state(rank: int) -> Iterator[dict[str, Any]]:
+    """Of the last step; random numbers are drawn in each, as dropout would."""
+    from phalanx.moe.training.trainer import Trainer
+
+    step, seen = Trainer._train_step, dict[str, Any]()
+
+    def watched(self: Any) -> bool:
+        random.random(), np.random.random(), torch.rand(3)
+        stopping = step(self)
+        if self.step == self.cfg.run.steps:
+            seen.update(state_of(self))
+        return stopping
+
+    Trainer._train_step = watched  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        Trainer._train_step = step  # type: ignore[method-assign]
+
+
+def test_twice_and_resumed(corpus: list[str], tmp_path: Path) -> None:
+    """20 steps on two ranks twice, and 10 and 10: losses, gradient norms and the whole state."""
+    command = [*corpus, *DEEPSEEK, "run.skip_spikes=6"]
+    once = run(2, [*command, "run.steps=20", f"run.dir={tmp_path / 'a'}"], last_state)
+    twice = run(2, [*command, "run.steps=20", f"run.dir={tmp_path / 'b'}"], last_state)
+    run(2, [*command, "run.steps=10", f"run.dir={tmp_path / 'c'}"], last_state)
+    again = run(2, [*command, "run.steps=20", f"run.dir={tmp_path / 'c'}"], last_state)
+    found = [exact(records(tmp_path / name / "run")) for name in "abc"]
+    assert len(found[0]) == 20 and found[0] == found[1] == found[2]
+    for rank in (0, 1):
+        first = once[rank].seen
+        assert first["cursor"] == {"consumed_samples": 160}
+        assert len(first["health"]["seen"]["loss"]) == 20
+        assert twice[rank].seen == first
+        assert again[rank].seen == first
+    assert once[0].seen["moments"] != once[1].seen["moments"], "ranks hold shards of their own"
+
+
+GOLDEN = 3.2740798
+"""Loss of step 100, fp32; the same to the last bit on CPUs with AVX-512 and with none."""
+
+
+def test_golden_run(corpus: list[str], tmp_path: Path) -> None:
+    """Another result than this means that training itself has changed."""
+    more = ["model=tiny", "model.attention.head_dim=8", "optim.decay_steps=100", "run.steps=100"]
+    more += ["run.precision=fp32", "run.save_interval=-1", "run.log_interval=20", "optim.lr=1e-3"]
+    (main,) = run(1, [*corpus, *more, f"run.dir={tmp_path}"])
+    losses = [r["loss"] for r in records(tmp_path / "run")]
+    assert main.code == 0 and losses[-1] == pytest.approx(GOLDEN, abs=1e-4)
+    assert losses[-1] < losses[0] - 0.3

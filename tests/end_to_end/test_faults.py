@@ -1,0 +1,292 @@
+"""A rank that stops, dies, hangs or raises: who is named, how soon, and what is left behind.
+
+One second of slack is added to the second that is promised: two cores run the ranks and this.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import megatron.core.distributed  # noqa: F401  (imported once for all ranks, which are forked)
+import megatron.core.models.gpt.gpt_model  # noqa: F401
+import psutil
+import pytest
+
+from phalanx.parallel.fault.watchdog import LOST
+from tests.end_to_end.test_scripts import BIN, ENVIRONMENT, ROOT, started
+from tests.support.launch import Launch, at_step
+from tests.support.runs import SMALL, before_step, exact, records, run
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT = 3
+SLACK = 1.0
+TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", "run.steps=1000"]
+
+
+def mark_and(act: Callable[[], Any], path: Path) -> None:
+    """Leave the time, then do what goes wrong."""
+    path.write_text(str(time.monotonic()))
+    act()
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die() -> None:
+    os._exit(41)
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(600)
+
+
+def fail() -> None:
+    raise LookupError("what went wrong")
+
+
+CASES = {
+    "stopped": (stop, "has not answered for", -signal.SIGKILL),
+    "exits": (die, "died; it was last heard of in step ", 41),
+    "killed": (be_killed, "died; it was last heard of in step ", -signal.SIGKILL),
+    "hangs": (hang, "hangs, ", LOST),
+    "raises": (fail, "LookupError: what went wrong", 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "culprit"),
+    [
+        *[("stopped", 1), ("exits", 1), ("killed", 0), ("hangs", 1), ("raises", 1)],
+        *[pytest.param(case, 0, marks=pytest.mark.slow) for case in CASES if case != "killed"],
+    ],
+)
+def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_path: Path) -> None:
+    act, said, code = CASES[case]
+    when = tmp_path / "when"
+    command = [*TINY, f"parallel.timeout={TIMEOUT}", f"run.dir={tmp_path}"]
+    change = partial(at_step, only=culprit, number=3, act=partial(mark_and, act, when))
+    with Launch(2, command, tmp_path / "out", change) as launch:
+        codes = launch.wait(60)
+        took = max(launch.ended.values()) - float(when.read_text())
+    other = 1 - culprit
+    assert codes[culprit] == code and codes[other] == LOST, launch.said(0) + launch.said(1)
+    assert took <= TIMEOUT + 1 + SLACK
+    print(f"{case}, rank {culprit}: all ended after {took:.2f} s, timeout {TIMEOUT} s")
+
+    speaker = culprit if case == "raises" else other
+    told = launch.said(speaker)
+    assert said in told and f"rank {culprit}" in told
+    assert sum(launch.said(rank).count("error: ") for rank in (0, 1)) == (case != "raises")
+    (folder,) = (tmp_path / "run/failures").iterdir()
+    stacks = {path.stem: path.read_text() for path in folder.glob("*.txt")}
+    assert (
+        "moe/training/trainer.py" in stacks[f"rank_{other}"] and "step 3" in stacks[f"rank_{other}"]
+    )
+    if case == "stopped":
+        assert "its stack is unknown; it was stopped" in stacks[f"rank_{culprit}"]
+    if case == "hangs":
+        assert "in hang" in stacks[f"rank_{culprit}"]
+    record = json.loads((folder / f"rank_{other}.collectives.json").read_bytes())
+    assert "gloo:all_reduce" in {entry["profiling_name"] for entry in record["entries"]}
+
+
+# --- while the others still start ----------------------------------------------------------------
+
+START = 5.0
+"""Seconds in which all are gone, whatever they were in."""
+PHASES = {
+    "groups": "torch.distributed:init_process_group",
+    "model": "phalanx.moe.training.trainer:setup",
+    "data": "phalanx.moe.training.trainer:build_datasets",
+    "checkpoint": "phalanx.moe.training.trainer:Checkpointer.newest",
+    "first step": "phalanx.moe.training.trainer:Trainer._train_step",
+}
+
+
+@contextlib.contextmanager
+def in_phase(rank: int, *, during: str, acts: dict[int, Callable[[], Any]]) -> Iterator[None]:
+    """A `Change`: ranks of `acts` do that when they come to `during`, as `module:function`."""
+    import torch.distributed  # noqa: F401
+
+    module, _, path = during.partition(":")
+    *parents, name = path.split(".")
+    target: Any = importlib.import_module(module)
+    for parent in parents:
+        target = getattr(target, parent)
+    original = getattr(target, name)
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        acts.get(rank, lambda: None)()
+        return original(*args, **kwargs)
+
+    with mock.patch.object(target, name, hooked):
+        yield
+
+
+def hold_up_python() -> None:
+    """As a compiler does: a call in C that keeps the interpreter's lock."""
+    ctypes.PyDLL(None).sleep(60)
+
+
+def be_killed_later(when: Path) -> None:
+    time.sleep(1.5)  # the other is in its call by now
+    mark_and(be_killed, when)
+
+
+def check_named(launch: Launch, culprit: int, codes: list[int | None], when: Path) -> float:
+    """The others have told who died, and ended in time; seconds they took."""
+    other = 1 - culprit
+    said = launch.said(0) + launch.said(1)
+    assert codes[culprit] == -signal.SIGKILL and codes[other] == LOST, said
+    took = launch.ended[other] - float(when.read_text())
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    who = f"error: rank {culprit} ({socket.gethostname()}, pid {launch.pid(culprit)}) died; "
+    assert line.startswith(who), said
+    assert took <= START, said
+    return took
+
+
+@pytest.mark.parametrize(
+    ("phase", "culprit"),
+    [("groups", 1), ("groups", 0), ("model", 1), ("data", 0), ("checkpoint", 1), ("first step", 0)],
+)
+def test_a_rank_killed_while_the_others_start_is_named(
+    phase: str, culprit: int, tmp_path: Path
+) -> None:
+    during = PHASES[phase]
+    when = tmp_path / "when"
+    command = [*TINY, "parallel.timeout=60", f"run.dir={tmp_path}"]
+    change = partial(in_phase, during=during, acts={culprit: partial(mark_and, be_killed, when)})
+    with Launch(2, command, tmp_path / "out", change) as launch:
+        took = check_named(launch, culprit, launch.wait(60), when)
+    print(f"{phase}, rank {culprit}: all ended after {took:.2f} s")
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_ranks_that_cannot_run_python_end_as_well(culprit: int, tmp_path: Path) -> None:
+    """No thread and no signal handler of theirs runs: compilers, drivers."""
+    when, other = tmp_path / "when", 1 - culprit
+    command = [*TINY, "parallel.timeout=60", f"run.dir={tmp_path}"]
+    acts = {culprit: partial(be_killed_later, when), other: hold_up_python}
+    change = partial(in_phase, during=PHASES["model"], acts=acts)
+    with Launch(2, command, tmp_path / "out", change) as launch:
+        took = check_named(launch, culprit, launch.wait(60), when)
+    print(f"rank {culprit}: all ended after {took:.2f} s")
+    until = time.monotonic() + 10
+    while not (stacks := list((tmp_path / "run/failures").glob(f"*/rank_{other}.txt"))):
+        assert time.monotonic() < until  # the guard writes them when its rank is gone
+        time.sleep(0.02)
+    text = stacks[0].read_text()
+    assert "held up Python" in text and "in hold_up_python" in text
+
+
+BEFORE = """
+import os, signal, sys, time
+from pathlib import Path
+import phalanx.configs.load, train
+folder, rank, later = Path(os.environ["NOTES"]), os.environ["RANK"], phalanx.configs.load.from_argv
+def from_argv(argv):
+    (folder / f"pid_{rank}").write_text(str(os.getpid()))
+    if rank == "1":
+        while not (folder / "pid_0").exists():
+            time.sleep(0.01)
+        (folder / "when").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return later(argv)
+phalanx.configs.load.from_argv = from_argv
+train._leave(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_killed_before_the_ranks_meet_takes_the_others_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun names it, but waits 30 s for ranks that wait for the dead one."""
+    program = tmp_path / "before.py"
+    program.write_text(BEFORE)
+    monkeypatch.setitem(ENVIRONMENT, "NOTES", str(tmp_path))
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", str(ROOT))
+    launch = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    launch += ["--rdzv-endpoint", "localhost:0", str(program), *TINY, f"run.dir={tmp_path}"]
+    with started(*launch) as process:
+        while not (tmp_path / "when").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        pid = int((tmp_path / "pid_0").read_text())
+        while psutil.pid_exists(pid):
+            time.sleep(0.02)
+        took = time.monotonic() - float((tmp_path / "when").read_text())
+        _, err = process.communicate()
+    assert took <= START, err
+    assert process.returncode == 1 and re.search(r"rank +: 1 \(local_rank: 1\)", err), err
+    print(f"all ended after {took:.2f} s")
+
+
+@contextlib.contextmanager
+def wait_in_vain(rank: int, act: Callable[[], Any]) -> Iterator[None]:
+    """Rank 1 goes wrong, and rank 0's wait for its tokens ends as kernel `push` would end it."""
+    from phalanx.moe.training import failure
+
+    def trapped() -> None:
+        failure.missing = lambda: "rank 1 has not reached exchange 41 of experts, only 39"
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    with before_step(3, act if rank else trapped):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (stop, r"rank 1 \(.*\) has not answered for "),
+        (hang, "no rank goes on, .*; rank 1 has not reached exchange 41 of experts, only 39; "),
+    ],
+)
+def test_a_wait_for_tokens_in_vain_names_the_rank_that_did_not_come(
+    act: Callable[[], Any], said: str, tmp_path: Path
+) -> None:
+    command = [*TINY, "parallel.timeout=30", f"run.dir={tmp_path}"]
+    with Launch(2, command, tmp_path / "out", partial(wait_in_vain, act=act)) as launch:
+        assert launch.wait(25)[0] == LOST, launch.said(0)
+    (line,) = (line for line in launch.said(0).splitlines() if line.startswith("error: "))
+    assert re.search(said, line)
+    (stacks,) = (tmp_path / "run/failures").glob("*/rank_0.txt")
+    assert "CUDA error: unspecified launch failure" in stacks.read_text()
+
+
+def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    command = [*TINY, "run.steps=40", "run.save_interval=5"]
+    launch = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "2"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "train.py"]
+    folder = tmp_path / "run"
+    with started(*launch, *command, f"run.dir={tmp_path}") as process:
+        while not (folder / "checkpoints/step_00000005").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        (victim,) = [child for child in children if child.environ().get("RANK") == "1"]
+        victim.kill()
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert f"rank 1 ({socket.gethostname()}, pid {victim.pid}) died" in err
+    assert out.count("from scratch (no checkpoint in the run folder)") == 1
+    assert out.count(f": {folder}/checkpoints/step_") == 1
+    assert run(2, [*command, f"run.dir={tmp_path / 'straight'}"])[0].code == 0
+    assert exact(records(folder)) == exact(records(tmp_path / "straight/run"))

@@ -1,0 +1,276 @@
+"""Every layout computes the training of one process: same weights to start with, same losses.
+
+fp32 on gloo, through the trainer. All layouts draw the same weights, read the same micro-batches,
+and must agree with one process in losses, gradient norm, expert load and balance of every step, and
+in every weight and router bias after the last.
+
+aux_loss and z_loss are means over a micro-batch: they agree because data.micro_batch is the same on
+all layouts, and data.Loader then deals out the same micro-batches. global_aux_loss also sees how
+many micro-batches came before on all replicas, so layouts of one replica are compared in it.
+seq_aux_loss is the one that does not depend on how a batch is cut.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.crowding import always_crowded
+from tests.support.training import Trained, trained
+
+pytestmark = pytest.mark.dist
+
+# A reordered sum of some thousand fp32 terms moves by a few units of 2**-24 = 6e-8. Losses are such
+# sums; gradient norms are sums of squares of what came back through all layers. After some steps
+# 1e-7 and 3e-6 are seen; weight decay on expert biases by mistake shows with 2e-5 and 4e-4.
+LOSS, NORM = 2e-6, 2e-5
+# Of the change of a weight, plus some roundings of the weight itself.
+CHANGE, WEIGHT = 1e-4, 3e-7
+
+TRAINING = [
+    "run.precision=fp32",
+    "run.steps=3",
+    # Rounding must not change a choice of experts. With this seed the last expert chosen and the
+    # first one left out are never closer than 5e-5 of the largest score.
+    "run.seed=3",
+    "data.sequence_length=16",
+    "data.micro_batch=1",
+    "data.global_batch=4",
+    "optim.lr=3e-2",
+    "optim.warmup_steps=0",
+    "optim.schedule=constant",
+    # Adam divides a gradient by its size, which makes a whole step of the rounding of a zero. With
+    # eps above most gradients an update is nearly linear in them: errors and wrong factors show.
+    "optim.eps=1e-2",
+    "parallel.capacity_factor=16",
+]
+SMALL = [
+    "model.vocab_size=64",
+    "model.hidden=32",
+    "model.dense_ffn=48",
+    "model.layers=2",
+    "model.moe.ffn=16",
+    "model.init_std=0.1",
+]
+TINY = [
+    *["model=tiny", *TRAINING, *SMALL],
+    "model.attention.head_dim=8",
+    "model.moe.router.z_loss=1e-2",
+]
+GPT_OSS = [
+    *["model=tiny_gpt_oss", *TRAINING, *SMALL],
+    "model.attention.head_dim=8",
+    "model.attention.window=6",
+]
+DEEPSEEK = [
+    *["model=tiny_deepseek", *TRAINING, *SMALL],
+    "model.attention.q_lora_rank=16",
+    "model.attention.kv_lora_rank=12",
+    "model.attention.qk_nope_dim=8",
+    "model.attention.qk_rope_dim=4",
+    "model.attention.v_dim=8",
+    "model.moe.ffn=8",
+    "model.moe.shared_ffn=16",
+]
+MODELS = {
+    "tiny": TINY,
+    "gpt_oss": GPT_OSS,
+    "deepseek": DEEPSEEK,
+    "gpt_oss_4": [*GPT_OSS, "model.layers=4"],
+    "deepseek_4": [*DEEPSEEK, "model.layers=4"],
+    "deepseek_tied": [*DEEPSEEK, "model.tie_embeddings=true"],
+    "balanced": [
+        *TINY,
+        "model.moe.router.seq_aux_loss=1e-2",
+        "model.moe.router.global_aux_loss=1e-2",
+    ],
+}
+
+EP1, EP2, EP4 = ({"parallel.expert": size} for size in (1, 2, 4))
+TP2, PP2, CP2 = ({f"parallel.{kind}": 2} for kind in ("tensor", "pipeline", "context"))
+VP2 = PP2 | {"parallel.virtual_pipeline": 2}
+# Multi-token prediction on a stage of its own, which holds a copy of the embedding.
+PP4 = {"parallel.pipeline": 4, "parallel.pipeline_layout": "Et|t|m|L"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, EP1),
+    "ep2": (2, EP2),
+    "pp2": (2, PP2),
+    "pp2_vp2": (2, VP2),
+    "tp2": (2, TP2 | EP1),
+    "tp2_ep2": (2, TP2 | EP2),
+    "cp2": (2, CP2 | EP1),
+    "cp2_ep2": (2, CP2 | EP2 | {"kernels.attention": "reference"}),
+    "cp4": (4, {"parallel.context": 4} | EP2),
+    "cp2_dp2": (4, CP2 | EP2),
+    "tp2_dp2": (4, TP2 | EP2),
+    "ep4": (4, EP4),
+    "ep2_edp2": (4, EP2),
+    "pp2_ep2": (4, PP2 | EP2),
+    "pp2_cp2": (4, PP2 | CP2),
+    "pp2_vp2_ep2": (4, VP2 | EP2),
+    "pp2_vp2_cp2": (4, VP2 | CP2 | EP1),
+    "tp2_pp2": (4, TP2 | PP2 | EP2),
+    "tp2_cp2": (4, TP2 | CP2 | EP4),
+    "pp4_mtp": (4, PP4),
+}
+CASES = {
+    "dp2": ["deepseek"],
+    "ep2": ["tiny", "gpt_oss", "deepseek"],
+    "pp2": ["balanced", "deepseek_tied"],
+    "pp2_vp2": ["gpt_oss_4", "deepseek_4"],
+    "tp2": ["gpt_oss"],
+    "tp2_ep2": ["balanced", "gpt_oss", "deepseek"],
+    "cp2": ["gpt_oss"],
+    "cp2_ep2": ["balanced", "deepseek"],
+    "ep4": ["tiny"],
+    "ep2_edp2": ["deepseek"],
+    "pp2_ep2": ["deepseek"],
+    "tp2_pp2": ["deepseek"],
+    "tp2_cp2": ["gpt_oss"],
+    "pp2_vp2_cp2": ["deepseek_4"],
+    "pp4_mtp": ["deepseek"],
+}
+
+Alone = Callable[[str], Trained]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    """The run of a model in one process, trained once for all tests."""
+    return functools.cache(lambda name: trained(1, MODELS[name]))
+
+
+def results(run: Trained) -> dict[str, list[float]]:
+    """What a run's records say of the training, and not of its speed."""
+    names = {"loss", "mtp_loss", "grad_norm", "lr", "load_max", "load_p95", "dead_experts"}
+    recorded = (k for k in run.steps[0] if k in names or k.startswith("balance/"))
+    return {**{name: run.series(name) for name in recorded}, "valid_loss": run.valid_losses}
+
+
+def agree(run: Trained, expected: Trained) -> None:
+    """Same weights to start with; same training, within rounding."""
+    assert run.before.keys() == expected.before.keys()
+    for key, weight in expected.before.items():
+        assert torch.equal(run.before[key], weight), f"{key} starts with other values"
+    found = results(run)
+    for name, values in results(expected).items():
+        bound = NORM if name == "grad_norm" else LOSS
+        assert found.pop(name) == pytest.approx(values, rel=bound), name
+    assert not found
+    for key, weight in expected.after.items():
+        change = (weight - expected.before[key]).norm()
+        error = (run.after[key] - weight).norm()
+        assert error <= CHANGE * change + WEIGHT * weight.norm(), f"{key}: {error / change:.1e}"
+        if key.endswith("expert_bias"):
+            assert change > 0 and torch.equal(run.after[key], weight), key
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [(layout, name) for layout, names in CASES.items() for name in names]
+)
+def test_layout_agrees_with_one_process(layout: str, name: str, alone: Alone) -> None:
+    world, changes = LAYOUTS[layout]
+    agree(trained(world, MODELS[name], changes), alone(name))
+
+
+def test_training_changes_what_is_compared(alone: Alone) -> None:
+    """Losses move, gradients are clipped, and every weight is trained."""
+    for name in ("tiny", "gpt_oss", "deepseek"):
+        run = alone(name)
+        assert max(run.series("loss")) / min(run.series("loss")) - 1 > 1000 * LOSS
+        assert min(run.series("grad_norm")) > 1  # the limit: every step depends on the norm
+        for key, weight in run.before.items():
+            assert not torch.equal(run.after[key], weight), key
+
+
+# --- the same training cut or run otherwise -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "sharded", "overlap"),
+    [("one", False, True), ("ep2", False, True), ("ep2", True, False), ("pp2", False, False)],
+)
+def test_sharding_and_overlap_change_nothing(
+    layout: str, sharded: bool, overlap: bool, alone: Alone
+) -> None:
+    world, changes = LAYOUTS[layout]
+    how = {"parallel.distributed_optimizer": sharded, "parallel.overlap": overlap}
+    agree(trained(world, TINY, changes | how), alone("tiny"))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradient_accumulation_changes_nothing(world: int, alone: Alone) -> None:
+    """Four micro-batches of one sequence, or one of all that a rank has."""
+    agree(trained(world, DEEPSEEK, {"data.micro_batch": 4 // world}), alone("deepseek"))
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt_oss", "deepseek"])
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [
+        *[("reference", layout) for layout in ("one", "ep2")],
+        *[("megatron", layout) for layout in ("one", "ep2", "tp2_ep2")],
+    ],
+)
+def test_expert_backends_agree(backend: str, layout: str, name: str, alone: Alone) -> None:
+    """With torch, which `auto` takes here: from the same weights under the same checkpoint keys."""
+    world, changes = LAYOUTS[layout]
+    agree(trained(world, MODELS[name], changes | {"kernels.backend": backend}), alone(name))
+
+
+# --- overflow -------------------------------------------------------------------------------------
+
+# Of every kind: what a rerun could count twice, or leave behind.
+ALL_LOSSES = [
+    *[*DEEPSEEK, "run.steps=2", "run.eval_interval=1"],
+    *[f"model.moe.router.{name}=1e-2" for name in ("aux_loss", "seq_aux_loss", "global_aux_loss")],
+    "model.moe.router.z_loss=1e-2",
+    # Several micro-batches, of enough tokens that experts need more than one tile of rows.
+    *["data.sequence_length=64", "data.micro_batch=2", "data.global_batch=8"],
+]
+HOW: dict[str, dict[str, Any]] = {
+    "": {},
+    "unsharded": {"parallel.distributed_optimizer": False},
+    "unoverlapped": {"parallel.overlap": False},
+    "bf16": {"run.precision": "bf16", "optim.moments": "bf16"},
+    "recomputed": {"run.recompute": "full"},
+}
+RERUN = [
+    *[("one", ""), ("dp2", "unsharded"), ("ep2", "bf16"), ("pp2", "unsharded")],
+    *[("pp2_vp2", ""), ("cp2", "unoverlapped"), ("tp2_ep2", "recomputed"), ("cp2_ep2", "")],
+    *[("pp2_cp2", ""), ("tp2_cp2", ""), ("pp2_vp2_cp2", "")],
+]
+RERUN_TOO = [
+    *[
+        ("dp2", ""),
+        ("ep2", ""),
+        ("tp2", ""),
+        ("pp2", "bf16"),
+        ("cp2_ep2", "recomputed"),
+        ("ep2_edp2", ""),
+    ],
+    *[("pp2_ep2", "unsharded"), ("tp2_pp2", ""), ("pp4_mtp", ""), ("pp2_vp2_ep2", "bf16")],
+    *[("cp2_dp2", "unsharded"), ("cp4", ""), ("tp2_dp2", ""), ("pp2_cp2", "unoverlapped")],
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [*RERUN, *(pytest.param(*case, marks=pytest.mark.slow) for case in RERUN_TOO)],
+)
+def test_steps_that_are_run_again_change_nothing(layout: str, how: str) -> None:
+    """Experts short of rows in every step and validation: bit for bit a run that never is."""
+    world, changes = LAYOUTS[layout]
+    changes = changes | HOW[how] | ({"model.layers": 4} if "vp2" in layout else {})
+    tight = trained(world, ALL_LOSSES, changes, always_crowded)
+    roomy = trained(world, ALL_LOSSES, changes)
+    reruns = [0, *tight.series("reruns")]
+    assert all(map(operator.lt, reruns, reruns[1:])) and not any(roomy.series("reruns"))
+    assert results(tight) == results(roomy)
+    for key, weight in roomy.after.items():
+        assert torch.equal(tight.after[key], weight), key
+    assert tight.left == roomy.left

@@ -1,0 +1,66 @@
+"""One run at a time in a run folder."""
+
+import os
+import signal
+import socket
+import time
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from phalanx.parallel import folder_lock
+from tests.parallel.test_folder_lock import distant
+from tests.support.launch import Launch
+from tests.support.runs import SMALL, before_step, exact, records, run
+
+pytestmark = pytest.mark.dist
+
+TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"]
+
+
+def test_a_second_run_is_refused_and_a_killed_one_is_followed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [*TINY, f"run.dir={tmp_path}", "run.save_interval=5", "run.steps=100000"]
+    with Launch(1, command, tmp_path / "out") as launch:
+        launch.until((folder / "checkpoints/step_00000005").exists)
+        ranks = run(2, command)
+        assert [rank.code for rank in ranks] == [2, 2]
+        (line,) = (ranks[0].err + ranks[1].err).splitlines()
+        assert line.startswith(f"error: {folder} is in use by a run that lives (host ")
+        assert f"{socket.gethostname()}, pid {launch.pid(0)}, since 2" in line
+        assert "run.name" in line and not list(folder.glob("failures"))
+        reached = len(records(folder))
+        launch.until(lambda: len(records(folder)) > reached)
+        os.kill(launch.pid(0), signal.SIGKILL)
+        launch.wait()
+    steps = [step for step, *_ in exact(records(folder))]
+    assert steps == list(range(1, len(steps) + 1))
+    began = time.monotonic()
+    (rank,) = run(1, [*command, f"run.steps={len(steps) + 10}"])
+    assert rank.code == 0 and "resumed from step" in rank.out and "waiting" not in rank.out
+    assert time.monotonic() - began < folder_lock.DEAD
+    assert len(records(folder)) == len(steps) + 10 and not list(folder.glob(f"{folder_lock.NAME}*"))
+
+
+def taken_over(path: Path) -> None:
+    """What happens to a run that is suspended for long."""
+    os.replace(folder_lock._written(path, distant()), path)
+    folder_lock.BEAT = 0.0
+
+
+def suspended(rank: int, *, path: Path) -> AbstractContextManager[None]:
+    return before_step(3, partial(taken_over, path))
+
+
+def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path: Path) -> None:
+    path = tmp_path / "run" / folder_lock.NAME
+    command = [*TINY, f"run.dir={tmp_path}", "run.save_interval=3", "run.steps=6"]
+    with Launch(1, command, tmp_path / "out", partial(suspended, path=path)) as launch:
+        assert launch.wait() == [2], launch.said(0)
+    (line,) = [line for line in launch.said(0).splitlines() if line.startswith("error: ")]
+    assert "has lost" in line and "host node7, pid 4711" in line
+    assert [r["step"] for r in records(tmp_path / "run")] == [1, 2]
+    assert not list((tmp_path / "run/checkpoints").iterdir())
+    assert b"node7" in path.read_bytes()

@@ -1,0 +1,149 @@
+"""A signal to one rank ends all of them at the same step, with a checkpoint, whenever it comes."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.support.runs import SMALL, exact, records, run
+
+pytestmark = pytest.mark.dist
+
+STEPS = 4
+COMMAND = [
+    *[*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"],
+    *[f"run.steps={STEPS}", "run.requeue_code=85", "run.save_interval=2"],
+    *["run.eval_interval=2", "run.eval_batches=1"],
+]
+TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+
+
+@contextmanager
+def signalled(
+    rank: int, *, only: int, during: str, call: int, signals: Sequence[signal.Signals]
+) -> Iterator[None]:
+    """Rank `only` gets `signals` in the `call`-th call of `during`, as `module:function`."""
+    if rank != only:
+        yield
+        return
+    module, _, path = during.partition(":")
+    *parents, name = path.split(".")
+    target: Any = importlib.import_module(module)
+    for parent in parents:
+        target = getattr(target, parent)
+    original, calls = getattr(target, name), iter(range(1, 1000))
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        now = next(calls) == call
+        for number in signals if now else ():
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    with mock.patch.object(target, name, hooked):
+        yield
+
+
+STEP = "phalanx.moe.training.trainer:Trainer._train_step"
+SAVE = "phalanx.moe.training.trainer:Checkpointer.save"
+WRITE = "phalanx.parallel.checkpoint.checkpointer:Writing.finish"
+MOMENTS = {
+    "the start, before the ranks meet": ("phalanx.moe.training.trainer:start", 1, [TERM], 0),
+    "the start, in the model": ("phalanx.moe.training.trainer:setup", 1, [USR1], 0),
+    "the start, in the checkpoint": ("phalanx.moe.training.trainer:Trainer._resume", 1, [INT], 0),
+    "the first step": (STEP, 1, [TERM], 1),
+    "a step, SIGTERM": (STEP, 3, [TERM], 3),
+    "a step, SIGUSR1": (STEP, 3, [USR1], 3),
+    "a step, SIGINT": (STEP, 3, [INT], 3),
+    "a step, SIGTERM twice": (STEP, 3, [TERM, TERM], 3),
+    "a step, SIGINT twice": (STEP, 3, [INT, INT], 3),
+    "a step, one of each": (STEP, 3, [USR1, INT, TERM], 3),
+    "a validation": ("phalanx.moe.training.trainer:Trainer.validate", 1, [TERM], 3),
+    "a save": (SAVE, 1, [USR1], 3),
+    "the end of a save": (WRITE, 1, [TERM], 3),
+    "a save in the background": (SAVE, 1, [TERM], 3),
+    "the last step": (STEP, STEPS, [TERM], STEPS),
+    "the last save": (SAVE, 2, [TERM], STEPS),
+}
+RARE = ("the start, in the model", "a step, SIGINT", "a step, one of each", "the last save")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, str]]:
+    """Losses and gradient norms of a run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert [rank.code for rank in run(2, [*COMMAND, f"run.dir={folder}"])] == [0, 0]
+    return exact(records(folder / "run"))
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param(m, marks=pytest.mark.slow) if m in RARE else m for m in MOMENTS],
+)
+def test_all_ranks_stop_at_one_step_and_go_on_bit_for_bit(
+    moment: str, straight: list[tuple[int, str, str]], tmp_path: Path
+) -> None:
+    during, call, signals, reached = MOMENTS[moment]
+    only = list(MOMENTS).index(moment) % 2
+    command = [*COMMAND, f"run.dir={tmp_path}"]
+    command += ["run.async_save=on"] if "background" in moment else []
+    change = partial(signalled, only=only, during=during, call=call, signals=signals)
+    ranks = run(2, command, change)
+    done = reached == STEPS
+    assert [rank.code for rank in ranks] == [0 if done else 85] * 2
+    assert [rank.err for rank in ranks] == ["", ""] and ranks[1].out == ""
+    if not (done and "save" in moment):  # after the last step nobody asks
+        when = f"after step {reached}" if reached else "before step 1"
+        told = f"-- stopping {when}: a signal asked for it ({signals[0].name} to rank {only})"
+        assert [line for line in ranks[0].out.splitlines() if "signal" in line] == [told]
+    assert exact(records(tmp_path / "run")) == straight[:reached]
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert saved[-1:] == ([f"step_{reached:08d}"] if reached else [])
+
+    assert [rank.code for rank in run(2, command)] == [0, 0]
+    assert exact(records(tmp_path / "run")) == straight
+
+
+_RANK = """
+import signal, sys, time
+from parallel import runtime
+def stopped(*_):
+    print("asked to stop", flush=True)
+    raise SystemExit
+signal.signal(signal.SIGTERM, stopped)
+runtime.start(seed=0, timeout=60, deterministic=False)
+print("runs", flush=True)
+time.sleep(60)
+print("never asked", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of the end of a parent")
+def test_ranks_end_when_torchrun_is_killed() -> None:
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "any", "CUDA_VISIBLE_DEVICES": ""}
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_RANK!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout)
+        while next(lines) != "runs\n":
+            pass
+        process.kill()
+        assert "asked to stop\n" in list(lines)  # which end with the rank
+
+
+def test_a_third_interrupt_does_not_wait(tmp_path: Path) -> None:
+    command = [*COMMAND, f"run.dir={tmp_path}"]
+    change = partial(signalled, only=0, during=STEP, call=2, signals=[INT] * 3)
+    (rank,) = run(1, command, change)
+    assert rank.code == 130 and rank.err.endswith("interrupted: nothing was saved\n")
+    assert not list((tmp_path / "run/checkpoints").iterdir())

@@ -1,0 +1,153 @@
+"""Training with the fused kernels on one NVIDIA GPU is training with the torch backend."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.moe.report.loggers import read
+from tests.support.crowding import EVERY
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+OVERRIDES = [
+    "run.device=cuda",
+    "run.steps=4",
+    "run.save_interval=-1",
+    "data=synthetic",
+    "data.sequence_length=256",
+    "data.micro_batch=2",
+    "data.global_batch=8",
+    "optim.warmup_steps=0",
+]
+GRAPH = "run.graph=full_iteration"
+Steps = list[dict[str, float]]
+"""Metrics of each."""
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+def train(
+    folder: Path, name: str, *overrides: str, ranks: int = 1, program: Sequence[str] = ("train.py",)
+) -> Steps:
+    places = [f"run.dir={folder}", f"run.name={name}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = launcher if ranks > 1 else []
+    command = [sys.executable, *launcher, *program, *OVERRIDES, *places, *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return read(folder / name / "metrics.jsonl")
+
+
+def close(ours: Steps, theirs: Steps) -> None:
+    for name, tolerance in (("loss", 5e-3), ("grad_norm", 5e-2)):
+        want = pytest.approx([step[name] for step in theirs], rel=tolerance)
+        assert [step[name] for step in ours] == want, name
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
+def test_fused_kernels_train_like_torch(model: str, tmp_path: Path) -> None:
+    theirs = train(tmp_path, "torch", f"model={model}", "kernels=torch")
+    ours = train(tmp_path, "fused", f"model={model}", "kernels=fused")
+    close(ours, theirs)
+    margins = ["kernels.sm_margin.forward=8", "kernels.sm_margin.dgrad=16"]
+    margins += ["kernels.sm_margin.wgrad=24", "kernels.dynamic=false"]
+    close(train(tmp_path, "margins", f"model={model}", "kernels=fused", *margins), ours)
+    unfused = "kernels.gradient_accumulation_fusion=false"
+    close(train(tmp_path, "unfused", f"model={model}", "kernels=fused", unfused), ours)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "up", "down"])
+def test_token_rounding(mode: str, tmp_path: Path) -> None:
+    rounding = [f"model.moe.router.rounding={mode}", "model.moe.router.rounding_tile=64"]
+    theirs = train(tmp_path, "torch", "model=tiny", "kernels=torch", *rounding)
+    close(train(tmp_path, "fused", "model=tiny", "kernels=fused", *rounding), theirs)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+def test_a_graph_trains_bit_for_bit_like_eager_steps(
+    model: str, kernels: str, tmp_path: Path
+) -> None:
+    options = [f"model={model}", f"kernels={kernels}", "run.steps=200"]
+    options += ["run.eval_interval=70", "run.eval_batches=1", "parallel.capacity_factor=8"]
+    eager = train(tmp_path, "eager", *options)
+    graph = train(tmp_path, "graph", *options, GRAPH)
+    for name in ("loss", "grad_norm", "valid_loss", "load_max", "mtp_loss"):
+        assert [s.get(name) for s in graph] == [s.get(name) for s in eager], name
+
+
+@pytest.fixture
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+
+@pytest.mark.parametrize("dispatch", ["symm", "alltoall"])
+def test_a_step_that_overflows_is_run_again_and_captured_anew(
+    dispatch: str, tmp_path: Path, two_gpus: None
+) -> None:
+    options = ["model=tiny", "kernels=fused", "run.steps=12", f"parallel.dispatch={dispatch}"]
+    roomy = train(tmp_path, "roomy", *options, "parallel.capacity_factor=8", ranks=2)
+    tight = train(tmp_path, "tight", *options, "parallel.capacity_factor=1", GRAPH, ranks=2)
+    assert tight[-1]["reruns"] > 0
+    for name in ("loss", "grad_norm"):
+        assert [s[name] for s in tight] == [s[name] for s in roomy], name
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_overflows_every_ten_steps_change_nothing_in_a_graph(
+    ranks: int, model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Of eager steps and, every other time, of the graph's."""
+    if ranks == 2:
+        request.getfixturevalue("two_gpus")
+    options = [f"model={model}", "kernels=fused", "run.steps=40", "run.eval_interval=40"]
+    options += ["run.eval_batches=2", "parallel.capacity_factor=8"]
+    options += ["parallel.dispatch=symm"] if ranks == 2 else []
+    never = train(tmp_path, "never", *options, ranks=ranks)
+    crowding = ("-m", "tests.support.crowding")
+    often = train(tmp_path, "often", *options, GRAPH, ranks=ranks, program=crowding)
+    reruns = [0, *(step["reruns"] for step in often)]
+    assert all(reruns[n + 1] > reruns[n] for n in range(0, 40, EVERY)) and not never[-1]["reruns"]
+    for name in ("loss", "grad_norm", "valid_loss", "load_max", "mtp_loss"):
+        assert [s.get(name) for s in often] == [s.get(name) for s in never], name
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+def test_halves_of_sequences_in_a_graph(model: str, tmp_path: Path, two_gpus: None) -> None:
+    """With context parallelism, replays and reruns of either kind train on what eager steps do."""
+    options = [f"model={model}", "kernels=fused", "run.steps=24", "run.eval_interval=24"]
+    options += ["run.eval_batches=2", "parallel.context=2", "parallel.capacity_factor=8"]
+    eager = train(tmp_path, "eager", *options, ranks=2)
+    graph = train(tmp_path, "graph", *options, GRAPH, ranks=2)
+    crowding = ("-m", "tests.support.crowding")
+    often = train(tmp_path, "often", *options, GRAPH, ranks=2, program=crowding)
+    assert often[-1]["reruns"] >= 3 and not eager[-1]["reruns"] and not graph[-1]["reruns"]
+    for steps in (graph, often):
+        for name in ("loss", "grad_norm", "valid_loss", "load_max", "mtp_loss"):
+            assert [s.get(name) for s in steps] == [s.get(name) for s in eager], name
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+def test_one_sided_dispatch_trains_bit_for_bit_like_collectives(
+    model: str, tmp_path: Path, two_gpus: None
+) -> None:
+    options = [f"model={model}", "kernels=fused", "run.steps=6", "parallel.capacity_factor=8"]
+    theirs = train(tmp_path, "alltoall", *options, "parallel.dispatch=alltoall", ranks=2)
+    beside, keep = "parallel.comm_sms=16", "parallel.save_x=keep"
+    variants = {"symm": (), "graph": (keep, GRAPH)}
+    variants |= {"beside": (beside, keep), "beside_graph": (beside, GRAPH)}
+    for name, extra in variants.items():
+        ours = train(tmp_path, name, *options, "parallel.dispatch=symm", *extra, ranks=2)
+        for key in ("loss", "grad_norm"):
+            assert [s[key] for s in ours] == [s[key] for s in theirs], (name, key)

@@ -1,0 +1,66 @@
+"""The operations of a backend by themselves: what they gather, where they write, what they keep."""
+
+import pytest
+import torch
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import Linear, Operand
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.expert_mlp.providers import provider
+from tests.kernels.problems import make
+
+BACKENDS = ["reference", "torch"]
+CLAMPED = Activation("quick_geglu", alpha=1.702, limit=0.7, offset=1.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_gradient_keeps_all_bits_of_prob(backend):
+    """Terms that nearly cancel leave what a probability rounded to bf16 would have lost."""
+    prob = torch.tensor([0.7, 0.7 + 2**-13, 0.3, 0.3 + 2**-20])
+    d = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None].repeat(1, 8).bfloat16()
+    index = torch.zeros(4).int()
+    plan = ExpertPlan(index, prob, torch.tensor([0, 2, 4]).int(), index[:1, None])
+    got = provider(backend).bias_grad(Operand(d), plan, scale=True)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, (prob[::2] - prob[1::2])[:, None].expand(2, 8))
+
+
+def _plan(p):
+    return ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gathering_inside_is_gathering_before(backend):
+    """Each operation that takes rows of tokens, with an index that is garbage in the padding."""
+    p, ops = make(CLAMPED, torch.bfloat16, rows=256), provider(backend)
+    used = int(p.offsets[-1])
+    dout, v = torch.randn_like(p.x), torch.randn(256, 24).bfloat16()
+    index = p.index.clone()
+    index[used:] = 2**30
+    expanded = dout.index_select(0, p.index)
+    plan, fc2 = _plan(p)._replace(row_index_S=index), Linear(p.w2, p.b2)
+    before, inside, other = Operand(expanded), Operand(dout, gather=True), Operand(v)
+    h, _ = ops.fc1_act(p.x, Linear(p.w1, p.b1), plan, p.act)
+    made, want = (ops.fc2_dgrad_dact(dy, fc2, h, plan, p.act) for dy in (inside, before))
+    for ours, expected in zip(made[:3], want[:3], strict=True):
+        assert torch.equal(ours[:used], expected[:used])
+    assert torch.equal(ops.wgrad(inside, other, plan), ops.wgrad(before, other, plan))
+    assert torch.equal(ops.wgrad(other, inside, plan), ops.wgrad(other, before, plan))
+    for scale in (False, True):
+        db = ops.bias_grad(before, plan, scale=scale)
+        assert torch.equal(ops.bias_grad(inside, plan, scale=scale), db)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weight_gradients_go_where_they_are_sent(backend):
+    p, ops = make(CLAMPED, torch.bfloat16, choice=[[-1, 2]] * 30), provider(backend)
+    given = (*(Operand(torch.randn(len(p.index), n).bfloat16()) for n in (32, 24)), _plan(p))
+    fresh = ops.wgrad(*given)
+    assert fresh.dtype == torch.bfloat16
+    out = torch.full((4, 32, 24), 3.0)
+    assert ops.wgrad(*given, Buffer(out, add=False)) is out
+    assert torch.equal(out.bfloat16(), fresh)
+    ops.wgrad(*given, Buffer(out, add=True))
+    torch.testing.assert_close(out, 2 * fresh.float(), rtol=2**-7, atol=0)
+    assert not out[[0, 1, 3]].any()

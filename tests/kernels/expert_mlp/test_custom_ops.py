@@ -1,0 +1,91 @@
+"""The custom ops under torch's own checks, in fake tensors, and compiled as one graph."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx.kernels.expert_mlp import custom_ops
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.routing import plan
+from tests.kernels.problems import Problem, leaves_of, make
+
+ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
+BACKENDS = ["reference", "torch"]
+
+
+def arguments(p: Problem, backend: str) -> list:
+    leaves = leaves_of(p)
+    tensors = [leaves.get(name) for name in ("x", "w1", "w2", "b1", "b2")]
+    plan = [p.index, leaves["prob"], p.offsets, p.inverse, None]
+    return [*tensors, *plan, *custom_ops.flat(MLPSpec(p.act, backend)), True]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_expert_ops(backend: str, bias: bool) -> None:
+    given = arguments(make(ACT, torch.float32, bias=bias), backend)
+    torch.library.opcheck(custom_ops.grouped_mlp, tuple(given))
+    given = [t.detach() if isinstance(t, Tensor) else t for t in given]
+    out, h = custom_ops.grouped_mlp(*given)
+    for needs in ([True, True, True, bias, bias], [True] + [False] * 4):
+        torch.library.opcheck(
+            custom_ops.grouped_mlp_backward,
+            (torch.ones_like(out), *given[:3], given[4], h, *given[5:15], needs),
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_plan(backend: str) -> None:
+    idx, prob = torch.randint(-1, 8, (40, 3)).int(), torch.rand(40, 3, requires_grad=True)
+    torch.library.opcheck(plan.plan, (idx, prob, 2, 4, 64, backend))
+    made = plan.make_plan(idx, prob, first_expert=2, local_experts=4, rows=64, backend=backend)
+    given = (torch.randn(64), made.inverse_NK, backend)
+    torch.library.opcheck(plan.plan_backward, given)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "fused"])
+def test_fake_tensors_have_the_shapes(backend: str) -> None:
+    """For any backend, also one that cannot run here."""
+    p = make(ACT, torch.bfloat16, rows=256)
+    given = arguments(p, backend)
+    with FakeTensorMode() as mode:
+        x, w1, w2, *rest = (mode.from_tensor(t) if isinstance(t, Tensor) else t for t in given)
+        out, h = custom_ops.grouped_mlp(x, w1, w2, *rest)
+        assert (out.shape, out.dtype) == (p.x.shape, torch.bfloat16)
+        assert h.shape == (256, p.w1.shape[1])
+        leaves = [x, w1, w2, rest[0], rest[1], rest[3]]
+        for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+            assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
+        idx = torch.zeros(40, 3, dtype=torch.int32)
+        made = plan.make_plan(
+            idx, torch.rand(40, 3), first_expert=0, local_experts=4, rows=64, backend=backend
+        )
+        assert made.row_prob_S.shape == (64,) and made.inverse_NK.shape == (40, 3)
+
+
+_COMPILED = """
+import torch
+from phalanx.kernels.expert_mlp.module import GroupedMLP
+m = GroupedMLP(experts=4, hidden=32, ffn=24, top_k=2)
+x, idx = torch.randn(9, 32, requires_grad=True), torch.randint(0, 4, (9, 2))
+prob = torch.rand(9, 2, requires_grad=True)
+leaves = [x, prob, *m.parameters()]
+whole = torch.compile(m, fullgraph=True, backend="aot_eager")
+got, want = (torch.autograd.grad(f(x, idx, prob).square().sum(), leaves) for f in (whole, m))
+for ours, eager in zip(got, want, strict=True):
+    torch.testing.assert_close(ours, eager)
+"""
+
+
+def test_compiles_as_one_graph() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TORCHDYNAMO_DISABLE"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILED], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

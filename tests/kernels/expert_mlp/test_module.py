@@ -1,0 +1,143 @@
+"""GroupedMLP as a user outside Megatron-Core meets it."""
+
+import copy
+import doctest
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.kernels.expert_mlp import module
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.registry import KernelUnavailable
+from tests.kernels.problems import error, formula
+from tests.support.sync_free import sync_free
+
+L, D, WIDTH, K = 6, 32, 24, 3
+GPT_OSS = Activation("quick_geglu", limit=0.7, offset=1.0)
+
+
+def routed(*lead: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    prob, idx = torch.rand(*lead, L, generator=g).topk(K)
+    return torch.randn(*lead, D, generator=g), idx, prob
+
+
+def statement(m: GroupedMLP, x: torch.Tensor, idx: torch.Tensor, prob: torch.Tensor):
+    """Every expert on every token in fp64, then the chosen ones."""
+    w1, w2, x = m.w1.double(), m.w2.double(), x.double()
+    total = torch.zeros_like(x)
+    for e in range(L):
+        h = F.linear(x, w1[e], None if m.b1 is None else m.b1[e].double())
+        y = F.linear(formula(h, m.activation), w2[e], None if m.b2 is None else m.b2[e].double())
+        total = total + y * torch.where(idx == e, prob.double(), 0.0).sum(-1, keepdim=True)
+    return total
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "torch"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", GPT_OSS, "squared_relu"])
+def test_is_the_weighted_sum_of_experts(activation, bias: bool, backend: str) -> None:
+    torch.manual_seed(0)
+    m = GroupedMLP(L, D, WIDTH, K, activation, bias, backend)
+    exact = copy.deepcopy(m).double()
+    x, idx, prob = routed(2, 5)
+    idx[0, 1, 2] = -1
+    leaves = [x.requires_grad_(), prob.requires_grad_(), *m.parameters()]
+    twins = [x.detach().double().requires_grad_(), prob.detach().double().requires_grad_()]
+    out, want = m(x, idx, prob), statement(exact, twins[0], idx, twins[1])
+    dout = torch.randn(2, 5, D)
+    grads = torch.autograd.grad(out, leaves, dout)
+    expected = torch.autograd.grad(want, [*twins, *exact.parameters()], dout.double())
+    assert out.shape == x.shape and error(out, want) < 1e-6
+    for got, true in zip(grads, expected, strict=True):
+        assert error(got, true) < 1e-6
+
+
+def test_bf16_and_dtypes_of_the_routing() -> None:
+    m = GroupedMLP(L, D, WIDTH, K, dtype=torch.bfloat16)
+    x, idx, prob = routed(7)
+    out = m(x.bfloat16(), idx.to(torch.int32), prob.bfloat16())
+    want = statement(m, x.bfloat16(), idx, prob.bfloat16())
+    assert out.dtype == torch.bfloat16 and error(out, want) < 2e-2
+
+
+@pytest.mark.parametrize("lead", [(0,), (3, 0)])
+def test_no_tokens(lead: tuple[int, ...]) -> None:
+    m = GroupedMLP(L, D, WIDTH, K)
+    out = m(*routed(*lead))
+    out.sum().backward()
+    assert out.shape == (*lead, D) and not m.w1.grad.any()
+
+
+def test_the_host_learns_nothing() -> None:
+    m, given = GroupedMLP(L, D, WIDTH, K, backend="torch"), routed(9)
+    with sync_free():
+        m(*given).sum().backward()
+
+
+def test_state_is_canonical() -> None:
+    m = GroupedMLP(L, D, WIDTH, K, bias=True)
+    assert {name: tuple(t.shape) for name, t in m.state_dict().items()} == {
+        "w1": (L, 2 * WIDTH, D),
+        "w2": (L, D, WIDTH),
+        "b1": (L, 2 * WIDTH),
+        "b2": (L, D),
+    }
+    other = GroupedMLP(L, D, WIDTH, K, bias=True, backend="reference")
+    other.load_state_dict(m.state_dict())
+    given = routed(4)
+    torch.testing.assert_close(other(*given), m(*given))
+    assert GroupedMLP(L, D, WIDTH, K).state_dict().keys() == {"w1", "w2"}
+
+
+def test_drawn_like_linear_layers() -> None:
+    torch.manual_seed(0)
+    m = GroupedMLP(16, 64, 256, 2, bias=True)
+    for weight, fan_in in ((m.w1, 64), (m.w2, 256), (m.b1, 64), (m.b2, 256)):
+        assert weight.abs().max() <= fan_in**-0.5
+        assert weight.std().item() == pytest.approx((3 * fan_in) ** -0.5, rel=0.1)
+    assert m.w1[0].ne(m.w1[1]).any()
+
+
+def test_builds_without_memory() -> None:
+    m = GroupedMLP(256, 7168, 2048, 8, device="meta", dtype=torch.bfloat16)
+    assert m.w1.is_meta and m.w1.shape == (256, 4096, 7168)
+
+
+def test_repr() -> None:
+    assert repr(GroupedMLP(L, D, WIDTH, K, GPT_OSS, bias=True)) == (
+        "GroupedMLP(experts=6, hidden=32, ffn=24, top_k=3, activation=quick_geglu, bias=True, "
+        "backend=auto)"
+    )
+
+
+def test_example_runs() -> None:
+    result = doctest.testmod(module)
+    assert result.attempted == 7 and not result.failed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(top_k=7), "top_k at most experts"),
+        (dict(ffn=0), "must be positive"),
+        (dict(backend="te"), "backend=te is unknown: use reference, torch, fused or auto"),
+        (dict(activation="gelu"), "unknown activation 'gelu'"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GroupedMLP(**{"experts": L, "hidden": D, "ffn": WIDTH, "top_k": K, **arguments})
+
+
+def test_inputs_are_checked() -> None:
+    m, (x, idx, prob) = GroupedMLP(L, D, WIDTH, K), routed(5)
+    for given in ((x[:, :-1], idx, prob), (x, idx[:, :-1], prob), (x, idx, prob[:-1])):
+        with pytest.raises(ValueError, match=r"expected x \[..., 32\] and topk_idx"):
+            m(*given)
+    with pytest.raises(ValueError, match="w1 must be torch.bfloat16"):
+        m(x.bfloat16(), idx, prob)
+    with pytest.raises(KernelUnavailable, match="needs CUDA"):
+        GroupedMLP(L, D, WIDTH, K, backend="fused")(x, idx, prob)

@@ -1,0 +1,237 @@
+"""Shipped kernels and clusters compile for sm_90a without a GPU, to the machine code that is meant.
+
+Worker processes compile the kernels; their CUDA runtime is that of `recording`, so that they also
+tell how each kernel would be launched. Kernels with a scheduler multiply, and are held to more.
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from phalanx.kernels.sm90.experts.rows import RowsKernel
+from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
+from phalanx.kernels.sm90.gemm.gemm import GemmConfig
+from phalanx.kernels.sm90.gemm.mainloop import Mainloop
+from phalanx.kernels.sm90.jit.launch import compile_kernel
+from phalanx.kernels.sm90.jit.program import Program, export
+from phalanx.kernels.sm90.jit.shipped import SHIPPED
+from tests.kernels.sm90 import recording
+
+REGISTERS = 65536
+SMEM_BYTES = 228 * 1024
+"""Of an SM, with what the system takes for itself of a thread block that uses any."""
+CLUSTERS = [Mainloop(256, cluster=2), Mainloop(128, True, 2, b_transposed=True, gather=True)]
+KERNELS = [*SHIPPED, *((RowsKernel, GemmConfig(Linear(), loop)) for loop in CLUSTERS)]
+LABELS = [f"{kernel.__name__} {config}" for kernel, config in KERNELS]
+
+
+def _tool(name: str) -> str | None:
+    spec = importlib.util.find_spec("triton")  # ships a disassembler
+    folders = [
+        Path(p) / "backends/nvidia/bin" for p in (spec and spec.submodule_search_locations) or ()
+    ]
+    own = (str(f / name) for f in folders if (f / name).exists())
+    return shutil.which(name) or next(own, None)
+
+
+def _run(tool: str, *arguments: str) -> str:
+    command = [_tool(tool) or tool, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+@dataclass
+class Code:
+    """What became of a kernel class and a configuration: one kernel or a few, launched in turn."""
+
+    sass: str
+    usage: dict[str, dict[str, int]]
+    """Of each kernel: REG, STACK, SHARED and so on."""
+    launches: list[dict[str, Any]]
+    """How they would be launched with sizes of 512; empty without a C compiler."""
+
+
+def compile_and_read(number: int) -> Code:
+    """In a worker: compile a kernel, disassemble it, export it, load that and launch it."""
+    kernel, config = KERNELS[number]
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = compile_kernel(kernel, config, f"--keep-cubin --dump-dir {folder}")
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.artifacts.CUBIN)
+        sass = _run("nvdisasm", "-c", str(cubin))
+        usage = _run("cuobjdump", "-res-usage", str(cubin))
+    program = Program(export(compiled, "k"), "k", len(kernel.pointers), kernel.integers)
+    launches = []
+    if recording.VARIABLE in os.environ:
+        addresses = [4096 * (n + 1) for n in range(len(kernel.pointers))]
+        program(0, addresses, [512] * kernel.integers, 7)
+        launches = recording.Runtime().launches()
+    facts = re.findall(r"Function (\S+?):\s*\n\s*(REG.*)", usage)
+    return Code(
+        sass,
+        {name: {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", line)} for name, line in facts},
+        launches,
+    )
+
+
+@pytest.fixture(scope="module")
+def compiling(request, tmp_path_factory) -> Iterator[dict[int, Future[Code]]]:
+    """The kernels that selected tests ask for, by number, in the making."""
+    for tool in ("nvdisasm", "cuobjdump"):
+        if _tool(tool) is None:
+            pytest.skip(f"needs {tool}")
+    mine = [item for item in request.session.items if item.path == request.path]
+    wanted = {item.callspec.params["code"] for item in mine if hasattr(item, "callspec")}
+    workers = min(len(wanted), len(os.sched_getaffinity(0)))
+    context = multiprocessing.get_context("spawn")
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(workers, context) as pool:
+        if library := recording.build(tmp_path_factory.mktemp("runtime")):
+            patch.setenv(recording.VARIABLE, str(library))
+        yield {number: pool.submit(compile_and_read, number) for number in sorted(wanted)}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module", params=range(len(KERNELS)), ids=LABELS)
+def code(request, compiling) -> Code:
+    return compiling[request.param].result()
+
+
+@pytest.fixture
+def config(request) -> Any:
+    return KERNELS[request.node.callspec.params["code"]][1]
+
+
+@pytest.fixture
+def launches(code) -> list[dict[str, Any]]:
+    return code.launches or pytest.skip("needs a C compiler")
+
+
+@pytest.fixture
+def gemm(code, config) -> Code:
+    return code if hasattr(config, "schedule") else pytest.skip("not a GEMM")
+
+
+@pytest.fixture
+def grouped(code, config) -> Code:
+    return code if isinstance(config, GemmConfig) else pytest.skip("not a grouped GEMM")
+
+
+def _count(pattern: str, sass: str) -> int:
+    return len(re.findall(pattern, sass))
+
+
+def test_nothing_spills(code):
+    assert code.usage
+    for name, usage in code.usage.items():
+        assert usage["STACK"] == usage["LOCAL"] == 0, name
+    assert not re.search(r"\b(STL|LDL)\b", code.sass)
+
+
+def test_a_thread_block_fits_an_sm(code, launches):
+    assert {launch["name"] for launch in launches} == set(code.usage)
+    for launch in launches:
+        usage, (x, y, z) = code.usage[launch["name"]], launch["block"]
+        assert usage["REG"] * x * y * z <= REGISTERS
+        assert usage["SHARED"] + launch["smem"] <= SMEM_BYTES
+        assert launch["stream"] == 7
+
+
+def test_facts_of_the_configuration_hold(config, launches):
+    for launch in launches:
+        assert launch["block"][0] == getattr(config, "threads", launch["block"][0])
+        assert launch["smem"] == getattr(config, "smem_bytes", launch["smem"])
+
+
+def test_registers_fit_their_warp_groups(code):
+    functions = re.split(r"\n\s*\.section\s+\.text\.", code.sass)[1:]
+    assert len(functions) == len(code.usage)
+    for function in functions:
+        parts = re.split(r"USETMAXREG\.\w+.*?(0x[0-9a-f]+)", function)
+        for limit, part in zip(parts[1::2], parts[2::2], strict=True):
+            # The next group's code begins before it sets its own limit, after a jump of this one.
+            part = re.split(r"\n[^@\n]*\b(?:BRA|EXIT)\b(?!.*\b(?:BRA|EXIT)\b)", part, flags=re.S)[0]
+            assert max(int(r) for r in re.findall(r"\bR(\d+)\b", part)) < int(limit, 16)
+
+
+def test_warp_groups_share_the_registers_of_a_thread_block(gemm, launches):
+    """More together than it is started with, and they would wait for each other for ever."""
+    limits = [int(n, 16) for n in re.findall(r"USETMAXREG\.\w+.*?(0x[0-9a-f]+)", gemm.sass)]
+    (launch,), (usage,) = launches, gemm.usage.values()
+    multiplying = launch["block"][0] // 128 - 1
+    assert 128 * (min(limits) + multiplying * max(limits)) <= usage["REG"] * launch["block"][0]
+
+
+def test_gemms_multiply_with_wgmma(gemm, config):
+    wgmma = _count(r"\bHGMMA\b", gemm.sass)
+    assert wgmma >= 4
+    assert _count(r"\bHGMMA\.64x\d+x16\.F32\.BF16", gemm.sass) == wgmma
+    # One wait a stage and one a tile, also of tiles of at most 64 rows: they are not serialised.
+    small = isinstance(config, GemmConfig) and config.loop.pingpong
+    assert gemm.sass.count("WARPGROUP.DEPBAR") == (4 if small else 2)
+
+
+def test_gemms_load_by_tma(gemm, config, launches):
+    assert "UTMALDG" in gemm.sass
+    assert (".MULTICAST" in gemm.sass) == (launches[0]["cluster"][0] > 1)
+    assert ("ATOMG" in gemm.sass) == config.dynamic
+
+
+def test_no_fence_waits_for_the_whole_gpu(gemm, config):
+    tells = isinstance(getattr(config, "epilogue", None), Linear) and config.epilogue.tells
+    if config.schedule.cluster == 1:
+        assert ("MEMBAR.ALL.GPU" in gemm.sass) == tells
+
+
+def test_grouped_gemms_multiply_whole_tiles(grouped, config):
+    """The first stage and a loop over the others, 4 steps of 16 each, for every 64 rows.
+
+    A group that has a tile to itself can also multiply its upper half alone.
+    """
+    loop = config.mainloop
+    shape = rf"HGMMA\.64x{loop.columns}x16\.F32\.BF16"
+    assert _count(shape, grouped.sass) == (8 * (2 + 1) if loop.pingpong else 8)
+    assert _count(r"HGMMA.*\.tnspB", grouped.sass) == (
+        _count(shape, grouped.sass) if loop.b_transposed else 0
+    )
+    assert "tnspA" not in grouped.sass
+
+
+def test_grouped_gemms_load_and_store_what_is_meant(grouped, config):
+    loop, epilogue = config.mainloop, config.epilogue
+    boxes = loop.columns // loop.box // loop.cluster + (0 if loop.gather else 1)
+    copies = 8 if loop.gather else 0
+    halves, steps = getattr(epilogue, "halves", 1), loop.group_rows // 64 * loop.columns
+    loaded, stored = 0, steps // 64
+    if isinstance(epilogue, Act):
+        stored = steps // (32 * halves) * (1 + halves)
+    if isinstance(epilogue, ActGrad):
+        loaded, stored = steps // 32 * halves, steps // 32 * (1 + halves)
+    # The loads of a tile are there twice: up to the claim's answer, and after it. Of a kernel that
+    # waits, the compiler copies the first ones.
+    loads = grouped.sass.count("UTMALDG") - (3 if config.waits else 2) * boxes
+    loads += boxes if config.waits and loads < 0 else 0
+    assert loads >= loaded if loaded else loads == 0  # the compiler copies some of those of h
+    assert _count(r"LDGSTS\S*\.128", grouped.sass) == 2 * copies
+    assert grouped.sass.count("UTMASTG") == stored
+
+
+def test_registers_and_stages_of_grouped_gemms(grouped, config, launches):
+    loop = config.mainloop
+    limits = {int(n, 16) for n in re.findall(r"USETMAXREG\.\w+.*?(0x[0-9a-f]+)", grouped.sass)}
+    assert limits == set(loop.registers)
+    assert loop.stages >= 3
+    used = loop.stages * loop.stage_bytes + config.epilogue.bytes(loop)
+    assert used < launches[0]["smem"] <= 227 * 1024

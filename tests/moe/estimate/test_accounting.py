@@ -1,0 +1,184 @@
+"""Parameters and FLOPs against published counts, and against the model that is really built."""
+
+import pytest
+import torch
+
+from phalanx.configs.load import load, options
+from phalanx.configs.schema import ModelConfig
+from phalanx.moe.estimate.accounting import (
+    active_parameters,
+    bf16_peak,
+    flops_per_token,
+    parameters,
+    peak_tflops,
+)
+from tests.support.distributed import run_distributed
+
+
+def model(name: str, *overrides: str) -> ModelConfig:
+    return load([f"model={name}", *overrides]).model
+
+
+def billions(count: float, digits: int) -> float:
+    return round(count / 1e9, digits)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active", "digits"),
+    [
+        ("deepseek_v3", 671, 37, 0),
+        ("deepseek_v3", 671.0, 36.6, 1),  # README_WEIGHTS.md of the repository
+        ("gpt_oss_20b", 20.91, 3.61, 2),  # model card, table 1
+        ("gpt_oss_120b", 116.83, 5.13, 2),
+        ("deepseek_v3_l4", 37.0, 3.3, 1),
+    ],
+)
+def test_published_parameters(name: str, total: float, active: float, digits: int) -> None:
+    m = model(name)
+    assert billions(parameters(m, mtp=False).total, digits) == total
+    assert billions(active_parameters(m).total, digits) == active
+
+
+def test_qwen3_counts_its_input_embedding_as_active() -> None:
+    m = model("qwen3_30b_a3b")
+    counts = parameters(m)
+    assert billions(counts.total, 1) == 30.5
+    assert billions(counts.total - counts.embedding - counts.head, 1) == 29.9
+    assert int((active_parameters(m).total + counts.embedding) / 1e8) / 10 == 3.3
+
+
+def test_moonlight_counts_neither_embedding_nor_head() -> None:
+    m = model("moonlight_16b_a3b")
+    counts, active = parameters(m), active_parameters(m)
+    assert billions(counts.total, 2) == 15.96
+    assert billions(counts.total - counts.embedding - counts.head, 2) == 15.29
+    assert billions(active.total - active.head, 2) == 2.24
+
+
+def test_multi_token_prediction_of_deepseek_v3() -> None:
+    m = model("deepseek_v3")
+    extra = parameters(m).total - parameters(m, mtp=False).total
+    assert extra == pytest.approx(11.5e9, rel=0.02)
+    assert parameters(m).mtp_projection == 2 * 7168 * 7168
+
+
+@pytest.mark.parametrize(
+    ("name", "gigaflops"),
+    [
+        ("deepseek_v3", 260.0),
+        ("deepseek_v3 model.mtp_layers=0", 249.8),
+        ("deepseek_v3_l4", 21.6),
+        ("gpt_oss_20b", 22.9),
+        ("gpt_oss_120b", 32.6),
+        ("moonlight_16b_a3b", 17.15),
+        ("qwen3_30b_a3b", 23.0),
+    ],
+)
+def test_flops_per_token_at_4096(name: str, gigaflops: float) -> None:
+    assert flops_per_token(model(*name.split()), 4096) / 1e9 == pytest.approx(gigaflops, rel=2e-3)
+
+
+def test_flops_are_six_per_active_weight_plus_attention() -> None:
+    """Without window, norms, biases and router the two counts meet."""
+    m = model("tiny", "model.moe.router.aux_loss=0")
+    active = active_parameters(m)
+    weights = active.total - active.norms - active.router
+    length = 64
+    # Score and value products, forward and twice backward, over half of the length x length square.
+    attention = 3 * m.layers * 2 * (2 * m.attention.heads * m.attention.head_dim * length / 2)
+    assert flops_per_token(m, length) == 6 * weights + attention
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 100])
+def test_window_is_exact(window: int) -> None:
+    length, base = 8, ["tiny", "model.layers=1", "model.attention.heads=4"]
+    full = flops_per_token(model(*base), length)
+    cut = flops_per_token(model(*base, f"model.attention.window={window}"), length)
+    per_key = 3 * 2 * 2 * 4 * 32
+    if window >= length:
+        assert cut == full
+    else:
+        seen = sum(min(position + 1, window) for position in range(length)) / length
+        assert cut - full == pytest.approx(per_key * (seen - length / 2))
+
+
+def test_alternating_window_leaves_every_second_layer_full() -> None:
+    counts = {
+        every: flops_per_token(
+            model("tiny", "model.attention.window=8", f"model.attention.window_every={every}"), 256
+        )
+        for every in (1, 2, 4)
+    }
+    full = flops_per_token(model("tiny"), 256)
+    assert full - counts[2] == pytest.approx((full - counts[1]) / 2)
+    assert full - counts[4] == pytest.approx((full - counts[1]) * 3 / 4)
+
+
+def test_tied_embeddings_count_once_but_multiply() -> None:
+    apart, tied = model("tiny"), model("tiny", "model.tie_embeddings=true")
+    once = apart.vocab_size * apart.hidden
+    assert parameters(apart).total - parameters(tied).total == once
+    assert active_parameters(apart) == active_parameters(tied)
+    assert flops_per_token(apart, 64) == flops_per_token(tied, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_peaks_are_dense(name: str, peak: float | None) -> None:
+    assert bf16_peak(name) == peak
+
+
+def test_a_cpu_has_no_peak() -> None:
+    assert peak_tflops(torch.device("cpu"), "bf16") is None
+
+
+def count_built(names: list[str]) -> dict[str, int]:
+    """Parameters of the real models, built on the meta device by one rank."""
+    from phalanx.parallel.megatron import cpu
+
+    cpu.install()
+    from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+    from phalanx.moe.experts import activation_of
+    from phalanx.moe.layer import MoEOptions
+    from phalanx.moe.model.gpt import Backends, Layout, OnMeta, build, transformer_config
+    from phalanx.parallel.dispatch.capacity import Budget
+    from phalanx.parallel.dispatch.transport import LOCAL
+    from phalanx.parallel.groups import create
+
+    groups = create(tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1)
+    counts = {}
+    for name in names:
+        cfg = load(name.split())
+        e = cfg.model.moe
+        spec = MLPSpec(activation_of(e), "reference")
+        budget = Budget(1.0, device=torch.device("cpu"))
+        config = transformer_config(cfg, Layout(), on_cpu=True)
+        with OnMeta():
+            built = build(
+                cfg,
+                config,
+                pg=groups.pg,
+                backends=Backends(),
+                moe=MoEOptions(e, spec, LOCAL, budget),
+            )
+        counts[name] = sum(p.numel() for p in built.parameters())
+    return counts
+
+
+def test_the_model_that_is_built_has_the_parameters_that_are_counted() -> None:
+    names = [f"model={name}" for name in options("model")]
+    names += ["model=tiny model.attention.qk_norm=true", "model=tiny model.tie_embeddings=true"]
+    names += ["model=tiny_gpt_oss model.moe.activation=squared_relu model.moe.activation_limit=0"]
+    names += ["model=tiny_gpt_oss model.moe.dense_layers=1"]
+    (built,) = run_distributed(count_built, 1, names)
+    counted = {name: parameters(load(name.split()).model).total for name in names}
+    assert built == counted

@@ -1,0 +1,60 @@
+"""The loss on a GPU against fp64, and weight gradients added inside the GEMM."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.moe.model.loss import cross_entropy
+from phalanx.parallel.megatron.weight_grad import Accumulate
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def group():
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1, 7), (33, 2, 4096), (128, 1, 201088), (5, 3, 5000)])
+def test_cross_entropy(shape, dtype, group):
+    S, B, V = shape
+    torch.manual_seed(0)
+    logits = (8 * torch.randn(shape, device="cuda")).to(dtype)
+    logits[0, 0, 0] = 100.0
+    labels = torch.randint(V, (B, S), device="cuda")
+    weight = torch.randn(B, S, device="cuda")
+    exact = logits.double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(
+        exact.view(-1, V), labels.t().reshape(-1), reduction="none"
+    )
+    (want.view(S, B).t() * weight).sum().backward()
+    given = logits.clone().requires_grad_()
+    loss = cross_entropy(given, labels, group)
+    assert loss.dtype == torch.float32 and loss.shape == (B, S)
+    torch.testing.assert_close(loss.double(), want.view(S, B).t(), rtol=1e-5, atol=1e-5)
+    (loss * weight).sum().backward()
+    rounding = 2**-8 if dtype == torch.bfloat16 else 2**-18
+    bound = rounding * exact.grad.abs() + 1e-6
+    assert bool(((given.grad.double() - exact.grad).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("T", "O", "I"), [(1, 8, 16), (100, 264, 72), (4096, 2880, 2880)])
+def test_weight_gradients_are_added(T, O, I, dtype):  # noqa: E741
+    torch.manual_seed(0)
+    x, dy = (torch.randint(-2, 3, (T, n), device="cuda").bfloat16() for n in (I, O))
+    main = torch.randint(-9, 9, (O, I), device="cuda").to(dtype)
+    want = main.double() + dy.double().t() @ x.double()
+    before = main.data_ptr()
+    if dtype == torch.float32:
+        Accumulate.wgrad_gemm_accum_fp32(x, dy, main)
+        assert torch.equal(main, want.float())  # integers: exact
+    else:  # partial sums may be rounded to bf16 too
+        size = main.double().abs() + dy.double().abs().t() @ x.double().abs()
+        Accumulate.wgrad_gemm_accum_fp16(x, dy, main)
+        assert bool(((main.double() - want).abs() <= 2**-8 * size).all())
+    assert main.data_ptr() == before

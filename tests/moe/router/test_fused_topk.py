@@ -1,0 +1,99 @@
+"""The router on the fused kernels: which options they take, and all around them on a CPU."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.configs.schema import RouterConfig
+from phalanx.moe.router.fused_topk import refuse
+from tests.moe.cases import EXPERTS, LOSSES, TOP_K, build_router, draw, hidden, install
+from tests.support.distributed import run_distributed
+
+
+@pytest.mark.parametrize(
+    ("options", "experts", "top_k", "why"),
+    [
+        ({}, 8, 8, None),
+        ({"score": "sigmoid", "bias_rate": 1e-3, "scale": 2.5}, 512, 16, None),
+        ({"groups": 4, "group_topk": 4}, 64, 6, None),
+        ({"groups": 4, "group_topk": 2}, 64, 6, "groups"),
+        ({"rounding": "up"}, 64, 6, "rounding=up"),
+        ({"force_balance": True}, 64, 6, "force_balance"),
+        ({"scale": 0.0}, 64, 6, "scale"),
+        ({}, 60, 6, "60"),
+        ({}, 520, 6, "520"),
+        ({}, 64, 17, "17"),
+    ],
+)
+def test_what_the_kernel_takes(
+    options: dict[str, Any], experts: int, top_k: int, why: str | None
+) -> None:
+    refused = refuse(RouterConfig(**options), experts=experts, top_k=top_k)
+    assert refused is None if why is None else why in str(refused)
+
+
+def topk(
+    logits_TE: Tensor, *, top_k: int, bias_E: Tensor | None = None, **weights: Any
+) -> tuple[Tensor, Tensor]:
+    """What `kernels.sm90.routing.topk.topk` promises, in torch."""
+    from phalanx.moe.router.scores import choose, probabilities
+
+    score_TE = logits_TE if bias_E is None else logits_TE.sigmoid() + bias_E
+    idx_TK = choose(score_TE, top_k)
+    options: Any = SimpleNamespace(**weights)
+    return idx_TK.to(torch.int32), probabilities(logits_TE, idx_TK, options)
+
+
+def topk_backward(
+    dprob_TK: Tensor, idx_TK: Tensor, prob_TK: Tensor, logits_TE: Tensor, **weights: Any
+) -> Tensor:
+    """What `kernels.sm90.routing.topk.topk_backward` promises, in torch."""
+    from phalanx.moe.router.scores import probabilities
+
+    options: Any = SimpleNamespace(**weights)
+    with torch.enable_grad():
+        leaf = logits_TE.detach().requires_grad_()
+        again_TK = probabilities(leaf, idx_TK.long(), options)
+    assert torch.equal(again_TK, prob_TK) and dprob_TK.is_contiguous()
+    return torch.autograd.grad(again_TK, leaf, dprob_TK)[0]
+
+
+def _equal(options: dict[str, Any], fused: bool) -> None:
+    from phalanx.kernels.sm90.routing import topk as kernel
+
+    install()
+    results = []
+    calls = mock.Mock(wraps=topk)
+    with mock.patch.multiple(kernel, topk=calls, topk_backward=topk_backward):
+        for backend in ("torch", "fused"):
+            r = build_router({**LOSSES, **options}, backend=backend)
+            if r.expert_bias is not None:
+                r.expert_bias.copy_(draw(EXPERTS, seed=9, scale=0.3))
+            x = hidden().requires_grad_()
+            idx, prob = r(x)
+            prob.backward(draw(TOP_K, prob.size(0), seed=3).t())
+            r.eval()
+            results.append([idx, prob, x.grad, r.weight.grad, *r.buffers(), *r(x)])
+            assert r.fused == (fused and backend == "fused") == calls.called
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "fused"),
+    [
+        ({"scale": 2.5}, True),
+        ({"normalize": False}, True),
+        ({"softmax_over": "topk"}, True),
+        ({"score": "sigmoid"}, True),
+        ({"score": "sigmoid", "bias_rate": 1e-3, "scale": 2.5}, True),
+        ({"score": "sigmoid", "bias_rate": 1e-3, "groups": 4, "group_topk": 2}, False),
+    ],
+)
+def test_equals_the_composition(options: dict[str, Any], fused: bool) -> None:
+    pytest.importorskip("cutlass")
+    run_distributed(_equal, 1, options, fused)

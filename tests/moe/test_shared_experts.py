@@ -1,0 +1,42 @@
+"""Shared experts in halves against Megatron-Core's whole."""
+
+import pytest
+import torch
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from tests.moe.cases import HIDDEN, install, model, transformer
+from tests.support.distributed import run_distributed
+
+SPEC = MLPSpec(Activation("swiglu"), "torch")
+
+
+def _both(halves: bool) -> tuple[list[torch.Tensor], list[str]]:
+    install()
+    config = transformer(model(moe={"shared_ffn": 12}))
+    from phalanx.moe.shared_experts import SharedExperts
+    from phalanx.parallel.groups import create
+
+    torch.manual_seed(0)
+    module = SharedExperts(config=config, pg_collection=create().pg, gate=False, spec=SPEC)
+    module._halves = halves
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.3)
+    x = torch.randn(5, 2, HIDDEN, requires_grad=True)
+    first, second = module.halves(x)
+    first()
+    out = second()
+    assert out.shape == (10, HIDDEN)
+    out.backward(torch.randn(10, HIDDEN))
+    gradients = [p.grad for p in module.parameters()]
+    return [out.detach(), x.grad, *gradients], list(module.state_dict())
+
+
+@pytest.mark.dist
+def test_halves_are_megatrons_whole() -> None:
+    ((parts, names),) = run_distributed(_both, 1, True)
+    ((whole, others),) = run_distributed(_both, 1, False)
+    assert names == others
+    for got, want in zip(parts, whole, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

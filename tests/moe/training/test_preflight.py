@@ -1,0 +1,133 @@
+"""What stops a run is told before a launch, by one process and without torch; see test_bad_input
+for damaged files."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
+from phalanx.moe.training.preflight import exit_code, preflight
+from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
+from tests.support.runs import SMALL, write_corpus
+
+ROOT = Path(__file__).resolve().parents[3]
+TOKENS = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def known_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.moe.training.preflight.embedded_tokens", lambda: TOKENS)
+
+
+def config(folder: Path, *overrides: str) -> Config:
+    return load([f"run.dir={folder / 'runs'}", *overrides])
+
+
+def errors(cfg: Config) -> list[str]:
+    found = preflight(cfg)
+    assert found.notes == []
+    return [str(error) for error in found.errors]
+
+
+# --- how long a run reads what ----------------------------------------------------------------
+
+STEP = ["data.sequence_length=100", "data.micro_batch=1", "data.global_batch=100"]  # 10,000 tokens
+
+
+@pytest.mark.parametrize(
+    ("steps", "save_interval", "epochs"),
+    [(400, 500, 0), (401, 0, 4.0), (99000, 0, 990), (1000, 500, 10)],
+)
+def test_more_than_a_few_epochs_are_told(
+    tmp_path: Path, steps: int, save_interval: int, epochs: float
+) -> None:
+    run = [f"run.steps={steps}", f"run.save_interval={save_interval}"]
+    found = preflight(config(tmp_path, *STEP, *run))
+    told = f"data: embedded corpus of 1.0 M tokens, the run reads {steps / 100:.1f} M"
+    assert found.errors == []
+    assert found.notes == ([f"{told} = {epochs:,.1f} epochs"] if epochs else [])
+
+
+def test_a_long_run_on_test_data_is_refused_with_what_to_set(tmp_path: Path) -> None:
+    (line,) = errors(config(tmp_path, *STEP, "run=pretrain", "run.steps=1001"))
+    assert line.startswith("data.source=embedded is a test corpus of 1.0 M tokens, and this run ")
+    assert "would read 10.0 M = 10 epochs" in line
+    assert "data=indexed 'data.blend=[<prefix>]', or set run=bench, or run.steps=1000" in line
+    (line,) = errors(config(tmp_path, *STEP, "run=pretrain", "data=synthetic"))
+    assert "data.source=synthetic is random tokens" in line and line.endswith("run.steps=25000")
+    for works in ("run.steps=1000", "run.steps=25000", "run=bench", "run.save_interval=0"):
+        source = "embedded" if works == "run.steps=1000" else "synthetic"
+        cfg = config(tmp_path, *STEP, "run=pretrain", f"data={source}", works)
+        assert preflight(cfg).errors == []
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_20b_8gpu", "qwen3_30b_8gpu", "moonlight_8gpu"])
+def test_experiments_want_data_unless_they_are_benchmarks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.moe.training.preflight.embedded_tokens", lambda: 11_500_000)
+    (line,) = errors(config(tmp_path, f"experiment={name}"))
+    assert "name a corpus with data=indexed" in line
+    assert preflight(config(tmp_path, f"experiment={name}", "run=bench")).errors == []
+
+
+def test_epochs_of_each_source_are_told(tmp_path: Path) -> None:
+    few = write_corpus(tmp_path / "few", [[1] * 100] * 10)
+    many = write_corpus(tmp_path / "many", [[1] * 100] * 400)
+    data = ["data=indexed", f"data.blend=[0.5,{few},0.5,{many}]", "data.split='1'", *STEP]
+    found = preflight(config(tmp_path, *data, "run.steps=2", "run.save_interval=1"))
+    assert found.errors == []
+    assert found.notes == [f"data: {few} of 1.0 k tokens, the run reads 10.0 k = 10.0 epochs"]
+
+
+def test_an_impossible_size_is_told(tmp_path: Path) -> None:
+    (note,) = preflight(config(tmp_path, "model.vocab_size=1000000000")).notes
+    expected = "model.vocab_size=1000000000: lower it, published models have at most 1,000,000"
+    assert note == expected
+
+
+# --- folders ----------------------------------------------------------------------------------
+
+
+def test_nothing_is_made_to_find_out_whether_it_could_be(tmp_path: Path) -> None:
+    assert errors(config(tmp_path)) == [] and list(tmp_path.iterdir()) == []
+
+
+def test_all_that_is_wrong_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    data = ["data=indexed", "data.blend=[nowhere/text]", f"run.resume={tmp_path / 'none'}"]
+    first, second, third = errors(config(tmp_path, *data))
+    assert first.startswith("nowhere/text.bin does not exist")
+    assert second.startswith(f"cannot write to {tmp_path / 'runs'}/tiny (run.dir, run.name): ")
+    assert third.endswith("no such folder; run.resume takes auto, never or a checkpoint folder")
+
+
+def test_an_unreadable_checkpoint_folder_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> list[Path]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("phalanx.parallel.checkpoint.commit.committed", refuse)
+    (line,) = errors(config(tmp_path))
+    where = tmp_path / "runs/tiny/checkpoints"
+    assert line == f"cannot read {where} (run.dir, run.resume): Permission denied"
+
+
+def test_exit_codes_are_those_of_a_run() -> None:
+    assert exit_code(NoUsableCheckpoint("none")) == 44 and exit_code(ValueError("x")) == 2
+
+
+def test_a_check_imports_neither_torch_nor_megatron_core(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "text", [[1] * 100] * 10)
+    data = ["data=indexed", f"data.blend=[{prefix}]", f"run.dir={tmp_path / 'runs'}"]
+    program = (
+        "import sys, train\n"
+        f"code = train.main({[*SMALL, *data, '--check']!r})\n"
+        "print(code, [name for name in ('torch', 'megatron') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "0 []\n", done.stderr

@@ -1,0 +1,76 @@
+"""What of a configuration may differ from that of the checkpoint which a run goes on from."""
+
+import json
+from typing import Any
+
+import pytest
+
+from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch, compare
+
+CONFIG: dict[str, Any] = {
+    "model": {"name": "a", "layers": 4, "moe": {"router": {"aux_loss": 0.1, "bias_rate": 1e-3}}},
+    "data": {"seed": 1, "blend": ["x"], "micro_batch": 2, "sequence_length": 16},
+    "optim": {"lr": 1e-3},
+    "parallel": {"expert": 2},
+    "run": {"precision": "bf16", "steps": 10},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    config = json.loads(json.dumps(CONFIG))
+    *groups, key = path.split(".")
+    section = config
+    for group in groups:
+        section = section[group]
+    section[key] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    "knob, value",
+    [
+        ("model.layers", 6),
+        ("model.moe.router.bias_rate", 0.0),
+        ("run.precision", "fp32"),
+        ("data.seed", 2),
+        ("data.blend", ["y"]),
+        ("data.sequence_length", 32),
+    ],
+)
+def test_drift_refused(knob: str, value: Any) -> None:
+    with pytest.raises(CheckpointMismatch) as caught:
+        compare(CONFIG, changed(knob, value))
+    assert knob in str(caught.value) and "run.resume=never" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "knob, value",
+    [
+        ("model.name", "b"),
+        ("model.moe.router.aux_loss", 0.2),
+        ("model.moe.router.bias_rate", 1e-4),
+        ("model.new_knob", 1),
+        ("optim.lr", 1.0),
+        ("parallel.expert", 4),
+        ("run.steps", 20),
+        ("data.micro_batch", 1),
+    ],
+)
+def test_drift_allowed_and_told(knob: str, value: Any) -> None:
+    lines = compare(CONFIG, changed(knob, value))
+    assert [line.split()[0] for line in lines] == ([] if "new" in knob else [knob])
+
+
+def test_drift_diff_reads_well() -> None:
+    config = changed("model.layers", 6)
+    config["data"]["seed"] = 7
+    with pytest.raises(CheckpointMismatch) as caught:
+        compare(CONFIG, config)
+    assert str(caught.value).splitlines() == [
+        "this run is not configured as its checkpoint:",
+        "                checkpoint  now",
+        "  model.layers  4           6",
+        "  data.seed     1           7",
+        "go on with model.layers=4 data.seed=1,",
+        "or start anew with another run.name or with run.resume=never",
+    ]

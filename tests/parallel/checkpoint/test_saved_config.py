@@ -1,0 +1,134 @@
+"""The configuration of a checkpoint, read without torch and without running what is in it."""
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from phalanx.parallel.checkpoint import commit, safe_pickle, saved_config
+from phalanx.parallel.checkpoint.commit import Commit, Invalid
+from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
+from tests.support.runs import SMALL, run
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    ranks = run(2, [*TINY, "run.steps=1", f"run.dir={folder}"])
+    assert [rank.code for rank in ranks] == [0, 0]
+    return folder / "run/checkpoints/step_00000001"
+
+
+@pytest.mark.dist
+def test_it_is_what_loading_finds(checkpoint: Path) -> None:
+    commit = commit.read_commit(checkpoint)
+    common = safe_pickle.read_common(
+        checkpoint, safe_pickle.read_metadata(checkpoint, commit.files)
+    )
+    assert saved_config.configuration(checkpoint) == common["common"]["config"]
+    assert saved_config.configuration(checkpoint)["model"]["moe"]["ffn"] == 16
+    assert (
+        saved_config.newest(checkpoint.parent) == checkpoint
+        and saved_config.lacking(checkpoint) == ""
+    )
+
+
+@pytest.mark.dist
+def test_a_check_compares_it_without_torch(checkpoint: Path) -> None:
+    where = f"run.dir={checkpoint.parents[2]}"
+    program = (
+        "import sys, train\n"
+        f"for more in ('run.steps=2', 'model.moe.ffn=24', 'run.precision=fp32', 'data.seed=5'):\n"
+        f"    print(train.main([*{[*TINY, where]!r}, more, '--check']))\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["0", "2", "2", "2", "False"], done.stderr
+    for fix in ("model.moe.ffn=16", "run.precision=bf16", "data.seed=1234"):
+        assert f"go on with {fix},\n" in done.stderr
+
+
+@pytest.mark.dist
+def test_the_newest_that_is_whole_counts(checkpoint: Path, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    assert saved_config.newest(root) is None
+    (root / "step_00000003").mkdir(parents=True)
+    with pytest.raises(NoUsableCheckpoint, match=r"\(step_00000003\): run.resume=never starts"):
+        saved_config.newest(root)
+    (root / "step_00000001").symlink_to(checkpoint)
+    assert saved_config.newest(root) == root / "step_00000001"
+    shard = next(checkpoint.glob("*.distcp"))
+    os.truncate(shard, shard.stat().st_size - 1)
+    assert f"{shard.name} has " in saved_config.lacking(checkpoint)
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch RAN",)
+
+
+def crafted(folder: Path, *, describe: object, plain: object) -> Path:
+    """A checkpoint folder with pickles of another kind, correctly committed."""
+    folder.mkdir()
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(plain))
+    (folder / "__0_0.distcp").write_bytes(data.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(describe))
+    (folder / "metadata.json").write_text(json.dumps({}))
+    names = ("__0_0.distcp", ".metadata", "metadata.json")
+    files = {name: commit.checksum(folder / name) for name in names}
+    final = folder.with_name("step_00000001")
+    commit.commit(folder, final, Commit(1, 1, files))
+    return final
+
+
+class _Described:
+    """Has the attributes that a description of a checkpoint has."""
+
+    def __init__(self, **attributes: object) -> None:
+        vars(self).update(attributes)
+
+
+def described(path: str = "__0_0.distcp", length: object = 1 << 40) -> _Described:
+    index = _Described(fqn="common_state/shard_0_1")
+    place = _Described(relative_path=path, offset=0, length=length)
+    return _Described(storage_data={index: place}, state_dict_metadata={})
+
+
+@pytest.mark.parametrize(
+    ("describe", "plain", "problem"),
+    [
+        (_Runs(), [], "metadata is not readable"),
+        (described(), _Runs(), "not readable"),
+        (described(), [{"common": _Runs()}], "not readable"),
+        (described(), [], "no configuration"),
+        (described(), [{"common": {"config": 3}}], "no configuration"),
+        (described("../../etc/passwd"), [], "not of this checkpoint"),
+        (described(length="x"), [], "not of this checkpoint"),
+        ({"storage_data": 1}, [], "metadata is not readable"),
+    ],
+)
+def test_nothing_in_it_is_run(
+    describe: object, plain: object, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = crafted(tmp_path / "new", describe=describe, plain=plain)
+    with pytest.raises(Invalid, match=problem):
+        saved_config.configuration(folder)
+    assert not (tmp_path / "RAN").exists()
+
+
+def test_a_crafted_one_of_plain_data_is_read(tmp_path: Path) -> None:
+    plain = [{"common": {"config": {"model": {"layers": 2}}}}]
+    folder = crafted(tmp_path / "new", describe=described(), plain=plain)
+    assert saved_config.configuration(folder) == {"model": {"layers": 2}}

@@ -1,0 +1,158 @@
+"""Program of a rank: layers over `symm` against the same over `alltoall`, bit for bit.
+
+    torchrun --nproc-per-node R tests/parallel/dispatch/symm_layer.py
+
+With and without pushes beside the experts, tokens kept or sent again, eager and captured; prints
+what was compared, raises at the first difference.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.parallel import runtime
+from phalanx.parallel.dispatch.base import Slots, make_dispatcher
+from phalanx.parallel.dispatch.capacity import Budget
+from phalanx.parallel.dispatch.exchange import SymmOptions, begin_exchanges
+from phalanx.parallel.dispatch.transport import choose_transport
+
+SHAPES = {"small": (96, 128, 128, 8, 2), "wide": (1024, 2880, 960, 32, 4)}
+"""Tokens of a rank, hidden, width, experts, top-k."""
+KINDS = ("random", "one rank", "none here", "all experts")
+SPEC = MLPSpec(Activation("swiglu"), "fused")
+
+
+def routed(kind: str, tokens: int, experts: int, top_k: int, g: torch.Generator) -> Tensor:
+    scores = torch.rand(tokens, experts, generator=g, device="cuda")
+    if kind == "one rank":
+        scores[:, : max(top_k, experts // dist.get_world_size())] += 1
+    idx = scores.topk(top_k, dim=1).indices.int()
+    if kind == "none here" and dist.get_rank() == 0:
+        idx.fill_(-1)
+    return idx
+
+
+class Layer:
+    """One transport with weights and inputs of its own shape."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], top_k: int, symm: SymmOptions) -> None:
+        T, D, F, E, _ = shape
+        local = E // dist.get_world_size()
+        g = torch.Generator("cuda").manual_seed(dist.get_rank())
+
+        def draw(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=g, device="cuda").bfloat16()
+
+        self.w1, self.w2 = draw(local, 2 * F, D) / D**0.5, draw(local, D, F) / F**0.5
+        self.x, self.dout, self.shared = draw(T, D), draw(T, D), draw(D, D) / D**0.5
+        self.prob = torch.rand(T, top_k, generator=g, device="cuda")
+        self.idx = torch.zeros(T, top_k, dtype=torch.int32, device="cuda")
+        for t in (self.w1, self.w2, self.x, self.prob, self.shared):
+            t.requires_grad_()
+        self.dispatcher = make_dispatcher(
+            choose_transport(name, dist.group.WORLD, torch.bfloat16),
+            group=dist.group.WORLD,
+            experts=E,
+            slots=Slots(top_k, top_k),
+            budget=Budget(64.0, torch.device("cuda")),
+            backend="fused",
+            symm=symm,
+        )
+
+    def __call__(self, shared: bool) -> list[Tensor]:
+        """Output, and gradients of tokens, probabilities and weights."""
+        received = self.dispatcher.dispatch(self.x, self.idx, self.prob)
+        with received.saving():
+            weights, how = MLPWeights(self.w1, self.w2), dict(traffic=received.traffic)
+            out = grouped_mlp(received.rows_ND, weights, received.plan, SPEC, **how)
+        beside = (lambda: self.x @ self.shared) if shared else None
+        out = self.dispatcher.combine(out, received, beside)
+        leaves = [self.x, self.prob, self.w1, self.w2]
+        return [out.detach(), *torch.autograd.grad(out, leaves, self.dout)]
+
+
+def captured(call: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            begin_exchanges()
+            results = call()
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        torch.cuda.synchronize()
+        return results
+
+    replay.graph = graph  # type: ignore[attr-defined]
+    return replay
+
+
+def compare(ours: list[Tensor], theirs: list[Tensor], what: Any) -> None:
+    names = ("out", "dx", "dprob", "dw1", "dw2")
+    for name, a, b in zip(names, ours, theirs, strict=True):
+        if not torch.equal(a, b):
+            wrong = int((a != b).sum())
+            raise SystemExit(f"rank {dist.get_rank()}: {what}: {name} differs in {wrong} places")
+
+
+def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    only = sys.argv[1:]
+    for label, shape in SHAPES.items():
+        for keep in (False, True):
+            for sms in (0, 8):
+                symm = SymmOptions(keep=keep, comm_sms=sms, timeout=20)
+                for kind in KINDS:
+                    top_k = shape[3] if kind == "all experts" else shape[4]
+                    if top_k > 16 or (only and f"{label}{sms}" not in only):
+                        continue
+                    check(label, shape, top_k, kind, symm)
+    torch.cuda.synchronize()
+    dist.barrier()
+    runtime.stop()
+
+
+def check(label: str, shape: tuple[int, ...], top_k: int, kind: str, symm: SymmOptions) -> None:
+    theirs = Layer("alltoall", shape, top_k, symm)
+    ours = Layer("symm", shape, top_k, symm)
+    g = torch.Generator("cuda").manual_seed(100 + dist.get_rank())
+    for shared in (False, True):
+        what = f"{label}, {kind}, keep {symm.keep}, {symm.comm_sms} SMs, shared {shared}"
+        graph = None
+        for turn in range(6):
+            idx = routed(kind, shape[0], shape[3], top_k, g)
+            x = torch.randn(ours.x.shape, generator=g, device="cuda").bfloat16()
+            with torch.no_grad():
+                for layer in (ours, theirs):
+                    layer.idx.copy_(idx)
+                    layer.x.copy_(x)
+            wanted = theirs(shared)
+            compare(ours(shared), wanted, f"{what}, turn {turn}")
+            if turn == 1:
+                graph = captured(lambda shared=shared: ours(shared))
+            if graph is not None:
+                compare(graph(), wanted, f"{what}, replay {turn}")
+        del graph
+        torch.cuda.synchronize()
+        if dist.get_rank() == 0:
+            print("equal:", what, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What a rank leaves behind where its device can no longer be asked."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from phalanx.parallel.fault import post_mortem
+
+
+@pytest.fixture
+def _on_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    entry = {"profiling_name": "nccl:all_reduce", "state": "scheduled"}
+    dump = json.dumps({"entries": [entry]}).encode()
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda: dump, raising=False)
+
+
+@pytest.mark.usefixtures("_on_nccl")
+def test_collectives_of_nccl_are_left_behind(tmp_path: Path) -> None:
+    post_mortem.write(tmp_path, 3, "rank 1 died", "ValueError: what was handled")
+    record = json.loads((tmp_path / "rank_3.collectives.json").read_bytes())
+    assert [entry["profiling_name"] for entry in record["entries"]] == ["nccl:all_reduce"]
+
+
+def test_a_record_that_cannot_be_had_costs_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> bytes:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", broken)
+    post_mortem.write(tmp_path / "failures", 3, "rank 1 died", "what was handled")
+    text = (tmp_path / "failures/rank_3.txt").read_text()
+    assert text.startswith("rank 1 died\n") and "what was handled" in text
+    assert "test_post_mortem.py" in text  # the stack
+    record = json.loads((tmp_path / "failures/rank_3.collectives.json").read_bytes())
+    assert record == {"entries": [], "error": "CUDA error: unspecified launch failure"}
+
+
+@pytest.mark.usefixtures("_on_nccl")
+def test_a_broken_device_costs_the_record_of_collectives_and_no_more(tmp_path: Path) -> None:
+    error = "torch.AcceleratorError: CUDA error: unspecified launch failure"
+    post_mortem.write(tmp_path / "failures", 3, "rank 1 died", error)
+    text = (tmp_path / "failures/rank_3.txt").read_text()
+    assert text.startswith("rank 1 died\n") and error in text
+    assert "test_post_mortem.py" in text  # the stack
+    record = json.loads((tmp_path / "failures/rank_3.collectives.json").read_bytes())
+    assert record == {"entries": [], "error": "not known after a CUDA error"}

@@ -1,0 +1,73 @@
+"""A budget of expert rows that is far too small every few steps, for runs that must not notice.
+
+`python -m tests.support.crowding [overrides]`, also under torchrun, is train.py with such a budget.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+EVERY = 10
+"""Steps from one time to the next, of which the first is the first step."""
+
+
+@contextlib.contextmanager
+def crowded(rank: int = 0) -> Iterator[None]:
+    """A `tests.support.runs.Change`: every `EVERY` steps the experts of all ranks lose their rows."""
+    from phalanx.moe.training.trainer import Trainer
+
+    original = Trainer._train_step
+
+    def step(self: Any) -> bool:
+        if self.step % EVERY == 0:
+            _shrink(self)
+        return original(self)
+
+    Trainer._train_step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Trainer._train_step = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def always_crowded(rank: int = 0) -> Iterator[None]:
+    """A `tests.support.runs.Change`: so before every step, and every batch of a validation; no graphs."""
+    from phalanx.moe.training.step import Step
+
+    original = Step.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _take_rows(self.job.budget)
+        return original(self, *args, **kwargs)
+
+    Step.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Step.__call__ = original  # type: ignore[method-assign]
+
+
+def _take_rows(budget: Any) -> None:
+    """All but a tenth of the balanced load."""
+    budget.capacity_factor, budget._granted = 0.1, 0.0
+
+
+def _shrink(trainer: Any) -> None:
+    """The next step is eager, or captured, by turns."""
+    from phalanx.parallel.cuda_graph import WARM_STEPS
+
+    budget, graph = trainer.job.budget, trainer.compute.graph
+    _take_rows(budget)
+    if graph is not None:
+        graph.drop()  # it has the sizes of before
+        if trainer.step // EVERY % 2:
+            graph._warm = WARM_STEPS
+
+
+if __name__ == "__main__":
+    from phalanx import train
+
+    with crowded():
+        train._leave(train.main(sys.argv[1:]))

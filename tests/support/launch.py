@@ -1,0 +1,110 @@
+"""Ranks of a run as processes of their own, which may be stopped and killed.
+
+They are forked from a server that has imported torch and Megatron-Core, so that a launch takes
+about a second; what they print goes to files. Nobody signals the others when one ends, as torchrun
+would: they have to notice by themselves.
+"""
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+from tests.support.distributed import _PRELOAD
+from tests.support.runs import Change
+
+
+class Launch:
+    """`world` ranks that train; leaving the context kills what is left of them."""
+
+    def __init__(
+        self, world: int, overrides: Sequence[str], folder: Path, change: Change | None = None
+    ) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload([m for m in _PRELOAD if m in sys.modules])
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = [folder / f"{rank}.txt" for rank in range(world)]
+        self.ended: dict[int, float] = {}
+        """time.monotonic() when a rank was seen to have ended."""
+        port = _free_port()
+        self.ranks = [
+            context.Process(target=_main, args=(rank, world, port, list(overrides), file, change))
+            for rank, file in enumerate(self.files)
+        ]
+
+    def __enter__(self) -> "Launch":
+        for process in self.ranks:
+            process.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.join()
+
+    def pid(self, rank: int) -> int:
+        """Of a rank."""
+        return self.ranks[rank].pid or 0
+
+    def wait(self, timeout: float = 120) -> list[int | None]:
+        """Exit codes, None of a rank that still runs after `timeout` seconds."""
+        until = time.monotonic() + timeout
+        left = {process.sentinel: rank for rank, process in enumerate(self.ranks)}
+        while left and time.monotonic() < until:
+            for sentinel in connection.wait(list(left), until - time.monotonic()):
+                rank = left.pop(sentinel)  # type: ignore[call-overload]
+                self.ended[rank] = time.monotonic()
+                self.ranks[rank].join()
+        return [process.exitcode for process in self.ranks]
+
+    def said(self, rank: int) -> str:
+        """What a rank printed."""
+        return self.files[rank].read_text() if self.files[rank].exists() else ""
+
+    def until(self, seen: Callable[[], Any], timeout: float = 60) -> None:
+        """Wait for something to happen."""
+        end = time.monotonic() + timeout
+        while not seen():
+            said = "\n".join(map(self.said, range(len(self.ranks))))
+            assert time.monotonic() < end and all(p.is_alive() for p in self.ranks), said
+            time.sleep(0.02)
+
+
+def _main(
+    rank: int, world: int, port: int, overrides: list[str], file: Path, change: Change | None
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+    out = open(file, "a", buffering=1)
+    for number in (1, 2):  # for the rank's guard, too
+        os.dup2(out.fileno(), number)
+    faulthandler.enable(out)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        from phalanx import train
+
+        with change(rank) if change else contextlib.nullcontext():
+            train._leave(train.main(overrides))
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return int(s.getsockname()[1])
+
+
+@contextlib.contextmanager
+def at_step(rank: int, *, only: int, number: int, act: Callable[[], Any]) -> Iterator[None]:
+    """A `Change`: rank `only` calls `act` when step `number` begins."""
+    from tests.support.runs import before_step
+
+    with before_step(number, act) if rank == only else contextlib.nullcontext():
+        yield

@@ -1,0 +1,117 @@
+"""Whole runs of the trainer on the ranks of `run_distributed`, and a small corpus for them."""
+
+import contextlib
+import io
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import megatron.core.distributed  # noqa: F401  (imported once for all ranks, which are forked)
+import megatron.core.models.gpt.gpt_model  # noqa: F401
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from phalanx.moe.report.loggers import read
+from tests.support.distributed import run_distributed
+
+SMALL = [
+    "run.device=cpu",
+    "run.name=run",
+    "model.hidden=32",
+    "model.layers=2",
+    "model.dense_ffn=48",
+    "model.moe.ffn=16",
+    "model.init_std=0.1",
+    "data.sequence_length=16",
+    "data.micro_batch=2",
+    "data.global_batch=8",
+    "optim.warmup_steps=2",
+    "optim.decay_steps=20",
+    "optim.lr=1e-2",
+]
+"""Overrides of any tiny model, for steps of some hundredths of a second."""
+
+
+class Rank(NamedTuple):
+    """What one rank made of a run."""
+
+    code: int
+    out: str
+    err: str
+    seen: Any
+    """What `Change` returned from it."""
+
+
+Change = Callable[[int], contextlib.AbstractContextManager[Any]]
+"""rank -> context in which the rank trains; its value must be picklable when the run is over."""
+
+
+def run(world: int, overrides: Sequence[str], change: Change | None = None) -> list[Rank]:
+    """Train as `train.py` does, on `world` ranks of this session's pools."""
+    return run_distributed(_run, world, list(overrides), change)
+
+
+def _run(overrides: list[str], change: Change | None) -> Rank:
+    from phalanx import train
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with change(int(os.environ["RANK"])) if change else contextlib.nullcontext() as seen:
+            code = train.main(overrides)
+    return Rank(code, out.getvalue(), err.getvalue(), seen)
+
+
+@contextlib.contextmanager
+def before_step(number: int, act: Callable[[], Any]) -> Iterator[None]:
+    """Call `act` when step `number` begins."""
+    from phalanx.moe.training.trainer import Trainer
+
+    original = Trainer._train_step
+
+    def step(self: Any) -> bool:
+        if self.step + 1 == number:
+            act()
+        return original(self)
+
+    Trainer._train_step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Trainer._train_step = original  # type: ignore[method-assign]
+
+
+def terminate() -> None:
+    """What a batch system does to one process."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def announced(out: str) -> bool:
+    """Nothing was printed, or only what every run says before it looks at anything."""
+    lines = out.splitlines()
+    return not lines or [line.split()[0] for line in lines] == ["Phalanx:", "node"]
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Records of a run's metrics.jsonl, each step once."""
+    return read(folder / "metrics.jsonl")
+
+
+def exact(records: Sequence[dict[str, Any]]) -> list[tuple[int, str, str]]:
+    """(step, loss, gradient norm) to the last bit."""
+    return [(r["step"], r["loss"].hex(), r["grad_norm"].hex()) for r in records]
+
+
+def write_corpus(prefix: Path, documents: Sequence[Sequence[int]]) -> str:
+    """Documents of token ids as a .bin/.idx pair."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for document in documents:
+        builder.add_document(np.array(document, np.uint16), [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def text() -> list[bytes]:
+    """Paragraphs of real text."""
+    return [p for p in Path(contextlib.__file__).read_bytes().split(b"\n\n") if len(p) > 16]

@@ -1,0 +1,234 @@
+"""Train a small model on the ranks of `run_distributed`, and bring everything back to compare.
+
+`trained` runs the real `Trainer` and joins the shards of all ranks to the tensors of the whole
+model, by checkpoint key: names, shapes and values that no longer know the layout.
+"""
+
+import contextlib
+import copy
+import functools
+import hashlib
+import io
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import megatron.core.distributed  # noqa: F401  (imported once for all ranks, which are forked)
+import megatron.core.models.gpt.gpt_model  # noqa: F401
+import torch
+from torch import Tensor
+
+from phalanx.configs.knobs import put
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import validate
+from tests.support.distributed import run_distributed
+from tests.support.runs import Change
+
+
+class Shard(NamedTuple):
+    """One rank's part of a tensor of the model."""
+
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    data: Tensor
+
+
+class Trained(NamedTuple):
+    """What a run was, on any layout."""
+
+    steps: list[dict[str, float]]
+    """The trainer's record of every step: loss, grad_norm, balance/..., reruns."""
+    valid_losses: list[float]
+    """After every `run.eval_interval` steps."""
+    before: dict[str, Tensor]
+    """The whole model before the first step: parameters and saved buffers by checkpoint key."""
+    after: dict[str, Tensor]
+    left: list[dict[str, str]]
+    """On each rank: digests of all that a step leaves for the next one, by name."""
+
+    @property
+    def valid_loss(self) -> float:
+        """After the last step."""
+        return self.valid_losses[-1]
+
+    def series(self, name: str) -> list[float]:
+        """One entry of every step's record."""
+        return [step[name] for step in self.steps]
+
+
+def trained(
+    world: int,
+    overrides: Sequence[str],
+    changes: Mapping[str, Any] | None = None,
+    within: Change | None = None,
+) -> Trained:
+    """A run on `world` ranks, from scratch, on synthetic tokens, never saved.
+
+    Args:
+        world: ranks.
+        overrides: of the configuration, as on a command line.
+        changes: values of knobs by dotted path, on top; cheaper than overrides. Without
+            `run.eval_interval` there is one validation, after the last step.
+        within: context in which each rank trains.
+    """
+    cfg = copy.deepcopy(_loaded(*overrides))
+    for path, value in (changes or {}).items():
+        put(cfg, path, value)
+    cfg.run.eval_interval, cfg.run.eval_batches = cfg.run.eval_interval or cfg.run.steps, 1
+    validate(cfg, world)
+    ranks = run_distributed(_train, world, cfg, within, timeout=300)
+    records = ranks[0].records
+    before, after = (
+        joined([getattr(rank, when) for rank in ranks]) for when in ("before", "after")
+    )
+    valid_losses = [r["valid_loss"] for r in records if "valid_loss" in r]
+    steps = [r for r in records if "grad_norm" in r]
+    return Trained(steps, valid_losses, before, after, [rank.left for rank in ranks])
+
+
+@functools.cache
+def _loaded(*overrides: str) -> Config:
+    return load([*overrides, "run.device=cpu", "run.save_interval=-1", "data=synthetic"])
+
+
+class _Rank(NamedTuple):
+    records: list[dict[str, float]]
+    """On rank 0."""
+    before: list[Shard]
+    after: list[Shard]
+    left: dict[str, str]
+
+
+def _train(cfg: Config, within: Change | None = None) -> _Rank:
+    from phalanx.parallel.fault.signals import StopSignal
+    from phalanx.parallel.runtime import start
+
+    runtime = start(seed=cfg.run.seed, timeout=60, deterministic=False)
+    from phalanx.moe.training.trainer import Trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        cfg.run.dir = folder
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer = Trainer(cfg, runtime, StopSignal())
+            before = _shards(trainer.job)
+            with _inputs_watched(trainer.compute), (within or contextlib.nullcontext)(runtime.rank):
+                trainer.fit()
+        journal = Path(folder, cfg.run.name, "metrics.jsonl")
+        lines = journal.read_text().splitlines() if runtime.is_main else []
+        records = [json.loads(line) for line in lines]
+        return _Rank(records, before, _shards(trainer.job), _left(trainer))
+
+
+@contextlib.contextmanager
+def _inputs_watched(compute: Any) -> Iterator[None]:
+    """Inside, whoever changes the micro-batches of a step, which it may need again, is found."""
+    original = compute._microbatches
+
+    def microbatches(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [{name: tensor.clone() for name, tensor in batch.items()} for batch in inputs]
+        reports = original(inputs, *args, **kwargs)
+        for batch, copy_ in zip(inputs, before, strict=True):
+            assert batch.keys() == copy_.keys()
+            changed = [name for name in batch if not torch.equal(batch[name], copy_[name])]
+            assert not changed, f"a step has changed its {changed}"
+        return reports
+
+    compute._microbatches = microbatches
+    yield
+
+
+def _left(trainer: Any) -> dict[str, str]:
+    """Digests of what the steps of a trainer left on this rank, for a next step to go on from."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLossAutoScaler,
+        MTPLossLoggingHelper,
+    )
+
+    from phalanx.moe.router.balance import routers
+    from phalanx.parallel.checkpoint import rng
+    from phalanx.parallel.checkpoint.model_state import sharded_state
+    from phalanx.parallel.checkpoint.optimizer_state import OptimizerState
+
+    engine, tracker = trainer.job.engine, MTPLossLoggingHelper.tracker
+    scalers = MoEAuxLossAutoScaler, MTPLossAutoScaler
+    buffers = [b for c in engine.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+    state = sharded_state(engine.chunks, trainer.job.groups.pg.dp_cp)
+    pieces = OptimizerState(engine.optimizer, state).shards.values()
+    left = {
+        "parameters": [p for module in engine.modules for p in module.parameters()],
+        "gradients": [buffer.grad_data for buffer in buffers],
+        "optimizer": [piece.data for piece in pieces],
+        "routers": [b for router in routers(engine.modules) for b in router.buffers()],
+        "losses of prediction": [t for t in tracker.values() if isinstance(t, Tensor) and t.any()],
+        "loss scales": [scaler.main_loss_backward_scale for scaler in scalers],
+        "random states": rng.get(),
+        "schedule": [engine.scheduler.num_steps, engine.lr],
+        "data": trainer.loader.state_dict(),
+        "health": trainer.health.state_dict(),
+    }
+    return {name: _digest(value) for name, value in left.items()}
+
+
+def _digest(value: Any) -> str:
+    """Of tensors bit by bit, however they are nested."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Mapping):
+            value = [*value.keys(), *value.values()]
+        if isinstance(value, Tensor):
+            data = value.detach().contiguous().view(-1).view(torch.uint8)
+            digest.update(str(value.shape).encode() + data.numpy().tobytes())
+        elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+            for part in value:
+                add(part)
+        else:
+            digest.update(repr(value).encode())
+
+    add(value)
+    return digest.hexdigest()
+
+
+def _shards(job: Any) -> list[Shard]:
+    """Copies of this rank's parameters and saved buffers."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    from phalanx.parallel.checkpoint.model_state import parameters_gathered, sharded_state
+
+    def parts(values: Any) -> Iterator[Any]:
+        for value in values:
+            if isinstance(value, ShardedTensorFactory):
+                yield from parts(nested_values(value.build()))
+            elif isinstance(value, ShardedTensor):
+                yield value
+
+    with parameters_gathered(job.engine.chunks):
+        state = sharded_state(job.engine.chunks, job.groups.pg.dp_cp)
+        return [
+            Shard(p.key, tuple(p.global_shape), tuple(p.global_offset), p.data.detach().clone())
+            for p in parts(nested_values(state))
+        ]
+
+
+def joined(ranks: Sequence[Sequence[Shard]]) -> dict[str, Tensor]:
+    """Whole tensors by key; what several ranks hold must be bitwise the same on all of them."""
+    whole: dict[str, Tensor] = {}
+    for rank, shards in enumerate(ranks):
+        for key, shape, offset, data in shards:
+            tensor = whole.setdefault(key, torch.full(shape, torch.nan, dtype=torch.float64))
+            assert tensor.shape == shape, f"{key}: {tuple(tensor.shape)} and {shape}"
+            data = data.double().reshape((1,) * (len(shape) - data.dim()) + tuple(data.shape))
+            place = tensor[tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))]
+            known = ~place.isnan()
+            assert torch.equal(place[known], data[known]), f"rank {rank} has another {key}"
+            place.copy_(data)
+    holes = [key for key, tensor in whole.items() if tensor.isnan().any()]
+    assert not holes, f"no rank holds the whole of {holes}"
+    return whole
