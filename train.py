@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.parallel.fault.guard import Guard
@@ -18,14 +17,6 @@ from phalanx.parallel.fault.signals import StopSignal
 
 if TYPE_CHECKING:
     from phalanx.configs.schema import Config
-
-
-def _own_kernels() -> None:
-    """Refuse to run against the `kernels` package of Hugging Face, which has our package's name."""
-    import phalanx.kernels
-
-    if Path(kernels.__file__ or "").resolve().parent != Path(__file__).resolve().parent / "kernels":
-        sys.exit("another package named 'kernels' shadows Phalanx's; run from the repository root")
 
 
 def _quiet() -> None:
@@ -37,7 +28,6 @@ def _quiet() -> None:
 
 def main(argv: list[str]) -> int:
     """Compose, validate, train. Returns the exit code."""
-    _own_kernels()
     _quiet()
     from phalanx.configs.load import from_argv
 
@@ -128,13 +118,18 @@ def _leave(code: int) -> NoReturn:
     sys.exit(0)
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """`train.py`, or `phalanx-train` where the wheel is installed."""
     try:
         _leave(main(sys.argv[1:]))
     except ModuleNotFoundError as missing:
-        if Path(__file__).with_name((missing.name or "?").partition(".")[0]).exists():
+        if (missing.name or "?").startswith("phalanx"):
             raise
         sys.exit(
             f"error: {sys.executable} has no package {missing.name}: start with `bash "
             "scripts/train.sh`, which makes .venv, or `source .venv/bin/activate` where it is made"
         )
+
+
+if __name__ == "__main__":
+    command()

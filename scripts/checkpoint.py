@@ -77,23 +77,23 @@ def list_run(folder: Path) -> Iterator[str]:
 
 def verify(folder: Path) -> Iterator[str]:
     """Read all files; raises Invalid if one is not what was written."""
-    commit = _commit(folder)
-    total = sum(size for size, _ in commit.files.values())
+    record = _commit(folder)
+    total = sum(size for size, _ in record.files.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
-        problems = commit.verify(folder, commit.files, bar.update)
+        problems = commit.verify(folder, record.files, bar.update)
     if problems:
         raise Invalid("; ".join(problems))
-    _contents(folder, commit)
-    yield f"{folder}: step {commit.step}, {len(commit.files)} files, {_size(total)}: sound"
+    _contents(folder, record)
+    yield f"{folder}: step {record.step}, {len(record.files)} files, {_size(total)}: sound"
 
 
 def inspect(folder: Path) -> Iterator[str]:
     """What is in a checkpoint. Checksums are not compared: see `verify`."""
-    commit = _commit(folder)
-    tensors, state = _contents(folder, commit)
+    record = _commit(folder)
+    tensors, state = _contents(folder, record)
     common = state["common"]
-    yield f"step {commit.step}, written by {commit.world} ranks"
-    for name, (size, _) in sorted(commit.files.items()):
+    yield f"step {record.step}, written by {record.world} ranks"
+    for name, (size, _) in sorted(record.files.items()):
         yield f"  {name}  {_size(size)}"
     yield "configuration"
     for key, value in leaves(common.get("config", {})):
@@ -116,11 +116,11 @@ def _commit(folder: Path) -> Commit:
         raise Invalid(f"{error}; did you mean {inside[0][1]}?" if inside else str(error)) from None
 
 
-def _contents(folder: Path, commit: Commit) -> tuple[list[tuple[str, Any, Any]], dict[str, Any]]:
+def _contents(folder: Path, record: Commit) -> tuple[list[tuple[str, Any, Any]], dict[str, Any]]:
     """([(name, shape, dtype)], common state), without running code from the files."""
     from phalanx.parallel.checkpoint import safe_pickle  # brings torch, which takes seconds
 
-    metadata = safe_pickle.read_metadata(folder, commit.files)
+    metadata = safe_pickle.read_metadata(folder, record.files)
     held = sorted(metadata.state_dict_metadata.items())
     tensors = [(k, v.size, v.properties.dtype) for k, v in held if hasattr(v, "size")]
     return tensors, safe_pickle.read_common(folder, metadata)

@@ -1,8 +1,6 @@
 """Environment and skips of all tests; the environment is inherited by every child process."""
 
-import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 
@@ -15,21 +13,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault(
         "TORCHDYNAMO_DISABLE", "1"
     )  # the first compilation on a CPU takes minutes
-
-
-def _require_own_kernels() -> None:
-    """Hugging Face publishes a package of the same top-level name; it must not shadow ours."""
-    own = Path(__file__).resolve().parent.parent / "kernels"
-    spec = importlib.util.find_spec("kernels")
-    found = {Path(p).resolve() for p in (spec and spec.submodule_search_locations) or ()}
-    if found != {own}:
-        others = ", ".join(map(str, found - {own})) or "no folder"
-        raise pytest.UsageError(
-            f"package `kernels` comes from {others}, not {own}: pip uninstall kernels"
-        )
-
-
-_require_own_kernels()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""The update of `kernels.elementwise.adam` on an NVIDIA GPU, in Triton: 20 bytes of traffic a parameter."""
+"""`kernels.elementwise.adam` on an NVIDIA GPU, in Triton: 20 bytes of traffic a parameter."""
 
 from typing import TYPE_CHECKING
 

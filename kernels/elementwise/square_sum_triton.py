@@ -1,4 +1,4 @@
-"""`kernels.elementwise.square_sum` of large tensors on an NVIDIA GPU, in Triton: as fast as they are read."""
+"""`kernels.elementwise.square_sum` of large tensors in Triton: as fast as they are read."""
 
 from collections.abc import Sequence
 

@@ -62,5 +62,5 @@ def unknown(kind: str, file: str) -> ValueError:
         kind: of KINDS.
         file: where the formula belongs, as `__file__`.
     """
-    here = "/".join(Path(file).parts[-2:])
+    here = "/".join(Path(file).parts[-3:])
     return ValueError(f"{here} has no formula for activation {kind!r}: add it there")

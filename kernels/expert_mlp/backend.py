@@ -69,7 +69,7 @@ class Backend(Protocol):
     """Whether an operation that gathers is as good as one on rows that were gathered before."""
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
-        """Expert rows of the pairs whose expert is local, as `kernels.routing.plan.make_plan` says."""
+        """Expert rows of the pairs whose expert is local, as `kernels.routing.plan` says."""
         ...
 
     def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:

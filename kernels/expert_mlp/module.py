@@ -25,7 +25,7 @@ class GroupedMLP(nn.Module):
     MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e].
 
     >>> import torch
-    >>> from kernels.expert_mlp.module import GroupedMLP
+    >>> from phalanx.kernels.expert_mlp.module import GroupedMLP
     >>> experts = GroupedMLP(experts=8, hidden=64, ffn=128, top_k=2)
     >>> router = torch.nn.Linear(64, 8)
     >>> x = torch.randn(4, 16, 64)

@@ -18,7 +18,7 @@ MAX_EXPERTS = torch.iinfo(_KEY).max
 
 
 def sort_pairs(topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
-    """`kernels.expert_mlp.backend.Backend.plan`: ordered by expert, then received row, then slot."""
+    """`Backend.plan` in tensor code: ordered by expert, then received row, then slot."""
     first_expert, local_experts, rows = size
     local_NK = topk_idx_NK - first_expert
     elsewhere_NK = (local_NK < 0) | (local_NK >= local_experts)

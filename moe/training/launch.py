@@ -8,6 +8,7 @@ printed. Imports nothing heavy before the ranks have met.
 import functools
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -110,13 +111,15 @@ def node_line(host: str, first: int, ranks: int, gpus: Sequence[str]) -> str:
 
 def command_line(argv: Sequence[str]) -> str:
     """The command that started this process, torchrun's where that was it; without secrets."""
-    words = [sys.executable, "train.py", *argv]
+    installed = Path(sys.argv[0]).name == "phalanx-train"
+    words = ["phalanx-train"] if installed else [sys.executable, "train.py"]
+    words += argv
     if "TORCHELASTIC_RUN_ID" in os.environ:
         try:
             launcher = psutil.Process(os.getppid()).cmdline()
         except psutil.Error:
             launcher = []
-        words = launcher if "train.py" in " ".join(launcher) else words
+        words = launcher if re.search(r"train\.py|phalanx[.-]train", " ".join(launcher)) else words
     return redacted(shlex.join(words))
 
 

@@ -385,7 +385,7 @@ class Trainer:
         self.pace.restart(self.step)
 
     def _checked(self) -> list[str]:
-        """Notes of `moe.training.preflight` by rank 0, whose first error is raised on every rank."""
+        """Notes of `preflight` by rank 0, whose first error is raised on every rank."""
         answer: list[Any] = [preflight(self.cfg) if self.runtime.is_main else None]
         dist.broadcast_object_list(answer, src=0)
         for error in answer[0].errors:

@@ -242,12 +242,12 @@ class Checkpointer:
             CheckpointMismatch: it is of another architecture or other data.
             NoUsableCheckpoint: it is damaged, or no checkpoint.
         """
-        commit = self._verified.get(path) or verified(path)
-        metadata = safe_pickle.read_metadata(path, commit.files)
+        record = self._verified.get(path) or verified(path)
+        metadata = safe_pickle.read_metadata(path, record.files)
         saved = safe_pickle.read_common(path, metadata)
         if changed := compare(saved["common"].get("config", {}), config or {}):
             warn(f"changed since the checkpoint: {', '.join(changed)}")
-        fresh, world = None, commit.world
+        fresh, world = None, record.world
         if saved["common"].get("weights_only"):  # imported (moe.hf)
             fresh, optimizer, scheduler, world = optimizer, None, None, 0
         state = sharded_state(model, self._dp_cp_group)
@@ -274,7 +274,7 @@ class Checkpointer:
         else:
             rng.set(states)
         own = path.resolve().parent == self.folder.resolve()
-        self._at = (commit.step, self.folder / path.name if own else None)
+        self._at = (record.step, self.folder / path.name if own else None)
         return saved["common"]
 
     def _read(

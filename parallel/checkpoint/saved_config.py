@@ -92,7 +92,7 @@ def configuration(folder: Path) -> dict[str, Any]:
         raise Invalid("no configuration in it") from None
 
 
-def _bytes_of(folder: Path, commit: Commit) -> bytes:
+def _bytes_of(folder: Path, record: Commit) -> bytes:
     """The saved bytes of the objects that all ranks share."""
     with (folder / METADATA).open("rb") as file:
         try:
@@ -101,7 +101,7 @@ def _bytes_of(folder: Path, commit: Commit) -> bytes:
             path, offset, length = place["relative_path"], place["offset"], place["length"]
         except Exception:  # pickle lets through whatever the bytes make it stumble over
             raise Invalid(f"{METADATA} is not readable") from None
-    if path not in commit.files or not all(type(n) is int and n >= 0 for n in (offset, length)):
+    if path not in record.files or not all(type(n) is int and n >= 0 for n in (offset, length)):
         raise Invalid(f"{METADATA} refers to what is not of this checkpoint")
     with (folder / path).open("rb") as file:
         file.seek(offset)

@@ -37,9 +37,9 @@ def newest(root: Path) -> tuple[Path, commit.Commit] | None:
     for folder in incomplete:
         warn(f"{folder} was never completed: ignored")
     for folder in found:
-        commit, problems = _verify(folder)
-        if commit is not None and not problems:
-            return folder, commit
+        record, problems = _verify(folder)
+        if record is not None and not problems:
+            return folder, record
         problem = f"{folder} is not valid: {'; '.join(problems[:3])}"
         with told(f"{problem}. It cannot be renamed"):
             refused.append(on_main(partial(commit.set_aside, folder, ".bad")))
@@ -57,10 +57,10 @@ def verified(path: Path) -> commit.Commit:
     Raises:
         NoUsableCheckpoint: it is damaged, or no checkpoint.
     """
-    commit, problems = _verify(path)
-    if commit is None or problems:
+    record, problems = _verify(path)
+    if record is None or problems:
         raise not_valid(path, problems[0])
-    return commit
+    return record
 
 
 @contextmanager
@@ -81,18 +81,18 @@ def warn(text: str) -> None:
 def _verify(folder: Path) -> tuple[commit.Commit | None, list[str]]:
     """(COMMIT.json, what is wrong with the folder); each rank reads a share of the files."""
     with told(f"cannot read {folder}"):
-        commit, problem = on_main(lambda: _commit_of(folder))
-        if commit is None:
+        record, problem = on_main(lambda: _commit_of(folder))
+        if record is None:
             return None, [problem]
         problems, error = [], None
         try:
-            mine = commit.share(commit.files, dist.get_rank(), dist.get_world_size())
+            mine = commit.share(record.files, dist.get_rank(), dist.get_world_size())
             problems = commit.verify(folder, mine)
         except OSError as reason:  # this says nothing about the checkpoint
             error = str(reason)
         agree(error)
         problems = [line for lines in gather(problems) for line in lines]
-        return commit, problems or on_main(lambda: _unsafe(folder, commit))
+        return record, problems or on_main(lambda: _unsafe(folder, record))
 
 
 def _commit_of(folder: Path) -> tuple[commit.Commit | None, str]:
@@ -104,9 +104,9 @@ def _commit_of(folder: Path) -> tuple[commit.Commit | None, str]:
         return None, str(error)
 
 
-def _unsafe(folder: Path, commit: commit.Commit) -> list[str]:
+def _unsafe(folder: Path, record: commit.Commit) -> list[str]:
     try:
-        safe_pickle.read_common(folder, safe_pickle.read_metadata(folder, commit.files))
+        safe_pickle.read_common(folder, safe_pickle.read_metadata(folder, record.files))
     except commit.Invalid as error:
         return [str(error)]
     return []

@@ -203,7 +203,7 @@ class Exchange:
         return [torch.cuda.Stream() for _ in range(self.ranks - 1)]
 
     def told(self, y_SD: Tensor, channels: int, local: int) -> "Told":
-        """What `kernels.sm90.experts.rows` is to be told that makes y of `channels`, for `send_sums`."""
+        """What `rows` is to be told that makes y of `channels`, for `send_sums`."""
         from phalanx.kernels.sm90.exchange.tile_progress import Told
         from phalanx.kernels.sm90.gemm import tiles
 

@@ -24,11 +24,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import phalanx
+
 LOST = 45
 """Exit code of a rank that ends because of another one, and the signal that ends it so."""
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
 """For ranks. A launcher sends them to the guards as well, since it signals process groups."""
-_BEGIN = "import sys; sys.path.insert(0, sys.argv[1])\nfrom phalanx.parallel.fault.guard_process import main; main()"
+_BEGIN = """
+import sys; sys.path.insert(0, sys.argv[1])
+from phalanx.parallel.fault.guard_process import main; main()
+"""
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -59,7 +64,7 @@ class Guard:
         # Writes the stacks without the interpreter's lock, then calls the handler above.
         faulthandler.register(LOST, file=self._stacks, chain=True)
         descriptors = (there.fileno(), self._stacks.fileno())
-        root = str(Path(__file__).resolve().parents[2])
+        root = str(Path(phalanx.__path__[0]).parent)
         numbers = (*descriptors, os.getpid(), os.environ.get("WORLD_SIZE", "1"))
         # Those that come before the guard is ready for them wait for it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

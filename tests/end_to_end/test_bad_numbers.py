@@ -281,58 +281,58 @@ def noise(step: int) -> float:
 
 def fill(health: Health, steps: int = 64) -> None:
     for step in range(1, steps + 1):
-        assert bad_steps.fault(step, 4 + noise(step), 1 + noise(step + 3) / 2) is None
+        assert health.fault(step, 4 + noise(step), 1 + noise(step + 3) / 2) is None
 
 
 def test_a_spike_of_loss_or_norm_is_found_after_half_a_window() -> None:
-    early, bad_steps = judge(), judge()
+    early, health = judge(), judge()
     fill(early, 63)
     assert early.fault(64, 400.0, 1.0) is None
-    fill(bad_steps)
+    fill(health)
     sigma = 0.29  # of `noise`
-    assert bad_steps.fault(65, 4 + 7 * sigma, 1.0) == (
+    assert health.fault(65, 4 + 7 * sigma, 1.0) == (
         "the loss of step 65 is 6.03, 7.0 sigma above the last 64 (run.skip_spikes)"
     )
-    assert "the gradient norm of step 65 is 9, " in str(bad_steps.fault(65, 4.0, 9.0))
-    assert bad_steps.fault(65, 4 + 5 * sigma, 1.0) is None, "within six sigma"
-    assert bad_steps.fault(66, 0.0, 0.0) is None, "a fall is no spike"
+    assert "the gradient norm of step 65 is 9, " in str(health.fault(65, 4.0, 9.0))
+    assert health.fault(65, 4 + 5 * sigma, 1.0) is None, "within six sigma"
+    assert health.fault(66, 0.0, 0.0) is None, "a fall is no spike"
 
 
 def test_a_spike_is_not_measured_by_itself() -> None:
-    bad_steps = judge(max_bad_steps=200)
-    fill(bad_steps)
-    before = bad_steps.state_dict()["seen"]
+    health = judge(max_bad_steps=200)
+    fill(health)
+    before = health.state_dict()["seen"]
     for step in range(65, 165):
-        fault = bad_steps.fault(step, 1e30, 1.0)
-        assert fault is not None and bad_steps.skips(fault, finite=True)
-    assert bad_steps.skipped == 100 and bad_steps.state_dict()["seen"] == before
+        fault = health.fault(step, 1e30, 1.0)
+        assert fault is not None and health.skips(fault, finite=True)
+    assert health.skipped == 100 and health.state_dict()["seen"] == before
 
 
 def test_spikes_are_not_looked_for_unless_asked() -> None:
-    bad_steps = judge(skip_spikes=0.0)
-    fill(bad_steps)
-    assert bad_steps.fault(65, 1e30, 1e30) is None
+    health = judge(skip_spikes=0.0)
+    fill(health)
+    assert health.fault(65, 1e30, 1e30) is None
 
 
 def test_a_resumed_detector_judges_as_one_that_went_on() -> None:
     """Through JSON, as in a checkpoint."""
-    bad_steps = judge()
-    fill(bad_steps, 200)
-    assert len(bad_steps.state_dict()["seen"]["loss"]) == WINDOW
+    health = judge()
+    fill(health, 200)
+    assert len(health.state_dict()["seen"]["loss"]) == WINDOW
     resumed = judge()
-    resumed.load_state_dict(json.loads(json.dumps(bad_steps.state_dict())))
-    assert resumed.state_dict() == bad_steps.state_dict()
+    resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
+    assert resumed.state_dict() == health.state_dict()
     for step in range(200, 300):
         value = 5.6 + noise(step)
-        assert bad_steps.fault(step, value, 1.0) == resumed.fault(step, value, 1.0)
+        assert health.fault(step, value, 1.0) == resumed.fault(step, value, 1.0)
 
 
 def test_a_spike_is_skipped_and_not_rolled_back() -> None:
-    bad_steps = judge(bad_steps="rollback", max_bad_steps=1)
-    assert not bad_steps.skips("nan", finite=False)
-    assert bad_steps.skips("spike", finite=True)
+    health = judge(bad_steps="rollback", max_bad_steps=1)
+    assert not health.skips("nan", finite=False)
+    assert health.skips("spike", finite=True)
     with pytest.raises(Diverged, match="1 steps before it were skipped"):
-        bad_steps.skips("spike", finite=True)
+        health.skips("spike", finite=True)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def test_all_ranks_stop_at_one_step_and_go_on_bit_for_bit(
 
 _RANK = """
 import signal, sys, time
-from parallel import runtime
+from phalanx.parallel import runtime
 def stopped(*_):
     print("asked to stop", flush=True)
     raise SystemExit

@@ -35,7 +35,8 @@ from phalanx.scripts.bench.records import Record
 
 CPU = torch.device("cpu")
 MODULES = (
-    "rows fc1_act fc2_dgrad_dact wgrad plan combine topk bias_grad dprob arguments launch".split()
+    "experts.rows experts.fc1_act experts.fc2_dgrad_dact experts.wgrad experts.combine "
+    "experts.bias_grad experts.dprob routing.plan routing.topk jit.arguments jit.launch".split()
 )
 
 

@@ -18,7 +18,7 @@ LABELS = [f"{kernel.__name__} {config}" for kernel, config in SHIPPED]
 LOAD = """
 import json
 from phalanx.kernels.cache import Cache, folder, statistics
-from phalanx.kernels.sm90 import launch
+from phalanx.kernels.sm90.jit import launch
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 
 kernel, config = SHIPPED[0]

@@ -117,7 +117,7 @@ def test_published_models_keep_their_configuration(option: str) -> None:
 _PEAK = """
 import re, sys
 from pathlib import Path
-from scripts import convert_hf
+from phalanx.scripts import convert_hf
 from phalanx.moe.hf import convert
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

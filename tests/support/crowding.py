@@ -14,7 +14,7 @@ EVERY = 10
 
 @contextlib.contextmanager
 def crowded(rank: int = 0) -> Iterator[None]:
-    """A `tests.support.runs.Change`: every `EVERY` steps the experts of all ranks lose their rows."""
+    """A `runs.Change`: every `EVERY` steps the experts of all ranks lose their rows."""
     from phalanx.moe.training.trainer import Trainer
 
     original = Trainer._train_step
@@ -33,7 +33,7 @@ def crowded(rank: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def always_crowded(rank: int = 0) -> Iterator[None]:
-    """A `tests.support.runs.Change`: so before every step, and every batch of a validation; no graphs."""
+    """A `runs.Change`: so before every step, and every batch of a validation; no graphs."""
     from phalanx.moe.training.step import Step
 
     original = Step.__call__

@@ -1,4 +1,4 @@
-"""The activations of `kernels.expert_mlp.activation` on registers, forward and backward, in fp32."""
+"""The activations of the expert MLP on registers, forward and backward, in fp32."""
 
 import math
 

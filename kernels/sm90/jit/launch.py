@@ -27,7 +27,7 @@ from phalanx.kernels.sm90.jit.program import Program, export
 
 ARCH = "sm_90a"
 _ALIGN = 16
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 _PREFIX = "phalanx"
 
 
@@ -182,7 +182,7 @@ def _program(kernel: type[Kernel], config: Any) -> Program:
 @functools.cache
 def _sources() -> str:
     """Hash of all that kernels are traced from, read once per process."""
-    return digest_of([*_HERE.glob("*.py"), _HERE.parent / "activation.py"])
+    return digest_of([*_HERE.rglob("*.py"), _HERE.parent / "expert_mlp/activation.py"])
 
 
 def _misaligned(kernel: type[Kernel], addresses: Sequence[int]) -> ValueError:

@@ -80,9 +80,9 @@ FORMULAS = {
         h[:, :2], h, act
     ),
     "kernels/expert_mlp/torch_grouped.py": lambda act, h: _activate(h, act),
-    "sm90/activate.py": in_sm90,
+    "sm90/gemm/activate.py": in_sm90,
     "moe/model/gpt.py": in_model,
-    "kernels/problems.py": lambda act, h: formula(h, act),
+    "tests/kernels/problems.py": lambda act, h: formula(h, act),
 }
 
 

@@ -1,4 +1,4 @@
-"""Attention modules with kernels.attention.rope in them against Megatron-Core's own, bit for bit on a CPU."""
+"""Attention modules with our rotary embedding against Megatron-Core's own, bit for bit on a CPU."""
 
 from typing import Any
 

@@ -15,13 +15,13 @@ def compare(device: str, T: int, D: int, E: int, bias: bool) -> None:
     drawn = [torch.randn(shape, device=device).bfloat16() for shape in ((T, D), (E, D), (E,))]
     leaves = [t.requires_grad_() for t in drawn[: 2 + bias]]
     exact = [t.detach().double().requires_grad_() for t in leaves]
-    logits = logits.Gate.apply(*leaves, *[None] * (not bias))
+    out = logits.Gate.apply(*leaves, *[None] * (not bias))
     want = torch.nn.functional.linear(*exact)
-    assert logits.dtype == torch.float32
+    assert out.dtype == torch.float32
     terms = exact[0].abs() @ exact[1].abs().t() + 4
-    assert bool(((logits.double() - want).abs() <= 2**-22 * terms).all())
+    assert bool(((out.double() - want).abs() <= 2**-22 * terms).all())
     up = torch.randn(T, E, device=device) * torch.logspace(-4, 0, E, device=device)
-    got = torch.autograd.grad(logits, leaves, up)
+    got = torch.autograd.grad(out, leaves, up)
     grads = torch.autograd.grad(want, exact, up.double())
     sizes = (up.abs() @ leaves[1].abs().float(), up.abs().t() @ leaves[0].abs().float())
     for g, w, size in zip(got, grads, (*sizes, up.abs().sum(0)), strict=False):

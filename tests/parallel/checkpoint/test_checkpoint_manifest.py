@@ -99,14 +99,14 @@ def fuzz(cases: int, seed: int) -> tuple[int, int]:
         kind = (_bytes_changed, _values_changed, _noise)[case % 3]
         data = kind(rng)
         try:
-            commit = commit.parse(data)
+            record = commit.parse(data)
         except Invalid as error:
             assert "\n" not in str(error) and len(str(error)) < 1000
             refused += 1
             continue
         read += 1
-        assert type(commit.step) is int and commit.step >= 0 and commit.world > 0
-        for name, (size, crc) in commit.files.items():
+        assert type(record.step) is int and record.step >= 0 and record.world > 0
+        for name, (size, crc) in record.files.items():
             assert Path("/here", name).parent == Path("/here") and ".." not in name
             assert type(size) is int and type(crc) is int and min(size, crc) >= 0
     return read, refused
@@ -230,9 +230,9 @@ def test_a_crash_while_a_checkpoint_is_replaced_loses_neither(tmp_path: Path) ->
                     commit.recover(root)
             commit.recover(root)
             ((step, folder),) = commit.committed(root)
-            commit = commit.read_commit(folder)
+            record = commit.read_commit(folder)
             assert step == 3 and folder.name == "step_00000003"
-            assert not commit.verify(folder, commit.files)
+            assert not commit.verify(folder, record.files)
             found.append((folder / "__0_0.distcp").read_text())
         if not crashed:
             break

@@ -30,10 +30,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.dist
 def test_it_is_what_loading_finds(checkpoint: Path) -> None:
-    commit = commit.read_commit(checkpoint)
-    common = safe_pickle.read_common(
-        checkpoint, safe_pickle.read_metadata(checkpoint, commit.files)
-    )
+    files = commit.read_commit(checkpoint).files
+    common = safe_pickle.read_common(checkpoint, safe_pickle.read_metadata(checkpoint, files))
     assert saved_config.configuration(checkpoint) == common["common"]["config"]
     assert saved_config.configuration(checkpoint)["model"]["moe"]["ffn"] == 16
     assert (

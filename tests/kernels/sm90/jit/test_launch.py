@@ -16,7 +16,7 @@ from tests.kernels.sm90.echo import EchoConfig, EchoKernel
 HEAD = """
 import json, sys, threading, time
 from phalanx.kernels.cache import statistics
-from phalanx.kernels.sm90 import launch as device
+from phalanx.kernels.sm90.jit import launch as device
 from tests.kernels.sm90.echo import EchoConfig, EchoKernel
 from tests.kernels.sm90.recording import Address, Runtime, as_device
 
@@ -155,11 +155,13 @@ def test_names_in_the_cache_change_with_whatever_code_depends_on(monkeypatch, tm
 
     package = tmp_path / "kernels" / "sm90"
     shutil.copytree(launch._HERE, package)
-    shutil.copy(launch._HERE.parent / "activation.py", package.parent)
+    activation = package.parent / "expert_mlp/activation.py"
+    activation.parent.mkdir()
+    shutil.copy(launch._HERE.parent / "expert_mlp/activation.py", activation)
     names = [name(), name(config=EchoConfig(64)), name(type("Other", (EchoKernel,), {}))]
     monkeypatch.setattr(launch, "_HERE", package)
     assert name() == names[0]  # wherever the package is
-    for source in (package / "schedule.py", package.parent / "activation.py"):
+    for source in (package / "gemm/tile_scheduler.py", activation):
         text = source.read_text()
         source.write_text(text + "\n")
         names.append(name())

@@ -1,1 +1,0 @@
-"""Typed configuration: schema.py holds every knob, the YAML groups beside it only set values."""

@@ -1,1 +1,0 @@
-"""The model and its training: router, experts, MoE layer, GPTModel, data, metrics, the loop."""
