@@ -6,6 +6,11 @@ and writes both to their places; backward it writes the gradient of the whole up
 sums that of the shared part over heads in fp32 before it turns it back and rounds it. Elsewhere it
 is Megatron-Core's composition on `kernels.attention.rope`.
 
+Megatron-Core has Triton kernels for the same, `fusions.fused_mla_yarn_rope_apply`. They are allowed
+for YaRN alone, need widths that are powers of two, take cosines and sines in bf16, round the sum
+over heads before they turn it, and copy the values, which here stay where the projection wrote
+them. `scripts/bench_libraries.py mla` measures both.
+
 Legend: S positions, B batch, H heads, n channels of a key of its head's own, F shared and rotated,
 d = n + F, v channels of a value, m = n + v.
 """

@@ -8,6 +8,10 @@ gradient is the rotation by the negative angle.
 A rotated channel pairs with the one half the rotated width further on. DeepSeek's latent attention
 has the pair side by side in its projections and half a width apart from then on (`interleaved`).
 
+Transformer Engine's fused rotary embedding is no substitute where it is not installed, and adds no
+bias of the projection, applies no factor of YaRN, and cannot rearrange such pairs or leave channels
+in front as they are. `scripts/bench_libraries.py rope` measures both.
+
 Legend: S positions, B batch, H query heads, G key-value heads, d channels, F rotated channels;
 N = H / G + 2, the heads of a group in a mixed projection: its queries, its key, its value.
 """

@@ -5,6 +5,10 @@ in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). Gradients are clipped as they 
 same bits as by a pass of its own before. A Triton kernel on NVIDIA GPUs; elsewhere torch, in
 slices, so that no moment exists in fp32 as a whole.
 
+FusedAdam of Transformer Engine has such moments too, but does not clip: that is a pass over all
+gradients of its own. `scripts/bench_libraries.py adam` measures a step of both. With moments in
+fp32 FusedAdam does the step where it is installed (`parallel.megatron.adam.install`).
+
 A master copy in fp32 may be held as the bf16 weight and the 16 bits that this lacks, as FusedAdam
 in NVIDIA/TransformerEngine does with `store_param_remainders`. The remainder is what an int16 makes
 of the master's lower half; the weight is the rest of the master's bits less the remainder, that is

@@ -4,6 +4,10 @@ Logits are read once for the loss and once for the gradient, which takes their p
 their size is written in fp32 or kept beside them. Statistics of a row are combined over the ranks
 by the caller (`moe.model.loss`). The online softmax is that of arXiv 1805.02867.
 
+Megatron-Core's own loss takes the logits to fp32. Transformer Engine's `parallel_cross_entropy`
+writes the gradient forward and reads and writes it once more backward, to scale it, and is there
+only where Transformer Engine is.
+
 Legend: N tokens, V vocabulary of this rank.
 """
 

@@ -1,6 +1,11 @@
 """Weights from and to Hugging Face folders: DeepSeek-V3, GPT-OSS and Qwen3-MoE.
 
 `convert` is the file to read first. No file here imports transformers.
+
+Megatron-Bridge builds the model with its own classes and fills it, and depends on transformers and
+most of what it can train. Here a model is never built: one process without a GPU holds a region of
+tensors at a time, all names, shapes and dtypes are compared before the first is written, and the
+checkpoint is that of this trainer.
 """
 
 

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from phalanx.configs.schema import Config, ModelConfig, MoEConfig
+from phalanx.configs.schema import AttentionConfig, Config, ModelConfig, MoEConfig
 from phalanx.kernels.expert_mlp.activation import unknown
 from phalanx.moe.layer import MoE, MoEOptions
 from phalanx.moe.model.attention import LatentAttention, core_attention
@@ -93,36 +93,68 @@ class Layout:
 
 def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> TransformerConfig:
     """Megatron-Core's config of this model on this layout."""
-    m, a, e, bf16 = cfg.model, cfg.model.attention, cfg.model.moe, cfg.run.precision == "bf16"
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    kwargs: dict[str, Any] = dict(
+    m = cfg.model
+    kind, rotary = _rotary(m.attention)
+    return kind(
+        **_blocks(m),
+        **_attention(m.attention),
+        **_experts(m),
+        **_parallel(cfg, layout),
+        **_execution(cfg, on_cpu=on_cpu),
+        **_recompute(cfg.run.recompute),
+        **router_kwargs(m),
+        **rotary,
+    )
+
+
+def _blocks(m: ModelConfig) -> dict[str, Any]:
+    """Width, dense MLP, norms and initialisation of the layers."""
+    e = m.moe
+    return dict(
         num_layers=m.layers,
         hidden_size=m.hidden,
         ffn_hidden_size=m.dense_ffn,
-        num_attention_heads=a.heads,
-        num_query_groups=a.kv_heads if a.kind == "gqa" else a.heads,
-        kv_channels=a.head_dim,
         add_bias_linear=m.bias,
         gated_linear_unit=e.activation != "squared_relu",
         activation_func=_activation(e),
         activation_func_clamp_value=e.activation_limit or None,
         glu_linear_offset=e.activation_offset,
-        bias_activation_fusion=False,
         normalization="RMSNorm",
         layernorm_epsilon=m.norm_eps,
-        qk_layernorm=a.qk_norm or a.kind == "mla",
-        softmax_type="learnable" if a.sinks else "vanilla",
-        window_size=(a.window - 1, 0) if a.window else None,
-        window_attn_skip_freq=a.window_every if a.window and a.window_every > 1 else None,
         hidden_dropout=0.0,
-        attention_dropout=0.0,
         perform_initialization=False,
         init_method_std=m.init_std,
         mtp_num_layers=m.mtp_layers or None,
         mtp_loss_scaling_factor=m.mtp_loss,
-        bf16=bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
+    )
+
+
+def _attention(a: AttentionConfig) -> dict[str, Any]:
+    return dict(
+        num_attention_heads=a.heads,
+        num_query_groups=a.kv_heads if a.kind == "gqa" else a.heads,
+        kv_channels=a.head_dim,
+        qk_layernorm=a.qk_norm or a.kind == "mla",
+        softmax_type="learnable" if a.sinks else "vanilla",
+        window_size=(a.window - 1, 0) if a.window else None,
+        window_attn_skip_freq=a.window_every if a.window and a.window_every > 1 else None,
+        attention_dropout=0.0,
+    )
+
+
+def _experts(m: ModelConfig) -> dict[str, Any]:
+    e = m.moe
+    return dict(
+        num_moe_experts=e.experts,
+        moe_ffn_hidden_size=e.ffn,
+        moe_shared_expert_intermediate_size=e.shared_ffn or None,
+        moe_layer_freq=[int(i >= e.dense_layers) for i in range(m.layers)],
+        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def _parallel(cfg: Config, layout: Layout) -> dict[str, Any]:
+    return dict(
         tensor_model_parallel_size=layout.tensor,
         sequence_parallel=layout.tensor > 1,
         context_parallel_size=layout.context,
@@ -133,32 +165,41 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
         pipeline_model_parallel_layout=cfg.parallel.pipeline_layout or None,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
-        num_moe_experts=e.experts,
-        moe_ffn_hidden_size=e.ffn,
-        moe_shared_expert_intermediate_size=e.shared_ffn or None,
-        moe_layer_freq=[int(i >= e.dense_layers) for i in range(m.layers)],
-        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def _execution(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
+    """Precision, and which of Megatron-Core's fusions and ways to communicate are used."""
+    bf16 = cfg.run.precision == "bf16"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return dict(
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         # The stock MoE layer takes it for its experts too, which need Apex or TE then.
         gradient_accumulation_fusion=(
             cfg.kernels.gradient_accumulation_fusion
             and cfg.kernels.backend != "megatron"
             and not on_cpu
         ),
+        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=False,  # kernels.attention.latent and kernels.attention.rope rotate, and say why
         persist_layer_norm=False,
         cross_entropy_loss_fusion=not on_cpu,
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=not on_cpu,
         variable_seq_lengths=False,
         deterministic_mode=False,
-        **router_kwargs(m),
-        **_recompute(cfg.run.recompute),
     )
+
+
+def _rotary(a: AttentionConfig) -> tuple[type[TransformerConfig], dict[str, Any]]:
+    """The class that declares this attention's rotary embedding, and its fields."""
     y = a.yarn
     if a.kind == "mla":
-        return MLATransformerConfig(
+        return MLATransformerConfig, dict(
             q_lora_rank=a.q_lora_rank or None,
             kv_lora_rank=a.kv_lora_rank,
             qk_head_dim=a.qk_nope_dim,
@@ -172,10 +213,9 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
             beta_slow=y.beta_slow,
             mscale=y.mscale,
             mscale_all_dim=y.mscale_all_dim,
-            **kwargs,
         )
     if y.factor > 1:
-        return _YarnConfig(
+        return _YarnConfig, dict(
             yarn_rotary_scaling_factor=y.factor,
             yarn_original_max_position_embeddings=y.original_context,
             yarn_beta_fast=y.beta_fast,
@@ -183,9 +223,8 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
             yarn_mscale=y.mscale,
             yarn_mscale_all_dim=y.mscale_all_dim,
             yarn_correction_range_round_to_int=y.truncate,
-            **kwargs,
         )
-    return TransformerConfig(**kwargs)
+    return TransformerConfig, {}
 
 
 def _recompute(what: str) -> dict[str, Any]:

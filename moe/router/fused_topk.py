@@ -3,6 +3,11 @@
 For the fused expert backend, where `kernels.sm90.routing.topk` knows the router's options; it does
 what `choose` and `probabilities` of `moe.router.scores` do. A router asks once, when it is built.
 
+Transformer Engine's `fused_topk_with_score_function` gives probabilities [T, E] that are 0 where an
+expert was not chosen, saves scores of that size for its gradient, and takes a gradient of that
+size. What follows here takes the K experts of a token, best first, and their probabilities [T, K].
+`scripts/bench_libraries.py router` measures both.
+
 Legend: T tokens, E experts, K experts per token.
 """
 
@@ -17,7 +22,11 @@ from phalanx.configs.schema import RouterConfig
 
 _EXPERTS = 512
 _SLOTS = 16
-"""Limits of kernels.sm90.routing.topk."""
+_GROUPS = 32
+_GROUP_STEP = 4
+_GROUP_SCORES = 2
+"""Limits of kernels.sm90.routing.topk: `MAX_EXPERTS`, `MAX_SLOTS`, `MAX_GROUPS`, `FOUR` and
+`MAX_BEST` of kernels.sm90.routing.logits, which imports the compiler."""
 
 
 def refuse(options: RouterConfig, *, experts: int, top_k: int) -> str | None:
@@ -25,15 +34,31 @@ def refuse(options: RouterConfig, *, experts: int, top_k: int) -> str | None:
     if options.force_balance:
         return "force_balance chooses experts itself"
     if options.rounding != "none":
-        return f"rounding={options.rounding} needs more candidates than it gives"
-    if options.group_topk < options.groups:
-        return "it knows no groups"
+        return f"token rounding (rounding={options.rounding}) is not supported"
+    if options.group_topk < options.groups and (why := _refuse_groups(options, experts, top_k)):
+        return why
     if experts % 8 or experts > _EXPERTS:
         return f"needs a multiple of 8 experts, at most {_EXPERTS}, not {experts}"
     if top_k > _SLOTS:
         return f"needs a top_k of at most {_SLOTS}, not {top_k}"
     if not options.scale or not math.isfinite(options.scale):
         return f"needs a scale other than {options.scale}"
+    return None
+
+
+def _refuse_groups(options: RouterConfig, experts: int, top_k: int) -> str | None:
+    groups, chosen = options.groups, options.group_topk
+    if options.score != "sigmoid":
+        return f"expert groups need score=sigmoid, not {options.score}"
+    if groups > _GROUPS:
+        return f"needs at most {_GROUPS} groups, not {groups}"
+    if experts // groups % _GROUP_STEP:
+        return f"needs groups of a multiple of {_GROUP_STEP} experts, not {experts // groups}"
+    if top_k // chosen > _GROUP_SCORES:
+        return (
+            f"a group may be judged by {_GROUP_SCORES} scores, not by {top_k // chosen}: "
+            f"top_k={top_k} with group_topk={chosen}"
+        )
     return None
 
 
@@ -82,7 +107,8 @@ class _Topk(torch.autograd.Function):
             softmax_over=options.softmax_over,
             scale=options.scale,
         )
-        idx_TK, prob_TK = kernel.topk(logits_TE, top_k=top_k, bias_E=bias_E, **ctx.weights)
+        choice: Any = dict(bias_E=bias_E, groups=(options.groups, options.group_topk))
+        idx_TK, prob_TK = kernel.topk(logits_TE, top_k=top_k, **choice, **ctx.weights)
         ctx.save_for_backward(idx_TK, prob_TK, logits_TE)
         ctx.mark_non_differentiable(idx_TK)
         return idx_TK, prob_TK

@@ -7,6 +7,11 @@ writes its post-mortem to the run folder and exits with `LOST`; one that cannot 
 guard. A connection that ends is a dead process, noticed at once; one that is still is a stopped
 process or a lost host. Training never waits for any of this, which never touches the device, and
 forks do not have it.
+
+The fault tolerance of nvidia-resiliency-ext needs its own launcher, `ft_launcher`, and each of its
+monitors judges its own rank by timeouts between heartbeats. A rank that hangs keeps all others
+waiting in their next collective, so that every rank falls silent: who began is seen only by
+comparing what all of them are doing. This also runs under srun and on CPUs.
 """
 
 import json

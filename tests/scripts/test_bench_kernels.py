@@ -7,7 +7,6 @@ their numbers with the torch backend.
 
 import json
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -32,40 +31,12 @@ from phalanx.scripts.bench import (
 )
 from phalanx.scripts.bench.measure import Bench, Sides
 from phalanx.scripts.bench.records import Record
+from tests.scripts.stopwatch import CPU, Stopwatch
 
-CPU = torch.device("cpu")
 MODULES = (
     "experts.rows experts.fc1_act experts.fc2_dgrad_dact experts.wgrad experts.combine "
     "experts.bias_grad experts.dprob routing.plan routing.topk jit.arguments jit.launch".split()
 )
-
-
-class Stopwatch:
-    """A `Clock` of the CPU; it counts flushes and captures."""
-
-    device = CPU
-
-    def __init__(self) -> None:
-        self.flushes = self.captures = 0
-
-    def flush(self):
-        self.flushes += 1
-
-    def stamp(self):
-        return time.perf_counter()
-
-    def between(self, begin, end):
-        return (end - begin) * 1000 + 1e-3
-
-    def wait(self):
-        pass
-
-    def capture(self, call):
-        self.captures += 1
-        return call
-
-    def free(self):
-        pass
 
 
 def bench(**options) -> Bench:

@@ -83,7 +83,7 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
 def _routing() -> Iterator[tuple[type, Any]]:
     """What leads tokens to experts and back; `topk` as the models in configs/model need it."""
     from phalanx.kernels.sm90.experts.combine import CombineConfig, CombineKernel
-    from phalanx.kernels.sm90.routing.logits import TopkConfig
+    from phalanx.kernels.sm90.routing.logits import ExpertGroups, TopkConfig
     from phalanx.kernels.sm90.routing.place import CAPACITIES, PlanConfig, PlanKernel
     from phalanx.kernels.sm90.routing.plan import GatherConfig, GatherKernel
     from phalanx.kernels.sm90.routing.topk import TopkKernel
@@ -96,13 +96,15 @@ def _routing() -> Iterator[tuple[type, Any]]:
     for top_k in (4, 8):
         config = TopkConfig(top_k, 1, bf16=False, weights="softmax")
         yield from ((kernel, config) for kernel in (TopkKernel, TopkGradientKernel))
-    yield TopkKernel, TopkConfig(6, 1, bf16=False, weights="softmax")  # for balancing losses
-    for top_k, vectors in ((6, 1), (8, 2)):
+    deepseek = ExpertGroups(number=8, size=32, chosen=4, best=2)
+    for top_k, vectors, groups in ((6, 1, None), (8, 2, deepseek)):
+        # The choice, its gradient, and the best logits, which the balancing losses count.
         choice: dict[str, Any] = dict(
             top_k=top_k, vectors=vectors, bf16=False, weights="sigmoid_sum"
         )
-        yield TopkKernel, TopkConfig(**choice, biased=True)
+        yield TopkKernel, TopkConfig(**choice, biased=True, groups=groups)
         yield TopkGradientKernel, TopkConfig(**choice)
+        yield TopkKernel, TopkConfig(top_k, vectors, bf16=False, weights="softmax")
 
 
 def _exchanges() -> Iterator[tuple[type, Any]]:

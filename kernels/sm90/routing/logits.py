@@ -22,10 +22,40 @@ FOUR = 4
 """Logits of a vector: a lane has every 32nd vector of its token's row."""
 MAX_EXPERTS = 512
 MAX_SLOTS = 16
+MAX_GROUPS = LANES
+MAX_BEST = 2
 TINY = 1e-20
 """Added to the sum that normalises sigmoids."""
 WEIGHTS = ("softmax", "softmax_all", "sigmoid", "sigmoid_sum")
 """Probabilities: softmax over the chosen or all logits, sigmoids plain or over their sum."""
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of experts that limit a token's choice, by their best scores."""
+
+    number: int
+    """2 to 32."""
+    size: int
+    """Experts of a group, a multiple of 4: a vector of logits belongs to one group."""
+    chosen: int
+    """Groups that a token's experts come from, fewer than all."""
+    best: int
+    """Scores of a group that count, 1 or 2."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.number <= MAX_GROUPS or self.number * self.size > MAX_EXPERTS:
+            raise ValueError(
+                f"{self.number} groups of {self.size} experts: must be 2 to {MAX_GROUPS} groups "
+                f"with at most {MAX_EXPERTS} experts in all"
+            )
+        if self.size < FOUR or self.size % FOUR:
+            raise ValueError(f"groups of {self.size} experts: must be a multiple of {FOUR}")
+        if not 1 <= self.chosen < self.number or not 1 <= self.best <= MAX_BEST:
+            raise ValueError(
+                f"{self.chosen} of {self.number} groups by the sum of {self.best} scores: must be "
+                f"fewer than all, by 1 or {MAX_BEST}"
+            )
 
 
 @dataclass(frozen=True)
@@ -41,6 +71,8 @@ class TopkConfig:
     """One of `WEIGHTS`."""
     biased: bool = False
     """Choose by sigmoid plus bias, not by the logit."""
+    groups: ExpertGroups | None = None
+    """Choose by the sigmoid, plus bias if biased, from some groups alone; None from all experts."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= MAX_SLOTS:
@@ -49,6 +81,13 @@ class TopkConfig:
             raise ValueError(f"vectors={self.vectors}: more than {MAX_EXPERTS} experts")
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights={self.weights}: must be one of {WEIGHTS}")
+        if self.groups is not None and not self.weights.startswith("sigmoid"):
+            raise ValueError(f"weights={self.weights}: with groups they must be sigmoids")
+
+    @property
+    def by_score(self) -> bool:
+        """What is compared is not the logit, which the weights then need once more."""
+        return self.biased or self.groups is not None
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 The router's choice and weights in one pass over the logits, one warp a token. Each lane holds up to
 16 logits as integers that compare like them. The K-th largest of the lanes' best is reached by few
 logits: these are put side by side, and each counts those better than itself. Ties go to the lower
-expert. A token with many equal logits takes K rounds of searching the best instead.
+expert. A token with many equal logits takes K rounds of searching the best instead. Where a token
+may choose from some groups of experts alone, `kernels.sm90.routing.expert_groups` finds them
+before.
 
 Legend: T tokens, E experts, K experts per token.
 """
 
 import math
 from struct import pack, unpack
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -21,6 +23,8 @@ from torch import Tensor
 
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit.launch import check, launch
+from phalanx.kernels.sm90.routing.expert_groups import keep_best_groups
+from phalanx.kernels.sm90.routing.keys import ALL_BITS, bits_of, key_of, larger, pair
 from phalanx.kernels.sm90.routing.logits import (
     FOUR,
     LANES,
@@ -28,9 +32,9 @@ from phalanx.kernels.sm90.routing.logits import (
     MAX_SLOTS,
     TINY,
     WARPS,
+    ExpertGroups,
     Logits,
     TopkConfig,
-    as_bits,
     as_float,
     sigmoid,
     store_one,
@@ -38,9 +42,6 @@ from phalanx.kernels.sm90.routing.logits import (
     warp_sum,
 )
 from phalanx.kernels.sm90.routing.topk_gradient import TopkGradientKernel
-
-_SIGN = 0x80000000
-_ALL_BITS = 0xFFFFFFFF
 
 
 class TopkKernel:
@@ -88,7 +89,7 @@ class TopkKernel:
         scale: Int32,
     ) -> None:
         config = self.config
-        memory = cutlass.utils.SmemAllocator().allocate(struct(found=array(Uint64, WARPS * LANES)))
+        memory = cutlass.utils.SmemAllocator().allocate(shared_memory(config))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         all_found = memory.found.get_tensor(cute.make_layout((LANES, WARPS)))
         found = all_found[None, warp]
@@ -97,16 +98,21 @@ class TopkKernel:
             row = Logits.of(config, logits, token, E)
             x = row.load(Float32(0))
             keys = self._keys(row, x, bias)
+            if cutlass.const_expr(config.groups is not None):
+                shape = cute.make_layout((LANES * config.vectors, WARPS))
+                keep_best_groups(
+                    config.groups, row, keys, memory.best.get_tensor(shape)[None, warp]
+                )
             top, candidates = self._gather(row, keys, found)
             mine, rank = Uint64(0), Int32(MAX_SLOTS)
             if candidates <= LANES:
                 mine, rank = self._count(found, candidates)
             else:
                 mine, rank = self._search(row, keys)
-            expert = Int32(Uint32(_ALL_BITS) - Uint32(mine))
+            expert = Int32(Uint32(ALL_BITS) - Uint32(mine))
             value = as_float(bits_of(Uint32(mine >> 32)))
             chosen = rank < config.top_k
-            if cutlass.const_expr(config.biased):
+            if cutlass.const_expr(config.by_score):
                 if chosen:
                     value = row.one(expert)
             p = self._weigh(row, x, value, chosen, top) * as_float(Uint32(scale))
@@ -126,6 +132,8 @@ class TopkKernel:
                 if cutlass.const_expr(self.config.biased):
                     source = cute.make_tensor(bias + row.expert(v), cute.make_layout(FOUR))
                     score = shifted_sigmoids(score, source)
+                elif cutlass.const_expr(self.config.by_score):
+                    score = sigmoids(score)
                 for i in cutlass.range_constexpr(FOUR):
                     keys[i, v] = key_of(score[i])
         return keys
@@ -145,7 +153,7 @@ class TopkKernel:
             best = Uint32(cutlass.select_(best == least, Uint32(0), best))
             if cutlass.const_expr(k == 0):
                 top = least
-        least = _larger(least, Uint32(1))
+        least = larger(least, Uint32(1))
         number = Int32(0)
         for v in cutlass.range_constexpr(self.config.vectors):
             for i in cutlass.range_constexpr(FOUR):
@@ -153,7 +161,7 @@ class TopkKernel:
                 lanes = cute.arch.vote_ballot_sync(reaches)
                 at = number + Int32(cute.arch.popc(Uint32(lanes) & cute.arch.lanemask_lt()))
                 if reaches and at < LANES:
-                    found[at] = _pair(keys[i, v], row.expert(v) + i)
+                    found[at] = pair(keys[i, v], row.expert(v) + i)
                 number += Int32(cute.arch.popc(lanes))
         cute.arch.sync_warp()
         return top, number
@@ -189,7 +197,7 @@ class TopkKernel:
                     taken = row.expert(v) + i == expert
                     keys[i, v] = cutlass.select_(taken, Uint32(0), keys[i, v])
             if lane == k:
-                mine = _pair(best, expert)
+                mine = pair(best, expert)
         return mine, lane
 
     @cute.jit
@@ -215,18 +223,12 @@ class TopkKernel:
         return part
 
 
-def key_of(x: Float32) -> Uint32:
-    """Compares like x, above 0: both zeros the same. Where a NaN ranks is not specified."""
-    bits = as_bits(x + Float32(0))
-    return Uint32(
-        cutlass.select_(bits >= Uint32(_SIGN), Uint32(_ALL_BITS) - bits, bits + Uint32(_SIGN))
-    )
-
-
-def bits_of(key: Uint32) -> Uint32:
-    """The bits of the number that a key stands for."""
-    bits = cutlass.select_(key >= Uint32(_SIGN), key - Uint32(_SIGN), Uint32(_ALL_BITS) - key)
-    return Uint32(bits)
+def shared_memory(config: TopkConfig) -> Any:
+    """Of a thread block: the candidates of each token, and the two best keys of each vector."""
+    fields = dict(found=array(Uint64, WARPS * LANES))
+    if config.groups is not None:
+        fields["best"] = array(Uint64, WARPS * LANES * config.vectors)
+    return struct(**fields)
 
 
 def shifted_sigmoids(x: cute.Tensor, bias: cute.Tensor) -> cute.Tensor:
@@ -239,21 +241,20 @@ def shifted_sigmoids(x: cute.Tensor, bias: cute.Tensor) -> cute.Tensor:
     return shift
 
 
+def sigmoids(x: cute.Tensor) -> cute.Tensor:
+    """sigmoid(x) of four logits, as `shifted_sigmoids`."""
+    scores = cute.make_rmem_tensor(FOUR, Float32)
+    parts = [Float32(1) + cute.math.exp(-x[i]) for i in range(FOUR)]
+    for i in range(FOUR):
+        scores[i] = Float32(1) / parts[i]
+    return scores
+
+
 def _largest(keys: cute.Tensor) -> Uint32:
     best = keys[0]
     for i in range(1, cute.size(keys)):
-        best = _larger(best, keys[i])
+        best = larger(best, keys[i])
     return best
-
-
-def _larger(a: Uint32, b: Uint32) -> Uint32:
-    # cutlass.max compares with a sign if its first argument is a constant.
-    return Uint32(cutlass.select_(a > b, a, b))
-
-
-def _pair(key: Uint32, expert: Int32) -> Uint64:
-    """Compares by key, of equal keys the lower expert is larger."""
-    return (Uint64(key) << 32) + Uint64(Uint32(_ALL_BITS) - Uint32(expert))
 
 
 def topk(
@@ -265,8 +266,9 @@ def topk(
     softmax_over: str,
     scale: float,
     bias_E: Tensor | None = None,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[Tensor, Tensor]:
-    """The experts of every token and their weights, as `moe.router` says without groups.
+    """The experts of every token and their weights, as `moe.router.scores` says.
 
     Args:
         logits_TE: fp32 or bf16; E a multiple of 8, up to 512.
@@ -276,6 +278,9 @@ def topk(
         softmax_over: `all` logits or the `topk`, which is the same as normalising.
         scale: factor of the weights.
         bias_E: fp32, with `sigmoid` only: the choice is by sigmoid plus bias, the weights are not.
+        groups: that the experts are in, up to 32, and how many of them a token chooses from; with
+            fewer than all, `sigmoid` only, a multiple of 4 experts in a group, and K less than
+            three times as many.
 
     Returns:
         idx_TK int32, best first, ties to the lower expert, and prob_TK fp32.
@@ -283,7 +288,8 @@ def topk(
     Raises:
         ValueError: a shape, dtype, stride, device or option that the kernel does not take.
     """
-    config = _config(logits_TE, top_k, score, normalize, softmax_over, bias_E is not None)
+    biased = bias_E is not None
+    config = _config(logits_TE, top_k, score, normalize, softmax_over, biased, groups)
     where, sizes = logits_TE.device, (*logits_TE.shape, _bits(scale))
     T, E, _ = sizes
     check(where, "logits", logits_TE, logits_TE.dtype, None)
@@ -320,7 +326,7 @@ def topk_backward(
     """
     if dprob_TK.ndim != 2:
         raise ValueError(f"dprob must be [T, K], not {list(dprob_TK.shape)}")
-    config = _config(logits_TE, dprob_TK.shape[1], score, normalize, softmax_over, False)
+    config = _config(logits_TE, dprob_TK.shape[1], score, normalize, softmax_over)
     if not scale:
         raise ValueError("scale=0: the probabilities would not tell the gradient")
     where, sizes = logits_TE.device, (*logits_TE.shape, _bits(scale))
@@ -339,7 +345,13 @@ def topk_backward(
 
 
 def _config(
-    logits_TE: Tensor, top_k: int, score: str, normalize: bool, softmax_over: str, biased: bool
+    logits_TE: Tensor,
+    top_k: int,
+    score: str,
+    normalize: bool,
+    softmax_over: str,
+    biased: bool = False,
+    groups: tuple[int, int] = (1, 1),
 ) -> TopkConfig:
     if logits_TE.ndim != 2 or logits_TE.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
@@ -360,13 +372,28 @@ def _config(
         )
     if biased and score != "sigmoid":
         raise ValueError("bias needs score=sigmoid")
+    limit = _expert_groups(*groups, experts=E, top_k=top_k)
+    if limit is not None and score != "sigmoid":
+        raise ValueError("groups need score=sigmoid")
     normalize = normalize and top_k > 1
     if score == "sigmoid":
         weights = "sigmoid_sum" if normalize else "sigmoid"
     else:
         weights = "softmax" if normalize or softmax_over == "topk" else "softmax_all"
     vectors = -(-E // (FOUR * LANES))
-    return TopkConfig(top_k, vectors, logits_TE.dtype == torch.bfloat16, weights, biased)
+    return TopkConfig(top_k, vectors, logits_TE.dtype == torch.bfloat16, weights, biased, limit)
+
+
+def _expert_groups(number: int, chosen: int, *, experts: int, top_k: int) -> ExpertGroups | None:
+    """What limits the choice to the best `chosen` of `number` groups; None if nothing does."""
+    if not 1 <= chosen <= number or experts % number or top_k > chosen * (experts // number):
+        raise ValueError(
+            f"groups={(number, chosen)}: {top_k} of {experts} experts cannot come from {chosen} of "
+            f"{number} equal groups"
+        )
+    if chosen == number:
+        return None
+    return ExpertGroups(number, experts // number, chosen, max(1, top_k // chosen))
 
 
 def _bits(scale: float) -> int:

@@ -34,6 +34,7 @@ from phalanx.kernels.sm90.experts.wgrad import wgrad
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.routing.plan import plan, plan_backward
 from phalanx.kernels.sm90.routing.topk import topk, topk_backward
+from phalanx.moe.router.scores import choose
 from tests.kernels.problems import formula
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -205,7 +206,9 @@ def routing_case(experts: int, local: int, K: int) -> Case:
     return case
 
 
-def topk_case(experts: int, K: int, score: str, dtype: torch.dtype) -> Case:
+def topk_case(
+    experts: int, K: int, score: str, dtype: torch.dtype, groups: tuple[int, int] = (1, 1)
+) -> Case:
     def case() -> None:
         logits = torch.randn(301, experts, generator=_generator).to(dtype)
         bias = torch.randn(experts, generator=_generator) if score == "sigmoid" else None
@@ -214,9 +217,10 @@ def topk_case(experts: int, K: int, score: str, dtype: torch.dtype) -> Case:
         weights = x.sigmoid() if score == "sigmoid" else x.exp()
         choice = weights.detach() if bias is None else weights.detach() + bias
         on = logits.cuda()
-        idx, prob = topk(on, top_k=K, **options, bias_E=None if bias is None else bias.cuda())
-        found = idx.cpu().long()
-        close("choice", choice.gather(1, found), choice.topk(K).values, 1e-6)
+        bias = None if bias is None else bias.cuda()
+        idx, prob = topk(on, top_k=K, **options, bias_E=bias, groups=groups)
+        found, best = idx.cpu().long(), choose(choice, K, *groups)
+        close("choice", choice.gather(1, found), choice.gather(1, best), 1e-6)
         some = weights.gather(1, found)
         want = 2 * some / some.sum(1, keepdim=True)
         close("prob", prob, want.detach(), 1e-5)
@@ -287,6 +291,7 @@ def cases() -> dict[str, Case]:
     made["topk softmax"] = topk_case(128, 8, "softmax", FP32)
     made["topk softmax bf16"] = topk_case(32, 4, "softmax", BF16)
     made["topk sigmoid"] = topk_case(256, 8, "sigmoid", FP32)
+    made["topk of groups"] = topk_case(256, 8, "sigmoid", FP32, groups=(8, 4))
     return made
 
 

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.configs.load import load
+from phalanx.configs.load import options as group_options
 from phalanx.configs.schema import RouterConfig
+from phalanx.moe.router import fused_topk
 from phalanx.moe.router.fused_topk import refuse
 from tests.moe.cases import EXPERTS, LOSSES, TOP_K, build_router, draw, hidden, install
 from tests.support.distributed import run_distributed
@@ -20,8 +23,14 @@ from tests.support.distributed import run_distributed
         ({}, 8, 8, None),
         ({"score": "sigmoid", "bias_rate": 1e-3, "scale": 2.5}, 512, 16, None),
         ({"groups": 4, "group_topk": 4}, 64, 6, None),
-        ({"groups": 4, "group_topk": 2}, 64, 6, "groups"),
-        ({"rounding": "up"}, 64, 6, "rounding=up"),
+        ({"score": "sigmoid", "groups": 8, "group_topk": 4}, 256, 8, None),  # DeepSeek-V3
+        ({"score": "sigmoid", "groups": 32, "group_topk": 1}, 128, 2, None),
+        ({"groups": 4, "group_topk": 2}, 64, 6, "score=sigmoid, not softmax"),
+        ({"score": "sigmoid", "groups": 64, "group_topk": 4}, 512, 8, "at most 32 groups, not 64"),
+        ({"score": "sigmoid", "groups": 4, "group_topk": 2}, 24, 4, "multiple of 4 experts, not 6"),
+        ({"score": "sigmoid", "groups": 4, "group_topk": 2}, 64, 6, "2 scores, not by 3"),
+        ({"score": "sigmoid", "groups": 4, "group_topk": 2, "scale": 0.0}, 64, 4, "scale"),
+        ({"rounding": "up"}, 64, 6, "token rounding (rounding=up) is not supported"),
         ({"force_balance": True}, 64, 6, "force_balance"),
         ({"scale": 0.0}, 64, 6, "scale"),
         ({}, 60, 6, "60"),
@@ -36,14 +45,30 @@ def test_what_the_kernel_takes(
     assert refused is None if why is None else why in str(refused)
 
 
+def test_limits_are_those_of_the_kernel() -> None:
+    pytest.importorskip("cutlass")
+    from phalanx.kernels.sm90.routing import logits
+
+    of_kernel = (logits.MAX_EXPERTS, logits.MAX_SLOTS, logits.MAX_GROUPS, logits.FOUR)
+    ours = (fused_topk._EXPERTS, fused_topk._SLOTS, fused_topk._GROUPS, fused_topk._GROUP_STEP)
+    assert ours == of_kernel and logits.MAX_BEST == fused_topk._GROUP_SCORES
+
+
 def topk(
-    logits_TE: Tensor, *, top_k: int, bias_E: Tensor | None = None, **weights: Any
+    logits_TE: Tensor,
+    *,
+    top_k: int,
+    bias_E: Tensor | None = None,
+    groups: tuple[int, int] = (1, 1),
+    **weights: Any,
 ) -> tuple[Tensor, Tensor]:
     """What `kernels.sm90.routing.topk.topk` promises, in torch."""
     from phalanx.moe.router.scores import choose, probabilities
 
-    score_TE = logits_TE if bias_E is None else logits_TE.sigmoid() + bias_E
-    idx_TK = choose(score_TE, top_k)
+    grouped = groups[1] < groups[0]
+    score_TE = logits_TE if bias_E is None and not grouped else logits_TE.sigmoid()
+    score_TE = score_TE if bias_E is None else score_TE + bias_E
+    idx_TK = choose(score_TE, top_k, *groups)
     options: Any = SimpleNamespace(**weights)
     return idx_TK.to(torch.int32), probabilities(logits_TE, idx_TK, options)
 
@@ -91,9 +116,32 @@ def _equal(options: dict[str, Any], fused: bool) -> None:
         ({"softmax_over": "topk"}, True),
         ({"score": "sigmoid"}, True),
         ({"score": "sigmoid", "bias_rate": 1e-3, "scale": 2.5}, True),
+        ({"score": "sigmoid", "bias_rate": 1e-3, "groups": 2, "group_topk": 1}, True),
+        ({"score": "sigmoid", "groups": 2, "group_topk": 1}, True),
         ({"score": "sigmoid", "bias_rate": 1e-3, "groups": 4, "group_topk": 2}, False),
     ],
 )
 def test_equals_the_composition(options: dict[str, Any], fused: bool) -> None:
     pytest.importorskip("cutlass")
     run_distributed(_equal, 1, options, fused)
+
+
+@pytest.mark.parametrize("model", [m for m in group_options("model") if not m.startswith("tiny")])
+def test_what_a_model_launches_is_shipped(model: str) -> None:
+    pytest.importorskip("cutlass")
+    from phalanx.kernels.sm90.jit.shipped import SHIPPED
+    from phalanx.kernels.sm90.routing import topk as kernel
+
+    moe = load([f"model={model}"]).model.moe
+    assert refuse(moe.router, experts=moe.experts, top_k=moe.top_k) is None
+    logits_TE = torch.empty(4, moe.experts, device="meta", requires_grad=True)
+    biased = bool(moe.router.bias_rate)
+    bias_E = torch.empty(moe.experts, device="meta") if biased else None
+    launch = mock.Mock()
+    with mock.patch.multiple(kernel, launch=launch, check=mock.Mock()):
+        _, prob_TK = fused_topk.topk(logits_TE, bias_E, moe.router, moe.top_k)
+        prob_TK.sum().backward()
+        fused_topk.best(logits_TE, moe.top_k)
+    assert logits_TE.grad is not None
+    launched = [call.args[:2] for call in launch.call_args_list]
+    assert len(launched) == 3 and set(launched) <= set(SHIPPED)

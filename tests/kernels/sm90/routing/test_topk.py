@@ -1,14 +1,16 @@
 """`topk` and its gradient without a GPU: their code on threads of the host, their machine code."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.sm90.routing.logits import WEIGHTS, TopkConfig
+from phalanx.kernels.sm90.routing.logits import WEIGHTS, ExpertGroups, TopkConfig
 from phalanx.kernels.sm90.routing.topk import TopkKernel, _bits, topk, topk_backward
 from phalanx.kernels.sm90.routing.topk_gradient import TopkGradientKernel
+from phalanx.moe.router.scores import choose
 from tests.kernels.sm90 import simt
 from tests.kernels.sm90.sass import Sass
 
@@ -59,10 +61,11 @@ def words(x: Tensor) -> list[int]:
     return [w % (1 << 32) for w in x.contiguous().view(torch.int32).flatten().tolist()]
 
 
-def run(forward, logits: Tensor, K: int, weights: str, scale=1.0, bias=None) -> tuple:
+def run(forward, logits: Tensor, K: int, weights: str, scale=1.0, bias=None, groups=(1, 1)):
     T, E = logits.shape
     bf16 = logits.dtype == torch.bfloat16
-    config = forward.TopkConfig(K, -(-E // 128), bf16, weights, bias is not None)
+    limit = forward._expert_groups(*groups, experts=E, top_k=K)
+    config = forward.TopkConfig(K, -(-E // 128), bf16, weights, bias is not None, limit)
     idx, prob = [UNTOUCHED] * (T * K), [UNTOUCHED] * (T * K)
     memory = (words(logits), [] if bias is None else list(bias.numpy()), idx, prob)
     forward.TopkKernel(config)(*map(simt.Pointer, memory), (T, E, _bits(scale)), None)
@@ -100,6 +103,51 @@ def test_a_bias_decides_but_does_not_weigh(forward, bf16):
     torch.testing.assert_close(prob, weigh(x.float(), want, "sigmoid_sum", 1.0))
 
 
+def scores(logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+    """What the choice compares, with the exponential of the stand-in, to the last bit."""
+    one = np.float32(1)
+    with np.errstate(over="ignore"):
+        score_TE = torch.from_numpy(one / (one + np.exp(-logits_TE.float().numpy())))
+    return score_TE if bias_E is None else score_TE + bias_E
+
+
+GROUPED = [  # E, K, groups, bf16
+    (256, 8, (8, 4), False),  # DeepSeek-V3
+    (160, 6, (8, 3), True),
+    (64, 3, (16, 2), False),
+    (16, 2, (2, 1), False),
+    (40, 4, (5, 2), False),
+    (512, 16, (32, 8), False),
+]
+
+
+def check_groups(forward, x: Tensor, K: int, groups: tuple[int, int], bias: Tensor | None) -> None:
+    idx, prob = run(forward, x, K, "sigmoid_sum", 2.5, bias, groups)
+    want = choose(scores(x, bias), K, *groups)
+    assert idx.tolist() == want.tolist()
+    torch.testing.assert_close(prob, weigh(x.float(), want, "sigmoid_sum", 2.5), equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["different", "coarse", "same", "two values"])
+@pytest.mark.parametrize("E, K, groups, bf16", GROUPED)
+def test_experts_come_from_the_best_groups(forward, bf16, E, K, groups, kind):
+    x = draw(kind, 2, E).to(torch.bfloat16 if bf16 else torch.float32)
+    check_groups(forward, x, K, groups, None)
+    bias = draw("coarse", 1, E)[0].roll(3) / 4
+    check_groups(forward, x, K, groups, bias)
+    if kind == "different":
+        assert choose(scores(x, bias), K, *groups).tolist() != best(scores(x, bias), K).tolist()
+
+
+@pytest.mark.parametrize("left", [0, 3, 40], ids=lambda n: f"{n} left")
+def test_experts_that_are_masked(forward, left):
+    """Of groups without enough others, and of those not chosen: the lower come first."""
+    x, bias = draw("different", 2, 256), torch.full((256,), float("-inf"))
+    bias[torch.randperm(256, generator=torch.Generator().manual_seed(left))[:left]] = 0
+    check_groups(forward, x, 8, (8, 4), bias)
+    check_groups(forward, torch.where(x > 0, float("-inf"), x), 8, (8, 4), bias)
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("E, K, bf16", [(16, 1, False), (136, 6, False), (40, 16, True)])
 def test_gradient(backward, bf16, E, K, weights):
@@ -128,6 +176,9 @@ def test_gradient(backward, bf16, E, K, weights):
         TopkConfig(8, 2, False, "sigmoid_sum", biased=True),
         TopkConfig(16, 4, False, "softmax"),
         TopkConfig(10, 4, True, "sigmoid"),
+        TopkConfig(8, 2, False, "sigmoid_sum", True, ExpertGroups(8, 32, 4, 2)),
+        TopkConfig(6, 2, True, "sigmoid_sum", False, ExpertGroups(8, 20, 3, 2)),
+        TopkConfig(16, 4, False, "sigmoid", True, ExpertGroups(32, 16, 16, 1)),
     ],
     ids=str,
 )
@@ -159,6 +210,12 @@ def test_arguments_are_checked():
         ({"score": "tanh"}, "score=tanh"),
         ({"scale": float("inf")}, "scale=inf"),
         ({"bias_E": torch.zeros(16)}, "bias needs score=sigmoid"),
+        ({"groups": (2, 1)}, "groups need score=sigmoid"),
+        ({"groups": (3, 1)}, "cannot come from 1 of 3 equal groups"),
+        ({"groups": (4, 5)}, "cannot come from 5 of 4 equal groups"),
+        ({"groups": (16, 1)}, "2 of 16 experts cannot come from 1 of 16"),
+        ({"groups": (8, 4), "score": "sigmoid"}, "groups of 2 experts: must be a multiple of 4"),
+        ({"groups": (4, 1), "top_k": 3, "score": "sigmoid"}, "by the sum of 3 scores"),
     ):
         with pytest.raises(ValueError, match=message):
             topk(x, **{**given, **change})

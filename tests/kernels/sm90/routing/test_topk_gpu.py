@@ -112,6 +112,53 @@ def test_a_bias_decides_but_does_not_weigh(dtype, T, E, K):
     torch.testing.assert_close(prob, exact, rtol=1e-5, atol=1e-7)
 
 
+GROUPED = [  # E, K, groups
+    (256, 8, (8, 4)),  # DeepSeek-V3
+    (160, 6, (8, 3)),
+    (64, 3, (16, 2)),
+    (16, 2, (2, 1)),
+    (512, 16, (32, 8)),
+    (512, 16, (32, 16)),
+    (384, 8, (8, 7)),
+]
+
+
+def check_groups(x: Tensor, K: int, groups: tuple[int, int], bias: Tensor | None) -> None:
+    """Scores as torch computes them must lead to the same choice, bit for bit."""
+    idx, prob = topk(x, top_k=K, bias_E=bias, groups=groups, **OPTIONS[3])
+    score = x.float().sigmoid() if bias is None else x.float().sigmoid() + bias
+    want = choose(score, K, *groups)
+    assert torch.equal(idx.long(), want)
+    exact = weigh(x.double(), want, OPTIONS[3]).float()
+    torch.testing.assert_close(prob, exact, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("E, K, groups", GROUPED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_come_from_the_best_groups(dtype, E, K, groups):
+    x, bias = draw(4001, E, dtype), draw(1, E, seed=1)[0] / 8
+    check_groups(x, K, groups, None)
+    check_groups(x, K, groups, bias)
+
+
+@pytest.mark.parametrize("E, K, groups", GROUPED)
+def test_ties_of_groups_go_to_the_lower(E, K, groups):
+    x, bias = draw(2000, E), (draw(1, E, seed=1)[0] * 2).round() / 8
+    for tied in (x.round(), (x > 0).float(), torch.zeros_like(x), x.sign() * 3e38):
+        check_groups(tied, K, groups, None)
+        check_groups(tied, K, groups, bias)
+
+
+@pytest.mark.parametrize("left", [0, 3, 40, 200])
+def test_masked_experts_of_groups(left):
+    """Of groups without enough others, and of those not chosen: the lower come first."""
+    x, bias = draw(2000, 256), torch.full((256,), float("-inf"), device="cuda")
+    g = torch.Generator("cuda").manual_seed(left)
+    bias[torch.randperm(256, generator=g, device="cuda")[:left]] = 0
+    check_groups(x, 8, (8, 4), bias)
+    check_groups(torch.where(x > 1, float("-inf"), x), 8, (8, 4), bias)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("T, E, K", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -196,3 +243,11 @@ def test_time(T, E, K, limit):
         print(f"topk {T} x {E}, {K} best, {options}: {there:.1f} us, gradient {back:.1f} us")
         if options is OPTIONS[0]:
             assert there <= limit
+
+
+@pytest.mark.slow
+def test_time_of_groups():
+    x, bias, options = draw(32768, 256), draw(1, 256, seed=1)[0] / 8, OPTIONS[3]
+    for groups in ((1, 1), (8, 4)):
+        time = microseconds(lambda g=groups: topk(x, top_k=8, bias_E=bias, groups=g, **options))
+        print(f"topk 32768 x 256, 8 best, groups {groups}: {time:.1f} us")

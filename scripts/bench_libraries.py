@@ -1,0 +1,69 @@
+"""Speed and results of operations that a library has too, on one GPU: a table in Markdown.
+
+    python scripts/bench_libraries.py [router] [rope] [adam] [mla] [--rounds N]
+
+  router  top-k and weights         against Transformer Engine's fused router
+  rope    queries, keys and values  against Transformer Engine's fused rotary embedding
+  adam    a step of the optimizer   against Transformer Engine's FusedAdam
+  mla     rotary part of latent attention, against Megatron-Core's fused kernels
+
+Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each. A comparison
+whose library is missing has the error as its note; exit code 1 is for ours alone.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from phalanx.scripts.bench import libraries
+from phalanx.scripts.bench.comparison import HEAD, Row
+from phalanx.scripts.bench.facts import facts
+from phalanx.scripts.bench.measure import Bench, Gpu, reason
+
+
+def run(bench: Bench, parts: Sequence[str], sizes: libraries.Sizes) -> list[Row]:
+    """Rows of all parts, printed as they come; a part that fails is one row."""
+    print(f"\n{HEAD}", flush=True)
+    made: list[Row] = []
+    for part in parts:
+        try:
+            for rows in libraries.PARTS[part](bench, sizes):
+                print("\n".join(row.markdown() for row in rows), flush=True)
+                made += rows
+        except Exception as error:
+            made.append(Row(part, "", "", None, None, None, reason(error)))
+            print(made[-1].markdown(), flush=True)
+        bench.clock.free()
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = list(libraries.PARTS)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(known)}")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: %(default)s")
+    args = parser.parse_args(argv)
+    unknown = [part for part in args.parts if part not in known]
+    if unknown:
+        parser.error(f"{unknown[0]}: a part is one of {', '.join(known)}")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: must be at least 1")
+    import torch
+
+    if not torch.cuda.is_available():
+        print("this script measures on a CUDA device, and there is none", file=sys.stderr)
+        return 1
+    bench = Bench(Gpu(), args.rounds)
+    rows = run(bench, args.parts or known, libraries.Sizes())
+    known_facts = facts(bench.clock.device, sys.argv[1:] if argv is None else list(argv))
+    print("\n" + ", ".join(f"{k} {v}" for k, v in known_facts.items() if isinstance(v, str)))
+    return 1 if any(row.ours is None for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""bench_libraries without a GPU: every part against libraries that are stand-ins or absent."""
+
+import math
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.kernels.attention.latent import keys_values
+from phalanx.kernels.attention.rope import rope, rope_qkv
+from phalanx.moe.router import fused_topk
+from phalanx.moe.router.scores import choose, probabilities
+from phalanx.scripts import bench_libraries
+from phalanx.scripts.bench import libraries
+from phalanx.scripts.bench.comparison import Row, gap
+from phalanx.scripts.bench.libraries import Sizes
+from phalanx.scripts.bench.measure import Bench
+from tests.scripts.stopwatch import Stopwatch
+
+SMALL = Sizes(positions=16, batches=(1, 2), parameters=1 << 12, tensors=4)
+
+
+def topk(logits, bias, options, top_k):
+    """`moe.router.fused_topk.topk` in torch."""
+    score = logits.detach()
+    if bias is not None or options.group_topk < options.groups:
+        score = score.sigmoid() + (0 if bias is None else bias)
+    idx = choose(score, top_k, options.groups, options.group_topk)
+    return idx.int(), probabilities(logits, idx, options)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(fused_topk, "topk", topk)
+    monkeypatch.setattr(libraries, "MLA_HEADS", {"Moonlight": 2})
+
+
+def module(monkeypatch, name: str, **members: Any) -> None:
+    made = ModuleType(name)
+    for key, value in members.items():
+        setattr(made, key, value)
+    monkeypatch.setitem(sys.modules, name, made)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Libraries of these names and signatures, on our own operations; one is wrong."""
+
+    def q(t, cos, sin, own, rotary):
+        freqs = libraries.angles(t.shape[0], rotary, t.device)
+        return rope(t, freqs, interleaved=True, first=own) * 1.5
+
+    def kv(kv, part, cos, sin, rotary, own, value):
+        freqs = libraries.angles(kv.shape[0], rotary, kv.device)
+        return keys_values(kv, part[:, :, 0], freqs, nope=own)
+
+    def router(logits, topk, num_groups, group_topk, expert_bias, topk_indices=None, **how):
+        options = libraries.RouterConfig(
+            score=how["score_function"],
+            scale=how["scaling_factor"],
+            groups=num_groups or 1,
+            group_topk=group_topk or 1,
+        )
+        idx, prob = fused_topk.topk(logits, expert_bias, options, topk)
+        assert topk_indices is None or topk_indices.shape == idx.shape
+        return torch.zeros_like(logits).scatter(1, idx.long(), prob), idx
+
+    def qkv(qkv, q_freqs, k_freqs, parts):
+        heads, d = parts[0] // parts[1], parts[1]
+        return rope_qkv(qkv.unflatten(-1, (heads + 2, d)), None, q_freqs)
+
+    class FusedAdam(libraries.AdamW):
+        def __init__(self, params, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=None, **given):
+            given = {k: v for k, v in given.items() if not k.startswith(("master", "store"))}
+            super().__init__(params, moments=exp_avg_dtype, **given)
+
+    te = "transformer_engine"
+    for name in (te, f"{te}.pytorch"):
+        module(monkeypatch, name)
+    module(monkeypatch, f"{te}.pytorch.router", fused_topk_with_score_function=router)
+    rope_module = ModuleType("rope")
+    rope_module.apply_fused_qkv_rotary_pos_emb = qkv
+    module(monkeypatch, f"{te}.pytorch.attention", rope=rope_module)
+    module(monkeypatch, f"{te}.pytorch.optimizers", FusedAdam=FusedAdam)
+    fused = ModuleType("fused")
+    fused.fused_apply_mla_rope_for_q, fused.fused_apply_mla_rope_for_kv = q, kv
+    name = "megatron.core.fusions"
+    module(monkeypatch, name, fused_mla_yarn_rope_apply=fused)
+
+
+def rows(capsys) -> list[Row]:
+    made = bench_libraries.run(Bench(Stopwatch(), 2), list(libraries.PARTS), SMALL)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(lines) == len(made) + 2
+    assert {line.count("|") for line in lines} == {10}
+    return made
+
+
+def test_both_sides_are_measured_and_compared(stand_ins, capsys):
+    made = rows(capsys)
+    assert len(made) == 3 * 2 * 2 * 2 + 2 * 2 * 2 + 3 + 2 * 2 * 2
+    for row in made:
+        assert row.note == "" and row.ours and row.theirs is not None and row.gap.largest > 0
+        if row.operation.startswith("MLA queries"):
+            assert row.gap.difference == pytest.approx(row.gap.largest / 2, rel=0.02)
+        else:
+            assert row.gap.difference <= 1e-6, row
+
+
+def test_a_library_that_is_not_there_loses_only_its_side(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "megatron.core.fusions", None)
+    made = rows(capsys)
+    assert made
+    for row in made:
+        assert row.ours and row.theirs is None and row.gap is None
+        assert "ModuleNotFoundError" in row.note or "ImportError" in row.note
+
+
+def test_a_part_that_fails_is_a_row(monkeypatch, capsys):
+    def broken(bench, sizes):
+        raise RuntimeError("no room | at all")
+        yield
+
+    monkeypatch.setitem(libraries.PARTS, "rope", broken)
+    made = bench_libraries.run(Bench(Stopwatch(), 2), ["rope"], SMALL)
+    assert [row.note for row in made] == ["RuntimeError: no room | at all"]
+    assert "no room / at all |" in capsys.readouterr().out
+
+
+def test_a_nan_is_not_hidden():
+    same = torch.ones(3)
+    strange = torch.tensor([1.0, float("nan"), 1.0])
+    assert gap([same, same], [same, same]) == (0.0, 1.0)
+    assert gap([same, same], [same, 3 * same]).difference == 2
+    assert math.isnan(gap([same, same], [strange, same]).difference)
+    with pytest.raises(ValueError):
+        gap([same], [same, same])
+
+
+def test_arguments(capsys, monkeypatch):
+    for argv in (["ropes"], ["--rounds", "0"]):
+        with pytest.raises(SystemExit):
+            bench_libraries.main(argv)
+    assert "a part is one of router, rope, adam, mla" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench_libraries.main(["rope"]) == 1
