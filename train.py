@@ -1,9 +1,14 @@
 """Train a mixture-of-experts model: `torchrun --nproc-per-node N train.py [overrides]`.
 
-Exit codes: 0 done (or stopped by a signal after a checkpoint, which may be told by another code,
-`run.requeue_code`), 1 unexpected error, 2 bad configuration or input (or a dry run that does not
-fit), 43 diverged (loss or gradients not finite), 44 no usable checkpoint, 45 ended because another
-rank failed, died or hangs, which a message names, 130 interrupted by a third Ctrl-C.
+Exit codes of a rank (docs/operations.md):
+
+      0  finished, or stopped by a signal after a checkpoint (unless `run.requeue_code` is set)
+      1  unexpected error, or out of GPU memory
+      2  invalid configuration, input, data or run folder, or a dry run that does not fit
+     43  diverged: the loss or a gradient is not finite
+     44  no usable checkpoint
+     45  another rank failed, died or hangs; a message names it
+    130  interrupted by a third Ctrl-C, without a checkpoint
 """
 
 import logging

@@ -1,7 +1,8 @@
-"""The knob tables of the README, in Markdown, from the docstrings under the fields of schema.py.
+"""Tables of all knobs in Markdown, from the docstrings under the fields of schema.py.
 
-`python -m configs.docs` prints them; `python -m configs.docs README.md` writes them between the
-markers of that file. Defaults are those of the composed config.yaml, which a bare train.py takes.
+`python -m configs.docs` prints them; `python -m configs.docs docs/configuration.md` writes them
+between the markers of that page. Defaults are those of the composed config.yaml, which train.py
+uses without arguments.
 """
 
 import ast

@@ -152,7 +152,7 @@ def usage() -> str:
         "",
         "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs;",
         "run.dry_run=true says what it would take there: memory, traffic, time, and what helps.",
-        "All knobs with their meaning: README.md, or python -m phalanx.configs.docs",
+        "All knobs with their meaning: docs/configuration.md, or python -m phalanx.configs.docs",
         "Example: train.py experiment=gpt_oss_20b_8gpu run=bench kernels=torch run.steps=20",
     ]
     return "\n".join(lines) + "\n"

@@ -46,7 +46,7 @@ def alike(cfg: Config, world: int, gpu: str) -> list[Match]:
 
 def _everything() -> list[tuple[str, Record]]:
     theirs: list[tuple[str, Record]] = [(r.source, r) for r in published()]
-    return theirs + [(f"configs/anchors/{name}.yaml", r) for name, r in own().items()]
+    return theirs + [(f"docs/measured/training/{name}.yaml", r) for name, r in own().items()]
 
 
 def _match(cfg: Config, world: int, record: Record, source: str) -> Match | None:

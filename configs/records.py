@@ -1,9 +1,9 @@
-"""Throughput records in configs/anchors/: what others published, and what we measured.
+"""Training throughput that others published and that we measured: the records below docs/.
 
-published.yaml lists numbers as their source printed them; we did not run them. Each own_*.yaml is
-one measurement of ours, written by scripts/record_anchor.py. Both kinds carry TFLOP/s by the
-convention of moe.estimate.accounting, so that they compare. `python -m configs.records` prints them
-all as a table.
+docs/published/training.yaml lists numbers as their source printed them; we did not run them. Each
+docs/measured/training/own_*.yaml is one measurement of ours, written by scripts/record_anchor.py.
+Both kinds carry TFLOP/s by the convention of moe.estimate.accounting, so that they compare.
+`python -m configs.records` prints them all as a table.
 """
 
 import shlex
@@ -20,7 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 
-FOLDER = Path(__file__).resolve().parent / "anchors"
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
+PUBLISHED = _DOCS / "published" / "training.yaml"
+MEASURED = _DOCS / "measured" / "training"
 WINDOW = range(41, 51)
 """Steps that a measurement counts."""
 
@@ -34,15 +36,15 @@ class Record:
     overrides: list[str] = field(default_factory=list)
     """How the measured model differs from that option."""
     system: str = MISSING
-    """Framework; of our own the backend of the experts as well."""
+    """Name of the framework; our own records also name the backend of the experts."""
     date: str = MISSING
-    """Of the measurement, or of the page that printed it: YYYY-MM-DD."""
+    """Day of the measurement, or of the page that printed it: YYYY-MM-DD."""
     hardware: str = MISSING
     """Number and kind of GPUs: `8 x H200`."""
     gpus: int = MISSING
-    """The number alone."""
+    """Number of GPUs."""
     dtype: str = MISSING
-    """Of the matrix products."""
+    """Dtype of the matrix products: `bf16` or `fp32`."""
     sequence_length: int = MISSING
     """Tokens in a sequence."""
     micro_batch: int | None = None
@@ -56,11 +58,11 @@ class Record:
     data: str = MISSING
     """`real` text or `mock` tokens."""
     tokens_per_second_per_gpu: float = MISSING
-    """Of a published record as printed; of our own the mean of steps 41-50."""
+    """As printed by the source of a published record; the mean of steps 41-50 of our own."""
     tflops_per_gpu: float = MISSING
-    """The same times FLOPs per token by moe.estimate.accounting."""
+    """`tokens_per_second_per_gpu` times the FLOPs of a token by moe.estimate.accounting."""
     note: str = ""
-    """What a reader must know to compare."""
+    """Facts that a reader needs to compare this record with others."""
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Published(Record):
     source: str = MISSING
     """Address of the page or file."""
     tflops_per_gpu_printed: float = MISSING
-    """By the source's own convention."""
+    """TFLOP/s as the source prints them, by its own convention."""
     settings: list[str] = field(default_factory=list)
     """Overrides that lay the run out here, as near as our knobs come (FSDP is data parallel)."""
 
@@ -80,11 +82,11 @@ class Own(Record):
     """A measurement of ours: 50 steps from scratch, of which 41-50 count."""
 
     command: str = MISSING
-    """What was run, from the repository root."""
+    """Command line that was run, from the repository root."""
     commit: str = MISSING
-    """Of the repository; a + says that there were changes on top."""
+    """Commit of the repository that ran; a + says that the tree had changes."""
     versions: dict[str, str] = MISSING
-    """Of the packages that matter to speed."""
+    """Versions of the packages that matter to speed."""
     tokens_per_second_per_gpu_sd: float = MISSING
     """Standard deviation over steps 41-50."""
     tflops_per_gpu_sd: float = MISSING
@@ -102,22 +104,22 @@ class Own(Record):
     reruns: int = MISSING
     """Steps that overflowed the budget of expert rows and ran again."""
     capacity_factor: float | None = None
-    """Rows of that budget over balanced ones in the end; null where that was not kept."""
+    """Capacity factor at the end of the run; null where that was not recorded."""
     peak_memory_gib: float = MISSING
     """Largest allocation of rank 0."""
 
 
-def published(folder: Path = FOLDER) -> list[Published]:
-    """Records of published.yaml.
+def published(path: Path = PUBLISHED) -> list[Published]:
+    """Records that others published, in the order of the file.
 
     Raises:
         ValueError: a record does not fit the schema.
     """
-    rows = yaml.safe_load((folder / "published.yaml").read_text(encoding="utf-8"))
-    return [_typed(Published, row, f"published.yaml, record {i}") for i, row in enumerate(rows, 1)]
+    rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [_typed(Published, row, f"{path.name}, record {i}") for i, row in enumerate(rows, 1)]
 
 
-def own(folder: Path = FOLDER) -> dict[str, Own]:
+def own(folder: Path = MEASURED) -> dict[str, Own]:
     """Our own records by file name, without .yaml.
 
     Raises:
@@ -211,4 +213,4 @@ _SIZES = {"--nnodes": "1", "--nproc-per-node": ""}
 
 if __name__ == "__main__":
     everything = [*published(), *own().values()]
-    sys.stdout.write(table(everything) + "\n\n* with changes; see configs/anchors\n")
+    sys.stdout.write(table(everything) + "\n\n* with changes, which the record names\n")

@@ -1,8 +1,8 @@
 """Every knob of Phalanx: typed, with its documentation directly under the field.
 
 The YAML groups (model/, kernels/, parallel/, data/, optim/, run/, experiment/) only set values of
-these dataclasses. `configs.validate` checks a composed config as a whole. The README's knob table
-is generated from this file, so a field without a docstring fails the tests.
+these dataclasses. `configs.validate` checks a composed configuration as a whole. The tables of
+docs/configuration.md are generated from this file, so a field without a docstring fails the tests.
 """
 
 from dataclasses import dataclass, field
@@ -13,19 +13,25 @@ class YarnConfig:
     """YaRN context extension of the rotary embedding (arXiv 2309.00071)."""
 
     factor: float = 1.0
-    """Context extension factor; 1 turns YaRN off."""
+    """Context extension factor, at least 1; the default of 1 turns YaRN off."""
     original_context: int = 4096
     """Context length, in tokens, that the rotary base was chosen for."""
     beta_fast: float = 32.0
-    """Rotations over the original context above which a frequency is left as it is."""
+    """Frequencies with more rotations than this over the original context stay unchanged."""
     beta_slow: float = 1.0
-    """Rotations over the original context below which a frequency is divided by `factor`."""
+    """Frequencies with fewer rotations than this over the original context are divided by `factor`.
+
+    Frequencies between `beta_slow` and `beta_fast` are interpolated.
+    """
     mscale: float = 1.0
-    """Numerator coefficient of the attention temperature: 0.1 * mscale * ln(factor) + 1."""
+    """Coefficient m in the numerator of the attention temperature, 0.1 * m * ln(factor) + 1."""
     mscale_all_dim: float = 0.0
-    """Denominator coefficient of the attention temperature (DeepSeek); 0 leaves it at 1."""
+    """Coefficient in the denominator of the attention temperature (DeepSeek).
+
+    The default of 0 makes the denominator 1.
+    """
     truncate: bool = True
-    """Round the correction range to whole dimensions (false for GPT-OSS)."""
+    """Round the range of interpolated dimensions to whole dimensions (false for GPT-OSS)."""
 
 
 @dataclass
@@ -33,31 +39,40 @@ class AttentionConfig:
     """Attention of every layer: grouped-query or multi-head latent (arXiv 2412.19437)."""
 
     kind: str = "gqa"
-    """`gqa` (grouped queries) or `mla` (multi-head latent attention)."""
+    """`gqa` is grouped-query attention, `mla` is multi-head latent attention."""
     heads: int = 8
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: int = 8
-    """Key and value heads of `gqa`; must divide `heads`. `mla` ignores it."""
+    """Number of key and value heads of `gqa`; it must divide `heads`. `mla` ignores it."""
     head_dim: int = 64
-    """Channels of a `gqa` head."""
+    """Channels of one head of `gqa`; it must be even."""
     q_lora_rank: int = 0
-    """Rank of the compressed query of `mla`; 0 projects queries directly."""
+    """Rank of the compressed query of `mla`; 0 projects the queries directly."""
     kv_lora_rank: int = 512
-    """Rank of the compressed key-value of `mla`."""
+    """Rank of the compressed keys and values of `mla`."""
     qk_nope_dim: int = 128
-    """Channels of an `mla` query or key head without position."""
+    """Channels of an `mla` query or key head that carry no position."""
     qk_rope_dim: int = 64
-    """Channels of an `mla` query or key head that are rotated."""
+    """Channels of an `mla` query or key head with rotary embedding; the number must be even."""
     v_dim: int = 128
     """Channels of an `mla` value head."""
     qk_norm: bool = False
-    """RMSNorm on query and key heads (Qwen3); `mla` always normalises its compressed vectors."""
+    """Apply RMSNorm to each query and key head of `gqa` (Qwen3).
+
+    `mla` always normalises its compressed vectors.
+    """
     window: int = 0
-    """Sliding window: a query sees itself and `window - 1` tokens before it; 0 is full causal."""
+    """Sliding window, in tokens: a query attends to itself and the `window - 1` tokens before it.
+
+    The default of 0 attends to all earlier tokens.
+    """
     window_every: int = 1
-    """With a window, each `window_every`-th layer is full causal; 1 gives all layers the window."""
+    """With a window, every `window_every`-th layer attends to all earlier tokens instead.
+
+    1 gives every layer the window; 2 alternates (GPT-OSS).
+    """
     sinks: bool = False
-    """Add a learnable logit per head to the softmax denominator (GPT-OSS)."""
+    """Add one learnable logit per head to the softmax denominator (attention sinks, GPT-OSS)."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
     yarn: YarnConfig = field(default_factory=YarnConfig)
@@ -66,25 +81,31 @@ class AttentionConfig:
 
 @dataclass
 class RouterConfig:
-    """From token to top-k experts, and what keeps the experts balanced."""
+    """How a token chooses its top-k experts, and what keeps the load of the experts balanced."""
 
     score: str = "softmax"
-    """`softmax` or `sigmoid` (DeepSeek-V3)."""
+    """Function from router logits to scores: `softmax`, or `sigmoid` (DeepSeek-V3)."""
     softmax_over: str = "all"
     """Softmax over `all` experts before the top-k, or over the `topk` logits after it (GPT-OSS)."""
     normalize: bool = True
     """Divide the top-k probabilities by their sum; no effect with `softmax_over=topk` or `top_k=1`.
 
-    One normalised expert would have weight 1, and the router nothing to learn from.
+    A single normalised expert would always have the weight 1, and the router no gradient.
     """
     groups: int = 1
-    """Expert groups of group-limited routing; 1 turns it off."""
+    """Number of expert groups of group-limited routing; must divide `experts`; 1 turns it off."""
     group_topk: int = 1
-    """Groups a token may use; a group's score sums its `top_k / group_topk` best experts."""
+    """Number of groups that a token may choose experts from.
+
+    The score of a group is the sum of its `top_k / group_topk` best experts.
+    """
     scale: float = 1.0
-    """Factor on the top-k probabilities (`routed_scaling_factor`)."""
+    """Factor on the top-k probabilities (`routed_scaling_factor` of DeepSeek-V3)."""
     bias_rate: float = 0.0
-    """Change of the aux-loss-free expert bias (arXiv 2408.15664) per step; 0 has no bias."""
+    """Step size of the per-expert bias that balances without a loss (arXiv 2408.15664).
+
+    It needs `score=sigmoid`. The default of 0 uses no bias.
+    """
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss over a micro-batch (Switch, arXiv 2101.03961)."""
     seq_aux_loss: float = 0.0
@@ -92,20 +113,21 @@ class RouterConfig:
     global_aux_loss: float = 0.0
     """Coefficient of the load-balancing loss over the global batch so far (arXiv 2501.11873).
 
-    Megatron-Core divides this loss by the number of data parallel replicas once too often: divide a
-    coefficient from there by that number. That holds for `kernels.backend=megatron` too.
+    Megatron-Core divides this loss once too often by the number of data-parallel replicas, with
+    `kernels.backend=megatron` here too. Divide a coefficient taken from there by that number.
     """
     z_loss: float = 0.0
-    """Coefficient of the router z-loss (ST-MoE, arXiv 2202.08906)."""
+    """Coefficient of the router z-loss, which keeps the logits small (ST-MoE, arXiv 2202.08906)."""
     rounding: str = "none"
-    """Round each expert's tokens to whole tiles: `none`, `nearest`, `up`, `down` (in training).
+    """Round the tokens of each expert to whole GEMM tiles: `none`, `nearest`, `up` or `down`.
 
-    Token rounding of arXiv 2512.14080, over a rank's micro-batch: no padded tiles in expert GEMMs.
+    This is token rounding (arXiv 2512.14080) over the micro-batch of a rank, in training only. The
+    grouped GEMMs of the experts then have no padded tiles.
     """
     rounding_tile: int = 128
-    """Tokens that `rounding` makes the counts multiples of."""
+    """Tile size, in tokens, for `rounding`."""
     force_balance: bool = False
-    """Benchmarks only: replace the choice of experts by a perfectly balanced one."""
+    """Replace the chosen experts by a perfectly balanced choice. For benchmarks only."""
 
 
 @dataclass
@@ -113,53 +135,53 @@ class MoEConfig:
     """Experts of every MoE layer."""
 
     experts: int = 8
-    """Routed experts."""
+    """Number of routed experts of a layer."""
     top_k: int = 2
-    """Experts per token."""
+    """Number of routed experts that a token uses."""
     ffn: int = 512
-    """Width of one routed expert."""
+    """Intermediate width of one routed expert."""
     shared_ffn: int = 0
-    """Total width of the shared experts, which see every token; 0 has none."""
+    """Total intermediate width of the shared experts, which process every token; 0 has none."""
     dense_layers: int = 0
-    """Leading layers with a dense MLP instead of experts."""
+    """Number of leading layers that have a dense MLP instead of experts."""
     activation: str = "swiglu"
-    """`swiglu`, `geglu`, `quick_geglu` or `squared_relu` (ungated); of all MLPs."""
+    """Activation of every MLP: `swiglu`, `geglu`, `quick_geglu`, or `squared_relu` (ungated)."""
     activation_alpha: float = 1.702
-    """Slope inside the sigmoid of `quick_geglu`."""
+    """Slope inside the sigmoid of `quick_geglu`; the other activations ignore it."""
     activation_limit: float = 0.0
-    """Clamp of the gate from above and of the linear half on both sides; 0 does not clamp."""
+    """Upper limit of the gate, and limit of the linear half on both sides; 0 does not clamp."""
     activation_offset: float = 0.0
-    """Added to the linear half after the clamp (1 for GPT-OSS)."""
+    """Constant added to the linear half after the clamp (1 for GPT-OSS)."""
     router: RouterConfig = field(default_factory=RouterConfig)
-    """Routing and balancing."""
+    """Routing and load balancing."""
 
 
 @dataclass
 class ModelConfig:
-    """Architecture. A reference model's file equals its published configuration."""
+    """Architecture. The file of a published model equals its published configuration."""
 
     name: str = "tiny"
-    """Name shown in logs."""
+    """Name of the model in logs and records."""
     vocab_size: int = 256
-    """Vocabulary; must be a multiple of `parallel.tensor`."""
+    """Number of tokens in the vocabulary; it must be a multiple of `parallel.tensor`."""
     layers: int = 2
-    """Transformer layers, without multi-token-prediction layers."""
+    """Number of transformer layers, without multi-token-prediction layers."""
     hidden: int = 128
     """Width of the residual stream."""
     dense_ffn: int = 512
-    """Width of the MLP of dense layers."""
+    """Intermediate width of the MLP of a dense layer."""
     bias: bool = False
-    """Biases in attention, router and MLPs (GPT-OSS)."""
+    """Use biases in attention, router and MLPs (GPT-OSS)."""
     norm_eps: float = 1e-5
     """Epsilon of every RMSNorm."""
     tie_embeddings: bool = False
-    """Share input embedding and output projection."""
+    """Share the weights of the input embedding and the output projection."""
     mtp_layers: int = 0
-    """Multi-token-prediction layers (DeepSeek-V3)."""
+    """Number of multi-token-prediction layers (DeepSeek-V3)."""
     mtp_loss: float = 0.1
     """Weight of the multi-token-prediction loss."""
     init_std: float = 0.02
-    """Standard deviation of new weights; output projections use it over sqrt(2 * layers)."""
+    """Standard deviation of initial weights; output projections divide it by sqrt(2 * layers)."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """Attention."""
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -168,19 +190,19 @@ class ModelConfig:
 
 @dataclass
 class SmMarginConfig:
-    """SMs of a GPU that the fused expert kernels leave free, by pass."""
+    """Number of SMs (streaming multiprocessors) that the fused expert kernels leave free."""
 
     forward: int = 0
-    """SMs that fused expert kernels leave free in the forward pass, as for communication."""
+    """SMs that the fused expert kernels leave free in the forward pass, for example for NCCL."""
     dgrad: int = 0
-    """The same of the data gradients in the backward pass."""
+    """SMs that the fused kernels of the data gradients leave free in the backward pass."""
     wgrad: int = 0
-    """The same of the weight gradients in the backward pass."""
+    """SMs that the fused kernels of the weight gradients leave free in the backward pass."""
 
 
 @dataclass
 class KernelsConfig:
-    """Which implementation runs each op. A forced choice that cannot run is an error."""
+    """Which implementation runs each operation. A forced choice that cannot run is an error."""
 
     backend: str = "auto"
     """Experts: `reference`, `torch`, `te`, `fused`, `megatron` (its stock MoELayer) or `auto`."""
@@ -189,66 +211,76 @@ class KernelsConfig:
     norm: str = "auto"
     """RMSNorm: `torch`, `te` or `auto`."""
     gradient_accumulation_fusion: bool = True
-    """On a GPU, add weight gradients straight to Megatron-Core's buffers."""
+    """On a GPU, the weight-gradient kernels add directly into Megatron-Core's gradient buffers."""
     dynamic: bool = True
-    """Fused expert kernels claim tiles on the device rather than deal them out in turn."""
+    """Fused kernels claim output tiles at run time; false assigns tiles to SMs in advance."""
     sm_margin: SmMarginConfig = field(default_factory=SmMarginConfig)
-    """SMs that fused expert kernels leave free."""
+    """SMs that the fused expert kernels leave free."""
 
 
 @dataclass
 class ParallelConfig:
-    """How ranks share the work. Data parallelism takes what the other sizes leave."""
+    """How ranks share the work. Data parallelism takes the ranks that the other sizes leave."""
 
     world_size: int = 0
-    """Ranks to lay out; 0 takes the launcher's. Set it to check a layout without its machines."""
-    tensor: int = 1
-    """Tensor parallel size of attention and dense MLPs, with sequence parallelism above 1."""
-    pipeline: int = 1
-    """Pipeline stages."""
-    virtual_pipeline: int = 1
-    """Model chunks per stage (interleaved schedule)."""
-    pipeline_layout: str = ""
-    """Megatron-Core layout, as in `Et|(tt|)*30mL`; empty splits evenly.
+    """Number of ranks to lay out; 0 takes the number that the launcher started.
 
-    A letter is a part (E embedding, t layer, m multi-token prediction, L loss), | ends a stage.
+    Set it to check a layout, or to estimate it with `run.dry_run`, without its machines.
+    """
+    tensor: int = 1
+    """Tensor-parallel size of attention and dense MLPs; above 1 with sequence parallelism."""
+    pipeline: int = 1
+    """Number of pipeline stages."""
+    virtual_pipeline: int = 1
+    """Number of model chunks per pipeline stage (interleaved schedule)."""
+    pipeline_layout: str = ""
+    """Pipeline layout of Megatron-Core, as in `Et|(tt|)*30mL`; empty splits the layers evenly.
+
+    The letters are E embedding, t transformer layer, m multi-token prediction and L loss; | ends a
+    stage.
     """
     context: int = 1
-    """Context parallel size."""
+    """Context-parallel size: the number of ranks that share a sequence."""
     expert: int = 0
-    """Expert parallel size; 0 takes the largest up to 8 that divides experts and stage ranks."""
-    dispatch: str = "auto"
-    """Transport to experts: `local` (expert = 1), `alltoall`, `symm`, `hier`, `deepep` or `auto`.
+    """Expert-parallel size: the number of ranks that the experts of a layer are spread over.
 
-    All ranks of a group take the same: what one cannot do, none does, and the start page says why.
-    `alltoall` is gloo's or NCCL's. `symm` pushes each token once to a GPU's memory over NVLink:
-    bf16, one node, Hopper. `hier` sends it once to each of several nodes, and inside as it can.
-    `deepep` is the package of that name, if installed; never taken by `auto`.
+    The default of 0 takes the largest size up to 8 that divides the number of experts and the ranks
+    of a pipeline stage.
+    """
+    dispatch: str = "auto"
+    """Transport between tokens and experts: `auto`, `local`, `alltoall`, `symm`, `hier`, `deepep`.
+
+    `local` is for `expert=1`. `alltoall` uses gloo or NCCL. `symm` writes each token once to every
+    GPU that needs it, over NVLink: bf16, one node, Hopper. `hier` sends a token once to each node,
+    then uses `symm` or `alltoall` inside. `deepep` needs that package; `auto` never takes it. All
+    ranks of a group use the same transport, and the start page says which and why.
     """
     save_x: str = "redispatch"
-    """Received tokens for the backward pass of `symm`: sent again (`redispatch`), or `keep`.
+    """How `symm` provides received tokens to the backward pass: `redispatch` sends them again.
 
-    `hier` sends them again inside a node, not over the network.
+    `keep` holds them in memory instead. `hier` sends them again inside a node, not over the
+    network.
     """
     comm_sms: int = 0
-    """SMs that push tokens beside the fused experts (`symm`); 0 takes all, and nothing overlaps.
+    """Number of SMs that `symm` uses to exchange tokens while the fused experts run on the others.
 
-    With `deepep` SMs of its kernels; 0 leaves it to them. `local` and `alltoall` refuse it; where
-    `auto` takes these, or experts cannot wait for tokens, the start page says so.
+    The default of 0 exchanges on all SMs, without overlap. With `deepep` it is the number of SMs of
+    its kernels, 0 for its default. `local` and `alltoall` refuse it. If `auto` chooses one of them,
+    or the experts are not fused, the start page says that it has no effect.
     """
     capacity_factor: float = 1.5
-    """Rows kept for a rank's experts, over the balanced load.
+    """Rows of the expert buffers, as a multiple of the rows under perfectly balanced routing.
 
-    A step that needs more is run again with more; no token is dropped.
+    A step that needs more rows is run again with larger buffers; no token is dropped.
     """
     distributed_optimizer: bool = True
-    """Shard optimizer state over data parallel ranks."""
+    """Shard the optimizer state over the data-parallel ranks."""
     overlap: bool = True
     """Overlap gradient reduction and parameter gathering with computation."""
     grad_dtype: str = "fp32"
-    """Gradient reduction dtype: `fp32` or `bf16`."""
+    """Dtype in which gradients are accumulated and reduced: `fp32` or `bf16`."""
     timeout: int = 600
-    """Seconds before a collective that does not finish ends the run."""
+    """Seconds after which a collective that has not finished ends the run."""
 
 
 @dataclass
@@ -258,53 +290,65 @@ class DataConfig:
     source: str = "embedded"
     """`embedded` (bytes of the Python library), `indexed` (Megatron .bin/.idx) or `synthetic`.
 
-    Long runs that save on their way take `indexed`: the other two are for tests and benchmarks.
+    `embedded` and `synthetic` are for tests and benchmarks; long runs with checkpoints need
+    `indexed`.
     """
     blend: list[str] = field(default_factory=list)
-    """For `indexed`: prefixes of .bin/.idx, or weights and prefixes in turn: [0.7, a, 0.3, b].
+    """Paths of `indexed` data without .bin, or weights and paths in turn: [0.7, a, 0.3, b].
 
-    Without weights they are mixed by their tokens. The start page has tokens and epochs of each.
+    Without weights the sources are mixed in proportion to their tokens. The start page shows tokens
+    and epochs of each.
     """
     split: str = "98,2"
-    """Weights of training and validation parts of each source."""
+    """Relative sizes of the training and validation parts of each source."""
     cache: str = ""
-    """Folder for built corpora and index caches; empty uses .cache/phalanx in the home folder."""
+    """Folder of built corpora and index files; empty uses .cache/phalanx in the home folder."""
     sequence_length: int = 256
-    """Tokens in one sequence."""
+    """Number of tokens in a sequence."""
     micro_batch: int = 4
-    """Sequences per rank in one forward pass."""
+    """Number of sequences that a rank processes in one forward pass."""
     global_batch: int = 32
-    """Sequences in one optimizer step."""
+    """Number of sequences in one optimizer step, over all ranks and micro-batches."""
     seed: int = 1234
-    """Seed of the document and sample order."""
+    """Seed of the order of documents and samples."""
 
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule."""
+    """AdamW and its learning-rate schedule."""
 
     lr: float = 3e-3
     """Peak learning rate."""
     min_lr: float = 3e-4
-    """Learning rate at the end of decay."""
+    """Learning rate at the end of the decay."""
     warmup_steps: int = 10
-    """Steps of linear warm-up from zero, cut to end before the decay does."""
+    """Number of steps of linear warm-up from zero; it always ends before the decay does."""
     decay_steps: int = 0
-    """Steps until `min_lr`; 0 takes `run.steps`, and bends the curve of a run that is extended."""
+    """Step at which the learning rate reaches `min_lr`; 0 takes `run.steps`.
+
+    Set it for a run that will be extended: otherwise a larger `run.steps` changes the curve.
+    """
     schedule: str = "cosine"
-    """`cosine`, `linear`, `constant`, `inverse-square-root` or `WSD`."""
+    """Decay of the learning rate: `cosine`, `linear`, `constant`, `inverse-square-root` or `WSD`.
+
+    `WSD` (warm-up, stable, decay) decays over the last tenth of `decay_steps`.
+    """
     weight_decay: float = 0.1
-    """Decoupled weight decay; none on biases and norms."""
+    """Decoupled weight decay of AdamW; biases and norms have none."""
     beta1: float = 0.9
-    """First moment decay."""
+    """Decay rate of the first moment, below 1."""
     beta2: float = 0.95
-    """Second moment decay."""
+    """Decay rate of the second moment, below 1."""
     eps: float = 1e-8
-    """Denominator epsilon."""
+    """Epsilon in the denominator of AdamW."""
     moments: str = "fp32"
-    """Dtype of both moments: `fp32`, or `bf16`, 6 bytes less a parameter (arXiv 2412.19437)."""
+    """Dtype of both moments: `fp32`, or `bf16`, which saves 6 bytes per parameter.
+
+    With `bf16` the fp32 master weight is stored as the bf16 weight and its missing 16 bits, without
+    loss (arXiv 2412.19437).
+    """
     clip_grad: float = 1.0
-    """Global gradient norm limit; 0 turns clipping off."""
+    """Limit of the global gradient norm; 0 turns clipping off."""
 
 
 @dataclass
@@ -312,70 +356,83 @@ class RunConfig:
     """One run: length, precision, checkpoints, logging."""
 
     name: str = "default"
-    """Run folder below `dir`; the same name resumes the same run. One run at a time has it."""
-    dir: str = "runs"
-    """Folder of all runs."""
-    steps: int = 100
-    """Optimizer steps."""
-    seed: int = 1
-    """Seed of weights; the same for every layout."""
-    device: str = "auto"
-    """`cuda`, `cpu`, or `auto` (CUDA where there is one)."""
-    precision: str = "bf16"
-    """`bf16` (fp32 master weights and router) or `fp32`."""
-    recompute: str = "none"
-    """Activation recompute: `none`, `attention`, `moe` or `full`."""
-    graph: str = "off"
-    """CUDA graph: `off`, or `full_iteration`, forward and backward of all micro-batches in one."""
-    deterministic: bool = False
-    """Use deterministic algorithms only, at some cost."""
-    resume: str = "auto"
-    """`auto` (newest checkpoint of the run, if any), `never`, or a checkpoint folder."""
-    bad_steps: str = "stop"
-    """Loss or gradient not finite: `stop`, `skip` the step, or `rollback` to the last checkpoint.
+    """Name of the run and of its folder below `run.dir`.
 
-    The parameters never see it. After a rollback the data goes on behind the bad step.
+    The same name continues the same run. Only one launch at a time can use a run folder.
+    """
+    dir: str = "runs"
+    """Folder that holds the folders of all runs."""
+    steps: int = 100
+    """Number of optimizer steps of the whole run, including those before a resume."""
+    seed: int = 1
+    """Seed of the initial weights, which are the same for every layout."""
+    device: str = "auto"
+    """`cuda`, `cpu`, or `auto`: CUDA if the machine has a GPU."""
+    precision: str = "bf16"
+    """`bf16` with fp32 master weights and an fp32 router, or `fp32` throughout."""
+    recompute: str = "none"
+    """Activations that the backward pass computes again: `none`, `attention`, `moe` or `full`."""
+    graph: str = "off"
+    """CUDA graph: `off`, or `full_iteration` for forward and backward of all micro-batches."""
+    deterministic: bool = False
+    """Use deterministic algorithms only; some operations become slower."""
+    resume: str = "auto"
+    """`auto` resumes from the newest checkpoint of the run, if any; `never` starts from scratch.
+
+    Any other value is the folder of a checkpoint to start from.
+    """
+    bad_steps: str = "stop"
+    """Answer to a loss or gradient that is not finite: `stop`, `skip` the step, or `rollback`.
+
+    The update of such a step is never applied. `rollback` returns to the last checkpoint and goes
+    on with the data after the bad step.
     """
     max_bad_steps: int = 10
-    """Steps skipped in a row, or rollbacks to one checkpoint, after which the next ends the run."""
+    """Number of steps skipped in a row, or rollbacks to one checkpoint, before the run ends."""
     skip_spikes: float = 0.0
-    """Skip steps with a loss or gradient norm this many sigma above the last 128; 0 skips none."""
+    """Skip a step whose loss or gradient norm is this many standard deviations above the mean.
+
+    Mean and deviation are those of the last 128 accepted steps. The default of 0 skips none.
+    """
     save_interval: int = 0
-    """Steps between checkpoints; 0 saves at the end only, -1 never."""
+    """Number of steps between checkpoints; 0 saves only at the end, -1 never saves."""
     keep_last: int = 2
-    """Newest checkpoints kept; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int = 0
-    """Checkpoints of steps that are multiples of it are kept for good; 0 for none."""
+    """Also keep every checkpoint whose step is a multiple of this; 0 keeps none."""
     async_save: str = "auto"
-    """Write checkpoints in the background: `on`, `off`, or `auto` (on with CUDA)."""
+    """Write checkpoints in the background: `on`, `off`, or `auto`, which is on with CUDA."""
     requeue_code: int = 0
     """Exit code of a rank that a signal stopped before the last step; scripts/slurm.sbatch sets 85.
 
-    Other than 0 it makes torchrun report a failure, and start again with --max-restarts.
+    With a code other than 0 torchrun reports a failure, and with --max-restarts starts again.
     """
     log_interval: int = 1
-    """Steps between progress lines."""
+    """Number of steps between progress lines."""
     eval_interval: int = 0
-    """Steps between validations; 0 turns validation off."""
+    """Number of steps between validations; 0 turns validation off."""
     eval_batches: int = 8
-    """Global batches per validation, the same ones each time."""
+    """Number of global batches in a validation; every validation reads the same ones."""
     dry_run: bool = False
-    """Print memory, traffic and expected time on `parallel.world_size` ranks, and exit; no GPU."""
+    """Print the estimated memory, traffic and step time, and exit. It needs no GPU.
+
+    Set `parallel.world_size` to the number of ranks to estimate.
+    """
     machine: str = "h200"
-    """GPU that `dry_run` reckons with: `h200` or `h100`; rates are in configs/machines.py."""
+    """GPU that `run.dry_run` assumes: `h200` or `h100`; configs/machines.py holds their rates."""
     wandb: str = "off"
     """Weights & Biases: `off`, `offline` or `online`; a failing service never stops training."""
     wandb_project: str = "phalanx"
-    """Weights & Biases project."""
+    """Name of the Weights & Biases project."""
     tensorboard: bool = False
     """Write TensorBoard events to the run folder."""
     profile: list[int] = field(default_factory=list)
-    """[first, last] step recorded by torch.profiler on rank 0; the trace goes to the run folder."""
+    """[first, last] step that torch.profiler records on rank 0, into the run folder."""
 
 
 @dataclass
 class Config:
-    """The whole of a run, as composed by Hydra."""
+    """The whole configuration of a run, as composed by Hydra."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """Architecture."""

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Make or update a throughput record of ours: configs/anchors/NAME.yaml, from a metrics.jsonl.
+"""Make or update a throughput record: docs/measured/training/NAME.yaml, from a metrics.jsonl.
 
-What was run is read from the command that is given, what came out from steps 41-50 of the metrics.
-The two must agree: tokens per step, and TFLOP/s by moe.estimate.accounting. configs/records.py
+The settings are read from the given command, the rates from steps 41-50 of the metrics. The two
+must agree on tokens per step, and on TFLOP/s by moe.estimate.accounting. configs/records.py
 documents the fields.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from phalanx.configs.load import load  # noqa: E402
-from phalanx.configs.records import FOLDER, WINDOW, Own, launch, write  # noqa: E402
+from phalanx.configs.records import MEASURED, WINDOW, Own, launch, write  # noqa: E402
 from phalanx.configs.schema import Config  # noqa: E402
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate  # noqa: E402
 from phalanx.moe.estimate.accounting import flops_per_token  # noqa: E402
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
     p = argparse.ArgumentParser(
         prog="record_anchor.py",
-        description="Write configs/anchors/NAME.yaml from the metrics of a 50-step run.",
+        description="Write docs/measured/training/NAME.yaml from the metrics of a 50-step run.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"of a package; repeat (default: {', '.join(PACKAGES)} as installed here)",
     )
     p.add_argument("--note", default="", help="what a reader must know to compare")
-    p.add_argument("--folder", type=Path, default=FOLDER, help="default: configs/anchors")
+    p.add_argument("--folder", type=Path, default=MEASURED, help="default: docs/measured/training")
     return p
 
 
@@ -183,7 +183,9 @@ def commit() -> str:
     """Short commit of this tree, with a + if it has changes."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         raise ValueError("this is no git checkout: say --commit") from None
     return done.stdout.strip()

@@ -103,7 +103,7 @@ def _memory(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[st
         yield f"{i} {name}".ljust(16) + "".join(f"{c:>12}" for c in cells)
     if exchange := exchange_bytes(cfg, world):
         yield (
-            f"receive buffers of {cfg.parallel.dispatch}, beside torch's memory: "
+            f"receive buffers of {cfg.parallel.dispatch}, outside of torch's memory: "
             f"{storage(exchange)}"
         )
     yield (
@@ -184,11 +184,11 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
     yield (
         f"step {t.total:.3f} s: {rate} (mfu {tokens / t.total * flops / 1e12 / _PEAK:.0%}): "
-        f"balanced experts{exchanged}, nothing else in the way"
+        f"balanced experts{exchanged}, no other delays"
     )
     yield (
-        f"at best {best.seconds:.3f} s: {best_rate} in {cfg.run.precision}: {best.limit} alone and "
-        "all else behind, by any transport"
+        f"at best {best.seconds:.3f} s: {best_rate} in {cfg.run.precision}: {best.limit} alone, "
+        "all else overlapped, with any transport"
     )
     for match in alike(cfg, world, machine.name):
         yield _compared(match)

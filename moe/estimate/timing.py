@@ -192,7 +192,7 @@ _PASSES = 6.0
 
 
 _WAITED = 0.25
-"""Of pushes beside the experts (kernels/sm90/NOTES.md, "exposed")."""
+"""Part of an overlapped exchange that a layer waits for, as measured (docs/kernels/log.md)."""
 
 
 def _exchange(cfg: Config, world: int, machine: Machine) -> float:

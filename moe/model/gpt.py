@@ -185,7 +185,8 @@ def _execution(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,  # kernels.attention.latent and kernels.attention.rope rotate, and say why
+        # kernels.attention.latent and kernels.attention.rope rotate, and say why.
+        apply_rope_fusion=False,
         persist_layer_norm=False,
         cross_entropy_loss_fusion=not on_cpu,
         deallocate_pipeline_outputs=True,

@@ -1,4 +1,4 @@
-"""May the update of a step be made? Judged from its loss and gradient norm, the same on every rank.
+"""Decides from loss and gradient norm whether the update of a step is applied, alike on every rank.
 
 Between the backward and the optimizer. Both numbers are sums over all ranks that every rank reads
 to the last bit, so the verdict needs no message, and a replayed graph ends where the read begins.

@@ -28,13 +28,13 @@ class Rerun(NamedTuple):
     """Why a step was run again, and with what."""
 
     needed: float
-    """Expert rows over the balanced load."""
+    """Rows that the experts needed, over the rows of balanced routing."""
     capacity_factor: float
-    """Of the budget from then on."""
+    """Capacity factor of the rerun and of the steps after it."""
 
 
 class Totals(NamedTuple):
-    """Of a step, over all ranks and the same on each."""
+    """Totals of a step over all ranks, identical on every rank."""
 
     loss: float
     mtp_loss: float

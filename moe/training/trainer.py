@@ -192,7 +192,7 @@ class Trainer:
         return saved
 
     def _asked_to_stop(self, when: str) -> bool:
-        """Whether a rank has had a signal; told if so. Collective."""
+        """True on all ranks if any received a stop signal, which is logged. Collective."""
         doing(f"{when}: agreement on signals")
         received = gather(self.stop.received)
         asked = [f"{name} to rank {rank}" for rank, name in enumerate(received) if name]

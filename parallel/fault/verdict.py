@@ -100,12 +100,12 @@ def blame(members: Mapping[int, Member], now: float, timeout: float) -> Verdict 
 
 
 def died(where: Where, at: str) -> str:
-    """How a rank that is gone is told."""
+    """Message about a rank that is gone."""
     return f"{where} died; it was last heard of in {at}"
 
 
 def silent(where: Where, seconds: float, at: str) -> str:
-    """How a rank without heartbeats is told."""
+    """Message about a rank without heartbeats."""
     lost = f"has not answered for {seconds:.1f} s, so it is stopped or its host is gone"
     return f"{where} {lost}; it was last heard of in {at}"
 
@@ -122,4 +122,4 @@ def _behind(here: Mapping[int, Member], now: float) -> Verdict:
     if m.serial < max(other.serial for other in here.values()):
         return Verdict(m.where, "stuck", f"{m.where} hangs, {now - m.since:.1f} s in {m.at}")
     reason = f"; {failed[0][1]}" if failed else ""
-    return Verdict(m.where, "broken", f"no rank goes on, and all of them are in {m.at}{reason}")
+    return Verdict(m.where, "broken", f"all ranks are stuck in {m.at}{reason}")

@@ -37,7 +37,9 @@ _WRITES = 2.5  # seconds in which stacks and collectives are written, if the dis
 
 
 class Watchdog:
-    """Of this rank, from the time it can reach a store; collective. One rank alone needs none.
+    """Watches the ranks of the job, from the time they can reach a store. One rank watches nothing.
+
+    Making one is collective.
 
     Args:
         guard: of this process.
@@ -104,7 +106,7 @@ class Watchdog:
         if "refused" in joined:
             where = f"{rank_0['host']} at {address[0]}:{address[1]}"
             raise RuntimeError(
-                f"no way to rank 0, {where} (set MASTER_ADDR to its host): {joined['refused']}"
+                f"cannot reach rank 0, {where} (set MASTER_ADDR to its host): {joined['refused']}"
             )
 
     def close(self) -> None:

@@ -106,6 +106,8 @@ def test_a_wheel_beside_another_kernels(
     assert declared == set(COMMANDS)
     for name, words in COMMANDS.items():
         call([site / "bin" / name, *words], tmp_path, site)
+    dry = ["model=gpt_oss_20b", "parallel=ep8", "run.dry_run=true", "parallel.world_size=8"]
+    assert "published" in call([site / "bin/phalanx-train", *dry], tmp_path, site)
     train = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     out = call([sys.executable, *train, "-m", "phalanx.train", *SMALL], tmp_path, site)
     assert "done: step 1" in out and (tmp_path / "runs").is_dir()

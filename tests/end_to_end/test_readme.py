@@ -1,5 +1,6 @@
-"""The README against the tree: paths exist, commands compose, tables say what the code says."""
+"""README and docs against the tree: links lead somewhere, commands compose, tables are true."""
 
+import ast
 import re
 import shlex
 import shutil
@@ -11,81 +12,100 @@ from omegaconf import OmegaConf
 
 from phalanx import train
 from phalanx.configs import load as loading
+from phalanx.configs.bounds import CHOICES
 from phalanx.configs.knobs import knobs, sections
 from phalanx.configs.load import GROUPS, load, options
-from phalanx.configs.records import launch
+from phalanx.configs.records import launch, own
 from phalanx.configs.schema import ModelConfig
 from phalanx.configs.validate import validate
 from phalanx.moe.estimate.accounting import active_parameters, flops_per_token, parameters
 from phalanx.moe.report.metrics import heading
-from phalanx.scripts import plot_losses, prepare_data, record_anchor, timeline
+from phalanx.scripts import (
+    bench_dispatch,
+    bench_kernels,
+    checkpoint,
+    compare_throughput,
+    convert_hf,
+    plot_losses,
+    prepare_data,
+    record_anchor,
+    timeline,
+)
+from phalanx.scripts.compare.points import expand
+from tests.support import pages
+from tests.support.pages import (
+    README,
+    ROOT,
+    TEXTS,
+    blocks,
+    commands,
+    prose,
+    ranks_and_overrides,
+    rows,
+)
 from tests.support.runs import SMALL, records, run
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROSE = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+COMMANDS = commands()
+LINKS = [(page, link) for page in TEXTS for link in pages.links(page)]
+PARSERS = {
+    "bench_dispatch": bench_dispatch.arguments,
+    "bench_kernels": bench_kernels.arguments,
+    "checkpoint": checkpoint.parser().parse_args,
+    "compare_throughput": compare_throughput.parser().parse_intermixed_args,
+    "convert_hf": convert_hf.parser().parse_args,
+    "plot_losses": plot_losses.parser().parse_args,
+    "prepare_data": prepare_data.parser().parse_args,
+    "record_anchor": record_anchor.parser().parse_args,
+    "timeline": timeline.parser().parse_args,
+}
 FLOW = (
     "embedding", "attention", "router", "dispatch", "plan", "experts", "fc1, activation, fc2",
     "combine", "loss", "backward", "optimizer", "checkpoint",
 )  # fmt: skip
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
-def commands() -> list[str]:
-    """Command lines of the shell blocks, and those in the text."""
-    joined = "\n".join(blocks("bash")).replace("\\\n", " ")
-    inline = re.findall(r"`((?:python|torchrun|bash) [^`]+)`", PROSE)
-    return [text for text in (*joined.splitlines(), *inline) if text.strip()]
-
-
-COMMANDS = commands()
-STARTS = {"train.py", "scripts/train.sh", "scripts/slurm.sbatch"}
-TRAIN = [text for text in COMMANDS if STARTS & set(shlex.split(text, comments=True))]
-
-
-def rows(first_header: str) -> list[list[str]]:
-    """Cells of the table whose header row starts with this cell."""
-    body = README.split(f"| {first_header} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in body]
-
-
 @pytest.fixture
 def with_example_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The configuration folder with the YAML of the README in it."""
+    """The configuration folder with the YAML of docs/models.md in it."""
     folder = tmp_path / "configs"
     shutil.copytree(loading.FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     (example,) = blocks("yaml")
     name = OmegaConf.create(example).name
-    assert f"`configs/model/{name}.yaml`" in PROSE
+    assert f"`configs/model/{name}.yaml`" in prose(TEXTS["docs/models.md"])
     (folder / "model" / f"{name}.yaml").write_text(example)
     monkeypatch.setattr(loading, "FOLDER", folder)
     yield
 
 
-def ranks_and_overrides(command: str) -> tuple[int, list[str]]:
-    words = shlex.split(command, comments=True)
-    if "scripts/train.sh" in words:  # two processes where there is no GPU
-        return 2, words[words.index("scripts/train.sh") + 1 :]
-    if "scripts/slurm.sbatch" in words:
-        per_node = re.search(r"--gpus-per-node=(\d+)", (ROOT / "scripts/slurm.sbatch").read_text())
-        assert per_node is not None
-        at = words.index("scripts/slurm.sbatch")
-        return int(words[words.index("--nodes") + 1]) * int(per_node[1]), words[at + 1 :]
-    return launch(command)
+def test_readme_is_one_page() -> None:
+    assert len(README.splitlines()) <= 200
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", README))))
-def test_linked_files_exist(target: str) -> None:
-    assert (ROOT / target).exists()
+@pytest.mark.parametrize(("page", "link"), LINKS)
+def test_links_lead_to_files_and_headings(page: str, link: str) -> None:
+    path, anchor = pages.target(page, link)
+    assert path.exists() and path.is_relative_to(ROOT)
+    if anchor:
+        assert anchor in pages.anchors(str(path.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("anchor", sorted(set(re.findall(r"\]\(#([^)]+)\)", README))))
-def test_linked_headings_exist(anchor: str) -> None:
-    headings = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
-    assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, following = set(), ["README.md"]
+    while following:
+        page = following.pop()
+        if page not in reached:
+            reached.add(page)
+            paths = [pages.target(page, link)[0] for link in pages.links(page)]
+            following += [str(p.relative_to(ROOT)) for p in paths if p.suffix == ".md"]
+    assert reached == set(TEXTS)
+
+
+def test_a_link_to_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "# A page\n[a](gone.md) [b](#a-page) [c](#gone)\n```text\n[d](gone.py)\n```\n"
+    monkeypatch.setitem(TEXTS, "docs/new.md", text)
+    assert pages.links("docs/new.md") == ["#a-page", "#gone", "gone.md"]
+    assert pages.target("docs/new.md", "gone.md#x") == (ROOT / "docs/gone.md", "x")
+    assert pages.anchors("docs/new.md") == {"a-page"}
 
 
 def test_scripts_that_commands_name_exist() -> None:
@@ -95,7 +115,7 @@ def test_scripts_that_commands_name_exist() -> None:
 
 
 @pytest.mark.usefixtures("with_example_model")
-@pytest.mark.parametrize("command", TRAIN)
+@pytest.mark.parametrize("command", pages.training_commands())
 def test_training_commands_are_valid(command: str) -> None:
     ranks, overrides = ranks_and_overrides(command)
     if {"--help", "--cfg"} & set(overrides):
@@ -124,17 +144,39 @@ def test_the_example_of_resuming_has_one_curve(tmp_path: Path) -> None:
 
 
 def test_commands_of_other_scripts_are_understood() -> None:
-    checked = 0
-    for words in map(shlex.split, COMMANDS):
-        for script in (prepare_data, record_anchor, timeline, plot_losses):
-            name = f"scripts/{Path(script.__file__).name}"
-            if name in words:
-                args = script.parser().parse_args(words[words.index(name) + 1 :])
-                if "command" in args:
+    checked = set()
+    for line in COMMANDS:
+        words = shlex.split(line, comments=True)
+        for name, parse in PARSERS.items():
+            if f"scripts/{name}.py" in words:
+                args = parse(words[words.index(f"scripts/{name}.py") + 1 :])
+                checked.add(name)
+                if name == "record_anchor":
                     ranks, overrides = launch(args.command)
                     validate(load(overrides), ranks)
-                checked += 1
-    assert checked == 4
+                if name == "compare_throughput":
+                    assert len(expand(args.overrides)) > 1
+    assert checked == set(PARSERS)
+
+
+def test_files_that_a_command_draws_from_are_there() -> None:
+    drawn = [line for line in COMMANDS if "plot_losses.py" in line and "--title" in line]
+    (args,) = [PARSERS["plot_losses"](shlex.split(line)[2:]) for line in drawn]
+    curves = plot_losses.load([ROOT / path for path in args.runs])
+    assert len(curves) == 2 and f"--parts {args.parts}" in drawn[0]
+    means = [line.split()[-1] for line in plot_losses.table(curves, args.parts).splitlines()[1:]]
+    page = " ".join(TEXTS["docs/performance.md"].split())
+    assert "From step 200 on, means of 50 steps are within 0.01 of each other" in page
+    assert len(means) == 10 and all(abs(float(mean)) <= 0.01 for mean in means[4:])
+
+
+def test_modules_that_commands_run_exist() -> None:
+    lines = [shlex.split(line, comments=True) for line in COMMANDS]
+    modules = {words[2] for words in lines if words[:2] == ["python", "-m"]} - {"pytest"}
+    assert "phalanx.configs.docs" in modules
+    for name in modules:
+        tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text())
+        assert any(isinstance(node, ast.If) for node in tree.body), f"{name} does nothing"
 
 
 def test_the_timeline_is_of_the_trace_that_the_line_before_writes() -> None:
@@ -146,14 +188,28 @@ def test_the_timeline_is_of_the_trace_that_the_line_before_writes() -> None:
     assert trace in shlex.split(COMMANDS[at]) and last <= run.steps
 
 
+def test_the_example_in_python_runs() -> None:
+    (example,) = blocks("python")
+    names: dict[str, object] = {}
+    exec(compile(example, "docs/kernels.md", "exec"), names)
+    assert tuple(names["out"].shape) == (4, 16, 64)  # type: ignore[attr-defined]
+    assert "# [4, 16, 64]" in example
+
+
 def test_map_names_every_step_in_order() -> None:
-    steps = [row[0] for row in rows("step")]
-    assert [step for step in steps if step in FLOW] == list(FLOW)
-    assert all("](" in row[2] for row in rows("step"))
+    table = rows("docs/design.md", "step")
+    assert [row[0] for row in table if row[0] in FLOW] == list(FLOW)
+    assert all("](" in row[2] for row in table)
+
+
+def test_map_of_the_readme_names_every_folder_of_code() -> None:
+    named = {row[0].split("]")[0].strip("[") for row in rows("README.md", "folder")}
+    folders = {path.parent.name for path in ROOT.glob("*/*.py")}
+    assert {"configs", "kernels", "moe", "parallel", "scripts", "tests"} <= folders <= named
 
 
 def test_every_large_model_is_listed_with_its_numbers() -> None:
-    table = {row[0].strip("`"): row[1:] for row in rows("`model=`")}
+    table = {row[0].strip("`"): row[1:] for row in rows("docs/models.md", "`model=`")}
     assert set(table) == {name for name in options("model") if not name.startswith("tiny")}
     for name, cells in table.items():
         model = load([f"model={name}"]).model
@@ -167,40 +223,60 @@ def test_example_model_is_the_published_one() -> None:
     tree = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.create(example))
     model = OmegaConf.to_object(tree)
     assert isinstance(model, ModelConfig)
-    assert f"{parameters(model).total / 1e9:.1f} B, as published" in README
+    assert f"{parameters(model).total / 1e9:.1f} B, as published" in TEXTS["docs/models.md"]
     assert round(parameters(model).total / 1e9, 1) == 46.7
 
 
 def test_every_kernel_option_is_listed() -> None:
-    assert sorted(row[0].strip("`") for row in rows("`kernels=`")) == options("kernels")
+    listed = [row[0].strip("`") for row in rows("docs/kernels.md", "`kernels=`")]
+    assert sorted(listed) == options("kernels")
+
+
+def test_every_transport_is_listed() -> None:
+    listed = [row[0].strip("`") for row in rows("docs/dispatch.md", "`parallel.dispatch=`")]
+    assert sorted(listed) == sorted(CHOICES["parallel.dispatch"])
 
 
 def test_every_experiment_named_exists() -> None:
-    named = set(re.findall(r"experiment=(\w+)", README)) | set(re.findall(r"`(\w+_8gpu)`", README))
+    text = "\n".join(TEXTS.values())
+    named = set(re.findall(r"experiment=(\w+)", text)) | set(re.findall(r"`(\w+_8gpu)`", text))
     assert named and named <= set(options("experiment"))
 
 
 def test_knobs_in_the_text_exist() -> None:
-    text = PROSE.split("<!-- knobs -->")[0]
-    named = set(re.findall(rf"`((?:{'|'.join(GROUPS)})\.[a-z_.]+)", text))
-    known = {*knobs(), *sections()}
-    assert named and sorted(name for name in named if name not in known) == []
+    text = "\n".join(prose(text) for text in TEXTS.values())
+    named = set(re.findall(rf"`((?:{'|'.join(GROUPS)})\.[a-z_.\d]+)", text))
+    assert named and sorted(named - {*knobs(), *sections()}) == []
+
+
+def test_linked_numbers_are_those_of_the_records() -> None:
+    """Tokens per second that link to a record, and in tables of both the TFLOP/s after them."""
+    found = own()
+    linked = re.compile(r"\[([\d,]+)\]\([\w./]*training/(\w+)\.yaml\)(?: \| (\d+) \|)?")
+    seen = [match for text in TEXTS.values() for match in linked.findall(text)]
+    assert len(seen) > 10
+    for rate, name, tflops in seen:
+        assert rate == f"{found[name].tokens_per_second_per_gpu:,.0f}", name
+        assert tflops in ("", f"{found[name].tflops_per_gpu:.0f}"), name
 
 
 def test_exit_codes_are_those_of_train() -> None:
-    codes = re.findall(r"(?:^|, |: )(\d+) [a-z]", train.__doc__ or "")
-    assert [row[0] for row in rows("exit code of a rank")] == codes
+    codes = re.findall(r"^ +(\d+)  \S", train.__doc__ or "", re.MULTILINE)
+    assert [row[0] for row in rows("docs/operations.md", "exit code of a rank")] == codes
+    assert {"2", "43", "45"} < set(codes)
 
 
 def test_console_excerpt_has_the_columns_of_today() -> None:
-    shown = blocks("text")[0].splitlines()
+    shown = blocks("text", README)[0].splitlines()
     record = {
         "step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second_per_gpu": 1.0,
         "step_time": 1.0, "memory": 1.0, "load_max": 1.0, "load_p95": 1.0, "dead_experts": 0,
     }  # fmt: skip
     assert heading(record, 20) in shown
     assert sum(bool(re.match(r" ?\d+/20 ", text)) for text in shown) >= 5
-    assert f"without the override it takes {load([]).run.steps} steps" in README
+    page = " ".join(README.split())
+    assert "This is `bash scripts/train.sh run.steps=20` on " in page
+    assert f"without the override it takes {load([]).run.steps} steps" in page
 
 
 def test_continuous_integration_runs_the_test_command() -> None:

@@ -72,7 +72,7 @@ def test_the_first_that_could_not_go_on_says_why() -> None:
     late = {"failed": NOW - 3, "reason": "rank 1 has not reached exchange 7"}
     found = verdict(r2=late, r0={"failed": NOW - 2, "reason": "Connection closed by peer"})
     assert found is not None and found.text == (
-        "no rank goes on, and all of them are in step 7: data; rank 1 has not reached exchange 7"
+        "all ranks are stuck in step 7: data; rank 1 has not reached exchange 7"
     )
 
 

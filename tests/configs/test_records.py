@@ -89,8 +89,8 @@ def test_own_numbers_fit_together(name: str) -> None:
 
 
 def test_every_file_is_a_record() -> None:
-    files = {path.name for path in records.FOLDER.iterdir() if path.is_file()}
-    assert files == {"published.yaml", *(f"{name}.yaml" for name in OWN)}
+    files = {path.name for path in records.MEASURED.iterdir()}
+    assert files == {f"{name}.yaml" for name in OWN}
 
 
 def test_table_has_a_row_for_each() -> None:
@@ -132,15 +132,15 @@ def test_launch_that_says_too_little(command: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("gpus: many", "published.yaml, record 1: .*many"),
-        ("tokens_per_secnd: 3", "published.yaml, record 1: .*tokens_per_secnd"),
-        ("model: null", "published.yaml, record 1: "),
+        ("gpus: many", "training.yaml, record 1: .*many"),
+        ("tokens_per_secnd: 3", "training.yaml, record 1: .*tokens_per_secnd"),
+        ("model: null", "training.yaml, record 1: "),
     ],
 )
 def test_a_record_that_does_not_fit(change: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "published.yaml").write_text(f"- {change}\n")
+    (tmp_path / "training.yaml").write_text(f"- {change}\n")
     with pytest.raises(ValueError, match=message):
-        published(tmp_path)
+        published(tmp_path / "training.yaml")
 
 
 def test_a_record_with_a_field_missing(tmp_path: Path) -> None:
