@@ -123,7 +123,7 @@ class MoEConfig:
     dense_layers: int = 0
     """Leading layers with a dense MLP instead of experts."""
     activation: str = "swiglu"
-    """`swiglu`, `geglu`, `quick_geglu` or `squared_relu` (ungated); of all MLPs."""
+    """Activation of all MLPs, an entry of configs/activations.py."""
     activation_alpha: float = 1.702
     """Slope inside the sigmoid of `quick_geglu`."""
     activation_limit: float = 0.0
@@ -218,12 +218,9 @@ class ParallelConfig:
     expert: int = 0
     """Expert parallel size; 0 takes the largest up to 8 that divides experts and stage ranks."""
     dispatch: str = "auto"
-    """Transport to experts: `local` (expert = 1), `alltoall`, `symm`, `hier`, `deepep` or `auto`.
+    """Transport to experts, an entry of configs/transports.py, or the best that can run (`auto`).
 
     All ranks of a group take the same: what one cannot do, none does, and the start page says why.
-    `alltoall` is gloo's or NCCL's. `symm` pushes each token once to a GPU's memory over NVLink:
-    bf16, one node, Hopper. `hier` sends it once to each of several nodes, and inside as it can.
-    `deepep` is the package of that name, if installed; never taken by `auto`.
     """
     save_x: str = "redispatch"
     """Received tokens for the backward pass of `symm`: sent again (`redispatch`), or `keep`.

@@ -14,24 +14,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.configs.schema import RouterConfig
-
-_EXPERTS = 512
-_SLOTS = 16
-"""Limits of kernels.sm90.routing.topk."""
+from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.sm90.limits import TOPK_EXPERTS, TOPK_SLOTS
 
 
-def refuse(options: RouterConfig, *, experts: int, top_k: int) -> str | None:
-    """Why the kernel cannot route by these options; None if it can."""
+def refuse(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
+    """Why the kernel cannot route by these options."""
     if options.force_balance:
         return "force_balance chooses experts itself"
     if options.rounding != "none":
         return f"rounding={options.rounding} needs more candidates than it gives"
     if options.group_topk < options.groups:
         return "it knows no groups"
-    if experts % 8 or experts > _EXPERTS:
-        return f"needs a multiple of 8 experts, at most {_EXPERTS}, not {experts}"
-    if top_k > _SLOTS:
-        return f"needs a top_k of at most {_SLOTS}, not {top_k}"
+    if experts % 8 or experts > TOPK_EXPERTS:
+        return f"needs a multiple of 8 experts, at most {TOPK_EXPERTS}, not {experts}"
+    if top_k > TOPK_SLOTS:
+        return f"needs a top_k of at most {TOPK_SLOTS}, not {top_k}"
     if not options.scale or not math.isfinite(options.scale):
         return f"needs a scale other than {options.scale}"
     return None
