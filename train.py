@@ -88,9 +88,9 @@ def _room(cfg: "Config") -> list[Exception]:
     matrices = 3 * m.layers * m.moe.experts * m.moe.ffn + m.vocab_size
     if matrices * m.hidden < _LARGE:
         return []
-    from phalanx.moe.estimate.room import refused_here
+    from phalanx.moe.estimate.room import refuse_here
 
-    refusal = refused_here(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    refusal = refuse_here(cfg, int(os.environ.get("WORLD_SIZE", "1")))
     return [ConfigError(refusal)] if refusal else []
 
 

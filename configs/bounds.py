@@ -8,20 +8,20 @@ import difflib
 import math
 from collections.abc import Iterator
 
+from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.knobs import get, knobs, repair
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config
+from phalanx.configs.transports import TRANSPORTS
 
-CHOICES: dict[str, tuple[str, ...]] = {
+_CHOICES: dict[str, tuple[str, ...]] = {
     "model.attention.kind": ("gqa", "mla"),
-    "model.moe.activation": ("swiglu", "geglu", "quick_geglu", "squared_relu"),
     "model.moe.router.score": ("softmax", "sigmoid"),
     "model.moe.router.softmax_over": ("all", "topk"),
     "model.moe.router.rounding": ("none", "nearest", "up", "down"),
     "kernels.backend": ("auto", "reference", "torch", "te", "fused", "megatron"),
     "kernels.attention": ("auto", "reference", "sdpa", "flex", "te"),
     "kernels.norm": ("auto", "torch", "te"),
-    "parallel.dispatch": ("auto", "local", "alltoall", "symm", "hier", "deepep"),
     "parallel.save_x": ("redispatch", "keep"),
     "parallel.grad_dtype": ("fp32", "bf16"),
     "data.source": ("embedded", "indexed", "synthetic"),
@@ -36,6 +36,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "run.machine": tuple(MACHINES),
     "run.wandb": ("off", "offline", "online"),
 }
+
+
+def choices() -> dict[str, tuple[str, ...]]:
+    """Values of every knob that has a list of them; those of the tables as they are now."""
+    tables = {
+        "model.moe.activation": tuple(ACTIVATIONS),
+        "parallel.dispatch": ("auto", *TRANSPORTS),
+    }
+    return _CHOICES | tables
+
 
 AT_LEAST: dict[str, int] = {
     "model.attention.heads": 1,
@@ -119,12 +129,13 @@ def oversized(cfg: Config) -> list[str]:
 
 def bound_problems(cfg: Config) -> Iterator[str]:
     """Knobs that are wrong by themselves."""
+    allowed = choices()
     for path, knob in knobs().items():
         value = get(cfg, path)
-        if path in CHOICES and value not in CHOICES[path]:
-            near = difflib.get_close_matches(value, CHOICES[path], n=1, cutoff=0.3)
-            reason = f"is not one of {', '.join(CHOICES[path])}"
-            yield repair(cfg, path, reason, (near or CHOICES[path])[0])
+        if path in allowed and value not in allowed[path]:
+            near = difflib.get_close_matches(value, allowed[path], n=1, cutoff=0.3)
+            reason = f"is not one of {', '.join(allowed[path])}"
+            yield repair(cfg, path, reason, (near or allowed[path])[0])
         elif knob.type in (int, float) and (bound := _bound(path, value)):
             yield repair(cfg, path, *bound)
 

@@ -1,24 +1,32 @@
 """Tables of all knobs in Markdown, from the docstrings under the fields of schema.py.
 
-`python -m configs.docs` prints them; `python -m configs.docs docs/configuration.md` writes them
+`python -m phalanx.configs.docs` prints them; `python -m phalanx.configs.docs docs/configuration.md` writes them
 between the markers of that page. Defaults are those of the composed config.yaml, which train.py
 uses without arguments.
 """
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from phalanx.configs import schema
+from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
 from phalanx.configs.knobs import get, knobs, sections, written
 from phalanx.configs.load import GROUPS, load
+from phalanx.configs.transports import TRANSPORTS, TransportFacts
+
+TABLES: dict[str, Mapping[str, ActivationFacts | TransportFacts]] = {
+    "model.moe.activation": ACTIVATIONS,
+    "parallel.dispatch": TRANSPORTS,
+}
+"""Knobs whose values are the entries of a table."""
 
 BEGIN, END = "<!-- knobs -->", "<!-- /knobs -->"
 
 
 def field_docs() -> dict[str, str]:
-    """Docstring of every knob that has one, by dotted path."""
+    """Docstring of every knob that has one, by dotted path; with the entries of its table."""
     by_class = dict(_classes(ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))))
     owners = {"": schema.Config, **sections()}
     found = {}
@@ -26,6 +34,9 @@ def field_docs() -> dict[str, str]:
         owner, _, name = path.rpartition(".")
         if name in by_class[owners[owner].__name__]:
             found[path] = by_class[owners[owner].__name__][name]
+    for path, table in TABLES.items():
+        entries = "; ".join(f"`{name}`: {facts.meaning}" for name, facts in table.items())
+        found[path] += f" {entries}."
     return found
 
 

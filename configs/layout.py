@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from phalanx.configs.knobs import repair
 from phalanx.configs.schema import Config
+from phalanx.configs.transports import TRANSPORTS
 
 
 def stage_ranks(cfg: Config, world: int) -> int:
@@ -168,7 +169,7 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
         fits = largest_divisor(math.gcd(experts, stage), size)
         yield repair(cfg, "parallel.expert", reason, fits)
     size = expert_parallel_size(cfg, world)
-    if p.dispatch == "local" and size > 1:
+    if p.dispatch != "auto" and TRANSPORTS[p.dispatch].one_rank and size > 1:
         reason = f"keeps tokens on their rank, and the experts are on {size} ranks"
         yield repair(cfg, "parallel.dispatch", reason, "alltoall")
 

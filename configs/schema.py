@@ -145,7 +145,7 @@ class MoEConfig:
     dense_layers: int = 0
     """Number of leading layers that have a dense MLP instead of experts."""
     activation: str = "swiglu"
-    """Activation of every MLP: `swiglu`, `geglu`, `quick_geglu`, or `squared_relu` (ungated)."""
+    """Activation of every MLP, an entry of configs/activations.py."""
     activation_alpha: float = 1.702
     """Slope inside the sigmoid of `quick_geglu`; the other activations ignore it."""
     activation_limit: float = 0.0
@@ -248,12 +248,10 @@ class ParallelConfig:
     of a pipeline stage.
     """
     dispatch: str = "auto"
-    """Transport between tokens and experts: `auto`, `local`, `alltoall`, `symm`, `hier`, `deepep`.
+    """Transport between tokens and experts, an entry of configs/transports.py.
 
-    `local` is for `expert=1`. `alltoall` uses gloo or NCCL. `symm` writes each token once to every
-    GPU that needs it, over NVLink: bf16, one node, Hopper. `hier` sends a token once to each node,
-    then uses `symm` or `alltoall` inside. `deepep` needs that package; `auto` never takes it. All
-    ranks of a group use the same transport, and the start page says which and why.
+    `auto` takes the best that can run. All ranks of a group use the same transport, and the start
+    page says which and why.
     """
     save_x: str = "redispatch"
     """How `symm` provides received tokens to the backward pass: `redispatch` sends them again.

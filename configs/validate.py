@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import Iterator
 
+from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.knobs import get, repair
 from phalanx.configs.layout import (
@@ -19,6 +20,7 @@ from phalanx.configs.layout import (
     micro_batches,
 )
 from phalanx.configs.schema import Config
+from phalanx.configs.transports import TRANSPORTS, TransportFacts
 
 __all__ = [
     "ConfigError",
@@ -114,10 +116,10 @@ def _experts(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "model.moe.dense_layers", reason, cfg.model.layers)
     if m.shared_ffn and cfg.model.bias:
         yield repair(cfg, "model.bias", "is not possible with shared experts (shared_ffn)", False)
-    if m.activation == "squared_relu":
+    if not ACTIVATIONS[m.activation].gated:
         for knob in ("activation_limit", "activation_offset"):
             if getattr(m, knob):
-                reason = "needs a gated activation, not squared_relu"
+                reason = f"needs a gated activation, not {m.activation}"
                 yield repair(cfg, f"model.moe.{knob}", reason, 0)
 
 
@@ -160,7 +162,7 @@ def _graph(cfg: Config) -> Iterator[str]:
     if cfg.kernels.backend in ("megatron", "reference"):
         reason = "counts rows on the host, which run.graph=full_iteration cannot capture"
         yield repair(cfg, "kernels.backend", reason, "auto")
-    if cfg.parallel.dispatch == "deepep":
+    if not _transport(cfg).graph:
         yield repair(cfg, "parallel.dispatch", with_graph, "auto")
     if cfg.kernels.attention == "reference":
         yield repair(cfg, "kernels.attention", with_graph, "auto")
@@ -168,9 +170,14 @@ def _graph(cfg: Config) -> Iterator[str]:
 
 def _exchange(cfg: Config) -> Iterator[str]:
     p = cfg.parallel
-    if p.comm_sms and p.dispatch in ("local", "alltoall"):
+    if p.comm_sms and not _transport(cfg).comm_sms:
         reason = f"has no effect with parallel.dispatch={p.dispatch}, beside which nothing can run"
         yield repair(cfg, "parallel.comm_sms", reason, 0)
+
+
+def _transport(cfg: Config) -> TransportFacts:
+    """The transport that is asked for; with `auto` one that no rule refuses."""
+    return TRANSPORTS.get(cfg.parallel.dispatch) or TransportFacts("", "auto", comm_sms=True)
 
 
 def _is_number(text: str) -> bool:

@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from phalanx.configs.activations import ACTIVATIONS
+from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.sm90.limits import COMBINE_SLOTS, PLAN_EXPERTS
+
 
 def _installed() -> frozenset[str]:
     wanted = ("transformer_engine", "triton", "nvidia_cutlass_dsl")
@@ -43,6 +47,8 @@ class Facts:
     """L, experts of a rank."""
     slots: int = 0
     """Expert ids of a token: K, or with token rounding more."""
+    activation: str = ""
+    """Of the experts, of `configs.activations`; empty is unknown and fits everything."""
     sinks: bool = False
     """Attention has learnable sinks."""
     window: int = 0
@@ -72,15 +78,19 @@ class KernelUnavailable(ValueError):
     """A forced backend cannot run here; the message has the reason and an override that can."""
 
 
+def _always(facts: Facts) -> Refusal:
+    return None
+
+
 @dataclass(frozen=True)
 class _Backend:
     name: str
-    refuse: Callable[[Facts], str | None]
-    """The reason why it cannot run, or None."""
+    refuse: Callable[[Facts], Refusal]
+    """Why it cannot run."""
     auto: bool = True
     """Whether `auto` considers it."""
-    slower: Callable[[Facts], str | None] | None = None
-    """Why `auto` leaves it for one after it although it can run, or None."""
+    slower: Callable[[Facts], Refusal] = _always
+    """Why `auto` leaves it for one after it although it can run."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +162,7 @@ def _best(op: str, facts: Facts) -> Choice:
         if not backend.auto:
             continue
         reason = backend.refuse(facts)
-        if reason is None and backend.slower is not None:
+        if reason is None:
             reason = backend.slower(facts)
         if reason is None:
             return Choice(op, backend.name, "; ".join(["auto", *refused]))
@@ -160,11 +170,7 @@ def _best(op: str, facts: Facts) -> Choice:
     raise AssertionError(f"op {op} has no backend that runs everywhere")
 
 
-def _always(facts: Facts) -> str | None:
-    return None
-
-
-def _te(facts: Facts) -> str | None:
+def _te(facts: Facts) -> Refusal:
     if facts.device != "cuda":
         return "needs CUDA"
     if "transformer_engine" not in facts.packages:
@@ -172,20 +178,20 @@ def _te(facts: Facts) -> str | None:
     return None
 
 
-def _te_experts(facts: Facts) -> str | None:
+def _te_experts(facts: Facts) -> Refusal:
     return _te(facts) or (
         "Transformer Engine's grouped GEMM wants row counts on the host, where this MoE layer "
         "never has them (kernels=megatron runs it)"
     )
 
 
-def _te_attention(facts: Facts) -> str | None:
+def _te_attention(facts: Facts) -> Refusal:
     if reason := _te(facts):
         return reason
     return None if facts.dtype == torch.bfloat16 else f"needs bf16, not {_short(facts.dtype)}"
 
 
-def _fused_experts(facts: Facts) -> str | None:
+def _fused_experts(facts: Facts) -> Refusal:
     if facts.device != "cuda":
         return "needs CUDA"
     if facts.capability is None or facts.capability[0] != 9:
@@ -197,29 +203,28 @@ def _fused_experts(facts: Facts) -> str | None:
             f"needs whole boxes of 64 channels: model.hidden={facts.hidden} and "
             f"model.moe.ffn={facts.ffn} must be multiples of 64"
         )
-    if facts.experts > _FUSED_EXPERTS:
+    if facts.experts > PLAN_EXPERTS:
         return (
-            f"needs at most {_FUSED_EXPERTS} experts on a rank, not {facts.experts}: "
+            f"needs at most {PLAN_EXPERTS} experts on a rank, not {facts.experts}: "
             "raise parallel.expert"
         )
-    if facts.slots > _FUSED_SLOTS:
+    if facts.slots > COMBINE_SLOTS:
         return (
-            f"needs at most {_FUSED_SLOTS} experts a token to choose from, not {facts.slots}: "
+            f"needs at most {COMBINE_SLOTS} experts a token to choose from, not {facts.slots}: "
             "lower model.moe.top_k, of which model.moe.router.rounding takes twice as many"
         )
+    if facts.activation and not ACTIVATIONS[facts.activation].cute:
+        return f"has no epilogue of {facts.activation}"
     if "nvidia_cutlass_dsl" not in facts.packages:
         return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
     return None
 
 
-_FUSED_EXPERTS = 1024
-_FUSED_SLOTS = 16
-"""Limits of kernels.sm90.routing.plan and kernels.sm90.experts.combine."""
 CUTLASS_DSL = "nvidia-cutlass-dsl[cu13]==4.8.1"
 """The compiler of `kernels.sm90`, as pip knows it."""
 
 
-def _torch_experts(facts: Facts) -> str | None:
+def _torch_experts(facts: Facts) -> Refusal:
     if not hasattr(torch, "_grouped_mm"):
         return f"needs torch._grouped_mm, which torch {torch.__version__} does not have"
     if facts.dtype not in (torch.bfloat16, torch.float32):
@@ -239,7 +244,7 @@ def _torch_experts(facts: Facts) -> str | None:
     return None
 
 
-def _torch_experts_on_cpu(facts: Facts) -> str | None:
+def _torch_experts_on_cpu(facts: Facts) -> Refusal:
     if facts.device != "cpu" or facts.experts > _LOOPED_EXPERTS:
         return None
     return "on a CPU slower than reference, which skips padding"
@@ -249,7 +254,7 @@ _LOOPED_EXPERTS = 32
 """On a CPU up to here a loop over a rank's experts costs less than work on rows of padding."""
 
 
-def _sdpa(facts: Facts) -> str | None:
+def _sdpa(facts: Facts) -> Refusal:
     if facts.sinks:
         return "has no sinks"
     if facts.device != "cuda":
@@ -261,7 +266,7 @@ def _sdpa(facts: Facts) -> str | None:
     return None
 
 
-def _flex(facts: Facts) -> str | None:
+def _flex(facts: Facts) -> Refusal:
     if facts.device != "cuda":
         return "needs CUDA"
     if "triton" not in facts.packages:

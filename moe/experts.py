@@ -22,7 +22,7 @@ from phalanx.configs.schema import MoEConfig
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
-from phalanx.parallel.dispatch.base import Received
+from phalanx.parallel.dispatch.received import Received
 
 _CHECKPOINT_NAMES = {
     "w1": "linear_fc1.weight",

@@ -28,7 +28,7 @@ from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.dispatch.base import make_dispatcher
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
-from phalanx.parallel.dispatch.transport import Transport
+from phalanx.parallel.dispatch.transport_class import Transport
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,15 @@ from torch import Tensor
 
 from phalanx.configs.schema import ModelConfig, RouterConfig
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.refusal import Refusal
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.router import balance
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
 from phalanx.moe.router.forced_balance import ForcedBalance
 from phalanx.moe.shared_experts import MEGATRON
 
-_QUICK_GELU_SLOPE = 1.702
+QUICK_GELU_SLOPE = 1.702
+"""Of Megatron-Core's quick_gelu."""
 _LOSS_NAMES = {
     "load_balancing_loss": "aux_loss",
     "seq_load_balancing_loss": "seq_aux_loss",
@@ -62,8 +64,8 @@ def router_kwargs(model: ModelConfig) -> dict[str, Any]:
     )
 
 
-def refusals(options: MoEOptions) -> list[str]:
-    """What the stock layer cannot express, each with the override that mends it."""
+def refuse(options: MoEOptions) -> Refusal:
+    """What the stock layer cannot express, each clause with an override with which it can."""
     moe, r, instead = options.moe, options.moe.router, "or kernels.backend=torch"
     found = []
     if r.score == "sigmoid" and not r.normalize and moe.top_k > 1:
@@ -84,17 +86,17 @@ def refusals(options: MoEOptions) -> list[str]:
                 f"set model.moe.router.softmax_over=topk or normalize=false {instead}"
             )
     a = options.spec.activation
-    if a.kind == "quick_geglu" and a.alpha != _QUICK_GELU_SLOPE:
+    if a.kind == "quick_geglu" and a.alpha != QUICK_GELU_SLOPE:
         found.append(
             f"kernels.backend=megatron has no quick_geglu of slope {a.alpha}: "
-            f"set model.moe.activation_alpha={_QUICK_GELU_SLOPE} {instead}"
+            f"set model.moe.activation_alpha={QUICK_GELU_SLOPE} {instead}"
         )
     if a.limit and not a.gated:
         found.append(
             f"kernels.backend=megatron does not clamp {a.kind}: "
             f"set model.moe.activation_limit=0 {instead}"
         )
-    return found
+    return "; ".join(found) or None
 
 
 class StockRouter(KeepsPrecision, TopKRouter):
@@ -206,8 +208,8 @@ class StockMoE(MoELayer):
         *,
         options: MoEOptions,
     ) -> None:
-        if found := refusals(options):
-            raise ValueError("; ".join(found))
+        if reason := refuse(options):
+            raise ValueError(reason)
         config = _tuned(config, options)
         provider = TESpecProvider() if HAVE_TE else LocalSpecProvider()
         super().__init__(

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.kernels.cache import Cache, folder
+from phalanx.kernels.refusal import Refusal
 
 
 def build(number: int, where: Path) -> tuple[float, str]:
@@ -72,14 +73,14 @@ def progress(line: str, *, keep: bool) -> None:
     print(f"\r\033[K{line if keep else line[:width]}", end="\n" if keep else "", flush=True)
 
 
-def refusal(where: Path) -> str:
-    """Why nothing can be kept in a folder, which is made; empty if it can."""
+def refuse(where: Path) -> Refusal:
+    """Why nothing can be kept in a folder, which is made."""
     try:
         where.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=where).close()
     except OSError as error:
         return f"cannot write to {where}: {error.strerror}; --dir names another folder"
-    return ""
+    return None
 
 
 def arguments() -> argparse.Namespace:
@@ -136,7 +137,7 @@ def main() -> int:
     if not cached and not missing:
         print(f"no kernel contains {args.only!r}; --list shows them", file=sys.stderr)
         return 1
-    if missing and (why := refusal(args.dir)):
+    if missing and (why := refuse(args.dir)):
         print(why, file=sys.stderr)
         return 1
     begin = time.monotonic()

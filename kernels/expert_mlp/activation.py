@@ -1,25 +1,24 @@
 """The activation between the two linear layers of an expert, as a value.
 
-It says what is computed; each backend says how. `kernels.expert_mlp.reference.activation` is the
-definition in plain torch. Gated kinds read H = 2F channels, the gate in the first F and the linear
-half in the last F.
+It says what is computed; each backend says how. `kernels.expert_mlp.reference.activation` states it
+in plain torch. Gated kinds read H = 2F channels, the gate in the first F and the linear half in the
+last F. The kinds are the entries of `configs.activations`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
-GATED = ("swiglu", "geglu", "quick_geglu")
-KINDS = (*GATED, "squared_relu")
+from torch import Tensor
+
+from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
 
 
 @dataclass(frozen=True)
 class Activation:
-    """One of KINDS with its constants.
-
-    - `swiglu`: gate * sigmoid(gate) * up (arXiv 2002.05202)
-    - `geglu`: gate * Phi(gate) * up with the exact normal distribution function (arXiv 2002.05202)
-    - `quick_geglu`: gate * sigmoid(alpha * gate) * up (GPT-OSS, arXiv 2508.10925)
-    - `squared_relu`: max(h, 0)^2, not gated (arXiv 2109.08668)
+    """An entry of `configs.activations`, which has its formula, with its constants.
 
     Raises:
         ValueError: unknown kind or negative limit.
@@ -34,10 +33,10 @@ class Activation:
     """Added to the linear half after the clamp (1 for GPT-OSS)."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in ACTIVATIONS:
             raise ValueError(
                 f"unknown activation {self.kind!r}: set model.moe.activation to one of "
-                f"{', '.join(KINDS)}"
+                f"{', '.join(ACTIVATIONS)}"
             )
         if not self.limit >= 0:
             raise ValueError(
@@ -46,21 +45,34 @@ class Activation:
             )
 
     @property
+    def facts(self) -> ActivationFacts:
+        """Its entry in the table."""
+        return ACTIVATIONS[self.kind]
+
+    @property
     def gated(self) -> bool:
         """Whether a linear half multiplies the activated one."""
-        return self.kind in GATED
+        return self.facts.gated
 
     def width(self, ffn: int) -> int:
         """H, the rows of W1 and b1 of an expert of width `ffn`."""
-        return 2 * ffn if self.gated else ffn
+        return self.facts.halves * ffn
 
 
-def unknown(kind: str, file: str) -> ValueError:
-    """What a backend raises that has no formula for a kind.
+class Formula(NamedTuple):
+    """The functions of an activation in plain torch; see `configs.activations.ActivationFacts`."""
 
-    Args:
-        kind: of KINDS.
-        file: where the formula belongs, as `__file__`.
-    """
-    here = "/".join(Path(file).parts[-3:])
-    return ValueError(f"{here} has no formula for activation {kind!r}: add it there")
+    value: Callable[[Tensor, Activation], Tensor]
+    slope: Callable[[Tensor, Activation], Tensor]
+
+
+def formula(act: Activation) -> Formula:
+    """Those of its entry."""
+    return Formula(function(act.facts.value), function(act.facts.slope))
+
+
+@cache
+def function(path: str) -> Callable[..., Any]:
+    """What an entry of the table names `module:function`, imported."""
+    found: Callable[..., Any] = resolve_name(path)
+    return found

@@ -10,7 +10,7 @@ Shape legend as in `kernels.backend`; out is [N, D], or [S, D] in expert order w
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,21 +24,9 @@ from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.routing.sort_pairs import gather_rows
 
 
-class Passes(NamedTuple):
-    """The backend of each pass, with the SMs that it leaves free."""
-
-    forward: Backend
-    dgrad: Backend
-    wgrad: Backend
-
-
-def passes(spec: MLPSpec) -> Passes:
-    """Of an MLP."""
-    m = spec.margins
-    backends = [
-        provider(spec.backend, margin, spec.dynamic) for margin in (m.forward, m.dgrad, m.wgrad)
-    ]
-    return Passes(*backends)
+def backend_of(spec: MLPSpec, step: Literal["forward", "dgrad", "wgrad"]) -> Backend:
+    """The backend of an MLP in one of its passes, with the SMs that it leaves free there."""
+    return provider(spec.backend, getattr(spec.margins, step), spec.dynamic)
 
 
 class Traffic(Protocol):
@@ -143,7 +131,8 @@ def run_forward(
     x: Tensor, weights: MLPWeights, plan: ExpertPlan, how: How
 ) -> tuple[Tensor, Tensor]:
     """(out, h); h is empty without `keep_h`."""
-    ops, act, traffic = passes(how.spec).forward, how.spec.activation, how.traffic
+    spec, traffic = how.spec, how.traffic
+    ops, act = backend_of(spec, "forward"), spec.activation
     fc1, fc2 = _layers(weights)
     ready = None if traffic is None else traffic.ready
     h_SH, a_SF = ops.fc1_act(x, fc1, plan, act, keep_h=how.keep_h, ready=ready)
@@ -176,7 +165,7 @@ def run_backward(
     """
     x_ND, weights, h_SH, plan, how = saved
     act, traffic = how.spec.activation, how.traffic
-    _, ops, wgrads = passes(how.spec)
+    ops = backend_of(how.spec, "dgrad")
     fc1, fc2 = _layers(weights)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     dy = Operand(dout, gather=plan.inverse_NK is not None)
@@ -193,6 +182,8 @@ def run_backward(
         assert plan.inverse_NK is not None
         dprob_NK = None if dprob_S is None else ops.plan_backward(dprob_S, plan.inverse_NK)
         dx = traffic.send_gradient(dx, dprob_NK, plan)
+    if any((need_w1, need_w2, need_b1, need_b2)):
+        wgrads = backend_of(how.spec, "wgrad")
     if need_w2:
         dw2 = wgrads.wgrad(dy, Operand(a_SF), plan, _stacked(buffers[1], 3))
     if need_b2:

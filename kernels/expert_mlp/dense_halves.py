@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.expert_mlp.autograd import passes, stack
+from phalanx.kernels.expert_mlp.autograd import backend_of, stack
 from phalanx.kernels.expert_mlp.backend import Linear, Operand
 from phalanx.kernels.expert_mlp.expert_plan import one_group
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
@@ -62,7 +62,7 @@ class _First(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> tuple[Tensor, Tensor]:
         plan, fc1 = one_group(x_ND), Linear(stack(w1, 3))
-        h_NH, a_NF = passes(spec).forward.fc1_act(x_ND, fc1, plan, spec.activation)
+        h_NH, a_NF = backend_of(spec, "forward").fc1_act(x_ND, fc1, plan, spec.activation)
         assert h_NH is not None
         ctx.save_for_backward(x_ND, w1)
         _keep(ctx, plan, spec, w1)
@@ -77,7 +77,7 @@ class _First(torch.autograd.Function):
         dx_ND = dw1 = None
         if ctx.needs_input_grad[0]:
             fc1 = Linear(stack(w1, 3))
-            dx_ND = passes(ctx.spec).dgrad.rows(dh_NH, fc1.transposed, ctx.plan)
+            dx_ND = backend_of(ctx.spec, "dgrad").rows(dh_NH, fc1.transposed, ctx.plan)
         if ctx.needs_input_grad[1]:
             dw1 = _wgrad(ctx, dh_NH, x_ND, w1)
         return dx_ND, dw1, None
@@ -91,14 +91,14 @@ class _Second(torch.autograd.Function):
         plan = one_group(h_NH)
         ctx.save_for_backward(h_NH, w2)
         _keep(ctx, plan, spec, w2)
-        return passes(spec).forward.rows(a_NF, Linear(stack(w2, 3)), plan)
+        return backend_of(spec, "forward").rows(a_NF, Linear(stack(w2, 3)), plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_ND: Tensor) -> tuple[Any, ...]:
         h_NH, w2 = ctx.saved_tensors
         dout_ND, fc2 = dout_ND.contiguous(), Linear(stack(w2, 3))
-        dgrad, act = passes(ctx.spec).dgrad, ctx.spec.activation
+        dgrad, act = backend_of(ctx.spec, "dgrad"), ctx.spec.activation
         made = dgrad.fc2_dgrad_dact(Operand(dout_ND), fc2, h_NH, ctx.plan, act)
         dw2 = _wgrad(ctx, dout_ND, made.a_SF, w2) if ctx.needs_input_grad[2] else None
         return made.dh_SH, None, dw2, None
@@ -111,7 +111,7 @@ def _keep(ctx: Any, plan: Any, spec: MLPSpec, w: Tensor) -> None:
 
 def _wgrad(ctx: Any, d: Tensor, v: Tensor, w: Tensor) -> Tensor | None:
     """Into the buffer of the parameter, if that is asked for."""
-    wgrad, operands = passes(ctx.spec).wgrad.wgrad, (Operand(d), Operand(v), ctx.plan)
+    wgrad, operands = backend_of(ctx.spec, "wgrad").wgrad, (Operand(d), Operand(v), ctx.plan)
     if ctx.accumulated is None:
         return wgrad(*operands).view(w.shape)
     buffer = main_grad.buffer(ctx.accumulated)

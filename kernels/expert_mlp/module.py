@@ -152,6 +152,7 @@ class GroupedMLP(nn.Module):
                 ffn=self.ffn,
                 experts=self.experts,
                 slots=self.top_k,
+                activation=self.activation.kind,
             )
             backend = resolve("grouped_mlp", self.backend, facts).backend
             spec = MLPSpec(self.activation, backend, self.margins, self.dynamic)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.activation import Activation, unknown
+from phalanx.kernels.expert_mlp.activation import Activation, formula
 from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, PlanSize, put
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
@@ -24,17 +24,7 @@ def activation(h: Tensor, act: Activation) -> Tensor:
     if act.limit:
         gate = gate.clamp(max=act.limit)
         up = None if up is None else up.clamp(-act.limit, act.limit)
-    match act.kind:
-        case "swiglu":
-            value = F.silu(gate)
-        case "geglu":
-            value = F.gelu(gate)
-        case "quick_geglu":
-            value = gate * torch.sigmoid(act.alpha * gate)
-        case "squared_relu":
-            value = gate.relu().square()
-        case _:
-            raise unknown(act.kind, __file__)
+    value = _value(gate, act)
     return value if up is None else value * (up + act.offset)
 
 
@@ -47,20 +37,25 @@ def activation_backward(dvalue: Tensor, h: Tensor, act: Activation) -> Tensor:
         if up is not None:
             up_passes, up = up.abs() <= act.limit, up.clamp(-act.limit, act.limit)
     scaled = dvalue if up is None else dvalue * (up + act.offset)
-    match act.kind:
-        case "swiglu":
-            dgate, value = torch.ops.aten.silu_backward(scaled, gate), F.silu(gate)
-        case "geglu":
-            dgate, value = torch.ops.aten.gelu_backward(scaled, gate), F.gelu(gate)
-        case "quick_geglu":
-            s = torch.sigmoid(act.alpha * gate)
-            dgate, value = scaled * s * (1 + act.alpha * gate * (1 - s)), gate * s
-        case "squared_relu":
-            return torch.where(gate_passes, scaled * 2 * gate.relu(), 0.0)
-        case _:
-            raise unknown(act.kind, __file__)
-    dup = torch.where(up_passes, dvalue * value, 0.0)
-    return torch.cat((torch.where(gate_passes, dgate, 0.0), dup), -1)
+    dgate = torch.where(gate_passes, _value_backward(scaled, gate, act), 0.0)
+    if up is None:
+        return dgate
+    dup = torch.where(up_passes, dvalue * _value(gate, act), 0.0)
+    return torch.cat((dgate, dup), -1)
+
+
+def _value(gate: Tensor, act: Activation) -> Tensor:
+    """The activated half, by torch's own function where it has one."""
+    own = act.facts.torch
+    return getattr(F, own)(gate) if own else formula(act).value(gate, act)
+
+
+def _value_backward(grad: Tensor, gate: Tensor, act: Activation) -> Tensor:
+    """Gradient of the gate from that of `_value`."""
+    own = act.facts.torch
+    if own:
+        return getattr(torch.ops.aten, f"{own}_backward")(grad, gate)
+    return grad * formula(act).slope(gate, act)
 
 
 class Reference:

@@ -10,14 +10,13 @@ Shape legend as in kernels.backend; C columns of 16 bytes, the narrowest matrix 
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.activation import Activation, unknown
+from phalanx.kernels.expert_mlp.activation import Activation, Formula, formula
 from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, PlanSize, put
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
@@ -52,7 +51,8 @@ class Grouped:
         w1_LDH, b1_LH = fc1.weight_LOI.transpose(1, 2), fc1.bias_LO
         z_SH = _grouped_mm(_gather(Operand(x_ND, gather=True), plan), w1_LDH, plan)
         expert_S = None if b1_LH is None else expert_of_row(plan.offsets, z_SH)
-        return as_one_kernel(_bias_act, z_SH, b1_LH, expert_S, plan.row_prob_S, act)
+        biased = (z_SH, b1_LH, expert_S, plan.row_prob_S)
+        return as_one_kernel(_bias_act, *biased, act, formula(act))
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, told: Any = None) -> Tensor:
         y_SO = _grouped_mm(a_SI, linear.weight_LOI.transpose(1, 2), plan)
@@ -73,7 +73,8 @@ class Grouped:
     ) -> HiddenGrads:
         dy_SD = _gather(dy, plan)
         da_SF = _grouped_mm(dy_SD, fc2.weight_LOI, plan)
-        given = (da_SF, h_SH, plan.row_prob_S, used_rows(h_SH, plan.offsets), act)
+        used_S = used_rows(h_SH, plan.offsets)
+        given = (da_SF, h_SH, plan.row_prob_S, used_S, act, formula(act))
         if fc2.bias_LO is None or plan.row_prob_S is None:
             made = as_one_kernel(_act_backward, *given)
         else:
@@ -165,12 +166,13 @@ def _bias_act(
     expert_S: Tensor | None,
     prob_S: Tensor | None,
     act: Activation,
+    how: Formula,
 ) -> tuple[Tensor, Tensor]:
     h_SH = z_SH
     if b1_LH is not None and expert_S is not None:
         h_SH = (z_SH.float() + b1_LH.index_select(0, expert_S).float()).to(z_SH.dtype)
     gate, up, _ = _halves(h_SH.float(), act)
-    value, _ = _activate(gate, act)
+    value = how.value(gate, act)
     value = value if up is None else value * up
     return h_SH, _times(value, prob_S).to(z_SH.dtype)
 
@@ -190,12 +192,13 @@ def _act_backward(
     prob_S: Tensor | None,
     used_S: Tensor,
     act: Activation,
+    how: Formula,
     dy_SD: Tensor | None = None,
     b2_LD: Tensor | None = None,
     expert_S: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     gate, up, inside = _halves(h_SH.float(), act)
-    value, slope = _activate(gate, act)
+    value, slope = how.value(gate, act), how.slope(gate, act)
     da = da_SF.float()
     dv = _times(da, prob_S)
     if up is None:
@@ -226,22 +229,6 @@ def _halves(h: Tensor, act: Activation) -> tuple[Tensor, Tensor | None, Tensor |
             inside = torch.cat((inside, up.abs() <= act.limit), -1)
             up = up.clamp(-act.limit, act.limit)
     return gate, None if up is None else up + act.offset, inside
-
-
-def _activate(gate: Tensor, act: Activation) -> tuple[Tensor, Tensor]:
-    """Value and derivative of the activated half."""
-    if act.kind == "squared_relu":
-        positive = gate.relu()
-        return positive.square(), 2 * positive
-    if act.kind == "geglu":
-        cdf = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
-        density = torch.exp(-0.5 * gate.square()) * math.sqrt(0.5 / math.pi)
-        return gate * cdf, cdf + gate * density
-    if act.kind in ("swiglu", "quick_geglu"):
-        alpha = act.alpha if act.kind == "quick_geglu" else 1.0
-        s = torch.sigmoid(alpha * gate)
-        return gate * s, s + alpha * gate * s * (1 - s)
-    raise unknown(act.kind, __file__)
 
 
 def _sum_slots(y_SD: Tensor, inverse_NK: Tensor) -> Tensor:

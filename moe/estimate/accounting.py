@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.schema import AttentionConfig, ModelConfig
 from phalanx.moe.report.units import count
 
@@ -108,7 +109,7 @@ def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
     h, e, predicted = m.hidden, m.moe, m.mtp_layers if mtp else 0
     dense, sparse = _layers(m, mtp=mtp)
     layers = dense + sparse
-    up, bias = 2 if e.activation != "squared_relu" else 1, int(m.bias)
+    up, bias = ACTIVATIONS[e.activation].halves, int(m.bias)
     a = m.attention
     inner_norms = 2 * a.head_dim * a.qk_norm if a.kind == "gqa" else a.q_lora_rank + a.kv_lora_rank
     return Parameters(
@@ -162,7 +163,7 @@ def _attention_vectors(m: ModelConfig) -> int:
 
 def _mlp_weights(m: ModelConfig, ffn: int) -> int:
     """Matrix elements of one MLP or expert."""
-    return (3 if m.moe.activation != "squared_relu" else 2) * m.hidden * ffn
+    return (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden * ffn
 
 
 def _keys_seen(a: AttentionConfig, layer: int, length: int) -> float:

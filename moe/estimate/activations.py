@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
-from phalanx.moe.estimate.traffic import nodes, one_sided, traffic
+from phalanx.moe.estimate.traffic import costs
 from phalanx.moe.router.router import slots
 from phalanx.parallel.dispatch.capacity import Budget
 
@@ -135,20 +136,20 @@ class Activations:
 
     def _mlp(self, ffn: int) -> int:
         """Of a dense MLP: projection, activated half, linear half, product."""
-        parts = 5 if self._cfg.model.moe.activation != "squared_relu" else 3
+        parts = 2 * ACTIVATIONS[self._cfg.model.moe.activation].halves + 1
         return self.sizes.tokens * 2 * self._wide * parts * ffn // self._cfg.parallel.tensor
 
     def _shared(self) -> int:
         """Of shared experts: the projection alone by fused kernels, which make the rest again."""
-        ffn, act = self._cfg.model.moe.shared_ffn, self._cfg.model.moe.activation
+        ffn, act = self._cfg.model.moe.shared_ffn, ACTIVATIONS[self._cfg.model.moe.activation]
         if self._cfg.kernels.backend != "fused" or self._cfg.parallel.tensor > 1:
             return self._mlp(ffn)
-        return self.sizes.tokens * 2 * self._wide * (1 if act == "squared_relu" else 2) * ffn
+        return self.sizes.tokens * 2 * self._wide * act.halves * ffn
 
     def _experts(self) -> int:
         """Saved by route, dispatch and experts, without the input, which attention's norm saves."""
         m, e, s = self._cfg.model, self._cfg.model.moe, self.sizes
-        width = 1 if e.activation == "squared_relu" else 2
+        width = ACTIVATIONS[e.activation].halves
         h = 2 * s.rows * width * e.ffn * self._wide
         routing = s.local_tokens * (8 * e.experts + 16 * e.top_k) + 4 * s.received * e.top_k
         if self._cfg.kernels.backend == "megatron":
@@ -156,37 +157,19 @@ class Activations:
             # projection plus bias.
             x, a = 2 * s.rows * m.hidden * self._wide, 2 * s.rows * e.ffn * self._wide
             return routing + h * (2 if m.bias else 1) + x + a
-        row, received = 2 * m.hidden * self._wide, 0
-        if self._dense or (one_sided(self._cfg) and self._cfg.parallel.save_x == "keep"):
-            received = s.received * row
-        if self._cfg.parallel.dispatch == "deepep":
-            received = int(s.local_tokens * traffic(self._cfg, self._world).ranks) * row
-        if self._cfg.parallel.dispatch == "hier" and not self._dense:
-            received += self._of_rail * row  # what was pushed
+        received = costs(self._cfg, self._world).kept * 2 * m.hidden * self._wide
         return routing + h + 8 * s.rows + received
-
-    @property
-    def _dense(self) -> bool:
-        """Whether collectives bring all rows to a rank."""
-        return self._cfg.parallel.dispatch in ("alltoall", "hier") and not one_sided(self._cfg)
-
-    @property
-    def _of_rail(self) -> int:
-        """Tokens that `hier` brings to this rank from its own place on all nodes."""
-        return self.sizes.local_tokens * nodes(self._cfg, self._world)
 
     def _experts_backward(self) -> int:
         """Most of the steps of `kernels.expert_mlp.custom_ops`, in their order."""
         m, e, s, k = self._cfg.model, self._cfg.model.moe, self.sizes, self._cfg.kernels
-        width = 1 if e.activation == "squared_relu" else 2
+        width = ACTIVATIONS[e.activation].halves
         wide, local = self._wide, e.experts // expert_parallel_size(self._cfg, self._world)
         row_d, row_f = 2 * s.rows * m.hidden * wide, 2 * s.rows * e.ffn * wide
         w1, w2 = (2 * local * n * m.hidden * e.ffn * wide for n in (width, 1))
         dh, tokens = width * row_f, 2 * s.received * m.hidden * wide
         copies = int(k.backend != "fused")  # gathered rows, bf16 weight gradients
-        around = tokens if self._dense else 0
-        if self._cfg.parallel.dispatch == "hier":
-            around += 2 * 2 * self._of_rail * m.hidden * wide  # as sent to other nodes and received
+        around = costs(self._cfg, self._world).backward * 2 * m.hidden * wide
         kept = w2 if k.backend == "megatron" or not k.gradient_accumulation_fusion else 0
         steps = (
             copies * row_d + row_f + dh + row_f * copies,

@@ -21,8 +21,9 @@ from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time
-from phalanx.moe.estimate.traffic import Links, one_sided, traffic
+from phalanx.moe.estimate.traffic import costs, traffic
 from phalanx.moe.report.units import count, storage, work
+from phalanx.parallel.dispatch.costs import Links
 
 _GIB = 2**30
 _PEAK = 989.0  # TFLOP/s of either GPU, dense bf16
@@ -178,7 +179,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     flops = flops_per_token(cfg.model, d.sequence_length)
     best, exchanged = bound(cfg, world, machine), ""
     if t.exchange:
-        hidden = cfg.parallel.comm_sms and one_sided(cfg)
+        hidden = cfg.parallel.comm_sms and costs(cfg, world).exposed < 1
         how = "partly beside the experts" if hidden else "between computation"
         exchanged = f", exchanges by {cfg.parallel.dispatch} {how}"
     rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-from phalanx.configs.layout import expert_parallel_size, pipeline_chunks
+from phalanx.configs.layout import pipeline_chunks
 from phalanx.configs.schema import Config
 from phalanx.moe.estimate.activations import Activations, Layer
 from phalanx.moe.estimate.pipeline import held
-from phalanx.moe.estimate.traffic import one_sided
+from phalanx.moe.estimate.traffic import costs
 from phalanx.moe.estimate.weights import Weights, cached_gradient_bytes, dense_layers, stage_weights
-from phalanx.parallel.dispatch.exchange import SLOTS
 
 _WORKSPACES = 128 * 2**20
 """cuBLAS and Transformer Engine keep about this much."""
@@ -78,8 +77,5 @@ def _backward(parts: list[Layer], head: Layer) -> int:
 
 def exchange_bytes(cfg: Config, world: int) -> int:
     """Receive buffers of one-sided exchanges, outside torch's allocator, whatever the load."""
-    if not one_sided(cfg):
-        return 0
-    act, e = Activations(cfg, world).sizes, cfg.model.moe
-    row = 2 * cfg.model.hidden + 8 * e.top_k
-    return SLOTS * act.received * row if expert_parallel_size(cfg, world) > 1 else 0
+    row = 2 * cfg.model.hidden + 8 * cfg.model.moe.top_k
+    return costs(cfg, world).buffers * row

@@ -4,9 +4,11 @@ import copy
 
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
+from phalanx.configs.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.model.kernel_facts import facts
+from phalanx.parallel.dispatch.transport import class_of, planned
 
 _PACKAGES = frozenset({"transformer_engine", "triton", "nvidia_cutlass_dsl"})
 
@@ -15,7 +17,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     """A copy without `auto` in kernels and transport.
 
     Raises:
-        ConfigError: a choice that no Hopper GPU can run, or `hier` without several full nodes.
+        ConfigError: a choice that no Hopper GPU can run, or no group of so many ranks.
     """
     cfg = copy.deepcopy(cfg)
     k = cfg.kernels
@@ -27,15 +29,19 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
         k.norm = resolve("norm", k.norm, known).backend
     except KernelUnavailable as error:
         raise ConfigError(str(error)) from error
-    # Experts' ranks are neighbours, and begin with a node.
-    whole = expert > node_gpus > 1 and expert % node_gpus == 0
-    if cfg.parallel.dispatch == "auto":
-        near = expert <= node_gpus and cfg.run.precision == "bf16"
-        among = "symm" if near else "hier" if whole else "alltoall"
-        cfg.parallel.dispatch = "local" if expert == 1 else among
-    if cfg.parallel.dispatch == "hier" and not whole:
-        raise ConfigError(
-            f"parallel.dispatch=hier needs several whole nodes of {node_gpus} GPUs, and "
-            f"parallel.expert is {expert}: set parallel.dispatch=auto"
+    cfg.run.device = "cuda"
+    if k.backend == "megatron" and cfg.parallel.dispatch != "auto":  # which has its own
+        return cfg
+    refusals = {name: class_of(name).refuse_dtype(known.dtype) for name in TRANSPORTS}
+    try:
+        # Experts' ranks are neighbours, and begin with a node.
+        taken = planned(
+            cfg.parallel.dispatch,
+            ranks=expert,
+            node_ranks=node_gpus,
+            refusals=refusals,
         )
+    except ValueError as error:
+        raise ConfigError(f"on nodes of {node_gpus} GPUs {error}") from error
+    cfg.parallel.dispatch = taken.name
     return cfg

@@ -21,6 +21,7 @@ from phalanx.configs.layout import (
     stage_ranks,
 )
 from phalanx.configs.schema import Config
+from phalanx.kernels.refusal import Refusal
 from phalanx.moe.estimate.accounting import parameters
 from phalanx.moe.estimate.advice import Changes, enough, halves
 from phalanx.moe.estimate.weights import stage_weights
@@ -81,9 +82,8 @@ def sure_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
     return total
 
 
-def refused_here(cfg: Config, world: int) -> str:
-    """`refusal` before there are ranks, of a launch of all of them on this host; empty if it may
-    fit.
+def refuse_here(cfg: Config, world: int) -> Refusal:
+    """As `refuse`, before there are ranks, of a launch of all of them on this host.
 
     Args:
         cfg: valid.
@@ -91,15 +91,15 @@ def refused_here(cfg: Config, world: int) -> str:
     """
     here = range(int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     if cfg.run.device == "cpu" or not torch.cuda.is_available():
-        return refusal(cfg, world, here, host_room())
+        return refuse(cfg, world, here, host_room())
     for rank in here[: torch.cuda.device_count()]:
-        if text := refusal(cfg, world, [rank], device_room(torch.device("cuda", rank))):
+        if text := refuse(cfg, world, [rank], device_room(torch.device("cuda", rank))):
             return text
-    return ""
+    return None
 
 
-def refusal(cfg: Config, world: int, ranks: Sequence[int], room: Room) -> str:
-    """Why a run cannot be built here, and overrides that fit, in a line; empty if it may fit.
+def refuse(cfg: Config, world: int, ranks: Sequence[int], room: Room) -> Refusal:
+    """Why a run cannot be built here, and overrides that fit; None if it may fit.
 
     Args:
         cfg: valid, as given.
@@ -110,7 +110,7 @@ def refusal(cfg: Config, world: int, ranks: Sequence[int], room: Room) -> str:
     need = sure_bytes(cfg, world, ranks)
     most = room.free + room.swap
     if need <= most:
-        return ""
+        return None
     who = f"{len(ranks)} ranks" if len(ranks) > 1 else "a rank"
     fits = [text for text, _ in _remedies(cfg, world, ranks, most)]
     helps = listed(fits[:3] or [f"model={_small(cfg)}"])

@@ -13,6 +13,7 @@ Megatron-Core's combined 1F1B), so that a sum of both would be no bound.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -25,7 +26,7 @@ from phalanx.configs.schema import Config
 from phalanx.moe.estimate.accounting import flops_per_token
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.pipeline import step_seconds
-from phalanx.moe.estimate.traffic import Traffic, least_traffic, one_sided, traffic
+from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, traffic
 from phalanx.moe.estimate.weights import dense_layers, halves, stage_weights
 
 
@@ -130,7 +131,7 @@ def _flops(cfg: Config) -> _Flops:
     m, e = cfg.model, cfg.model.moe
     linear, whole = flops_per_token(m, 0), flops_per_token(m, cfg.data.sequence_length)
     layers = m.layers + m.mtp_layers
-    matrix = 6.0 * m.hidden * (2 if e.activation == "squared_relu" else 3)
+    matrix = 6.0 * m.hidden * (ACTIVATIONS[e.activation].halves + 1)
     mlp, routed, shared = matrix * m.dense_ffn, matrix * e.ffn * e.top_k, matrix * e.shared_ffn
     head, joining = 6.0 * (1 + m.mtp_layers) * m.hidden * m.vocab_size, 12.0 * m.hidden**2
     rest = head + m.mtp_layers * joining + e.dense_layers * mlp
@@ -191,19 +192,16 @@ _PASSES = 6.0
 """Times that what a layer keeps is written or read by elementwise work, forward and backward."""
 
 
-_WAITED = 0.25
-"""Part of an overlapped exchange that a layer waits for, as measured (docs/kernels/log.md)."""
-
-
 def _exchange(cfg: Config, world: int, machine: Machine) -> float:
     """Seconds a token and MoE layer."""
     sent: Traffic = traffic(cfg, world)
     bytes_ = sent.forward + sent.backward
     near, far = bytes_.near / (machine.node_gbs * 1e9), bytes_.far / (machine.network_gbs * 1e9)
-    if one_sided(cfg) and cfg.parallel.comm_sms:
-        near *= _WAITED
-    if cfg.parallel.dispatch == "deepep" and cfg.kernels.backend != "megatron":
-        return max(near, far)  # rows are passed on inside a node as they arrive
+    how = costs(cfg, world)
+    if cfg.parallel.comm_sms:
+        near *= how.exposed
+    if how.pipelined and cfg.kernels.backend != "megatron":
+        return max(near, far)
     return near + far
 
 

@@ -8,6 +8,7 @@ expert, and of all else over data and context parallel ranks.
 
 from dataclasses import dataclass
 
+from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -124,7 +125,7 @@ def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
         return [0] * cfg.parallel.pipeline
     if cfg.kernels.backend in ("megatron", "reference"):
         return [0] * cfg.parallel.pipeline
-    h, up = m.hidden, 1 if m.moe.activation == "squared_relu" else 2
+    h, up = m.hidden, ACTIVATIONS[m.moe.activation].halves
     stages: list[set[tuple[int, int]]] = [set() for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):

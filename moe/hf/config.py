@@ -81,7 +81,7 @@ def to_json(m: ModelConfig, context: int, dtype: str) -> dict[str, Any]:
         ConversionError: Hugging Face has no such model; the knob is named.
     """
     a, cfg = m.attention, Config(model=m)
-    gpt_oss = a.sinks or m.moe.activation == "quick_geglu"
+    gpt_oss = a.sinks or m.moe.activation == FAMILIES["gpt_oss"].fixed["moe.activation"]
     family = "deepseek_v3" if a.kind == "mla" else "gpt_oss" if gpt_oss else "qwen3_moe"
     kind = FAMILIES[family]
     for knob, value in kind.fixed.items():

@@ -33,14 +33,16 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.schema import AttentionConfig, Config, ModelConfig, MoEConfig
-from phalanx.kernels.expert_mlp.activation import unknown
+from phalanx.kernels.expert_mlp.activation import formula
+from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoE, MoEOptions
 from phalanx.moe.model.attention import LatentAttention, core_attention
 from phalanx.moe.model.grouped_attention import GroupedAttention
 from phalanx.moe.model.loss import cross_entropy
 from phalanx.moe.model.norm import norm_class
-from phalanx.moe.stock_moe import StockMoE, router_kwargs
+from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, StockMoE, router_kwargs
 
 
 @dataclass
@@ -58,17 +60,15 @@ class _YarnConfig(TransformerConfig):
 
 def _activation(moe: MoEConfig) -> Callable[..., torch.Tensor]:
     """The nonlinearity of dense and shared MLPs and of the stock experts."""
-    if moe.activation == "quick_geglu" and moe.activation_alpha == 1.702:
-        return quick_gelu  # Megatron-Core's fused paths recognise it by identity
-    functions: dict[str, Callable[..., torch.Tensor]] = {
-        "swiglu": F.silu,
-        "geglu": F.gelu,
-        "quick_geglu": lambda x: x * torch.sigmoid(moe.activation_alpha * x),
-        "squared_relu": lambda x: F.relu(x).square(),
-    }
-    if moe.activation not in functions:
-        raise unknown(moe.activation, __file__)
-    return functions[moe.activation]
+    act = activation_of(moe)
+    # Megatron-Core's fused paths recognise torch's functions and its own by identity.
+    if act.kind == "quick_geglu" and act.alpha == QUICK_GELU_SLOPE:
+        return quick_gelu
+    if act.facts.torch:
+        own: Callable[..., Tensor] = getattr(F, act.facts.torch)
+        return own
+    value = formula(act).value
+    return lambda x: value(x, act)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _blocks(m: ModelConfig) -> dict[str, Any]:
         hidden_size=m.hidden,
         ffn_hidden_size=m.dense_ffn,
         add_bias_linear=m.bias,
-        gated_linear_unit=e.activation != "squared_relu",
+        gated_linear_unit=ACTIVATIONS[e.activation].gated,
         activation_func=_activation(e),
         activation_func_clamp_value=e.activation_limit or None,
         glu_linear_offset=e.activation_offset,

@@ -23,6 +23,7 @@ def facts(
         ffn=e.ffn,
         experts=e.experts // expert_parallel_size(cfg, world),
         slots=slots(e.router, experts=e.experts, top_k=e.top_k).width,
+        activation=e.activation,
         sinks=a.sinks,
         window=a.window,
         head_dim=a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim,

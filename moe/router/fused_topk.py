@@ -19,28 +19,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.configs.schema import RouterConfig
+from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.sm90.limits import (
+    TOPK_EXPERTS,
+    TOPK_GROUP_SCORES,
+    TOPK_GROUP_STEP,
+    TOPK_GROUPS,
+    TOPK_SLOTS,
+)
 
-_EXPERTS = 512
-_SLOTS = 16
-_GROUPS = 32
-_GROUP_STEP = 4
-_GROUP_SCORES = 2
-"""Limits of kernels.sm90.routing.topk: `MAX_EXPERTS`, `MAX_SLOTS`, `MAX_GROUPS`, `FOUR` and
-`MAX_BEST` of kernels.sm90.routing.logits, which imports the compiler."""
 
-
-def refuse(options: RouterConfig, *, experts: int, top_k: int) -> str | None:
-    """Why the kernel cannot route by these options; None if it can."""
+def refuse(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
+    """Why the kernel cannot route by these options."""
     if options.force_balance:
         return "force_balance chooses experts itself"
     if options.rounding != "none":
         return f"token rounding (rounding={options.rounding}) is not supported"
     if options.group_topk < options.groups and (why := _refuse_groups(options, experts, top_k)):
         return why
-    if experts % 8 or experts > _EXPERTS:
-        return f"needs a multiple of 8 experts, at most {_EXPERTS}, not {experts}"
-    if top_k > _SLOTS:
-        return f"needs a top_k of at most {_SLOTS}, not {top_k}"
+    if experts % 8 or experts > TOPK_EXPERTS:
+        return f"needs a multiple of 8 experts, at most {TOPK_EXPERTS}, not {experts}"
+    if top_k > TOPK_SLOTS:
+        return f"needs a top_k of at most {TOPK_SLOTS}, not {top_k}"
     if not options.scale or not math.isfinite(options.scale):
         return f"needs a scale other than {options.scale}"
     return None
@@ -50,13 +50,13 @@ def _refuse_groups(options: RouterConfig, experts: int, top_k: int) -> str | Non
     groups, chosen = options.groups, options.group_topk
     if options.score != "sigmoid":
         return f"expert groups need score=sigmoid, not {options.score}"
-    if groups > _GROUPS:
-        return f"needs at most {_GROUPS} groups, not {groups}"
-    if experts // groups % _GROUP_STEP:
-        return f"needs groups of a multiple of {_GROUP_STEP} experts, not {experts // groups}"
-    if top_k // chosen > _GROUP_SCORES:
+    if groups > TOPK_GROUPS:
+        return f"needs at most {TOPK_GROUPS} groups, not {groups}"
+    if experts // groups % TOPK_GROUP_STEP:
+        return f"needs groups of a multiple of {TOPK_GROUP_STEP} experts, not {experts // groups}"
+    if top_k // chosen > TOPK_GROUP_SCORES:
         return (
-            f"a group may be judged by {_GROUP_SCORES} scores, not by {top_k // chosen}: "
+            f"a group may be judged by {TOPK_GROUP_SCORES} scores, not by {top_k // chosen}: "
             f"top_k={top_k} with group_topk={chosen}"
         )
     return None

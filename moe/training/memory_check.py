@@ -4,6 +4,8 @@ import copy
 import socket
 import sys
 
+import torch
+
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -16,9 +18,10 @@ from phalanx.moe.estimate.room import (
     logits_bytes,
     near,
     pinned_bytes,
-    refusal,
+    refuse,
 )
 from phalanx.moe.training.out_of_memory import advice
+from phalanx.parallel.dispatch.transport import planned, refusals_here
 from phalanx.parallel.fault.agreement import Failed, agree, gather
 from phalanx.parallel.runtime import Runtime
 
@@ -42,7 +45,7 @@ def check_room(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
     host, on_gpu = host_room(), runtime.device.type == "cuda"
     room, ranks = (device_room(runtime.device), [runtime.rank]) if on_gpu else (host, here)
     try:
-        agree(refusal(cfg, runtime.world, ranks, room) or None)
+        agree(refuse(cfg, runtime.world, ranks, room))
     except Failed as error:
         raise ConfigError(str(error)) from error
     expected = needed(_known(cfg, runtime, choices, len(here)), runtime.world)
@@ -69,8 +72,10 @@ def _known(cfg: Config, runtime: Runtime, choices: list[Choice], near_ranks: int
     known = copy.deepcopy(cfg)
     k, expert = known.kernels, expert_parallel_size(cfg, runtime.world)
     k.backend, k.attention, k.norm = (choice.backend for choice in choices)
+    known.run.device = runtime.device.type
     if known.parallel.dispatch == "auto":
-        pushes = runtime.device.type == "cuda" and expert <= near_ranks
-        pushes = pushes and cfg.run.precision == "bf16"
-        known.parallel.dispatch = "local" if expert == 1 else "symm" if pushes else "alltoall"
+        dtype = torch.bfloat16 if cfg.run.precision == "bf16" else torch.float32
+        refusals = refusals_here("auto", dtype)
+        taken = planned("auto", ranks=expert, node_ranks=near_ranks, refusals=refusals)
+        known.parallel.dispatch = taken.name
     return known

@@ -23,8 +23,9 @@ from phalanx.moe.model.kernel_facts import facts
 from phalanx.moe.router.fused_topk import refuse
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
-from phalanx.parallel.dispatch.transport import Transport, choose_transport, of_megatron
 from phalanx.parallel.dispatch.transport import choices as transport_choices
+from phalanx.parallel.dispatch.transport import choose_transport, of_megatron
+from phalanx.parallel.dispatch.transport_class import Transport
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.groups import Groups, create
 from phalanx.parallel.runtime import Runtime

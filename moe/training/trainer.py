@@ -22,6 +22,7 @@ from torch.profiler import record_function
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
+from phalanx.kernels.registry import Choice
 from phalanx.moe.data.loader import Loader, Samples, build_datasets
 from phalanx.moe.report.compiling import told
 from phalanx.moe.report.expert_watch import ExpertWatch
@@ -65,6 +66,7 @@ class Trainer:
         stop: tells whether a signal asked this process to stop.
         launch: what the run folder keeps of this start; None keeps nothing.
         held: lock of the run folder, for the rank that writes there.
+        choices: of `moe.training.setup.choose_kernels`, where it was asked before; None asks it.
 
     Raises:
         ConfigError, DataError, CheckpointMismatch, CheckpointError: before a model is built, what
@@ -78,13 +80,14 @@ class Trainer:
         stop: StopSignal,
         launch: Launch | None = None,
         held: FolderLock | None = None,
+        choices: list[Choice] | None = None,
     ) -> None:
         self.cfg, self.runtime, self.stop = cfg, runtime, stop
         self._may_write = held.check if held is not None else lambda: None
         self.folder = Path(cfg.run.dir) / cfg.run.name
         doing("start: checks")
         notes = self._checked()
-        choices = choose_kernels(cfg, runtime)
+        choices = choices or choose_kernels(cfg, runtime)
         doing("start: data")
         train_set, self.valid_set = self._datasets(cfg.run.steps * cfg.data.global_batch)
         if launch is not None:
@@ -447,10 +450,13 @@ def run(cfg: Config, stop: StopSignal, guard: Guard, launch: Launch) -> int:
         stream = own_stream(runtime.device) if graphed else nullcontext()
         with advised(cfg, runtime.world, folder), stream:
             doing("start: room")
-            check_room(cfg, runtime, choose_kernels(cfg, runtime))
+            choices = choose_kernels(cfg, runtime)
+            check_room(cfg, runtime, choices)
             doing("start: run folder")
             held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
-            trainer = Trainer(cfg, runtime, stop, launch, held if runtime.is_main else None)
+            trainer = Trainer(
+                cfg, runtime, stop, launch, held if runtime.is_main else None, choices
+            )
             trainer.fit()
         watchdog.close()
     except Exception as error:

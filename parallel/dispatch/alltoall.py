@@ -7,6 +7,7 @@ ranks. Each is the other's backward. Collectives run on the current stream.
 Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.refusal import Refusal
+from phalanx.parallel.dispatch.costs import Costs, Links, Reach
 from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatch.transport_class import DispatchContext, Dispatcher, Rank
 
 
-class AllToAll:
+class AllToAll(Dispatcher):
     """The transport. See `parallel.dispatch` for its contract.
 
     Args:
@@ -26,8 +30,26 @@ class AllToAll:
         plan: makes plans of received routing.
     """
 
+    no_overlap = "alltoall cannot overlap: it is over when it returns"
+
     def __init__(self, group: dist.ProcessGroup, plan: Planner) -> None:
         self._group, self._plan = group, plan
+
+    @classmethod
+    def build(cls, context: DispatchContext) -> "AllToAll":
+        return cls(context.group, context.plan)
+
+    @classmethod
+    def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
+        return None  # it runs everywhere
+
+    @classmethod
+    def costs(cls, reach: Reach) -> Costs:
+        """By an all-gather, in which a row enters a node once and is passed on inside, and by an
+        all-to-all on the way back, in which each of a node's ranks sends its own sum."""
+        ranks, nodes, size = reach.ranks, reach.nodes, reach.node_ranks
+        there, back = Links(ranks - nodes, nodes - 1), Links(size - 1, ranks - size)
+        return Costs(there, back, kept=reach.received, backward=reach.received)
 
     def dispatch(
         self,

@@ -11,7 +11,6 @@ Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,46 +18,11 @@ from torch import Tensor
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.routing.plan import check_routing, make_plan
-from phalanx.parallel.dispatch import deepep
-from phalanx.parallel.dispatch.alltoall import AllToAll
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
-from phalanx.parallel.dispatch.hierarchical import Hier
-from phalanx.parallel.dispatch.received import Beside, Meanwhile, Received, during, plus
-from phalanx.parallel.dispatch.symm import Symm
-from phalanx.parallel.dispatch.transport import Transport, waits_for_tokens
-
-
-class Dispatcher(Protocol):
-    """A transport between tokens and experts. It keeps no state between calls."""
-
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
-    ) -> Received:
-        """Bring tokens (bf16 or fp32), expert ids (int32) and probabilities (fp32) to experts.
-
-        Args:
-            x_TD, topk_idx_TK, topk_prob_TK: a slot without an expert has the id -1.
-            meanwhile: is called once, while rows are on their way if the transport can.
-        """
-        ...
-
-    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
-        """Bring what a rank's experts made of received rows back, and add ranks up in fp32.
-
-        Args:
-            out_ND: of the experts.
-            received: what they worked on.
-            beside: makes more to add, while rows are on their way if the transport can.
-
-        Returns:
-            [T, D] in out's dtype.
-        """
-        ...
+from phalanx.parallel.dispatch.local import Local
+from phalanx.parallel.dispatch.transport import class_of
+from phalanx.parallel.dispatch.transport_class import DispatchContext, Dispatcher, Transport
 
 
 @dataclass(frozen=True)
@@ -114,27 +78,6 @@ class BudgetPlanner:
         return plan
 
 
-class Local:
-    """All experts on this rank: nothing is copied."""
-
-    def __init__(self, plan: BudgetPlanner) -> None:
-        self._plan = plan
-
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        topk_prob_TK: Tensor,
-        meanwhile: Meanwhile = None,
-    ) -> Received:
-        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        during(meanwhile)
-        return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), None)
-
-    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
-        return plus(out_ND, beside)
-
-
 def make_dispatcher(
     transport: Transport,
     *,
@@ -172,16 +115,7 @@ def make_dispatcher(
     local = experts // ranks
     first = 0 if group is None else dist.get_rank(group) * local
     plan = BudgetPlanner(slots, budget, backend, ranks, first, local)
-    pushes: dict[str, Any] = dict(local=local, options=symm, waits=waits_for_tokens(backend))
-    if group is None or transport.name == "local":
+    if group is None:
         return Local(plan)
-    if transport.name == "alltoall":
-        return AllToAll(group, plan)
-    if transport.name == "symm":
-        return Symm(group, plan, **pushes)
-    if transport.name == "deepep":
-        return deepep.DeepEP(group, plan, experts=experts, backend=backend, sms=symm.comm_sms)
-    if transport.name == "hier":
-        assert transport.nodes is not None and transport.inside is not None
-        return Hier(transport.nodes, plan, inside=transport.inside.name, **pushes)
-    raise ValueError(f"parallel.dispatch={transport.name} is not built: add it to make_dispatcher")
+    context = DispatchContext(transport, group, plan, experts, local, backend, symm)
+    return class_of(transport.name).build(context)

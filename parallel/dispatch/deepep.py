@@ -17,12 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.parallel.dispatch.capacity import ROW_MULTIPLE
+from phalanx.parallel.dispatch.costs import Costs, Reach
 from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatch.transport_class import DispatchContext, Dispatcher
 
 
-class DeepEP:
+class DeepEP(Dispatcher):
     """The transport. See `parallel.dispatch` for its contract.
 
     Args:
@@ -33,6 +36,8 @@ class DeepEP:
         sms: that its kernels take; 0 leaves it to DeepEP.
     """
 
+    no_overlap = "deepep cannot overlap: its counts are waited for"
+
     def __init__(
         self, group: dist.ProcessGroup, plan: Planner, *, experts: int, backend: str, sms: int
     ) -> None:
@@ -42,6 +47,25 @@ class DeepEP:
         self._experts, self._through = experts, fused_a2a
         if sms:
             fused_a2a.set_deepep_num_sms(sms)
+
+    @classmethod
+    def build(cls, context: DispatchContext) -> "DeepEP":
+        c, sms = context, context.options.comm_sms
+        return cls(c.group, c.plan, experts=c.experts, backend=c.backend, sms=sms)
+
+    @classmethod
+    def refuse_dtype(cls, dtype: torch.dtype) -> Refusal:
+        return None if dtype == torch.bfloat16 else f"moves bf16, not {dtype}"
+
+    @classmethod
+    def refuse_here(cls, dtype: torch.dtype) -> Refusal:
+        return refuse_here(dtype)
+
+    @classmethod
+    def costs(cls, reach: Reach) -> Costs:
+        """A row once to each node that wants it, and from there to its ranks."""
+        rows = reach.once_a_node
+        return Costs(rows, rows, kept=int(reach.tokens * reach.wanted_ranks), pipelined=True)
 
     def dispatch(
         self,
@@ -81,8 +105,8 @@ def _one_more(rows: Tensor, value: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, 1), value=value)
 
 
-def reason_here(dtype: torch.dtype) -> str:
-    """Why this rank cannot use `deepep`; empty if it can. It never raises."""
+def refuse_here(dtype: torch.dtype) -> Refusal:
+    """Why this rank cannot use `deepep`. It never raises."""
     if find_spec("deep_ep") is None:
         return "needs the package deep_ep (https://github.com/deepseek-ai/DeepEP)"
     try:
@@ -90,6 +114,4 @@ def reason_here(dtype: torch.dtype) -> str:
     except Exception as error:  # of whatever kind: the other ranks wait for the answer
         first = (str(error).splitlines() or [repr(error)])[0]
         return f"the package deep_ep cannot be imported: {first}"
-    if dtype != torch.bfloat16:
-        return f"moves bf16, not {dtype}"
-    return ""
+    return DeepEP.refuse_dtype(dtype)

@@ -19,48 +19,99 @@ Legend: T tokens per rank, D hidden, K slots for experts of a token, M nodes, G 
 R = M * G, A = M * T tokens of a rail, N = R * T received rows.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatch.alltoall import AllToAll, collect, spread
-from phalanx.parallel.dispatch.exchange import SymmOptions
-from phalanx.parallel.dispatch.nodes import Nodes
+from phalanx.parallel.dispatch.costs import NOTHING, Costs, Links, Reach
+from phalanx.parallel.dispatch.exchange import SLOTS
+from phalanx.parallel.dispatch.nodes import Nodes, refuse
 from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, plus
-from phalanx.parallel.dispatch.symm import Symm
+from phalanx.parallel.dispatch.symm import EXPOSED, Symm
+from phalanx.parallel.dispatch.transport_class import (
+    DispatchContext,
+    Dispatcher,
+    Rank,
+    Transport,
+    one_for_all,
+)
+
+_INSIDE: dict[str, type[Dispatcher]] = {"symm": Symm, "alltoall": AllToAll}
+"""The transports inside a node."""
 
 
-class Hier:
+class Hier(Dispatcher):
     """The transport. See `parallel.dispatch` for its contract.
 
     Args:
         nodes: of the expert-parallel group.
         plan: makes plans of received routing.
-        inside: the transport inside a node, `symm` or `alltoall`, the same on all nodes.
         local: experts of a rank.
-        options, waits: of `symm`, inside a node.
+        inside: builds the transport inside a node, the same on all nodes, from its plans.
     """
 
     def __init__(
-        self,
-        nodes: Nodes,
-        plan: Planner,
-        *,
-        inside: str,
-        local: int,
-        options: SymmOptions,
-        waits: bool = False,
+        self, nodes: Nodes, plan: Planner, *, local: int, inside: Callable[[Planner], Dispatcher]
     ) -> None:
         self._nodes, self._plan = nodes, plan
         self._here = nodes.size * local
         """Experts of a node."""
         self._first = nodes.index * self._here
-        there = _InNodes(plan, nodes, self._first)
-        self._inside: Symm | AllToAll
-        if inside == "symm":
-            self._inside = Symm(nodes.inside, there, local=local, options=options, waits=waits)
-        else:
-            self._inside = AllToAll(nodes.inside, there)
+        self._inside = inside(_InNodes(plan, nodes, self._first))
+
+    @classmethod
+    def build(cls, context: DispatchContext) -> "Hier":
+        taken, nodes = context.transport.inside, context.transport.nodes
+        assert taken is not None and nodes is not None
+
+        def inside(plan: Planner) -> Dispatcher:
+            there = context._replace(transport=taken, group=nodes.inside, plan=plan)
+            return _INSIDE[taken.name].build(there)
+
+        return cls(nodes, context.plan, local=context.local, inside=inside)
+
+    @classmethod
+    def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
+        return refuse([rank.node for rank in ranks])
+
+    @classmethod
+    def asks(cls) -> tuple[str, ...]:
+        return ("symm",)
+
+    @classmethod
+    def inside(cls, ranks: Sequence[Rank]) -> Transport:
+        """`symm` where all nodes can, `alltoall` otherwise."""
+        by_node = ([rank for rank in ranks if rank.node == node] for node in _nodes(ranks))
+        refusals = (Symm.refuse(members) for members in by_node)
+        against = one_for_all(ranks, "symm") or next(filter(None, refusals), None)
+        if against:
+            return Transport("alltoall", f"auto; not symm: {against}")
+        return Transport("symm", "auto")
+
+    @classmethod
+    def costs(cls, reach: Reach) -> Costs:
+        """Rows of the rail once to each other node, and from there by the transport inside."""
+        size, rail = reach.node_ranks, reach.nodes * reach.tokens
+        wanted = reach.wanted_ranks if reach.pushes else reach.ranks
+        rows = Links(wanted * (size - 1) / size, reach.nodes - 1)
+        sent = 2 * rail
+        """To other nodes and received from them."""
+        if not reach.pushes:
+            return Costs(rows, rows, kept=reach.received, backward=reach.received + sent)
+        return Costs(
+            there=rows,
+            back=rows,
+            # What came over the network is kept.
+            again=NOTHING if reach.keep else Links(rows.near, 0),
+            kept=rail + (reach.received if reach.keep else 0),
+            backward=sent,
+            buffers=SLOTS * reach.received,
+            exposed=EXPOSED,
+        )
 
     def dispatch(
         self,
@@ -79,6 +130,10 @@ class Hier:
     def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
         out_AD = self._inside.combine(out_ND, received)
         return plus(collect(out_AD, self._nodes.rail), beside)
+
+
+def _nodes(ranks: Sequence[Rank]) -> list[str]:
+    return list(dict.fromkeys(rank.node for rank in ranks))
 
 
 class _InNodes:

@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from phalanx.kernels.refusal import Refusal
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -46,8 +48,8 @@ def names_here(rank: int) -> tuple[str, str]:
     return host, str(rank // int(given))
 
 
-def uneven(names: Sequence[str]) -> str:
-    """Why nodes of these names, by rank, cannot be `Nodes`; empty if they can."""
+def refuse(names: Sequence[str]) -> Refusal:
+    """Why nodes of these names, by rank, cannot be `Nodes`."""
     order = list(dict.fromkeys(names))
     sizes = [names.count(name) for name in order]
     if len(names) == 1:
@@ -60,7 +62,7 @@ def uneven(names: Sequence[str]) -> str:
         return "every node holds one rank"
     if any(name != order[i // sizes[0]] for i, name in enumerate(names)):
         return "the ranks of a node do not follow one another"
-    return ""
+    return None
 
 
 def join(groups: Mapping[tuple[int, ...], Sequence[str]]) -> Nodes | None:
@@ -70,7 +72,7 @@ def join(groups: Mapping[tuple[int, ...], Sequence[str]]) -> Nodes | None:
     job, which takes all.
 
     Args:
-        groups: ranks of each, and the names of their nodes, which are not `uneven`.
+        groups: ranks of each, and the names of their nodes, which `refuse` does not.
     """
     found = None
     for ranks, names in groups.items():

@@ -11,7 +11,7 @@ Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T rece
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -23,13 +23,26 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.elementwise.block_sum import block_sum
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import CUTLASS_DSL
 from phalanx.kernels.routing.wire import arrived, leaving, routing_size
-from phalanx.parallel.dispatch.exchange import PIECE, Exchange, Sent, SymmOptions, exchange_of
+from phalanx.parallel.dispatch.costs import NOTHING, Costs, Reach
+from phalanx.parallel.dispatch.exchange import (
+    PIECE,
+    SLOTS,
+    Exchange,
+    Sent,
+    SymmOptions,
+    exchange_of,
+)
 from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received
+from phalanx.parallel.dispatch.transport_class import DispatchContext, Dispatcher, Rank
+
+EXPOSED = 0.25
+"""Part of an overlapped exchange that a layer waits for, as measured (docs/kernels/log.md)."""
 
 
-class Symm:
+class Symm(Dispatcher):
     """The transport. See `parallel.dispatch` for its contract.
 
     Args:
@@ -39,6 +52,8 @@ class Symm:
         options: the rest.
         waits: the experts' kernels can wait for rows (the fused ones).
     """
+
+    no_overlap = None
 
     def __init__(
         self,
@@ -51,6 +66,38 @@ class Symm:
     ) -> None:
         self._group, self._plan, self._local, self._options = group, plan, local, options
         self._waits = waits
+
+    @classmethod
+    def build(cls, context: DispatchContext) -> "Symm":
+        c = context
+        return cls(c.group, c.plan, local=c.local, options=c.options, waits=c.waits)
+
+    @classmethod
+    def refuse_dtype(cls, dtype: torch.dtype) -> Refusal:
+        return None if dtype == torch.bfloat16 else f"moves bf16, not {dtype}"
+
+    @classmethod
+    def refuse_here(cls, dtype: torch.dtype) -> Refusal:
+        return refuse_here(dtype)
+
+    @classmethod
+    def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
+        several = len({rank.host for rank in ranks}) > 1
+        against = "the ranks of an expert-parallel group are on several hosts" if several else None
+        return super().refuse(ranks) or against
+
+    @classmethod
+    def costs(cls, reach: Reach) -> Costs:
+        """A token and a sum once for each rank that wants the token."""
+        rows = reach.once_a_rank
+        return Costs(
+            there=rows,
+            back=rows,
+            again=NOTHING if reach.keep else rows,
+            kept=reach.received if reach.keep else 0,
+            buffers=SLOTS * reach.received if reach.ranks > 1 else 0,
+            exposed=EXPOSED,
+        )
 
     def dispatch(
         self,
@@ -313,8 +360,8 @@ class _Collect(torch.autograd.Function):
         return trip.rows(sent), None if ctx.alone else grad_TD, None
 
 
-def reason_here(dtype: torch.dtype) -> str:
-    """Why this rank cannot push tokens of a dtype to others of its host; empty if it can.
+def refuse_here(dtype: torch.dtype) -> Refusal:
+    """Why this rank cannot push tokens of a dtype to others of its host.
 
     What it finds is one rank's word: `parallel.dispatch.transport` asks those of all.
     """
@@ -322,15 +369,15 @@ def reason_here(dtype: torch.dtype) -> str:
         return "needs CUDA"
     if torch.cuda.get_device_capability() != (9, 0):
         return "needs a Hopper GPU"
-    if dtype != torch.bfloat16:
-        return f"moves bf16, not {dtype}"
+    if against := Symm.refuse_dtype(dtype):
+        return against
     if find_spec("nvidia_cutlass_dsl") is None:
         return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
     here = torch.cuda.current_device()
     others = (d for d in range(torch.cuda.device_count()) if d != here)
     if not all(torch.cuda.can_device_access_peer(here, other) for other in others):
         return "the GPUs of a host cannot write to each other's memory"
-    return ""
+    return None
 
 
 def _padded(blocks_RX: Tensor) -> Tensor:

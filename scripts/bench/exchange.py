@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions, exchange_of
-from phalanx.parallel.dispatch.transport import reason_against
+from phalanx.parallel.dispatch.transport import refuse
 from phalanx.scripts.bench.ends import PLAN_NAMES, ROOM, TIMEOUT, Ends, inputs, transports
 from phalanx.scripts.bench.measure import Company
 from phalanx.scripts.bench.models import (
@@ -48,7 +48,7 @@ def _gemms(model: Model, tokens: int, sms: int, ms: float) -> Company:
 
 def wire(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     shape, device = model.shape(tokens), bench.clock.device
-    against = reason_against("symm", dist.group.WORLD, BF16)
+    against = refuse("symm", dist.group.WORLD, BF16)
     if against:
         return [Record("wire", shape, "push", "-", bench.mode, note=against)]
     made: list[Record] = []

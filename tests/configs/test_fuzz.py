@@ -14,7 +14,7 @@ import pytest
 
 from phalanx import train
 from phalanx.configs import load as loading
-from phalanx.configs.bounds import CHOICES
+from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import knobs, put, sections
 from phalanx.configs.load import GROUPS, compose, from_argv, load, options
 from phalanx.configs.schema import Config
@@ -113,7 +113,7 @@ def override(rng: random.Random) -> str:
         )
     value = word(rng)
     if rng.random() < 0.4:
-        names = [*CHOICES.get(key, ()), *(options(key) if key in GROUPS else ())]
+        names = [*choices().get(key, ()), *(options(key) if key in GROUPS else ())]
         value = rng.choice(names or ["8"])
     text = (
         rng.choice(["", "", "", "", "+", "++", "~", "--", "-"])
@@ -171,7 +171,7 @@ def value(rng: random.Random, path: str, kind: object) -> object:
         return [rng.randrange(-3, 200) for _ in range(rng.randrange(4))]
     if kind == list[str]:
         return [word(rng) for _ in range(rng.randrange(5))]
-    return rng.choice([*CHOICES.get(path, ()), word(rng), word(rng)])
+    return rng.choice([*choices().get(path, ()), word(rng), word(rng)])
 
 
 def yaml_file(rng: random.Random, folder: Path) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.moe.router.forced_balance import ForcedBalance  # noqa: F401  (imported once for all ranks, which are forked)
-from phalanx.parallel.dispatch import base, exchange
+from phalanx.parallel.dispatch import alltoall, exchange
 from phalanx.parallel.megatron import cpu
 from phalanx.scripts import bench_dispatch
 from phalanx.scripts.bench import exchange as suites
@@ -142,7 +142,7 @@ def _wire() -> list[records.Record]:
     cpu.install()
     patch = pytest.MonkeyPatch()
     with patch.context() as p:
-        p.setattr(suites, "reason_against", lambda *_: "")
+        p.setattr(suites, "refuse", lambda *_: None)
         p.setattr(suites, "exchange_of", _Exchange)
         p.setattr(suites, "_gemms", _Company)
         return suites.wire(RankBench(Cpus(), 2), TINY, 32)
@@ -178,7 +178,7 @@ def test_pairs_against_all_ranks() -> None:
 
 
 def _wrong_on_the_last_rank(arguments: list[str]) -> tuple[int, str]:
-    real = base.AllToAll.combine
+    real = alltoall.AllToAll.combine
     exact: list[Any] = []
 
     def combine(self: Any, *given: Any) -> torch.Tensor:
@@ -187,11 +187,11 @@ def _wrong_on_the_last_rank(arguments: list[str]) -> tuple[int, str]:
         wrong = self is not exact[0] and dist.get_rank() == dist.get_world_size() - 1
         return out_TD.roll(1, 0) if wrong else out_TD
 
-    base.AllToAll.combine = combine  # type: ignore[method-assign]
+    alltoall.AllToAll.combine = combine  # type: ignore[method-assign]
     try:
         return program(arguments)
     finally:
-        base.AllToAll.combine = real  # type: ignore[method-assign]
+        alltoall.AllToAll.combine = real  # type: ignore[method-assign]
 
 
 @pytest.mark.dist

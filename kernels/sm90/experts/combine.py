@@ -20,9 +20,9 @@ from torch import Tensor
 
 from phalanx.kernels.sm90.jit.launch import check, launch
 from phalanx.kernels.sm90.jit.ptx import pack, unpack
+from phalanx.kernels.sm90.limits import COMBINE_SLOTS as MAX_SLOTS
 
 THREADS = 256
-MAX_SLOTS = 16
 _COLUMNS = 8
 """bf16 of a 16-byte access."""
 _WORDS = _COLUMNS // 2

@@ -1,4 +1,4 @@
-"""The activations of the expert MLP on registers, forward and backward, in fp32."""
+"""The activations of `configs.activations` on registers, forward and backward, in fp32."""
 
 import math
 
@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from phalanx.kernels.expert_mlp.activation import Activation, unknown
+from phalanx.kernels.expert_mlp.activation import Activation, function
 from phalanx.kernels.sm90.jit import ptx
 
 _LOG2E = math.log2(math.e)
@@ -52,19 +52,45 @@ def _clamp(act: Activation, gate: Float32, up: Float32) -> tuple:
 
 
 def _activate(act: Activation, x: Float32) -> tuple[Float32, Float32]:
-    """Value and derivative of the activated half."""
-    if act.kind == "squared_relu":
-        positive = cute.arch.fmax(x, Float32(0), nan=True)
-        return positive * positive, positive + positive
-    if act.kind == "geglu":
-        cdf, density = _normal(x)
-        return x * cdf, cdf + x * density
-    if act.kind in ("swiglu", "quick_geglu"):
-        alpha = act.alpha if act.kind == "quick_geglu" else 1.0
-        s = cute.arch.rcp_approx(1.0 + ptx.exp2(x * Float32(-alpha * _LOG2E)))
-        value = x * s
-        return value, s + alpha * (value - value * s)
-    raise unknown(act.kind, __file__)
+    """Value and derivative of the activated half, by the function that the table names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if not act.facts.cute:
+        raise ValueError(
+            f"activation {act.kind!r} has no `cute` function in phalanx.configs.activations"
+        )
+    value, slope = function(act.facts.cute)(x, act)
+    return value, slope
+
+
+def silu(x: Float32, act: Activation) -> tuple[Float32, Float32]:
+    """x * sigmoid(x), and its derivative."""
+    return _sigmoid_linear(x, 1.0)
+
+
+def quick_gelu(x: Float32, act: Activation) -> tuple[Float32, Float32]:
+    """x * sigmoid(alpha * x), and its derivative."""
+    return _sigmoid_linear(x, act.alpha)
+
+
+def gelu(x: Float32, act: Activation) -> tuple[Float32, Float32]:
+    """x * Phi(x), and its derivative."""
+    cdf, density = _normal(x)
+    return x * cdf, cdf + x * density
+
+
+def squared_relu(x: Float32, act: Activation) -> tuple[Float32, Float32]:
+    """max(x, 0)^2, and its derivative."""
+    positive = cute.arch.fmax(x, Float32(0), nan=True)
+    return positive * positive, positive + positive
+
+
+def _sigmoid_linear(x: Float32, alpha: float) -> tuple[Float32, Float32]:
+    s = cute.arch.rcp_approx(1.0 + ptx.exp2(x * Float32(-alpha * _LOG2E)))
+    value = x * s
+    return value, s + alpha * (value - value * s)
 
 
 def _normal(x: Float32) -> tuple[Float32, Float32]:

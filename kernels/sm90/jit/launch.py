@@ -9,8 +9,9 @@ import functools
 import platform
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -22,6 +23,7 @@ from cutlass import Int32
 from cutlass.cute.runtime import make_ptr
 from torch import Tensor
 
+from phalanx.configs.activations import ACTIVATIONS
 from phalanx.kernels.cache import Cache, digest_of, folder, name_of
 from phalanx.kernels.sm90.jit.program import Program, export
 
@@ -116,6 +118,7 @@ def entry_name(kernel: type[Kernel], config: Any) -> str:
         kernel.__name__,
         *(ARCH, platform.machine(), version("nvidia-cutlass-dsl"), _sources()),
         *(f"{kernel.__module__}.{kernel.__qualname__}", repr(config)),
+        *_epilogues(repr(config)),
     )
 
 
@@ -183,6 +186,17 @@ def _program(kernel: type[Kernel], config: Any) -> Program:
 def _sources() -> str:
     """Hash of all that kernels are traced from, read once per process."""
     return digest_of([*_HERE.rglob("*.py"), _HERE.parent / "expert_mlp/activation.py"])
+
+
+def _epilogues(config: str) -> Iterator[str]:
+    """The functions on registers of a configuration's activations; a function that is defined
+    outside of this folder, whose sources are hashed anyway, with the hash of its file."""
+    for kind, facts in ACTIVATIONS.items():
+        if facts.cute and f"kind={kind!r}" in config:
+            yield facts.cute
+            spec = find_spec(facts.cute.partition(":")[0])
+            if spec is not None and spec.origin and Path(spec.origin).parent != _HERE:
+                yield digest_of([Path(spec.origin)])
 
 
 def _misaligned(kernel: type[Kernel], addresses: Sequence[int]) -> ValueError:

@@ -14,16 +14,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from phalanx.kernels.sm90.jit.ptx import unpack
+from phalanx.kernels.sm90.limits import TOPK_EXPERTS as MAX_EXPERTS
+from phalanx.kernels.sm90.limits import TOPK_GROUP_SCORES as MAX_BEST
+from phalanx.kernels.sm90.limits import TOPK_GROUP_STEP
+from phalanx.kernels.sm90.limits import TOPK_GROUPS as MAX_GROUPS
+from phalanx.kernels.sm90.limits import TOPK_SLOTS as MAX_SLOTS
 
 WARPS = 8
 """Tokens of a thread block."""
 LANES = 32
-FOUR = 4
+FOUR = TOPK_GROUP_STEP
 """Logits of a vector: a lane has every 32nd vector of its token's row."""
-MAX_EXPERTS = 512
-MAX_SLOTS = 16
-MAX_GROUPS = LANES
-MAX_BEST = 2
 TINY = 1e-20
 """Added to the sum that normalises sigmoids."""
 WEIGHTS = ("softmax", "softmax_all", "sigmoid", "sigmoid_sum")

@@ -16,14 +16,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.limits import PLAN_CAPACITIES as CAPACITIES
 
 THREADS = 512
 WARPS = THREADS // 32
-CAPACITIES = (64, 256, 512, 1024)
-"""Numbers of local experts that there are kernels for."""
 MAX_PAIRS = 1 << 24
-MAX_SLOTS = 256
-"""For `_divide`, together with the limit of pairs."""
+"""For `_divide`, together with the limit of slots."""
 _BATCH = 4
 """Pairs that a thread loads before it uses the first."""
 _COUNT_BATCH = 8

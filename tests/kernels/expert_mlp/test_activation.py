@@ -1,17 +1,19 @@
 """Activations against their papers' formulas, and the hand-written derivatives against autograd."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from phalanx.configs.bounds import CHOICES
+from phalanx.configs import activations as table
+from phalanx.configs.bounds import choices
 from phalanx.configs.docs import field_docs
-from phalanx.configs.schema import MoEConfig
-from phalanx.kernels.expert_mlp import activation as table
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import Linear, Operand
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.reference import Reference, activation, activation_backward
-from phalanx.kernels.expert_mlp.torch_grouped import Grouped, _activate
+from phalanx.kernels.expert_mlp.reference import Reference, activation
+from phalanx.kernels.expert_mlp.torch_grouped import Grouped
+from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
 from tests.kernels.problems import ACTIVATIONS, formula
 
 
@@ -45,55 +47,29 @@ def test_derivative_up_to_the_edges(act):
 
 
 def test_every_kind_is_tested_and_can_be_chosen():
-    kinds = set(table.KINDS)
-    assert kinds == {act.kind for act in ACTIVATIONS} == set(CHOICES["model.moe.activation"])
+    kinds = set(table.ACTIVATIONS)
+    assert kinds == {act.kind for act in ACTIVATIONS} == set(choices()["model.moe.activation"])
     assert {act.kind for act in ACTIVATIONS if act.limit} == kinds
-    assert all(f"`{kind}`" in field_docs()["model.moe.activation"] for kind in kinds)
-    assert all(f"`{kind}`:" in Activation.__doc__ for kind in kinds)
-    assert {act.kind for act in ACTIVATIONS if act.gated} == set(table.GATED)
+    assert all(f"`{kind}`:" in field_docs()["model.moe.activation"] for kind in kinds)
 
 
-@pytest.fixture
-def nameless(monkeypatch):
-    """A kind that has a name and no formula."""
-    for name in ("KINDS", "GATED"):
-        monkeypatch.setattr(table, name, (*getattr(table, name), "nameless"))
-    return Activation("nameless")
+def test_an_entry_without_a_function_on_registers_is_refused_by_the_fused_kernels(monkeypatch):
+    facts = dataclasses.replace(table.ACTIVATIONS["swiglu"], cute="")
+    monkeypatch.setitem(table.ACTIVATIONS, "plain", facts)
+    hopper = Facts("cuda", (9, 0), torch.bfloat16, packages=frozenset({"nvidia_cutlass_dsl"}))
+    assert resolve("grouped_mlp", "fused", hopper).backend == "fused"
+    with pytest.raises(KernelUnavailable, match="has no epilogue of plain; use kernels=torch"):
+        resolve("grouped_mlp", "fused", dataclasses.replace(hopper, activation="plain"))
 
 
-def in_sm90(act, h):
+def test_no_kernel_is_traced_without_a_function_on_registers(monkeypatch):
     pytest.importorskip("cutlass")
     from phalanx.kernels.sm90.gemm.activate import forward
 
-    return forward(act, 1.0, 1.0)
-
-
-def in_model(act, h):
-    from phalanx.moe.model.gpt import _activation
-
-    return _activation(MoEConfig(activation=act.kind))
-
-
-FORMULAS = {
-    "kernels/expert_mlp/reference.py": activation,
-    "kernels/expert_mlp/reference.py, backward": lambda act, h: activation_backward(
-        h[:, :2], h, act
-    ),
-    "kernels/expert_mlp/torch_grouped.py": lambda act, h: _activate(h, act),
-    "sm90/gemm/activate.py": in_sm90,
-    "moe/model/gpt.py": in_model,
-    "tests/kernels/problems.py": lambda act, h: formula(h, act),
-}
-
-
-@pytest.mark.parametrize("file", FORMULAS)
-def test_a_kind_without_a_formula_is_no_other_kind(nameless, file):
-    h = torch.ones(2, 4)
-    call = FORMULAS[file]
-    with pytest.raises(ValueError) as error:
-        call(h, nameless) if call is activation else call(nameless, h)
-    named = file.partition(",")[0]
-    assert str(error.value) == f"{named} has no formula for activation 'nameless': add it there"
+    facts = dataclasses.replace(table.ACTIVATIONS["swiglu"], cute="")
+    monkeypatch.setitem(table.ACTIVATIONS, "plain", facts)
+    with pytest.raises(ValueError, match="'plain' has no `cute` function"):
+        forward(Activation("plain"), 1.0, 1.0)
 
 
 def test_width_and_gate():

@@ -163,7 +163,9 @@ def test_experts_over_several_nodes_go_by_node() -> None:
 
 @pytest.mark.parametrize("overrides", ["parallel.expert=8", "parallel.expert=4"])
 def test_one_node_is_too_few_to_go_by_node(overrides: str) -> None:
-    with pytest.raises(ConfigError, match="whole nodes of 8 GPUs.*parallel.dispatch=auto"):
+    with pytest.raises(
+        ConfigError, match="nodes of 8 GPUs.*all ranks are on one node; set parallel.dispatch=auto"
+    ):
         page("experiment=qwen3_30b_8gpu", "parallel.dispatch=hier", overrides, world=8)
 
 

@@ -15,8 +15,8 @@ from phalanx.moe.estimate.room import (
     host_room,
     near,
     pinned_bytes,
-    refusal,
-    refused_here,
+    refuse,
+    refuse_here,
     sure_bytes,
 )
 from phalanx.moe.estimate.weights import stage_weights
@@ -34,7 +34,7 @@ def configured(*overrides: str, world: int = 1) -> Config:
 
 
 def told(*overrides: str, world: int = 1, room: Room = HOST) -> str:
-    return refusal(configured(*overrides, world=world), world, range(world), room)
+    return refuse(configured(*overrides, world=world), world, range(world), room) or ""
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_deepseek", "tiny_gpt_oss"])
@@ -81,8 +81,9 @@ def test_only_what_surely_is_too_much_is_refused() -> None:
     """Swap counts, activations do not."""
     cfg = configured("model=tiny")
     need = sure_bytes(cfg, 1, [0])
-    assert refusal(cfg, 1, [0], Room("", need)) == "" != refusal(cfg, 1, [0], Room("", need - 1))
-    assert refusal(cfg, 1, [0], Room("", need - 10, swap=10)) == ""
+    assert refuse(cfg, 1, [0], Room("", need)) is None
+    assert refuse(cfg, 1, [0], Room("", need - 1)) is not None
+    assert refuse(cfg, 1, [0], Room("", need - 10, swap=10)) is None
 
 
 def test_logits_are_of_the_last_stage() -> None:
@@ -154,10 +155,10 @@ def test_cgroups_of_the_first_version(tmp_path: Path) -> None:
 
 def test_ranks_of_a_launch_share_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert refused_here(configured("model=tiny", world=2), 2) == ""
-    assert "of 2 ranks take" in refused_here(configured("model=deepseek_v3", world=2), 2)
+    assert refuse_here(configured("model=tiny", world=2), 2) is None
+    assert "of 2 ranks take" in str(refuse_here(configured("model=deepseek_v3", world=2), 2))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert "of a rank take" in refused_here(configured("model=deepseek_v3", world=2), 2)
+    assert "of a rank take" in str(refuse_here(configured("model=deepseek_v3", world=2), 2))
 
 
 # --- ranks ----------------------------------------------------------------------------------------

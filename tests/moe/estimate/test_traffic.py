@@ -8,7 +8,8 @@ import pytest
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
-from phalanx.moe.estimate.traffic import Links, least_traffic, traffic
+from phalanx.moe.estimate.traffic import least_traffic, traffic
+from phalanx.parallel.dispatch.costs import Links
 
 NODE = 8
 

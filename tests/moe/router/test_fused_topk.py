@@ -45,15 +45,6 @@ def test_what_the_kernel_takes(
     assert refused is None if why is None else why in str(refused)
 
 
-def test_limits_are_those_of_the_kernel() -> None:
-    pytest.importorskip("cutlass")
-    from phalanx.kernels.sm90.routing import logits
-
-    of_kernel = (logits.MAX_EXPERTS, logits.MAX_SLOTS, logits.MAX_GROUPS, logits.FOUR)
-    ours = (fused_topk._EXPERTS, fused_topk._SLOTS, fused_topk._GROUPS, fused_topk._GROUP_STEP)
-    assert ours == of_kernel and logits.MAX_BEST == fused_topk._GROUP_SCORES
-
-
 def topk(
     logits_TE: Tensor,
     *,

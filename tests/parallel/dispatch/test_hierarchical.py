@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.parallel.dispatch import nodes
 from phalanx.parallel.dispatch.base import Dispatcher, Slots
 from phalanx.parallel.dispatch.capacity import Budget
-from phalanx.parallel.dispatch.transport import choose_transport, reason_against
+from phalanx.parallel.dispatch.transport import choose_transport, refuse
 from tests.parallel.dispatch.test_base import (
     CPU,
     EXPERTS,
@@ -260,8 +260,8 @@ def test_auto_takes_nodes_of_several_ranks() -> None:
     assert run_distributed(taken, RANKS, 2) == [("Hier", "Hier")] * RANKS
 
 
-def on_this_host() -> tuple[str, str]:
-    against = reason_against("hier", dist.group.WORLD, torch.bfloat16)
+def on_this_host() -> tuple[str | None, str]:
+    against = refuse("hier", dist.group.WORLD, torch.bfloat16)
     os.environ["PHALANX_NODE_GPUS"] = "two"
     try:
         nodes.names_here(dist.get_rank())
@@ -279,8 +279,8 @@ def test_ranks_of_a_host_are_a_node() -> None:
 
 
 def test_ranks_of_a_node_must_follow_one_another() -> None:
-    assert nodes.uneven("aabb") == ""
-    assert nodes.uneven("abab") == "the ranks of a node do not follow one another"
+    assert nodes.refuse("aabb") is None
+    assert nodes.refuse("abab") == "the ranks of a node do not follow one another"
 
 
 def groups_of_eight() -> tuple[int, int, list[int], list[int]]:

@@ -9,19 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.configs.bounds import CHOICES
 from phalanx.kernels.registry import table
 from phalanx.parallel.dispatch.transport import (
     LOCAL,
-    TRANSPORTS,
-    Rank,
-    Transport,
     choices,
     choose_transport,
     of_megatron,
     planned,
     resolve,
 )
+from phalanx.parallel.dispatch.transport_class import Rank, Transport
 from tests.parallel.dispatch.test_hierarchical import pretended
 from tests.support.distributed import run_distributed
 
@@ -30,9 +27,10 @@ NO_PEER = "the GPUs of a host cannot write to each other's memory"
 
 
 def ranks(nodes: str, symm: Sequence[str] = (), deepep: Sequence[str] = ()) -> list[Rank]:
-    """A rank for each letter, which names its host."""
+    """A rank for each letter, which names its host; with reasons, if any, by rank."""
+    reasons = {"symm": symm, "deepep": deepep}
     return [
-        Rank(i, host, host, symm[i] if symm else "", deepep[i] if deepep else "")
+        Rank(i, host, host, {name: given[i] or None for name, given in reasons.items() if given})
         for i, host in enumerate(nodes)
     ]
 
@@ -91,15 +89,13 @@ def test_a_forced_transport_that_one_rank_lacks_is_refused(
 def test_without_ranks_the_answer_is_the_same() -> None:
     assert planned("auto", ranks=8, node_ranks=8).name == "symm"
     assert planned("auto", ranks=1, node_ranks=8).name == "local"
-    assert planned("auto", ranks=8, node_ranks=8, symm="needs CUDA").name == "alltoall"
+    assert (
+        planned("auto", ranks=8, node_ranks=8, refusals={"symm": "needs CUDA"}).name == "alltoall"
+    )
     over_nodes = planned("auto", ranks=16, node_ranks=8)
     assert over_nodes.name == "hier" and over_nodes.inside == Transport("symm", "auto")
     with pytest.raises(ValueError, match="all ranks are on one node"):
         planned("hier", ranks=8, node_ranks=8)
-
-
-def test_the_configuration_knows_the_same_names() -> None:
-    assert CHOICES["parallel.dispatch"] == TRANSPORTS
 
 
 # --- ranks that are not alike ---------------------------------------------------------------------

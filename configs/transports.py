@@ -1,0 +1,57 @@
+"""The transports of tokens to experts: one entry each, with the class that does all the rest.
+
+Allowed values and their documentation, rules between knobs, the choice of `auto`, the start page
+and estimates derive from this table and from the classes that it names by import path, so that
+reading it does not import torch.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TransportFacts:
+    """What the rules of a configuration need to know of a transport."""
+
+    implementation: str
+    """`module:class`, a subclass of `parallel.dispatch.transport_class.Dispatcher`."""
+    meaning: str
+    """What it does and where it runs, in Markdown, for the documentation."""
+    auto: bool = True
+    """`auto` takes the first transport of the table that can run and has this."""
+    one_rank: bool = False
+    """All experts are on one rank: it serves no group of several, and `auto` takes it there."""
+    comm_sms: bool = False
+    """`parallel.comm_sms` means something to it."""
+    graph: bool = True
+    """It can be captured in a CUDA graph: the host waits for nothing."""
+
+
+TRANSPORTS: dict[str, TransportFacts] = {
+    "local": TransportFacts(
+        "phalanx.parallel.dispatch.local:Local",
+        "nothing is sent; needs `parallel.expert` = 1",
+        one_rank=True,
+    ),
+    "symm": TransportFacts(
+        "phalanx.parallel.dispatch.symm:Symm",
+        "pushes each token once to a GPU's memory over NVLink: bf16, one node, Hopper",
+        comm_sms=True,
+    ),
+    "hier": TransportFacts(
+        "phalanx.parallel.dispatch.hierarchical:Hier",
+        "sends it once to each of several nodes, and inside by `symm` or `alltoall`",
+        comm_sms=True,
+    ),
+    "alltoall": TransportFacts(
+        "phalanx.parallel.dispatch.alltoall:AllToAll",
+        "dense collectives of gloo or NCCL, which run everywhere",
+    ),
+    "deepep": TransportFacts(
+        "phalanx.parallel.dispatch.deepep:DeepEP",
+        "the package of that name, if installed; never taken by `auto`",
+        auto=False,
+        comm_sms=True,
+        graph=False,
+    ),
+}
+"""By the value of `parallel.dispatch`, best first; `auto` is the one value that is not here."""

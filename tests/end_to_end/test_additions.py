@@ -1,0 +1,236 @@
+"""An activation and a transport are added by one entry each, without a change in the package."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tests.support.training  # noqa: F401  (Megatron-Core, once for all ranks, which are forked)
+from phalanx.configs.bounds import choices
+from phalanx.configs.docs import tables
+from phalanx.configs.load import load
+from phalanx.configs.machines import MACHINES
+from phalanx.configs.schema import Config, ModelConfig
+from phalanx.configs.validate import ConfigError, validate
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.moe.estimate.accounting import active_parameters, flops_per_token, parameters
+from phalanx.moe.estimate.activations import Activations
+from phalanx.moe.estimate.dry_run import dry_run
+from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
+from phalanx.moe.estimate.resolve import resolved
+from phalanx.moe.estimate.timing import step_time
+from phalanx.moe.estimate.traffic import traffic
+from phalanx.moe.estimate.weights import stage_weights
+from phalanx.parallel.dispatch.costs import Links
+from tests.parallel.dispatch.test_base import (
+    ROUTINGS,
+    Case,
+    Result,
+    assert_near,
+    make_case,
+    rank_layer,
+)
+from tests.support.additions import added
+from tests.support.distributed import run_distributed
+from tests.support.runs import SMALL, records, run
+
+
+@pytest.fixture(autouse=True)
+def entries() -> Iterator[None]:
+    with added():
+        yield
+
+
+# --- an activation --------------------------------------------------------------------------------
+
+
+def stated(h: Tensor, act: Activation) -> Tensor:
+    gate, up = h.chunk(2, -1) if act.kind == "reglu" else (h, torch.ones(()))
+    if act.limit:
+        gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+    return torch.where(gate > 0, gate, 0.0) * (up + act.offset)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("act", ["reglu", "reglu, clamped", "relu"])
+def test_forward_and_backward_of_an_added_activation(backend: str, act: str) -> None:
+    """Against autograd in fp64, expert by expert."""
+    kind, clamped = act.split(",")[0], "clamped" in act
+    what = Activation(kind, limit=0.7, offset=0.5) if clamped else Activation(kind)
+    torch.manual_seed(0)
+    mlp = GroupedMLP(4, 32, 24, 2, what, bias=True, backend=backend)
+    x, prob = torch.randn(40, 32, requires_grad=True), torch.rand(40, 2, requires_grad=True)
+    idx = torch.rand(40, 4).topk(2).indices
+    dout = torch.randn(40, 32)
+    mlp(x, idx, prob).backward(dout)
+    ours = dict(mlp.named_parameters()) | {"x": x, "prob": prob}
+    wide = {name: leaf.detach().double().requires_grad_() for name, leaf in ours.items()}
+    out = torch.zeros(40, 32, dtype=torch.float64)
+    for e in range(4):
+        h = F.linear(wide["x"], wide["w1"][e], wide["b1"][e])
+        y = F.linear(stated(h, what), wide["w2"][e], wide["b2"][e])
+        out = out + (wide["prob"] * (idx == e)).sum(1, keepdim=True) * y
+    out.backward(dout.double())
+    for name, leaf in wide.items():
+        torch.testing.assert_close(ours[name].grad.double(), leaf.grad, rtol=1e-4, atol=1e-5)
+
+
+def configured(*overrides: str, world: int = 1) -> Config:
+    cfg = load(list(overrides))
+    validate(cfg, world)
+    return cfg
+
+
+def tiny(kind: str) -> ModelConfig:
+    return configured("model=tiny_deepseek", f"model.moe.activation={kind}").model
+
+
+@pytest.mark.parametrize(("kind", "like"), [("reglu", "swiglu"), ("relu", "squared_relu")])
+def test_an_added_activation_is_counted(kind: str, like: str) -> None:
+    """As one with as many matrices is; those with a gate have a third more."""
+    here, there, other = (tiny(k) for k in (kind, like, "swiglu"))
+    assert parameters(here) == parameters(there)
+    assert active_parameters(here) == active_parameters(there)
+    assert flops_per_token(here, 64) == flops_per_token(there, 64)
+    assert (parameters(here) == parameters(other)) == (like == "swiglu")
+    base = "experiment=moonlight_8gpu"
+    one, two = (
+        resolved(configured(base, f"model.moe.activation={k}", world=8), 8, 8) for k in (kind, like)
+    )
+    assert stage_memory(one, 8) == stage_memory(two, 8)
+    assert stage_weights(one, 8) == stage_weights(two, 8)
+
+
+def test_an_added_activation_obeys_the_rules() -> None:
+    assert {"reglu", "relu"} <= set(choices()["model.moe.activation"])
+    assert "`reglu`: max(gate, 0) * up (arXiv 2002.05202)" in tables()
+    configured("model.moe.activation=reglu", "model.moe.activation_limit=1")
+    with pytest.raises(ConfigError, match="needs a gated activation, not relu"):
+        configured("model.moe.activation=relu", "model.moe.activation_limit=1")
+    with pytest.raises(ConfigError, match="set model.moe.activation=reglu"):
+        configured("model.moe.activation=regluu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["reglu", "relu"])
+def test_the_fused_kernels_compile_with_an_added_activation(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("cutlass")
+    from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
+    from phalanx.kernels.sm90.experts.fc2_dgrad_dact import DgradKernel
+    from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad
+    from phalanx.kernels.sm90.gemm.gemm import GemmConfig
+    from phalanx.kernels.sm90.gemm.tiles import configured as tile
+    from phalanx.kernels.sm90.jit.launch import compile_kernel
+
+    for kernel, epilogue, transposed in ((Fc1Kernel, Act, False), (DgradKernel, ActGrad, True)):
+        made, keep = {}, f"--keep-cubin --dump-dir {tmp_path}"
+        for name in (kind, "squared_relu"):
+            loop = tile("pp192", gather=True, transposed=transposed)
+            config = GemmConfig(epilogue(Activation(name)), loop)
+            made[name] = compile_kernel(kernel, config, keep).artifacts.CUBIN
+        assert made[kind][:4] == b"\x7fELF" and made[kind] != made["squared_relu"]
+
+
+def test_a_kept_kernel_is_another_when_the_file_of_its_epilogue_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("cutlass")
+    from phalanx.kernels.sm90.experts.fc1_act import Fc1Kernel
+    from phalanx.kernels.sm90.gemm.epilogues import Act
+    from phalanx.kernels.sm90.jit import launch
+
+    def name(kind: str) -> str:
+        return launch.entry_name(Fc1Kernel, Act(Activation(kind)))
+
+    before = {kind: name(kind) for kind in ("reglu", "swiglu")}
+    assert before == {kind: name(kind) for kind in before}
+    real, changed = launch.digest_of, Path("tests/kernels/sm90/relu.py").name
+    monkeypatch.setattr(
+        launch,
+        "digest_of",
+        lambda files: real(files) + "x" * (changed in [f.name for f in files]),
+    )
+    assert name("reglu") != before["reglu"] and name("swiglu") == before["swiglu"]
+
+
+# --- a transport ----------------------------------------------------------------------------------
+
+
+def _layer(case: Case) -> Result:
+    with added():
+        return rank_layer(case, "broadcasts")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_an_added_transport_equals_the_dense_statement(kind: str) -> None:
+    case = make_case(kind, torch.float32)
+    results = run_distributed(_layer, 2, case)
+    assert_near(Result(*map(torch.cat, zip(*results, strict=True))), case)
+
+
+def test_an_added_transport_obeys_the_rules() -> None:
+    assert "broadcasts" in choices()["parallel.dispatch"]
+    assert "`broadcasts`: a broadcast for each rank" in tables()
+    with pytest.raises(ConfigError, match="comm_sms=8 has no effect with parallel.dispatch=broad"):
+        configured("parallel.dispatch=broadcasts", "parallel.comm_sms=8", world=2)
+
+
+def test_a_dry_run_counts_an_added_transport() -> None:
+    """Its rows on the links, what it keeps, and its buffers; nothing of it in another's."""
+    base = ("experiment=moonlight_8gpu", "parallel.comm_sms=0")
+    names = ("broadcasts", "alltoall")
+    ours, theirs = (
+        resolved(configured(*base, f"parallel.dispatch={name}", world=8), 8, 8) for name in names
+    )
+    sent, act = traffic(ours, 8), Activations(ours, 8)
+    assert (sent.there, sent.back) == (Links(7, 0), Links(21, 0))
+    row = 2 * ours.model.hidden
+    assert act.moe_layer().saved == Activations(theirs, 8).moe_layer().saved  # it keeps as many
+    less = Activations(theirs, 8).moe_layer().backward - act.moe_layer().backward
+    assert less == (act.sizes.received - 5) * row
+    assert exchange_bytes(ours, 8) == 2 * act.sizes.received * (row + 8 * ours.model.moe.top_k)
+    times = [step_time(cfg, 8, MACHINES["h200"]).exchange for cfg in (ours, theirs)]
+    assert times[0] == pytest.approx(2 * times[1])  # 4 x 7 rows instead of 2 x 7
+    text, _ = dry_run(configured(*base, "parallel.dispatch=broadcasts", world=8), 8)
+    assert "sent      broadcasts: a token has experts on" in text
+    assert "receive buffers of broadcasts" in text
+    assert re.search(r"back +0\.00 rows of a token over the network, 21\.00 inside nodes", text)
+
+
+# --- both, in a run -------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_a_model_trains_with_both(tmp_path: Path) -> None:
+    """A step of two ranks, as with collectives; its start page names the transport."""
+    losses = {}
+    for name in ("broadcasts", "alltoall"):
+        ranks = run(
+            2,
+            [
+                *SMALL,
+                "data=synthetic",
+                "run.steps=2",
+                "run.precision=fp32",
+                "run.save_interval=-1",
+                "parallel.expert=2",
+                "model.moe.activation=reglu",
+                f"parallel.dispatch={name}",
+                f"run.dir={tmp_path / name}",
+            ],
+            added,
+        )
+        assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
+        page = ranks[0].out
+        assert re.search(rf"transport +{name} +parallel.dispatch={name}", page)
+        losses[name] = [r["loss"] for r in records(tmp_path / name / "run") if "grad_norm" in r]
+        if name == "broadcasts":
+            assert "broadcasts are over when they return" in page
+    assert len(losses["broadcasts"]) == 2
+    assert losses["broadcasts"] == pytest.approx(losses["alltoall"], rel=1e-5)

@@ -1,0 +1,131 @@
+"""Two activations and a transport that the package does not have, as a user would write them."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
+from phalanx.configs.transports import TRANSPORTS, TransportFacts
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.parallel.dispatch.costs import Costs, Links, Reach
+from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatch.transport_class import DispatchContext, Dispatcher
+
+# --- ReGLU, and ReLU without a gate (arXiv 2002.05202) --------------------------------------------
+
+
+def relu(x: Tensor, act: Activation) -> Tensor:
+    return x.relu()
+
+
+def relu_slope(x: Tensor, act: Activation) -> Tensor:
+    return (x > 0).to(x.dtype)
+
+
+_FUNCTIONS = dict(
+    value="tests.support.additions:relu",
+    slope="tests.support.additions:relu_slope",
+    cute="tests.kernels.sm90.relu:relu",
+)
+ADDED_ACTIVATIONS = {
+    "reglu": ActivationFacts(True, "max(gate, 0) * up (arXiv 2002.05202)", **_FUNCTIONS),
+    "relu": ActivationFacts(False, "max(h, 0), not gated", **_FUNCTIONS),
+}
+
+# --- every rank in turn sends all it has to all others --------------------------------------------
+
+
+class Broadcasts(Dispatcher):
+    """One broadcast for each rank, there and back."""
+
+    no_overlap = "broadcasts are over when they return"
+
+    def __init__(self, group: dist.ProcessGroup, plan: Planner) -> None:
+        self._group, self._plan = group, plan
+
+    @classmethod
+    def build(cls, context: DispatchContext) -> "Broadcasts":
+        return cls(context.group, context.plan)
+
+    @classmethod
+    def costs(cls, reach: Reach) -> Costs:
+        rows = Links(reach.ranks - 1, 0)
+        return Costs(rows, 3 * rows, kept=reach.received, backward=5, buffers=2 * reach.received)
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+    ) -> Received:
+        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        rows_ND, prob_NK = (_Spread.apply(t, self._group) for t in (x_TD, topk_prob_TK))
+        idx_NK = _everyone(topk_idx_TK, self._group)
+        during(meanwhile)
+        return Received(rows_ND, self._plan(idx_NK, prob_NK))
+
+    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
+        return plus(_Collect.apply(out_ND, self._group), beside)
+
+
+def _everyone(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Rows of all ranks, one rank after the other."""
+    parts = [x.contiguous() if r == group.rank() else torch.empty_like(x) for r in ranks(group)]
+    for r, part in enumerate(parts):
+        dist.broadcast(part, group=group, group_src=r)
+    return torch.cat(parts)
+
+
+def _sum_of_own(x_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's block of every rank's rows, added up in fp32."""
+    every = _everyone(x_ND, group).unflatten(0, (group.size(), group.size(), -1))
+    return every[:, group.rank()].sum(0, dtype=torch.float32).to(x_ND.dtype)
+
+
+def ranks(group: dist.ProcessGroup) -> range:
+    return range(group.size())
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _everyone(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum_of_own(grad, ctx.group), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum_of_own(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _everyone(grad, ctx.group), None
+
+
+ADDED_TRANSPORTS = {
+    "broadcasts": TransportFacts(
+        "tests.support.additions:Broadcasts", "a broadcast for each rank", auto=False
+    )
+}
+
+
+@contextlib.contextmanager
+def added(rank: int = 0) -> Iterator[None]:
+    """In the tables, in this process."""
+    with (
+        mock.patch.dict(ACTIVATIONS, ADDED_ACTIVATIONS),
+        mock.patch.dict(TRANSPORTS, ADDED_TRANSPORTS),
+    ):
+        yield
