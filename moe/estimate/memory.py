@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from phalanx.configs.layout import expert_parallel_size, pipeline_chunks
 from phalanx.configs.schema import Config
+from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.moe.estimate.activations import Activations, Layer
 from phalanx.moe.estimate.pipeline import held
 from phalanx.moe.estimate.traffic import one_sided
 from phalanx.moe.estimate.weights import Weights, cached_gradient_bytes, dense_layers, stage_weights
-from phalanx.parallel.dispatch.exchange import SLOTS
 
 _WORKSPACES = 128 * 2**20
 """cuBLAS and Transformer Engine keep about this much."""
