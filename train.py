@@ -51,10 +51,17 @@ def _train(cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard) -> in
     """Say what starts, then import what takes seconds, then train."""
     from phalanx.moe.report.console import Console
     from phalanx.moe.training.launch import Launch, announce, command_line
+    from phalanx.parallel.megatron.version import check_version
 
     rank, world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
     console = Console(rank)
     with console.copied():
+        try:
+            check_version()  # before imports that another release may not have
+        except ValueError as error:
+            if rank == 0:
+                print(f"error: {error}", file=sys.stderr)
+            return 2
         announce(cfg, world)
         from phalanx.moe.training.trainer import run
 

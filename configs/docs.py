@@ -1,8 +1,8 @@
 """Tables of all knobs in Markdown, from the docstrings under the fields of schema.py.
 
-`python -m phalanx.configs.docs` prints them; `python -m phalanx.configs.docs docs/configuration.md` writes them
-between the markers of that page. Defaults are those of the composed config.yaml, which train.py
-uses without arguments.
+`python -m phalanx.configs.docs` prints them, and writes them between the markers of a page that is
+given, docs/configuration.md. Defaults are those of the composed config.yaml, which train.py uses
+without arguments.
 """
 
 import ast

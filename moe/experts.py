@@ -108,7 +108,7 @@ class Experts(MegatronModule):
         weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
         with received.saving():
             return grouped_mlp(
-                received.rows_ND, weights, received.plan, self.spec, traffic=received.traffic
+                received.rows_ND, weights, received.plan, self.spec, overlap=received.overlap
             )
 
     def sharded_state_dict(

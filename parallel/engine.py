@@ -6,7 +6,6 @@ the model but its chunks, and nothing of the loss but the function that returns 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +29,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig, ParallelConfig
 from phalanx.kernels.elementwise.square_sum import square_sum
-from phalanx.kernels.expert_mlp import main_grad
 from phalanx.parallel.learning_rate import Curve
-from phalanx.parallel.megatron import adam
+from phalanx.parallel.megatron import adam, patches
 
 
 class Diverged(RuntimeError):
@@ -81,8 +79,8 @@ class Engine:
             for i, c in enumerate(wrapped)
         ]
         for chunk in self.chunks:
-            _replace_first(chunk)
-        config.grad_scale_func = _scale_in_loss(self.chunks)
+            patches.replace_first_gradients(chunk)
+        config.grad_scale_func = patches.scale_in_loss(self.chunks)
         settings = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
@@ -98,10 +96,7 @@ class Engine:
             overlap_param_gather=ddp.overlap_param_gather,
         )
         if config.bf16 and sharded and optim.moments == "bf16":
-            # No fp32 masters: `parallel.megatron.adam` keeps what bf16 weights lack. Set when the
-            # checks of OptimizerConfig are done, which ask for Transformer Engine's FusedAdam.
-            settings.use_precision_aware_optimizer = True
-            settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+            patches.without_masters(settings)
         adam.install(torch.bfloat16 if optim.moments == "bf16" else torch.float32)
         self._clips_in_update = optim.moments == "bf16"
         """The optimizers are `parallel.megatron.adam.AdamW`, which can."""
@@ -240,35 +235,6 @@ class Engine:
         """(parameters of this rank, bytes of them)."""
         count = [(p.numel(), p.element_size()) for c in self.modules for p in c.parameters()]
         return sum(n for n, _ in count), sum(n * b for n, b in count)
-
-
-def _replace_first(chunk: DistributedDataParallel) -> None:
-    """Have the first gradient of a step replace the last step's, where the experts write them all.
-
-    What Megatron-Core would clear before each step is most of the gradients.
-    """
-    for buffer in chunk.expert_parallel_buffers:
-        writes = (getattr(p, "adds_to_main_grad", False) for p in buffer.params)
-        taken = (main_grad.takes(p) for p in buffer.params)
-        if all(writes) and all(taken) and not buffer.extra_main_grads:
-            buffer.reset = partial(main_grad.replace_next, buffer.params)
-
-
-def _scale_in_loss(chunks: Sequence[DistributedDataParallel]) -> Callable[[Any], Any] | None:
-    """What Megatron-Core is to scale losses by, in place of gradients before they are reduced.
-
-    It divides by the number of data parallel ranks in a pass over all gradients; the same factor
-    on the loss costs nothing, and for powers of two has the same bits.
-    """
-    buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
-    factors = {bucket.gradient_scaling_factor for bucket in buckets}
-    if len(factors) != 1 or factors == {1.0}:
-        return None
-    (factor,) = factors
-    for bucket in buckets:
-        bucket.gradient_scaling_factor = 1.0
-    return lambda loss: loss * factor
 
 
 def sum_over_world(values: torch.Tensor) -> torch.Tensor:

@@ -32,14 +32,6 @@ class Groups:
         """Rank among the replicas that read different samples."""
         return int(ps.get_data_parallel_rank())
 
-    @property
-    def is_first_stage(self) -> bool:
-        return bool(ps.is_pipeline_first_stage())
-
-    @property
-    def is_last_stage(self) -> bool:
-        return bool(ps.is_pipeline_last_stage())
-
     def table(self) -> str:
         """The layout in words, for the start page: group, size, this rank's members."""
         rows = [

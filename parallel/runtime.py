@@ -20,6 +20,7 @@ import torch.distributed as dist
 from phalanx.parallel.dispatch.exchange import release_exchanges
 from phalanx.parallel.fault.signals import end_with_parent
 from phalanx.parallel.megatron import cpu, weight_grad
+from phalanx.parallel.megatron.version import check_version
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,11 @@ def start(
         timeout: seconds before a stuck collective raises.
         deterministic: use deterministic algorithms only.
         met: called with the job's store as soon as there is one, before there are groups.
+
+    Raises:
+        ValueError: Megatron-Core is another release than `parallel.megatron` patches.
     """
+    check_version()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A torchrun that is killed tells nobody: its ranks would go on and hold their GPUs.
         end_with_parent(signal.SIGTERM)

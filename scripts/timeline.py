@@ -27,20 +27,30 @@ from phalanx.scripts.pictures import pyplot, title
 
 KINDS = (
     # A function that sends and waits has no operation below it meanwhile.
-    ("exchange", r"PushKernel|ArriveKernel|nccl|gloo:|c10d::|_(Spread|Collect)(Backward)?$"),
+    (
+        "exchange",
+        r"PushKernel|WaitPeersKernel|ArriveKernel|nccl|gloo:|c10d::|_(Spread|Collect)(Backward)?$",
+    ),
     ("experts", r"Fc1Kernel|RowsKernel|DgradKernel|WgradKernel|BiasGradKernel|DprobKernel|grouped"),
     (
         "plan, sums",
         r"PlanKernel|GatherKernel|CombineKernel|TopkKernel|TopkGradientKernel"
-        r"|moe/(route|dispatch|combine)|phalanx::plan|_plan_|Router|_Spread|_Collect",
+        r"|pack_routing|block_sum|moe/(route|dispatch|combine)|phalanx::plan|_plan_|Router|_Spread|_Collect",
     ),
-    ("attention", r"cudnn|fmha|flash|flex|sdpa|rope|rotary|attention"),
+    ("rope", r"\brope|_rope|rotary"),
+    ("MLA keys", r"\bmla_"),
+    ("attention", r"cudnn|fmha|flash|flex|sdpa|attention"),
     ("GEMM", r"nvjet|gemm|xmma|cutlass|cublas|splitK|aten::(add|b|addb)?mm$|aten::linear$"),
-    ("optimizer", r"[aA]dam|multi_tensor|l2norm|optimizer"),
+    ("loss", r"cross_entropy"),
+    ("Adam", r"[aA]dam"),
+    ("optimizer", r"multi_tensor|l2norm|square_sum|optimizer"),
     ("other", r""),
 )
 """Kind of an event: the first whose pattern is found in its name, or in what it ran inside of."""
-COLOURS = ("#c44e52", "#4c72b0", "#64b5cd", "#8172b3", "#55a868", "#ccb974", "#b0b0b0")
+COLOURS = (
+    *("#c44e52", "#4c72b0", "#64b5cd", "#da8bc3", "#937860", "#8172b3", "#55a868", "#dd8452"),
+    *("#ccb974", "#8c8c3c", "#b0b0b0"),
+)
 _SHORT = 72
 
 

@@ -1,6 +1,6 @@
 """Keys of latent attention put together, and their gradients taken apart, in Triton.
 
-A program has the heads of a few positions, so that the part they share is read and turned once for
+A program has the heads of a few positions, so that the part they share is read and rotated once for
 many of them; backward it has all heads, in turns, and sums without atomics, in one order always.
 
 Legend: S positions, B batch, H heads, n channels of a key of its head's own, F shared and rotated,
@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.attention.rope_triton import cos_sin, turned
+from phalanx.kernels.attention.rope_triton import cos_sin, rotated
 
 _ELEMENTS = 4096
 """Channels of heads' own that a program has at a time."""
 
 
 @triton.jit
-def _join(  # type: ignore[no-untyped-def]
+def mla_join_keys(  # type: ignore[no-untyped-def]
     kv,
     shared,
     freqs,
@@ -61,7 +61,7 @@ def _join(  # type: ignore[no-untyped-def]
     at_both = (s * shared_s + b * shared_b)[:, None] + j[None, :]
     pairs = tl.load(shared + at_both, mask=both_here, other=0.0)
     u, v = tl.split(tl.reshape(pairs, [ROWS, HALF_BLOCK, 2]))
-    p, q = turned(u.to(tl.float32), v.to(tl.float32), cos, sin)
+    p, q = rotated(u.to(tl.float32), v.to(tl.float32), cos, sin)
     p = p.to(k.dtype.element_ty)
     q = q.to(k.dtype.element_ty)
     at = (OWN + i)[None, None, :]
@@ -75,7 +75,7 @@ def _join(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _part(  # type: ignore[no-untyped-def]
+def mla_split_key_gradient(  # type: ignore[no-untyped-def]
     dk,
     dv,
     freqs,
@@ -134,7 +134,7 @@ def _part(  # type: ignore[no-untyped-def]
     cos, sin = cos_sin(tl.load(freqs + s[:, None] * f_s + i[None, :], mask=known, other=0.0))
     cos = cos * mscale
     sin = sin * mscale
-    p, q = turned(u, v, cos, -sin)
+    p, q = rotated(u, v, cos, -sin)
     p = p.to(dshared.dtype.element_ty)
     q = q.to(dshared.dtype.element_ty)
     j = tl.arange(0, 2 * HALF_BLOCK)
@@ -147,13 +147,13 @@ def _part(  # type: ignore[no-untyped-def]
 def join(
     kv_SBHm: Tensor, shared_SBF: Tensor, freqs_SF: Tensor, k_SBHd: Tensor, *, mscale: float
 ) -> None:
-    """Write the keys: n channels of kv, then the shared part, turned; see
+    """Write the keys: n channels of kv, then the shared part, rotated; see
     `kernels.attention.latent`.
 
     Args:
         kv_SBHm, shared_SBF, k_SBHd: any strides with contiguous channels; k apart from the others.
         freqs_SF: fp32 angles; the first F / 2 columns are read.
-        mscale: factor on what is turned.
+        mscale: factor on what is rotated.
     """
     S, B, H, d = k_SBHd.shape
     if not k_SBHd.numel():
@@ -161,7 +161,7 @@ def join(
     half = shared_SBF.shape[-1] // 2
     own = d - 2 * half
     block, heads, rows = _blocks(H, own)
-    _join[(triton.cdiv(S * B, rows), triton.cdiv(H, heads))](
+    mla_join_keys[(triton.cdiv(S * B, rows), triton.cdiv(H, heads))](
         kv_SBHm,
         shared_SBF,
         freqs_SF,
@@ -201,7 +201,7 @@ def part(
     half, value = dshared_SBF.shape[-1] // 2, dv_SBHv.shape[-1]
     own = dkv_SBHm.shape[-1] - value
     block, heads, rows = _blocks(H, own)
-    _part[(triton.cdiv(S * B, rows),)](
+    mla_split_key_gradient[(triton.cdiv(S * B, rows),)](
         dk_SBHd,
         dv_SBHv,
         freqs_SF,

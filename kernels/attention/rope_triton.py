@@ -36,13 +36,13 @@ def cos_sin(angle):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def turned(u, v, cos, sin):  # type: ignore[no-untyped-def]
+def rotated(u, v, cos, sin):  # type: ignore[no-untyped-def]
     """Pairs (u, v) by an angle: a rounded product added to an exact one, whoever calls it."""
     return tl.fma(u, cos, -(v * sin)), tl.fma(v, cos, u * sin)
 
 
 @triton.jit
-def _rotate(  # type: ignore[no-untyped-def]
+def rope_rotate(  # type: ignore[no-untyped-def]
     x,
     y,
     bias,
@@ -113,7 +113,7 @@ def _rotate(  # type: ignore[no-untyped-def]
         at_bias = (FIRST + i)[None, :]
         u += tl.load(of_head + at_bias, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
         v += tl.load(of_head + at_bias + HALF, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
-    p, q = turned(u, v, cos, sin)
+    p, q = rotated(u, v, cos, sin)
     p = p.to(y.dtype.element_ty)
     q = q.to(y.dtype.element_ty)
     if PAIRS_OUT:
@@ -164,7 +164,7 @@ def rotate(
     heads = min(triton.next_power_of_2(G * R), max(1, _ELEMENTS // width))
     rows = max(1, _ELEMENTS // (heads * width))
     grid = (triton.cdiv(S * B, rows), triton.cdiv(G * R, heads))
-    _rotate[grid](
+    rope_rotate[grid](
         x_SBGRd,
         y_SBGRd,
         x_SBGRd if bias_GRd is None else bias_GRd,

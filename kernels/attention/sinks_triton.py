@@ -12,7 +12,9 @@ _BLOCK = 128
 
 
 @triton.jit
-def _partial(out, dout, lse, sinks, part, S, B, H, d, BLOCK: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def attention_sink_gradient(  # type: ignore[no-untyped-def]
+    out, dout, lse, sinks, part, S, B, H, d, BLOCK: tl.constexpr, WIDE: tl.constexpr
+):
     row = tl.program_id(1)  # b * H + h
     h = row % H
     b = row // H
@@ -42,7 +44,7 @@ def gradient(out_SBHd: Tensor, dout_SBHd: Tensor, lse_BHS: Tensor, sinks_H: Tens
     blocks = triton.cdiv(S, _BLOCK)
     part_BHn = torch.empty(B, H, blocks, device=out_SBHd.device)
     wide = triton.next_power_of_2(d)
-    _partial[(blocks, B * H)](
+    attention_sink_gradient[(blocks, B * H)](
         out_SBHd,
         dout_SBHd,
         lse_BHS,

@@ -14,7 +14,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _step(  # type: ignore[no-untyped-def]
+def adamw_step(  # type: ignore[no-untyped-def]
     param,
     grad,
     mean,
@@ -67,7 +67,7 @@ def launch(
     if not (n := param_n.numel()):
         return
     split = remainder_n is not None
-    _step[(triton.cdiv(n, _BLOCK),)](
+    adamw_step[(triton.cdiv(n, _BLOCK),)](
         param_n.view(torch.int16) if split else param_n,
         grad_n,
         mean_n,

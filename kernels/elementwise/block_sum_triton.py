@@ -8,7 +8,7 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _add_up(blocks, out, n, R: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def block_sum(blocks, out, n, R: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     total = tl.load(blocks + at, mask=inside).to(tl.float32)
@@ -23,5 +23,5 @@ def add_up(blocks: Tensor) -> Tensor:
     n = out.numel()
     if n:
         grid = (triton.cdiv(n, _BLOCK),)
-        _add_up[grid](blocks, out, n, R=blocks.shape[0], BLOCK=_BLOCK, num_warps=8)
+        block_sum[grid](blocks, out, n, R=blocks.shape[0], BLOCK=_BLOCK, num_warps=8)
     return out

@@ -20,7 +20,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _statistics(logits, target, most, total, hit, V, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def cross_entropy_statistics(logits, target, most, total, hit, V, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
     m = tl.full((), float("-inf"), tl.float32)
@@ -40,7 +40,7 @@ def _statistics(logits, target, most, total, hit, V, first, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _gradient(logits, target, lse, grad, V, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def cross_entropy_gradient(logits, target, lse, grad, V, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     where = logits + row * V + at
@@ -64,7 +64,9 @@ def statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor,
     N, V = logits_NV.shape
     most, total, hit = (logits_NV.new_empty(N, dtype=torch.float32) for _ in range(3))
     if N:
-        _statistics[(N,)](logits_NV, target_N, most, total, hit, V, first, BLOCK=_BLOCK)
+        cross_entropy_statistics[(N,)](
+            logits_NV, target_N, most, total, hit, V, first, BLOCK=_BLOCK
+        )
     return most, total, hit
 
 
@@ -81,4 +83,4 @@ def gradient_(
     N, V = logits_NV.shape
     if N:
         grid = (N, triton.cdiv(V, _BLOCK))
-        _gradient[grid](logits_NV, target_N, lse_N, grad_N, V, first, BLOCK=_BLOCK)
+        cross_entropy_gradient[grid](logits_NV, target_N, lse_N, grad_N, V, first, BLOCK=_BLOCK)

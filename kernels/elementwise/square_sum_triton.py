@@ -13,7 +13,7 @@ _PROGRAMS = 1056
 
 
 @triton.jit
-def _square_sums(values, out, n, each, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def square_sum(values, out, n, each, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     first = tl.program_id(0).to(tl.int64) * each
     sums = tl.zeros((BLOCK,), tl.float32)
     for i in range(0, each, BLOCK):
@@ -28,5 +28,5 @@ def partial_sums(tensors: Sequence[Tensor]) -> Tensor:
     out = tensors[0].new_empty(len(tensors), _PROGRAMS, dtype=torch.float32)
     for t, row in zip(tensors, out.unbind(), strict=True):
         each = triton.cdiv(triton.cdiv(t.numel(), _PROGRAMS), _BLOCK) * _BLOCK
-        _square_sums[(_PROGRAMS,)](t, row, t.numel(), each, BLOCK=_BLOCK, num_warps=8)
+        square_sum[(_PROGRAMS,)](t, row, t.numel(), each, BLOCK=_BLOCK, num_warps=8)
     return out

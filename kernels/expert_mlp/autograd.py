@@ -1,10 +1,10 @@
 """The autograd of the expert MLP and the sum back to tokens, over any backend.
 
 `ExpertMLP` is the one function for all of it: with a sum over a token's experts or in expert order,
-alone or among exchanges with other GPUs (`Traffic`), gradients returned or added to a training
-framework's buffers. Saved for backward are x, h, the weights by reference and the plan's indices;
-activations are recomputed from h, expert rows are never kept. No gradient is added up in an order
-that depends on timing: x's is a gather-and-sum through the inverse map.
+alone or overlapping exchanges with other GPUs (`Overlap`), gradients returned or added to a
+training framework's buffers. Saved for backward are x, h, the weights by reference and the plan's
+indices; activations are recomputed from h, expert rows are never kept. No gradient is added up in
+an order that depends on timing: x's is a gather-and-sum through the inverse map.
 
 Shape legend as in `kernels.backend`; out is [N, D], or [S, D] in expert order without `inverse_NK`.
 """
@@ -29,27 +29,27 @@ def backend_of(spec: MLPSpec, step: Literal["forward", "dgrad", "wgrad"]) -> Bac
     return provider(spec.backend, getattr(spec.margins, step), spec.dynamic)
 
 
-class Traffic(Protocol):
-    """Exchanges with other GPUs beside the expert MLP, of one call of it."""
+class Overlap(Protocol):
+    """Exchanges with other GPUs that overlap one call of the expert MLP."""
 
     @property
     def ready(self) -> Tensor:
-        """What kernels wait for that read rows of x, in the backward pass of out's gradient."""
+        """What kernels wait for that read rows of x, or of out's gradient in the backward pass."""
         ...
 
     def start_sums(self, a_SF: Tensor, hidden: int, plan: ExpertPlan, training: bool) -> Any:
-        """All rows of x have been read. Returns what fc2 of a, which comes next, is told with."""
+        """All rows of x have been read. Returns the `signal` of fc2 of a, which comes next."""
         ...
 
     def finish_sums(self) -> Tensor:
-        """What fc2 has made is on its way. Returns [N, D] that only this traffic's end may read."""
+        """Send what fc2 has made. Returns [N, D] that only the end of this overlap may read."""
         ...
 
     def send_gradient(
         self, dx_SD: Tensor | None, dprob_NK: Tensor | None, plan: ExpertPlan
     ) -> Tensor | None:
-        """Gradients of expert rows, to be summed, and of probabilities, before those of the weights
-        are computed. Returns [N, D] that only this traffic's end may read."""
+        """Send gradients of expert rows, to be summed, and of probabilities, before those of the
+        weights are computed. Returns [N, D] that only the end of this overlap may read."""
         ...
 
     def tokens(self) -> Tensor:
@@ -60,7 +60,7 @@ class Traffic(Protocol):
 class ExpertMLP(torch.autograd.Function):
     """out of x, weights, biases and probabilities.
 
-    With `traffic`, out is on its way when it is returned, x is not saved but asked for again, and
+    With `overlap`, out is on its way when it is returned, x is not saved but asked for again, and
     the gradient of the probabilities leaves with that of x: none is returned, so give None for
     them and leave them in the plan.
     """
@@ -77,14 +77,14 @@ class ExpertMLP(torch.autograd.Function):
         plan: ExpertPlan,
         how: "How",
     ) -> Tensor:
-        weights, traffic = MLPWeights(w1, w2, b1, b2), how.traffic
+        weights, overlap = MLPWeights(w1, w2, b1, b2), how.overlap
         out, h = run_forward(x, weights, plan, how)
         ctx.how = how
         # The parameters themselves: saved tensors may come back as others, without a buffer.
         ctx.accumulated = [
             p if how.spec.accumulate and main_grad.takes(p) else None for p in weights
         ]
-        if traffic is None:
+        if overlap is None:
             ctx.save_for_backward(w1, w2, b2, h, x, *plan._replace(needed=None))
         else:
             ctx.save_for_backward(w1, w2, b2, h)
@@ -113,14 +113,14 @@ class How(NamedTuple):
     spec: MLPSpec
     keep_h: bool
     """There is going to be a backward pass."""
-    traffic: Traffic | None = None
+    overlap: Overlap | None = None
 
 
 class Saved(NamedTuple):
     """What the backward pass starts from."""
 
     x_ND: Tensor | None
-    """None: `traffic` has it."""
+    """None: `how.overlap` has it."""
     weights: MLPWeights
     h_SH: Tensor
     plan: ExpertPlan
@@ -131,17 +131,17 @@ def run_forward(
     x: Tensor, weights: MLPWeights, plan: ExpertPlan, how: How
 ) -> tuple[Tensor, Tensor]:
     """(out, h); h is empty without `keep_h`."""
-    spec, traffic = how.spec, how.traffic
+    spec, overlap = how.spec, how.overlap
     ops, act = backend_of(spec, "forward"), spec.activation
     fc1, fc2 = _layers(weights)
-    ready = None if traffic is None else traffic.ready
+    ready = None if overlap is None else overlap.ready
     h_SH, a_SF = ops.fc1_act(x, fc1, plan, act, keep_h=how.keep_h, ready=ready)
     if h_SH is None or not how.keep_h:
         h_SH = x.new_empty(0)
-    if traffic is not None:
-        told = traffic.start_sums(a_SF, weights.w2.shape[-2], plan, how.keep_h)
-        ops.rows(a_SF, fc2, plan, told=told)
-        return traffic.finish_sums(), h_SH
+    if overlap is not None:
+        signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, how.keep_h)
+        ops.rows(a_SF, fc2, plan, signal=signal)
+        return overlap.finish_sums(), h_SH
     y_SD = ops.rows(a_SF, fc2, plan)
     if plan.inverse_NK is None:
         return y_SD, h_SH
@@ -161,74 +161,60 @@ def run_backward(
         needs: which of the first five are wanted.
         buffers: where those of w1, w2, b1 and b2 go; None: to new tensors.
 
-    The data gradient comes first, so that traffic can take it away under the others.
+    The data gradient comes first, so that it can be sent under the others.
     """
     x_ND, weights, h_SH, plan, how = saved
-    act, traffic = how.spec.activation, how.traffic
+    act, overlap = how.spec.activation, how.overlap
     ops = backend_of(how.spec, "dgrad")
     fc1, fc2 = _layers(weights)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     dy = Operand(dout, gather=plan.inverse_NK is not None)
     if dy.gather and not ops.gathers and plan.row_index_S is not None:
         dy = Operand(gather_rows(dout, plan.row_index_S, plan.offsets))
-    ready = None if traffic is None else traffic.ready
+    ready = None if overlap is None else overlap.ready
     dh_SH, a_SF, dprob_S, db1 = ops.fc2_dgrad_dact(dy, fc2, h_SH, plan, act, ready=ready)
     dw1 = dw2 = db2 = dx = None
     if need_x:
         dx = ops.rows(dh_SH, fc1.transposed, plan)
-        if plan.inverse_NK is not None and traffic is None:
+        if plan.inverse_NK is not None and overlap is None:
             dx = ops.combine(dx, plan.inverse_NK)
-    if traffic is not None:
+    if overlap is not None:
         assert plan.inverse_NK is not None
         dprob_NK = None if dprob_S is None else ops.plan_backward(dprob_S, plan.inverse_NK)
-        dx = traffic.send_gradient(dx, dprob_NK, plan)
+        dx = overlap.send_gradient(dx, dprob_NK, plan)
     if any((need_w1, need_w2, need_b1, need_b2)):
         wgrads = backend_of(how.spec, "wgrad")
     if need_w2:
-        dw2 = wgrads.wgrad(dy, Operand(a_SF), plan, _stacked(buffers[1], 3))
+        dw2 = wgrads.wgrad(dy, Operand(a_SF), plan, buffers[1])
     if need_b2:
         scaled = plan.row_prob_S is not None
-        db2 = wgrads.bias_grad(dy, plan, scale=scaled, into=_stacked(buffers[3], 2))
+        db2 = wgrads.bias_grad(dy, plan, scale=scaled, into=buffers[3])
     del a_SF, dout, dy  # the largest buffers of the backward after dh
-    if traffic is not None:
-        x_ND = traffic.tokens()
+    if overlap is not None:
+        x_ND = overlap.tokens()
     dh, x = Operand(dh_SH), Operand(x_ND, gather=plan.row_index_S is not None)
     if need_w1:
-        dw1 = wgrads.wgrad(dh, x, plan, _stacked(buffers[0], 3))
+        dw1 = wgrads.wgrad(dh, x, plan, buffers[0])
     if need_b1 and db1 is not None:
-        db1 = put(db1, _stacked(buffers[2], 2))
+        db1 = put(db1, buffers[2])
     elif need_b1:
-        db1 = wgrads.bias_grad(dh, plan, scale=False, into=_stacked(buffers[2], 2))
+        db1 = wgrads.bias_grad(dh, plan, scale=False, into=buffers[2])
     w1, w2 = weights.w1, weights.w2
     return (
         dx,
-        _like(dw1, w1.shape, w1, buffers[0]),
-        _like(dw2, w2.shape, w2, buffers[1]),
-        _like(db1 if need_b1 else None, w1.shape[:-1], w1, buffers[2]),
-        _like(db2, w2.shape[:-1], w2, buffers[3]),
+        _like(dw1, w1, buffers[0]),
+        _like(dw2, w2, buffers[1]),
+        _like(db1 if need_b1 else None, w1, buffers[2]),
+        _like(db2, w2, buffers[3]),
         dprob_S,
     )
 
 
 def _layers(weights: MLPWeights) -> tuple[Linear, Linear]:
-    """Fc1 and fc2; a dense MLP is a stack of one."""
-    w1, w2, b1, b2 = weights
-    return Linear(stack(w1, 3), stack(b1, 2)), Linear(stack(w2, 3), stack(b2, 2))
+    """Fc1 and fc2."""
+    return Linear(weights.w1, weights.b1), Linear(weights.w2, weights.b2)
 
 
-def stack(t: Any, dims: int) -> Any:
-    """The parameters of a dense layer as a stack of one; those that have `dims`, and None, stay."""
-    return t if t is None or t.ndim == dims else t[None]
-
-
-def _stacked(buffer: Buffer | None, dims: int) -> Buffer | None:
-    return None if buffer is None else buffer._replace(out=stack(buffer.out, dims))
-
-
-def _like(
-    grad: Tensor | None, shape: torch.Size, weight: Tensor, buffer: Buffer | None
-) -> Tensor | None:
-    """A gradient as its parameter is, unless it is in a buffer, where nobody looks at it."""
-    if grad is None or buffer is not None:
-        return grad
-    return grad.view(shape).to(weight.dtype)
+def _like(grad: Tensor | None, weight: Tensor, buffer: Buffer | None) -> Tensor | None:
+    """A gradient in the dtype of the weights, unless it is in a buffer, where nobody reads it."""
+    return grad if grad is None or buffer is not None else grad.to(weight.dtype)

@@ -90,18 +90,18 @@ class Backend(Protocol):
 
         Args:
             keep_h: without it h may be None.
-            ready: what is to be waited for before rows of x are read
-                (`kernels.sm90.exchange.ready`, for the fused backend alone); None: all are there.
+            ready: what to wait for before rows of x are read (`kernels.sm90.exchange.ready`, for
+                the fused backend alone); None: all have arrived.
         """
         ...
 
-    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, told: Any = None) -> Tensor:
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         """y_SO = a @ w[e]^T + bias[e] * prob. The weights may be a transposed view.
 
         Args:
-            told: who is told of finished experts, and where y is written
-                (`kernels.sm90.exchange.tile_progress.Told`, for the fused backend alone); None:
-                nobody, and to a new tensor.
+            signal: per-tile completion signal, and where y is written
+                (`kernels.sm90.exchange.tile_progress.TileSignal`, for the fused backend alone);
+                None: no signal, and y is a new tensor.
         """
         ...
 

@@ -1,8 +1,8 @@
 """A dense MLP without biases in two halves, so that something else can be done between them.
 
 A shared expert's first half runs while tokens travel to the routed experts, its second half while
-their sums come back. The two have the bits of the whole,
-`kernels.expert_mlp.grouped_mlp.dense_mlp`.
+their sums come back. The two have the bits of the whole: `kernels.expert_mlp.grouped_mlp` with one
+expert that has all rows.
 
 Shape legend: N rows, D hidden, F width, H = 2F for gated activations and F for others.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.expert_mlp.autograd import backend_of, stack
+from phalanx.kernels.expert_mlp.autograd import backend_of
 from phalanx.kernels.expert_mlp.backend import Linear, Operand
 from phalanx.kernels.expert_mlp.expert_plan import one_group
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
@@ -61,7 +61,7 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> tuple[Tensor, Tensor]:
-        plan, fc1 = one_group(x_ND), Linear(stack(w1, 3))
+        plan, fc1 = one_group(x_ND), Linear(w1[None])
         h_NH, a_NF = backend_of(spec, "forward").fc1_act(x_ND, fc1, plan, spec.activation)
         assert h_NH is not None
         ctx.save_for_backward(x_ND, w1)
@@ -76,7 +76,7 @@ class _First(torch.autograd.Function):
         x_ND, w1 = ctx.saved_tensors
         dx_ND = dw1 = None
         if ctx.needs_input_grad[0]:
-            fc1 = Linear(stack(w1, 3))
+            fc1 = Linear(w1[None])
             dx_ND = backend_of(ctx.spec, "dgrad").rows(dh_NH, fc1.transposed, ctx.plan)
         if ctx.needs_input_grad[1]:
             dw1 = _wgrad(ctx, dh_NH, x_ND, w1)
@@ -91,13 +91,13 @@ class _Second(torch.autograd.Function):
         plan = one_group(h_NH)
         ctx.save_for_backward(h_NH, w2)
         _keep(ctx, plan, spec, w2)
-        return backend_of(spec, "forward").rows(a_NF, Linear(stack(w2, 3)), plan)
+        return backend_of(spec, "forward").rows(a_NF, Linear(w2[None]), plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_ND: Tensor) -> tuple[Any, ...]:
         h_NH, w2 = ctx.saved_tensors
-        dout_ND, fc2 = dout_ND.contiguous(), Linear(stack(w2, 3))
+        dout_ND, fc2 = dout_ND.contiguous(), Linear(w2[None])
         dgrad, act = backend_of(ctx.spec, "dgrad"), ctx.spec.activation
         made = dgrad.fc2_dgrad_dact(Operand(dout_ND), fc2, h_NH, ctx.plan, act)
         dw2 = _wgrad(ctx, dout_ND, made.a_SF, w2) if ctx.needs_input_grad[2] else None
@@ -115,7 +115,7 @@ def _wgrad(ctx: Any, d: Tensor, v: Tensor, w: Tensor) -> Tensor | None:
     if ctx.accumulated is None:
         return wgrad(*operands).view(w.shape)
     buffer = main_grad.buffer(ctx.accumulated)
-    wgrad(*operands, buffer._replace(out=stack(buffer.out, 3)))
+    wgrad(*operands, buffer._replace(out=buffer.out[None]))
     return main_grad.added(ctx.accumulated)
 
 

@@ -1,9 +1,9 @@
 """The expert MLP of an MoE layer and the sum back to tokens, with autograd, for every backend.
 
 Between dispatch and the tokens' return: `grouped_mlp` runs each expert on the rows that the routing
-plan gives it and adds a token's expert rows up. `dense_mlp` is the case of one expert that has all
-rows. Nothing is read on the host, and everything can be captured in a CUDA graph. What is saved and
-recomputed is said in `kernels.expert_mlp.autograd`.
+plan gives it and adds a token's expert rows up. `kernels.expert_mlp.dense_halves` is the case of
+one expert that has all rows. Nothing is read on the host, and everything can be captured in a CUDA
+graph. What is saved and recomputed is said in `kernels.expert_mlp.autograd`.
 
 Shape legend: N rows of x, K experts per token, S expert rows (static), L local experts, D hidden, F
 expert width, H = 2F for gated activations and F for others, e(s) the expert of row s.
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import ExpertMLP, How, Traffic, stack
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, one_group
+from phalanx.kernels.expert_mlp.autograd import ExpertMLP, How, Overlap
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 
 
@@ -25,7 +25,7 @@ def grouped_mlp(
     plan: ExpertPlan,
     spec: MLPSpec,
     *,
-    traffic: Traffic | None = None,
+    overlap: Overlap | None = None,
 ) -> Tensor:
     """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]).
 
@@ -41,7 +41,7 @@ def grouped_mlp(
         plan: which row each expert reads. Rows from offsets[L] on are padding: nothing that is
             there has an influence. Without `inverse_NK` expert rows are not summed.
         spec: the activation, in fp32 (its product with prob is rounded to x's dtype), and how.
-        traffic: exchanges that go on meanwhile (fused only): rows of x and of out's gradient are
+        overlap: exchanges that run meanwhile (fused only): rows of x and of out's gradient are
             waited for, and gradients of x and its probabilities are handed over as they are made.
 
     Returns:
@@ -54,38 +54,11 @@ def grouped_mlp(
             PHALANX_DEBUG=1 also indices of rows that are not there (`kernels.debug`).
     """
     check(x_ND, weights, plan, spec.activation)
-    if traffic is not None and spec.backend != "fused":
-        raise ValueError(f"traffic: only the fused kernels wait for rows, not {spec.backend}")
-    prob_S = None if traffic is not None else plan.row_prob_S
-    how = How(spec, differentiates(x_ND, weights, plan), traffic)
+    if overlap is not None and spec.backend != "fused":
+        raise ValueError(f"overlap: only the fused kernels wait for rows, not {spec.backend}")
+    prob_S = None if overlap is not None else plan.row_prob_S
+    how = How(spec, differentiates(x_ND, weights, plan), overlap)
     return ExpertMLP.apply(x_ND.contiguous(), *weights, prob_S, plan, how)
-
-
-def dense_mlp(x: Tensor, weights: MLPWeights, spec: MLPSpec) -> Tensor:
-    """act(x @ w1^T + b1) @ w2^T + b2: a dense MLP or shared experts, one group of all rows.
-
-    Differentiable, once, in all tensors; saved for backward are x and h.
-
-    Args:
-        x: [..., D], bf16 or fp32; the weights and biases share its dtype.
-        weights: w1 [H, D], w2 [D, F], b1 [H] and b2 [D].
-        spec: as in `grouped_mlp`.
-
-    Returns:
-        [..., D] in x's dtype.
-
-    Raises:
-        ValueError: unknown backend, or shapes and dtypes that do not fit together.
-    """
-    w1, w2, b1, b2 = weights
-    if x.ndim < 1 or w1.ndim != 2 or w2.ndim != 2:
-        raise ValueError(f"expected x [..., D] and weights [., .], got {_shapes(x, w1, w2)}")
-    x_ND = x.reshape(-1, x.shape[-1])
-    plan = one_group(x_ND)
-    stacked = MLPWeights(stack(w1, 3), stack(w2, 3), stack(b1, 2), stack(b2, 2))
-    check(x_ND, stacked, plan, spec.activation)
-    how = How(spec, differentiates(x_ND, weights, plan))
-    return ExpertMLP.apply(x_ND.contiguous(), *weights, None, plan, how).view(x.shape)
 
 
 def differentiates(x: Tensor, weights: MLPWeights, plan: ExpertPlan) -> bool:

@@ -23,7 +23,7 @@ class Buffer(NamedTuple):
     out: Tensor
     """fp32, or of the parameter's dtype."""
     add: bool
-    """To what is there; otherwise replace it."""
+    """Accumulate into `out`; otherwise overwrite it."""
 
 
 def takes(parameter: Tensor | None) -> bool:

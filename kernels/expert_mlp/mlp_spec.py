@@ -48,7 +48,7 @@ class MLPSpec:
 
 
 class MLPWeights(NamedTuple):
-    """Parameters of an MLP, stacked over L experts; of a dense one without the first axis."""
+    """Parameters of an MLP, stacked over L experts."""
 
     w1: Tensor
     """[L, H, D]; if gated, the gate's F rows and then those of the linear half."""

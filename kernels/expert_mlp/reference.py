@@ -89,7 +89,7 @@ class Reference:
             a_SF[span] = (activation(_wide(h_SH[span]), act) * _prob(plan, span)).to(x_ND.dtype)
         return h_SH if keep_h else None, a_SF
 
-    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, told: Any = None) -> Tensor:
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         w_LOI, bias_LO = linear
         y_SO = _padding(a_SI, a_SI.shape[0], w_LOI.shape[1])
         for e, span in enumerate(_spans(plan.offsets)):

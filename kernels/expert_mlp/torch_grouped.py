@@ -54,7 +54,7 @@ class Grouped:
         biased = (z_SH, b1_LH, expert_S, plan.row_prob_S)
         return as_one_kernel(_bias_act, *biased, act, formula(act))
 
-    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, told: Any = None) -> Tensor:
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         y_SO = _grouped_mm(a_SI, linear.weight_LOI.transpose(1, 2), plan)
         if linear.bias_LO is None:
             return y_SO

@@ -15,8 +15,10 @@ def routing_size(tokens: int, slots: int) -> int:
     return -(-2 * tokens * slots // _PIECE) * _PIECE
 
 
-def leaving(idx_TK: Tensor, prob_TK: Tensor, *, ranks: int, local: int) -> tuple[Tensor, Tensor]:
-    """What a rank tells all others of its routing, and which of them answer.
+def pack_routing(
+    idx_TK: Tensor, prob_TK: Tensor, *, ranks: int, local: int
+) -> tuple[Tensor, Tensor]:
+    """The routing that a rank sends to all others, and where their sums will come back.
 
     Args:
         idx_TK: int32 expert ids, -1 for none; contiguous, as probabilities are.
@@ -33,10 +35,10 @@ def leaving(idx_TK: Tensor, prob_TK: Tensor, *, ranks: int, local: int) -> tuple
     side = idx_TK.new_empty(1, routing_size(T, K))
     bits_TK = prob_TK.detach().view(torch.int32)
     if idx_TK.is_cuda:
-        from phalanx.kernels.routing.wire_triton import leave
+        from phalanx.kernels.routing.wire_triton import pack
 
         rows_TR = idx_TK.new_empty(T, ranks)
-        leave(idx_TK, bits_TK, side, rows_TR, local)
+        pack(idx_TK, bits_TK, side, rows_TR, local)
         return side, rows_TR
     torch.cat((idx_TK.flatten(), bits_TK.flatten()), out=side[0, : 2 * T * K])
     of_TK = torch.where(idx_TK >= 0, idx_TK // local, -1)
@@ -45,16 +47,16 @@ def leaving(idx_TK: Tensor, prob_TK: Tensor, *, ranks: int, local: int) -> tuple
     return side, torch.where((of_TK[:, :, None] == rank_R).any(1), row_TR, -1)
 
 
-def arrived(blocks_RP: Tensor, tokens: int, slots: int) -> tuple[Tensor, Tensor]:
-    """Ids int32 [N, K] and probabilities fp32 [N, K] of all ranks, from what `leaving` made."""
+def unpack_routing(blocks_RP: Tensor, tokens: int, slots: int) -> tuple[Tensor, Tensor]:
+    """Ids int32 [N, K] and probabilities fp32 [N, K] of all ranks, as `pack_routing` made them."""
     R, pairs = blocks_RP.shape[0], tokens * slots
     idx_NK = blocks_RP.new_empty(R * tokens, slots)
     prob_NK = torch.empty_like(idx_NK, dtype=torch.float32)
     bits_NK = prob_NK.view(torch.int32)
     if blocks_RP.is_cuda:
-        from phalanx.kernels.routing.wire_triton import arrive
+        from phalanx.kernels.routing.wire_triton import unpack
 
-        arrive(blocks_RP, idx_NK, bits_NK)
+        unpack(blocks_RP, idx_NK, bits_NK)
     else:
         idx_NK.view(R, -1).copy_(blocks_RP[:, :pairs])
         bits_NK.view(R, -1).copy_(blocks_RP[:, pairs : 2 * pairs])

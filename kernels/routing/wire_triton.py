@@ -12,7 +12,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _leave(  # type: ignore[no-untyped-def]
+def pack_routing(  # type: ignore[no-untyped-def]
     idx,
     bits,
     side,
@@ -42,7 +42,7 @@ def _leave(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _arrive(blocks, idx, bits, pairs, pitch, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def unpack_routing(blocks, idx, bits, pairs, pitch, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     rank = tl.program_id(1)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < pairs
@@ -51,20 +51,20 @@ def _arrive(blocks, idx, bits, pairs, pitch, BLOCK: tl.constexpr):  # type: igno
     tl.store(bits + rank * pairs + i, tl.load(block + pairs + i, mask=here), mask=here)
 
 
-def leave(idx_TK: Tensor, bits_TK: Tensor, side: Tensor, rows_TR: Tensor, local: int) -> None:
+def pack(idx_TK: Tensor, bits_TK: Tensor, side: Tensor, rows_TR: Tensor, local: int) -> None:
     """Fills `side` and `rows_TR`."""
     (T, K), R = idx_TK.shape, rows_TR.shape[1]
     if T == 0:
         return
     sizes = dict(K=K, R=R, SLOTS=triton.next_power_of_2(K), RANKS=triton.next_power_of_2(R))
     grid = (triton.cdiv(T, _ROWS),)
-    _leave[grid](idx_TK, bits_TK, side, rows_TR, T, local, T * K, **sizes, ROWS=_ROWS)
+    pack_routing[grid](idx_TK, bits_TK, side, rows_TR, T, local, T * K, **sizes, ROWS=_ROWS)
 
 
-def arrive(blocks_RP: Tensor, idx_NK: Tensor, bits_NK: Tensor) -> None:
+def unpack(blocks_RP: Tensor, idx_NK: Tensor, bits_NK: Tensor) -> None:
     """Fills the others."""
     R, pitch = blocks_RP.shape
     pairs = idx_NK.numel() // R
     if pairs:
         grid = (triton.cdiv(pairs, _BLOCK), R)
-        _arrive[grid](blocks_RP, idx_NK, bits_NK, pairs, pitch, BLOCK=_BLOCK)
+        unpack_routing[grid](blocks_RP, idx_NK, bits_NK, pairs, pitch, BLOCK=_BLOCK)

@@ -133,7 +133,6 @@ class Loader:
     parallel size; only who runs which, and when, differs. Ranks with equal `dp_rank` get equal
     batches. A batch is {tokens, labels, position_ids}, int64 [B, S], on the CPU (pinned if `pin`).
     `dataset` may be replaced by a longer one with the same rows.
-    `read=False` is for pipeline stages that use no batch: they get empty ones, and the same cursor.
     Raises DataError for batch sizes that do not divide, StopIteration after the last full one.
     """
 
@@ -146,7 +145,6 @@ class Loader:
         dp_size: int,
         consumed: int = 0,
         *,
-        read: bool = True,
         pin: bool = False,
     ) -> None:
         if micro_batch < 1 or global_batch < 1 or global_batch % (micro_batch * dp_size):
@@ -158,7 +156,7 @@ class Loader:
         self.dataset, self._micro_batch = dataset, micro_batch
         self._stride, self._first = micro_batch * dp_size, micro_batch * dp_rank
         self.micro_batches = global_batch // self._stride
-        self._read, self._pin = read, pin
+        self._pin = pin
         self._thread = ThreadPoolExecutor(1, "loader")
         self._ahead: deque[Future[np.ndarray]] = deque()
         self._positions: torch.Tensor | None = None
@@ -170,14 +168,11 @@ class Loader:
     def __next__(self) -> Batch:
         if self.consumed_samples + self._stride > len(self.dataset):
             raise StopIteration
-        batch: Batch = {}
-        if self._read:
-            self._fetch()
-            batch = self._finish(torch.from_numpy(self._ahead[0].result()))
-            self._ahead.popleft()
+        self._fetch()
+        batch = self._finish(torch.from_numpy(self._ahead[0].result()))
+        self._ahead.popleft()
         self.consumed_samples += self._stride
-        if self._read:
-            self._fetch()
+        self._fetch()
         return batch
 
     def next_step(self) -> list[Batch]:

@@ -31,7 +31,6 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.schema import AttentionConfig, Config, ModelConfig, MoEConfig
@@ -367,26 +366,3 @@ def _layout_ids(config: TransformerConfig, vp_stage: int | None, pp_rank: int | 
     return list(
         layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank)
     )
-
-
-class OnMeta(TorchFunctionMode):
-    """Inside, new tensors are on the meta device: to count the parameters of any model."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = kwargs or {}
-        if "device" in kwargs or func in _FACTORIES:
-            kwargs = {**kwargs, "device": torch.device("meta")}
-        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
-            return args[0]
-        return func(*args, **kwargs)
-
-
-_FACTORIES = (
-    torch.empty,
-    torch.zeros,
-    torch.ones,
-    torch.full,
-    torch.randn,
-    torch.rand,
-    torch.tensor,
-)

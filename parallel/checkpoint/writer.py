@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import (
@@ -33,6 +32,7 @@ from phalanx.parallel.checkpoint.commit import Sums
 from phalanx.parallel.checkpoint.host_buffer import Staging
 from phalanx.parallel.fault.agreement import agree, gather
 from phalanx.parallel.fault.signals import end_with_parent
+from phalanx.parallel.megatron.patches import results_to
 
 
 class Writing:
@@ -47,21 +47,15 @@ class Writing:
 
     def __init__(self, state: dict[str, Any], folder: Path, strategy: Any, validate: bool) -> None:
         self._mailbox = _Mailbox()
-        # Megatron-Core would start a server process, which imports the main script again, only to
-        # bring the results of the writer back.
-        filesystem_async._results_queue = self._mailbox
-        try:
-            with hushed():
-                self._request = dist_checkpointing.save(
-                    state,
-                    str(folder),
-                    strategy,
-                    validate_access_integrity=validate,
-                    async_sharded_save=True,
-                    async_strategy="mcore",
-                )
-        finally:
-            filesystem_async._results_queue = None
+        with results_to(self._mailbox), hushed():
+            self._request = dist_checkpointing.save(
+                state,
+                str(folder),
+                strategy,
+                validate_access_integrity=validate,
+                async_sharded_save=True,
+                async_strategy="mcore",
+            )
         if self._request.async_fn is None:  # nothing for this rank to write
             self._mailbox.put({}, {})
         else:

@@ -68,13 +68,6 @@ class Budget:
             self._most[rows] = torch.zeros((), dtype=torch.int64, device=self._device)
         torch.maximum(self._most[rows], needed, out=self._most[rows])
 
-    def overflowed(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether a layer on a rank of `group` needed more rows than it had since the last call.
-
-        One host read; starts the next record. Without a group only this process counts.
-        """
-        return self.exceeded(float(self.record(group)))
-
     def record(self, group: dist.ProcessGroup | None = None) -> Tensor:
         """Largest needed/kept ratio on any rank of `group` since the last read: fp64, no read."""
         peak = torch.zeros((), dtype=torch.float64, device=self._device)

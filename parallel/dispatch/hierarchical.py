@@ -26,9 +26,9 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatch.alltoall import AllToAll, collect, spread
 from phalanx.parallel.dispatch.costs import NOTHING, Costs, Links, Reach
-from phalanx.parallel.dispatch.exchange import SLOTS
 from phalanx.parallel.dispatch.nodes import Nodes, refuse
 from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, plus
 from phalanx.parallel.dispatch.symm import EXPOSED, Symm

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.autograd import Traffic
+from phalanx.kernels.expert_mlp.autograd import Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 
 Beside = Callable[[], Tensor] | None
@@ -25,12 +25,12 @@ class Received(NamedTuple):
     """Received tokens, rank-major. Rows that `plan` does not name are unspecified: never read."""
     plan: ExpertPlan
     """Which of the rows each local expert reads."""
-    traffic: Traffic | None = None
-    """Exchanges that go on beside the experts, whose kernels wait for rows; None: all are there."""
+    overlap: Overlap | None = None
+    """Exchanges that overlap the experts, whose kernels wait for rows; None: all have arrived."""
     route: Any = None
     """The transport's own: what the way back needs."""
     saving: Callable[[], AbstractContextManager] = nullcontext
-    """Context for what saves rows for the backward pass: rows may be in a place that is reused."""
+    """Context for what saves rows for the backward pass: rows may be in a buffer that is reused."""
 
 
 class Planner(Protocol):
@@ -41,7 +41,7 @@ class Planner(Protocol):
         ...
 
     def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
-        """Of the routing of all received rows."""
+        """The plan of the routing of all received rows."""
         ...
 
 

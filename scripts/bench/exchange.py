@@ -1,9 +1,8 @@
 """Suites `wire`, `exchange` and `plan`: what an expert-parallel layer does beside its experts.
 
 `wire` is the push of a dispatch alone, with few SMs and with all, also beside a grouped GEMM that
-leaves it these SMs, and what copy engines do, which take one SM, to learn when all are done, but
-copy every token to all others; `exchange` is dispatch and combine of each transport, and their
-backwards; `plan` makes the routing plan of received routing.
+leaves it these SMs; `exchange` is dispatch and combine of each transport, and their backwards;
+`plan` makes the routing plan of received routing.
 """
 
 import functools
@@ -62,9 +61,8 @@ def wire(bench: RankBench, model: Model, tokens: int) -> list[Record]:
         side = torch.zeros(-(-8 * idx.numel() // 16) * 4, dtype=torch.int32, device=device)
 
         check = functools.partial(_arrived, bench, model, *_everywhere(x, idx))
-        others = functools.partial(check, own=False)
         sides = bench.sides("wire", shape)
-        ways = {"copy engines": Way(_copy(model, x), 1, others)}  # for the ranks' meeting
+        ways = {}
         for sms in WIRE_SMS:
             way = Way(_push(bench, model, x, idx, side, sms), sms or None, check)
             ways[f"{sms or 'all'} SMs"] = way
@@ -94,23 +92,17 @@ def _push(
 ) -> Callable[[], Tensor]:
     """A call that dispatches tokens and `side` from a number of SMs, and waits for all ranks'.
 
-    It returns the place where rows arrive.
+    It returns where rows arrive.
     """
     options, local = SymmOptions(comm_sms=sms, timeout=TIMEOUT), model.experts // bench.ranks
     exchange = exchange_of(dist.group.WORLD, len(x), model.hidden, model.top_k, options)
 
     def call() -> Tensor:
-        sent = exchange.start(x, idx, side, local)
-        exchange.arrive(sent)
-        return exchange.rows(sent)
+        transfer = exchange.start(x, idx, side, local)
+        exchange.wait(transfer)
+        return exchange.rows(transfer)
 
     return call
-
-
-def _copy(model: Model, x: Tensor) -> Callable[[], Tensor]:
-    """A call that copies all tokens to all others by copy engines, and waits for all ranks'."""
-    how = (len(x), model.hidden, model.top_k, SymmOptions(timeout=TIMEOUT))
-    return functools.partial(exchange_of(dist.group.WORLD, *how).copy, x)
 
 
 def _everywhere(x: Tensor, idx: Tensor) -> list[Tensor]:
@@ -121,22 +113,9 @@ def _everywhere(x: Tensor, idx: Tensor) -> list[Tensor]:
     return found
 
 
-def _arrived(
-    bench: RankBench,
-    model: Model,
-    x_ND: Tensor,
-    idx_NK: Tensor,
-    rows_ND: Tensor,
-    *,
-    own: bool = True,
-) -> str:
-    """Why the rows for this rank's experts are not those that were sent; empty if they are.
-
-    `own`: also those of this rank's tokens.
-    """
+def _arrived(bench: RankBench, model: Model, x_ND: Tensor, idx_NK: Tensor, rows_ND: Tensor) -> str:
+    """Why the rows for this rank's experts are not those that were sent; empty if they are."""
     read_N = (idx_NK // (model.experts // bench.ranks) == bench.rank).any(1)
-    if not own:
-        read_N.view(bench.ranks, -1)[bench.rank] = False
     return differing([rows_ND[read_N]], [x_ND[read_N]], ["rows"])
 
 

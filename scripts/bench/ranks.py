@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.dispatch.exchange import begin_exchanges, forget_exchanges, missing
+from phalanx.parallel.dispatch.exchange import begin_exchanges, missing, release_exchanges
 from phalanx.scripts.bench.measure import (
     Bench,
     Call,
@@ -72,7 +72,9 @@ class Gpus(Gpu):
 
     def free(self) -> None:
         gc.collect()  # of graphs first, then of the memory that they exchange in
-        forget_exchanges()
+        torch.cuda.synchronize()
+        dist.barrier()  # no rank still writes to this one
+        release_exchanges()
         self._first.reset()
         super().free()
         self._own_pool()

@@ -106,7 +106,7 @@ def calls(bench: Bench, name: str, case: Case, gather: bool) -> Iterator[tuple[s
                 yield (
                     "[L, K, N]" if transposed else "[L, N, K]",
                     lambda tile, w=w, t=transposed: rows(
-                        a, w, offsets, index_S=index, out_SN=y, loop=loop(tile, t)
+                        a, w, offsets, out_SN=y, loop=loop(tile, t)
                     ),
                 )
         case "fc1_act":

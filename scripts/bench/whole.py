@@ -17,8 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
-from phalanx.kernels.expert_mlp.grouped_mlp import dense_mlp
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.moe.experts import Experts
 from phalanx.parallel.dispatch.base import Dispatcher
 from phalanx.scripts.bench.ends import Ends, Inputs, dispatcher, inputs, transports
@@ -106,7 +105,8 @@ class Layer:
 
     def beside(self, given: Inputs) -> Tensor:
         """What the shared expert makes of this rank's tokens."""
-        return dense_mlp(given.x_TD, MLPWeights(*self.shared), self.spec)
+        w1, w2 = self.shared
+        return dense_second(*dense_first(given.x_TD, w1, self.spec), w2, self.spec)
 
     def forward(self, transport: Dispatcher, given: Inputs) -> Tensor:
         if not self.shared:

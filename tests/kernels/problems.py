@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan, one_group
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
@@ -156,6 +156,12 @@ def forward(
         padding = row >= p.offsets[-1]
         out.register_hook(lambda dy: dy.masked_fill(padding, float("nan")))
     return Combine.apply(out, plan, backend)
+
+
+def one_expert(x_ND: Tensor, weights: MLPWeights, spec: MLPSpec) -> Tensor:
+    """A dense MLP of [H, D] and [D, F] as that of one expert that has all rows."""
+    stacked = MLPWeights(*(None if w is None else w[None] for w in weights))
+    return grouped_mlp(x_ND, stacked, one_group(x_ND), spec)
 
 
 class _Gather(torch.autograd.Function):

@@ -348,8 +348,8 @@ def test_experts_are_drawn_apart() -> None:
 
 def _meta() -> int:
     install()
-    from phalanx.moe.model.gpt import OnMeta
     from phalanx.parallel.groups import create
+    from tests.moe.on_meta import OnMeta
 
     pg = create().pg
     with OnMeta():

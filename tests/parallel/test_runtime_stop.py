@@ -2,7 +2,6 @@
 
 import time
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ def _stopped(device_failed: bool = False) -> tuple[list[str], int, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "synchronize", synchronize)
         kept: Any = {("a",): Stub("first", events), ("b",): Stub("second", events)}
-        patch.setattr(exchange, "_EXCHANGES", kept)
+        patch.setattr(exchange, "_CONNECTIONS", kept)
         began = time.monotonic()
         try:
             runtime.stop()
@@ -69,10 +68,17 @@ def test_a_device_that_failed_keeps_its_memory_and_the_groups_go() -> None:
 
 
 def test_an_exchange_gives_its_memory_back_though_something_refers_to_it() -> None:
-    made: Any = object.__new__(exchange.Exchange)
+    pytest.importorskip("cutlass")
+    from phalanx.kernels.sm90.exchange.exchange import Exchange
+
+    made: Any = object.__new__(Exchange)
     made._memory = torch.zeros(64, dtype=torch.uint8)
-    made._handle, made._words = SimpleNamespace(), {2: made._memory[:8]}
+    made._ready_words = {2: made._memory[:8]}
     made._rows, made._side = [made._memory[:32]], [made._memory[32:]]
-    memory = weakref.ref(made._memory)
-    made.release()
-    assert memory() is None
+    memory, handle = weakref.ref(made._memory), Stub("handle", [])
+    connection: Any = object.__new__(exchange.Connection)
+    connection.exchange, connection._handle = made, handle
+    of_handle = weakref.ref(handle)
+    del handle
+    connection.release()
+    assert memory() is None and of_handle() is None

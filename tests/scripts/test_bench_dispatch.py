@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.moe.router.forced_balance import ForcedBalance  # noqa: F401  (imported once for all ranks, which are forked)
-from phalanx.parallel.dispatch import alltoall, exchange
+from phalanx.parallel.dispatch import alltoall
 from phalanx.parallel.megatron import cpu
 from phalanx.scripts import bench_dispatch
 from phalanx.scripts.bench import exchange as suites
@@ -106,15 +106,11 @@ class _Exchange:
 
     def start(self, x: torch.Tensor, idx: torch.Tensor, side: torch.Tensor, local: int) -> Any:
         assert side.numel() * 4 == 2 * idx.numel() * 4 and local == 4
-        rows = self.copy(x)
-        return rows.roll(1, 0) if self.sms == 24 and dist.get_rank() == 1 else rows
-
-    def copy(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.new_empty(dist.get_world_size() * len(x), x.shape[1])
         dist.all_gather_into_tensor(rows, x)
-        return rows
+        return rows.roll(1, 0) if self.sms == 24 and dist.get_rank() == 1 else rows
 
-    def arrive(self, sent: Any) -> None: ...
+    def wait(self, sent: Any) -> None: ...
 
     def rows(self, sent: torch.Tensor) -> torch.Tensor:
         return sent
@@ -157,7 +153,6 @@ def test_wire() -> None:
         assert {side for side, r in by.items() if r.ms} == {
             *(f"{sms} SMs" for sms in ("8", "16", "32", "all")),
             *(f"{sms} SMs, beside a GEMM" for sms in (8, 16)),
-            *("copy engines", "copy engines, beside a GEMM"),
         }
         assert by["24 SMs"].note == "rank 1: wrong bits in rows" and by["24 SMs"].failed
         late = by["32 SMs, beside a GEMM"]
@@ -341,19 +336,6 @@ def _fullest() -> float:
 @pytest.mark.dist
 def test_room_is_for_the_fullest_rank() -> None:
     assert run_distributed(_fullest, 2) == [5 / 4] * 2
-
-
-def _forgotten() -> int:
-    cpu.install()  # whose devices have nothing to wait for
-    made = SimpleNamespace(group=dist.group.WORLD, release=lambda: None)
-    exchange._EXCHANGES[("a",)] = made  # type: ignore[index]
-    exchange.forget_exchanges()
-    return len(exchange._EXCHANGES)
-
-
-@pytest.mark.dist
-def test_exchanges_are_forgotten_together() -> None:
-    assert run_distributed(_forgotten, 2) == [0, 0]
 
 
 @pytest.mark.parametrize(

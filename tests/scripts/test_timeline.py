@@ -1,16 +1,62 @@
 """scripts/timeline.py: what ran under what, from traces made here."""
 
 import gzip
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from phalanx.scripts.timeline import Event, Trace, main, read, table, union, without
+from phalanx.scripts.timeline import COLOURS, KINDS, Event, Trace, main, read, table, union, without
 
 PUSH = "kernel_cutlass_kernel_kernelssm90pushPushKernel_object_at__"
 FC1 = "kernel_cutlass_kernel_kernelssm90fc1_actFc1Kernel_object_at__Copy_Atom"
+
+
+TRITON = {
+    "adam_triton.adamw_step": "Adam",
+    "square_sum_triton.square_sum": "optimizer",
+    "rope_triton.rope_rotate": "rope",
+    "latent_triton.mla_join_keys": "MLA keys",
+    "latent_triton.mla_split_key_gradient": "MLA keys",
+    "sinks_triton.attention_sink_gradient": "attention",
+    "cross_entropy.cross_entropy_statistics": "loss",
+    "cross_entropy.cross_entropy_gradient": "loss",
+    "routing_triton.pack_routing": "plan, sums",
+    "routing_triton.unpack_routing": "plan, sums",
+    "block_sum_triton.block_sum": "plan, sums",
+}
+
+
+@pytest.mark.parametrize("where", TRITON)
+def test_kernels_in_triton_say_what_they_are(where: str) -> None:
+    pytest.importorskip("triton")
+    module, name = where.split(".")
+    kernel = getattr(importlib.import_module(f"kernels.{module}"), name)
+    assert Event(0, 1, 1, kernel.__name__).kind == TRITON[where]
+
+
+def test_no_shipped_kernel_is_of_another_kind() -> None:
+    pytest.importorskip("cutlass")
+    from phalanx.kernels.sm90.jit.shipped import SHIPPED
+
+    kinds = {}
+    for kernel in {kernel for kernel, _ in SHIPPED}:
+        module = kernel.__module__.replace(".", "")
+        symbol = f"kernel_cutlass_kernel_{module}{kernel.__name__}_object_at__Copy_Atom"
+        kinds[kernel.__name__] = Event(0, 1, 1, symbol).kind
+    assert set(kinds.values()) == {"exchange", "experts", "plan, sums"}
+    assert {name for name, kind in kinds.items() if kind == "exchange"} == {
+        *("PushKernel", "CombinePushKernel", "WaitPeersKernel"),
+    }
+
+
+def test_of_several_kinds_the_first_counts_and_each_has_a_colour() -> None:
+    assert Event(0, 1, 1, "fused_rope_forward").kind == "rope"
+    assert Event(0, 1, 1, "multi_tensor_apply_kernel<FusedAdamMathFunctor>").kind == "Adam"
+    assert Event(0, 1, 1, "elementwise_kernel").kind == "other"
+    assert len(COLOURS) == len(KINDS) == len(set(COLOURS))
 
 
 def written(path: Path, *events: tuple[str, float, float, int]) -> Path:

@@ -1,15 +1,31 @@
 """Kernel `combine_push`: sums of expert rows to the ranks of their tokens, as experts finish.
 
 The way back of an exchange (`push`, whose epochs and flags these are), together with the sums that
-it brings (`combine`): row n goes to rank n // T as soon as the last of its experts here is through,
-while `rows` works on the experts after it. Waves of experts, or of slices of the rows of few ones
-(`waves`, `progress`), say when to look: wave after wave, warps claim chunks of expert rows, and the
-last one of a token's expert rows sends their sum, straight from registers.
+it brings (`combine`): row n goes to rank n // T as soon as the last of its experts here has
+finished, while `rows` works on the experts after it. Work comes in waves of experts, or of slices
+of the rows of few ones (`waves`): wave after wave, warps claim chunks of expert rows, and the last
+one of a token's expert rows sends their sum, straight from registers.
 
-Forward it is launched twice. A few SMs, which `rows` gives up half-way, begin while that runs; all
-SMs, on its stream and hence after it, do what is left. The last warp of both says to all ranks that
-everything has come. In the backward pass, where the gradients of expert rows leave beside those of
-weights, once, together with side data, which go first.
+In the forward pass it is launched twice: on the few SMs that `rows` yields half-way, while that
+runs; and after it on its stream with all SMs, for what is left. In the backward pass it is launched
+once, under the weight gradients, and also sends side data, before the rows.
+
+    stream of rows     [ rows: tiles of wave 0 | wave 1 | ...          ][ combine_push, all SMs ]
+                          signals  v        v       yields SMs v
+    stream of pushes                                [ combine_push, comm_sms                  ]
+
+Roles. All 16 warps of every CTA do the same:
+
+    threads r < R of each CTA   allow exchange u + 1, wait to be allowed u (`push.open_exchange`)
+    all threads                 backward only: side data, then their flag (`push.publish`)
+    each warp                   find where waves begin, and the counts that complete them;
+                                claim 16 expert rows (atomic on `progress`, one claim ahead);
+                                look up their tokens n, and the other expert rows of these;
+                                wait until the counts of all waves up to theirs are complete;
+                                of each token whose last expert row is here: add its rows in fp32,
+                                in the order of slots, and store the sum at rank n // T
+    the last warp of all CTAs   of both launches: set `progress` to 0 and the epoch to u, fence,
+                                raise all flags that have not been raised at all ranks
 
 Legend: R ranks, T tokens of a rank, N = R * T rows, K slots of a row, S expert rows, D columns, L
 experts of a rank.
@@ -26,23 +42,27 @@ from cutlass import Float32, Int32, Int64, Uint32
 from torch import Tensor
 
 from phalanx.kernels.sm90.exchange import peer
+from phalanx.kernels.sm90.exchange.peer_buffers import EPOCH, MAX_WAVES, STATE, PeerBuffers
 from phalanx.kernels.sm90.exchange.push import (
-    EPOCH,
-    STATE,
     WARPS,
-    Places,
-    begin,
     check_sizes,
     claim,
     last_of_all,
     look_up,
+    open_exchange,
     publish,
+    raise_flags,
     send_side,
     side_block,
-    tell,
 )
-from phalanx.kernels.sm90.exchange.tile_progress import CLAIMED, COUNTS, PROGRESS, THROUGH, Made
-from phalanx.kernels.sm90.exchange.waves import MAX_WAVES, last_wave_of, slice_tiles
+from phalanx.kernels.sm90.exchange.tile_progress import (
+    CLAIMED,
+    COUNTS,
+    FINISHED_CTAS,
+    PROGRESS,
+    ReadyRows,
+)
+from phalanx.kernels.sm90.exchange.waves import last_wave_of, slice_tiles
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit import ptx
 from phalanx.kernels.sm90.jit.arguments import require
@@ -59,11 +79,11 @@ _WORDS = _COLUMNS // 2
 
 
 @cute.jit
-def turned(number: Int32, count: Int32, rank: Int32, ranks: cutlass.Constexpr) -> Int32:
-    """The chunk that comes in place of chunk `number` of `count`.
+def rotated(number: Int32, count: Int32, rank: Int32, ranks: cutlass.Constexpr) -> Int32:
+    """The chunk that is sent in place of chunk `number` of `count`.
 
     An expert's rows are in the order of the ranks that they go to. Every rank begins with another
-    part of a wave, as a link takes in what one rank sends and not what all do.
+    part of a wave, as a link cannot take in what all ranks send at once.
     """
     begin = number + count * rank // ranks
     return cutlass.select_(begin >= count, begin - count, begin)
@@ -121,9 +141,8 @@ class CombinePushKernel:
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: T, pieces D / 8 of a row, L, rank, limit in milliseconds, waves, rows of a tile,
-        counts of these, bits of slices, CTAs of all launches, 16 bytes of a block of side data,
-        CTAs."""
+        """Sizes: T, pieces D / 8 of a row, L, rank, limit in milliseconds, the last four fields of
+        `ReadyRows`, CTAs of all launches, 16 bytes of a block of side data, CTAs."""
         ranks = self.config.ranks
         self.kernel(
             y,
@@ -165,27 +184,27 @@ class CombinePushKernel:
         T, width, local, rank, limit, waves, tile_rows, counts, bits, ctas, pieces, _ = sizes
         lane = cute.arch.lane_idx()
         storage = cutlass.utils.SmemAllocator().allocate(
-            struct(through=array(Int32, 2), entries=array(Int32, WARPS * _CHUNK * slots))
+            struct(finished_warps=array(Int32, 2), entries=array(Int32, WARPS * _CHUNK * slots))
         )
         whole = storage.entries.get_tensor(cute.make_layout((slots, _CHUNK, WARPS)))
         kept = whole[None, None, cute.arch.warp_idx()]
-        through = storage.through.get_tensor(cute.make_layout(2))
+        finished_warps = storage.finished_warps.get_tensor(cute.make_layout(2))
         if cute.arch.thread_idx()[0] < 2:
-            through[cute.arch.thread_idx()[0]] = Int32(0)
-        epoch = begin(state, flags_R, rank, limit, report)
+            finished_warps[cute.arch.thread_idx()[0]] = Int32(0)
+        epoch = open_exchange(state, flags_R, rank, limit, report)
         if cutlass.const_expr(self.config.side):
             send_side(side, side_R, rank, pieces, ctas, True)
-            publish(through, state, flags_R, Int32(0), Int32(1), rank, epoch, ctas)
+            publish(finished_warps, state, flags_R, Int32(0), Int32(1), rank, epoch, ctas)
         ends = cute.make_tensor(offsets, cute.make_layout(local + 1))
         begins, needed = self._waves(ends, bits, local << bits, waves, tile_rows, counts)
-        chunks, ahead = self._chunks(begins)
-        finished, total = Int32(0), cute.arch.shuffle_sync(ahead, _WARP - 1)
+        chunks, chunks_before = self._chunks(begins)
+        ready_waves, total = Int32(0), cute.arch.shuffle_sync(chunks_before, _WARP - 1)
         entries = cute.make_rmem_tensor(slots, Int32)
         claimed = cute.arch.shuffle_sync(claim(progress + CLAIMED), 0)
         while claimed < total:
             following = claim(progress + CLAIMED)
-            wave = cute.arch.popc(cute.arch.vote_ballot_sync(ahead <= claimed)) - 1
-            row = self._row(claimed, wave, begins, chunks, ahead, rank)
+            wave = cute.arch.popc(cute.arch.vote_ballot_sync(chunks_before <= claimed)) - 1
+            row = self._row(claimed, wave, begins, chunks, chunks_before, rank)
             n, to = Int32(0), Int64(0)
             if row >= 0:
                 n = cute.make_tensor(index + row, cute.make_layout(1))[0]
@@ -199,12 +218,12 @@ class CombinePushKernel:
                     kept[k, lane] = entries[k]
             found = cute.arch.vote_ballot_sync((row >= 0) & (last == row))
             cute.arch.sync_warp()
-            if finished <= wave:
-                if (lane >= finished) & (lane <= wave):
+            if ready_waves <= wave:
+                if (lane >= ready_waves) & (lane <= wave):
                     counter = progress.toint() + 4 * Int64(COUNTS + lane)
                     peer.wait(counter, needed, limit, report.toint(), rank)
                 cute.arch.sync_warp()
-                finished = wave + 1
+                ready_waves = wave + 1
             while found != 0:
                 source, of = ptx.lowest(found), Int32(-1)
                 found = found & (found - 1)
@@ -215,13 +234,13 @@ class CombinePushKernel:
             claimed = cute.arch.shuffle_sync(following, 0)
         cute.arch.sync_warp()
         if lane == 0:
-            if last_of_all(through.iterator + 1, progress + THROUGH, ctas) == 1:
+            if last_of_all(finished_warps.iterator + 1, progress + FINISHED_CTAS, ctas) == 1:
                 counters = cute.make_tensor(progress, cute.make_layout(PROGRESS))
                 counters.fill(0)
                 state[EPOCH] = epoch
                 cute.arch.fence_acq_rel_sys()
                 for part in cutlass.range_constexpr(1 if self.config.side else 0, 2):
-                    tell(flags_R, part, rank, epoch)
+                    raise_flags(flags_R, part, rank, epoch)
 
     @cute.jit
     def _waves(
@@ -267,20 +286,26 @@ class CombinePushKernel:
         lane = cute.arch.lane_idx()
         rows = cute.arch.shuffle_sync(begins, cutlass.min(lane + 1, _WARP - 1)) - begins
         chunks = (rows + _CHUNK - 1) // _CHUNK
-        upto = chunks
+        inclusive = chunks
         for step in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(upto, 1 << step)
-            upto = cutlass.select_(lane >= 1 << step, upto + below, upto)
-        return chunks, upto - chunks
+            below = cute.arch.shuffle_sync_up(inclusive, 1 << step)
+            inclusive = cutlass.select_(lane >= 1 << step, inclusive + below, inclusive)
+        return chunks, inclusive - chunks
 
     @cute.jit
     def _row(
-        self, claimed: Int32, wave: Int32, begins: Int32, chunks: Int32, ahead: Int32, rank: Int32
+        self,
+        claimed: Int32,
+        wave: Int32,
+        begins: Int32,
+        chunks: Int32,
+        chunks_before: Int32,
+        rank: Int32,
     ) -> Int32:
         """The lane's expert row of a chunk of a wave; -1 for none."""
         lane, count = cute.arch.lane_idx(), cute.arch.shuffle_sync(chunks, wave)
-        number = claimed - cute.arch.shuffle_sync(ahead, wave)
-        number = turned(number, count, rank, self.config.ranks)
+        number = claimed - cute.arch.shuffle_sync(chunks_before, wave)
+        number = rotated(number, count, rank, self.config.ranks)
         row = cute.arch.shuffle_sync(begins, wave) + number * _CHUNK + lane
         inside = (lane < _CHUNK) & (row < cute.arch.shuffle_sync(begins, wave + 1))
         return cutlass.select_(inside, row, Int32(-1))
@@ -318,15 +343,15 @@ class CombinePushKernel:
 
 
 def combine_push(
-    made: Made,
+    ready: ReadyRows,
     index_S: Tensor,
     inverse_NK: Tensor,
     offsets: Tensor,
-    places: Places,
+    buffers: PeerBuffers,
     *,
     tokens: int,
     ctas: int,
-    of: int,
+    total_ctas: int,
     side: Tensor | None = None,
 ) -> None:
     """A launch of a way back, after that of `rows` which makes what it sends.
@@ -335,22 +360,22 @@ def combine_push(
     launched before them: what it needs might not be loaded while others wait for it.
 
     Args:
-        made: y [S, D], bf16, D a multiple of 8, and its progress.
+        ready: y [S, D], bf16, D a multiple of 8, and its progress.
         index_S: int32 received rows of expert rows.
         inverse_NK: int32 expert rows of received rows, -1 for none. A received row without any is
             not sent: there is nobody to wait for it, or all of them had no place in y, and the step
             is run again (`parallel.dispatch.capacity`).
         offsets: int32 [L + 1].
-        places: where to.
+        buffers: where to.
         tokens: T.
         ctas: of this launch.
-        of: CTAs of all launches.
+        total_ctas: of all launches.
         side: contiguous, one of R equal blocks to each rank, in multiples of 16 bytes.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
     """
-    where, ranks, y_SD = made.rows_SD.device, places.rows_R.numel(), made.rows_SD
+    where, ranks, y_SD = ready.rows_SD.device, buffers.rows_R.numel(), ready.rows_SD
     K, D = inverse_NK.shape[1], y_SD.shape[1]
     if D % _COLUMNS:
         raise ValueError(f"y has {D} columns: they must be a multiple of {_COLUMNS}")
@@ -360,15 +385,15 @@ def combine_push(
         index=(index_S, torch.int32, y_SD.shape[:1]),
         inverse=(inverse_NK, torch.int32, (ranks * tokens, K)),
         offsets=(offsets, torch.int32, None),
-        progress=(made.progress, torch.int32, (PROGRESS,)),
+        progress=(ready.progress, torch.int32, (PROGRESS,)),
     )
     block = 0 if side is None else side_block(side, ranks)
     launch(
         CombinePushKernel,
         CombinePushConfig(K, ranks, side=side is not None),
-        (y_SD, index_S, inverse_NK, offsets, side, *places[:5], made.progress),
+        (y_SD, index_S, inverse_NK, offsets, side, *buffers[:5], ready.progress),
         (
-            *(tokens, D // _COLUMNS, offsets.numel() - 1, places.rank, places.limit_ms),
-            *(*made[2:], of, block // 16, ctas),
+            *(tokens, D // _COLUMNS, offsets.numel() - 1, buffers.rank, buffers.limit_ms),
+            *(*ready[2:], total_ctas, block // 16, ctas),
         ),
     )

@@ -1,28 +1,45 @@
-"""Kernels `push` and `arrive`: rows of tokens to the memory of other GPUs, and waiting for theirs.
+"""Kernels `push` and `wait_peers`: rows to the memory of other GPUs, and waiting for theirs.
 
-One exchange between the R GPUs of a group: each pushes rows to places that nobody else writes, then
-raises a flag at every peer; each waits for the flags of all. Row n of a rank with number `me` lands
-at row me * T + n % T of its targets. `push` brings
+One exchange between the R GPUs of a group: each pushes rows to addresses that nobody else writes,
+then raises a flag at every peer; each waits for the flags of all. Row n of rank `me` is written to
+row me * T + n % T of its targets. `push` sends
 
-    tokens (N = T) to the ranks of their experts, each once whatever number of experts it has there,
+    tokens (N = T) to the ranks of their experts, once to a rank however many experts it has there,
     or sums (N = R * T) of this rank's experts back: row n to rank n // T if it is for one of them,
 
-together with a dense block of side data for each rank, which goes first. Warps claim chunks of rows
-and move a row at a time, through their registers: 16 warps have enough under way for a few SMs to
-fill the links. Tokens go in waves of a rank's experts: in that of the first one that wants them.
-Side data and every wave have flags of their own, so that experts can begin before all tokens have
-come.
+together with a dense block of side data for each rank, which goes first. Tokens go in waves of a
+rank's experts: each in the wave of its first expert there. Side data and every wave have flags of
+their own (`peer_buffers`), so that experts can begin before all tokens have arrived.
 
 An exchange has a number, the epoch, that is counted on the device: nothing that a CUDA graph would
-keep. At the start of exchange u a rank allows its peers exchange u + 1: whatever used the place of
-that one before has been done by then, as the caller sees to (`parallel.dispatch.symm`). No rank
-pushes before it is allowed to, and no wait lasts longer than its limit (`peer.wait`).
+keep. At the start of exchange u a rank allows its peers exchange u + 1: whatever read the buffer of
+that one has finished by then, as the caller sees to (`exchange.SLOTS`). No rank pushes before it is
+allowed to, and no wait lasts longer than its limit (`peer.wait`).
+
+Roles. All 16 warps of every CTA do the same; a few SMs of them have enough accesses under way to
+fill the links. What one rank does in exchange u:
+
+    threads r < R of each CTA   CTA 0: set flag ALLOWED + me at rank r to u + 1;
+                                wait until flag ALLOWED + r here is u or more
+    all threads                 send side data, 16 bytes a thread; publish part 0
+    each warp                   claim 8 rows (atomic on `state`, two claims ahead); before the first
+                                claim of a later wave, publish the parts of those before it;
+                                look up the ranks that the rows go to in this wave;
+                                row by row: 8 x 16 bytes a lane to registers, and to these ranks
+
+Who publishes a part. The last warp of a CTA that finishes it (a count in shared memory) makes a
+fence of system scope and adds to the part's count of CTAs in `state`; the last CTA resets that
+count, after the last part sets the epoch to u, and raises the part's flag at all ranks:
+
+    16 warps --shared memory--> CTA --fence, `state`--> last CTA --fence--> flags at R ranks
+
+Flags are read by `wait_peers`, for a stream, and by kernels that wait for waves (`ready`).
 
 Legend: R ranks, N rows, T tokens of a rank, K slots of a token, D columns.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -32,17 +49,23 @@ from cutlass import Int32, Int64, Uint32
 from torch import Tensor
 
 from phalanx.kernels.sm90.exchange import peer
-from phalanx.kernels.sm90.exchange.waves import MAX_WAVES, parts_before
+from phalanx.kernels.sm90.exchange.peer_buffers import (
+    ALLOWED,
+    CLAIMED,
+    EPOCH,
+    FINISHED_CTAS,
+    MAX_RANKS,
+    MAX_WAVES,
+    SEEN,
+    STATE,
+    PeerBuffers,
+)
+from phalanx.kernels.sm90.exchange.waves import parts_before
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.jit import ptx
 from phalanx.kernels.sm90.jit.arguments import require
 from phalanx.kernels.sm90.jit.launch import launch, sms
 
-MAX_RANKS = 16
-ALLOWED = (1 + MAX_WAVES) * MAX_RANKS
-"""A rank's flags: R that say whose side data have arrived, and MAX_RANKS later for the first wave,
-and so on; from here on R that say who allows a push."""
-FLAGS = ALLOWED + MAX_RANKS
 MAX_SLOTS = 32
 WARPS = 16
 _WARP = 32
@@ -50,30 +73,6 @@ _CHUNK = 8
 """Rows that a warp claims."""
 _PIECES = 8
 """16-byte accesses of a lane that are under way."""
-EPOCH, _SEEN, _CLAIMED, _DONE = 0, 1, 2, 3
-STATE = _DONE + 1 + MAX_WAVES
-"""int32 of a rank's own: exchanges pushed, the one that was waited for last, chunks of rows that
-were claimed, and CTAs that are through with the side data and each wave."""
-SEEN_BYTES = 4 * _SEEN
-
-
-class Places(NamedTuple):
-    """Where an exchange of a rank writes and waits; addresses are int64 on the device."""
-
-    rows_R: Tensor
-    """Of the [R * T, D] rows that each rank receives."""
-    side_R: Tensor
-    """Of each rank's blocks of side data."""
-    flags_R: Tensor
-    """Of each rank's flags, int32 [FLAGS], first 1 in those from ALLOWED on and 0 before."""
-    state: Tensor
-    """int32 [STATE] of this rank, first 0."""
-    report: Tensor
-    """int32 [4] in pinned memory, first 0: rank + 1 for which a wait was in vain, epoch, flag."""
-    rank: int
-    """This one."""
-    limit_ms: int
-    """Of every wait."""
 
 
 def side_block(side: Tensor, blocks: int) -> int:
@@ -93,7 +92,7 @@ def check_sizes(kernel: str, ranks: int, slots: int) -> None:
 
 
 @cute.jit
-def begin(
+def open_exchange(
     state: cute.Tensor, flags_R: cute.Tensor, rank: Int32, limit: Int32, report: cute.Pointer
 ) -> Int32:
     """All threads of a CTA: allow the exchange after this one, wait until all ranks allow this one.
@@ -148,8 +147,8 @@ def look_up(table: cute.Pointer, entries: cute.Tensor, row: Int32, N: Int32) -> 
 
 @cute.jit
 def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
-    """One lane of each warp, when it is through: whether all warps of `count` CTAs are, and then
-    a fence of the caller's shows all GPUs what they have written.
+    """One lane of each warp, when it has finished: whether all warps of `count` CTAs have. A fence
+    of the caller's then shows all GPUs what they have written.
 
     `warps`, in shared memory, and `ctas` count from 0. One fence of system scope a CTA, which waits
     for its stores: the other warps go on.
@@ -165,15 +164,15 @@ def last_of_all(warps: cute.Pointer, ctas: cute.Pointer, count: Int32) -> Int32:
 
 
 @cute.jit
-def tell(flags_R: cute.Tensor, part: Int32, rank: Int32, epoch: Int32) -> None:
-    """After a fence: a part of the exchange is there, at all ranks."""
+def raise_flags(flags_R: cute.Tensor, part: Int32, rank: Int32, epoch: Int32) -> None:
+    """After a fence: say to all ranks that a part of this rank's push has arrived."""
     for r in cutlass.range_constexpr(cute.size(flags_R)):
         peer.store_flag(flags_R[r] + 4 * (part * MAX_RANKS + rank), epoch)
 
 
 @cute.jit
 def publish(
-    through: cute.Tensor,
+    finished_warps: cute.Tensor,
     state: cute.Tensor,
     flags_R: cute.Tensor,
     part: Int32,
@@ -182,15 +181,20 @@ def publish(
     epoch: Int32,
     ctas: Int32,
 ) -> None:
-    """Tell all ranks, once all warps are through with a part: 0, the side data, or a wave."""
+    """Raise the flags of a part, 0 (side data) or 1 + wave, once all warps have finished it."""
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
-        if last_of_all(through.iterator + part, state.iterator + (_DONE + part), ctas) == 1:
-            state[_DONE + part] = Int32(0)
+        if (
+            last_of_all(
+                finished_warps.iterator + part, state.iterator + (FINISHED_CTAS + part), ctas
+            )
+            == 1
+        ):
+            state[FINISHED_CTAS + part] = Int32(0)
             if part == last:
-                state[EPOCH], state[_CLAIMED] = epoch, Int32(0)
+                state[EPOCH], state[CLAIMED] = epoch, Int32(0)
             cute.arch.fence_acq_rel_sys()
-            tell(flags_R, part, rank, epoch)
+            raise_flags(flags_R, part, rank, epoch)
     cute.arch.sync_warp()
 
 
@@ -312,33 +316,33 @@ class PushKernel:
         N, T, local, rank, pieces, limit, ctas, waves = sizes
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         storage = cutlass.utils.SmemAllocator().allocate(
-            struct(through=array(Int32, 1 + MAX_WAVES))
+            struct(finished_warps=array(Int32, 1 + MAX_WAVES))
         )
-        through = storage.through.get_tensor(cute.make_layout(1 + MAX_WAVES))
+        finished_warps = storage.finished_warps.get_tensor(cute.make_layout(1 + MAX_WAVES))
         if thread <= MAX_WAVES:
-            through[thread] = Int32(0)
-        epoch = begin(state, flags_R, rank, limit, report)
+            finished_warps[thread] = Int32(0)
+        epoch = open_exchange(state, flags_R, rank, limit, report)
         send_side(side, side_R, rank, pieces, ctas, config.back)
-        publish(through, state, flags_R, Int32(0), waves, rank, epoch, ctas)
+        publish(finished_warps, state, flags_R, Int32(0), waves, rank, epoch, ctas)
         targets = [rows_R[r] for r in range(config.ranks)]
         chunks, sent = (T + _CHUNK - 1) // _CHUNK, Int32(0)
         if cutlass.const_expr(config.back):
             chunks = config.ranks * chunks
-        claimed = cute.arch.shuffle_sync(claim(state.iterator + _CLAIMED), 0)
-        following = cute.arch.shuffle_sync(claim(state.iterator + _CLAIMED), 0)
+        claimed = cute.arch.shuffle_sync(claim(state.iterator + CLAIMED), 0)
+        following = cute.arch.shuffle_sync(claim(state.iterator + CLAIMED), 0)
         entries = cute.make_rmem_tensor(config.slots, Int32)
         base, end = self._chunk(claimed % chunks, T, rank)
         look_up(table, entries, base + lane, N)
         while claimed < chunks * waves:
-            after = claim(state.iterator + _CLAIMED)
+            after = claim(state.iterator + CLAIMED)
             wave = claimed // chunks
             while sent < wave:
                 sent += 1
-                publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
+                publish(finished_warps, state, flags_R, sent, waves, rank, epoch, ctas)
             row = N
             if (lane < _CHUNK) & (base + lane < end):
                 row = base + lane
-            wanted = self._wanted(entries, row, N, T, local, rank, wave, waves)
+            wanted = self._targets(entries, row, N, T, local, rank, wave, waves)
             base_after, end_after = self._chunk(following % chunks, T, rank)
             look_up(table, entries, base_after + lane, N)
             bits = cute.arch.vote_ballot_sync(wanted != 0)
@@ -352,7 +356,7 @@ class PushKernel:
             claimed, following = following, cute.arch.shuffle_sync(after, 0)
         while sent < waves:
             sent += 1
-            publish(through, state, flags_R, sent, waves, rank, epoch, ctas)
+            publish(finished_warps, state, flags_R, sent, waves, rank, epoch, ctas)
 
     def _chunk(self, number: Int32, T: Int32, rank: Int32) -> tuple[Int32, Int32]:
         """First row of a chunk, and the row before which it ends at the latest."""
@@ -391,7 +395,7 @@ class PushKernel:
                             ptx.store_global(to, *[words[w, p] for w in range(4)])
 
     @cute.jit
-    def _wanted(
+    def _targets(
         self,
         entries: cute.Tensor,
         row: Int32,
@@ -402,7 +406,7 @@ class PushKernel:
         wave: Int32,
         waves: Int32,
     ) -> Int32:
-        """The ranks that want a row in this wave, a bit each."""
+        """The ranks that a row goes to in this wave, a bit each."""
         now, before = Int32(0), Int32(0)
         begin = local * parts_before(wave, local, waves)
         end = local * parts_before(wave + 1, local, waves)
@@ -423,19 +427,19 @@ class PushKernel:
 
 
 @dataclass(frozen=True)
-class ArriveConfig:
-    """What is compiled into an `arrive` kernel."""
+class WaitPeersConfig:
+    """What is compiled into a `wait_peers` kernel."""
 
     ranks: int
 
 
-class ArriveKernel:
+class WaitPeersKernel:
     """Wait until a part of an exchange has come from all ranks, or has been sent by this one."""
 
     pointers: ClassVar[tuple[tuple[type, int], ...]] = ((Int64, 8), (Int32, 4), (Int32, 4))
     integers: ClassVar[int] = 5
 
-    def __init__(self, config: ArriveConfig) -> None:
+    def __init__(self, config: WaitPeersConfig) -> None:
         self.config = config
 
     @cute.jit
@@ -448,7 +452,7 @@ class ArriveKernel:
         stream: cuda.CUstream,
     ) -> None:
         """Sizes: rank, limit in milliseconds, part, exchanges after the one waited for last, and
-        whether only this rank's own flag matters."""
+        whether only this rank's own flag is waited for."""
         self.kernel(flags_R, state, report, *sizes).launch(
             grid=[1, 1, 1], block=[_WARP, 1, 1], stream=stream
         )
@@ -462,18 +466,18 @@ class ArriveKernel:
         rank: Int32,
         limit: Int32,
         part: Int32,
-        ahead: Int32,
-        alone: Int32,
+        epochs_ahead: Int32,
+        own_only: Int32,
     ) -> None:
         lane = cute.arch.thread_idx()[0]
-        seen = cute.make_tensor(state + _SEEN, cute.make_layout(1))
-        epoch = seen[0] + ahead
+        seen = cute.make_tensor(state + SEEN, cute.make_layout(1))
+        epoch = seen[0] + epochs_ahead
         cute.arch.sync_warp()
-        if lane < self.config.ranks and (alone == 0 or lane == rank):
+        if lane < self.config.ranks and (own_only == 0 or lane == rank):
             own = cute.make_tensor(flags_R, cute.make_layout(self.config.ranks))[rank]
             flag = own + 4 * Int64(part * MAX_RANKS + lane)
             peer.wait(flag, epoch, limit, report.toint(), lane)
-        if lane == 0 and alone == 0:
+        if lane == 0 and own_only == 0:
             seen[0] = epoch
 
 
@@ -481,7 +485,7 @@ def push(
     rows_ND: Tensor,
     table_NK: Tensor,
     side: Tensor,
-    places: Places,
+    buffers: PeerBuffers,
     *,
     tokens: int,
     local_experts: int,
@@ -489,25 +493,25 @@ def push(
     comm_sms: int = 0,
     waves: int = 1,
 ) -> None:
-    """Push rows and side data of one exchange, and say so to all ranks.
+    """Push rows and side data of one exchange, and raise a flag at all ranks for each part.
 
     Args:
         rows_ND: bf16, contiguous; T rows, or `back` R * T rows.
         table_NK: int32, contiguous: global expert ids of the rows, -1 for an empty slot.
         side: contiguous; all of it to every rank, or `back` one of R equal blocks to each. In
             multiples of 16 bytes; may be empty.
-        places: where to.
+        buffers: where to.
         tokens: T.
         local_experts: experts of a rank; rank r has those from r * local_experts on.
         back: rows go back to the ranks of their tokens.
         comm_sms: CTAs, one a SM; 0 takes as many as there are SMs.
-        waves: groups of a rank's experts (`kernels.sm90.exchange.waves`), after each of which its
-            tokens are there; 1 with `back`.
+        waves: groups of a rank's experts (`kernels.sm90.exchange.waves`), whose tokens have a flag
+            each; 1 with `back`.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
     """
-    where, ranks = rows_ND.device, places.rows_R.numel()
+    where, ranks = rows_ND.device, buffers.rows_R.numel()
     N, D = rows_ND.shape
     require(
         where,
@@ -523,26 +527,28 @@ def push(
     launch(
         PushKernel,
         PushConfig(2 * D, ranks, table_NK.shape[1], back),
-        (rows_ND, table_NK, side, *places[:5]),
+        (rows_ND, table_NK, side, *buffers[:5]),
         (
-            *(N, tokens, local_experts, places.rank),
-            *(block // 16, places.limit_ms, comm_sms or sms(where), waves),
+            *(N, tokens, local_experts, buffers.rank),
+            *(block // 16, buffers.limit_ms, comm_sms or sms(where), waves),
         ),
     )
 
 
-def arrive(places: Places, *, part: int = 1, ahead: int = 1, alone: bool = False) -> None:
+def wait_peers(
+    buffers: PeerBuffers, *, part: int = 1, epochs_ahead: int = 1, own_only: bool = False
+) -> None:
     """Let the stream wait for a part of an exchange from all ranks.
 
     Args:
-        places: of the exchange.
+        buffers: of the exchange.
         part: 0 is the side data; then waves, each of which comes after those before it.
-        ahead: exchanges since the one that was waited for last, in the order of their pushes;
-            0 is that one.
-        alone: only until this rank has sent the part, hence its push is running; what was waited
+        epochs_ahead: exchanges since the one that was waited for last, in the order of their
+            pushes; 0 is that one.
+        own_only: only until this rank has sent the part, hence its push is running; what was waited
             for last stays what it was.
     """
-    ranks = places.rows_R.numel()
-    tensors = (places.flags_R, places.state, places.report)
-    sizes = (places.rank, places.limit_ms, part, ahead, int(alone))
-    launch(ArriveKernel, ArriveConfig(ranks), tensors, sizes)
+    ranks = buffers.rows_R.numel()
+    tensors = (buffers.flags_R, buffers.state, buffers.report)
+    sizes = (buffers.rank, buffers.limit_ms, part, epochs_ahead, int(own_only))
+    launch(WaitPeersKernel, WaitPeersConfig(ranks), tensors, sizes)

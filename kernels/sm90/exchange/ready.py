@@ -1,7 +1,7 @@
-"""What a GEMM waits for before it reads rows that other GPUs are still pushing.
+"""How a GEMM waits for rows that other GPUs are still pushing, wave by wave.
 
-Rows come in waves of local experts (`push`): a row is there in the wave of the first expert that
-reads it. Before the first tile of a wave, the loading warps of a kernel that `waits` look for that
+Rows come in waves of local experts (`push`): a row is in the wave of the first expert that reads
+it. Before the first tile of a wave, the loading warps of a kernel that `waits` look for that
 wave of every rank. Experts are taken in order, so later waves arrive while earlier ones are
 multiplied.
 
@@ -20,19 +20,19 @@ from phalanx.kernels.sm90.exchange.waves import wave_of
 
 WORDS = 6
 """int64: addresses of this rank's flags of the first wave, of the epoch that is waited for and of
-the report; milliseconds of the longest wait; R and int32 from a wave's flags to the next's; this
-rank's experts and their waves."""
+the report; milliseconds after which a wait times out; R, and the stride in int32 from a wave's
+flags to the next's; this rank's experts and their waves."""
 _HALF = 16
 
 
-def ready(
+def ready_words(
     flags: int,
     epoch: int,
     report: int,
     *,
     limit_ms: int,
     ranks: int,
-    apart: int,
+    wave_stride: int,
     experts: int,
     waves: int,
 ) -> Tensor:
@@ -43,16 +43,17 @@ def ready(
     """
     if not 1 <= ranks <= 32 or experts < 1:
         raise ValueError(f"{ranks} ranks, {experts} experts: must be 1 to 32, and 1 or more")
-    sizes = (ranks + (apart << _HALF), experts + (waves << _HALF))
+    sizes = (ranks + (wave_stride << _HALF), experts + (waves << _HALF))
     return torch.tensor([flags, epoch, report, limit_ms, *sizes])
 
 
-class Ready:
+class WaveWait:
     """Device side, for each of the loading warps.
 
     Args:
         pointer: of the words.
-        seen: int32 of this warp in shared memory: waves that are there. A register is not to spare.
+        seen: int32 of this warp in shared memory, as no register is to spare: waves that have
+            arrived.
     """
 
     def __init__(self, pointer: cute.Pointer, seen: cute.Pointer) -> None:
@@ -61,7 +62,7 @@ class Ready:
 
     @cute.jit
     def start(self) -> None:
-        """No wave is there yet."""
+        """No wave has arrived yet."""
         self.seen[0] = Int32(0)
         cute.arch.sync_warp()
 

@@ -1,9 +1,9 @@
-"""How a grouped GEMM tells another kernel, while it runs, which waves of experts it has finished.
+"""How a grouped GEMM signals another kernel, while it runs, which waves of experts it has finished.
 
-Where a rank has few experts, waves are made of slices of their rows. Every multiplying warp counts
-a tile for its wave (`waves.last_wave_of`): where groups take turns, when its stores have been
-written, as it would wait for its turn anyway; else when it comes to its next tile, by when they
-have long been. The reader, `combine_push`, computes how many counts make a wave.
+Where a rank has few experts, waves are made of slices of their rows. Every multiplying warp adds 1
+to the count of a tile's wave (`waves.last_wave_of`): with ping-pong when the tile's stores have
+been written, as it would have to wait for its turn anyway; else when it comes to its next tile, by
+when they have long been. The reader, `combine_push`, computes the count of a complete wave.
 """
 
 from typing import Any, NamedTuple
@@ -12,32 +12,33 @@ import cutlass.cute as cute
 from cutlass import Int32
 from torch import Tensor
 
-from phalanx.kernels.sm90.exchange.waves import MAX_WAVES, last_wave_of
+from phalanx.kernels.sm90.exchange.peer_buffers import MAX_WAVES
+from phalanx.kernels.sm90.exchange.waves import last_wave_of
 from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, TILE_ROWS, Mainloop
 
-CLAIMED, THROUGH, TILES, COUNTS = 0, 1, 2, 3
+CLAIMED, FINISHED_CTAS, NEXT_TILE, COUNTS = 0, 1, 2, 3
 PROGRESS = COUNTS + MAX_WAVES
-"""int32 of a rank, 0 between exchanges: chunks of rows that were claimed and CTAs that are through
-(`combine_push`), the scheduler's tiles, and counts of each wave."""
+"""int32 of a rank, 0 between exchanges: chunks of rows that were claimed and CTAs that have
+finished (both of `combine_push`), the scheduler's counter of tiles, and the count of each wave."""
 _WARPS = GROUP_THREADS // 32
 
 
-class Made(NamedTuple):
-    """Expert rows, and how their reader sees which waves of them are there: by default all are."""
+class ReadyRows(NamedTuple):
+    """Expert rows, and how their reader sees which waves of them are ready: by default all are."""
 
     rows_SD: Tensor
     progress: Tensor
     """int32 [PROGRESS]."""
     waves: int = 1
     tile_rows: int = 1
-    counts: int = 0
-    """Of `tile_rows` rows of an expert."""
-    bits: int = 0
-    """An expert's rows are taken in `1 << bits` slices."""
+    tile_counts: int = 0
+    """Counts that `tile_rows` rows of an expert make, all their columns together."""
+    slice_bits: int = 0
+    """An expert's rows are taken in `1 << slice_bits` slices."""
 
 
-class Told(NamedTuple):
-    """What `rows` is given to tell."""
+class TileSignal(NamedTuple):
+    """Request that a launch of `rows` signals its tiles, and yields SMs to their reader."""
 
     out_SN: Tensor
     """Where it writes."""
@@ -45,48 +46,51 @@ class Told(NamedTuple):
     """int32 [PROGRESS]."""
     waves: int
     loop: Mainloop
-    """Its tile, on which the number of counts depends."""
+    """Its tile, on which the counts depend."""
     sms: int
-    """SMs of the reader, to which it gives way."""
-    share: float
-    """Of the experts, after which it does."""
-    bits: int = 0
-    """An expert's rows are taken in `1 << bits` slices."""
+    """SMs of the reader: so many CTAs end early."""
+    yield_after: float
+    """Fraction of the experts after which they end."""
+    slice_bits: int = 0
+    """An expert's rows are taken in `1 << slice_bits` slices."""
 
-    def giving(self, experts: int) -> tuple[int, int, int, int]:
-        """Waves, clusters that give way, the slice from which on they do, and `bits`."""
-        late = int(self.share * (experts << self.bits))
-        return self.waves, -(-self.sms // self.loop.cluster), late, self.bits
+    def sizes(self, experts: int) -> tuple[int, int, int, int]:
+        """Waves, clusters that yield, the first slice at which they do, and `slice_bits`."""
+        first_late = int(self.yield_after * (experts << self.slice_bits))
+        return self.waves, -(-self.sms // self.loop.cluster), first_late, self.slice_bits
 
     @property
-    def made(self) -> Made:
+    def ready_rows(self) -> ReadyRows:
         """For the reader."""
         groups = 1 if self.loop.pingpong else 2
         column_tiles = -(-self.out_SN.shape[1] // self.loop.columns)
         counts = self.loop.cluster * groups * _WARPS * column_tiles
-        tile_rows = self.loop.cluster * TILE_ROWS
-        return Made(self.out_SN, self.progress, self.waves, tile_rows, counts, self.bits)
+        how = (self.waves, self.loop.cluster * TILE_ROWS, counts, self.slice_bits)
+        return ReadyRows(self.out_SN, self.progress, *how)
 
 
-class Tell:
-    """Device side, for a warp. `turn`, kept until a tile is told of, is 1 more than its wave."""
+class Signaller:
+    """Device side, for a warp. `pending` is 1 + the wave of a tile not yet signalled, or 0."""
 
-    def __init__(self, progress: cute.Pointer, experts: Int32, waves: Int32, bits: Int32) -> None:
-        self.progress, self.experts, self.waves, self.bits = progress, experts, waves, bits
+    def __init__(
+        self, progress: cute.Pointer, experts: Int32, waves: Int32, slice_bits: Int32
+    ) -> None:
+        self.progress, self.experts = progress, experts
+        self.waves, self.slice_bits = waves, slice_bits
 
     @cute.jit
-    def __call__(self, turn: Int32) -> None:
-        """Tell of a tile, if there was one."""
-        if turn > 0:
+    def __call__(self, pending: Int32) -> None:
+        """Signal a tile, if one is pending."""
+        if pending > 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
             cute.arch.fence_proxy("async.global")
             cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
-                count: Any = self.progress + (COUNTS - 1 + turn)
+                count: Any = self.progress + (COUNTS - 1 + pending)
                 cute.arch.atomic_add(count, Int32(1), sem="relaxed", scope="gpu")
 
     @cute.jit
-    def after(self, sliced: Int32) -> Int32:
-        """The next `turn`, of an expert's slice as records name it."""
-        return last_wave_of(sliced, self.experts << self.bits, self.waves) + 1
+    def pending(self, sliced: Int32) -> Int32:
+        """The next `pending`, of an expert's slice as records name it."""
+        return last_wave_of(sliced, self.experts << self.slice_bits, self.waves) + 1

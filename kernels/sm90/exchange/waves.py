@@ -1,14 +1,14 @@
 """Waves: groups of a rank's experts whose rows are exchanged together, so that others can go on.
 
-What waits for rows begins with the first wave, so that one is small; while it is multiplied, the
-next one comes, which may have twice as many experts. From the fifth wave on they grow no more:
-where rows take as long to come as to be multiplied, half of them in the last wave would be waited
-for. Where there is a wave for every expert, each has one.
+The first wave is small, so that its consumer starts early: sizes grow as 1, 2, 4, 6, 6, 6, 6 of 31
+parts. While a wave is multiplied the next one arrives, which may have twice as many experts. From
+the fifth wave on they grow no more: where rows take as long to arrive as to be multiplied, a last
+wave of half of them would be waited for. With as many waves as experts, each wave has one expert.
 
-Before wave w lie `parts_before(w)` parts of L experts, of `parts_before(W)` in all. On the way back
-it is the last wave that is waited for, so there the order of sizes is the opposite one; and rows of
-few experts are taken in slices, of which waves are made then as otherwise of experts. Few experts,
-or slices, may leave a wave without any.
+Wave w of W begins at the share parts_before(w) / parts_before(W) of a rank's L experts. On the way
+back it is the last wave that is waited for, so the sizes are in the opposite order there; and the
+rows of few experts are taken in slices, of which waves are then made as otherwise of experts. With
+few experts, or slices, a wave may have none.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-MAX_WAVES = 8
+from phalanx.kernels.sm90.exchange.peer_buffers import MAX_WAVES
 
 
 @cute.jit

@@ -22,7 +22,7 @@ class Fused:
 
     Args:
         sm_margin: SMs that every GEMM leaves free.
-        dynamic: GEMMs claim tiles on the device; otherwise tiles are dealt out in turn.
+        dynamic: GEMMs claim tiles on the device; otherwise CTA i takes tiles i, i + CTAs, ...
     """
 
     gathers: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class Fused:
             dynamic=self._dynamic,
         )
 
-    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, told: Any = None) -> Tensor:
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         from phalanx.kernels.sm90.experts.rows import rows as grouped_gemm
 
         scale_S = plan.row_prob_S
@@ -80,7 +80,7 @@ class Fused:
             scale_S=None if linear.bias_LO is None else scale_S,
             sm_margin=self._sm_margin,
             dynamic=self._dynamic,
-            told=told,
+            signal=signal,
         )
 
     def fc2_dgrad_dact(

@@ -25,6 +25,8 @@ MATH_WARPS = 4 * MATH_GROUPS
 BOX = 64
 """Columns of a box, and rows of a stage."""
 BOX_BYTES = 2 * BOX * BOX
+SKEW = 2
+"""Stages by which the first warp group leads the second: one stores while the other multiplies."""
 D, V = 0, 1
 """The two operands."""
 
@@ -42,8 +44,6 @@ class Contraction:
     stages: int
     gathered: int | None = None
     """The operand, D or V, whose rows an index names; None: both lie in the experts' order."""
-    skew: int = 2
-    """Stages that the first warp group is ahead: one stores while the other multiplies."""
     rows: int = 128
     depth: int = BOX
 
@@ -198,9 +198,8 @@ class Math:
             at = (None, None, k, state.index)
             cute.gemm(self.tiled_mma, self.acc, self.d[at], self.v[at], self.acc)
         warpgroup.commit_group()
-        if cutlass.const_expr(self.loop.skew > 0):
-            if self.leads:
-                cute.arch.mbarrier_arrive(self.ring.ahead + state.index)
+        if self.leads:
+            cute.arch.mbarrier_arrive(self.ring.ahead + state.index)
 
     @cute.jit
     def _fall_back(self, state: pipeline.PipelineState, blocks: Int32) -> None:
@@ -209,11 +208,10 @@ class Math:
         One warp group keeps the tensor cores busy, so this costs nothing, and at the end of the
         tile the second one multiplies while the first one stores.
         """
-        if cutlass.const_expr(self.loop.skew > 0):
-            if self.group == 1:
-                index = state.index + cutlass.min(blocks, self.loop.skew) - 1
-                phase = state.phase
-                if index >= self.loop.stages:
-                    index -= self.loop.stages
-                    phase ^= 1
-                cute.arch.mbarrier_wait(self.ring.ahead + index, phase)
+        if self.group == 1:
+            index = state.index + cutlass.min(blocks, SKEW) - 1
+            phase = state.phase
+            if index >= self.loop.stages:
+                index -= self.loop.stages
+                phase ^= 1
+            cute.arch.mbarrier_wait(self.ring.ahead + index, phase)

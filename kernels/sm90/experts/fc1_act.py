@@ -32,7 +32,7 @@ from phalanx.kernels.sm90.jit.arguments import (
     require,
     weight,
 )
-from phalanx.kernels.sm90.jit.launch import clusters_beside, launch, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
 
 class Fc1Kernel(Gemm):
@@ -117,7 +117,8 @@ def fc1_act(
         index_S: int32 row of x. prob_S: fp32 factor of a; default 1.
         bias_LH: bf16, contiguous.
         keep_h: return h too; without it, it is not written.
-        ready: int64 [6] of `ready.ready`, on the device: rows of x, picked by an index, are coming.
+        ready: int64 [6] of `ready.ready_words`, on the device: rows of x, picked by an index, are
+            still being pushed.
         counter, sm_margin, dynamic, loop: as in `rows`.
 
     Returns:
@@ -150,7 +151,7 @@ def fc1_act(
     config = GemmConfig(epilogue, loop, dynamic, ready is not None)
     if S and x.shape[0]:
         counter = counter_of(x.device) if counter is None else counter
-        clusters = clusters_beside(sms(x.device), sm_margin, loop.cluster)
+        clusters = persistent_clusters(sms(x.device), sm_margin, loop.cluster)
         launch(
             Fc1Kernel,
             config,

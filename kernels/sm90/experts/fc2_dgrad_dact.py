@@ -24,7 +24,7 @@ from phalanx.kernels.sm90.gemm.epilogues import ActGrad
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, counter_of, require, weight
-from phalanx.kernels.sm90.jit.launch import clusters_beside, launch, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
 
 class DgradKernel(Gemm):
@@ -147,7 +147,7 @@ def fc2_dgrad_dact(
     config = GemmConfig(ActGrad(act, prob_S is not None), loop, dynamic, ready is not None)
     if S and dy.shape[0]:
         counter = counter_of(dy.device) if counter is None else counter
-        clusters = clusters_beside(sms(dy.device), sm_margin, loop.cluster)
+        clusters = persistent_clusters(sms(dy.device), sm_margin, loop.cluster)
         launch(
             DgradKernel,
             config,

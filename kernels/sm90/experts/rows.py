@@ -1,8 +1,8 @@
-"""Kernel `rows`: y[s] = a[index[s]] @ w[e(s)]^T (+ bias[e(s)] * scale[s]) for all experts' rows s.
+"""Kernel `rows`: y[s] = a[s] @ w[e(s)]^T (+ bias[e(s)] * scale[s]) for all experts' rows s.
 
 fc2 forward and the data gradient of fc1, whose weights are read transposed.
 
-Legend: S rows, A rows of a, K channels in, N channels out, L experts.
+Legend: S rows, K channels in, N channels out, L experts.
 """
 
 from typing import ClassVar
@@ -13,13 +13,13 @@ import torch
 from cutlass import Int32
 from torch import Tensor
 
-from phalanx.kernels.sm90.exchange.tile_progress import TILES, Told
+from phalanx.kernels.sm90.exchange.tile_progress import NEXT_TILE, TileSignal
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.kernels.sm90.gemm.epilogues import Linear
 from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, weights, words
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, WORD, counter_of, require, weight
-from phalanx.kernels.sm90.jit.launch import clusters_beside, launch, sms
+from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
 
 class RowsKernel(Gemm):
@@ -46,12 +46,12 @@ class RowsKernel(Gemm):
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, rows of a, N, K, L, clusters, then those of `Told.giving`."""
-        S, A, N, K, L, clusters, waves, giving, late, bits = sizes
+        """Sizes: S, rows of a (S too), N, K, L, clusters, `TileSignal.sizes`; `index` is null."""
+        S, A, N, K, L, clusters, waves, yielding, first_late, slice_bits = sizes
         loop = self.config.mainloop
         given = self.config.epilogue.host(
             *(loop, matrix(y, S, N), words(bias, L, N), vector(scale, S)),
-            *(progress, L, waves, bits),
+            *(progress, L, waves, slice_bits),
         )
         self.run(
             matrix(a, A, K),
@@ -65,7 +65,7 @@ class RowsKernel(Gemm):
             L,
             clusters,
             stream,
-            (giving, late, bits),
+            (yielding, first_late, slice_bits),
         )
 
 
@@ -74,7 +74,6 @@ def rows(
     w_LNK: Tensor,
     offsets: Tensor,
     *,
-    index_S: Tensor | None = None,
     bias_LN: Tensor | None = None,
     scale_S: Tensor | None = None,
     out_SN: Tensor | None = None,
@@ -82,25 +81,24 @@ def rows(
     sm_margin: int = 0,
     dynamic: bool = True,
     loop: Mainloop | None = None,
-    told: Told | None = None,
+    signal: TileSignal | None = None,
 ) -> Tensor:
     """y[s] = a[s] @ w[e(s)]^T (+ bias[e(s)] * scale[s]), in fp32, rounded once.
 
     Args:
-        a: bf16 [S, K], or [A, K] with an index; contiguous; K a multiple of 64.
+        a: bf16 [S, K], contiguous; K a multiple of 64.
         w_LNK: bf16 [L, N, K], contiguous or the transpose of a contiguous [L, K, N]; N a multiple
             of 64.
         offsets: int32 [L + 1], not decreasing, at most S: expert e has rows offsets[e] to
             offsets[e + 1]. Nothing is read or written from offsets[L] on.
-        index_S: int32 row of a that row s reads.
         bias_LN: bf16, contiguous, together with scale_S: fp32.
         out_SN: bf16, contiguous.
         counter: int32 [1], 0 before the call and after it; launches that may overlap must not share
             one. Default: one that nobody else uses.
         sm_margin: SMs to leave free, rounded up to whole clusters.
-        dynamic: claim tiles on the device; otherwise deal them out in turn.
+        dynamic: claim tiles on the device; otherwise cluster i takes tiles i, i + clusters, ...
         loop: tile to use; default `tiles.choose`.
-        told: whom to tell of experts that are finished; says `out_SN`, `loop` and `counter`.
+        signal: signal finished tiles to their reader; has `out_SN`, `loop` and `counter`.
 
     Returns:
         y_SN in bf16.
@@ -111,35 +109,34 @@ def rows(
     if (bias_LN is None) != (scale_S is None):
         raise ValueError("bias and scale: give both or none")
     (L, N, K), transposed = weight("w", w_LNK)
-    S = a.shape[0] if index_S is None else index_S.shape[0]
-    if told is not None:
-        out_SN, loop, counter = told.out_SN, told.loop, told.progress[TILES : TILES + 1]
+    S = a.shape[0]
+    if signal is not None:
+        out_SN, loop = signal.out_SN, signal.loop
+        counter = signal.progress[NEXT_TILE : NEXT_TILE + 1]
     out = a.new_empty(S, N) if out_SN is None else out_SN
     require(
         a.device,
-        a=(a, torch.bfloat16, (a.shape[0], K)),
+        a=(a, torch.bfloat16, (S, K)),
         w=(w_LNK.mT if transposed else w_LNK, torch.bfloat16, None),
         offsets=(offsets, torch.int32, (L + 1,)),
-        index=(index_S, torch.int32, (S,)),
         out=(out, torch.bfloat16, (S, N)),
         bias=(bias_LN, torch.bfloat16, (L, N)),
         scale=(scale_S, torch.float32, (S,)),
         counter=(counter, torch.int32, (1,)),
     )
-    gather = index_S is not None
-    loop = loop or tiles.choose("rows", N, K, gather=gather, transposed=transposed)
-    config = GemmConfig(Linear(bias_LN is not None, told is not None), loop, dynamic)
-    waves, giving, late, bits = (0, 0, L, 0) if told is None else told.giving(L)
-    if S and a.shape[0]:
+    loop = loop or tiles.choose("rows", N, K, transposed=transposed)
+    config = GemmConfig(Linear(bias_LN is not None, signal is not None), loop, dynamic)
+    waves, yielding, *late = (0, 0, L, 0) if signal is None else signal.sizes(L)
+    if S:
         counter = counter_of(a.device) if counter is None else counter
-        clusters = clusters_beside(sms(a.device), sm_margin, loop.cluster)
+        clusters = persistent_clusters(sms(a.device), sm_margin, loop.cluster)
         launch(
             RowsKernel,
             config,
             (
-                *(a, w_LNK, out, bias_LN, scale_S, index_S, offsets, counter),
-                None if told is None else told.progress,
+                *(a, w_LNK, out, bias_LN, scale_S, None, offsets, counter),
+                None if signal is None else signal.progress,
             ),
-            (S, a.shape[0], N, K, L, clusters, waves, giving if dynamic else 0, late, bits),
+            (S, S, N, K, L, clusters, waves, yielding if dynamic else 0, *late),
         )
     return out

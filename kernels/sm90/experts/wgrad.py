@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.kernels.sm90.experts.contraction import BOX, D, V
 from phalanx.kernels.sm90.experts.wgrad_kernel import WgradConfig, WgradKernel
 from phalanx.kernels.sm90.jit.arguments import counter_of
-from phalanx.kernels.sm90.jit.launch import check, clusters_beside, launch, sms
+from phalanx.kernels.sm90.jit.launch import check, launch, persistent_clusters, sms
 
 __all__ = ["WgradConfig", "WgradKernel", "choose", "wgrad"]
 
@@ -36,7 +36,6 @@ def wgrad(
     sm_margin: int = 0,
     dynamic: bool = True,
     tile: int | None = None,
-    skew: int = 2,
 ) -> Tensor:
     """dw[e] (+)= sum over expert e's rows s of outer(d[s], v[s]), in fp32, rounded once.
 
@@ -55,9 +54,8 @@ def wgrad(
         counter: int32 [1], 0 before the call and 0 after it; launches that may overlap must not
             share one. Default: a new one.
         sm_margin: SMs to leave free.
-        dynamic: claim tiles on the device; otherwise deal them out in turn.
+        dynamic: claim tiles on the device; otherwise CTA i takes tiles i, i + CTAs, ....
         tile: columns of a tile (128, 192, 256); default `choose`.
-        skew: stages (0 to 4) that one warp group begins a tile before the other.
 
     Returns:
         dw_LOI.
@@ -91,7 +89,6 @@ def wgrad(
         gathered=gathered,
         ordered=order_L is not None,
         dynamic=dynamic,
-        skew=skew,
     )
     bf16, int32 = torch.bfloat16, torch.int32
     check(d.device, "d", d, bf16, (N if gathered == D else S, O))
@@ -104,7 +101,7 @@ def wgrad(
         check(d.device, "order", order_L, int32, (L,))
     if counter is not None:
         check(d.device, "counter", counter, int32, (1,))
-    ctas = clusters_beside(sms(d.device), sm_margin, 1)
+    ctas = persistent_clusters(sms(d.device), sm_margin)
     if S == 0 or N == 0:
         return out if accumulate else out.zero_()
     if counter is None and dynamic:

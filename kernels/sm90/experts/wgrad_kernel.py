@@ -54,17 +54,13 @@ class WgradConfig:
     ordered: bool = False
     """Take the experts in the order that the caller gives."""
     dynamic: bool = True
-    """Claim tiles from a counter; otherwise deal them out in turn."""
-    skew: int = 2
-    """Stages that one warp group is ahead of the other at the beginning of a tile."""
+    """Claim tiles from a counter; otherwise CTA i takes tiles i, i + CTAs, ...."""
 
     def __post_init__(self) -> None:
         if self.columns not in (128, 192, 256):
             raise ValueError(f"columns={self.columns}: tiles have 128, 192 or 256 columns")
         if self.gathered not in (None, D, V):
             raise ValueError(f"gathered={self.gathered}: operand {D} (d), {V} (v) or None")
-        if not 0 <= self.skew <= self.contraction.stages:
-            raise ValueError(f"skew={self.skew}: 0 to {self.contraction.stages} stages")
 
     @property
     def output(self) -> Output:
@@ -79,7 +75,7 @@ class WgradConfig:
         """As many stages as fit beside the output's buffers."""
         one = Contraction(self.columns, 1)
         left = SMEM_BYTES - _RESERVED_BYTES - self.output.bytes
-        return Contraction(self.columns, left // one.stage_bytes, self.gathered, self.skew)
+        return Contraction(self.columns, left // one.stage_bytes, self.gathered)
 
     @property
     def loading_warps(self) -> int:

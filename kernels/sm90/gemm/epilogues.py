@@ -2,7 +2,9 @@
 
 Each is a frozen choice (what is compiled in) with a host side, which makes the TMA descriptors, and
 a device side for one warp: `before` runs when the tile is known, ahead of its multiplication; a
-call stores the tile. Every value is rounded once.
+call stores the tile. Between tiles a warp keeps one integer for its epilogue (`kept`), which each
+call takes and returns: of `Linear` that of its `Signaller`, of `ActGrad` phases of barriers. Every
+value is rounded once.
 
 Legend: S rows, N columns of y, F expert width, H = 2F or F channels of h, L experts.
 """
@@ -15,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.sm90.exchange.tile_progress import Tell
+from phalanx.kernels.sm90.exchange.tile_progress import Signaller
 from phalanx.kernels.sm90.gemm import activate
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.gemm.smem_strips import WARPS, Staging, Strips
@@ -30,7 +32,7 @@ class _Warp:
         """`thread` counts from the first multiplying thread."""
         self.loop = loop
         self.blocks_m = loop.group_rows // 64
-        """Times 16 rows, 64 rows apart."""
+        """Blocks of 16 rows that a warp has, at a stride of 64 rows."""
         self.number = cute.arch.make_warp_uniform(thread // 32)
         self.first = self.number % 4 * 16 if loop.pingpong else self.number * 16
         """Row in the tile."""
@@ -80,8 +82,8 @@ class Linear:
     """y = acc (+ bias * scale)."""
 
     bias: bool = False
-    tells: bool = False
-    """Of waves of experts that are finished, for whom `progress` says."""
+    signals: bool = False
+    """Signal finished tiles to a reader that waits for waves of experts (`progress`)."""
 
     def strips(self, loop: Mainloop) -> Strips:
         return Strips(64, 4 if loop.pingpong else 2)
@@ -96,10 +98,10 @@ class Linear:
         """Nothing to initialise."""
 
     def host(
-        self, loop: Mainloop, mY: cute.Tensor, bias: cute.Tensor, scale: cute.Tensor, *tell: Any
+        self, loop: Mainloop, mY: cute.Tensor, bias: cute.Tensor, scale: cute.Tensor, *signal: Any
     ) -> Any:
-        """y [S, N]; bias [L, N / 2] in words of two; scale [S]; arguments of a `Tell`."""
-        return self.strips(loop).to_memory(mY), mY, bias, scale, tell
+        """y [S, N]; bias [L, N / 2] in words of two; scale [S]; arguments of a `Signaller`."""
+        return self.strips(loop).to_memory(mY), mY, bias, scale, signal
 
     def device(self, loop: Mainloop, storage: Any, thread: Int32, given: Any) -> "_Linear":
         return _Linear(self, loop, storage, thread, given)
@@ -111,25 +113,25 @@ class _Linear:
     ) -> None:
         self.config, self.loop, self.warp = config, loop, _Warp(loop, thread)
         self.staging = Staging(config.strips(loop), storage, thread)
-        self.tma, self.mY, self.bias, self.scale, tell = given
-        self.tell = Tell(*tell)
+        self.tma, self.mY, self.bias, self.scale, signal = given
+        self.signal = Signaller(*signal)
 
     def before(self, row: Int32, end: Int32, column: Int32) -> None:
         """Nothing to prepare."""
 
     @cute.jit
     def __call__(
-        self, acc: cute.Tensor, turn: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
+        self, acc: cute.Tensor, kept: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
         """Store the tile at `row` and column tile `column` of an expert that ends at `end`.
 
-        One that tells is given the expert's slice in place of the expert.
+        One that signals is given the expert's slice in place of the expert.
         """
-        if cutlass.const_expr(self.config.tells):
+        if cutlass.const_expr(self.config.signals):
             if cutlass.const_expr(not self.loop.pingpong):
-                self.tell(turn)
-            turn = self.tell.after(expert)
-            expert = expert >> self.tell.bits
+                self.signal(kept)
+            kept = self.signal.pending(expert)
+            expert = expert >> self.signal.slice_bits
         for m in cutlass.range_constexpr(self.warp.blocks_m):
             top = row + self.warp.first + m * 64
             scales = []
@@ -139,9 +141,9 @@ class _Linear:
                 n = column * self.loop.columns + 64 * j
                 if top < end and n < self.mY.shape[1]:
                     self._store(acc, m, j, top, end, n, expert, scales)
-        if cutlass.const_expr(self.config.tells and self.loop.pingpong):
-            self.tell(turn)
-        return turn
+        if cutlass.const_expr(self.config.signals and self.loop.pingpong):
+            self.signal(kept)
+        return kept
 
     def _store(
         self,
@@ -166,10 +168,10 @@ class _Linear:
             self.staging.write(strip, q, _pack(values))
         self.staging.store(strip, self.tma, self.mY, top, end, n)
 
-    def finish(self, turn: Int32) -> None:
+    def finish(self, kept: Int32) -> None:
         self.staging.drain(0)
-        if self.config.tells and not self.loop.pingpong:
-            self.tell(turn)
+        if self.config.signals and not self.loop.pingpong:
+            self.signal(kept)
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ class _Act:
 
     @cute.jit
     def __call__(
-        self, acc: cute.Tensor, turn: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
+        self, acc: cute.Tensor, kept: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
         """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
         wide = self.loop.columns // self.config.halves
@@ -250,7 +252,7 @@ class _Act:
                 f = column * wide + 32 * j
                 if top < end and f < self.mA.shape[1]:
                     self._store(acc, m, j, top, end, f, expert, probs)
-        return turn
+        return kept
 
     def _store(
         self,
@@ -290,7 +292,7 @@ class _Act:
             self.staging.store(first + half, self.tma_h, self.mH, top, end, n)
         self.staging.store(first + kept, self.tma_a, self.mA, top, end, f)
 
-    def finish(self, turn: Int32) -> None:
+    def finish(self, kept: Int32) -> None:
         self.staging.drain(0)
 
 
@@ -343,7 +345,7 @@ class ActGrad:
 class _ActGrad:
     """Takes 32 channels at a time; h of the next ones is on its way meanwhile.
 
-    `turn` has a bit for each strip of h: the phase in which its barrier completes next.
+    `kept` has a bit for each strip of h: the phase in which its barrier completes next.
     """
 
     def __init__(
@@ -376,7 +378,7 @@ class _ActGrad:
 
     @cute.jit
     def __call__(
-        self, acc: cute.Tensor, turn: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
+        self, acc: cute.Tensor, kept: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
     ) -> Int32:
         """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
         probs = []
@@ -391,8 +393,8 @@ class _ActGrad:
             if cutlass.const_expr(self.steps % 6 == 0):  # as often odd as even in every tile
                 cute.arch.mbarrier_wait(self.loaded + strip, i // 3 % 2)
             else:
-                cute.arch.mbarrier_wait(self.loaded + strip, (turn >> strip) & 1)
-                turn = turn ^ (1 << strip)
+                cute.arch.mbarrier_wait(self.loaded + strip, (kept >> strip) & 1)
+                kept = kept ^ (1 << strip)
             # Free are step i - 1's strips of dh, to which i + 2 loads, and i - 2's of a.
             self.staging.drain(min(i, 1))
             self._load(i + 2, row, column)
@@ -400,7 +402,7 @@ class _ActGrad:
                 self._store(acc, i, top, end, f, probs, sums)
             if cutlass.const_expr(self.config.prob and i % self.width == self.width - 1):
                 self._sum(sums, top, end, column)
-        return turn
+        return kept
 
     def _store(
         self,
@@ -451,7 +453,7 @@ class _ActGrad:
             if lane % 4 == 0 and at < end:
                 _put(self.dprob, column, at, total)
 
-    def finish(self, turn: Int32) -> None:
+    def finish(self, kept: Int32) -> None:
         self.staging.drain(0)
 
 

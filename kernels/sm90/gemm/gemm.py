@@ -1,9 +1,9 @@
 """The grouped GEMM kernel that `rows`, `fc1_act` and `fc2_dgrad_dact` are made of.
 
 Persistent CTAs take tiles from `schedule`; the loading warps fill the stages of `mainloop`, two
-warp groups multiply them and hand their accumulators to an epilogue. The grid does not depend on
-the numbers of rows, which stay on the device: offsets[e] to offsets[e + 1] are expert e's rows, and
-nothing is read or written from offsets[L] on.
+warp groups multiply them and hand their accumulators to an epilogue (see `Gemm`). The grid does not
+depend on the numbers of rows, which stay on the device: offsets[e] to offsets[e + 1] are expert e's
+rows, and nothing is read or written from offsets[L] on.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from phalanx.kernels.sm90.exchange.ready import Ready
+from phalanx.kernels.sm90.exchange.ready import WaveWait
 from phalanx.kernels.sm90.gemm.epilogues import Act, Linear
 from phalanx.kernels.sm90.gemm.mainloop import (
     GROUP_THREADS,
@@ -41,13 +41,13 @@ class GemmConfig:
     """A `Linear`, `Act` or `ActGrad` of `epilogues`."""
     loop: Mainloop
     dynamic: bool = True
-    """Claim tiles from a counter; otherwise deal them out in turn."""
+    """Claim tiles from a counter; otherwise cluster i takes tiles i, i + clusters, ..."""
     waits: bool = False
-    """Wait for rows of A that are still coming; only if they are gathered."""
+    """Wait for rows of A that other GPUs are still pushing; only if they are gathered."""
 
     def __post_init__(self) -> None:
         if self.waits and not self.loop.gather:
-            raise ValueError("ready: rows that are still coming must be gathered by an index")
+            raise ValueError("ready: rows that are still being pushed must be gathered by an index")
 
     @property
     def mainloop(self) -> Mainloop:
@@ -61,9 +61,9 @@ class GemmConfig:
         return self.epilogue.halves if isinstance(self.epilogue, Act) else 1
 
     @property
-    def tells(self) -> bool:
-        """Somebody waits for experts, and zeroes the counter."""
-        return isinstance(self.epilogue, Linear) and self.epilogue.tells
+    def signals(self) -> bool:
+        """Another kernel waits for waves of finished tiles, and zeroes the counter."""
+        return isinstance(self.epilogue, Linear) and self.epilogue.signals
 
     @property
     def schedule(self) -> Schedule:
@@ -74,12 +74,52 @@ class GemmConfig:
             self.loop.cluster,
             readers,
             self.dynamic,
-            sliced=self.tells,
+            sliced=self.signals,
         )
 
 
 class Gemm:
-    """Device side; subclasses make the tensors and launch."""
+    """Device side; subclasses make the tensors and launch.
+
+    Roles. A CTA has 12 warps in three groups, one CTA an SM:
+
+        warps    group  registers  role
+        0        0      40 or 56   scheduler: claims a tile ahead, looks it up, writes its record;
+                                   loader: TMA of B, and of A if its rows are consecutive
+        0 - 3    0      56         loaders of A by cp.async, if its rows are picked by an index;
+                                   otherwise warps 1 to 3 have nothing to do
+        4 - 7    1      232 or     multiply a stage with wgmma, then the epilogue, warp by warp;
+        8 - 11   2      224        both groups share a tile (64 of its 128 rows each), or with
+                                   ping-pong each has every other tile to itself
+
+    Pipelines, and the arrivals that complete a phase of their barriers:
+
+        schedule   2 records       full: 1, of warp 0         empty: 1 of each loading warp (1 or
+                                                              4) and of the 8 that multiply
+        ring       3 to 8 stages   full: 1, of warp 0, and    empty: 1 of each warp that multiplies
+                                   the bytes of its TMA;      the tile, 8, or 4 with ping-pong
+                                   + 128 if A is gathered
+        turns      ping-pong only  a named barrier of 256 threads for each of the two groups: that
+                                   group waits there, the other one arrives
+        h          `ActGrad` only  3 strips a warp; full: 1, of the warp itself, and bytes of TMA
+
+                     records (schedule)
+        warp 0 ---------------------------------> loading warps, warps 4 - 11
+                     stages (ring)                                   turns (ping-pong)
+        loading warps --------------------------> warps 4 - 11       group 1 <--> group 2
+
+    Time, of one tile of K blocks (h is half of them):
+
+        warp 0     read record | claim | load 0 .. h | look up the claim, send it | load h .. K
+        warps 1-3  read record |       | load 0 .. h |                            | load h .. K
+        a group    read record | wait its turn | wgmma 0 .. K | pass the turn | last wait | store
+
+    The claim's answer has long arrived when it is read, and the stages hide the look-up. A stage is
+    released when its wgmma has ended, which is while that of the next one runs. With ping-pong a
+    group stores while the other one multiplies; without, a tile's stores drain while the next one
+    is multiplied. A kernel that `waits` looks for the wave of a tile's expert before its first load
+    (`ready`); one that signals counts finished tiles for another kernel (`progress`).
+    """
 
     def __init__(self, config: GemmConfig) -> None:
         self.config = config
@@ -98,16 +138,16 @@ class Gemm:
         L: Int32,
         clusters: Int32,
         stream: cuda.CUstream,
-        giving: tuple[Int32, Int32, Int32] | None = None,
+        yielding: tuple[Int32, Int32, Int32] | None = None,
     ) -> None:
-        """Launch over A [rows, K] and B [N, K, L], of whose N each `columns` are a half.
+        """Launch over A [rows, K] and B [N, K, L]; `columns` is N, or N / 2 with a gate.
 
-        `giving`: so many clusters, of a kernel that tells, end when they have a tile of so high a
-        slice of an expert, or a higher one; and the bits of slices.
+        `yielding`, of a kernel that signals: how many clusters yield their SMs, ending after their
+        first tile of a late slice of an expert; the first late slice; `slice_bits`.
         """
         loop = self.config.mainloop
         wide = loop.columns // self.config.halves
-        apart = columns if self.config.halves == 2 else Int32(loop.columns // 2)
+        half_offset = columns if self.config.halves == 2 else Int32(loop.columns // 2)
         self.kernel(
             loop.tma(mA, mB),
             epilogue,
@@ -120,9 +160,9 @@ class Gemm:
             L,
             (columns + (wide - 1)) // wide,
             mA.shape[1] // 64,
-            apart,
+            half_offset,
             clusters,
-            giving,
+            yielding,
         ).launch(
             grid=[clusters * loop.cluster, 1, 1],
             block=[THREADS, 1, 1],
@@ -145,9 +185,9 @@ class Gemm:
         experts: Int32,
         column_tiles: Int32,
         blocks: Int32,
-        apart: Int32,
+        half_offset: Int32,
         clusters: Int32,
-        giving: tuple[Int32, Int32, Int32] | None,
+        yielding: tuple[Int32, Int32, Int32] | None,
     ) -> None:
         config = self.config
         loop = config.mainloop
@@ -161,9 +201,15 @@ class Gemm:
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         storage = cutlass.utils.SmemAllocator().allocate(layout)
-        bits = None if giving is None else giving[2]
+        slice_bits = None if yielding is None else yielding[2]
         scheduler = Scheduler(
-            config.schedule, storage.schedule, offsets, counter, experts, column_tiles, bits
+            config.schedule,
+            storage.schedule,
+            offsets,
+            counter,
+            experts,
+            column_tiles,
+            slice_bits,
         )
         if warp == 0:
             if cutlass.const_expr(not loop.gather):
@@ -180,14 +226,18 @@ class Gemm:
             cute.arch.setmaxregister_decrease(fewer)
             if cutlass.const_expr(loop.gather):
                 load = Loads(loop, storage.mainloop, rank, loads, mA, index)
-                coming = None
+                wave_wait = None
                 if cutlass.const_expr(config.waits):
-                    coming = Ready(ready, storage.waves.data_ptr() + warp)
-                self._load(load, scheduler, coming, rank, warp, blocks, apart, clusters, giving)
+                    wave_wait = WaveWait(ready, storage.waves.data_ptr() + warp)
+                self._load(
+                    load, scheduler, wave_wait, rank, warp, blocks, half_offset, clusters, yielding
+                )
             else:
                 if warp == 0:
                     load = Loads(loop, storage.mainloop, rank, loads, mA, index)
-                    self._load(load, scheduler, None, rank, warp, blocks, apart, clusters, giving)
+                    self._load(
+                        load, scheduler, None, rank, warp, blocks, half_offset, clusters, yielding
+                    )
         else:
             cute.arch.setmaxregister_increase(more)
             thread = cute.arch.thread_idx()[0] - GROUP_THREADS
@@ -201,13 +251,13 @@ class Gemm:
         self,
         load: Loads,
         scheduler: Scheduler,
-        coming: Any,
+        wave_wait: Any,
         rank: Int32,
         warp: Int32,
         blocks: Int32,
-        apart: Int32,
+        half_offset: Int32,
         clusters: Int32,
-        giving: tuple[Int32, Int32, Int32] | None,
+        yielding: tuple[Int32, Int32, Int32] | None,
     ) -> None:
         """The loading warps: tiles to stages; in the leader also the tile after the current one.
 
@@ -217,51 +267,51 @@ class Gemm:
         wide = self.config.mainloop.columns // self.config.halves
         leads = (rank == 0) & (warp == 0)
         tile, first, before = Int32(0), Int32(0), Int32(0)
-        begin, end, upto = Int32(0), Int32(0), Int32(0)
+        begin, end, inclusive = Int32(0), Int32(0), Int32(0)
         if leads:
             tile = scheduler.first()
-            begin, end, upto = scheduler.window(first)
-            first, before, begin, end, upto, row, stop, column, expert, tiles = scheduler.locate(
-                tile, first, before, begin, end, upto
+            begin, end, inclusive = scheduler.window(first)
+            first, before, begin, end, inclusive, row, stop, column, expert, tiles = (
+                scheduler.locate(tile, first, before, begin, end, inclusive)
             )
             scheduler.send(Int32(0), row, stop, column, expert)
-            if cutlass.const_expr(not self.config.tells):
+            if cutlass.const_expr(not self.config.signals):
                 if expert < 0:
                     scheduler.finish(tile, clusters, tiles)
         number = Int32(0)
         state, sources_of = load.ring.producer(), load.sources
         if cutlass.const_expr(self.config.waits):
-            coming.start()
+            wave_wait.start()
         row, stop, column, expert = scheduler.read(number)
         while expert >= 0:
             claimed, goes_on = Int32(0), leads
-            if cutlass.const_expr(self.config.tells):
-                assert giving is not None
-                late = (cute.arch.cluster_idx()[0] < giving[0]) & (expert >= giving[1])
+            if cutlass.const_expr(self.config.signals):
+                assert yielding is not None
+                late = (cute.arch.cluster_idx()[0] < yielding[0]) & (expert >= yielding[1])
                 goes_on = leads & ~late
                 if leads & late:
                     scheduler.send(number + 1, Int32(0), Int32(0), Int32(0), Int32(-1))
             if goes_on:
                 claimed = scheduler.claim()
             if cutlass.const_expr(self.config.waits):
-                coming(expert)
+                wave_wait(expert)
             own = row + rank * TILE_ROWS
             half = (blocks + 1) // 2
             sources = sources_of(own, stop)
             at = column * wide
-            if cutlass.const_expr(self.config.tells):
-                expert = expert >> scheduler.bits  # named with its slice
-            state = load(state, sources, own, at, expert, apart, Int32(0), half)
+            if cutlass.const_expr(self.config.signals):
+                expert = expert >> scheduler.slice_bits  # named with its slice
+            state = load(state, sources, own, at, expert, half_offset, Int32(0), half)
             if goes_on:
                 tile = scheduler.after(tile, claimed, clusters)
-                first, before, begin, end, upto, row, stop, next_column, next_expert, tiles = (
-                    scheduler.locate(tile, first, before, begin, end, upto)
+                first, before, begin, end, inclusive, row, stop, next_column, next_expert, tiles = (
+                    scheduler.locate(tile, first, before, begin, end, inclusive)
                 )
                 scheduler.send(number + 1, row, stop, next_column, next_expert)
-                if cutlass.const_expr(not self.config.tells):
+                if cutlass.const_expr(not self.config.signals):
                     if next_expert < 0:
                         scheduler.finish(tile, clusters, tiles)
-            state = load(state, sources, own, at, expert, apart, half, blocks)
+            state = load(state, sources, own, at, expert, half_offset, half, blocks)
             number += 1
             row, stop, column, expert = scheduler.read(number)
 
@@ -271,7 +321,7 @@ class Gemm:
     ) -> None:
         """A multiplying warp group: stages to accumulators to what the epilogue makes of them."""
         loop = self.config.mainloop
-        number, turn, before = Int32(0), Int32(0), store.before
+        number, kept, before = Int32(0), Int32(0), store.before
         start = math.start
         start()
         row, end, column, expert = scheduler.read(number)
@@ -283,10 +333,10 @@ class Gemm:
                 own = row + rank * TILE_ROWS
                 before(own, end, column)
                 math(number * blocks, blocks, end - own)
-                turn = store(math.acc, turn, own, end, column, expert)
+                kept = store(math.acc, kept, own, end, column, expert)
             number += 1
             row, end, column, expert = scheduler.read(number)
-        store.finish(turn)
+        store.finish(kept)
 
     @cute.jit
     def _meet(self) -> None:

@@ -3,8 +3,8 @@
 For a tile of the rows of one expert, acc[m, n] = sum over k of A[row + m, k] * B[expert][n, k] in
 fp32. A is [rows, K] with K contiguous, its rows either consecutive (TMA) or picked by an index
 (cp.async). B is [N, K] per expert with K contiguous, or N contiguous (the weights read transposed);
-the expert is a coordinate of B's TMA descriptor. B's columns come in two halves, `apart` columns
-from each other: side by side, or the gate's and those of the linear half.
+the expert is a coordinate of B's TMA descriptor. B's columns come in two halves, the second at an
+offset of `half_offset` columns: side by side, or the gate's and those of the linear half.
 
 The two multiplying warp groups either share a tile, 64 of its 128 rows each, or take turns at whole
 tiles (`pingpong`), so that one multiplies while the other stores. In a cluster each CTA has its own
@@ -37,7 +37,7 @@ _PASSES = TILE_ROWS * 8 // GROUP_THREADS
 _ATOM = 64
 """Rows of a wgmma."""
 _ORDER = 3
-"""First of the two named barriers with which warp groups take turns."""
+"""First of the two named barriers by which warp groups take turns at the tensor cores."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Mainloop:
     """Of a tile: 128, 192 or 256."""
     pingpong: bool = False
     cluster: int = 1
-    """CTAs, 1 or 2, that are below each other and share the loads of B."""
+    """CTAs, 1 or 2, whose tiles lie below each other and share the loads of B. No shipped kernel
+    has 2, which measured no faster."""
     b_transposed: bool = False
     """B is stored [K, N] per expert."""
     gather: bool = False
@@ -182,7 +183,7 @@ class Loads:
         row: Int32,
         column: Int32,
         expert: Int32,
-        apart: Int32,
+        half_offset: Int32,
         begin: Int32,
         end: Int32,
     ) -> State:
@@ -190,10 +191,10 @@ class Loads:
 
         Args:
             row, column, expert: first row, first column of B's first half, and expert.
-            apart: columns from B's first half to its second.
+            half_offset: columns from B's first half to its second.
         """
         to_a, from_a = self._a(row)
-        boxes = self._boxes(column, expert, apart)
+        boxes = self._boxes(column, expert, half_offset)
         for k in cutlass.range(begin, end, unroll=1):
             self.ring.acquire(state)
             if self.leads:
@@ -220,7 +221,9 @@ class Loads:
         tiles = cute.local_tile(shifted, (TILE_ROWS, DEPTH), (0, None))
         return _partition(self.atom_a, self.a, tiles)
 
-    def _boxes(self, column: Int32, expert: Int32, apart: Int32) -> list[tuple[Any, Any, Any]]:
+    def _boxes(
+        self, column: Int32, expert: Int32, half_offset: Int32
+    ) -> list[tuple[Any, Any, Any]]:
         """Number, destination and source of the boxes of B that this CTA loads."""
         loop, parts = self.loop, []
         count = loop.columns // loop.box
@@ -230,7 +233,7 @@ class Loads:
             half = loop.columns // 2
             if loop.cluster > 1 or inside >= half:
                 second = cutlass.select_(Int32(inside) >= half, Int32(1), Int32(0))
-                at = column + inside + second * (apart - half)
+                at = column + inside + second * (half_offset - half)
             else:
                 at = column + inside
             shifted = cute.domain_offset((at, 0, 0), self.tensor_b)
@@ -294,10 +297,10 @@ class Math:
 
     @cute.jit
     def start(self) -> None:
-        """Ping-pong: the second group gives the first one its turn."""
+        """Ping-pong: the first turn is group 0's."""
         if cutlass.const_expr(self.loop.pingpong):
             if self.group == 1:
-                self._turn(0).arrive()
+                self._turn_of(0).arrive()
 
     @cute.jit
     def __call__(self, first: Int32, blocks: Int32, rows: Int32) -> None:
@@ -306,7 +309,7 @@ class Math:
         Of the tile, only the first `rows` matter: blocks of 64 rows after them are left out.
         """
         if cutlass.const_expr(self.loop.pingpong):
-            self._turn(self.group).arrive_and_wait()
+            self._turn_of(self.group).arrive_and_wait()
             if rows > _ATOM:
                 self._multiply(first, blocks, True)
             else:
@@ -327,11 +330,11 @@ class Math:
             self.ring.release(before)
             before = stage
         if cutlass.const_expr(self.loop.pingpong):
-            self._turn(1 - self.group).arrive()
+            self._turn_of(1 - self.group).arrive()
         warpgroup.wait_group(0)
         self.ring.release(before)
 
-    def _turn(self, group: Int32 | int) -> pipeline.NamedBarrier:
+    def _turn_of(self, group: Int32 | int) -> pipeline.NamedBarrier:
         return pipeline.NamedBarrier(barrier_id=_ORDER + group, num_threads=2 * GROUP_THREADS)
 
     def _block(self, number: Int32, fresh: bool, whole: bool) -> Int32:

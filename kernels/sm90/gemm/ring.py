@@ -1,7 +1,12 @@
 """The stages between loading and multiplying warps: a ring of buffers with two barriers each.
 
 A stage is full when all its bytes have arrived, and empty when the warps that multiply it, of every
-CTA that shares it, have let it go.
+CTA that shares it, have released it. A barrier's phase ends with as many arrivals as it was made
+for:
+
+    full[stage]   1, of the warp that issues TMA, which also says how many bytes to wait for,
+                  + copiers, one of each thread whose cp.async have reached shared memory
+    empty[stage]  readers * cluster, one of each multiplying warp that has read the stage
 """
 
 from dataclasses import dataclass
@@ -25,7 +30,7 @@ class Ring:
     storage: Any
     stages: int
     bytes: int
-    """That TMA brings to a stage of one CTA."""
+    """Bytes that TMA brings to a stage of one CTA."""
     copiers: int
     """Threads that copy to a stage with cp.async, besides TMA."""
     readers: int
@@ -51,7 +56,7 @@ class Ring:
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
 
     def barrier(self, state: State) -> cute.Pointer:
-        """That counts what arrives in the stage."""
+        """The stage's full barrier."""
         return self.storage.full.data_ptr() + state.index
 
     def acquire(self, state: State) -> None:
@@ -64,7 +69,7 @@ class Ring:
             cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(state), self.bytes)
 
     def wait(self, number: Int32) -> Int32:
-        """Wait until a stage is full: the one with block `number` of all that a CTA multiplies."""
+        """Wait until the stage of block `number`, of all of a CTA, is full; returns the stage."""
         stage = number % self.stages
         full = self.storage.full.data_ptr() + stage
         cute.arch.mbarrier_wait(full, number // self.stages % 2)
@@ -72,7 +77,7 @@ class Ring:
 
     @cute.jit
     def release(self, stage: Int32) -> None:
-        """Let a stage go; all lanes of a multiplying warp."""
+        """A multiplying warp, all its lanes, has read a stage."""
         lane = Int32(cute.arch.lane_idx())
         empty = self.storage.empty.data_ptr() + stage
         if lane < self.cluster:

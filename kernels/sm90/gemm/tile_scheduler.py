@@ -6,8 +6,12 @@ CTA claims one tile ahead, looks its expert up in the device's offsets and sends
 CTA of the cluster through shared memory. A tile belongs to one cluster and one expert, and results
 do not depend on who computed it.
 
-Every tile is claimed once, and every cluster claims in vain once; the last of these claims sets the
-counter back to 0, so a counter is zeroed once, not once a launch.
+Every tile is claimed once, and every cluster makes one claim past the last tile; the last of these
+claims sets the counter back to 0, so a counter is zeroed once, not once a launch.
+
+Records go through `SLOTS` slots with two barriers each: full[slot] takes 1 arrival, of the leader's
+warp when the record is written; empty[slot] one of each warp that reads records, of every CTA of
+the cluster.
 """
 
 from collections.abc import Callable
@@ -26,7 +30,7 @@ SLOTS = 2
 """Records in flight: the tile being computed and the one after it."""
 RECORD_INTS = 4
 """First row, row after the expert's last one, column tile, expert (-1: no tiles left); if sliced,
-the expert << `Scheduler.bits` and its slice in place of the expert."""
+the expert << `Scheduler.slice_bits` and its slice in place of the expert."""
 _WARP = 32
 
 
@@ -61,7 +65,7 @@ class Schedule:
     readers: int
     """Warps of a CTA that read records."""
     dynamic: bool = True
-    """Claim from the counter; otherwise tiles are dealt out in turn."""
+    """Claim from the counter; otherwise cluster i takes tiles i, i + clusters, ...."""
     band: int = 8
     sliced: bool = False
     """Tiles of an expert come slice after slice of its rows, and records name the slice."""
@@ -85,8 +89,8 @@ class Scheduler:
     counter: cute.Tensor
     experts: Int32
     column_tiles: Int32
-    bits: Any = None
-    """Of the slices of an expert, if there are any."""
+    slice_bits: Any = None
+    """An expert's rows are taken in `1 << slice_bits` slices; None: as a whole."""
 
     def start(self) -> None:
         """Initialise the barriers; to be followed by a fence and a barrier of the cluster."""
@@ -164,48 +168,49 @@ class Scheduler:
 
     @cute.jit
     def window(self, first: Int32) -> tuple[Int32, ...]:
-        """Experts first .. first + 31, one a lane: begin, end, and tiles up to and with it."""
+        """Experts first .. first + 31, one a lane: begin, end, and tiles to its end."""
         lane = cute.arch.lane_idx()
         begin = self.offsets[cutlass.min(first + lane, self.experts)]
         end = self.offsets[cutlass.min(first + lane + 1, self.experts)]
-        upto = self._row_tiles(begin, end) * self.column_tiles
+        inclusive = self._row_tiles(begin, end) * self.column_tiles
         for step in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(upto, 1 << step)
-            upto = cutlass.select_(lane >= 1 << step, upto + below, upto)
-        return begin, end, upto
+            below = cute.arch.shuffle_sync_up(inclusive, 1 << step)
+            inclusive = cutlass.select_(lane >= 1 << step, inclusive + below, inclusive)
+        return begin, end, inclusive
 
     @cute.jit
     def locate(
-        self, tile: Int32, first: Int32, before: Int32, begin: Int32, end: Int32, upto: Int32
+        self, tile: Int32, first: Int32, before: Int32, begin: Int32, end: Int32, inclusive: Int32
     ) -> tuple[Int32, ...]:
         """The record of a tile. Tiles must not decrease from call to call.
 
         Args:
             tile: number over all experts.
-            first, before, begin, end, upto: the window and the number of tiles before it.
+            first, before, begin, end, inclusive: the window, as `window` makes it of `first`, and
+                the number of tiles before it.
 
         Returns:
             The window moved on, then row, end, column and expert of the tile, then the number of
             tiles up to the end of the window: if there is no such tile (expert -1), of all.
         """
-        total = cute.arch.shuffle_sync(upto, _WARP - 1)
+        total = cute.arch.shuffle_sync(inclusive, _WARP - 1)
         while tile - before >= total and first + _WARP < self.experts:
             before += total
             first += _WARP
-            begin, end, upto = self.window(first)
-            total = cute.arch.shuffle_sync(upto, _WARP - 1)
+            begin, end, inclusive = self.window(first)
+            total = cute.arch.shuffle_sync(inclusive, _WARP - 1)
         inside = tile - before
-        ahead = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= inside))
+        ahead = cute.arch.popc(cute.arch.vote_ballot_sync(inclusive <= inside))
         source = cutlass.min(ahead, _WARP - 1)
         row = cute.arch.shuffle_sync(begin, source)
         stop = cute.arch.shuffle_sync(end, source)
-        last = cute.arch.shuffle_sync(upto, source)
+        last = cute.arch.shuffle_sync(inclusive, source)
         column, expert = Int32(0), Int32(-1)
         if inside < total:
             row_tiles = self._row_tiles(row, stop)
             index = inside - (last - row_tiles * self.column_tiles)
             if cutlass.const_expr(self.config.sliced):
-                height = slice_tiles(row_tiles, self.bits)
+                height = slice_tiles(row_tiles, self.slice_bits)
                 number = index // (height * self.column_tiles)
                 index -= number * height * self.column_tiles
                 row += number * height * self.config.tile_rows
@@ -216,12 +221,12 @@ class Scheduler:
             row += row_tile * self.config.tile_rows
             expert = first + source
             if cutlass.const_expr(self.config.sliced):
-                expert = (expert << self.bits) + number
-        return first, before, begin, end, upto, row, stop, column, expert, before + total
+                expert = (expert << self.slice_bits) + number
+        return first, before, begin, end, inclusive, row, stop, column, expert, before + total
 
     @cute.jit
     def finish(self, tile: Int32, clusters: Int32, tiles: Int32) -> None:
-        """Leader's warp, after a claim in vain: the last of all claims zeroes the counter."""
+        """Leader's warp, after its claim past the last tile: the last of all zeroes the counter."""
         if cutlass.const_expr(self.config.dynamic):
             if tile == tiles + clusters - 1 and cute.arch.lane_idx() == 0:
                 self.counter[0] = Int32(0)

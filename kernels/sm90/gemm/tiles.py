@@ -41,8 +41,8 @@ def choose(
     columns: int,
     depth: int,
     *,
-    gather: bool,
     transposed: bool,
+    gather: bool = False,
     halves: int = 1,
 ) -> Mainloop:
     """The fastest tile.
@@ -50,7 +50,7 @@ def choose(
     Args:
         name: `rows`, `fc1_act` or `fc2_dgrad_dact`.
         columns: of the output. depth: of the contraction.
-        gather: rows of A are picked by an index. transposed: B is stored [L, K, N].
+        transposed: B is stored [L, K, N]. gather: rows of A are picked by an index.
         halves: accumulators of an output, 2 with a gate.
     """
 
@@ -62,7 +62,7 @@ def choose(
     return configured(min(relative, key=cost), gather=gather, transposed=transposed)
 
 
-def configured(tile: str, *, gather: bool, transposed: bool) -> Mainloop:
+def configured(tile: str, *, transposed: bool, gather: bool = False) -> Mainloop:
     """A tile of TILES for given operands."""
     shape = TILES[tile]
     return Mainloop(shape.columns, shape.pingpong, b_transposed=transposed, gather=gather)

@@ -135,8 +135,8 @@ def sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def clusters_beside(sms: int, sm_margin: int, cluster: int) -> int:
-    """Clusters that leave `sm_margin` of `sms` SMs free, at least 1."""
+def persistent_clusters(sms: int, sm_margin: int, cluster: int = 1) -> int:
+    """Clusters of so many CTAs, one a SM, that leave `sm_margin` of `sms` SMs free; at least 1."""
     if sm_margin < 0:
         raise ValueError(f"sm_margin={sm_margin}: must not be negative")
     return max(1, (sms - sm_margin) // cluster)

@@ -35,8 +35,8 @@ def _gemms() -> Iterator[tuple[type, Any]]:
         return GemmConfig(epilogue, loop, waits=waits)
 
     for tile in table()["rows"]:
-        for bias, tells in product(EITHER, EITHER):
-            yield RowsKernel, gemm(Linear(bias, tells), tile, False, False)
+        for bias, signals in product(EITHER, EITHER):
+            yield RowsKernel, gemm(Linear(bias, signals), tile, False, False)
         yield RowsKernel, gemm(Linear(), tile, False, True)
     for tile, gather in product(table()["fc1_act"], EITHER):
         yield Fc1Kernel, gemm(Act(SWIGLU), tile, gather, False)
@@ -111,17 +111,17 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
     """Between eight GPUs, for the widths of the models in configs/model."""
     from phalanx.kernels.sm90.exchange.combine_push import CombinePushConfig, CombinePushKernel
     from phalanx.kernels.sm90.exchange.push import (
-        ArriveConfig,
-        ArriveKernel,
         PushConfig,
         PushKernel,
+        WaitPeersConfig,
+        WaitPeersKernel,
     )
 
     for (hidden, slots), back in product(((2048, 8), (2880, 4), (7168, 8)), EITHER):
         yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
     for slots, side in product((4, 8), EITHER):
         yield CombinePushKernel, CombinePushConfig(slots, 8, side)
-    yield ArriveKernel, ArriveConfig(8)
+    yield WaitPeersKernel, WaitPeersConfig(8)
 
 
 def _shipped() -> Iterator[tuple[type, Any]]:

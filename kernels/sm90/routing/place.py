@@ -297,17 +297,17 @@ class PlanKernel:
             if thread * own + i < self.config.capacity:
                 count[i] = total[thread * own + i]
             mine += count[i]
-        upto = mine
+        inclusive = mine
         for step in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(upto, 1 << step)
-            upto = cutlass.select_(lane >= 1 << step, upto + below, upto)
+            below = cute.arch.shuffle_sync_up(inclusive, 1 << step)
+            inclusive = cutlass.select_(lane >= 1 << step, inclusive + below, inclusive)
         if lane == 31:
-            sums[warp] = upto
+            sums[warp] = inclusive
         cute.arch.sync_threads()
         warps = cutlass.select_(lane < WARPS, sums[lane % WARPS], Int32(0))
         start = cute.arch.warp_redux_sync(cutlass.select_(lane < warp, warps, Int32(0)), "add")
         all_rows = cute.arch.warp_redux_sync(warps, "add")
-        start += upto - mine
+        start += inclusive - mine
         for i in cutlass.range_constexpr(own):
             e = thread * own + i
             if e < self.config.capacity:

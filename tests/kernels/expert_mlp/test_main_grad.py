@@ -1,14 +1,10 @@
 """Gradients that a training framework's buffers take: what is added, what is returned, what not."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.grouped_mlp import dense_mlp
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from tests.kernels.problems import Problem, forward, gradients, leaves_of, make
 
 ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
@@ -129,20 +125,6 @@ def test_otherwise_gradients_are_gradients(why: str) -> None:
     else:
         assert torch.equal(w1.grad, expected["dw1"])
     assert leaves["w2"].grad_added_to_main_grad == (why != "not asked")
-
-
-def test_dense_layers_too() -> None:
-    w1 = torch.nn.Parameter(torch.randn(48, 32))
-    w2 = torch.nn.Parameter(torch.randn(32, 24))
-    x = torch.randn(10, 32)
-    spec = MLPSpec(ACT, "torch")
-    weights = MLPWeights(w1, w2)
-    expected = torch.autograd.grad(dense_mlp(x, weights, spec).sum(), (w1, w2))
-    for w in (w1, w2):
-        w.main_grad = torch.ones(w.shape)
-    dense_mlp(x, weights, replace(spec, accumulate=True)).sum().backward()
-    for w, want in zip((w1, w2), expected, strict=True):
-        torch.testing.assert_close(w.main_grad, want + 1)
 
 
 def test_saved_tensors_may_be_replaced() -> None:

@@ -387,15 +387,6 @@ def test_the_loader_stops_after_the_last_full_batch() -> None:
         loader.next_step()
 
 
-def test_a_stage_without_batches_keeps_the_cursor_and_reads_nothing() -> None:
-    class Untouchable(Rows):
-        def __getitem__(self, index: int) -> np.ndarray:
-            raise AssertionError
-
-    loader = Loader(Untouchable(64), 2, 8, 0, 2, read=False)
-    assert loader.next_step() == [{}, {}] and loader.state_dict() == {"consumed_samples": 8}
-
-
 @pytest.mark.gpu
 def test_batches_are_pinned() -> None:
     assert all(t.is_pinned() for t in next(Loader(Rows(64), 2, 8, 0, 1, pin=True)).values())

@@ -149,10 +149,11 @@ def count_built(names: list[str]) -> dict[str, int]:
     from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
     from phalanx.moe.experts import activation_of
     from phalanx.moe.layer import MoEOptions
-    from phalanx.moe.model.gpt import Backends, Layout, OnMeta, build, transformer_config
+    from phalanx.moe.model.gpt import Backends, Layout, build, transformer_config
     from phalanx.parallel.dispatch.capacity import Budget
     from phalanx.parallel.dispatch.transport import LOCAL
     from phalanx.parallel.groups import create
+    from tests.moe.on_meta import OnMeta
 
     groups = create(tensor=1, context=1, pipeline=1, virtual_pipeline=1, expert=1)
     counts = {}

@@ -17,7 +17,7 @@ import random
 from collections import Counter
 from typing import NamedTuple
 
-from phalanx.parallel.dispatch.exchange import SLOTS, WAVES
+from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS, WAVES
 
 
 class Violation(Exception):
@@ -72,15 +72,15 @@ class Program:
         self.comm.append(Event("pushed", u))
         return u
 
-    def arrive(self, u: int, *, side_only: bool = False) -> None:
+    def wait(self, u: int, *, side_only: bool = False) -> None:
         """Wait for an exchange, or its side data, from all ranks."""
         part = 0 if side_only else self.parts[u]
-        self._note("arrive", u, part)
+        self._note("wait", u, part)
         self.compute.append(Event("wait", u, part))
         if not side_only:
             self.compute.append(Event("own", u))
 
-    def running(self, u: int) -> None:
+    def wait_running(self, u: int) -> None:
         """Wait until this rank's push has sent its side data."""
         self._note("running", u, 0)
         self.compute.append(Event("running", u))
@@ -106,55 +106,55 @@ class Program:
             self.calls.append((kind, u, part))
 
 
-def forward(program: Program, *, beside: bool, keep: bool) -> None:
-    """One layer, as `parallel.dispatch.symm` runs it; `beside`: pushes beside the experts."""
+def forward(program: Program, *, overlaps: bool, keep: bool) -> None:
+    """One layer, as `parallel.dispatch.symm` runs it; `overlaps`: pushes run beside the experts."""
     x = program.start()
-    if beside:
-        program.arrive(x, side_only=True)
+    if overlaps:
+        program.wait(x, side_only=True)
         program.read(x, waiting=True)  # fc1; the plan's side data came before
-        program.arrive(x)
+        program.wait(x)
         if keep:
             program.read(x)
     else:
-        program.arrive(x)
+        program.wait(x)
         program.read(x)
     out = program.start(back=True)
-    program.arrive(out)
+    program.wait(out)
     program.read(out)
 
 
-def backward(program: Program, *, beside: bool, keep: bool) -> None:
+def backward(program: Program, *, overlaps: bool, keep: bool) -> None:
     """The same layer's gradients; unless `keep`, its tokens are sent again."""
     dout, x = program.start(), 0
-    program.arrive(dout, side_only=beside)
+    program.wait(dout, side_only=overlaps)
     if not keep:
         x = program.start()
-    if beside:
+    if overlaps:
         program.read(dout, waiting=True)  # gradients of activations and tokens
-        program.arrive(dout)
+        program.wait(dout)
         dx = program.start(back=True)
-        program.running(dx)
+        program.wait_running(dx)
         program.read(dout)  # gradient of fc2's weights
         if x:
-            program.arrive(x)
+            program.wait(x)
             program.read(x)  # of fc1's
     else:
         if x:
-            program.arrive(x)
+            program.wait(x)
         program.read(dout)
         if x:
             program.read(x)
         dx = program.start(back=True)
-    program.arrive(dx)
+    program.wait(dx)
     program.read(dx)
 
 
-def step(program: Program, layers: int, *, beside: bool, keep: bool) -> None:
+def step(program: Program, layers: int, *, overlaps: bool, keep: bool) -> None:
     """Forward and backward of a micro-batch."""
     for _ in range(layers):
-        forward(program, beside=beside, keep=keep)
+        forward(program, overlaps=overlaps, keep=keep)
     for _ in range(layers):
-        backward(program, beside=beside, keep=keep)
+        backward(program, overlaps=overlaps, keep=keep)
 
 
 class _World:

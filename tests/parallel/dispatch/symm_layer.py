@@ -74,7 +74,7 @@ class Layer:
         """Output, and gradients of tokens, probabilities and weights."""
         received = self.dispatcher.dispatch(self.x, self.idx, self.prob)
         with received.saving():
-            weights, how = MLPWeights(self.w1, self.w2), dict(traffic=received.traffic)
+            weights, how = MLPWeights(self.w1, self.w2), dict(overlap=received.overlap)
             out = grouped_mlp(received.rows_ND, weights, received.plan, SPEC, **how)
         beside = (lambda: self.x @ self.shared) if shared else None
         out = self.dispatcher.combine(out, received, beside)

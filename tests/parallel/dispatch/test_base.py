@@ -22,6 +22,7 @@ from phalanx.parallel.dispatch.local import Local
 from phalanx.parallel.dispatch.received import Received
 from phalanx.parallel.dispatch.transport import choose_transport
 from tests.kernels.problems import Combine
+from tests.parallel.dispatch.budgets import overflowed
 from tests.support.distributed import run_distributed
 from tests.support.sync_free import sync_free
 
@@ -159,7 +160,7 @@ def rank_layer(case: Case, name: str) -> Result:
     how: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=budget, dtype=case.x_TD.dtype)
     dispatcher = dispatcher_of(name, group, **how)
     result = run_layer(dispatcher, case, dist.get_rank(), dist.get_world_size())
-    assert not budget.overflowed(group)
+    assert not overflowed(budget, group)
     again = run_layer(dispatcher, case, dist.get_rank(), dist.get_world_size())
     assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True)), "not deterministic"
     return result
@@ -236,7 +237,7 @@ def test_token_t_of_rank_r_is_row_r_t(ranks: int) -> None:
     case = make_case("unequal", torch.float32)
     shards = [t.view(ranks, TOKENS // ranks, -1) for t in (case.x_TD, case.idx_TK, case.prob_TK)]
     for rank, received in enumerate(run_distributed(received_rows, ranks, *shards)):
-        assert received.rows_ND.shape == case.x_TD.shape and received.traffic is None
+        assert received.rows_ND.shape == case.x_TD.shape and received.overlap is None
         local = EXPERTS // ranks
         mine = (case.idx_TK >= rank * local) & (case.idx_TK < (rank + 1) * local)
         assert torch.equal(received.plan.inverse_NK >= 0, mine)
@@ -269,11 +270,11 @@ def overflow_and_rerun(case: Case) -> tuple[list[bool], int, Result]:
     budget = Budget(1.0, CPU)
     dispatcher = dispatcher_of("auto", group, experts=EXPERTS, slots=SLOTS, budget=budget)
     run_layer(dispatcher, case, rank, ranks)
-    overflowed = [budget.overflowed(group)]
+    found = [overflowed(budget, group)]
     budget.grow()
     result = run_layer(dispatcher, case, rank, ranks)
-    overflowed.append(budget.overflowed(group))
-    return overflowed, budget.reruns, result
+    found.append(overflowed(budget, group))
+    return found, budget.reruns, result
 
 
 @pytest.mark.dist

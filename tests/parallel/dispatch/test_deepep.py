@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
+from tests.parallel.dispatch.budgets import overflowed
 from tests.parallel.dispatch.test_base import (
     CPU,
     EXPERTS,
@@ -135,7 +136,7 @@ def rank_layer(case: Case, sms: int = 0) -> tuple[Result, int, int]:
         sums = torch.zeros_like(received.rows_ND)
         beside = dispatcher.combine(sums, received, lambda: case.x_TD[own])
         assert torch.equal(beside, case.x_TD[own])
-        assert not budget.overflowed(group)
+        assert not overflowed(budget, group)
         return result, len(received.plan.row_index_S), Buffer.sms
 
 

@@ -17,6 +17,7 @@ from phalanx.parallel.dispatch import nodes
 from phalanx.parallel.dispatch.base import Dispatcher, Slots
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.transport import choose_transport, refuse
+from tests.parallel.dispatch.budgets import overflowed
 from tests.parallel.dispatch.test_base import (
     CPU,
     EXPERTS,
@@ -166,10 +167,10 @@ def overflow_and_rerun(case: Case) -> tuple[list[bool], Result]:
     budget, group = Budget(1.0, CPU), dist.group.WORLD
     dispatcher = made("hier", budget=budget)
     run_layer(dispatcher, case, dist.get_rank(), RANKS)
-    overflowed = [budget.overflowed(group)]
+    found = [overflowed(budget, group)]
     budget.grow()
     result = run_layer(dispatcher, case, dist.get_rank(), RANKS)
-    return [*overflowed, budget.overflowed(group)], result
+    return [*found, overflowed(budget, group)], result
 
 
 def test_an_overflowed_step_fits_when_run_again() -> None:

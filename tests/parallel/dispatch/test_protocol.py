@@ -21,8 +21,9 @@ from phalanx.kernels.expert_mlp.autograd import ExpertMLP, How
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.routing.plan import make_plan
+from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS, WAVES
 from phalanx.parallel.dispatch import symm
-from phalanx.parallel.dispatch.exchange import SLOTS, WAVES, SymmOptions
+from phalanx.parallel.dispatch.exchange import SymmOptions
 from phalanx.parallel.dispatch.received import Received
 from phalanx.parallel.dispatch.symm import Symm
 from tests.parallel.dispatch.protocol import (
@@ -50,7 +51,7 @@ def stepped(ranks: int, overlaps: bool, beside: bool, keep: bool, slots: int = S
     """Two micro-batches of two layers."""
     program = Program(ranks, overlaps=overlaps, slots=slots)
     for _ in range(2):
-        step(program, 2, beside=beside, keep=keep)
+        step(program, 2, overlaps=beside, keep=keep)
     return program
 
 
@@ -77,7 +78,7 @@ def test_ranks_that_run_ahead_are_held_back(unread: int) -> None:
     program = Program(2)
     for u in range(1, 13):
         if u > unread:
-            program.arrive(u - unread)
+            program.wait(u - unread)
             program.read(u - unread)
         program.start(back=True)
     if unread < SLOTS:
@@ -92,11 +93,11 @@ def test_exchanges_are_waited_for_in_the_order_of_their_starts(reverse: bool) ->
     program = Program(2)
     sums, x = program.start(back=True), program.start()
     if reverse:
-        program.arrive(x, side_only=True)
-    program.arrive(sums)
+        program.wait(x, side_only=True)
+    program.wait(sums)
     program.read(sums)
     if not reverse:
-        program.arrive(x, side_only=True)
+        program.wait(x, side_only=True)
     program.read(x, waiting=True)
     if not reverse:
         return explore(program, 60)
@@ -107,8 +108,8 @@ def test_exchanges_are_waited_for_in_the_order_of_their_starts(reverse: bool) ->
 def test_a_wait_before_the_start_is_a_deadlock() -> None:
     program = Program(2)
     program.start()
-    program.arrive(1)
-    program.running(2)
+    program.wait(1)
+    program.wait_running(2)
     program.start(back=True)
     with pytest.raises(Violation, match="deadlock"):
         run(program, 0)
@@ -120,7 +121,7 @@ def test_ranks_meet_before_places_are_taken_from_the_first_one_again(meet: bool)
     program = Program(2)
     for _ in range(3):
         program.begin(meet=meet)
-        step(program, 1, beside=True, keep=False)
+        step(program, 1, overlaps=True, keep=False)
     if meet:
         return explore(program, 60)
     with pytest.raises(Violation, match="which still reads exchange"):
@@ -144,16 +145,17 @@ class Recorder:
 
     def start(self, rows: Tensor, table: Tensor, side: Tensor, local: int, **how: bool) -> Any:
         self._last, slot = self._last + 1, self._last % SLOTS
-        waves = min(WAVES, local) if self.overlaps and not how["back"] else 1
-        blocks = side if how["back"] else side.repeat(R, 1)
+        back = how.get("back", False)
+        waves = min(WAVES, local) if self.overlaps and not back else 1
+        blocks = side if back else side.repeat(R, 1)
         bits = blocks.view(torch.uint8).flatten()
         with _disable_current_modes():  # a push, no read
             self._places[slot][1][: len(bits)] = bits
         self._holds.update({t.untyped_storage().data_ptr(): self._last for t in self._places[slot]})
         self.calls.append(("start", self._last, waves))
-        return SimpleNamespace(slot=slot, number=self._last, parts=waves, given=(rows,))
+        return SimpleNamespace(slot=slot, number=self._last, waves=waves, sources=(rows,))
 
-    def told(self, y_SD: Tensor, channels: int, local: int) -> Any:
+    def tile_signal(self, y_SD: Tensor, channels: int, local: int) -> Any:
         return SimpleNamespace(out_SN=y_SD)
 
     def send_gradient(
@@ -161,15 +163,15 @@ class Recorder:
     ) -> Any:
         return self.start(dx_SD, inverse_NK, side, E // R, back=True)
 
-    def send_sums(self, told: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any) -> Any:
-        sent = self.start(told.out_SN, inverse_NK, inverse_NK.new_empty(0), E // R, back=True)
-        self.made = weakref.ref(told.out_SN)
-        return sent, functools.partial(lambda _: None, told)
+    def send_sums(self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any) -> Any:
+        sent = self.start(signal.out_SN, inverse_NK, inverse_NK.new_empty(0), E // R, back=True)
+        self.made = weakref.ref(signal.out_SN)
+        return sent, functools.partial(lambda _: None, signal)
 
-    def arrive(self, sent: Any, *, side_only: bool = False) -> None:
-        self.calls.append(("arrive", sent.number, 0 if side_only else sent.parts))
+    def wait(self, sent: Any, *, side_only: bool = False) -> None:
+        self.calls.append(("wait", sent.number, 0 if side_only else sent.waves))
 
-    def running(self, sent: Any) -> None:
+    def wait_running(self, sent: Any) -> None:
         self.calls.append(("running", sent.number, 0))
 
     def rows(self, sent: Any) -> Tensor:
@@ -178,7 +180,7 @@ class Recorder:
     def side(self, sent: Any) -> Tensor:
         return self._places[sent.slot][1]
 
-    def ready(self, local: int) -> Tensor:
+    def ready_words(self, local: int) -> Tensor:
         return torch.empty(0)
 
     def look(self, given: Any) -> None:
@@ -212,10 +214,10 @@ class Planner:
 
 
 def experts(received: Received, w1: Tensor, w2: Tensor) -> Tensor:
-    """`kernels.expert_mlp.grouped_mlp`, which refuses `traffic` on a CPU."""
-    plan, traffic = received.plan, received.traffic
-    how = How(MLPSpec(Activation("swiglu"), "reference"), keep_h=True, traffic=traffic)
-    prob = plan.row_prob_S if traffic is None else None
+    """`kernels.expert_mlp.grouped_mlp`, which refuses `overlap` on a CPU."""
+    plan, overlap = received.plan, received.overlap
+    how = How(MLPSpec(Activation("swiglu"), "reference"), keep_h=True, overlap=overlap)
+    prob = plan.row_prob_S if overlap is None else None
     with received.saving():
         return ExpertMLP.apply(received.rows_ND, w1, w2, None, None, prob, plan, how)
 
@@ -245,6 +247,6 @@ def test_the_model_says_what_symm_does(
         assert not beside or recorder.made() is None  # what fc2 made is not kept for backward
         torch.autograd.grad(out, [x, prob, w1, w2], torch.ones(T, D))
     model = Program(R, overlaps=overlaps)
-    forward(model, beside=beside, keep=keep)
-    backward(model, beside=beside, keep=keep)
+    forward(model, overlaps=beside, keep=keep)
+    backward(model, overlaps=beside, keep=keep)
     assert recorder.calls == model.calls

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.parallel.dispatch.base import Slots
 from phalanx.parallel.dispatch.capacity import Budget
-from phalanx.parallel.dispatch.simulated import Simulated
+from tests.parallel.dispatch.simulated import Simulated
 from tests.parallel.dispatch.test_base import (
     CPU,
     EXPERTS,

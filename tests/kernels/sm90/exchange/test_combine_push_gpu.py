@@ -9,15 +9,15 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.exchange.combine_push import combine_push
-from phalanx.kernels.sm90.exchange.push import arrive
-from phalanx.kernels.sm90.exchange.tile_progress import PROGRESS, Made, Told
+from phalanx.kernels.sm90.exchange.push import wait_peers
+from phalanx.kernels.sm90.exchange.tile_progress import PROGRESS, ReadyRows, TileSignal
 from phalanx.kernels.sm90.experts.combine import combine
 from phalanx.kernels.sm90.experts.rows import rows
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from tests.kernels.sm90.exchange.test_push_gpu import CANARY, Ranks, _routing
 
 pytestmark = pytest.mark.gpu
-SHARED, TURNS = Mainloop(256), Mainloop(192, pingpong=True)
+SHARED, PINGPONG = Mainloop(256), Mainloop(192, pingpong=True)
 BEGIN, REST = 3, 20
 """CTAs of the two launches."""
 
@@ -53,25 +53,25 @@ class Way:
         here = torch.cuda.current_stream()
         for r, plan in enumerate(self.plans):
             out = torch.full((self.a.shape[1], self.w2.shape[2]), CANARY, device="cuda").bfloat16()
-            told = Told(out, self.progress[r], self.waves, loop, BEGIN, 0.5, self.bits)
+            signal = TileSignal(out, self.progress[r], self.waves, loop, BEGIN, 0.5, self.bits)
             given = (
-                told.made,
+                signal.ready_rows,
                 plan.row_index_S,
                 plan.inverse_NK,
                 plan.offsets,
-                self.ranks.places[r],
+                self.ranks.buffers[r],
             )
-            how = dict(tokens=self.T, of=BEGIN + REST)
+            how = dict(tokens=self.T, total_ctas=BEGIN + REST)
             begun = here.record_event()
             scaled = dict(bias_LN=self.bias[r], scale_S=plan.row_prob_S) if bias else {}
-            rows(self.a[r], self.w2[r], plan.offsets, told=told, **scaled)
+            rows(self.a[r], self.w2[r], plan.offsets, signal=signal, **scaled)
             self.pushing.wait_event(begun)
             with torch.cuda.stream(self.pushing):
                 combine_push(*given, ctas=BEGIN, **how)
             combine_push(*given, ctas=REST, **how)
             here.wait_stream(self.pushing)
-        for places in self.ranks.places:
-            arrive(places)
+        for buffers in self.ranks.buffers:
+            wait_peers(buffers)
 
     def check(self, loop: Mainloop, bias: bool) -> None:
         D, T = self.w2.shape[2], self.T
@@ -92,7 +92,7 @@ class Way:
         assert not self.progress.any()
 
 
-@pytest.mark.parametrize("loop", [SHARED, TURNS], ids=["shared", "turns"])
+@pytest.mark.parametrize("loop", [SHARED, PINGPONG], ids=["shared", "ping-pong"])
 @pytest.mark.parametrize("absent", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(
     ("R", "T", "D", "K", "F", "local", "waves", "bits"),
@@ -127,7 +127,7 @@ def test_sums_have_the_bits_of_kernels_one_after_the_other(
         way.draw(absent, local if again == 2 else R * local)
         way.send(loop, bias=again == 1)
         way.check(loop, bias=again == 1)
-    assert all(places.state.tolist()[:2] == [3, 3] for places in way.ranks.places)
+    assert all(buffers.state.tolist()[:2] == [3, 3] for buffers in way.ranks.buffers)
 
 
 @pytest.mark.parametrize("absent", [0.0, 0.4, 1.0])
@@ -139,11 +139,11 @@ def test_gradients_take_side_data_along(absent: float) -> None:
     )
     for r, plan in enumerate(way.plans):
         y = rows(way.a[r], way.w2[r], plan.offsets)
-        of = (plan.row_index_S, plan.inverse_NK, plan.offsets, way.ranks.places[r])
-        how = dict(tokens=way.T, ctas=BEGIN, of=BEGIN)
-        combine_push(Made(y, way.progress[r]), *of, **how, side=sides[r])
-    for places in way.ranks.places:
-        arrive(places)
+        of = (plan.row_index_S, plan.inverse_NK, plan.offsets, way.ranks.buffers[r])
+        how = dict(tokens=way.T, ctas=BEGIN, total_ctas=BEGIN)
+        combine_push(ReadyRows(y, way.progress[r]), *of, **how, side=sides[r])
+    for buffers in way.ranks.buffers:
+        wait_peers(buffers)
     way.check(Mainloop(256), bias=False)
     for r, side in enumerate(way.ranks.side):
         assert torch.equal(side, sides.view(4, 4, 4)[:, r])
@@ -152,27 +152,31 @@ def test_gradients_take_side_data_along(absent: float) -> None:
 def test_captured_sums_go_on_counting() -> None:
     way = Way(2, 500, 1024, 4, 512, 5, 6, bits=2)
     way.draw(0.2, 10)
-    way.send(TURNS, bias=False)
+    way.send(PINGPONG, bias=False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        way.send(TURNS, bias=False)
+        way.send(PINGPONG, bias=False)
     for _ in range(30):
         way.a.normal_(generator=way.g)
         for received in way.ranks.rows:
             received.fill_(CANARY)
         graph.replay()
-        way.check(TURNS, bias=False)
+        way.check(PINGPONG, bias=False)
 
 
 def test_bad_arguments_are_named() -> None:
     way = Way(1, 8, 64, 2, 64, 4, 1)
     way.draw(0.0, 4)
-    plan, places = way.plans[0], way.ranks.places[0]
+    plan, buffers = way.plans[0], way.ranks.buffers[0]
     out = torch.zeros(16, 68, device="cuda").bfloat16()
-    told = Told(out, way.progress[0], 1, TURNS, BEGIN, 0.5)
-    how = dict(tokens=8, ctas=1, of=2)
+    signal = TileSignal(out, way.progress[0], 1, PINGPONG, BEGIN, 0.5)
+    how = dict(tokens=8, ctas=1, total_ctas=2)
     with pytest.raises(ValueError, match="y has 68 columns"):
-        combine_push(told.made, plan.row_index_S, plan.inverse_NK, plan.offsets, places, **how)
-    told = told._replace(out_SN=out[:, :64].contiguous())
+        combine_push(
+            signal.ready_rows, plan.row_index_S, plan.inverse_NK, plan.offsets, buffers, **how
+        )
+    signal = signal._replace(out_SN=out[:, :64].contiguous())
     with pytest.raises(ValueError, match="inverse must be"):
-        combine_push(told.made, plan.row_index_S, plan.inverse_NK[:3], plan.offsets, places, **how)
+        combine_push(
+            signal.ready_rows, plan.row_index_S, plan.inverse_NK[:3], plan.offsets, buffers, **how
+        )

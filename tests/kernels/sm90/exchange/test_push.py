@@ -33,7 +33,7 @@ class Ranks:
         self.state = [[0] * PUSH.STATE for _ in range(R)]
         self.report = [0] * 4
 
-    def places(self, rank: int, *memory: list) -> list[simt.Pointer]:
+    def buffers(self, rank: int, *memory: list) -> list[simt.Pointer]:
         """The pointers that kernels share, with those of `memory` before them."""
         addresses = [[simt.Pointer(m).toint() for m in of] for of in memory]
         return list(map(simt.Pointer, (*addresses, self.state[rank], self.report)))
@@ -57,7 +57,7 @@ def push(ranks: Ranks, rank: int, x: Tensor, table: Tensor, side: list[int], **h
     local, back, waves, ctas = how["local"], bool(how["back"]), how["waves"], how["ctas"]
     config = PUSH.PushConfig(2 * ranks.D, ranks.R, table.shape[1], back)
     memory = [simt.Pointer(m) for m in (words(x), table.flatten().tolist(), side)]
-    shared = ranks.places(rank, ranks.rows, ranks.side, ranks.flags)
+    shared = ranks.buffers(rank, ranks.rows, ranks.side, ranks.flags)
     block = len(side) // 4 // (ranks.R if back else 1)
     sizes = (len(x), ranks.T, local, rank, block, LIMIT, ctas, waves)
     PUSH.PushKernel(config)(*memory, *shared, sizes, None)
@@ -133,7 +133,7 @@ def test_nobody_pushes_before_all_ranks_allow_it() -> None:
 @pytest.mark.parametrize("R", [1, 2, 8])
 @pytest.mark.parametrize("count", [1, 5, 8, 803])
 def test_sums_of_a_wave_leave_for_different_ranks_at_a_time(count: int, R: int) -> None:
-    chunks = [[SUMS.turned(n, count, rank, R) for n in range(count)] for rank in range(R)]
+    chunks = [[SUMS.rotated(n, count, rank, R) for n in range(count)] for rank in range(R)]
     assert all(sorted(of) == list(range(count)) for of in chunks)
     for at_a_time in zip(*chunks, strict=True):  # of an expert, whose rows are in order of ranks
         targets = [chunk * R // count for chunk in at_a_time]
@@ -188,13 +188,13 @@ class Sums:
     def _launch(self, made: tuple[int, ...], side: list[int], how: tuple[int, ...]) -> None:
         plan = (self.plan.row_index_S, self.plan.inverse_NK, self.plan.offsets)
         memory = [words(self.y), *(t.flatten().tolist() for t in plan), side]
-        shared = self.ranks.places(1, self.ranks.rows, self.ranks.side, self.ranks.flags)
+        shared = self.ranks.buffers(1, self.ranks.rows, self.ranks.side, self.ranks.flags)
         pointers = [*map(simt.Pointer, memory), *shared, simt.Pointer(self.progress)]
         kernel = SUMS.CombinePushKernel(SUMS.CombinePushConfig(self.K, 2, side=bool(side)))
         kernel(*pointers, (self.T, self.D // 8, self.local, 1, LIMIT, *made, *how), None)
 
     def wanted(self, target: int, before: int) -> dict[int, list[int]]:
-        """What a rank receives when waves `before` one are through."""
+        """What a rank receives when the waves before `before` have been sent."""
         sums, inverse_NK = Grouped().combine(self.y, self.plan.inverse_NK), self.plan.inverse_NK
         of = range(target * self.T, (target + 1) * self.T)
         last = {n: int(inverse_NK[n].max()) for n in of}
@@ -242,7 +242,7 @@ def test_sums_wait_for_every_tile_of_their_experts(local: int, bits: int, waves:
             with pytest.raises(AssertionError, match="of rank 1, but finds"):
                 way.launch(way.begin)
             for target in range(2):
-                through, size = way.wanted(target, wave), way.D // 2
-                for row in set(range(2 * way.T)) - set(through):
+                sent, size = way.wanted(target, wave), way.D // 2
+                for row in set(range(2 * way.T)) - set(sent):
                     got = way.ranks.rows[target][row * size : (row + 1) * size]
                     assert got == way.ranks.canary, (target, row)

@@ -1,4 +1,4 @@
-"""`push` and `arrive` with several ranks on one GPU: what lands where, flags, epochs, capture."""
+"""`push` and `wait_peers`, several ranks on one GPU: what lands where, flags, epochs, capture."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from phalanx.kernels.sm90.exchange.push import ALLOWED, FLAGS, STATE, Places, arrive, push
+from phalanx.kernels.sm90.exchange.peer_buffers import ALLOWED, FLAGS, STATE, PeerBuffers
+from phalanx.kernels.sm90.exchange.push import push, wait_peers
 
 pytestmark = pytest.mark.gpu
 CANARY = 7.0
@@ -24,8 +25,8 @@ class Ranks:
         self.flags = [torch.zeros(FLAGS, dtype=torch.int32, device="cuda") for _ in range(R)]
         for flags in self.flags:
             flags[ALLOWED:] = 1
-        self.places = [
-            Places(
+        self.buffers = [
+            PeerBuffers(
                 *(_addresses(x) for x in (self.rows, self.side, self.flags)),
                 torch.zeros(STATE, dtype=torch.int32, device="cuda"),
                 torch.zeros(4, dtype=torch.int32).pin_memory(),
@@ -36,11 +37,11 @@ class Ranks:
         ]
 
     def exchange(self, rows, tables, sides, **options) -> None:
-        given = (rows, tables, sides, self.places)
-        for row, table, side, places in zip(*given, strict=True):
-            push(row, table, side, places, tokens=self.T, **options)
-        for places in self.places:
-            arrive(places, part=options.get("waves", 1))
+        given = (rows, tables, sides, self.buffers)
+        for row, table, side, buffers in zip(*given, strict=True):
+            push(row, table, side, buffers, tokens=self.T, **options)
+        for buffers in self.buffers:
+            wait_peers(buffers, part=options.get("waves", 1))
 
 
 def _addresses(tensors: list[Tensor]) -> Tensor:
@@ -119,7 +120,7 @@ def test_captured_exchanges_go_on_counting():
         wanted = _expected(R, T, D, rows, tables, local, back=False)
         for r in range(R):
             assert torch.equal(ranks.rows[r], wanted[r])
-    state = ranks.places[0].state.tolist()
+    state = ranks.buffers[0].state.tolist()
     assert state[:2] == [21, 21] and not any(state[2:])
 
 
@@ -130,8 +131,8 @@ def test_bad_arguments_are_named():
     side = torch.zeros(3, dtype=torch.int32, device="cuda")
     both = (row.repeat(2, 1), table.repeat(2, 1))
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        push(row, table, side, ranks.places[0], tokens=4, local_experts=2)
+        push(row, table, side, ranks.buffers[0], tokens=4, local_experts=2)
     with pytest.raises(ValueError, match="waves=2: 1 to 8, and 1 on the way back"):
-        push(*both, side[:0], ranks.places[0], tokens=4, local_experts=2, back=True, waves=2)
+        push(*both, side[:0], ranks.buffers[0], tokens=4, local_experts=2, back=True, waves=2)
     with pytest.raises(ValueError, match="rows must be"):
-        push(row[:3], table, side, ranks.places[0], tokens=4, local_experts=2)
+        push(row[:3], table, side, ranks.buffers[0], tokens=4, local_experts=2)

@@ -9,8 +9,9 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.routing.plan import make_plan
-from phalanx.kernels.sm90.exchange.push import MAX_RANKS, SEEN_BYTES, arrive, push
-from phalanx.kernels.sm90.exchange.ready import ready
+from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, SEEN_BYTES
+from phalanx.kernels.sm90.exchange.push import push, wait_peers
+from phalanx.kernels.sm90.exchange.ready import ready_words
 from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 from tests.kernels.sm90.exchange.test_push_gpu import CANARY, Ranks, _routing
@@ -20,14 +21,14 @@ ACT = Activation("swiglu")
 
 
 def _words(ranks: Ranks, rank: int, local: int, waves: int) -> torch.Tensor:
-    places = ranks.places[rank]
-    return ready(
+    buffers = ranks.buffers[rank]
+    return ready_words(
         ranks.flags[rank].data_ptr() + 4 * MAX_RANKS,
-        places.state.data_ptr() + SEEN_BYTES,
-        places.report.data_ptr(),
-        limit_ms=places.limit_ms,
+        buffers.state.data_ptr() + SEEN_BYTES,
+        buffers.report.data_ptr(),
+        limit_ms=buffers.limit_ms,
         ranks=ranks.R,
-        apart=MAX_RANKS,
+        wave_stride=MAX_RANKS,
         experts=local,
         waves=waves,
     ).cuda()
@@ -58,15 +59,15 @@ def test_rows_are_multiplied_as_they_come(R: int, K: int, waves: int) -> None:
         with torch.cuda.stream(pushing):
             options = dict(tokens=T, local_experts=local, comm_sms=4, waves=waves)
             for r in range(R):
-                push(tokens[r], tables[r], side, ranks.places[r], **options)
+                push(tokens[r], tables[r], side, ranks.buffers[r], **options)
                 torch.cuda._sleep(2_000_000)
-        arrive(ranks.places[0], part=0)
+        wait_peers(ranks.buffers[0], part=0)
         got = fc1_act(ranks.rows[0], w1, plan.offsets, ACT, ready=words, **how)
         h = got[0]
         grads = fc2_dgrad_dact(ranks.rows[0], w2, h, plan.offsets, ACT, ready=words, **how)
         torch.cuda.synchronize()
         for r in range(1, R):
-            arrive(ranks.places[r], part=waves)
+            wait_peers(ranks.buffers[r], part=waves)
         wanted = fc1_act(ranks.rows[0], w1, plan.offsets, ACT, **how)
         others = fc2_dgrad_dact(ranks.rows[0], w2, h, plan.offsets, ACT, **how)
         used = int(plan.offsets[-1])

@@ -19,14 +19,22 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import Linear, Operand, PlanSize
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.grouped_mlp import dense_mlp
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.sm90.experts import backend
-from tests.kernels.problems import error, forward, gradients, leaves_of, make, random_choice, run
+from tests.kernels.problems import (
+    error,
+    forward,
+    gradients,
+    leaves_of,
+    make,
+    one_expert,
+    random_choice,
+    run,
+)
 
 ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
 TILES = 3
@@ -64,7 +72,7 @@ class Kernels:
 
     class rows:
         @staticmethod
-        def rows(a, w_LNK, offsets, *, bias_LN, scale_S, sm_margin, dynamic, told):
+        def rows(a, w_LNK, offsets, *, bias_LN, scale_S, sm_margin, dynamic, signal):
             assert (bias_LN is None) == (scale_S is None)
             launches.append(("rows", sm_margin, dynamic))
             return reference.rows(a, Linear(w_LNK, bias_LN), plan_of(offsets, None, scale_S))
@@ -241,7 +249,7 @@ def test_dense_layers_are_one_group(bias: bool) -> None:
     leaves = [t.requires_grad_() for t in (x, w1, w2, b1, b2) if t is not None]
     results = []
     for name in ("reference", "fused"):
-        out = dense_mlp(x, MLPWeights(w1, w2, b1, b2), MLPSpec(ACT, name))
+        out = one_expert(x, MLPWeights(w1, w2, b1, b2), MLPSpec(ACT, name))
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for theirs, ours in zip(*results, strict=True):
         assert error(ours, theirs) < 1e-6

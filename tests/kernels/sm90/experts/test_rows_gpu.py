@@ -1,4 +1,4 @@
-"""Kernel `rows` on a Hopper GPU: accuracy, ragged experts, gathered rows, determinism, capture."""
+"""Kernel `rows` on a Hopper GPU: accuracy, ragged experts, determinism, capture."""
 
 import pytest
 import torch
@@ -31,21 +31,18 @@ OTHER_LOOPS = [
     Mainloop(128),
     Mainloop(192),
     Mainloop(256, cluster=2),
-    Mainloop(128, pingpong=True, cluster=2, gather=True),
     Mainloop(128, pingpong=True, cluster=2, b_transposed=True),
 ]
 """Tiles that no table has."""
-gathered = pytest.mark.parametrize("gather", [False, True], ids=["rows", "gathered"])
 stored = pytest.mark.parametrize("transposed", [False, True], ids=["NK", "KN"])
 
 
-@gathered
 @stored
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("counts", COUNTS)
-def test_error_is_that_of_bf16_torch(counts, tile, transposed, gather):
-    loop = configured(tile, gather=gather, transposed=transposed)
-    kind = dict(transposed=transposed, gather=gather, bias=not transposed)
+def test_error_is_that_of_bf16_torch(counts, tile, transposed):
+    loop = configured(tile, transposed=transposed)
+    kind = dict(transposed=transposed, bias=not transposed)
     p = RowsProblem(COUNTS[counts], 448, 320, **kind)
     p.check(p.ours(loop=loop))
 
@@ -53,7 +50,7 @@ def test_error_is_that_of_bf16_torch(counts, tile, transposed, gather):
 @pytest.mark.parametrize("loop", OTHER_LOOPS, ids=str)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_other_tiles(counts, loop):
-    p = RowsProblem(COUNTS[counts], 448, 320, transposed=loop.b_transposed, gather=loop.gather)
+    p = RowsProblem(COUNTS[counts], 448, 320, transposed=loop.b_transposed)
     p.check(p.ours(loop=loop))
 
 
@@ -61,34 +58,31 @@ def test_other_tiles(counts, loop):
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("N, K", SIZES)
 def test_sizes_that_do_not_divide_the_tile(N, K, tile, transposed):
-    for gather in (False, True):
-        kind = dict(transposed=transposed, gather=gather, bias=not transposed)
-        p = RowsProblem(COUNTS["ragged"], N, K, **kind)
-        p.check(p.ours(loop=configured(tile, gather=gather, transposed=transposed)))
+    kind = dict(transposed=transposed, bias=not transposed)
+    p = RowsProblem(COUNTS["ragged"], N, K, **kind)
+    p.check(p.ours(loop=configured(tile, transposed=transposed)))
 
 
-@gathered
 @pytest.mark.parametrize("tile", TILES)
-def test_few_rows_in_a_full_buffer(tile, gather):
-    loop = configured(tile, gather=gather, transposed=False)
+def test_few_rows_in_a_full_buffer(tile):
+    loop = configured(tile, transposed=False)
     for counts in ([1], [0, 5, 3], [15, 1], [17], [200, 56, 300], [128], [16, 16]):
-        p = RowsProblem(counts, 448, 320, bias=True, gather=gather, padding=0)
+        p = RowsProblem(counts, 448, 320, bias=True, padding=0)
         p.check(p.ours(loop=loop))
 
 
-@gathered
 @stored
 @pytest.mark.parametrize("tile", TILES)
-def test_integers_are_exact(tile, transposed, gather):
-    kind = dict(transposed=transposed, gather=gather, bias=not transposed)
+def test_integers_are_exact(tile, transposed):
+    kind = dict(transposed=transposed, bias=not transposed)
     p = RowsProblem(COUNTS["many"], 448, 128, integers=True, **kind)
-    p.check_exact(p.ours(loop=configured(tile, gather=gather, transposed=transposed)), "y")
+    p.check_exact(p.ours(loop=configured(tile, transposed=transposed)), "y")
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_bits_do_not_depend_on_who_computes(tile):
     p = RowsProblem(COUNTS["many"], 2880, 320)
-    check_schedules(p, loop=configured(tile, gather=False, transposed=False))
+    check_schedules(p, loop=configured(tile, transposed=False))
 
 
 def test_bits_do_not_depend_on_who_computes_in_clusters():
@@ -99,7 +93,7 @@ def test_bits_do_not_depend_on_who_computes_in_clusters():
 @pytest.mark.parametrize("tile", TILES)
 def test_an_expert_does_not_see_its_neighbours(tile):
     p = RowsProblem([130, 70, 65], 448, 320)
-    loop = configured(tile, gather=False, transposed=False)
+    loop = configured(tile, transposed=False)
     clean = p.ours(loop=loop)["y"]
     p.a[130:200] = float("nan")
     ours = p.ours(loop=loop)["y"]
@@ -135,11 +129,6 @@ def test_other_stream_than_the_default():
 def test_a_graph_serves_every_routing(dynamic, own_counter):
     p = RowsProblem([300, 200, 100, 400], 704, 320, padding=0)
     check_graph(p, own_counter=own_counter, dynamic=dynamic)
-
-
-def test_a_graph_serves_every_gathered_routing():
-    p = RowsProblem([300, 200, 100, 400], 704, 320, padding=0, gather=True, bias=True)
-    check_graph(p, own_counter=True)
 
 
 def test_a_capture_may_be_the_first_to_need_a_counter(monkeypatch):
@@ -188,7 +177,6 @@ def _zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         ({"a": _zeros(128, 128).mT}, "a must be contiguous"),
         ({"a": _zeros(128 * 128 + 1)[1:].view(128, 128)}, "a must start at a multiple of 16"),
         ({"offsets": _zeros(4, dtype=torch.int64)}, "offsets must be"),
-        ({"index_S": _zeros(128, dtype=torch.int64)}, "index must be torch.int32"),
         ({"bias_LN": _zeros(3, 64)}, "bias and scale"),
         ({"out_SN": _zeros(128, 128)}, r"out must be torch.bfloat16 \[128, 64\]"),
         ({"counter": _zeros(2, dtype=torch.int32)}, r"counter must be torch.int32 \[1\]"),

@@ -22,7 +22,6 @@ CONFIGS = [
     *(WgradConfig(256, True, True, gathered=which) for which in (D, V)),
     *(WgradConfig(columns, False, True, gathered=V) for columns in (192, 256)),
     WgradConfig(256, dynamic=False),
-    WgradConfig(256, True, True, skew=0),
 ]
 
 
@@ -96,7 +95,6 @@ def test_shared_memory_fits(code):
     [
         ({"columns": 100}, "columns=100: tiles have 128, 192 or 256"),
         ({"gathered": 2}, "gathered=2"),
-        ({"skew": 9}, "skew=9: 0 to 4 stages"),
     ],
 )
 def test_impossible_choices_are_refused(options, message):

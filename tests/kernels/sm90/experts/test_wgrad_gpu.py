@@ -208,8 +208,6 @@ def test_bits_do_not_depend_on_who_computes(tile, mode, gathered):
         {"dynamic": False, "sm_margin": 32},
         {"order_L": order},
         {"order_L": order.flip(0), "sm_margin": 3},
-        {"skew": 0},
-        {"skew": 4},
         *[{}] * 5,
     ):
         assert torch.equal(p.ours(mode, tile=tile, **options), first), options

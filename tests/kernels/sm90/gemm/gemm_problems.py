@@ -183,7 +183,7 @@ class RowsProblem(Problem):
         self.scale = self.of_rows() if bias else None
 
     def ours(self, **options) -> Outputs:
-        given = dict(index_S=self.index, bias_LN=self.bias, scale_S=self.scale)
+        given = dict(bias_LN=self.bias, scale_S=self.scale)
         with prefilled():
             return {"y": rows(self.a, self.w, self.offsets, **{**given, **options})}
 

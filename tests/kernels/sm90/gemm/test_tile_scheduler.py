@@ -14,7 +14,7 @@ pytest.importorskip("cutlass")
 
 from phalanx.kernels.sm90.gemm import tile_scheduler
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler, raster
-from phalanx.kernels.sm90.jit.launch import clusters_beside
+from phalanx.kernels.sm90.jit.launch import persistent_clusters
 
 LANES = np.arange(32)
 
@@ -48,7 +48,7 @@ def _scheduler(
     config: Schedule, offsets: list[int], column_tiles: int, bits: int | None = None
 ) -> SimpleNamespace:
     made = SimpleNamespace(
-        bits=bits,
+        slice_bits=bits,
         config=config,
         offsets=np.array(offsets),
         experts=len(offsets) - 1,
@@ -109,7 +109,7 @@ def test_every_tile_is_claimed_once(experts, clusters, skew):
         for column in range(column_tiles)
     ]
     assert sorted(seen) == wanted
-    assert counter == len(wanted) + clusters  # one in vain each, hence the last claim is known
+    assert counter == len(wanted) + clusters  # one past the end each, hence the last claim is known
     assert zeroed == [counter]
 
 
@@ -149,7 +149,7 @@ def test_raster_visits_every_tile_by_neighbours(rows, columns, band):
 
 
 def test_clusters_leave_the_margin_free():
-    assert [clusters_beside(132, m, 2) for m in (0, 1, 8, 131, 200)] == [66, 65, 62, 1, 1]
-    assert clusters_beside(132, 5, 1) == 127
+    assert [persistent_clusters(132, m, 2) for m in (0, 1, 8, 131, 200)] == [66, 65, 62, 1, 1]
+    assert persistent_clusters(132, 5, 1) == 127
     with pytest.raises(ValueError, match="sm_margin=-1"):
-        clusters_beside(132, -1, 2)
+        persistent_clusters(132, -1, 2)

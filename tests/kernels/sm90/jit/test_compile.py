@@ -190,9 +190,9 @@ def test_gemms_load_by_tma(gemm, config, launches):
 
 
 def test_no_fence_waits_for_the_whole_gpu(gemm, config):
-    tells = isinstance(getattr(config, "epilogue", None), Linear) and config.epilogue.tells
+    signals = isinstance(getattr(config, "epilogue", None), Linear) and config.epilogue.signals
     if config.schedule.cluster == 1:
-        assert ("MEMBAR.ALL.GPU" in gemm.sass) == tells
+        assert ("MEMBAR.ALL.GPU" in gemm.sass) == signals
 
 
 def test_grouped_gemms_multiply_whole_tiles(grouped, config):

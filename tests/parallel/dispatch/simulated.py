@@ -1,6 +1,6 @@
 """All ranks of an expert-parallel group in one process: what every transport comes to.
 
-For tests, and for whoever studies the transports; `make_dispatcher` does not know it. Tokens and
+For tests, and for whoever studies the transports. Tokens and
 sums move as in `parallel.dispatch.symm`: a token once to each rank that holds one of its experts, a
 sum once back from each such rank. All of it is plain torch, whose autograd makes the way back of
 gradients.

@@ -1,0 +1,308 @@
+"""Exchanges of rows between the GPUs of a node: the host half of `push` and `combine_push`.
+
+An exchange is started by every rank of a group in the same order, and waited for in that order. No
+count is read, by host or device, before rows are sent; epochs are counted on the device, so that
+exchanges can be captured in a CUDA graph. This half takes the receive buffers in turn (`SLOTS`),
+orders streams and picks the arguments of the kernels; it allocates no memory that others see and
+calls no collective (see `parallel.dispatch.exchange`).
+
+    start        push rows to the ranks that want them            -> Transfer
+    wait         let the stream wait for what all ranks pushed, or for their side data alone
+    rows, side   where they have arrived
+    ready_words  for kernels that wait for waves of rows themselves, after the side data
+
+With SMs set aside (`comm_sms`) pushes run on a stream of their own beside other kernels, and
+
+    tile_signal, send_sums   sums leave as fc2 finishes experts
+    send_gradient            the gradient of tokens leaves under the weight gradients
+
+Legend: T tokens of a rank, D hidden, K slots of a token, R ranks, N = R * T received rows, S expert
+rows.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.sm90.exchange.combine_push import combine_push
+from phalanx.kernels.sm90.exchange.peer_buffers import (
+    MAX_RANKS,
+    SEEN_BYTES,
+    SLOTS,
+    STATE,
+    WAVES,
+    BufferLayout,
+    PeerBuffers,
+)
+from phalanx.kernels.sm90.exchange.push import push, wait_peers
+from phalanx.kernels.sm90.exchange.ready import ready_words
+from phalanx.kernels.sm90.exchange.tile_progress import PROGRESS, ReadyRows, TileSignal
+from phalanx.kernels.sm90.gemm import tiles
+from phalanx.kernels.sm90.jit.launch import sms
+
+SLICES = 16
+"""On the way back, rows of fewer experts than that are taken in slices, so that waves are small."""
+YIELD_AFTER = 0.5
+"""Fraction of a rank's experts after which fc2 yields SMs to the sums of those it has finished."""
+
+
+class Transfer(NamedTuple):
+    """An exchange that this rank has started."""
+
+    slot: int
+    """Its receive buffer."""
+    number: int
+    """In the order of starts, from 1."""
+    waves: int
+    """Parts of its rows that have flags of their own, after the side data."""
+    pushed: torch.cuda.Event
+    """This rank's push has ended."""
+    sources: tuple[Tensor, ...]
+    """What is being pushed, kept until then."""
+
+
+class Exchange:
+    """Receive buffers, flags and epochs of one group, shared by all layers of a shape.
+
+    Args:
+        memory: this rank's symmetric memory, uint8 [layout.total], after `layout.clear`.
+        addresses: of the memory of all ranks, as this one's GPU sees them.
+        rank: this one.
+        layout: of the memory.
+        comm_sms: SMs that push beside other kernels; 0: pushes take all SMs, on the current stream.
+        timeout: seconds that a wait for a peer may take.
+    """
+
+    def __init__(
+        self,
+        memory: Tensor,
+        addresses: Sequence[int],
+        *,
+        rank: int,
+        layout: BufferLayout,
+        comm_sms: int,
+        timeout: float,
+    ) -> None:
+        self.ranks, self.tokens = layout.ranks, layout.tokens
+        self._memory, self._comm_sms = memory, comm_sms
+        self._next, self._started, self._waited = 0, 0, 0
+        self._ready_words: dict[int, Tensor] = {}
+        device = memory.device
+        # Pushes beside other kernels come before those that wait for SMs.
+        self._stream = torch.cuda.Stream(device, priority=-1) if comm_sms else None
+        # Tiles of fc2, and, always complete, of the gradient of expert rows.
+        self._progress, self._complete = torch.zeros(2, PROGRESS, dtype=torch.int32, device=device)
+        bases, slots = torch.tensor(addresses, dtype=torch.int64), range(SLOTS)
+        first = PeerBuffers(
+            rows_R=(bases + layout.rows_at(0)).to(device),
+            side_R=(bases + layout.side_at(0)).to(device),
+            flags_R=bases.to(device),
+            state=torch.zeros(STATE, dtype=torch.int32, device=device),
+            report=torch.zeros(4, dtype=torch.int32).pin_memory(),
+            rank=rank,
+            limit_ms=int(1000 * timeout),
+        )
+        self._buffers = [
+            first._replace(
+                rows_R=(bases + layout.rows_at(slot)).to(device),
+                side_R=(bases + layout.side_at(slot)).to(device),
+            )
+            for slot in slots
+        ]
+        self._rows = [layout.rows(memory, slot) for slot in slots]
+        self._side = [layout.side(memory, slot) for slot in slots]
+
+    @property
+    def overlaps(self) -> bool:
+        """Pushes run beside other kernels."""
+        return self._stream is not None
+
+    @property
+    def limit_ms(self) -> int:
+        """Milliseconds after which a wait times out."""
+        return self._buffers[0].limit_ms
+
+    def start(
+        self,
+        rows: Tensor,
+        table: Tensor,
+        side: Tensor,
+        local: int,
+        *,
+        back: bool = False,
+        all_sms: bool = False,
+    ) -> Transfer:
+        """Begin to push rows, after what the current stream has been given so far.
+
+        Args:
+            rows, table, side, back: as `push` takes them.
+            local: experts of a rank.
+            all_sms: nothing is to run beside it.
+        """
+        sources = (rows.contiguous(), table, side)
+        waves = 1 if back else self._waves(local)
+
+        def send(buffers: PeerBuffers) -> None:
+            push(
+                *sources,
+                buffers,
+                tokens=self.tokens,
+                local_experts=local,
+                back=back,
+                comm_sms=0 if all_sms else self._comm_sms,
+                waves=waves,
+            )
+
+        return self._begin(send, waves, sources)
+
+    def tile_signal(self, y_SD: Tensor, channels: int, local: int) -> TileSignal:
+        """Tile-signal request for the fc2 launch whose sums `send_sums` is going to send.
+
+        Args:
+            y_SD: where fc2 writes. channels: of its input. local: experts of a rank.
+        """
+        loop = tiles.choose("rows", y_SD.shape[1], channels, transposed=False)
+        slice_bits = (-(-SLICES // local) - 1).bit_length()
+        waves = self._waves(local << slice_bits)
+        return TileSignal(
+            y_SD, self._progress, waves, loop, self._comm_sms, YIELD_AFTER, slice_bits
+        )
+
+    def send_sums(
+        self,
+        signal: TileSignal,
+        index_S: Tensor,
+        inverse_NK: Tensor,
+        offsets: Tensor,
+        after: torch.cuda.Event,
+    ) -> tuple[Transfer, Callable[[], None]]:
+        """Send sums back as experts finish; only if pushes run beside other kernels.
+
+        Args:
+            signal: of the launch of fc2, which has been made: nothing here may be waited for before
+                it.
+            index_S, inverse_NK, offsets: as `combine_push` takes them.
+            after: recorded before that launch.
+
+        Returns:
+            The transfer, and what to call before it is waited for, to send what is left.
+        """
+        sources, everywhere = (index_S, inverse_NK, offsets), sms(offsets.device)
+        how = dict(tokens=self.tokens, total_ctas=self._comm_sms + everywhere)
+
+        def send(buffers: PeerBuffers, ctas: int = self._comm_sms) -> None:
+            combine_push(signal.ready_rows, *sources, buffers, ctas=ctas, **how)
+
+        transfer = self._begin(send, 1, (signal.out_SN, *sources), after)
+        return transfer, functools.partial(send, self._buffers[transfer.slot], everywhere)
+
+    def send_gradient(
+        self,
+        dx_SD: Tensor,
+        index_S: Tensor,
+        inverse_NK: Tensor,
+        offsets: Tensor,
+        side: Tensor,
+    ) -> Transfer:
+        """Send sums of expert rows and side data back; only if pushes run beside other kernels.
+
+        Args:
+            dx_SD: expert rows.
+            index_S, inverse_NK, offsets, side: as `combine_push` takes them.
+        """
+        sources, ready = (index_S, inverse_NK, offsets), ReadyRows(dx_SD, self._complete)
+        how = dict(tokens=self.tokens, ctas=self._comm_sms, total_ctas=self._comm_sms)
+
+        def send(buffers: PeerBuffers) -> None:
+            combine_push(ready, *sources, buffers, **how, side=side)
+
+        return self._begin(send, 1, (dx_SD, *sources, side))
+
+    def _begin(
+        self,
+        send: Callable[[PeerBuffers], None],
+        waves: int,
+        sources: tuple[Tensor, ...],
+        after: torch.cuda.Event | None = None,
+    ) -> Transfer:
+        """The next exchange, on the stream of pushes, `after` all that this one has been given."""
+        current = torch.cuda.current_stream()
+        stream = self._stream or current
+        slot = self._next
+        self._next = (slot + 1) % SLOTS
+        if stream != current:
+            stream.wait_event(after or current.record_event())
+        with torch.cuda.stream(stream):
+            send(self._buffers[slot])
+            pushed = torch.cuda.Event()
+            pushed.record(stream)
+        self._started += 1
+        return Transfer(slot, self._started, waves, pushed, sources)
+
+    def wait(self, transfer: Transfer, *, side_only: bool = False) -> None:
+        """Let the current stream wait for what all ranks have pushed, or their side data alone.
+
+        Exchanges are waited for in the order of their starts; one may be again, for the rest.
+        """
+        part = 0 if side_only else transfer.waves
+        epochs_ahead = transfer.number - self._waited
+        wait_peers(self._buffers[transfer.slot], part=part, epochs_ahead=epochs_ahead)
+        self._waited = transfer.number
+        if not side_only:
+            torch.cuda.current_stream().wait_event(transfer.pushed)
+
+    def wait_running(self, transfer: Transfer) -> None:
+        """Let the current stream wait until this rank's push has its SMs."""
+        epochs_ahead = transfer.number - self._waited
+        wait_peers(self._buffers[transfer.slot], part=0, epochs_ahead=epochs_ahead, own_only=True)
+
+    def rows(self, transfer: Transfer) -> Tensor:
+        """Where rows arrive: [N, D]."""
+        return self._rows[transfer.slot]
+
+    def side(self, transfer: Transfer) -> Tensor:
+        """Where side data arrive, uint8."""
+        return self._side[transfer.slot]
+
+    def ready_words(self, local: int) -> Tensor:
+        """What kernels need to wait for rows of the exchange whose side data was waited for last.
+
+        Args:
+            local: experts of a rank.
+        """
+        if local not in self._ready_words:
+            buffers = self._buffers[0]
+            self._ready_words[local] = ready_words(
+                self._memory.data_ptr() + 4 * MAX_RANKS,
+                buffers.state.data_ptr() + SEEN_BYTES,
+                buffers.report.data_ptr(),
+                limit_ms=buffers.limit_ms,
+                ranks=self.ranks,
+                wave_stride=MAX_RANKS,
+                experts=local,
+                waves=self._waves(local),
+            ).to(self._memory.device)
+        return self._ready_words[local]
+
+    def _waves(self, local: int) -> int:
+        """Of tokens on their way to a rank's experts."""
+        return min(WAVES, local) if self.overlaps else 1
+
+    def restart(self) -> None:
+        """Take the buffers from the first one on again; all ranks have met on their streams."""
+        self._next = 0
+
+    def release(self) -> None:
+        """Let the memory go, though something may still refer to the exchange."""
+        self._rows.clear()
+        self._side.clear()
+        self._ready_words.clear()
+        del self._memory
+
+    def timed_out(self) -> tuple[int, int, int] | None:
+        """Rank, epoch and the last epoch that it reached, if a wait for it timed out."""
+        who, epoch, found, _ = self._buffers[0].report.tolist()
+        return (who - 1, epoch, found) if who else None

@@ -1,0 +1,310 @@
+"""The transfers of one call of an MoE layer over `symm`, and their places in autograd.
+
+A call is made of four functions, each of which starts a transfer in one pass and ends one in the
+other:
+
+                Dispatch        Receive        (experts)    SendBack       Collect
+    forward     starts tokens   waits for them              starts sums    waits for them, adds
+    backward    waits, adds     starts their                waits for      starts gradients
+                                gradients                   them           of sums
+
+Where transfers overlap the experts' kernels (`MoETransfers.overlaps`), the experts start and wait
+for some of them instead.
+
+Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows, S expert
+rows, F expert width.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
+from phalanx.kernels.sm90.exchange.peer_buffers import padded, unpadded
+
+if TYPE_CHECKING:
+    from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
+    from phalanx.kernels.sm90.exchange.tile_progress import TileSignal
+
+
+class InFlight:
+    """One of the transfers of a layer, from its start until it has been waited for."""
+
+    def __init__(self, exchange: "Exchange") -> None:
+        self._exchange = exchange
+        self._transfer: Transfer | None = None
+
+    def put(self, transfer: "Transfer") -> "Transfer":
+        """Note that it has been started."""
+        self._transfer = transfer
+        return transfer
+
+    @property
+    def started(self) -> bool:
+        """It has been started and not been waited for."""
+        return self._transfer is not None
+
+    def get(self) -> "Transfer":
+        """The transfer, which has been started and not been waited for."""
+        assert self._transfer is not None
+        return self._transfer
+
+    def wait_side(self) -> "Transfer":
+        """Wait for its side data; kernels wait for its rows from then on."""
+        transfer = self.get()
+        self._exchange.wait(transfer, side_only=True)
+        return transfer
+
+    def wait(self) -> "Transfer":
+        """Wait for all of it."""
+        transfer = self.get()
+        self._transfer = None
+        self._exchange.wait(transfer)
+        return transfer
+
+
+class MoETransfers:
+    """The transfers of one call of a layer: tokens, sums, and their gradients.
+
+    With `overlaps` it is the `kernels.expert_mlp.autograd.Overlap` of the experts.
+
+    Args:
+        exchange: of the group.
+        idx_TK: experts of this rank's tokens.
+        local: experts of a rank.
+        overlaps: the experts' kernels run beside the pushes.
+        keep: received tokens are copied for the backward pass rather than sent again.
+    """
+
+    def __init__(
+        self, exchange: "Exchange", idx_TK: Tensor, local: int, *, overlaps: bool, keep: bool
+    ) -> None:
+        self.exchange, self.idx_TK, self.local = exchange, idx_TK, local
+        self.overlaps, self.keep = overlaps, keep
+        self.tokens_out = InFlight(exchange)
+        """Tokens to their experts' ranks, in the forward pass and once more in the backward."""
+        self.sums_back = InFlight(exchange)
+        """Sums of expert rows to their tokens' ranks."""
+        self.sum_grads_out = InFlight(exchange)
+        """Gradients of sums to the experts' ranks."""
+        self.token_grads_back = InFlight(exchange)
+        """Gradients of tokens, and as side data of probabilities, to the tokens' ranks."""
+        self.sums_TR: Tensor
+        """Where a token's sums arrive."""
+        self.idx_NK: Tensor
+        """Experts of received rows."""
+        self.again: Tensor
+        """For the backward pass: this rank's tokens, to be sent again, or received ones."""
+        self._fc2: tuple[TileSignal, ExpertPlan, torch.cuda.Event]
+        self._send_rest: Callable[[], None]
+
+    def send_out(self, rows_TD: Tensor, side: Tensor | None = None, *, all_sms: bool) -> "Transfer":
+        """Push rows of tokens to their experts' ranks."""
+        side = rows_TD.new_empty(0) if side is None else side
+        return self.exchange.start(rows_TD, self.idx_TK, side, self.local, all_sms=all_sms)
+
+    def send_back(self, rows_ND: Tensor, side: Tensor, *, all_sms: bool) -> "Transfer":
+        """Push received rows, or what became of them, to their tokens' ranks."""
+        how = dict(back=True, all_sms=all_sms)
+        return self.exchange.start(rows_ND, self.idx_NK, side, self.local, **how)
+
+    def rows(self, transfer: "Transfer") -> Tensor:
+        """[N, D], where they arrive."""
+        rows_ND = self.exchange.rows(transfer)
+        return rows_ND.view_as(rows_ND)
+
+    def side(self, transfer: "Transfer", size: int) -> Tensor:
+        """Blocks of `size` int32 from all ranks: [R, size]."""
+        return unpadded(self.exchange.side(transfer), self.exchange.ranks, size)
+
+    # --- overlapped with the experts' kernels -----------------------------------------------------
+
+    @property
+    def ready(self) -> Tensor:
+        """What kernels wait for that read rows of tokens, or of the gradient of their sums."""
+        return self.exchange.ready_words(self.local)
+
+    def start_sums(self, a_SF: Tensor, hidden: int, plan: ExpertPlan, training: bool) -> Any:
+        """Before fc2 of a, whose sums are going to leave as it makes them; its tile signal."""
+        tokens = self.tokens_out.wait()
+        if self.keep and training:
+            self.again = self.rows(tokens).clone()
+        y_SD = a_SF.new_empty(a_SF.shape[0], hidden)
+        signal = self.exchange.tile_signal(y_SD, a_SF.shape[1], self.local)
+        self._fc2 = signal, plan, torch.cuda.current_stream().record_event()
+        return signal
+
+    def finish_sums(self) -> Tensor:
+        """After the launch of fc2: its sums begin to leave."""
+        signal, plan, before = self._fc2
+        assert plan.row_index_S is not None and plan.inverse_NK is not None
+        how = (plan.row_index_S, plan.inverse_NK, plan.offsets, before)
+        transfer, self._send_rest = self.exchange.send_sums(signal, *how)
+        del self._fc2
+        return self.rows(self.sums_back.put(transfer))
+
+    def send_rest(self) -> None:
+        """Send the sums that are left when the experts, and what runs meanwhile, have finished."""
+        self._send_rest()
+        del self._send_rest  # which keeps what fc2 has made
+
+    def send_gradient(
+        self, dx_SD: Tensor | None, dprob_NK: Tensor | None, plan: ExpertPlan
+    ) -> Tensor | None:
+        """Gradients of received tokens and of their probabilities go back, if there are any.
+
+        That of the sums is not waited for any more.
+        """
+        self.sum_grads_out.wait()
+        if dx_SD is None:
+            return None
+        assert plan.row_index_S is not None and plan.inverse_NK is not None
+        of = (plan.row_index_S, plan.inverse_NK, plan.offsets)
+        transfer = self.exchange.send_gradient(dx_SD, *of, self._side_of(dprob_NK))
+        self.exchange.wait_running(self.token_grads_back.put(transfer))
+        return self.rows(transfer)
+
+    def tokens(self) -> Tensor:
+        """Received tokens in the backward pass."""
+        return self.again if self.keep else self.rows(self.tokens_out.wait())
+
+    def return_gradient(self, grad_ND: Tensor, grad_NK: Tensor | None) -> None:
+        """Gradients of received tokens and probabilities begin to go back, if they have not yet.
+
+        Raises:
+            RuntimeError: something else than the experts has read received tokens.
+        """
+        back = self.token_grads_back
+        if not back.started:
+            back.put(self.send_back(grad_ND, self._side_of(grad_NK), all_sms=True))
+        elif self.rows(back.get()).data_ptr() != grad_ND.data_ptr():
+            raise RuntimeError("received tokens have another reader than the experts")
+
+    def _side_of(self, grad_NK: Tensor | None) -> Tensor:
+        if grad_NK is None:
+            grad_NK = torch.zeros_like(self.idx_NK, dtype=torch.float32)
+        return padded(grad_NK.view(torch.int32).view(self.exchange.ranks, -1))
+
+
+class Dispatch(torch.autograd.Function):
+    """Start of tokens and routing; backward, end of their gradients' way, and their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, prob_TK: Tensor, call: MoETransfers) -> Tensor:
+        how = dict(ranks=call.exchange.ranks, local=call.local)
+        side, call.sums_TR = pack_routing(call.idx_TK, prob_TK.contiguous(), **how)
+        transfer = call.tokens_out.put(call.send_out(x_TD, side, all_sms=not call.overlaps))
+        call.again, ctx.call = x_TD.detach(), call
+        return call.rows(transfer)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        from phalanx.kernels.sm90.experts.combine import combine
+
+        call: MoETransfers = ctx.call
+        R, (T, K) = call.exchange.ranks, call.idx_TK.shape
+        transfer = call.token_grads_back.wait()
+        probs_RTK = call.side(transfer, T * K).view(torch.float32).view(R, T, K)
+        return combine(call.rows(transfer), call.sums_TR), block_sum(probs_RTK), None
+
+
+class Receive(torch.autograd.Function):
+    """Received routing, and rows, or where kernels wait for them; backward, start of their
+    gradients' way, unless the experts' kernels have started it."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, call: MoETransfers) -> tuple[Tensor, Tensor, Tensor]:
+        T, K = call.idx_TK.shape
+        tokens = call.tokens_out
+        transfer = tokens.wait_side() if call.overlaps else tokens.wait()
+        call.idx_NK, prob_NK = unpack_routing(call.side(transfer, routing_size(T, K)), T, K)
+        ctx.call = call
+        ctx.mark_non_differentiable(call.idx_NK)
+        ctx.set_materialize_grads(False)
+        return call.rows(transfer), call.idx_NK, prob_NK
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_ND: Tensor, _: None, grad_NK: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.call.return_gradient(grad_ND, grad_NK)
+        return grad_ND, None
+
+
+class SendBack(torch.autograd.Function):
+    """Start of the sums' way back, unless the experts' kernels have started it; backward, end of
+    their gradient's."""
+
+    @staticmethod
+    def forward(ctx: Any, out_ND: Tensor, call: MoETransfers, all_sms: bool) -> Tensor:
+        ctx.call = call
+        if not call.overlaps:
+            sums = call.send_back(out_ND, out_ND.new_empty(0), all_sms=all_sms)
+            return call.rows(call.sums_back.put(sums))
+        where = call.rows(call.sums_back.get())
+        if out_ND.data_ptr() != where.data_ptr():
+            raise RuntimeError("sums of experts have another reader than `combine`")
+        return where
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        call: MoETransfers = ctx.call
+        if not call.overlaps:
+            call.sum_grads_out.wait()
+            return grad_ND, None, None
+        call.sum_grads_out.wait_side()
+        if not call.keep:
+            call.tokens_out.put(call.send_out(call.again, all_sms=False))
+        return grad_ND, None, None
+
+
+class Collect(torch.autograd.Function):
+    """End of the sums' way back, which adds them and more; backward, start of the gradient's."""
+
+    @staticmethod
+    def forward(ctx: Any, sums_ND: Tensor, more_TD: Tensor | None, call: MoETransfers) -> Tensor:
+        from phalanx.kernels.sm90.experts.combine import combine
+
+        ctx.call, ctx.sums_only = call, more_TD is None
+        if call.overlaps:
+            call.send_rest()
+        return combine(call.rows(call.sums_back.wait()), call.sums_TR, more_ND=more_TD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        call: MoETransfers = ctx.call
+        all_sms = ctx.sums_only and not call.overlaps
+        transfer = call.sum_grads_out.put(call.send_out(grad_TD, all_sms=all_sms))
+        return call.rows(transfer), None if ctx.sums_only else grad_TD, None
+
+
+@contextmanager
+def saving(rows_ND: Tensor, call: MoETransfers) -> Iterator[None]:
+    """Context of the experts: received rows that they save are sent again when wanted, or copied.
+
+    Their buffer is taken by other exchanges before the backward pass.
+    """
+
+    def pack(saved: Tensor) -> Tensor | None:
+        if saved.data_ptr() != rows_ND.data_ptr() or saved.shape != rows_ND.shape:
+            return saved
+        return saved.clone() if call.keep else None
+
+    def unpack(stored: Tensor | None) -> Tensor:
+        if stored is not None:
+            return stored
+        call.tokens_out.put(call.send_out(call.again, all_sms=True))
+        return call.rows(call.tokens_out.wait())
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

@@ -1,0 +1,68 @@
+"""Changes of Megatron-Core's objects, one function each, with what it would do without.
+
+Names of Megatron-Core 0.19.2; `parallel.megatron.version` refuses others.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig
+from phalanx.kernels.expert_mlp import main_grad
+
+
+@contextmanager
+def results_to(queue: Any) -> Iterator[None]:
+    """Inside, checkpoint saves that are planned take their writer's results from `queue`.
+
+    Megatron-Core would start a server process, which imports the main script again, only to bring
+    the results back. All that it calls of the queue is `get_nowait`.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = None
+
+
+def without_masters(settings: OptimizerConfig) -> None:
+    """Have a distributed optimizer keep no fp32 masters: `parallel.megatron.adam` keeps the bits
+    that bf16 weights lack.
+
+    Set after the checks of OptimizerConfig, which ask for Transformer Engine's FusedAdam.
+    """
+    settings.use_precision_aware_optimizer = True
+    settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+
+
+def replace_first_gradients(chunk: DistributedDataParallel) -> None:
+    """Have the first gradient of a step replace the last step's, where the experts write them all.
+
+    Megatron-Core would clear most of the gradients before each step.
+    """
+    for buffer in chunk.expert_parallel_buffers:
+        writes = (getattr(p, "adds_to_main_grad", False) for p in buffer.params)
+        taken = (main_grad.takes(p) for p in buffer.params)
+        if all(writes) and all(taken) and not buffer.extra_main_grads:
+            buffer.reset = partial(main_grad.replace_next, buffer.params)
+
+
+def scale_in_loss(chunks: Sequence[DistributedDataParallel]) -> Callable[[Any], Any] | None:
+    """What Megatron-Core is to scale losses by, in place of gradients before they are reduced.
+
+    It divides by the number of data parallel ranks in a pass over all gradients; the same factor
+    on the loss costs nothing, and for powers of two has the same bits. None where buckets differ.
+    """
+    buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    factors = {bucket.gradient_scaling_factor for bucket in buckets}
+    if len(factors) != 1 or factors == {1.0}:
+        return None
+    (factor,) = factors
+    for bucket in buckets:
+        bucket.gradient_scaling_factor = 1.0
+    return lambda loss: loss * factor

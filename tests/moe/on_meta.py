@@ -1,0 +1,27 @@
+"""Models without memory."""
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class OnMeta(TorchFunctionMode):
+    """Inside, new tensors are on the meta device: to count the parameters of any model."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if "device" in kwargs or func in _FACTORIES:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
+            return args[0]
+        return func(*args, **kwargs)
+
+
+_FACTORIES = (
+    torch.empty,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.randn,
+    torch.rand,
+    torch.tensor,
+)
