@@ -7,6 +7,7 @@ nothing is written, no folder is entered and logging stays ours, however many ra
 
 import argparse
 import difflib
+import functools
 import os
 import re
 import sys
@@ -118,7 +119,7 @@ def compose(overrides: Sequence[str]) -> Composed:
     mistakes = [visible(line) for line in _mistakes(overrides)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    ConfigStore.instance().store(name="schema", node=Config)
+    _schema()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
             tree = hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
@@ -129,6 +130,12 @@ def compose(overrides: Sequence[str]) -> Composed:
     OmegaConf.set_struct(tree, False)
     del tree["hydra"]
     return Composed(tree, {group: chosen[group] for group in GROUPS if chosen.get(group)})
+
+
+@functools.cache
+def _schema() -> None:
+    """Let Hydra know `Config`, which config.yaml begins with."""
+    ConfigStore.instance().store(name="schema", node=Config)
 
 
 def options(group: str) -> list[str]:
@@ -215,19 +222,20 @@ def _leave(text: str, code: int = 0, everyone: bool = False) -> NoReturn:
 def _mistakes(words: Sequence[str]) -> Iterator[str]:
     """What is wrong with the words of a command line."""
     left, names = list(words), (*knobs(), *GROUPS)
+    tree = OmegaConf.structured(Config)  # takes longer to make than all values take to try in it
     while left:
         name = left.pop(0)
         sign = left[:1] == ["="]
         value = left[int(sign)] if name in names and len(left) > sign else "="
         if "=" in value or value in names:
-            yield from _check(name)
+            yield from _check(name, tree)
         else:
             del left[: 1 + sign]
             yield f"{name}{' =' * sign} {value}: write {name}={value}, as one word"
 
 
-def _check(text: str) -> list[str]:
-    """What is wrong with one override, judged by itself."""
+def _check(text: str, tree: DictConfig) -> list[str]:
+    """What is wrong with one override, judged by itself; its value is tried in `tree`."""
     if "=" not in text and not text.startswith("~"):
         example = f", as in {text}={_example(text)}" if text in knobs() else ""
         return [f"{text}: expected <knob>=<value> or <group>=<option>{example}"]
@@ -243,7 +251,7 @@ def _check(text: str) -> list[str]:
         return [f"{text}: all knobs exist already; write <knob>=<value>, without +, ++ or ~"]
     if override.is_sweep_override():
         return [f"{text}: one value at a time; {_expected(key) if key in knobs() else 'no sweeps'}"]
-    return _check_option(override) if key in GROUPS else _check_value(override)
+    return _check_option(override) if key in GROUPS else _check_value(override, tree)
 
 
 def _check_option(override: Override) -> list[str]:
@@ -259,7 +267,7 @@ def _check_option(override: Override) -> list[str]:
     return [f"{group}={option}: no such option{meant} (options: {', '.join(known)})"]
 
 
-def _check_value(override: Override) -> list[str]:
+def _check_value(override: Override, tree: DictConfig) -> list[str]:
     key, value = override.key_or_group, override.value()
     if key in sections() and not isinstance(value, dict):
         inner = next(path for path in knobs() if path.startswith(f"{key}."))
@@ -267,7 +275,7 @@ def _check_value(override: Override) -> list[str]:
     if key not in knobs() and key not in sections():
         return [f"{key}: no such knob{did_you_mean(suggest(key))}"]
     try:
-        OmegaConf.update(OmegaConf.structured(Config), key, value)
+        OmegaConf.update(tree, key, value)
     except (ValidationError, OverflowError) as error:
         wrong = f"{override.input_line}: {_expected(key)}"
         return [wrong if key in knobs() else _explain(error)]

@@ -6,6 +6,8 @@ Both kinds carry TFLOP/s by the convention of moe.estimate.accounting, so that t
 `python -m configs.records` prints them all as a table.
 """
 
+import copy
+import functools
 import shlex
 import sys
 from collections.abc import Sequence
@@ -137,7 +139,7 @@ def configured(record: Record) -> tuple[Config, int]:
     """
     if isinstance(record, Own):
         ranks, overrides = launch(record.command)
-        return load(overrides), ranks
+        return copy.deepcopy(_loaded(*overrides)), ranks
     assert isinstance(record, Published)
     micro = record.micro_batch or 1
     data = {
@@ -149,7 +151,14 @@ def configured(record: Record) -> tuple[Config, int]:
         "model.moe.router.force_balance": str(record.routing == "forced").lower(),
     }
     given = [f"{knob}={value}" for knob, value in data.items()]
-    return load([f"model={record.model}", *given, *record.overrides, *record.settings]), record.gpus
+    overrides = [f"model={record.model}", *given, *record.overrides, *record.settings]
+    return copy.deepcopy(_loaded(*overrides)), record.gpus
+
+
+@functools.cache
+def _loaded(*overrides: str) -> Config:
+    """Composed once, as a page of a dry run asks for several records and a report for all."""
+    return load(overrides)
 
 
 def write(record: Own, path: Path) -> None:

@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def refuse(where: Path) -> Refusal:
     return None
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -110,14 +111,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--list", action="store_true", help="say what is cached and what is missing, build nothing"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: must be at least 1")
     return args
 
 
-def main() -> int:
-    args = arguments()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
 
     from phalanx.kernels.sm90.jit.launch import entry_name
     from phalanx.kernels.sm90.jit.shipped import SHIPPED

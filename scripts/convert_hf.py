@@ -5,6 +5,8 @@ One process, no GPU, and memory for a piece of a tensor at a time, however large
 """
 
 import argparse
+import copy
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -146,7 +148,7 @@ def configured(found: dict[str, Any], option: str | None) -> tuple[Config, list[
     """
     tried = []
     for name in [option] if option else options("model"):
-        cfg = load([f"model={name}", "data=synthetic"])  # which goes with any vocabulary
+        cfg = copy.deepcopy(_option(name))
         wanted = {f"model.{knob}": value for knob, value in found.items()}
         if found["attention.kind"] == "mla" and not cfg.model.moe.router.bias_rate:
             wanted["model.moe.router.bias_rate"] = 1e-3  # there is a bias, and this is DeepSeek's
@@ -156,6 +158,12 @@ def configured(found: dict[str, Any], option: str | None) -> tuple[Config, list[
     for knob, value in changed.items():
         put(cfg, knob, value)
     return cfg, [f"model={name}", *(f"{knob}={written(v)}" for knob, v in changed.items())]
+
+
+@functools.cache
+def _option(name: str) -> Config:
+    """That of an option of configs/model, on data that goes with any vocabulary."""
+    return load([f"model={name}", "data=synthetic"])
 
 
 def said(cfg: Config, found: dict[str, Any]) -> str:

@@ -41,6 +41,8 @@ class _CudaMeansCpu(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if not kwargs and func not in _ANSWERED:  # nearly all calls
+            return func(*args)
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
@@ -53,6 +55,10 @@ class _CudaMeansCpu(TorchFunctionMode):
         if _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         return func(*args, **kwargs)
+
+
+_ANSWERED = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to})
+"""Functions that `_CudaMeansCpu` looks at even if they have no keyword arguments."""
 
 
 def _names_cuda(device: object) -> bool:

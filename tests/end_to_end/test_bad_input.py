@@ -5,6 +5,7 @@ it, with the answers, as a table.
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from phalanx.configs import load
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, announced, run, text, write_corpus
 
@@ -100,10 +102,17 @@ def far_tokens(folder: Path) -> None:
     corpus(folder, documents=[[7] * 40, [7, 300] * 20, [7] * 40])
 
 
+@functools.cache
+def sound() -> tempfile.TemporaryDirectory[str]:
+    """A folder of a run of two steps, which is copied by all who need one."""
+    folder = tempfile.TemporaryDirectory()
+    assert answer([*TINY, "data=synthetic", f"run.dir={folder.name}/runs"], {}).code == 0
+    return folder
+
+
 def trained(folder: Path, change: Prepare = lambda _: None) -> None:
     """A run of two steps, damaged."""
-    args = [*TINY, "data=synthetic", f"run.dir={folder / 'runs'}"]
-    assert answer(args, {}).code == 0
+    shutil.copytree(f"{sound().name}/runs", folder / "runs")
     change(folder / "runs/run/checkpoints/step_00000002")
 
 
@@ -361,16 +370,30 @@ class Answer(NamedTuple):
     err: str
 
 
+Ask = Callable[[list[str], dict[str, str], Path | None], Answer]
+"""Arguments, environment, and a folder with YAML files beside ours -> what is answered."""
+
+
 def answer(args: list[str], env: dict[str, str], folder: Path | None = None) -> Answer:
-    """`train.py` in this process, with YAML files of `folder` beside ours."""
+    """Of `train.py`, on a rank."""
     (found,) = run_distributed(_answer, 1, args, env, folder)
     return found
 
 
 def _answer(args: list[str], env: dict[str, str], folder: Path | None) -> Answer:
     from phalanx import train
-    from phalanx.configs import load
 
+    return _asked(train.main, args, env, folder)
+
+
+def refusal(args: list[str], env: dict[str, str], folder: Path | None = None) -> Answer:
+    """Of what `train.py` does first, in this process; the code is None if it would go on."""
+    return _asked(lambda args: load.from_argv(args) and None, args, env, folder)
+
+
+def _asked(
+    main: Callable[[list[str]], object], args: list[str], env: dict[str, str], folder: Path | None
+) -> Answer:
     before, ours = dict(os.environ), load.FOLDER
     out, err = io.StringIO(), io.StringIO()
     os.environ.update(env)
@@ -380,7 +403,7 @@ def _answer(args: list[str], env: dict[str, str], folder: Path | None) -> Answer
         load.FOLDER = folder / "configs"
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            return Answer(train.main(args), out.getvalue(), err.getvalue())
+            return Answer(main(args), out.getvalue(), err.getvalue())
     except SystemExit as end:
         return Answer(end.code, out.getvalue(), err.getvalue())
     finally:
@@ -389,7 +412,7 @@ def _answer(args: list[str], env: dict[str, str], folder: Path | None) -> Answer
         os.environ.update(before)
 
 
-def tried(case: Case, folder: Path) -> Answer:
+def tried(case: Case, folder: Path, ask: Ask = answer) -> Answer:
     """What a case answers."""
     if case.files is not None:
         case.files(folder)
@@ -398,7 +421,7 @@ def tried(case: Case, folder: Path) -> Answer:
     keys = {arg.partition("=")[0] for arg in args}
     base = [arg for arg in TINY if arg.partition("=")[0] not in keys]
     unique = {arg.partition("=")[0]: arg for arg in args}
-    return answer([*base, *unique.values()], dict(case.env), folder)
+    return ask([*base, *unique.values()], dict(case.env), folder)
 
 
 def left(folder: Path) -> set[str]:
@@ -410,8 +433,29 @@ def test_there_are_enough() -> None:
     assert len(CASES) >= 60 and set(SHOWN) <= set(CASES)
 
 
+LATE = [
+    *["more than the host has", "no GPU", "kernels that cannot run", "run folder below a file"],
+    *["read-only run folder", "long run on test data", "RANK beyond"],
+]
+"""What the command line alone does not show, beside what is wrong with data and checkpoints."""
+EARLY = [
+    name
+    for name in CASES
+    if not name.startswith(("data: ", "resume: ")) and name not in (*LATE, *SHOWN)
+]
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_a_bad_command_line(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    found = tried(case, tmp_path, refusal)
+    (line,) = found.err.splitlines()
+    assert (found.code, found.out) == (case.code, "")
+    assert line.startswith("error: ") and case.cause in line and case.fix in line
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EARLY])
 def test_bad_input(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     found = tried(case, tmp_path)

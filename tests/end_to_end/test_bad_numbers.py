@@ -129,7 +129,7 @@ def sound(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("bad", [LOSS, INF])
+@pytest.mark.parametrize("bad", [LOSS, pytest.param(INF, marks=pytest.mark.slow)])
 def test_stop(command: list[str], tmp_path: Path, sound: list[Any], bad: Bad) -> None:
     more = [f"run.dir={tmp_path}", "run.save_interval=1"]
     ranks = run(2, [*command, *more], partial(spoilt, bad={3: bad}))
@@ -177,7 +177,7 @@ def test_too_many_skips_end_the_run(command: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("async_save", ["off", "on"])
+@pytest.mark.parametrize("async_save", [pytest.param("off", marks=pytest.mark.slow), "on"])
 def test_roll_back(command: list[str], tmp_path: Path, sound: list[Any], async_save: str) -> None:
     """Step 4 is bad: back to the checkpoint of step 2, on with the samples behind step 4."""
     more = [f"run.dir={tmp_path}", "run.save_interval=2", f"run.async_save={async_save}"]

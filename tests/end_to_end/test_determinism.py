@@ -106,18 +106,18 @@ def last_state(rank: int) -> Iterator[dict[str, Any]]:
 
 
 def test_twice_and_resumed(corpus: list[str], tmp_path: Path) -> None:
-    """20 steps on two ranks twice, and 10 and 10: losses, gradient norms and the whole state."""
+    """8 steps on two ranks twice, and 4 and 4: losses, gradient norms and the whole state."""
     command = [*corpus, *DEEPSEEK, "run.skip_spikes=6"]
-    once = run(2, [*command, "run.steps=20", f"run.dir={tmp_path / 'a'}"], last_state)
-    twice = run(2, [*command, "run.steps=20", f"run.dir={tmp_path / 'b'}"], last_state)
-    run(2, [*command, "run.steps=10", f"run.dir={tmp_path / 'c'}"], last_state)
-    again = run(2, [*command, "run.steps=20", f"run.dir={tmp_path / 'c'}"], last_state)
+    once = run(2, [*command, "run.steps=8", f"run.dir={tmp_path / 'a'}"], last_state)
+    twice = run(2, [*command, "run.steps=8", f"run.dir={tmp_path / 'b'}"], last_state)
+    run(2, [*command, "run.steps=4", f"run.dir={tmp_path / 'c'}"], last_state)
+    again = run(2, [*command, "run.steps=8", f"run.dir={tmp_path / 'c'}"], last_state)
     found = [exact(records(tmp_path / name / "run")) for name in "abc"]
-    assert len(found[0]) == 20 and found[0] == found[1] == found[2]
+    assert len(found[0]) == 8 and found[0] == found[1] == found[2]
     for rank in (0, 1):
         first = once[rank].seen
-        assert first["cursor"] == {"consumed_samples": 160}
-        assert len(first["health"]["seen"]["loss"]) == 20
+        assert first["cursor"] == {"consumed_samples": 64}
+        assert len(first["health"]["seen"]["loss"]) == 8
         assert twice[rank].seen == first
         assert again[rank].seen == first
     assert once[0].seen["moments"] != once[1].seen["moments"], "ranks hold shards of their own"

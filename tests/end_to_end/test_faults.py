@@ -28,7 +28,7 @@ from tests.end_to_end.test_scripts import BIN, ENVIRONMENT, ROOT, started
 from tests.support.launch import Launch, at_step
 from tests.support.runs import SMALL, before_step, exact, records, run
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
 TIMEOUT = 3
 SLACK = 1.0
@@ -165,7 +165,13 @@ def check_named(launch: Launch, culprit: int, codes: list[int | None], when: Pat
 
 @pytest.mark.parametrize(
     ("phase", "culprit"),
-    [("groups", 1), ("groups", 0), ("model", 1), ("data", 0), ("checkpoint", 1), ("first step", 0)],
+    [
+        *[("groups", 1), ("model", 1), ("first step", 0)],
+        *[
+            pytest.param(phase, rank, marks=pytest.mark.slow)
+            for phase, rank in (("groups", 0), ("data", 0), ("checkpoint", 1))
+        ],
+    ],
 )
 def test_a_rank_killed_while_the_others_start_is_named(
     phase: str, culprit: int, tmp_path: Path
@@ -179,7 +185,7 @@ def test_a_rank_killed_while_the_others_start_is_named(
     print(f"{phase}, rank {culprit}: all ended after {took:.2f} s")
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_that_cannot_run_python_end_as_well(culprit: int, tmp_path: Path) -> None:
     """No thread and no signal handler of theirs runs: compilers, drivers."""
     when, other = tmp_path / "when", 1 - culprit
@@ -275,12 +281,12 @@ def test_a_wait_for_tokens_in_vain_names_the_rank_that_did_not_come(
 
 
 def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    command = [*TINY, "run.steps=40", "run.save_interval=5"]
+    command = [*TINY, "run.steps=16", "run.save_interval=4"]
     launch = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "2"]
     launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "train.py"]
     folder = tmp_path / "run"
     with started(*launch, *command, f"run.dir={tmp_path}") as process:
-        while not (folder / "checkpoints/step_00000005").exists():
+        while not (folder / "checkpoints/step_00000004").exists():
             assert process.poll() is None
             time.sleep(0.05)
         children = psutil.Process(process.pid).children(recursive=True)

@@ -17,7 +17,7 @@ from tests.support.runs import SMALL, exact, records, run
 
 pytestmark = pytest.mark.dist
 
-STEPS = 22
+STEPS = 12
 MODELS = {
     "tiny_gpt_oss": ["model=tiny_gpt_oss", "model.attention.head_dim=8"],
     "tiny_deepseek": [

@@ -73,7 +73,10 @@ MOMENTS = {
     "the last step": (STEP, STEPS, [TERM], STEPS),
     "the last save": (SAVE, 2, [TERM], STEPS),
 }
-RARE = ("the start, in the model", "a step, SIGINT", "a step, one of each", "the last save")
+RARE = [
+    *["the start, in the model", "the first step", "a step, SIGINT", "a step, SIGUSR1"],
+    *["a step, SIGTERM twice", "a step, one of each", "the last save"],
+]
 
 
 @pytest.fixture(scope="module")

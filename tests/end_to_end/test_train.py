@@ -72,7 +72,7 @@ def stopped(rank: int, *, at: int, only: int) -> Iterator[None]:
 # --- learning, and what is told of it -------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=FULL)
+@pytest.fixture(scope="module", params=[pytest.param(FULL[0], marks=pytest.mark.slow), *FULL[1:]])
 def whole(
     request: pytest.FixtureRequest, corpus: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[str], Path, Rank]:
@@ -289,7 +289,7 @@ def test_a_run_moves_between_layouts(corpus: list[str], tmp_path: Path) -> None:
 # --- a step that is run again, and one that must not be -------------------------------------------
 
 
-@pytest.mark.parametrize("model", FULL)
+@pytest.mark.parametrize("model", [pytest.param(FULL[0], marks=pytest.mark.slow), *FULL[1:]])
 def test_a_step_that_overflows_is_run_again_and_changes_nothing(
     corpus: list[str], tmp_path: Path, model: str
 ) -> None:
@@ -339,7 +339,7 @@ def not_finite(rank: int, *, at: int, where: str) -> Iterator[list[bool]]:
         computing.mean_loss, trainer.Trainer._train_step = mean_loss, step  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("where", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
 def test_a_step_that_is_not_finite_ends_the_run_before_the_update(
     corpus: list[str], tmp_path: Path, where: str
 ) -> None:

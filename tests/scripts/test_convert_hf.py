@@ -55,7 +55,7 @@ def qwen3(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = qwen3(tmp_path / "theirs", router_aux_loss_coef=0.03, eos_token_id=9)
     done = convert("import", folder, tmp_path / "step")
     assert done.returncode == 0, done.stderr
@@ -69,23 +69,25 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert "model.moe.router.aux_loss=0.03" in overrides
     assert {"optim.lr=0.002", "data.source=embedded", "run.steps=80"} <= set(left.split())
     assert "model.moe.router.global_aux_loss=0.0" in left and "bias_rate" not in left
-    done = convert("export", tmp_path / "step", tmp_path / "back", "--dtype", "fp32")
-    assert done.returncode == 0, done.stderr
-    assert "  eos_token_id=9\n  not known, left empty: bos_token_id, pad_token_id" in done.stdout
+    export = ["export", str(tmp_path / "step"), str(tmp_path / "back"), "--dtype", "fp32"]
+    assert convert_hf.main(export) == 0
+    printed = capsys.readouterr().out
+    assert "  eos_token_id=9\n  not known, left empty: bos_token_id, pad_token_id" in printed
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
     theirs, back = tensors(folder), tensors(tmp_path / "back")
     assert theirs.keys() == back.keys()
     assert all(torch.equal(theirs[name].float(), back[name]) for name in theirs)
 
 
-def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
-    done = convert("import", tmp_path / "none", tmp_path / "step")
-    assert done.returncode == 1
-    assert done.stderr == f"convert_hf: {tmp_path / 'none' / 'config.json'} is missing\n"
+def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = str(tmp_path / "step")
+    assert convert_hf.main(["import", str(tmp_path / "none"), step]) == 1
+    said = capsys.readouterr().err
+    assert said == f"convert_hf: {tmp_path / 'none' / 'config.json'} is missing\n"
     folder = qwen3(tmp_path / "theirs", num_experts_per_tok=9)
-    done = convert("import", folder, tmp_path / "step", "--model", "tiny")
-    assert done.returncode == 1
-    assert done.stderr.startswith("convert_hf: model.moe.top_k=9 is more than experts=8")
+    assert convert_hf.main(["import", str(folder), step, "--model", "tiny"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("convert_hf: model.moe.top_k=9 is more than experts=8")
     assert not (tmp_path / "step").exists()
 
 

@@ -9,6 +9,7 @@ call starts a new one.
 import atexit
 import faulthandler
 import functools
+import gc
 import os
 import pickle
 import sys
@@ -24,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOAD = ("torch.distributed", "megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
+_MEGATRON = ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
+_TRAINING = ("phalanx.configs.load", "phalanx.moe.training.trainer", "train")
 
 
 _MOST_THREADS = 150
@@ -57,6 +59,24 @@ def run_distributed(
         raise
 
 
+def forkserver() -> Any:
+    """Starts processes that are forked with the imports of a run done, where this process has made
+    the slowest of them itself."""
+    context = get_context("forkserver")
+    known = [m for m in _MEGATRON if m in sys.modules]
+    context.set_forkserver_preload(["torch.distributed", *known, *(_TRAINING if known else ())])
+    return context
+
+
+def keep_imports() -> None:
+    """Spare the collections that a run makes the half million objects of imported modules.
+
+    A run freezes and unfreezes all objects; that would give them back.
+    """
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
+
+
 class _Pool:
     def __init__(self, world_size: int) -> None:
         self._world, self._calls = world_size, 0
@@ -64,8 +84,7 @@ class _Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="gloo-ranks-")
 
     def _start(self) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload([m for m in _PRELOAD if m in sys.modules])
+        context = forkserver()
         for rank in range(self._world):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, rank, self._world))
@@ -128,6 +147,7 @@ def _pool(world_size: int) -> _Pool:
 
 def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
+    keep_imports()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     while True:

@@ -9,14 +9,13 @@ import contextlib
 import faulthandler
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from tests.support.distributed import _PRELOAD
+from tests.support.distributed import forkserver, keep_imports
 from tests.support.runs import Change
 
 
@@ -26,8 +25,7 @@ class Launch:
     def __init__(
         self, world: int, overrides: Sequence[str], folder: Path, change: Change | None = None
     ) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload([m for m in _PRELOAD if m in sys.modules])
+        context = forkserver()
         folder.mkdir(parents=True, exist_ok=True)
         self.files = [folder / f"{rank}.txt" for rank in range(world)]
         self.ended: dict[int, float] = {}
@@ -82,6 +80,7 @@ def _main(
     import torch
 
     torch.set_num_threads(1)
+    keep_imports()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
     out = open(file, "a", buffering=1)

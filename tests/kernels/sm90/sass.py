@@ -1,6 +1,7 @@
-"""Machine code of a kernel for sm_90a, made and read without a GPU."""
+"""Machine code of a kernel for sm_90a, made and read without a GPU, and remembered."""
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -10,33 +11,43 @@ from typing import Any
 import pytest
 
 from phalanx.kernels.sm90.jit.launch import compile_kernel
+from tests.kernels.sm90 import remembered
 
 
-def _tool(name: str) -> str:
+def tool(name: str) -> Path:
+    """A program of the CUDA toolkit; skips the test where there is none."""
     spec = importlib.util.find_spec("triton")  # ships a disassembler
     folders = [
         Path(p) / "backends/nvidia/bin" for p in (spec and spec.submodule_search_locations) or ()
     ]
-    found = shutil.which(name) or next(
-        (str(f / name) for f in folders if (f / name).exists()), None
-    )
-    return found or pytest.skip(f"needs {name}")
+    own = (f / name for f in folders if (f / name).exists())
+    found = shutil.which(name) or next(own, None)
+    return Path(found) if found else pytest.skip(f"needs {name}")
 
 
-def _run(tool: str, *args: str) -> str:
-    done = subprocess.run([_tool(tool), *args], capture_output=True, text=True, check=True)
+def run(name: str, *args: str) -> str:
+    """What a program of the CUDA toolkit prints."""
+    done = subprocess.run([tool(name), *args], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
+
+
+def disassembled(cubin: Path) -> tuple[str, str]:
+    """The instructions of a cubin, and what its kernels use of registers and memory."""
+    return run("nvdisasm", "-c", str(cubin)), run("cuobjdump", "-res-usage", str(cubin))
 
 
 class Sass:
     """The machine code of a configuration of a kernel."""
 
     def __init__(self, kernel: type, config: Any, folder: Path) -> None:
-        cubin = folder / "kernel.cubin"
-        made = compile_kernel(kernel, config, f"--keep-cubin --dump-dir {folder}")
-        cubin.write_bytes(made.artifacts.CUBIN)
-        self.text = _run("nvdisasm", "-c", str(cubin))
-        self.usage = _run("cuobjdump", "-res-usage", str(cubin))
+        def make() -> bytes:
+            cubin = folder / "kernel.cubin"
+            made = compile_kernel(kernel, config, f"--keep-cubin --dump-dir {folder}")
+            cubin.write_bytes(made.artifacts.CUBIN)
+            return json.dumps(disassembled(cubin)).encode()
+
+        made_by = ["machine code", tool("nvdisasm"), tool("cuobjdump")]
+        self.text, self.usage = json.loads(remembered.fetch(kernel, config, made_by, make))
 
     def count(self, pattern: str) -> int:
         return len(re.findall(pattern, self.text))

@@ -87,7 +87,13 @@ CASES = {
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "replicated experts" else name
+        for name in CASES
+    ],
+)
 def test_bf16_weights_are_bitwise_the_same(case: str) -> None:
     """Of the torch backend, which rounds to bf16 and adds in fp32 in both ways."""
     world, changes = CASES[case]
@@ -99,7 +105,7 @@ def test_bf16_weights_are_bitwise_the_same(case: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("reference", marks=pytest.mark.slow)])
 def test_biases_are_the_same_within_rounding(backend: str) -> None:
     changes = {"kernels.backend": backend, "run.precision": "fp32", "parallel.expert": 2}
     fused, plain = both(2, "tiny_gpt_oss", changes)

@@ -222,7 +222,9 @@ def test_layer(ranks: int, mode: str, recompute: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("mode", ["nearest", "up", "down"])
+@pytest.mark.parametrize(
+    "mode", ["nearest", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("up", "down"))]
+)
 def test_training(mode: str) -> None:
     """As without rounding, on tokens in which there is little to learn; an overflow is rerun."""
     overrides = ["model=tiny", "run.steps=4", "data.global_batch=4", "data.micro_batch=1"]

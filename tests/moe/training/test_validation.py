@@ -68,7 +68,13 @@ def test_a_source_has_the_loss_that_it_has_alone(
     assert alone["valid_loss"] == pytest.approx(mean, rel=LOSS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("data", "pipeline") else name
+        for name in LAYOUTS
+    ],
+)
 def test_layouts_agree(
     layout: str, alone: dict[str, float], sources: list[str], tmp_path: Path
 ) -> None:

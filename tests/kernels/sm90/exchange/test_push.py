@@ -63,15 +63,21 @@ def push(ranks: Ranks, rank: int, x: Tensor, table: Tensor, side: list[int], **h
     PUSH.PushKernel(config)(*memory, *shared, sizes, None)
 
 
-@pytest.mark.parametrize("ctas", [1, 2])
+SHAPES = [
+    (1, 5, 8, 2, 4, 1, False),
+    (2, 70, 24, 4, 6, 3, False),
+    (3, 9, 264, 3, 5, 8, False),
+    (2, 40, 16, 2, 3, 1, True),
+    (3, 7, 520, 4, 2, 1, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("R", "T", "D", "K", "local", "waves", "back"),
+    ("R", "T", "D", "K", "local", "waves", "back", "ctas"),
     [
-        (1, 5, 8, 2, 4, 1, False),
-        (2, 70, 24, 4, 6, 3, False),
-        (3, 9, 264, 3, 5, 8, False),
-        (2, 40, 16, 2, 3, 1, True),
-        (3, 7, 520, 4, 2, 1, True),
+        pytest.param(*shape, ctas, marks=() if (number + ctas) % 2 else pytest.mark.slow)
+        for number, shape in enumerate(SHAPES)
+        for ctas in (1, 2)
     ],
 )
 def test_every_row_lands_where_it_should_and_no_other(
@@ -202,7 +208,10 @@ class Sums:
         return {self.T + n % self.T: words(sums[n : n + 1]) for n in there}
 
 
-WAYS = pytest.mark.parametrize(("local", "bits", "waves"), [(37, 0, 4), (2, 3, 7), (3, 1, 5)])
+WAYS = pytest.mark.parametrize(
+    ("local", "bits", "waves"),
+    [(37, 0, 4), pytest.param(2, 3, 7, marks=pytest.mark.slow), (3, 1, 5)],
+)
 
 
 @WAYS

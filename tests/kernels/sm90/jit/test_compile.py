@@ -4,12 +4,11 @@ Worker processes compile the kernels; their CUDA runtime is that of `recording`,
 tell how each kernel would be launched. Kernels with a scheduler multiply, and are held to more.
 """
 
-import importlib.util
+import dataclasses
+import json
 import multiprocessing
 import os
 import re
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -28,7 +27,8 @@ from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.launch import compile_kernel
 from phalanx.kernels.sm90.jit.program import Program, export
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
-from tests.kernels.sm90 import recording
+from tests.kernels.sm90 import recording, remembered
+from tests.kernels.sm90.sass import disassembled, tool
 
 REGISTERS = 65536
 SMEM_BYTES = 228 * 1024
@@ -38,19 +38,30 @@ KERNELS = [*SHIPPED, *((RowsKernel, GemmConfig(Linear(), loop)) for loop in CLUS
 LABELS = [f"{kernel.__name__} {config}" for kernel, config in KERNELS]
 
 
-def _tool(name: str) -> str | None:
-    spec = importlib.util.find_spec("triton")  # ships a disassembler
-    folders = [
-        Path(p) / "backends/nvidia/bin" for p in (spec and spec.submodule_search_locations) or ()
-    ]
-    own = (str(f / name) for f in folders if (f / name).exists())
-    return shutil.which(name) or next(own, None)
+def facets(kernel: type, config: Any, at: str = "") -> Iterator[tuple[Any, ...]]:
+    """What distinguishes a kernel, but for its activation and the numbers of its configuration."""
+    yield (kernel,)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from facets(kernel, value, f"{at}{field.name}.")
+        elif "None" in str(field.type):
+            yield kernel, at + field.name, value is None
+        elif isinstance(value, bool):
+            yield kernel, at + field.name, value
+        elif not at and isinstance(value, str):
+            yield kernel, field.name, value
 
 
-def _run(tool: str, *arguments: str) -> str:
-    command = [_tool(tool) or tool, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
+def cases() -> list[Any]:
+    """Numbers of `KERNELS`: slow unless no kernel before has some one of its facets."""
+    seen, found = set(), list[Any]()
+    for number, (kernel, config) in enumerate(KERNELS):
+        own = set(facets(kernel, config))
+        marks = () if own - seen else pytest.mark.slow
+        seen |= own
+        found.append(pytest.param(number, marks=marks, id=LABELS[number]))
+    return found
 
 
 @dataclass
@@ -71,8 +82,7 @@ def compile_and_read(number: int) -> Code:
         compiled = compile_kernel(kernel, config, f"--keep-cubin --dump-dir {folder}")
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.artifacts.CUBIN)
-        sass = _run("nvdisasm", "-c", str(cubin))
-        usage = _run("cuobjdump", "-res-usage", str(cubin))
+        sass, usage = disassembled(cubin)
     program = Program(export(compiled, "k"), "k", len(kernel.pointers), kernel.integers)
     launches = []
     if recording.VARIABLE in os.environ:
@@ -87,26 +97,48 @@ def compile_and_read(number: int) -> Code:
     )
 
 
+class Compiling:
+    """The kernels of `KERNELS` in the making, those that are asked for and not remembered."""
+
+    def __init__(self, wanted: set[int], library: Path | None, pool: ProcessPoolExecutor) -> None:
+        self._tools = [tool("nvdisasm"), tool("cuobjdump")]
+        self._tools += [Path(__file__), recording.SOURCE, Path(recording.__file__)]
+        self._compiler = ["launches" if library else "no C compiler"]
+        known = {n for n in wanted if remembered.cache().has(self._name(n))}
+        self._pending: dict[int, Future[Code]] = {
+            number: pool.submit(compile_and_read, number) for number in sorted(wanted - known)
+        }
+
+    def _name(self, number: int) -> str:
+        return remembered.name(*KERNELS[number], [*self._compiler, *self._tools])
+
+    def result(self, number: int) -> Code:
+        """From disk, or from a worker."""
+
+        def make() -> bytes:
+            return json.dumps(dataclasses.asdict(self._pending[number].result())).encode()
+
+        return Code(**json.loads(remembered.cache().fetch(self._name(number), make)))
+
+
 @pytest.fixture(scope="module")
-def compiling(request, tmp_path_factory) -> Iterator[dict[int, Future[Code]]]:
-    """The kernels that selected tests ask for, by number, in the making."""
-    for tool in ("nvdisasm", "cuobjdump"):
-        if _tool(tool) is None:
-            pytest.skip(f"needs {tool}")
+def compiling(request, tmp_path_factory) -> Iterator[Compiling]:
+    """The kernels that selected tests ask for."""
     mine = [item for item in request.session.items if item.path == request.path]
     wanted = {item.callspec.params["code"] for item in mine if hasattr(item, "callspec")}
-    workers = min(len(wanted), len(os.sched_getaffinity(0)))
+    sharing = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    workers = min(len(wanted), max(1, len(os.sched_getaffinity(0)) // sharing))
     context = multiprocessing.get_context("spawn")
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(workers, context) as pool:
         if library := recording.build(tmp_path_factory.mktemp("runtime")):
             patch.setenv(recording.VARIABLE, str(library))
-        yield {number: pool.submit(compile_and_read, number) for number in sorted(wanted)}
+        yield Compiling(wanted, library, pool)
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.fixture(scope="module", params=range(len(KERNELS)), ids=LABELS)
+@pytest.fixture(scope="module", params=cases())
 def code(request, compiling) -> Code:
-    return compiling[request.param].result()
+    return compiling.result(request.param)
 
 
 @pytest.fixture
