@@ -1,0 +1,1 @@
+"""Core attention, its rotary embeddings, and the keys of latent attention."""

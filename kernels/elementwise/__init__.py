@@ -1,0 +1,1 @@
+"""Operations that read and write each number once: AdamW, cross entropy, sums."""

@@ -1,0 +1,1 @@
+"""The expert MLP: backends, one autograd function over them, activations, modules."""

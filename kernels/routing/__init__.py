@@ -1,0 +1,1 @@
+"""From the experts of tokens to rows in expert order, and their form on the wire."""

@@ -1,0 +1,1 @@
+"""From text and token files to the samples of a step."""

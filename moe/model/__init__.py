@@ -1,0 +1,1 @@
+"""The model around the MoE layer: attention, norms, losses, initial weights."""

@@ -1,0 +1,1 @@
+"""The router: logits, scores, top-k, balance."""

@@ -1,0 +1,1 @@
+"""The training loop: checks, setup, steps, validation, bad steps, failures."""

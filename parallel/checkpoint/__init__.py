@@ -1,0 +1,1 @@
+"""Checkpoints: what is saved, how a save is committed, verified and loaded."""

@@ -1,0 +1,1 @@
+"""Transports of tokens to the ranks of their experts and back."""

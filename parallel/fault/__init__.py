@@ -1,0 +1,1 @@
+"""Who is at fault when a job fails, and how all of its ranks end in time."""

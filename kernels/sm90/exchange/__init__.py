@@ -1,0 +1,1 @@
+"""The kernels that exchange rows between GPUs of a node, and their host half."""

@@ -1,0 +1,1 @@
+"""The kernels of the expert MLP, and the backend that they make."""

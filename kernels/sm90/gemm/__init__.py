@@ -1,0 +1,1 @@
+"""The grouped GEMM: tiles, scheduler, pipeline of stages, main loop, epilogues."""

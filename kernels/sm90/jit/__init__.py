@@ -1,0 +1,1 @@
+"""Compiling kernels, keeping them on disk, and launching them with torch tensors."""
