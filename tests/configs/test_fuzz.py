@@ -5,10 +5,12 @@ Every case is a function of its number. `slow` runs all of them.
 
 import contextlib
 import io
+import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -131,10 +133,10 @@ def command_line(rng: random.Random, folder: Path) -> bool:
     """Whether it was refused."""
     args = [override(rng) for _ in range(rng.choice([1, 1, 1, 2, 5]))]
     out, err = io.StringIO(), io.StringIO()
+    world = mock.patch.dict(os.environ, WORLD_SIZE=str(rng.choice([1, 2, 8, 1024])))
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            cfg = from_argv(["--check", *args], world_size=rng.choice([1, 2, 8, 1024]))
-            code = train.check(cfg)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), world:
+            code = train.check(from_argv(["--check", *args]))
     except SystemExit as end:
         code = int(str(end.code))
         assert code in (0, 2)

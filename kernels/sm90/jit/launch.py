@@ -195,7 +195,7 @@ def _epilogues(config: str) -> Iterator[str]:
         if facts.cute and f"kind={kind!r}" in config:
             yield facts.cute
             spec = find_spec(facts.cute.partition(":")[0])
-            if spec is not None and spec.origin and Path(spec.origin).parent != _HERE:
+            if spec is not None and spec.origin and _HERE not in Path(spec.origin).parents:
                 yield digest_of([Path(spec.origin)])
 
 
