@@ -6,7 +6,8 @@ what `choose` and `probabilities` of `moe.router.scores` do. A router asks once,
 Transformer Engine's `fused_topk_with_score_function` gives probabilities [T, E] that are 0 where an
 expert was not chosen, saves scores of that size for its gradient, and takes a gradient of that
 size. What follows here takes the K experts of a token, best first, and their probabilities [T, K].
-`scripts/bench_libraries.py router` measures both.
+On an H200 it takes 1.5 to 3.8 times as long forward, and 0.9 to 3.7 times backward
+(docs/measured/kernels/libraries.md).
 
 Legend: T tokens, E experts, K experts per token.
 """
