@@ -106,7 +106,7 @@ def test_a_wheel_beside_another_kernels(
     assert declared == set(COMMANDS)
     for name, words in COMMANDS.items():
         call([site / "bin" / name, *words], tmp_path, site)
-    dry = ["model=gpt_oss_20b", "parallel=ep8", "run.dry_run=true", "parallel.world_size=8"]
+    dry = ["experiment=deepseek_v3_1024gpu", "parallel.world_size=1024", "run.dry_run=true"]
     assert "published" in call([site / "bin/phalanx-train", *dry], tmp_path, site)
     train = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     out = call([sys.executable, *train, "-m", "phalanx.train", *SMALL], tmp_path, site)

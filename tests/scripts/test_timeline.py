@@ -15,25 +15,25 @@ FC1 = "kernel_cutlass_kernel_kernelssm90fc1_actFc1Kernel_object_at__Copy_Atom"
 
 
 TRITON = {
-    "adam_triton.adamw_step": "Adam",
-    "square_sum_triton.square_sum": "optimizer",
-    "rope_triton.rope_rotate": "rope",
-    "latent_triton.mla_join_keys": "MLA keys",
-    "latent_triton.mla_split_key_gradient": "MLA keys",
-    "sinks_triton.attention_sink_gradient": "attention",
-    "cross_entropy.cross_entropy_statistics": "loss",
-    "cross_entropy.cross_entropy_gradient": "loss",
-    "routing_triton.pack_routing": "plan, sums",
-    "routing_triton.unpack_routing": "plan, sums",
-    "block_sum_triton.block_sum": "plan, sums",
+    "elementwise.adam_triton.adamw_step": "Adam",
+    "elementwise.square_sum_triton.square_sum": "optimizer",
+    "attention.rope_triton.rope_rotate": "rope",
+    "attention.latent_triton.mla_join_keys": "MLA keys",
+    "attention.latent_triton.mla_split_key_gradient": "MLA keys",
+    "attention.sinks_triton.attention_sink_gradient": "attention",
+    "elementwise.cross_entropy.cross_entropy_statistics": "loss",
+    "elementwise.cross_entropy.cross_entropy_gradient": "loss",
+    "routing.wire_triton.pack_routing": "plan, sums",
+    "routing.wire_triton.unpack_routing": "plan, sums",
+    "elementwise.block_sum_triton.block_sum": "plan, sums",
 }
 
 
 @pytest.mark.parametrize("where", TRITON)
 def test_kernels_in_triton_say_what_they_are(where: str) -> None:
     pytest.importorskip("triton")
-    module, name = where.split(".")
-    kernel = getattr(importlib.import_module(f"kernels.{module}"), name)
+    module, _, name = where.rpartition(".")
+    kernel = getattr(importlib.import_module(f"phalanx.kernels.{module}"), name)
     assert Event(0, 1, 1, kernel.__name__).kind == TRITON[where]
 
 

@@ -364,9 +364,10 @@ def load(name: str, **constants: Any) -> SimpleNamespace:
             if fake in fakes:
                 return fakes[fake]
         if module.startswith("phalanx.kernels.sm90."):
+            spec = importlib.util.find_spec(module)
+            if spec is not None and spec.submodule_search_locations:
+                return SimpleNamespace(**{n: importer(f"{module}.{n}") for n in names})
             return load(module, **constants)
-        if module == "phalanx.kernels.sm90":
-            return SimpleNamespace(**{n: importer(f"{module}.{n}") for n in names})
         return __import__(module, scope, _, names, level)
 
     spec = importlib.util.find_spec(name)
