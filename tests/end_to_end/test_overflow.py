@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx.moe.router.balance import routers
 from tests.support.crowding import EVERY, crowded
@@ -47,9 +48,8 @@ def followed(rank: int, *, tight: bool) -> Iterator[list[str]]:
         modules = self.job.engine.modules
         tensors = [p for module in modules for p in module.parameters()]
         tensors += [buffer for router in routers(modules) for buffer in router.buffers()]
-        seen.extend(
-            hashlib.sha256(bytes(t.detach().untyped_storage())).hexdigest() for t in tensors
-        )
+        data = [t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in tensors]
+        seen.extend(hashlib.sha256(each.tobytes()).hexdigest() for each in data)
 
     Trainer.fit = fit  # type: ignore[method-assign]
     try:

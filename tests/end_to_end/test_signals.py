@@ -75,7 +75,7 @@ MOMENTS = {
 }
 RARE = [
     *["the start, in the model", "the first step", "a step, SIGINT", "a step, SIGUSR1"],
-    *["a step, SIGTERM twice", "a step, one of each", "the last save"],
+    *["a step, SIGTERM twice", "a step, one of each", "a save", "the last save"],
 ]
 
 

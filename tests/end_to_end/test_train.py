@@ -156,6 +156,7 @@ def test_the_timeline_of_a_cpu_run_is_told_and_drawn(
     assert min(times.values()) > 0 and picture.stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_real_text(corpus: list[str], tmp_path: Path) -> None:
     more = ["run.steps=40", "optim.decay_steps=40", f"run.dir={tmp_path}", "run.log_interval=5"]
     main, _ = run(2, [*corpus, *MODELS["tiny"], "data.global_batch=16", *more])

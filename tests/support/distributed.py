@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 _MEGATRON = ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
-_TRAINING = ("phalanx.configs.load", "phalanx.moe.training.trainer", "train")
+_TRAINING = ("phalanx.configs.load", "phalanx.moe.training.trainer", "phalanx.train")
 
 
 _MOST_THREADS = 150

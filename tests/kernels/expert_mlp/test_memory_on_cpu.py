@@ -37,7 +37,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("reference", marks=pytest.mark.slow)])
 def test_memory_stays(backend: str) -> None:
     command = [sys.executable, "-c", STEPS, backend]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)

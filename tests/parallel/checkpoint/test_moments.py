@@ -111,7 +111,7 @@ def _losses_and_masters(sharded: bool, grads: str) -> tuple[list[float], dict[st
     return [loss for loss, _ in train(engine, groups, 0, 20)], _masters(engine)
 
 
-@pytest.mark.parametrize("grads", ["fp32", "bf16"])
+@pytest.mark.parametrize("grads", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_halves_train_as_masters_in_fp32(grads: str) -> None:
     """Bit for bit, ties of weights included: there are some."""
     (halves,), (whole,) = (run_distributed(_losses_and_masters, 1, s, grads) for s in (True, False))

@@ -15,13 +15,22 @@ from phalanx.kernels.sm90.experts.wgrad_kernel import SMEM_BYTES
 from phalanx.kernels.sm90.gemm.mainloop import THREADS
 from tests.kernels.sm90.sass import Sass
 
-CONFIGS = [
+ALL = [
     *(WgradConfig(columns, wide=wide) for columns in (128, 192, 256) for wide in (False, True)),
     *(WgradConfig(columns, True, True, ordered=True) for columns in (128, 192, 256)),
     *(WgradConfig(columns, gathered=which) for columns in (128, 192, 256) for which in (D, V)),
     *(WgradConfig(256, True, True, gathered=which) for which in (D, V)),
     *(WgradConfig(columns, False, True, gathered=V) for columns in (192, 256)),
     WgradConfig(256, dynamic=False),
+]
+OFTEN = [
+    *[WgradConfig(128), WgradConfig(192, wide=True), WgradConfig(256, True, True, ordered=True)],
+    *[WgradConfig(256, gathered=D), WgradConfig(192, False, True, gathered=V)],
+    *ALL[-2:],
+]
+CONFIGS = [
+    pytest.param(config, marks=() if config in OFTEN else pytest.mark.slow, id=str(config))
+    for config in ALL
 ]
 
 
@@ -37,7 +46,7 @@ def _registers(code: str) -> int:
     return 1 + max(int(r) for r in re.findall(r"\bR(\d+)\b", code))
 
 
-@pytest.fixture(scope="module", params=CONFIGS, ids=str)
+@pytest.fixture(scope="module", params=CONFIGS)
 def code(request, tmp_path_factory) -> Iterator[Code]:
     yield Code(request.param, tmp_path_factory.mktemp("cubin"))
 

@@ -39,7 +39,7 @@ LABELS = [f"{kernel.__name__} {config}" for kernel, config in KERNELS]
 
 
 def facets(kernel: type, config: Any, at: str = "") -> Iterator[tuple[Any, ...]]:
-    """What distinguishes a kernel, but for its activation and the numbers of its configuration."""
+    """What distinguishes a kernel, but for the numbers of its configuration."""
     yield (kernel,)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -47,10 +47,8 @@ def facets(kernel: type, config: Any, at: str = "") -> Iterator[tuple[Any, ...]]
             yield from facets(kernel, value, f"{at}{field.name}.")
         elif "None" in str(field.type):
             yield kernel, at + field.name, value is None
-        elif isinstance(value, bool):
+        elif isinstance(value, bool | str):
             yield kernel, at + field.name, value
-        elif not at and isinstance(value, str):
-            yield kernel, field.name, value
 
 
 def cases() -> list[Any]:
@@ -58,6 +56,8 @@ def cases() -> list[Any]:
     seen, found = set(), list[Any]()
     for number, (kernel, config) in enumerate(KERNELS):
         own = set(facets(kernel, config))
+        if isinstance(config, GemmConfig):  # which tell at another point of the epilogue
+            own.add((kernel, getattr(config.epilogue, "signals", False), config.loop.pingpong))
         marks = () if own - seen else pytest.mark.slow
         seen |= own
         found.append(pytest.param(number, marks=marks, id=LABELS[number]))
@@ -101,16 +101,14 @@ class Compiling:
     """The kernels of `KERNELS` in the making, those that are asked for and not remembered."""
 
     def __init__(self, wanted: set[int], library: Path | None, pool: ProcessPoolExecutor) -> None:
-        self._tools = [tool("nvdisasm"), tool("cuobjdump")]
-        self._tools += [Path(__file__), recording.SOURCE, Path(recording.__file__)]
-        self._compiler = ["launches" if library else "no C compiler"]
-        known = {n for n in wanted if remembered.cache().has(self._name(n))}
+        made_by = ["launches" if library else "no C compiler", tool("nvdisasm"), tool("cuobjdump")]
+        made_by += [Path(__file__), recording.SOURCE, Path(recording.__file__)]
+        self._names = {n: remembered.name(*KERNELS[n], made_by) for n in sorted(wanted)}
         self._pending: dict[int, Future[Code]] = {
-            number: pool.submit(compile_and_read, number) for number in sorted(wanted - known)
+            number: pool.submit(compile_and_read, number)
+            for number, name in self._names.items()
+            if not remembered.cache().has(name)
         }
-
-    def _name(self, number: int) -> str:
-        return remembered.name(*KERNELS[number], [*self._compiler, *self._tools])
 
     def result(self, number: int) -> Code:
         """From disk, or from a worker."""
@@ -118,7 +116,7 @@ class Compiling:
         def make() -> bytes:
             return json.dumps(dataclasses.asdict(self._pending[number].result())).encode()
 
-        return Code(**json.loads(remembered.cache().fetch(self._name(number), make)))
+        return Code(**json.loads(remembered.cache().fetch(self._names[number], make)))
 
 
 @pytest.fixture(scope="module")

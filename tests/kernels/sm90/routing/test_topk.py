@@ -171,10 +171,10 @@ def test_gradient(backward, bf16, E, K, weights):
 @pytest.mark.parametrize(
     "config",
     [
-        TopkConfig(8, 1, False, "softmax"),
+        pytest.param(TopkConfig(8, 1, False, "softmax"), marks=pytest.mark.slow),
         TopkConfig(8, 1, False, "softmax_all"),
         TopkConfig(8, 2, False, "sigmoid_sum", biased=True),
-        TopkConfig(16, 4, False, "softmax"),
+        pytest.param(TopkConfig(16, 4, False, "softmax"), marks=pytest.mark.slow),
         TopkConfig(10, 4, True, "sigmoid"),
         TopkConfig(8, 2, False, "sigmoid_sum", True, ExpertGroups(8, 32, 4, 2)),
         TopkConfig(6, 2, True, "sigmoid_sum", False, ExpertGroups(8, 20, 3, 2)),
@@ -193,7 +193,15 @@ def test_topk_compiles_without_a_stack(config, tmp_path):
     assert not code.count(r"REDUX\.MAX\.S32|VIMNMX3?\.S32")  # keys have no sign
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    "weights",
+    [
+        name
+        if name in ("softmax_all", "sigmoid_sum")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in WEIGHTS
+    ],
+)
 def test_gradient_compiles_without_a_stack(weights, tmp_path):
     for bf16 in (False, True):
         code = Sass(TopkGradientKernel, TopkConfig(8, 2, bf16, weights), tmp_path)
