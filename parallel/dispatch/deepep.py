@@ -37,6 +37,7 @@ class DeepEP(Dispatcher):
     """
 
     no_overlap = "deepep cannot overlap: its counts are waited for"
+    bf16_only = True
 
     def __init__(
         self, group: dist.ProcessGroup, plan: Planner, *, experts: int, backend: str, sms: int
@@ -54,12 +55,16 @@ class DeepEP(Dispatcher):
         return cls(c.group, c.plan, experts=c.experts, backend=c.backend, sms=sms)
 
     @classmethod
-    def refuse_dtype(cls, dtype: torch.dtype) -> Refusal:
-        return None if dtype == torch.bfloat16 else f"moves bf16, not {dtype}"
-
-    @classmethod
     def refuse_here(cls, dtype: torch.dtype) -> Refusal:
-        return refuse_here(dtype)
+        """Why this rank cannot use `deepep`. It never raises."""
+        if find_spec("deep_ep") is None:
+            return "needs the package deep_ep (https://github.com/deepseek-ai/DeepEP)"
+        try:
+            import_module("deep_ep")
+        except Exception as error:  # of whatever kind: the other ranks wait for the answer
+            first = (str(error).splitlines() or [repr(error)])[0]
+            return f"the package deep_ep cannot be imported: {first}"
+        return cls.refuse_dtype(dtype)
 
     @classmethod
     def costs(cls, reach: Reach) -> Costs:
@@ -103,15 +108,3 @@ class DeepEP(Dispatcher):
 
 def _one_more(rows: Tensor, value: int) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, 1), value=value)
-
-
-def refuse_here(dtype: torch.dtype) -> Refusal:
-    """Why this rank cannot use `deepep`. It never raises."""
-    if find_spec("deep_ep") is None:
-        return "needs the package deep_ep (https://github.com/deepseek-ai/DeepEP)"
-    try:
-        import_module("deep_ep")
-    except Exception as error:  # of whatever kind: the other ranks wait for the answer
-        first = (str(error).splitlines() or [repr(error)])[0]
-        return f"the package deep_ep cannot be imported: {first}"
-    return DeepEP.refuse_dtype(dtype)

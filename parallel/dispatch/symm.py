@@ -52,6 +52,7 @@ class Symm(Dispatcher):
     """
 
     no_overlap = None
+    bf16_only = True
 
     def __init__(
         self,
@@ -71,12 +72,24 @@ class Symm(Dispatcher):
         return cls(c.group, c.plan, local=c.local, options=c.options, waits=c.waits)
 
     @classmethod
-    def refuse_dtype(cls, dtype: torch.dtype) -> Refusal:
-        return None if dtype == torch.bfloat16 else f"moves bf16, not {dtype}"
-
-    @classmethod
     def refuse_here(cls, dtype: torch.dtype) -> Refusal:
-        return refuse_here(dtype)
+        """Why this rank cannot push tokens of a dtype to others of its host.
+
+        What it finds is one rank's word: `parallel.dispatch.transport` asks those of all.
+        """
+        if not torch.cuda.is_available():
+            return "needs CUDA"
+        if torch.cuda.get_device_capability() != (9, 0):
+            return "needs a Hopper GPU"
+        if against := cls.refuse_dtype(dtype):
+            return against
+        if find_spec("nvidia_cutlass_dsl") is None:
+            return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
+        here = torch.cuda.current_device()
+        others = (d for d in range(torch.cuda.device_count()) if d != here)
+        if not all(torch.cuda.can_device_access_peer(here, other) for other in others):
+            return "the GPUs of a host cannot write to each other's memory"
+        return None
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
@@ -129,23 +142,3 @@ class Symm(Dispatcher):
         pushed_ND = SendBack.apply(out_ND, call, beside is None)
         more = None if beside is None else beside().contiguous()
         return Collect.apply(pushed_ND, more, call)
-
-
-def refuse_here(dtype: torch.dtype) -> Refusal:
-    """Why this rank cannot push tokens of a dtype to others of its host.
-
-    What it finds is one rank's word: `parallel.dispatch.transport` asks those of all.
-    """
-    if not torch.cuda.is_available():
-        return "needs CUDA"
-    if torch.cuda.get_device_capability() != (9, 0):
-        return "needs a Hopper GPU"
-    if against := Symm.refuse_dtype(dtype):
-        return against
-    if find_spec("nvidia_cutlass_dsl") is None:
-        return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
-    here = torch.cuda.current_device()
-    others = (d for d in range(torch.cuda.device_count()) if d != here)
-    if not all(torch.cuda.can_device_access_peer(here, other) for other in others):
-        return "the GPUs of a host cannot write to each other's memory"
-    return None

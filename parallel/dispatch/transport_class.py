@@ -74,6 +74,8 @@ class Dispatcher(ABC):
     no_overlap: ClassVar[Refusal] = "cannot overlap"
     """Why the experts cannot work while rows are on their way. None: they can, if their kernels
     wait for rows."""
+    bf16_only: ClassVar[bool] = False
+    """It moves tokens in bf16 alone."""
 
     @classmethod
     @abstractmethod
@@ -95,7 +97,8 @@ class Dispatcher(ABC):
     @classmethod
     def refuse_dtype(cls, dtype: torch.dtype) -> Refusal:
         """Why it cannot move tokens of a dtype, wherever it runs: for estimates."""
-        return None
+        refused = cls.bf16_only and dtype != torch.bfloat16
+        return f"moves bf16, not {dtype}" if refused else None
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
+
 from phalanx.kernels.expert_mlp import main_grad
 
 

@@ -96,19 +96,18 @@ class Exchange:
         # Tiles of fc2, and, always complete, of the gradient of expert rows.
         self._progress, self._complete = torch.zeros(2, PROGRESS, dtype=torch.int32, device=device)
         bases, slots = torch.tensor(addresses, dtype=torch.int64), range(SLOTS)
-        first = PeerBuffers(
-            rows_R=(bases + layout.rows_at(0)).to(device),
-            side_R=(bases + layout.side_at(0)).to(device),
+        shared = dict(
             flags_R=bases.to(device),
             state=torch.zeros(STATE, dtype=torch.int32, device=device),
             report=torch.zeros(4, dtype=torch.int32).pin_memory(),
-            rank=rank,
-            limit_ms=int(1000 * timeout),
         )
         self._buffers = [
-            first._replace(
+            PeerBuffers(
                 rows_R=(bases + layout.rows_at(slot)).to(device),
                 side_R=(bases + layout.side_at(slot)).to(device),
+                **shared,
+                rank=rank,
+                limit_ms=int(1000 * timeout),
             )
             for slot in slots
         ]
