@@ -11,8 +11,8 @@ has the pair side by side in its projections and half a width apart from then on
 Transformer Engine's fused rotary embedding is no substitute where it is not installed, and adds no
 bias of the projection, applies no factor of YaRN, and cannot rearrange such pairs or leave channels
 in front as they are. On an H200 it takes 1.6 to 4.0 times as long. Megatron-Core's kernel for the
-queries of latent attention takes 0.6 to 0.8 of our time: it turns the 64 of 192 channels in place,
-which this does not do yet, with cosines and sines in bf16 (docs/measured/kernels/libraries.md).
+queries of latent attention turns them in place, as `rope_` does, but takes cosines and sines in
+bf16, and only for YaRN (docs/measured/kernels/libraries.md).
 
 Legend: S positions, B batch, H query heads, G key-value heads, d channels, F rotated channels;
 N = H / G + 2, the heads of a group in a mixed projection: its queries, its key, its value.
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def rope(
@@ -57,6 +58,29 @@ def rope(
     cos, sin = ((f * mscale).to(x.dtype) for f in (freqs_S11F.cos(), freqs_S11F.sin()))
     u, v = x.chunk(2, -1)
     return torch.cat((before, x * cos + torch.cat((-v, u), -1) * sin, after), -1)
+
+
+def rope_(
+    x_SBHd: Tensor,
+    freqs_S11F: Tensor,
+    *,
+    mscale: float = 1.0,
+    interleaved: bool = False,
+    first: int = 0,
+) -> Tensor:
+    """`rope` that on CUDA turns x in its place, and the gradient of the result in its.
+
+    Only the turned channels are read and written. Nothing else may need x as it was, or read the
+    gradient that the backward pass is given: both hold for queries between their projection and
+    core attention.
+
+    Args, Returns, Raises:
+        As of `rope`, but the result is x itself on CUDA, so x is not a leaf that needs a gradient.
+    """
+    if not x_SBHd.is_cuda:
+        return rope(x_SBHd, freqs_S11F, mscale=mscale, interleaved=interleaved, first=first)
+    check_angles(x_SBHd.shape[0], x_SBHd.shape[-1] - first, freqs_S11F)
+    return TurnInPlace.apply(x_SBHd, freqs_S11F, mscale, interleaved, first)  # type: ignore[no-any-return]
 
 
 def rope_qkv(
@@ -101,6 +125,50 @@ def check_angles(positions: int, channels: int, freqs: Tensor) -> None:
             f"rotary angles are {freqs.dtype} {list(freqs.shape)}: "
             f"need fp32 [{positions}, 1, 1, F] with F even and at most {channels}"
         )
+
+
+class TurnInPlace(torch.autograd.Function):
+    """`rope_` by the kernel: not an operator of torch's library, which differentiates none that
+    writes to what it is given.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, freqs: Tensor, mscale: float, interleaved: bool, first: int
+    ) -> Tensor:
+        ctx.save_for_backward(freqs)
+        ctx.how = mscale, interleaved, first
+        _turn_in_place(x, freqs, *ctx.how, inverse=False)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (freqs,) = ctx.saved_tensors
+        dy = dense(dy)
+        if 0 in dy.stride():  # expanded: several places of it may be one in memory
+            dy = dy.contiguous()
+        _turn_in_place(dy, freqs, *ctx.how, inverse=True)
+        return dy, None, None, None, None
+
+
+def _turn_in_place(
+    x: Tensor, freqs: Tensor, mscale: float, interleaved: bool, first: int, *, inverse: bool
+) -> None:
+    from phalanx.kernels.attention.rope_triton import rotate
+
+    x_SBG1d = x[:, :, :, None]
+    rotate(
+        x_SBG1d,
+        x_SBG1d,
+        freqs[:, 0, 0],
+        mscale=mscale,
+        first=first,
+        pairs_in=interleaved and not inverse,
+        pairs_out=interleaved and inverse,
+        inverse=inverse,
+    )
 
 
 @torch.library.custom_op("phalanx::rope", mutates_args=())

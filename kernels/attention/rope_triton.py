@@ -70,6 +70,7 @@ def rope_rotate(  # type: ignore[no-untyped-def]
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
     INVERSE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -116,6 +117,8 @@ def rope_rotate(  # type: ignore[no-untyped-def]
     p, q = rotated(u, v, cos, sin)
     p = p.to(y.dtype.element_ty)
     q = q.to(y.dtype.element_ty)
+    if IN_PLACE:  # No thread writes where another has yet to read.
+        tl.debug_barrier()
     if PAIRS_OUT:
         pairs = tl.reshape(tl.join(p, q), [ROWS, HEADS, 2 * HALF_BLOCK])
         tl.store(to + at_both, pairs, mask=both_here)
@@ -123,7 +126,7 @@ def rope_rotate(  # type: ignore[no-untyped-def]
         tl.store(to + at, p, mask=here)
         tl.store(to + at + HALF, q, mask=here)
 
-    if WIDTH > 2 * HALF:
+    if WIDTH > 2 * HALF and not IN_PLACE:
         c = tl.arange(0, WIDTH_BLOCK)
         kept = (c < FIRST) | ((c >= FIRST + 2 * HALF) & (c < WIDTH))
         mask = head_here & kept[None, None, :]
@@ -146,7 +149,8 @@ def rotate(
     """Write the rotation of x to y.
 
     Args:
-        x_SBGRd, y_SBGRd: any strides with contiguous channels; apart from each other in memory.
+        x_SBGRd, y_SBGRd: any strides with contiguous channels. They are one tensor, whose other
+            channels then stay, or have no memory in common.
         freqs_SF: fp32 angles; the first F / 2 columns are read, F channels are rotated.
         mscale: factor on what is rotated.
         first: channel at which the rotated ones begin; the others are copied.
@@ -160,7 +164,8 @@ def rotate(
         return
     assert bias_GRd is None or (freqs_SF.shape[1] == d and not pairs_in)
     half = freqs_SF.shape[1] // 2
-    width = triton.next_power_of_2(d)
+    in_place = x_SBGRd is y_SBGRd
+    width = triton.next_power_of_2(2 * half if in_place else d)
     heads = min(triton.next_power_of_2(G * R), max(1, _ELEMENTS // width))
     rows = max(1, _ELEMENTS // (heads * width))
     grid = (triton.cdiv(S * B, rows), triton.cdiv(G * R, heads))
@@ -185,6 +190,7 @@ def rotate(
         PAIRS_IN=pairs_in,
         PAIRS_OUT=pairs_out,
         INVERSE=inverse,
+        IN_PLACE=in_place,
         ROWS=rows,
         HEADS=heads,
         HALF_BLOCK=triton.next_power_of_2(half),

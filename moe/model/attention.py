@@ -38,7 +38,7 @@ from torch.profiler import record_function
 from phalanx.kernels.attention import sinks
 from phalanx.kernels.attention.core import attention
 from phalanx.kernels.attention.latent import keys_values
-from phalanx.kernels.attention.rope import rope
+from phalanx.kernels.attention.rope import rope_
 
 
 class CoreAttention(MegatronModule):
@@ -254,7 +254,7 @@ class LatentAttention(MLASelfAttention):
         S, B = q.shape[:2]
         angles = self.rotary_pos_emb(S * c.context_parallel_size)
         freqs, mscale = angles if c.rope_type == "yarn" else (angles, 1.0)
-        q_SBHd = rope(
+        q_SBHd = rope_(
             q.view(S, B, heads, self.q_head_dim),
             freqs,
             mscale=mscale,

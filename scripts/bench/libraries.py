@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.configs.schema import RouterConfig
 from phalanx.kernels.attention.latent import keys_values
-from phalanx.kernels.attention.rope import rope, rope_qkv
+from phalanx.kernels.attention.rope import rope_, rope_qkv
 from phalanx.moe.router import fused_topk
 from phalanx.parallel.megatron.adam import AdamW
 from phalanx.scripts.bench.comparison import Operation, Row, compare, gap, note_of
@@ -81,7 +81,7 @@ def _own(*tensors: Tensor) -> list[Tensor]:
 def mla(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
     """Rotary embedding of latent attention, against Megatron-Core's fused kernels for it.
 
-    Those turn queries in place and take cosines and sines in bf16, as Megatron-Core passes them.
+    Both turn queries in place; those take cosines and sines in bf16, as Megatron-Core passes them.
     """
     for model, H in MLA_HEADS.items():
         for B in sizes.batches:
@@ -100,7 +100,7 @@ def _queries(S: int, B: int, H: int, *, device: torch.device) -> Makers:
     def ours() -> Operation:
         (x,) = _own(q)
         how: dict[str, Any] = dict(interleaved=True, first=NOPE)
-        return Operation(lambda: [rope(x, freqs, **how)], [x], [dq.clone()])
+        return Operation(lambda: [rope_(_Made.apply(x), freqs, **how)], [x], [dq.clone()])
 
     def theirs() -> Operation:
         from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
@@ -110,6 +110,18 @@ def _queries(S: int, B: int, H: int, *, device: torch.device) -> Makers:
         return Operation(lambda: [turn(x, cos, sin, NOPE, ROTARY)], [x], [dq.clone()])
 
     return ours, theirs
+
+
+class _Made(torch.autograd.Function):
+    """Of a leaf, what may be written to, without a copy: queries come out of a projection."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
 
 
 def _keys_values(S: int, B: int, H: int, *, device: torch.device) -> Makers:

@@ -82,7 +82,7 @@ def interpreted() -> None:
     Its interpreter has no FMA, which costs angles two digits, and truncates to bf16: fp32 then, and
     the bounds of tests on a GPU are tighter.
     """
-    from phalanx.kernels.attention.rope import turn, turn_qkv, turn_qkv_backward
+    from phalanx.kernels.attention.rope import TurnInPlace, turn, turn_qkv, turn_qkv_backward
 
     torch.manual_seed(0)
     close = dict(rtol=0, atol=2e-5)
@@ -95,6 +95,10 @@ def interpreted() -> None:
         torch.testing.assert_close(y.double(), want, **close)
         got, expected = (torch.autograd.grad(out, x, up.to(out.dtype))[0] for out in (y, want))
         torch.testing.assert_close(got, expected, **close)
+        made = x * 1
+        again = TurnInPlace.apply(made, freqs, mscale, interleaved, first)
+        assert again.data_ptr() == made.data_ptr() and torch.equal(again, y)
+        assert torch.equal(torch.autograd.grad(again, x, up.clone())[0], got)
     for S, B, G, R, d in ((5, 2, 3, 2, 8), (9, 1, 1, 1, 12), (2, 2, 2, 5, 16)):
         freqs, qkv = angles(S, d), torch.randn(S, B, G, R + 2, d, requires_grad=True)
         for bias in (None, torch.randn(G, R + 2, d, requires_grad=True)):

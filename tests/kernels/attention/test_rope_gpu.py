@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-from phalanx.kernels.attention.rope import rope, rope_qkv
+from phalanx.kernels.attention.rope import rope, rope_, rope_qkv
 from tests.kernels.attention.test_rope import angles, statement
 from tests.kernels.capture import check_replay
 
@@ -71,6 +71,42 @@ def test_forward_and_backward(shape, dtype):
             assert_at_most_twice(got, theirs, want)
     outside = torch.tensor([*range(first), *range(first + F, d)], dtype=torch.int64, device="cuda")
     assert torch.equal(y[..., outside], x[..., outside])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_in_place(shape, dtype):
+    """The bits of `rope`, written over x and over the gradient."""
+    S, B, H, d, F, mscale, interleaved, first = shape
+    torch.manual_seed(0)
+    freqs, how = angles(S, F, 131.0).cuda(), dict(mscale=mscale, interleaved=interleaved)
+    leaf, up = (drawn(S, B, H, d, dtype=dtype) for _ in "xu")
+    leaf.requires_grad_()
+    want = rope(leaf, freqs, **how, first=first)
+    (want_grad,) = torch.autograd.grad(want, leaf, up)
+    x = leaf * 1
+    y = rope_(x, freqs, **how, first=first)
+    assert y.data_ptr() == x.data_ptr() and torch.equal(y, want)
+    (grad,) = torch.autograd.grad(y, leaf, up)
+    assert torch.equal(grad, want_grad) and torch.equal(up, want_grad)
+
+
+def test_in_place_of_strided_heads_and_an_expanded_gradient():
+    torch.manual_seed(0)
+    S, B, H, d = 70, 2, 6, 96
+    freqs, how = angles(S, 32).cuda(), dict(interleaved=True, first=64)
+    wide = drawn(B, S, H + 2, d + 8, dtype=torch.bfloat16)
+    before = wide.clone()
+    x = wide.transpose(0, 1)[:, :, 1:-1, 8:]
+    want = rope(x, freqs, **how)
+    rope_(x, freqs, **how)
+    assert torch.equal(x, want)
+    before.transpose(0, 1)[:, :, 1:-1, 8:] = want
+    assert torch.equal(wide, before)
+    leaf = drawn(S, B, H, d, dtype=torch.float32).requires_grad_()
+    (got,) = torch.autograd.grad(rope_(leaf * 1, freqs, **how).sum(), leaf)
+    (want,) = torch.autograd.grad(rope(leaf, freqs, **how).sum(), leaf)
+    assert torch.equal(got, want)
 
 
 def statement_gradient(up, freqs, *how):
