@@ -61,9 +61,10 @@ def rope(
 
 
 def rope_(
-    x_SBHd: Tensor,
+    x_SBM: Tensor,
     freqs_S11F: Tensor,
     *,
+    heads: int,
     mscale: float = 1.0,
     interleaved: bool = False,
     first: int = 0,
@@ -74,13 +75,25 @@ def rope_(
     gradient that the backward pass is given: both hold for queries between their projection and
     core attention.
 
-    Args, Returns, Raises:
-        As of `rope`, but the result is x itself on CUDA, so x is not a leaf that needs a gradient.
+    Args:
+        x_SBM: heads side by side, M = H * d. Where it needs a gradient it is no leaf, and should
+            not be a view, of which autograd would copy the gradient.
+        heads: H.
+        freqs_S11F, mscale, interleaved, first: as in `rope`.
+
+    Returns:
+        [S, B, H, d]; on CUDA in the memory of x.
+
+    Raises:
+        ValueError: angles that do not fit x.
     """
-    if not x_SBHd.is_cuda:
+    S, B, M = x_SBM.shape
+    shape = S, B, heads, M // heads
+    if not x_SBM.is_cuda:
+        x_SBHd = x_SBM.view(shape)
         return rope(x_SBHd, freqs_S11F, mscale=mscale, interleaved=interleaved, first=first)
-    check_angles(x_SBHd.shape[0], x_SBHd.shape[-1] - first, freqs_S11F)
-    return TurnInPlace.apply(x_SBHd, freqs_S11F, mscale, interleaved, first)  # type: ignore[no-any-return]
+    check_angles(S, shape[-1] - first, freqs_S11F)
+    return TurnInPlace.apply(x_SBM, freqs_S11F, heads, mscale, interleaved, first).view(shape)
 
 
 def rope_qkv(
@@ -133,12 +146,10 @@ class TurnInPlace(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, freqs: Tensor, mscale: float, interleaved: bool, first: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, freqs: Tensor, *how: Any) -> Tensor:
         ctx.save_for_backward(freqs)
-        ctx.how = mscale, interleaved, first
-        _turn_in_place(x, freqs, *ctx.how, inverse=False)
+        ctx.how = how
+        _turn_in_place(x, freqs, *how, inverse=False)
         ctx.mark_dirty(x)
         return x
 
@@ -150,18 +161,25 @@ class TurnInPlace(torch.autograd.Function):
         if 0 in dy.stride():  # expanded: several places of it may be one in memory
             dy = dy.contiguous()
         _turn_in_place(dy, freqs, *ctx.how, inverse=True)
-        return dy, None, None, None, None
+        return dy, *(None,) * (1 + len(ctx.how))
 
 
 def _turn_in_place(
-    x: Tensor, freqs: Tensor, mscale: float, interleaved: bool, first: int, *, inverse: bool
+    x_SBM: Tensor,
+    freqs: Tensor,
+    heads: int,
+    mscale: float,
+    interleaved: bool,
+    first: int,
+    *,
+    inverse: bool,
 ) -> None:
     from phalanx.kernels.attention.rope_triton import rotate
 
-    x_SBG1d = x[:, :, :, None]
+    x_SB1Hd = x_SBM.unflatten(-1, (1, heads, -1))
     rotate(
-        x_SBG1d,
-        x_SBG1d,
+        x_SB1Hd,
+        x_SB1Hd,
         freqs[:, 0, 0],
         mscale=mscale,
         first=first,

@@ -255,8 +255,9 @@ class LatentAttention(MLASelfAttention):
         angles = self.rotary_pos_emb(S * c.context_parallel_size)
         freqs, mscale = angles if c.rope_type == "yarn" else (angles, 1.0)
         q_SBHd = rope_(
-            q.view(S, B, heads, self.q_head_dim),
+            q,
             freqs,
+            heads=heads,
             mscale=mscale,
             interleaved=True,
             first=c.qk_head_dim,

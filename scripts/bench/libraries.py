@@ -99,7 +99,7 @@ def _queries(S: int, B: int, H: int, *, device: torch.device) -> Makers:
 
     def ours() -> Operation:
         (x,) = _own(q)
-        how: dict[str, Any] = dict(interleaved=True, first=NOPE)
+        how: dict[str, Any] = dict(heads=H, interleaved=True, first=NOPE)
         return Operation(lambda: [rope_(_Made.apply(x), freqs, **how)], [x], [dq.clone()])
 
     def theirs() -> Operation:
@@ -113,15 +113,18 @@ def _queries(S: int, B: int, H: int, *, device: torch.device) -> Makers:
 
 
 class _Made(torch.autograd.Function):
-    """Of a leaf, what may be written to, without a copy: queries come out of a projection."""
+    """Of heads [S, B, H, d], what may be written to, [S, B, H * d], without a copy: queries come
+    out of a projection.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.data
+        ctx.shape = x.shape
+        return x.data.flatten(2).data
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy
+        return dy.view(ctx.shape)
 
 
 def _keys_values(S: int, B: int, H: int, *, device: torch.device) -> Makers:

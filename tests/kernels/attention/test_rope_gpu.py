@@ -84,28 +84,28 @@ def test_in_place(shape, dtype):
     leaf.requires_grad_()
     want = rope(leaf, freqs, **how, first=first)
     (want_grad,) = torch.autograd.grad(want, leaf, up)
-    x = leaf * 1
-    y = rope_(x, freqs, **how, first=first)
+    x = leaf.flatten(2) * 1
+    y = rope_(x, freqs, heads=H, **how, first=first)
     assert y.data_ptr() == x.data_ptr() and torch.equal(y, want)
+    assert "TurnInPlace" in y.grad_fn.next_functions[0][0].name()  # and no CopySlices
     (grad,) = torch.autograd.grad(y, leaf, up)
     assert torch.equal(grad, want_grad) and torch.equal(up, want_grad)
 
 
-def test_in_place_of_strided_heads_and_an_expanded_gradient():
+def test_in_place_of_strided_positions_and_an_expanded_gradient():
     torch.manual_seed(0)
     S, B, H, d = 70, 2, 6, 96
     freqs, how = angles(S, 32).cuda(), dict(interleaved=True, first=64)
-    wide = drawn(B, S, H + 2, d + 8, dtype=torch.bfloat16)
+    wide = drawn(B, S, (H + 1) * d, dtype=torch.bfloat16)
     before = wide.clone()
-    x = wide.transpose(0, 1)[:, :, 1:-1, 8:]
-    want = rope(x, freqs, **how)
-    rope_(x, freqs, **how)
-    assert torch.equal(x, want)
-    before.transpose(0, 1)[:, :, 1:-1, 8:] = want
+    x = wide.transpose(0, 1)[..., d:]
+    want = rope(x.unflatten(-1, (H, d)), freqs, **how)
+    assert torch.equal(rope_(x, freqs, heads=H, **how), want)
+    before.transpose(0, 1)[..., d:] = want.flatten(2)
     assert torch.equal(wide, before)
-    leaf = drawn(S, B, H, d, dtype=torch.float32).requires_grad_()
-    (got,) = torch.autograd.grad(rope_(leaf * 1, freqs, **how).sum(), leaf)
-    (want,) = torch.autograd.grad(rope(leaf, freqs, **how).sum(), leaf)
+    leaf = drawn(S, B, H * d, dtype=torch.float32).requires_grad_()
+    (got,) = torch.autograd.grad(rope_(leaf * 1, freqs, heads=H, **how).sum(), leaf)
+    (want,) = torch.autograd.grad(rope(leaf.unflatten(-1, (H, d)), freqs, **how).sum(), leaf)
     assert torch.equal(got, want)
 
 
