@@ -9,7 +9,7 @@ is Megatron-Core's composition on `kernels.attention.rope`.
 Megatron-Core has Triton kernels for the same, `fusions.fused_mla_yarn_rope_apply`. They are allowed
 for YaRN alone, need widths that are powers of two, take cosines and sines in bf16, round the sum
 over heads before they turn it, and copy the values, which here stay where the projection wrote
-them. On an H200 they take 1.4 to 1.6 times as long forward and 0.90 to 0.94 of the time backward,
+them. On an H200 they take 1.4 to 1.6 times as long forward and 0.87 to 0.96 of the time backward,
 1.12 to 1.20 times both together (docs/measured/kernels/libraries.md).
 
 Legend: S positions, B batch, H heads, n channels of a key of its head's own, F shared and rotated,
