@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch.profiler import record_function
 
-from phalanx.configs.capture import CAPTURED, resolved_graph
+from phalanx.configs.capture import CAPTURED
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -34,7 +34,7 @@ from phalanx.moe.report.throughput import Pace
 from phalanx.moe.report.title import title_facts
 from phalanx.moe.router import balance
 from phalanx.moe.training.bad_steps import Health
-from phalanx.moe.training.choices import choose_kernels, known
+from phalanx.moe.training.choices import choose_graph, choose_kernels, known
 from phalanx.moe.training.failure import give_up, speak
 from phalanx.moe.training.launch import Launch
 from phalanx.moe.training.memory_check import check_room
@@ -447,9 +447,9 @@ def run(cfg: Config, stop: StopSignal, guard: Guard, launch: Launch) -> int:
         if cfg.run.device == "cuda" and runtime.device.type != "cuda":
             raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
         choices = choose_kernels(cfg, runtime)
-        # All of what may be captured is on one stream from the start.
-        maybe = resolved_graph(known(cfg, runtime, choices, cfg.parallel.dispatch)) == CAPTURED
-        stream = own_stream(runtime.device) if maybe else nullcontext()
+        # Before the transport is chosen: a graph needs its stream from the start.
+        graph = choose_graph(known(cfg, runtime, choices, cfg.parallel.dispatch))
+        stream = own_stream(runtime.device) if graph.backend == CAPTURED else nullcontext()
         with advised(cfg, runtime.world, folder), stream:
             doing("start: room")
             check_room(cfg, runtime, choices)

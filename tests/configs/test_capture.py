@@ -1,4 +1,4 @@
-"""Why steps cannot be captured: one reason each, as an error where forced and as a choice of auto."""
+"""Why steps cannot be captured: one reason each, of an error where forced, of a choice by auto."""
 
 import pytest
 

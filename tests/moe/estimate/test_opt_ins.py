@@ -13,6 +13,7 @@ from phalanx.moe.estimate.advice import needed
 from phalanx.moe.estimate.dry_run import dry_run
 from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
+from phalanx.moe.report.units import storage
 
 RECORDS = {name: launch(r.command) for name, r in own().items() if "fused" in r.system}
 NAMED = {"optim.moments", "parallel.grad_dtype", "parallel.capacity_factor", "data.micro_batch"}
@@ -55,14 +56,14 @@ def test_memory_is_that_of_the_run_with_the_override(name: str) -> None:
     base = [f"experiment={name}"]
     text, code = dry_run(load(base), 8)
     section = text.partition("Off unless set, as it costs accuracy or memory\n")[2]
-    told = re.findall(r"^  (\S+=\S+): ([\d.]+) GiB (more|less); ", section, re.M)
+    told = re.findall(r"^  (\S+=\S+): (\S+ .iB) (more|less); ", section, re.M)
     assert code == 0 and {override.split("=")[0] for override, *_ in told} == NAMED
     before = needed(resolved(load(base), 8, 8), 8)
     for override, size, sign in told:
         cfg = load([*base, override])
         validate(cfg, 8)
-        more = (needed(resolved(cfg, 8, 8), 8) - before) / 2**30
-        assert (more > 0) == (sign == "more") and f"{abs(more):.1f}" == size
+        more = needed(resolved(cfg, 8, 8), 8) - before
+        assert (more > 0) == (sign == "more") and storage(abs(more)) == size
 
 
 def test_what_is_set_already_or_does_not_fit_is_not_named() -> None:

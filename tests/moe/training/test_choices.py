@@ -1,10 +1,13 @@
 """Choices that all ranks of a job make alike: whether steps are captured, which experts wait."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
@@ -13,6 +16,8 @@ from phalanx.kernels.registry import Choice
 from phalanx.moe.training.choices import choose_graph, experts_of_all, known
 from phalanx.parallel.runtime import Runtime
 from tests.support.distributed import run_distributed
+from tests.support.pages import README, blocks
+from tests.support.runs import SMALL, run
 
 KERNELS = [Choice("grouped_mlp", "fused", ""), Choice("attention", "te", "")]
 KERNELS.append(Choice("norm", "te", ""))
@@ -71,10 +76,10 @@ def test_auto_is_captured_where_it_can_be() -> None:
         ),
     ],
 )
-def test_what_one_rank_cannot_capture_none_does(given: dict[str, tuple[str, ...]], reason) -> None:  # type: ignore[no-untyped-def]
-    assert lines(**given) == {f"off; auto; not full_iteration: {reason}"}  # type: ignore[arg-type]
+def test_what_one_rank_cannot_capture_none_does(given: dict[str, Any], reason: str) -> None:
+    assert lines(**given) == {f"off; auto; not full_iteration: {reason}"}
     refused = f"run.graph=full_iteration cannot run: {reason}; set run.graph=auto"
-    assert lines("run.graph=full_iteration", **given) == {refused}  # type: ignore[arg-type]
+    assert lines("run.graph=full_iteration", **given) == {refused}
 
 
 def _experts(names: list[str]) -> str:
@@ -97,3 +102,16 @@ def test_the_configuration_that_rules_take_is_a_copy() -> None:
     assert (resolved.kernels.backend, resolved.parallel.dispatch) == ("fused", "local")
     assert (resolved.run.device, resolved.run.graph) == ("cpu", "auto")
     assert cfg == load([])
+
+
+@pytest.mark.dist
+def test_the_page_has_what_auto_came_to_and_the_folder_what_was_given(tmp_path: Path) -> None:
+    given = [*SMALL, "data=synthetic", "run.steps=1", "run.save_interval=-1"]
+    main = run(2, [*given, "model.attention.head_dim=8", f"run.dir={tmp_path}"])[0]
+    assert main.code == 0, main.err
+    shown = blocks("text", README)[0]
+    start = shown.index("  op           backend")
+    table = shown[start : shown.index("\n\n", start)]
+    assert "not full_iteration: needs CUDA" in table and table in main.out
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert saved["run"]["graph"] == saved["parallel"]["comm_sms"] == "auto"
