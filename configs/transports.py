@@ -27,7 +27,7 @@ class TransportFacts:
 
 
 AUTO_SMS = 16
-"""What `parallel.comm_sms=auto` is at most: that of the records (docs/performance.md)."""
+"""What `parallel.comm_sms=auto` takes for pushes: that of the records (docs/performance.md)."""
 
 TRANSPORTS: dict[str, TransportFacts] = {
     "local": TransportFacts(

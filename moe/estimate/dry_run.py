@@ -26,6 +26,7 @@ from phalanx.moe.estimate.timing import bound, step_time
 from phalanx.moe.estimate.traffic import costs, traffic
 from phalanx.moe.report.units import count, storage, work
 from phalanx.parallel.dispatch.costs import Links
+from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 
 _GIB = 2**30
 _PEAK = 989.0  # TFLOP/s of either GPU, dense bf16
@@ -68,7 +69,8 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     yield f"ranks     {world} x {machine.name}, {cfg.run.precision}"
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
     yield f"graph     {_graph(cfg)}"
-    sms = cfg.parallel.comm_sms if costs(cfg, world).exposed < 1 else 0
+    overlaps = waits_for_tokens(k.backend) and costs(cfg, world).exposed < 1
+    sms = cfg.parallel.comm_sms if overlaps else 0
     yield f"overlap   {f'exchanges on {sms} SMs, experts on the others' if sms else 'off'}"
     yield (
         f"batch     {d.global_batch} = {d.micro_batch} x {micro_batches(cfg, world)} micro-batches"

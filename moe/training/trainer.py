@@ -446,6 +446,7 @@ def run(cfg: Config, stop: StopSignal, guard: Guard, launch: Launch) -> int:
         assert watchdog is not None
         if cfg.run.device == "cuda" and runtime.device.type != "cuda":
             raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
+        doing("start: kernels")
         choices = choose_kernels(cfg, runtime)
         # Before the transport is chosen: a graph needs its stream from the start.
         graph = choose_graph(known(cfg, runtime, choices, cfg.parallel.dispatch))

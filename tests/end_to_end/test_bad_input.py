@@ -445,14 +445,8 @@ def test_there_are_enough() -> None:
 
 
 LATE = [
-    *[
-        "more than the host has",
-        "no GPU",
-        "no GPU for a graph",
-        "kernels that cannot run",
-        "run folder below a file",
-    ],
-    *["read-only run folder", "long run on test data", "RANK beyond"],
+    *["more than the host has", "no GPU", "no GPU for a graph", "kernels that cannot run"],
+    *["run folder below a file", "read-only run folder", "long run on test data", "RANK beyond"],
 ]
 """What the command line alone does not show, beside what is wrong with data and checkpoints."""
 EARLY = [

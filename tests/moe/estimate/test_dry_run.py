@@ -107,6 +107,7 @@ def test_a_smaller_capacity_factor_is_advice_where_it_is_enough() -> None:
         ("parallel.comm_sms=0", "full_iteration", "off"),
         ("parallel.expert=1 parallel.comm_sms=16 model.layers=2", "full_iteration", "off"),
         ("parallel.dispatch=alltoall", "full_iteration", "off"),
+        ("kernels=torch parallel.comm_sms=16", "full_iteration", "off"),
         ("run.graph=off", "off: run.graph=off", "exchanges on 16 SMs, experts on the others"),
         ("kernels=megatron", "off: megatron experts count their rows on the host", "off"),
         (
