@@ -7,6 +7,7 @@ knobs after.
 import difflib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.knobs import get, knobs, repair
@@ -23,13 +24,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kernels.attention": ("auto", "reference", "sdpa", "flex", "te"),
     "kernels.norm": ("auto", "torch", "te"),
     "parallel.save_x": ("redispatch", "keep"),
+    "parallel.comm_sms": ("auto",),
     "parallel.grad_dtype": ("fp32", "bf16"),
     "data.source": ("embedded", "indexed", "synthetic"),
     "optim.moments": ("fp32", "bf16"),
     "optim.schedule": ("cosine", "linear", "constant", "inverse-square-root", "WSD"),
     "run.device": ("auto", "cuda", "cpu"),
     "run.precision": ("bf16", "fp32"),
-    "run.graph": ("off", "full_iteration"),
+    "run.graph": ("auto", "off", "full_iteration"),
     "run.recompute": ("none", "attention", "moe", "full"),
     "run.bad_steps": ("stop", "skip", "rollback"),
     "run.async_save": ("auto", "on", "off"),
@@ -132,18 +134,20 @@ def bound_problems(cfg: Config) -> Iterator[str]:
     allowed = choices()
     for path, knob in knobs().items():
         value = get(cfg, path)
-        if path in allowed and value not in allowed[path]:
-            near = difflib.get_close_matches(value, allowed[path], n=1, cutoff=0.3)
-            reason = f"is not one of {', '.join(allowed[path])}"
-            yield repair(cfg, path, reason, (near or allowed[path])[0])
-        elif knob.type in (int, float) and (bound := _bound(path, value)):
+        if isinstance(value, str):
+            if path in allowed and value not in allowed[path]:
+                near = difflib.get_close_matches(value, allowed[path], n=1, cutoff=0.3)
+                numbers = ", and no number" if knob.type == int | str else ""
+                reason = f"is not one of {', '.join(allowed[path])}{numbers}"
+                yield repair(cfg, path, reason, (near or allowed[path])[0])
+        elif knob.type in (int, float, int | str) and (bound := _bound(path, value)):
             yield repair(cfg, path, *bound)
 
 
-def _bound(path: str, value: float) -> tuple[str, float] | None:
+def _bound(path: str, value: float) -> tuple[str, Any] | None:
     """What a number violates and a value that does not."""
     default = knobs()[path].default
-    if knobs()[path].type is int:
+    if knobs()[path].type is not float:
         if value > _MOST:
             return f"must be at most {_MOST}", default
         value = max(value, -_MOST)  # no float holds some whole numbers
@@ -154,4 +158,6 @@ def _bound(path: str, value: float) -> tuple[str, float] | None:
     if path in BELOW_ONE and value >= 1:
         return "must be below 1", default
     least = AT_LEAST.get(path, 0)
-    return None if value >= least else (f"must be at least {least}", max(least, default))
+    if value >= least:
+        return None
+    return f"must be at least {least}", least if default == "auto" else max(least, default)

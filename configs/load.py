@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -320,7 +320,13 @@ def _undecodable() -> str:
 
 def _expected(knob: str) -> str:
     """`expected an integer, as in run.steps=100`."""
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    names: dict[Any, str] = {
+        int: "an integer",
+        int | str: "an integer or auto",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+    }
     return f"expected {names.get(knobs()[knob].type, 'a list')}, as in {knob}={_example(knob)}"
 
 

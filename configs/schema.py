@@ -259,12 +259,13 @@ class ParallelConfig:
     `keep` holds them in memory instead. `hier` sends them again inside a node, not over the
     network.
     """
-    comm_sms: int = 0
+    comm_sms: int | str = "auto"
     """Number of SMs that `symm` uses to exchange tokens while the fused experts run on the others.
 
-    The default of 0 exchanges on all SMs, without overlap. With `deepep` it is the number of SMs of
-    its kernels, 0 for its default. `local` and `alltoall` refuse it. If `auto` chooses one of them,
-    or the experts are not fused, the start page says that it has no effect.
+    `auto` is 16 where `symm` meets fused experts, and 0 elsewhere; 0 exchanges on all SMs, without
+    overlap. With `deepep` it is the number of SMs of its kernels, 0 for its default. `local` and
+    `alltoall` refuse a number. If `parallel.dispatch=auto` chooses one of them, or the experts are
+    not fused, the start page says that it has no effect.
     """
     capacity_factor: float = 1.5
     """Rows of the expert buffers, as a multiple of the rows under perfectly balanced routing.
@@ -370,8 +371,12 @@ class RunConfig:
     """`bf16` with fp32 master weights and an fp32 router, or `fp32` throughout."""
     recompute: str = "none"
     """Activations that the backward pass computes again: `none`, `attention`, `moe` or `full`."""
-    graph: str = "off"
-    """CUDA graph: `off`, or `full_iteration` for forward and backward of all micro-batches."""
+    graph: str = "auto"
+    """CUDA graph: `off`, `full_iteration` for forward and backward of all micro-batches, or `auto`.
+
+    `auto` captures where it can; elsewhere the start page says why not. Two eager steps come first,
+    and the capture takes some seconds once, and again after a step that had to be run again.
+    """
     deterministic: bool = False
     """Use deterministic algorithms only; some operations become slower."""
     resume: str = "auto"

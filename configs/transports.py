@@ -26,6 +26,9 @@ class TransportFacts:
     """It can be captured in a CUDA graph: the host waits for nothing."""
 
 
+AUTO_SMS = 16
+"""What `parallel.comm_sms=auto` takes for pushes: that of the records (docs/performance.md)."""
+
 TRANSPORTS: dict[str, TransportFacts] = {
     "local": TransportFacts(
         "phalanx.parallel.dispatch.local:Local",

@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import Iterator
 
+from phalanx.configs import capture
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.knobs import get, repair
@@ -20,7 +21,7 @@ from phalanx.configs.layout import (
     micro_batches,
 )
 from phalanx.configs.schema import Config
-from phalanx.configs.transports import TRANSPORTS, TransportFacts
+from phalanx.configs.transports import TRANSPORTS
 
 __all__ = [
     "ConfigError",
@@ -152,32 +153,16 @@ def _blend(cfg: Config) -> Iterator[str]:
 
 
 def _graph(cfg: Config) -> Iterator[str]:
-    if cfg.run.graph == "off":
-        return
-    with_graph = "is not possible with run.graph=full_iteration"
-    if cfg.parallel.pipeline > 1:
-        yield repair(cfg, "run.graph", "captures one pipeline stage alone", "off")
-    if cfg.run.recompute != "none":
-        yield repair(cfg, "run.recompute", with_graph, "none")
-    if cfg.kernels.backend in ("megatron", "reference"):
-        reason = "counts rows on the host, which run.graph=full_iteration cannot capture"
-        yield repair(cfg, "kernels.backend", reason, "auto")
-    if not _transport(cfg).graph:
-        yield repair(cfg, "parallel.dispatch", with_graph, "auto")
-    if cfg.kernels.attention == "reference":
-        yield repair(cfg, "kernels.attention", with_graph, "auto")
+    if cfg.run.graph == capture.CAPTURED and (reason := capture.refuse(cfg)):
+        yield repair(cfg, "run.graph", f"cannot run: {reason}", "auto")
 
 
 def _exchange(cfg: Config) -> Iterator[str]:
     p = cfg.parallel
-    if p.comm_sms and not _transport(cfg).comm_sms:
+    transport = TRANSPORTS.get(p.dispatch)  # none yet with auto
+    if p.comm_sms not in (0, "auto") and transport is not None and not transport.comm_sms:
         reason = f"has no effect with parallel.dispatch={p.dispatch}, beside which nothing can run"
-        yield repair(cfg, "parallel.comm_sms", reason, 0)
-
-
-def _transport(cfg: Config) -> TransportFacts:
-    """The transport that is asked for; with `auto` one that no rule refuses."""
-    return TRANSPORTS.get(cfg.parallel.dispatch) or TransportFacts("", "auto", comm_sms=True)
+        yield repair(cfg, "parallel.comm_sms", reason, "auto")
 
 
 def _is_number(text: str) -> bool:

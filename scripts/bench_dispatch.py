@@ -36,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from phalanx.configs.schema import ParallelConfig
+from phalanx.configs.transports import AUTO_SMS
 from phalanx.scripts.bench.facts import facts
 from phalanx.scripts.bench.models import cases
 from phalanx.scripts.bench.records import Record, plot, shape_text, summary, table, write
@@ -64,7 +64,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--comm-sms",
         type=int,
-        default=ParallelConfig().comm_sms,
+        default=AUTO_SMS,
         metavar="N",
         help="SMs of symm in a layer, as parallel.comm_sms; default: %(default)s",
     )

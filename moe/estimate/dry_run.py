@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from phalanx.configs import capture
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -18,12 +19,14 @@ from phalanx.moe.estimate.accounting import flops_per_token, model_size
 from phalanx.moe.estimate.activations import sizes
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
+from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time
 from phalanx.moe.estimate.traffic import costs, traffic
 from phalanx.moe.report.units import count, storage, work
 from phalanx.parallel.dispatch.costs import Links
+from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 
 _GIB = 2**30
 _PEAK = 989.0  # TFLOP/s of either GPU, dense bf16
@@ -52,6 +55,8 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     ]
     if not fits:
         sections.append(("What would help", _advice(cfg, world, machine, room)))
+    elif asks := list(_opt_ins(cfg, world, machine, room)):
+        sections.append(("Off unless set, as it costs accuracy or memory", iter(asks)))
     text = "\n\n".join("\n".join([head, *("  " + x for x in body)]) for head, body in sections)
     return redacted(text) + "\n", 0 if fits else 2
 
@@ -63,10 +68,21 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     yield f"work      {work(flops)} a token at sequence {d.sequence_length} (Megatron convention)"
     yield f"ranks     {world} x {machine.name}, {cfg.run.precision}"
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
+    yield f"graph     {_graph(cfg)}"
+    overlaps = waits_for_tokens(k.backend) and costs(cfg, world).exposed < 1
+    sms = cfg.parallel.comm_sms if overlaps else 0
+    yield f"overlap   {f'exchanges on {sms} SMs, experts on the others' if sms else 'off'}"
     yield (
         f"batch     {d.global_batch} = {d.micro_batch} x {micro_batches(cfg, world)} micro-batches"
         f" x {data_parallel_size(cfg, world)} ranks"
     )
+
+
+def _graph(cfg: Config) -> str:
+    """Whether steps are captured, and why not."""
+    if cfg.run.graph == capture.CAPTURED:
+        return cfg.run.graph
+    return f"{cfg.run.graph}: {capture.refuse(cfg) or f'run.graph={cfg.run.graph}'}"
 
 
 def _groups(cfg: Config, world: int) -> Iterator[str]:
@@ -100,8 +116,13 @@ def _memory(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[st
         w = m.weights
         cells = [count(w.dense + w.expert)]
         parts = (w.parameter_bytes, w.gradient_bytes, w.optimizer_bytes, m.saved)
-        cells += [storage(x) for x in (*parts, m.backward + m.cached, m.peak)]
+        cells += [storage(x) for x in (*parts, m.backward + m.validation + m.cached, m.peak)]
         yield f"{i} {name}".ljust(16) + "".join(f"{c:>12}" for c in cells)
+    if worst.validation:
+        yield (
+            f"of that, {storage(worst.validation)} for validations, which cannot use the memory of "
+            "captured steps"
+        )
     if exchange := exchange_bytes(cfg, world):
         yield (
             f"receive buffers of {cfg.parallel.dispatch}, outside of torch's memory: "
@@ -208,6 +229,11 @@ def _compared(match: Match) -> str:
         f"{r.system} on {r.hardware}, {r.dtype}, {r.layout}, {r.routing} routing{layout} "
         f"({match.source})"
     )
+
+
+def _opt_ins(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[str]:
+    for override, more, price in opt_ins(cfg, world, machine, room):
+        yield f"{override}: {storage(abs(more))} {'more' if more > 0 else 'less'}; {price}"
 
 
 def _advice(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[str]:

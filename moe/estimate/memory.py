@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from phalanx.configs.capture import CAPTURED
 from phalanx.configs.layout import pipeline_chunks
 from phalanx.configs.schema import Config
 from phalanx.moe.estimate.activations import Activations, Layer
@@ -25,6 +26,8 @@ class Memory:
     """Kept for backward passes, of all micro-batches in flight."""
     backward: int
     """What the largest backward pass needs on top."""
+    validation: int
+    """What a validation needs beside a captured step, whose memory it cannot use."""
 
     @property
     def states(self) -> int:
@@ -35,14 +38,14 @@ class Memory:
     @property
     def peak(self) -> int:
         """Largest allocation."""
-        return self.states + self.cached + self.saved + self.backward
+        return self.states + self.cached + self.saved + self.backward + self.validation
 
 
 def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Memory]:
     """Of each stage, in order.
 
     Args:
-        cfg: valid, with resolved kernels (`moe.estimate.resolved`).
+        cfg: valid, with resolved kernels and graph (`moe.estimate.resolved`).
         world: ranks.
         rows: expert rows of a rank; the budget of `parallel.capacity_factor` by default.
     """
@@ -64,6 +67,7 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Memor
             cached=cached[i] + _WORKSPACES,
             saved=held(cfg, world, i, [sum(part.saved for part in c) for c in chunks]),
             backward=_backward([part for c in chunks for part in c], head),
+            validation=_validation(cfg, [part for c in chunks for part in c]),
         )
         for i, chunks in enumerate(stages)
     ]
@@ -73,6 +77,15 @@ def _backward(parts: list[Layer], head: Layer) -> int:
     """Logits are gone when the layers' backward passes begin."""
     freed = head.saved if head in parts else 0
     return max(part.backward if part is head else part.backward - freed for part in parts)
+
+
+def _validation(cfg: Config, parts: list[Layer]) -> int:
+    """A forward pass without gradients holds one part of the model at a time.
+
+    Eager steps have given their memory back by then; a CUDA graph keeps its own.
+    """
+    beside = cfg.run.graph == CAPTURED and cfg.run.eval_interval > 0
+    return max(part.saved for part in parts) if beside else 0
 
 
 def exchange_bytes(cfg: Config, world: int) -> int:

@@ -1,26 +1,36 @@
-"""The kernels and transport that `auto` takes on Hopper GPUs with all optional packages."""
+"""What every `auto` comes to on Hopper GPUs with all optional packages."""
 
 import copy
 
+from phalanx.configs import capture
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.model.kernel_facts import facts
-from phalanx.parallel.dispatch.transport import class_of, planned
+from phalanx.parallel.dispatch.transport import class_of, planned, sms_of
 
 _PACKAGES = frozenset({"transformer_engine", "triton", "nvidia_cutlass_dsl"})
 
 
 def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
-    """A copy without `auto` in kernels and transport.
+    """A copy without `auto` in kernels, transport, SMs of exchanges and graph.
 
     Raises:
         ConfigError: a choice that no Hopper GPU can run, or no group of so many ranks.
     """
+    cfg = _with_transport(cfg, world, node_gpus)
+    if cfg.run.graph == capture.CAPTURED and (reason := capture.refuse(cfg)):
+        raise ConfigError(capture.refused(reason))
+    cfg.run.graph = capture.resolved_graph(cfg)
+    return cfg
+
+
+def _with_transport(cfg: Config, world: int, node_gpus: int) -> Config:
+    """A copy with kernels, transport and SMs."""
     cfg = copy.deepcopy(cfg)
-    k = cfg.kernels
+    k, wanted = cfg.kernels, cfg.parallel.comm_sms
     expert = expert_parallel_size(cfg, world)
     known = facts(cfg, world, device="cuda", capability=(9, 0), packages=_PACKAGES, compiles=True)
     try:
@@ -31,6 +41,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
         raise ConfigError(str(error)) from error
     cfg.run.device = "cuda"
     if k.backend == "megatron" and cfg.parallel.dispatch != "auto":  # which has its own
+        cfg.parallel.comm_sms = 0 if wanted == "auto" else wanted
         return cfg
     refusals = {name: class_of(name).refuse_dtype(known.dtype) for name in TRANSPORTS}
     try:
@@ -44,4 +55,5 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     except ValueError as error:
         raise ConfigError(f"on nodes of {node_gpus} GPUs {error}") from error
     cfg.parallel.dispatch = taken.name
+    cfg.parallel.comm_sms = sms_of(wanted, taken, k.backend)
     return cfg

@@ -1,11 +1,11 @@
 """Is there memory for this run on its hosts and GPUs? All ranks ask before the model is built."""
 
-import copy
 import socket
 import sys
 
 import torch
 
+from phalanx.configs.capture import resolved_graph
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -20,6 +20,7 @@ from phalanx.moe.estimate.room import (
     pinned_bytes,
     refuse,
 )
+from phalanx.moe.training.choices import known
 from phalanx.moe.training.out_of_memory import advice
 from phalanx.parallel.dispatch.transport import planned, refusals_here
 from phalanx.parallel.fault.agreement import Failed, agree, gather
@@ -48,7 +49,10 @@ def check_room(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
         agree(refuse(cfg, runtime.world, ranks, room))
     except Failed as error:
         raise ConfigError(str(error)) from error
-    expected = needed(_known(cfg, runtime, choices, len(here)), runtime.world)
+    taken = _transport(cfg, runtime.world, len(here))
+    resolved = known(cfg, runtime, choices, taken)
+    resolved.run.graph = resolved_graph(resolved)
+    expected = needed(resolved, runtime.world)
     expected = expected if on_gpu else len(ranks) * (expected + _ON_CPU * logits_bytes(cfg))
     warnings = [near(cfg.model.name, expected, room, "; ".join(advice(cfg, runtime.world)))]
     if on_gpu:
@@ -67,15 +71,10 @@ def _pinned(cfg: Config, world: int, here: list[int], host: Room) -> str:
     return near("a background checkpoint", size, host, "set run.async_save=off")
 
 
-def _known(cfg: Config, runtime: Runtime, choices: list[Choice], near_ranks: int) -> Config:
-    """A copy without `auto`, as the estimate takes it."""
-    known = copy.deepcopy(cfg)
-    k, expert = known.kernels, expert_parallel_size(cfg, runtime.world)
-    k.backend, k.attention, k.norm = (choice.backend for choice in choices)
-    known.run.device = runtime.device.type
-    if known.parallel.dispatch == "auto":
-        dtype = torch.bfloat16 if cfg.run.precision == "bf16" else torch.float32
-        refusals = refusals_here("auto", dtype)
-        taken = planned("auto", ranks=expert, node_ranks=near_ranks, refusals=refusals)
-        known.parallel.dispatch = taken.name
-    return known
+def _transport(cfg: Config, world: int, near_ranks: int) -> str:
+    """The transport that this rank expects, before the groups are there that choose it."""
+    if cfg.parallel.dispatch != "auto":
+        return cfg.parallel.dispatch
+    dtype = torch.bfloat16 if cfg.run.precision == "bf16" else torch.float32
+    refusals, expert = refusals_here("auto", dtype), expert_parallel_size(cfg, world)
+    return planned("auto", ranks=expert, node_ranks=near_ranks, refusals=refusals).name

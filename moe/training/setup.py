@@ -4,27 +4,26 @@ Order matters: weights are drawn before the data parallel wrapper copies them in
 the wrapper exists before the optimizer takes its master copies.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from phalanx.configs import capture
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import expert_parallel_size
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
-from phalanx.kernels.registry import Choice, resolve
+from phalanx.kernels.registry import Choice
 from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.model.gpt import Backends, Layout, build, embedding_stages, transformer_config
 from phalanx.moe.model.init import initialize
-from phalanx.moe.model.kernel_facts import facts
-from phalanx.moe.router.fused_topk import refuse
+from phalanx.moe.training.choices import choose_graph, choose_kernels, experts_of_all, known
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
 from phalanx.parallel.dispatch.transport import choices as transport_choices
-from phalanx.parallel.dispatch.transport import choose_transport, of_megatron
+from phalanx.parallel.dispatch.transport import choose_transport, of_megatron, sms_of
 from phalanx.parallel.dispatch.transport_class import Transport
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.groups import Groups, create
@@ -39,7 +38,9 @@ class Job:
     runtime: Runtime
     groups: Groups
     choices: list[Choice]
-    """Kernels, transport and overlap, with their reasons."""
+    """Kernels, transport, overlap and graph, with their reasons."""
+    captured: bool
+    """Steps are captured in a CUDA graph and replayed (`run.graph`)."""
     budget: Budget
     engine: Engine
 
@@ -73,30 +74,6 @@ def mtp_weight(cfg: Config, groups: Groups) -> float:
     return (length / ranks - unlabelled) / ((length - ahead) / ranks)
 
 
-def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
-    """Resolve every op of the config on this machine.
-
-    Raises:
-        KernelUnavailable: a forced choice cannot run here.
-    """
-    cuda = runtime.device.type == "cuda"
-    known = facts(
-        cfg,
-        runtime.world,
-        device=runtime.device.type,
-        capability=torch.cuda.get_device_capability(runtime.device) if cuda else None,
-    )
-    experts, e = resolve("grouped_mlp", cfg.kernels.backend, known), cfg.model.moe
-    why = refuse(e.router, experts=e.experts, top_k=e.top_k)
-    if experts.backend == "fused" and why is not None:
-        experts = replace(experts, reason=f"{experts.reason}; routing by torch: {why}")
-    return [
-        experts,
-        resolve("attention", cfg.kernels.attention, known),
-        resolve("norm", cfg.kernels.norm, known),
-    ]
-
-
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
     """Build the job on this rank; every rank calls it. `choices` are those of `choose_kernels`."""
     p = cfg.parallel
@@ -117,13 +94,18 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         transport = of_megatron(p.dispatch)
     else:
         transport = choose_transport(p.dispatch, groups.pg.ep, config.params_dtype)
+    graph = choose_graph(known(cfg, runtime, choices, transport.name))
+    waiting = experts_of_all(experts)
     shared = cfg.model.moe.shared_ffn > 0
-    overlap = transport_choices(transport, backend=experts, comm_sms=p.comm_sms, shared=shared)
-    choices = [*choices, *overlap]
+    overlap = transport_choices(transport, backend=waiting, comm_sms=p.comm_sms, shared=shared)
+    choices = [*choices, *overlap, graph]
+    captured = graph.backend == capture.CAPTURED
+    sms = sms_of(p.comm_sms, transport, waiting)
     config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm)
-    chunks = _chunks(cfg, config, groups, backends, _moe_options(cfg, experts, transport, budget))
+    options = _moe_options(cfg, experts, transport, budget, sms)
+    chunks = _chunks(cfg, config, groups, backends, options)
     for chunk in chunks:
         chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device
     initialize(
@@ -140,12 +122,14 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         optim=cfg.optim,
         steps=cfg.run.steps,
         device=runtime.device,
-        graph=cfg.run.graph != "off",
+        graph=captured,
     )
-    return Job(cfg, runtime, groups, choices, budget, engine)
+    return Job(cfg, runtime, groups, choices, captured, budget, engine)
 
 
-def _moe_options(cfg: Config, backend: str, transport: Transport, budget: Budget) -> MoEOptions:
+def _moe_options(
+    cfg: Config, backend: str, transport: Transport, budget: Budget, comm_sms: int
+) -> MoEOptions:
     e, margin = cfg.model.moe, cfg.kernels.sm_margin
     spec = MLPSpec(
         activation_of(e),
@@ -161,7 +145,7 @@ def _moe_options(cfg: Config, backend: str, transport: Transport, budget: Budget
         budget=budget,
         symm=SymmOptions(
             keep=cfg.parallel.save_x == "keep",
-            comm_sms=cfg.parallel.comm_sms,
+            comm_sms=comm_sms,
             # Before the watchdog ends the run: who waits knows for whom.
             timeout=0.8 * cfg.parallel.timeout,
         ),

@@ -55,7 +55,7 @@ class Step:
 
     def __init__(self, cfg: Config, job: Job) -> None:
         self.cfg, self.job = cfg, job
-        self.graph = StepGraph(self.forward_backward) if cfg.run.graph != "off" else None
+        self.graph = StepGraph(self.forward_backward) if job.captured else None
         self._stop = torch.zeros((), device=job.runtime.device)
         self.sample_losses: torch.Tensor | None = None
         """fp32 [samples] of this rank in the last forward-only step; None but on the last stage."""

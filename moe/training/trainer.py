@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch.profiler import record_function
 
+from phalanx.configs.capture import CAPTURED
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -33,12 +34,13 @@ from phalanx.moe.report.throughput import Pace
 from phalanx.moe.report.title import title_facts
 from phalanx.moe.router import balance
 from phalanx.moe.training.bad_steps import Health
+from phalanx.moe.training.choices import choose_graph, choose_kernels, known
 from phalanx.moe.training.failure import give_up, speak
 from phalanx.moe.training.launch import Launch
 from phalanx.moe.training.memory_check import check_room
 from phalanx.moe.training.out_of_memory import advised
 from phalanx.moe.training.preflight import preflight
-from phalanx.moe.training.setup import Job, choose_kernels, setup
+from phalanx.moe.training.setup import Job, setup
 from phalanx.moe.training.step import Rerun, Step
 from phalanx.moe.training.validation import Tally, scores
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
@@ -66,7 +68,7 @@ class Trainer:
         stop: tells whether a signal asked this process to stop.
         launch: what the run folder keeps of this start; None keeps nothing.
         held: lock of the run folder, for the rank that writes there.
-        choices: of `moe.training.setup.choose_kernels`, where it was asked before; None asks it.
+        choices: of `moe.training.choices.choose_kernels`, where it was asked before; None asks it.
 
     Raises:
         ConfigError, DataError, CheckpointMismatch, CheckpointError: before a model is built, what
@@ -444,13 +446,13 @@ def run(cfg: Config, stop: StopSignal, guard: Guard, launch: Launch) -> int:
         assert watchdog is not None
         if cfg.run.device == "cuda" and runtime.device.type != "cuda":
             raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
-        graphed = cfg.run.graph != "off"
-        if graphed and runtime.device.type != "cuda":
-            raise ConfigError("run.graph=full_iteration: torch sees no GPU here; set run.graph=off")
-        stream = own_stream(runtime.device) if graphed else nullcontext()
+        doing("start: kernels")
+        choices = choose_kernels(cfg, runtime)
+        # Before the transport is chosen: a graph needs its stream from the start.
+        graph = choose_graph(known(cfg, runtime, choices, cfg.parallel.dispatch))
+        stream = own_stream(runtime.device) if graph.backend == CAPTURED else nullcontext()
         with advised(cfg, runtime.world, folder), stream:
             doing("start: room")
-            choices = choose_kernels(cfg, runtime)
             check_room(cfg, runtime, choices)
             doing("start: run folder")
             held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 import torch
 import torch.distributed as dist
 
-from phalanx.configs.transports import TRANSPORTS
+from phalanx.configs.transports import AUTO_SMS, TRANSPORTS
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatch import nodes
@@ -146,7 +146,24 @@ def _best(ranks: Sequence[Rank]) -> Transport:
     raise AssertionError("no transport runs everywhere")
 
 
-def choices(transport: Transport, *, backend: str, comm_sms: int, shared: bool) -> list[Choice]:
+def sms_of(wanted: int | str, transport: Transport, backend: str) -> int:
+    """What `parallel.comm_sms` comes to.
+
+    Args:
+        wanted: a number, which stays, or `auto`.
+        transport: of this rank's group.
+        backend: of the experts of all ranks.
+    """
+    if isinstance(wanted, int):
+        return wanted
+    within = (transport.inside or transport).name
+    pushes = within in TRANSPORTS and class_of(within).no_overlap is None
+    return AUTO_SMS if pushes and waits_for_tokens(backend) else 0
+
+
+def choices(
+    transport: Transport, *, backend: str, comm_sms: int | str, shared: bool
+) -> list[Choice]:
     """Lines of `kernels.registry.table`: the transport, and what runs beside its exchanges.
 
     Args:
@@ -164,9 +181,11 @@ def choices(transport: Transport, *, backend: str, comm_sms: int, shared: bool) 
 _MEGATRON_WAITS = "Megatron-Core's layer waits for its exchanges"
 
 
-def _overlap(transport: Transport, backend: str, comm_sms: int, shared: bool) -> Choice:
+def _overlap(transport: Transport, backend: str, wanted: int | str, shared: bool) -> Choice:
     """What the experts do while tokens are on their way, and why not more."""
-    name, asked = (transport.inside or transport).name, f"parallel.comm_sms={comm_sms}"
+    comm_sms = sms_of(wanted, transport, backend)
+    name = (transport.inside or transport).name
+    asked = "auto" if wanted == "auto" else f"parallel.comm_sms={wanted}"
     known = TRANSPORTS.get(name)
     never = class_of(name).no_overlap if known else _MEGATRON_WAITS
     without = never

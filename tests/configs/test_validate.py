@@ -168,8 +168,11 @@ def _texts(value: object) -> object:
             "parallel.dispatch=alltoall parallel.comm_sms=16",
             2,
             "parallel.comm_sms=16 has no effect with parallel.dispatch=alltoall",
-            "parallel.comm_sms=0",
+            "parallel.comm_sms=auto",
         ),
+        ("parallel.comm_sms=-1", 2, "must be at least 0", "parallel.comm_sms=0"),
+        ("parallel.comm_sms=all", 2, "is not one of auto, and no number", "comm_sms=auto"),
+        ("parallel.comm_sms=3000000000", 2, "must be at most", "parallel.comm_sms=auto"),
         ("data.micro_batch=5", 2, "micro_batch=5 x 2 data parallel ranks", "data.global_batch=40"),
         (
             "parallel.pipeline=2 parallel.virtual_pipeline=2 data.global_batch=12",
@@ -417,8 +420,8 @@ def test_megatron_core_accepts_the_layout_of_every_experiment() -> None:
 
 
 def test_every_knob_has_its_choices_or_bounds() -> None:
-    texts = {path for path, knob in knobs().items() if knob.type is str}
-    numbers = {path for path, knob in knobs().items() if knob.type in (int, float)}
+    texts = {path for path, knob in knobs().items() if knob.type in (str, int | str)}
+    numbers = {path for path, knob in knobs().items() if knob.type in (int, float, int | str)}
     assert texts == set(choices()) | TEXTS_WITHOUT_CHOICES
     assert set(AT_LEAST) | ABOVE_ZERO | BELOW_ONE <= numbers
 

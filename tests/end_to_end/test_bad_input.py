@@ -197,14 +197,20 @@ CASES = {
         "run.bad_steps=ignore", "is not one of stop, skip", "set run.bad_st"
     ),
     "graph of a dispatch that counts": Case(
-        "run.graph=full_iteration parallel.dispatch=deepep",
-        "parallel.dispatch=deepep is not possible with run.graph=full_iteration",
-        "set parallel.dispatch=auto",
+        "run.device=auto run.graph=full_iteration parallel.dispatch=deepep",
+        "run.graph=full_iteration cannot run: parallel.dispatch=deepep counts rows on the host",
+        "set run.graph=auto",
     ),
     "graph of a layer that counts": Case(
-        "run.graph=full_iteration kernels.backend=megatron",
-        "counts rows on the host, which run.graph=full_iteration cannot capture",
-        "set kernels.backend=auto",
+        "run.device=auto run.graph=full_iteration kernels.backend=megatron",
+        "run.graph=full_iteration cannot run: megatron experts count their rows on the host",
+        "set run.graph=auto",
+    ),
+    "graph on a CPU": Case(
+        "run.graph=full_iteration", "cannot run: needs CUDA", "set run.graph=auto"
+    ),
+    "text for a number or auto": Case(
+        "parallel.comm_sms=1.5", "expected an integer or auto", "as in parallel.comm_sms=auto"
     ),
     "decay within warm-up": Case("optim.decay_steps=2", "ends within the warm-up", "decay_steps=3"),
     # combinations
@@ -327,6 +333,11 @@ CASES = {
     ),
     # the machine
     "no GPU": Case(f"{RANDOM} run.device=cuda", "torch sees no GPU here", "set run.device=auto"),
+    "no GPU for a graph": Case(
+        f"{RANDOM} run.device=auto run.graph=full_iteration",
+        "run.graph=full_iteration cannot run: needs CUDA",
+        "set run.graph=auto",
+    ),
     "kernels that cannot run": Case(
         f"{RANDOM} kernels.attention=flex", "cannot run here: needs CUDA", "use kernels.attention="
     ),
@@ -434,8 +445,8 @@ def test_there_are_enough() -> None:
 
 
 LATE = [
-    *["more than the host has", "no GPU", "kernels that cannot run", "run folder below a file"],
-    *["read-only run folder", "long run on test data", "RANK beyond"],
+    *["more than the host has", "no GPU", "no GPU for a graph", "kernels that cannot run"],
+    *["run folder below a file", "read-only run folder", "long run on test data", "RANK beyond"],
 ]
 """What the command line alone does not show, beside what is wrong with data and checkpoints."""
 EARLY = [

@@ -1,5 +1,6 @@
 """Training with the fused kernels on one NVIDIA GPU is training with the torch backend."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,10 @@ OVERRIDES = [
     "data.micro_batch=2",
     "data.global_batch=8",
     "optim.warmup_steps=0",
+    "run.graph=off",
+    "parallel.comm_sms=0",
 ]
+"""Without what `auto` adds, where a test does not ask for it."""
 GRAPH = "run.graph=full_iteration"
 Steps = list[dict[str, float]]
 """Metrics of each."""
@@ -83,6 +87,39 @@ def test_a_graph_trains_bit_for_bit_like_eager_steps(
     graph = train(tmp_path, "graph", *options, GRAPH)
     for name in ("loss", "grad_norm", "valid_loss", "load_max", "mtp_loss"):
         assert [s.get(name) for s in graph] == [s.get(name) for s in eager], name
+
+
+@pytest.mark.parametrize(
+    ("given", "captured"),
+    [
+        ("", True),
+        ("kernels=torch", True),
+        ("kernels=megatron", False),
+        ("run.recompute=moe", False),
+    ],
+)
+def test_auto_captures_where_it_can(given: str, captured: bool, tmp_path: Path) -> None:
+    options = ["run.steps=8", "run.eval_interval=4", "run.eval_batches=1", *given.split()]
+    auto = train(tmp_path, "auto", *options, "run.graph=auto")
+    page = (tmp_path / "auto" / "console.log").read_text()
+    assert re.search(r"^  graph +(\S+) +auto$", page, re.M)[1] == (  # type: ignore[index]
+        "full_iteration" if captured else "off"
+    )
+    if captured:
+        eager = train(tmp_path, "eager", *options)
+        for name in ("loss", "grad_norm", "valid_loss"):
+            assert [s.get(name) for s in auto] == [s.get(name) for s in eager], name
+
+
+def test_a_run_goes_on_captured_where_it_was_eager(tmp_path: Path) -> None:
+    """And the other way round: a checkpoint knows nothing of graphs."""
+    whole = train(tmp_path, "whole", "run.steps=12", "optim.decay_steps=12")
+    for first, second in (("off", "auto"), ("auto", "off")):
+        for steps, graph in ((6, first), (12, second)):
+            options = [f"run.steps={steps}", f"run.graph={graph}", "run.save_interval=6"]
+            parts = train(tmp_path, f"{first}_{second}", *options, "optim.decay_steps=12")
+        for name in ("loss", "grad_norm"):
+            assert [s[name] for s in parts] == [s[name] for s in whole], (first, name)
 
 
 @pytest.fixture

@@ -99,6 +99,40 @@ def test_a_smaller_capacity_factor_is_advice_where_it_is_enough() -> None:
     assert page(*overrides, factor, world=8)[1] == 0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "graph", "overlap"),
+    [
+        ("", "full_iteration", "exchanges on 16 SMs, experts on the others"),
+        ("parallel.comm_sms=8", "full_iteration", "exchanges on 8 SMs, experts on the others"),
+        ("parallel.comm_sms=0", "full_iteration", "off"),
+        ("parallel.expert=1 parallel.comm_sms=16 model.layers=2", "full_iteration", "off"),
+        ("parallel.dispatch=alltoall", "full_iteration", "off"),
+        ("kernels=torch parallel.comm_sms=16", "full_iteration", "off"),
+        ("run.graph=off", "off: run.graph=off", "exchanges on 16 SMs, experts on the others"),
+        ("kernels=megatron", "off: megatron experts count their rows on the host", "off"),
+        (
+            "run.recompute=moe",
+            "off: run.recompute=moe sets random states on the host",
+            "exchanges on 16 SMs, experts on the others",
+        ),
+    ],
+)
+def test_what_auto_comes_to(overrides: str, graph: str, overlap: str) -> None:
+    text, _ = page("experiment=moonlight_8gpu", *overrides.split(), world=8)
+    assert f"\n  graph     {graph}\n  overlap   {overlap}\n" in text
+
+
+def test_a_graph_that_no_such_gpu_captures_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["model=tiny", "run.precision=fp32", "run.dry_run=true"]
+    assert train.main(argv) == 0
+    assert "graph     off: reference experts count" in capsys.readouterr().out
+    assert train.main([*argv, "run.graph=full_iteration"]) == 2
+    assert capsys.readouterr().err == (
+        "error: run.graph=full_iteration cannot run: reference experts count their rows on the "
+        "host; set run.graph=auto\n"
+    )
+
+
 def test_any_routing_may_fit() -> None:
     assert "fits, whatever the routing" in page("experiment=moonlight_8gpu", world=8)[0]
 

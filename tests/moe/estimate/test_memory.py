@@ -105,6 +105,20 @@ def test_recomputation_never_costs_memory(how: str) -> None:
     assert (less.saved < plain.saved) == (how != "attention")
 
 
+def test_a_validation_cannot_use_the_memory_of_captured_steps() -> None:
+    base = ["experiment=gpt_oss_20b_8gpu"]
+    peaks = {
+        (graph, interval): stage_memory(
+            known([*base, f"run.graph={graph}", f"run.eval_interval={interval}"], 8), 8
+        )[0].peak
+        for graph in ("auto", "off")
+        for interval in (0, 500)
+    }
+    logits = 2 * 4096 * 201_088
+    assert peaks["auto", 0] == peaks["off", 0] == peaks["off", 500]
+    assert logits < peaks["auto", 500] - peaks["auto", 0] < 1.1 * logits
+
+
 def test_received_tokens_are_kept_as_the_knob_says() -> None:
     base = ["experiment=gpt_oss_20b_8gpu"]
     again, keep = (known([*base, f"parallel.save_x={x}"], 8) for x in ("redispatch", "keep"))

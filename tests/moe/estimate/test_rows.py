@@ -13,7 +13,7 @@ LAYERS, TOKENS, TOP_K, HIDDEN, FFN, RANKS = 24, 4096, 4, 2880, 2880, 8
 
 
 def known(*overrides: str, world: int = RANKS) -> Config:
-    cfg = load(["experiment=gpt_oss_20b_8gpu", *overrides])
+    cfg = load(["experiment=gpt_oss_20b_8gpu", "run.eval_interval=0", *overrides])
     validate(cfg, world)
     return resolved(cfg, world, 8)
 

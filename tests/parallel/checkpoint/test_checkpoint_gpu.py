@@ -29,6 +29,7 @@ OVERRIDES = [
     f"run.save_interval={INTERVAL}",
     "run.keep_last=9",
     "run.resume=never",
+    "run.graph=off",
     "kernels=torch",
     "model=tiny",
     "model.hidden=1024",

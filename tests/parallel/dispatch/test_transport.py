@@ -17,6 +17,7 @@ from phalanx.parallel.dispatch.transport import (
     of_megatron,
     planned,
     resolve,
+    sms_of,
 )
 from phalanx.parallel.dispatch.transport_class import Rank, Transport
 from tests.parallel.dispatch.test_hierarchical import pretended
@@ -195,7 +196,7 @@ def test_groups_that_differ_are_told() -> None:
 
 
 def overlap(
-    transport: Transport, backend: str = "fused", sms: int = 16, shared: bool = False
+    transport: Transport, backend: str = "fused", sms: int | str = 16, shared: bool = False
 ) -> tuple[str, str]:
     line = choices(transport, backend=backend, comm_sms=sms, shared=shared)[-1]
     assert line.op == "overlap"
@@ -211,6 +212,38 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
     [
         (dict(transport=SYMM), "16 SMs", "parallel.comm_sms=16"),
         (dict(transport=SYMM, sms=0), "off", "parallel.comm_sms=0"),
+        (dict(transport=SYMM, sms="auto"), "16 SMs", "auto"),
+        (
+            dict(transport=HIER, sms="auto"),
+            "16 SMs",
+            "auto; inside nodes alone: what goes between them is waited for",
+        ),
+        (
+            dict(transport=SYMM, backend="torch", sms="auto", shared=True),
+            "off",
+            "torch experts cannot wait for tokens",
+        ),
+        (
+            dict(transport=Transport("alltoall", "auto"), sms="auto"),
+            "off",
+            "alltoall cannot overlap: it is over when it returns",
+        ),
+        (
+            dict(transport=Transport("hier", "auto", Transport("alltoall", "")), sms="auto"),
+            "off",
+            "alltoall cannot overlap: it is over when it returns",
+        ),
+        (
+            dict(transport=Transport("deepep", ""), sms="auto"),
+            "off",
+            "deepep cannot overlap: its counts are waited for",
+        ),
+        (dict(transport=LOCAL, sms="auto"), "off", "nothing is exchanged"),
+        (
+            dict(transport=of_megatron("auto"), backend="megatron", sms="auto"),
+            "off",
+            "Megatron-Core's layer waits for its exchanges",
+        ),
         (
             dict(transport=SYMM, backend="torch"),
             "off",
@@ -253,6 +286,8 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
 )
 def test_overlap_is_on_or_off_and_says_why(given: Any, state: str, reason: str) -> None:
     assert overlap(**given) == (state, reason)
+    sms = sms_of(given.get("sms", 16), given["transport"], given.get("backend", "fused"))
+    assert given.get("sms") != "auto" or state == (f"{sms} SMs" if sms else "off")
 
 
 def test_the_table_has_the_transport_in_a_node() -> None:

@@ -1,0 +1,45 @@
+"""Can forward and backward of a step be captured as one CUDA graph? One answer for all who ask.
+
+`validate` asks for a forced `run.graph`, the start of a run and the dry run for what `auto` comes
+to, with kernels, transport and device resolved by then.
+"""
+
+from phalanx.configs.schema import Config
+from phalanx.configs.transports import TRANSPORTS
+
+CAPTURED, EAGER = "full_iteration", "off"
+
+
+def refuse(cfg: Config) -> str | None:
+    """Why the steps of a run cannot be captured; None if they can.
+
+    Args:
+        cfg: an `auto` of kernels, transport or device that is not resolved yet refuses nothing.
+    """
+    k, p, r = cfg.kernels, cfg.parallel, cfg.run
+    transport = TRANSPORTS.get(p.dispatch)
+    if r.device == "cpu":
+        return "needs CUDA"
+    if p.pipeline > 1:
+        return f"a graph holds one pipeline stage, and parallel.pipeline is {p.pipeline}"
+    if r.recompute != "none":
+        return f"run.recompute={r.recompute} sets random states on the host"
+    if k.backend in ("megatron", "reference"):
+        return f"{k.backend} experts count their rows on the host"
+    if k.attention == "reference":
+        return "kernels.attention=reference is for checks of eager steps"
+    if transport is not None and not transport.graph:
+        return f"parallel.dispatch={p.dispatch} counts rows on the host"
+    return None
+
+
+def refused(reason: str) -> str:
+    """The message where `full_iteration` is forced and cannot be."""
+    return f"run.graph={CAPTURED} cannot run: {reason}; set run.graph=auto"
+
+
+def resolved_graph(cfg: Config) -> str:
+    """What `run.graph` comes to, of a `cfg` as `refuse` takes it; what is forced stays."""
+    if cfg.run.graph != "auto":
+        return cfg.run.graph
+    return CAPTURED if refuse(cfg) is None else EAGER

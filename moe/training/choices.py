@@ -1,0 +1,91 @@
+"""What runs here, and why: kernels, what waits for tokens, and whether steps are captured.
+
+Kernels are one rank's choice, the rest is agreed on: all ranks of the job ask together.
+"""
+
+import copy
+from dataclasses import replace
+
+import torch
+
+from phalanx.configs import capture
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError
+from phalanx.kernels.registry import Choice, resolve
+from phalanx.moe.model.kernel_facts import facts
+from phalanx.moe.router.fused_topk import refuse
+from phalanx.parallel.cuda_graph import WARM_STEPS
+from phalanx.parallel.dispatch.transport_class import waits_for_tokens
+from phalanx.parallel.fault.agreement import gather
+from phalanx.parallel.runtime import Runtime
+
+
+def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
+    """Resolve every op of the config on this machine.
+
+    Raises:
+        KernelUnavailable: a forced choice cannot run here.
+    """
+    cuda = runtime.device.type == "cuda"
+    known = facts(
+        cfg,
+        runtime.world,
+        device=runtime.device.type,
+        capability=torch.cuda.get_device_capability(runtime.device) if cuda else None,
+    )
+    experts, e = resolve("grouped_mlp", cfg.kernels.backend, known), cfg.model.moe
+    why = refuse(e.router, experts=e.experts, top_k=e.top_k)
+    if experts.backend == "fused" and why is not None:
+        experts = replace(experts, reason=f"{experts.reason}; routing by torch: {why}")
+    return [
+        experts,
+        resolve("attention", cfg.kernels.attention, known),
+        resolve("norm", cfg.kernels.norm, known),
+    ]
+
+
+def known(cfg: Config, runtime: Runtime, choices: list[Choice], dispatch: str) -> Config:
+    """A copy that names this rank's device, kernels and transport, as rules and estimates take it.
+
+    Args:
+        cfg: as given.
+        runtime: this rank.
+        choices: of `choose_kernels`.
+        dispatch: the transport, or what is asked for where none is chosen yet.
+    """
+    cfg = copy.deepcopy(cfg)
+    k = cfg.kernels
+    k.backend, k.attention, k.norm = (choice.backend for choice in choices)
+    cfg.run.device, cfg.parallel.dispatch = runtime.device.type, dispatch
+    return cfg
+
+
+def choose_graph(cfg: Config) -> Choice:
+    """What `run.graph` comes to on all ranks: what one cannot capture, none does. Collective.
+
+    Args:
+        cfg: of `known`, with the transport that was chosen.
+
+    Raises:
+        ConfigError: on all ranks, if `full_iteration` is forced and one of them cannot capture.
+    """
+    wanted, reasons = cfg.run.graph, gather(capture.refuse(cfg))
+    asked = "auto" if wanted == "auto" else f"run.graph={wanted}"
+    if wanted == capture.EAGER:
+        return Choice("graph", wanted, asked)
+    refusing = [rank for rank, reason in enumerate(reasons) if reason]
+    if not refusing:
+        when = f"captured after {WARM_STEPS} eager steps, which takes seconds"
+        return Choice("graph", capture.CAPTURED, f"{asked}; {when}")
+    reason = str(reasons[refusing[0]])
+    if len(set(reasons)) > 1:
+        reason += f" (rank {refusing[0]})"
+    if wanted == capture.CAPTURED:
+        raise ConfigError(capture.refused(reason))
+    return Choice("graph", capture.EAGER, f"{asked}; not {capture.CAPTURED}: {reason}")
+
+
+def experts_of_all(backend: str) -> str:
+    """This rank's experts, or those of another rank if these cannot wait for tokens. Collective."""
+    told = gather(backend)
+    return next((name for name in told if not waits_for_tokens(name)), backend)

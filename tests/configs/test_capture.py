@@ -1,0 +1,63 @@
+"""Why steps cannot be captured: one reason each, of an error where forced, of a choice by auto."""
+
+import pytest
+
+from phalanx.configs.capture import refuse, resolved_graph
+from phalanx.configs.load import load
+from phalanx.configs.validate import ConfigError, validate
+
+AGAINST = {
+    "run.device=cpu": "needs CUDA",
+    "parallel.pipeline=2": "a graph holds one pipeline stage, and parallel.pipeline is 2",
+    "run.recompute=full": "run.recompute=full sets random states on the host",
+    "run.recompute=moe": "run.recompute=moe sets random states on the host",
+    "run.recompute=attention": "run.recompute=attention sets random states on the host",
+    "kernels=megatron": "megatron experts count their rows on the host",
+    "kernels.backend=reference": "reference experts count their rows on the host",
+    "kernels.attention=reference": "kernels.attention=reference is for checks of eager steps",
+    "parallel.dispatch=deepep": "parallel.dispatch=deepep counts rows on the host",
+}
+
+
+@pytest.mark.parametrize("given", AGAINST)
+def test_auto_is_off_for_the_reason_with_which_a_forced_graph_is_refused(given: str) -> None:
+    auto, forced = load([given]), load([given, "run.graph=full_iteration"])
+    validate(auto, 4)
+    assert refuse(auto) == AGAINST[given] and resolved_graph(auto) == "off"
+    with pytest.raises(ConfigError) as caught:
+        validate(forced, 4)
+    assert str(caught.value) == (
+        f"run.graph=full_iteration cannot run: {AGAINST[given]}; set run.graph=auto"
+    )
+    assert resolved_graph(forced) == "full_iteration"  # never silently something else
+    validate(load([given, "run.graph=off"]), 4)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "run.device=cuda",
+        "model=tiny_gpt_oss",
+        "model=tiny_deepseek",
+        "kernels=fused",
+        "kernels=torch",
+        "kernels=te",
+        "kernels.attention=flex",
+        "parallel.tensor=2",
+        "parallel.context=2",
+        "parallel.dispatch=symm",
+        "parallel.dispatch=hier",
+        "parallel.dispatch=alltoall",
+        "run.eval_interval=2",
+        "run.bad_steps=rollback",
+        "run.skip_spikes=6",
+        "run.profile=[2,3]",
+        "run.deterministic=true",
+        "optim.moments=bf16",
+        "run.steps=1",
+    ],
+)
+def test_all_else_is_captured(given: str) -> None:
+    assert resolved_graph(load([given])) == "full_iteration"
+    validate(load([given, "run.graph=full_iteration"]), 4)
+    assert resolved_graph(load([given, "run.graph=off"])) == "off"

@@ -1,0 +1,117 @@
+"""Choices that all ranks of a job make alike: whether steps are captured, which experts wait."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from phalanx.configs.load import load
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError
+from phalanx.kernels.registry import Choice
+from phalanx.moe.training.choices import choose_graph, experts_of_all, known
+from phalanx.parallel.runtime import Runtime
+from tests.support.distributed import run_distributed
+from tests.support.pages import README, blocks
+from tests.support.runs import SMALL, run
+
+KERNELS = [Choice("grouped_mlp", "fused", ""), Choice("attention", "te", "")]
+KERNELS.append(Choice("norm", "te", ""))
+
+
+def on(device: str, overrides: list[str], kernels: list[Choice], dispatch: str) -> Config:
+    here = Runtime(0, 1, 0, torch.device(device))
+    return known(load(overrides), here, kernels, dispatch)
+
+
+def _line(overrides: list[str], experts: list[str], device: str, dispatch: str) -> str:
+    """`backend; reason` of the start page, or the error; each rank has its own experts."""
+    kernels = [replace(KERNELS[0], backend=experts[dist.get_rank()]), *KERNELS[1:]]
+    try:
+        choice = choose_graph(on(device, overrides, kernels, dispatch))
+    except ConfigError as error:
+        return str(error)
+    assert choice.op == "graph"
+    return f"{choice.backend}; {choice.reason}"
+
+
+def lines(
+    *overrides: str,
+    experts: tuple[str, ...] = ("fused", "fused"),
+    device: str = "cuda",
+    dispatch: str = "symm",
+) -> set[str]:
+    """Of all ranks."""
+    ranks = len(experts)
+    return set(run_distributed(_line, ranks, list(overrides), list(experts), device, dispatch))
+
+
+CAPTURED = "captured after 2 eager steps, which takes seconds"
+
+
+@pytest.mark.dist
+def test_auto_is_captured_where_it_can_be() -> None:
+    assert lines() == {f"full_iteration; auto; {CAPTURED}"}
+    assert lines("run.graph=full_iteration") == {
+        f"full_iteration; run.graph=full_iteration; {CAPTURED}"
+    }
+    assert lines("run.graph=off") == {"off; run.graph=off"}
+    assert lines("run.graph=off", device="cpu") == {"off; run.graph=off"}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (dict(device="cpu"), "needs CUDA"),
+        (dict(experts=("reference",) * 2), "reference experts count their rows on the host"),
+        (dict(dispatch="deepep"), "parallel.dispatch=deepep counts rows on the host"),
+        (
+            dict(experts=("fused", "reference")),
+            "reference experts count their rows on the host (rank 1)",
+        ),
+    ],
+)
+def test_what_one_rank_cannot_capture_none_does(given: dict[str, Any], reason: str) -> None:
+    assert lines(**given) == {f"off; auto; not full_iteration: {reason}"}
+    refused = f"run.graph=full_iteration cannot run: {reason}; set run.graph=auto"
+    assert lines("run.graph=full_iteration", **given) == {refused}
+
+
+def _experts(names: list[str]) -> str:
+    return experts_of_all(names[dist.get_rank()])
+
+
+@pytest.mark.dist
+def test_no_experts_wait_for_tokens_if_those_of_one_rank_cannot() -> None:
+    for names, told in (
+        (["fused", "fused"], {"fused"}),
+        (["fused", "torch"], {"torch"}),
+        (["torch", "reference"], {"torch"}),
+    ):
+        assert set(run_distributed(_experts, 2, names)) == told
+
+
+def test_the_configuration_that_rules_take_is_a_copy() -> None:
+    cfg = load([])
+    resolved = known(cfg, Runtime(0, 1, 0, torch.device("cpu")), KERNELS, "local")
+    assert (resolved.kernels.backend, resolved.parallel.dispatch) == ("fused", "local")
+    assert (resolved.run.device, resolved.run.graph) == ("cpu", "auto")
+    assert cfg == load([])
+
+
+@pytest.mark.dist
+def test_the_page_has_what_auto_came_to_and_the_folder_what_was_given(tmp_path: Path) -> None:
+    given = [*SMALL, "data=synthetic", "run.steps=1", "run.save_interval=-1"]
+    main = run(2, [*given, "model.attention.head_dim=8", f"run.dir={tmp_path}"])[0]
+    assert main.code == 0, main.err
+    shown = blocks("text", README)[0]
+    start = shown.index("  op           backend")
+    table = shown[start : shown.index("\n\n", start)]
+    assert "not full_iteration: needs CUDA" in table and table in main.out
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert saved["run"]["graph"] == saved["parallel"]["comm_sms"] == "auto"
