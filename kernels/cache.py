@@ -68,6 +68,20 @@ def folder() -> Path:
     return Path(chosen) if chosen else Path("~/.cache/phalanx/kernels").expanduser()
 
 
+@contextlib.contextmanager
+def kept_in(where: Path) -> Iterator[None]:
+    """Inside, `folder` is `where`."""
+    before = os.environ.get(FOLDER_VARIABLE)
+    os.environ[FOLDER_VARIABLE] = str(where)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FOLDER_VARIABLE]
+        else:
+            os.environ[FOLDER_VARIABLE] = before
+
+
 def digest_of(files: Iterable[Path]) -> str:
     """Hash of the names and contents of files, in whatever order they are given."""
     digest = hashlib.sha256()

@@ -8,7 +8,7 @@ order; otherwise the gradient of the queries, and with grouped queries those of 
 sums by atomics.
 
 On an H200 at 4096 tokens its forward pass takes 0.79 to 1.12 of the time of cuDNN's, its backward
-pass 0.33 to 0.94 (docs/measured/kernels/libraries.md).
+pass 0.33 to 0.94 (`scripts/bench_libraries.py attention` measures both).
 
 Legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
 d channels of query and key, v channels of value.
@@ -60,8 +60,7 @@ def attention(
     return out_SBHv
 
 
-@torch.library.custom_op("phalanx::fa4", mutates_args=())
-def forward(
+def run_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the logarithm of the softmax denominator of each row, [B, H, S] in fp32."""
@@ -78,13 +77,7 @@ def forward(
     return out, lse
 
 
-@forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _outputs(q, v)
-
-
-@torch.library.custom_op("phalanx::fa4_backward", mutates_args=())
-def backward(
+def run_backward(
     dout: Tensor,
     saved: list[Tensor],
     sinks: Tensor | None,
@@ -94,7 +87,7 @@ def backward(
 ) -> list[Tensor]:
     """Gradients of q, k, v, contiguous, and of the sinks if there are any.
 
-    `saved`: q, k, v and the two results of `forward`.
+    `saved`: q, k, v and the two results of `run_forward`.
     """
     q, k, v, out, lse = saved
     gradients = _gradients(q, k, v)
@@ -113,6 +106,15 @@ def backward(
             **_mask(window),
         )
     return [*gradients, *returned[3:]]
+
+
+forward = torch.library.custom_op("phalanx::fa4", run_forward, mutates_args=())
+backward = torch.library.custom_op("phalanx::fa4_backward", run_backward, mutates_args=())
+
+
+@forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(q, v)
 
 
 @backward.register_fake

@@ -79,6 +79,41 @@ class Programs(dict[Any, Any]):
                 claim.__exit__(type(error), error, error.__traceback__)
 
 
+class _Names(dict[Any, Any]):
+    """Says of each kernel that it is there, and remembers the name of its entry."""
+
+    def __init__(self, label: str, names: set[str]) -> None:
+        super().__init__()
+        self._label, self._names = label, names
+
+    def __contains__(self, key: Any) -> bool:
+        self._names.add(entry_name(self._label, key))
+        return True
+
+
+@contextlib.contextmanager
+def named() -> Iterator[set[str]]:
+    """Inside a `FakeTensorMode`, collect the names of entries that calls ask for; nothing is
+    compiled."""
+    names: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        for function, label in _KERNELS.items():
+            kept = _Names(label, names)
+            stack.enter_context(replaced(getattr(library(), function), "compile_cache", kept))
+        yield names
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, `owner.name` is `value`."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 @contextlib.contextmanager
 def calling() -> Iterator[Any]:
     """The library, to call functions of it inside."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention import core
+from phalanx.kernels import cache
+from phalanx.kernels.attention import core, fa4_library, fa4_shipped
 from phalanx.kernels.attention.core import attention
 from tests.kernels.attention import test_core
 from tests.kernels.capture import check_replay
@@ -309,3 +310,28 @@ def test_chunks_of_context_ranks_are_the_whole() -> None:
     error = (torch.cat(parts).double() - whole.double()).norm() / whole.double().norm()
     assert error < 2**-8
     assert core.visible_ST(256, 383, 128, "cpu").sum(1).eq(128).all()
+
+
+@pytest.mark.parametrize("layer", fa4_shipped.SHIPPED, ids=str)
+def test_a_run_finds_what_was_built_without_a_gpu(layer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(cache.FOLDER_VARIABLE, str(tmp_path))
+    for function, label in fa4_library._KERNELS.items():
+        programs = fa4_library.Programs(label)
+        monkeypatch.setattr(getattr(fa4_library.library(), function), "compile_cache", programs)
+    fa4_shipped.build(layer, tmp_path)
+    built = cache.statistics()
+    for function, label in fa4_library._KERNELS.items():  # as a new process has them
+        programs = fa4_library.Programs(label)
+        monkeypatch.setattr(getattr(fa4_library.library(), function), "compile_cache", programs)
+    window, sinks = 100 * layer.window, BF16 if layer.sinks else None
+    case = Case(768, 768, 3 * layer.group, 3, layer.d, layer.v, window, sinks, B=1)
+    given = drawn(case)
+    torch.use_deterministic_algorithms(layer.deterministic)
+    try:
+        got = passes(case, given, "fa4")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    run = cache.statistics()
+    assert run.compiled == built.compiled and run.loaded > built.loaded
+    for what, error in zip(NAMES, errors(got, exactly(case, given)), strict=False):
+        assert error < 2**-7, (what, error)
