@@ -21,7 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model.moe.router.softmax_over": ("all", "topk"),
     "model.moe.router.rounding": ("none", "nearest", "up", "down"),
     "kernels.backend": ("auto", "reference", "torch", "te", "fused", "megatron"),
-    "kernels.attention": ("auto", "reference", "sdpa", "flex", "te"),
+    "kernels.attention": ("auto", "reference", "sdpa", "flex", "fa4", "te"),
     "kernels.norm": ("auto", "torch", "te"),
     "parallel.save_x": ("redispatch", "keep"),
     "parallel.comm_sms": ("auto",),

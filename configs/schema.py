@@ -207,7 +207,7 @@ class KernelsConfig:
     backend: str = "auto"
     """Experts: `reference`, `torch`, `te`, `fused`, `megatron` (its stock MoELayer) or `auto`."""
     attention: str = "auto"
-    """Core attention: `reference` (explicit softmax), `sdpa`, `flex`, `te` or `auto`."""
+    """Core attention: `fa4` (flash-attn-4), `te`, `sdpa`, `flex`, `reference` or `auto`."""
     norm: str = "auto"
     """RMSNorm: `torch`, `te` or `auto`."""
     gradient_accumulation_fusion: bool = True

@@ -68,6 +68,20 @@ def folder() -> Path:
     return Path(chosen) if chosen else Path("~/.cache/phalanx/kernels").expanduser()
 
 
+@contextlib.contextmanager
+def kept_in(where: Path) -> Iterator[None]:
+    """Inside, `folder` is `where`."""
+    before = os.environ.get(FOLDER_VARIABLE)
+    os.environ[FOLDER_VARIABLE] = str(where)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FOLDER_VARIABLE]
+        else:
+            os.environ[FOLDER_VARIABLE] = before
+
+
 def digest_of(files: Iterable[Path]) -> str:
     """Hash of the names and contents of files, in whatever order they are given."""
     digest = hashlib.sha256()
@@ -95,20 +109,27 @@ class Cache:
 
         Raises whatever `make` raises.
         """
+        with self.claimed(name) as data:
+            if data is None:
+                data = make()
+                self.write(name, data)
+            return data
+
+    @contextlib.contextmanager
+    def claimed(self, name: str) -> Iterator[bytes | None]:
+        """The entry `name`, or None: then the block makes it and calls `write`, while other
+        processes that ask for it wait."""
         for ask in _WATCHING:
             ask(name[: -len("-.o") - _DIGITS])
         data = self.read(name)
         begin = time.monotonic()
-        if data is None:
-            with self._alone(name):
+        with contextlib.ExitStack() as stack:
+            if data is None:
+                stack.enter_context(self._alone(name))
                 data = self.read(name)
-                if data is None:
-                    data = make()
-                    self.write(name, data)
-                    _count(compiled=1, seconds=time.monotonic() - begin)
-                    return data
-        _count(loaded=1, seconds=time.monotonic() - begin)
-        return data
+            yield data
+            made = int(data is None)
+            _count(compiled=made, loaded=1 - made, seconds=time.monotonic() - begin)
 
     def has(self, name: str) -> bool:
         """Whether an intact entry is there."""

@@ -15,13 +15,20 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.kernels.attention.limits import refuse_heads
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.limits import COMBINE_SLOTS, PLAN_EXPERTS
 
 
 def _installed() -> frozenset[str]:
     wanted = ("transformer_engine", "triton", "nvidia_cutlass_dsl")
-    return frozenset(name for name in wanted if importlib.util.find_spec(name))
+    there = {name for name in wanted if importlib.util.find_spec(name)}
+    # Older flash-attn packages have the same top-level name, which find_spec would import.
+    flash = importlib.util.find_spec("flash_attn")
+    folders = (flash and flash.submodule_search_locations) or ()
+    if any(os.path.exists(os.path.join(f, "cute", "interface.py")) for f in folders):
+        there.add("flash_attn_4")
+    return frozenset(there)
 
 
 def _compiles() -> bool:
@@ -191,6 +198,35 @@ def _te_attention(facts: Facts) -> Refusal:
     return None if facts.dtype == torch.bfloat16 else f"needs bf16, not {_short(facts.dtype)}"
 
 
+def _fa4(facts: Facts) -> Refusal:
+    if facts.device != "cuda":
+        return "needs CUDA"
+    if facts.capability != (9, 0):
+        return f"needs CUDA capability 9.0, not {_dotted(facts.capability)}"
+    if facts.dtype != torch.bfloat16:
+        return f"needs bf16, not {_short(facts.dtype)}"
+    if facts.head_dim and (why := refuse_heads(facts.head_dim, facts.v_dim)):
+        return why
+    if "flash_attn_4" not in facts.packages:
+        return f"needs flash-attn-4: pip install {FLASH_ATTN}"
+    return None
+
+
+FLASH_ATTN = "flash-attn-4==4.0.0b36 quack-kernels==0.6.5"
+"""What `kernels.attention.fa4` runs, as pip knows it."""
+
+
+def _fa4_context(facts: Facts) -> Refusal:
+    # Transformer Engine's ring of context ranks has neither windows nor sinks.
+    ring = facts.context > 1 and not facts.window and not facts.sinks
+    if ring and _te_attention(facts) is None:
+        return (
+            "with context parallelism it would gather all keys and values on every rank, where te "
+            "passes them around"
+        )
+    return None
+
+
 def _fused_experts(facts: Facts) -> Refusal:
     if facts.device != "cuda":
         return "needs CUDA"
@@ -302,6 +338,7 @@ _OPS = {
         knob="kernels.attention",
         group="kernels.attention",
         backends=(
+            _Backend("fa4", _fa4, slower=_fa4_context),
             _Backend("te", _te_attention),
             _Backend("sdpa", _sdpa),
             _Backend("flex", _flex),

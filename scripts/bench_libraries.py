@@ -1,11 +1,12 @@
 """Speed and results of operations that a library has too, on one GPU: a table in Markdown.
 
-    python scripts/bench_libraries.py [router] [rope] [adam] [mla] [--rounds N]
+    python scripts/bench_libraries.py [router] [rope] [adam] [mla] [attention] [--rounds N]
 
-  router  top-k and weights         against Transformer Engine's fused router
-  rope    queries, keys and values  against Transformer Engine's fused rotary embedding
-  adam    a step of the optimizer   against Transformer Engine's FusedAdam
-  mla     rotary part of latent attention, against Megatron-Core's fused kernels
+  router     top-k and weights         against Transformer Engine's fused router
+  rope       queries, keys and values  against Transformer Engine's fused rotary embedding
+  adam       a step of the optimizer   against Transformer Engine's FusedAdam
+  mla        rotary part of latent attention, against Megatron-Core's fused kernels
+  attention  flash-attn-4, which `kernels.attention=fa4` runs, against the other backends
 
 Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each. A comparison
 whose library is missing has the error as its note; exit code 1 is for ours alone.
@@ -18,10 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from phalanx.scripts.bench import libraries
+from phalanx.scripts.bench import attention, libraries
 from phalanx.scripts.bench.comparison import HEAD, Row
 from phalanx.scripts.bench.facts import facts
 from phalanx.scripts.bench.measure import Bench, Gpu, reason
+
+PARTS = libraries.PARTS | {"attention": attention.attention}
 
 
 def run(bench: Bench, parts: Sequence[str], sizes: libraries.Sizes) -> list[Row]:
@@ -30,7 +33,7 @@ def run(bench: Bench, parts: Sequence[str], sizes: libraries.Sizes) -> list[Row]
     made: list[Row] = []
     for part in parts:
         try:
-            for rows in libraries.PARTS[part](bench, sizes):
+            for rows in PARTS[part](bench, sizes):
                 print("\n".join(row.markdown() for row in rows), flush=True)
                 made += rows
         except Exception as error:
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = list(libraries.PARTS)
+    known = list(PARTS)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(known)}")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: %(default)s")
     args = parser.parse_args(argv)

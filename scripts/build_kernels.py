@@ -5,7 +5,8 @@
 Needs no GPU. What is in the cache already is left alone, so a second call does nothing. A run finds
 the kernels if its $PHALANX_KERNEL_CACHE names the same folder; without it, both use the default.
 Kernels are for sm_90a, this machine type, this version of CuTe DSL and these sources: build again
-after any of them has changed. Exit code 1 if a kernel cannot be built.
+after any of them has changed. Those of flash-attn-4, several for an attention layer, are also for
+processors with the same instructions as this one. Exit code 1 if a kernel cannot be built.
 """
 
 import argparse
@@ -15,8 +16,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -25,17 +28,45 @@ from phalanx.kernels.cache import Cache, folder
 from phalanx.kernels.refusal import Refusal
 
 
-def build(number: int, where: Path) -> tuple[float, str]:
-    """In a worker process, which imports the compiler once: make kernel `number` of SHIPPED.
+@dataclass(frozen=True)
+class Target:
+    """A kernel, or all of an attention layer."""
 
-    Returns seconds, and why it failed or an empty string.
-    """
+    label: str
+    entries: Callable[[], Iterable[str]]
+    """Names in the cache."""
+    build: Callable[[Path], object]
+    """Compiles what is missing in a folder."""
+
+
+def targets() -> list[Target]:
+    """All that the library can choose, in the same order in every process."""
+    from phalanx.kernels.attention import fa4_shipped
     from phalanx.kernels.sm90.jit import launch
     from phalanx.kernels.sm90.jit.shipped import SHIPPED
 
+    found = [
+        Target(
+            f"{kernel.__name__} {config}",
+            lambda kernel=kernel, config=config: [launch.entry_name(kernel, config)],
+            lambda where, kernel=kernel, config=config: launch.build(kernel, config, Cache(where)),
+        )
+        for kernel, config in SHIPPED
+    ]
+    for layer in fa4_shipped.SHIPPED:
+        entries, make = partial(fa4_shipped.entries, layer), partial(fa4_shipped.build, layer)
+        found.append(Target(f"flash-attn-4 {layer}", entries, make))
+    return found
+
+
+def build(number: int, where: Path) -> tuple[float, str]:
+    """In a worker process, which imports the compiler once: make `targets()[number]`.
+
+    Returns seconds, and why it failed or an empty string.
+    """
     begin, why = time.monotonic(), ""
     try:
-        launch.build(*SHIPPED[number], Cache(where))
+        targets()[number].build(where)
     except Exception as error:  # whatever the compiler raises, not all of which can be pickled
         why = reason(error)
     return time.monotonic() - begin, why
@@ -49,8 +80,9 @@ def reason(error: BaseException) -> str:
 
 
 def build_all(missing: dict[int, str], where: Path, jobs: int) -> int:
-    """Build kernels, given as number and label, and print a line for each; how many failed."""
+    """Build targets, given as number and label, and print a line for each; how many failed."""
     failed = 0
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of tensors that have no memory
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context) as workers:
         running: dict[Future[tuple[float, str]], str] = {
@@ -106,7 +138,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--only",
         default="",
         metavar="TEXT",
-        help="only kernels whose class and configuration, as --list prints them, contain TEXT",
+        help="only kernels and attention layers whose line, as --list prints it, contains TEXT",
     )
     parser.add_argument(
         "--list", action="store_true", help="say what is cached and what is missing, build nothing"
@@ -120,15 +152,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
 
-    from phalanx.kernels.sm90.jit.launch import entry_name
-    from phalanx.kernels.sm90.jit.shipped import SHIPPED
-
-    cache, cached, missing = Cache(args.dir), {}, {}
-    for number, (kernel, config) in enumerate(SHIPPED):
-        label = f"{kernel.__name__} {config}"
-        if args.only in label:
-            there = cache.has(entry_name(kernel, config))
-            (cached if there else missing)[number] = label
+    cache, cached, missing = Cache(args.dir), dict[int, str](), dict[int, str]()
+    for number, target in enumerate(targets()):
+        if args.only in target.label:
+            there = all(cache.has(name) for name in target.entries())
+            (cached if there else missing)[number] = target.label
     if args.list:
         for number in sorted(cached | missing):
             print(

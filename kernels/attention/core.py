@@ -1,9 +1,10 @@
 """Core attention as one function: softmax(scale * q @ k^T + mask) @ v, causal, windows and sinks.
 
 moe/model/attention.py calls it between the query-key-value and the output projection. Backends:
-`reference` (explicit fp32 softmax, S x T memory: the oracle), `sdpa` (torch's fused kernels) and
-`flex` (FlexAttention compiled to Triton: windows and sinks at fused speed). All of them
-differentiate through q, k, v and the sinks, and read no device value on the host.
+`reference` (explicit fp32 softmax, S x T memory: the oracle), `sdpa` (torch's fused kernels),
+`flex` (FlexAttention compiled to Triton: windows and sinks at fused speed) and `fa4` (flash-attn-4
+for Hopper). All of them differentiate through q, k, v and the sinks, and read no device value on
+the host.
 
 Shape legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
 d channels of query and key, v channels of value. The queries are the last S of T positions:
@@ -43,10 +44,10 @@ def attention(
         window: keys that a query sees, itself included; 0 is no limit.
         sinks_H: a logit per head that joins the softmax denominator and has no value (GPT-OSS,
             arXiv 2508.10925; "softmax off by one" is the sink 0).
-        backend: `reference`, `sdpa` or `flex`.
+        backend: `reference`, `sdpa`, `flex` or `fa4`.
 
     Returns:
-        o_BHSv in the dtype of q.
+        o_BHSv in the dtype of q; by `fa4` contiguous as o_SBHv.
 
     Raises:
         ValueError: shapes that do not fit, or a backend that cannot run them.
@@ -215,4 +216,18 @@ def _rows(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return dense.sum(-1).int()[None, None], columns.int()[None, None].contiguous()
 
 
-_BACKENDS = {"reference": _reference, "sdpa": _sdpa, "flex": _flex}
+def _fa4(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    from phalanx.kernels.attention import fa4
+
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+    return fa4.attention(q, k, v, sinks_H, scale=scale, window=window).permute(1, 2, 0, 3)
+
+
+_BACKENDS = {"reference": _reference, "sdpa": _sdpa, "flex": _flex, "fa4": _fa4}

@@ -130,7 +130,7 @@ class Activations:
                 kept += q + kv  # copies of query and key, which the norm saves
             elif a.qk_norm:
                 kept += 2 * q + 2 * kv  # the projection whole, and the query cut out of it
-            elif a.kv_heads < t and self._cfg.kernels.attention in ("sdpa", "flex"):
+            elif a.kv_heads < t and self._cfg.kernels.attention in ("sdpa", "flex", "fa4"):
                 kept += q + kv  # values are a view of the projection, which stays whole
         return s.tokens * (2 * self._wide * kept + 4 * a.heads) // t
 

@@ -10,13 +10,22 @@ import pytest
 import torch
 
 from phalanx.kernels.attention.core import attention
-from phalanx.kernels.registry import Choice, Facts, KernelUnavailable, resolve, table
+from phalanx.kernels.registry import (
+    FLASH_ATTN,
+    Choice,
+    Facts,
+    KernelUnavailable,
+    resolve,
+    table,
+)
 from tests.kernels.problems import ACTIVATIONS, make, run
 
 CPU = Facts("cpu", None, torch.bfloat16, hidden=64, ffn=48, packages=frozenset(), compiles=True)
 H200 = replace(CPU, device="cuda", capability=(9, 0), packages=frozenset({"triton"}))
 WITH_TE = replace(H200, packages=frozenset({"triton", "transformer_engine"}))
 WITH_DSL = replace(H200, ffn=128, packages=frozenset({"triton", "nvidia_cutlass_dsl"}))
+WITH_FA4 = replace(H200, packages=WITH_TE.packages | {"flash_attn_4"})
+FA4_ALONE = replace(H200, packages=frozenset({"triton", "flash_attn_4"}))
 A100 = replace(H200, capability=(8, 0))
 
 
@@ -64,6 +73,18 @@ A100 = replace(H200, capability=(8, 0))
         ("attention", WITH_TE, "te"),
         ("attention", replace(WITH_TE, sinks=True, window=8), "te"),
         ("attention", replace(WITH_TE, dtype=torch.float32), "flex"),
+        ("attention", WITH_FA4, "fa4"),
+        ("attention", replace(WITH_FA4, sinks=True, window=8, head_dim=64, v_dim=64), "fa4"),
+        ("attention", replace(WITH_FA4, head_dim=192, v_dim=128), "fa4"),
+        ("attention", replace(WITH_FA4, head_dim=64, v_dim=32), "te"),
+        ("attention", replace(WITH_FA4, dtype=torch.float32), "flex"),
+        ("attention", replace(WITH_FA4, capability=(10, 0)), "te"),
+        ("attention", replace(WITH_FA4, context=2), "te"),
+        ("attention", replace(WITH_FA4, context=2, window=8), "fa4"),
+        ("attention", replace(WITH_FA4, context=2, sinks=True), "fa4"),
+        ("attention", replace(FA4_ALONE, context=2), "fa4"),
+        ("attention", replace(FA4_ALONE, context=2, sinks=True, window=8), "fa4"),
+        ("attention", replace(CPU, packages=WITH_FA4.packages), "sdpa"),
         ("norm", CPU, "torch"),
         ("norm", H200, "torch"),
         ("norm", WITH_TE, "te"),
@@ -123,6 +144,28 @@ def test_auto_says_what_it_passed_over():
             CPU,
             "kernels.attention=flex cannot run here: needs CUDA; use kernels.attention=sdpa or "
             "kernels.attention=auto",
+        ),
+        (
+            "attention",
+            "fa4",
+            replace(H200, head_dim=64, v_dim=64),
+            "kernels.attention=fa4 cannot run here: needs flash-attn-4: pip install "
+            "flash-attn-4==4.0.0b36 quack-kernels==0.6.5; use kernels.attention=sdpa or "
+            "kernels.attention=auto",
+        ),
+        (
+            "attention",
+            "fa4",
+            replace(WITH_FA4, capability=(8, 0)),
+            "kernels.attention=fa4 cannot run here: needs CUDA capability 9.0, not 8.0; use "
+            "kernels.attention=te or kernels.attention=auto",
+        ),
+        (
+            "attention",
+            "fa4",
+            replace(WITH_FA4, head_dim=20, v_dim=20),
+            "kernels.attention=fa4 cannot run here: needs heads of 32 to 256 channels, in "
+            "multiples of 32, not 20; use kernels.attention=te or kernels.attention=auto",
         ),
         (
             "norm",
@@ -212,6 +255,16 @@ def test_facts_know_this_machine():
     facts = Facts("cpu", None, torch.float32)
     assert ("triton" in facts.packages) == _imports("triton")
     assert ("nvidia_cutlass_dsl" in facts.packages) == _imports("cutlass")
+    assert ("flash_attn_4" in facts.packages) == _imports("flash_attn.cute")
+
+
+def test_an_older_flash_attn_is_not_version_4(tmp_path, monkeypatch):
+    folder = tmp_path / "flash_attn"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise ImportError('not to be imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert "flash_attn_4" not in Facts("cpu", None, torch.float32).packages
 
 
 def test_limits_of_the_fused_kernels_are_theirs():
@@ -229,6 +282,8 @@ def test_the_compiler_to_install_is_the_pinned_one():
     wanted = tomllib.loads(page.read_text())["project"]["dependencies"]
     reason = resolve("grouped_mlp", "auto", replace(H200, ffn=128)).reason
     assert any(f"pip install '{one}'" in reason for one in wanted)
+    for one in FLASH_ATTN.split():
+        assert one in wanted
 
 
 def test_what_is_slower_runs_where_it_is_asked_for():

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.kernels.attention import core
 from phalanx.kernels.attention.latent import keys_values
 from phalanx.kernels.attention.rope import rope, rope_qkv
 from phalanx.moe.router import fused_topk
 from phalanx.moe.router.scores import choose, probabilities
 from phalanx.scripts import bench_libraries
-from phalanx.scripts.bench import libraries
+from phalanx.scripts.bench import attention, libraries
 from phalanx.scripts.bench.comparison import Row, gap
 from phalanx.scripts.bench.libraries import Sizes
 from phalanx.scripts.bench.measure import Bench
@@ -119,12 +120,58 @@ def test_a_library_that_is_not_there_loses_only_its_side(monkeypatch, capsys):
         assert "ModuleNotFoundError" in row.note or "ImportError" in row.note
 
 
+def stated(backend: str):
+    def call(q, k, v, s=None, *, scale, window=0):
+        heads = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        how = dict(scale=scale, window=window, sinks_H=s, backend=backend)
+        return core.attention(*heads, **how).permute(2, 0, 1, 3)
+
+    return call
+
+
+class DotProductAttention:
+    def __init__(self, heads, channels, *, softmax_scale, num_gqa_groups, **how):
+        self.groups, self.scale = num_gqa_groups, softmax_scale
+        assert how == dict(attention_dropout=0.0, attn_mask_type="causal", qkv_format="sbhd")
+
+    def __call__(self, q, k, v):
+        assert k.shape[2] == self.groups
+        return stated("reference")(q, k, v, scale=self.scale).flatten(2)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_attention_beside_the_other_backends(there, monkeypatch, capsys):
+    small = {
+        "grouped": attention.Layer(2, 4, 2, 16, 16),
+        "sinks": attention.Layer(1, 4, 2, 16, 16, window=3, sinks=True),
+        "latent": attention.Layer(1, 2, 2, 24, 16),
+    }
+    monkeypatch.setattr(attention, "LAYERS", small)
+    for name in ("fa4", "flex"):
+        monkeypatch.setitem(core._BACKENDS, name, core._BACKENDS["reference"])
+    monkeypatch.setattr(attention.sinks, "attention", stated("reference"))
+    te = "transformer_engine"
+    module(monkeypatch, te)
+    module(monkeypatch, f"{te}.pytorch", DotProductAttention=DotProductAttention)
+    if not there:
+        monkeypatch.setitem(sys.modules, f"{te}.pytorch", None)
+    made = bench_libraries.run(Bench(Stopwatch(), 2), ["attention"], SMALL)
+    assert len(made) == 3 * (3 + 2 + 3)
+    assert {row.what for row in made} == {"forward", "backward", "host"}
+    for row in made:
+        lost = not there and row.library == "TE" and "sinks" not in row.operation
+        assert row.ours and (row.theirs is None) == lost == ("Error" in row.note)
+        if row.gap is not None:
+            assert row.gap.difference <= 0.02 * row.gap.largest
+    assert len(capsys.readouterr().out.splitlines()) == len(made) + 3
+
+
 def test_a_part_that_fails_is_a_row(monkeypatch, capsys):
     def broken(bench, sizes):
         raise RuntimeError("no room | at all")
         yield
 
-    monkeypatch.setitem(libraries.PARTS, "rope", broken)
+    monkeypatch.setitem(bench_libraries.PARTS, "rope", broken)
     made = bench_libraries.run(Bench(Stopwatch(), 2), ["rope"], SMALL)
     assert [row.note for row in made] == ["RuntimeError: no room | at all"]
     assert "no room / at all |" in capsys.readouterr().out

@@ -10,11 +10,15 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from phalanx.kernels.attention import fa4_shipped
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from phalanx.scripts import build_kernels
 
 ROOT = Path(build_kernels.__file__).resolve().parent.parent
-LABELS = [f"{kernel.__name__} {config}" for kernel, config in SHIPPED]
+LABELS = [
+    *(f"{kernel.__name__} {config}" for kernel, config in SHIPPED),
+    *(f"flash-attn-4 {layer}" for layer in fa4_shipped.SHIPPED),
+]
 LOAD = """
 import json
 from phalanx.kernels.cache import Cache, folder, statistics

@@ -1,0 +1,161 @@
+"""Core attention by flash-attn-4 on Hopper (Dao et al., FlashAttention-4: CuTe DSL kernels).
+
+The library is called below its autograd function, with outputs and gradients allocated here in the
+layout that the layers around them have, so that nothing is copied on either side. It serves grouped
+queries, values narrower than keys, sliding windows and learnable sinks with their gradient; fewer
+queries than keys are the last of them. In deterministic mode the backward pass adds in a fixed
+order; otherwise the gradient of the queries, and with grouped queries those of keys and values, are
+sums by atomics.
+
+`scripts/bench_libraries.py attention` measures it beside cuDNN's and torch's kernels.
+
+Legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
+d channels of query and key, v channels of value.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.kernels.attention.fa4_library import calling
+from phalanx.kernels.attention.limits import refuse_heads
+from phalanx.kernels.attention.rope import dense
+
+
+def attention(
+    q_SBHd: Tensor,
+    k_TBGd: Tensor,
+    v_TBGv: Tensor,
+    sinks_H: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """Causal attention; query i is at position T - S + i.
+
+    Args:
+        q_SBHd, k_TBGd, v_TBGv: bf16 on a Hopper GPU; read where they are if channels are contiguous
+            and every row starts at a multiple of 16 bytes, copied otherwise.
+        sinks_H: a logit per head in the softmax denominator (arXiv 2508.10925), bf16 or fp32.
+        scale: factor on q @ k^T.
+        window: keys that a query sees, itself included; 0 is no limit.
+
+    Returns:
+        o_SBHv, contiguous.
+
+    Raises:
+        ValueError: tensors that the kernels do not take.
+    """
+    H, d = q_SBHd.shape[2:]
+    G, v = v_TBGv.shape[2:]
+    if any(x.dtype != torch.bfloat16 for x in (q_SBHd, k_TBGd, v_TBGv)):
+        raise ValueError(f"kernels.attention=fa4 needs bf16, not {q_SBHd.dtype}")
+    if not q_SBHd.is_cuda or torch.cuda.get_device_capability(q_SBHd.device) != (9, 0):
+        raise ValueError("kernels.attention=fa4 needs CUDA capability 9.0")
+    if why := refuse_heads(d, v, grouped=H != G):
+        raise ValueError(f"kernels.attention=fa4 {why}")
+    return _Attention.apply(q_SBHd, k_TBGd, v_TBGv, sinks_H, scale, window)
+
+
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and the logarithm of the softmax denominator of each row, [B, H, S] in fp32."""
+    out, lse = _outputs(q, v)
+    with calling() as library:
+        library._flash_attn_fwd(
+            *(_batch_first(_readable(x)) for x in (q, k, v)),
+            softmax_scale=scale,
+            learnable_sink=sinks,
+            out=_batch_first(out),
+            lse=lse,
+            **_mask(window),
+        )
+    return out, lse
+
+
+def run_backward(
+    dout: Tensor,
+    saved: list[Tensor],
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    deterministic: bool,
+) -> list[Tensor]:
+    """Gradients of q, k, v, contiguous, and of the sinks if there are any.
+
+    `saved`: q, k, v and the two results of `run_forward`.
+    """
+    q, k, v, out, lse = saved
+    gradients = _gradients(q, k, v)
+    dq, dk, dv = (_batch_first(x) for x in gradients)
+    with calling() as library:
+        returned = library._flash_attn_bwd(
+            *(_batch_first(_readable(x)) for x in (q, k, v, out)),
+            _batch_first(dout.contiguous()),
+            lse,
+            softmax_scale=scale,
+            deterministic=deterministic,
+            learnable_sink=sinks,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            **_mask(window),
+        )
+    return [*gradients, *returned[3:]]
+
+
+class _Attention(torch.autograd.Function):
+    """Not an operator of torch's library, which the host would spend twice the time on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        out, lse = run_forward(q, k, v, sinks, scale, window)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.scale, ctx.window = scale, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, sinks = ctx.saved_tensors
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        gradients = run_backward(dout, saved, sinks, ctx.scale, ctx.window, deterministic)
+        dq, dk, dv, *rest = gradients
+        return dq, dk, dv, rest[0] if rest else None, None, None
+
+
+def _mask(window: int) -> dict[str, Any]:
+    """Of the last queries. A window is of keys before the query's, and after it."""
+    if not window:
+        return dict(causal=True)
+    return dict(causal=True, window_size_left=window - 1, window_size_right=0)
+
+
+def _outputs(q_SBHd: Tensor, v_TBGv: Tensor) -> tuple[Tensor, Tensor]:
+    S, B, H, _ = q_SBHd.shape
+    out_SBHv = q_SBHd.new_empty(S, B, H, v_TBGv.shape[-1])
+    return out_SBHv, q_SBHd.new_empty(B, H, S, dtype=torch.float32)
+
+
+def _gradients(*tensors: Tensor) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in tensors]
+
+
+def _batch_first(x_SBHd: Tensor) -> Tensor:
+    return x_SBHd.transpose(0, 1)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Without strides of 0, for which other kernels would be compiled."""
+    return x.contiguous() if 0 in x.stride() else dense(x)

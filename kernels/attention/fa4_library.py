@@ -1,0 +1,171 @@
+"""flash-attn-4 with its compiled kernels in the cache of `kernels.cache`.
+
+The library keeps what it compiles in four dictionaries, one for each kernel of an attention layer,
+and asks them with a key of all choices that are compiled in. Here `Programs` takes their place: a
+key is looked up in this process, then on disk, and what is compiled is kept there. Of several
+processes that miss an entry one compiles it. The library's own cache on disk would let all of them
+compile, gives up when a lock is held for 15 seconds, and fails in a folder that it cannot write to.
+
+Kernels are exported with a host function for the processor that they are compiled on, which the
+names of entries therefore hold too.
+"""
+
+import contextlib
+import functools
+import platform
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from phalanx.kernels.cache import Cache, folder, name_of
+
+ARCH = "sm_90a"
+_PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+_SYMBOL = "attention"
+_KERNELS = {
+    "_flash_attn_fwd": "AttentionForward",
+    "_bwd_preprocess": "AttentionBackwardStart",
+    "_flash_attn_bwd": "AttentionBackward",
+    "_bwd_postprocess_convert": "AttentionBackwardEnd",
+}
+"""Functions of the library that compile a kernel each, and the labels of their entries."""
+
+
+@functools.cache
+def library() -> Any:
+    """The module `flash_attn.cute.interface`, its kernels kept by this module."""
+    from flash_attn.cute import interface
+
+    for function, label in _KERNELS.items():
+        getattr(interface, function).compile_cache = Programs(label)
+    return interface
+
+
+class Programs(dict[Any, Any]):
+    """Compiled functions by the library's keys, which it looks up by `in` and `[]`."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self._label = label
+        self._claims: dict[Any, contextlib.ExitStack] = {}
+
+    def __contains__(self, key: Any) -> bool:
+        """Whether the function is there, from now on; if not, the caller compiles it."""
+        if super().__contains__(key):
+            return True
+        with contextlib.ExitStack() as claim:
+            data = claim.enter_context(Cache(folder()).claimed(entry_name(self._label, key)))
+            if data is not None:
+                super().__setitem__(key, loaded(data))
+                return True
+            claim.enter_context(_without_warnings())
+            self._claims[key] = claim.pop_all()
+        return False
+
+    def __setitem__(self, key: Any, function: Any) -> None:
+        with self._claims.pop(key):
+            Cache(folder()).write(entry_name(self._label, key), exported(function))
+        super().__setitem__(key, function)
+
+    def release(self, error: BaseException) -> None:
+        """Let other processes compile what this one failed to."""
+        while self._claims:
+            _, claim = self._claims.popitem()
+            claim.__exit__(type(error), error, error.__traceback__)
+
+
+class _Names(dict[Any, Any]):
+    """Says of each kernel that it is there, and remembers the name of its entry."""
+
+    def __init__(self, label: str, names: set[str]) -> None:
+        super().__init__()
+        self._label, self._names = label, names
+
+    def __contains__(self, key: Any) -> bool:
+        self._names.add(entry_name(self._label, key))
+        return True
+
+
+@contextlib.contextmanager
+def named() -> Iterator[set[str]]:
+    """Inside a `FakeTensorMode`, collect the names of entries that calls ask for; nothing is
+    compiled."""
+    names: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        for function, label in _KERNELS.items():
+            kept = _Names(label, names)
+            stack.enter_context(replaced(getattr(library(), function), "compile_cache", kept))
+        yield names
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, `owner.name` is `value`."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def calling() -> Iterator[Any]:
+    """The library, to call functions of it inside."""
+    interface = library()
+    try:
+        yield interface
+    except BaseException as error:
+        for function in _KERNELS:
+            getattr(interface, function).compile_cache.release(error)
+        raise
+
+
+def entry_name(label: str, key: Any) -> str:
+    """Of a kernel in a `Cache`: changes with whatever its object depends on."""
+    return name_of(
+        label,
+        *(ARCH, *_host(), f"python {sys.version_info.major}.{sys.version_info.minor}"),
+        *(f"{package} {version(package)}" for package in _PACKAGES),
+        repr(key),
+    )
+
+
+def exported(function: Any) -> bytes:
+    """The object of what the library compiled."""
+    with tempfile.TemporaryDirectory() as where:
+        path = Path(where) / "kernel.o"
+        function.export_to_c(object_file_path=str(path), function_name=_SYMBOL)
+        return path.read_bytes()
+
+
+def loaded(data: bytes) -> Any:
+    """The function in what `exported` returned; needs no GPU."""
+    from cutlass.cute.runtime import load_module
+
+    with tempfile.TemporaryDirectory() as where:
+        path = Path(where) / "kernel.o"
+        path.write_bytes(data)
+        return getattr(load_module(str(path), enable_tvm_ffi=True), _SYMBOL)
+
+
+@functools.cache
+def _host() -> tuple[str, str]:
+    """Machine type, and what this processor can do."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return platform.machine(), " ".join(sorted(line.partition(":")[2].split()))
+    return platform.machine(), platform.processor()
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The library hands the compiler an empty tuple of a kind of its own, which that warns of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted")
+        yield
