@@ -225,9 +225,9 @@ def test_gradient_accumulation_changes_nothing(world: int, alone: Alone) -> None
 
 BACKENDS = [
     *[
-        ("reference", "one", "tiny"),
-        ("reference", "ep2", "gpt_oss"),
-        ("reference", "ep2", "deepseek"),
+        ("torch", "one", "tiny"),
+        ("torch", "ep2", "gpt_oss"),
+        ("torch", "ep2", "deepseek"),
     ],
     *[
         ("megatron", "one", "gpt_oss"),
@@ -238,7 +238,7 @@ BACKENDS = [
 BACKENDS_TOO = [
     (backend, layout, name)
     for backend, layout in (
-        *product(["reference"], ["one", "ep2"]),
+        *product(["torch"], ["one", "ep2"]),
         *product(["megatron"], ["one", "ep2", "tp2_ep2"]),
     )
     for name in ("tiny", "gpt_oss", "deepseek")
@@ -248,7 +248,7 @@ BACKENDS_TOO = [
 
 @pytest.mark.parametrize(("backend", "layout", "name"), [*BACKENDS, *slow(BACKENDS_TOO)])
 def test_expert_backends_agree(backend: str, layout: str, name: str, alone: Alone) -> None:
-    """With torch, which `auto` takes here: from the same weights under the same checkpoint keys."""
+    """With the reference, which `auto` takes here: from the same weights, under the same keys."""
     world, changes = LAYOUTS[layout]
     agree(trained(world, MODELS[name], changes | {"kernels.backend": backend}), alone(name))
 
