@@ -270,6 +270,7 @@ HOW: dict[str, dict[str, Any]] = {
     "bf16": {"run.precision": "bf16", "optim.moments": "bf16"},
     "recomputed": {"run.recompute": "full"},
 }
+ONE_REPLICA = ("one", "tp2", "tp2_ep2", "cp2", "cp2_ep2")
 RERUN = [
     *[("one", ""), ("dp2", "unsharded"), ("ep2", "bf16"), ("pp2_vp2", "")],
     *[("cp2", "unoverlapped"), ("tp2_ep2", "recomputed")],
@@ -294,6 +295,8 @@ def test_steps_that_are_run_again_change_nothing(layout: str, how: str) -> None:
     """Experts short of rows in every step and validation: bit for bit a run that never is."""
     world, changes = LAYOUTS[layout]
     changes = changes | HOW[how] | ({"model.layers": 4} if "vp2" in layout else {})
+    if layout in ONE_REPLICA:  # which would have more micro-batches than the others
+        changes["data.global_batch"] = 4
     tight = trained(world, ALL_LOSSES, changes, always_crowded)
     roomy = trained(world, ALL_LOSSES, changes)
     reruns = [0, *tight.series("reruns")]
