@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection, get_context
+from multiprocessing import forkserver as server
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,11 @@ def _pool(world_size: int) -> _Pool:
 def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     keep_imports()
-    if sys.platform == "linux":  # whoever is stopped does not see that the session is over
+    if sys.platform == "linux":
+        # Whoever is stopped does not see that the session is over. The server does, once no rank
+        # holds the pipe that tells it, and its end is theirs.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(server._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     while True:
