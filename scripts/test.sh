@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and tests on the CPU, in about 14 minutes on two cores. --all also runs what is
+# Lint, types and tests on the CPU, in about ten minutes on two cores. --all also runs what is
 # marked slow. Other arguments go to pytest: files, -k, -x; -n 0 runs all tests in one process.
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
@@ -14,7 +14,7 @@ trap 'rm -f "$types"' EXIT
 "$bin/mypy" >"$types" 2>&1 &
 mypy=$! code=0
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-"$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20 -m "$chosen" \
+"$bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20 -m "$chosen" \
   "${rest[@]}" || code=$?
 wait "$mypy" || code=$((code ? code : 1))
 cat "$types"

@@ -24,9 +24,9 @@ import psutil
 import pytest
 
 from phalanx.parallel.fault.watchdog import LOST
-from tests.end_to_end.test_scripts import BIN, ENVIRONMENT, ROOT, started
 from tests.support.launch import Launch, at_step
 from tests.support.runs import SMALL, before_step, exact, records, run
+from tests.support.torchrun import Torchrun
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
 
@@ -206,8 +206,9 @@ def test_ranks_that_cannot_run_python_end_as_well(culprit: int, tmp_path: Path) 
 BEFORE = """
 import os, signal, sys, time
 from pathlib import Path
-import phalanx.configs.load, train
-folder, rank, later = Path(os.environ["NOTES"]), os.environ["RANK"], phalanx.configs.load.from_argv
+import phalanx.configs.load
+from phalanx import train
+folder, rank, later = Path(__file__).parent, os.environ["RANK"], phalanx.configs.load.from_argv
 def from_argv(argv):
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     if rank == "1":
@@ -221,27 +222,20 @@ train._leave(train.main(sys.argv[1:]))
 """
 
 
-def test_a_rank_killed_before_the_ranks_meet_takes_the_others_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_killed_before_the_ranks_meet_takes_the_others_with_it(tmp_path: Path) -> None:
     """torchrun names it, but waits 30 s for ranks that wait for the dead one."""
     program = tmp_path / "before.py"
     program.write_text(BEFORE)
-    monkeypatch.setitem(ENVIRONMENT, "NOTES", str(tmp_path))
-    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", str(ROOT))
-    launch = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    launch += ["--rdzv-endpoint", "localhost:0", str(program), *TINY, f"run.dir={tmp_path}"]
-    with started(*launch) as process:
-        while not (tmp_path / "when").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
+    command = [str(program), *TINY, f"run.dir={tmp_path}"]
+    with Torchrun(2, command, tmp_path) as launch:
+        launch.until((tmp_path / "when").exists)
         pid = int((tmp_path / "pid_0").read_text())
         while psutil.pid_exists(pid):
             time.sleep(0.02)
         took = time.monotonic() - float((tmp_path / "when").read_text())
-        _, err = process.communicate()
+        code, err = launch.wait(), launch.err()
     assert took <= START, err
-    assert process.returncode == 1 and re.search(r"rank +: 1 \(local_rank: 1\)", err), err
+    assert code == 1 and re.search(r"rank +: 1 \(local_rank: 1\)", err), err
     print(f"all ended after {took:.2f} s")
 
 
@@ -282,19 +276,15 @@ def test_a_wait_for_tokens_in_vain_names_the_rank_that_did_not_come(
 
 def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
     command = [*TINY, "run.steps=16", "run.save_interval=4"]
-    launch = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "2"]
-    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "train.py"]
     folder = tmp_path / "run"
-    with started(*launch, *command, f"run.dir={tmp_path}") as process:
-        while not (folder / "checkpoints/step_00000004").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-        children = psutil.Process(process.pid).children(recursive=True)
-        (victim,) = [child for child in children if child.environ().get("RANK") == "1"]
-        victim.kill()
-        out, err = process.communicate()
-    assert process.returncode == 0, err
-    assert f"rank 1 ({socket.gethostname()}, pid {victim.pid}) died" in err
+    script = ["train.py", *command, f"run.dir={tmp_path}"]
+    with Torchrun(2, script, tmp_path / "out", ["--max-restarts", "2"]) as launch:
+        launch.until((folder / "checkpoints/step_00000004").exists)
+        victim = launch.pid(1)
+        os.kill(victim, signal.SIGKILL)
+        code, out, err = launch.wait(), launch.out(), launch.err()
+    assert code == 0, err
+    assert f"rank 1 ({socket.gethostname()}, pid {victim}) died" in err
     assert out.count("from scratch (no checkpoint in the run folder)") == 1
     assert out.count(f": {folder}/checkpoints/step_") == 1
     assert run(2, [*command, f"run.dir={tmp_path / 'straight'}"])[0].code == 0

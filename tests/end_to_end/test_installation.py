@@ -108,7 +108,7 @@ def test_a_wheel_beside_another_kernels(
         call([site / "bin" / name, *words], tmp_path, site)
     dry = ["experiment=deepseek_v3_1024gpu", "parallel.world_size=1024", "run.dry_run=true"]
     assert "published" in call([site / "bin/phalanx-train", *dry], tmp_path, site)
-    train = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    train = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1]
     out = call([sys.executable, *train, "-m", "phalanx.train", *SMALL], tmp_path, site)
     assert "done: step 1" in out and (tmp_path / "runs").is_dir()
 
@@ -125,7 +125,7 @@ def test_a_checkout_beside_another_kernels_from_another_folder(
     first = "import sys; sys.path.insert(0, sys.argv[1])"
     owner, file = call([sys.executable, "-c", first + IMPORTS, ROOT], tmp_path, site).split()
     assert owner == "theirs" and Path(file).resolve() == ROOT / "kernels/registry.py"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1]
     out = call([sys.executable, *torchrun, ROOT / "train.py", *SMALL], tmp_path, site)
     assert "done: step 1" in out
     call([sys.executable, ROOT / "scripts/prepare_data.py", "--help"], tmp_path, site)

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from tests.support.runs import SMALL, records, text, write_corpus
+from tests.support.torchrun import Torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
 TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8"]
 # Neither the session's launcher variables nor its choice of threads.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "WANDB_MODE")}
@@ -129,11 +129,10 @@ def test_a_rank_that_fails_alone_is_heard_and_takes_the_others_with_it(tmp_path:
     prefix = write_corpus(tmp_path / "text", bad)
     data = ["data=indexed", f"data.blend=[{prefix}]", "data.split='1'"]
     folders = [f"data.cache={tmp_path / 'cache'}", f"run.dir={tmp_path / 'runs'}"]
-    launch = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    launch += ["--rdzv-endpoint", "localhost:0", "train.py"]
-    with started(*launch, *TINY, *data, *folders, "run.steps=1000") as process:
-        out, err = process.communicate()
-    assert process.returncode == 1
+    script = ["train.py", *TINY, *data, *folders, "run.steps=1000"]
+    with Torchrun(2, script, tmp_path / "printed") as launch:
+        code, out, err = launch.wait(), launch.out(), launch.err()
+    assert code == 1
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "has token id 300" in line and f"{prefix}.bin" in line
     assert err.rstrip().splitlines()[-2].strip() == f"traceback : {line}"  # the launcher's report

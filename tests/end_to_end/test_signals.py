@@ -1,19 +1,23 @@
 """A signal to one rank ends all of them at the same step, with a checkpoint, whenever it comes."""
 
 import importlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from phalanx.parallel import runtime
+from tests.support.distributed import forkserver
 from tests.support.runs import SMALL, exact, records, run
 
 pytestmark = pytest.mark.dist
@@ -115,33 +119,39 @@ def test_all_ranks_stop_at_one_step_and_go_on_bit_for_bit(
     assert exact(records(tmp_path / "run")) == straight
 
 
-_RANK = """
-import signal, sys, time
-from phalanx.parallel import runtime
-def stopped(*_):
-    print("asked to stop", flush=True)
-    raise SystemExit
-signal.signal(signal.SIGTERM, stopped)
-runtime.start(seed=0, timeout=60, deterministic=False)
-print("runs", flush=True)
-time.sleep(60)
-print("never asked", flush=True)
-"""
+def _rank(pipe: connection.Connection) -> None:
+    os.environ.update(TORCHELASTIC_RUN_ID="any", CUDA_VISIBLE_DEVICES="")
+
+    def stopped(*_: Any) -> None:
+        pipe.send("asked to stop")
+        raise SystemExit
+
+    signal.signal(signal.SIGTERM, stopped)
+    runtime.start(seed=0, timeout=60, deterministic=False)
+    pipe.send("runs")
+    time.sleep(60)
+    pipe.send("never asked")
+
+
+def _launcher(pipe: connection.Connection) -> None:
+    rank = multiprocessing.get_context("fork").Process(target=_rank, args=(pipe,))
+    rank.start()
+    pipe.close()
+    rank.join()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of the end of a parent")
 def test_ranks_end_when_torchrun_is_killed() -> None:
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "any", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_RANK!r}])"
-    with subprocess.Popen(
-        [sys.executable, "-c", launcher], env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        lines = iter(process.stdout)
-        while next(lines) != "runs\n":
-            pass
-        process.kill()
-        assert "asked to stop\n" in list(lines)  # which end with the rank
+    here, there = forkserver().Pipe()
+    launcher = forkserver().Process(target=_launcher, args=(there,))
+    launcher.start()
+    there.close()
+    assert here.recv() == "runs"
+    launcher.kill()
+    assert here.recv() == "asked to stop"
+    with pytest.raises(EOFError):  # which comes with the end of the rank
+        here.recv()
+    launcher.join()
 
 
 def test_a_third_interrupt_does_not_wait(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_an_extended_run_tells_of_its_learning_rate(corpus: list[str], tmp_path:
     """A cosine at its end rises again, unless it is told not to."""
     command = [*corpus, *MODELS["tiny"], "optim.decay_steps=0", f"run.dir={tmp_path}"]
     assert run(1, [*command, "run.steps=4"])[0].code == 0
-    (risen,) = run(1, [*command, "run.steps=20", "run.save_interval=-1"])
+    (risen,) = run(1, [*command, "run.steps=10", "run.save_interval=-1"])
     line = re.search(
         r"-- the learning rate of step 5 goes from (\S+) to (\S+), .*: set (.*) to", risen.out
     )
@@ -218,7 +218,7 @@ def test_an_extended_run_tells_of_its_learning_rate(corpus: list[str], tmp_path:
     ended = rates[3]
     assert float(line[1]) == ended
     assert float(line[2]) == pytest.approx(rates[4], rel=1e-2) and rates[4] > 9 * ended
-    (kept,) = run(1, [*command, "run.steps=20", "run.save_interval=-1", *line[3].split()])
+    (kept,) = run(1, [*command, "run.steps=10", "run.save_interval=-1", *line[3].split()])
     assert kept.code == 0 and "the learning rate" not in kept.out
     assert {r["lr"] for r in records(tmp_path / "run")[3:]} == {ended}
 

@@ -3,8 +3,6 @@
 import contextlib
 import io
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +25,8 @@ from phalanx.scripts.bench.models import DEEPSEEK, FLASH, GPT_OSS, QWEN3, TINY
 from phalanx.scripts.bench.ranks import Cpus, RankBench, RankSides, attempt
 from phalanx.scripts.bench.whole import exposed, fitting, rate
 from tests.support.distributed import run_distributed
+from tests.support.torchrun import Torchrun
 
-ROOT = Path(bench_dispatch.__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 PASSES = {"forward", "backward"}
 
@@ -44,14 +42,12 @@ def program(arguments: list[str]) -> tuple[int, str]:
 @pytest.mark.dist
 def test_torchrun_starts_it(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    command = [str(Path(sys.executable).parent / "torchrun"), "--standalone"]
-    command += ["--nproc-per-node", "2", "scripts/bench_dispatch.py", "exchange"]
-    command += ["--device", "cpu", "--rounds", "2"]
-    command += ["--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("alltoall, random") == 4  # shown once, not by every rank
-    assert done.stdout.splitlines()[-1].endswith("0 failures")
+    command = ["scripts/bench_dispatch.py", "exchange", "--device", "cpu", "--rounds", "2"]
+    with Torchrun(2, [*command, "--json", str(path)], tmp_path / "printed") as launch:
+        assert launch.wait() == 0, launch.err()
+    lines = launch.out().splitlines()
+    assert sum("alltoall, random" in line for line in lines) == 4  # once, not by every rank
+    assert lines[-1].endswith("0 failures")
     assert all(len(r.ranks) == 2 for r in records.read(path)[1] if r.ms is not None)
 
 

@@ -20,6 +20,7 @@ from phalanx.scripts.compare.launch import Launch, figures, reason, traced, wind
 from phalanx.scripts.compare.points import Point, expand
 from phalanx.scripts.compare.results import Run, rows
 from phalanx.scripts.pictures import common_title
+from tests.support import runs
 from tests.support.runs import SMALL
 
 SCRIPT = Path(compare_throughput.__file__)
@@ -420,9 +421,25 @@ def test_chart(tmp_path):
     assert "no point has a result" in report.plot(path, {"unit": "GPU"}, table[2:])
 
 
+POINT = [text for text in SMALL if not text.startswith("run.")]
+POINT += ["data=synthetic", "model=tiny", "model.attention.head_dim=8"]
+OPTIONS = ["--device", "cpu", "--nproc", "1", "--steps", "4"]
+
+
 @pytest.mark.dist
-def test_a_run_on_the_cpu(tmp_path):
-    found, steps = measured(tmp_path, "torch")
+def test_a_run_on_the_cpu(tmp_path, monkeypatch):
+    """The trainer's answer to the command, in a rank of this session."""
+
+    def train(command, folder, *, steps, **_):
+        place = command.index(os.path.relpath(launch.TRAIN))
+        (rank,) = runs.run(1, command[place + 1 :])
+        assert rank.code == 0, rank.err
+        return figures(folder / "metrics.jsonl", steps), ""
+
+    monkeypatch.setattr(sweep, "run", train)
+    own = [*OPTIONS, "--out", str(tmp_path)]
+    assert compare_throughput.main([*own, "kernels=torch", *POINT]) == 0
+    found, steps = measured(tmp_path)
     (row,) = found["rows"]
     assert row["runs"] == 1 and row["speedup"] == 1 and found["facts"]["unit"] == "rank"
     assert row["loss"] > 4 and row["memory"] > 0.1
@@ -433,7 +450,19 @@ def test_a_run_on_the_cpu(tmp_path):
 @pytest.mark.slow
 @pytest.mark.dist
 def test_two_configurations_on_the_cpu(tmp_path):
-    found, _ = measured(tmp_path, "reference,torch")
+    """In processes of their own, as a person starts them."""
+    command = [sys.executable, str(SCRIPT), *OPTIONS, "--out", str(tmp_path)]
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [*command, "kernels=reference,torch", *POINT],
+        cwd=SCRIPT.parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, _ = measured(tmp_path)
     reference, torch = found["rows"]
     assert reference["runs"] == torch["runs"] == 1
     # the oracle and the library compute the same, in bf16
@@ -443,17 +472,8 @@ def test_two_configurations_on_the_cpu(tmp_path):
     )
 
 
-def measured(folder, kernels):
-    """What a sweep over `kernels` writes in processes of its own, and the first point's steps."""
-    small = [text for text in SMALL if not text.startswith("run.")]
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--nproc", "1", "--steps", "4"]
-    command += ["--out", str(folder), f"kernels={kernels}", "data=synthetic"]
-    command += [*small, "model=tiny", "model.attention.head_dim=8"]
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        command, cwd=SCRIPT.parents[1], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def measured(folder):
+    """What a sweep wrote, and the first point's steps."""
     assert not list(folder.glob("runs/*/checkpoints/*"))
     found = json.loads((folder / "throughput.json").read_text())
     return found, read(folder / "runs/point_01_repeat_1/metrics.jsonl")

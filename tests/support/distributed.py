@@ -3,15 +3,18 @@
 Ranks are warm processes, one pool per world size for the whole session, forked from a server that
 has torch (and Megatron-Core, where the tests use it) imported already. Every call gets a fresh
 process group and the same random seed. After a failure or a timeout the pool is killed; the next
-call starts a new one.
+call starts a new one. Between calls ranks are stopped: gloo's threads wake up a hundred times a
+second, and the dozens of an idle rank would take several percent of a core.
 """
 
 import atexit
+import ctypes
 import faulthandler
 import functools
 import gc
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -19,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection, get_context
+from multiprocessing import forkserver as server
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ _MEGATRON = ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
 _TRAINING = ("phalanx.configs.load", "phalanx.moe.training.trainer", "phalanx.train")
 
 
+_PR_SET_PDEATHSIG = 1
 _MOST_THREADS = 150
 """Of a rank between calls. gloo keeps those of groups that something still refers to; ranks with
 more are replaced, or they would slow all others down."""
@@ -104,7 +109,8 @@ class _Pool:
             self._start()
         self._calls += 1
         store = f"{self._folder.name}/{self._calls}"
-        for _, pipe in self._ranks:
+        for process, pipe in self._ranks:
+            os.kill(process.pid, signal.SIGCONT)
             pipe.send((store, timeout, task))
         deadline = time.monotonic() + timeout
         pending = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
@@ -122,6 +128,8 @@ class _Pool:
                 threads = max(threads, more)
         if threads > _MOST_THREADS:
             self.stop()
+        for process, _ in self._ranks:
+            os.kill(process.pid, signal.SIGSTOP)
         return results
 
     def _receive(self, rank: int) -> tuple[Any, int]:
@@ -148,6 +156,11 @@ def _pool(world_size: int) -> _Pool:
 def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     keep_imports()
+    if sys.platform == "linux":
+        # Whoever is stopped does not see that the session is over. The server does, once no rank
+        # holds the pipe that tells it, and its end is theirs.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(server._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     while True:

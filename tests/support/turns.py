@@ -1,4 +1,4 @@
-"""Two test processes side by side: order of the files, and who may use the machine alone."""
+"""Test processes side by side: order of the files, and who may use the machine alone."""
 
 import fcntl
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
     """Files with ranks first, then those that need an idle machine, then the others.
 
     The first take longest, so that the processes end together; those in the middle then seldom
-    wait for ranks of the other process.
+    wait for ranks of the other processes.
     """
     place = {}
     for item in items:

@@ -1,7 +1,7 @@
 """Launches without a GPU: a process whose CUDA runtime only notes what it is asked to launch.
 
-`run` starts such a process with a script; there, `Runtime` reads the notes and `as_device` stands
-in for the parts of torch that `kernels.sm90.jit.launch` asks about devices and streams.
+`Scripts` runs scripts in such processes; there, `Runtime` reads the notes and `as_device` stands in
+for the parts of torch that `kernels.sm90.jit.launch` asks about devices and streams.
 """
 
 import ctypes
@@ -35,21 +35,59 @@ def build(folder: Path) -> Path | None:
     return library
 
 
-def run(script: str, folder: Path, *arguments: str) -> Any:
-    """Run a script with the runtime built in `folder`; what it prints as JSON.
+class Scripts:
+    """Scripts with the runtime built in a folder, which is also their kernel cache.
 
-    The folder is also its kernel cache. Skips the test if there is no C compiler.
+    Each runs in a fork of a process that has imported the DSL and has not used it yet. Skips the
+    test if there is no C compiler.
     """
-    library = build(folder) or pytest.skip("needs a C compiler")
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=ROOT,
-        env=os.environ | {VARIABLE: str(library), "PHALANX_KERNEL_CACHE": str(folder)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+
+    def __init__(self, folder: Path) -> None:
+        library = build(folder) or pytest.skip("needs a C compiler")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _FORKING],
+            cwd=ROOT,
+            env=os.environ | {VARIABLE: str(library), "PHALANX_KERNEL_CACHE": str(folder)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._out = folder / "printed"
+
+    def __call__(self, script: str) -> Any:
+        """What the last line that a script prints says, as JSON."""
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps([script, str(self._out)]), file=self._process.stdin, flush=True)
+        code, printed = int(self._process.stdout.readline()), self._out.read_text()
+        assert code == 0, printed
+        return json.loads(printed.splitlines()[-1])
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+_FORKING = """
+import json, os, sys, traceback
+import phalanx.kernels.sm90.jit.launch, tests.kernels.sm90.echo, tests.kernels.sm90.recording
+
+for line in sys.stdin:
+    script, out = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        sys.stdout = sys.stderr = open(out, "w")
+        code = 1
+        try:
+            exec(script, {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
 
 
 class _Launch(ctypes.Structure):

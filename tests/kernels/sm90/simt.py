@@ -129,12 +129,43 @@ def _copy(source: Tensor, target: Tensor) -> None:
         target[i] = source[i]
 
 
+class _Barrier:
+    """A threading.Barrier that costs each thread one lock of its own."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads, self.waiting, self.broken = threads, list[Any](), False
+        self.mutex = threading.Lock()
+
+    def wait(self) -> None:
+        with self.mutex:
+            last = len(self.waiting) == self.threads - 1
+            waiting = self.waiting
+            if last:
+                self.waiting = []
+            else:
+                waiting.append(_CURRENT.lock)
+        if last:
+            for lock in waiting:
+                lock.release()
+        elif not self.broken and not _CURRENT.lock.acquire(timeout=120):
+            self.abort()
+        if self.broken:
+            raise threading.BrokenBarrierError
+
+    def abort(self) -> None:
+        with self.mutex:
+            self.broken = True
+            for lock in self.waiting:
+                lock.release()
+            self.waiting = []
+
+
 class _Block:
     def __init__(self, index: int, grid: int, threads: int) -> None:
         self.index, self.grid, self.threads = index, grid, threads
-        self.barrier = threading.Barrier(threads, timeout=120)
-        self.warps = [threading.Barrier(LANES, timeout=120) for _ in range(threads // LANES)]
-        self.slots: list[list] = [[None] * LANES for _ in self.warps]
+        self.barrier = _Barrier(threads)
+        self.warps = [_Barrier(LANES) for _ in range(threads // LANES)]
+        self.slots: list[tuple[list, list]] = [([None] * LANES, [None] * LANES) for _ in self.warps]
         self.memory: Any = None
         self.errors: list[BaseException] = []
 
@@ -161,11 +192,12 @@ class _Range:
 def _exchange(value: Any) -> list:
     """Values of all lanes of the warp."""
     block, warp = _CURRENT.block, _CURRENT.thread // LANES
-    block.slots[warp][_CURRENT.thread % LANES] = value
+    # Two sets of slots by turns: who is in the next exchange does not change those of this one.
+    _CURRENT.turn ^= 1
+    slots = block.slots[warp][_CURRENT.turn]
+    slots[_CURRENT.thread % LANES] = value
     block.warps[warp].wait()
-    values = list(block.slots[warp])
-    block.warps[warp].wait()
-    return values
+    return list(slots)
 
 
 def _lane() -> int:
@@ -401,7 +433,9 @@ def _run(kernel: Callable, grid: int, threads: int) -> None:
 
 
 def _thread(kernel: Callable, block: _Block, number: int) -> None:
-    _CURRENT.thread, _CURRENT.block = number, block
+    _CURRENT.thread, _CURRENT.block, _CURRENT.turn = number, block, 0
+    _CURRENT.lock = threading.Lock()
+    _CURRENT.lock.acquire()
     np.seterr(all="ignore")
     try:
         kernel()

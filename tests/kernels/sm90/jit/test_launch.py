@@ -39,11 +39,13 @@ def error(*arguments):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("kernels")
+def run(tmp_path_factory):
+    scripts = recording.Scripts(tmp_path_factory.mktemp("kernels"))
+    yield lambda script: scripts(HEAD + script)
+    scripts.close()
 
 
-def test_arguments_arrive(folder):
+def test_arguments_arrive(run):
     script = """
 with as_device(stream=77):
     launch(Address(0x7f0000001234), Address(0x7f0000005670), (9, 2**31 - 1, -2))
@@ -52,7 +54,7 @@ notes = runtime.launches()
 print(json.dumps([words(notes), [n["grid"][0] for n in notes], [n["block"][0] for n in notes],
                   [n["stream"] for n in notes]]))
 """
-    words, grids, blocks, streams = recording.run(HEAD + script, folder)
+    words, grids, blocks, streams = run(script)
     assert words == [
         [0x7F0000001234, 0x7F0000005670, 2**31 - 1, 2**32 - 2],
         [0, 16, 2, 3],
@@ -60,7 +62,7 @@ print(json.dumps([words(notes), [n["grid"][0] for n in notes], [n["block"][0] fo
     assert grids == [9, 1] and blocks == [32, 32] and streams == [77, 77]
 
 
-def test_each_device_is_loaded_once_and_made_current(folder):
+def test_each_device_is_loaded_once_and_made_current(run):
     script = """
 with as_device(stream=100) as visited:
     for at in (0, 3, 0, 3, 2):
@@ -68,14 +70,14 @@ with as_device(stream=100) as visited:
 print(json.dumps([runtime.get("libraries_loaded"), runtime.get("device_mask"), visited,
                   [n["stream"] for n in runtime.launches()]]))
 """
-    loaded, mask, visited, streams = recording.run(HEAD + script, folder)
+    loaded, mask, visited, streams = run(script)
     assert loaded == 1
     assert mask == 0b1101  # nothing is left on the node's other GPUs
     assert visited == [3, 3, 2]
     assert streams == [100, 103, 100, 103, 102]
 
 
-def test_threads_do_not_mix_arguments(folder):
+def test_threads_do_not_mix_arguments(run):
     script = """
 sys.setswitchinterval(1e-6)
 
@@ -93,12 +95,12 @@ unmixed = all((tag << 40, (tag << 40) + 16, tag) == (a, b, first) for tag, a, b,
 complete = {(tag, i) for tag in range(1, 9) for i in range(3000)} == {(t, i) for t, *_, i in seen}
 print(json.dumps([len(seen), complete, unmixed, statistics().loaded + statistics().compiled]))
 """
-    launched, complete, unmixed, programs = recording.run(HEAD + script, folder)
+    launched, complete, unmixed, programs = run(script)
     assert launched == 24000 and complete and unmixed
     assert programs == 1  # eight first launches at once load one
 
 
-def test_errors_name_what_is_wrong(folder):
+def test_errors_name_what_is_wrong(run):
     script = """
 with as_device():
     said = [
@@ -112,7 +114,7 @@ with as_device():
     said.append(error(Address(8), None, (1, 2, 3)))
 print(json.dumps(said))
 """
-    misaligned, large, few, refused, fine = recording.run(HEAD + script, folder)
+    misaligned, large, few, refused, fine = run(script)
     assert misaligned == "ValueError: EchoKernel: b must start at a multiple of 16 bytes"
     assert large == "ValueError: EchoKernel takes 3 sizes below 2^31, not (1, 2, 2147483648)"
     assert few == "ValueError: EchoKernel takes 3 sizes below 2^31, not (1, 2)"
@@ -120,21 +122,21 @@ print(json.dumps(said))
     assert fine is None
 
 
-def test_configurations_are_kernels_of_their_own(folder):
+def test_configurations_are_kernels_of_their_own(run):
     script = """
 with as_device():
     for threads in (32, 64, 32):
         launch(None, Address(16), (1, 2, 3), EchoConfig(threads))
 print(json.dumps([[n["block"][0] for n in runtime.launches()], vars(statistics())]))
 """
-    blocks, counts = recording.run(HEAD + script, folder)
+    blocks, counts = run(script)
     assert blocks == [32, 64, 32]
     assert counts["loaded"] + counts["compiled"] == 2
-    again, counts = recording.run(HEAD + script, folder)
+    again, counts = run(script)
     assert again == blocks and counts["compiled"] == 0 and counts["loaded"] == 2
 
 
-def test_a_launch_takes_microseconds_of_the_host(folder):
+def test_a_launch_takes_microseconds_of_the_host(run):
     script = """
 a, b, times = Address(4), Address(16), []
 with as_device():
@@ -145,7 +147,7 @@ with as_device():
         times.append((time.perf_counter() - begin) / 100)
 print(json.dumps(min(times)))
 """
-    assert recording.run(HEAD + script, folder) < 15e-6
+    assert run(script) < 15e-6
 
 
 def test_names_in_the_cache_change_with_whatever_code_depends_on(monkeypatch, tmp_path):
