@@ -126,7 +126,9 @@ class Activations:
         else:
             q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
             kept = 2 * q + 2 * kv
-            if a.qk_norm and self._cfg.kernels.norm == "te":
+            if a.qk_norm and a.kv_heads >= t:  # the projection whole, of which values may be a view
+                kept += q + kv + (kv if self._cfg.kernels.attention == "te" else 0)
+            elif a.qk_norm and self._cfg.kernels.norm == "te":
                 kept += q + kv  # copies of query and key, which the norm saves
             elif a.qk_norm:
                 kept += 2 * q + 2 * kv  # the projection whole, and the query cut out of it
