@@ -3,7 +3,7 @@
 A program has some neighbouring heads of the projection, whichever they are, of a few positions: a
 query, a key or a value is read from where it is and written to where it goes by a pointer per head.
 Backward a program goes through several blocks of positions and sums what it has seen for the
-gradients of bias and weights in registers; a second kernel adds the programs up in their order.
+gradients of bias and weights in registers; `part_sum` adds the programs up in their order.
 
 Legend: S positions, B batch, G groups, N heads of a group, R = N - 2 of them queries, d channels,
 M = G * N, P programs along positions, C programs along heads.
@@ -15,15 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.attention.rope_triton import cos_sin, rotated
+from phalanx.kernels.elementwise.part_sum_triton import part_sum
 
 _ELEMENTS = 2048
 """Channels that a program has at a time."""
 _HEADS = 8
 """Heads that a program has, if they are as many."""
-_TURNS = 4
-"""Blocks of positions of a program backward."""
-_PARTS, _COLUMNS = 256, 8
-"""Programs and channels that are added at a time."""
+_PROGRAMS = 528
+"""At most so many backward, in all: 4 for each of a Hopper GPU's 132 SMs, which hold them at once,
+and the same number everywhere. Each goes through its share of the positions."""
+_STAGES = 3
+"""Blocks of positions that a program backward has in flight."""
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -57,8 +59,10 @@ def qkv_part(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    s = row // B
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    s = (row // B).to(tl.int64)
+    position = row % B
+    row = row.to(tl.int64)
     m = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     g = m // N
     n = m % N
@@ -71,7 +75,7 @@ def qkv_part(  # type: ignore[no-untyped-def]
     known = (i < HALF)[None, :]
     here = ((row < rows)[:, None] & wanted[None, :])[:, :, None] & known[None, :, :]
 
-    from_ = qkv + ((s * x_s + (row % B) * x_b)[:, None] + (g * x_g + n * x_n)[None, :])
+    from_ = qkv + ((s * x_s + position * x_b)[:, None] + (g * x_g + n * x_n)[None, :])
     at = from_[:, :, None] + i[None, None, :]
     x = tl.load(at, mask=here, other=0.0).to(tl.float32)
     y = tl.load(at + HALF, mask=here, other=0.0).to(tl.float32)
@@ -166,6 +170,7 @@ def qkv_join(  # type: ignore[no-untyped-def]
     NORMED: tl.constexpr,
     HALF: tl.constexpr,
     TURNS: tl.constexpr,
+    STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -189,11 +194,11 @@ def qkv_join(  # type: ignore[no-untyped-def]
     of_weight_b = tl.zeros([ROWS, HEADS, HALF_BLOCK], tl.float32)
     of_bias_a = tl.zeros([ROWS, HEADS, HALF_BLOCK], tl.float32)
     of_bias_b = tl.zeros([ROWS, HEADS, HALF_BLOCK], tl.float32)
-    for turn in range(TURNS):
-        block = tl.program_id(0).to(tl.int64) * TURNS + turn
-        row = block * ROWS + tl.arange(0, ROWS)
-        s = row // B
+    for turn in tl.range(0, TURNS, num_stages=STAGES):
+        row = (tl.program_id(0) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
+        s = (row // B).to(tl.int64)
         b = row % B
+        row = row.to(tl.int64)
         here = ((row < rows)[:, None] & wanted[None, :])[:, :, None] & known[None, :, :]
         from_ = tl.where(
             is_key[None, :],
@@ -256,20 +261,6 @@ def qkv_join(  # type: ignore[no-untyped-def]
         to = bias_parts + tl.program_id(0).to(tl.int64) * (G * N * 2 * HALF) + of_head
         tl.store(to, tl.sum(of_bias_a, 0), mask=head_here)
         tl.store(to + HALF, tl.sum(of_bias_b, 0), mask=head_here)
-
-
-@triton.jit
-def add_parts(  # type: ignore[no-untyped-def]
-    parts, out, n, columns, TURNS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    sums = tl.zeros([BLOCK, COLUMNS], tl.float32)
-    for turn in range(TURNS):
-        part = turn * BLOCK + tl.arange(0, BLOCK)
-        at = parts + part.to(tl.int64)[:, None] * columns + column[None, :]
-        here = (part < n)[:, None] & (column < columns)[None, :]
-        sums += tl.load(at, mask=here, other=0.0)
-    tl.store(out + column, tl.sum(sums, 0).to(out.dtype.element_ty), mask=column < columns)
 
 
 def part(
@@ -349,7 +340,9 @@ def join(
     S, B, G, N, d = dqkv_SBGNd.shape
     normed, biased = weights[0] is not None, bias_dtype is not None
     rows, heads, half_block = _blocks(G * N, d)
-    programs = triton.cdiv(triton.cdiv(S * B, rows), _TURNS), triton.cdiv(G * N, heads)
+    along = triton.cdiv(G * N, heads)
+    turns = max(1, triton.cdiv(triton.cdiv(S * B, rows), max(1, _PROGRAMS // along)))
+    programs = triton.cdiv(triton.cdiv(S * B, rows), turns), along
     fp32 = dict(dtype=torch.float32, device=dqkv_SBGNd.device)
     weight_parts = torch.empty(programs[0] * programs[1], 2, d, **fp32) if normed else None
     bias_parts = torch.empty(programs[0], G, N, d, **fp32) if biased else None
@@ -374,25 +367,16 @@ def join(
             BIASED=biased,
             NORMED=normed,
             HALF=d // 2,
-            TURNS=_TURNS,
+            TURNS=turns,
+            STAGES=_STAGES,
             ROWS=rows,
             HEADS=heads,
             HALF_BLOCK=half_block,
         )
     return (
-        None if bias_parts is None else _total(bias_parts, bias_dtype),
-        None if weight_parts is None else _total(weight_parts, weights[0].dtype),  # type: ignore[union-attr]
+        None if bias_parts is None else part_sum(bias_parts, bias_dtype),
+        None if weight_parts is None else part_sum(weight_parts, weights[0].dtype),  # type: ignore[union-attr]
     )
-
-
-def _total(parts: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Sum over the first dimension in fp32, rounded once."""
-    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
-    n, columns = parts.shape[0], out.numel()
-    add_parts[(triton.cdiv(columns, _COLUMNS),)](
-        parts, out, n, columns, TURNS=triton.cdiv(n, _PARTS), BLOCK=_PARTS, COLUMNS=_COLUMNS
-    )
-    return out
 
 
 def _blocks(M: int, d: int) -> tuple[int, int, int]:
