@@ -37,6 +37,7 @@ from phalanx.configs.schema import AttentionConfig, Config, ModelConfig, MoEConf
 from phalanx.kernels.expert_mlp.activation import formula
 from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoE, MoEOptions
+from phalanx.moe.model import embedding
 from phalanx.moe.model.attention import LatentAttention, core_attention
 from phalanx.moe.model.grouped_attention import GroupedAttention
 from phalanx.moe.model.loss import cross_entropy
@@ -308,6 +309,7 @@ def build(
         pg_collection=pg,
         vp_stage=vp_stage,
     )
+    embedding.install(model)
     if m.tie_embeddings and model.mtp_process and post_process:
         # The prediction layer's copy of the embedding is the output weight; Megatron-Core allocates
         # a second one past the first stage, which it never uses and refuses to checkpoint.
