@@ -8,8 +8,9 @@ is fp32 and rounded once. Elsewhere it is the composition of torch's norm and `k
 rope`.
 
 No library has the norms in it: Transformer Engine and Megatron-Core turn a mixed projection
-(`apply_fused_qkv_rotary_pos_emb`) that has no norms and no bias to add. Theirs in parts take five
-times as long (docs/measured/kernels/libraries.md).
+(`apply_fused_qkv_rotary_pos_emb`) that has no norms and no bias to add. Transformer Engine's norms
+and rotation, one after the other, take more than four times as long forward and more than twice as
+long backward (docs/measured/kernels/libraries.md).
 
 Legend: S positions, B batch, H query heads, G key-value heads, d channels; N = H / G + 2, the heads
 of a group in a mixed projection: its queries, its key, its value.

@@ -291,11 +291,11 @@ class Terms:
             to: counters.
 
         Returns:
-            A fp32 scalar, and slope_BE: the derivative by the score of each token of a sequence.
+            The sum, fp32 [1], and slope_BE: its derivative by the score of a token of a sequence.
             Both are of any content if there are no losses, the second without scores.
         """
         B, E = found.count_BE.shape
-        loss, slope_BE = found.count_BE.new_empty(()), found.count_BE.new_empty(B, E)
+        loss, slope_BE = found.count_BE.new_empty(1), found.count_BE.new_empty(B, E)
         router_losses[(1,)](
             found.count_BE,
             judged_BE,
@@ -367,10 +367,10 @@ def router_losses_gradient(  # type: ignore[no-untyped-def]
 def slope_to_logits(
     dloss: Tensor, logits_TE: Tensor, slope_BE: Tensor | None, score: str, z_slope: float
 ) -> Tensor:
-    """Gradient of the logits from that of the weighted sum of the losses, a scalar on the device.
+    """Gradient of the logits from that of the weighted sum of the losses.
 
     Args:
-        dloss: fp32, one element.
+        dloss: fp32 [1].
         logits_TE, slope_BE, score: of `tally` and `Terms.finish`; no slope without scores.
         z_slope: derivative of the sum by a token's square of log(sum(exp(logits))), times 2.
     """

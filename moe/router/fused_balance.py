@@ -44,7 +44,7 @@ class Recorder:
     def __call__(
         self, logits_TE: Tensor, idx_TK: Tensor, judged_TK: Tensor | None, sequences: int
     ) -> Tensor | None:
-        """Count choices; the sum of the balancing losses, if there are any.
+        """Count choices; the weighted sum of the balancing losses [1], if there are any.
 
         Args:
             logits_TE: fp32, on a GPU.

@@ -49,7 +49,9 @@ class Gate(torch.autograd.Function):
         both, dbias_E = _split(grad_TE, ctx.bias)
         dx_TD = both @ torch.cat((weight_ED, weight_ED))
         high_ED, low_ED = product(both.t(), x_TD).chunk(2)
-        return dx_TD, high_ED.add_(low_ED).bfloat16(), dbias_E
+        dweight_ED = torch.empty_like(weight_ED)
+        torch.add(high_ED, low_ED, out=dweight_ED)
+        return dx_TD, dweight_ED, dbias_E
 
 
 def _split(grad_TE: Tensor, summed: bool) -> tuple[Tensor, Tensor | None]:

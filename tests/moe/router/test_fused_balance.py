@@ -114,10 +114,10 @@ def check_losses(case: Case, device: str) -> None:
     if not any(coefficients.values()):
         assert loss is None
         return
-    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-7)
-    up = torch.tensor(0.7, device=device)
+    torch.testing.assert_close(loss.double(), want[None], rtol=1e-5, atol=1e-7)
+    up = torch.tensor([0.7], device=device)
     (got,) = torch.autograd.grad(loss, m.logits, up)
-    (exact,) = torch.autograd.grad(want, m.logits, up.double())
+    (exact,) = torch.autograd.grad(want[None], m.logits, up.double())
     torch.testing.assert_close(got, exact, rtol=2e-5, atol=2e-6 * exact.abs().max().item())
 
 
@@ -198,7 +198,7 @@ def test_split_of_a_gradient(T: int, E: int) -> None:
 def test_graph_capture_and_the_same_bits(case: Case) -> None:
     m = made(case, "cuda")
     m.record.statistics.losses.zero_()
-    up = torch.tensor(0.7, device="cuda")
+    up = torch.tensor([0.7], device="cuda")
 
     def step() -> list[torch.Tensor]:
         m.record.global_tokens_E.zero_()  # type: ignore[union-attr]
