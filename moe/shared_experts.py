@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.parallel.megatron.gathered import gathered
 
 MEGATRON = partial(
     SharedExpertMLP,
@@ -47,7 +48,7 @@ class SharedExperts(SharedExpertMLP):
         def first() -> None:
             if self._halves:
                 with record_function("moe/shared"):
-                    x_ND, w1 = hidden_SBD.flatten(0, 1), self.linear_fc1.weight
+                    x_ND, w1 = hidden_SBD.flatten(0, 1), gathered(self.linear_fc1).weight
                     between.extend(dense_first(x_ND, w1, self._spec))
 
         def second() -> Tensor:
@@ -55,6 +56,6 @@ class SharedExperts(SharedExpertMLP):
                 if not self._halves:
                     return self(hidden_SBD).flatten(0, 1)
                 h_NH, a_NF = between
-                return dense_second(h_NH, a_NF, self.linear_fc2.weight, self._spec)
+                return dense_second(h_NH, a_NF, gathered(self.linear_fc2).weight, self._spec)
 
         return first, second

@@ -1,21 +1,20 @@
 """Rotary position embedding (arXiv 2104.09864) of queries and keys, one pass over them on a GPU.
 
-The attention modules call it between the projections and core attention. On CUDA `kernels.
-rope_triton` turns in fp32 and reads heads where the projection left them; elsewhere the composition
-is Megatron-Core's, number for number, which rounds sines and cosines to the dtype of x first. The
+The attention modules call it between the projections and core attention, but for whole mixed
+projections, which `kernels.attention.qkv` takes apart. On CUDA `kernels.attention.rope_triton`
+turns in fp32 and reads heads where the projection left them; elsewhere the composition is
+Megatron-Core's, number for number, which rounds sines and cosines to the dtype of x first. The
 gradient is the rotation by the negative angle.
 
 A rotated channel pairs with the one half the rotated width further on. DeepSeek's latent attention
 has the pair side by side in its projections and half a width apart from then on (`interleaved`).
 
-Transformer Engine's fused rotary embedding is no substitute where it is not installed, and adds no
-bias of the projection, applies no factor of YaRN, and cannot rearrange such pairs or leave channels
-in front as they are. On an H200 it takes 1.6 to 4.0 times as long. Megatron-Core's kernel for the
-queries of latent attention turns them in place, as `rope_` does, but takes cosines and sines in
-bf16, and only for YaRN (docs/measured/kernels/libraries.md).
+Transformer Engine's fused rotary embedding is no substitute where it is not installed, applies no
+factor of YaRN, and cannot rearrange such pairs or leave channels in front as they are.
+Megatron-Core's kernel for the queries of latent attention turns them in place, as `rope_` does, but
+takes cosines and sines in bf16, and only for YaRN (docs/measured/kernels/libraries.md).
 
-Legend: S positions, B batch, H query heads, G key-value heads, d channels, F rotated channels;
-N = H / G + 2, the heads of a group in a mixed projection: its queries, its key, its value.
+Legend: S positions, B batch, H heads, d channels, F rotated channels.
 """
 
 from typing import Any
@@ -94,40 +93,6 @@ def rope_(
         return rope(x_SBHd, freqs_S11F, mscale=mscale, interleaved=interleaved, first=first)
     check_angles(S, shape[-1] - first, freqs_S11F)
     return TurnInPlace.apply(x_SBM, freqs_S11F, heads, mscale, interleaved, first).view(shape)
-
-
-def rope_qkv(
-    qkv_SBGNd: Tensor, bias_GNd: Tensor | None, freqs_S11F: Tensor, *, mscale: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys of a mixed projection plus its bias, turned, and its values.
-
-    Args:
-        qkv_SBGNd: any strides with contiguous channels, bf16 or fp32.
-        bias_GNd: in the dtype of qkv, contiguous.
-        freqs_S11F: as in `rope`; all channels are turned, F = d.
-        mscale: as in `rope`.
-
-    Returns:
-        [S, B, H, d], [S, B, G, d] and [S, B, G, d] in the dtype of qkv; contiguous on CUDA, where
-        the gradient of qkv is written in its place head by head.
-
-    Raises:
-        ValueError: angles that do not fit.
-    """
-    check_angles(qkv_SBGNd.shape[0], qkv_SBGNd.shape[-1], freqs_S11F)
-    if qkv_SBGNd.is_cuda and freqs_S11F.shape[-1] == qkv_SBGNd.shape[-1]:
-        return turn_qkv(qkv_SBGNd, bias_GNd, freqs_S11F, mscale)
-    if bias_GNd is not None:
-        qkv_SBGNd = qkv_SBGNd + bias_GNd
-    q_SBGRd, k_SBGd, v_SBGd = split_heads(qkv_SBGNd)
-    q_SBHd = q_SBGRd.flatten(2, 3)
-    return rope(q_SBHd, freqs_S11F, mscale=mscale), rope(k_SBGd, freqs_S11F, mscale=mscale), v_SBGd
-
-
-def split_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of a mixed projection, or of its bias: [..., G, N - 2, d] and twice [..., G, d]."""
-    queries = qkv.shape[-2] - 2
-    return qkv[..., :queries, :], qkv[..., queries, :], qkv[..., queries + 1, :]
 
 
 def check_angles(positions: int, channels: int, freqs: Tensor) -> None:
@@ -228,79 +193,6 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 turn.register_autograd(_backward, setup_context=_save)
-
-
-@torch.library.custom_op("phalanx::rope_qkv", mutates_args=())
-def turn_qkv(
-    qkv: Tensor, bias: Tensor | None, freqs: Tensor, mscale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`rope_qkv` by the kernel."""
-    from phalanx.kernels.attention.rope_triton import rotate
-
-    qkv = dense(qkv)
-    q, k, v = _empty_heads(qkv)
-    q_from, k_from, v_from = split_heads(qkv)
-    q_bias, k_bias, v_bias = (None,) * 3 if bias is None else split_heads(bias)
-    k_bias = None if k_bias is None else k_bias[:, None]
-    angles, groups = freqs[:, 0, 0], q_from.shape[2:4]
-    rotate(q_from, q.unflatten(2, groups), angles, mscale=mscale, bias_GRd=q_bias)
-    rotate(k_from[:, :, :, None], k[:, :, :, None], angles, mscale=mscale, bias_GRd=k_bias)
-    if v_bias is None:
-        v.copy_(v_from)
-    else:
-        torch.add(v_from, v_bias, out=v)
-    return q, k, v
-
-
-@turn_qkv.register_fake
-def _(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_heads(qkv)
-
-
-def _empty_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    S, B, G, N, d = qkv.shape
-    q, k, v = (qkv.new_empty(S, B, heads, d) for heads in (G * (N - 2), G, G))
-    return q, k, v
-
-
-@torch.library.custom_op("phalanx::rope_qkv_backward", mutates_args=())
-def turn_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, freqs: Tensor, mscale: float) -> Tensor:
-    """Gradient of the mixed projection, contiguous."""
-    from phalanx.kernels.attention.rope_triton import rotate
-
-    dqkv = _empty_mixed(dq, dk)
-    q_to, k_to, v_to = split_heads(dqkv)
-    dq, dk = dense(dq), dense(dk)
-    angles, groups = freqs[:, 0, 0], q_to.shape[2:4]
-    for x, y in ((dq.unflatten(2, groups), q_to), (dk[:, :, :, None], k_to[:, :, :, None])):
-        rotate(x, y, angles, mscale=mscale, inverse=True)
-    v_to.copy_(dv)
-    return dqkv
-
-
-@turn_qkv_backward.register_fake
-def _(dq: Tensor, dk: Tensor, dv: Tensor, freqs: Tensor, mscale: float) -> Tensor:
-    return _empty_mixed(dq, dk)
-
-
-def _empty_mixed(dq: Tensor, dk: Tensor) -> Tensor:
-    S, B, G, d = dk.shape
-    return dq.new_empty(S, B, G, dq.shape[2] // G + 2, d)
-
-
-def _save_qkv(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, bias, freqs, ctx.mscale = inputs
-    ctx.biased = bias is not None
-    ctx.save_for_backward(freqs)
-
-
-def _backward_qkv(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-    (freqs,) = ctx.saved_tensors
-    dqkv = turn_qkv_backward(dq, dk, dv, freqs, ctx.mscale)
-    return dqkv, dqkv.sum((0, 1)) if ctx.biased else None, None, None
-
-
-turn_qkv.register_autograd(_backward_qkv, setup_context=_save_qkv)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -45,7 +45,6 @@ def rotated(u, v, cos, sin):  # type: ignore[no-untyped-def]
 def rope_rotate(  # type: ignore[no-untyped-def]
     x,
     y,
-    bias,
     freqs,
     mscale,
     rows,
@@ -60,10 +59,7 @@ def rope_rotate(  # type: ignore[no-untyped-def]
     y_b,
     y_g,
     y_r,
-    bias_g,
-    bias_r,
     f_s,
-    BIASED: tl.constexpr,
     FIRST: tl.constexpr,
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -108,12 +104,6 @@ def rope_rotate(  # type: ignore[no-untyped-def]
         v = tl.load(from_ + at + HALF, mask=here, other=0.0)
     u = u.to(tl.float32)
     v = v.to(tl.float32)
-    if BIASED:
-        of_head = bias + (g * bias_g + r * bias_r)[:, None]
-        bias_here = (h < H)[:, None] & (i < HALF)[None, :]
-        at_bias = (FIRST + i)[None, :]
-        u += tl.load(of_head + at_bias, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
-        v += tl.load(of_head + at_bias + HALF, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
     p, q = rotated(u, v, cos, sin)
     p = p.to(y.dtype.element_ty)
     q = q.to(y.dtype.element_ty)
@@ -141,7 +131,6 @@ def rotate(
     *,
     mscale: float,
     first: int = 0,
-    bias_GRd: Tensor | None = None,
     pairs_in: bool = False,
     pairs_out: bool = False,
     inverse: bool = False,
@@ -154,7 +143,6 @@ def rotate(
         freqs_SF: fp32 angles; the first F / 2 columns are read, F channels are rotated.
         mscale: factor on what is rotated.
         first: channel at which the rotated ones begin; the others are copied.
-        bias_GRd: added to x before, where all channels are rotated and `pairs_in` is false.
         pairs_in: channels 2i and 2i + 1 of the rotated ones form a pair in x, else i and i + F / 2.
         pairs_out: the same of y.
         inverse: turn by the negative angle.
@@ -162,7 +150,6 @@ def rotate(
     S, B, G, R, d = x_SBGRd.shape
     if not x_SBGRd.numel():
         return
-    assert bias_GRd is None or (freqs_SF.shape[1] == d and not pairs_in)
     half = freqs_SF.shape[1] // 2
     in_place = x_SBGRd is y_SBGRd
     width = triton.next_power_of_2(2 * half if in_place else d)
@@ -172,7 +159,6 @@ def rotate(
     rope_rotate[grid](
         x_SBGRd,
         y_SBGRd,
-        x_SBGRd if bias_GRd is None else bias_GRd,
         freqs_SF,
         mscale,
         S * B,
@@ -181,9 +167,7 @@ def rotate(
         R,
         *x_SBGRd.stride()[:4],
         *y_SBGRd.stride()[:4],
-        *((0, 0) if bias_GRd is None else bias_GRd.stride()[:2]),
         freqs_SF.stride(0),
-        BIASED=bias_GRd is not None,
         FIRST=first,
         HALF=half,
         WIDTH=d,

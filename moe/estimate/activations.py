@@ -15,7 +15,10 @@ import torch
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.moe.estimate.traffic import costs
+from phalanx.moe.experts import activation_of
+from phalanx.moe.model.dense_mlp import takes
 from phalanx.moe.router.router import slots
 from phalanx.parallel.dispatch.capacity import Budget
 
@@ -83,7 +86,12 @@ class Activations:
         """A layer with a dense MLP."""
         ffn = self._cfg.model.dense_ffn
         gradients = self.sizes.tokens * 2 * self._wide * 3 * ffn // self._cfg.parallel.tensor
-        return self._layer(self._mlp(ffn), gradients, again=False)
+        cfg, act = self._cfg, ACTIVATIONS[self._cfg.model.moe.activation]
+        saved = self._mlp(ffn)
+        spec = MLPSpec(activation_of(cfg.model.moe), cfg.kernels.backend)
+        if takes(spec, ffn=ffn, tensor=cfg.parallel.tensor, bias=cfg.model.bias):
+            saved = self.sizes.tokens * 2 * self._wide * act.halves * ffn
+        return self._layer(saved, gradients, again=False)
 
     def moe_layer(self) -> Layer:
         """A layer with experts."""
@@ -126,7 +134,9 @@ class Activations:
         else:
             q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
             kept = 2 * q + 2 * kv
-            if a.qk_norm and self._cfg.kernels.norm == "te":
+            if a.qk_norm and a.kv_heads >= t:  # the projection whole, of which values may be a view
+                kept += q + kv + (kv if self._cfg.kernels.attention == "te" else 0)
+            elif a.qk_norm and self._cfg.kernels.norm == "te":
                 kept += q + kv  # copies of query and key, which the norm saves
             elif a.qk_norm:
                 kept += 2 * q + 2 * kv  # the projection whole, and the query cut out of it

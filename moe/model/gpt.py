@@ -37,7 +37,9 @@ from phalanx.configs.schema import AttentionConfig, Config, ModelConfig, MoEConf
 from phalanx.kernels.expert_mlp.activation import formula
 from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoE, MoEOptions
+from phalanx.moe.model import embedding
 from phalanx.moe.model.attention import LatentAttention, core_attention
+from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.grouped_attention import GroupedAttention
 from phalanx.moe.model.loss import cross_entropy
 from phalanx.moe.model.norm import norm_class
@@ -308,6 +310,7 @@ def build(
         pg_collection=pg,
         vp_stage=vp_stage,
     )
+    embedding.install(model)
     if m.tie_embeddings and model.mtp_process and post_process:
         # The prediction layer's copy of the embedding is the output weight; Megatron-Core allocates
         # a second one past the first stage, which it never uses and refuses to checkpoint.
@@ -354,6 +357,8 @@ def _layer(
             setattr(attention, name, norm)
     if sparse:
         sub.mlp = partial(StockMoE if backends.experts == "megatron" else MoE, options=moe)
+    else:
+        sub.mlp = partial(DenseMLP, spec=moe.spec, submodules=sub.mlp.keywords["submodules"])
     # Megatron-Core renames norms in checkpoints to match fused layers; ours keep their own names.
     sub.sharded_state_dict_keys_map = {}
     return ModuleSpec(module=TransformerLayer, submodules=sub)

@@ -1,10 +1,9 @@
-"""Attention of grouped queries around a core attention, with the rotary embedding of
-kernels.attention.rope.
+"""Attention of grouped queries around a core attention, with the norms and rotary embedding of
+kernels.attention.qkv.
 
-Megatron-Core 0.19.2 copies the queries out of the mixed projection, turns queries and keys by a
-dozen elementwise kernels each, and joins three gradients to one. Here a layer without query-key
-norms goes from the projection, its bias not yet added, to what core attention reads in one step,
-and back in one.
+Megatron-Core 0.19.2 copies the queries out of the mixed projection, norms and turns queries and
+keys by kernels of their own, and joins three gradients to one. Here a layer goes from the
+projection, its bias not yet added, to what core attention reads in one step, and back in one.
 
 Shape legend: S positions, B batch, H query heads, G key-value heads, d channels; N = H / G + 2.
 """
@@ -14,7 +13,10 @@ from typing import Any
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from phalanx.kernels.attention.rope import rope, rope_qkv
+from phalanx.kernels.attention.qkv import HeadNorms, queries_keys_values
+from phalanx.kernels.attention.rope import rope
+from phalanx.moe.model.attention import CoreAttention
+from phalanx.parallel.megatron.gathered import gathered
 
 
 class GroupedAttention(SelfAttention):
@@ -22,17 +24,17 @@ class GroupedAttention(SelfAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        normed = self.q_layernorm is not None or self.k_layernorm is not None
-        self._mixed = not normed and self.config.num_query_groups >= self.world_size
-        """Norms, and groups that tensor ranks share, lie between the projection and rotation."""
+        self._mixed = self.config.num_query_groups >= self.world_size
+        """Groups that tensor ranks share lie between the projection and the rest."""
         self.linear_qkv.skip_bias_add = self._mixed
+        self._reads_views = isinstance(self.core_attention, CoreAttention)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Mixed projection [S, B, G, N, d] and bias [G, N, d], for the next method to take apart.
 
-        With norms of queries and keys, or groups that tensor ranks share, q, k and v as they are.
+        With groups that tensor ranks share, q, k and v as they are.
         """
         if not self._mixed:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
@@ -51,7 +53,7 @@ class GroupedAttention(SelfAttention):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Turn queries and keys; what follows is told that there are no rotary angles left.
+        """Queries, keys and values; what follows is told that there are no rotary angles left.
 
         Megatron-Core's hook between projections and rotary embedding: the one place that is given
         both and returns both.
@@ -59,8 +61,16 @@ class GroupedAttention(SelfAttention):
         assert inference_context is None
         (freqs, _), mscale = rotary_pos_emb, self._yarn_concentration_factor
         if self._mixed:
-            query, key, value = rope_qkv(query, key, freqs, mscale=mscale)
+            query, key, value = queries_keys_values(
+                query, key, freqs, mscale=mscale, norms=self._norms(), view=self._reads_views
+            )
         else:
             assert key is not None
             query, key = (rope(x, freqs, mscale=mscale) for x in (query, key))
         return query, key, value, None, self.attn_mask_type, None
+
+    def _norms(self) -> HeadNorms | None:
+        if self.q_layernorm is None:
+            return None
+        query, key = (gathered(norm).weight for norm in (self.q_layernorm, self.k_layernorm))
+        return HeadNorms(query, key, self.config.layernorm_epsilon)

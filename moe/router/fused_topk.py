@@ -32,11 +32,10 @@ from phalanx.kernels.sm90.limits import (
 
 def refuse(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
     """Why the kernel cannot route by these options."""
-    if options.force_balance:
-        return "force_balance chooses experts itself"
     if options.rounding != "none":
         return f"token rounding (rounding={options.rounding}) is not supported"
-    if options.group_topk < options.groups and (why := _refuse_groups(options, experts, top_k)):
+    limited = options.group_topk < options.groups and not options.force_balance
+    if limited and (why := _refuse_groups(options, experts, top_k)):
         return why
     if experts % 8 or experts > TOPK_EXPERTS:
         return f"needs a multiple of 8 experts, at most {TOPK_EXPERTS}, not {experts}"
@@ -84,6 +83,21 @@ def topk(
     return idx_TK, prob_TK
 
 
+def forced(
+    logits_TE: Tensor, shifts_PK2: Tensor, first: int, options: RouterConfig
+) -> tuple[Tensor, Tensor]:
+    """As `topk`, with the experts of `moe.router.forced_balance`.
+
+    Args:
+        logits_TE: as `topk` takes it.
+        shifts_PK2: table of the module `ForcedBalance`.
+        first: number of the first token in its expert-parallel group.
+        options: that `refuse` does not.
+    """
+    idx_TK, prob_TK = _Forced.apply(logits_TE, shifts_PK2, first, options)
+    return idx_TK, prob_TK
+
+
 @torch.no_grad()
 def best(logits_TE: Tensor, top_k: int) -> Tensor:
     """The K largest logits of every token, as `topk` orders them: int32 [T, K]."""
@@ -102,23 +116,67 @@ class _Topk(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         from phalanx.kernels.sm90.routing import topk as kernel
 
-        ctx.weights = dict(
-            score=options.score,
-            normalize=options.normalize,
-            softmax_over=options.softmax_over,
-            scale=options.scale,
-        )
         choice: Any = dict(bias_E=bias_E, groups=(options.groups, options.group_topk))
-        idx_TK, prob_TK = kernel.topk(logits_TE, top_k=top_k, **choice, **ctx.weights)
-        ctx.save_for_backward(idx_TK, prob_TK, logits_TE)
-        ctx.mark_non_differentiable(idx_TK)
-        return idx_TK, prob_TK
+        weights = _weights(options)
+        idx_TK, prob_TK = kernel.topk(logits_TE, top_k=top_k, **choice, **weights)
+        return _save(ctx, logits_TE, idx_TK, prob_TK, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None, dprob_TK: Tensor) -> tuple[Tensor, None, None, None]:
-        from phalanx.kernels.sm90.routing import topk as kernel
+        return _gradient(ctx, dprob_TK), None, None, None
 
-        grads = dprob_TK.contiguous()
-        dlogits_TE = kernel.topk_backward(grads, *ctx.saved_tensors, **ctx.weights)
-        return dlogits_TE, None, None, None
+
+class _Forced(torch.autograd.Function):
+    """`forced`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TE: Tensor, shifts_PK2: Tensor, first: int, options: RouterConfig
+    ) -> tuple[Tensor, Tensor]:
+        from phalanx.kernels.routing.forced_triton import forced
+
+        idx_TK, prob_TK = forced(
+            logits_TE,
+            shifts_PK2,
+            first,
+            groups=options.groups,
+            weights=_kind(options, shifts_PK2.shape[1]),
+            scale=options.scale,
+        )
+        return _save(ctx, logits_TE, idx_TK, prob_TK, _weights(options))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, dprob_TK: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gradient(ctx, dprob_TK), None, None, None
+
+
+def _weights(options: RouterConfig) -> dict[str, Any]:
+    """How probabilities are made of logits, as `kernels.sm90.routing.topk` takes it."""
+    names = ("score", "normalize", "softmax_over", "scale")
+    return {name: getattr(options, name) for name in names}
+
+
+def _kind(options: RouterConfig, top_k: int) -> str:
+    """The same in a word, as `kernels.routing.forced_triton` takes it."""
+    normalize = options.normalize and top_k > 1
+    if options.score == "sigmoid":
+        return "sigmoid_sum" if normalize else "sigmoid"
+    return "softmax" if normalize or options.softmax_over == "topk" else "softmax_all"
+
+
+def _save(
+    ctx: Any, logits_TE: Tensor, idx_TK: Tensor, prob_TK: Tensor, weights: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    ctx.weights = weights
+    ctx.save_for_backward(idx_TK, prob_TK, logits_TE)
+    ctx.mark_non_differentiable(idx_TK)
+    return idx_TK, prob_TK
+
+
+def _gradient(ctx: Any, dprob_TK: Tensor) -> Tensor:
+    """Of the logits."""
+    from phalanx.kernels.sm90.routing import topk as kernel
+
+    return kernel.topk_backward(dprob_TK.contiguous(), *ctx.saved_tensors, **ctx.weights)

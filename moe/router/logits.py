@@ -46,12 +46,23 @@ class Gate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x_TD, weight_ED = ctx.saved_tensors
-        high_TE = grad_TE.bfloat16()
-        both = torch.cat((high_TE, (grad_TE - high_TE).bfloat16()), 1)
+        both, dbias_E = _split(grad_TE, ctx.bias)
         dx_TD = both @ torch.cat((weight_ED, weight_ED))
         high_ED, low_ED = product(both.t(), x_TD).chunk(2)
-        dbias_E = grad_TE.sum(0).bfloat16() if ctx.bias else None
-        return dx_TD, high_ED.add_(low_ED).bfloat16(), dbias_E
+        dweight_ED = torch.empty_like(weight_ED)
+        torch.add(high_ED, low_ED, out=dweight_ED)
+        return dx_TD, dweight_ED, dbias_E
+
+
+def _split(grad_TE: Tensor, summed: bool) -> tuple[Tensor, Tensor | None]:
+    """Bf16 numbers and their bf16 rests [T, 2 E], and the sum over tokens if `summed`."""
+    if grad_TE.is_cuda:
+        from phalanx.kernels.routing.gate_triton import split
+
+        return split(grad_TE.contiguous(), torch.bfloat16 if summed else None)
+    high_TE = grad_TE.bfloat16()
+    both = torch.cat((high_TE, (grad_TE - high_TE).bfloat16()), 1)
+    return both, grad_TE.sum(0).bfloat16() if summed else None
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from phalanx.configs.schema import RouterConfig
 from phalanx.moe.router import balance, fused_topk, token_rounding
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
 from phalanx.moe.router.forced_balance import ForcedBalance
+from phalanx.moe.router.fused_balance import Recorder
 from phalanx.moe.router.logits import gate
 from phalanx.moe.router.scores import choose, loss_scores, probabilities
 from phalanx.parallel.dispatch.base import Slots
@@ -86,7 +87,7 @@ class Router(KeepsPrecision, MegatronModule):
         pg_collection: process groups.
         is_mtp_layer: the layer belongs to multi-token prediction.
         backend: of the experts; with `fused`, `moe.router.fused_topk` routes by the options that it
-        knows.
+        knows. Counts and losses have kernels on every GPU (`moe.router.fused_balance`).
 
     Raises:
         ValueError: routing that cannot be, with the override that mends it.
@@ -164,7 +165,10 @@ class Router(KeepsPrecision, MegatronModule):
         """
         logits_TE = gate(hidden_SBD.flatten(0, 1), self.weight, self.bias)
         o, K, kept_TC = self.options, self.top_k, None
-        if self.fused:
+        if self.fused and self.forced is not None:
+            first = self.ep_group.rank() * logits_TE.size(0)
+            idx_TC, prob_TC = fused_topk.forced(logits_TE, self.forced.shifts, first, o)
+        elif self.fused:
             idx_TC, prob_TC = fused_topk.topk(logits_TE, self.expert_bias, o, K)
         else:
             idx_TC = self._choose(logits_TE.detach())
@@ -172,9 +176,7 @@ class Router(KeepsPrecision, MegatronModule):
             prob_TC = probabilities(logits_TE, idx_TC, o, kept_TK=kept_TC, top_k=K)
         idx_TK = idx_TC[:, :K]
         if self.training and torch.is_grad_enabled():
-            count_E = self._count(idx_TK)
-            shares = self._losses(logits_TE, idx_TK, count_E, sequences=hidden_SBD.size(1))
-            prob_TC = self._attach(prob_TC, shares)
+            prob_TC = self._balance(logits_TE, idx_TK, prob_TC, sequences=hidden_SBD.size(1))
         if kept_TC is not None:
             idx_TC = idx_TC.masked_fill(~kept_TC, -1)
         return idx_TC.to(torch.int32), prob_TC
@@ -219,9 +221,42 @@ class Router(KeepsPrecision, MegatronModule):
         o = self.options
         return bool(o.bias_rate or o.force_balance or o.group_topk < o.groups)
 
+    def _balance(
+        self, logits_TE: Tensor, idx_TK: Tensor, prob_TC: Tensor, sequences: int
+    ) -> Tensor:
+        """Note the choices; probabilities whose gradient carries that of the balancing losses.
+
+        Only with gradients enabled, so that recomputation does not count twice.
+        """
+        if not (logits_TE.is_cuda and logits_TE.dtype == torch.float32):
+            count_E = self._count(idx_TK)
+            shares = self._losses(logits_TE, idx_TK, count_E, sequences)
+            return self._attach(prob_TC, shares)
+        record = Recorder(
+            self.options,
+            self.statistics,
+            self.local_tokens_per_expert,
+            self.global_tokens_per_expert,
+            self.replica,
+            self.world,
+            self.config.calculate_per_token_loss,
+        )
+        judged_TK = self._judged(logits_TE) if record.balances else None
+        loss = record(logits_TE, idx_TK, judged_TK, sequences)
+        return prob_TC if loss is None else MoEAuxLossAutoScaler.apply(prob_TC, loss)
+
+    def _judged(self, logits_TE: Tensor) -> Tensor | None:
+        """Choices that the losses judge: those of the scores, not of what was made of them.
+
+        None if they are the router's own.
+        """
+        if not self._choice_is_shaped:
+            return None
+        best = fused_topk.best if self.fused else choose
+        return best(logits_TE.detach(), self.top_k)
+
     @torch.no_grad()
     def _count(self, idx_TK: Tensor) -> Tensor:
-        # Only with gradients enabled, so that recomputation does not count twice.
         count_E = balance.count_choices(idx_TK, self.num_experts)
         self.statistics.add_counts(count_E)
         if self.local_tokens_per_expert is not None:
@@ -237,10 +272,8 @@ class Router(KeepsPrecision, MegatronModule):
             shares["z_loss"] = balance.z_loss(logits_TE) / ranks
         if not (o.aux_loss or o.seq_aux_loss or o.global_aux_loss):
             return shares
-        if self._choice_is_shaped:
-            # The losses judge the scores, not what was made of them.
-            best = fused_topk.best if self.fused else choose
-            idx_TK = best(logits_TE.detach(), self.top_k)
+        if (judged_TK := self._judged(logits_TE)) is not None:
+            idx_TK = judged_TK
             count_E = balance.count_choices(idx_TK, self.num_experts)
         score_TE = loss_scores(logits_TE, o.score)
         if o.aux_loss:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from phalanx.configs.schema import RouterConfig
 from phalanx.kernels.attention.latent import keys_values
-from phalanx.kernels.attention.rope import rope_, rope_qkv
+from phalanx.kernels.attention.qkv import HeadNorms, queries_keys_values
+from phalanx.kernels.attention.rope import rope_
 from phalanx.moe.router import fused_topk
 from phalanx.parallel.megatron.adam import AdamW
 from phalanx.scripts.bench.comparison import Operation, Row, compare, gap, note_of
@@ -222,7 +223,9 @@ def _mixed(S: int, B: int, heads: Heads, *, device: torch.device) -> Makers:
 
     def ours() -> Operation:
         x, *bias = own = _own(*mixed)
-        return Operation(lambda: rope_qkv(x, bias[0] if bias else None, freqs), own, grads)
+        return Operation(
+            lambda: queries_keys_values(x, bias[0] if bias else None, freqs), own, grads
+        )
 
     def theirs() -> Operation:
         from transformer_engine.pytorch.attention import rope as library
@@ -233,6 +236,55 @@ def _mixed(S: int, B: int, heads: Heads, *, device: torch.device) -> Makers:
         def forward() -> Sequence[Tensor]:
             qkv = (x + bias[0] if bias else x).flatten(3)
             return fused(qkv, freqs, freqs, parts)  # type: ignore[no-any-return]
+
+        return Operation(forward, own, grads)
+
+    return ours, theirs
+
+
+def heads(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
+    """The same with norms of query and key heads, against Transformer Engine's norms and rotation,
+    as Megatron-Core calls them."""
+    shape = ROPE_HEADS["Qwen3"]
+    for B in sizes.batches:
+        S = sizes.positions
+        made = _normed(S, B, shape, device=bench.clock.device)
+        yield compare(bench, f"norms and rope, Qwen3, {S} x {B}", "TE", *made)
+        del made
+        bench.clock.free()
+
+
+def _normed(S: int, B: int, heads: Heads, *, device: torch.device) -> Makers:
+    H, G, d, _ = heads
+    N, freqs, eps = H // G + 2, angles(S, d, device), 1e-6
+    weights = [1 + drawn(1, d, device=device, seed=seed)[0] / 8 for seed in (12, 13)]
+    given = [drawn(S, B, G, N, d, device=device, seed=9), *weights]
+    grads = [drawn(S, B, n, d, device=device, seed=n) for n in (H, G, G)]
+
+    def ours() -> Operation:
+        x, *scales = own = _own(*given)
+        norms = HeadNorms(*scales, eps)
+        return Operation(lambda: queries_keys_values(x, None, freqs, norms=norms), own, grads)
+
+    def theirs() -> Operation:
+        import transformer_engine.pytorch as te
+
+        x, *scales = own = _own(*given)
+        norms = [te.RMSNorm(d, eps=eps, dtype=BF16, device=device) for _ in scales]
+        for norm, scale in zip(norms, scales, strict=True):
+            norm.weight = torch.nn.Parameter(scale.detach())
+        own = [x, *(norm.weight for norm in norms)]
+
+        def forward() -> Sequence[Tensor]:
+            from transformer_engine.pytorch.attention import rope as library
+
+            q, k, v = x.split([N - 2, 1, 1], -2)
+            parts = [q.flatten(2, 3), k.squeeze(-2)]
+            turned = [
+                library.apply_rotary_pos_emb(norm(part), freqs, tensor_format="sbhd", fused=True)
+                for norm, part in zip(norms, parts, strict=True)
+            ]
+            return *turned, v.squeeze(-2).contiguous()
 
         return Operation(forward, own, grads)
 
@@ -300,6 +352,7 @@ def _step(
 PARTS: dict[str, Callable[[Bench, Sizes], Iterator[list[Row]]]] = {
     "router": routers,
     "rope": ropes,
+    "heads": heads,
     "adam": adam,
     "mla": mla,
 }

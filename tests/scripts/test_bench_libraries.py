@@ -10,7 +10,8 @@ import torch
 
 from phalanx.kernels.attention import core
 from phalanx.kernels.attention.latent import keys_values
-from phalanx.kernels.attention.rope import rope, rope_qkv
+from phalanx.kernels.attention.qkv import queries_keys_values
+from phalanx.kernels.attention.rope import rope
 from phalanx.moe.router import fused_topk
 from phalanx.moe.router.scores import choose, probabilities
 from phalanx.scripts import bench_libraries
@@ -70,7 +71,15 @@ def stand_ins(monkeypatch):
 
     def qkv(qkv, q_freqs, k_freqs, parts):
         heads, d = parts[0] // parts[1], parts[1]
-        return rope_qkv(qkv.unflatten(-1, (heads + 2, d)), None, q_freqs)
+        return queries_keys_values(qkv.unflatten(-1, (heads + 2, d)), None, q_freqs)
+
+    def turn(x, freqs, tensor_format, fused):
+        assert tensor_format == "sbhd" and fused
+        return rope(x, freqs)
+
+    class RMSNorm(torch.nn.RMSNorm):
+        def __init__(self, size, eps, dtype, device):
+            super().__init__(size, eps=eps, dtype=dtype, device=device)
 
     class FusedAdam(libraries.AdamW):
         def __init__(self, params, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=None, **given):
@@ -80,9 +89,11 @@ def stand_ins(monkeypatch):
     te = "transformer_engine"
     for name in (te, f"{te}.pytorch"):
         module(monkeypatch, name)
+    sys.modules[f"{te}.pytorch"].RMSNorm = RMSNorm
     module(monkeypatch, f"{te}.pytorch.router", fused_topk_with_score_function=router)
     rope_module = ModuleType("rope")
     rope_module.apply_fused_qkv_rotary_pos_emb = qkv
+    rope_module.apply_rotary_pos_emb = turn
     module(monkeypatch, f"{te}.pytorch.attention", rope=rope_module)
     module(monkeypatch, f"{te}.pytorch.optimizers", FusedAdam=FusedAdam)
     fused = ModuleType("fused")
@@ -101,7 +112,7 @@ def rows(capsys) -> list[Row]:
 
 def test_both_sides_are_measured_and_compared(stand_ins, capsys):
     made = rows(capsys)
-    assert len(made) == 3 * 2 * 2 * 2 + 2 * 2 * 2 + 3 + 2 * 2 * 2
+    assert len(made) == 3 * 2 * 2 * 2 + 2 * 2 * 2 + 2 * 2 + 3 + 2 * 2 * 2
     for row in made:
         assert row.note == "" and row.ours and row.theirs is not None and row.gap.largest > 0
         if row.operation.startswith("MLA queries"):
@@ -191,6 +202,6 @@ def test_arguments(capsys, monkeypatch):
     for argv in (["ropes"], ["--rounds", "0"]):
         with pytest.raises(SystemExit):
             bench_libraries.main(argv)
-    assert "a part is one of router, rope, adam, mla" in capsys.readouterr().err
+    assert "a part is one of router, rope, heads, adam, mla" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench_libraries.main(["rope"]) == 1

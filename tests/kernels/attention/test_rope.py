@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.rope import rope, rope_qkv
+from phalanx.kernels.attention.rope import rope
 from tests.kernels.interpreter import interpret
 
 
@@ -49,23 +49,6 @@ def test_forward_and_backward(case) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
-def test_mixed_projection() -> None:
-    """Group by group: R queries, a key, a value; query head h is of group h // R."""
-    torch.manual_seed(0)
-    S, B, G, R, d = 4, 2, 3, 2, 8
-    qkv, bias, freqs = torch.randn(S, B, G, R + 2, d), torch.randn(G, R + 2, d), angles(S, d)
-    q, k, v = rope_qkv(qkv, bias, freqs, mscale=1.3)
-    qkv = qkv + bias
-    assert q.shape == (S, B, G * R, d) and k.shape == v.shape == (S, B, G, d)
-    for g in range(G):
-        for r in range(R):
-            want = statement(qkv[:, :, g, r, None], freqs, 1.3, False, 0)[:, :, 0]
-            torch.testing.assert_close(q[:, :, g * R + r].double(), want, rtol=0, atol=1e-6)
-        want = statement(qkv[:, :, g, R, None], freqs, 1.3, False, 0)[:, :, 0]
-        torch.testing.assert_close(k[:, :, g].double(), want, rtol=0, atol=1e-6)
-        assert torch.equal(v[:, :, g], qkv[:, :, g, R + 1])
-
-
 @pytest.mark.parametrize(
     "wrong",
     [angles(4, 8), angles(5, 10), angles(5, 8).double(), angles(5, 8).expand(5, 2, 1, 8)],
@@ -82,7 +65,7 @@ def interpreted() -> None:
     Its interpreter has no FMA, which costs angles two digits, and truncates to bf16: fp32 then, and
     the bounds of tests on a GPU are tighter.
     """
-    from phalanx.kernels.attention.rope import TurnInPlace, turn, turn_qkv, turn_qkv_backward
+    from phalanx.kernels.attention.rope import TurnInPlace, turn
 
     torch.manual_seed(0)
     close = dict(rtol=0, atol=2e-5)
@@ -100,21 +83,9 @@ def interpreted() -> None:
         again = again.view(y.shape)
         assert again.data_ptr() == made.data_ptr() and torch.equal(again, y)
         assert torch.equal(torch.autograd.grad(again, x, up.clone())[0], got)
-    for S, B, G, R, d in ((5, 2, 3, 2, 8), (9, 1, 1, 1, 12), (2, 2, 2, 5, 16)):
-        freqs, qkv = angles(S, d), torch.randn(S, B, G, R + 2, d, requires_grad=True)
-        for bias in (None, torch.randn(G, R + 2, d, requires_grad=True)):
-            leaves = (qkv,) if bias is None else (qkv, bias)
-            outs, wants = turn_qkv(qkv, bias, freqs, 1.3), rope_qkv(qkv, bias, freqs, mscale=1.3)
-            ups = [torch.randn(B, *o.shape[2:], S).permute(3, 0, 1, 2) for o in outs]
-            got, expected = ([*o, *torch.autograd.grad(o, leaves, ups)] for o in (outs, wants))
-            torch.testing.assert_close(got, expected, **close)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for op, args in (
-        (turn, (x.detach().requires_grad_(), angles(3, 6), 1.0, False, 7, False)),
-        (turn_qkv, (qkv.detach().requires_grad_(), bias, freqs, 1.3)),
-        (turn_qkv_backward, (*(u.detach() for u in ups), freqs, 1.3)),
-    ):
-        torch.library.opcheck(op, args, test_utils=checks)
+    args = (x.detach().requires_grad_(), angles(3, 6), 1.0, False, 7, False)
+    torch.library.opcheck(turn, args, test_utils=checks)
 
 
 def test_kernel_interpreted() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-from phalanx.kernels.attention.rope import rope, rope_, rope_qkv
+from phalanx.kernels.attention.rope import rope, rope_
 from tests.kernels.attention.test_rope import angles, statement
 from tests.kernels.capture import check_replay
 
@@ -115,28 +115,6 @@ def statement_gradient(up, freqs, *how):
     return torch.autograd.grad(statement(x, freqs, *how), x, up.double())[0]
 
 
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("S", "B", "G", "R", "d"), [(999, 2, 8, 8, 64), (130, 1, 4, 8, 128)])
-def test_mixed_projection(S, B, G, R, d, dtype, biased):
-    torch.manual_seed(0)
-    freqs, how = angles(S, d, 37.0).cuda(), (YARN, False, 0)
-    qkv = drawn(S, B, G, R + 2, d, dtype=dtype).requires_grad_()
-    bias = drawn(G, R + 2, d, dtype=dtype).requires_grad_() if biased else None
-    q, k, v = rope_qkv(qkv, bias, freqs, mscale=YARN)
-    ups = [drawn(*out.shape, dtype=dtype) for out in (q, k, v)]
-    grad, *grad_bias = torch.autograd.grad((q, k, v), (qkv, bias) if biased else (qkv,), ups)
-    exact = qkv.detach().double() + (bias.detach().double() if biased else 0)
-    for got, x in ((q, exact[:, :, :, :R].flatten(2, 3)), (k, exact[:, :, :, R])):
-        assert_rounded_once(got, statement(x, freqs, *how))
-    assert_rounded_once(v, exact[:, :, :, R + 1])
-    for got, up in ((grad[:, :, :, :R].flatten(2, 3), ups[0]), (grad[:, :, :, R], ups[1])):
-        assert_rounded_once(got, statement_gradient(up, freqs, *how))
-    assert torch.equal(grad[:, :, :, R + 1], ups[2])
-    for got in grad_bias:
-        assert torch.equal(got, grad.sum((0, 1)))
-
-
 def test_strides():
     """Heads cut out of something wider, gradients as attention lays them out."""
     torch.manual_seed(0)
@@ -156,18 +134,16 @@ def test_strides():
 
 def test_graph_capture():
     torch.manual_seed(0)
-    S, B, G, R, d = 130, 1, 8, 8, 64
+    S, B, H, d = 130, 1, 8, 64
     freqs, of_half = angles(S, d).cuda(), angles(S, d // 2).cuda()
-    qkv = drawn(S, B, G, R + 2, d, dtype=torch.bfloat16).requires_grad_()
-    bias = drawn(G, R + 2, d, dtype=torch.bfloat16).requires_grad_()
-    ups = [drawn(S, B, n, d, dtype=torch.bfloat16) for n in (G * R, G, G)]
+    x, up = (drawn(S, B, H, d, dtype=torch.bfloat16) for _ in "xu")
+    x.requires_grad_()
 
     def step():
-        outs = rope_qkv(qkv, bias, freqs, mscale=YARN)
-        latent = rope(outs[0], of_half, interleaved=True, first=32)
-        return [latent, *torch.autograd.grad((latent, *outs[1:]), (qkv, bias), ups)]
+        y = rope(rope(x, freqs, mscale=YARN), of_half, interleaved=True, first=32)
+        return [y, *torch.autograd.grad(y, x, up)]
 
-    check_replay(step, qkv, drawn(*qkv.shape, dtype=torch.bfloat16))
+    check_replay(step, x, drawn(*x.shape, dtype=torch.bfloat16))
 
 
 def test_recompute():

@@ -24,7 +24,6 @@ COMMON = (
 # GiB allocated before a step, and at its peak (torch.cuda.max_memory_allocated).
 MEASURED = [
     (f"{DEEPSEEK} kernels=torch", 90.925, 97.729),
-    (f"{DEEPSEEK} kernels=fused", 90.925, 97.532),
     (f"{DEEPSEEK} kernels=megatron", 88.158, 97.836),
     (f"{GPT_OSS} kernels=torch", 75.858, 78.813),
     (f"{GPT_OSS} kernels=fused", 75.858, 78.813),

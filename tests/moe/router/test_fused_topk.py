@@ -31,7 +31,7 @@ from tests.support.distributed import run_distributed
         ({"score": "sigmoid", "groups": 4, "group_topk": 2}, 64, 6, "2 scores, not by 3"),
         ({"score": "sigmoid", "groups": 4, "group_topk": 2, "scale": 0.0}, 64, 4, "scale"),
         ({"rounding": "up"}, 64, 6, "token rounding (rounding=up) is not supported"),
-        ({"force_balance": True}, 64, 6, "force_balance"),
+        ({"force_balance": True, "groups": 4, "group_topk": 2}, 64, 6, None),
         ({"scale": 0.0}, 64, 6, "scale"),
         ({}, 60, 6, "60"),
         ({}, 520, 6, "520"),

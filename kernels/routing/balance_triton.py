@@ -1,0 +1,402 @@
+"""What a router's balancing losses and statistics need of its logits and choices, in Triton.
+
+Three passes, without atomics and without a host read: `tally` counts choices and sums scores,
+`Terms.finish` makes losses and the slope of their sum in the scores, and `slope_to_logits` is the
+gradient. Between the first two, counts may be summed over ranks. The formulas are those of
+`moe.router.balance`, in fp32; counts are exact below 2^24 tokens.
+
+Legend: T tokens of this rank, B sequences (token t belongs to sequence t % B), E experts, K experts
+per token, P programs along positions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.elementwise.part_sum_triton import part_sum
+
+_ELEMENTS = 2048
+"""Logits that a program has at a time."""
+_TURNS = 4
+"""Blocks of positions of a program that counts."""
+TINY = tl.constexpr(1e-20)
+"""Added to the sum that normalises sigmoids."""
+
+
+@triton.jit
+def sigmoids(x):  # type: ignore[no-untyped-def]
+    """0 for what is not an expert, whose logit is -inf."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def balance_scores(x, SIGMOID: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of every row, summing to 1; -inf has 0."""
+    if SIGMOID:
+        s = sigmoids(x)
+        return s / (tl.sum(s, 1) + TINY)[:, None]
+    s = tl.exp(x - tl.max(x, 1)[:, None])
+    return s / tl.sum(s, 1)[:, None]
+
+
+@triton.jit
+def router_tally(  # type: ignore[no-untyped-def]
+    logits,
+    idx,
+    judged,
+    parts,
+    positions,
+    E,
+    idx_t,
+    judged_t,
+    columns,
+    K: tl.constexpr,
+    SCORED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    JUDGED: tl.constexpr,
+    LOG_SUM: tl.constexpr,
+    TURNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    b = tl.program_id(1)
+    B = tl.num_programs(1)
+    e = tl.arange(0, EXPERTS)
+    chosen = tl.zeros([ROWS, EXPERTS], tl.float32)
+    best = tl.zeros([ROWS, EXPERTS], tl.float32)
+    score = tl.zeros([ROWS, EXPERTS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for turn in range(TURNS):
+        s = (tl.program_id(0) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
+        t = s.to(tl.int64) * B + b
+        here = s < positions
+        for k in tl.static_range(K):
+            expert = tl.load(idx + t * idx_t + k, mask=here, other=-1)
+            chosen += (expert[:, None] == e[None, :]).to(tl.float32)
+            if JUDGED:
+                expert = tl.load(judged + t * judged_t + k, mask=here, other=-1)
+                best += (expert[:, None] == e[None, :]).to(tl.float32)
+        if SCORED or LOG_SUM:
+            real = here[:, None] & (e < E)[None, :]
+            x = tl.load(logits + t[:, None] * E + e[None, :], mask=real, other=0.0)
+            x = tl.where((e < E)[None, :], x, float("-inf"))
+            if SCORED:
+                score += tl.where(here[:, None], balance_scores(x, SIGMOID), 0.0)
+            if LOG_SUM:
+                top = tl.max(x, 1)
+                log_sum = top + tl.log(tl.sum(tl.exp(x - top[:, None]), 1))
+                squares += tl.where(here, log_sum * log_sum, 0.0)
+    to = parts + (tl.program_id(0).to(tl.int64) * B + b) * columns
+    tl.store(to + e, tl.sum(chosen, 0), mask=e < E)
+    if SCORED:
+        tl.store(to + E + e, tl.sum(score, 0), mask=e < E)
+    if JUDGED:
+        tl.store(to + 2 * E + e, tl.sum(best, 0), mask=e < E)
+    if LOG_SUM:
+        tl.store(to + columns - 1, tl.sum(squares, 0))
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Sums over this rank's tokens, fp32; views of one tensor."""
+
+    count_BE: Tensor
+    """Choices."""
+    judged_BE: Tensor
+    """Choices that the losses judge: the same unless others were given."""
+    score_BE: Tensor | None
+    """Scores."""
+    squares_B: Tensor | None
+    """Squares of log(sum(exp(logits)))."""
+
+
+@torch.no_grad()
+def tally(
+    logits_TE: Tensor,
+    idx_TK: Tensor,
+    *,
+    sequences: int,
+    score: str | None,
+    judged_TK: Tensor | None = None,
+    log_sum: bool = False,
+) -> Tally:
+    """Count choices and sum scores, by sequence.
+
+    Args:
+        logits_TE: fp32, contiguous.
+        idx_TK, judged_TK: integers, contiguous within a token; the second with scores alone.
+        sequences: B, which divides T.
+        score: `softmax`, or `sigmoid` over its sum; None sums none.
+        log_sum: whether `squares_B` is wanted.
+    """
+    (T, E), K = logits_TE.shape, idx_TK.shape[1]
+    rows, experts = _blocks(E)
+    positions = T // sequences
+    programs = triton.cdiv(positions, rows * _TURNS)
+    kinds = 1 + (score is not None) + (judged_TK is not None)
+    columns = kinds * E + log_sum
+    parts = logits_TE.new_empty(programs, sequences, columns)
+    if T:
+        router_tally[(programs, sequences)](
+            logits_TE,
+            idx_TK,
+            judged_TK,
+            parts,
+            positions,
+            E,
+            idx_TK.stride(0),
+            0 if judged_TK is None else judged_TK.stride(0),
+            columns,
+            K=K,
+            SCORED=score is not None,
+            SIGMOID=score == "sigmoid",
+            JUDGED=judged_TK is not None,
+            LOG_SUM=log_sum,
+            TURNS=_TURNS,
+            ROWS=rows,
+            EXPERTS=experts,
+        )
+    total = part_sum(parts)
+    return Tally(
+        total[:, :E],
+        total[:, :E] if judged_TK is None else total[:, 2 * E : 3 * E],
+        None if score is None else total[:, E : 2 * E],
+        total[:, -1] if log_sum else None,
+    )
+
+
+@triton.jit
+def router_losses(  # type: ignore[no-untyped-def]
+    count,
+    judged,
+    score,
+    squares,
+    seen,
+    tokens_per_expert,
+    local_tokens,
+    micro_batches,
+    losses,
+    loss,
+    slope,
+    aux,
+    seq,
+    overall,
+    z,
+    tokens,
+    factor,
+    E,
+    count_b,
+    judged_b,
+    B: tl.constexpr,
+    SCORED: tl.constexpr,
+    LOG_SUM: tl.constexpr,
+    SEEN: tl.constexpr,
+    LOCAL: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    e = tl.arange(0, EXPERTS)
+    here = e < E
+    chosen = tl.zeros([EXPERTS], tl.float32)
+    for b in tl.static_range(B):
+        chosen += tl.load(count + b * count_b + e, mask=here, other=0.0)
+    chosen = chosen.to(tl.int64)
+    before = tl.load(tokens_per_expert + e, mask=here)
+    tl.store(tokens_per_expert + e, before + chosen, mask=here)
+    if LOCAL:
+        before = tl.load(local_tokens + e, mask=here)
+        tl.store(local_tokens + e, before + chosen, mask=here)
+    tl.store(micro_batches, tl.load(micro_batches) + 1)
+    total = 0.0
+    if SCORED:
+        all_scores = tl.zeros([EXPERTS], tl.float32)
+        all_judged = tl.zeros([EXPERTS], tl.float32)
+        for b in tl.static_range(B):
+            all_scores += tl.load(score + b * count_b + e, mask=here, other=0.0)
+            all_judged += tl.load(judged + b * judged_b + e, mask=here, other=0.0)
+        scale = E / tokens
+        fraction = all_judged / tl.sum(all_judged, 0)
+        share = scale * tl.sum(all_scores * fraction, 0)
+        common = aux * scale * fraction
+        total += aux * share
+        if aux != 0.0:
+            tl.store(losses, tl.load(losses) + share)
+        if SEEN:
+            reached = tl.load(seen + e, mask=here, other=0)
+            fraction = reached.to(tl.float32) / tl.sum(reached, 0).to(tl.float32)
+            share = scale * tl.sum(all_scores * fraction, 0)
+            common += overall * scale * fraction
+            total += overall * share
+            tl.store(losses + 2, tl.load(losses + 2) + share)
+        shares = 0.0
+        for b in tl.static_range(B):
+            mean = tl.load(score + b * count_b + e, mask=here, other=0.0)
+            fraction = tl.load(judged + b * judged_b + e, mask=here, other=0.0)
+            fraction = fraction / tl.sum(fraction, 0)
+            shares += scale * tl.sum(mean * fraction, 0)
+            rise = common + seq * scale * fraction
+            tl.store(slope + b * E + e, rise * factor, mask=here)
+        if seq != 0.0:
+            total += seq * shares
+            tl.store(losses + 1, tl.load(losses + 1) + shares)
+    if LOG_SUM:
+        share = 0.0
+        for b in tl.static_range(B):
+            share += tl.load(squares + b * count_b)
+        share = share / tokens
+        total += z * share
+        tl.store(losses + 3, tl.load(losses + 3) + share)
+    if SCORED or LOG_SUM:
+        tl.store(loss, total * factor)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Buffers of a router that `Terms.finish` adds to."""
+
+    tokens_per_expert: Tensor
+    """int64 [E], as the next."""
+    local_tokens: Tensor | None
+    micro_batches: Tensor
+    """int64 scalar."""
+    losses: Tensor
+    """fp32 [4]: aux, seq_aux, global_aux and z loss, shares before their coefficients."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Coefficients of the balancing losses; 0 is none."""
+
+    aux: float
+    seq_aux: float
+    global_aux: float
+    z: float
+    tokens: float
+    """All tokens of the sequences, those of other ranks too."""
+    factor: float = 1.0
+    """On the sum of the losses."""
+
+    @torch.no_grad()
+    def finish(
+        self, found: Tally, judged_BE: Tensor, seen_E: Tensor | None, to: Counters
+    ) -> tuple[Tensor, Tensor]:
+        """Add to the counters; the weighted sum of the losses, and its slope in the scores.
+
+        Args:
+            found: of `tally`.
+            judged_BE: its `judged_BE`, summed over ranks.
+            seen_E: int64, choices of all micro-batches so far and all ranks, for `global_aux`.
+            to: counters.
+
+        Returns:
+            The sum, fp32 [1], and slope_BE: its derivative by the score of a token of a sequence.
+            Both are of any content if there are no losses, the second without scores.
+        """
+        B, E = found.count_BE.shape
+        loss, slope_BE = found.count_BE.new_empty(1), found.count_BE.new_empty(B, E)
+        router_losses[(1,)](
+            found.count_BE,
+            judged_BE,
+            found.score_BE,
+            found.squares_B,
+            seen_E,
+            to.tokens_per_expert,
+            to.local_tokens,
+            to.micro_batches,
+            to.losses,
+            loss,
+            slope_BE,
+            *(self.aux, self.seq_aux, self.global_aux, self.z),
+            self.tokens,
+            self.factor,
+            E,
+            found.count_BE.stride(0),
+            judged_BE.stride(0),
+            B=B,
+            SCORED=found.score_BE is not None,
+            LOG_SUM=found.squares_B is not None,
+            SEEN=seen_E is not None,
+            LOCAL=to.local_tokens is not None,
+            EXPERTS=triton.next_power_of_2(E),
+        )
+        return loss, slope_BE
+
+
+@triton.jit
+def router_losses_gradient(  # type: ignore[no-untyped-def]
+    dloss,
+    logits,
+    slope,
+    dlogits,
+    z_slope,
+    T,
+    B,
+    E,
+    SCORED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    LOG_SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, EXPERTS)
+    real = (t < T)[:, None] & (e < E)[None, :]
+    at = t[:, None] * E + e[None, :]
+    x = tl.load(logits + at, mask=real, other=0.0)
+    x = tl.where((e < E)[None, :], x, float("-inf"))
+    grad = tl.zeros([ROWS, EXPERTS], tl.float32)
+    if SCORED:
+        rise = tl.load(slope + (t % B)[:, None] * E + e[None, :], mask=real, other=0.0)
+        score = balance_scores(x, SIGMOID)
+        mean = tl.sum(score * rise, 1)[:, None]
+        if SIGMOID:
+            s = sigmoids(x)
+            grad = (rise - mean) * (s * (1.0 - s)) / (tl.sum(s, 1) + TINY)[:, None]
+        else:
+            grad = score * (rise - mean)
+    if LOG_SUM:
+        top = tl.max(x, 1)
+        each = tl.exp(x - top[:, None])
+        total = tl.sum(each, 1)
+        grad += each * (z_slope * (top + tl.log(total)) / total)[:, None]
+    tl.store(dlogits + at, grad * tl.load(dloss), mask=real)
+
+
+def slope_to_logits(
+    dloss: Tensor, logits_TE: Tensor, slope_BE: Tensor | None, score: str, z_slope: float
+) -> Tensor:
+    """Gradient of the logits from that of the weighted sum of the losses.
+
+    Args:
+        dloss: fp32 [1].
+        logits_TE, slope_BE, score: of `tally` and `Terms.finish`; no slope without scores.
+        z_slope: derivative of the sum by a token's square of log(sum(exp(logits))), times 2.
+    """
+    T, E = logits_TE.shape
+    dlogits_TE = torch.empty_like(logits_TE)
+    rows, experts = _blocks(E)
+    if T:
+        router_losses_gradient[(triton.cdiv(T, rows),)](
+            dloss,
+            logits_TE,
+            slope_BE,
+            dlogits_TE,
+            z_slope,
+            T,
+            1 if slope_BE is None else slope_BE.shape[0],
+            E,
+            SCORED=slope_BE is not None,
+            SIGMOID=score == "sigmoid",
+            LOG_SUM=z_slope != 0.0,
+            ROWS=rows,
+            EXPERTS=experts,
+        )
+    return dlogits_TE
+
+
+def _blocks(E: int) -> tuple[int, int]:
+    """Tokens and experts that a program has at a time, powers of two."""
+    experts = triton.next_power_of_2(E)
+    return max(1, _ELEMENTS // experts), experts

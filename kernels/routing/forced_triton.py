@@ -1,0 +1,108 @@
+"""Forced balance of a router in Triton: experts that a table tells, and their probabilities.
+
+The choice is that of `moe.router.forced_balance`, the probabilities are those of `moe.router.
+scores`, in one pass over the tokens.
+
+Legend: T tokens, E experts in G groups of M members, K experts per token.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.routing.balance_triton import TINY, sigmoids
+
+_ELEMENTS = 2048
+"""Logits that a program has at a time."""
+WEIGHTS = ("softmax", "softmax_all", "sigmoid", "sigmoid_sum")
+"""Softmax over the chosen or all logits, sigmoids plain or over their sum."""
+
+
+@triton.jit
+def router_forced(  # type: ignore[no-untyped-def]
+    logits,
+    shifts,
+    idx,
+    prob,
+    first,
+    scale,
+    T,
+    E,
+    G,
+    PATTERNS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, SLOTS)[None, :]
+    here = (t < T)[:, None] & (k < K)
+    n = t + first
+    M = E // G
+    expert = (n % E)[:, None]
+    at = shifts + (((n // E) % PATTERNS)[:, None] * K + k) * 2
+    group = (expert // M + tl.load(at, mask=here, other=0)) % G
+    member = (expert + tl.load(at + 1, mask=here, other=0)) % M
+    chosen = group * M + member
+    x = tl.load(logits + t[:, None] * E + chosen, mask=here, other=0.0)
+    x = tl.where(k < K, x, float("-inf"))
+    if WEIGHTS == 0:
+        p = tl.exp(x - tl.max(x, 1)[:, None])
+        p = p / tl.sum(p, 1)[:, None]
+    elif WEIGHTS == 1:
+        e = tl.arange(0, EXPERTS)[None, :]
+        row = tl.load(logits + t[:, None] * E + e, mask=(t < T)[:, None] & (e < E), other=0.0)
+        row = tl.where(e < E, row, float("-inf"))
+        top = tl.max(row, 1)[:, None]
+        p = tl.exp(x - top) / tl.sum(tl.exp(row - top), 1)[:, None]
+    else:
+        p = sigmoids(x)
+        if WEIGHTS == 3:
+            p = p / (tl.sum(p, 1) + TINY)[:, None]
+    to = t[:, None] * K + k
+    tl.store(idx + to, chosen.to(tl.int32), mask=here)
+    tl.store(prob + to, p * scale, mask=here)
+
+
+def forced(
+    logits_TE: Tensor, shifts_PK2: Tensor, first: int, *, groups: int, weights: str, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Experts of tokens `first`, `first` + 1, ... and their probabilities.
+
+    Args:
+        logits_TE: fp32, contiguous.
+        shifts_PK2: int64, contiguous: groups and members by which a token's experts are apart from
+            its number, one row for every E tokens in turn.
+        first: number of the first token in its expert-parallel group.
+        groups: G.
+        weights: one of `WEIGHTS`.
+        scale: factor on the probabilities.
+
+    Returns:
+        idx_TK int32 and prob_TK fp32.
+    """
+    (T, E), (patterns, K, _) = logits_TE.shape, shifts_PK2.shape
+    idx_TK = logits_TE.new_empty(T, K, dtype=torch.int32)
+    prob_TK = logits_TE.new_empty(T, K)
+    slots, experts = triton.next_power_of_2(K), triton.next_power_of_2(E)
+    rows = max(1, _ELEMENTS // (experts if weights == "softmax_all" else 8 * slots))
+    if T:
+        router_forced[(triton.cdiv(T, rows),)](
+            logits_TE,
+            shifts_PK2,
+            idx_TK,
+            prob_TK,
+            first,
+            scale,
+            *(T, E, groups),
+            PATTERNS=patterns,
+            WEIGHTS=WEIGHTS.index(weights),
+            K=K,
+            ROWS=rows,
+            SLOTS=slots,
+            EXPERTS=experts,
+        )
+    return idx_TK, prob_TK

@@ -1,0 +1,57 @@
+"""The MLP of layers without experts, by the kernels of the routed experts.
+
+Megatron-Core's writes the activated half, its product with the other and their gradients by kernels
+of their own, and saves them all. Here activation and gradients are part of the GEMMs, and the
+projection alone is saved (`kernels.expert_mlp.dense_halves`).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
+from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
+from phalanx.parallel.megatron.gathered import gathered
+
+_MULTIPLE = 64
+"""Of the widths that the fused kernels take."""
+
+
+def takes(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> bool:
+    """Whether a dense MLP runs by the fused kernels.
+
+    Args:
+        spec: of the routed experts.
+        ffn: width of the activation.
+        tensor: ranks that share the MLP.
+        bias: of its two linear layers.
+    """
+    return spec.backend == "fused" and tensor == 1 and not bias and ffn % _MULTIPLE == 0
+
+
+class DenseMLP(MLP):
+    """Megatron-Core's, parameters and checkpoints included; computed as `takes` says.
+
+    Args:
+        spec: of the routed experts. No communication runs beside: no SMs are left free.
+        given: what Megatron-Core's takes.
+    """
+
+    def __init__(self, *, spec: MLPSpec, pg_collection: Any, **given: Any) -> None:
+        given.pop("is_mtp_layer", None)
+        super().__init__(tp_group=pg_collection.tp, **given)
+        self._spec = replace(spec, margins=Margins())
+        c = self.config
+        self._fused = takes(
+            spec, ffn=c.ffn_hidden_size, tensor=self.tp_group.size(), bias=c.add_bias_linear
+        )
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """[s, B, D] to [s, B, D], and a bias to add or None."""
+        if not self._fused:
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+        w1, w2 = (gathered(linear).weight for linear in (self.linear_fc1, self.linear_fc2))
+        h_NH, a_NF = dense_first(hidden_states.flatten(0, 1), w1, self._spec)
+        return dense_second(h_NH, a_NF, w2, self._spec).view_as(hidden_states), None
