@@ -26,10 +26,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from phalanx.configs.activations import ACTIVATIONS
@@ -41,6 +38,7 @@ from phalanx.moe.model.attention import LatentAttention, core_attention
 from phalanx.moe.model.grouped_attention import GroupedAttention
 from phalanx.moe.model.loss import cross_entropy
 from phalanx.moe.model.norm import norm_class
+from phalanx.moe.model.transformer_layer import Layer
 from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, StockMoE, router_kwargs
 
 
@@ -345,7 +343,7 @@ def _layer(
     )
     sub.self_attention.module = LatentAttention if mla else GroupedAttention
     norm = norm_class(backends.norm)
-    sub.input_layernorm = sub.pre_mlp_layernorm = norm
+    sub.input_layernorm = sub.pre_mlp_layernorm = norm_class(backends.norm, residual=True)
     attention = sub.self_attention.submodules
     whole = m.attention.sinks and config.context_parallel_size == 1
     attention.core_attention = core_attention(backends.attention, whole_with_sinks=whole)
@@ -356,7 +354,7 @@ def _layer(
         sub.mlp = partial(StockMoE if backends.experts == "megatron" else MoE, options=moe)
     # Megatron-Core renames norms in checkpoints to match fused layers; ours keep their own names.
     sub.sharded_state_dict_keys_map = {}
-    return ModuleSpec(module=TransformerLayer, submodules=sub)
+    return ModuleSpec(module=Layer, submodules=sub)
 
 
 def _layout_ids(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> list[int]:
