@@ -38,6 +38,7 @@ from phalanx.moe.model.attention import LatentAttention, core_attention
 from phalanx.moe.model.grouped_attention import GroupedAttention
 from phalanx.moe.model.loss import cross_entropy
 from phalanx.moe.model.norm import norm_class
+from phalanx.moe.model.output_projection import OutputProjection
 from phalanx.moe.model.transformer_layer import Layer
 from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, StockMoE, router_kwargs
 
@@ -345,6 +346,7 @@ def _layer(
     norm = norm_class(backends.norm)
     sub.input_layernorm = sub.pre_mlp_layernorm = norm_class(backends.norm, residual=True)
     attention = sub.self_attention.submodules
+    attention.linear_proj = OutputProjection
     whole = m.attention.sinks and config.context_parallel_size == 1
     attention.core_attention = core_attention(backends.attention, whole_with_sinks=whole)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
