@@ -237,7 +237,9 @@ def _quack(facts: Facts) -> Refusal:
 
 
 def _fa4_context(facts: Facts) -> Refusal:
-    if facts.context > 1 and _te_attention(facts) is None:
+    # Transformer Engine's ring of context ranks has neither windows nor sinks.
+    ring = facts.context > 1 and not facts.window and not facts.sinks
+    if ring and _te_attention(facts) is None:
         return (
             "with context parallelism it would gather all keys and values on every rank, where te "
             "passes them around"

@@ -7,8 +7,7 @@ queries than keys are the last of them. In deterministic mode the backward pass 
 order; otherwise the gradient of the queries, and with grouped queries those of keys and values, are
 sums by atomics.
 
-On an H200 at 4096 tokens its forward pass takes 0.79 to 1.12 of the time of cuDNN's, its backward
-pass 0.33 to 0.94 (`scripts/bench_libraries.py attention` measures both).
+`scripts/bench_libraries.py attention` measures it beside cuDNN's and torch's kernels.
 
 Legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
 d channels of query and key, v channels of value.
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.attention.fa4_library import calling
 from phalanx.kernels.attention.limits import refuse_heads
@@ -56,8 +56,7 @@ def attention(
         raise ValueError("kernels.attention=fa4 needs CUDA capability 9.0")
     if why := refuse_heads(d, v, grouped=H != G):
         raise ValueError(f"kernels.attention=fa4 {why}")
-    out_SBHv, _ = forward(q_SBHd, k_TBGd, v_TBGv, sinks_H, scale, window)
-    return out_SBHv
+    return _Attention.apply(q_SBHd, k_TBGd, v_TBGv, sinks_H, scale, window)
 
 
 def run_forward(
@@ -108,35 +107,32 @@ def run_backward(
     return [*gradients, *returned[3:]]
 
 
-forward = torch.library.custom_op("phalanx::fa4", run_forward, mutates_args=())
-backward = torch.library.custom_op("phalanx::fa4_backward", run_backward, mutates_args=())
+class _Attention(torch.autograd.Function):
+    """Not an operator of torch's library, which the host would spend twice the time on."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        out, lse = run_forward(q, k, v, sinks, scale, window)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.scale, ctx.window = scale, window
+        return out
 
-@forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _outputs(q, v)
-
-
-@backward.register_fake
-def _(dout: Tensor, saved: list[Tensor], sinks: Tensor | None, *rest: Any) -> list[Tensor]:
-    return [*_gradients(*saved[:3]), *([] if sinks is None else [torch.empty_like(sinks)])]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, *([] if sinks is None else [sinks]))
-    ctx.set_materialize_grads(False)  # none of the logarithms, nor zeros in its place
-
-
-def _backward(ctx: Any, dout: Tensor, dlse: None) -> tuple[Tensor | None, ...]:
-    *saved, sinks = ctx.saved_tensors if len(ctx.saved_tensors) == 6 else (*ctx.saved_tensors, None)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    gradients = backward(dout, saved, sinks, ctx.scale, ctx.window, deterministic)
-    dq, dk, dv, dsinks = gradients if len(gradients) == 4 else (*gradients, None)
-    return dq, dk, dv, dsinks, None, None
-
-
-forward.register_autograd(_backward, setup_context=_save)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, sinks = ctx.saved_tensors
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        gradients = run_backward(dout, saved, sinks, ctx.scale, ctx.window, deterministic)
+        dq, dk, dv, *rest = gradients
+        return dq, dk, dv, rest[0] if rest else None, None, None
 
 
 def _mask(window: int) -> dict[str, Any]:

@@ -75,8 +75,7 @@ class Programs(dict[Any, Any]):
         """Let other processes compile what this one failed to."""
         while self._claims:
             _, claim = self._claims.popitem()
-            with contextlib.suppress(type(error)):
-                claim.__exit__(type(error), error, error.__traceback__)
+            claim.__exit__(type(error), error, error.__traceback__)
 
 
 class _Names(dict[Any, Any]):

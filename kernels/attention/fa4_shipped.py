@@ -64,7 +64,7 @@ def build(layer: AttentionLayer, where: Path) -> None:
 
 def _call(layer: AttentionLayer) -> None:
     S, B, G, H = 1024, 2, 2, 2 * layer.group
-    with _without_gpu(), FakeTensorMode():
+    with without_gpu(), FakeTensorMode():
         bf16 = partial(torch.empty, dtype=torch.bfloat16, device="cuda")
         q, k, v = bf16(S, B, H, layer.d), bf16(S, B, G, layer.d), bf16(S, B, G, layer.v)
         sinks = bf16(H) if layer.sinks else None
@@ -75,7 +75,7 @@ def _call(layer: AttentionLayer) -> None:
 
 
 @contextlib.contextmanager
-def _without_gpu() -> Iterator[None]:
+def without_gpu() -> Iterator[None]:
     """Answers for what the library, the compiler and torch ask a GPU about."""
     from cutlass.cute.runtime import from_dlpack
     from cutlass.cutlass_dsl import CuTeDSL

@@ -70,7 +70,7 @@ class _Norm(torch.autograd.Function):
                 None,
                 how.eps,
             )
-        ctx.how, ctx.added = how, residual is not None
+        ctx.added = residual is not None
         # The parameter itself: a saved tensor may come back as another, without a buffer.
         ctx.accumulated = weight_N if how.accumulate and main_grad.takes(weight_N) else None
         ctx.save_for_backward(x_MN if total is None else total, weight_N, rstd_M)

@@ -81,6 +81,8 @@ A100 = replace(H200, capability=(8, 0))
         ("attention", replace(WITH_FA4, dtype=torch.float32), "flex"),
         ("attention", replace(WITH_FA4, capability=(10, 0)), "te"),
         ("attention", replace(WITH_FA4, context=2), "te"),
+        ("attention", replace(WITH_FA4, context=2, window=8), "fa4"),
+        ("attention", replace(WITH_FA4, context=2, sinks=True), "fa4"),
         ("attention", replace(FA4_ALONE, context=2), "fa4"),
         ("attention", replace(FA4_ALONE, context=2, sinks=True, window=8), "fa4"),
         ("attention", replace(CPU, packages=WITH_FA4.packages), "sdpa"),
@@ -171,8 +173,8 @@ def test_auto_says_what_it_passed_over():
             "attention",
             "fa4",
             replace(WITH_FA4, head_dim=20, v_dim=20),
-            "kernels.attention=fa4 cannot run here: needs heads of 8 to 256 channels, in multiples "
-            "of 8, not 20 and 20; use kernels.attention=te or kernels.attention=auto",
+            "kernels.attention=fa4 cannot run here: needs heads of 32 to 256 channels, in "
+            "multiples of 32, not 20; use kernels.attention=te or kernels.attention=auto",
         ),
         (
             "norm",
@@ -270,7 +272,7 @@ def test_an_older_flash_attn_is_not_version_4(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "__init__.py").write_text("raise ImportError('not to be imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)  # another test's
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     assert "flash_attn_4" not in Facts("cpu", None, torch.float32).packages
 
 

@@ -56,6 +56,10 @@ def test_of_several_kinds_the_first_counts_and_each_has_a_colour() -> None:
     assert Event(0, 1, 1, "fused_rope_forward").kind == "rope"
     assert Event(0, 1, 1, "multi_tensor_apply_kernel<FusedAdamMathFunctor>").kind == "Adam"
     assert Event(0, 1, 1, "elementwise_kernel").kind == "other"
+    flash = (
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at_"
+    )
+    assert Event(0, 1, 1, flash).kind == "attention"
     assert len(COLOURS) == len(KINDS) == len(set(COLOURS))
 
 

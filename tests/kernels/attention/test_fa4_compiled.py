@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from base64 import b64decode, b64encode
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,19 @@ import pytest
 pytest.importorskip("flash_attn.cute")
 
 from phalanx.kernels import cache
-from phalanx.kernels.attention import fa4_library, fa4_shipped
+from phalanx.kernels.attention import fa4, fa4_library, fa4_shipped
 from phalanx.kernels.attention.fa4_shipped import SHIPPED, AttentionLayer
 from phalanx.kernels.cache import Cache
+from phalanx.kernels.sm90.jit import launch
+from phalanx.kernels.sm90.jit.shipped import SHIPPED as OUR_SHIPPED
+from tests.kernels.sm90 import remembered
 
 ROOT = Path(cache.__file__).resolve().parents[1]
 SMALL, KERNELS = AttentionLayer(1, 32, 32), 4
 OURS = ("Fc1Kernel", "TopkKernel")
 
 BOTH = f"""
-import hashlib, json, sys
+import json, sys
 from pathlib import Path
 from phalanx.kernels import cache
 from phalanx.kernels.attention import fa4_shipped
@@ -52,27 +56,47 @@ def entries(where: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in where.glob("*.o")}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> dict[str, Path]:
-    """Folders that a process each has filled, beginning with our kernels or with theirs."""
-    folders = {first: tmp_path_factory.mktemp(first) for first in ("ours", "theirs")}
-    started = {
-        first: subprocess.Popen(
-            [sys.executable, "-c", BOTH, str(where), first],
+def both_orders(tmp: Path) -> dict[str, dict[str, str]]:
+    """Entries, in base 64, that a process each has made, beginning with our kernels or theirs."""
+    started = {}
+    for first in ("ours", "theirs"):
+        (tmp / first).mkdir()
+        started[first] = subprocess.Popen(
+            [sys.executable, "-c", BOTH, str(tmp / first), first],
             cwd=ROOT,
             env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for first, where in folders.items()
-    }
     for first, process in started.items():
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         imported, counts = json.loads(out)
         assert imported == (first == "theirs")
         assert (counts["compiled"], counts["loaded"]) == (len(OURS) + KERNELS, 0)
+    return {
+        first: {name: b64encode(data).decode() for name, data in entries(tmp / first).items()}
+        for first in started
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict[str, Path]:
+    """Folders with the entries of `both_orders`."""
+    pairs = [next(p for p in OUR_SHIPPED if p[0].__name__ == name) for name in OURS]
+    names = [launch.entry_name(*pair) for pair in pairs] + sorted(fa4_shipped.entries(SMALL))
+    sources = [Path(__file__), *map(Path, (fa4.__file__, fa4_library.__file__))]
+    data = remembered.fetch(
+        *pairs[0],
+        [*names, *sources, Path(fa4_shipped.__file__)],
+        lambda: json.dumps(both_orders(tmp_path_factory.mktemp("made"))).encode(),
+    )
+    folders = {}
+    for first, found in json.loads(data).items():
+        folders[first] = tmp_path_factory.mktemp(first)
+        for name, text in found.items():
+            (folders[first] / name).write_bytes(b64decode(text))
     return folders
 
 
@@ -119,7 +143,7 @@ def test_a_failure_lets_others_compile(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("too many registers")
 
-    layer = AttentionLayer(1, 16, 16)
+    layer = AttentionLayer(1, 96, 96)
     before = cache.statistics()
     with monkeypatch.context() as patch:
         patch.setattr("flash_attn.cute.interface.cute.compile", fail)
