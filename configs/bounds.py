@@ -22,7 +22,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model.moe.router.rounding": ("none", "nearest", "up", "down"),
     "kernels.backend": ("auto", "reference", "torch", "te", "fused", "megatron"),
     "kernels.attention": ("auto", "reference", "sdpa", "flex", "fa4", "te"),
-    "kernels.norm": ("auto", "torch", "te"),
+    "kernels.norm": ("auto", "torch", "te", "quack"),
     "parallel.save_x": ("redispatch", "keep"),
     "parallel.comm_sms": ("auto",),
     "parallel.grad_dtype": ("fp32", "bf16"),

@@ -209,7 +209,7 @@ class KernelsConfig:
     attention: str = "auto"
     """Core attention: `fa4` (flash-attn-4), `te`, `sdpa`, `flex`, `reference` or `auto`."""
     norm: str = "auto"
-    """RMSNorm: `torch`, `te` or `auto`."""
+    """RMSNorm: `quack` (QuACK), `te`, `torch` or `auto`."""
     gradient_accumulation_fusion: bool = True
     """On a GPU, the weight-gradient kernels add directly into Megatron-Core's gradient buffers."""
     dynamic: bool = True

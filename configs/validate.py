@@ -218,14 +218,15 @@ def _is_address(text: str) -> bool:
 def _kernels(cfg: Config) -> Iterator[str]:
     """Choices that no machine can serve; what this machine can is the kernel registry's answer."""
     k, r = cfg.kernels, cfg.run
-    gpu_only = {"backend": ("te", "fused"), "attention": ("fa4", "te"), "norm": ("te",)}
+    gpu_only = {"backend": ("te", "fused"), "attention": ("fa4", "te"), "norm": ("quack", "te")}
     for knob, names in gpu_only.items():
         if r.device == "cpu" and getattr(k, knob) in names:
             yield repair(cfg, f"kernels.{knob}", "needs CUDA, and run.device is cpu", "auto")
     if r.precision == "fp32" and k.backend in ("fused", *(["torch"] if r.device == "cuda" else [])):
         reason = f"is too much for kernels.backend={k.backend}, which needs bf16 on CUDA"
         yield repair(cfg, "run.precision", reason, "bf16")
-    if r.precision == "fp32" and k.attention == "fa4":
-        yield repair(cfg, "kernels.attention", "needs bf16, and run.precision is fp32", "auto")
+    for knob, name in (("attention", "fa4"), ("norm", "quack")):
+        if r.precision == "fp32" and getattr(k, knob) == name:
+            yield repair(cfg, f"kernels.{knob}", "needs bf16, and run.precision is fp32", "auto")
     if r.precision == "fp32" and cfg.parallel.grad_dtype == "bf16":
         yield repair(cfg, "parallel.grad_dtype", "would round the gradients of fp32", "fp32")

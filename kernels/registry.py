@@ -16,6 +16,7 @@ import torch
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.kernels.attention.limits import refuse_heads
+from phalanx.kernels.norm.limits import refuse_width
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.limits import COMBINE_SLOTS, PLAN_EXPERTS
 
@@ -28,6 +29,8 @@ def _installed() -> frozenset[str]:
     folders = (flash and flash.submodule_search_locations) or ()
     if any(os.path.exists(os.path.join(f, "cute", "interface.py")) for f in folders):
         there.add("flash_attn_4")
+    if importlib.util.find_spec("quack"):
+        there.add("quack")
     return frozenset(there)
 
 
@@ -64,6 +67,8 @@ class Facts:
     """Channels of a query or key head."""
     v_dim: int = 0
     """Channels of a value head."""
+    norms: tuple[int, ...] = ()
+    """Channels that are normalised together, of each kind of norm."""
     context: int = 1
     """Context parallel size: above 1, attention sees fewer queries than keys."""
     packages: frozenset[str] = field(default_factory=_installed)
@@ -213,7 +218,22 @@ def _fa4(facts: Facts) -> Refusal:
 
 
 FLASH_ATTN = "flash-attn-4==4.0.0b36 quack-kernels==0.6.5"
-"""What `kernels.attention.fa4` runs, as pip knows it."""
+"""What `kernels.attention.fa4` and `kernels.norm.quack` run, as pip knows it."""
+
+
+def _quack(facts: Facts) -> Refusal:
+    if facts.device != "cuda":
+        return "needs CUDA"
+    if facts.capability != (9, 0):
+        return f"needs CUDA capability 9.0, not {_dotted(facts.capability)}"
+    if facts.dtype != torch.bfloat16:
+        return f"needs bf16, not {_short(facts.dtype)}"
+    if why := next(filter(None, map(refuse_width, facts.norms)), None):
+        return why
+    # One cache keeps the kernels of both packages, which are installed together.
+    if not {"quack", "flash_attn_4"} <= facts.packages:
+        return f"needs QuACK: pip install {FLASH_ATTN}"
+    return None
 
 
 def _fa4_context(facts: Facts) -> Refusal:
@@ -348,6 +368,6 @@ _OPS = {
     "norm": _Op(
         knob="kernels.norm",
         group="kernels.norm",
-        backends=(_Backend("te", _te), _Backend("torch", _always)),
+        backends=(_Backend("quack", _quack), _Backend("te", _te), _Backend("torch", _always)),
     ),
 }

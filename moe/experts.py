@@ -8,6 +8,7 @@ expert-parallel size.
 Legend: L local experts, D hidden, F expert width, N received rows.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,16 +100,25 @@ class Experts(MegatronModule):
             for expert in self.w2:
                 self.config.output_layer_init_method(expert)
 
-    def forward(self, received: Received) -> Tensor:
+    def forward(self, received: Received, addends: Sequence[Tensor] = ()) -> Tensor:
         """Sum over this rank's experts of what they make of each received row, by probability.
 
+        Args:
+            received: rows and plan.
+            addends: up to two [N, D] to be added to the sums.
+
         Returns:
-            out_ND; 0 for a row that none of these experts reads.
+            out_ND; without addends 0 for a row that none of these experts reads.
         """
         weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
         with received.saving():
             return grouped_mlp(
-                received.rows_ND, weights, received.plan, self.spec, overlap=received.overlap
+                received.rows_ND,
+                weights,
+                received.plan,
+                self.spec,
+                overlap=received.overlap,
+                addends=addends,
             )
 
     def sharded_state_dict(

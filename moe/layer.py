@@ -1,10 +1,11 @@
 """The MoE layer. Read this file first.
 
-    hidden -> route -> dispatch -> experts -> combine -> + shared experts
+    hidden -> route -> dispatch -> experts -> combine -> + shared experts + residual
 
 Route picks K experts for every token; dispatch brings tokens to the ranks that hold their experts;
 the experts make one row of every received token, the weighted sum over those of this rank; combine
-adds a token's rows up on its own rank. The shared experts run while rows travel, one half on each
+adds a token's rows up on its own rank, and with them the shared experts' and the residual. The
+shared experts run while rows travel, one half on each
 way. Nothing here or below tells the host a count, so the whole layer can be captured.
 
 Legend: s tokens of a sequence on this rank, B sequences, T = s * B, D hidden, K experts per token,
@@ -28,6 +29,8 @@ from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.dispatch.base import make_dispatcher
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
+from phalanx.parallel.dispatch.local import Local
+from phalanx.parallel.dispatch.received import addends
 from phalanx.parallel.dispatch.transport_class import Transport
 
 
@@ -96,6 +99,8 @@ class MoE(MoELayer):
             backend=options.spec.backend,
             symm=options.symm,
         )
+        # Where nothing is sent back, the fused experts' last kernel makes the sum of a token.
+        self._adds = options.spec.backend == "fused" and isinstance(self.dispatcher, Local)
         self.experts = Experts(config=config, spec=options.spec, pg_collection=pg_collection)
         if moe.shared_ffn:
             self.shared_experts = SharedExperts(
@@ -111,8 +116,13 @@ class MoE(MoELayer):
         hidden_states: Tensor,
         intermediate_tensors: None = None,
         padding_mask: None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """Hidden states [s, B, D] to [s, B, D]; biases are inside, so the second result is None.
+
+        Args:
+            hidden_states: normalised.
+            residual: to be added, also [s, B, D].
 
         Raises:
             ValueError: a padding mask, or a resumed forward of Megatron-Core's partial graphs.
@@ -120,19 +130,26 @@ class MoE(MoELayer):
         if intermediate_tensors is not None or padding_mask is not None:
             raise ValueError("the MoE layer takes hidden states only: pad with tokens, not a mask")
         if self.recompute and self.training:
-            return tensor_parallel.checkpoint(self._forward, False, hidden_states), None
-        return self._forward(hidden_states), None
+            # The residual stays outside: computed anew it would be read and its gradient copied.
+            out = tensor_parallel.checkpoint(self._forward, False, hidden_states)
+            return out if residual is None else residual + out, None
+        return self._forward(hidden_states, residual), None
 
-    def _forward(self, hidden_SBD: Tensor) -> Tensor:
+    def _forward(self, hidden_SBD: Tensor, residual_SBD: Tensor | None = None) -> Tensor:
         x_TD = hidden_SBD.flatten(0, 1)
+        residual_TD = None if residual_SBD is None else residual_SBD.flatten(0, 1)
         with record_function("moe/route"):
             topk_idx_TK, topk_prob_TK = self.router(hidden_SBD)
         shared = self.shared_experts
         first, second = (None, None) if shared is None else shared.halves(hidden_SBD)
         with record_function("moe/dispatch"):
             received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK, first)
+        if self._adds:
+            more = addends(second, residual_TD)
+            with record_function("moe/experts"):
+                return self.experts(received, more).view_as(hidden_SBD)
         with record_function("moe/experts"):
             out_ND = self.experts(received)
         with record_function("moe/combine"):
-            out_TD = self.dispatcher.combine(out_ND, received, second)
+            out_TD = self.dispatcher.combine(out_ND, received, second, residual_TD)
         return out_TD.view_as(hidden_SBD)

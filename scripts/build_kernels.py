@@ -5,8 +5,9 @@
 Needs no GPU. What is in the cache already is left alone, so a second call does nothing. A run finds
 the kernels if its $PHALANX_KERNEL_CACHE names the same folder; without it, both use the default.
 Kernels are for sm_90a, this machine type, this version of CuTe DSL and these sources: build again
-after any of them has changed. Those of flash-attn-4, several for an attention layer, are also for
-processors with the same instructions as this one. Exit code 1 if a kernel cannot be built.
+after any of them has changed. Those of flash-attn-4, several for an attention layer, and of QuACK
+are also for processors with the same instructions as this one. Exit code 1 if a kernel cannot be
+built.
 """
 
 import argparse
@@ -42,6 +43,7 @@ class Target:
 def targets() -> list[Target]:
     """All that the library can choose, in the same order in every process."""
     from phalanx.kernels.attention import fa4_shipped
+    from phalanx.kernels.norm import quack_library
     from phalanx.kernels.sm90.jit import launch
     from phalanx.kernels.sm90.jit.shipped import SHIPPED
 
@@ -56,6 +58,9 @@ def targets() -> list[Target]:
     for layer in fa4_shipped.SHIPPED:
         entries, make = partial(fa4_shipped.entries, layer), partial(fa4_shipped.build, layer)
         found.append(Target(f"flash-attn-4 {layer}", entries, make))
+    for rows in quack_library.SHIPPED:
+        make = partial(quack_library.build, rows)
+        found.append(Target(f"QuACK {rows}", lambda rows=rows: [rows.entry], make))
     return found
 
 

@@ -5,16 +5,20 @@ not those of a sum in order. Where bits are compared, between transports or with
 ranks, the order has to be a given one.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
 @torch.no_grad()
-def block_sum(blocks: Tensor) -> Tensor:
+def block_sum(blocks: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
     """blocks[0] + blocks[1] + ..., in that order in fp32, and rounded once.
 
     Args:
         blocks: [R, ...], R >= 1, bf16 or fp32, contiguous.
+        addends: up to two [...] in the dtype of the blocks, which follow them. On a GPU they are
+            added before the sum is rounded, on a CPU one after the other in their dtype.
 
     Returns:
         [...] in the dtype of the blocks.
@@ -22,8 +26,11 @@ def block_sum(blocks: Tensor) -> Tensor:
     if blocks.is_cuda:
         from phalanx.kernels.elementwise.block_sum_triton import add_up
 
-        return add_up(blocks)
+        return add_up(blocks, addends)
     total = blocks[0].float()
     for block in blocks[1:]:
         total = total + block
-    return total.to(blocks.dtype)
+    total = total.to(blocks.dtype)
+    for addend in addends:
+        total = total + addend
+    return total

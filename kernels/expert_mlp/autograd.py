@@ -58,7 +58,7 @@ class Overlap(Protocol):
 
 
 class ExpertMLP(torch.autograd.Function):
-    """out of x, weights, biases and probabilities.
+    """out of x, weights, biases, probabilities and addends.
 
     With `overlap`, out is on its way when it is returned, x is not saved but asked for again, and
     the gradient of the probabilities leaves with that of x: none is returned, so give None for
@@ -76,9 +76,10 @@ class ExpertMLP(torch.autograd.Function):
         prob_S: Tensor | None,
         plan: ExpertPlan,
         how: "How",
+        *addends: Tensor,
     ) -> Tensor:
         weights, overlap = MLPWeights(w1, w2, b1, b2), how.overlap
-        out, h = run_forward(x, weights, plan, how)
+        out, h = run_forward(x, weights, plan, how, addends)
         ctx.how = how
         # The parameters themselves: saved tensors may come back as others, without a buffer.
         ctx.accumulated = [
@@ -95,16 +96,19 @@ class ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # gradients that nobody could differentiate would look like 0
             raise RuntimeError("the expert MLP has first gradients only: leave out create_graph")
+        needs = ctx.needs_input_grad
+        addends = [dout if need else None for need in needs[8:]]
+        if not any(needs[:6]):  # h was not kept
+            return *[None] * 8, *addends
         w1, w2, b2, h, *rest = ctx.saved_tensors
         x, plan = (rest[0], ExpertPlan(*rest[1:])) if rest else (None, ctx.plan)
-        needs = ctx.needs_input_grad
         buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
         given = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, ctx.how)
         dx, *grads, dprob = run_backward(dout.contiguous(), given, needs[:5], buffers)
         for i, p in enumerate(ctx.accumulated):
             grads[i] = grads[i] if p is None else main_grad.added(p)
         made = zip([dx, *grads, dprob], needs, strict=False)
-        return *(g if need else None for g, need in made), None, None
+        return *(g if need else None for g, need in made), None, None, *addends
 
 
 class How(NamedTuple):
@@ -128,7 +132,11 @@ class Saved(NamedTuple):
 
 
 def run_forward(
-    x: Tensor, weights: MLPWeights, plan: ExpertPlan, how: How
+    x: Tensor,
+    weights: MLPWeights,
+    plan: ExpertPlan,
+    how: How,
+    addends: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """(out, h); h is empty without `keep_h`."""
     spec, overlap = how.spec, how.overlap
@@ -146,7 +154,7 @@ def run_forward(
     if plan.inverse_NK is None:
         return y_SD, h_SH
     del a_SF
-    return ops.combine(y_SD, plan.inverse_NK), h_SH
+    return ops.combine(y_SD, plan.inverse_NK, addends), h_SH
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ Shape legend: N rows of x, K experts per token, S expert rows, L local experts, 
 width, H = 2F or F rows of W1, e(s) the expert of row s. GEMMs accumulate in fp32.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
@@ -139,9 +140,17 @@ class Backend(Protocol):
         """
         ...
 
-    def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
-        """out[n] = sum of y[inverse[n, k]] in the order k = 0 .. K - 1, in fp32, rounded once."""
+    def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
+        """out[n] = sum of y[inverse[n, k]] in the order k = 0 .. K - 1, in fp32, rounded once; and
+        then `plus` addends [N, D], which a backend may add before it rounds."""
         ...
+
+
+def plus(total: Tensor, addends: Sequence[Tensor]) -> Tensor:
+    """A sum and addends, one after the other in their dtype."""
+    for addend in addends:
+        total = total + addend
+    return total
 
 
 def put(value: Tensor, into: Buffer | None) -> Tensor:

@@ -9,6 +9,8 @@ Shape legend: N rows of x, K experts per token, S expert rows (static), L local 
 expert width, H = 2F for gated activations and F for others, e(s) the expert of row s.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.autograd import ExpertMLP, How, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.sm90.limits import COMBINE_ADDENDS as MOST_ADDENDS
 
 
 def grouped_mlp(
@@ -26,8 +29,9 @@ def grouped_mlp(
     spec: MLPSpec,
     *,
     overlap: Overlap | None = None,
+    addends: Sequence[Tensor] = (),
 ) -> Tensor:
-    """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]).
+    """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]), plus the addends.
 
     MLP_e(x) = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e]. Differentiable, once, in x, the weights,
     the biases and the plan's probabilities. The backward pass never holds the gradient of an expert
@@ -43,9 +47,12 @@ def grouped_mlp(
         spec: the activation, in fp32 (its product with prob is rounded to x's dtype), and how.
         overlap: exchanges that run meanwhile (fused only): rows of x and of out's gradient are
             waited for, and gradients of x and its probabilities are handed over as they are made.
+        addends: up to two tensors as out, which have its gradient. `fused` adds them to the sums
+            before these are rounded, other backends one after the other in x's dtype.
 
     Returns:
-        out_ND in x's dtype, added in fp32 in the order of k and rounded once; 0 without experts.
+        out_ND in x's dtype, added in fp32 in the order of k and rounded once; 0 without experts
+        and addends.
         Without `inverse_NK` y_SD in the order of experts, unspecified in the padding (it may hold
         NaN).
 
@@ -56,9 +63,14 @@ def grouped_mlp(
     check(x_ND, weights, plan, spec.activation)
     if overlap is not None and spec.backend != "fused":
         raise ValueError(f"overlap: only the fused kernels wait for rows, not {spec.backend}")
+    if addends and (overlap is not None or plan.inverse_NK is None):
+        raise ValueError("addends: only the sums of tokens have some, not what is sent or rows")
+    if len(addends) > MOST_ADDENDS:
+        raise ValueError(f"addends: at most {MOST_ADDENDS}, not {len(addends)}")
     prob_S = None if overlap is not None else plan.row_prob_S
     how = How(spec, differentiates(x_ND, weights, plan), overlap)
-    return ExpertMLP.apply(x_ND.contiguous(), *weights, prob_S, plan, how)
+    more = [addend.contiguous() for addend in addends]
+    return ExpertMLP.apply(x_ND.contiguous(), *weights, prob_S, plan, how, *more)
 
 
 def differentiates(x: Tensor, weights: MLPWeights, plan: ExpertPlan) -> bool:

@@ -5,6 +5,7 @@ rounded to the input's dtype exactly where `kernels.backend` says so, and paddin
 that a consumer that reads them is found out.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation, formula
-from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, PlanSize, put
+from phalanx.kernels.expert_mlp.backend import (
+    HiddenGrads,
+    Linear,
+    Operand,
+    PlanSize,
+    plus,
+    put,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
@@ -143,12 +151,12 @@ class Reference:
             db_LO[e] = (d_SO * _prob(plan, span) if scale else d_SO).sum(0)
         return put(db_LO, into)
 
-    def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
+    def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
         out_ND = _wide(y_SD.new_zeros(inverse_NK.shape[0], y_SD.shape[1]))
         for row_N in inverse_NK.unbind(1):
             here = (row_N >= 0).nonzero().squeeze(1)
             out_ND[here] += _wide(y_SD.index_select(0, row_N[here]))
-        return out_ND.to(y_SD.dtype)
+        return plus(out_ND.to(y_SD.dtype), addends)
 
 
 def _wide(x: Tensor) -> Tensor:

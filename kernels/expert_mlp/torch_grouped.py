@@ -10,14 +10,21 @@ Shape legend as in kernels.backend; C columns of 16 bytes, the narrowest matrix 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation, Formula, formula
-from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, PlanSize, put
+from phalanx.kernels.expert_mlp.backend import (
+    HiddenGrads,
+    Linear,
+    Operand,
+    PlanSize,
+    plus,
+    put,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.routing.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
@@ -99,8 +106,8 @@ class Grouped:
         db_LO = _grouped_mm(terms_SC.T, d_SO, plan).sum(1, dtype=torch.float32)
         return put(db_LO, into)
 
-    def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
-        return as_one_kernel(_sum_slots, y_SD, inverse_NK)
+    def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
+        return plus(as_one_kernel(_sum_slots, y_SD, inverse_NK), addends)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan) -> Tensor:

@@ -23,3 +23,5 @@ PLAN_SLOTS = 256
 
 COMBINE_SLOTS = 16
 """Expert rows of a token that `combine` adds up."""
+COMBINE_ADDENDS = 2
+"""What it adds to a token's sum: the shared experts', and the residual."""

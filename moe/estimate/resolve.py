@@ -11,7 +11,9 @@ from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.parallel.dispatch.transport import class_of, planned, sms_of
 
-_PACKAGES = frozenset({"flash_attn_4", "transformer_engine", "triton", "nvidia_cutlass_dsl"})
+_PACKAGES = frozenset(
+    {"flash_attn_4", "quack", "transformer_engine", "triton", "nvidia_cutlass_dsl"}
+)
 
 
 def resolved(cfg: Config, world: int, node_gpus: int) -> Config:

@@ -26,10 +26,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from phalanx.configs.activations import ACTIVATIONS
@@ -43,6 +40,8 @@ from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.grouped_attention import GroupedAttention
 from phalanx.moe.model.loss import cross_entropy
 from phalanx.moe.model.norm import norm_class
+from phalanx.moe.model.output_projection import OutputProjection
+from phalanx.moe.model.transformer_layer import Layer
 from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, StockMoE, router_kwargs
 
 
@@ -348,8 +347,9 @@ def _layer(
     )
     sub.self_attention.module = LatentAttention if mla else GroupedAttention
     norm = norm_class(backends.norm)
-    sub.input_layernorm = sub.pre_mlp_layernorm = norm
+    sub.input_layernorm = sub.pre_mlp_layernorm = norm_class(backends.norm, residual=True)
     attention = sub.self_attention.submodules
+    attention.linear_proj = OutputProjection
     whole = m.attention.sinks and config.context_parallel_size == 1
     attention.core_attention = core_attention(backends.attention, whole_with_sinks=whole)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
@@ -361,7 +361,7 @@ def _layer(
         sub.mlp = partial(DenseMLP, spec=moe.spec, submodules=sub.mlp.keywords["submodules"])
     # Megatron-Core renames norms in checkpoints to match fused layers; ours keep their own names.
     sub.sharded_state_dict_keys_map = {}
-    return ModuleSpec(module=TransformerLayer, submodules=sub)
+    return ModuleSpec(module=Layer, submodules=sub)
 
 
 def _layout_ids(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> list[int]:

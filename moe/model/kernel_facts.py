@@ -28,6 +28,15 @@ def facts(
         window=a.window,
         head_dim=a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim,
         v_dim=a.head_dim if a.kind == "gqa" else a.v_dim,
+        norms=_norms(cfg),
         context=cfg.parallel.context,
         **machine,
     )
+
+
+def _norms(cfg: Config) -> tuple[int, ...]:
+    """Widths of the norms of layers, of query and key heads, and of latents."""
+    a = cfg.model.attention
+    heads = [a.head_dim] if a.kind == "gqa" and a.qk_norm else []
+    latents = [a.q_lora_rank, a.kv_lora_rank] if a.kind == "mla" else []
+    return tuple(width for width in (cfg.model.hidden, *heads, *latents) if width)

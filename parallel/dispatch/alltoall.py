@@ -18,7 +18,14 @@ from torch.autograd.function import once_differentiable
 from phalanx.kernels.elementwise.block_sum import block_sum
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatch.costs import Costs, Links, Reach
-from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatch.received import (
+    Beside,
+    Meanwhile,
+    Planner,
+    Received,
+    addends,
+    during,
+)
 from phalanx.parallel.dispatch.transport_class import DispatchContext, Dispatcher, Rank
 
 
@@ -63,8 +70,14 @@ class AllToAll(Dispatcher):
         during(meanwhile)
         return Received(rows_ND, self._plan(idx_NK, prob_NK), None)
 
-    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
-        return plus(collect(out_ND, self._group), beside)
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
+        return collect(out_ND, self._group, addends(beside, residual_TD))
 
 
 def spread(
@@ -78,9 +91,10 @@ def spread(
     return rows_ND, idx_NK, prob_NK
 
 
-def collect(out_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Rank-major partial sums back to the tokens' ranks and summed there in fp32: out_TD."""
-    return _Collect.apply(out_ND, group)
+def collect(out_ND: Tensor, group: dist.ProcessGroup, more: Sequence[Tensor] = ()) -> Tensor:
+    """Rank-major partial sums back to the tokens' ranks and summed there in fp32, with more
+    addends [T, D]: out_TD."""
+    return _Collect.apply(out_ND, group, *more)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -90,14 +104,14 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _sum_to_owner(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _sum_to_owner(x: Tensor, group: dist.ProcessGroup, addends: Sequence[Tensor] = ()) -> Tensor:
     """Block r goes to rank r, which sums what it receives: [R * T, ...] -> [T, ...].
 
     Summed after the exchange rather than by a reduce-scatter: fp32, one rounding, the ranks' order.
     """
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x.contiguous(), group=group)
-    return block_sum(received.unflatten(0, (dist.get_world_size(group), -1)))
+    return block_sum(received.unflatten(0, (dist.get_world_size(group), -1)), addends)
 
 
 class _Spread(torch.autograd.Function):
@@ -126,14 +140,15 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Partial sums of all tokens back to their ranks, summed. Backward is the all-gather."""
+    """Partial sums of all tokens back to their ranks, summed, with addends. Backward is the
+    all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, out_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _sum_to_owner(out_ND, group)
+    def forward(ctx: Any, out_ND: Tensor, group: dist.ProcessGroup, *addends: Tensor) -> Tensor:
+        ctx.group, ctx.addends = group, len(addends)
+        return _sum_to_owner(out_ND, group, addends)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad_TD, ctx.group), None
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(grad_TD, ctx.group), None, *[grad_TD] * ctx.addends

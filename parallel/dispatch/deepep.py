@@ -100,10 +100,16 @@ class DeepEP(Dispatcher):
         )
         return Received(rows_ND, plan, None, (handle, N))
 
-    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
         handle, N = received.route
         out_TD, _ = self._through.fused_combine(out_ND[:N], self._group, handle)
-        return plus(out_TD, beside)
+        return plus(out_TD, beside, residual_TD)
 
 
 def _one_more(rows: Tensor, value: int) -> Tensor:

@@ -30,7 +30,7 @@ from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatch.alltoall import AllToAll, collect, spread
 from phalanx.parallel.dispatch.costs import NOTHING, Costs, Links, Reach
 from phalanx.parallel.dispatch.nodes import Nodes, refuse
-from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, plus
+from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, addends
 from phalanx.parallel.dispatch.symm import EXPOSED, Symm
 from phalanx.parallel.dispatch.transport_class import (
     DispatchContext,
@@ -127,9 +127,15 @@ class Hier(Dispatcher):
         idx_AK = torch.where(in_node, idx_AK, -1)
         return self._inside.dispatch(x_AD, idx_AK, prob_AK, meanwhile)
 
-    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
         out_AD = self._inside.combine(out_ND, received)
-        return plus(collect(out_AD, self._nodes.rail), beside)
+        return collect(out_AD, self._nodes.rail, addends(beside, residual_TD))
 
 
 def _nodes(ranks: Sequence[Rank]) -> list[str]:

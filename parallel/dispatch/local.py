@@ -44,5 +44,11 @@ class Local(Dispatcher):
         during(meanwhile)
         return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), None)
 
-    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
-        return plus(out_ND, beside)
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
+        return plus(out_ND, beside, residual_TD)

@@ -51,6 +51,14 @@ def during(meanwhile: Meanwhile) -> None:
         meanwhile()
 
 
-def plus(out_TD: Tensor, beside: Beside) -> Tensor:
+def plus(out_TD: Tensor, beside: Beside, residual_TD: Tensor | None) -> Tensor:
     """What a transport adds that cannot do anything meanwhile."""
-    return out_TD if beside is None else out_TD + beside()
+    for addend in addends(beside, residual_TD):
+        out_TD = out_TD + addend
+    return out_TD
+
+
+def addends(beside: Beside, residual_TD: Tensor | None) -> tuple[Tensor, ...]:
+    """What is added to the sums of tokens, in this order."""
+    made = None if beside is None else beside()
+    return tuple(addend for addend in (made, residual_TD) if addend is not None)

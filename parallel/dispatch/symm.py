@@ -25,7 +25,7 @@ from phalanx.kernels.registry import CUTLASS_DSL
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatch.costs import NOTHING, Costs, Reach
 from phalanx.parallel.dispatch.exchange import SymmOptions, exchange_of
-from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received
+from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, addends
 from phalanx.parallel.dispatch.transfers import (
     Collect,
     Dispatch,
@@ -137,8 +137,14 @@ class Symm(Dispatcher):
         hooks = functools.partial(saving, rows_ND.detach(), call)
         return Received(rows_ND, plan, None, call, hooks)
 
-    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
         call: MoETransfers = received.route
         pushed_ND = SendBack.apply(out_ND, call, beside is None)
-        more = None if beside is None else beside().contiguous()
-        return Collect.apply(pushed_ND, more, call)
+        more = [addend.contiguous() for addend in addends(beside, residual_TD)]
+        return Collect.apply(pushed_ND, call, beside is None, *more)

@@ -268,24 +268,29 @@ class SendBack(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """End of the sums' way back, which adds them and more; backward, start of the gradient's."""
+    """End of the sums' way back, which adds them and more; backward, start of the gradient's.
+
+    `all_sms`: the gradient may take them, as nothing else is made of it meanwhile.
+    """
 
     @staticmethod
-    def forward(ctx: Any, sums_ND: Tensor, more_TD: Tensor | None, call: MoETransfers) -> Tensor:
+    def forward(
+        ctx: Any, sums_ND: Tensor, call: MoETransfers, all_sms: bool, *addends: Tensor
+    ) -> Tensor:
         from phalanx.kernels.sm90.experts.combine import combine
 
-        ctx.call, ctx.sums_only = call, more_TD is None
+        ctx.call, ctx.all_sms, ctx.addends = call, all_sms, len(addends)
         if call.overlaps:
             call.send_rest()
-        return combine(call.rows(call.sums_back.wait()), call.sums_TR, more_ND=more_TD)
+        return combine(call.rows(call.sums_back.wait()), call.sums_TR, addends=addends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         call: MoETransfers = ctx.call
-        all_sms = ctx.sums_only and not call.overlaps
+        all_sms = ctx.all_sms and not call.overlaps
         transfer = call.sum_grads_out.put(call.send_out(grad_TD, all_sms=all_sms))
-        return call.rows(transfer), None if ctx.sums_only else grad_TD, None
+        return call.rows(transfer), None, None, *[grad_TD] * ctx.addends
 
 
 @contextmanager

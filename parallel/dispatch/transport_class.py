@@ -140,16 +140,24 @@ class Dispatcher(ABC):
         """
 
     @abstractmethod
-    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
         """Bring what a rank's experts made of received rows back, and add ranks up in fp32.
 
         Args:
             out_ND: of the experts.
             received: what they worked on.
             beside: makes more to add, while rows are on their way if the transport can.
+            residual_TD: to be added after that.
 
         Returns:
-            [T, D] in out's dtype.
+            [T, D] in out's dtype. On GPUs ranks' sums and what is added are rounded once (not by
+            `deepep`); where there is one rank, and on a CPU, additions follow one another.
         """
 
 

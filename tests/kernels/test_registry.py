@@ -26,6 +26,7 @@ WITH_TE = replace(H200, packages=frozenset({"triton", "transformer_engine"}))
 WITH_DSL = replace(H200, ffn=128, packages=frozenset({"triton", "nvidia_cutlass_dsl"}))
 WITH_FA4 = replace(H200, packages=WITH_TE.packages | {"flash_attn_4"})
 FA4_ALONE = replace(H200, packages=frozenset({"triton", "flash_attn_4"}))
+WITH_QUACK = replace(H200, packages=WITH_FA4.packages | {"quack"})
 A100 = replace(H200, capability=(8, 0))
 
 
@@ -88,6 +89,13 @@ A100 = replace(H200, capability=(8, 0))
         ("norm", CPU, "torch"),
         ("norm", H200, "torch"),
         ("norm", WITH_TE, "te"),
+        ("norm", WITH_QUACK, "quack"),
+        ("norm", replace(WITH_QUACK, norms=(2880, 128)), "quack"),
+        ("norm", replace(WITH_QUACK, norms=(2880, 100)), "te"),
+        ("norm", replace(WITH_QUACK, norms=(16384,)), "te"),
+        ("norm", replace(WITH_QUACK, dtype=torch.float32), "te"),
+        ("norm", replace(WITH_QUACK, capability=(10, 0)), "te"),
+        ("norm", replace(CPU, packages=WITH_QUACK.packages), "torch"),
     ],
 )
 def test_auto(op, facts, backend):
@@ -100,7 +108,8 @@ def test_auto_says_what_it_passed_over():
     assert "not te: needs Transformer Engine" in reason
     assert "not torch: needs CUDA capability 9.x or 10.x, not 8.0" in reason
     assert "megatron" not in reason.replace("kernels=megatron", "")
-    assert resolve("norm", "auto", WITH_TE).reason == "auto"
+    assert resolve("norm", "auto", WITH_QUACK).reason == "auto"
+    assert "; not quack: needs QuACK: pip install flash-" in resolve("norm", "auto", WITH_TE).reason
     slower = "not torch: on a CPU slower than reference, which skips padding"
     assert slower in resolve("grouped_mlp", "auto", CPU).reason
     assert "slower" not in resolve("grouped_mlp", "auto", A100).reason
@@ -202,7 +211,7 @@ def test_forced_choice_that_always_runs(op, wanted, facts):
     ("op", "wanted", "message"),
     [
         ("router", "auto", "unknown op 'router': use one of grouped_mlp, attention, norm"),
-        ("norm", "apex", "kernels.norm=apex is unknown: use one of te, torch or auto"),
+        ("norm", "apex", "kernels.norm=apex is unknown: use one of quack, te, torch or auto"),
     ],
 )
 def test_unknown_names(op, wanted, message):

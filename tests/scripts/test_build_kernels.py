@@ -10,6 +10,7 @@ pytest.importorskip("cutlass")
 
 from phalanx.kernels.attention import fa4_shipped
 from phalanx.kernels.cache import Cache, statistics
+from phalanx.kernels.norm import quack_library
 from phalanx.kernels.sm90.jit import launch
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from phalanx.scripts import build_kernels
@@ -18,6 +19,7 @@ ROOT = Path(build_kernels.__file__).resolve().parent.parent
 LABELS = [
     *(f"{kernel.__name__} {config}" for kernel, config in SHIPPED),
     *(f"flash-attn-4 {layer}" for layer in fa4_shipped.SHIPPED),
+    *(f"QuACK {rows}" for rows in quack_library.SHIPPED),
 ]
 
 

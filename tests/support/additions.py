@@ -70,8 +70,14 @@ class Broadcasts(Dispatcher):
         during(meanwhile)
         return Received(rows_ND, self._plan(idx_NK, prob_NK))
 
-    def combine(self, out_ND: Tensor, received: Received, beside: Beside = None) -> Tensor:
-        return plus(_Collect.apply(out_ND, self._group), beside)
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
+        return plus(_Collect.apply(out_ND, self._group), beside, residual_TD)
 
 
 def _everyone(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -6,6 +6,7 @@ imported when they are first used.
 Shape legend as in `kernels.backend`; C column tiles of the kernel that left partial sums.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -147,10 +148,10 @@ class Fused:
             accumulate=into is not None and into.add,
         )
 
-    def combine(self, y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
+    def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
         from phalanx.kernels.sm90.experts.combine import combine
 
-        return combine(y_SD, inverse_NK)
+        return combine(y_SD, inverse_NK, addends=addends)
 
 
 def _with_every_bias(dy: Tensor, b2_LD: Tensor) -> Tensor:

@@ -3,11 +3,13 @@
 Last step of the expert MLP, and of its backward (the gradient of x). Bound by memory: a thread adds
 up 8 columns of one token, all of whose rows are under way (up to 8 of them at a time) before the
 first is added. Order k = 0 .. K - 1, in fp32, rounded once; a slot without a row is not read. What
-else is to be added to the sums costs a read of it, and none of them.
+else is to be added to the sums (the shared experts', the residual) is added before they are
+rounded, for a read of it.
 
 Legend: N tokens, K slots of a token, S expert rows, D columns.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from phalanx.kernels.sm90.jit.launch import check, launch
 from phalanx.kernels.sm90.jit.ptx import pack, unpack
+from phalanx.kernels.sm90.limits import COMBINE_ADDENDS as MAX_ADDENDS
 from phalanx.kernels.sm90.limits import COMBINE_SLOTS as MAX_SLOTS
 
 THREADS = 256
@@ -37,21 +40,26 @@ class CombineConfig:
 
     slots: int
     """K, 1 to 16."""
-    adds: bool = False
-    """More to the sums."""
+    addends: int = 0
+    """Tensors to be added to the sums, 0 to 2."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MAX_SLOTS:
             raise ValueError(f"slots={self.slots}: must be 1 to {MAX_SLOTS}")
+        if not 0 <= self.addends <= MAX_ADDENDS:
+            raise ValueError(f"addends={self.addends}: must be 0 to {MAX_ADDENDS}")
 
     @property
     def pieces(self) -> int:
-        """Pieces of 8 columns that a thread adds up side by side: more when slots are few."""
-        return 4 if self.slots <= 2 else 2 if self.slots <= 4 else 1
+        """Pieces of 8 columns that a thread adds up side by side: more when there is little to
+        load for each."""
+        loads = self.slots + self.addends
+        return 4 if loads <= 2 else 2 if loads <= 4 else 1
 
     @property
     def batch(self) -> int:
-        """Slots whose rows are loaded together: all, or for more than 8 a half of them."""
+        """Slots whose rows are loaded together: all, or for more than 8 a half of them. The addends
+        come with the last."""
         return -(-self.slots // -(-self.slots // _IN_FLIGHT))
 
 
@@ -62,7 +70,8 @@ class CombineKernel:
         (Uint32, 16),  # y [S, D], as words of two bf16
         (Int32, 16),  # inverse [N, K]
         (Uint32, 16),  # out [N, D]
-        (Uint32, 16),  # more [N, D]; without it, anything
+        (Uint32, 16),  # first and
+        (Uint32, 16),  # second addend [N, D]; without them, anything
     )
     integers: ClassVar[int] = 2
 
@@ -75,14 +84,15 @@ class CombineKernel:
         y: cute.Pointer,
         inverse: cute.Pointer,
         out: cute.Pointer,
-        more: cute.Pointer,
+        first: cute.Pointer,
+        second: cute.Pointer,
         sizes: tuple[Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
         """Launch; sizes: N, and the pieces D / 8 of a row."""
         tokens, width = sizes
         block = THREADS * self.config.pieces
-        self.kernel(y, inverse, out, more, tokens, width).launch(
+        self.kernel(y, inverse, out, first, tokens, width, second).launch(
             grid=[(tokens * width + (block - 1)) // block, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
@@ -95,9 +105,10 @@ class CombineKernel:
         y: cute.Pointer,
         inverse: cute.Pointer,
         out: cute.Pointer,
-        more: cute.Pointer,
+        addend: cute.Pointer,
         tokens: Int32,
         width: Int32,
+        other: cute.Pointer,
     ) -> None:
         config = self.config
         first = cute.arch.block_idx()[0] * (THREADS * config.pieces) + cute.arch.thread_idx()[0]
@@ -105,7 +116,7 @@ class CombineKernel:
         row = cute.make_rmem_tensor((config.slots, config.pieces), Int32)
         column = cute.make_rmem_tensor(config.pieces, Int32)
         sums = cute.make_rmem_tensor((_COLUMNS, config.pieces), Float32)
-        added = cute.make_rmem_tensor((_WORDS, config.pieces), Uint32)
+        added = cute.make_rmem_tensor((_WORDS, MAX_ADDENDS, config.pieces), Uint32)
         row.fill(-1)
         sums.fill(0)
         added.fill(0)
@@ -115,8 +126,6 @@ class CombineKernel:
                 token = Int32(Uint32(piece) // Uint32(width))
                 column[p] = piece - token * width
                 self._load_slots(inverse, token, row[None, p])
-                if cutlass.const_expr(config.adds):
-                    cute.autovec_copy(_piece(more, Int64(piece)), added[None, p])
         for k in cutlass.range_constexpr(0, config.slots, config.batch):
             some = cutlass.const_expr(min(config.batch, config.slots - k))
             words = cute.make_rmem_tensor((_WORDS, some, config.pieces), Uint32)
@@ -126,6 +135,12 @@ class CombineKernel:
                     if row[k + j, p] >= 0:
                         at = Int64(row[k + j, p]) * width + column[p]
                         cute.autovec_copy(_piece(y, at), words[None, j, p])
+                if cutlass.const_expr(config.addends > 0 and k + some == config.slots):
+                    piece = first + p * THREADS
+                    if piece < pieces:
+                        cute.autovec_copy(_piece(addend, Int64(piece)), added[None, 0, p])
+                        if cutlass.const_expr(config.addends > 1):
+                            cute.autovec_copy(_piece(other, Int64(piece)), added[None, 1, p])
             for p in cutlass.range_constexpr(config.pieces):
                 for j in cutlass.range_constexpr(some):
                     for w in cutlass.range_constexpr(_WORDS):
@@ -136,10 +151,11 @@ class CombineKernel:
             if first + p * THREADS < pieces:
                 rounded = cute.make_rmem_tensor(_WORDS, Uint32)
                 for w in cutlass.range_constexpr(_WORDS):
+                    for a in cutlass.range_constexpr(config.addends):
+                        low, high = unpack(added[w, a, p])
+                        sums[2 * w, p] += low
+                        sums[2 * w + 1, p] += high
                     rounded[w] = pack(sums[2 * w, p], sums[2 * w + 1, p])
-                    if cutlass.const_expr(config.adds):
-                        (low, high), (more_low, more_high) = unpack(rounded[w]), unpack(added[w, p])
-                        rounded[w] = pack(low + more_low, high + more_high)
                 cute.autovec_copy(rounded, _piece(out, Int64(first + p * THREADS)))
 
     @cute.jit
@@ -165,21 +181,22 @@ def combine(
     inverse_NK: Tensor,
     out_ND: Tensor | None = None,
     *,
-    more_ND: Tensor | None = None,
+    addends: Sequence[Tensor] = (),
 ) -> Tensor:
-    """out[n] = sum over k with inverse[n, k] >= 0 of y[inverse[n, k]], and more[n].
+    """out[n] = sum over k with inverse[n, k] >= 0 of y[inverse[n, k]], and the addends' rows n.
 
-    Added in fp32 in the order k = 0 .. K - 1 and rounded once, and again with `more`; without more
-    0 for a token without rows.
+    Added in fp32 in the order k = 0 .. K - 1, then of the addends, and rounded once; without them 0
+    for a token without rows.
 
     Args:
         y_SD: bf16, D a multiple of 8. Rows that `inverse_NK` does not name are not read.
         inverse_NK: int32, below S; K of 1 to 16. Negative: no row.
         out_ND: bf16; by default a new tensor.
-        more_ND: bf16.
+        addends: up to two [N, D], bf16.
 
     Raises:
-        ValueError: a shape, dtype, stride, alignment or device that the kernel does not take.
+        ValueError: a shape, dtype, stride, alignment, device or number of addends that the kernel
+            does not take.
     """
     where = y_SD.device
     if y_SD.ndim != 2 or inverse_NK.ndim != 2:
@@ -199,10 +216,11 @@ def combine(
     check(where, "y", y_SD, torch.bfloat16, None)
     check(where, "inverse", inverse_NK, torch.int32, None)
     check(where, "out", out, torch.bfloat16, (N, D))
-    if more_ND is not None:
-        check(where, "more", more_ND, torch.bfloat16, (N, D))
+    for number, addend in enumerate(addends):
+        check(where, f"addend {number}", addend, torch.bfloat16, (N, D))
+    config = CombineConfig(K, len(addends))
     if out.numel():
-        tensors = (y_SD, inverse_NK, out, out if more_ND is None else more_ND)
-        config = CombineConfig(K, adds=more_ND is not None)
+        unused = [out] * (MAX_ADDENDS - len(addends))
+        tensors = (y_SD, inverse_NK, out, *addends, *unused)
         launch(CombineKernel, config, tensors, (N, D // _COLUMNS))
     return out

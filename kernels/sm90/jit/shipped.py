@@ -92,7 +92,8 @@ def _routing() -> Iterator[tuple[type, Any]]:
     yield from ((PlanKernel, PlanConfig(capacity)) for capacity in CAPACITIES)
     yield GatherKernel, GatherConfig()
     yield from ((CombineKernel, CombineConfig(slots)) for slots in (1, 2, 4, 6, 8, 10, 16))
-    yield from ((CombineKernel, CombineConfig(ranks, adds=True)) for ranks in (2, 4, 8))
+    for rows, addends in product((2, 4, 6, 8), (1, 2)):  # of experts, or of ranks
+        yield CombineKernel, CombineConfig(rows, addends)
     for top_k in (4, 8):
         config = TopkConfig(top_k, 1, bf16=False, weights="softmax")
         yield from ((kernel, config) for kernel in (TopkKernel, TopkGradientKernel))

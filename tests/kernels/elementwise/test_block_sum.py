@@ -40,6 +40,29 @@ def test_is_the_sum_in_order(ranks: int, dtype: torch.dtype, device: str) -> Non
         assert not torch.equal(got.cpu(), in_order(blocks.flip(0)))  # the order shows
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("count", [1, 2])
+def test_addends_on_a_cpu_follow_in_their_dtype(ranks: int, count: int, dtype: torch.dtype) -> None:
+    blocks, addends = given(ranks, 500, dtype), given(9, 500, dtype)[:count].unbind()
+    want = in_order(blocks)
+    for addend in addends:
+        want = want + addend
+    assert torch.equal(block_sum(blocks, addends), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("count", [1, 2])
+def test_addends_on_a_gpu_are_rounded_with_the_sum(
+    ranks: int, count: int, dtype: torch.dtype
+) -> None:
+    blocks, addends = given(ranks, 500, dtype), given(9, 500, dtype)[:count]
+    got = block_sum(blocks.cuda(), addends.cuda().unbind())
+    assert torch.equal(got.cpu(), in_order(torch.cat([blocks, addends])))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_shapes(device: str) -> None:
     blocks = given(3, 7 * 1000, torch.float32).view(3, 7, 1000)
@@ -53,6 +76,9 @@ def interpreted() -> None:
     for ranks, n in ((1, 5), (3, 2048), (8, 4097)):
         blocks = given(ranks, n, torch.float32)
         assert torch.equal(add_up(blocks), block_sum(blocks))
+        addends = given(9, n, torch.float32)[:2].unbind()
+        for some in (addends[:1], addends):
+            assert torch.equal(add_up(blocks, some), block_sum(blocks, some))
 
 
 def test_the_kernel_by_an_interpreter() -> None:

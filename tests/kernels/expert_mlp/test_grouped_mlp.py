@@ -251,3 +251,46 @@ def test_gradients_of_gradients_are_refused():
     out = forward(p, leaves, "torch")
     with pytest.raises(RuntimeError, match="first gradients only"):
         torch.autograd.grad(out.sum(), leaves["x"], create_graph=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=_id)
+@pytest.mark.parametrize("count", [1, 2])
+def test_addends_follow_the_sum_and_have_its_gradient(count, dtype, backend):
+    p = make(ACTIVATIONS[0], dtype)
+    g = torch.Generator().manual_seed(3)
+    addends = [torch.randn(p.x.shape, generator=g).to(dtype).requires_grad_() for _ in range(count)]
+    plan = ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
+    results = []
+    for more in ((), addends):
+        x = p.x.clone().requires_grad_()
+        w = MLPWeights(p.w1.clone().requires_grad_(), p.w2, p.b1, p.b2)
+        out = grouped_mlp(x, w, plan, MLPSpec(p.act, backend), addends=more)
+        results.append((out, torch.autograd.grad(out, (x, w.w1, *more), p.dout)))
+    (alone, before), (out, after) = results
+    for addend in addends:
+        alone = alone + addend
+    assert torch.equal(out, alone)
+    assert all(torch.equal(a, b) for a, b in zip(before, after[:2], strict=True))
+    assert all(torch.equal(a, p.dout) for a in after[2:])
+
+
+def test_addends_alone_may_have_a_gradient():
+    p = make(ACTIVATIONS[0], torch.float32)
+    addend = torch.zeros_like(p.x).requires_grad_()
+    plan = ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
+    weights = MLPWeights(p.w1, p.w2, p.b1, p.b2)
+    out = grouped_mlp(p.x, weights, plan, MLPSpec(p.act, "torch"), addends=[addend])
+    out.backward(p.dout)
+    assert torch.equal(addend.grad, p.dout)
+
+
+def test_addends_that_cannot_be_added_are_refused():
+    p = make(ACTIVATIONS[0], torch.float32)
+    weights, spec = MLPWeights(p.w1, p.w2, p.b1, p.b2), MLPSpec(p.act, "torch")
+    plan = ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
+    with pytest.raises(ValueError, match="at most 2, not 3"):
+        grouped_mlp(p.x, weights, plan, spec, addends=[p.x] * 3)
+    rows = ExpertPlan(None, p.prob[: len(p.x)], p.offsets.clamp(max=len(p.x)), None)
+    with pytest.raises(ValueError, match="only the sums of tokens"):
+        grouped_mlp(p.x, weights, rows, spec, addends=[p.x])

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.expert_mlp.providers import provider
@@ -241,3 +243,23 @@ def test_fp32_is_refused():
     p = make(CLAMPED, torch.float32).to("cuda")
     with pytest.raises(ValueError, match="kernels=torch takes bf16 on CUDA"):
         run(p, "torch")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_addends_are_added_and_have_the_gradient(count, backend):
+    """Fused: rounded once with the sum, so never further from fp64 than an addition after it."""
+    p = _problem()
+    addends = [
+        torch.randn(p.x.shape, device="cuda").to(BF16).requires_grad_() for _ in range(count)
+    ]
+    plan = ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
+    spec, weights = MLPSpec(p.act, backend), MLPWeights(p.w1, p.w2, p.b1, p.b2)
+    wide = MLPWeights(*(w if w is None else w.double() for w in weights))
+    exact = grouped_mlp(p.x.double(), wide, plan, MLPSpec(p.act, "reference"))
+    alone = grouped_mlp(p.x, weights, plan, spec)
+    for addend in addends:
+        exact, alone = exact + addend.detach().double(), alone + addend.detach()
+    out = grouped_mlp(p.x, weights, plan, spec, addends=addends)
+    assert error(out.detach(), exact) <= 1.01 * error(alone, exact)
+    for d in torch.autograd.grad(out, addends, p.dout):
+        assert torch.equal(d, p.dout)

@@ -373,6 +373,13 @@ def _norm() -> None:
             assert (g.double() - e).norm() <= tolerance * e.norm()
     split = config(sequence_parallel=True, tensor_model_parallel_size=2)
     assert norm_class("torch")(split, 48).weight.sequence_parallel
+    pair = norm_class("torch", residual=True)(config(), 48, eps=1e-3)
+    assert pair.state_dict().keys() == {"weight"}
+    alone = norm_class("torch")(config(), 48, eps=1e-3)
+    x, residual = draw(SEQUENCE, BATCH, 48), draw(SEQUENCE, BATCH, 48, seed=3)
+    normed, total = pair(x, residual)
+    assert torch.equal(total, residual + x) and torch.equal(normed, alone(total))
+    assert torch.equal(pair(x)[0], alone(x)) and pair(x)[1] is x
     with pytest.raises(ValueError, match="kernels.norm"):
         norm_class("apex")
 

@@ -56,9 +56,10 @@ class Layer:
 
         self.w1, self.w2 = draw(local, 2 * F, D) / D**0.5, draw(local, D, F) / F**0.5
         self.x, self.dout, self.shared = draw(T, D), draw(T, D), draw(D, D) / D**0.5
+        self.residual = draw(T, D)
         self.prob = torch.rand(T, top_k, generator=g, device="cuda")
         self.idx = torch.zeros(T, top_k, dtype=torch.int32, device="cuda")
-        for t in (self.w1, self.w2, self.x, self.prob, self.shared):
+        for t in (self.w1, self.w2, self.x, self.prob, self.shared, self.residual):
             t.requires_grad_()
         self.dispatcher = make_dispatcher(
             choose_transport(name, dist.group.WORLD, torch.bfloat16),
@@ -70,15 +71,15 @@ class Layer:
             symm=symm,
         )
 
-    def __call__(self, shared: bool) -> list[Tensor]:
-        """Output, and gradients of tokens, probabilities and weights."""
+    def __call__(self, shared: bool, residual: bool = False) -> list[Tensor]:
+        """Output, and gradients of tokens, probabilities, weights, and of what is added."""
         received = self.dispatcher.dispatch(self.x, self.idx, self.prob)
         with received.saving():
             weights, how = MLPWeights(self.w1, self.w2), dict(overlap=received.overlap)
             out = grouped_mlp(received.rows_ND, weights, received.plan, SPEC, **how)
         beside = (lambda: self.x @ self.shared) if shared else None
-        out = self.dispatcher.combine(out, received, beside)
-        leaves = [self.x, self.prob, self.w1, self.w2]
+        out = self.dispatcher.combine(out, received, beside, self.residual if residual else None)
+        leaves = [self.x, self.prob, self.w1, self.w2, *[self.residual] * residual]
         return [out.detach(), *torch.autograd.grad(out, leaves, self.dout)]
 
 
@@ -103,8 +104,9 @@ def captured(call: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
 
 
 def compare(ours: list[Tensor], theirs: list[Tensor], what: Any) -> None:
-    names = ("out", "dx", "dprob", "dw1", "dw2")
-    for name, a, b in zip(names, ours, theirs, strict=True):
+    names = ("out", "dx", "dprob", "dw1", "dw2", "dresidual")
+    assert len(ours) == len(theirs)
+    for name, a, b in zip(names, ours, theirs, strict=False):
         if not torch.equal(a, b):
             wrong = int((a != b).sum())
             raise SystemExit(f"rank {dist.get_rank()}: {what}: {name} differs in {wrong} places")
@@ -132,8 +134,9 @@ def check(label: str, shape: tuple[int, ...], top_k: int, kind: str, symm: SymmO
     theirs = Layer("alltoall", shape, top_k, symm)
     ours = Layer("symm", shape, top_k, symm)
     g = torch.Generator("cuda").manual_seed(100 + dist.get_rank())
-    for shared in (False, True):
+    for shared, residual in ((False, False), (False, True), (True, True)):
         what = f"{label}, {kind}, keep {symm.keep}, {symm.comm_sms} SMs, shared {shared}"
+        what += f", residual {residual}"
         graph = None
         for turn in range(6):
             idx = routed(kind, shape[0], shape[3], top_k, g)
@@ -142,10 +145,10 @@ def check(label: str, shape: tuple[int, ...], top_k: int, kind: str, symm: SymmO
                 for layer in (ours, theirs):
                     layer.idx.copy_(idx)
                     layer.x.copy_(x)
-            wanted = theirs(shared)
-            compare(ours(shared), wanted, f"{what}, turn {turn}")
+            wanted = theirs(shared, residual)
+            compare(ours(shared, residual), wanted, f"{what}, turn {turn}")
             if turn == 1:
-                graph = captured(lambda shared=shared: ours(shared))
+                graph = captured(lambda s=shared, r=residual: ours(s, r))
             if graph is not None:
                 compare(graph(), wanted, f"{what}, replay {turn}")
         del graph

@@ -1,5 +1,7 @@
 """`combine` on a Hopper GPU: the bits of the tensor code, only named rows read, capture."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,12 +18,14 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 
 
-def in_order(y_SD: Tensor, inverse_NK: Tensor) -> Tensor:
-    """Slot after slot, in fp32."""
+def in_order(y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
+    """Slot after slot and addend after addend, in fp32."""
     out_ND = torch.zeros(inverse_NK.shape[0], y_SD.shape[1], device="cuda")
     for row_N in inverse_NK.unbind(1):
         picked = y_SD.index_select(0, row_N.clamp(min=0)).float()
         out_ND += picked.masked_fill(row_N[:, None] < 0, 0)
+    for addend in addends:
+        out_ND += addend.float()
     return out_ND.to(BF16)
 
 
@@ -39,8 +43,8 @@ class Problem:
         named[inverse.long()] = True  # -1 is the additional one
         self.y[~named[:S]] = float("nan")
 
-    def expected(self) -> Tensor:
-        return in_order(self.y.nan_to_num(), self.inverse)
+    def expected(self, addends: Sequence[Tensor] = ()) -> Tensor:
+        return in_order(self.y.nan_to_num(), self.inverse, addends)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -53,8 +57,33 @@ def test_every_number_of_slots(K):
         for absent in (0.0, 0.3, 1.0):
             p = Problem(N, K, D, absent, seed=K)
             assert same_bits(combine(p.y, p.inverse), p.expected())
-            more = torch.randn(N, D, device="cuda").to(BF16)
-            assert same_bits(combine(p.y, p.inverse, more_ND=more), p.expected() + more)
+            more = [torch.randn(N, D, device="cuda").to(BF16) for _ in range(2)]
+            for addends in (more[:1], more):
+                assert same_bits(combine(p.y, p.inverse, addends=addends), p.expected(addends))
+
+
+@pytest.mark.parametrize("addends", [0, 1, 2])
+def test_error_is_one_rounding(addends):
+    """Against fp64: no more than half a unit of the result, as the fp32 sum is far finer."""
+    p = Problem(513, 8, 2880)
+    more = [torch.randn(513, 2880, device="cuda").to(BF16) for _ in range(addends)]
+    exact = torch.zeros(513, 2880, dtype=torch.float64, device="cuda")
+    for row in p.inverse.unbind(1):
+        picked = p.y.nan_to_num().index_select(0, row.clamp(min=0)).double()
+        exact += picked.masked_fill(row[:, None] < 0, 0)
+    for addend in more:
+        exact += addend.double()
+    got = combine(p.y, p.inverse, addends=more).double()
+    assert ((got - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()
+
+
+def test_more_addends_than_there_are_is_an_error():
+    p = Problem(4, 2, 16)
+    more = [torch.zeros(4, 16, dtype=BF16, device="cuda")] * 3
+    with pytest.raises(ValueError, match="addends=3: must be 0 to 2"):
+        combine(p.y, p.inverse, addends=more)
+    with pytest.raises(ValueError, match="addend 1 must be"):
+        combine(p.y, p.inverse, addends=[more[0], more[0].float()])
 
 
 @pytest.mark.parametrize("D", [8, 24, 1000, 1536, 2048, 2880, 4096, 7168, 16384])
@@ -150,10 +179,12 @@ def test_errors_name_the_argument(change, message):
     "N, K, D",
     [(32768, 8, 2048), (32768, 16, 4096), (24576, 8, 1536), (8192, 8, 7168), (32768, 4, 2880)],
 )
-def test_speed(N, K, D):
+@pytest.mark.parametrize("addends", [0, 1, 2])
+def test_speed(N, K, D, addends):
     p = Problem(N, K, D, absent=0.0)
     out = torch.empty(N, D, dtype=BF16, device="cuda")
-    time = microseconds(lambda: combine(p.y, p.inverse, out), calls=5)
-    rate = 2e-6 * N * (K + 1) * D / time
-    print(f"combine of {N} x {K} rows of {D}: {time:.1f} us, {rate:.2f} TB/s")
+    more = [torch.randn(N, D, device="cuda").to(BF16) for _ in range(addends)]
+    time = microseconds(lambda: combine(p.y, p.inverse, out, addends=more), calls=5)
+    rate = 2e-6 * N * (K + 1 + addends) * D / time
+    print(f"combine of {N} x {K} rows of {D} and {addends}: {time:.1f} us, {rate:.2f} TB/s")
     assert rate >= 3.5

@@ -1,0 +1,1 @@
+"""RMSNorm, alone and with the addition of a residual, forward and backward."""

@@ -1,0 +1,40 @@
+"""The sum of rows in fp32, in Triton: the last step of a norm weight's gradient.
+
+Legend: P rows, N columns.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 256
+_COLUMNS = 16
+"""Blocks are narrow, so that few columns still occupy several SMs."""
+
+
+@triton.jit
+def norm_weight_gradient(  # type: ignore[no-untyped-def]
+    partial, out, N, P: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < N
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, P, ROWS):
+        row = first + tl.arange(0, ROWS)
+        here = (row < P)[:, None] & inside[None, :]
+        total += tl.load(partial + row[:, None] * N + column[None, :], mask=here, other=0.0)
+    value = tl.sum(total, 0)
+    if ADD:
+        value += tl.load(out + column, mask=inside).to(tl.float32)
+    tl.store(out + column, value, mask=inside)
+
+
+def add_rows(partial_PN: Tensor, out_N: Tensor, *, add: bool) -> Tensor:
+    """`out_N`, bf16 or fp32, after the sum of the rows, contiguous and in fp32, has been written
+    there or added to what was there. The order of additions depends on P alone."""
+    P, N = partial_PN.shape
+    grid = (triton.cdiv(N, _COLUMNS),)
+    norm_weight_gradient[grid](
+        partial_PN, out_N, N, P=P, ADD=add, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8
+    )
+    return out_N

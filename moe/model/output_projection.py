@@ -1,0 +1,65 @@
+"""The projection after attention: where it has a bias (GPT-OSS), the GEMM itself adds it.
+
+Megatron-Core 0.19.2 hands the bias on to an addition of its own, which reads and writes all tokens
+once more. cuBLASLt adds it while it writes the product (torch.addmm), rounding once.
+
+Legend: T tokens, I channels of all heads, D hidden.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.kernels.expert_mlp import main_grad
+from phalanx.parallel.megatron.weight_grad import Accumulate
+
+
+class OutputProjection(RowParallelLinear):
+    """Megatron-Core's; on a GPU that has the whole of it with the bias inside.
+
+    On a CPU it is Megatron-Core's in bits, too, and over tensor parallel ranks the bias is added
+    after their sum.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[s, B, I] to [s, B, D], and the bias if it has yet to be added."""
+        if self.bias is None or not input_.is_cuda or self.tp_group.size() > 1:
+            out, bias = super().forward(input_)
+            return out, bias
+        x_TI, fuses = input_.flatten(0, -2), self.gradient_accumulation_fusion
+        out_TD = _Biased.apply(x_TI, self.weight, self.bias, fuses)
+        return out_TD.view(*input_.shape[:-1], -1), None
+
+
+class _Biased(torch.autograd.Function):
+    """x @ w^T + b; the gradient of w goes to its buffer, if there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, w_DI: Tensor, b_D: Tensor, accumulate: bool) -> Tensor:
+        ctx.save_for_backward(x_TI, w_DI)
+        ctx.accumulated = w_DI if accumulate and main_grad.takes(w_DI) else None
+        return torch.addmm(b_D, x_TI, w_DI.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, w_DI = ctx.saved_tensors
+        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        dx_TI = d_TD @ w_DI if need_x else None
+        dw_DI = _weight_grad(ctx.accumulated, d_TD, x_TI) if need_w else None
+        return dx_TI, dw_DI, d_TD.sum(0) if need_b else None, None
+
+
+def _weight_grad(accumulated: Tensor | None, d_TD: Tensor, x_TI: Tensor) -> Tensor | None:
+    if accumulated is None:
+        return d_TD.t() @ x_TI
+    out, add = main_grad.buffer(accumulated)
+    if not add:
+        out.zero_()
+    wide = out.dtype == torch.float32
+    into = Accumulate.wgrad_gemm_accum_fp32 if wide else Accumulate.wgrad_gemm_accum_fp16
+    into(x_TI, d_TD, out)
+    return main_grad.added(accumulated)

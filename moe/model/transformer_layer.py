@@ -1,0 +1,84 @@
+"""The layer of all models: Megatron-Core's, with its additions inside the kernels around them.
+
+    sum = hidden                  normed = norm(sum)       no kernel of its own for the sum
+    sum = attention(normed) + sum normed = norm(sum)       one kernel
+    hidden = mlp(normed) + sum                             in the combine of an MoE layer
+
+Megatron-Core 0.19.2 adds after attention and after the MLP in passes of their own, and autograd
+adds the gradients of a norm and of what goes past it in another. Its `fused_residual_rmsnorm`
+spares only the last, and only with Transformer Engine. Here `moe.model.norm.ResidualNorm` makes a
+norm and its sum, and takes both gradients. On a CPU, and with Transformer Engine's norm, the
+additions are Megatron-Core's, in its order.
+
+Legend: s positions of this rank, B sequences, D hidden.
+"""
+
+from typing import Any
+
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor, nn
+
+from phalanx.moe.layer import MoE
+from phalanx.moe.model.norm import ResidualNorm
+
+
+class Layer(TransformerLayer):
+    """Megatron-Core's layer for training on whole sequences, parameters and checkpoints included.
+
+    Args:
+        given: what Megatron-Core's takes.
+
+    Raises:
+        ValueError: a configuration with dropout, residuals in fp32, or norms or MLPs computed anew.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        again = self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm
+        if self.hidden_dropout or self.config.fp32_residual_connection:
+            raise ValueError("layers have no dropout and no residuals in fp32")
+        if again or self.recompute_mlp:
+            raise ValueError("layers compute attention or the MoE layer anew, not norms or MLPs")
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """One layer.
+
+        Args:
+            hidden_states: [s, B, D].
+            attention_mask: passed on to attention.
+            rotary_pos_emb: angles, for attention.
+            others: of Megatron-Core's protocol, for inference and encoders: None.
+
+        Returns:
+            Hidden states [s, B, D], and no context.
+        """
+        assert all(value is None for value in others.values()), others.keys()
+        normed, total = _fork(self.input_layernorm, hidden_states)
+        out, bias = self.self_attention(
+            normed, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb
+        )
+        out = out if bias is None else out + bias
+        normed, total = _fork(self.pre_mlp_layernorm, out, total)
+        if isinstance(self.mlp, MoE):
+            hidden, _ = self.mlp(normed, residual=total)
+        else:
+            out, bias = self.mlp(normed)
+            hidden = total + (out if bias is None else out + bias)
+        # Pipeline schedules free what a stage returns, which they cannot do to a view.
+        return make_viewless_tensor(hidden, hidden.requires_grad, keep_graph=True), None
+
+
+def _fork(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum."""
+    if isinstance(norm, ResidualNorm):
+        normed, total = norm(x, residual)
+        return normed, total
+    total = x if residual is None else residual + x
+    return norm(total), total
