@@ -37,7 +37,8 @@ KINDS = (
         r"PlanKernel|GatherKernel|CombineKernel|TopkKernel|TopkGradientKernel"
         r"|pack_routing|block_sum|moe/(route|dispatch|combine)|phalanx::plan|_plan_|Router|_Spread|_Collect",
     ),
-    ("rope", r"\brope|_rope|rotary"),
+    ("norm", r"(?i)rms_?norm|layer_?norm|norm_weight_gradient"),
+    ("rope", r"\brope|_rope|rotary|qkv_(part|join)"),
     ("MLA keys", r"\bmla_"),
     ("attention", r"cudnn|fmha|flash|flex|sdpa|attention"),
     ("GEMM", r"nvjet|gemm|xmma|cutlass|cublas|splitK|aten::(add|b|addb)?mm$|aten::linear$"),
@@ -48,8 +49,8 @@ KINDS = (
 )
 """Kind of an event: the first whose pattern is found in its name, or in what it ran inside of."""
 COLOURS = (
-    *("#c44e52", "#4c72b0", "#64b5cd", "#da8bc3", "#937860", "#8172b3", "#55a868", "#dd8452"),
-    *("#ccb974", "#8c8c3c", "#b0b0b0"),
+    *("#c44e52", "#4c72b0", "#64b5cd", "#b8860b", "#da8bc3", "#937860", "#8172b3", "#55a868"),
+    *("#dd8452", "#ccb974", "#8c8c3c", "#b0b0b0"),
 )
 _SHORT = 72
 
