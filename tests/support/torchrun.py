@@ -143,6 +143,7 @@ def _as_main(command: Sequence[str], environment: dict[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     with _lines_at_once():
         runpy.run_path(sys.argv[0], run_name="__main__")
 
