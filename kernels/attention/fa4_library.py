@@ -89,6 +89,9 @@ class _Names(dict[Any, Any]):
         self._names.add(entry_name(self._label, key))
         return True
 
+    def release(self, error: BaseException) -> None:
+        """Nothing is claimed."""
+
 
 @contextlib.contextmanager
 def named() -> Iterator[set[str]]:

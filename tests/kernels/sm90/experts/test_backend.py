@@ -137,8 +137,8 @@ class Kernels:
 
     class combine:
         @staticmethod
-        def combine(y_SD, inverse_NK):
-            return reference.combine(y_SD, inverse_NK)
+        def combine(y_SD, inverse_NK, *, addends=()):
+            return reference.combine(y_SD, inverse_NK, addends)
 
 
 FILES = {name: part for name, part in vars(Kernels).items() if isinstance(part, type)}
