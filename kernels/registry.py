@@ -203,13 +203,19 @@ def _te_attention(facts: Facts) -> Refusal:
     return None if facts.dtype == torch.bfloat16 else f"needs bf16, not {_short(facts.dtype)}"
 
 
-def _fa4(facts: Facts) -> Refusal:
+def _hopper_bf16(facts: Facts) -> Refusal:
     if facts.device != "cuda":
         return "needs CUDA"
     if facts.capability != (9, 0):
         return f"needs CUDA capability 9.0, not {_dotted(facts.capability)}"
     if facts.dtype != torch.bfloat16:
         return f"needs bf16, not {_short(facts.dtype)}"
+    return None
+
+
+def _fa4(facts: Facts) -> Refusal:
+    if why := _hopper_bf16(facts):
+        return why
     if facts.head_dim and (why := refuse_heads(facts.head_dim, facts.v_dim)):
         return why
     if "flash_attn_4" not in facts.packages:
@@ -222,12 +228,8 @@ FLASH_ATTN = "flash-attn-4==4.0.0b36 quack-kernels==0.6.5"
 
 
 def _quack(facts: Facts) -> Refusal:
-    if facts.device != "cuda":
-        return "needs CUDA"
-    if facts.capability != (9, 0):
-        return f"needs CUDA capability 9.0, not {_dotted(facts.capability)}"
-    if facts.dtype != torch.bfloat16:
-        return f"needs bf16, not {_short(facts.dtype)}"
+    if why := _hopper_bf16(facts):
+        return why
     if why := next(filter(None, map(refuse_width, facts.norms)), None):
         return why
     # One cache keeps the kernels of both packages, which are installed together.

@@ -5,27 +5,17 @@ and asks them with a key of all choices that are compiled in. Here `Programs` ta
 key is looked up in this process, then on disk, and what is compiled is kept there. Of several
 processes that miss an entry one compiles it. The library's own cache on disk would let all of them
 compile, gives up when a lock is held for 15 seconds, and fails in a folder that it cannot write to.
-
-Kernels are exported with a host function for the processor that they are compiled on, which the
-names of entries therefore hold too.
 """
 
 import contextlib
 import functools
-import platform
-import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from phalanx.kernels.cache import Cache, folder, name_of
+from phalanx.kernels.cache import Cache, folder
+from phalanx.kernels.library_objects import entry_name, exported, loaded, replaced
 
-ARCH = "sm_90a"
-_PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
-_SYMBOL = "attention"
 _KERNELS = {
     "_flash_attn_fwd": "AttentionForward",
     "_bwd_preprocess": "AttentionBackwardStart",
@@ -106,17 +96,6 @@ def named() -> Iterator[set[str]]:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, `owner.name` is `value`."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
 def calling() -> Iterator[Any]:
     """The library, to call functions of it inside."""
     interface = library()
@@ -126,44 +105,6 @@ def calling() -> Iterator[Any]:
         for function in _KERNELS:
             getattr(interface, function).compile_cache.release(error)
         raise
-
-
-def entry_name(label: str, key: Any) -> str:
-    """Of a kernel in a `Cache`: changes with whatever its object depends on."""
-    return name_of(
-        label,
-        *(ARCH, *_host(), f"python {sys.version_info.major}.{sys.version_info.minor}"),
-        *(f"{package} {version(package)}" for package in _PACKAGES),
-        repr(key),
-    )
-
-
-def exported(function: Any) -> bytes:
-    """The object of what the library compiled."""
-    with tempfile.TemporaryDirectory() as where:
-        path = Path(where) / "kernel.o"
-        function.export_to_c(object_file_path=str(path), function_name=_SYMBOL)
-        return path.read_bytes()
-
-
-def loaded(data: bytes) -> Any:
-    """The function in what `exported` returned; needs no GPU."""
-    from cutlass.cute.runtime import load_module
-
-    with tempfile.TemporaryDirectory() as where:
-        path = Path(where) / "kernel.o"
-        path.write_bytes(data)
-        return getattr(load_module(str(path), enable_tvm_ffi=True), _SYMBOL)
-
-
-@functools.cache
-def _host() -> tuple[str, str]:
-    """Machine type, and what this processor can do."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return platform.machine(), " ".join(sorted(line.partition(":")[2].split()))
-    return platform.machine(), platform.processor()
 
 
 @contextlib.contextmanager

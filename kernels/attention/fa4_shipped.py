@@ -16,8 +16,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.kernels.attention.fa4 import run_backward, run_forward
-from phalanx.kernels.attention.fa4_library import ARCH, library, named, replaced
+from phalanx.kernels.attention.fa4_library import library, named
 from phalanx.kernels.cache import kept_in
+from phalanx.kernels.library_objects import ARCH, replaced
 
 _H100_SMS = 132  # asked for in any case, and used on Blackwell
 

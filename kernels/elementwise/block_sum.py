@@ -30,7 +30,11 @@ def block_sum(blocks: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
     total = blocks[0].float()
     for block in blocks[1:]:
         total = total + block
-    total = total.to(blocks.dtype)
+    return plus(total.to(blocks.dtype), addends)
+
+
+def plus(total: Tensor, addends: Sequence[Tensor]) -> Tensor:
+    """A sum and addends, one after the other in their dtype."""
     for addend in addends:
         total = total + addend
     return total

@@ -146,13 +146,6 @@ class Backend(Protocol):
         ...
 
 
-def plus(total: Tensor, addends: Sequence[Tensor]) -> Tensor:
-    """A sum and addends, one after the other in their dtype."""
-    for addend in addends:
-        total = total + addend
-    return total
-
-
 def put(value: Tensor, into: Buffer | None) -> Tensor:
     """`value`, or the buffer after it was written there or added to what was there."""
     if into is None:

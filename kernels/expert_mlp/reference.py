@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.kernels.elementwise.block_sum import plus
 from phalanx.kernels.expert_mlp.activation import Activation, formula
 from phalanx.kernels.expert_mlp.backend import (
     HiddenGrads,
     Linear,
     Operand,
     PlanSize,
-    plus,
     put,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan

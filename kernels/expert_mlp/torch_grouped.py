@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from phalanx.kernels.elementwise.block_sum import plus
 from phalanx.kernels.expert_mlp.activation import Activation, Formula, formula
 from phalanx.kernels.expert_mlp.backend import (
     HiddenGrads,
     Linear,
     Operand,
     PlanSize,
-    plus,
     put,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan

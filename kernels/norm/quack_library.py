@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.kernels.attention.fa4_library import ARCH, entry_name, exported, loaded, replaced
 from phalanx.kernels.cache import Cache, folder
+from phalanx.kernels.library_objects import ARCH, entry_name, exported, loaded, replaced
 
 _HOPPER = 9
 _BITS = 16

@@ -53,8 +53,8 @@ class ResidualNorm(RMSNorm):
     """In front of attention or MLP: what these read, and what is going to be added to it.
 
     Megatron-Core's layer takes such a pair from a norm (it has one in Transformer Engine,
-    `fused_residual_rmsnorm`, which adds the gradients but not the residual); `moe.model.layer`
-    also gives it the residual to add.
+    `fused_residual_rmsnorm`, which adds the gradients but not the residual);
+    `moe.model.transformer_layer` also gives it the residual to add.
     """
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.autograd import Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 
@@ -53,9 +54,7 @@ def during(meanwhile: Meanwhile) -> None:
 
 def plus(out_TD: Tensor, beside: Beside, residual_TD: Tensor | None) -> Tensor:
     """What a transport adds that cannot do anything meanwhile."""
-    for addend in addends(beside, residual_TD):
-        out_TD = out_TD + addend
-    return out_TD
+    return block_sum.plus(out_TD, addends(beside, residual_TD))
 
 
 def addends(beside: Beside, residual_TD: Tensor | None) -> tuple[Tensor, ...]:

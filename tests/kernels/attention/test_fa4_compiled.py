@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("flash_attn.cute")
 
-from phalanx.kernels import cache
+from phalanx.kernels import cache, library_objects
 from phalanx.kernels.attention import fa4, fa4_library, fa4_shipped
 from phalanx.kernels.attention.fa4_shipped import SHIPPED, AttentionLayer
 from phalanx.kernels.cache import Cache
@@ -86,7 +86,10 @@ def made(tmp_path_factory) -> dict[str, Path]:
     """Folders with the entries of `both_orders`."""
     pairs = [next(p for p in OUR_SHIPPED if p[0].__name__ == name) for name in OURS]
     names = [launch.entry_name(*pair) for pair in pairs] + sorted(fa4_shipped.entries(SMALL))
-    sources = [Path(__file__), *map(Path, (fa4.__file__, fa4_library.__file__))]
+    sources = [
+        Path(__file__),
+        *map(Path, (m.__file__ for m in (fa4, fa4_library, library_objects))),
+    ]
     data = remembered.fetch(
         *pairs[0],
         [*names, *sources, Path(fa4_shipped.__file__)],
@@ -133,7 +136,7 @@ def test_entries_are_those_of_the_library_s_choices():
 @pytest.mark.parametrize("fact", ["version", "_host"])
 def test_another_version_or_processor_is_another_entry(fact, monkeypatch):
     (first, *_) = sorted(fa4_shipped.entries(SHIPPED[0]))
-    monkeypatch.setattr(fa4_library, fact, lambda *package: ("x86_64", "other"))
+    monkeypatch.setattr(library_objects, fact, lambda *package: ("x86_64", "other"))
     assert first not in fa4_shipped.entries(SHIPPED[0])
 
 

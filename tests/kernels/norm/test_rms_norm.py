@@ -68,7 +68,7 @@ def test_widths(channels, words):
 
 def test_kernels_are_compiled_for_hopper_without_a_gpu_and_once(tmp_path: Path):
     pytest.importorskip("quack")
-    from phalanx.kernels.attention.fa4_library import loaded
+    from phalanx.kernels.library_objects import loaded
     from phalanx.kernels.norm import quack_library
 
     kinds = [quack_library.Rows(2880, step, adds=True) for step in ("forward", "backward")]

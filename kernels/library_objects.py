@@ -1,0 +1,71 @@
+"""Kernels that libraries compile with CuTe DSL, as entries of `kernels.cache`.
+
+Kernels are exported with a host function for the processor that they are compiled on, which the
+names of entries therefore hold too.
+"""
+
+import contextlib
+import functools
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from phalanx.kernels.cache import name_of
+
+ARCH = "sm_90a"
+_PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+_SYMBOL = "attention"
+"""The function in every object. Entries that are there have it."""
+
+
+def entry_name(label: str, key: Any) -> str:
+    """Of a kernel in a `Cache`: changes with whatever its object depends on."""
+    return name_of(
+        label,
+        *(ARCH, *_host(), f"python {sys.version_info.major}.{sys.version_info.minor}"),
+        *(f"{package} {version(package)}" for package in _PACKAGES),
+        repr(key),
+    )
+
+
+def exported(function: Any) -> bytes:
+    """The object of what the library compiled."""
+    with tempfile.TemporaryDirectory() as where:
+        path = Path(where) / "kernel.o"
+        function.export_to_c(object_file_path=str(path), function_name=_SYMBOL)
+        return path.read_bytes()
+
+
+def loaded(data: bytes) -> Any:
+    """The function in what `exported` returned; needs no GPU."""
+    from cutlass.cute.runtime import load_module
+
+    with tempfile.TemporaryDirectory() as where:
+        path = Path(where) / "kernel.o"
+        path.write_bytes(data)
+        return getattr(load_module(str(path), enable_tvm_ffi=True), _SYMBOL)
+
+
+@functools.cache
+def _host() -> tuple[str, str]:
+    """Machine type, and what this processor can do."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return platform.machine(), " ".join(sorted(line.partition(":")[2].split()))
+    return platform.machine(), platform.processor()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, `owner.name` is `value`."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
