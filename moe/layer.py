@@ -5,8 +5,8 @@
 Route picks K experts for every token; dispatch brings tokens to the ranks that hold their experts;
 the experts make one row of every received token, the weighted sum over those of this rank; combine
 adds a token's rows up on its own rank, and with them the shared experts' and the residual. The
-shared experts run while rows travel, one half on each
-way. Nothing here or below tells the host a count, so the whole layer can be captured.
+shared experts run while rows travel, one half on each way. Nothing here or below tells the host a
+count, so the whole layer can be captured.
 
 Legend: s tokens of a sequence on this rank, B sequences, T = s * B, D hidden, K experts per token,
 N tokens received.
@@ -29,7 +29,6 @@ from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.dispatch.base import make_dispatcher
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
-from phalanx.parallel.dispatch.local import Local
 from phalanx.parallel.dispatch.received import addends
 from phalanx.parallel.dispatch.transport_class import Transport
 
@@ -100,7 +99,7 @@ class MoE(MoELayer):
             symm=options.symm,
         )
         # Where nothing is sent back, the fused experts' last kernel makes the sum of a token.
-        self._adds = options.spec.backend == "fused" and isinstance(self.dispatcher, Local)
+        self._adds = options.spec.backend == "fused" and not self.dispatcher.sends_back
         self.experts = Experts(config=config, spec=options.spec, pg_collection=pg_collection)
         if moe.shared_ffn:
             self.shared_experts = SharedExperts(

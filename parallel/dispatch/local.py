@@ -17,6 +17,7 @@ class Local(Dispatcher):
     """All experts on this rank: nothing is copied."""
 
     no_overlap = "nothing is exchanged"
+    sends_back = False
 
     def __init__(self, plan: Planner) -> None:
         self._plan = plan

@@ -74,6 +74,8 @@ class Dispatcher(ABC):
     no_overlap: ClassVar[Refusal] = "cannot overlap"
     """Why the experts cannot work while rows are on their way. None: they can, if their kernels
     wait for rows."""
+    sends_back: ClassVar[bool] = True
+    """Sums of experts travel to the ranks of their tokens; if not, those of this rank are all."""
     bf16_only: ClassVar[bool] = False
     """It moves tokens in bf16 alone."""
 
