@@ -1,10 +1,14 @@
 """How fast a run is: seconds of a step, and what a GPU makes of them.
 
 The trainer restarts the clock after what is not a step (validation, checkpoints) and reads it where
-the device is known to have done all of them. FLOPs are those of `moe.estimate.accounting`.
+the device is known to have done all of the last step but its update, which it makes meanwhile: from
+one reading to the next there are as many updates as steps. FLOPs are those of
+`moe.estimate.accounting`.
 """
 
 import time
+
+import torch
 
 from phalanx.configs.schema import Config
 from phalanx.moe.estimate.accounting import flops_per_token, peak_tflops
@@ -24,11 +28,13 @@ class Pace:
         self._tokens = tokens / runtime.world
         self._flops = flops_per_token(cfg.model, cfg.data.sequence_length)
         self._peak = peak_tflops(runtime.device, cfg.run.precision)
+        self._device = runtime.device
         self.restart(0)
 
     def restart(self, step: int) -> None:
         """Time the steps after `step`, from now on."""
         self._since, self._step = time.perf_counter(), step
+        self._restarted = True
 
     def rates(self, step: int) -> dict[str, float]:
         """Mean rates of the steps up to `step` since the clock was started, which starts it again.
@@ -37,8 +43,12 @@ class Pace:
             step_time (s), tokens_per_second_per_gpu, tflops_per_gpu, and mfu (of 1) where the
             device's peak is known.
         """
-        seconds = (time.perf_counter() - self._since) / (step - self._step)
-        self.restart(step)
+        now = until = time.perf_counter()
+        if self._restarted and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # no update was under way when the clock started
+            until = time.perf_counter()
+        seconds = (until - self._since) / (step - self._step)
+        self._since, self._step, self._restarted = now, step, False
         tokens = self._tokens / seconds
         tflops = tokens * self._flops / 1e12
         utilisation = {"mfu": tflops / self._peak} if self._peak else {}

@@ -1,19 +1,19 @@
 """Load balance of the experts: the losses that keep it, the exact counts, and what is logged.
 
 A router counts its choices and hands its balancing losses to its `Statistics`, on the device and
-without a host read. Once per logged step the trainer calls `collect`, which sums over all ranks and
-pipeline stages, and `reset`. Invariants: counts are int64; a loss is held as this rank's share, so
-that the sum over tensor and context parallel ranks is the loss of one replica, on any layout.
+without a host read. Every step makes one table of them (`Collector`), which is summed over all
+ranks with the step's other totals; once it is logged the trainer calls `reset`. Invariants: counts
+are int64; a loss is held as this rank's share, so that the sum over tensor and context parallel
+ranks is the loss of one replica, on any layout.
 
 Legend: T tokens of this rank, B sequences, E experts, K experts per token.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -101,22 +101,17 @@ class Statistics(KeepsPrecision):
         """Note this rank's share of one of `LOSSES`, before its coefficient."""
         self.losses[LOSSES.index(name)] += share.detach()
 
-    def reset(self) -> None:
-        """Start over."""
-        for buffer in self.buffers():
-            buffer.zero_()
-
 
 @dataclass(frozen=True)
 class Balance:
     """Load balance of all MoE layers since the last `reset`; the same on every rank."""
 
-    load: dict[int, float]
+    load: dict[int, float] = field(default_factory=dict)
     """Layer number (1-based; prediction layers follow the last decoder layer) -> load of its
     busiest expert over the mean load. 1 is perfect, E / K the worst."""
-    idle: frozenset[tuple[int, int]]
+    idle: frozenset[tuple[int, int]] = frozenset()
     """(layer number, expert) of all that no token chose."""
-    losses: dict[str, float]
+    losses: dict[str, float] = field(default_factory=dict)
     """Balancing losses before their coefficients, mean over layers and micro-batches."""
 
     @property
@@ -145,26 +140,42 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
                 yield module
 
 
-def collect(chunks: Sequence[torch.nn.Module], config: Any, pg: ProcessGroupCollection) -> Balance:
-    """Statistics of the whole model. Every rank must call it; one host read.
+class Collector:
+    """Statistics of all routers of a model as one table, and what the table of all ranks says.
 
     Args:
         chunks: model chunks of this rank, wrapped or not.
         config: their TransformerConfig.
-        pg: process groups with `tp_dp_cp`, `tp_cp` and `pp`.
+        pg: process groups with `tp_cp`.
     """
-    experts, rows = config.num_moe_experts, config.num_layers + (config.mtp_num_layers or 0)
-    # One fp64 table [layer, counts | losses | micro-batches]: exact for counts below 2**53.
-    table = torch.zeros(rows, experts + len(LOSSES) + 1, dtype=torch.float64)
-    table = table.to(torch.cuda.current_device())
-    for router in routers(chunks):
-        s = router.statistics
-        parts = (s.tokens_per_expert, s.losses, s.micro_batches[None])
-        row = torch.cat([part.double() for part in parts])
-        table[layer_index(router, config)] += row
-    dist.all_reduce(table, group=pg.tp_dp_cp)
-    dist.all_reduce(table, group=pg.pp)
-    return _summary(table.cpu(), experts, pg.tp_cp.size())
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], config: Any, pg: ProcessGroupCollection
+    ) -> None:
+        self._experts, self._replica_ranks = config.num_moe_experts, pg.tp_cp.size()
+        layers = config.num_layers + (config.mtp_num_layers or 0)
+        self._of_layer: list[list[Statistics]] = [[] for _ in range(layers)]
+        for router in routers(chunks):
+            self._of_layer[layer_index(router, config)].append(router.statistics)
+        self._none = Statistics(self._experts)
+
+    def table(self) -> Tensor:
+        """This rank's part, fp64 [layers, counts | losses | micro-batches]; no host read.
+
+        The sum over all ranks is the table of the model: exact for counts below 2**53, and 0 in the
+        rows of layers that no rank has or that route nothing.
+        """
+        columns = (self._column(n) for n in ("tokens_per_expert", "losses", "micro_batches"))
+        return torch.cat([column.flatten(1) for column in columns], 1)
+
+    def _column(self, name: str) -> Tensor:
+        found = [[getattr(s, name) for s in here or [self._none]] for here in self._of_layer]
+        column = torch.stack([sum(parts[1:], parts[0]) for parts in found]).double()
+        return column if column.ndim > 1 else column[:, None]
+
+    def read(self, table: Tensor) -> Balance:
+        """What a table of all ranks says, in whichever shape it is; it lies on the host."""
+        return _summary(table.view(len(self._of_layer), -1), self._experts, self._replica_ranks)
 
 
 def layer_index(router: Any, config: Any) -> int:
@@ -176,7 +187,7 @@ def _summary(table: Tensor, experts: int, replica_ranks: int) -> Balance:
     count, losses, micro_batches = table.split([experts, len(LOSSES), 1], dim=1)
     used = [i for i, n in enumerate(micro_batches.flatten().tolist()) if n]
     if not used:
-        return Balance({}, frozenset(), dict.fromkeys(LOSSES, 0.0))
+        return Balance()
     count, losses, micro_batches = count[used], losses[used], micro_batches[used]
     load = count.amax(1) / count.mean(1)
     mean = (losses / micro_batches * replica_ranks).mean(0)
@@ -189,17 +200,35 @@ def _summary(table: Tensor, experts: int, replica_ranks: int) -> Balance:
 
 def reset(chunks: Sequence[torch.nn.Module]) -> None:
     """Forget the statistics, after they were logged."""
-    for router in routers(chunks):
-        router.statistics.reset()
+    for same in _by_dtype(b for router in routers(chunks) for b in router.statistics.buffers()):
+        torch._foreach_zero_(same)
 
 
 def snapshot(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
     """Copies of all counts, losses and expert biases, for a step that may have to be run again."""
-    return [buffer.clone() for router in routers(chunks) for buffer in router.buffers()]
+    buffers = _buffers(chunks)
+    saved = [torch.empty_like(buffer) for buffer in buffers]
+    _copy(saved, buffers)
+    return saved
 
 
 def restore(chunks: Sequence[torch.nn.Module], saved: Sequence[Tensor]) -> None:
     """Put back what `snapshot` took, in place."""
-    buffers = [buffer for router in routers(chunks) for buffer in router.buffers()]
-    for buffer, value in zip(buffers, saved, strict=True):
-        buffer.copy_(value)
+    _copy(_buffers(chunks), saved)
+
+
+def _buffers(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
+    return [buffer for router in routers(chunks) for buffer in router.buffers()]
+
+
+def _copy(to: Sequence[Tensor], from_: Sequence[Tensor]) -> None:
+    """All tensors by as many launches as they have dtypes, not by one each."""
+    for there, here in zip(_by_dtype(to), _by_dtype(from_), strict=True):
+        torch._foreach_copy_(there, here)
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())

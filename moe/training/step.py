@@ -1,9 +1,10 @@
 """All of a training step on the device but the update: micro-batches in, a few totals out.
 
-The totals of all ranks are one small tensor, which the host reads once: loss, gradient norm,
-overflow of the expert row budget, whether any rank was asked to stop. Nothing before that read
-waits for the device, so that a CUDA graph can replay it (`run.graph`). A step that overflowed is
-computed again with more rows.
+The totals of all ranks are one small tensor, which the host reads once: loss, gradient norm, load
+of the experts, overflow of their row budget, whether any rank was asked to stop. Nothing before
+that read waits for the device, so that a CUDA graph can replay it (`run.graph`), and nothing after
+it: the host reports a step and prepares the next while the device makes the update. A step that
+overflowed is computed again with more rows.
 """
 
 import math
@@ -22,6 +23,8 @@ from phalanx.parallel.engine import sum_over_world
 from phalanx.parallel.fault.activity import moving
 
 Batch = dict[str, torch.Tensor]
+_SUMS = 5
+"""Numbers that ranks add up, before the load of the experts."""
 
 
 class Rerun(NamedTuple):
@@ -43,6 +46,8 @@ class Totals(NamedTuple):
     stopping: bool
     """A rank was asked to stop."""
     reruns: tuple[Rerun, ...]
+    load: torch.Tensor
+    """Of the routers since the last reset, for `balance.Collector.read`; without gradients none."""
 
 
 class Step:
@@ -57,6 +62,7 @@ class Step:
         self.cfg, self.job = cfg, job
         self.graph = StepGraph(self.forward_backward) if job.captured else None
         self._stop = torch.zeros((), device=job.runtime.device)
+        self.collector = balance.Collector(job.engine.modules, job.engine.config, job.groups.pg)
         self.sample_losses: torch.Tensor | None = None
         """fp32 [samples] of this rank in the last forward-only step; None but on the last stage."""
 
@@ -83,10 +89,10 @@ class Step:
         reruns: list[Rerun] = []
         while True:
             read = _read(compute(inputs))  # the one host read of the step
-            loss, ranks, mtp_loss, stopping, squares, peak = read
+            peak, loss, ranks, mtp_loss, stopping, squares = read[: 1 + _SUMS].tolist()
             if not budget.exceeded(peak):
-                norm = math.sqrt(squares)
-                return Totals(loss / ranks, mtp_loss / ranks, norm, stopping > 0, tuple(reruns))
+                losses, norm = (loss / ranks, mtp_loss / ranks), math.sqrt(squares)
+                return Totals(*losses, norm, stopping > 0, tuple(reruns), read[1 + _SUMS :])
             reruns.append(Rerun(budget.grow(), budget.capacity_factor))
             if self.graph is not None:
                 self.graph.drop()
@@ -141,12 +147,13 @@ class Step:
     def _totals(
         self, reports: list[dict[str, torch.Tensor]], grad_squares: torch.Tensor | None
     ) -> torch.Tensor:
-        """Sums over all ranks, fp64 on the device.
+        """Of all ranks, fp64 on the device.
 
-        Loss, ranks that have one, loss of multi-token prediction, ranks asked to stop, squared
-        gradient norm; then the largest share of the budget of expert rows.
+        The largest share of the budget of expert rows; then sums: loss, ranks that have one, loss
+        of multi-token prediction, ranks asked to stop, squared gradient norm; and after a backward
+        pass the load of the experts.
         """
-        totals = torch.zeros(5, dtype=torch.float64, device=self.job.runtime.device)
+        totals = torch.zeros(_SUMS, dtype=torch.float64, device=self.job.runtime.device)
         if reports:  # last pipeline stage
             totals[0] = torch.stack([r["loss"] for r in reports]).mean()
             totals[1].fill_(1)  # a copy of a number could not be captured
@@ -157,12 +164,13 @@ class Step:
         totals[3] = self._stop
         if grad_squares is not None:
             totals[4] = grad_squares
+            totals = torch.cat((totals, self.collector.table().flatten()))
         peak = self.job.budget.record(torch.distributed.group.WORLD)
-        return torch.cat((sum_over_world(totals), peak[None]))
+        return torch.cat((peak[None], sum_over_world(totals)))
 
 
-def _read(totals: torch.Tensor) -> list[float]:
-    """To the host, by way of pinned memory.
+def _read(totals: torch.Tensor) -> torch.Tensor:
+    """On the host, by way of pinned memory.
 
     A copy to other memory would wait inside the driver, and everyone else who asks it with it: if
     the device hangs, the post-mortem.
@@ -172,7 +180,8 @@ def _read(totals: torch.Tensor) -> list[float]:
         totals = torch.empty_like(there, device="cpu", pin_memory=True)
         totals.copy_(there, non_blocking=True)
         torch.cuda.current_stream().synchronize()
-    return totals.tolist()
+        return totals
+    return totals.clone()
 
 
 def mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -104,6 +104,9 @@ class Trainer:
         self.health = Health(cfg.run)
         self.step = 0
         self.compute = Step(cfg, self.job)
+        self._routed: torch.Tensor | None = None
+        """Load of the experts in the steps since the last record, all ranks' table; None if all of
+        them were skipped."""
         cuda = runtime.device.type == "cuda"
         self._async_save = {"auto": cuda, "on": True, "off": False}[cfg.run.async_save]
         self.checkpoints = Checkpointer(
@@ -219,9 +222,8 @@ class Trainer:
         waited = time.perf_counter() - began
         self._doing("forward and backward")
         before = balance.snapshot(engine.modules)
-        loss, mtp_loss, norm, stopping, reruns = self.compute(
-            batches, before, stop=self.stop.received is not None
-        )
+        asked = self.stop.received is not None
+        loss, mtp_loss, norm, stopping, reruns, load = self.compute(batches, before, stop=asked)
         self._tell(reruns, f"step {number}")
         fault = self.health.fault(number, loss, norm)
         if fault is not None:
@@ -230,6 +232,8 @@ class Trainer:
                 self._roll_back(fault)
                 return stopping
             self.metrics.event(f"skipped: {fault}")
+        else:
+            self._routed = load
         self._doing("update")
         with record_function("optimizer"):
             engine.step(norm) if fault is None else engine.skip()
@@ -285,10 +289,8 @@ class Trainer:
             )
 
     def _log(self, record: dict[str, Any]) -> None:
-        engine, budget = self.job.engine, self.job.budget
-        # Reads from the device: the clock below has seen the whole of every step until here.
-        load = balance.collect(engine.modules, engine.config, self.job.groups.pg)
-        balance.reset(engine.modules)
+        budget = self.job.budget
+        load = self._take_load()
         record |= {"step": self.step, "tokens": self._tokens()}
         record |= {"reruns": budget.reruns} | self.health.counts()
         record["capacity_factor"] = budget.capacity_factor
@@ -299,6 +301,12 @@ class Trainer:
         self.metrics.log(record)
         for warning in self.experts.look(load, self.step):
             self.metrics.event(warning)
+
+    def _take_load(self) -> balance.Balance:
+        """Of the steps since the last record, without those that were skipped."""
+        table, self._routed = self._routed, None
+        balance.reset(self.job.engine.modules)
+        return balance.Balance() if table is None else self.compute.collector.read(table)
 
     def _tokens(self) -> int:
         """That the data cursor has passed."""
@@ -383,7 +391,7 @@ class Trainer:
         self._load(path)
         self.health.roll_back(self.step, fault)
         self._reach_the_end()
-        balance.reset(self.job.engine.modules)
+        self._take_load()
         self.experts.rewind(self.step)
         self.metrics.rewind(self.step)
         self.metrics.event(f"rolled back to {path}: {fault}")

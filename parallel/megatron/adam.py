@@ -79,7 +79,8 @@ class AdamW(torch.optim.Optimizer):
                 self._step_in_bf16(group, params)
                 continue
             for same_device in _by_device(params):
-                step = torch.tensor(float(group["step"]), device=same_device[0].device)
+                # Filled there: a copy of the number would wait for what the device has to do.
+                step = torch.full((), float(group["step"]), device=same_device[0].device)
                 self._fused(
                     same_device,
                     [p.grad for p in same_device],

@@ -420,7 +420,7 @@ def _sync_free(overrides: Sequence[str]) -> float:
         with sync_free():
             totals = trainer.compute.forward_backward(batches)
         trainer.loader.close()
-        total, ranks, *_ = totals.tolist()
+        _, total, ranks, *_ = totals.tolist()
         return total / ranks
     finally:
         setattr(VocabParallelCrossEntropy, name, staticmethod(loss))

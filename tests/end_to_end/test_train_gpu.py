@@ -188,3 +188,29 @@ def test_one_sided_dispatch_trains_bit_for_bit_like_collectives(
         ours = train(tmp_path, name, *options, "parallel.dispatch=symm", *extra, ranks=2)
         for key in ("loss", "grad_norm"):
             assert [s[key] for s in ours] == [s[key] for s in theirs], (name, key)
+
+
+STRICT = """
+import runpy, torch
+from phalanx.moe.training.trainer import Trainer
+
+step = Trainer._train_step
+
+def strict(self):
+    torch.cuda.set_sync_debug_mode("error" if self.step > 3 else "default")
+    try:
+        return step(self)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+Trainer._train_step = strict
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_the_host_waits_for_nothing_but_the_totals(moments: str, tmp_path: Path) -> None:
+    """Steps with their update, their record and what goes before the next: torch itself tells."""
+    options = ["run.steps=8", "run.log_interval=1", f"optim.moments={moments}", GRAPH]
+    steps = train(tmp_path, moments, *options, program=("-c", STRICT))
+    assert [step["step"] for step in steps] == list(range(1, 9))

@@ -9,7 +9,7 @@ from tests.kernels.capture import check_replay
 from tests.kernels.interpreter import interpret
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SHAPES = [(7, 12, 5), (50, 3, 33), (4, 300, 20), (1, 1, 8), (3, 0, 4), (1000, 600, 520)]
+SHAPES = [(7, 12, 5), (50, 3, 33), (4, 300, 20), (1, 1, 8), (2, 64, 3), (3, 0, 4), (1000, 600, 520)]
 
 
 def given(V: int, T: int, D: int, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:

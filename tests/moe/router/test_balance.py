@@ -103,10 +103,19 @@ def test_loss_of_equal_scores_is_one() -> None:
     run_distributed(_uniform, 1)
 
 
+def _collected(chunks: list[Any], config: Any, pg: Any) -> Any:
+    """What all ranks' statistics say, as a step gathers them."""
+    from phalanx.moe.router.balance import Collector
+
+    collector = Collector(chunks, config, pg)
+    table = collector.table()
+    dist.all_reduce(table)
+    return collector.read(table.flatten())
+
+
 def _layout(sizes: dict[str, int], per_token: bool) -> Any:
     """Gradient of the router's weight as training reduces it, and what is logged."""
     install()
-    from phalanx.moe.router import balance
     from phalanx.parallel.groups import create
 
     groups = create(**sizes)
@@ -127,7 +136,7 @@ def _layout(sizes: dict[str, int], per_token: bool) -> Any:
     grad = r.weight.grad
     dist.all_reduce(grad)
     grad /= SEQUENCE * 4 if per_token else groups.data
-    record = balance.collect([r], r.config, pg)
+    record = _collected([r], r.config, pg)
     counts = r.local_tokens_per_expert.clone()
     dist.all_reduce(counts)
     return grad, record, counts
@@ -285,9 +294,9 @@ def _pipeline() -> Any:
         r.statistics.add_counts(count)
         r.statistics.add_loss("aux_loss", torch.tensor(float(layer)))
         chunk.append(r)
-    record = balance.collect([chunk], config, groups.pg)
+    record = _collected([chunk], config, groups.pg)
     balance.reset([chunk])
-    empty = balance.collect([chunk], config, groups.pg)
+    empty = _collected([chunk], config, groups.pg)
     return record, empty
 
 
