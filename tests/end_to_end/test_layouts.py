@@ -33,7 +33,7 @@ CHANGE, WEIGHT = 1e-4, 3e-7
 
 TRAINING = [
     "run.precision=fp32",
-    "run.steps=2",
+    "run.steps=3",
     # Rounding must not change a choice of experts. With this seed the last expert chosen and the
     # first one left out are never closer than 5e-5 of the largest score.
     "run.seed=3",
