@@ -147,6 +147,8 @@ class GuardProcess:
 
     def _hear_hub(self) -> None:
         assert self._link is not None
+        if not self._here:
+            return  # both were heard at once, and the end of the rank has closed the link
         lines = self._read(self._link)
         if lines is None:
             self._selector.unregister(self._link)

@@ -199,6 +199,7 @@ def yaml_file(rng: random.Random, folder: Path) -> bool:
         text = "\n".join(lines) + "\n"
     path = folder / group / "fuzz.yaml"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    loading._of_groups.cache_clear()  # the file has had the same name before
     try:
         cfg = load([f"{group}=fuzz"])
         compose([f"{group}=fuzz"]).yaml()

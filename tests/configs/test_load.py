@@ -5,6 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from phalanx.configs import load as loading
@@ -135,6 +137,23 @@ def test_a_mistake_in_a_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (line,) = mistakes("model=other")
     assert line.startswith("configs/model/other.yaml: model.hidden: Value 'wide'")
     assert line.endswith("expected an integer, as in model.hidden=128")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["run.steps=7", "experiment=gpt_oss_20b_8gpu", "model=tiny", "run.steps=8"],
+        ["optim.lr=1", "run.name=${model.name}", "data.blend=[a,b]", "model.moe={ffn: 16}"],
+    ],
+)
+def test_what_was_composed_before_changes_nothing(overrides: list[str]) -> None:
+    """Hydra composes the groups, once; values follow. As Hydra does it with all at once."""
+    for _ in "ab":
+        load([*overrides, "run.seed=99"])
+        made = compose(overrides)
+    with initialize_config_dir(version_base="1.3", config_dir=str(loading.FOLDER)):
+        whole = hydra_compose("config", overrides=overrides)
+    assert made.tree == whole and made.choices["model"] == "tiny"
 
 
 def test_cfg_job_prints_what_load_gives(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("corpus")
     prefix = write_corpus(folder / "text", documents())
     data = ["data=indexed", f"data.blend=[{prefix}]", f"data.cache={folder / 'cache'}"]
-    return [*SMALL, *data]
+    return [*SMALL, *data, "data.micro_batch=2"]  # two of them a step on each of two ranks
 
 
 def state_of(trainer: Any) -> dict[str, Any]:

@@ -41,6 +41,12 @@ def mark_and(act: Callable[[], Any], path: Path) -> None:
     act()
 
 
+def heard_then(act: Callable[[], Any]) -> None:
+    """Let the others hear of the step first: a rank tells them several times a second."""
+    time.sleep(0.4)
+    act()
+
+
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -81,7 +87,8 @@ def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_pat
     act, said, code = CASES[case]
     when = tmp_path / "when"
     command = [*TINY, f"parallel.timeout={TIMEOUT}", f"run.dir={tmp_path}"]
-    change = partial(at_step, only=culprit, number=3, act=partial(mark_and, act, when))
+    fault = partial(heard_then, partial(mark_and, act, when))
+    change = partial(at_step, only=culprit, number=3, act=fault)
     with Launch(2, command, tmp_path / "out", change) as launch:
         codes = launch.wait(60)
         took = max(launch.ended.values()) - float(when.read_text())

@@ -162,7 +162,7 @@ CASES = {
     "no folder": Case(AT_3(act=no_folder_of_checkpoints), 2, "cannot write checkpoint"),
     "data cut": Case(AT_3(act=cut_data), 2, "text.bin was changed while this run reads it", DATA),
     "data changed": Case(AT_3(act=other_data), 2, "text.bin was changed while", DATA),
-    "host memory": Case(AT_3(act=no_memory), 1, "data.micro_batch=2: lower it; run.recompute="),
+    "host memory": Case(AT_3(act=no_memory), 1, "data.micro_batch=4: lower it; run.recompute="),
     "gpu memory": Case(out_of_gpu_memory, 1, "memory snapshot in {folder}/runs/run/memory_rank0"),
     "wandb init": Case(WANDB(fails="init"), 0, "Weights & Biases is off", ("run.wandb=offline",)),
     "wandb log": Case(WANDB(fails="log"), 0, "Weights & Biases is off", ("run.wandb=offline",)),

@@ -1,21 +1,32 @@
-"""Triton kernels on CPU tensors: run by Triton's interpreter, in a process of its own."""
+"""Triton kernels on CPU tensors: run by Triton's interpreter, which a process has or has not.
 
+One such process serves all modules of a session's process; what they import takes seconds.
+"""
+
+import functools
+import importlib
 import os
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 
 def interpret(module: str) -> None:
-    """Call `interpreted` of a test module there; AssertionError if it fails.
+    """Call `interpreted` of a test module there, and raise what it raises.
 
     Args:
         module: `__name__` of the caller.
     """
-    run = subprocess.run(
-        [sys.executable, "-c", f"from {module} import interpreted; interpreted()"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, run.stderr
+    _process().submit(_call, module).result(timeout=100)
+
+
+@functools.cache
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin)
+
+
+def _begin() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+
+def _call(module: str) -> None:
+    importlib.import_module(module).interpreted()

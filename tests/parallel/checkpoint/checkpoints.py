@@ -128,14 +128,14 @@ def train(engine: Any, groups: Any, first: int, last: int) -> list[tuple[float, 
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
-        mine = ids.chunk(groups.data)[groups.data_rank].split(1)
+        mine = ids.chunk(groups.data)[groups.data_rank].split(2)
         engine.zero_grad()
         reports = engine.forward_backward(
             forward,
             [iter(mine) for _ in engine.chunks],
             microbatches=len(mine),
             sequence=SEQUENCE,
-            micro_batch=1,
+            micro_batch=2,
         )
         losses = [float(report["loss"]) for report in reports]
         results.append((sum(losses), engine.step()))
