@@ -1,0 +1,1 @@
+"""FP8 in blocks: the definition in plain torch, and the kernels that compute it."""

@@ -1,0 +1,199 @@
+"""FP8 in blocks: the definition in plain torch, on any device.
+
+A block is a set of elements with one scale. With amax the largest magnitude of a block, elements
+are multiplied by the largest power of two s for which amax * s is at most the largest number of the
+format, rounded to nearest even and kept with 1 / s. These are the bytes and scales of Transformer
+Engine 2.20's Float8BlockScaling for finite values (common/recipe/recipe_common.cuh), whose default
+are powers of two. A block with an infinity keeps NaN as its scale, so that the infinity reaches the
+checks of the loss as it would in bf16; Transformer Engine's kernels make 448 of it. A NaN stays one
+in its element and has no part in amax.
+
+As s is a power of two, data * scale is exact in bf16 too: a GEMM of the FP8 operands and a GEMM in
+bf16 of what `dequantize` returns have the same products.
+
+Legend: R rows, C channels, L experts, O and I channels out and in, S expert rows, T rows of S with
+every expert's padded to a multiple of BLOCK; B_X is X in blocks of BLOCK, the last of which may be
+short. `parts` are equal runs of channels in which blocks start anew, such as the gate and the
+linear half of W1.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.kernels.quantize.recipe import TokenBlocks
+
+BLOCK = 128
+"""Elements of a side of a block."""
+
+_TOP = {torch.float8_e4m3fn: (448.0, 9), torch.float8_e5m2: (57344.0, 16)}
+"""Largest number, which is 0.875 * 2^exponent in both."""
+
+
+class Quantized(NamedTuple):
+    """A matrix in FP8; its values are data * scale."""
+
+    data: Tensor
+    """e4m3 or e5m2: [R, C], or [L, O, I] of weights."""
+    scale: Tensor
+    """fp32, 2^-127 to 2^127 or NaN: [R, parts * B_C/parts], or [L, parts * B_O/parts, B_I]."""
+
+
+class QuantizedColumns(NamedTuple):
+    """A matrix of expert rows, transposed for a GEMM that contracts over an expert's tokens."""
+
+    data_CT: Tensor
+    """e4m3 or e5m2. Expert e's tokens are columns offsets_T[e] and on; 0 between experts."""
+    scale: Tensor
+    """fp32: [B_T, parts * B_C/parts] of `square` blocks, [B_T, C] of `vector` blocks."""
+    blocks: TokenBlocks
+
+
+class QuantizedWeights(NamedTuple):
+    """Weights in FP8 in both layouts, as FP8 GEMMs contract over the last dimension only."""
+
+    data_LOI: Tensor
+    data_LIO: Tensor
+    """The same elements."""
+    scale: Tensor
+    """fp32 [L, parts * B_O/parts, B_I], of both."""
+
+    @property
+    def forward(self) -> Quantized:
+        """W."""
+        return Quantized(self.data_LOI, self.scale)
+
+
+def block_count(channels: int, parts: int = 1) -> int:
+    """Blocks of `channels`, which start anew in each of the parts."""
+    return parts * -(-(channels // parts) // BLOCK)
+
+
+def scales(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What the elements of blocks with these amax are multiplied by, and what gives them back."""
+    mantissa, exponent = torch.frexp(amax.float())
+    power = _TOP[dtype][1] - exponent - (mantissa > 0.875).int()
+    power = torch.where((amax > 0) & amax.isfinite(), power, 0).clamp(max=127)
+    one = torch.ones_like(mantissa)
+    down = torch.where(amax.isinf(), torch.nan, torch.ldexp(one, -power))
+    return torch.ldexp(one, power), down
+
+
+def quantize_rows(
+    x_RC: Tensor, parts: int = 1, dtype: torch.dtype = torch.float8_e4m3fn
+) -> Quantized:
+    """A scale for 128 channels of a row. x is fp32 or bf16."""
+    data, scale = _quantize(_parted(x_RC, parts), (1, BLOCK), dtype)
+    return Quantized(_joined(data), _joined(scale))
+
+
+def quantize_weights(w_LOI: Tensor, parts: int = 1) -> QuantizedWeights:
+    """A scale for 128 x 128, in e4m3. w is fp32 or bf16; the parts are of O."""
+    L, O, I = w_LOI.shape  # noqa: E741
+    data, scale = _quantize(w_LOI.reshape(L * parts, -1, I), (BLOCK, BLOCK), torch.float8_e4m3fn)
+    data_LOI = data.view(L, O, I)
+    return QuantizedWeights(
+        data_LOI, data_LOI.transpose(1, 2).contiguous(), scale.reshape(L, -1, scale.shape[-1])
+    )
+
+
+def quantize_columns(
+    x_SC: Tensor,
+    offsets: Tensor,
+    blocks: TokenBlocks,
+    parts: int = 1,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> QuantizedColumns:
+    """A scale for 128 tokens of an expert, by a channel or by 128 channels.
+
+    Args:
+        x_SC: fp32 or bf16 expert rows; of rows in FP8, what `dequantize_rows` makes of them.
+        offsets: int32 [L + 1], first row of each expert; rows from offsets[L] on are not read.
+        blocks: `vector` or `square`.
+        parts: of C.
+        dtype: of the result.
+    """
+    rows = column_rows(len(x_SC), len(offsets) - 1)
+    x_TC = _moved(x_SC, rows, offsets, column_offsets(offsets))
+    tile = (BLOCK, BLOCK if blocks == "square" else 1)
+    data, scale = _quantize(_parted(x_TC, parts), tile, dtype)
+    return QuantizedColumns(_joined(data).T.contiguous(), _joined(scale), blocks)
+
+
+def dequantize_rows(q: Quantized, parts: int = 1) -> Tensor:
+    """fp32 [R, C]."""
+    return _joined(_dequantize(_parted(q.data, parts), _parted(q.scale, parts), (1, BLOCK)))
+
+
+def dequantize_weights(q: Quantized, parts: int = 1) -> Tensor:
+    """fp32 [L, O, I]."""
+    L, O, I = q.data.shape  # noqa: E741
+    scale = q.scale.reshape(L * parts, -1, q.scale.shape[-1])
+    return _dequantize(q.data.reshape(L * parts, -1, I), scale, (BLOCK, BLOCK)).view(L, O, I)
+
+
+def dequantize_columns(q: QuantizedColumns, offsets: Tensor, rows: int, parts: int = 1) -> Tensor:
+    """fp32 [S, C] with S = `rows`; 0 from offsets[L] on."""
+    tile = (BLOCK, BLOCK if q.blocks == "square" else 1)
+    x_TC = _joined(_dequantize(_parted(q.data_CT.T, parts), _parted(q.scale, parts), tile))
+    return _moved(x_TC, rows, column_offsets(offsets), offsets)
+
+
+def column_offsets(offsets: Tensor) -> Tensor:
+    """int32 [L + 1]: where each expert's tokens begin in `QuantizedColumns`."""
+    counts_L = (offsets.diff() + BLOCK - 1) // BLOCK * BLOCK
+    return torch.nn.functional.pad(counts_L.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def column_rows(rows: int, experts: int) -> int:
+    """T for S = `rows` expert rows of L = `experts`: enough for any routing."""
+    return (rows + (BLOCK - 1) * experts) // BLOCK * BLOCK
+
+
+def _moved(x: Tensor, rows: int, starts: Tensor, new_starts: Tensor) -> Tensor:
+    """Rows of every expert from where they start in x to where they start in a matrix of `rows`
+    rows, which is 0 where an expert has none."""
+    L = len(starts) - 1
+    row = torch.arange(rows, dtype=torch.int32, device=x.device)
+    expert = torch.searchsorted(new_starts[1:], row, right=True, out_int32=True)
+    inside = expert < L
+    expert = expert.clamp(max=L - 1)
+    place = starts[expert] + row - new_starts[expert]
+    # Of the two numbers of rows of an expert, padded and not, the smaller.
+    inside &= (place < starts[expert + 1]) & (row < new_starts[expert + 1])
+    picked = x.index_select(0, place.clamp(0, max(len(x) - 1, 0)))
+    return torch.where(inside[:, None], picked, torch.zeros_like(picked))
+
+
+def _parted(x: Tensor, parts: int) -> Tensor:
+    """[R, C] -> [parts, R, C / parts]."""
+    return x.unflatten(1, (parts, -1)).movedim(1, 0)
+
+
+def _joined(x: Tensor) -> Tensor:
+    """[parts, R, C / parts] -> [R, C]."""
+    return x.movedim(0, 1).flatten(1)
+
+
+def _quantize(x: Tensor, tile: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Data [..., R, C] and the scale of each tile; the last tile of a row or column may be short."""
+    x = x.float()
+    missing = [-x.shape[-1] % tile[1], -x.shape[-2] % tile[0]]
+    tiles = F.pad(x.abs(), (0, missing[0], 0, missing[1]))
+    tiles = tiles.unflatten(-1, (-1, tile[1])).unflatten(-3, (-1, tile[0]))
+    amax = tiles.nan_to_num(nan=0.0, posinf=torch.inf).amax((-3, -1))
+    up, scale = scales(amax, dtype)
+    top = _TOP[dtype][0]
+    return (x * _spread(up, x, tile)).clamp(-top, top).to(dtype), scale
+
+
+def _dequantize(data: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
+    return data.float() * _spread(scale, data, tile)
+
+
+def _spread(scale: Tensor, like: Tensor, tile: tuple[int, int]) -> Tensor:
+    """The scale of a tile for each of its elements."""
+    wide = scale.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)
+    return wide[..., : like.shape[-2], : like.shape[-1]]

@@ -1,0 +1,32 @@
+"""Which operands of a linear layer are FP8, and in which blocks, as one value.
+
+The recipe is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3) with scales that are powers of
+two, as Transformer Engine's Float8BlockScaling has them by default: activations and gradients have
+a scale for 128 channels of a row, weights one for 128 x 128. `kernels.quantize.blocks` says how a
+block becomes FP8.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+GradFormat = Literal["e4m3", "e5m2"]
+TokenBlocks = Literal["vector", "square"]
+
+FORMATS: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class Fp8Block:
+    """Switches of the recipe `fp8_block`."""
+
+    grad_format: GradFormat = "e4m3"
+    """Format of gradients: e5m2 has two more powers of two of range below, and one bit less."""
+    wgrad: Literal["fp8", "bf16"] = "fp8"
+    """Precision of the operands of weight gradients."""
+    wgrad_blocks: TokenBlocks = "square"
+    """Blocks of the operands of weight gradients, whose contraction runs over tokens: `vector` is a
+    channel of 128 tokens, as in Transformer Engine; `square` is 128 tokens by 128 channels."""
+    hidden: Literal["bf16", "fp8"] = "bf16"
+    """What is kept of the input of the activation for the backward pass."""
