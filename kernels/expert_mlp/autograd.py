@@ -17,12 +17,19 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.expert_mlp.backend import Backend, Linear, Operand, Rows, put
+from phalanx.kernels.expert_mlp.backend import (
+    Backend,
+    Linear,
+    Operand,
+    Rows,
+    put,
+    rows_of,
+    tensors_of,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
-from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.routing.sort_pairs import gather_rows
 
 
@@ -87,7 +94,7 @@ class ExpertMLP(torch.autograd.Function):
         ctx.accumulated = [
             p if how.spec.accumulate and main_grad.takes(p) else None for p in weights
         ]
-        kept = _tensors(h), _tensors(x_rows) if overlap is None else ()
+        kept = tensors_of(h), tensors_of(x_rows) if overlap is None else ()
         ctx.counts = [len(tensors) for tensors in kept]
         if overlap is None:
             ctx.save_for_backward(w1, w2, b2, *kept[0], *kept[1], *plan._replace(needed=None))
@@ -106,8 +113,8 @@ class ExpertMLP(torch.autograd.Function):
             return *[None] * 8, *addends
         w1, w2, b2, *rest = ctx.saved_tensors
         of_h, of_x = ctx.counts
-        h, after = _rows(rest[:of_h]), rest[of_h:]
-        x = _rows(after[:of_x]) if of_x else None
+        h, after = rows_of(rest[:of_h]), rest[of_h:]
+        x = rows_of(after[:of_x]) if of_x else None
         plan = ExpertPlan(*after[of_x:]) if of_x else ctx.plan
         buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
         given = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, ctx.how)
@@ -148,13 +155,13 @@ def run_forward(
     """(out, h, x as it is to be saved); h is empty without `keep_h`."""
     spec, overlap = how.spec, how.overlap
     ops, act = backend_of(spec, "forward"), spec.activation
-    fc1, fc2 = _layers(weights, spec)
+    fc1, fc2 = layers(weights, spec)
     ready = None if overlap is None else overlap.ready
     x_rows = ops.quantize(x)
     h_SH, a_SF = ops.fc1_act(x_rows, fc1, plan, act, keep_h=how.keep_h, ready=ready)
     if h_SH is None or not how.keep_h:
         h_SH = x.new_empty(0)
-    x_rows = _for_wgrad(x, x_rows, spec)
+    x_rows = for_wgrad(x, x_rows, spec)
     if overlap is not None:
         signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, how.keep_h)
         ops.rows(a_SF, fc2, plan, signal=signal)
@@ -183,7 +190,7 @@ def run_backward(
     x_ND, weights, h_SH, plan, how = saved
     spec, act, overlap = how.spec, how.spec.activation, how.overlap
     ops = backend_of(spec, "dgrad")
-    fc1, fc2 = _layers(weights, spec)
+    fc1, fc2 = layers(weights, spec)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     dy = Operand(dout, gather=plan.inverse_NK is not None)
     if dy.gather and not ops.gathers and plan.row_index_S is not None:
@@ -193,7 +200,7 @@ def run_backward(
     made = ops.fc2_dgrad_dact(dy_rows, fc2, h_SH, plan, act, ready=ready)
     dh_SH, a, dprob_S, db1 = made.dh_SH, Operand(made.a_SF), made.dprob_S, made.db1_LH
     dh = Operand(dh_SH if made.dh_columns is None else made.dh_columns, parts=fc1.parts)
-    dy = dy._replace(matrix=_for_wgrad(dy.matrix, dy_rows.matrix, spec))
+    dy = dy._replace(matrix=for_wgrad(dy.matrix, dy_rows.matrix, spec))
     del made, dy_rows
     dw1 = dw2 = db2 = dx = None
     if need_x:
@@ -214,7 +221,6 @@ def run_backward(
     del a, dout, dy  # the largest buffers of the backward after dh
     if overlap is not None:
         x_ND = overlap.tokens()
-    assert x_ND is not None
     if need_w1:
         x = wgrads.columns(Operand(x_ND, gather=plan.row_index_S is not None), plan)
         dw1 = wgrads.wgrad(dh, x, plan, buffers[0])
@@ -234,24 +240,15 @@ def run_backward(
     )
 
 
-def _layers(weights: MLPWeights, spec: MLPSpec) -> tuple[Linear, Linear]:
+def layers(weights: MLPWeights, spec: MLPSpec) -> tuple[Linear, Linear]:
     """Fc1 and fc2."""
     fc1 = Linear(weights.w1, weights.b1, parts=spec.activation.facts.halves)
     return fc1, Linear(weights.w2, weights.b2)
 
 
-def _for_wgrad(given: Any, rows: Any, spec: MLPSpec) -> Any:
+def for_wgrad(given: Any, rows: Any, spec: MLPSpec) -> Any:
     """Which of a matrix, as it was given and as the other GEMMs take it, weight gradients read."""
     return given if spec.recipe is not None and spec.recipe.wgrad == "bf16" else rows
-
-
-def _tensors(rows: Rows) -> tuple[Tensor, ...]:
-    return (rows.data, rows.scale) if isinstance(rows, Quantized) else (rows,)
-
-
-def _rows(tensors: Sequence[Tensor]) -> Rows:
-    """The inverse of `_tensors`."""
-    return Quantized(*tensors) if len(tensors) == 2 else tensors[0]
 
 
 def _like(grad: Tensor | None, weight: Tensor, buffer: Buffer | None) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.quantize.blocks import Quantized
 
 type Rows = Any
 """Rows of channels as a backend's GEMMs take them: a Tensor, or `Quantized` with a recipe."""
@@ -170,6 +171,16 @@ class Backend(Protocol):
         """out[n] = sum of y[inverse[n, k]] in the order k = 0 .. K - 1, in fp32, rounded once; and
         then `plus` addends [N, D], which a backend may add before it rounds."""
         ...
+
+
+def tensors_of(rows: Rows) -> tuple[Tensor, ...]:
+    """What autograd can take and save of rows."""
+    return tuple(rows) if isinstance(rows, Quantized) else (rows,)
+
+
+def rows_of(tensors: Sequence[Tensor]) -> Rows:
+    """The inverse of `tensors_of`."""
+    return Quantized(*tensors) if len(tensors) == 2 else tensors[0]
 
 
 class AsTheyAre:

@@ -53,5 +53,5 @@ class DenseMLP(MLP):
         if not self._fused:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         w1, w2 = (gathered(linear).weight for linear in (self.linear_fc1, self.linear_fc2))
-        h_NH, a_NF = dense_first(hidden_states.flatten(0, 1), w1, self._spec)
-        return dense_second(h_NH, a_NF, w2, self._spec).view_as(hidden_states), None
+        first = dense_first(hidden_states.flatten(0, 1), w1, self._spec)
+        return dense_second(first, w2, self._spec).view_as(hidden_states), None

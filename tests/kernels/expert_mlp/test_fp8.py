@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
@@ -30,6 +31,7 @@ from tests.kernels.problems import (
     gradients,
     leaves_of,
     make,
+    one_expert,
     random_choice,
 )
 
@@ -211,3 +213,20 @@ def test_gradients_added_to_main_grad():
     how(accumulate=True).backward(p.dout)
     for name in ("w1", "w2"):
         assert error(leaves[name].main_grad - 1, want[f"d{name}"]) < 4e-3
+
+
+@pytest.mark.parametrize("name", ["default", "wgrad in bf16", "e5m2"])
+@pytest.mark.parametrize("act", [SWIGLU, Activation("squared_relu")], ids=lambda act: act.kind)
+def test_halves_of_a_dense_mlp_are_the_whole_bit_for_bit(act, name):
+    g = torch.Generator().manual_seed(0)
+    shapes = {"x": (150, 160), "w1": (act.width(136), 160), "w2": (160, 136)}
+    given = {k: torch.randn(s, generator=g).bfloat16() for k, s in shapes.items()}
+    whole, parts = ({k: v.clone().requires_grad_() for k, v in given.items()} for _ in range(2))
+    dout, spec = torch.randn(150, 160, generator=g).bfloat16(), MLPSpec(act, "torch")
+    spec = replace(spec, recipe=RECIPES[name])
+    made = dense_second(dense_first(parts["x"], parts["w1"], spec), parts["w2"], spec)
+    want = gradients(
+        one_expert(whole["x"], MLPWeights(whole["w1"], whole["w2"]), spec), dout, whole
+    )
+    got = gradients(made, dout, parts)
+    assert {k: torch.equal(got[k], want[k]) for k in want} == dict.fromkeys(want, True)
