@@ -23,6 +23,7 @@ from phalanx.kernels.expert_mlp.backend import (
     rows_of,
     tensors_of,
 )
+from phalanx.kernels.expert_mlp.dense_linear import weight_gradient
 from phalanx.kernels.expert_mlp.expert_plan import one_group
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 
@@ -110,8 +111,9 @@ class _First(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx_ND = backend_of(ctx.spec, "dgrad").rows(dh, fc1.transposed, ctx.plan)
         if ctx.needs_input_grad[1]:
-            v = backend_of(ctx.spec, "wgrad").columns(Operand(rows_of(x)), ctx.plan)
-            dw1 = _wgrad(ctx, Operand(columns, parts=fc1.parts), v, w1)
+            wgrad = backend_of(ctx.spec, "wgrad")
+            v = wgrad.columns(Operand(rows_of(x)), ctx.plan)
+            dw1 = weight_gradient(ctx, wgrad, Operand(columns, parts=fc1.parts), v, w1)
         return dx_ND, dw1, None, None
 
 
@@ -143,9 +145,9 @@ class _Second(torch.autograd.Function):
         made = dgrad.fc2_dgrad_dact(Operand(dy), fc2, h_NH, ctx.plan, spec.activation)
         dh, dw2 = made.dh_SH, None
         if ctx.needs_input_grad[1]:
-            d = Operand(for_wgrad(dout_ND, dy, spec))
-            d = backend_of(spec, "wgrad").columns(d, ctx.plan)
-            dw2 = _wgrad(ctx, d, Operand(made.a_SF), w2)
+            wgrad = backend_of(spec, "wgrad")
+            d = wgrad.columns(Operand(for_wgrad(dout_ND, dy, spec)), ctx.plan)
+            dw2 = weight_gradient(ctx, wgrad, d, Operand(made.a_SF), w2)
         if spec.recipe is not None:
             ctx.gradient.append(made)
             dh = h_NH.new_empty(1).expand_as(h_NH)  # of which nobody reads more than the shape
@@ -159,16 +161,6 @@ def _layers(w1: Tensor, w2: Tensor, spec: MLPSpec) -> Any:
 def _keep(ctx: Any, plan: Any, spec: MLPSpec, w: Tensor) -> None:
     ctx.plan, ctx.spec = plan, spec
     ctx.accumulated = w if spec.accumulate and main_grad.takes(w) else None
-
-
-def _wgrad(ctx: Any, d: Operand, v: Operand, w: Tensor) -> Tensor | None:
-    """Into the buffer of the parameter, if that is asked for."""
-    wgrad = backend_of(ctx.spec, "wgrad").wgrad
-    if ctx.accumulated is None:
-        return wgrad(d, v, ctx.plan).view(w.shape).to(w.dtype)
-    buffer = main_grad.buffer(ctx.accumulated)
-    wgrad(d, v, ctx.plan, buffer._replace(out=buffer.out[None]))
-    return main_grad.added(ctx.accumulated)
 
 
 def _shapes(*tensors: Tensor) -> str:
