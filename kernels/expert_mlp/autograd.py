@@ -11,6 +11,7 @@ Shape legend as in `kernels.backend`; out is [N, D], or [S, D] in expert order w
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -30,6 +31,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.routing.sort_pairs import gather_rows
 
 
@@ -64,6 +66,16 @@ class Overlap(Protocol):
     def tokens(self) -> Tensor:
         """x in the backward pass, at its first use there."""
         ...
+
+
+@dataclass
+class Arrived:
+    """Rows that have come in FP8, beside tensors of their shape without data for autograd."""
+
+    tokens: Quantized | None = None
+    """x."""
+    gradient: Quantized | None = None
+    """The gradient of out, in the backward pass."""
 
 
 class ExpertMLP(torch.autograd.Function):
@@ -118,7 +130,8 @@ class ExpertMLP(torch.autograd.Function):
         plan = ExpertPlan(*after[of_x:]) if of_x else ctx.plan
         buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
         given = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, ctx.how)
-        dx, *grads, dprob = run_backward(dout.contiguous(), given, needs[:5], buffers)
+        out_grad = dout.contiguous() if ctx.how.arrived is None else ctx.how.arrived.gradient
+        dx, *grads, dprob = run_backward(out_grad, given, needs[:5], buffers)
         for i, p in enumerate(ctx.accumulated):
             grads[i] = grads[i] if p is None else main_grad.added(p)
         made = zip([dx, *grads, dprob], needs, strict=False)
@@ -132,6 +145,8 @@ class How(NamedTuple):
     keep_h: bool
     """There is going to be a backward pass."""
     overlap: Overlap | None = None
+    arrived: Arrived | None = None
+    """What to read in place of x and of the gradient of out; None: these."""
 
 
 class Saved(NamedTuple):
@@ -157,11 +172,12 @@ def run_forward(
     ops, act = backend_of(spec, "forward"), spec.activation
     fc1, fc2 = layers(weights, spec)
     ready = None if overlap is None else overlap.ready
-    x_rows = ops.quantize(x)
+    given: Rows = x if how.arrived is None else how.arrived.tokens
+    x_rows = ops.quantize(given)
     h_SH, a_SF = ops.fc1_act(x_rows, fc1, plan, act, keep_h=how.keep_h, ready=ready)
     if h_SH is None or not how.keep_h:
         h_SH = x.new_empty(0)
-    x_rows = for_wgrad(x, x_rows, spec)
+    x_rows = for_wgrad(given, x_rows, spec)
     if overlap is not None:
         signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, how.keep_h)
         ops.rows(a_SF, fc2, plan, signal=signal)
@@ -175,12 +191,12 @@ def run_forward(
 
 @torch.no_grad()
 def run_backward(
-    dout: Tensor, saved: Saved, needs: Sequence[bool], buffers: Sequence[Buffer | None]
+    dout: Rows, saved: Saved, needs: Sequence[bool], buffers: Sequence[Buffer | None]
 ) -> Sequence[Tensor | None]:
     """Gradients of x, w1, w2, b1, b2 and the probabilities.
 
     Args:
-        dout: of out, contiguous.
+        dout: of out, contiguous, or in FP8.
         saved: of the forward pass.
         needs: which of the first five are wanted.
         buffers: where those of w1, w2, b1 and b2 go; None: to new tensors.
