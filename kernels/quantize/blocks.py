@@ -178,7 +178,7 @@ def _joined(x: Tensor) -> Tensor:
 
 
 def _quantize(x: Tensor, tile: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Data [..., R, C] and the scale of each tile; the last tile of a row or column may be short."""
+    """Data [..., R, C] and the scale of each tile; the last of a row or column may be short."""
     x = x.float()
     missing = [-x.shape[-1] % tile[1], -x.shape[-2] % tile[0]]
     tiles = F.pad(x.abs(), (0, missing[0], 0, missing[1]))
