@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import RECIPES
 from phalanx.configs.knobs import get, knobs, repair
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config
@@ -23,6 +24,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kernels.backend": ("auto", "reference", "torch", "te", "fused", "megatron"),
     "kernels.attention": ("auto", "reference", "sdpa", "flex", "fa4", "te"),
     "kernels.norm": ("auto", "torch", "te", "quack"),
+    "precision.recipe": RECIPES,
+    "precision.grad_format": ("e4m3", "e5m2"),
+    "precision.wgrad": ("fp8", "bf16"),
+    "precision.wgrad_blocks": ("square", "vector"),
+    "precision.hidden": ("bf16", "fp8"),
+    "precision.dispatch": ("bf16", "fp8"),
+    "precision.dense": ("fp8", "bf16"),
+    "precision.weights": ("auto", "scratch", "resident"),
     "parallel.save_x": ("redispatch", "keep"),
     "parallel.comm_sms": ("auto",),
     "parallel.grad_dtype": ("fp32", "bf16"),
@@ -30,7 +39,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optim.moments": ("fp32", "bf16"),
     "optim.schedule": ("cosine", "linear", "constant", "inverse-square-root", "WSD"),
     "run.device": ("auto", "cuda", "cpu"),
-    "run.precision": ("bf16", "fp32"),
     "run.graph": ("auto", "off", "full_iteration"),
     "run.recompute": ("none", "attention", "moe", "full"),
     "run.bad_steps": ("stop", "skip", "rollback"),

@@ -32,6 +32,9 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "train_iters": ("run.steps",),
 }
 
+RENAMED: dict[str, str] = {"run.precision": "precision"}
+"""Knobs that were, and the group or knob that takes the same values now."""
+
 
 @dataclass(frozen=True)
 class Knob:

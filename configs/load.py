@@ -33,7 +33,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from phalanx.configs.knobs import did_you_mean, knobs, sections, suggest, visible, written
+from phalanx.configs.knobs import RENAMED, did_you_mean, knobs, sections, suggest, visible, written
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import (
@@ -45,7 +45,7 @@ from phalanx.configs.validate import (
 )
 
 FOLDER = Path(__file__).resolve().parent
-GROUPS = ("model", "kernels", "parallel", "data", "optim", "run", "experiment")
+GROUPS = ("model", "kernels", "precision", "parallel", "data", "optim", "run", "experiment")
 
 
 @dataclass(frozen=True)
@@ -290,6 +290,8 @@ def _check_value(override: Override, tree: DictConfig) -> list[str]:
     if key in sections() and not isinstance(value, dict):
         inner = next(path for path in knobs() if path.startswith(f"{key}."))
         return [f"{key}: is a section; set one of its knobs, as in {inner}=..."]
+    if key in RENAMED:
+        return [f"{override.input_line}: is now {RENAMED[key]}={written(value)}"]
     if key not in knobs() and key not in sections():
         return [f"{key}: no such knob{did_you_mean(suggest(key))}"]
     try:

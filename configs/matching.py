@@ -51,7 +51,7 @@ def _everything() -> list[tuple[str, Record]]:
 
 def _match(cfg: Config, world: int, record: Record, source: str) -> Match | None:
     other, ranks = configured(record)
-    same = _model(other) == _model(cfg) and other.run.precision == cfg.run.precision
+    same = _model(other) == _model(cfg) and other.precision.recipe == cfg.precision.recipe
     if not same or other.data.sequence_length != cfg.data.sequence_length:
         return None
     return Match(record, source, _layout(other, ranks) == _layout(cfg, world))

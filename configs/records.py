@@ -46,7 +46,7 @@ class Record:
     gpus: int = MISSING
     """Number of GPUs."""
     dtype: str = MISSING
-    """Dtype of the matrix products: `bf16` or `fp32`."""
+    """Option of `precision=`: `bf16`, `fp32` or `fp8_block`."""
     sequence_length: int = MISSING
     """Tokens in a sequence."""
     micro_batch: int | None = None
@@ -147,7 +147,7 @@ def configured(record: Record) -> tuple[Config, int]:
         "data.sequence_length": record.sequence_length,
         "data.micro_batch": micro,
         "data.global_batch": record.global_batch or 8 * micro * record.gpus,
-        "run.precision": record.dtype,
+        "precision": record.dtype,
         "model.moe.router.force_balance": str(record.routing == "forced").lower(),
     }
     given = [f"{knob}={value}" for knob, value in data.items()]

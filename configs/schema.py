@@ -1,8 +1,9 @@
 """Every knob of Phalanx: typed, with its documentation directly under the field.
 
-The YAML groups (model/, kernels/, parallel/, data/, optim/, run/, experiment/) only set values of
-these dataclasses. `configs.validate` checks a composed configuration as a whole. The tables of
-docs/configuration.md are generated from this file, so a field without a docstring fails the tests.
+The YAML groups (model/, kernels/, precision/, parallel/, data/, optim/, run/, experiment/) only set
+values of these dataclasses. `configs.validate` checks a composed configuration as a whole. The
+tables of docs/configuration.md are generated from this file, so a field without a docstring fails
+the tests.
 """
 
 from dataclasses import dataclass, field
@@ -219,6 +220,57 @@ class KernelsConfig:
 
 
 @dataclass
+class PrecisionConfig:
+    """Formats of numbers. Knobs but `recipe` are switches of `fp8_block` (docs/precision.md)."""
+
+    recipe: str = "bf16"
+    """`bf16` with fp32 master weights and an fp32 router, `fp32` throughout, or `fp8_block`.
+
+    `fp8_block` is `bf16` whose linear layers multiply e4m3 with fp32 sums. Activations and
+    gradients have a scale for 128 channels of a token, weights one for 128 x 128; scales are powers
+    of two (DeepSeek-V3, arXiv 2412.19437). Set it as a group: `precision=fp8_block`.
+    """
+    grad_format: str = "e4m3"
+    """FP8 format of gradients: `e4m3`, or `e5m2`, which has one bit less and reaches further down.
+
+    It helps if many small gradients become zero within their blocks.
+    """
+    wgrad: str = "fp8"
+    """Operands of weight gradients: `fp8` or `bf16`.
+
+    These sums run over tokens and enter the weights directly; `bf16` rules FP8 out as a cause.
+    """
+    wgrad_blocks: str = "square"
+    """Blocks of the operands of weight gradients: `square`, 128 tokens x 128 channels, or `vector`.
+
+    `vector` is a channel of 128 tokens, as in Transformer Engine, which `kernels=megatron` always
+    has. As scales are powers of two both err alike, and one scale for a tile is cheaper.
+    """
+    hidden: str = "bf16"
+    """What is kept of the input of the experts' activation for the backward pass: `bf16` or `fp8`.
+
+    It is most of what a layer keeps. `fp8` rounds what gradients are computed from, not the output.
+    """
+    dispatch: str = "bf16"
+    """What travels to the experts, tokens and gradients: `bf16`, or `fp8` with its scales.
+
+    The experts would round them anyway. Sums travel back in bf16.
+    """
+    dense: str = "fp8"
+    """Attention projections, dense MLPs, shared experts: `fp8` as the routed experts, or `bf16`."""
+    bf16_first_layers: int = 0
+    """Number of first decoder layers without FP8, as Nemotron-H has some (arXiv 2504.03624)."""
+    bf16_last_layers: int = 0
+    """Number of last decoder layers without FP8; layers of multi-token prediction do not count."""
+    weights: str = "auto"
+    """Where FP8 copies of expert weights live: `resident`, `scratch`, or `auto` by what fits.
+
+    `resident` makes them once a step and needs 2 bytes a parameter, as GEMMs read them in two
+    layouts. `scratch` makes them for each use, in memory that all layers share.
+    """
+
+
+@dataclass
 class ParallelConfig:
     """How ranks share the work. Data parallelism takes the ranks that the other sizes leave."""
 
@@ -352,7 +404,7 @@ class OptimConfig:
 
 @dataclass
 class RunConfig:
-    """One run: length, precision, checkpoints, logging."""
+    """One run: length, checkpoints, logging."""
 
     name: str = "default"
     """Name of the run and of its folder below `run.dir`.
@@ -367,8 +419,6 @@ class RunConfig:
     """Seed of the initial weights, which are the same for every layout."""
     device: str = "auto"
     """`cuda`, `cpu`, or `auto`: CUDA if the machine has a GPU."""
-    precision: str = "bf16"
-    """`bf16` with fp32 master weights and an fp32 router, or `fp32` throughout."""
     recompute: str = "none"
     """Activations that the backward pass computes again: `none`, `attention`, `moe` or `full`."""
     graph: str = "auto"
@@ -441,6 +491,8 @@ class Config:
     """Architecture."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     """Implementations."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Formats of numbers."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Layout."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -24,6 +24,8 @@ class TransportFacts:
     """`parallel.comm_sms` means something to it."""
     graph: bool = True
     """It can be captured in a CUDA graph: the host waits for nothing."""
+    fp8: bool = False
+    """It can carry tokens and gradients in FP8 with their scales (`precision.dispatch`)."""
 
 
 AUTO_SMS = 16
@@ -34,6 +36,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "phalanx.parallel.dispatch.local:Local",
         "nothing is sent; needs `parallel.expert` = 1",
         one_rank=True,
+        fp8=True,
     ),
     "symm": TransportFacts(
         "phalanx.parallel.dispatch.symm:Symm",

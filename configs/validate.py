@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from phalanx.configs import capture
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.bounds import bound_problems
+from phalanx.configs.formats import in_bf16, precision_problems
 from phalanx.configs.knobs import get, repair
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -59,6 +60,7 @@ def validate(cfg: Config, world_size: int) -> None:
         _graph,
         _exchange,
         _kernels,
+        precision_problems,
     )
     problems = [problem for rule in rules for problem in rule(cfg)]
     problems += layout_problems(cfg, cfg.parallel.world_size or world_size)
@@ -222,11 +224,14 @@ def _kernels(cfg: Config) -> Iterator[str]:
     for knob, names in gpu_only.items():
         if r.device == "cpu" and getattr(k, knob) in names:
             yield repair(cfg, f"kernels.{knob}", "needs CUDA, and run.device is cpu", "auto")
-    if r.precision == "fp32" and k.backend in ("fused", *(["torch"] if r.device == "cuda" else [])):
+    if in_bf16(cfg):
+        return
+    if k.backend in ("fused", *(["torch"] if r.device == "cuda" else [])):
         reason = f"is too much for kernels.backend={k.backend}, which needs bf16 on CUDA"
-        yield repair(cfg, "run.precision", reason, "bf16")
+        yield repair(cfg, "precision.recipe", reason, "bf16")
+        return
     for knob, name in (("attention", "fa4"), ("norm", "quack")):
-        if r.precision == "fp32" and getattr(k, knob) == name:
-            yield repair(cfg, f"kernels.{knob}", "needs bf16, and run.precision is fp32", "auto")
-    if r.precision == "fp32" and cfg.parallel.grad_dtype == "bf16":
+        if getattr(k, knob) == name:
+            yield repair(cfg, f"kernels.{knob}", "needs bf16, and precision is fp32", "auto")
+    if cfg.parallel.grad_dtype == "bf16":
         yield repair(cfg, "parallel.grad_dtype", "would round the gradients of fp32", "fp32")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.kernels.attention.limits import refuse_heads
 from phalanx.kernels.norm.limits import refuse_width
 from phalanx.kernels.refusal import Refusal
@@ -49,6 +50,8 @@ class Facts:
     """CUDA compute capability; None on `cpu`."""
     dtype: torch.dtype
     """Of activations and weights."""
+    fp8: bool = False
+    """Linear layers multiply FP8 (`precision=fp8_block`)."""
     hidden: int = 0
     """D, channels of the residual stream."""
     ffn: int = 0
@@ -197,6 +200,11 @@ def _te_experts(facts: Facts) -> Refusal:
     )
 
 
+def _stock_experts(facts: Facts) -> Refusal:
+    why = _te(facts) if facts.fp8 else None
+    return why and f"has fp8_block by Transformer Engine: {why}"
+
+
 def _te_attention(facts: Facts) -> Refusal:
     if reason := _te(facts):
         return reason
@@ -256,6 +264,8 @@ def _fused_experts(facts: Facts) -> Refusal:
         return f"needs CUDA capability 9.x, not {_dotted(facts.capability)}"
     if facts.dtype != torch.bfloat16:
         return f"needs bf16, not {_short(facts.dtype)}"
+    if facts.fp8 and (why := NO_FP8_EXPERTS.get("fused")):
+        return f"has no fp8_block: {why}"
     if facts.hidden % 64 or facts.ffn % 64:
         return (
             f"needs whole boxes of 64 channels: model.hidden={facts.hidden} and "
@@ -353,7 +363,7 @@ _OPS = {
             _Backend("te", _te_experts),
             _Backend("torch", _torch_experts, slower=_torch_experts_on_cpu),
             _Backend("reference", _always),
-            _Backend("megatron", _always, auto=False),
+            _Backend("megatron", _stock_experts, auto=False),
         ),
     ),
     "attention": _Op(

@@ -159,7 +159,7 @@ def described(cfg: Config, ranks: int, overrides: Sequence[str]) -> dict[str, An
         # How experts are chosen has a field of its own.
         "overrides": [text for text in of_model if ".force_balance=" not in text],
         "system": f"Phalanx, experts {cfg.kernels.backend}",
-        "dtype": cfg.run.precision,
+        "dtype": cfg.precision.recipe,
         "sequence_length": cfg.data.sequence_length,
         "micro_batch": cfg.data.micro_batch,
         "global_batch": cfg.data.global_batch,

@@ -119,7 +119,7 @@ def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan) -> Tensor:
     """
     if a.is_cuda and a.dtype != torch.bfloat16:  # torch would copy the offsets to the host
         raise ValueError(
-            f"kernels=torch takes bf16 on CUDA, not {a.dtype}: set run.precision=bf16 or "
+            f"kernels=torch takes bf16 on CUDA, not {a.dtype}: set precision=bf16 or "
             "kernels=reference"
         )
     if not a.numel():

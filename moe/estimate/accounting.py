@@ -9,8 +9,6 @@ windows exact, multi-token prediction counted; no embedding, router, norms or re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-import torch
-
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.schema import AttentionConfig, ModelConfig
 from phalanx.moe.report.units import count
@@ -80,16 +78,15 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     return float(backward_twice * multiply_add * (linear + core))
 
 
-def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """Dense peak of a device in TFLOP/s, for MFU; None where it is not known, as for a CPU."""
-    if device.type != "cuda" or precision != "bf16":
-        return None
-    return bf16_peak(torch.cuda.get_device_name(device))
-
-
 def bf16_peak(name: str) -> float | None:
     """Dense BF16 peak in TFLOP/s of a GPU by its name; None for an unknown one."""
     return next((peak for part, peak in _BF16_PEAKS if part in name), None)
+
+
+def fp8_peak(name: str) -> float | None:
+    """Dense FP8 peak in TFLOP/s: twice that of bf16 on GPUs that have FP8; None for others."""
+    peak = bf16_peak(name)
+    return None if peak is None or "A100" in name else 2 * peak
 
 
 # Data sheets, without sparsity. The first match counts: variants stand before their family.

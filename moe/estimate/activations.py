@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import fp8_row, is_fp8, width
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
@@ -21,6 +22,7 @@ from phalanx.moe.experts import activation_of
 from phalanx.moe.model.dense_mlp import takes
 from phalanx.moe.router.router import slots
 from phalanx.parallel.dispatch.capacity import Budget
+from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Activations:
         self.sizes = sizes(cfg, world)
         if rows is not None:
             self.sizes = replace(self.sizes, rows=rows)
-        self._wide = 1 if cfg.run.precision == "bf16" else 2
+        self._wide = width(cfg) // 2
         """fp32 doubles all that is bf16 otherwise."""
 
     def dense_layer(self) -> Layer:
@@ -93,9 +95,9 @@ class Activations:
             saved = self.sizes.tokens * 2 * self._wide * act.halves * ffn
         return self._layer(saved, gradients, again=False)
 
-    def moe_layer(self) -> Layer:
-        """A layer with experts."""
-        saved = self._experts() + self._shared()
+    def moe_layer(self, fp8: bool | None = None) -> Layer:
+        """A layer with experts; `fp8` or not, as most layers are by default."""
+        saved = self._experts(is_fp8(self._cfg) if fp8 is None else fp8) + self._shared()
         return self._layer(saved, self._experts_backward(), self._cfg.run.recompute == "moe")
 
     def head(self) -> Layer:
@@ -156,28 +158,39 @@ class Activations:
             return self._mlp(ffn)
         return self.sizes.tokens * 2 * self._wide * act.halves * ffn
 
-    def _experts(self) -> int:
+    def _experts(self, fp8: bool) -> int:
         """Saved by route, dispatch and experts, without the input, which attention's norm saves."""
-        m, e, s = self._cfg.model, self._cfg.model.moe, self.sizes
-        width = ACTIVATIONS[e.activation].halves
-        h = 2 * s.rows * width * e.ffn * self._wide
+        m, e, s, p = self._cfg.model, self._cfg.model.moe, self.sizes, self._cfg.precision
+        halves = ACTIVATIONS[e.activation].halves
+        h = 2 * s.rows * halves * e.ffn * self._wide
+        if fp8 and p.hidden == "fp8":
+            h = s.rows * fp8_row(halves * e.ffn, halves)
         routing = s.local_tokens * (8 * e.experts + 16 * e.top_k) + 4 * s.received * e.top_k
         if self._cfg.kernels.backend == "megatron":
             # Rows as they came and sorted by expert, the activated product, and with biases the
-            # projection plus bias.
-            x, a = 2 * s.rows * m.hidden * self._wide, 2 * s.rows * e.ffn * self._wide
+            # projection plus bias; of FP8 what linear layers save, transposed.
+            x, a = (2 * s.rows * n * self._wide for n in (m.hidden, e.ffn))
+            if fp8:
+                x, a = s.rows * fp8_row(m.hidden), s.rows * fp8_row(e.ffn)
             return routing + h * (2 if m.bias else 1) + x + a
-        received = costs(self._cfg, self._world).kept * 2 * m.hidden * self._wide
+        sent = costs(self._cfg, self._world)
+        received = sent.kept * 2 * m.hidden * self._wide
+        if fp8 and p.wgrad == "fp8":
+            # A copy beside what router and transport have in bf16; under exchanges that overlap
+            # experts, what is sent again is quantized again.
+            resent = sent.exposed < 1 and bool(self._cfg.parallel.comm_sms)
+            resent &= waits_for_tokens(self._cfg.kernels.backend)
+            received = (sent.kept or (0 if resent else s.received)) * fp8_row(m.hidden)
         return routing + h + 8 * s.rows + received
 
     def _experts_backward(self) -> int:
         """Most of the steps of `kernels.expert_mlp.custom_ops`, in their order."""
         m, e, s, k = self._cfg.model, self._cfg.model.moe, self.sizes, self._cfg.kernels
-        width = ACTIVATIONS[e.activation].halves
+        halves = ACTIVATIONS[e.activation].halves
         wide, local = self._wide, e.experts // expert_parallel_size(self._cfg, self._world)
         row_d, row_f = 2 * s.rows * m.hidden * wide, 2 * s.rows * e.ffn * wide
-        w1, w2 = (2 * local * n * m.hidden * e.ffn * wide for n in (width, 1))
-        dh, tokens = width * row_f, 2 * s.received * m.hidden * wide
+        w1, w2 = (2 * local * n * m.hidden * e.ffn * wide for n in (halves, 1))
+        dh, tokens = halves * row_f, 2 * s.received * m.hidden * wide
         copies = int(k.backend != "fused")  # gathered rows, bf16 weight gradients
         around = costs(self._cfg, self._world).backward * 2 * m.hidden * wide
         kept = w2 if k.backend == "megatron" or not k.gradient_accumulation_fusion else 0

@@ -4,12 +4,13 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from phalanx.configs.formats import is_fp8
 from phalanx.configs.knobs import put, written
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
-from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
+from phalanx.moe.estimate.memory import needed
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import largest_factor
 
@@ -24,11 +25,6 @@ Changes = dict[str, Any]
 
 Need = Callable[[Config, int], int]
 """Bytes that a valid configuration needs on a number of ranks."""
-
-
-def needed(cfg: Config, world: int) -> int:
-    """Bytes of the worst rank: torch's allocations and exchange buffers."""
-    return max(m.peak for m in stage_memory(cfg, world)) + exchange_bytes(cfg, world)
 
 
 def suggestions(cfg: Config, world: int, machine: Machine, room: int) -> list[tuple[str, int]]:
@@ -138,6 +134,9 @@ def _layouts(cfg: Config, world: int) -> Iterator[list[Changes]]:
     yield [{"parallel.distributed_optimizer": True}]
     yield [{"parallel.grad_dtype": "bf16"}]
     yield [{"optim.moments": "bf16"}]
+    if is_fp8(cfg):
+        yield [{"precision.weights": "scratch"}]
+        yield [{"precision.hidden": "fp8"}]
     yield [{"parallel.expert": size} for size in _doubles(expert_parallel_size(cfg, world))]
     yield [{"parallel.tensor": size} for size in _doubles(p.tensor)]
     yield [{"parallel.context": size} for size in _doubles(p.context)]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from phalanx.configs import capture
+from phalanx.configs.formats import described, is_fp8
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -15,7 +16,7 @@ from phalanx.configs.matching import Match, alike
 from phalanx.configs.records import Published
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.moe.estimate.accounting import flops_per_token, model_size
+from phalanx.moe.estimate.accounting import bf16_peak, flops_per_token, fp8_peak, model_size
 from phalanx.moe.estimate.activations import sizes
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
@@ -23,13 +24,13 @@ from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time
-from phalanx.moe.estimate.traffic import costs, traffic
+from phalanx.moe.estimate.traffic import costs, row_bytes, traffic
+from phalanx.moe.estimate.weights import fp8_copy_bytes
 from phalanx.moe.report.units import count, storage, work
 from phalanx.parallel.dispatch.costs import Links
 from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 
 _GIB = 2**30
-_PEAK = 989.0  # TFLOP/s of either GPU, dense bf16
 
 
 def dry_run(cfg: Config, world: int) -> tuple[str, int]:
@@ -44,7 +45,7 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     """
     machine = MACHINES[cfg.run.machine]
     known = resolved(cfg, world, machine.node_gpus)
-    room = int((machine.memory_gib - machine.reserved_gib) * _GIB)
+    room = machine.room
     fits = needed(known, world) <= room
     sections = [
         ("Phalanx, dry run", _run(known, world, machine)),
@@ -66,8 +67,10 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     flops = flops_per_token(m, d.sequence_length)
     yield f"model     {model_size(m)}"
     yield f"work      {work(flops)} a token at sequence {d.sequence_length} (Megatron convention)"
-    yield f"ranks     {world} x {machine.name}, {cfg.run.precision}"
+    yield f"ranks     {world} x {machine.name}, {described(cfg)}"
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
+    if is_fp8(cfg):
+        yield f"weights   {_copies(cfg, world)}"
     yield f"graph     {_graph(cfg)}"
     overlaps = waits_for_tokens(k.backend) and costs(cfg, world).exposed < 1
     sms = cfg.parallel.comm_sms if overlaps else 0
@@ -76,6 +79,14 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         f"batch     {d.global_batch} = {d.micro_batch} x {micro_batches(cfg, world)} micro-batches"
         f" x {data_parallel_size(cfg, world)} ranks"
     )
+
+
+def _copies(cfg: Config, world: int) -> str:
+    """Of expert weights, in FP8."""
+    copies = max(fp8_copy_bytes(cfg, world))
+    if not copies:
+        return f"no FP8 copies: {cfg.kernels.backend} experts multiply values of FP8 in bf16"
+    return f"FP8 copies of experts {cfg.precision.weights}, {storage(copies)}"
 
 
 def _graph(cfg: Config) -> str:
@@ -155,8 +166,7 @@ def _with_reserve(size: int, machine: Machine) -> int:
 
 def _experts(cfg: Config, world: int) -> Iterator[str]:
     s, t = sizes(cfg, world), traffic(cfg, world)
-    row = cfg.model.hidden * (2 if cfg.run.precision == "bf16" else 4)
-    yield f"received  {s.received} tokens, {storage(s.received * row)}"
+    yield f"received  {s.received} tokens, {storage(s.received * row_bytes(cfg))}"
     factor, (given, worst) = cfg.parallel.capacity_factor, row_memory(cfg, world)
     load = "balanced" if cfg.kernels.backend == "megatron" else f"capacity_factor {factor:g}"
     cases = {load: given} | ({"all tokens to one rank": worst} if worst != given else {})
@@ -189,7 +199,7 @@ def _bytes(sent: Links) -> str:
 def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     d, t = cfg.data, step_time(cfg, world, machine)
     yield (
-        f"machine   {machine.dense_tflops:.0f} TFLOP/s GEMM, {machine.expert_tflops:.0f} experts, "
+        f"machine   {_tflops(machine, is_fp8(cfg))}, "
         f"{machine.attention_tflops:.0f} attention; {machine.memory_gbs:.0f} GB/s memory, "
         f"{machine.node_gbs:.0f} node, {machine.network_gbs:.0f} network"
     )
@@ -205,11 +215,11 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         exchanged = f", exchanges by {cfg.parallel.dispatch} {how}"
     rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
     yield (
-        f"step {t.total:.3f} s: {rate} (mfu {tokens / t.total * flops / 1e12 / _PEAK:.0%}): "
+        f"step {t.total:.3f} s: {rate} ({_utilisation(cfg, tokens / t.total * flops, machine)}): "
         f"balanced experts{exchanged}, no other delays"
     )
     yield (
-        f"at best {best.seconds:.3f} s: {best_rate} in {cfg.run.precision}: {best.limit} alone, "
+        f"at best {best.seconds:.3f} s: {best_rate} in {cfg.precision.recipe}: {best.limit} alone, "
         "all else overlapped, with any transport"
     )
     for match in alike(cfg, world, machine.name):
@@ -218,6 +228,21 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
 
 def _rate(tokens: float, flops: float) -> str:
     return f"{tokens:,.0f} tokens/s/GPU, {tokens * flops / 1e12:.0f} TFLOP/s/GPU"
+
+
+def _tflops(m: Machine, fp8: bool) -> str:
+    if not fp8:
+        return f"{m.dense_tflops:.0f} TFLOP/s GEMM, {m.expert_tflops:.0f} experts"
+    return (
+        f"{m.dense_tflops:.0f} TFLOP/s GEMM ({m.dense_fp8_tflops:.0f} in FP8), "
+        f"{m.expert_tflops:.0f} experts ({m.expert_fp8_tflops:.0f})"
+    )
+
+
+def _utilisation(cfg: Config, flops: float, machine: Machine) -> str:
+    """Of the dense peak of bf16; in FP8 runs also of that of FP8."""
+    bf16, fp8 = (flops / 1e12 / (peak(machine.name) or math.inf) for peak in (bf16_peak, fp8_peak))
+    return f"mfu {bf16:.0%} of bf16, {fp8:.0%} of FP8" if is_fp8(cfg) else f"mfu {bf16:.0%}"
 
 
 def _compared(match: Match) -> str:

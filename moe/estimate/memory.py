@@ -1,6 +1,6 @@
 """Memory of one rank of each pipeline stage, as torch's allocator counts it at its peak."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.layout import pipeline_chunks
@@ -8,7 +8,13 @@ from phalanx.configs.schema import Config
 from phalanx.moe.estimate.activations import Activations, Layer
 from phalanx.moe.estimate.pipeline import held
 from phalanx.moe.estimate.traffic import costs
-from phalanx.moe.estimate.weights import Weights, cached_gradient_bytes, dense_layers, stage_weights
+from phalanx.moe.estimate.weights import (
+    Weights,
+    cached_gradient_bytes,
+    fp8_copy_bytes,
+    layer_kinds,
+    stage_weights,
+)
 
 _WORKSPACES = 128 * 2**20
 """cuBLAS and Transformer Engine keep about this much."""
@@ -21,7 +27,7 @@ class Memory:
     stage: int
     weights: Weights
     cached: int
-    """Placeholders of weight gradients, and workspaces."""
+    """Placeholders of weight gradients, FP8 copies of expert weights, and workspaces."""
     saved: int
     """Kept for backward passes, of all micro-batches in flight."""
     backward: int
@@ -50,21 +56,25 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Memor
         rows: expert rows of a rank; the budget of `parallel.capacity_factor` by default.
     """
     act = Activations(cfg, world, rows)
-    dense, sparse, head = act.dense_layer(), act.moe_layer(), act.head()
+    dense, head = act.dense_layer(), act.head()
+    sparse = {fp8: act.moe_layer(fp8) for fp8 in (False, True)}
     stages: list[list[list[Layer]]] = [[] for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
-        of_dense, mtp = dense_layers(cfg, letters, first), letters.count("m")
-        parts = [dense] * of_dense + [sparse] * (letters.count("t") - of_dense)
-        parts += [Layer(sparse.saved + act.prediction_extra(), sparse.backward)] * mtp
-        first += letters.count("t")
+        kinds, decoder = layer_kinds(cfg, letters, first), letters.count("t")
+        parts = [dense if kind.dense else sparse[kind.fp8] for kind in kinds]
+        parts[decoder:] = [
+            Layer(part.saved + act.prediction_extra(), part.backward) for part in parts[decoder:]
+        ]
+        first += decoder
         stages[i % cfg.parallel.pipeline].append(parts + [head] * letters.count("L"))
     weights, cached = stage_weights(cfg, world), cached_gradient_bytes(cfg, world)
+    copies = fp8_copy_bytes(cfg, world)
     return [
         Memory(
             stage=i,
             weights=weights[i],
-            cached=cached[i] + _WORKSPACES,
+            cached=cached[i] + copies[i] + _WORKSPACES,
             saved=held(cfg, world, i, [sum(part.saved for part in c) for c in chunks]),
             backward=_backward([part for c in chunks for part in c], head),
             validation=_validation(cfg, [part for c in chunks for part in c]),
@@ -92,3 +102,17 @@ def exchange_bytes(cfg: Config, world: int) -> int:
     """Receive buffers of one-sided exchanges, outside torch's allocator, whatever the load."""
     row = 2 * cfg.model.hidden + 8 * cfg.model.moe.top_k
     return costs(cfg, world).buffers * row
+
+
+def needed(cfg: Config, world: int) -> int:
+    """Bytes of the worst rank: torch's allocations and exchange buffers."""
+    return max(m.peak for m in stage_memory(cfg, world)) + exchange_bytes(cfg, world)
+
+
+def fp8_weights(cfg: Config, world: int, room: int) -> str:
+    """What `precision.weights` comes to on ranks that may need `room` bytes: `auto` is `resident`
+    where that fits."""
+    if cfg.precision.weights != "auto":
+        return cfg.precision.weights
+    kept = replace(cfg, precision=replace(cfg.precision, weights="resident"))
+    return "resident" if needed(kept, world) <= room else "scratch"

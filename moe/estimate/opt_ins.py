@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from phalanx.configs.formats import is_fp8
 from phalanx.configs.knobs import put, written
 from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
@@ -49,4 +50,6 @@ def _candidates(cfg: Config) -> Iterator[tuple[str, Any, str]]:
         yield "parallel.grad_dtype", "bf16", "rounds sums of gradients, which are half the bytes"
     if cfg.parallel.capacity_factor < _ROOMY:
         yield "parallel.capacity_factor", _ROOMY, "uneven routing has fewer steps run again"
+    if is_fp8(cfg) and cfg.precision.hidden == "bf16":
+        yield "precision.hidden", "fp8", "rounds what gradients of activations are computed from"
     yield "data.micro_batch", 2 * cfg.data.micro_batch, "fewer and larger kernels"

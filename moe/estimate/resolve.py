@@ -3,11 +3,14 @@
 import copy
 
 from phalanx.configs import capture
+from phalanx.configs.formats import is_fp8
 from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config
 from phalanx.configs.transports import TRANSPORTS
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
+from phalanx.moe.estimate.memory import fp8_weights
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.parallel.dispatch.transport import class_of, planned, sms_of
 
@@ -17,7 +20,7 @@ _PACKAGES = frozenset(
 
 
 def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
-    """A copy without `auto` in kernels, transport, SMs of exchanges and graph.
+    """A copy without `auto` in kernels, transport, SMs of exchanges, graph and FP8 weights.
 
     Raises:
         ConfigError: a choice that no Hopper GPU can run, or no group of so many ranks.
@@ -26,6 +29,8 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     if cfg.run.graph == capture.CAPTURED and (reason := capture.refuse(cfg)):
         raise ConfigError(capture.refused(reason))
     cfg.run.graph = capture.resolved_graph(cfg)
+    if is_fp8(cfg):
+        cfg.precision.weights = fp8_weights(cfg, world, MACHINES[cfg.run.machine].room)
     return cfg
 
 

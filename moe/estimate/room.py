@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from phalanx.configs.formats import width
 from phalanx.configs.knobs import listed
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -138,7 +139,7 @@ def pinned_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
     all of them hold."""
     weights, each = stage_weights(cfg, world), stage_ranks(cfg, world)
     replicas = data_parallel_size(cfg, world) * cfg.parallel.context
-    copies, wide = each // expert_parallel_size(cfg, world), 2 if cfg.run.precision == "bf16" else 4
+    copies, wide = each // expert_parallel_size(cfg, world), width(cfg)
     total = 0
     for w in (weights[rank // each] for rank in ranks):
         state = w.optimizer_bytes
@@ -196,8 +197,7 @@ def logits_bytes(cfg: Config) -> int:
     """Bytes of a micro-batch's logits on a rank of the last stage."""
     p, d = cfg.parallel, cfg.data
     tokens = d.micro_batch * d.sequence_length // p.context
-    wide = 2 if cfg.run.precision == "bf16" else 4
-    return wide * tokens * cfg.model.vocab_size // p.tensor
+    return width(cfg) * tokens * cfg.model.vocab_size // p.tensor
 
 
 def _last_stage(cfg: Config) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import MULTIPLIES_FP8, width
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -27,7 +28,7 @@ from phalanx.moe.estimate.accounting import flops_per_token
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, traffic
-from phalanx.moe.estimate.weights import dense_layers, halves, stage_weights
+from phalanx.moe.estimate.weights import LayerKind, halves, layer_kinds, stage_weights
 
 
 @dataclass(frozen=True)
@@ -158,21 +159,20 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
     all_again = 4 / 3 if how == "full" else 1.0
     moe_again = 4 / 3 if how in ("moe", "full") else 1.0
     core_again = 4 / 3 if how in ("attention", "full") else 1.0
-    kept = _kept(cfg, world)
+    kept, rates = _kept(cfg, world), {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
     stages = [_Work((0.0, 0.0, 0.0), 0.0, 0, tokens) for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
-        dense, mtp, end = dense_layers(cfg, letters, first), letters.count("m"), letters.count("L")
+        kinds, mtp, end = layer_kinds(cfg, letters, first), letters.count("m"), letters.count("L")
         first += letters.count("t")
-        sparse = letters.count("t") - dense + mtp
-        gemm = all_again * ((dense + sparse) * f.projections + dense * f.mlp)
-        gemm += moe_again * sparse * f.shared + end * f.head + mtp * f.joining
-        experts, core = moe_again * sparse * f.routed, core_again * (dense + sparse) * f.core
-        more = (
-            tokens * gemm / (machine.dense_tflops * 1e12),
-            tokens * experts / (machine.expert_tflops * 1e12),
-            tokens * core / (machine.attention_tflops * 1e12),
-        )
+        sparse = [kind for kind in kinds if not kind.dense]
+        gemm = (end * f.head + mtp * f.joining) / machine.dense_tflops
+        for kind in kinds:
+            mlp = all_again * f.mlp if kind.dense else moe_again * f.shared
+            gemm += (all_again * f.projections + mlp) / rates[kind.fp8].dense
+        experts = sum(moe_again * f.routed / rates[kind.fp8].experts for kind in sparse)
+        core = core_again * len(kinds) * f.core / machine.attention_tflops
+        more = [tokens * part / 1e12 for part in (gemm, experts, core)]
         stage = i % cfg.parallel.pipeline
         before = stages[stage]
         stages[stage] = _Work(
@@ -181,8 +181,8 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
                 before.seconds[1] + more[1],
                 before.seconds[2] + more[2],
             ),
-            before.written + dense * kept[0] + sparse * kept[1] + end * kept[2],
-            before.sparse + sparse,
+            before.written + sum(kept[kind] for kind in kinds) + end * kept["head"],
+            before.sparse + len(sparse),
             tokens,
         )
     return stages
@@ -205,14 +205,41 @@ def _exchange(cfg: Config, world: int, machine: Machine) -> float:
     return near + far
 
 
-def _kept(cfg: Config, world: int) -> tuple[int, int, int]:
-    """Activation bytes of a dense layer, a MoE layer and the ends if nothing is recomputed.
+class _Rates(NamedTuple):
+    """TFLOP/s of a layer, forward and backward."""
+
+    dense: float
+    experts: float
+
+
+def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
+    """Of a layer in FP8 or not."""
+    m, p = machine, cfg.precision
+
+    def mixed(bf16: float, fast: float) -> float:
+        """A third of the work are weight gradients."""
+        return fast if p.wgrad == "fp8" else 3 / (2 / fast + 1 / bf16)
+
+    dense = mixed(m.dense_tflops, m.dense_fp8_tflops)
+    experts = mixed(m.expert_tflops, m.expert_fp8_tflops)
+    return _Rates(
+        dense if fp8 and p.dense == "fp8" else m.dense_tflops,
+        experts if fp8 and cfg.kernels.backend in MULTIPLIES_FP8 else m.expert_tflops,
+    )
+
+
+def _kept(cfg: Config, world: int) -> dict[LayerKind | str, int]:
+    """Activation bytes of a layer of each kind and of the ends if nothing is recomputed.
 
     Of experts, rows that tokens take; others are never touched.
     """
     run, parallel = replace(cfg.run, recompute="none"), replace(cfg.parallel, capacity_factor=1.0)
     act = Activations(replace(cfg, run=run, parallel=parallel), world)
-    return act.dense_layer().saved, act.moe_layer().saved, act.head().saved
+    kept: dict[LayerKind | str, int] = {"head": act.head().saved}
+    for fp8 in (False, True):
+        kept[LayerKind(True, fp8)] = act.dense_layer().saved
+        kept[LayerKind(False, fp8)] = act.moe_layer(fp8).saved
+    return kept
 
 
 def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:
@@ -221,7 +248,7 @@ def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:
     link = machine.node_gbs if world <= machine.node_gpus else machine.network_gbs
     replicas = data_parallel_size(cfg, world) * p.context
     copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
-    grad, param = 2 if p.grad_dtype == "bf16" else 4, 2 if cfg.run.precision == "bf16" else 4
+    grad, param = 2 if p.grad_dtype == "bf16" else 4, width(cfg)
     each = grad + param if p.distributed_optimizer else 2 * grad
     reduction = update = 0.0
     for w in stage_weights(cfg, world):

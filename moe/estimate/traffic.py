@@ -2,7 +2,7 @@
 
 Expected over uniformly random routing, exactly: a token's groups are drawn first where
 `router.group_topk` limits them (arXiv 2412.19437, section 2.1.2), then its experts among theirs.
-Rows have the precision of the run; those in FP8 that others send are half as large.
+Rows have the precision of the run; with `precision.dispatch=fp8` those to the experts are FP8.
 """
 
 import functools
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import NamedTuple
 
+from phalanx.configs.formats import fp8_row, in_bf16, width
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config, MoEConfig
@@ -39,8 +40,9 @@ class Traffic:
 def traffic(cfg: Config, world: int) -> Traffic:
     """As `parallel.dispatch` sends them; of `kernels.backend=megatron` its own all-to-all."""
     sent = _of_megatron(cfg, world) if cfg.kernels.backend == "megatron" else costs(cfg, world)
-    again = sent.there + sent.back if cfg.run.recompute in ("moe", "full") else NOTHING
-    return _of(cfg, world, sent.there, sent.back, again + sent.again)
+    again = cfg.run.recompute in ("moe", "full")
+    there, back = (sent.there, sent.back) if again else (NOTHING, NOTHING)
+    return _of(cfg, world, (sent.there, sent.back), (there + sent.again, back))
 
 
 def least_traffic(cfg: Config, world: int) -> Traffic:
@@ -51,7 +53,7 @@ def least_traffic(cfg: Config, world: int) -> Traffic:
     # Other nodes' ranks may get theirs over the network.
     rows = Links(group.once_a_rank.near, group.once_a_node.far)
     again = rows if cfg.run.recompute in ("moe", "full") else NOTHING
-    return _of(cfg, world, rows, rows, again)
+    return _of(cfg, world, (rows, rows), (again, NOTHING))
 
 
 def nodes(cfg: Config, world: int) -> int:
@@ -75,17 +77,24 @@ def reach(cfg: Config, world: int) -> Reach:
         tokens=d.micro_batch * d.sequence_length // p.context // p.tensor,
         wanted_ranks=sum(_reached(e, _rank_sizes(cfg, world))),
         other_nodes=sum(reached * (1 - held / e.experts) for reached, held in hosts),
-        pushes=cfg.run.precision == "bf16" and cfg.run.device != "cpu",
+        pushes=in_bf16(cfg) and cfg.run.device != "cpu",
         keep=p.save_x == "keep",
     )
 
 
-def _of(cfg: Config, world: int, there: Links, back: Links, again: Links) -> Traffic:
-    row = cfg.model.hidden * (2 if cfg.run.precision == "bf16" else 4)
+def row_bytes(cfg: Config) -> int:
+    """Of a token, or of a gradient, on the way to the experts."""
+    m = cfg.model
+    return fp8_row(m.hidden) if cfg.precision.dispatch == "fp8" else m.hidden * width(cfg)
+
+
+def _of(cfg: Config, world: int, once: tuple[Links, Links], again: tuple[Links, Links]) -> Traffic:
+    """Of rows (there, back) that are sent in either pass, and again in the backward pass."""
+    to, fro = row_bytes(cfg), cfg.model.hidden * width(cfg)
     ranks = sum(_reached(cfg.model.moe, _rank_sizes(cfg, world)))
     hosts = sum(_reached(cfg.model.moe, _node_sizes(cfg, world)))
-    once = there + back
-    return Traffic(ranks, hosts, there, back, row * once, row * (once + again))
+    forward, more = (to * there + fro * back for there, back in (once, again))
+    return Traffic(ranks, hosts, *once, forward, forward + more)
 
 
 def _of_megatron(cfg: Config, world: int) -> Costs:

@@ -7,8 +7,10 @@ expert, and of all else over data and context parallel ranks.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import MULTIPLIES_FP8, fp8_layer, in_bf16, width
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -55,8 +57,26 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
 
 def halves(cfg: Config) -> bool:
     """Are weights the upper half of their master copies (parallel.megatron.adam)?"""
-    bf16 = cfg.run.precision == cfg.optim.moments == "bf16"
-    return bf16 and cfg.parallel.distributed_optimizer
+    both = in_bf16(cfg) and cfg.optim.moments == "bf16"
+    return both and cfg.parallel.distributed_optimizer
+
+
+class LayerKind(NamedTuple):
+    """What a layer is made of."""
+
+    dense: bool
+    """It has a dense MLP instead of experts."""
+    fp8: bool
+
+
+def layer_kinds(cfg: Config, letters: str, first: int) -> list[LayerKind]:
+    """Of a chunk's layers: those of the decoder, the first of which is `first`, then prediction."""
+    decoder = range(first, first + letters.count("t"))
+    prediction = [cfg.model.layers] * letters.count("m")
+    return [
+        LayerKind(i < cfg.model.moe.dense_layers, fp8_layer(cfg, i))
+        for i in (*decoder, *prediction)
+    ]
 
 
 def dense_layers(cfg: Config, letters: str, first: int) -> int:
@@ -99,19 +119,21 @@ def _share(total: int, layers: int) -> int:
 
 
 def _weights(cfg: Config, world: int, dense: int, expert: int) -> Weights:
-    p, bf16 = cfg.parallel, cfg.run.precision == "bf16"
+    p = cfg.parallel
     everything = dense + expert
     grad = 2 if p.grad_dtype == "bf16" else _FP32
     moment = 2 if cfg.optim.moments == "bf16" else _FP32
     master = 2 if halves(cfg) else _FP32
-    state = int(bf16) * master + 2 * moment  # in fp32 the parameters are their own master copies
+    if not in_bf16(cfg):
+        master = 0  # the parameters are their own
+    state = master + 2 * moment
     replicas = data_parallel_size(cfg, world) * p.context
     copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
     if p.distributed_optimizer:
         owned = -(-dense // replicas) + -(-expert // copies)
     else:
         owned = everything
-    return Weights(dense, expert, everything * (2 if bf16 else 4), everything * grad, owned * state)
+    return Weights(dense, expert, everything * width(cfg), everything * grad, owned * state)
 
 
 def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
@@ -121,7 +143,7 @@ def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
     an unused tensor of the weight's shape, which comes from a cache.
     """
     m, a, t = cfg.model, cfg.model.attention, cfg.parallel.tensor
-    if not (cfg.kernels.gradient_accumulation_fusion and cfg.run.precision == "bf16"):
+    if not (cfg.kernels.gradient_accumulation_fusion and in_bf16(cfg)):
         return [0] * cfg.parallel.pipeline
     if cfg.kernels.backend in ("megatron", "reference"):
         return [0] * cfg.parallel.pipeline
@@ -146,3 +168,23 @@ def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
         if "L" in letters:
             shapes.add((m.vocab_size // t, h))
     return [sum(2 * rows * columns for rows, columns in shapes) for shapes in stages]
+
+
+def fp8_copy_bytes(cfg: Config, world: int) -> list[int]:
+    """Of each stage: FP8 copies of expert weights in both layouts, of all layers or of one.
+
+    Args:
+        cfg: with resolved kernels; `precision.weights=auto` counts as `resident`.
+        world: ranks.
+    """
+    m, stages, first = cfg.model, [0] * cfg.parallel.pipeline, 0
+    local = m.moe.experts // expert_parallel_size(cfg, world)
+    layer = 2 * local * (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden * m.moe.ffn
+    for i, letters in enumerate(pipeline_chunks(cfg)):
+        kinds = layer_kinds(cfg, letters, first)
+        first += letters.count("t")
+        stages[i % cfg.parallel.pipeline] += sum(k.fp8 and not k.dense for k in kinds)
+    if cfg.kernels.backend not in MULTIPLIES_FP8:
+        return [0] * cfg.parallel.pipeline
+    most = 1 if cfg.precision.weights == "scratch" else m.layers + m.mtp_layers
+    return [layer * min(layers, most) for layers in stages]

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import in_bf16, is_fp8
 from phalanx.configs.schema import AttentionConfig, Config, ModelConfig, MoEConfig
 from phalanx.kernels.expert_mlp.activation import formula
 from phalanx.moe.experts import activation_of
@@ -41,6 +42,7 @@ from phalanx.moe.model.grouped_attention import GroupedAttention
 from phalanx.moe.model.loss import cross_entropy
 from phalanx.moe.model.norm import norm_class
 from phalanx.moe.model.output_projection import OutputProjection
+from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.model.transformer_layer import Layer
 from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, StockMoE, router_kwargs
 
@@ -102,6 +104,7 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
         **_parallel(cfg, layout),
         **_execution(cfg, on_cpu=on_cpu),
         **_recompute(cfg.run.recompute),
+        **_fp8(cfg),
         **router_kwargs(m),
         **rotary,
     )
@@ -170,10 +173,9 @@ def _parallel(cfg: Config, layout: Layout) -> dict[str, Any]:
 
 def _execution(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     """Precision, and which of Megatron-Core's fusions and ways to communicate are used."""
-    bf16 = cfg.run.precision == "bf16"
-    dtype = torch.bfloat16 if bf16 else torch.float32
+    dtype = compute_dtype(cfg)
     return dict(
-        bf16=bf16,
+        bf16=in_bf16(cfg),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         # The stock MoE layer takes it for its experts too, which need Apex or TE then.
@@ -193,6 +195,20 @@ def _execution(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
         batch_p2p_comm=not on_cpu,
         variable_seq_lengths=False,
         deterministic_mode=False,
+    )
+
+
+def _fp8(cfg: Config) -> dict[str, Any]:
+    """`fp8_block` by Transformer Engine's recipe of that kind, for Megatron-Core's own experts."""
+    p = cfg.precision
+    if not is_fp8(cfg) or cfg.kernels.backend != "megatron":
+        return {}
+    return dict(
+        fp8="hybrid" if p.grad_format == "e5m2" else "e4m3",
+        fp8_recipe="blockwise",
+        first_last_layers_bf16=p.bf16_first_layers + p.bf16_last_layers > 0,
+        num_layers_at_start_in_bf16=p.bf16_first_layers,
+        num_layers_at_end_in_bf16=p.bf16_last_layers,
     )
 
 

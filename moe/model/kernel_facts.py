@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import torch
-
+from phalanx.configs.formats import is_fp8
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.kernels.registry import Facts
+from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.router.router import slots
 
 
@@ -18,7 +18,8 @@ def facts(
     return Facts(
         device=device,
         capability=capability,
-        dtype=torch.bfloat16 if cfg.run.precision == "bf16" else torch.float32,
+        dtype=compute_dtype(cfg),
+        fp8=is_fp8(cfg),
         hidden=cfg.model.hidden,
         ffn=e.ffn,
         experts=e.experts // expert_parallel_size(cfg, world),

@@ -187,6 +187,7 @@ _COLUMNS = (
     _Column("tokens_per_second_per_gpu", "tok/s/gpu", 9, ",.0f"),
     _Column("tflops_per_gpu", "TF/s", 4, ".0f", gpu=True),
     _Column("mfu", "mfu", 5, ".1%", gpu=True),
+    _Column("mfu_fp8", "of FP8", 6, ".1%", gpu=True),
     _Column("step_time", "s/step", 6, ".3f"),
     _Column("memory", "GiB", 5, ".1f"),
     _Column("load_max", "lb max", 6, ".2f"),
@@ -212,8 +213,8 @@ def line(
 
     Args:
         record: `step`, and any of loss, mtp_loss, grad_norm, lr, tokens_per_second_per_gpu,
-            tflops_per_gpu, mfu (of 1), step_time (s), memory and memory_total (GiB), load_max with
-            load_p95 and dead_experts.
+            tflops_per_gpu, mfu and mfu_fp8 (of 1), step_time (s), memory and memory_total (GiB),
+            load_max with load_p95 and dead_experts.
         steps: of the run.
         eta: seconds to its end.
         shown: keys of the record under the heading; columns of only these are blank.
@@ -247,7 +248,7 @@ def _on_gpu(record: dict[str, Any]) -> bool:
 def steady(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean and standard deviation of the rates of `records`, and the last loss."""
     totals: dict[str, Any] = {"records": len(records)}
-    for key in ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "step_time"):
+    for key in ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "mfu_fp8", "step_time"):
         values = [record[key] for record in records if key in record]
         if values:
             totals[key] = statistics.fmean(values)
@@ -282,7 +283,9 @@ def summary_line(totals: dict[str, Any]) -> str:
         mean, spread = (totals[f"tokens_per_second_per_gpu{s}"] for s in ("", "_sd"))
         parts.append(f"{mean:,.0f} +- {spread:,.0f} tok/s/{'gpu' if on_gpu else 'rank'}")
     if on_gpu and "tflops_per_gpu" in totals:
-        mfu = f" (mfu {totals['mfu']:.1%})" if "mfu" in totals else ""
+        mfu = f" (mfu {totals['mfu']:.1%}" if "mfu" in totals else ""
+        mfu += f", {totals['mfu_fp8']:.1%} of FP8" if "mfu_fp8" in totals else ""
+        mfu += ")" if mfu else ""
         parts.append(f"{totals['tflops_per_gpu']:.0f} TF/s/gpu{mfu}")
     if "step_time" in totals:
         parts.append(f"{totals['step_time']:.3f} +- {totals['step_time_sd']:.3f} s a step")

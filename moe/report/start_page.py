@@ -4,6 +4,7 @@ import sys
 
 import torch
 
+from phalanx.configs.formats import described
 from phalanx.kernels.registry import table
 from phalanx.moe.data.loader import Loader, Samples
 from phalanx.moe.data.sources import table as source_table
@@ -22,7 +23,7 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
     facts = [
         ("run", f"{cfg.run.dir}/{cfg.run.name}, {resumed}"),
         ("code", f"git {revision()}, torch {torch.__version__}, Python {sys.version.split()[0]}"),
-        ("device", f"{world} x {device(job.runtime.device)}, {cfg.run.precision}"),
+        ("device", f"{world} x {device(job.runtime.device)}, {described(cfg)}"),
         (
             "model",
             f"{model_size(cfg.model)}, {count(here)} on rank 0 ({storage(size)})",

@@ -10,8 +10,9 @@ import time
 
 import torch
 
+from phalanx.configs.formats import in_bf16, is_fp8
 from phalanx.configs.schema import Config
-from phalanx.moe.estimate.accounting import flops_per_token, peak_tflops
+from phalanx.moe.estimate.accounting import bf16_peak, flops_per_token, fp8_peak
 from phalanx.parallel.runtime import Runtime
 
 
@@ -27,7 +28,7 @@ class Pace:
         tokens = cfg.data.global_batch * cfg.data.sequence_length
         self._tokens = tokens / runtime.world
         self._flops = flops_per_token(cfg.model, cfg.data.sequence_length)
-        self._peak = peak_tflops(runtime.device, cfg.run.precision)
+        self._peaks = peaks(cfg, runtime.device)
         self._device = runtime.device
         self.restart(0)
 
@@ -40,8 +41,8 @@ class Pace:
         """Mean rates of the steps up to `step` since the clock was started, which starts it again.
 
         Returns:
-            step_time (s), tokens_per_second_per_gpu, tflops_per_gpu, and mfu (of 1) where the
-            device's peak is known.
+            step_time (s), tokens_per_second_per_gpu, tflops_per_gpu; where the device's peaks are
+            known mfu, of that of bf16, and in FP8 runs also mfu_fp8, of that of FP8 (of 1).
         """
         now = until = time.perf_counter()
         if self._restarted and self._device.type == "cuda":
@@ -51,10 +52,22 @@ class Pace:
         self._since, self._step, self._restarted = now, step, False
         tokens = self._tokens / seconds
         tflops = tokens * self._flops / 1e12
-        utilisation = {"mfu": tflops / self._peak} if self._peak else {}
+        utilisation = {name: tflops / peak for name, peak in self._peaks.items()}
         return {
             "step_time": seconds,
             "tokens_per_second_per_gpu": tokens,
             "tflops_per_gpu": tflops,
             **utilisation,
         }
+
+
+def peaks(cfg: Config, device: torch.device) -> dict[str, float]:
+    """Dense peaks in TFLOP/s by the name of the utilisation that is measured against them.
+
+    That of bf16 in FP8 runs too, as the two compare then; none where it is not known, as of a CPU.
+    """
+    if device.type != "cuda" or not in_bf16(cfg):
+        return {}
+    name = torch.cuda.get_device_name(device)
+    found = {"mfu": bf16_peak(name), "mfu_fp8": fp8_peak(name) if is_fp8(cfg) else None}
+    return {key: peak for key, peak in found.items() if peak}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from phalanx.configs.formats import described
 from phalanx.moe.report.start_page import device
 from phalanx.moe.training.setup import Job
 
@@ -17,6 +18,6 @@ def title_facts(job: Job) -> dict[str, Any]:
         "batch": cfg.data.global_batch,
         "ranks": job.runtime.world,
         "device": device(job.runtime.device),
-        "precision": cfg.run.precision,
+        "precision": described(cfg),
         "experts": job.choices[0].backend,
     }

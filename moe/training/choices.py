@@ -9,10 +9,14 @@ from dataclasses import replace
 import torch
 
 from phalanx.configs import capture
+from phalanx.configs.formats import MULTIPLIES_FP8, is_fp8
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, resolve
+from phalanx.moe.estimate.memory import needed
+from phalanx.moe.estimate.room import device_room
 from phalanx.moe.model.kernel_facts import facts
+from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import refuse
 from phalanx.parallel.cuda_graph import WARM_STEPS
 from phalanx.parallel.dispatch.transport_class import waits_for_tokens
@@ -83,6 +87,38 @@ def choose_graph(cfg: Config) -> Choice:
     if wanted == capture.CAPTURED:
         raise ConfigError(capture.refused(reason))
     return Choice("graph", capture.EAGER, f"{asked}; not {capture.CAPTURED}: {reason}")
+
+
+def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:
+    """Where FP8 copies of expert weights live, on all ranks; nothing of runs without. Collective.
+
+    Args:
+        cfg: of `known`, with the transport and the graph that were chosen.
+        runtime: this rank, which holds no part of the model yet.
+    """
+    if not is_fp8(cfg):
+        return []
+    backend, wanted = cfg.kernels.backend, cfg.precision.weights
+    taken, why = _own_fp8_weights(cfg, runtime)
+    told = gather(taken)
+    if wanted == "auto":
+        return [Choice("fp8 weights", "scratch" if "scratch" in told else taken, f"auto; {why}")]
+    if backend in MULTIPLIES_FP8:
+        return [Choice("fp8 weights", wanted, f"precision.weights={wanted}")]
+    return [Choice("fp8 weights", taken, f"{why}; precision.weights={wanted} is not in effect")]
+
+
+def _own_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[str, str]:
+    """What `precision.weights=auto` comes to on this rank, and why."""
+    backend = cfg.kernels.backend
+    if backend not in MULTIPLIES_FP8:
+        return "none", f"{backend} experts multiply values of FP8 in bf16"
+    if backend == "megatron":
+        return "resident", "Transformer Engine keeps its own"
+    kept = replace(cfg, precision=replace(cfg.precision, weights="resident"))
+    need, room = needed(kept, runtime.world), device_room(runtime.device).free
+    taken = "resident" if need <= room else "scratch"
+    return taken, f"with resident ones {storage(need)} of {storage(room)} would be needed"
 
 
 def experts_of_all(backend: str) -> str:

@@ -3,8 +3,6 @@
 import socket
 import sys
 
-import torch
-
 from phalanx.configs.capture import resolved_graph
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
@@ -20,6 +18,7 @@ from phalanx.moe.estimate.room import (
     pinned_bytes,
     refuse,
 )
+from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.training.choices import known
 from phalanx.moe.training.out_of_memory import advice
 from phalanx.parallel.dispatch.transport import planned, refusals_here
@@ -75,6 +74,5 @@ def _transport(cfg: Config, world: int, near_ranks: int) -> str:
     """The transport that this rank expects, before the groups are there that choose it."""
     if cfg.parallel.dispatch != "auto":
         return cfg.parallel.dispatch
-    dtype = torch.bfloat16 if cfg.run.precision == "bf16" else torch.float32
-    refusals, expert = refusals_here("auto", dtype), expert_parallel_size(cfg, world)
+    refusals, expert = refusals_here("auto", compute_dtype(cfg)), expert_parallel_size(cfg, world)
     return planned("auto", ranks=expert, node_ranks=near_ranks, refusals=refusals).name

@@ -125,7 +125,7 @@ def _folder(cfg: Config) -> Iterator[str]:
 
 
 def _checkpoint(cfg: Config) -> Iterator[str]:
-    """What the run goes on from is whole, and of the same model, precision and data."""
+    """What the run goes on from is whole, and of the same model, dtype and data."""
     how, root = cfg.run.resume, Path(cfg.run.dir) / cfg.run.name / "checkpoints"
     if how == "never":
         return

@@ -19,7 +19,13 @@ from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.model.gpt import Backends, Layout, build, embedding_stages, transformer_config
 from phalanx.moe.model.init import initialize
-from phalanx.moe.training.choices import choose_graph, choose_kernels, experts_of_all, known
+from phalanx.moe.training.choices import (
+    choose_fp8_weights,
+    choose_graph,
+    choose_kernels,
+    experts_of_all,
+    known,
+)
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
 from phalanx.parallel.dispatch.transport import choices as transport_choices
@@ -94,11 +100,14 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         transport = of_megatron(p.dispatch)
     else:
         transport = choose_transport(p.dispatch, groups.pg.ep, config.params_dtype)
-    graph = choose_graph(known(cfg, runtime, choices, transport.name))
+    resolved = known(cfg, runtime, choices, transport.name)
+    graph = choose_graph(resolved)
+    resolved.run.graph = graph.backend
+    weights = choose_fp8_weights(resolved, runtime)
     waiting = experts_of_all(experts)
     shared = cfg.model.moe.shared_ffn > 0
     overlap = transport_choices(transport, backend=waiting, comm_sms=p.comm_sms, shared=shared)
-    choices = [*choices, *overlap, graph]
+    choices = [*choices, *weights, *overlap, graph]
     captured = graph.backend == capture.CAPTURED
     sms = sms_of(p.comm_sms, transport, waiting)
     config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)

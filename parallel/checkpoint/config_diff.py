@@ -1,8 +1,8 @@
 """May a run go on from a checkpoint of another configuration?
 
 Configurations are plain nested dicts. What the saved weights and the data cursor depend on must
-agree: architecture, precision, source and order of the tokens. Layout, kernels, schedule, length
-and logging may change, and are reported.
+agree: architecture, dtype of the weights, source and order of the tokens. Layout, kernels, recipe
+of FP8, schedule, length and logging may change, and are reported.
 """
 
 import json
@@ -11,7 +11,6 @@ from typing import Any
 
 _FIXED = (
     "model",
-    "run.precision",
     "data.source",
     "data.blend",
     "data.split",
@@ -31,6 +30,9 @@ _FREE = (
 )
 # Zero or not is architecture (a bias rate of 0 has no bias); the value is not.
 _SWITCHES = ("model.moe.router.bias_rate",)
+# Whose weights have a dtype of their own; all others have bf16 ones with fp32 masters.
+_WIDE = {"precision.recipe": "fp32"}
+_RENAMED = {"run.precision": "precision.recipe"}
 
 _FEW = 8  # differences that a person reads one by one
 
@@ -49,7 +51,7 @@ def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     Raises:
         CheckpointMismatch: a knob that must agree does not; the message is a diff with the way out.
     """
-    old, new = dict(leaves(saved)), dict(leaves(current))
+    old, new = ({_RENAMED.get(k, k): v for k, v in leaves(c)} for c in (saved, current))
     changed = [key for key in old if key in new and old[key] != new[key]]
     refused = [key for key in changed if _must_agree(key, old[key], new[key])]
     if refused:
@@ -62,6 +64,8 @@ def _must_agree(key: str, old: Any, new: Any) -> bool:
         return False
     if key in _SWITCHES:
         return bool(old) != bool(new)
+    if key in _WIDE:
+        return (old == _WIDE[key]) != (new == _WIDE[key])
     return any(key == fixed or key.startswith(fixed + ".") for fixed in _FIXED)
 
 

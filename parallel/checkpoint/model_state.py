@@ -43,7 +43,8 @@ def sharded_state(model: Sequence[torch.nn.Module], dp_cp_group: Any) -> dict[st
 def without_extra_states(state: dict[str, Any]) -> dict[str, Any]:
     """A sharded state dict less the extra states, which only Transformer Engine fills.
 
-    They hold the scales of FP8, which is not used, and it would unpickle them without restraint.
+    They hold scales of FP8 from past steps, which `fp8_block` does not use, and it would unpickle
+    them without restraint.
     """
 
     def extra(value: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from phalanx.configs.formats import described
 from phalanx.configs.load import load
 from phalanx.configs.redact import redacted
 from phalanx.configs.validate import ConfigError, validate
@@ -82,7 +83,7 @@ class Sweep:
             self.facts.append(
                 {
                     "model": cfg.model.name,
-                    "precision": cfg.run.precision,
+                    "precision": described(cfg),
                     "sequence": cfg.data.sequence_length,
                     "batch": cfg.data.global_batch,
                     "data": cfg.data.source,

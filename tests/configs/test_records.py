@@ -64,7 +64,7 @@ def test_own_record_is_what_its_command_runs(name: str) -> None:
     )
     assert record.routing == ("forced" if cfg.model.moe.router.force_balance else "natural")
     assert record.data == ("mock" if data.source == "synthetic" else "real")
-    assert record.dtype == cfg.run.precision
+    assert record.dtype == cfg.precision.recipe
     assert f"EP{expert_parallel_size(cfg, ranks)} DP{data_parallel_size(cfg, ranks)}" in (
         record.layout
     )

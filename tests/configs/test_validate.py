@@ -238,8 +238,8 @@ def _texts(value: object) -> object:
         ("run.profile=[3]", 1, "[first,last] within steps 1 to 80", "run.profile=[10,12]"),
         ("run.profile=[5,200]", 1, "[first,last] within steps 1 to 80", "run.profile=[10,12]"),
         ("run.device=cpu kernels=te", 1, "needs CUDA", "kernels.attention=auto"),
-        ("run.precision=fp32 kernels=fused", 1, "needs bf16 on CUDA", "run.precision=bf16"),
-        ("run.precision=fp32 parallel.grad_dtype=bf16", 1, "would round", "grad_dtype=fp32"),
+        ("precision=fp32 kernels=fused", 1, "needs bf16 on CUDA", "precision.recipe=bf16"),
+        ("precision=fp32 parallel.grad_dtype=bf16", 1, "would round", "grad_dtype=fp32"),
     ],
 )
 def test_problem_names_the_override_that_fixes_it(
@@ -267,7 +267,7 @@ def test_problem_names_the_override_that_fixes_it(
         ("data=indexed data.blend=[0.7,a,3e-1,b]", 1),
         ("run.profile=[1,80]", 1),
         ("run.steps=1", 1),  # within the warm-up
-        ("run.precision=fp32 kernels=torch run.device=cpu", 1),
+        ("precision=fp32 kernels=torch run.device=cpu", 1),
         ("data.split=98 run.eval_interval=0", 1),
     ],
 )
@@ -277,12 +277,12 @@ def test_sound_configurations_pass(overrides: str, world: int) -> None:
 
 def test_all_problems_come_at_once_and_without_consequences() -> None:
     overrides = (
-        "model.layers=0 run.precision=fp8 parallel.tensor=3 parallel.pipeline=3 data.blend=[a]"
+        "model.layers=0 precision.recipe=fp8 parallel.tensor=3 parallel.pipeline=3 data.blend=[a]"
     )
     knobs_named = [line.split("=")[0] for line in problems(load(overrides.split(" ")), 1)]
     assert knobs_named == [
         "model.layers",
-        "run.precision",
+        "precision.recipe",
         "data.blend",
         "parallel.tensor",
         "parallel.pipeline",
@@ -326,7 +326,12 @@ RANGES: dict[str, tuple[object, ...]] = {
     "data.blend": ([], ["a"], ["0.5", "a", "b"]),
     "data.source": ("embedded", "indexed", "synthetic"),
     "optim.min_lr": (0.0, 1.0),
-    "run.precision": ("bf16", "fp32"),
+    "precision.recipe": ("bf16", "fp32", "fp8_block", "fp8_block"),
+    "precision.hidden": ("bf16", "fp8"),
+    "precision.dispatch": ("bf16", "fp8"),
+    "precision.wgrad": ("bf16", "fp8"),
+    "precision.bf16_first_layers": (0, 0, 1, 6),
+    "precision.bf16_last_layers": (0, 0, 2, 6),
     "run.device": ("auto", "cuda", "cpu"),
     "kernels.backend": ("auto", "torch", "te", "fused", "megatron"),
 }

@@ -217,7 +217,7 @@ def test_a_model_trains_with_both(tmp_path: Path) -> None:
                 *SMALL,
                 "data=synthetic",
                 "run.steps=2",
-                "run.precision=fp32",
+                "precision=fp32",
                 "run.save_interval=-1",
                 "parallel.expert=2",
                 "model.moe.activation=reglu",

@@ -131,7 +131,7 @@ GOLDEN = {20: 4.5362730, 100: 3.2740798}
 def test_golden_run(steps: int, corpus: list[str], tmp_path: Path) -> None:
     """Other results than these mean that training itself has changed."""
     more = ["model=tiny", "model.attention.head_dim=8", "optim.decay_steps=100"]
-    more += [f"run.steps={steps}", "run.precision=fp32", "run.save_interval=-1"]
+    more += [f"run.steps={steps}", "precision=fp32", "run.save_interval=-1"]
     more += ["run.log_interval=20", "optim.lr=1e-3", f"run.dir={tmp_path}"]
     (main,) = run(1, [*corpus, *more])
     losses = {r["step"]: r["loss"] for r in records(tmp_path / "run")}

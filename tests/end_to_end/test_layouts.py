@@ -32,7 +32,7 @@ LOSS, NORM = 2e-6, 2e-5
 CHANGE, WEIGHT = 1e-4, 3e-7
 
 TRAINING = [
-    "run.precision=fp32",
+    "precision=fp32",
     "run.steps=3",
     # Rounding must not change a choice of experts. With this seed the last expert chosen and the
     # first one left out are never closer than 5e-5 of the largest score.
@@ -267,7 +267,7 @@ HOW: dict[str, dict[str, Any]] = {
     "": {},
     "unsharded": {"parallel.distributed_optimizer": False},
     "unoverlapped": {"parallel.overlap": False},
-    "bf16": {"run.precision": "bf16", "optim.moments": "bf16"},
+    "bf16": {"precision.recipe": "bf16", "optim.moments": "bf16"},
     "recomputed": {"run.recompute": "full"},
 }
 ONE_REPLICA = ("one", "tp2", "tp2_ep2", "cp2", "cp2_ep2")

@@ -274,7 +274,7 @@ def tokens_seen(rank: int) -> Iterator[list[tuple[int, str]]]:
 
 def test_a_run_moves_between_layouts(corpus: list[str], tmp_path: Path) -> None:
     """EP2 x DP2, one rank, EP2 x DP2 again: the tokens of an uninterrupted run, and its losses."""
-    common = [*corpus, *MODELS["tiny_deepseek"], "run.precision=fp32"]
+    common = [*corpus, *MODELS["tiny_deepseek"], "precision=fp32"]
     common += ["parallel.capacity_factor=8"]  # no step is run again, and sees its tokens twice
     straight = run(2, [*common, "run.steps=6", f"run.dir={tmp_path / 'a'}"], tokens_seen)
     seen: list[tuple[int, str]] = []

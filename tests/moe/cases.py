@@ -45,12 +45,13 @@ def model(router: dict[str, Any] | None = None, moe: dict[str, Any] | None = Non
 
 def transformer(model: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """TransformerConfig of the model as training builds it, with layout sizes and changes."""
-    from phalanx.configs.schema import Config, RunConfig
+    from phalanx.configs.schema import Config, PrecisionConfig, RunConfig
     from phalanx.moe.model.gpt import Layout, transformer_config
 
     sizes = {k: changes.pop(k) for k in ("tensor", "context", "expert") if k in changes}
-    run = RunConfig(precision="fp32", recompute=changes.pop("recompute", "none"))
-    config = transformer_config(Config(model=model, run=run), Layout(**sizes), on_cpu=True)
+    run = RunConfig(recompute=changes.pop("recompute", "none"))
+    cfg = Config(model=model, run=run, precision=PrecisionConfig("fp32"))
+    config = transformer_config(cfg, Layout(**sizes), on_cpu=True)
     config.params_dtype = dtype
     for name, value in changes.items():
         setattr(config, name, value)

@@ -9,8 +9,8 @@ from phalanx.moe.estimate.accounting import (
     active_parameters,
     bf16_peak,
     flops_per_token,
+    fp8_peak,
     parameters,
-    peak_tflops,
 )
 from tests.support.distributed import run_distributed
 
@@ -137,8 +137,9 @@ def test_peaks_are_dense(name: str, peak: float | None) -> None:
     assert bf16_peak(name) == peak
 
 
-def test_a_cpu_has_no_peak() -> None:
-    assert peak_tflops(torch.device("cpu"), "bf16") is None
+def test_fp8_is_twice_as_fast_where_there_is_fp8() -> None:
+    assert fp8_peak("NVIDIA H200") == 2 * 989
+    assert fp8_peak("NVIDIA A100-SXM4-80GB") is fp8_peak("NVIDIA GeForce RTX 4090") is None
 
 
 def count_built(names: list[str]) -> dict[str, int]:

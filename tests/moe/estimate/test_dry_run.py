@@ -131,7 +131,7 @@ def test_what_auto_comes_to(overrides: str, graph: str, overlap: str) -> None:
 
 
 def test_a_graph_that_no_such_gpu_captures_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["model=tiny", "run.precision=fp32", "run.dry_run=true"]
+    argv = ["model=tiny", "precision=fp32", "run.dry_run=true"]
     assert train.main(argv) == 0
     assert "graph     off: reference experts count" in capsys.readouterr().out
     assert train.main([*argv, "run.graph=full_iteration"]) == 2
@@ -287,7 +287,7 @@ def test_nothing_measured_beats_the_bound(name: str) -> None:
     kind = record.hardware.split(" x ")[1].lower()
     cfg.run.machine = kind
     validate(cfg, world)
-    assert cfg.run.precision == record.dtype == "bf16"  # the rates of configs.machines
+    assert cfg.precision.recipe == record.dtype == "bf16"  # the rates of configs.machines
     best = bound(resolved(cfg, world, 8), world, MACHINES[kind])
     tokens = cfg.data.global_batch * cfg.data.sequence_length / world / best.seconds
     assert record.tokens_per_second_per_gpu < tokens

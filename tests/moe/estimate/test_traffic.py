@@ -126,7 +126,7 @@ def test_a_token_goes_once_to_each_node_and_from_there_to_its_ranks(
     precision: str, wide: int
 ) -> None:
     """DeepSeek-V3 over eight nodes of eight, counted copy by copy where pushes carry them on."""
-    cfg = spread("model=deepseek_v3", f"run.precision={precision}", ranks=64, dispatch="hier")
+    cfg = spread("model=deepseek_v3", f"precision={precision}", ranks=64, dispatch="hier")
     t = traffic(cfg, 64)
     drawn = tokens(cfg, 64, 2000)
     inside = sum(by_node(*token).near for token in drawn) / 2000 if precision == "bf16" else 8 * 7

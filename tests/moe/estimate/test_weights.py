@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.configs.formats import in_bf16
 from phalanx.configs.layout import pipeline_chunks
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
@@ -45,7 +46,7 @@ def _built(cfg: Config, runtime: Any) -> dict[str, int]:
         for group in part.optimizer.param_groups:
             for p in group["params"]:
                 # Parameters are not held twice in fp32, nor where they are half of a master copy.
-                own = cfg.run.precision == "bf16" and p.dtype != torch.bfloat16
+                own = in_bf16(cfg) and p.dtype != torch.bfloat16
                 state += p.numel() * p.element_size() * own
                 state += sum(
                     t.numel() * t.element_size()
@@ -68,8 +69,8 @@ ONE = [
     "model=tiny model.attention.qk_norm=true parallel.grad_dtype=bf16 optim.moments=bf16",
     "model=tiny_gpt_oss model.moe.dense_layers=1 parallel.distributed_optimizer=false",
     "model=tiny parallel.distributed_optimizer=false optim.moments=bf16",
-    "model=tiny run.precision=fp32",
-    "model=tiny run.precision=fp32 optim.moments=bf16",
+    "model=tiny precision=fp32",
+    "model=tiny precision=fp32 optim.moments=bf16",
 ]
 TWO = [
     "model=tiny_deepseek",

@@ -176,7 +176,7 @@ def imported(folder: Path, out: Path, precision: str = "fp32") -> Config:
     """Import a folder; a configuration with its model, on CPU."""
     cfg, _ = configured(determined(folder), None)
     import_folder(folder, out, cfg.model)
-    cfg.run.device, cfg.run.precision, cfg.kernels.backend = "cpu", precision, "torch"
+    cfg.run.device, cfg.precision.recipe, cfg.kernels.backend = "cpu", precision, "torch"
     cfg.run.dir = str(out.parent / "runs")
     cfg.data.source, cfg.data.sequence_length = "synthetic", 24
     cfg.data.micro_batch, cfg.data.global_batch = 2, 4

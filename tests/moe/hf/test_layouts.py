@@ -107,7 +107,7 @@ def test_a_run_starts_from_an_import(tmp_path: Path) -> None:
             "data.micro_batch=2",
             "data.global_batch=8",
             "run.device=cpu",
-            "run.precision=fp32",
+            "precision=fp32",
             "run.steps=2",
             "run.name=run",
             f"run.dir={tmp_path}",

@@ -49,7 +49,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_trains_alike(case: str) -> None:
     world, changes = CASES[case]
-    changes = {**changes, "run.precision": "fp32", "data.micro_batch": 2}
+    changes = {**changes, "precision.recipe": "fp32", "data.micro_batch": 2}
     overrides = ["model=tiny", *SMALL]
     plain, fused = (trained(world, overrides, changes, within=w) for w in (None, adding))
     for name in ("loss", "grad_norm"):

@@ -72,7 +72,7 @@ def built(overrides: list[str], *, tensor: int = 1, context: int = 1, expert: in
     from phalanx.parallel.dispatch.transport import choose_transport
     from phalanx.parallel.groups import create
 
-    cfg = load([*overrides, "run.precision=fp32", f"data.sequence_length={SEQUENCE}"])
+    cfg = load([*overrides, "precision=fp32", f"data.sequence_length={SEQUENCE}"])
     groups = create(tensor=tensor, context=context, expert=expert)
     config = transformer_config(
         cfg, Layout(tensor=tensor, context=context, expert=expert), on_cpu=True

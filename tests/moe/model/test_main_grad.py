@@ -107,7 +107,7 @@ def test_bf16_weights_are_bitwise_the_same(case: str) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("backend", ["torch", pytest.param("reference", marks=pytest.mark.slow)])
 def test_biases_are_the_same_within_rounding(backend: str) -> None:
-    changes = {"kernels.backend": backend, "run.precision": "fp32", "parallel.expert": 2}
+    changes = {"kernels.backend": backend, "precision.recipe": "fp32", "parallel.expert": 2}
     fused, plain = both(2, "tiny_gpt_oss", changes)
     torch.testing.assert_close(fused[0], plain[0], rtol=2e-5, atol=0)
     for key, value in plain[1].items():

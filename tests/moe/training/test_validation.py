@@ -15,7 +15,7 @@ TRAINING = [
     *SMALL,
     *STILL,
     *["model=tiny", "model.attention.head_dim=8", "model.layers=4"],
-    *["run.precision=fp32", "run.seed=3", "run.save_interval=-1", "parallel.capacity_factor=16"],
+    *["precision=fp32", "run.seed=3", "run.save_interval=-1", "parallel.capacity_factor=16"],
     *["data=indexed", "data.split='50,50'", "data.micro_batch=1", "run.eval_interval=1"],
 ]
 LAYOUTS = {

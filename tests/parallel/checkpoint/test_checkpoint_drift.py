@@ -12,7 +12,8 @@ CONFIG: dict[str, Any] = {
     "data": {"seed": 1, "blend": ["x"], "micro_batch": 2, "sequence_length": 16},
     "optim": {"lr": 1e-3},
     "parallel": {"expert": 2},
-    "run": {"precision": "bf16", "steps": 10},
+    "precision": {"recipe": "bf16", "hidden": "bf16"},
+    "run": {"steps": 10},
 }
 
 
@@ -31,7 +32,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     [
         ("model.layers", 6),
         ("model.moe.router.bias_rate", 0.0),
-        ("run.precision", "fp32"),
+        ("precision.recipe", "fp32"),
         ("data.seed", 2),
         ("data.blend", ["y"]),
         ("data.sequence_length", 32),
@@ -50,6 +51,8 @@ def test_drift_refused(knob: str, value: Any) -> None:
         ("model.moe.router.aux_loss", 0.2),
         ("model.moe.router.bias_rate", 1e-4),
         ("model.new_knob", 1),
+        ("precision.recipe", "fp8_block"),
+        ("precision.hidden", "fp8"),
         ("optim.lr", 1.0),
         ("parallel.expert", 4),
         ("run.steps", 20),
@@ -59,6 +62,18 @@ def test_drift_refused(knob: str, value: Any) -> None:
 def test_drift_allowed_and_told(knob: str, value: Any) -> None:
     lines = compare(CONFIG, changed(knob, value))
     assert [line.split()[0] for line in lines] == ([] if "new" in knob else [knob])
+
+
+@pytest.mark.parametrize(("before", "refused"), [("bf16", False), ("fp32", True)])
+def test_precision_under_its_old_name_is_compared(before: str, refused: bool) -> None:
+    old = {key: value for key, value in CONFIG.items() if key != "precision"}
+    old["run"] = {"precision": before, "steps": 10}
+    new = changed("precision.recipe", "fp8_block")
+    if refused:
+        with pytest.raises(CheckpointMismatch, match="go on with precision.recipe=fp32,"):
+            compare(old, new)
+    else:
+        assert compare(old, new) == ["precision.recipe bf16 -> fp8_block"]
 
 
 def test_drift_diff_reads_well() -> None:

@@ -43,7 +43,7 @@ def test_any_kernels_go_on_from_the_weights_of_any_other(tmp_path: Path, model: 
     for i, kernels in enumerate(KERNELS):
         folder = tmp_path / str(i)
         command = [*SMALL, *MODELS[model], f"kernels={kernels}", "data=synthetic", "run.steps=3"]
-        command += ["run.precision=fp32", "run.save_interval=-1", f"run.resume={before}"]
+        command += ["precision=fp32", "run.save_interval=-1", f"run.resume={before}"]
         (main,) = run(1, [*command, f"run.dir={folder}"], saved_before_step_3)
         assert main.code == 0, main.err
         saved = folder / "run/checkpoints/step_00000002"

@@ -161,9 +161,7 @@ def test_every_row_comes_back_on_integers() -> None:
 
 
 def losses(dispatch: str) -> list[float]:
-    small = (
-        "run.steps=3 run.precision=bf16 run.eval_interval=0 parallel.expert=2 data.micro_batch=2"
-    )
+    small = "run.steps=3 precision=bf16 run.eval_interval=0 parallel.expert=2 data.micro_batch=2"
     overrides = ["model=tiny", *small.split(), "data.sequence_length=32", "data.global_batch=4"]
     with installed():
         made = _train(_loaded(*overrides, f"parallel.dispatch={dispatch}"))

@@ -54,7 +54,7 @@ def test_a_graph_trains_bit_for_bit_like_eager_steps(tmp_path: Path) -> None:
 
 def test_fp32_goes_by_collectives_inside_a_node(tmp_path: Path) -> None:
     """Where nothing can be pushed; what differs is the order of sums."""
-    options = [*COMMON, "kernels=reference", "run.precision=fp32"]
+    options = [*COMMON, "kernels=reference", "precision=fp32"]
     theirs = train(tmp_path, "alltoall", *options, REFERENCE, ranks=4)
     ours = train(tmp_path, "hier", *options, "parallel.dispatch=hier", ranks=4)
     close(ours, theirs)

@@ -8,7 +8,7 @@ from tests.support.training import _loaded, _train
 
 pytestmark = pytest.mark.dist
 SMALL = (
-    "model=tiny run.precision=fp32 run.steps=3 run.eval_interval=0 parallel.expert=4 "
+    "model=tiny precision=fp32 run.steps=3 run.eval_interval=0 parallel.expert=4 "
     "data.sequence_length=32 data.micro_batch=1 data.global_batch=4"
 )
 

@@ -1,0 +1,121 @@
+"""What `precision` means to everything else: bytes, layers in FP8, who has FP8; and its rules.
+
+Others ask here and do not compare names of recipes. Transports say in `configs.transports` whether
+they carry FP8.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from phalanx.configs.knobs import repair
+from phalanx.configs.schema import Config, PrecisionConfig
+from phalanx.configs.transports import TRANSPORTS
+
+RECIPES = ("bf16", "fp32", "fp8_block")
+
+NO_FP8_EXPERTS: dict[str, str] = {"fused": "its FP8 GEMMs are not there yet"}
+"""By `kernels.backend`: why its experts have no `fp8_block`. Without its line a backend has it."""
+
+MULTIPLIES_FP8 = frozenset({"fused", "megatron"})
+"""Backends whose GEMMs read FP8; `reference` and `torch` multiply the same values in bf16, which
+costs time and keeps no copies of weights."""
+
+BLOCK = 128
+"""Channels that share a scale."""
+
+
+def is_fp8(cfg: Config) -> bool:
+    """Linear layers multiply FP8."""
+    return cfg.precision.recipe == "fp8_block"
+
+
+def in_bf16(cfg: Config) -> bool:
+    """Weights and activations are bf16, and optimizer states have fp32 masters beside them."""
+    return cfg.precision.recipe != "fp32"
+
+
+def width(cfg: Config) -> int:
+    """Bytes of an element of weights and activations."""
+    return 2 if in_bf16(cfg) else 4
+
+
+def fp8_layer(cfg: Config, layer: int) -> bool:
+    """Whether a layer multiplies FP8.
+
+    Args:
+        layer: from 0, over all pipeline stages; those of multi-token prediction come after the
+            last decoder layer.
+    """
+    p, layers = cfg.precision, cfg.model.layers
+    last = layers - p.bf16_last_layers <= layer < layers
+    return is_fp8(cfg) and layer >= p.bf16_first_layers and not last
+
+
+def fp8_row(channels: int, parts: int = 1) -> int:
+    """Bytes of a row in FP8 with its fp32 scales; blocks start anew in each of the parts."""
+    return channels + 4 * parts * -(-(channels // parts) // BLOCK)
+
+
+def described(cfg: Config) -> str:
+    """`bf16`, or `fp8_block (hidden fp8, bf16_first_layers 1)`: what differs from the defaults."""
+    p, default = cfg.precision, PrecisionConfig()
+    names = [f.name for f in fields(p) if f.name != "recipe"]
+    switched = [f"{n} {getattr(p, n)}" for n in names if getattr(p, n) != getattr(default, n)]
+    return f"{p.recipe} ({', '.join(switched)})" if switched else p.recipe
+
+
+def precision_problems(cfg: Config) -> Iterator[str]:
+    """Problems of `precision` with itself, kernels and transport; repairs `cfg` on the way."""
+    if not is_fp8(cfg):
+        yield from _switches(cfg)
+        return
+    yield from _layers(cfg)
+    if reason := NO_FP8_EXPERTS.get(cfg.kernels.backend):
+        yield repair(cfg, "kernels.backend", f"has no fp8_block: {reason}", "auto")
+    elif cfg.kernels.backend == "megatron":
+        yield from _megatron(cfg)
+
+
+def dispatch_problems(cfg: Config, ranks: int) -> Iterator[str]:
+    """Problems of FP8 on its way to the experts of so many ranks."""
+    wanted = cfg.parallel.dispatch
+    several = [name for name, facts in TRANSPORTS.items() if facts.auto and not facts.one_rank]
+    may_take = [wanted] if wanted != "auto" else several if ranks > 1 else []
+    without = [name for name in may_take if not TRANSPORTS[name].fp8]
+    if cfg.precision.dispatch == "fp8" and without:
+        reason = f"cannot travel by parallel.dispatch={wanted}"
+        reason += f", which may take {', '.join(without)}" if wanted == "auto" else ""
+        yield repair(cfg, "precision.dispatch", reason, "bf16")
+
+
+def _switches(cfg: Config) -> Iterator[str]:
+    for f in fields(cfg.precision):
+        if f.name != "recipe" and getattr(cfg.precision, f.name) != f.default:
+            reason = f"is a switch of fp8_block, and precision is {cfg.precision.recipe}"
+            yield repair(cfg, f"precision.{f.name}", reason, f.default)
+
+
+def _layers(cfg: Config) -> Iterator[str]:
+    p, layers = cfg.precision, cfg.model.layers
+    for name in ("bf16_first_layers", "bf16_last_layers"):
+        if p.bf16_first_layers + p.bf16_last_layers >= layers and getattr(p, name):
+            others = p.bf16_first_layers + p.bf16_last_layers - getattr(p, name)
+            reason = f"leaves none of model.layers={layers} in FP8"
+            yield repair(cfg, f"precision.{name}", reason, max(0, layers - 1 - others))
+
+
+def _megatron(cfg: Config) -> Iterator[str]:
+    """What Megatron-Core's layer with Transformer Engine's recipe cannot."""
+    if cfg.run.device == "cpu":
+        reason = "has fp8_block by Transformer Engine, which needs CUDA, and run.device is cpu"
+        yield repair(cfg, "kernels.backend", reason, "auto")
+        return
+    for name in ("wgrad", "hidden", "dispatch", "weights"):
+        if getattr(cfg.precision, name) != (default := getattr(PrecisionConfig(), name)):
+            reason = "is not possible with kernels.backend=megatron"
+            yield repair(cfg, f"precision.{name}", reason, default)
+    most = cfg.model.layers // cfg.parallel.pipeline
+    for name in ("bf16_first_layers", "bf16_last_layers"):
+        if getattr(cfg.precision, name) > most:
+            reason = f"is more than the {most} layers of a stage, which kernels.backend=megatron"
+            yield repair(cfg, f"precision.{name}", f"{reason} takes at most", most)

@@ -1,0 +1,31 @@
+"""The precision of a run as modules of its model take it: one dtype, and the recipe of a layer."""
+
+import torch
+
+from phalanx.configs.formats import fp8_layer, in_bf16
+from phalanx.configs.schema import Config
+from phalanx.kernels.quantize.recipe import Fp8Block
+
+
+def compute_dtype(cfg: Config) -> torch.dtype:
+    """Of activations, and of weights as they are multiplied or quantized."""
+    return torch.bfloat16 if in_bf16(cfg) else torch.float32
+
+
+def recipe(cfg: Config, layer: int) -> Fp8Block | None:
+    """How the linear layers of a layer multiply FP8; None: they multiply `compute_dtype`.
+
+    Args:
+        cfg: valid.
+        layer: from 0, over all pipeline stages; those of multi-token prediction come after the
+            last decoder layer.
+    """
+    if not fp8_layer(cfg, layer):
+        return None
+    p = cfg.precision
+    return Fp8Block(
+        grad_format=p.grad_format,  # type: ignore[arg-type]
+        wgrad=p.wgrad,  # type: ignore[arg-type]
+        wgrad_blocks=p.wgrad_blocks,  # type: ignore[arg-type]
+        hidden=p.hidden,  # type: ignore[arg-type]
+    )
