@@ -28,18 +28,19 @@ MEGATRON = partial(
 class SharedExperts(SharedExpertMLP):
     """Megatron-Core's, parameters and checkpoints included, by the kernels of the routed experts.
 
-    Where these are not the fused ones, or with tensor parallelism, Megatron-Core computes them
-    whole, on the way back.
+    Where these are not the fused ones and there is no recipe, or with tensor parallelism,
+    Megatron-Core computes them whole, on the way back.
 
     Args:
-        spec: that of the routed experts.
+        spec: how.
         given: what Megatron-Core's takes.
     """
 
     def __init__(self, *, spec: MLPSpec, **given: Any) -> None:
         super().__init__(submodules=MEGATRON.keywords["submodules"], **given)
         self._spec = spec
-        self._halves = spec.backend == "fused" and self.tp_group.size() == 1
+        ours = spec.backend == "fused" or spec.recipe is not None
+        self._halves = ours and self.tp_group.size() == 1
 
     def halves(self, hidden_SBD: Tensor) -> tuple[Callable[[], None], Callable[[], Tensor]]:
         """One call of [s, B, D]: the first half, and the second, which returns [N, D]."""
