@@ -76,9 +76,10 @@ def scales(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     mantissa, exponent = torch.frexp(amax.float())
     power = _TOP[dtype][1] - exponent - (mantissa > 0.875).int()
     power = torch.where((amax > 0) & amax.isfinite(), power, 0).clamp(max=127)
-    one = torch.ones_like(mantissa)
-    down = torch.where(amax.isinf(), torch.nan, torch.ldexp(one, -power))
-    return torch.ldexp(one, power), down
+    # From exponent bits, as no device promises its powf to be exact; 2^-127 is denormal.
+    up = (power + 127) << 23
+    down = torch.where(power < 127, (127 - power) << 23, 1 << 22).to(torch.int32)
+    return up.view(torch.float32), torch.where(amax.isinf(), torch.nan, down.view(torch.float32))
 
 
 def quantize_rows(
@@ -163,7 +164,9 @@ def _moved(x: Tensor, rows: int, starts: Tensor, new_starts: Tensor) -> Tensor:
     place = starts[expert] + row - new_starts[expert]
     # Of the two numbers of rows of an expert, padded and not, the smaller.
     inside &= (place < starts[expert + 1]) & (row < new_starts[expert + 1])
-    picked = x.index_select(0, place.clamp(0, max(len(x) - 1, 0)))
+    if not len(x):
+        return x.new_zeros(rows, x.shape[1])
+    picked = x.index_select(0, place.clamp(0, len(x) - 1))
     return torch.where(inside[:, None], picked, torch.zeros_like(picked))
 
 
