@@ -123,6 +123,29 @@ def quantize_columns(
     return QuantizedColumns(_joined(data).T.contiguous(), _joined(scale), blocks)
 
 
+def transpose_rows(
+    q: Quantized,
+    offsets: Tensor,
+    blocks: TokenBlocks,
+    *,
+    index_S: Tensor | None = None,
+    parts: int = 1,
+) -> QuantizedColumns:
+    """`quantize_columns` of what FP8 rows stand for, in their format.
+
+    Args:
+        q: expert rows, or a table of rows.
+        offsets, blocks, parts: as of `quantize_columns`.
+        index_S: the table's row that each expert row is; from offsets[L] on it is not read.
+    """
+    x_SC = dequantize_rows(q, parts)
+    if index_S is not None:
+        used = torch.arange(len(index_S), device=index_S.device) < offsets[-1]
+        x_SC = F.pad(x_SC, (0, 0, 0, 1))  # a row for those without one
+        x_SC = x_SC.index_select(0, index_S.where(used, len(x_SC) - 1))
+    return quantize_columns(x_SC, offsets, blocks, parts, q.data.dtype)
+
+
 def dequantize_rows(q: Quantized, parts: int = 1) -> Tensor:
     """fp32 [R, C]."""
     return _joined(_dequantize(_parted(q.data, parts), _parted(q.scale, parts), (1, BLOCK)))
@@ -181,7 +204,7 @@ def _joined(x: Tensor) -> Tensor:
 
 
 def _quantize(x: Tensor, tile: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Data [..., R, C] and the scale of each tile; the last tile of a row or column may be short."""
+    """Data [..., R, C] and the scale of each tile; the last of a row or column may be short."""
     x = x.float()
     missing = [-x.shape[-1] % tile[1], -x.shape[-2] % tile[0]]
     tiles = F.pad(x.abs(), (0, missing[0], 0, missing[1]))
