@@ -49,12 +49,14 @@ class Linear(NamedTuple):
     """Equal runs of O, such as a gate and a linear half, in which blocks of a recipe start anew."""
     parts_in: int = 1
     """Of I."""
+    flipped: bool = False
+    """The weights are a view of stored [L, I, O]."""
 
     @property
     def transposed(self) -> "Linear":
         """The data gradient's: a view of the weights, without the biases."""
         w_LIO = self.weight_LOI.transpose(1, 2)
-        return Linear(w_LIO, parts=self.parts_in, parts_in=self.parts)
+        return Linear(w_LIO, None, self.parts_in, self.parts, not self.flipped)
 
 
 class Operand(NamedTuple):

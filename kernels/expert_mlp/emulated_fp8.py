@@ -30,9 +30,12 @@ from phalanx.kernels.quantize.blocks import (
     dequantize_columns,
     dequantize_rows,
     dequantize_weights,
+)
+from phalanx.kernels.quantize.quantize import (
     quantize_columns,
     quantize_rows,
     quantize_weights,
+    transpose_rows,
 )
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
@@ -63,10 +66,11 @@ class EmulatedFP8:
     def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
         if self._recipe.wgrad == "bf16":
             return x._replace(matrix=_plain(x, torch.bfloat16))
-        x_SC = _plain(x, torch.float32)
-        if x.gather and plan.row_index_S is not None:
-            x_SC = x_SC.index_select(0, plan.row_index_S)
-        return Operand(self._columns(x_SC, plan, x.parts, x.matrix.data.dtype), parts=x.parts)
+        index_S = plan.row_index_S if x.gather else None
+        how = dict(index_S=index_S, parts=x.parts)
+        return Operand(
+            transpose_rows(x.matrix, plan.offsets, self._recipe.wgrad_blocks, **how), parts=x.parts
+        )
 
     def _columns(
         self, x_SC: Tensor, plan: ExpertPlan, parts: int, dtype: torch.dtype
@@ -144,8 +148,8 @@ def _plain(x: Operand, dtype: torch.dtype, plan: ExpertPlan | None = None) -> Te
 
 def _through_fp8(linear: Linear) -> Linear:
     """The layer with the values that its weights have in FP8."""
+    if linear.flipped:  # blocks are the same of a matrix and of its transpose
+        return linear._replace(weight_LOI=_through_fp8(linear.transposed).weight_LOI.mT)
     w_LOI = linear.weight_LOI
-    if linear.parts_in > 1:  # blocks are the same of a matrix and of its transpose
-        return linear._replace(weight_LOI=_through_fp8(linear.transposed).transposed.weight_LOI)
     values = dequantize_weights(quantize_weights(w_LOI, linear.parts).forward, linear.parts)
     return linear._replace(weight_LOI=values.to(w_LOI.dtype))

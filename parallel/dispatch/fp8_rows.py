@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.autograd import Arrived
-from phalanx.kernels.quantize.blocks import Quantized, quantize_rows
+from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.packed import pack_rows, unpack_rows
+from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
 Move = Callable[[Tensor], Tensor]
