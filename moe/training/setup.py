@@ -114,6 +114,8 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm)
     options = _moe_options(cfg, experts, transport, budget, sms)
+    resident = any(choice.backend == "resident" for choice in weights)
+    options = replace(options, spec=replace(options.spec, keep_fp8=resident))
     chunks = _chunks(cfg, config, groups, backends, options)
     for chunk in chunks:
         chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device
