@@ -257,7 +257,10 @@ class PrecisionConfig:
     The experts would round them anyway. Sums travel back in bf16.
     """
     dense: str = "fp8"
-    """Attention projections, dense MLPs, shared experts: `fp8` as the routed experts, or `bf16`."""
+    """Attention projections, dense MLPs, shared experts: `fp8` as the routed experts, or `bf16`.
+
+    With `kernels=megatron` they are bf16 in any case.
+    """
     bf16_first_layers: int = 0
     """Number of first decoder layers without FP8, as Nemotron-H has some (arXiv 2504.03624)."""
     bf16_last_layers: int = 0
