@@ -231,9 +231,9 @@ class PrecisionConfig:
     of two (DeepSeek-V3, arXiv 2412.19437). Set it as a group: `precision=fp8_block`.
     """
     grad_format: str = "e4m3"
-    """FP8 format of gradients: `e4m3`, or `e5m2`, which has one bit less and reaches further down.
+    """FP8 format of gradients: `e4m3`, or `e5m2`, which has one bit less.
 
-    It helps if many small gradients become zero within their blocks.
+    It reaches 14 powers of two further down, for gradients that become zero within their blocks.
     """
     wgrad: str = "fp8"
     """Operands of weight gradients: `fp8` or `bf16`.

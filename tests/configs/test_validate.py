@@ -272,13 +272,13 @@ def _texts(value: object) -> object:
         (
             f"{FP8} precision.dispatch=fp8",
             2,
-            "parallel.dispatch=auto, which may take symm, hier, alltoall",
+            "parallel.dispatch=auto, which may take symm, ",
             "precision.dispatch=bf16",
         ),
         (
-            f"{FP8} precision.dispatch=fp8 parallel.dispatch=alltoall",
+            f"{FP8} precision.dispatch=fp8 parallel.dispatch=deepep",
             2,
-            "cannot travel by parallel.dispatch=alltoall",
+            "cannot travel by parallel.dispatch=deepep",
             "precision.dispatch=bf16",
         ),
         (f"{FP8} parallel.tensor=2", 2, "is not there yet", "precision.dense=bf16"),
@@ -332,9 +332,9 @@ def test_a_backend_has_fp8_once_nothing_is_said_against_it(monkeypatch: pytest.M
 
 
 def test_a_transport_carries_fp8_where_its_entry_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = load([FP8, "precision.dispatch=fp8", "parallel.dispatch=alltoall"])
+    cfg = load([FP8, "precision.dispatch=fp8", "parallel.dispatch=deepep"])
     assert len(problems(cfg, 2)) == 1
-    monkeypatch.setitem(TRANSPORTS, "alltoall", replace(TRANSPORTS["alltoall"], fp8=True))
+    monkeypatch.setitem(TRANSPORTS, "deepep", replace(TRANSPORTS["deepep"], fp8=True))
     assert problems(cfg, 2) == []
 
 
