@@ -63,7 +63,10 @@ def _train(cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard) -> in
                 print(f"error: {error}", file=sys.stderr)
             return 2
         announce(cfg, world)
-        from phalanx.moe.training.trainer import run
+        from phalanx.parallel.megatron.lazy_compile import compile_at_first_call
+
+        with compile_at_first_call():
+            from phalanx.moe.training.trainer import run
 
         try:
             return run(cfg, stop, guard, Launch(command_line(argv), console))

@@ -51,6 +51,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
     "alltoall": TransportFacts(
         "phalanx.parallel.dispatch.alltoall:AllToAll",
         "dense collectives of gloo or NCCL, which run everywhere",
+        fp8=True,
     ),
     "deepep": TransportFacts(
         "phalanx.parallel.dispatch.deepep:DeepEP",

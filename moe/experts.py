@@ -118,6 +118,7 @@ class Experts(MegatronModule):
                 received.plan,
                 self.spec,
                 overlap=received.overlap,
+                arrived=received.arrived,
                 addends=addends,
             )
 

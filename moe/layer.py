@@ -12,7 +12,7 @@ Legend: s tokens of a sequence on this rank, B sequences, T = s * B, D hidden, K
 N tokens received.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -40,13 +40,22 @@ class MoEOptions:
     moe: MoEConfig
     """Experts and routing."""
     spec: MLPSpec
-    """How routed and shared experts are computed."""
+    """How routed experts are computed."""
     transport: Transport
     """To the experts, as all ranks have agreed on it."""
     budget: Budget
     """Rows kept for the experts of a rank, shared by all layers."""
     symm: SymmOptions = SymmOptions()
     """Of the transport `symm`."""
+    fp8_rows: bool = False
+    """Tokens travel in FP8 where the experts take them so."""
+    fp8_dense: bool = True
+    """The recipe of routed experts is also that of shared experts, dense MLPs and projections."""
+
+    @property
+    def dense(self) -> MLPSpec:
+        """How the linear layers beside the routed experts are computed."""
+        return self.spec if self.fp8_dense else replace(self.spec, recipe=None)
 
 
 class MoE(MoELayer):
@@ -97,6 +106,7 @@ class MoE(MoELayer):
             budget=options.budget,
             backend=options.spec.backend,
             symm=options.symm,
+            recipe=options.spec.recipe if options.fp8_rows else None,
         )
         # Where nothing is sent back, the fused experts' last kernel makes the sum of a token.
         self._adds = options.spec.backend == "fused" and not self.dispatcher.sends_back
@@ -107,7 +117,7 @@ class MoE(MoELayer):
                 pg_collection=pg_collection,
                 gate=False,
                 name=name and f"{name}.shared_experts",
-                spec=options.spec,
+                spec=options.dense,
             )
 
     def forward(

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 from torch.profiler import record_function
 
-from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
+from phalanx.kernels.expert_mlp.dense_halves import FirstHalf, dense_first, dense_second
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.parallel.megatron.gathered import gathered
 
@@ -28,34 +28,35 @@ MEGATRON = partial(
 class SharedExperts(SharedExpertMLP):
     """Megatron-Core's, parameters and checkpoints included, by the kernels of the routed experts.
 
-    Where these are not the fused ones, or with tensor parallelism, Megatron-Core computes them
-    whole, on the way back.
+    Where these are not the fused ones and there is no recipe, or with tensor parallelism,
+    Megatron-Core computes them whole, on the way back.
 
     Args:
-        spec: that of the routed experts.
+        spec: how.
         given: what Megatron-Core's takes.
     """
 
     def __init__(self, *, spec: MLPSpec, **given: Any) -> None:
         super().__init__(submodules=MEGATRON.keywords["submodules"], **given)
         self._spec = spec
-        self._halves = spec.backend == "fused" and self.tp_group.size() == 1
+        ours = spec.backend == "fused" or spec.recipe is not None
+        self._halves = ours and self.tp_group.size() == 1
 
     def halves(self, hidden_SBD: Tensor) -> tuple[Callable[[], None], Callable[[], Tensor]]:
         """One call of [s, B, D]: the first half, and the second, which returns [N, D]."""
-        between: list[Tensor] = []
+        between: list[FirstHalf] = []
 
         def first() -> None:
             if self._halves:
                 with record_function("moe/shared"):
                     x_ND, w1 = hidden_SBD.flatten(0, 1), gathered(self.linear_fc1).weight
-                    between.extend(dense_first(x_ND, w1, self._spec))
+                    between.append(dense_first(x_ND, w1, self._spec))
 
         def second() -> Tensor:
             with record_function("moe/shared"):
                 if not self._halves:
                     return self(hidden_SBD).flatten(0, 1)
-                h_NH, a_NF = between
-                return dense_second(h_NH, a_NF, gathered(self.linear_fc2).weight, self._spec)
+                w2 = gathered(self.linear_fc2).weight
+                return dense_second(between.pop(), w2, self._spec)
 
         return first, second

@@ -3,30 +3,41 @@
 `ExpertMLP` is the one function for all of it: with a sum over a token's experts or in expert order,
 alone or overlapping exchanges with other GPUs (`Overlap`), gradients returned or added to a
 training framework's buffers. Saved for backward are x, h, the weights by reference and the plan's
-indices; activations are recomputed from h, expert rows are never kept. No gradient is added up in
+indices, x and perhaps h in FP8 if the recipe says so; activations are recomputed from h, expert
+rows are never kept. No gradient is added up in
 an order that depends on timing: x's is a gather-and-sum through the inverse map.
 
 Shape legend as in `kernels.backend`; out is [N, D], or [S, D] in expert order without `inverse_NK`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.expert_mlp.backend import Backend, Linear, Operand, put
+from phalanx.kernels.expert_mlp.backend import (
+    Backend,
+    Linear,
+    Operand,
+    Rows,
+    put,
+    rows_of,
+    tensors_of,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.routing.sort_pairs import gather_rows
 
 
 def backend_of(spec: MLPSpec, step: Literal["forward", "dgrad", "wgrad"]) -> Backend:
     """The backend of an MLP in one of its passes, with the SMs that it leaves free there."""
-    return provider(spec.backend, getattr(spec.margins, step), spec.dynamic)
+    return provider(spec.backend, getattr(spec.margins, step), spec.dynamic, spec.recipe)
 
 
 class Overlap(Protocol):
@@ -57,6 +68,16 @@ class Overlap(Protocol):
         ...
 
 
+@dataclass
+class Arrived:
+    """Rows that have come in FP8, beside tensors of their shape without data for autograd."""
+
+    tokens: Quantized | None = None
+    """x."""
+    gradient: Quantized | None = None
+    """The gradient of out, in the backward pass."""
+
+
 class ExpertMLP(torch.autograd.Function):
     """out of x, weights, biases, probabilities and addends.
 
@@ -79,16 +100,18 @@ class ExpertMLP(torch.autograd.Function):
         *addends: Tensor,
     ) -> Tensor:
         weights, overlap = MLPWeights(w1, w2, b1, b2), how.overlap
-        out, h = run_forward(x, weights, plan, how, addends)
+        out, h, x_rows = run_forward(x, weights, plan, how, addends)
         ctx.how = how
         # The parameters themselves: saved tensors may come back as others, without a buffer.
         ctx.accumulated = [
             p if how.spec.accumulate and main_grad.takes(p) else None for p in weights
         ]
+        kept = tensors_of(h), tensors_of(x_rows) if overlap is None else ()
+        ctx.counts = [len(tensors) for tensors in kept]
         if overlap is None:
-            ctx.save_for_backward(w1, w2, b2, h, x, *plan._replace(needed=None))
+            ctx.save_for_backward(w1, w2, b2, *kept[0], *kept[1], *plan._replace(needed=None))
         else:
-            ctx.save_for_backward(w1, w2, b2, h)
+            ctx.save_for_backward(w1, w2, b2, *kept[0])
             ctx.plan = plan
         return out
 
@@ -100,11 +123,15 @@ class ExpertMLP(torch.autograd.Function):
         addends = [dout if need else None for need in needs[8:]]
         if not any(needs[:6]):  # h was not kept
             return *[None] * 8, *addends
-        w1, w2, b2, h, *rest = ctx.saved_tensors
-        x, plan = (rest[0], ExpertPlan(*rest[1:])) if rest else (None, ctx.plan)
+        w1, w2, b2, *rest = ctx.saved_tensors
+        of_h, of_x = ctx.counts
+        h, after = rows_of(rest[:of_h]), rest[of_h:]
+        x = rows_of(after[:of_x]) if of_x else None
+        plan = ExpertPlan(*after[of_x:]) if of_x else ctx.plan
         buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
         given = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, ctx.how)
-        dx, *grads, dprob = run_backward(dout.contiguous(), given, needs[:5], buffers)
+        out_grad = dout.contiguous() if ctx.how.arrived is None else ctx.how.arrived.gradient
+        dx, *grads, dprob = run_backward(out_grad, given, needs[:5], buffers)
         for i, p in enumerate(ctx.accumulated):
             grads[i] = grads[i] if p is None else main_grad.added(p)
         made = zip([dx, *grads, dprob], needs, strict=False)
@@ -118,15 +145,17 @@ class How(NamedTuple):
     keep_h: bool
     """There is going to be a backward pass."""
     overlap: Overlap | None = None
+    arrived: Arrived | None = None
+    """What to read in place of x and of the gradient of out; None: these."""
 
 
 class Saved(NamedTuple):
     """What the backward pass starts from."""
 
-    x_ND: Tensor | None
+    x_ND: Rows | None
     """None: `how.overlap` has it."""
     weights: MLPWeights
-    h_SH: Tensor
+    h_SH: Rows
     plan: ExpertPlan
     how: How
 
@@ -137,34 +166,37 @@ def run_forward(
     plan: ExpertPlan,
     how: How,
     addends: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:
-    """(out, h); h is empty without `keep_h`."""
+) -> tuple[Tensor, Rows, Rows]:
+    """(out, h, x as it is to be saved); h is empty without `keep_h`."""
     spec, overlap = how.spec, how.overlap
     ops, act = backend_of(spec, "forward"), spec.activation
-    fc1, fc2 = _layers(weights)
+    fc1, fc2 = layers(weights, spec)
     ready = None if overlap is None else overlap.ready
-    h_SH, a_SF = ops.fc1_act(x, fc1, plan, act, keep_h=how.keep_h, ready=ready)
+    given: Rows = x if how.arrived is None else how.arrived.tokens
+    x_rows = ops.quantize(given)
+    h_SH, a_SF = ops.fc1_act(x_rows, fc1, plan, act, keep_h=how.keep_h, ready=ready)
     if h_SH is None or not how.keep_h:
         h_SH = x.new_empty(0)
+    x_rows = for_wgrad(given, x_rows, spec)
     if overlap is not None:
         signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, how.keep_h)
         ops.rows(a_SF, fc2, plan, signal=signal)
-        return overlap.finish_sums(), h_SH
+        return overlap.finish_sums(), h_SH, x_rows
     y_SD = ops.rows(a_SF, fc2, plan)
     if plan.inverse_NK is None:
-        return y_SD, h_SH
+        return y_SD, h_SH, x_rows
     del a_SF
-    return ops.combine(y_SD, plan.inverse_NK, addends), h_SH
+    return ops.combine(y_SD, plan.inverse_NK, addends), h_SH, x_rows
 
 
 @torch.no_grad()
 def run_backward(
-    dout: Tensor, saved: Saved, needs: Sequence[bool], buffers: Sequence[Buffer | None]
+    dout: Rows, saved: Saved, needs: Sequence[bool], buffers: Sequence[Buffer | None]
 ) -> Sequence[Tensor | None]:
     """Gradients of x, w1, w2, b1, b2 and the probabilities.
 
     Args:
-        dout: of out, contiguous.
+        dout: of out, contiguous, or in FP8.
         saved: of the forward pass.
         needs: which of the first five are wanted.
         buffers: where those of w1, w2, b1 and b2 go; None: to new tensors.
@@ -172,15 +204,20 @@ def run_backward(
     The data gradient comes first, so that it can be sent under the others.
     """
     x_ND, weights, h_SH, plan, how = saved
-    act, overlap = how.spec.activation, how.overlap
-    ops = backend_of(how.spec, "dgrad")
-    fc1, fc2 = _layers(weights)
+    spec, act, overlap = how.spec, how.spec.activation, how.overlap
+    ops = backend_of(spec, "dgrad")
+    fc1, fc2 = layers(weights, spec)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     dy = Operand(dout, gather=plan.inverse_NK is not None)
     if dy.gather and not ops.gathers and plan.row_index_S is not None:
         dy = Operand(gather_rows(dout, plan.row_index_S, plan.offsets))
     ready = None if overlap is None else overlap.ready
-    dh_SH, a_SF, dprob_S, db1 = ops.fc2_dgrad_dact(dy, fc2, h_SH, plan, act, ready=ready)
+    dy_rows = dy._replace(matrix=ops.quantize(dy.matrix, gradient=True))
+    made = ops.fc2_dgrad_dact(dy_rows, fc2, h_SH, plan, act, ready=ready)
+    dh_SH, a, dprob_S, db1 = made.dh_SH, Operand(made.a_SF), made.dprob_S, made.db1_LH
+    dh = Operand(dh_SH if made.dh_columns is None else made.dh_columns, parts=fc1.parts)
+    dy = dy._replace(matrix=for_wgrad(dy.matrix, dy_rows.matrix, spec))
+    del made, dy_rows
     dw1 = dw2 = db2 = dx = None
     if need_x:
         dx = ops.rows(dh_SH, fc1.transposed, plan)
@@ -191,22 +228,23 @@ def run_backward(
         dprob_NK = None if dprob_S is None else ops.plan_backward(dprob_S, plan.inverse_NK)
         dx = overlap.send_gradient(dx, dprob_NK, plan)
     if any((need_w1, need_w2, need_b1, need_b2)):
-        wgrads = backend_of(how.spec, "wgrad")
+        wgrads = backend_of(spec, "wgrad")
     if need_w2:
-        dw2 = wgrads.wgrad(dy, Operand(a_SF), plan, buffers[1])
+        dw2 = wgrads.wgrad(wgrads.columns(dy, plan), a, plan, buffers[1])
     if need_b2:
         scaled = plan.row_prob_S is not None
         db2 = wgrads.bias_grad(dy, plan, scale=scaled, into=buffers[3])
-    del a_SF, dout, dy  # the largest buffers of the backward after dh
+    del a, dout, dy  # the largest buffers of the backward after dh
     if overlap is not None:
         x_ND = overlap.tokens()
-    dh, x = Operand(dh_SH), Operand(x_ND, gather=plan.row_index_S is not None)
     if need_w1:
+        x = wgrads.columns(Operand(x_ND, gather=plan.row_index_S is not None), plan)
         dw1 = wgrads.wgrad(dh, x, plan, buffers[0])
     if need_b1 and db1 is not None:
         db1 = put(db1, buffers[2])
     elif need_b1:
-        db1 = wgrads.bias_grad(dh, plan, scale=False, into=buffers[2])
+        of_h = Operand(dh_SH, parts=fc1.parts)
+        db1 = wgrads.bias_grad(of_h, plan, scale=False, into=buffers[2])
     w1, w2 = weights.w1, weights.w2
     return (
         dx,
@@ -218,9 +256,15 @@ def run_backward(
     )
 
 
-def _layers(weights: MLPWeights) -> tuple[Linear, Linear]:
+def layers(weights: MLPWeights, spec: MLPSpec) -> tuple[Linear, Linear]:
     """Fc1 and fc2."""
-    return Linear(weights.w1, weights.b1), Linear(weights.w2, weights.b2)
+    fc1 = Linear(weights.w1, weights.b1, parts=spec.activation.facts.halves)
+    return fc1, Linear(weights.w2, weights.b2)
+
+
+def for_wgrad(given: Any, rows: Any, spec: MLPSpec) -> Any:
+    """Which of a matrix, as it was given and as the other GEMMs take it, weight gradients read."""
+    return given if spec.recipe is not None and spec.recipe.wgrad == "bf16" else rows
 
 
 def _like(grad: Tensor | None, weight: Tensor, buffer: Buffer | None) -> Tensor | None:

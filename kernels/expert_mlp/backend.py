@@ -6,6 +6,9 @@ backend decides what it fuses inside an operation. Rows s >= offsets[L] are padd
 may write anything there, and must not let what it finds there (NaN included) reach any other row or
 any sum.
 
+A recipe (`kernels.quantize.recipe`) is a matter of the backend: what `quantize` and `columns` make,
+fc1_act, rows and wgrad take. Without one they return what they are given.
+
 Shape legend: N rows of x, K experts per token, S expert rows, L local experts, D hidden, F expert
 width, H = 2F or F rows of W1, e(s) the expert of row s. GEMMs accumulate in fp32.
 """
@@ -18,6 +21,12 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.quantize.blocks import Quantized
+
+type Rows = Any
+"""Rows of channels as a backend's GEMMs take them: a Tensor, or `Quantized` with a recipe."""
+type Columns = Any
+"""What a backend's `wgrad` takes: a Tensor of expert rows, or `QuantizedColumns` with a recipe."""
 
 
 class PlanSize(NamedTuple):
@@ -36,31 +45,43 @@ class Linear(NamedTuple):
 
     weight_LOI: Tensor
     bias_LO: Tensor | None = None
+    parts: int = 1
+    """Equal runs of O, such as a gate and a linear half, in which blocks of a recipe start anew."""
+    parts_in: int = 1
+    """Of I."""
+    flipped: bool = False
+    """The weights are a view of stored [L, I, O]."""
 
     @property
     def transposed(self) -> "Linear":
         """The data gradient's: a view of the weights, without the biases."""
-        return Linear(self.weight_LOI.transpose(1, 2))
+        w_LIO = self.weight_LOI.transpose(1, 2)
+        return Linear(w_LIO, None, self.parts_in, self.parts, not self.flipped)
 
 
 class Operand(NamedTuple):
     """A matrix with a row for every expert row, or for every row of x."""
 
-    matrix: Tensor
+    matrix: Rows | Columns
     """[S, ...]; or [N, ...] with `gather`: then row s of it is matrix[row_index[s]]."""
     gather: bool = False
+    parts: int = 1
+    """Of its channels; see `Linear`."""
 
 
 class HiddenGrads(NamedTuple):
     """What `Backend.fc2_dgrad_dact` makes of the gradient of an expert MLP's output."""
 
-    dh_SH: Tensor
-    a_SF: Tensor
-    """Activations, recomputed from h."""
+    dh_SH: Rows
+    """For the data gradient."""
+    a_SF: Columns
+    """Activations, recomputed from h, for `wgrad`."""
     dprob_S: Tensor | None
     """fp32, exactly 0 in the padding; None if the plan has no probabilities."""
     db1_LH: Tensor | None
     """fp32 if it comes for free, None otherwise (then `bias_grad` makes it)."""
+    dh_columns: Columns | None = None
+    """For `wgrad`; None: dh_SH."""
 
 
 class Backend(Protocol):
@@ -77,16 +98,24 @@ class Backend(Protocol):
         """dprob[inverse[n, k]] for each pair, 0 where that is -1: the gradient of topk_prob."""
         ...
 
+    def quantize(self, x: Rows, *, gradient: bool = False) -> Rows:
+        """Rows as the GEMMs take them; those that are so already as they are."""
+        ...
+
+    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+        """Rows as `wgrad` takes them, whose contraction runs over rows."""
+        ...
+
     def fc1_act(
         self,
-        x_ND: Tensor,
+        x_ND: Rows,
         fc1: Linear,
         plan: ExpertPlan,
         act: Activation,
         *,
         keep_h: bool = True,
         ready: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Rows | None, Rows]:
         """h_SH = x[index] @ w1[e]^T + b1[e], rounded; a_SF = act(h) * prob in fp32, rounded.
 
         Args:
@@ -96,7 +125,7 @@ class Backend(Protocol):
         """
         ...
 
-    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+    def rows(self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         """y_SO = a @ w[e]^T + bias[e] * prob. The weights may be a transposed view.
 
         Args:
@@ -110,7 +139,7 @@ class Backend(Protocol):
         self,
         dy: Operand,
         fc2: Linear,
-        h_SH: Tensor,
+        h_SH: Rows,
         plan: ExpertPlan,
         act: Activation,
         *,
@@ -144,6 +173,26 @@ class Backend(Protocol):
         """out[n] = sum of y[inverse[n, k]] in the order k = 0 .. K - 1, in fp32, rounded once; and
         then `plus` addends [N, D], which a backend may add before it rounds."""
         ...
+
+
+def tensors_of(rows: Rows) -> tuple[Tensor, ...]:
+    """What autograd can take and save of rows."""
+    return tuple(rows) if isinstance(rows, Quantized) else (rows,)
+
+
+def rows_of(tensors: Sequence[Tensor]) -> Rows:
+    """The inverse of `tensors_of`."""
+    return Quantized(*tensors) if len(tensors) == 2 else tensors[0]
+
+
+class AsTheyAre:
+    """Of a backend without a recipe: operands are what they were given as."""
+
+    def quantize(self, x: Tensor, *, gradient: bool = False) -> Tensor:
+        return x
+
+    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+        return x
 
 
 def put(value: Tensor, into: Buffer | None) -> Tensor:

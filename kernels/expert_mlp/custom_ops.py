@@ -57,7 +57,8 @@ def grouped_mlp(
     """(out, h); h is empty without `keep_h`, of which there is no gradient."""
     spec = _spec(kind, constants, backend, margins, dynamic)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
-    return run_forward(x, MLPWeights(w1, w2, b1, b2), plan, How(spec, keep_h))
+    out, h, _ = run_forward(x, MLPWeights(w1, w2, b1, b2), plan, How(spec, keep_h))
+    return out, h
 
 
 @grouped_mlp.register_fake

@@ -7,28 +7,45 @@ expert that has all rows.
 Shape legend: N rows, D hidden, F width, H = 2F for gated activations and F for others.
 """
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.expert_mlp.autograd import backend_of
-from phalanx.kernels.expert_mlp.backend import Linear, Operand
+from phalanx.kernels.expert_mlp.autograd import backend_of, for_wgrad, layers
+from phalanx.kernels.expert_mlp.backend import (
+    HiddenGrads,
+    Operand,
+    Rows,
+    rows_of,
+    tensors_of,
+)
+from phalanx.kernels.expert_mlp.dense_linear import weight_gradient
 from phalanx.kernels.expert_mlp.expert_plan import one_group
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 
 
-def dense_first(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> tuple[Tensor, Tensor]:
+class FirstHalf(NamedTuple):
+    """What the first half leaves for the second."""
+
+    h_NH: Tensor
+    """Has its gradient from the second half."""
+    a_NF: Rows
+    """Its activation, which has none."""
+    gradient: list[HiddenGrads]
+    """With a recipe, where the second half's backward pass leaves the gradient of h: in FP8 it has
+    a form for each of its readers, which autograd could not carry."""
+
+
+def dense_first(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> FirstHalf:
     """First half.
 
     Args:
         x_ND: bf16 or fp32, as w1 [H, D] is.
-        spec: how.
-
-    Returns:
-        h_NH and a_NF, for `dense_second`, which is where h has its gradient from; a has none.
+        spec: how. Of a recipe, h stays as it is.
 
     Raises:
         ValueError: unknown backend, or shapes and dtypes that do not fit together.
@@ -37,86 +54,113 @@ def dense_first(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> tuple[Tensor, Tensor
     fits = x_ND.ndim == 2 and w1.shape == (spec.activation.width(F), x_ND.shape[-1])
     if not fits or w1.dtype != x_ND.dtype:
         raise ValueError(f"expected x [N, D] and w1 [H, D] of one dtype, got {_shapes(x_ND, w1)}")
-    return _First.apply(x_ND.contiguous(), w1, spec)
+    if spec.recipe is not None:
+        spec = replace(spec, recipe=replace(spec.recipe, hidden="bf16"))
+    gradient: list[HiddenGrads] = []
+    h_NH, *a = _First.apply(x_ND.contiguous(), w1, spec, gradient)
+    return FirstHalf(h_NH, rows_of(a), gradient)
 
 
-def dense_second(h_NH: Tensor, a_NF: Tensor, w2: Tensor, spec: MLPSpec) -> Tensor:
+def dense_second(first: FirstHalf, w2: Tensor, spec: MLPSpec) -> Tensor:
     """Second half: a @ w2^T.
 
     Args:
-        h_NH, a_NF: of `dense_first`; only h is saved for the backward pass.
+        first: of `dense_first`; only h is saved for the backward pass.
         w2: [D, F].
         spec: that of the first half.
 
     Raises:
         ValueError: unknown backend, or shapes and dtypes that do not fit together.
     """
-    if w2.ndim != 2 or w2.shape[1] != a_NF.shape[1] or w2.dtype != a_NF.dtype:
-        raise ValueError(f"expected a [N, F] and w2 [D, F] of one dtype, got {_shapes(a_NF, w2)}")
-    return _Second.apply(h_NH, a_NF, w2, spec)
+    h_NH, a, gradient = first
+    a_NF = tensors_of(a)
+    if w2.ndim != 2 or w2.shape[1] != a_NF[0].shape[1] or w2.dtype != h_NH.dtype:
+        raise ValueError(f"expected a [N, F] and w2 [D, F], got {_shapes(a_NF[0], w2)} of a dtype")
+    return _Second.apply(h_NH, w2, spec, gradient, *a_NF)
 
 
 class _First(torch.autograd.Function):
     """h, which has a gradient, and act(h)."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> tuple[Tensor, Tensor]:
-        plan, fc1 = one_group(x_ND), Linear(w1[None])
-        h_NH, a_NF = backend_of(spec, "forward").fc1_act(x_ND, fc1, plan, spec.activation)
-        assert h_NH is not None
-        ctx.save_for_backward(x_ND, w1)
+    def forward(
+        ctx: Any, x_ND: Tensor, w1: Tensor, spec: MLPSpec, gradient: list[HiddenGrads]
+    ) -> tuple[Tensor, ...]:
+        plan, (fc1, _) = one_group(x_ND), _layers(w1, w1, spec)
+        ops = backend_of(spec, "forward")
+        x = ops.quantize(x_ND)
+        h_NH, a = ops.fc1_act(x, fc1, plan, spec.activation)
+        ctx.save_for_backward(w1, *tensors_of(for_wgrad(x_ND, x, spec)))
         _keep(ctx, plan, spec, w1)
-        ctx.mark_non_differentiable(a_NF)
+        ctx.gradient = gradient
+        ctx.mark_non_differentiable(*tensors_of(a))
         ctx.set_materialize_grads(False)
-        return h_NH, a_NF
+        return h_NH, *tensors_of(a)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dh_NH: Tensor, _: None) -> tuple[Any, ...]:
-        x_ND, w1 = ctx.saved_tensors
+    def backward(ctx: Any, dh_NH: Tensor, *_: None) -> tuple[Any, ...]:
+        w1, *x = ctx.saved_tensors
+        fc1, _ = _layers(w1, w1, ctx.spec)
+        dh: Rows = dh_NH
+        columns: Any = dh_NH
+        if ctx.spec.recipe is not None:
+            made = ctx.gradient.pop()
+            dh, columns = made.dh_SH, made.dh_columns
         dx_ND = dw1 = None
         if ctx.needs_input_grad[0]:
-            fc1 = Linear(w1[None])
-            dx_ND = backend_of(ctx.spec, "dgrad").rows(dh_NH, fc1.transposed, ctx.plan)
+            dx_ND = backend_of(ctx.spec, "dgrad").rows(dh, fc1.transposed, ctx.plan)
         if ctx.needs_input_grad[1]:
-            dw1 = _wgrad(ctx, dh_NH, x_ND, w1)
-        return dx_ND, dw1, None
+            wgrad = backend_of(ctx.spec, "wgrad")
+            v = wgrad.columns(Operand(rows_of(x)), ctx.plan)
+            dw1 = weight_gradient(ctx, wgrad, Operand(columns, parts=fc1.parts), v, w1)
+        return dx_ND, dw1, None, None
 
 
 class _Second(torch.autograd.Function):
     """a @ w2^T. `a` is not saved but made again from h, which has its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, h_NH: Tensor, a_NF: Tensor, w2: Tensor, spec: MLPSpec) -> Tensor:
-        plan = one_group(h_NH)
+    def forward(
+        ctx: Any,
+        h_NH: Tensor,
+        w2: Tensor,
+        spec: MLPSpec,
+        gradient: list[HiddenGrads],
+        *a_NF: Tensor,
+    ) -> Tensor:
+        plan, (_, fc2) = one_group(h_NH), _layers(w2, w2, spec)
         ctx.save_for_backward(h_NH, w2)
         _keep(ctx, plan, spec, w2)
-        return backend_of(spec, "forward").rows(a_NF, Linear(w2[None]), plan)
+        ctx.gradient, ctx.of_a = gradient, len(a_NF)
+        return backend_of(spec, "forward").rows(rows_of(a_NF), fc2, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_ND: Tensor) -> tuple[Any, ...]:
         h_NH, w2 = ctx.saved_tensors
-        dout_ND, fc2 = dout_ND.contiguous(), Linear(w2[None])
-        dgrad, act = backend_of(ctx.spec, "dgrad"), ctx.spec.activation
-        made = dgrad.fc2_dgrad_dact(Operand(dout_ND), fc2, h_NH, ctx.plan, act)
-        dw2 = _wgrad(ctx, dout_ND, made.a_SF, w2) if ctx.needs_input_grad[2] else None
-        return made.dh_SH, None, dw2, None
+        spec, (_, fc2) = ctx.spec, _layers(w2, w2, ctx.spec)
+        dgrad, dout_ND = backend_of(spec, "dgrad"), dout_ND.contiguous()
+        dy = dgrad.quantize(dout_ND, gradient=True)
+        made = dgrad.fc2_dgrad_dact(Operand(dy), fc2, h_NH, ctx.plan, spec.activation)
+        dh, dw2 = made.dh_SH, None
+        if ctx.needs_input_grad[1]:
+            wgrad = backend_of(spec, "wgrad")
+            d = wgrad.columns(Operand(for_wgrad(dout_ND, dy, spec)), ctx.plan)
+            dw2 = weight_gradient(ctx, wgrad, d, Operand(made.a_SF), w2)
+        if spec.recipe is not None:
+            ctx.gradient.append(made)
+            dh = h_NH.new_empty(1).expand_as(h_NH)  # of which nobody reads more than the shape
+        return dh, dw2, None, None, *[None] * ctx.of_a
+
+
+def _layers(w1: Tensor, w2: Tensor, spec: MLPSpec) -> Any:
+    return layers(MLPWeights(w1[None], w2[None]), spec)
 
 
 def _keep(ctx: Any, plan: Any, spec: MLPSpec, w: Tensor) -> None:
     ctx.plan, ctx.spec = plan, spec
     ctx.accumulated = w if spec.accumulate and main_grad.takes(w) else None
-
-
-def _wgrad(ctx: Any, d: Tensor, v: Tensor, w: Tensor) -> Tensor | None:
-    """Into the buffer of the parameter, if that is asked for."""
-    wgrad, operands = backend_of(ctx.spec, "wgrad").wgrad, (Operand(d), Operand(v), ctx.plan)
-    if ctx.accumulated is None:
-        return wgrad(*operands).view(w.shape)
-    buffer = main_grad.buffer(ctx.accumulated)
-    wgrad(*operands, buffer._replace(out=buffer.out[None]))
-    return main_grad.added(ctx.accumulated)
 
 
 def _shapes(*tensors: Tensor) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import ExpertMLP, How, Overlap
+from phalanx.kernels.expert_mlp.autograd import Arrived, ExpertMLP, How, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.sm90.limits import COMBINE_ADDENDS as MOST_ADDENDS
@@ -29,6 +29,7 @@ def grouped_mlp(
     spec: MLPSpec,
     *,
     overlap: Overlap | None = None,
+    arrived: Arrived | None = None,
     addends: Sequence[Tensor] = (),
 ) -> Tensor:
     """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]), plus the addends.
@@ -47,6 +48,7 @@ def grouped_mlp(
         spec: the activation, in fp32 (its product with prob is rounded to x's dtype), and how.
         overlap: exchanges that run meanwhile (fused only): rows of x and of out's gradient are
             waited for, and gradients of x and its probabilities are handed over as they are made.
+        arrived: x in FP8, and in the backward pass the gradient of out; x_ND is then without data.
         addends: up to two tensors as out, which have its gradient. `fused` adds them to the sums
             before these are rounded, other backends one after the other in x's dtype.
 
@@ -68,9 +70,12 @@ def grouped_mlp(
     if len(addends) > MOST_ADDENDS:
         raise ValueError(f"addends: at most {MOST_ADDENDS}, not {len(addends)}")
     prob_S = None if overlap is not None else plan.row_prob_S
-    how = How(spec, differentiates(x_ND, weights, plan), overlap)
+    if arrived is not None and spec.recipe is None:
+        raise ValueError("arrived: only a recipe takes rows in FP8")
+    how = How(spec, differentiates(x_ND, weights, plan), overlap, arrived)
+    x_ND = x_ND.contiguous() if arrived is None else x_ND
     more = [addend.contiguous() for addend in addends]
-    return ExpertMLP.apply(x_ND.contiguous(), *weights, prob_S, plan, how, *more)
+    return ExpertMLP.apply(x_ND, *weights, prob_S, plan, how, *more)
 
 
 def differentiates(x: Tensor, weights: MLPWeights, plan: ExpertPlan) -> bool:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.quantize.recipe import Fp8Block
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class MLPSpec:
     """Gradients of parameters with a `main_grad` of their shape, fp32 or of their dtype, are added
     to that, and `grad_added_to_main_grad` is set, as Megatron-Core's data parallel wrapper
     expects."""
+    recipe: Fp8Block | None = None
+    """Operands of the GEMMs are FP8; None: they are as they are given."""
 
 
 class MLPWeights(NamedTuple):

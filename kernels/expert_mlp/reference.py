@@ -15,6 +15,7 @@ from torch import Tensor
 from phalanx.kernels.elementwise.block_sum import plus
 from phalanx.kernels.expert_mlp.activation import Activation, formula
 from phalanx.kernels.expert_mlp.backend import (
+    AsTheyAre,
     HiddenGrads,
     Linear,
     Operand,
@@ -66,7 +67,7 @@ def _value_backward(grad: Tensor, gate: Tensor, act: Activation) -> Tensor:
     return grad * formula(act).slope(gate, act)
 
 
-class Reference:
+class Reference(AsTheyAre):
     """`kernels.expert_mlp.backend.Backend` by loops over experts."""
 
     gathers: ClassVar[bool] = True
@@ -87,7 +88,7 @@ class Reference:
         keep_h: bool = True,
         ready: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        (w1_LHD, b1_LH), S = fc1, _count(x_ND, plan)
+        w1_LHD, b1_LH, S = fc1.weight_LOI, fc1.bias_LO, _count(x_ND, plan)
         width = w1_LHD.shape[1]
         h_SH = _padding(x_ND, S, width)
         a_SF = _padding(x_ND, S, width // 2 if act.gated else width)
@@ -98,7 +99,7 @@ class Reference:
         return h_SH if keep_h else None, a_SF
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        w_LOI, bias_LO = linear
+        w_LOI, bias_LO = linear.weight_LOI, linear.bias_LO
         y_SO = _padding(a_SI, a_SI.shape[0], w_LOI.shape[1])
         for e, span in enumerate(_spans(plan.offsets)):
             y = _wide(a_SI[span]) @ _wide(w_LOI[e]).T
@@ -117,7 +118,7 @@ class Reference:
         *,
         ready: Tensor | None = None,
     ) -> HiddenGrads:
-        w2_LDF, b2_LD = fc2
+        w2_LDF, b2_LD = fc2.weight_LOI, fc2.bias_LO
         S, ffn, dtype = h_SH.shape[0], w2_LDF.shape[2], dy.matrix.dtype
         dh_SH, a_SF = _padding(dy.matrix, S, h_SH.shape[1]), _padding(dy.matrix, S, ffn)
         dprob_S = None if plan.row_prob_S is None else torch.zeros_like(plan.row_prob_S)
@@ -169,9 +170,10 @@ def _count(x_ND: Tensor, plan: ExpertPlan) -> int:
 
 def _pick(x: Operand, plan: ExpertPlan, span: slice) -> Tensor:
     """Expert rows `span` of an operand."""
+    rows: Tensor = x.matrix
     if x.gather and plan.row_index_S is not None:
-        return x.matrix.index_select(0, plan.row_index_S[span])
-    return x.matrix[span]
+        return rows.index_select(0, plan.row_index_S[span])
+    return rows[span]
 
 
 def _prob(plan: ExpertPlan, span: slice) -> Tensor | float:

@@ -19,6 +19,7 @@ from torch import Tensor
 from phalanx.kernels.elementwise.block_sum import plus
 from phalanx.kernels.expert_mlp.activation import Activation, Formula, formula
 from phalanx.kernels.expert_mlp.backend import (
+    AsTheyAre,
     HiddenGrads,
     Linear,
     Operand,
@@ -30,7 +31,7 @@ from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.routing.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
 
 
-class Grouped:
+class Grouped(AsTheyAre):
     """`kernels.expert_mlp.backend.Backend` on torch._grouped_mm: bf16 on CUDA, bf16 and fp32 on
     CPU.
 

@@ -76,9 +76,10 @@ def scales(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     mantissa, exponent = torch.frexp(amax.float())
     power = _TOP[dtype][1] - exponent - (mantissa > 0.875).int()
     power = torch.where((amax > 0) & amax.isfinite(), power, 0).clamp(max=127)
-    one = torch.ones_like(mantissa)
-    down = torch.where(amax.isinf(), torch.nan, torch.ldexp(one, -power))
-    return torch.ldexp(one, power), down
+    # From exponent bits, as no device promises its powf to be exact; 2^-127 is denormal.
+    up = (power + 127) << 23
+    down = torch.where(power < 127, (127 - power) << 23, 1 << 22).to(torch.int32)
+    return up.view(torch.float32), torch.where(amax.isinf(), torch.nan, down.view(torch.float32))
 
 
 def quantize_rows(
@@ -122,6 +123,29 @@ def quantize_columns(
     return QuantizedColumns(_joined(data).T.contiguous(), _joined(scale), blocks)
 
 
+def transpose_rows(
+    q: Quantized,
+    offsets: Tensor,
+    blocks: TokenBlocks,
+    *,
+    index_S: Tensor | None = None,
+    parts: int = 1,
+) -> QuantizedColumns:
+    """`quantize_columns` of what FP8 rows stand for, in their format.
+
+    Args:
+        q: expert rows, or a table of rows.
+        offsets, blocks, parts: as of `quantize_columns`.
+        index_S: the table's row that each expert row is; from offsets[L] on it is not read.
+    """
+    x_SC = dequantize_rows(q, parts)
+    if index_S is not None:
+        used = torch.arange(len(index_S), device=index_S.device) < offsets[-1]
+        x_SC = F.pad(x_SC, (0, 0, 0, 1))  # a row for those without one
+        x_SC = x_SC.index_select(0, index_S.where(used, len(x_SC) - 1))
+    return quantize_columns(x_SC, offsets, blocks, parts, q.data.dtype)
+
+
 def dequantize_rows(q: Quantized, parts: int = 1) -> Tensor:
     """fp32 [R, C]."""
     return _joined(_dequantize(_parted(q.data, parts), _parted(q.scale, parts), (1, BLOCK)))
@@ -163,7 +187,9 @@ def _moved(x: Tensor, rows: int, starts: Tensor, new_starts: Tensor) -> Tensor:
     place = starts[expert] + row - new_starts[expert]
     # Of the two numbers of rows of an expert, padded and not, the smaller.
     inside &= (place < starts[expert + 1]) & (row < new_starts[expert + 1])
-    picked = x.index_select(0, place.clamp(0, max(len(x) - 1, 0)))
+    if not len(x):
+        return x.new_zeros(rows, x.shape[1])
+    picked = x.index_select(0, place.clamp(0, len(x) - 1))
     return torch.where(inside[:, None], picked, torch.zeros_like(picked))
 
 

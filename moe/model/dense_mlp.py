@@ -14,28 +14,30 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.parallel.megatron.gathered import gathered
+from phalanx.parallel.megatron.recipe_linear import compute_by
 
 _MULTIPLE = 64
 """Of the widths that the fused kernels take."""
 
 
 def takes(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> bool:
-    """Whether a dense MLP runs by the fused kernels.
+    """Whether a dense MLP runs by the kernels of the routed experts.
 
     Args:
-        spec: of the routed experts.
+        spec: how it is computed.
         ffn: width of the activation.
         tensor: ranks that share the MLP.
         bias: of its two linear layers.
     """
-    return spec.backend == "fused" and tensor == 1 and not bias and ffn % _MULTIPLE == 0
+    ours = spec.backend == "fused" and ffn % _MULTIPLE == 0 or spec.recipe is not None
+    return ours and tensor == 1 and not bias
 
 
 class DenseMLP(MLP):
     """Megatron-Core's, parameters and checkpoints included; computed as `takes` says.
 
     Args:
-        spec: of the routed experts. No communication runs beside: no SMs are left free.
+        spec: how. No communication runs beside: no SMs are left free.
         given: what Megatron-Core's takes.
     """
 
@@ -47,11 +49,13 @@ class DenseMLP(MLP):
         self._fused = takes(
             spec, ffn=c.ffn_hidden_size, tensor=self.tp_group.size(), bias=c.add_bias_linear
         )
+        if spec.recipe is not None and not self._fused:  # biases are Megatron-Core's to add
+            compute_by(self._spec, self)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """[s, B, D] to [s, B, D], and a bias to add or None."""
         if not self._fused:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         w1, w2 = (gathered(linear).weight for linear in (self.linear_fc1, self.linear_fc2))
-        h_NH, a_NF = dense_first(hidden_states.flatten(0, 1), w1, self._spec)
-        return dense_second(h_NH, a_NF, w2, self._spec).view_as(hidden_states), None
+        first = dense_first(hidden_states.flatten(0, 1), w1, self._spec)
+        return dense_second(first, w2, self._spec).view_as(hidden_states), None

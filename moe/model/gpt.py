@@ -5,7 +5,7 @@ every MoE field too, so that the stock MoELayer (kernels.backend=megatron) build
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import in_bf16, is_fp8
 from phalanx.configs.schema import AttentionConfig, Config, ModelConfig, MoEConfig
 from phalanx.kernels.expert_mlp.activation import formula
+from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoE, MoEOptions
 from phalanx.moe.model import embedding
@@ -42,7 +43,7 @@ from phalanx.moe.model.grouped_attention import GroupedAttention
 from phalanx.moe.model.loss import cross_entropy
 from phalanx.moe.model.norm import norm_class
 from phalanx.moe.model.output_projection import OutputProjection
-from phalanx.moe.model.precision import compute_dtype
+from phalanx.moe.model.precision import compute_dtype, recipe, with_recipe
 from phalanx.moe.model.transformer_layer import Layer
 from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, StockMoE, router_kwargs
 
@@ -290,22 +291,20 @@ def build(
     """
     m = cfg.model
     norm = norm_class(backends.norm)
-    dense, sparse = (_layer(config, m, s, backends, moe) for s in (False, True))
+    layer = partial(_layer, cfg, config, backends, moe)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     if config.pipeline_model_parallel_layout is not None:
         ids = _layout_ids(config, vp_stage, pp_rank)
     else:
         ids = list(range(first, first + count))
-    block = TransformerBlockSubmodules(
-        layer_specs=[sparse if i >= m.moe.dense_layers else dense for i in ids], layer_norm=norm
-    )
+    block = TransformerBlockSubmodules(layer_specs=[layer(i) for i in ids], layer_norm=norm)
     mtp = None
     if m.mtp_layers:
         # Built like the last decoder layer, also where this chunk has no decoder layer.
         mtp = get_gpt_mtp_block_spec_for_backend(
             config=config,
-            spec=TransformerBlockSubmodules(layer_specs=[sparse], layer_norm=norm),
+            spec=TransformerBlockSubmodules(layer_specs=[layer(m.layers)], layer_norm=norm),
             backend=_NormProvider(norm),
             vp_stage=vp_stage,
             pp_rank=pp_rank,
@@ -353,8 +352,11 @@ class _NormProvider(LocalSpecProvider):
 
 
 def _layer(
-    config: TransformerConfig, m: ModelConfig, sparse: bool, backends: Backends, moe: MoEOptions
+    cfg: Config, config: TransformerConfig, backends: Backends, moe: MoEOptions, number: int
 ) -> ModuleSpec:
+    """Layer `number`, from 0; one of multi-token prediction comes after the last."""
+    m, by_recipe = cfg.model, recipe(cfg, number) if backends.experts != "megatron" else None
+    moe = with_recipe(moe, by_recipe, dense=cfg.precision.dense == "fp8")
     mla = m.attention.kind == "mla"
     sub = get_gpt_layer_local_submodules(
         normalization="RMSNorm",
@@ -371,13 +373,15 @@ def _layer(
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, norm)
-    if sparse:
+    if number >= m.moe.dense_layers:
         sub.mlp = partial(StockMoE if backends.experts == "megatron" else MoE, options=moe)
     else:
-        sub.mlp = partial(DenseMLP, spec=moe.spec, submodules=sub.mlp.keywords["submodules"])
+        sub.mlp = partial(DenseMLP, spec=moe.dense, submodules=sub.mlp.keywords["submodules"])
     # Megatron-Core renames norms in checkpoints to match fused layers; ours keep their own names.
     sub.sharded_state_dict_keys_map = {}
-    return ModuleSpec(module=Layer, submodules=sub)
+    projections = replace(moe.dense, margins=Margins())
+    params = {"projections": projections} if projections.recipe is not None else {}
+    return ModuleSpec(module=Layer, params=params, submodules=sub)
 
 
 def _layout_ids(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> list[int]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.expert_mlp import main_grad
+from phalanx.kernels.expert_mlp.dense_linear import dense_linear
+from phalanx.parallel.megatron.recipe_linear import computes_by
 from phalanx.parallel.megatron.weight_grad import Accumulate
 
 
@@ -29,8 +31,12 @@ class OutputProjection(RowParallelLinear):
         if self.bias is None or not input_.is_cuda or self.tp_group.size() > 1:
             out, bias = super().forward(input_)
             return out, bias
-        x_TI, fuses = input_.flatten(0, -2), self.gradient_accumulation_fusion
-        out_TD = _Biased.apply(x_TI, self.weight, self.bias, fuses)
+        x_TI, spec = input_.flatten(0, -2), computes_by(self)
+        if spec is not None:
+            out_TD = dense_linear(x_TI, self.weight, self.bias, spec)
+        else:
+            fuses = self.gradient_accumulation_fusion
+            out_TD = _Biased.apply(x_TI, self.weight, self.bias, fuses)
         return out_TD.view(*input_.shape[:-1], -1), None
 
 

@@ -1,10 +1,13 @@
 """The precision of a run as modules of its model take it: one dtype, and the recipe of a layer."""
 
+from dataclasses import replace
+
 import torch
 
 from phalanx.configs.formats import fp8_layer, in_bf16
 from phalanx.configs.schema import Config
 from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.moe.layer import MoEOptions
 
 
 def compute_dtype(cfg: Config) -> torch.dtype:
@@ -29,3 +32,14 @@ def recipe(cfg: Config, layer: int) -> Fp8Block | None:
         wgrad_blocks=p.wgrad_blocks,  # type: ignore[arg-type]
         hidden=p.hidden,  # type: ignore[arg-type]
     )
+
+
+def with_recipe(options: MoEOptions, by: Fp8Block | None, *, dense: bool) -> MoEOptions:
+    """Options of a layer with this recipe.
+
+    Args:
+        options: without one.
+        by: of the routed experts.
+        dense: also of shared experts, dense MLPs and attention's projections.
+    """
+    return replace(options, spec=replace(options.spec, recipe=by), fp8_dense=dense)

@@ -19,22 +19,27 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.moe.layer import MoE
 from phalanx.moe.model.norm import ResidualNorm
+from phalanx.parallel.megatron.recipe_linear import compute_by
 
 
 class Layer(TransformerLayer):
     """Megatron-Core's layer for training on whole sequences, parameters and checkpoints included.
 
     Args:
+        projections: how attention's are computed, if by a recipe.
         given: what Megatron-Core's takes.
 
     Raises:
         ValueError: a configuration with dropout, residuals in fp32, or norms or MLPs computed anew.
     """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *given: Any, projections: MLPSpec | None = None, **named: Any) -> None:
         super().__init__(*given, **named)
+        if projections is not None:
+            compute_by(projections, self.self_attention)
         again = self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm
         if self.hidden_dropout or self.config.fp32_residual_connection:
             raise ValueError("layers have no dropout and no residuals in fp32")

@@ -150,6 +150,7 @@ def _moe_options(
     return MoEOptions(
         moe=e,
         spec=spec,
+        fp8_rows=cfg.precision.dispatch == "fp8",
         transport=transport,
         budget=budget,
         symm=SymmOptions(

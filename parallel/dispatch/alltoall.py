@@ -8,6 +8,7 @@ Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatch.costs import Costs, Links, Reach
+from phalanx.parallel.dispatch.fp8_rows import FP8Rows
 from phalanx.parallel.dispatch.received import (
     Beside,
     Meanwhile,
@@ -35,16 +38,19 @@ class AllToAll(Dispatcher):
     Args:
         group: expert-parallel.
         plan: makes plans of received routing.
+        recipe: of rows that travel in FP8.
     """
 
     no_overlap = "alltoall cannot overlap: it is over when it returns"
 
-    def __init__(self, group: dist.ProcessGroup, plan: Planner) -> None:
-        self._group, self._plan = group, plan
+    def __init__(
+        self, group: dist.ProcessGroup, plan: Planner, recipe: Fp8Block | None = None
+    ) -> None:
+        self._group, self._plan, self._recipe = group, plan, recipe
 
     @classmethod
     def build(cls, context: DispatchContext) -> "AllToAll":
-        return cls(context.group, context.plan)
+        return cls(context.group, context.plan, context.recipe)
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
@@ -66,9 +72,11 @@ class AllToAll(Dispatcher):
         meanwhile: Meanwhile = None,
     ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        rows_ND, idx_NK, prob_NK = spread(x_TD, topk_idx_TK, topk_prob_TK, self._group)
+        fp8 = None if self._recipe is None else FP8Rows(self._recipe)
+        rows_ND, idx_NK, prob_NK = spread(x_TD, topk_idx_TK, topk_prob_TK, self._group, fp8)
         during(meanwhile)
-        return Received(rows_ND, self._plan(idx_NK, prob_NK), None)
+        arrived = None if fp8 is None else fp8.arrived
+        return Received(rows_ND, self._plan(idx_NK, prob_NK), arrived=arrived, route=fp8)
 
     def combine(
         self,
@@ -77,24 +85,34 @@ class AllToAll(Dispatcher):
         beside: Beside = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        return collect(out_ND, self._group, addends(beside, residual_TD))
+        return collect(out_ND, self._group, addends(beside, residual_TD), received.route)
 
 
 def spread(
-    x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, group: dist.ProcessGroup
+    x_TD: Tensor,
+    idx_TK: Tensor,
+    prob_TK: Tensor,
+    group: dist.ProcessGroup,
+    fp8: FP8Rows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens and routing of all ranks of a group, rank-major: rows_ND, idx_NK and prob_NK.
 
-    Gradients of rows and probabilities go back to their ranks and are summed there in fp32.
+    Gradients of rows and probabilities go back to their ranks and are summed there in fp32. With
+    `fp8` the rows are there.
     """
-    rows_ND, idx_NK, prob_NK = _Spread.apply(x_TD, idx_TK, prob_TK, group)
+    rows_ND, idx_NK, prob_NK = _Spread.apply(x_TD, idx_TK, prob_TK, group, fp8)
     return rows_ND, idx_NK, prob_NK
 
 
-def collect(out_ND: Tensor, group: dist.ProcessGroup, more: Sequence[Tensor] = ()) -> Tensor:
+def collect(
+    out_ND: Tensor,
+    group: dist.ProcessGroup,
+    more: Sequence[Tensor] = (),
+    fp8: FP8Rows | None = None,
+) -> Tensor:
     """Rank-major partial sums back to the tokens' ranks and summed there in fp32, with more
-    addends [T, D]: out_TD."""
-    return _Collect.apply(out_ND, group, *more)
+    addends [T, D]: out_TD. Their gradient travels in `fp8`, if it is given."""
+    return _Collect.apply(out_ND, group, fp8, *more)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -119,14 +137,21 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, idx_TK: Tensor, prob_TK: Tensor, group: dist.ProcessGroup
+        ctx: Any,
+        x_TD: Tensor,
+        idx_TK: Tensor,
+        prob_TK: Tensor,
+        group: dist.ProcessGroup,
+        fp8: FP8Rows | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.group = group
         # One small collective instead of two: latency, not bytes, is what the routing costs.
         routing = _gather(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), group)
         idx_NK, prob_NK = routing[:, 0].contiguous(), routing[:, 1].contiguous().view(torch.float32)
         ctx.mark_non_differentiable(idx_NK)
-        return _gather(x_TD, group), idx_NK, prob_NK
+        gather = partial(_gather, group=group)
+        rows_ND = gather(x_TD) if fp8 is None else fp8.bring_tokens(x_TD, gather)
+        return rows_ND, idx_NK, prob_NK
 
     @staticmethod
     @once_differentiable
@@ -136,7 +161,7 @@ class _Spread(torch.autograd.Function):
         # needs_input_grad is the same on all ranks, hence so is the sequence of collectives.
         grad_TD = _sum_to_owner(grad_ND, ctx.group) if ctx.needs_input_grad[0] else None
         grad_TK = _sum_to_owner(grad_NK, ctx.group) if ctx.needs_input_grad[2] else None
-        return grad_TD, None, grad_TK, None
+        return grad_TD, None, grad_TK, None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -144,11 +169,20 @@ class _Collect(torch.autograd.Function):
     all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, out_ND: Tensor, group: dist.ProcessGroup, *addends: Tensor) -> Tensor:
-        ctx.group, ctx.addends = group, len(addends)
+    def forward(
+        ctx: Any,
+        out_ND: Tensor,
+        group: dist.ProcessGroup,
+        fp8: FP8Rows | None,
+        *addends: Tensor,
+    ) -> Tensor:
+        ctx.group, ctx.fp8, ctx.addends = group, fp8, len(addends)
         return _sum_to_owner(out_ND, group, addends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grad_TD, ctx.group), None, *[grad_TD] * ctx.addends
+        gather = partial(_gather, group=ctx.group)
+        fp8: FP8Rows | None = ctx.fp8
+        grad_ND = gather(grad_TD) if fp8 is None else fp8.bring_gradient(grad_TD, gather)
+        return grad_ND, None, None, *[grad_TD] * ctx.addends

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.plan import check_routing, make_plan
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
@@ -87,6 +88,7 @@ def make_dispatcher(
     budget: Budget,
     backend: str = "torch",
     symm: SymmOptions = SymmOptions(),  # noqa: B008  (frozen)
+    recipe: Fp8Block | None = None,
 ) -> Dispatcher:
     """The dispatcher of a group, over what `parallel.dispatch.transport.choose_transport` found for
     it.
@@ -99,6 +101,7 @@ def make_dispatcher(
         budget: rows of the experts, shared by all layers.
         backend: of the experts and of `kernels.routing.plan`, which makes the plans.
         symm: options of that transport, also inside the nodes of `hier`.
+        recipe: of rows that travel in FP8; on one rank nothing travels.
 
     Raises:
         ValueError: experts that do not divide over the ranks, or top_k above experts.
@@ -117,5 +120,5 @@ def make_dispatcher(
     plan = BudgetPlanner(slots, budget, backend, ranks, first, local)
     if group is None:
         return Local(plan)
-    context = DispatchContext(transport, group, plan, experts, local, backend, symm)
+    context = DispatchContext(transport, group, plan, experts, local, backend, symm, recipe)
     return class_of(transport.name).build(context)

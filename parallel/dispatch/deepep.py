@@ -98,7 +98,7 @@ class DeepEP(Dispatcher):
             backend=self._backend,
             experts=len(counts),
         )
-        return Received(rows_ND, plan, None, (handle, N))
+        return Received(rows_ND, plan, route=(handle, N))
 
     def combine(
         self,

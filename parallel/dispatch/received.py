@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from phalanx.kernels.elementwise import block_sum
-from phalanx.kernels.expert_mlp.autograd import Overlap
+from phalanx.kernels.expert_mlp.autograd import Arrived, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 
 Beside = Callable[[], Tensor] | None
@@ -28,6 +28,8 @@ class Received(NamedTuple):
     """Which of the rows each local expert reads."""
     overlap: Overlap | None = None
     """Exchanges that overlap the experts, whose kernels wait for rows; None: all have arrived."""
+    arrived: Arrived | None = None
+    """The rows in FP8; `rows_ND` is without data then. None: they are as they were sent."""
     route: Any = None
     """The transport's own: what the way back needs."""
     saving: Callable[[], AbstractContextManager] = nullcontext

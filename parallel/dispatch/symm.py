@@ -133,9 +133,9 @@ class Symm(Dispatcher):
         rows_ND, idx_NK, prob_NK = Receive.apply(pushed_ND, call)
         plan = self._plan(idx_NK, prob_NK)
         if call.overlaps:
-            return Received(rows_ND, plan, call, call)
+            return Received(rows_ND, plan, call, route=call)
         hooks = functools.partial(saving, rows_ND.detach(), call)
-        return Received(rows_ND, plan, None, call, hooks)
+        return Received(rows_ND, plan, route=call, saving=hooks)
 
     def combine(
         self,

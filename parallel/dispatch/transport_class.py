@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.parallel.dispatch.costs import Costs, Reach
 from phalanx.parallel.dispatch.exchange import SymmOptions
@@ -61,6 +62,8 @@ class DispatchContext(NamedTuple):
     backend: str
     """Of the experts and of `kernels.routing.plan`."""
     options: SymmOptions = SymmOptions()
+    recipe: Fp8Block | None = None
+    """Of tokens and gradients of sums that travel in FP8; None: they travel as they are."""
 
     @property
     def waits(self) -> bool:

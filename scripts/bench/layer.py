@@ -53,7 +53,7 @@ class Layer(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         x, router, w1, w2, h, logits, idx, prob, *saved = ctx.saved_tensors
         plan, ops, dy = ExpertPlan(*saved), ctx.ops, Operand(dout, gather=True)
-        dh, a, dprob_S, _ = ops.fc2_dgrad_dact(dy, Linear(w2), h, plan, SWIGLU)
+        dh, a, dprob_S, *_ = ops.fc2_dgrad_dact(dy, Linear(w2), h, plan, SWIGLU)
         dw2 = ops.wgrad(dy, Operand(a), plan)
         del a
         dw1 = ops.wgrad(Operand(dh), Operand(x, gather=True), plan)

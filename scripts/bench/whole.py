@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
+from phalanx.kernels.expert_mlp.dense_halves import FirstHalf, dense_first, dense_second
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.moe.experts import Experts
 from phalanx.parallel.dispatch.base import Dispatcher
@@ -106,17 +106,17 @@ class Layer:
     def beside(self, given: Inputs) -> Tensor:
         """What the shared expert makes of this rank's tokens."""
         w1, w2 = self.shared
-        return dense_second(*dense_first(given.x_TD, w1, self.spec), w2, self.spec)
+        return dense_second(dense_first(given.x_TD, w1, self.spec), w2, self.spec)
 
     def forward(self, transport: Dispatcher, given: Inputs) -> Tensor:
         if not self.shared:
             received = transport.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
             return transport.combine(self.experts(received), received)
         w1, w2 = self.shared
-        made: list[Tensor] = []  # by the first half of the shared expert
+        made: list[FirstHalf] = []  # by the first half of the shared expert
 
         def first() -> None:
-            made.extend(dense_first(given.x_TD, w1, self.spec))
+            made.append(dense_first(given.x_TD, w1, self.spec))
 
         received = transport.dispatch(given.x_TD, given.idx_TK, given.prob_TK, first)
         out_ND = self.experts(received)

@@ -8,6 +8,10 @@ import importlib
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
+
+import numpy as np
+import torch
 
 
 def interpret(module: str) -> None:
@@ -26,6 +30,35 @@ def _process() -> ProcessPoolExecutor:
 
 def _begin() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    from triton.runtime import interpreter
+
+    interpreter._convert_float = _convert
+    interpreter.InterpreterBuilder.create_maxnumf = _maxnum
+
+
+def _maxnum(builder: Any, a: Any, b: Any) -> Any:
+    """tl.maximum, which has no part of a NaN unless it is asked to."""
+    return builder.binary_op(a, b, np.fmax)
+
+
+def _convert(x: np.ndarray, source: Any, target: Any, _: Any) -> np.ndarray:
+    """Bits in another format as an NVIDIA GPU rounds them: to nearest even, FP8 saturates.
+
+    Triton's own conversion cuts bits off, and loses denormals.
+    """
+    known = {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp8e4nv": torch.float8_e4m3fn,
+        "fp8e5": torch.float8_e5m2,
+    }
+    dtype = known[target.name]
+    values = torch.from_numpy(np.ascontiguousarray(x)).view(known[source.name]).float()
+    if dtype.itemsize == 1:
+        values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    unsigned = getattr(torch, f"uint{8 * dtype.itemsize}")
+    return values.to(dtype).view(unsigned).numpy()
 
 
 def _call(module: str) -> None:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, PlanSize
+from phalanx.kernels.expert_mlp.backend import AsTheyAre, HiddenGrads, Linear, Operand, PlanSize
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 
 
-class Fused:
+class Fused(AsTheyAre):
     """`kernels.expert_mlp.backend.Backend` on Hopper, in bf16.
 
     Args:

@@ -23,7 +23,6 @@ from phalanx.kernels.sm90.gemm.mainloop import (
     TILE_ROWS,
     Loads,
     Mainloop,
-    Math,
 )
 from phalanx.kernels.sm90.gemm.storage import array, struct
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
@@ -139,11 +138,13 @@ class Gemm:
         clusters: Int32,
         stream: cuda.CUstream,
         yielding: tuple[Int32, Int32, Int32] | None = None,
+        scales: Any = None,
     ) -> None:
         """Launch over A [rows, K] and B [N, K, L]; `columns` is N, or N / 2 with a gate.
 
         `yielding`, of a kernel that signals: how many clusters yield their SMs, ending after their
         first tile of a late slice of an expert; the first late slice; `slice_bits`.
+        `scales`, of operands in FP8: as the mainloop's `math` takes them.
         """
         loop = self.config.mainloop
         wide = loop.columns // self.config.halves
@@ -159,10 +160,11 @@ class Gemm:
             ready if cutlass.const_expr(self.config.waits) else None,
             L,
             (columns + (wide - 1)) // wide,
-            mA.shape[1] // 64,
+            loop.blocks(mA),
             half_offset,
             clusters,
             yielding,
+            scales,
         ).launch(
             grid=[clusters * loop.cluster, 1, 1],
             block=[THREADS, 1, 1],
@@ -188,6 +190,7 @@ class Gemm:
         half_offset: Int32,
         clusters: Int32,
         yielding: tuple[Int32, Int32, Int32] | None,
+        scales: Any,
     ) -> None:
         config = self.config
         loop = config.mainloop
@@ -225,7 +228,7 @@ class Gemm:
         if group == 0:
             cute.arch.setmaxregister_decrease(fewer)
             if cutlass.const_expr(loop.gather):
-                load = Loads(loop, storage.mainloop, rank, loads, mA, index)
+                load = loop.loads(storage.mainloop, rank, loads, mA, index)
                 wave_wait = None
                 if cutlass.const_expr(config.waits):
                     wave_wait = WaveWait(ready, storage.waves.data_ptr() + warp)
@@ -234,14 +237,15 @@ class Gemm:
                 )
             else:
                 if warp == 0:
-                    load = Loads(loop, storage.mainloop, rank, loads, mA, index)
+                    load = loop.loads(storage.mainloop, rank, loads, mA, index)
                     self._load(
                         load, scheduler, None, rank, warp, blocks, half_offset, clusters, yielding
                     )
         else:
             cute.arch.setmaxregister_increase(more)
             thread = cute.arch.thread_idx()[0] - GROUP_THREADS
-            math = Math(loop, storage.mainloop, tiled_mma, group - 1)
+            operands = (scales, index, config.waits)
+            math = loop.math(storage.mainloop, tiled_mma, group - 1, *operands)
             store = config.epilogue.device(loop, storage.epilogue, thread, epilogue)
             self._compute(math, store, scheduler, rank, group - 1, blocks)
         self._meet()
@@ -317,7 +321,7 @@ class Gemm:
 
     @cute.jit
     def _compute(
-        self, math: Math, store: Any, scheduler: Scheduler, rank: Int32, group: Int32, blocks: Int32
+        self, math: Any, store: Any, scheduler: Scheduler, rank: Int32, group: Int32, blocks: Int32
     ) -> None:
         """A multiplying warp group: stages to accumulators to what the epilogue makes of them."""
         loop = self.config.mainloop
@@ -332,7 +336,10 @@ class Gemm:
             if mine:
                 own = row + rank * TILE_ROWS
                 before(own, end, column)
-                math(number * blocks, blocks, end - own)
+                named = expert
+                if cutlass.const_expr(self.config.signals):
+                    named = expert >> scheduler.slice_bits
+                math(number * blocks, blocks, own, end, column, named)
                 kept = store(math.acc, kept, own, end, column, expert)
             number += 1
             row, end, column, expert = scheduler.read(number)

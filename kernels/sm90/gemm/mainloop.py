@@ -13,7 +13,7 @@ rows past the end of the expert are whatever follows: epilogues drop both.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -31,6 +31,8 @@ GROUP_THREADS = 128
 MATH_GROUPS = 2
 THREADS = GROUP_THREADS * (1 + MATH_GROUPS)
 TILE_ROWS, DEPTH = 128, 64
+ROW_BYTES = 2 * DEPTH
+"""Of a row of a stage, whatever its elements are."""
 _CHUNK = 16
 """Bytes of a cp.async; 8 of them are a row of a stage of A."""
 _PASSES = TILE_ROWS * 8 // GROUP_THREADS
@@ -68,6 +70,16 @@ class Mainloop:
             raise ValueError("192 transposed columns do not divide over 2 CTAs")
 
     @property
+    def types(self) -> tuple[Any, Any]:
+        """Elements of A and of B."""
+        return BFloat16, BFloat16
+
+    @property
+    def depth(self) -> int:
+        """Channels of a stage."""
+        return 8 * ROW_BYTES // self.types[0].width
+
+    @property
     def registers(self) -> tuple[int, int]:
         """A thread's in the loading and in a multiplying warp group; together they fit an SM."""
         # Of the 168 * 384 that a CTA gets: more together would wait for each other for ever.
@@ -85,18 +97,21 @@ class Mainloop:
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * DEPTH * (TILE_ROWS + self.columns)
+        return ROW_BYTES * (TILE_ROWS + self.columns)
 
     @property
     def box(self) -> int:
         """Columns that one TMA copy brings."""
         return 64 if self.b_transposed else self.columns // 2
 
+    def blocks(self, mA: cute.Tensor) -> Int32:
+        """Stages of a tile, from A as `tma` takes it."""
+        return mA.shape[1] // DEPTH
+
     def tiled_mma(self) -> cute.TiledMma:
         major = OperandMajorMode.MN if self.b_transposed else OperandMajorMode.K
         return hopper.make_trivial_tiled_mma(
-            BFloat16,
-            BFloat16,
+            *self.types,
             OperandMajorMode.K,
             major,
             Float32,
@@ -107,7 +122,8 @@ class Mainloop:
     def smem_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
         """Stages of A and of B, swizzled by 128 bytes."""
         a = hopper.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, (TILE_ROWS, self.columns, DEPTH), BFloat16, self.stages
+            *(LayoutEnum.ROW_MAJOR, (TILE_ROWS, self.columns, self.depth)),
+            *(self.types[0], self.stages),
         )
         return a, self._layout_b(self.columns, self.stages)
 
@@ -117,17 +133,18 @@ class Mainloop:
 
     def _layout_b(self, columns: int, count: int) -> cute.ComposedLayout:
         order = LayoutEnum.COL_MAJOR if self.b_transposed else LayoutEnum.ROW_MAJOR
-        return hopper.make_smem_layout_b(order, (TILE_ROWS, columns, DEPTH), BFloat16, count)
+        tile = (TILE_ROWS, columns, self.depth)
+        return hopper.make_smem_layout_b(order, tile, self.types[1], count)
 
     def tma(self, mA: cute.Tensor, mB: cute.Tensor) -> tuple[Any, Any, Any, Any]:
         """Host side: atom and tensor of A [rows, K], then of B [N, K, experts]."""
         one = cpasync.CopyBulkTensorTileG2SOp()
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else one
         layout_a = cute.slice_(self.smem_layouts()[0], (None, None, 0))
-        a = cpasync.make_tiled_tma_atom(one, mA, layout_a, (TILE_ROWS, DEPTH))
+        a = cpasync.make_tiled_tma_atom(one, mA, layout_a, (TILE_ROWS, self.depth))
         # Every copy is for all CTAs: not split, hence no num_multicast.
         layout_b = cute.slice_(self.box_layout(), (None, None, 0))
-        b = cpasync.make_tiled_tma_atom(op, mB, layout_b, (self.box, DEPTH))
+        b = cpasync.make_tiled_tma_atom(op, mB, layout_b, (self.box, self.depth))
         return a[0], a[1], b[0], b[1]
 
     def storage(self) -> Any:
@@ -135,18 +152,29 @@ class Mainloop:
         layout_a, layout_b = self.smem_layouts()
         return struct(
             ring=Ring.fields(self.stages),
-            a=array(BFloat16, cute.cosize(layout_a), 1024),
-            b=array(BFloat16, cute.cosize(layout_b), 1024),
+            a=array(self.types[0], cute.cosize(layout_a), 1024),
+            b=array(self.types[1], cute.cosize(layout_b), 1024),
         )
 
     def ring(self, storage: Any) -> Ring:
         copiers = GROUP_THREADS if self.gather else 0
-        arriving = self.stage_bytes - (2 * DEPTH * TILE_ROWS if self.gather else 0)
+        arriving = self.stage_bytes - (ROW_BYTES * TILE_ROWS if self.gather else 0)
         return Ring(storage.ring, self.stages, arriving, copiers, self.warps, self.cluster)
+
+    def loads(self, *given: Any) -> "Loads":
+        """The loading side, given what `Loads` is."""
+        return Loads(self, *given)
+
+    def math(self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any) -> Any:
+        """The side of a multiplying warp group; scales are for FP8."""
+        return Math(self, storage, tiled_mma, group)
 
 
 class Loads:
     """The loading side: one warp, or all warps of the group if rows are gathered."""
+
+    modes: ClassVar[int] = 1
+    """Of the contraction, in the operands' tensors."""
 
     def __init__(
         self, loop: Mainloop, storage: Any, rank: Int32, tma: Any, mA: cute.Tensor, index: Any
@@ -172,8 +200,20 @@ class Loads:
             for p in cutlass.range_constexpr(_PASSES):
                 at = row + self.thread // 8 + p * (GROUP_THREADS // 8)
                 picked = self.index[cutlass.min(at, end - 1)]
-                found.append(base + Int64(picked) * (2 * Int64(self.mA.shape[1])))
+                found.append(base + Int64(picked) * self._pitch())
         return tuple(found)
+
+    def _pitch(self) -> Int64:
+        """Bytes of a row of A in memory."""
+        return 2 * Int64(self.mA.shape[1])
+
+    def place(self, k: Int32) -> tuple[Int32, ...]:
+        """Block k in the modes of the contraction."""
+        return (k,)
+
+    def copy(self, to: Int32, source: Int64, k: Int32) -> None:
+        """Start to copy this thread's piece of block k of a row, which begins at `source`."""
+        ptx.cp_async(to, source + k * ROW_BYTES)
 
     @cute.jit
     def __call__(
@@ -203,22 +243,23 @@ class Loads:
                 if cutlass.const_expr(not self.loop.gather):
                     cute.copy(
                         self.atom_a,
-                        from_a[(None, k)],
+                        from_a[(None, *self.place(k))],
                         to_a[(None, state.index)],
                         tma_bar_ptr=self.ring.barrier(state),
                     )
             if cutlass.const_expr(self.loop.gather):
-                to = self.to + state.index * (2 * TILE_ROWS * DEPTH)
+                to = self.to + state.index * (TILE_ROWS * ROW_BYTES)
                 for p in cutlass.range_constexpr(_PASSES):
-                    ptx.cp_async(to + p * (GROUP_THREADS // 8 * 128), sources[p] + k * 128)
+                    self.copy(to + p * (GROUP_THREADS // 8 * ROW_BYTES), sources[p], k)
                 cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.barrier(state))
             state.advance()
         return state
 
     def _a(self, row: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """Destination and source of A's tiles for the rows from `row` on: (box, stage | k)."""
-        shifted = cute.domain_offset((row, 0), self.tensor_a)
-        tiles = cute.local_tile(shifted, (TILE_ROWS, DEPTH), (0, None))
+        shifted = cute.domain_offset((row, *[0] * self.modes), self.tensor_a)
+        every = [None] * self.modes
+        tiles = cute.local_tile(shifted, (TILE_ROWS, self.loop.depth), (0, *every))
         return _partition(self.atom_a, self.a, tiles)
 
     def _boxes(
@@ -236,8 +277,9 @@ class Loads:
                 at = column + inside + second * (half_offset - half)
             else:
                 at = column + inside
-            shifted = cute.domain_offset((at, 0, 0), self.tensor_b)
-            tiles = cute.local_tile(shifted, (loop.box, DEPTH), (0, None, expert))
+            shifted = cute.domain_offset((at, *[0] * self.modes, 0), self.tensor_b)
+            every = [None] * self.modes
+            tiles = cute.local_tile(shifted, (loop.box, loop.depth), (0, *every, expert))
             parts.append((number, *_partition(self.atom_b, self.b, tiles)))
         return parts
 
@@ -249,7 +291,7 @@ class Loads:
         for number, to_b, from_b in boxes:
             cute.copy(
                 self.atom_b,
-                from_b[(None, k)],
+                from_b[(None, *self.place(k))],
                 to_b[(None, state.index * count + number)],
                 tma_bar_ptr=self.ring.barrier(state),
                 **options,
@@ -303,11 +345,15 @@ class Math:
                 self._turn_of(0).arrive()
 
     @cute.jit
-    def __call__(self, first: Int32, blocks: Int32, rows: Int32) -> None:
+    def __call__(
+        self, first: Int32, blocks: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
+    ) -> None:
         """Multiply `blocks` >= 1 stages, from block number `first` on, into a fresh accumulator.
 
-        Of the tile, only the first `rows` matter: blocks of 64 rows after them are left out.
+        Of the tile at `row`, only rows up to `end` matter: blocks of 64 rows after them are left
+        out. Its column tile and expert are for those who have scales to find.
         """
+        rows = end - row
         if cutlass.const_expr(self.loop.pingpong):
             self._turn_of(self.group).arrive_and_wait()
             if rows > _ATOM:

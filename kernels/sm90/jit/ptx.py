@@ -28,6 +28,25 @@ def pack(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uin
     return Uint32(_asm(T.i32(), values, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", at, pure=True))
 
 
+@dsl_user_op
+def max_pair(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """The larger ones of two pairs of bf16; of a number and NaN, the number."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [Uint32(a).ir_value(**at), Uint32(b).ir_value(**at)]
+    return Uint32(_asm(T.i32(), values, "max.bf16x2 $0, $1, $2;", "=r,r,r", at, pure=True))
+
+
+@dsl_user_op
+def pack_fp8(name: str, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Two fp32 rounded to a pair of e4m3 or e5m2, in the lower half; what is too large becomes the
+    largest number."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [Float32(high).ir_value(**at), Float32(low).ir_value(**at)]
+    code = f"cvt.rn.satfinite.{name}x2.f32 $0, $1, $2;"
+    pair = _asm(T.i16(), values, code, "=h,f,f", at, pure=True)
+    return Uint32(llvm.zext(T.i32(), pair, **at))
+
+
 def unpack(word: Uint32) -> tuple[Float32, Float32]:
     """A pair of bf16 as two fp32."""
     return (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
@@ -78,6 +97,15 @@ def load_shared(where: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Uint3
 
 
 @dsl_user_op
+def store_shared_half(where: Int32, word: Uint32, *, loc: Any = None, ip: Any = None) -> None:
+    """The lower 2 bytes of a word to shared memory."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [Int32(where).ir_value(**at), Uint32(word).ir_value(**at)]
+    code = "{.reg .b16 half; cvt.u16.u32 half, $1; st.shared.b16 [$0], half;}"
+    _asm(None, values, code, "r,r,~{memory}", at)
+
+
+@dsl_user_op
 def store_global(
     where: Int64, a: Uint32, b: Uint32, c: Uint32, d: Uint32, *, loc: Any = None, ip: Any = None
 ) -> None:
@@ -93,6 +121,34 @@ def cp_async(where: Int32, source: Int64, *, loc: Any = None, ip: Any = None) ->
     at: Site = dict(loc=loc, ip=ip)
     values = [Int32(where).ir_value(**at), Int64(source).ir_value(**at)]
     _asm(None, values, "cp.async.cg.shared.global.L2::256B [$0], [$1], 16;", "r,l,~{memory}", at)
+
+
+@dsl_user_op
+def cp_async_or_zero(
+    where: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """`cp_async` of `size` bytes, 16 or 0; the rest of the 16 is zero."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [x.ir_value(**at) for x in (Int32(where), Int64(source), Int32(size))]
+    code = "cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;"
+    _asm(None, values, code, "r,l,r,~{memory}", at)
+
+
+@dsl_user_op
+def load_constant(where: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
+    """fp32 from global memory that nobody writes meanwhile; stays where it is in the code."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [Int64(where).ir_value(**at)]
+    return Float32(_asm(T.f32(), values, "ld.global.nc.f32 $0, [$1];", "=f,l", at))
+
+
+@dsl_user_op
+def load_fresh(where: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
+    """fp32 from global memory as the whole GPU sees it, past the L1 cache."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [Int64(where).ir_value(**at)]
+    code = "ld.relaxed.gpu.global.f32 $0, [$1];"
+    return Float32(_asm(T.f32(), values, code, "=f,l,~{memory}", at))
 
 
 def _four_words(

@@ -58,6 +58,28 @@ def _gemms() -> Iterator[tuple[type, Any]]:
         yield DgradKernel, gemm(ActGrad(act), tile, True, True)
 
 
+def _fp8_gemms() -> Iterator[tuple[type, Any]]:
+    """`rows` and `fc1_act` in FP8, as `fp8.operands` chooses their tiles."""
+    from phalanx.kernels.sm90.fp8.act import Fp8Act
+    from phalanx.kernels.sm90.fp8.fc1_act import COLUMNS, Fp8Fc1Kernel
+    from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
+    from phalanx.kernels.sm90.fp8.rows import Fp8RowsKernel
+    from phalanx.kernels.sm90.gemm.epilogues import Linear
+    from phalanx.kernels.sm90.gemm.gemm import GemmConfig
+
+    for columns, signals in product((192, 256), EITHER):
+        for bias in EITHER:
+            yield Fp8RowsKernel, GemmConfig(Linear(bias, signals), Fp8Mainloop(columns))
+        e5m2 = Fp8Mainloop(columns, rows_format="e5m2")
+        yield Fp8RowsKernel, GemmConfig(Linear(False, signals), e5m2)
+    acts = (Fp8Act(SWIGLU), Fp8Act(GPT_OSS, bias=True))
+    for epilogue, gather in product(acts, EITHER):
+        yield Fp8Fc1Kernel, GemmConfig(epilogue, Fp8Mainloop(COLUMNS, gather=gather))
+    gathered = Fp8Mainloop(COLUMNS, gather=True)
+    yield from ((Fp8Fc1Kernel, GemmConfig(act, gathered, waits=True)) for act in acts)
+    yield from ((Fp8Fc1Kernel, GemmConfig(Fp8Act(act), gathered)) for act in OTHERS)
+
+
 def _other_gradients() -> Iterator[tuple[type, Any]]:
     """In bf16, or added to others; weights in the order of the plan, if there is one."""
     from phalanx.kernels.sm90.experts.bias_grad import BiasGradConfig, BiasGradKernel
@@ -127,6 +149,7 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
 
 def _shipped() -> Iterator[tuple[type, Any]]:
     yield from _gemms()
+    yield from _fp8_gemms()
     yield from _other_gradients()
     yield from _routing()
     yield from _exchanges()

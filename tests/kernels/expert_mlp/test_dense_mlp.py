@@ -97,7 +97,7 @@ def test_halves_are_the_whole_bit_for_bit(
     whole, parts = cast(given, dtype), cast(given, dtype)
     dout = torch.randn(rows, D, generator=torch.Generator().manual_seed(1)).to(dtype)
     spec = MLPSpec(act, backend)
-    made = dense_second(*dense_first(parts["x"], parts["w1"], spec), parts["w2"], spec)
+    made = dense_second(dense_first(parts["x"], parts["w1"], spec), parts["w2"], spec)
     expected = with_gradients(whole_mlp(whole, spec), dout, whole)
     for got, want in zip(with_gradients(made, dout, parts), expected, strict=True):
         assert torch.equal(got, want)
@@ -112,7 +112,7 @@ def test_halves_add_to_buffers() -> None:
         leaves[name].main_grad = torch.ones(leaves[name].shape)
         leaves[name].grad_added_to_main_grad = False
     x, w1, w2 = (leaves[name] for name in ("x", "w1", "w2"))
-    dense_second(*dense_first(x, w1, spec), w2, spec).sum().backward()
+    dense_second(dense_first(x, w1, spec), w2, spec).sum().backward()
     whole_mlp(plain_leaves, MLPSpec(act, "torch")).sum().backward()
     for name in ("w1", "w2"):
         assert leaves[name].grad_added_to_main_grad
@@ -124,6 +124,6 @@ def test_halves_that_do_not_fit() -> None:
     x, w1 = torch.zeros(3, 8), torch.zeros(6, 8)
     with pytest.raises(ValueError, match=r"expected x \[N, D\] and w1 \[H, D\]"):
         dense_first(x, torch.zeros(6, 9), spec)
-    h, a = dense_first(x, w1, spec)
+    first = dense_first(x, w1, spec)
     with pytest.raises(ValueError, match=r"expected a \[N, F\] and w2 \[D, F\]"):
-        dense_second(h, a, torch.zeros(8, 4), spec)
+        dense_second(first, torch.zeros(8, 4), spec)

@@ -84,7 +84,7 @@ class Kernels:
         ):
             launches.append(("fc2_dgrad_dact", sm_margin, dynamic))
             plan, operand = plan_of(offsets, index_S, prob_S), Operand(dy, index_S is not None)
-            dh, a, dprob, _ = reference.fc2_dgrad_dact(operand, Linear(w2_LDF), h_SH, plan, act)
+            dh, a, dprob, *_ = reference.fc2_dgrad_dact(operand, Linear(w2_LDF), h_SH, plan, act)
             if dprob is None:
                 return dh, a, None
             parts = torch.stack([dprob / TILES] * TILES)

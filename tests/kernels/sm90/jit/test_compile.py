@@ -21,6 +21,8 @@ import pytest
 pytest.importorskip("cutlass")
 
 from phalanx.kernels.sm90.experts.rows import RowsKernel
+from phalanx.kernels.sm90.fp8.act import Fp8Act
+from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.gemm.epilogues import Act, ActGrad, Linear
 from phalanx.kernels.sm90.gemm.gemm import GemmConfig
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
@@ -154,9 +156,25 @@ def gemm(code, config) -> Code:
     return code if hasattr(config, "schedule") else pytest.skip("not a GEMM")
 
 
+def _in_fp8(config: Any) -> bool:
+    return isinstance(getattr(config, "loop", None), Fp8Mainloop)
+
+
+@pytest.fixture
+def bf16(gemm, config) -> Code:
+    return pytest.skip("in FP8") if _in_fp8(config) else gemm
+
+
 @pytest.fixture
 def grouped(code, config) -> Code:
-    return code if isinstance(config, GemmConfig) else pytest.skip("not a grouped GEMM")
+    if not isinstance(config, GemmConfig) or _in_fp8(config):
+        pytest.skip("not a grouped GEMM in bf16")
+    return code
+
+
+@pytest.fixture
+def fp8(code, config) -> Code:
+    return code if _in_fp8(config) else pytest.skip("not a grouped GEMM in FP8")
 
 
 def _count(pattern: str, sass: str) -> int:
@@ -204,13 +222,13 @@ def test_warp_groups_share_the_registers_of_a_thread_block(gemm, launches):
     assert 128 * (min(limits) + multiplying * max(limits)) <= usage["REG"] * launch["block"][0]
 
 
-def test_gemms_multiply_with_wgmma(gemm, config):
-    wgmma = _count(r"\bHGMMA\b", gemm.sass)
+def test_gemms_multiply_with_wgmma(bf16, config):
+    wgmma = _count(r"\bHGMMA\b", bf16.sass)
     assert wgmma >= 4
-    assert _count(r"\bHGMMA\.64x\d+x16\.F32\.BF16", gemm.sass) == wgmma
+    assert _count(r"\bHGMMA\.64x\d+x16\.F32\.BF16", bf16.sass) == wgmma
     # One wait a stage and one a tile, also of tiles of at most 64 rows: they are not serialised.
     small = isinstance(config, GemmConfig) and config.loop.pingpong
-    assert gemm.sass.count("WARPGROUP.DEPBAR") == (4 if small else 2)
+    assert bf16.sass.count("WARPGROUP.DEPBAR") == (4 if small else 2)
 
 
 def test_gemms_load_by_tma(gemm, config, launches):
@@ -264,4 +282,43 @@ def test_registers_and_stages_of_grouped_gemms(grouped, config, launches):
     assert limits == set(loop.registers)
     assert loop.stages >= 3
     used = loop.stages * loop.stage_bytes + config.epilogue.bytes(loop)
+    assert used < launches[0]["smem"] <= 227 * 1024
+
+
+def test_fp8_is_multiplied_block_by_block_and_promoted(fp8, config):
+    """4 steps of 32 channels into each temporary accumulator, a wait, one FFMA an accumulator."""
+    loop = config.mainloop
+    rows = loop.rows_format.upper()
+    assert _count(r"\bQGMMA\b", fp8.sass) == 4 * (loop.columns // loop.part)
+    shape = rf"QGMMA\.64x{loop.part}x32\.F32\.{rows}\.E4M3"
+    assert _count(shape, fp8.sass) == 4 * (loop.columns // loop.part)
+    assert fp8.sass.count("WARPGROUP.DEPBAR") == loop.columns // loop.part
+    assert _count(r"\bFFMA\b", fp8.sass) >= loop.columns // 2
+    assert not re.search(r"\b(FFMA|FMUL)\.FTZ\b", fp8.sass)  # a scale may be subnormal
+
+
+def test_fp8_is_loaded_and_stored_as_meant(fp8, config):
+    loop, epilogue = config.mainloop, config.epilogue
+    boxes = 2 if loop.gather else 3
+    assert fp8.sass.count("UTMALDG") == (3 if config.waits else 2) * boxes
+    assert fp8.sass.count("UTMALDG.4D") == (3 if config.waits else 2) * 2  # with parts and experts
+    assert _count(r"LDGSTS\S*\.128", fp8.sass) == (16 if loop.gather else 0)
+    # Scales of two rows and of the columns, before the loop twice and in it.
+    assert _count(r"LDG\.E\.CONSTANT", fp8.sass) >= 3 * (2 if config.waits else 4)
+    assert _count(r"LDG\.E\.STRONG\.GPU", fp8.sass) >= (6 if config.waits else 0)
+    blocks = loop.columns // (128 * getattr(epilogue, "halves", 1))
+    stored = loop.columns // 64
+    if isinstance(epilogue, Fp8Act):
+        stored = blocks * (4 * epilogue.kept + 1)
+        assert fp8.sass.count("STS.U16") == 32 * blocks
+        assert _count(r"F2FP\.SATFINITE\.E4M3", fp8.sass) == 32 * blocks
+    assert fp8.sass.count("UTMASTG") == stored
+
+
+def test_registers_and_stages_in_fp8(fp8, config, launches):
+    loop = config.mainloop
+    limits = {int(n, 16) for n in re.findall(r"USETMAXREG\.\w+.*?(0x[0-9a-f]+)", fp8.sass)}
+    assert limits == set(loop.registers)
+    assert loop.stages >= (3 if isinstance(epilogue := config.epilogue, ActGrad) else 4)
+    used = loop.stages * loop.stage_bytes + epilogue.bytes(loop)
     assert used < launches[0]["smem"] <= 227 * 1024

@@ -1,0 +1,75 @@
+"""A linear layer by a recipe, on the operations of the expert MLP: one expert that has all rows.
+
+Attention's projections in FP8 are this. Without a recipe cuBLAS is as good.
+
+Shape legend: N rows, I channels in, O channels out.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.kernels.expert_mlp import main_grad
+from phalanx.kernels.expert_mlp.autograd import backend_of, for_wgrad
+from phalanx.kernels.expert_mlp.backend import Linear, Operand, rows_of, tensors_of
+from phalanx.kernels.expert_mlp.expert_plan import one_group
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+
+
+def dense_linear(x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, spec: MLPSpec) -> Tensor:
+    """y_NO = x @ w^T + bias, differentiable once.
+
+    Args:
+        x_NI: bf16 or fp32, as w and the bias are. Saved for the backward pass as the recipe has it.
+        spec: backend, recipe and where gradients go; the activation plays no part.
+
+    Raises:
+        ValueError: unknown backend, or shapes and dtypes that do not fit together.
+    """
+    fits = x_NI.ndim == w_OI.ndim == 2 and x_NI.shape[1] == w_OI.shape[1]
+    if not fits or x_NI.dtype != w_OI.dtype:
+        raise ValueError(
+            f"expected x [N, I] and w [O, I] of one dtype, got {x_NI.dtype} {list(x_NI.shape)} and "
+            f"{w_OI.dtype} {list(w_OI.shape)}"
+        )
+    return _Linear.apply(x_NI.contiguous(), w_OI, bias_O, spec)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, spec: MLPSpec
+    ) -> Tensor:
+        ops, ctx.plan, ctx.spec = backend_of(spec, "forward"), one_group(x_NI), spec
+        x = ops.quantize(x_NI)
+        ctx.save_for_backward(w_OI, *tensors_of(for_wgrad(x_NI, x, spec)))
+        ctx.accumulated = w_OI if spec.accumulate and main_grad.takes(w_OI) else None
+        bias = None if bias_O is None else bias_O[None]
+        return ops.rows(x, Linear(w_OI[None], bias), ctx.plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
+        w_OI, *x = ctx.saved_tensors
+        dgrad, wgrad = (backend_of(ctx.spec, step) for step in ("dgrad", "wgrad"))
+        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        dy = dgrad.quantize(dy_NO.contiguous(), gradient=True)
+        dx_NI = dgrad.rows(dy, Linear(w_OI[None]).transposed, ctx.plan) if need_x else None
+        dw_OI = None
+        if need_w:
+            d = wgrad.columns(Operand(for_wgrad(dy_NO.contiguous(), dy, ctx.spec)), ctx.plan)
+            v = wgrad.columns(Operand(rows_of(x)), ctx.plan)
+            dw_OI = weight_gradient(ctx, wgrad, d, v, w_OI)
+        return dx_NI, dw_OI, dy_NO.sum(0) if need_b else None, None
+
+
+def weight_gradient(ctx: Any, wgrad: Any, d: Operand, v: Operand, w_OI: Tensor) -> Tensor | None:
+    """In the dtype of w, or in the buffer of `ctx.accumulated`."""
+    if ctx.accumulated is None:
+        dw_OI: Tensor = wgrad.wgrad(d, v, ctx.plan).view(w_OI.shape).to(w_OI.dtype)
+        return dw_OI
+    buffer = main_grad.buffer(ctx.accumulated)
+    wgrad.wgrad(d, v, ctx.plan, buffer._replace(out=buffer.out[None]))
+    return main_grad.added(ctx.accumulated)

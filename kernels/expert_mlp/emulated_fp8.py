@@ -1,0 +1,155 @@
+"""A recipe of FP8 over any backend: its GEMMs get operands that went through FP8 and back.
+
+What comes back has the same values as the FP8 operands in bf16 too (`kernels.quantize.blocks`), so
+every product is that of an FP8 GEMM, and only the order of sums is the backend's. It trains with
+the recipe on any device, and is what fused FP8 kernels are compared with. It saves no time.
+
+Shape legend as in `kernels.expert_mlp.backend`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import (
+    Backend,
+    HiddenGrads,
+    Linear,
+    Operand,
+    PlanSize,
+    Rows,
+)
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.quantize.blocks import (
+    Quantized,
+    QuantizedColumns,
+    dequantize_columns,
+    dequantize_rows,
+    dequantize_weights,
+)
+from phalanx.kernels.quantize.quantize import (
+    quantize_columns,
+    quantize_rows,
+    quantize_weights,
+    transpose_rows,
+)
+from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
+
+
+class EmulatedFP8:
+    """`kernels.expert_mlp.backend.Backend` with the recipe, by one without."""
+
+    gathers: ClassVar[bool] = True
+
+    def __init__(self, exact: Backend, recipe: Fp8Block) -> None:
+        self._exact, self._recipe = exact, recipe
+        self._grad = FORMATS[recipe.grad_format]
+
+    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
+        return self._exact.plan(topk_idx_NK, topk_prob_NK, size)
+
+    def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
+        return self._exact.plan_backward(dprob_S, inverse_NK)
+
+    def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
+        return self._exact.combine(y_SD, inverse_NK, addends)
+
+    def quantize(self, x: Rows, *, gradient: bool = False) -> Quantized:
+        if isinstance(x, Quantized):
+            return x
+        return quantize_rows(x, dtype=self._grad if gradient else torch.float8_e4m3fn)
+
+    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+        if self._recipe.wgrad == "bf16":
+            return x._replace(matrix=_plain(x, torch.bfloat16))
+        index_S = plan.row_index_S if x.gather else None
+        how = dict(index_S=index_S, parts=x.parts)
+        return Operand(
+            transpose_rows(x.matrix, plan.offsets, self._recipe.wgrad_blocks, **how), parts=x.parts
+        )
+
+    def _columns(
+        self, x_SC: Tensor, plan: ExpertPlan, parts: int, dtype: torch.dtype
+    ) -> QuantizedColumns:
+        return quantize_columns(x_SC, plan.offsets, self._recipe.wgrad_blocks, parts, dtype)
+
+    def fc1_act(
+        self,
+        x_ND: Rows,
+        fc1: Linear,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        keep_h: bool = True,
+        ready: Tensor | None = None,
+    ) -> tuple[Rows | None, Rows]:
+        x = _plain(Operand(x_ND), fc1.weight_LOI.dtype)
+        fc1_ = _through_fp8(fc1)
+        h_SH, a_SF = self._exact.fc1_act(x, fc1_, plan, act, keep_h=keep_h, ready=ready)
+        if isinstance(h_SH, Tensor) and self._recipe.hidden == "fp8":
+            h_SH = quantize_rows(h_SH, fc1.parts)
+        return h_SH, self.quantize(a_SF)
+
+    def rows(self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+        a = _plain(Operand(a_SI, parts=linear.parts_in), linear.weight_LOI.dtype)
+        return self._exact.rows(a, _through_fp8(linear), plan, signal=signal)
+
+    def fc2_dgrad_dact(
+        self,
+        dy: Operand,
+        fc2: Linear,
+        h_SH: Rows,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        ready: Tensor | None = None,
+    ) -> HiddenGrads:
+        dtype, parts = fc2.weight_LOI.dtype, act.facts.halves
+        dy = dy._replace(matrix=_plain(dy, dtype))
+        h = _plain(Operand(h_SH, parts=parts), dtype)
+        made = self._exact.fc2_dgrad_dact(dy, _through_fp8(fc2), h, plan, act, ready=ready)
+        dh, a = made.dh_SH, made.a_SF
+        dh_rows = quantize_rows(dh, parts, self._grad)
+        if self._recipe.wgrad == "bf16":
+            return made._replace(dh_SH=dh_rows, dh_columns=dh)
+        a_columns = self._columns(a, plan, 1, torch.float8_e4m3fn)
+        dh_columns = self._columns(dh, plan, parts, self._grad)
+        return made._replace(dh_SH=dh_rows, a_SF=a_columns, dh_columns=dh_columns)
+
+    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+        dtype = torch.bfloat16
+        d, v = (x._replace(matrix=_plain(x, dtype, plan)) for x in (d, v))
+        return self._exact.wgrad(d, v, plan, into)
+
+    def bias_grad(
+        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
+    ) -> Tensor:
+        d = d._replace(matrix=_plain(d, torch.bfloat16))
+        return self._exact.bias_grad(d, plan, scale=scale, into=into)
+
+
+def _plain(x: Operand, dtype: torch.dtype, plan: ExpertPlan | None = None) -> Tensor:
+    """The values of a matrix; those in FP8 in `dtype`."""
+    match x.matrix:
+        case Quantized():
+            return dequantize_rows(x.matrix, x.parts).to(dtype)
+        case QuantizedColumns():
+            assert plan is not None
+            rows = x.matrix.data_CT.shape[1]  # no less than expert rows
+            return dequantize_columns(x.matrix, plan.offsets, rows, x.parts).to(dtype)
+        case plain:
+            assert isinstance(plain, Tensor)
+            return plain
+
+
+def _through_fp8(linear: Linear) -> Linear:
+    """The layer with the values that its weights have in FP8."""
+    if linear.flipped:  # blocks are the same of a matrix and of its transpose
+        return linear._replace(weight_LOI=_through_fp8(linear.transposed).weight_LOI.mT)
+    w_LOI = linear.weight_LOI
+    values = dequantize_weights(quantize_weights(w_LOI, linear.parts).forward, linear.parts)
+    return linear._replace(weight_LOI=values.to(w_LOI.dtype))

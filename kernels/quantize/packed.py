@@ -1,0 +1,37 @@
+"""Rows in FP8 and their scales as one matrix of bytes, to be sent or gathered as such.
+
+Legend: R rows, C channels, B blocks of a row.
+"""
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.quantize.blocks import Quantized, block_count
+
+_ALIGN = 16
+"""Bytes: what the widest copies on a GPU want of rows."""
+
+
+def row_bytes(channels: int) -> int:
+    """Bytes of a packed row."""
+    return _aligned(channels) + _aligned(4 * block_count(channels))
+
+
+def pack_rows(q: Quantized) -> Tensor:
+    """uint8 [R, row_bytes(C)]."""
+    (R, C), (_, B) = q.data.shape, q.scale.shape
+    packed = q.data.new_zeros(R, row_bytes(C), dtype=torch.uint8)
+    packed[:, :C] = q.data.view(torch.uint8)
+    packed[:, _aligned(C) : _aligned(C) + 4 * B] = q.scale.view(torch.uint8)
+    return packed
+
+
+def unpack_rows(packed: Tensor, channels: int, dtype: torch.dtype) -> Quantized:
+    """Views of packed rows, whose data are of `dtype`."""
+    begin, size = _aligned(channels), 4 * block_count(channels)
+    scale = packed[:, begin : begin + size].view(torch.float32)
+    return Quantized(packed[:, :channels].view(dtype), scale)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

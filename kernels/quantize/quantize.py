@@ -1,0 +1,204 @@
+"""Numbers to FP8 in blocks, as `kernels.quantize.blocks` defines it, on a CPU or a GPU.
+
+Triton kernels on CUDA with the bits of the definition, in one read and one write of what there is;
+the definition itself elsewhere. Nothing is read on the host, nothing depends on timing, and all can
+be captured in a CUDA graph. Not differentiable.
+
+Legend: as in `kernels.quantize.blocks`; N rows of a table.
+"""
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.quantize import blocks as definition
+from phalanx.kernels.quantize.blocks import (
+    BLOCK,
+    Quantized,
+    QuantizedColumns,
+    QuantizedWeights,
+    block_count,
+    column_rows,
+)
+from phalanx.kernels.quantize.recipe import TokenBlocks
+
+E4M3 = torch.float8_e4m3fn
+_WIDE = (torch.bfloat16, torch.float32)
+_NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@torch.no_grad()
+def quantize_rows(x_RC: Tensor, parts: int = 1, dtype: torch.dtype = E4M3) -> Quantized:
+    """A scale for 128 channels of a row.
+
+    Args:
+        x_RC: bf16 or fp32, with contiguous channels.
+        parts: equal runs of channels in which blocks start anew.
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Raises:
+        ValueError: another dtype, shape or stride.
+    """
+    _check("x", x_RC, _WIDE, parts)
+    if not x_RC.is_cuda:
+        return definition.quantize_rows(x_RC, parts, dtype)
+    from phalanx.kernels.quantize import rows_triton
+
+    R, C = x_RC.shape
+    made = empty_rows(R, C, parts, dtype=dtype, device=x_RC.device)
+    rows_triton.quantize(x_RC, made, parts)
+    return made
+
+
+@torch.no_grad()
+def quantize_weights(w_LOI: Tensor, parts: int = 1) -> QuantizedWeights:
+    """A scale for 128 x 128, in e4m3, in both layouts; W is read once.
+
+    Args:
+        w_LOI: bf16 or fp32, contiguous.
+        parts: of O.
+
+    Raises:
+        ValueError: another dtype, shape or stride.
+    """
+    if w_LOI.ndim != 3 or not w_LOI.is_contiguous() or w_LOI.dtype not in _WIDE:
+        raise ValueError(
+            f"weights must be contiguous [L, O, I] in bf16 or fp32, not {_told(w_LOI)}"
+        )
+    if w_LOI.shape[1] % parts:
+        raise ValueError(f"{w_LOI.shape[1]} channels out are not {parts} equal parts")
+    if not w_LOI.is_cuda:
+        return definition.quantize_weights(w_LOI, parts)
+    from phalanx.kernels.quantize import weights_triton
+
+    L, O, I = w_LOI.shape  # noqa: E741
+    made = empty_weights(L, O, I, parts, device=w_LOI.device)
+    weights_triton.quantize(w_LOI, made, parts)
+    return made
+
+
+@torch.no_grad()
+def quantize_columns(
+    x_SC: Tensor,
+    offsets: Tensor,
+    blocks: TokenBlocks,
+    parts: int = 1,
+    dtype: torch.dtype = E4M3,
+) -> QuantizedColumns:
+    """A scale for 128 tokens of an expert, by a channel or by 128 channels, transposed.
+
+    Args:
+        x_SC: bf16 or fp32 expert rows with contiguous channels.
+        offsets: int32 [L + 1], first row of each expert; rows from offsets[L] on are not read.
+        blocks: `vector` or `square`.
+        parts: of C.
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Raises:
+        ValueError: another dtype, shape or stride.
+    """
+    _check("x", x_SC, _WIDE, parts)
+    if not x_SC.is_cuda:
+        return definition.quantize_columns(x_SC, offsets, blocks, parts, dtype)
+    from phalanx.kernels.quantize import columns_triton
+
+    (S, C), L = x_SC.shape, len(offsets) - 1
+    made = empty_columns(S, C, L, parts, blocks=blocks, dtype=dtype, device=x_SC.device)
+    columns_triton.quantize(x_SC, None, None, offsets, made, parts)
+    return made
+
+
+@torch.no_grad()
+def transpose_rows(
+    q: Quantized,
+    offsets: Tensor,
+    blocks: TokenBlocks,
+    *,
+    index_S: Tensor | None = None,
+    parts: int = 1,
+) -> QuantizedColumns:
+    """`quantize_columns` of what rows in FP8 stand for, in their format.
+
+    Args:
+        q: expert rows, or a table of N rows, with contiguous channels; scales of any strides.
+        offsets: int32 [L + 1], first row of each expert.
+        blocks: `vector` or `square`.
+        index_S: int32, the table's row that each expert row is; from offsets[L] on it is not read.
+        parts: of C.
+
+    Raises:
+        ValueError: another dtype, shape or stride.
+    """
+    _check("rows", q.data, _NARROW, parts)
+    N, C = q.data.shape
+    want = (N, block_count(C, parts))
+    if q.scale.shape != want or q.scale.dtype != torch.float32:
+        raise ValueError(f"scales must be fp32 {list(want)}, not {_told(q.scale)}")
+    if not q.data.is_cuda:
+        return definition.transpose_rows(q, offsets, blocks, index_S=index_S, parts=parts)
+    from phalanx.kernels.quantize import columns_triton
+
+    S, L = N if index_S is None else len(index_S), len(offsets) - 1
+    how = dict(blocks=blocks, dtype=q.data.dtype, device=q.data.device)
+    made = empty_columns(S, C, L, parts, **how)  # type: ignore[arg-type]
+    columns_triton.quantize(*q, index_S, offsets, made, parts)
+    return made
+
+
+def empty_rows(
+    R: int, C: int, parts: int = 1, *, dtype: torch.dtype = E4M3, device: torch.device
+) -> Quantized:
+    """Memory for `quantize_rows`."""
+    return Quantized(
+        torch.empty(R, C, dtype=dtype, device=device),
+        torch.empty(R, block_count(C, parts), dtype=torch.float32, device=device),
+    )
+
+
+def empty_weights(
+    L: int,
+    O: int,  # noqa: E741
+    I: int,  # noqa: E741
+    parts: int = 1,
+    *,
+    device: torch.device,
+) -> QuantizedWeights:
+    """Memory for `quantize_weights`."""
+    scales = L, block_count(O, parts), block_count(I)
+    return QuantizedWeights(
+        torch.empty(L, O, I, dtype=E4M3, device=device),
+        torch.empty(L, I, O, dtype=E4M3, device=device),
+        torch.empty(scales, dtype=torch.float32, device=device),
+    )
+
+
+def empty_columns(
+    S: int,
+    C: int,
+    L: int,
+    parts: int = 1,
+    *,
+    blocks: TokenBlocks,
+    dtype: torch.dtype = E4M3,
+    device: torch.device,
+) -> QuantizedColumns:
+    """Memory for `quantize_columns` and `transpose_rows`, whatever the routing."""
+    T, across = column_rows(S, L), block_count(C, parts) if blocks == "square" else C
+    return QuantizedColumns(
+        torch.empty(C, T, dtype=dtype, device=device),
+        torch.empty(T // BLOCK, across, dtype=torch.float32, device=device),
+        blocks,
+    )
+
+
+def _check(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], parts: int) -> None:
+    if x.ndim != 2 or x.dtype not in dtypes or (x.shape[1] > 1 and x.stride(1) != 1):
+        known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} must be [rows, channels] of {known} with contiguous channels, not {_told(x)}"
+        )
+    if x.shape[1] % parts:
+        raise ValueError(f"{x.shape[1]} channels are not {parts} equal parts")
+
+
+def _told(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} of strides {list(x.stride())}"

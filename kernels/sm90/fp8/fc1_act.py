@@ -1,0 +1,169 @@
+"""Kernel `fc1_act` in FP8: the first linear layer of the experts and the activation, in one pass.
+
+    h[s] = x[index[s]] @ w1[e]^T + b1[e], rounded to bf16;  a[s] = act(h[s]) * prob[s]
+
+a is rounded to bf16 and then quantised, with a scale for 128 channels of a row: bit for bit
+`quantize_rows` of what the kernel in bf16 would have written.
+
+Legend: S rows, N rows of x, D hidden, F expert width, H = 2F with a gate and F without, L experts.
+"""
+
+from typing import ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, Int64
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.quantize.blocks import Quantized, block_count
+from phalanx.kernels.sm90.exchange.ready import WORDS
+from phalanx.kernels.sm90.fp8.act import Fp8Act
+from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop, activations, weights
+from phalanx.kernels.sm90.fp8.operands import (
+    BYTES,
+    choose,
+    require_rows,
+    require_weights,
+    weight_sizes,
+)
+from phalanx.kernels.sm90.fp8.promotion import operand_scales
+from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector, words
+from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, WORD, counter_of, require
+from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+
+COLUMNS = 256
+"""Of a tile: 128 of the gate and 128 of the linear half, so that a block of a is whole."""
+
+
+class Fp8Fc1Kernel(Gemm):
+    """h = x[index] @ w1[e]^T + b1[e]; a = act(h) * prob."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        *(BYTES, FP32, BYTES, FP32),
+        *(BF16, BYTES, FP32, WORD, FP32),
+        *(INT, INT, INT, LONG),
+    )
+    integers: ClassVar[int] = 13
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,
+        x_scale: cute.Pointer,
+        w1: cute.Pointer,
+        w1_scale: cute.Pointer,
+        h: cute.Pointer,
+        a: cute.Pointer,
+        a_scale: cute.Pointer,
+        bias: cute.Pointer,
+        prob: cute.Pointer,
+        index: cute.Pointer,
+        offsets: cute.Pointer,
+        counter: cute.Pointer,
+        ready: cute.Pointer,
+        sizes: tuple[Int32, ...],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Sizes: S, N rows of x, F, D, L, clusters, strides of x's scales, `weight_sizes` of w1's,
+        and 0."""
+        S, N, F, D, L, clusters, *strides = sizes
+        loop, halves = self.config.mainloop, self.config.epilogue.halves
+        H, blocks = F * halves, (F + (BLOCK - 1)) // BLOCK
+        scale = cute.make_layout((S, blocks), stride=(Int64(blocks), 1))
+        given = self.config.epilogue.host(
+            *(loop, matrix(h, S, H), activations(a, S, F, Int32(1))),
+            *(words(bias, L, H), vector(prob, S), cute.make_tensor(a_scale, scale)),
+        )
+        self.run(
+            activations(x, N, D, Int32(1)),
+            weights(w1, H, D, Int32(1), L),
+            given,
+            vector(index, S),
+            offsets,
+            counter,
+            ready,
+            F,
+            L,
+            clusters,
+            stream,
+            None,
+            operand_scales(x_scale, strides[:2], w1_scale, strides[2:6], halves, strides[6]),
+        )
+
+
+def fp8_fc1_act(
+    x: Quantized,
+    w1_LHD: Quantized,
+    offsets: Tensor,
+    act: Activation,
+    *,
+    index_S: Tensor | None = None,
+    prob_S: Tensor | None = None,
+    bias_LH: Tensor | None = None,
+    keep_h: bool = True,
+    ready: Tensor | None = None,
+    counter: Tensor | None = None,
+    sm_margin: int = 0,
+    dynamic: bool = True,
+) -> tuple[Tensor | None, Quantized]:
+    """h[s] = x[index[s]] @ w1[e]^T + b1[e], and a[s] = act(h[s]) * prob[s] in FP8.
+
+    Args:
+        x: e4m3 [N, D], or [S, D] without an index, contiguous, D a multiple of 64, with a scale for
+            128 channels: fp32 [N, blocks of D], of any strides.
+        w1_LHD: e4m3, contiguous; with a gate its F rows and then those of the linear half, F a
+            multiple of 64; with a scale for 128 x 128: fp32 [L, blocks of H, blocks of D], of any
+            strides, where with a gate blocks start anew in the linear half.
+        offsets: int32 [L + 1], as in `rows`.
+        act: the activation; computed from h as it is rounded.
+        index_S: int32 row of x. prob_S: fp32 factor of a; default 1.
+        bias_LH: bf16, contiguous.
+        keep_h: return h too; without it, it is not written.
+        ready: int64 [6] of `ready.ready_words`, on the device: rows of x and their scales, picked
+            by an index, are still being pushed.
+        counter, sm_margin, dynamic: as in `rows`.
+
+    Returns:
+        h_SH in bf16 (or None), and a_SF in e4m3 with a scale for 128 channels of a row.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that the kernel does not take.
+    """
+    device, halves = x.data.device, 2 if act.gated else 1
+    L, H, D = require_weights(device, "w1", w1_LHD, n_parts=halves)
+    F = H // halves
+    require_rows(device, "x", x)
+    if x.data.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"x must be torch.float8_e4m3fn, not {x.data.dtype}")
+    N = x.data.shape[0]
+    S = N if index_S is None else index_S.shape[0]
+    require(
+        device,
+        x=(x.data, x.data.dtype, (N, D)),
+        offsets=(offsets, torch.int32, (L + 1,)),
+        index=(index_S, torch.int32, (S,)),
+        prob=(prob_S, torch.float32, (S,)),
+        bias=(bias_LH, torch.bfloat16, (L, H)),
+        ready=(ready, torch.int64, (WORDS,)),
+        counter=(counter, torch.int32, (1,)),
+    )
+    h = x.scale.new_empty(S, H, dtype=torch.bfloat16) if keep_h else None
+    a = Quantized(x.data.new_empty(S, F), x.scale.new_empty(S, block_count(F)))
+    loop: Fp8Mainloop = choose(COLUMNS, x.data, gather=index_S is not None)
+    epilogue = Fp8Act(act, bias_LH is not None, keep_h, prob_S is not None)
+    config = GemmConfig(epilogue, loop, dynamic, ready is not None)
+    if S and N:
+        counter = counter_of(device) if counter is None else counter
+        clusters = persistent_clusters(sms(device), sm_margin)
+        launch(
+            Fp8Fc1Kernel,
+            config,
+            (
+                *(x.data, x.scale, w1_LHD.data, w1_LHD.scale),
+                *(h, *a, bias_LH, prob_S, index_S, offsets, counter, ready),
+            ),
+            (S, N, F, D, L, clusters, *x.scale.stride(), *weight_sizes(w1_LHD.scale), 0),
+        )
+    return h, a

@@ -1,0 +1,109 @@
+"""The multiplication of `gemm.mainloop`, of operands in FP8: e4m3 weights, e4m3 or e5m2 rows.
+
+A stage holds 128 channels, the same bytes as 64 in bf16. Both operands have their contraction
+contiguous, as wgmma wants it of FP8, in one part or two: blocks of 128 channels start anew in
+each, and the last block of a part, if it is short, ends with zeros. So a part is a mode of its own
+in the TMA descriptors, which fill with zeros what lies past its end.
+
+Every stage is multiplied into a temporary accumulator, of which a thread has one for 128 or 192
+columns, and added with its scales in fp32 (`promotion`): wgmma keeps some 14 bits of a sum of FP8
+products, so nothing is summed there over more than a block.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float8E4M3FN, Float8E5M2, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from phalanx.kernels.sm90.gemm.mainloop import MATH_GROUPS, Loads, Mainloop
+from phalanx.kernels.sm90.jit import ptx
+
+FORMATS = {"e4m3": Float8E4M3FN, "e5m2": Float8E5M2}
+BLOCK = 128
+"""Channels of a stage, and of a scale."""
+_ATOM = 64
+_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class Fp8Mainloop(Mainloop):
+    """Tiles that both warp groups share."""
+
+    rows_format: str = "e4m3"
+    """Of A, in `FORMATS`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pingpong or self.cluster > 1 or self.b_transposed:
+            raise ValueError("FP8: no ping-pong, no clusters, and B has its contraction contiguous")
+        if self.rows_format not in FORMATS:
+            raise ValueError(f"rows_format={self.rows_format!r}: one of {', '.join(FORMATS)}")
+
+    @property
+    def types(self) -> tuple[Any, Any]:
+        return FORMATS[self.rows_format], Float8E4M3FN
+
+    @property
+    def part(self) -> int:
+        """Columns of the temporary accumulator: with 256 of the tile, two halves take turns."""
+        return 192 if self.columns == 192 else BLOCK
+
+    def blocks(self, mA: cute.Tensor) -> Int32:
+        return (mA.shape[1] + (BLOCK - 1)) // BLOCK * mA.shape[2]
+
+    def tiled_mma(self) -> cute.TiledMma:
+        major = OperandMajorMode.K
+        groups, tile = (MATH_GROUPS, 1, 1), (_ATOM, self.part)
+        return hopper.make_trivial_tiled_mma(
+            *self.types, major, major, Float32, groups, tiler_mn=tile
+        )
+
+    def loads(self, *given: Any) -> "Fp8Loads":
+        return Fp8Loads(self, *given)
+
+    def math(self, storage: Any, tiled_mma: cute.TiledMma, group: Int32, *scales: Any) -> Any:
+        from phalanx.kernels.sm90.fp8.promotion import Math
+
+        return Math(self, storage, tiled_mma, group, *scales)
+
+
+class Fp8Loads(Loads):
+    """Stages of 128 channels, block by block of one part after the other."""
+
+    modes = 2
+
+    def _pitch(self) -> Int64:
+        return Int64(self.mA.shape[1])
+
+    def place(self, k: Int32) -> tuple[Int32, ...]:
+        each = (self.mA.shape[1] + (BLOCK - 1)) // BLOCK
+        part = cutlass.select_(k >= each, Int32(1), Int32(0))
+        return k - part * each, part
+
+    def copy(self, to: Int32, source: Int64, k: Int32) -> None:
+        """Past the last channel, zeros: what follows in memory are other rows."""
+        left = self.mA.shape[1] - k * BLOCK
+        size = cutlass.select_(self.thread % 8 * _CHUNK < left, Int32(_CHUNK), Int32(0))
+        ptx.cp_async_or_zero(to, source + k * BLOCK, size)
+
+
+def activations(pointer: cute.Pointer, rows: Int32, each: Int32, parts: Int32) -> cute.Tensor:
+    """[rows, channels of a part, parts], contiguous; `each` a multiple of 64."""
+    each = cute.assume(each, divby=64)
+    wide = cute.assume(Int64(each), divby=64)
+    pitch = cute.assume(Int64(each) * Int64(parts), divby=64)
+    return cute.make_tensor(pointer, cute.make_layout((rows, each, parts), stride=(pitch, 1, wide)))
+
+
+def weights(pointer: cute.Pointer, N: Int32, each: Int32, parts: Int32, L: Int32) -> cute.Tensor:
+    """[N, channels of a part, parts, L] over contiguous [L, N, parts * each]."""
+    each = cute.assume(each, divby=64)
+    wide = cute.assume(Int64(each), divby=64)
+    pitch = cute.assume(Int64(each) * Int64(parts), divby=64)
+    plane = cute.assume(Int64(N) * Int64(each) * Int64(parts), divby=64)
+    shape, stride = (N, each, parts, L), (pitch, 1, wide, plane)
+    return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))

@@ -1,0 +1,212 @@
+"""From registers to rows in FP8: a scale for 128 channels of a row, as `kernels.quantize` has it.
+
+A warp owns 16 rows of a tile. A row's 128 channels lie in four neighbouring lanes, so its scale
+takes two exchanges and no barrier. What is quantised are the values as they are rounded to bf16.
+Bytes pass through 2 KB of shared memory of the warp, 16 rows of 128 bytes, swizzled, and leave by
+TMA; at the ragged end of an expert the lanes store just the rows that exist.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync
+
+from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS
+from phalanx.kernels.sm90.gemm.smem_strips import ROWS, WARPS
+from phalanx.kernels.sm90.jit import ptx
+
+REGION = ROWS * BLOCK
+"""Bytes of 16 rows."""
+_LARGEST = {"e4m3": 9, "e5m2": 16}
+"""The largest number of a format is 0.875 * 2^this."""
+_INFINITY, _NAN, _BELOW_NORMAL = 0x7F800000, 0x7FC00000, 0x00400000
+_ROUND_UP = 0x1FFFFF
+"""Added to the bits of an fp32, carries into its exponent if its mantissa is above 0.875."""
+_PIECE = 16
+
+
+def power(amax: Int32, name: str) -> Int32:
+    """Exponent of the scale up: the largest power of two for which amax stays in range.
+
+    `amax` are the bits of a non-negative bf16 as fp32. 0 if it is 0 or infinite.
+    """
+    found = cutlass.min(_LARGEST[name] + 126 - ((amax + _ROUND_UP) >> 23), 127)
+    usual = (amax > 0) & (amax < _INFINITY)
+    return cutlass.select_(usual, found, Int32(0))
+
+
+def scale_up(exponent: Int32) -> Int32:
+    """Bits of 2^exponent in fp32, from -126 to 127."""
+    return (exponent + 127) << 23
+
+
+def scale_down(exponent: Int32, amax: Int32) -> Int32:
+    """Bits of 2^-exponent in fp32, or NaN if amax is infinite."""
+    small = exponent == 127  # 2^-127 is subnormal
+    usual = cutlass.select_(small, Int32(_BELOW_NORMAL), (127 - exponent) << 23)
+    return cutlass.select_(amax == _INFINITY, Int32(_NAN), usual)
+
+
+class Values:
+    """A warp's 16 rows of 128 channels, in pairs of bf16; those not written count as 0.
+
+    A lane has two rows, 8 apart, and of each 8 channels two neighbours.
+    """
+
+    def __init__(self) -> None:
+        self.words = cute.make_rmem_tensor(4 * BLOCK // 16, Uint32)
+        self.amax = cute.make_rmem_tensor(2, Uint32)
+        self.words.fill(0)
+        self.amax.fill(0)
+
+    def put(self, q: int, words: list[Uint32]) -> None:
+        """Channels 16 q to 16 q + 15: four words, as `epilogues` packs eight accumulators."""
+        for i, word in enumerate(words):
+            self.words[4 * q + i] = word
+            self.amax[i % 2] = ptx.max_pair(self.amax[i % 2], word & Uint32(0x7FFF7FFF))
+
+    def row_amax(self, half: int) -> Int32:
+        """Bits of the largest magnitude of the lane's first or second row, in its four lanes."""
+        both = self.amax[half]
+        found = cutlass.max(Int32(both << 16), Int32(both & Uint32(0xFFFF0000)))
+        for step in (1, 2):
+            found = cutlass.max(found, cute.arch.shuffle_sync_bfly(found, step))
+        return found
+
+
+def to_memory(tensor: cute.Tensor) -> tuple[Any, Any]:
+    """Host side: TMA atom and tensor to store 16 rows to [rows, channels of a part, parts]."""
+    one = cute.slice_(_layout(1), (None, None, 0))
+    op = cpasync.CopyBulkTensorTileS2GOp()
+    made = cpasync.make_tiled_tma_atom(op, tensor, one, (ROWS, BLOCK))
+    return made[0], made[1]
+
+
+def _layout(count: int) -> cute.ComposedLayout:
+    plain = cute.make_layout((ROWS, BLOCK, count), stride=(BLOCK, 1, REGION))
+    return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, plain)
+
+
+class RowBytes:
+    """Device side: a warp's regions of shared memory for 16 rows in FP8."""
+
+    def __init__(self, name: str, data: Any, regions: int, thread: Int32) -> None:
+        """
+        Args:
+            name: of the format.
+            data: a field of shared memory with `regions` for each warp, aligned to 1024 bytes.
+            thread: counts from the first multiplying thread.
+        """
+        self.name = name
+        layout = _layout(WARPS * regions)
+        self.tensor = data.get_tensor(layout.outer, swizzle=layout.inner, dtype=FORMATS[name])
+        self.first = cute.arch.make_warp_uniform(thread // 32) * regions
+        self.base = ptx.address(data.data_ptr()) + self.first * REGION
+
+    def write(self, region: int, values: Values, scales: Any, at: tuple[Int32, ...]) -> None:
+        """Quantise values into a region, and store their scales.
+
+        Args:
+            scales: fp32 [rows, blocks]. at: the first row, the row after the last one, the block.
+        """
+        ups = []
+        for half in range(2):
+            amax = values.row_amax(half)
+            exponent = power(amax, self.name)
+            ups.append(Int32(scale_up(exponent)).bitcast(Float32))
+            down = Int32(scale_down(exponent, amax)).bitcast(Float32)
+            self._put_scale(scales, half, down, *at)
+        start = self._start() + region * REGION
+        for q in range(BLOCK // 16):
+            for i in range(4):
+                low, high = ptx.unpack(values.words[4 * q + i])
+                up = ups[i % 2]
+                pair = ptx.pack_fp8(self.name, low * up, high * up)
+                ptx.store_shared_half((start ^ (_PIECE * q)) + (i // 2 * 8 + i % 2 * 1024), pair)
+
+    def _start(self) -> Int32:
+        """Of the lane's first two bytes in the first region."""
+        lane = ptx.lane()
+        return self.base + lane // 4 * (BLOCK + _PIECE) + lane % 4 * 2
+
+    @cute.jit
+    def _put_scale(
+        self,
+        scales: cute.Tensor,
+        half: cutlass.Constexpr,
+        value: Float32,
+        top: Int32,
+        end: Int32,
+        block: Int32,
+    ) -> None:
+        lane = ptx.lane()
+        row = top + lane // 4 + half * 8
+        if lane % 4 == 0 and row < end:
+            _set(scales, row, block, value)
+
+    @cute.jit
+    def store(
+        self,
+        region: cutlass.Constexpr,
+        tma: tuple[Any, Any],
+        rows: cute.Tensor,
+        top: Int32,
+        end: Int32,
+        column: Int32,
+        part: cutlass.Constexpr,
+    ) -> None:
+        """Store a region to rows top .. end - 1, from `column` of a part on, up to its end.
+
+        Counts as one store of `Staging.drain`.
+        """
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if end - top >= ROWS:
+            smem, gmem = self._partition(region, tma, (top, column, Int32(part)))
+            cute.copy(tma[0], smem, gmem)
+        else:
+            self._store_rows(region, rows, top, end, column, part)
+        cute.arch.cp_async_bulk_commit_group()
+
+    def _partition(self, region: int, tma: Any, at: tuple[Int32, ...]) -> tuple[Any, Any]:
+        shifted = cute.domain_offset(at, tma[1])
+        tile = cute.local_tile(shifted, (ROWS, BLOCK), (0, 0, 0))
+        smem, gmem = cpasync.tma_partition(
+            tma[0],
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.tensor, 0, 2),
+            cute.group_modes(tile, 0, 2),
+        )
+        return smem[(None, self.first + region)], gmem
+
+    @cute.jit
+    def _store_rows(
+        self,
+        region: cutlass.Constexpr,
+        rows: cute.Tensor,
+        top: Int32,
+        end: Int32,
+        column: Int32,
+        part: cutlass.Constexpr,
+    ) -> None:
+        lane = ptx.lane()
+        row, piece = lane // 8, lane % 8
+        source = self.base + row * BLOCK + (piece ^ row) * _PIECE
+        pitch, inside = Int64(rows.stride[0]), column + piece * _PIECE
+        target = rows.iterator.toint() + Int64(top + row) * pitch + Int64(inside)
+        if cutlass.const_expr(part > 0):
+            target += part * Int64(rows.shape[1])
+        for p in cutlass.range_constexpr(ROWS // 4):
+            # 4 rows further, the swizzle is another.
+            if top + row + 4 * p < end and inside < rows.shape[1]:
+                words = ptx.load_shared(
+                    (source ^ (64 * (p % 2))) + (region * REGION + p * 4 * BLOCK)
+                )
+                ptx.store_global(target + (4 * p) * pitch, *words)
+
+
+def _set(tensor: cute.Tensor, i: Int32, j: Int32, value: Float32) -> None:
+    tensor[i, j] = value

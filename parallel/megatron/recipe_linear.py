@@ -1,0 +1,44 @@
+"""Megatron-Core's parallel linear layers, computed by a recipe of FP8.
+
+Their parameters, names and checkpoints stay; only the product is another. Names of Megatron-Core
+0.19.2: a layer calls its `_forward_impl` with the input and weights of this rank.
+"""
+
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from phalanx.kernels.expert_mlp.dense_linear import dense_linear
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+
+
+def compute_by(spec: MLPSpec, module: nn.Module) -> None:
+    """Have all parallel linear layers of a module compute by the recipe of `spec`.
+
+    Args:
+        spec: with a recipe.
+        module: on one tensor parallel rank, as sums over ranks are Megatron-Core's.
+    """
+    for layer in module.modules():
+        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+            layer._forward_impl = _Product(spec)
+
+
+def computes_by(layer: Any) -> MLPSpec | None:
+    """What `compute_by` was told for this layer."""
+    product = layer._forward_impl
+    return product.spec if isinstance(product, _Product) else None
+
+
+class _Product:
+    """In place of Megatron-Core's linear_with_grad_accumulation_and_async_allreduce."""
+
+    def __init__(self, spec: MLPSpec) -> None:
+        self.spec = spec
+
+    def __call__(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, **of_megatron: Any
+    ) -> Tensor:
+        y_NO = dense_linear(input.flatten(0, -2), weight, bias, self.spec)
+        return y_NO.view(*input.shape[:-1], -1)

@@ -1,0 +1,89 @@
+"""Training with `precision=fp8_block`: which layers, how it goes, on several ranks and again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import SMALL, exact, records, run
+
+pytestmark = pytest.mark.dist
+
+FP8 = [*SMALL, "precision=fp8_block"]
+
+
+@contextmanager
+def products(_: int) -> Iterator[dict[str, int]]:
+    """Calls by a recipe in the forward passes of a run, by what was multiplied."""
+    from phalanx.kernels.expert_mlp import dense_linear
+    from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
+
+    calls = {"linear": 0, "fc1": 0}
+    linear, fc1 = dense_linear._Linear.forward, EmulatedFP8.fc1_act
+
+    def of_linear(*given: Any) -> Any:
+        calls["linear"] += 1
+        return linear(*given)
+
+    def of_fc1(*given: Any, **how: Any) -> Any:
+        calls["fc1"] += 1
+        return fc1(*given, **how)
+
+    dense_linear._Linear.forward, EmulatedFP8.fc1_act = staticmethod(of_linear), of_fc1
+    try:
+        yield calls
+    finally:
+        dense_linear._Linear.forward, EmulatedFP8.fc1_act = staticmethod(linear), fc1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "linear", "fc1"),
+    [
+        # Two layers: mixed projection and output; routed experts.
+        (["model=tiny"], 4, 2),
+        (["model=tiny", "precision.dense=bf16"], 0, 2),
+        (["model=tiny", "precision.bf16_first_layers=1"], 2, 1),
+        # Three layers, the last of multi-token prediction. Latent attention: queries and keys with
+        # values down and up, output. A dense layer, and two of routed and shared experts.
+        (["model=tiny_deepseek", "model.moe.shared_ffn=16"], 15, 5),
+        (["model=tiny_deepseek", "model.moe.shared_ffn=16", "precision.dense=bf16"], 0, 2),
+        (["model=tiny_gpt_oss"], 4, 2),
+    ],
+)
+def test_layers_in_fp8(overrides: list[str], linear: int, fc1: int, tmp_path: Path) -> None:
+    given = [*overrides, f"run.dir={tmp_path}", "run.steps=1", "data.global_batch=4"]
+    (main,) = run(1, [*FP8, *given], products)
+    assert main.code == 0, main.err
+    assert main.seen == {"linear": linear, "fc1": fc1}
+
+
+def test_it_learns_as_in_bf16(tmp_path: Path) -> None:
+    losses = {}
+    for recipe in ("bf16", "fp8_block"):
+        given = [f"precision={recipe}", f"run.dir={tmp_path / recipe}", "run.steps=12"]
+        (main,) = run(1, [*SMALL, *given])
+        assert main.code == 0, main.err
+        losses[recipe] = [r["loss"] for r in records(tmp_path / recipe / "run")]
+    bf16, fp8 = losses["bf16"], losses["fp8_block"]
+    assert fp8 != bf16
+    assert fp8[-1] < 0.9 * fp8[0]
+    assert max(abs(a - b) / b for a, b in zip(fp8, bf16, strict=True)) < 0.02
+
+
+def test_the_same_on_two_ranks_whatever_travels_and_again(tmp_path: Path) -> None:
+    """Rows in FP8 on the wire change no bit, and a resumed run none either."""
+    runs = {
+        "bf16 rows": ["run.steps=4"],
+        "fp8 rows": ["run.steps=4", "precision.dispatch=fp8"],
+        "resumed": ["run.steps=2", "precision.dispatch=fp8"],
+    }
+    for name, given in runs.items():
+        where = [f"run.dir={tmp_path / name}", "parallel.expert=2", "parallel.dispatch=alltoall"]
+        main, _ = run(2, [*FP8, *where, *given])
+        assert main.code == 0, main.err
+        if name == "resumed":
+            assert run(2, [*FP8, *where, *runs["fp8 rows"]])[0].code == 0
+    first, *others = (exact(records(tmp_path / name / "run")) for name in runs)
+    assert others == [first, first]

@@ -1,0 +1,75 @@
+"""The GEMMs in FP8 refuse what they cannot do, and name it; a tile is chosen by columns."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.quantize.blocks import Quantized
+from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
+from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
+from phalanx.kernels.sm90.fp8.operands import rows_tile
+from phalanx.kernels.sm90.fp8.rows import fp8_rows
+
+OFFSETS = torch.tensor([0, 4, 8], dtype=torch.int32)
+E4M3 = torch.float8_e4m3fn
+
+
+def quantized(*shape: int, blocks: tuple[int, ...], dtype: torch.dtype = E4M3) -> Quantized:
+    return Quantized(torch.zeros(shape, dtype=dtype), torch.ones(blocks))
+
+
+ROWS = dict(
+    a=quantized(8, 192, blocks=(8, 2)), w_LNK=quantized(2, 320, 192, blocks=(2, 3, 2)), parts=1
+)
+FC1 = dict(x=ROWS["a"], w1_LHD=quantized(2, 384, 192, blocks=(2, 4, 2)), act=Activation("swiglu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(columns=100), "columns=100"),
+        (dict(columns=128, pingpong=True), "FP8: no ping-pong"),
+        (dict(columns=256, b_transposed=True), "B has its contraction contiguous"),
+        (dict(columns=256, rows_format="e3m4"), "rows_format='e3m4': one of e4m3, e5m2"),
+    ],
+)
+def test_impossible_tiles_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Fp8Mainloop(**options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w_LNK": quantized(2, 320, 96, blocks=(2, 3, 1))}, r"w is \[2, 320, 96\]: 1 part"),
+        ({"w_LNK": quantized(320, 192, blocks=(3, 2))}, r"w must be \[L, N, K\], not empty"),
+        ({"parts": 2}, r"w is \[2, 320, 192\]: 1 part\(s\) of N and 2 of K must be multiples"),
+        ({"parts": 3}, "parts=3: must be 1 or 2"),
+        ({"bias_LN": torch.zeros(2, 320)}, "bias and scale"),
+        ({}, "w must be on a CUDA device, not on cpu"),
+    ],
+)
+def test_arguments_of_rows(change, message):
+    with pytest.raises(ValueError, match=message):
+        fp8_rows(**{**ROWS, **change}, offsets=OFFSETS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w1_LHD": quantized(2, 192, 192, blocks=(2, 2, 2))}, "2 part.s. of N and 1 of K"),
+        ({"w1_LHD": quantized(2, 384, 96, blocks=(2, 4, 1))}, "must be multiples of 64"),
+        ({}, "w1 must be on a CUDA device, not on cpu"),
+    ],
+)
+def test_arguments_of_fc1_act(change, message):
+    with pytest.raises(ValueError, match=message):
+        fp8_fc1_act(**{**FC1, **change}, offsets=OFFSETS)
+
+
+def test_the_tile_that_wastes_little_is_chosen():
+    assert [rows_tile(n) for n in (64, 192, 256, 2048, 2880, 5760, 7168)] == [
+        *(192, 192, 256, 256, 192, 256, 256)
+    ]
