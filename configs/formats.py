@@ -57,9 +57,12 @@ def fp8_row(channels: int, parts: int = 1) -> int:
 
 
 def described(cfg: Config) -> str:
-    """`bf16`, or `fp8_block (hidden fp8, bf16_first_layers 1)`: what differs from the defaults."""
+    """`bf16`, or `fp8_block (hidden fp8, bf16_first_layers 1)`: switches away from the defaults.
+
+    Without `weights`, which changes no number.
+    """
     p, default = cfg.precision, PrecisionConfig()
-    names = [f.name for f in fields(p) if f.name != "recipe"]
+    names = [f.name for f in fields(p) if f.name not in ("recipe", "weights")]
     switched = [f"{n} {getattr(p, n)}" for n in names if getattr(p, n) != getattr(default, n)]
     return f"{p.recipe} ({', '.join(switched)})" if switched else p.recipe
 
@@ -76,8 +79,11 @@ def precision_problems(cfg: Config) -> Iterator[str]:
         yield from _megatron(cfg)
 
 
-def dispatch_problems(cfg: Config, ranks: int) -> Iterator[str]:
-    """Problems of FP8 on its way to the experts of so many ranks."""
+def layout_fp8_problems(cfg: Config, ranks: int) -> Iterator[str]:
+    """Problems of FP8 with the layout; `ranks` share the experts."""
+    if is_fp8(cfg) and cfg.precision.dense == "fp8" and cfg.parallel.tensor > 1:
+        reason = f"is not there yet with parallel.tensor={cfg.parallel.tensor}"
+        yield repair(cfg, "precision.dense", reason, "bf16")
     wanted = cfg.parallel.dispatch
     several = [name for name, facts in TRANSPORTS.items() if facts.auto and not facts.one_rank]
     may_take = [wanted] if wanted != "auto" else several if ranks > 1 else []

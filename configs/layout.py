@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from phalanx.configs.formats import dispatch_problems
+from phalanx.configs.formats import layout_fp8_problems
 from phalanx.configs.knobs import repair
 from phalanx.configs.schema import Config
 from phalanx.configs.transports import TRANSPORTS
@@ -173,7 +173,7 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
     if p.dispatch != "auto" and TRANSPORTS[p.dispatch].one_rank and size > 1:
         reason = f"keeps tokens on their rank, and the experts are on {size} ranks"
         yield repair(cfg, "parallel.dispatch", reason, "alltoall")
-    yield from dispatch_problems(cfg, size)
+    yield from layout_fp8_problems(cfg, size)
 
 
 def _sequence(cfg: Config, world: int) -> Iterator[str]:

@@ -231,9 +231,9 @@ class PrecisionConfig:
     of two (DeepSeek-V3, arXiv 2412.19437). Set it as a group: `precision=fp8_block`.
     """
     grad_format: str = "e4m3"
-    """FP8 format of gradients: `e4m3`, or `e5m2`, which has one bit less and reaches further down.
+    """FP8 format of gradients: `e4m3`, or `e5m2`, which has one bit less.
 
-    It helps if many small gradients become zero within their blocks.
+    It reaches 14 powers of two further down, for gradients that become zero within their blocks.
     """
     wgrad: str = "fp8"
     """Operands of weight gradients: `fp8` or `bf16`.
@@ -257,7 +257,10 @@ class PrecisionConfig:
     The experts would round them anyway. Sums travel back in bf16.
     """
     dense: str = "fp8"
-    """Attention projections, dense MLPs, shared experts: `fp8` as the routed experts, or `bf16`."""
+    """Attention projections, dense MLPs, shared experts: `fp8` as the routed experts, or `bf16`.
+
+    With `kernels=megatron` they are bf16 in any case.
+    """
     bf16_first_layers: int = 0
     """Number of first decoder layers without FP8, as Nemotron-H has some (arXiv 2504.03624)."""
     bf16_last_layers: int = 0

@@ -22,7 +22,7 @@ class Fp8Block:
     """Switches of the recipe `fp8_block`."""
 
     grad_format: GradFormat = "e4m3"
-    """Format of gradients: e5m2 has two more powers of two of range below, and one bit less."""
+    """Format of gradients: e5m2 reaches 14 powers of two further down, with one bit less."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Precision of the operands of weight gradients."""
     wgrad_blocks: TokenBlocks = "square"

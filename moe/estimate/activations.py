@@ -175,7 +175,7 @@ class Activations:
             return routing + h * (2 if m.bias else 1) + x + a
         sent = costs(self._cfg, self._world)
         received = sent.kept * 2 * m.hidden * self._wide
-        if fp8 and p.wgrad == "fp8":
+        if fp8 and "fp8" in (p.wgrad, p.dispatch):
             # A copy beside what router and transport have in bf16; under exchanges that overlap
             # experts, what is sent again is quantized again.
             resent = sent.exposed < 1 and bool(self._cfg.parallel.comm_sms)

@@ -3,7 +3,7 @@
 import copy
 
 from phalanx.configs import capture
-from phalanx.configs.formats import is_fp8
+from phalanx.configs.formats import MULTIPLIES_FP8, is_fp8
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config
@@ -29,7 +29,7 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
     if cfg.run.graph == capture.CAPTURED and (reason := capture.refuse(cfg)):
         raise ConfigError(capture.refused(reason))
     cfg.run.graph = capture.resolved_graph(cfg)
-    if is_fp8(cfg):
+    if is_fp8(cfg) and cfg.kernels.backend in MULTIPLIES_FP8:
         cfg.precision.weights = fp8_weights(cfg, world, MACHINES[cfg.run.machine].room)
     return cfg
 

@@ -214,17 +214,18 @@ class _Rates(NamedTuple):
 
 def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
     """Of a layer in FP8 or not."""
-    m, p = machine, cfg.precision
+    m, p, backend = machine, cfg.precision, cfg.kernels.backend
+    fast = fp8 and backend in MULTIPLIES_FP8
 
-    def mixed(bf16: float, fast: float) -> float:
+    def mixed(slow: float, quick: float) -> float:
         """A third of the work are weight gradients."""
-        return fast if p.wgrad == "fp8" else 3 / (2 / fast + 1 / bf16)
+        return quick if p.wgrad == "fp8" else 3 / (2 / quick + 1 / slow)
 
     dense = mixed(m.dense_tflops, m.dense_fp8_tflops)
     experts = mixed(m.expert_tflops, m.expert_fp8_tflops)
     return _Rates(
-        dense if fp8 and p.dense == "fp8" else m.dense_tflops,
-        experts if fp8 and cfg.kernels.backend in MULTIPLIES_FP8 else m.expert_tflops,
+        dense if fast and p.dense == "fp8" and backend != "megatron" else m.dense_tflops,
+        experts if fast else m.expert_tflops,
     )
 
 

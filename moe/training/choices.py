@@ -114,7 +114,7 @@ def _own_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[str, str]:
     if backend not in MULTIPLIES_FP8:
         return "none", f"{backend} experts multiply values of FP8 in bf16"
     if backend == "megatron":
-        return "resident", "Transformer Engine keeps its own"
+        return "resident", "Transformer Engine keeps its own; dense linear layers are bf16"
     kept = replace(cfg, precision=replace(cfg.precision, weights="resident"))
     need, room = needed(kept, runtime.world), device_room(runtime.device).free
     taken = "resident" if need <= room else "scratch"

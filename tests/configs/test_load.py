@@ -78,6 +78,11 @@ def test_unknown_knob_is_answered_with_the_near_miss(override: str, meant: str) 
     assert f"did you mean {meant}" in line
 
 
+def test_a_knob_that_was_renamed_is_answered_with_its_new_name() -> None:
+    assert mistakes("run.precision=fp32") == ["run.precision=fp32: is now precision=fp32"]
+    assert load(["precision=fp32"]).precision.recipe == "fp32"
+
+
 def test_unknown_knob_without_a_near_miss_suggests_nothing() -> None:
     assert mistakes("zebra.quokka=1") == ["zebra.quokka: no such knob"]
 
@@ -129,11 +134,14 @@ def test_a_mistake_in_a_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path:
     shutil.copytree(loading.FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "model" / "mine.yaml").write_text("hidden: 64\nmoe: {exprts: 4}\n")
     (folder / "model" / "other.yaml").write_text("hidden: wide\n")
+    (folder / "run" / "old.yaml").write_text("precision: fp32\n")
     monkeypatch.setattr(loading, "FOLDER", folder)
     (line,) = mistakes("model=mine")
     assert line == (
         "configs/model/mine.yaml: model.moe.exprts: no such knob; did you mean model.moe.experts?"
     )
+    (line,) = mistakes("run=old")
+    assert line == "configs/run/old.yaml: run.precision: no such knob; did you mean precision?"
     (line,) = mistakes("model=other")
     assert line.startswith("configs/model/other.yaml: model.hidden: Value 'wide'")
     assert line.endswith("expected an integer, as in model.hidden=128")

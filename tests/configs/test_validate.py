@@ -3,15 +3,18 @@
 import copy
 import random
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from phalanx.configs.bounds import ABOVE_ZERO, AT_LEAST, BELOW_ONE, choices
+from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.configs.knobs import knobs, put
 from phalanx.configs.load import load, options
 from phalanx.configs.schema import Config
+from phalanx.configs.transports import TRANSPORTS
 from phalanx.configs.validate import (
     ConfigError,
     data_parallel_size,
@@ -23,6 +26,7 @@ from phalanx.kernels.registry import Facts, resolve
 from tests.support.distributed import run_distributed
 
 TINY = load([])
+FP8 = "precision=fp8_block"
 TEXTS_WITHOUT_CHOICES = {
     "model.name",
     "parallel.pipeline_layout",
@@ -240,6 +244,44 @@ def _texts(value: object) -> object:
         ("run.device=cpu kernels=te", 1, "needs CUDA", "kernels.attention=auto"),
         ("precision=fp32 kernels=fused", 1, "needs bf16 on CUDA", "precision.recipe=bf16"),
         ("precision=fp32 parallel.grad_dtype=bf16", 1, "would round", "grad_dtype=fp32"),
+        # fp8_block
+        (
+            "precision.hidden=fp8",
+            1,
+            "is a switch of fp8_block, and precision is bf16",
+            "hidden=bf16",
+        ),
+        ("precision=fp32 precision.dense=bf16", 1, "precision is fp32", "precision.dense=fp8"),
+        (f"{FP8} kernels=fused", 1, "has no fp8_block: its FP8 GEMMs", "kernels.backend=auto"),
+        (f"{FP8} kernels=megatron run.device=cpu", 1, "needs CUDA", "kernels.backend=auto"),
+        (f"{FP8} kernels=megatron precision.wgrad=bf16", 1, "not possible", "wgrad=fp8"),
+        (f"{FP8} kernels=megatron precision.weights=scratch", 1, "not possible", "weights=auto"),
+        (
+            f"{FP8} kernels=megatron precision.bf16_last_layers=3 parallel.pipeline=2",
+            2,
+            "more than the 2 layers of a stage",
+            "precision.bf16_last_layers=2",
+        ),
+        (f"{FP8} precision.bf16_first_layers=4", 1, "none of model.layers=4", "first_layers=3"),
+        (
+            f"{FP8} precision.bf16_first_layers=2 precision.bf16_last_layers=2",
+            1,
+            "leaves none of model.layers=4 in FP8",
+            "precision.bf16_first_layers=1",
+        ),
+        (
+            f"{FP8} precision.dispatch=fp8",
+            2,
+            "parallel.dispatch=auto, which may take symm, ",
+            "precision.dispatch=bf16",
+        ),
+        (
+            f"{FP8} precision.dispatch=fp8 parallel.dispatch=deepep",
+            2,
+            "cannot travel by parallel.dispatch=deepep",
+            "precision.dispatch=bf16",
+        ),
+        (f"{FP8} parallel.tensor=2", 2, "is not there yet", "precision.dense=bf16"),
     ],
 )
 def test_problem_names_the_override_that_fixes_it(
@@ -268,11 +310,32 @@ def test_problem_names_the_override_that_fixes_it(
         ("run.profile=[1,80]", 1),
         ("run.steps=1", 1),  # within the warm-up
         ("precision=fp32 kernels=torch run.device=cpu", 1),
+        *[(f"{FP8} kernels={k}", 1) for k in ("auto", "reference", "torch", "te", "megatron")],
+        *[(f"{FP8} run.device={device} kernels=torch", 2) for device in ("cpu", "cuda")],
+        (f"{FP8} kernels=megatron precision.grad_format=e5m2 precision.bf16_first_layers=1", 1),
+        (f"{FP8} precision.bf16_first_layers=1 precision.bf16_last_layers=2", 1),
+        (f"{FP8} precision.dispatch=fp8", 1),
+        (f"{FP8} precision.dispatch=fp8 parallel.dispatch=local parallel.expert=1", 2),
+        (f"{FP8} precision.dense=bf16 parallel.tensor=2", 2),
         ("data.split=98 run.eval_interval=0", 1),
     ],
 )
 def test_sound_configurations_pass(overrides: str, world: int) -> None:
     assert problems(load(overrides.split(" ")), world) == []
+
+
+def test_a_backend_has_fp8_once_nothing_is_said_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = load([FP8, "kernels=fused"])
+    assert len(problems(cfg)) == 1
+    monkeypatch.delitem(NO_FP8_EXPERTS, "fused")
+    assert problems(cfg) == []
+
+
+def test_a_transport_carries_fp8_where_its_entry_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = load([FP8, "precision.dispatch=fp8", "parallel.dispatch=deepep"])
+    assert len(problems(cfg, 2)) == 1
+    monkeypatch.setitem(TRANSPORTS, "deepep", replace(TRANSPORTS["deepep"], fp8=True))
+    assert problems(cfg, 2) == []
 
 
 def test_all_problems_come_at_once_and_without_consequences() -> None:

@@ -103,6 +103,20 @@ def test_auto(op, facts, backend):
     assert resolve(op, "auto", facts).backend == backend
 
 
+def test_auto_takes_what_has_fp8():
+    choice = resolve("grouped_mlp", "auto", replace(WITH_DSL, fp8=True))
+    assert choice.backend == "torch"
+    assert "; not fused: has no fp8_block: its FP8 GEMMs are not there yet; " in choice.reason
+    assert resolve("grouped_mlp", "auto", replace(CPU, fp8=True)).backend == "reference"
+
+
+def test_fp8_of_the_stock_layer_needs_transformer_engine():
+    for facts, why in ((CPU, "needs CUDA"), (H200, "needs Transformer Engine, the extra")):
+        with pytest.raises(KernelUnavailable, match=f"fp8_block by Transformer Engine: {why}"):
+            resolve("grouped_mlp", "megatron", replace(facts, fp8=True))
+    assert resolve("grouped_mlp", "megatron", replace(WITH_TE, fp8=True)).backend == "megatron"
+
+
 def test_auto_says_what_it_passed_over():
     reason = resolve("grouped_mlp", "auto", A100).reason
     assert "not fused: needs CUDA capability 9.x, not 8.0" in reason

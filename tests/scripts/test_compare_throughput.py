@@ -107,6 +107,8 @@ def test_points_are_hydras_product():
     ]
     assert all(p.overrides[2] == "data.blend=[a,b]" for p in expand(text))
     assert [p.label for p in expand(["kernels=glob(t*)"])] == ["kernels=te", "kernels=torch"]
+    labels = [p.label for p in expand(["precision=bf16,fp8_block", "kernels=torch"])]
+    assert labels == ["precision=bf16", "precision=fp8_block"]
     assert expand(["run=bench"]) == [Point("as given", ())]
     assert expand(["torch"]) == [Point("as given", ("torch",))]  # for configs.load to explain
 

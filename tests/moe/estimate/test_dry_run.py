@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 
 from phalanx import train
+from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.configs.knobs import knobs, put
 from phalanx.configs.load import load, options
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.records import Record, configured, launch, own, published
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
-from phalanx.moe.estimate.accounting import bf16_peak, model_size
-from phalanx.moe.estimate.advice import suggestions
+from phalanx.moe.estimate.accounting import bf16_peak, fp8_peak, model_size
+from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.dry_run import dry_run
+from phalanx.moe.estimate.memory import fp8_weights
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import bound, step_time
+from phalanx.moe.report.units import storage
 
 WORLDS = {"deepseek_v3_1024gpu": 1024, "deepseek_v3_256gpu": 256, "gpt_oss_120b_64gpu": 64}
 
@@ -183,8 +186,6 @@ def test_suggested_overrides_are_overrides_and_do_what_they_say() -> None:
         world = int(changes.get("parallel.world_size", 8))
         again = load([*overrides, *text.split()])
         validate(again, world)
-        from phalanx.moe.estimate.advice import needed
-
         assert needed(resolved(again, world, machine.node_gpus), world) == size
 
 
@@ -346,3 +347,80 @@ def test_more_load_never_takes_less_time() -> None:
         changed = load(["experiment=moonlight_8gpu"])
         put(changed, path, value)
         assert step_time(resolved(changed, 8, 8), 8, machine).total > base
+
+
+FP8 = ("precision=fp8_block", "experiment=deepseek_v3_l4_8gpu")
+
+
+@pytest.fixture
+def fused_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the fused experts had FP8."""
+    monkeypatch.delitem(NO_FP8_EXPERTS, "fused")
+
+
+def test_fp8_that_is_multiplied_in_bf16_saves_no_time() -> None:
+    text, _ = page(*FP8, world=8)
+    assert "  ranks     8 x H200, fp8_block\n" in text
+    assert "  kernels   experts torch, " in text
+    assert "no FP8 copies: torch experts multiply values of FP8 in bf16\n" in text
+    cfgs = [load([*FP8[1:], "kernels=torch", *more]) for more in ((), FP8[:1])]
+    plain, fp8 = (step_time(resolved(cfg, 8, 8), 8, MACHINES["h200"]) for cfg in cfgs)
+    assert (fp8.gemm, fp8.experts) == (plain.gemm, plain.experts)
+
+
+@pytest.mark.usefixtures("fused_fp8")
+def test_fp8_takes_the_time_of_its_rates() -> None:
+    machine, f = MACHINES["h200"], (2 / 3, 1 / 3)
+    seconds = {}
+    for name in ("", "wgrad=bf16", "dense=bf16", "bf16_first_layers=1", "bf16_last_layers=1"):
+        given = [*FP8, f"precision.{name}"] if name else list(FP8)
+        seconds[name] = step_time(resolved(load(given), 8, 8), 8, machine)
+    plain = step_time(resolved(load(list(FP8[1:])), 8, 8), 8, machine)
+    gain = machine.expert_tflops / machine.expert_fp8_tflops
+    assert seconds[""].experts == pytest.approx(gain * plain.experts)
+    assert seconds["wgrad=bf16"].experts == pytest.approx((f[0] * gain + f[1]) * plain.experts)
+    assert seconds["dense=bf16"].gemm == pytest.approx(plain.gemm)
+    assert seconds["dense=bf16"].experts == seconds[""].experts
+    # Of four layers the first has no experts.
+    assert seconds["bf16_first_layers=1"].experts == seconds[""].experts
+    assert seconds[""].gemm < seconds["bf16_first_layers=1"].gemm < plain.gemm
+    of_three = (2 * gain + 1) / 3
+    assert seconds["bf16_last_layers=1"].experts == pytest.approx(of_three * plain.experts)
+    assert seconds[""].attention == plain.attention
+
+
+@pytest.mark.usefixtures("fused_fp8")
+def test_fp8_is_measured_by_both_peaks() -> None:
+    text, code = page(*FP8, world=8)
+    (bf16, fp8) = re.findall(r"\(mfu (\d+)% of bf16, (\d+)% of FP8\): balanced", text)[0]
+    assert code == 0 and int(bf16) == pytest.approx(2 * int(fp8), abs=1)
+    assert "GEMM (1035 in FP8), 560 experts (765), " in text and " in fp8_block: " in text
+    assert "precision.hidden=fp8: " in text.partition("Off unless set")[2]
+
+
+@pytest.mark.usefixtures("fused_fp8")
+def test_fp8_copies_of_weights_live_where_they_fit() -> None:
+    """Two bytes a parameter of the experts, of all layers or of one."""
+    base = ("experiment=gpt_oss_20b_8gpu", "precision=fp8_block")
+    layer, text = 2 * 4 * 3 * 2880 * 2880, page(*base, world=8)[0]
+    assert f"weights   FP8 copies of experts resident, {storage(24 * layer)}\n" in text
+    cfg = load(list(base))
+    needs = {}
+    for cfg.precision.weights in ("scratch", "resident", "auto"):
+        needs[cfg.precision.weights] = needed(resolved(cfg, 8, 8), 8)
+    assert needs["auto"] == needs["resident"] == needs["scratch"] + 23 * layer
+    known = resolved(cfg, 8, 8)
+    known.precision.weights = "auto"
+    assert fp8_weights(known, 8, needs["resident"]) == "resident"
+    assert fp8_weights(known, 8, needs["resident"] - 1) == "scratch"
+    cfg.precision.weights = known.precision.weights = "resident"
+    assert fp8_weights(known, 8, 0) == "resident"
+    found = dict(suggestions(cfg, 8, MACHINES["h200"], needs["resident"] - 1))
+    assert found["precision.weights=scratch"] == needs["scratch"]
+
+
+def test_machines_multiply_fp8_between_bf16_and_its_peak() -> None:
+    for m in MACHINES.values():
+        peak = fp8_peak(m.name) or 0
+        assert m.dense_tflops < m.dense_fp8_tflops < peak
+        assert m.expert_tflops < m.expert_fp8_tflops < m.dense_fp8_tflops

@@ -2,6 +2,7 @@
 
 import pytest
 
+from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.configs.load import load
 from phalanx.configs.records import launch, own
 from phalanx.configs.schema import Config
@@ -93,6 +94,33 @@ def test_what_a_layer_keeps_for_its_backward_pass() -> None:
         + 4 * 4  # scores, probabilities, places
     )
     assert Activations(cfg, 1).moe_layer().saved == 4096 * token
+
+
+@pytest.mark.parametrize("experts", ["torch", "fused"])
+def test_what_a_layer_keeps_in_fp8(experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of x in FP8, as the router keeps it in bf16; h in FP8 if that is set."""
+    monkeypatch.delitem(NO_FP8_EXPERTS, "fused")
+    base = [*COMMON.split(), *GPT_OSS.split(), f"kernels={experts}"]
+    saved = {}
+    for name in ("", "fp8_block", "hidden=fp8", "wgrad=bf16", "bf16_first_layers=2"):
+        given = ["precision=fp8_block"] if name else []
+        given += [f"precision.{name}"] if "=" in name else []
+        cfg = known([*base, *given], 1)
+        saved[name] = stage_memory(cfg, 1)[0].saved
+    row, h = 2880 + 4 * 23, 4 * 2 * 2880
+    assert saved["fp8_block"] - saved[""] == 4 * 4096 * row
+    assert saved["bf16_first_layers=2"] - saved[""] == 2 * 4096 * row
+    assert saved["wgrad=bf16"] == saved[""]
+    assert saved["fp8_block"] - saved["hidden=fp8"] == 4 * 4096 * (2 * h - (h + 4 * 2 * 4 * 23))
+
+
+def test_received_tokens_are_kept_in_fp8() -> None:
+    given = ["experiment=gpt_oss_20b_8gpu", "kernels=torch", "parallel.dispatch=alltoall"]
+    bf16, fp8 = (
+        Activations(known([*given, f"precision={p}"], 8), 8).moe_layer().saved
+        for p in ("bf16", "fp8_block")
+    )
+    assert bf16 - fp8 == 8 * 4096 * (2 * 2880 - (2880 + 4 * 23))
 
 
 @pytest.mark.parametrize("how", ["attention", "moe", "full"])

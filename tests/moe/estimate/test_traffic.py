@@ -137,6 +137,20 @@ def test_a_token_goes_once_to_each_node_and_from_there_to_its_ranks(
     assert t.backward.near == pytest.approx((2 * t.there.near + again) * row)
 
 
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("moe", 1)])
+def test_fp8_goes_to_the_experts_and_bf16_comes_back(recompute: str, again: int) -> None:
+    """Tokens and gradients there, tokens once more for the backward pass, sums back in bf16."""
+    cfg = spread("model=deepseek_v3", f"run.recompute={recompute}", ranks=8, dispatch="symm")
+    cfg.precision.recipe, cfg.precision.dispatch = "fp8_block", "fp8"
+    t, to, fro = traffic(cfg, 8), 7168 + 4 * 56, 2 * 7168
+    assert t.forward.near == pytest.approx((to + fro) * t.there.near)
+    assert t.backward.near == pytest.approx(
+        t.forward.near + to * t.there.near + again * t.forward.near
+    )
+    least = least_traffic(cfg, 8)
+    assert least.forward == t.forward and least.backward.near <= t.backward.near
+
+
 def test_the_baseline_sends_a_copy_for_each_expert() -> None:
     cfg = spread("model=deepseek_v3", "kernels=megatron", ranks=64, dispatch="alltoall")
     assert traffic(cfg, 64).there == Links(pytest.approx(8 * 7 / 64), 7)

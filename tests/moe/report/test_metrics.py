@@ -82,7 +82,7 @@ def test_table_leaves_out_what_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("steps", [5, 80, 100_000])
-@pytest.mark.parametrize("more", [{}, {"mtp_loss": 3.4}])
+@pytest.mark.parametrize("more", [{}, {"mtp_loss": 3.4}, {"mtp_loss": 3.4, "mfu_fp8": 0.3}])
 def test_columns_stand_under_their_names(steps: int, more: dict[str, float]) -> None:
     for names in (set(GPU), set(GPU) - {"memory_total"}, {"step", "loss", "dead_experts"}):
         record = {k: v for k, v in (GPU | more | {"step": steps}).items() if k in names}

@@ -1,8 +1,10 @@
 """Choices that all ranks of a job make alike: whether steps are captured, which experts wait."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
-from phalanx.moe.training.choices import choose_graph, experts_of_all, known
+from phalanx.moe.estimate.room import Room
+from phalanx.moe.training import choices
+from phalanx.moe.training.choices import choose_fp8_weights, choose_graph, experts_of_all, known
 from phalanx.parallel.runtime import Runtime
 from tests.support.distributed import run_distributed
 from tests.support.pages import README, blocks
@@ -115,3 +119,36 @@ def test_the_page_has_what_auto_came_to_and_the_folder_what_was_given(tmp_path: 
     assert "not full_iteration: needs CUDA" in table and table in main.out
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert saved["run"]["graph"] == saved["parallel"]["comm_sms"] == "auto"
+
+
+FP8 = ["precision=fp8_block"]
+
+
+def _weights(overrides: list[str], experts: str, free: list[int]) -> str:
+    """`backend; reason` of the start page on a GPU with so many bytes free, of each rank."""
+    kernels = [replace(KERNELS[0], backend=experts), *KERNELS[1:]]
+    here = Runtime(dist.get_rank(), dist.get_world_size(), 0, torch.device("cuda"))
+    cfg = known(load(overrides), here, kernels, "symm")
+    cfg.run.graph = "off"
+    room = Room("GPU 0", free[dist.get_rank()])
+    with mock.patch.object(choices, "device_room", lambda _: room):
+        return "".join(f"{c.backend}; {c.reason}" for c in choose_fp8_weights(cfg, here))
+
+
+@pytest.mark.dist
+def test_fp8_copies_of_weights_are_where_they_fit_on_all_ranks() -> None:
+    def told(*more: str, experts: str = "fused", free: tuple[int, ...] = (2**40, 2**40)) -> str:
+        (line,) = set(run_distributed(_weights, 2, [*FP8, *more], experts, list(free)))
+        return line
+
+    assert re.fullmatch(r"resident; auto; with .* of 1\.0 TiB would be needed", told())
+    assert told(free=(0, 0)).startswith("scratch; auto; with resident ones ")
+    short = run_distributed(_weights, 2, FP8, "fused", [2**40, 0])
+    assert [line.split(";")[0] for line in short] == ["scratch", "scratch"]
+    assert told("precision.weights=resident", free=(0, 0)) == "resident; precision.weights=resident"
+    assert told(experts="megatron").startswith("resident; auto; Transformer Engine keeps its own")
+    emulated = "torch experts multiply values of FP8 in bf16"
+    assert told(experts="torch") == f"none; auto; {emulated}"
+    forced = told("precision.weights=scratch", experts="torch")
+    assert forced == f"none; {emulated}; precision.weights=scratch is not in effect"
+    assert run_distributed(_weights, 1, [], "fused", [0]) == [""]

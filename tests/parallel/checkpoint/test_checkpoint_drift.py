@@ -1,11 +1,13 @@
 """What of a configuration may differ from that of the checkpoint which a run goes on from."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch, compare
+from tests.support.runs import SMALL, records, run
 
 CONFIG: dict[str, Any] = {
     "model": {"name": "a", "layers": 4, "moe": {"router": {"aux_loss": 0.1, "bias_rate": 1e-3}}},
@@ -89,3 +91,20 @@ def test_drift_diff_reads_well() -> None:
         "go on with model.layers=4 data.seed=1,",
         "or start anew with another run.name or with run.resume=never",
     ]
+
+
+@pytest.mark.dist
+def test_a_run_goes_on_in_fp8_and_back(tmp_path: Path) -> None:
+    """Checkpoints of either are those of the other; the change is told."""
+    base = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"]
+    base += ["kernels=reference", f"run.dir={tmp_path}"]
+    steps = {2: "bf16", 3: "fp8_block", 4: "bf16"}
+    for at, (step, precision) in enumerate(steps.items()):
+        (main,) = run(1, [*base, f"precision={precision}", f"run.steps={step}"])
+        assert main.code == 0, main.err
+        before = list(steps.values())[at - 1]
+        assert (f"precision.recipe {before} -> {precision}" in main.out + main.err) == (at > 0)
+    losses = [record["loss"] for record in records(tmp_path / "run") if "loss" in record]
+    assert len(losses) == 4
+    (main,) = run(1, [*base, "precision=fp32", "run.steps=5"])
+    assert main.code == 2 and "go on with precision.recipe=bf16" in main.err
