@@ -4,7 +4,7 @@ Order matters: weights are drawn before the data parallel wrapper copies them in
 the wrapper exists before the optimizer takes its master copies.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_model import GPTModel
