@@ -64,7 +64,7 @@ class Overlap(Protocol):
         weights are computed. Returns [N, D] that only the end of this overlap may read."""
         ...
 
-    def tokens(self) -> Tensor:
+    def tokens(self) -> Rows:
         """x in the backward pass, at its first use there."""
         ...
 
