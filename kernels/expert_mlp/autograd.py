@@ -49,7 +49,7 @@ class Overlap(Protocol):
         """What kernels wait for that read rows of x, or of out's gradient in the backward pass."""
         ...
 
-    def start_sums(self, a_SF: Tensor, hidden: int, plan: ExpertPlan, training: bool) -> Any:
+    def start_sums(self, a_SF: Rows, hidden: int, plan: ExpertPlan, training: bool) -> Any:
         """All rows of x have been read. Returns the `signal` of fc2 of a, which comes next."""
         ...
 

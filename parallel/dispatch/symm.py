@@ -73,8 +73,9 @@ class Symm(Dispatcher):
     @classmethod
     def build(cls, context: DispatchContext) -> "Symm":
         c = context
-        how = dict(local=c.local, options=c.options, waits=c.waits, recipe=c.recipe)
-        return cls(c.group, c.plan, **how)
+        return cls(
+            c.group, c.plan, local=c.local, options=c.options, waits=c.waits, recipe=c.recipe
+        )
 
     @classmethod
     def refuse_here(cls, dtype: torch.dtype) -> Refusal:

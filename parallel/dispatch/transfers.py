@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.elementwise.block_sum import block_sum
-from phalanx.kernels.expert_mlp.backend import Rows
+from phalanx.kernels.expert_mlp.backend import Rows, tensors_of
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
@@ -156,13 +156,13 @@ class MoETransfers:
         """What kernels wait for that read rows of tokens, or of the gradient of their sums."""
         return self.exchange.ready_words(self.local)
 
-    def start_sums(self, a_SF: Tensor, hidden: int, plan: ExpertPlan, training: bool) -> Any:
+    def start_sums(self, a_SF: Rows, hidden: int, plan: ExpertPlan, training: bool) -> Any:
         """Before fc2 of a, whose sums are going to leave as it makes them; its tile signal."""
         tokens = self.tokens_out.wait()
         if self.keep and training:
             self.again = (self.rows if self.fp8 is None else self.packed_rows)(tokens).clone()
-        y_SD = a_SF.new_empty(a_SF.shape[0], hidden)
-        signal = self.exchange.tile_signal(y_SD, a_SF.shape[1], self.local)
+        y_SD = self.exchange.rows(tokens).new_empty(len(tensors_of(a_SF)[0]), hidden)
+        signal = self.exchange.tile_signal(y_SD, a_SF, self.local)
         self._fc2 = signal, plan, torch.cuda.current_stream().record_event()
         return signal
 

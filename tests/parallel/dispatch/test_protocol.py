@@ -157,7 +157,7 @@ class Recorder:
         self.calls.append(("start", self._last, waves))
         return SimpleNamespace(slot=slot, number=self._last, waves=waves, sources=(rows,))
 
-    def tile_signal(self, y_SD: Tensor, channels: int, local: int) -> Any:
+    def tile_signal(self, y_SD: Tensor, a_SF: Any, local: int) -> Any:
         return SimpleNamespace(out_SN=y_SD)
 
     def send_gradient(
