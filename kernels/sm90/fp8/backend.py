@@ -17,7 +17,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, Rows
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
-from phalanx.kernels.quantize.blocks import Quantized, column_offsets, dequantize_rows
+from phalanx.kernels.quantize.blocks import Quantized, dequantize_rows
 from phalanx.kernels.quantize.kept import copies_of
 from phalanx.kernels.quantize.quantize import quantize_rows, transpose_rows
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
@@ -135,6 +135,7 @@ class FusedFP8(Fused):
         return HiddenGrads(dh, a_columns, dprob_S, None, dh_columns)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+        from phalanx.kernels.quantize.column_offsets_triton import column_offsets
         from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
 
         return fp8_wgrad(
