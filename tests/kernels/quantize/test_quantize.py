@@ -28,7 +28,12 @@ def check_rows(x: Tensor, parts: int = 1, dtype: torch.dtype = E4M3) -> None:
     got = quantize.empty_rows(*x.shape, parts, dtype=dtype, device=CPU)
     dirty(*got)
     rows_triton.quantize(x, got, parts)
-    same(got, definition.quantize_rows(x, parts, dtype))
+    want = definition.quantize_rows(x, parts, dtype)
+    same(got, want)
+    for kind in (BF16, FP32):
+        back = torch.full_like(x, -7.0, dtype=kind)
+        rows_triton.dequantize(got, back, parts)
+        assert_same_numbers(back, definition.dequantize_rows(want, parts).to(kind))
 
 
 def check_weights(w: Tensor, parts: int = 1) -> None:
@@ -66,6 +71,13 @@ def check_transpose(
     columns_triton.quantize(*q, index, offsets, got, parts)
     same(got, definition.transpose_rows(q, offsets, kind, index_S=index, parts=parts))
     return got
+
+
+def assert_same_numbers(got: Tensor, want: Tensor) -> None:
+    """Bits, but for those of a NaN."""
+    bits = torch.int16 if got.dtype == BF16 else torch.int32
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert bool(((got.view(bits) == want.view(bits)) | (got.isnan() & want.isnan())).all())
 
 
 def same(got, want) -> None:
@@ -131,9 +143,11 @@ def _transposes(kind: str) -> None:
     anything = torch.randint(0, 256, (9, 40), dtype=torch.uint8, generator=torch.manual_seed(1))
     anything[anything & 0x7F == 0x7F] = 0
     anything[4] = 0
-    scale = torch.exp2(torch.arange(9.0)[:, None] * 16 - 64)  # of the zeros and of others
-    scale[4] = 2.0**120
-    check_transpose(Quantized(anything.view(E4M3), scale), [9], kind)
+    scale = torch.exp2(torch.arange(9.0)[:, None] * 8 - 64)  # of the zeros, any
+    for factor in (1.0, 2.0**-64):
+        scale = scale * factor
+        scale[4] = 2.0**120
+        check_transpose(Quantized(anything.view(E4M3), scale), [9], kind)
     # The largest numbers, which are infinite when they are given back, and denormal ones.
     ends = torch.cat([problems.below(3.38e38)[:3], problems.below(2.0**-126)[:3]])
     check_transpose(definition.quantize_rows(ends), [3, 3], kind)
@@ -154,6 +168,9 @@ def test_on_a_cpu_it_is_the_definition() -> None:
     want = definition.quantize_columns(x, offsets, "vector", 2, E5M2)
     same(quantize.quantize_columns(x, offsets, "vector", 2, E5M2), want)
     q = definition.quantize_rows(x, 2)
+    for kind in (BF16, FP32):
+        want = definition.dequantize_rows(q, 2).to(kind)
+        assert_same_numbers(quantize.dequantize_rows(q, 2, kind), want)
     want = definition.quantize_columns(definition.dequantize_rows(q, 2), offsets, "square", parts=2)
     same(quantize.transpose_rows(q, offsets, "square", parts=2), want)
 
@@ -184,6 +201,10 @@ def test_rows_of_a_table_transposed() -> None:
                 Quantized(torch.zeros(3, 200).to(E4M3), torch.ones(3, 1)), offsets_of([3]), "square"
             ),
             r"scales must be fp32 \[3, 2\], not float32 \[3, 1\]",
+        ),
+        (
+            lambda: quantize.dequantize_rows(quantize.empty_rows(1, 2, device=CPU), 1, E4M3),
+            "rows become bfloat16 or float32",
         ),
     ],
 )
