@@ -141,6 +141,21 @@ def transpose_rows(
     return made
 
 
+def column_offsets(offsets: Tensor) -> Tensor:
+    """int32 [L + 1]: where each expert's tokens begin in `QuantizedColumns`; one launch on a GPU.
+
+    Args:
+        offsets: int32 [L + 1], first row of each expert; L >= 1.
+    """
+    if not offsets.is_cuda:
+        return definition.column_offsets(offsets)
+    from phalanx.kernels.quantize import columns_triton
+
+    made = torch.empty_like(offsets)
+    columns_triton.starts(offsets, made)
+    return made
+
+
 @torch.no_grad()
 def dequantize_rows(q: Quantized, parts: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """data * scale [R, C], which bf16 has too but for its denormal numbers and overflows.

@@ -103,6 +103,8 @@ def test_columns(channels: int, parts: int, counts: str, dtype: torch.dtype, kin
     used, offsets = sum(rows), problems.offsets_of(rows).cuda()
     x = spread(used + 77, channels)
     x[used:] = NAN
+    starts = unread(lambda: quantize.column_offsets(offsets))
+    assert torch.equal(starts, definition.column_offsets(offsets))
     got = unread(lambda: quantize.quantize_columns(x, offsets, kind, parts, dtype))
     same(got, definition.quantize_columns(x, offsets, kind, parts, dtype))
 
