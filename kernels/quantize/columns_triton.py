@@ -28,15 +28,28 @@ _VECTOR_REGISTERS = 80
 
 
 @triton.jit
+def last_blocks(offsets, e, L, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many blocks the experts up to and with e have."""
+    begin = tl.load(offsets + e, mask=e < L, other=0)
+    end = tl.load(offsets + e + 1, mask=e < L, other=0)
+    return tl.cumsum((end - begin + BLOCK - 1) // BLOCK, 0)
+
+
+@triton.jit
+def fp8_column_offsets(offsets, to, L, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    e = tl.arange(0, EXPERTS)
+    tl.store(to, 0)
+    tl.store(to + 1 + e, last_blocks(offsets, e, L, BLOCK) * BLOCK, mask=e < L)
+
+
+@triton.jit
 def tokens_of(offsets, block, L, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """First row of a block of tokens, and the end of its expert's; 0 and 0 if it is no one's.
 
     Experts begin new blocks in the transpose; this one is the first whose blocks end after `block`.
     """
     e = tl.arange(0, EXPERTS)
-    begin = tl.load(offsets + e, mask=e < L, other=0)
-    end = tl.load(offsets + e + 1, mask=e < L, other=0)
-    ends = tl.cumsum((end - begin + BLOCK - 1) // BLOCK, 0)
+    ends = last_blocks(offsets, e, L, BLOCK)
     before = ends <= block
     expert = tl.sum(before.to(tl.int32), 0)
     blocks_before = tl.max(tl.where(before, ends, 0), 0)
@@ -189,3 +202,10 @@ def quantize(
         num_warps=_WARPS,
         **how,
     )
+
+
+def starts(offsets: Tensor, to: Tensor) -> None:
+    """Write `column_offsets` of int32 [L + 1] to another."""
+    L = len(offsets) - 1
+    sizes = dict(EXPERTS=triton.next_power_of_2(L), BLOCK=BLOCK)
+    fp8_column_offsets[(1,)](offsets, to, L, **sizes, num_warps=1)

@@ -128,19 +128,55 @@ def transpose_rows(
     Raises:
         ValueError: another dtype, shape or stride.
     """
-    _check("rows", q.data, _NARROW, parts)
-    N, C = q.data.shape
-    want = (N, block_count(C, parts))
-    if q.scale.shape != want or q.scale.dtype != torch.float32:
-        raise ValueError(f"scales must be fp32 {list(want)}, not {_told(q.scale)}")
+    _check_rows(q, parts)
     if not q.data.is_cuda:
         return definition.transpose_rows(q, offsets, blocks, index_S=index_S, parts=parts)
     from phalanx.kernels.quantize import columns_triton
 
+    N, C = q.data.shape
     S, L = N if index_S is None else len(index_S), len(offsets) - 1
     how = dict(blocks=blocks, dtype=q.data.dtype, device=q.data.device)
     made = empty_columns(S, C, L, parts, **how)  # type: ignore[arg-type]
     columns_triton.quantize(*q, index_S, offsets, made, parts)
+    return made
+
+
+def column_offsets(offsets: Tensor) -> Tensor:
+    """int32 [L + 1]: where each expert's tokens begin in `QuantizedColumns`; one launch on a GPU.
+
+    Args:
+        offsets: int32 [L + 1], first row of each expert; L >= 1.
+    """
+    if not offsets.is_cuda:
+        return definition.column_offsets(offsets)
+    from phalanx.kernels.quantize import columns_triton
+
+    made = torch.empty_like(offsets)
+    columns_triton.starts(offsets, made)
+    return made
+
+
+@torch.no_grad()
+def dequantize_rows(q: Quantized, parts: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """data * scale [R, C], which bf16 has too but for its denormal numbers and overflows.
+
+    Args:
+        q: rows with contiguous channels; scales of any strides.
+        parts: of C.
+        dtype: bfloat16 or float32.
+
+    Raises:
+        ValueError: another dtype, shape or stride.
+    """
+    _check_rows(q, parts)
+    if dtype not in _WIDE:
+        raise ValueError(f"rows become bfloat16 or float32, not {dtype}")
+    if not q.data.is_cuda:
+        return definition.dequantize_rows(q, parts).to(dtype)
+    from phalanx.kernels.quantize import rows_triton
+
+    made = torch.empty(q.data.shape, dtype=dtype, device=q.data.device)
+    rows_triton.dequantize(q, made, parts)
     return made
 
 
@@ -198,6 +234,13 @@ def _check(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], parts: int) ->
         )
     if x.shape[1] % parts:
         raise ValueError(f"{x.shape[1]} channels are not {parts} equal parts")
+
+
+def _check_rows(q: Quantized, parts: int) -> None:
+    _check("rows", q.data, _NARROW, parts)
+    want = [len(q.data), block_count(q.data.shape[1], parts)]
+    if list(q.scale.shape) != want or q.scale.dtype != torch.float32:
+        raise ValueError(f"scales must be fp32 {want}, not {_told(q.scale)}")
 
 
 def _told(x: Tensor) -> str:

@@ -1,8 +1,9 @@
 """Kernels that quantise, beside a copy that reads and writes as many bytes.
 
 Rows and weights become FP8 from bf16, rows of a table are gathered and transposed for weight
-gradients, and expert rows in bf16 are quantised transposed. The note has the bytes that are moved
-in a second, with scales and index; of a transpose also those of the padding that is written.
+gradients, expert rows in bf16 are quantised transposed, and rows in FP8 become bf16 again. The note
+has the bytes that are moved in a second, with scales and index; of a transpose also those of the
+padding that is written.
 
 Legend: S rows, C channels, L experts, O and I channels out and in.
 """
@@ -35,6 +36,8 @@ def quantizing(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
         index = torch.randperm(S, device=device).to(torch.int32)
         q = quantize.quantize_rows(x)
         yield [_measured(bench, f"quantize rows, {at}", lambda x=x: quantize.quantize_rows(x), [x])]
+        back = lambda q=q: (quantize.dequantize_rows(q),)  # noqa: E731
+        yield [_measured(bench, f"dequantize rows, {at}", back, [*q])]
         for blocks in ("square", "vector"):
             given: dict[str, Any] = dict(offsets=offsets, blocks=blocks)
             turn = lambda q=q, i=index, g=given: quantize.transpose_rows(q, index_S=i, **g)  # noqa: E731

@@ -17,9 +17,14 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, Rows
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
-from phalanx.kernels.quantize.blocks import Quantized, dequantize_rows
+from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.kept import copies_of
-from phalanx.kernels.quantize.quantize import quantize_rows, transpose_rows
+from phalanx.kernels.quantize.quantize import (
+    column_offsets,
+    dequantize_rows,
+    quantize_rows,
+    transpose_rows,
+)
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 from phalanx.kernels.sm90.experts.backend import Fused
 
@@ -111,7 +116,7 @@ class FusedFP8(Fused):
 
         parts = act.facts.halves
         if isinstance(h_SH, Quantized):
-            h_SH = dequantize_rows(h_SH, parts).bfloat16()
+            h_SH = dequantize_rows(h_SH, parts)
         index_S = plan.row_index_S if dy.gather else None
         dh, a, partial_CS = fp8_fc2_dgrad_dact(
             dy.matrix,
@@ -135,7 +140,6 @@ class FusedFP8(Fused):
         return HiddenGrads(dh, a_columns, dprob_S, None, dh_columns)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
-        from phalanx.kernels.quantize.column_offsets_triton import column_offsets
         from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
 
         return fp8_wgrad(
@@ -159,7 +163,7 @@ class FusedFP8(Fused):
         return Quantized(copies.data_LIO, copies.scale.mT) if linear.flipped else copies.forward
 
     def _in_bf16(self, x: Operand) -> Operand:
-        return x._replace(matrix=dequantize_rows(x.matrix, x.parts).bfloat16())
+        return x._replace(matrix=dequantize_rows(x.matrix, x.parts))
 
     def _with_every_bias(self, dy: Operand, b2_LD: Tensor) -> Tensor:
         from phalanx.kernels.sm90.experts.backend import _with_every_bias

@@ -53,6 +53,16 @@ def test_rows(C: int, parts: int, dtype: torch.dtype, tmp_path: Path) -> None:
     assert code.ptx.count(f"cvt.rn.satfinite.{kind}.f32") == 16
 
 
+def test_rows_back(tmp_path: Path) -> None:
+    q = quantize.empty_rows(65536, 5760, 2, device=META)
+    to = x_of(65536, 5760, BF16)
+    code = launched(rows_triton, "wide_rows", lambda: rows_triton.dequantize(q, to, 2), tmp_path)
+    check(code, 64 * 128, 12.5, 48 * 1024)
+    assert code.stack == 0
+    assert (code.count(r"LDG\.E\.128"), code.count(r"STG\.E\.128")) == (2, 4)
+    assert "cvt.rn.f16x2.e4m3x2" in code.ptx
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_weights(dtype: torch.dtype, tmp_path: Path) -> None:
     w = torch.empty(32, 4096, 7168, dtype=dtype, device=META)

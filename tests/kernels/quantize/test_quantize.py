@@ -28,7 +28,11 @@ def check_rows(x: Tensor, parts: int = 1, dtype: torch.dtype = E4M3) -> None:
     got = quantize.empty_rows(*x.shape, parts, dtype=dtype, device=CPU)
     dirty(*got)
     rows_triton.quantize(x, got, parts)
-    same(got, definition.quantize_rows(x, parts, dtype))
+    want = definition.quantize_rows(x, parts, dtype)
+    same(got, want)
+    back = torch.full_like(x, -7.0)
+    rows_triton.dequantize(got, back, parts)
+    assert_same_numbers(back, definition.dequantize_rows(want, parts).to(x.dtype))
 
 
 def check_weights(w: Tensor, parts: int = 1) -> None:
@@ -68,6 +72,13 @@ def check_transpose(
     return got
 
 
+def assert_same_numbers(got: Tensor, want: Tensor) -> None:
+    """Bits, but for those of a NaN."""
+    bits = torch.int16 if got.dtype == BF16 else torch.int32
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert bool(((got.view(bits) == want.view(bits)) | (got.isnan() & want.isnan())).all())
+
+
 def same(got, want) -> None:
     for a, b in zip(got, want, strict=True):
         if isinstance(a, Tensor):
@@ -85,8 +96,7 @@ def poisoned(q: Quantized, used: int) -> Quantized:
 
 def interpreted() -> None:
     for dtype in (E4M3, E5M2):
-        check_rows(problems.boundaries(BF16)[:, None], dtype=dtype)
-        check_rows(problems.boundaries(FP32)[:, None], dtype=dtype)
+        check_rows(problems.boundaries(BF16 if dtype == E5M2 else FP32)[:, None], dtype=dtype)
         check_rows(problems.patterns().view(-1, 128), dtype=dtype)
         check_rows(problems.below(464.0)[:: 1 if dtype == E4M3 else 5], dtype=dtype)
         check_rows(problems.special(), dtype=dtype)
@@ -104,8 +114,16 @@ def interpreted() -> None:
 
 
 def _columns(kind: str) -> None:
+    from phalanx.kernels.quantize import columns_triton
+
     for name, counts in COUNTS.items():
+        offsets = offsets_of(counts)
+        starts = torch.full_like(offsets, -1)
+        columns_triton.starts(offsets, starts)
+        assert torch.equal(starts, definition.column_offsets(offsets))
         wide = name == "edges"
+        if name == "one has all":  # as for transposes
+            continue
         check_columns(expert_rows(counts, 130 if wide else 20), counts, kind, 1 + wide)
     check_columns(expert_rows([3, 2], 20).float(), [3, 2], kind, 1, E5M2)
     check_columns(problems.special(), [3, 4], kind)
@@ -118,6 +136,8 @@ def _transposes(kind: str) -> None:
         parts, dtype = 1 + wide, E5M2 if name == "ones" else E4M3
         q = definition.quantize_rows(expert_rows(counts, 130 if wide else 20), parts, dtype)
         check_transpose(poisoned(q, sum(counts)), counts, kind, parts)
+        if name in ("one has all", "one expert"):
+            continue
         # Of a table, in any order; what no expert has names no row.
         g = torch.Generator().manual_seed(S)
         index = torch.randint(0, S, (S,), generator=g, dtype=torch.int32)
@@ -131,9 +151,11 @@ def _transposes(kind: str) -> None:
     anything = torch.randint(0, 256, (9, 40), dtype=torch.uint8, generator=torch.manual_seed(1))
     anything[anything & 0x7F == 0x7F] = 0
     anything[4] = 0
-    scale = torch.exp2(torch.arange(9.0)[:, None] * 16 - 64)  # of the zeros and of others
-    scale[4] = 2.0**120
-    check_transpose(Quantized(anything.view(E4M3), scale), [9], kind)
+    scale = torch.exp2(torch.arange(9.0)[:, None] * 8 - 64)  # of the zeros, any
+    for factor in (1.0, 2.0**-64):
+        scale = scale * factor
+        scale[4] = 2.0**120
+        check_transpose(Quantized(anything.view(E4M3), scale), [9], kind)
     # The largest numbers, which are infinite when they are given back, and denormal ones.
     ends = torch.cat([problems.below(3.38e38)[:3], problems.below(2.0**-126)[:3]])
     check_transpose(definition.quantize_rows(ends), [3, 3], kind)
@@ -151,9 +173,13 @@ def test_on_a_cpu_it_is_the_definition() -> None:
     assert isinstance(made, QuantizedWeights)
     same(made, definition.quantize_weights(w))
     offsets = offsets_of(counts)
+    assert torch.equal(quantize.column_offsets(offsets), definition.column_offsets(offsets))
     want = definition.quantize_columns(x, offsets, "vector", 2, E5M2)
     same(quantize.quantize_columns(x, offsets, "vector", 2, E5M2), want)
     q = definition.quantize_rows(x, 2)
+    for kind in (BF16, FP32):
+        want = definition.dequantize_rows(q, 2).to(kind)
+        assert_same_numbers(quantize.dequantize_rows(q, 2, kind), want)
     want = definition.quantize_columns(definition.dequantize_rows(q, 2), offsets, "square", parts=2)
     same(quantize.transpose_rows(q, offsets, "square", parts=2), want)
 
@@ -184,6 +210,10 @@ def test_rows_of_a_table_transposed() -> None:
                 Quantized(torch.zeros(3, 200).to(E4M3), torch.ones(3, 1)), offsets_of([3]), "square"
             ),
             r"scales must be fp32 \[3, 2\], not float32 \[3, 1\]",
+        ),
+        (
+            lambda: quantize.dequantize_rows(quantize.empty_rows(1, 2, device=CPU), 1, E4M3),
+            "rows become bfloat16 or float32",
         ),
     ],
 )

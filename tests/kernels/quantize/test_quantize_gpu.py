@@ -11,7 +11,7 @@ from tests.kernels.capture import check_replay
 from tests.kernels.quantize import problems
 from tests.kernels.quantize.problems import BF16, COUNTS, FP32, NAN, WIDTHS
 from tests.kernels.quantize.same import assert_same
-from tests.kernels.quantize.test_quantize import E4M3, E5M2, same
+from tests.kernels.quantize.test_quantize import E4M3, E5M2, assert_same_numbers, same
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +44,9 @@ def spread(rows: int, channels: int, dtype: torch.dtype = BF16) -> Tensor:
 def check_rows(x: Tensor, parts: int = 1, dtype: torch.dtype = E4M3) -> None:
     got = unread(lambda: quantize.quantize_rows(x, parts, dtype))
     same(got, definition.quantize_rows(x, parts, dtype))
+    for kind in (BF16, FP32):
+        back = unread(lambda kind=kind: quantize.dequantize_rows(got, parts, kind))
+        assert_same_numbers(back, definition.dequantize_rows(got, parts).to(kind))
 
 
 @FORMATS
@@ -100,6 +103,8 @@ def test_columns(channels: int, parts: int, counts: str, dtype: torch.dtype, kin
     used, offsets = sum(rows), problems.offsets_of(rows).cuda()
     x = spread(used + 77, channels)
     x[used:] = NAN
+    starts = unread(lambda: quantize.column_offsets(offsets))
+    assert torch.equal(starts, definition.column_offsets(offsets))
     got = unread(lambda: quantize.quantize_columns(x, offsets, kind, parts, dtype))
     same(got, definition.quantize_columns(x, offsets, kind, parts, dtype))
 
