@@ -159,10 +159,8 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
     all_again = 4 / 3 if how == "full" else 1.0
     moe_again = 4 / 3 if how in ("moe", "full") else 1.0
     core_again = 4 / 3 if how in ("attention", "full") else 1.0
-    (kept, ends), rates = (
-        _kept(cfg, world),
-        {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)},
-    )
+    kept, ends = _kept(cfg, world)
+    rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
     stages = [_Work((0.0, 0.0, 0.0), 0.0, 0, tokens) for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
