@@ -106,7 +106,8 @@ class MoE(MoELayer):
             budget=options.budget,
             backend=options.spec.backend,
             symm=options.symm,
-            recipe=options.spec.recipe if options.fp8_rows else None,
+            recipe=options.spec.recipe,
+            fp8_rows=options.fp8_rows,
         )
         # Where nothing is sent back, the fused experts' last kernel makes the sum of a token.
         self._adds = options.spec.backend == "fused" and not self.dispatcher.sends_back

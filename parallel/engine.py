@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig, ParallelConfig
 from phalanx.kernels.elementwise.square_sum import square_sum
+from phalanx.kernels.quantize import kept
 from phalanx.parallel.learning_rate import Curve
 from phalanx.parallel.megatron import adam, patches
 
@@ -155,6 +156,7 @@ class Engine:
         Returns:
             What the loss function reported, one dict per micro-batch; empty but on the last stage.
         """
+        kept.forget(p for module in self.modules for p in module.parameters())
         return self._forward_backward(
             forward_step_func=forward_step,
             data_iterator=list(batches) if len(self.chunks) > 1 else batches[0],

@@ -11,6 +11,7 @@ Suites (default: all, without peers):
   skew     Zipf-skewed routing against balanced rows, dynamic and static scheduling
   gather   rows picked by an index against the same rows side by side
   host     host time of a call
+  fp8      expert MLP and its GEMMs in FP8 against bf16
 
 Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each; a ratio is
 the other side's time over ours. TFLOP/s count 6 * rows * D * F forward and twice that backward, for
@@ -42,6 +43,7 @@ RUNS = {
     "skew": ("operations", "skew"),
     "gather": ("operations", "gather"),
     "host": ("host", "suite"),
+    "fp8": ("fp8", "suite"),
 }
 """Module and function of each suite; imported when it runs."""
 

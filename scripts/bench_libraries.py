@@ -1,12 +1,13 @@
 """Speed and results of operations that a library has too, on one GPU: a table in Markdown.
 
-    python scripts/bench_libraries.py [router] [rope] [adam] [mla] [attention] [--rounds N]
+    python scripts/bench_libraries.py [PART ...] [--rounds N]
 
   router     top-k and weights         against Transformer Engine's fused router
   rope       queries, keys and values  against Transformer Engine's fused rotary embedding
   adam       a step of the optimizer   against Transformer Engine's FusedAdam
   mla        rotary part of latent attention, against Megatron-Core's fused kernels
   attention  flash-attn-4, which `kernels.attention=fa4` runs, against the other backends
+  quantize   rows, weights and transposes to FP8, against a copy of as many bytes
 
 Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each. A comparison
 whose library is missing has the error as its note; exit code 1 is for ours alone.
@@ -19,12 +20,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from phalanx.scripts.bench import attention, libraries
+from phalanx.scripts.bench import attention, libraries, quantize
 from phalanx.scripts.bench.comparison import HEAD, Row
 from phalanx.scripts.bench.facts import facts
 from phalanx.scripts.bench.measure import Bench, Gpu, reason
 
-PARTS = libraries.PARTS | {"attention": attention.attention}
+PARTS = libraries.PARTS | {"attention": attention.attention, "quantize": quantize.quantizing}
 
 
 def run(bench: Bench, parts: Sequence[str], sizes: libraries.Sizes) -> list[Row]:

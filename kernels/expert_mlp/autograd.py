@@ -37,7 +37,8 @@ from phalanx.kernels.routing.sort_pairs import gather_rows
 
 def backend_of(spec: MLPSpec, step: Literal["forward", "dgrad", "wgrad"]) -> Backend:
     """The backend of an MLP in one of its passes, with the SMs that it leaves free there."""
-    return provider(spec.backend, getattr(spec.margins, step), spec.dynamic, spec.recipe)
+    margin = getattr(spec.margins, step)
+    return provider(spec.backend, margin, spec.dynamic, spec.recipe, spec.keep_fp8)
 
 
 class Overlap(Protocol):
@@ -48,7 +49,7 @@ class Overlap(Protocol):
         """What kernels wait for that read rows of x, or of out's gradient in the backward pass."""
         ...
 
-    def start_sums(self, a_SF: Tensor, hidden: int, plan: ExpertPlan, training: bool) -> Any:
+    def start_sums(self, a_SF: Rows, hidden: int, plan: ExpertPlan, training: bool) -> Any:
         """All rows of x have been read. Returns the `signal` of fc2 of a, which comes next."""
         ...
 
@@ -63,7 +64,7 @@ class Overlap(Protocol):
         weights are computed. Returns [N, D] that only the end of this overlap may read."""
         ...
 
-    def tokens(self) -> Tensor:
+    def tokens(self) -> Rows:
         """x in the backward pass, at its first use there."""
         ...
 
@@ -258,8 +259,9 @@ def run_backward(
 
 def layers(weights: MLPWeights, spec: MLPSpec) -> tuple[Linear, Linear]:
     """Fc1 and fc2."""
-    fc1 = Linear(weights.w1, weights.b1, parts=spec.activation.facts.halves)
-    return fc1, Linear(weights.w2, weights.b2)
+    w1, w2, b1, b2 = weights
+    fc1 = Linear(w1, b1, parts=spec.activation.facts.halves, source=w1)
+    return fc1, Linear(w2, b2, source=w2)
 
 
 def for_wgrad(given: Any, rows: Any, spec: MLPSpec) -> Any:

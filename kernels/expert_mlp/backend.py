@@ -51,12 +51,14 @@ class Linear(NamedTuple):
     """Of I."""
     flipped: bool = False
     """The weights are a view of stored [L, I, O]."""
+    source: Tensor | None = None
+    """The parameter of the weights: a backend may leave something with it until they change."""
 
     @property
     def transposed(self) -> "Linear":
         """The data gradient's: a view of the weights, without the biases."""
         w_LIO = self.weight_LOI.transpose(1, 2)
-        return Linear(w_LIO, None, self.parts_in, self.parts, not self.flipped)
+        return Linear(w_LIO, None, self.parts_in, self.parts, not self.flipped, self.source)
 
 
 class Operand(NamedTuple):

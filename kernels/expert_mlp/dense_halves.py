@@ -18,6 +18,7 @@ from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.autograd import backend_of, for_wgrad, layers
 from phalanx.kernels.expert_mlp.backend import (
     HiddenGrads,
+    Linear,
     Operand,
     Rows,
     rows_of,
@@ -101,7 +102,7 @@ class _First(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh_NH: Tensor, *_: None) -> tuple[Any, ...]:
         w1, *x = ctx.saved_tensors
-        fc1, _ = _layers(w1, w1, ctx.spec)
+        fc1 = _layers(w1, w1, ctx.spec)[0]
         dh: Rows = dh_NH
         columns: Any = dh_NH
         if ctx.spec.recipe is not None:
@@ -154,8 +155,10 @@ class _Second(torch.autograd.Function):
         return dh, dw2, None, None, *[None] * ctx.of_a
 
 
-def _layers(w1: Tensor, w2: Tensor, spec: MLPSpec) -> Any:
-    return layers(MLPWeights(w1[None], w2[None]), spec)
+def _layers(w1: Tensor, w2: Tensor, spec: MLPSpec) -> tuple[Linear, Linear]:
+    """Of one expert; a half looks at its own."""
+    fc1, fc2 = layers(MLPWeights(w1[None], w2[None]), spec)
+    return fc1._replace(source=w1), fc2._replace(source=w2)
 
 
 def _keep(ctx: Any, plan: Any, spec: MLPSpec, w: Tensor) -> None:

@@ -70,6 +70,8 @@ def grouped_mlp(
     if len(addends) > MOST_ADDENDS:
         raise ValueError(f"addends: at most {MOST_ADDENDS}, not {len(addends)}")
     prob_S = None if overlap is not None else plan.row_prob_S
+    if overlap is not None and spec.recipe is not None and arrived is None:
+        raise ValueError("overlap: rows that are still to be quantized must have come before")
     if arrived is not None and spec.recipe is None:
         raise ValueError("arrived: only a recipe takes rows in FP8")
     how = How(spec, differentiates(x_ND, weights, plan), overlap, arrived)

@@ -48,6 +48,8 @@ class MLPSpec:
     expects."""
     recipe: Fp8Block | None = None
     """Operands of the GEMMs are FP8; None: they are as they are given."""
+    keep_fp8: bool = False
+    """FP8 copies of weights stay with them until they change (fused only)."""
 
 
 class MLPWeights(NamedTuple):

@@ -17,7 +17,11 @@ NAMES = ("reference", "torch", "fused")
 
 @functools.cache
 def provider(
-    name: str, sm_margin: int = 0, dynamic: bool = True, recipe: Fp8Block | None = None
+    name: str,
+    sm_margin: int = 0,
+    dynamic: bool = True,
+    recipe: Fp8Block | None = None,
+    keep_fp8: bool = False,
 ) -> Backend:
     """The backend called `name`.
 
@@ -26,13 +30,16 @@ def provider(
         sm_margin: SMs that its kernels leave free.
         dynamic: its GEMMs claim tiles on the device; otherwise tiles are dealt out in turn.
         recipe: of its operands.
+        keep_fp8: FP8 copies of weights stay with them.
 
     Raises:
-        ValueError: unknown name, or one that has no such recipe.
+        ValueError: unknown name.
     """
     if recipe is not None:
         if name == "fused":
-            raise ValueError("kernels=fused has no FP8 GEMMs yet: set precision=bf16")
+            from phalanx.kernels.sm90.fp8.backend import FusedFP8
+
+            return FusedFP8(sm_margin, dynamic, recipe, keep_fp8)
         return EmulatedFP8(provider(name), recipe)
     match name:
         case "reference":

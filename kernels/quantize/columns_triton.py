@@ -7,6 +7,9 @@ known on the host, and every column and every scale is written by one program.
 Legend: S expert rows, L experts, C channels, T columns, B blocks of channels.
 """
 
+# Tuples of tiles grow in loops that Triton unrolls.
+# mypy: disable-error-code="assignment"
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,12 +18,13 @@ from phalanx.kernels.quantize.blocks import BLOCK, QuantizedColumns, block_count
 from phalanx.kernels.quantize.tiles_triton import (
     BIASED,
     chunk_amax,
-    largest_of,
     powers,
     transposed,
 )
 
 _WARPS = 8
+_VECTOR_REGISTERS = 80
+"""Of a thread: 3 programs on an SM, where 2 do not hide how long offsets and rows take to come."""
 
 
 @triton.jit
@@ -40,63 +44,6 @@ def tokens_of(offsets, block, L, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  #
     first = tl.load(offsets + expert, mask=known, other=0)
     last = tl.load(offsets + expert + 1, mask=known, other=0)
     return tl.where(known, first + (block - blocks_before) * BLOCK, 0), last
-
-
-@triton.jit
-def expert_rows(  # type: ignore[no-untyped-def]
-    x,
-    x_scale,
-    index,
-    row,
-    last,
-    first_channel,
-    x_row,
-    xs_row,
-    known,
-    SCALED: tl.constexpr,
-    INDEXED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Values and scales of expert rows; 0 and 1 from row `last` on."""
-    i = tl.arange(0, known.shape[0])
-    inside = row < last
-    row = row.to(tl.int64)
-    if INDEXED:
-        row = tl.load(index + row, mask=inside, other=0).to(tl.int64)
-    here = inside[:, None]
-    if not WHOLE:
-        here = here & known[None, :]
-    at = (row * x_row + first_channel)[:, None] + i[None, :]
-    values = tl.load(x + at, mask=here, other=0.0)
-    if SCALED:
-        scales = tl.load(x_scale + row * xs_row, mask=inside, other=1.0)[:, None]
-    else:
-        scales = 1.0
-    return values, scales
-
-
-@triton.jit
-def tile_amax(values, scales, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 [rows, chunks]; FP8 is compared as fp16, which has all its numbers."""
-    if SCALED:
-        amax = chunk_amax(values.to(tl.float16), 16).to(tl.float32) * scales
-    else:
-        amax = chunk_amax(values.to(tl.float32), 8)
-    return amax
-
-
-@triton.jit
-def scaled(values, scales, up, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """values * scales * up with one multiplication of an element.
-
-    The factor is larger than fp32 has numbers only where scales are of rows of zeros.
-    """
-    if SCALED:
-        factor = scales * up
-        factor = tl.where(factor == float("inf"), 1.0, factor)
-    else:
-        factor = up
-    return values.to(tl.float32) * factor
 
 
 @triton.jit
@@ -122,6 +69,8 @@ def fp8_columns(  # type: ignore[no-untyped-def]
     WHOLE: tl.constexpr,
     BIASED: tl.constexpr,
     EXPERTS: tl.constexpr,
+    TURNS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0) // (PARTS * OF_PART)
@@ -131,51 +80,60 @@ def fp8_columns(  # type: ignore[no-untyped-def]
     first, last = tokens_of(offsets, block, L, EXPERTS, BLOCK)
     i = tl.arange(0, BLOCK)
     known = of_part + i < width
-    row = first + 4 * tl.arange(0, BLOCK // 4)
-    if SCALED:
-        x_scale += of_row * xs_block
-    x0, s0 = expert_rows(
-        x, x_scale, index, row, last, channel, x_row, xs_row, known, SCALED, INDEXED, WHOLE
-    )
-    x1, s1 = expert_rows(
-        x, x_scale, index, row + 1, last, channel, x_row, xs_row, known, SCALED, INDEXED, WHOLE
-    )
-    x2, s2 = expert_rows(
-        x, x_scale, index, row + 2, last, channel, x_row, xs_row, known, SCALED, INDEXED, WHOLE
-    )
-    x3, s3 = expert_rows(
-        x, x_scale, index, row + 3, last, channel, x_row, xs_row, known, SCALED, INDEXED, WHOLE
-    )
+
+    values = ()
+    scales = ()
+    for k in tl.static_range(TURNS):
+        row = first + k + TURNS * tl.arange(0, BLOCK // TURNS)
+        inside = row < last
+        row = row.to(tl.int64)
+        if INDEXED:
+            row = tl.load(index + row, mask=inside, other=0).to(tl.int64)
+        here = inside[:, None]
+        if not WHOLE:
+            here = here & known[None, :]
+        at = (row * x_row)[:, None] + i[None, :]
+        values = values + (tl.load(x + channel + at, mask=here, other=0.0),)
+        if SCALED:
+            given = x_scale + of_row * xs_block + row * xs_row
+            scales = scales + (tl.load(given, mask=inside, other=1.0)[:, None],)
+
+    made = ()
     to_scale = scale + block.to(tl.int64) * scale_row
     if SQUARE:
-        amax = largest_of(
-            tile_amax(x0, s0, SCALED),
-            tile_amax(x1, s1, SCALED),
-            tile_amax(x2, s2, SCALED),
-            tile_amax(x3, s3, SCALED),
-        )
-        up, down = powers(tl.max(amax), BIASED)
+        largest = tl.zeros([BLOCK // TURNS, BLOCK // CHUNK], tl.float32)
+        for k in tl.static_range(TURNS):
+            if SCALED:  # fp16 has all numbers of FP8, and is compared in pairs
+                amax = chunk_amax(values[k].to(tl.float16), CHUNK).to(tl.float32) * scales[k]
+            else:
+                amax = chunk_amax(values[k].to(tl.float32), CHUNK)
+            largest = tl.maximum(largest, amax)
+        up, down = powers(tl.max(largest), BIASED)
         tl.store(to_scale + of_row, down)
-        x0 = scaled(x0, s0, up, SCALED)
-        x1 = scaled(x1, s1, up, SCALED)
-        x2 = scaled(x2, s2, up, SCALED)
-        x3 = scaled(x3, s3, up, SCALED)
+        for k in tl.static_range(TURNS):
+            factor = up
+            if SCALED:
+                # Too large for fp32 it is only for a row of zeros, whose scale may be anything.
+                factor = scales[k] * up
+                factor = tl.where(factor == float("inf"), 1.0, factor)
+            made = made + (values[k].to(tl.float32) * factor,)
     else:
-        x0 = x0.to(tl.float32) * s0
-        x1 = x1.to(tl.float32) * s1
-        x2 = x2.to(tl.float32) * s2
-        x3 = x3.to(tl.float32) * s3
-        amax = tl.max(largest_of(tl.abs(x0), tl.abs(x1), tl.abs(x2), tl.abs(x3)), 0)
-        up, down = powers(amax, BIASED)
+        largest = tl.zeros([BLOCK // TURNS, BLOCK], tl.float32)
+        for k in tl.static_range(TURNS):
+            given = values[k].to(tl.float32)
+            if SCALED:
+                given = given * scales[k]
+            made = made + (given,)
+            largest = tl.maximum(largest, tl.abs(given))
+        up, down = powers(tl.max(largest, 0), BIASED)
         tl.store(to_scale + channel + i, down, mask=known)
-        up = up[None, :]
-        x0 *= up
-        x1 *= up
-        x2 *= up
-        x3 *= up
-    made = transposed(x0, x1, x2, x3, data.dtype.element_ty)
-    to = data + ((channel + i).to(tl.int64) * T + block * BLOCK)[:, None] + i[None, :]
-    tl.store(to, made, mask=known[:, None])
+        given = made
+        made = ()
+        for k in tl.static_range(TURNS):
+            made = made + (given[k] * up[None, :],)
+    data += channel.to(tl.int64) * T + block * BLOCK
+    to = data + (i[:, None] * T + i[None, :])
+    tl.store(to, transposed(made, data.dtype.element_ty), mask=known[:, None])
 
 
 def quantize(
@@ -200,6 +158,10 @@ def quantize(
     if not to.data_CT.numel():
         return
     across = block_count(C, parts)
+    square = to.blocks == "square"
+    # A thread loads 16 bytes of a row, or 8 where it has to know the amax of each channel.
+    turns = 4 if square and x_scale is not None else 8
+    how = {} if square else dict(maxnreg=_VECTOR_REGISTERS)
     fp8_columns[(T // BLOCK * across,)](
         x,
         x_scale,
@@ -215,12 +177,15 @@ def quantize(
         to.scale.stride(0),
         SCALED=x_scale is not None,
         INDEXED=index_S is not None,
-        SQUARE=to.blocks == "square",
+        SQUARE=square,
         PARTS=parts,
         OF_PART=across // parts,
         WHOLE=C // parts % BLOCK == 0,
         BIASED=BIASED[to.data_CT.dtype],
         EXPERTS=triton.next_power_of_2(L),
+        TURNS=turns,
+        CHUNK=64 // turns,
         BLOCK=BLOCK,
         num_warps=_WARPS,
+        **how,
     )

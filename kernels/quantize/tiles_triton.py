@@ -3,10 +3,14 @@
 Powers of two are made of exponent bits: nothing is divided, and no mode of rounding or flushing
 matters. A conversion to FP8 rounds to nearest even and saturates (cvt.rn.satfinite).
 
-A program that transposes has a block's rows as four tiles, of the rows 4 g, 4 g + 1, 4 g + 2 and
-4 g + 3. They have one layout, so a thread has the same channels of four neighbours: converted side
-by side, these are a word of the transpose, and words go through shared memory, not bytes.
+A program that transposes has a block's rows in TURNS tiles: of 8, tile k has the rows k, 8 + k,
+16 + k and so on. All have one layout, so a thread has the same channels of neighbouring rows:
+converted side by side, these are a word of the transpose, and words go through shared memory where
+bytes would have to.
 """
+
+# Tuples of tiles grow in loops that Triton unrolls.
+# mypy: disable-error-code="assignment"
 
 import torch
 import triton
@@ -37,14 +41,24 @@ def chunk_amax(x, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def largest_of(a, b, c, d):  # type: ignore[no-untyped-def]
-    return tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+def transposed(tiles, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """fp32 [R, C] of each turn -> FP8 [C, R * turns], the rows of the tiles in turn."""
+    R: tl.constexpr = tiles[0].shape[0]
+    C: tl.constexpr = tiles[0].shape[1]
+    TURNS: tl.constexpr = len(tiles)
+    if TURNS == 8:
+        rows = _halved(_halved(_halved(tiles)))
+    else:
+        rows = _halved(_halved(tiles))
+    made = tl.reshape(rows[0].to(dtype), [R, C, TURNS])
+    return tl.reshape(tl.permute(made, [1, 0, 2]), [C, R * TURNS])
 
 
 @triton.jit
-def transposed(a, b, c, d, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 or FP8 [R, C] each -> FP8 [C, 4 R], of the rows of all in turn."""
-    R: tl.constexpr = a.shape[0]
-    C: tl.constexpr = a.shape[1]
-    rows = tl.join(tl.join(a, c), tl.join(b, d)).to(dtype)
-    return tl.reshape(tl.permute(tl.reshape(rows, [R, C, 4]), [1, 0, 2]), [C, 4 * R])
+def _halved(tiles):  # type: ignore[no-untyped-def]
+    """Tiles of the first half joined with those of the second: their turn's highest bit so far."""
+    half: tl.constexpr = len(tiles) // 2
+    joined = ()
+    for k in tl.static_range(half):
+        joined = joined + (tl.join(tiles[k], tiles[k + half]),)
+    return joined

@@ -5,6 +5,10 @@ A program has one block, and its rows as `tiles_triton` has them.
 Legend: L experts, O and I channels out and in, N = parts * L matrices of O / parts rows.
 """
 
+# Tuples of tiles grow in loops that Triton unrolls.
+# mypy: disable-error-code="assignment"
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,12 +17,14 @@ from phalanx.kernels.quantize.blocks import BLOCK, QuantizedWeights
 from phalanx.kernels.quantize.tiles_triton import (
     BIASED,
     chunk_amax,
-    largest_of,
     powers,
     transposed,
 )
 
+_TURNS = 4
 _WARPS = 8
+_REGISTERS = {torch.bfloat16: 80, torch.float32: 104}
+"""Of a thread: what leaves room for 3 programs on an SM, or 2."""
 
 
 @triton.jit
@@ -32,9 +38,9 @@ def fp8_weights(  # type: ignore[no-untyped-def]
     ins,
     PARTS: tl.constexpr,
     BIASED: tl.constexpr,
+    TURNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    QUARTER: tl.constexpr = BLOCK // 4
     program = tl.program_id(0)
     columns = tl.cdiv(ins, BLOCK)
     blocks = tl.cdiv(rows, BLOCK) * columns
@@ -44,35 +50,31 @@ def fp8_weights(  # type: ignore[no-untyped-def]
     first_channel = of_matrix % columns * BLOCK
     first_out = matrix % PARTS * rows + first_row
     of_expert = (matrix // PARTS).to(tl.int64) * outs * ins
+    corner = of_expert + first_out.to(tl.int64) * ins + first_channel
+    across_data += of_expert + first_channel.to(tl.int64) * outs + first_out
 
-    row = 4 * tl.arange(0, QUARTER)
+    row = TURNS * tl.arange(0, BLOCK // TURNS)
     i = tl.arange(0, BLOCK)
-    channel = first_channel + i
-    known = (channel < ins)[None, :]
-    here0 = (first_row + row < rows)[:, None] & known
-    here1 = (first_row + row + 1 < rows)[:, None] & known
-    here2 = (first_row + row + 2 < rows)[:, None] & known
-    here3 = (first_row + row + 3 < rows)[:, None] & known
-    at = of_expert + (first_out + row).to(tl.int64)[:, None] * ins + channel[None, :]
-    w0 = tl.load(w + at, mask=here0, other=0.0).to(tl.float32)
-    w1 = tl.load(w + at + ins, mask=here1, other=0.0).to(tl.float32)
-    w2 = tl.load(w + at + 2 * ins, mask=here2, other=0.0).to(tl.float32)
-    w3 = tl.load(w + at + 3 * ins, mask=here3, other=0.0).to(tl.float32)
-    amax = largest_of(chunk_amax(w0, 8), chunk_amax(w1, 8), chunk_amax(w2, 8), chunk_amax(w3, 8))
+    known = first_channel + i < ins
+    at = row[:, None] * ins + i[None, :]
+    values = ()
+    amax = tl.zeros([BLOCK // TURNS, BLOCK // 8], tl.float32)
+    for k in tl.static_range(TURNS):
+        here = (first_row + row + k < rows)[:, None] & known[None, :]
+        x = tl.load(w + corner + k * ins + at, mask=here, other=0.0).to(tl.float32)
+        values = values + (x,)
+        amax = tl.maximum(amax, chunk_amax(x, 8))
     up, down = powers(tl.max(amax), BIASED)
     tl.store(scale + program, down)
     fp8: tl.constexpr = data.dtype.element_ty
-    w0 *= up
-    w1 *= up
-    w2 *= up
-    w3 *= up
-    tl.store(data + at, w0.to(fp8), mask=here0)
-    tl.store(data + at + ins, w1.to(fp8), mask=here1)
-    tl.store(data + at + 2 * ins, w2.to(fp8), mask=here2)
-    tl.store(data + at + 3 * ins, w3.to(fp8), mask=here3)
-    to = of_expert + channel.to(tl.int64)[:, None] * outs + (first_out + i)[None, :]
-    here = (channel < ins)[:, None] & (first_row + i < rows)[None, :]
-    tl.store(across_data + to, transposed(w0, w1, w2, w3, fp8), mask=here)
+    made = ()
+    for k in tl.static_range(TURNS):
+        here = (first_row + row + k < rows)[:, None] & known[None, :]
+        made = made + (values[k] * up,)
+        tl.store(data + corner + k * ins + at, made[k].to(fp8), mask=here)
+    to = i[:, None] * outs + i[None, :]
+    here = known[:, None] & (first_row + i < rows)[None, :]
+    tl.store(across_data + to, transposed(made, fp8), mask=here)
 
 
 def quantize(w_LOI: Tensor, to: QuantizedWeights, parts: int) -> None:
@@ -89,6 +91,8 @@ def quantize(w_LOI: Tensor, to: QuantizedWeights, parts: int) -> None:
         I,
         PARTS=parts,
         BIASED=BIASED[to.data_LOI.dtype],
+        TURNS=_TURNS,
         BLOCK=BLOCK,
         num_warps=_WARPS,
+        maxnreg=_REGISTERS[w_LOI.dtype],
     )

@@ -4,7 +4,7 @@ Order matters: weights are drawn before the data parallel wrapper copies them in
 the wrapper exists before the optimizer takes its master copies.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -114,6 +114,8 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm)
     options = _moe_options(cfg, experts, transport, budget, sms)
+    resident = any(choice.backend == "resident" for choice in weights)
+    options = replace(options, spec=replace(options.spec, keep_fp8=resident))
     chunks = _chunks(cfg, config, groups, backends, options)
     for chunk in chunks:
         chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device

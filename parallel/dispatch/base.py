@@ -89,6 +89,7 @@ def make_dispatcher(
     backend: str = "torch",
     symm: SymmOptions = SymmOptions(),  # noqa: B008  (frozen)
     recipe: Fp8Block | None = None,
+    fp8_rows: bool = False,
 ) -> Dispatcher:
     """The dispatcher of a group, over what `parallel.dispatch.transport.choose_transport` found for
     it.
@@ -101,7 +102,8 @@ def make_dispatcher(
         budget: rows of the experts, shared by all layers.
         backend: of the experts and of `kernels.routing.plan`, which makes the plans.
         symm: options of that transport, also inside the nodes of `hier`.
-        recipe: of rows that travel in FP8; on one rank nothing travels.
+        recipe: of the experts.
+        fp8_rows: with a recipe, rows travel in FP8; on one rank nothing travels.
 
     Raises:
         ValueError: experts that do not divide over the ranks, or top_k above experts.
@@ -120,5 +122,8 @@ def make_dispatcher(
     plan = BudgetPlanner(slots, budget, backend, ranks, first, local)
     if group is None:
         return Local(plan)
-    context = DispatchContext(transport, group, plan, experts, local, backend, symm, recipe)
+    context = DispatchContext(transport, group, plan, experts, local, backend, symm)
+    if recipe is not None:
+        travels = recipe if fp8_rows else None
+        context = context._replace(recipe=travels, quantizes=not fp8_rows)
     return class_of(transport.name).build(context)

@@ -18,7 +18,7 @@ from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
 Move = Callable[[Tensor], Tensor]
-"""Brings rows of bytes of all ranks: [T, ...] -> [N, ...]."""
+"""Brings packed rows of all ranks: [T, ...] -> [N, ...]."""
 
 
 class FP8Rows:
@@ -29,24 +29,40 @@ class FP8Rows:
     """
 
     def __init__(self, recipe: Fp8Block) -> None:
-        self._recipe = recipe
+        self._tokens, self._gradient = torch.float8_e4m3fn, FORMATS[recipe.grad_format]
         self.arrived = Arrived()
 
     def bring_tokens(self, x_TD: Tensor, move: Move) -> Tensor:
         """[N, D] without data; the rows are in `arrived`."""
-        self.arrived.tokens = _moved(x_TD, torch.float8_e4m3fn, move)
-        return _without_data(x_TD, len(self.arrived.tokens.data))
+        return self.tokens_came(move(self.pack_tokens(x_TD)), x_TD)
 
     def bring_gradient(self, grad_TD: Tensor, move: Move) -> Tensor:
         """[N, D] without data; the rows are in `arrived`."""
-        self.arrived.gradient = _moved(grad_TD, FORMATS[self._recipe.grad_format], move)
-        return _without_data(grad_TD, len(self.arrived.gradient.data))
+        return self.gradient_came(move(self.pack_gradient(grad_TD)), grad_TD)
+
+    def pack_tokens(self, x_TD: Tensor) -> Tensor:
+        """uint8 [T, ...], to be sent."""
+        return pack_rows(quantize_rows(x_TD, dtype=self._tokens))
+
+    def pack_gradient(self, grad_TD: Tensor) -> Tensor:
+        """uint8 [T, ...], to be sent."""
+        return pack_rows(quantize_rows(grad_TD, dtype=self._gradient))
+
+    def tokens_came(self, packed: Tensor, like_TD: Tensor) -> Tensor:
+        """Put packed rows [N, ...] into `arrived`; returns [N, D] without data."""
+        self.arrived.tokens = self.tokens(packed, like_TD.shape[1])
+        return without_data(like_TD, len(packed))
+
+    def gradient_came(self, packed: Tensor, like_TD: Tensor) -> Tensor:
+        """The same of gradients."""
+        self.arrived.gradient = unpack_rows(packed, like_TD.shape[1], self._gradient)
+        return without_data(like_TD, len(packed))
+
+    def tokens(self, packed: Tensor, hidden: int) -> Quantized:
+        """What packed tokens are."""
+        return unpack_rows(packed, hidden, self._tokens)
 
 
-def _moved(x_TD: Tensor, dtype: torch.dtype, move: Move) -> Quantized:
-    packed = pack_rows(quantize_rows(x_TD, dtype=dtype))
-    return unpack_rows(move(packed), x_TD.shape[1], dtype)
-
-
-def _without_data(like_TD: Tensor, rows: int) -> Tensor:
+def without_data(like_TD: Tensor, rows: int) -> Tensor:
+    """[rows, D] for autograd alone."""
     return like_TD.new_empty(1).expand(rows, like_TD.shape[1])

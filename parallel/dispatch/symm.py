@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import CUTLASS_DSL
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatch.costs import NOTHING, Costs, Reach
 from phalanx.parallel.dispatch.exchange import SymmOptions, exchange_of
+from phalanx.parallel.dispatch.fp8_rows import FP8Rows
 from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, addends
 from phalanx.parallel.dispatch.transfers import (
     Collect,
@@ -49,6 +51,7 @@ class Symm(Dispatcher):
         local: experts of a rank.
         options: the rest.
         waits: the experts' kernels can wait for rows (the fused ones).
+        recipe: of rows that travel in FP8.
     """
 
     no_overlap = None
@@ -62,14 +65,17 @@ class Symm(Dispatcher):
         local: int,
         options: SymmOptions,
         waits: bool = False,
+        recipe: Fp8Block | None = None,
     ) -> None:
         self._group, self._plan, self._local, self._options = group, plan, local, options
-        self._waits = waits
+        self._waits, self._recipe = waits, recipe
 
     @classmethod
     def build(cls, context: DispatchContext) -> "Symm":
         c = context
-        return cls(c.group, c.plan, local=c.local, options=c.options, waits=c.waits)
+        return cls(
+            c.group, c.plan, local=c.local, options=c.options, waits=c.waits, recipe=c.recipe
+        )
 
     @classmethod
     def refuse_here(cls, dtype: torch.dtype) -> Refusal:
@@ -126,14 +132,18 @@ class Symm(Dispatcher):
             self._local,
             overlaps=exchange.overlaps and self._waits,
             keep=self._options.keep,
+            fp8=None if self._recipe is None else FP8Rows(self._recipe),
         )
         pushed_ND = Dispatch.apply(x_TD, topk_prob_TK, call)
         if meanwhile is not None:
             meanwhile()
         rows_ND, idx_NK, prob_NK = Receive.apply(pushed_ND, call)
         plan = self._plan(idx_NK, prob_NK)
+        arrived = None if call.fp8 is None else call.fp8.arrived
         if call.overlaps:
-            return Received(rows_ND, plan, call, route=call)
+            return Received(rows_ND, plan, call, arrived, route=call)
+        if arrived is not None:
+            return Received(rows_ND, plan, arrived=arrived, route=call)
         hooks = functools.partial(saving, rows_ND.detach(), call)
         return Received(rows_ND, plan, route=call, saving=hooks)
 

@@ -24,9 +24,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.expert_mlp.backend import Rows, tensors_of
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
 from phalanx.kernels.sm90.exchange.peer_buffers import padded, unpadded
+from phalanx.parallel.dispatch.fp8_rows import FP8Rows, without_data
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
@@ -80,13 +83,21 @@ class MoETransfers:
         local: experts of a rank.
         overlaps: the experts' kernels run beside the pushes.
         keep: received tokens are copied for the backward pass rather than sent again.
+        fp8: in which tokens and gradients of sums travel. Without overlap tokens are kept then.
     """
 
     def __init__(
-        self, exchange: "Exchange", idx_TK: Tensor, local: int, *, overlaps: bool, keep: bool
+        self,
+        exchange: "Exchange",
+        idx_TK: Tensor,
+        local: int,
+        *,
+        overlaps: bool,
+        keep: bool,
+        fp8: FP8Rows | None = None,
     ) -> None:
         self.exchange, self.idx_TK, self.local = exchange, idx_TK, local
-        self.overlaps, self.keep = overlaps, keep
+        self.overlaps, self.keep, self.fp8 = overlaps, keep, fp8
         self.tokens_out = InFlight(exchange)
         """Tokens to their experts' ranks, in the forward pass and once more in the backward."""
         self.sums_back = InFlight(exchange)
@@ -100,9 +111,17 @@ class MoETransfers:
         self.idx_NK: Tensor
         """Experts of received rows."""
         self.again: Tensor
-        """For the backward pass: this rank's tokens, to be sent again, or received ones."""
+        """For the backward pass: this rank's tokens as they were sent, to be sent again, or
+        received ones."""
+        self.hidden: int
+        """D."""
         self._fc2: tuple[TileSignal, ExpertPlan, torch.cuda.Event]
         self._send_rest: Callable[[], None]
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return self.exchange.ranks * len(self.idx_TK)
 
     def send_out(self, rows_TD: Tensor, side: Tensor | None = None, *, all_sms: bool) -> "Transfer":
         """Push rows of tokens to their experts' ranks."""
@@ -119,6 +138,13 @@ class MoETransfers:
         rows_ND = self.exchange.rows(transfer)
         return rows_ND.view_as(rows_ND)
 
+    def packed_rows(self, transfer: "Transfer") -> Tensor:
+        """Packed rows in FP8, uint8 [N, ...], where they arrive: the first of each bf16 row's
+        place."""
+        rows_ND = self.exchange.rows(transfer)
+        N, D = rows_ND.shape
+        return rows_ND.view(torch.uint8).view(-1)[: N * row_bytes(D)].view(N, -1)
+
     def side(self, transfer: "Transfer", size: int) -> Tensor:
         """Blocks of `size` int32 from all ranks: [R, size]."""
         return unpadded(self.exchange.side(transfer), self.exchange.ranks, size)
@@ -130,13 +156,13 @@ class MoETransfers:
         """What kernels wait for that read rows of tokens, or of the gradient of their sums."""
         return self.exchange.ready_words(self.local)
 
-    def start_sums(self, a_SF: Tensor, hidden: int, plan: ExpertPlan, training: bool) -> Any:
+    def start_sums(self, a_SF: Rows, hidden: int, plan: ExpertPlan, training: bool) -> Any:
         """Before fc2 of a, whose sums are going to leave as it makes them; its tile signal."""
         tokens = self.tokens_out.wait()
         if self.keep and training:
-            self.again = self.rows(tokens).clone()
-        y_SD = a_SF.new_empty(a_SF.shape[0], hidden)
-        signal = self.exchange.tile_signal(y_SD, a_SF.shape[1], self.local)
+            self.again = (self.rows if self.fp8 is None else self.packed_rows)(tokens).clone()
+        y_SD = self.exchange.rows(tokens).new_empty(len(tensors_of(a_SF)[0]), hidden)
+        signal = self.exchange.tile_signal(y_SD, a_SF, self.local)
         self._fc2 = signal, plan, torch.cuda.current_stream().record_event()
         return signal
 
@@ -170,9 +196,12 @@ class MoETransfers:
         self.exchange.wait_running(self.token_grads_back.put(transfer))
         return self.rows(transfer)
 
-    def tokens(self) -> Tensor:
+    def tokens(self) -> Rows:
         """Received tokens in the backward pass."""
-        return self.again if self.keep else self.rows(self.tokens_out.wait())
+        if self.fp8 is None:
+            return self.again if self.keep else self.rows(self.tokens_out.wait())
+        packed = self.again if self.keep else self.packed_rows(self.tokens_out.wait())
+        return self.fp8.tokens(packed, self.hidden)
 
     def return_gradient(self, grad_ND: Tensor, grad_NK: Tensor | None) -> None:
         """Gradients of received tokens and probabilities begin to go back, if they have not yet.
@@ -199,9 +228,11 @@ class Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, prob_TK: Tensor, call: MoETransfers) -> Tensor:
         how = dict(ranks=call.exchange.ranks, local=call.local)
         side, call.sums_TR = pack_routing(call.idx_TK, prob_TK.contiguous(), **how)
-        transfer = call.tokens_out.put(call.send_out(x_TD, side, all_sms=not call.overlaps))
-        call.again, ctx.call = x_TD.detach(), call
-        return call.rows(transfer)
+        call.hidden, fp8 = x_TD.shape[1], call.fp8
+        sent = x_TD.detach() if fp8 is None else fp8.pack_tokens(x_TD).view(torch.bfloat16)
+        transfer = call.tokens_out.put(call.send_out(sent, side, all_sms=not call.overlaps))
+        call.again, ctx.call = sent, call
+        return call.rows(transfer) if fp8 is None else without_data(x_TD, call.count)
 
     @staticmethod
     @once_differentiable
@@ -220,7 +251,7 @@ class Receive(torch.autograd.Function):
     gradients' way, unless the experts' kernels have started it."""
 
     @staticmethod
-    def forward(ctx: Any, _: Tensor, call: MoETransfers) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, like_ND: Tensor, call: MoETransfers) -> tuple[Tensor, Tensor, Tensor]:
         T, K = call.idx_TK.shape
         tokens = call.tokens_out
         transfer = tokens.wait_side() if call.overlaps else tokens.wait()
@@ -228,7 +259,12 @@ class Receive(torch.autograd.Function):
         ctx.call = call
         ctx.mark_non_differentiable(call.idx_NK)
         ctx.set_materialize_grads(False)
-        return call.rows(transfer), call.idx_NK, prob_NK
+        if call.fp8 is None:
+            return call.rows(transfer), call.idx_NK, prob_NK
+        packed = call.packed_rows(transfer)
+        # Their place is taken by other exchanges before the backward pass.
+        packed = packed if call.overlaps else packed.clone()
+        return call.fp8.tokens_came(packed, like_ND), call.idx_NK, prob_NK
 
     @staticmethod
     @once_differentiable
@@ -258,11 +294,11 @@ class SendBack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         call: MoETransfers = ctx.call
-        if not call.overlaps:
-            call.sum_grads_out.wait()
-            return grad_ND, None, None
-        call.sum_grads_out.wait_side()
-        if not call.keep:
+        grads = call.sum_grads_out
+        transfer = grads.wait_side() if call.overlaps else grads.wait()
+        if call.fp8 is not None:
+            grad_ND = call.fp8.gradient_came(call.packed_rows(transfer), grad_ND)
+        if call.overlaps and not call.keep:
             call.tokens_out.put(call.send_out(call.again, all_sms=False))
         return grad_ND, None, None
 
@@ -288,9 +324,11 @@ class Collect(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         call: MoETransfers = ctx.call
-        all_sms = ctx.all_sms and not call.overlaps
-        transfer = call.sum_grads_out.put(call.send_out(grad_TD, all_sms=all_sms))
-        return call.rows(transfer), None, None, *[grad_TD] * ctx.addends
+        all_sms, fp8 = ctx.all_sms and not call.overlaps, call.fp8
+        sent = grad_TD if fp8 is None else fp8.pack_gradient(grad_TD).view(torch.bfloat16)
+        transfer = call.sum_grads_out.put(call.send_out(sent, all_sms=all_sms))
+        grad_ND = call.rows(transfer) if fp8 is None else without_data(grad_TD, call.count)
+        return grad_ND, None, None, *[grad_TD] * ctx.addends
 
 
 @contextmanager

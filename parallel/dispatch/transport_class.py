@@ -64,11 +64,13 @@ class DispatchContext(NamedTuple):
     options: SymmOptions = SymmOptions()
     recipe: Fp8Block | None = None
     """Of tokens and gradients of sums that travel in FP8; None: they travel as they are."""
+    quantizes: bool = False
+    """The experts make FP8 of rows that have come as they were, for which all must be there."""
 
     @property
     def waits(self) -> bool:
         """Whether the experts' kernels can begin with the tokens that are there."""
-        return waits_for_tokens(self.backend)
+        return waits_for_tokens(self.backend) and not self.quantizes
 
 
 class Dispatcher(ABC):

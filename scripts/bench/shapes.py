@@ -35,6 +35,15 @@ LAYER = {
     (32768, 4096, 2048, 64, 4): Bars((0.98, 0.98), (1.03, 1.03)),
 }
 """Tokens, hidden, expert width, experts, experts per token: against SonicMoE."""
+FP8: dict[Shape, dict[str, tuple[float, float]]] = {
+    shape: dict(zip(("forward", "backward", "fc2", "fc1 dgrad", "fc2 wgrad"), bars, strict=True))
+    for shape, bars in {
+        tuple(MLP)[0]: ((1.45, 1.65), (1.35, 1.60), (1.48, 1.70), (1.48, 1.70), (1.35, 1.60)),
+        tuple(MLP)[1]: ((1.33, 1.55), (1.30, 1.55), (1.38, 1.60), (1.38, 1.60), (1.35, 1.55)),
+        tuple(MLP)[3]: ((1.15, 1.35), (1.10, 1.30), (1.25, 1.40), (1.25, 1.40), (1.20, 1.40)),
+    }.items()
+}
+"""Bar and goal of FP8 against bf16 beside it."""
 MARGINS = (0, 8, 16, 24, 32)
 ZIPF = 0.6
 SKEW_BAR = 0.95
@@ -59,9 +68,18 @@ SUITES: dict[str, tuple[Shape, ...]] = {
     "skew": tuple(MLP),
     "gather": (*MLP, *LAYER),
     "host": ((256, 256, 128, 8, 2),),
+    "fp8": tuple(MLP),
 }
 """Shapes of each suite, as of `MLP` or `LAYER`."""
-SIZES = {"mlp": (4,), "layer": (5,), "margins": (4,), "skew": (4,), "gather": (4, 5), "host": (5,)}
+SIZES = {
+    "mlp": (4,),
+    "layer": (5,),
+    "margins": (4,),
+    "skew": (4,),
+    "gather": (4, 5),
+    "host": (5,),
+    "fp8": (4,),
+}
 """Numbers in a shape of each suite."""
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("cutlass")
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.scripts import bench_kernels
 from phalanx.scripts.bench import (
+    fp8,
     host,
     layer,
     measure,
@@ -246,6 +247,19 @@ def test_mlp_compares_with_those_who_are_there(monkeypatch):
         assert ours.tflops == pytest.approx(6 * 256 * 128 * 64 / ours.ms * 1e-9)
         assert ours.verdict == "goal" and made["ours", "backward", mode].verdict in ("missed", "")
     assert ("ours, fp32 +=", "backward", "graph") in made
+
+
+def test_fp8_is_compared_with_bf16(monkeypatch):
+    shape = (256, 128, 64, 4)
+    monkeypatch.setitem(shapes.FP8, shape, {"backward": (1e-9, 1e9), "fc2": (1e-9, 1e9)})
+    found = by_side(fp8.suite(bench(backend="torch"), shape))
+    check = found.pop(("check", "relative error", ""))
+    assert not check.failed and "dw2" in check.note
+    operations = {"fc1, activation", "fc2", "fc2 dgrad, activation", "fc1 dgrad", "fc2 wgrad"}
+    assert {what for _, what, _ in found} == operations | {"forward", "backward"}
+    bf16, eight = (found[side, "fc2", "graph"] for side in ("bf16", "fp8"))
+    assert eight.ratio == pytest.approx(bf16.ms / eight.ms) and eight.met and bf16.ratio is None
+    assert eight.tflops == pytest.approx(2 * 256 * 128 * 64 / eight.ms * 1e-9)
 
 
 def test_wrong_results_fail():

@@ -15,7 +15,7 @@ from phalanx.kernels.attention.rope import rope
 from phalanx.moe.router import fused_topk
 from phalanx.moe.router.scores import choose, probabilities
 from phalanx.scripts import bench_libraries
-from phalanx.scripts.bench import attention, libraries
+from phalanx.scripts.bench import attention, libraries, quantize
 from phalanx.scripts.bench.comparison import Row, gap
 from phalanx.scripts.bench.libraries import Sizes
 from phalanx.scripts.bench.measure import Bench
@@ -175,6 +175,18 @@ def test_attention_beside_the_other_backends(there, monkeypatch, capsys):
         if row.gap is not None:
             assert row.gap.difference <= 0.02 * row.gap.largest
     assert len(capsys.readouterr().out.splitlines()) == len(made) + 3
+
+
+def test_quantizing_beside_a_copy(monkeypatch, capsys):
+    monkeypatch.setattr(quantize, "ROWS", {"small": (300, 160, 3)})
+    monkeypatch.setattr(quantize, "WEIGHTS", {"small": (2, 130, 64)})
+    made = bench_libraries.run(Bench(Stopwatch(), 2), ["quantize"], SMALL)
+    assert len(made) == len({row.operation for row in made}) == 1 + 2 * 2 + 1
+    assert all(row.ours and row.theirs and row.library == "copy" for row in made)
+    ours, copied = (float(rate) for rate in made[0].note.removesuffix(" TB/s").split(", "))
+    moved = 300 * 160 * 3 + 300 * 2 * 4  # two bytes in, one out, and scales of two blocks
+    assert ours == pytest.approx(moved / made[0].ours * 1e-9, rel=0.01)
+    assert copied == pytest.approx(moved / made[0].theirs * 1e-9, rel=0.01)
 
 
 def test_a_part_that_fails_is_a_row(monkeypatch, capsys):

@@ -27,6 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.kernels.expert_mlp.backend import Rows
+from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.sm90.exchange.combine_push import combine_push
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,
@@ -40,7 +42,9 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
 from phalanx.kernels.sm90.exchange.push import push, wait_peers
 from phalanx.kernels.sm90.exchange.ready import ready_words
 from phalanx.kernels.sm90.exchange.tile_progress import PROGRESS, ReadyRows, TileSignal
+from phalanx.kernels.sm90.fp8 import operands
 from phalanx.kernels.sm90.gemm import tiles
+from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.jit.launch import sms
 
 SLICES = 16
@@ -157,13 +161,13 @@ class Exchange:
 
         return self._begin(send, waves, sources)
 
-    def tile_signal(self, y_SD: Tensor, channels: int, local: int) -> TileSignal:
+    def tile_signal(self, y_SD: Tensor, a_SF: Rows, local: int) -> TileSignal:
         """Tile-signal request for the fc2 launch whose sums `send_sums` is going to send.
 
         Args:
-            y_SD: where fc2 writes. channels: of its input. local: experts of a rank.
+            y_SD: where fc2 writes. a_SF: its input. local: experts of a rank.
         """
-        loop = tiles.choose("rows", y_SD.shape[1], channels, transposed=False)
+        loop = _loop_of_fc2(a_SF, y_SD.shape[1])
         slice_bits = (-(-SLICES // local) - 1).bit_length()
         waves = self._waves(local << slice_bits)
         return TileSignal(
@@ -305,3 +309,10 @@ class Exchange:
         """Rank, epoch and the last epoch that it reached, if a wait for it timed out."""
         who, epoch, found, _ = self._buffers[0].report.tolist()
         return (who - 1, epoch, found) if who else None
+
+
+def _loop_of_fc2(a_SF: Rows, hidden: int) -> Mainloop:
+    """The tile that its launch takes."""
+    if isinstance(a_SF, Quantized):
+        return operands.choose(operands.rows_tile(hidden), a_SF.data)
+    return tiles.choose("rows", hidden, a_SF.shape[1], transposed=False)

@@ -30,8 +30,8 @@ _DEEP = 32
 class Scales:
     """Where a thread finds the scales of a tile: addresses of a block's, and bytes to the next."""
 
-    rows: tuple[Int64, Int64]
-    """Of the thread's first row of its warp's 16, and of the one 8 below."""
+    rows: tuple[Int64, ...]
+    """Of the thread's first row of its warp's 16, and of the one 8 below; or one for both."""
     row_step: Int64
     columns: tuple[Int64, Int64]
     """Of the tile's first 128 columns, and of the others; of 192 that begin in the middle of a
@@ -85,29 +85,33 @@ class Promotion:
     def multiply(self, first: Int32, blocks: Int32, scales: Scales) -> None:
         """Multiply `blocks` >= 1 stages, from block number `first` on, into a fresh accumulator."""
         self.acc.fill(0.0)
-        place0, place1 = scales.rows
+        place0, place1 = scales.rows[0], scales.rows[-1]
+        one_row = len(scales.rows) == 1
         low, high = scales.columns
         row_step, column_step = scales.row_step, scales.column_step
         aligned = scales.aligned
         if cutlass.const_expr(self.fresh):  # the loading warps have waited for the rows
             self.ring.wait(first)
         one = Int64(cutlass.min(1, blocks - 1))
-        a0, a1 = self._load(place0), self._load(place1)
+        a0, a1 = self._load_rows(place0, place1, Int64(0), one_row)
         b0, b1 = self._load_columns(low, high, Int64(0))
-        next_a0, next_a1 = self._load(place0 + row_step * one), self._load(place1 + row_step * one)
+        next_a0, next_a1 = self._load_rows(place0, place1, row_step * one, one_row)
         next_b0, next_b1 = self._load_columns(low, high, column_step * one)
         for k in cutlass.range(blocks, unroll=1):
             two = Int64(cutlass.min(k + 2, blocks - 1))
-            then_a0 = self._load(place0 + row_step * two)
-            then_a1 = self._load(place1 + row_step * two)
+            then_a0, then_a1 = self._load_rows(place0, place1, row_step * two, one_row)
             then_b0, then_b1 = self._load_columns(low, high, column_step * two)
             stage = self.ring.wait(first + k)
             self._block(stage, (a0, a1), (b0, cutlass.select_(aligned, b0, b1), b1))
             a0, a1, next_a0, next_a1 = next_a0, next_a1, then_a0, then_a1
             b0, b1, next_b0, next_b1 = next_b0, next_b1, then_b0, then_b1
 
-    def _load(self, where: Int64) -> Float32:
-        return ptx.load_fresh(where) if self.fresh else ptx.load_constant(where)
+    def _load_rows(
+        self, first: Int64, second: Int64, ahead: Int64, one: bool
+    ) -> tuple[Float32, Float32]:
+        load = ptx.load_fresh if self.fresh else ptx.load_constant
+        found = load(first + ahead)
+        return found, found if one else load(second + ahead)
 
     def _load_columns(self, low: Int64, high: Int64, ahead: Int64) -> tuple[Float32, Float32]:
         first = ptx.load_constant(low + ahead)
@@ -175,7 +179,7 @@ class Math(Promotion):
         for half in range(2):
             at = cutlass.min(row + self.first + ptx.lane() // 4 + half * 8, end - 1)
             picked = self.index[at] if self.loop.gather else at
-            rows.append(_address(of_rows, picked, 0))
+            rows.append(address(of_rows, picked, 0))
         last = Int32(of_weights.shape[0]) - 1
         low, high = cutlass.min(n // BLOCK, last), cutlass.min(n // BLOCK + 1, last)
         if self.half is not None:  # a tile has as many columns of either half
@@ -183,7 +187,7 @@ class Math(Promotion):
         # The compiler must not see that the lanes agree: it would move what is loaded to uniform
         # registers, and wait for it at once.
         apart = ptx.lane() * self.zero
-        columns = [_address(of_weights, at + apart, 0, expert) for at in (low, high)]
+        columns = [address(of_weights, at + apart, 0, expert) for at in (low, high)]
         return Scales(
             (rows[0], rows[1]),
             4 * Int64(of_rows.stride[1]),
@@ -216,7 +220,7 @@ def operand_scales(
     return of_rows, cute.make_tensor(weights, layout), half, zero
 
 
-def _address(tensor: cute.Tensor, *at: Int32 | int) -> Int64:
+def address(tensor: cute.Tensor, *at: Int32 | int) -> Int64:
     """Of an fp32 element, by its strides."""
     found = tensor.iterator.toint()
     for index, stride in zip(at, tensor.stride, strict=False):

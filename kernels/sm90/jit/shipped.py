@@ -59,11 +59,12 @@ def _gemms() -> Iterator[tuple[type, Any]]:
 
 
 def _fp8_gemms() -> Iterator[tuple[type, Any]]:
-    """`rows` and `fc1_act` in FP8, as `fp8.operands` chooses their tiles."""
+    """`rows`, `fc1_act` and `wgrad` in FP8, as `fp8.operands` and `wgrad` choose their tiles."""
     from phalanx.kernels.sm90.fp8.act import Fp8Act
     from phalanx.kernels.sm90.fp8.fc1_act import COLUMNS, Fp8Fc1Kernel
     from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
     from phalanx.kernels.sm90.fp8.rows import Fp8RowsKernel
+    from phalanx.kernels.sm90.fp8.wgrad_kernel import Fp8WgradConfig, Fp8WgradKernel
     from phalanx.kernels.sm90.gemm.epilogues import Linear
     from phalanx.kernels.sm90.gemm.gemm import GemmConfig
 
@@ -78,6 +79,11 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
     gathered = Fp8Mainloop(COLUMNS, gather=True)
     yield from ((Fp8Fc1Kernel, GemmConfig(act, gathered, waits=True)) for act in acts)
     yield from ((Fp8Fc1Kernel, GemmConfig(Fp8Act(act), gathered)) for act in OTHERS)
+    for columns, rows_format in product((192, 256), ("e4m3", "e5m2")):
+        for wide, add in ((True, True), (True, False), (False, False)):
+            for ordered in EITHER:
+                config = Fp8WgradConfig(columns, wide, add, ordered, rows_format=rows_format)
+                yield Fp8WgradKernel, config
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:

@@ -17,13 +17,14 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatch.base import Slots, make_dispatcher
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.transport import choose_transport
+from phalanx.parallel.dispatch.transport_class import DispatchContext
 from tests.kernels.problems import error, make
 from tests.support.distributed import run_distributed
 
 T, D, F, E, K = 40, 160, 136, 4, 2
 
 
-def layer(recipe: Fp8Block, wire: Fp8Block | None) -> tuple[list[Tensor], list[int]]:
+def layer(recipe: Fp8Block, fp8_rows: bool) -> tuple[list[Tensor], list[int]]:
     """Output, gradients of tokens, probabilities and weights; bytes of rows in collectives."""
     rank, sent = dist.get_rank(), []
     g = torch.Generator().manual_seed(rank)
@@ -38,7 +39,8 @@ def layer(recipe: Fp8Block, wire: Fp8Block | None) -> tuple[list[Tensor], list[i
         experts=E,
         slots=Slots(K, K),
         budget=Budget(2.0, torch.device("cpu")),
-        recipe=wire,
+        recipe=recipe,
+        fp8_rows=fp8_rows,
     )
     gather = dist.all_gather_into_tensor
 
@@ -62,8 +64,8 @@ def layer(recipe: Fp8Block, wire: Fp8Block | None) -> tuple[list[Tensor], list[i
 
 
 def _same_bits(recipe: Fp8Block) -> None:
-    late, bytes_late = layer(recipe, None)
-    early, bytes_early = layer(recipe, recipe)
+    late, bytes_late = layer(recipe, False)
+    early, bytes_early = layer(recipe, True)
     assert [torch.equal(a, b) for a, b in zip(early, late, strict=True)] == [True] * 5
     assert (bytes_late, bytes_early) == ([2 * T * D] * 2, [T * row_bytes(D)] * 2)
 
@@ -77,7 +79,7 @@ def test_the_bits_of_rows_that_are_quantised_later(recipe):
 def _weight_gradients_in_bf16() -> None:
     """Their operands are then the values that have come: x and the gradient of out in FP8."""
     recipe = Fp8Block(wgrad="bf16")
-    late, early = (layer(recipe, wire)[0] for wire in (None, recipe))
+    late, early = (layer(recipe, fp8_rows)[0] for fp8_rows in (False, True))
     assert [torch.equal(a, b) for a, b in zip(early[:3], late[:3], strict=True)] == [True] * 3
     assert all(1e-2 < error(a, b) < 6e-2 for a, b in zip(early[3:], late[3:], strict=True))
 
@@ -92,3 +94,14 @@ def test_without_a_recipe_nothing_takes_rows_in_fp8():
     plan = ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
     with pytest.raises(ValueError, match="only a recipe"):
         grouped_mlp(p.x, MLPWeights(p.w1, p.w2), plan, MLPSpec(p.act, "torch"), arrived=Arrived())
+
+
+@pytest.mark.parametrize("recipe", [None, Fp8Block()])
+@pytest.mark.parametrize("fp8_rows", [False, True])
+def test_experts_begin_with_the_rows_that_are_there_unless_they_quantize_them(recipe, fp8_rows):
+    context = DispatchContext(None, None, None, 2, 2, "fused")
+    given = context._replace(
+        recipe=recipe if fp8_rows else None, quantizes=recipe is not None and not fp8_rows
+    )
+    assert given.waits == (recipe is None or fp8_rows)
+    assert not given._replace(backend="torch").waits

@@ -20,6 +20,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.autograd import ExpertMLP, How
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS, WAVES
 from phalanx.parallel.dispatch import symm
@@ -137,9 +138,10 @@ class Recorder:
 
     ranks, tokens = R, T
 
-    def __init__(self, overlaps: bool) -> None:
+    def __init__(self, overlaps: bool, hidden: int, dtype: torch.dtype) -> None:
         self.overlaps, self.calls, self._last = overlaps, Calls(), 0
-        self._places = [(torch.zeros(R * T, D), torch.zeros(4096).byte()) for _ in range(SLOTS)]
+        places = [torch.zeros(R * T, hidden, dtype=dtype) for _ in range(SLOTS)]
+        self._places = [(rows_ND, torch.zeros(4096).byte()) for rows_ND in places]
         self._holds = dict[int, int]()
         self.made: Any = None
 
@@ -155,7 +157,7 @@ class Recorder:
         self.calls.append(("start", self._last, waves))
         return SimpleNamespace(slot=slot, number=self._last, waves=waves, sources=(rows,))
 
-    def tile_signal(self, y_SD: Tensor, channels: int, local: int) -> Any:
+    def tile_signal(self, y_SD: Tensor, a_SF: Any, local: int) -> Any:
         return SimpleNamespace(out_SN=y_SD)
 
     def send_gradient(
@@ -213,20 +215,28 @@ class Planner:
         return make_plan(topk_idx_NK, topk_prob_NK, **how)
 
 
-def experts(received: Received, w1: Tensor, w2: Tensor) -> Tensor:
+def experts(received: Received, w1: Tensor, w2: Tensor, recipe: Fp8Block | None = None) -> Tensor:
     """`kernels.expert_mlp.grouped_mlp`, which refuses `overlap` on a CPU."""
     plan, overlap = received.plan, received.overlap
-    how = How(MLPSpec(Activation("swiglu"), "reference"), keep_h=True, overlap=overlap)
+    spec = MLPSpec(Activation("swiglu"), "reference", recipe=recipe)
+    how = How(spec, True, overlap, received.arrived)
     prob = plan.row_prob_S if overlap is None else None
     with received.saving():
         return ExpertMLP.apply(received.rows_ND, w1, w2, None, None, prob, plan, how)
 
 
+@pytest.mark.parametrize("recipe", [None, Fp8Block()], ids=["rows as they are", "rows in FP8"])
 @pytest.mark.parametrize("overlaps, beside, keep", WAYS)
 def test_the_model_says_what_symm_does(
-    monkeypatch: pytest.MonkeyPatch, overlaps: bool, beside: bool, keep: bool
+    monkeypatch: pytest.MonkeyPatch,
+    overlaps: bool,
+    beside: bool,
+    keep: bool,
+    recipe: Fp8Block | None,
 ) -> None:
-    recorder = Recorder(overlaps)
+    """In FP8 tokens are kept where pushes do not run beside the experts."""
+    D, dtype = (8, torch.float32) if recipe is None else (64, torch.bfloat16)
+    recorder = Recorder(overlaps, D, dtype)
     summed = SimpleNamespace(combine=lambda rows_ND, table_TR, **_: rows_ND[:T].clone())
     monkeypatch.setitem(sys.modules, "phalanx.kernels.sm90.experts.combine", summed)
     monkeypatch.setattr(symm, "exchange_of", lambda *_: recorder)
@@ -234,19 +244,23 @@ def test_the_model_says_what_symm_does(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     options = SymmOptions(keep=keep, comm_sms=8 * overlaps)
     group: Any = None
-    transport = Symm(group, Planner(), local=E // R, options=options, waits=beside)
+    how = dict(local=E // R, options=options, waits=beside, recipe=recipe)
+    transport = Symm(group, Planner(), **how)
     g = torch.Generator().manual_seed(0)
-    w1, w2 = torch.randn(E // R, 2 * D, D, generator=g), torch.randn(E // R, D, D, generator=g)
-    x, prob = torch.randn(T, D, generator=g), torch.rand(T, K, generator=g)
+    w1, w2, x = (
+        torch.randn(s, generator=g).to(dtype) for s in ((E // R, 2 * D, D), (E // R, D, D), (T, D))
+    )
+    prob = torch.rand(T, K, generator=g)
     for t in (x, prob, w1, w2):
         t.requires_grad_()
     idx = torch.rand(T, E, generator=g).topk(K).indices.int()
     with Watch(recorder):
         received = transport.dispatch(x, idx, prob)
-        out = transport.combine(experts(received, w1, w2), received)
+        out = transport.combine(experts(received, w1, w2, recipe), received)
         assert not beside or recorder.made() is None  # what fc2 made is not kept for backward
-        torch.autograd.grad(out, [x, prob, w1, w2], torch.ones(T, D))
+        torch.autograd.grad(out, [x, prob, w1, w2], torch.ones(T, D, dtype=dtype))
     model = Program(R, overlaps=overlaps)
+    keep = keep or (recipe is not None and not beside)
     forward(model, overlaps=beside, keep=keep)
     backward(model, overlaps=beside, keep=keep)
     assert recorder.calls == model.calls

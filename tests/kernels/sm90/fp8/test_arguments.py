@@ -6,11 +6,12 @@ import torch
 pytest.importorskip("cutlass")
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.quantize.blocks import Quantized
+from phalanx.kernels.quantize.blocks import Quantized, QuantizedColumns
 from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.fp8.operands import rows_tile
 from phalanx.kernels.sm90.fp8.rows import fp8_rows
+from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
 
 OFFSETS = torch.tensor([0, 4, 8], dtype=torch.int32)
 E4M3 = torch.float8_e4m3fn
@@ -67,6 +68,30 @@ def test_arguments_of_rows(change, message):
 def test_arguments_of_fc1_act(change, message):
     with pytest.raises(ValueError, match=message):
         fp8_fc1_act(**{**FC1, **change}, offsets=OFFSETS)
+
+
+def columns(channels: int, tokens: int = 256, blocks: str = "square") -> QuantizedColumns:
+    data = torch.zeros(channels, tokens, dtype=E4M3)
+    return QuantizedColumns(data, torch.ones(tokens // 128, -(-channels // 128)), blocks)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d": columns(192, blocks="vector")}, "d is in vector blocks: only square ones"),
+        ({"d": columns(96)}, "O=96 in 1 part.s., I=128, T=256, L=2"),
+        ({"parts": 2}, "O=192 in 2 part.s., I=128, T=256, L=2: a part of O and I must be"),
+        ({"d": columns(192, 192)}, "I=128, T=192, L=2: .* T one of 128"),
+        ({"accumulate": True}, "accumulate: needs out_LOI"),
+        ({"dtype": torch.float16}, "out .or dtype. must be torch.bfloat16 or torch.float32"),
+        ({"tile": 100}, "columns=100"),
+        ({}, "d must be on a CUDA device, not on cpu"),
+    ],
+)
+def test_arguments_of_wgrad(change, message):
+    given = {"d": columns(192), "v": columns(128), **change}
+    with pytest.raises(ValueError, match=message):
+        fp8_wgrad(**given, column_offsets=OFFSETS)
 
 
 def test_the_tile_that_wastes_little_is_chosen():

@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.sm90.fp8 import mainloop, promotion
+from phalanx.kernels.sm90.fp8 import mainloop, promotion, wgrad_kernel
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Loads, Fp8Mainloop
 from phalanx.kernels.sm90.fp8.promotion import Math, Scales
+from phalanx.kernels.sm90.fp8.wgrad_kernel import WgradMath
 from tests.kernels.sm90.fp8.lanes import LANES, Warp, bind
 
 ROWS_AT, WEIGHTS_AT = 1 << 40, 1 << 42
@@ -95,6 +96,36 @@ def test_a_tile_with_a_gate_has_a_block_of_each_half(warp):
         for half in range(2):
             want = expert * 10_000 + (half * each + column) * 23
             assert (found.columns[half] == WEIGHTS_AT + 4 * want).all()
+
+
+@pytest.mark.parametrize("columns", [128, 192, 256])
+@pytest.mark.parametrize(("each", "parts"), [(2880, 2), (192, 2), (64, 2), (256, 2), (2880, 1)])
+def test_a_weight_gradient_has_a_scale_for_64_channels(each, parts, columns, warp, monkeypatch):
+    """Of either operand, also where a tile has channels of both parts."""
+    warp.install(monkeypatch, wgrad_kernel)
+    monkeypatch.setattr(wgrad_kernel, "Int64", lambda x: x)
+    I, blocks = 960, 8  # noqa: E741
+    of_d = SimpleNamespace(iterator=SimpleNamespace(toint=lambda: ROWS_AT), stride=(50, 1))
+    of_v = SimpleNamespace(
+        iterator=SimpleNamespace(toint=lambda: WEIGHTS_AT), stride=(1, 700), shape=(1, blocks)
+    )
+    loop = SimpleNamespace(columns=columns)
+    made = SimpleNamespace(loop=loop, of_d=of_d, of_v=of_v, each=each, zero=0)
+    bind(made, WgradMath, wgrad_kernel, "_scales")
+    for channel in range(0, each * parts, 64):
+        for across in range(-(-I // columns)):
+            found = made._scales(9, channel, across)
+            part = channel // each
+            block = part * -(-each // 128) + (channel - part * each) // 128
+            assert len(found.rows) == 1 and (found.rows[0] == ROWS_AT + 4 * (9 * 50 + block)).all()
+            assert (found.row_step, found.column_step) == (200, 4)
+            low, high = (int(c[0]) for c in found.columns)
+            for group in range(columns // 64):
+                n = across * columns + 64 * group
+                if n < I:
+                    narrow = (low, low if found.aligned else high, high)
+                    ours = narrow[group] if columns == 192 else (low, high)[group // 2]
+                    assert ours == WEIGHTS_AT + 4 * (9 + 700 * (n // 128))
 
 
 @pytest.mark.parametrize(("each", "parts"), [(2880, 2), (2880, 1), (64, 2), (256, 2), (7168, 1)])

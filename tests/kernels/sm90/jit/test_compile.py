@@ -157,7 +157,7 @@ def gemm(code, config) -> Code:
 
 
 def _in_fp8(config: Any) -> bool:
-    return isinstance(getattr(config, "loop", None), Fp8Mainloop)
+    return isinstance(getattr(config, "mainloop", None), Fp8Mainloop)
 
 
 @pytest.fixture
@@ -174,7 +174,17 @@ def grouped(code, config) -> Code:
 
 @pytest.fixture
 def fp8(code, config) -> Code:
-    return code if _in_fp8(config) else pytest.skip("not a grouped GEMM in FP8")
+    return code if _in_fp8(config) else pytest.skip("not a GEMM in FP8")
+
+
+@pytest.fixture
+def fp8_grouped(fp8, config) -> Code:
+    return fp8 if isinstance(config, GemmConfig) else pytest.skip("not a grouped GEMM in FP8")
+
+
+@pytest.fixture
+def fp8_wgrad(fp8, config) -> Code:
+    return pytest.skip("a grouped GEMM") if isinstance(config, GemmConfig) else fp8
 
 
 def _count(pattern: str, sass: str) -> int:
@@ -297,28 +307,43 @@ def test_fp8_is_multiplied_block_by_block_and_promoted(fp8, config):
     assert not re.search(r"\b(FFMA|FMUL)\.FTZ\b", fp8.sass)  # a scale may be subnormal
 
 
-def test_fp8_is_loaded_and_stored_as_meant(fp8, config):
+def test_fp8_is_loaded_and_stored_as_meant(fp8_grouped, config):
     loop, epilogue = config.mainloop, config.epilogue
     boxes = 2 if loop.gather else 3
-    assert fp8.sass.count("UTMALDG") == (3 if config.waits else 2) * boxes
-    assert fp8.sass.count("UTMALDG.4D") == (3 if config.waits else 2) * 2  # with parts and experts
-    assert _count(r"LDGSTS\S*\.128", fp8.sass) == (16 if loop.gather else 0)
+    assert fp8_grouped.sass.count("UTMALDG") == (3 if config.waits else 2) * boxes
+    assert (
+        fp8_grouped.sass.count("UTMALDG.4D") == (3 if config.waits else 2) * 2
+    )  # with parts and experts
+    assert _count(r"LDGSTS\S*\.128", fp8_grouped.sass) == (16 if loop.gather else 0)
     # Scales of two rows and of the columns, before the loop twice and in it.
-    assert _count(r"LDG\.E\.CONSTANT", fp8.sass) >= 3 * (2 if config.waits else 4)
-    assert _count(r"LDG\.E\.STRONG\.GPU", fp8.sass) >= (6 if config.waits else 0)
+    assert _count(r"LDG\.E\.CONSTANT", fp8_grouped.sass) >= 3 * (2 if config.waits else 4)
+    assert _count(r"LDG\.E\.STRONG\.GPU", fp8_grouped.sass) >= (6 if config.waits else 0)
     blocks = loop.columns // (128 * getattr(epilogue, "halves", 1))
     stored = loop.columns // 64
     if isinstance(epilogue, Fp8Act):
         stored = blocks * (4 * epilogue.kept + 1)
-        assert fp8.sass.count("STS.U16") == 32 * blocks
-        assert _count(r"F2FP\.SATFINITE\.E4M3", fp8.sass) == 32 * blocks
-    assert fp8.sass.count("UTMASTG") == stored
+        assert fp8_grouped.sass.count("STS.U16") == 32 * blocks
+        assert _count(r"F2FP\.SATFINITE\.E4M3", fp8_grouped.sass) == 32 * blocks
+    assert fp8_grouped.sass.count("UTMASTG") == stored
 
 
-def test_registers_and_stages_in_fp8(fp8, config, launches):
+def test_registers_and_stages_in_fp8(fp8_grouped, config, launches):
     loop = config.mainloop
-    limits = {int(n, 16) for n in re.findall(r"USETMAXREG\.\w+.*?(0x[0-9a-f]+)", fp8.sass)}
+    limits = {int(n, 16) for n in re.findall(r"USETMAXREG\.\w+.*?(0x[0-9a-f]+)", fp8_grouped.sass)}
     assert limits == set(loop.registers)
     assert loop.stages >= (3 if isinstance(epilogue := config.epilogue, ActGrad) else 4)
     used = loop.stages * loop.stage_bytes + epilogue.bytes(loop)
     assert used < launches[0]["smem"] <= 227 * 1024
+
+
+def test_weight_gradients_in_fp8(fp8_wgrad, config, launches):
+    """Boxes of both operands, stored or added in blocks; as many stages as fit."""
+    sass, loop, output = fp8_wgrad.sass, config.mainloop, config.output
+    blocks = loop.columns // output.block
+    assert _count(r"UTMALDG\.3D", sass) == 2 and _count(r"UTMALDG\.4D", sass) == 4
+    assert _count(r"UTMAREDG\.3D\.ADD", sass) == (blocks if config.add else 0)
+    assert _count(r"UTMASTG\.3D", sass) == (0 if config.add else 2 * blocks)  # zeros as well
+    limits = {int(n, 16) for n in re.findall(r"USETMAXREG\.\w+.*?(0x[0-9a-f]+)", sass)}
+    assert limits == set(loop.registers)
+    assert loop.stages >= 4
+    assert loop.stages * loop.stage_bytes + output.bytes < launches[0]["smem"] <= 227 * 1024

@@ -1,0 +1,167 @@
+"""The fused kernels in FP8 as a backend of the expert MLP.
+
+An adapter, as `kernels.sm90.experts.backend` is, whose plan, its backward and the sum of a token's
+experts it shares. Compared with `kernels.expert_mlp.emulated_fp8` operands of weight gradients are
+transposed from rows in FP8, not quantised a second time from bf16: the same values but where the
+smallest of a block underflow (`kernels.quantize.quantize.transpose_rows`).
+
+Shape legend as in `kernels.expert_mlp.backend`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, Rows
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.quantize.blocks import Quantized, dequantize_rows
+from phalanx.kernels.quantize.kept import copies_of
+from phalanx.kernels.quantize.quantize import quantize_rows, transpose_rows
+from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
+from phalanx.kernels.sm90.experts.backend import Fused
+
+
+class FusedFP8(Fused):
+    """`kernels.expert_mlp.backend.Backend` on Hopper, in FP8.
+
+    Args:
+        sm_margin, dynamic: as of `Fused`.
+        recipe: weight gradients in FP8, of `square` blocks.
+        keep: FP8 copies of weights stay with them (`kernels.quantize.kept`).
+    """
+
+    def __init__(self, sm_margin: int, dynamic: bool, recipe: Fp8Block, keep: bool) -> None:
+        super().__init__(sm_margin, dynamic)
+        self._recipe, self._keep = recipe, keep
+        self._how: dict[str, Any] = dict(sm_margin=sm_margin, dynamic=dynamic)
+
+    def quantize(self, x: Rows, *, gradient: bool = False) -> Quantized:
+        if isinstance(x, Quantized):
+            return x
+        return quantize_rows(x, dtype=FORMATS[self._recipe.grad_format if gradient else "e4m3"])
+
+    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+        index_S = plan.row_index_S if x.gather else None
+        made = transpose_rows(
+            x.matrix, plan.offsets, self._recipe.wgrad_blocks, index_S=index_S, parts=x.parts
+        )
+        return Operand(made, parts=x.parts)
+
+    def fc1_act(
+        self,
+        x_ND: Rows,
+        fc1: Linear,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        keep_h: bool = True,
+        ready: Tensor | None = None,
+    ) -> tuple[Rows | None, Rows]:
+        from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
+
+        h_SH, a = fp8_fc1_act(
+            x_ND,
+            self._weights(fc1),
+            plan.offsets,
+            act,
+            index_S=plan.row_index_S,
+            prob_S=plan.row_prob_S,
+            bias_LH=fc1.bias_LO,
+            keep_h=keep_h,
+            ready=ready,
+            **self._how,
+        )
+        if h_SH is not None and self._recipe.hidden == "fp8":
+            return quantize_rows(h_SH, fc1.parts), a
+        return h_SH, a
+
+    def rows(self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+        from phalanx.kernels.sm90.fp8.rows import fp8_rows
+
+        scale_S = None
+        if linear.bias_LO is not None:
+            ones = torch.ones(len(a_SI.data), device=a_SI.data.device)
+            scale_S = ones if plan.row_prob_S is None else plan.row_prob_S
+        return fp8_rows(
+            a_SI,
+            self._weights(linear),
+            plan.offsets,
+            parts=linear.parts_in,
+            bias_LN=linear.bias_LO,
+            scale_S=scale_S,
+            signal=signal,
+            **self._how,
+        )
+
+    def fc2_dgrad_dact(
+        self,
+        dy: Operand,
+        fc2: Linear,
+        h_SH: Rows,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        ready: Tensor | None = None,
+    ) -> HiddenGrads:
+        from phalanx.kernels.sm90.experts.dprob import dprob
+        from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
+
+        parts = act.facts.halves
+        if isinstance(h_SH, Quantized):
+            h_SH = dequantize_rows(h_SH, parts).bfloat16()
+        index_S = plan.row_index_S if dy.gather else None
+        dh, a, partial_CS = fp8_fc2_dgrad_dact(
+            dy.matrix,
+            self._weights(fc2.transposed),
+            h_SH,
+            plan.offsets,
+            act,
+            index_S=index_S,
+            prob_S=plan.row_prob_S,
+            ready=ready,
+            **self._how,
+        )
+        dprob_S = None
+        if partial_CS is not None:
+            biased = fc2.bias_LO is not None and len(dy.matrix.data)
+            table_NL = self._with_every_bias(dy, fc2.bias_LO) if biased else None
+            dprob_S = dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)
+        a_columns, dh_columns = (
+            self.columns(Operand(rows, parts=n), plan).matrix for rows, n in ((a, 1), (dh, parts))
+        )
+        return HiddenGrads(dh, a_columns, dprob_S, None, dh_columns)
+
+    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+        from phalanx.kernels.quantize.column_offsets_triton import column_offsets
+        from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
+
+        return fp8_wgrad(
+            d.matrix,
+            v.matrix,
+            column_offsets(plan.offsets),
+            parts=d.parts,
+            out_LOI=None if into is None else into.out,
+            accumulate=into is not None and into.add,
+            order_L=plan.order_L,
+            **self._how,
+        )
+
+    def bias_grad(
+        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
+    ) -> Tensor:
+        return super().bias_grad(self._in_bf16(d), plan, scale=scale, into=into)
+
+    def _weights(self, linear: Linear) -> Quantized:
+        copies = copies_of(linear, keep=self._keep)
+        return Quantized(copies.data_LIO, copies.scale.mT) if linear.flipped else copies.forward
+
+    def _in_bf16(self, x: Operand) -> Operand:
+        return x._replace(matrix=dequantize_rows(x.matrix, x.parts).bfloat16())
+
+    def _with_every_bias(self, dy: Operand, b2_LD: Tensor) -> Tensor:
+        from phalanx.kernels.sm90.experts.backend import _with_every_bias
+
+        return _with_every_bias(self._in_bf16(dy).matrix, b2_LD)

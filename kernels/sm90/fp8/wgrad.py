@@ -1,0 +1,101 @@
+"""Weight gradients of stacked experts from operands in FP8, straight into what is kept of them.
+
+fc1: d is the gradient of the pre-activations and v the input; fc2: d the output gradient and v the
+activations. Both are transposed, which is where a gathered operand takes the experts' order.
+"""
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.quantize.blocks import BLOCK, QuantizedColumns, block_count
+from phalanx.kernels.sm90.experts.wgrad import choose
+from phalanx.kernels.sm90.fp8.operands import require_scales, rows_format
+from phalanx.kernels.sm90.fp8.wgrad_kernel import Fp8WgradConfig, Fp8WgradKernel
+from phalanx.kernels.sm90.jit.arguments import counter_of, require
+from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+
+
+def fp8_wgrad(
+    d: QuantizedColumns,
+    v: QuantizedColumns,
+    column_offsets: Tensor,
+    *,
+    parts: int = 1,
+    out_LOI: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    accumulate: bool = False,
+    order_L: Tensor | None = None,
+    counter: Tensor | None = None,
+    sm_margin: int = 0,
+    dynamic: bool = True,
+    tile: int | None = None,
+) -> Tensor:
+    """dw[e] (+)= sum over expert e's tokens t of outer(d[:, t], v[:, t]), in fp32, rounded once.
+
+    Args:
+        d: e4m3 or e5m2 [O, T], contiguous, in `square` blocks, with scales fp32 [T / 128, blocks of
+            O] of any strides. Each part of O is a multiple of 64.
+        v: e4m3 [I, T] likewise, I a multiple of 64, in one part.
+        column_offsets: int32 [L + 1], as of `quantize.blocks.column_offsets`: expert e has tokens
+            column_offsets[e] to column_offsets[e + 1], multiples of 128; those that are none of
+            its own are zeros. Nothing is read from column_offsets[L] on.
+        parts: of O, 1 or 2, in each of which blocks start anew.
+        out_LOI, dtype, accumulate, order_L, counter, sm_margin, dynamic: as in `experts.wgrad`.
+        tile: columns of a tile (128, 192, 256); default by `experts.wgrad.choose`.
+
+    Returns:
+        dw_LOI.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that the kernel does not take.
+    """
+    for name, q in (("d", d), ("v", v)):
+        if q.blocks != "square":
+            raise ValueError(f"{name} is in {q.blocks} blocks: only square ones are multiplied")
+        if q.data_CT.ndim != 2:
+            raise ValueError(f"{name} must be [C, T], not {list(q.data_CT.shape)}")
+    if parts not in (1, 2):
+        raise ValueError(f"parts={parts}: must be 1 or 2")
+    (O, T), I, L = d.data_CT.shape, v.data_CT.shape[0], len(column_offsets) - 1  # noqa: E741
+    if O % (64 * parts) or I % 64 or T % BLOCK or not O or not I or L < 1:
+        raise ValueError(
+            f"O={O} in {parts} part(s), I={I}, T={T}, L={L}: a part of O and I must be positive "
+            f"multiples of 64, T one of {BLOCK}"
+        )
+    if accumulate and out_LOI is None:
+        raise ValueError("accumulate: needs out_LOI to add to")
+    device = d.data_CT.device
+    out = d.scale.new_empty(L, O, I, dtype=dtype) if out_LOI is None else out_LOI
+    if out.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"out (or dtype) must be torch.bfloat16 or torch.float32, not {out.dtype}")
+    config = Fp8WgradConfig(
+        columns=choose(I) if tile is None else tile,
+        wide=out.dtype == torch.float32,
+        add=accumulate,
+        ordered=order_L is not None,
+        dynamic=dynamic,
+        rows_format=rows_format("d", d.data_CT),
+    )
+    require(
+        device,
+        d=(d.data_CT, d.data_CT.dtype, (O, T)),
+        v=(v.data_CT, torch.float8_e4m3fn, (I, T)),
+        column_offsets=(column_offsets, torch.int32, (L + 1,)),
+        out=(out, out.dtype, (L, O, I)),
+        order=(order_L, torch.int32, (L,)),
+        counter=(counter, torch.int32, (1,)),
+    )
+    require_scales(device, "d's scale", d.scale, (T // BLOCK, block_count(O, parts)))
+    require_scales(device, "v's scale", v.scale, (T // BLOCK, block_count(I)))
+    if T == 0:
+        return out if accumulate else out.zero_()
+    if counter is None and dynamic:
+        counter = counter_of(device)
+    ctas = persistent_clusters(sms(device), sm_margin)
+    launch(
+        Fp8WgradKernel,
+        config,
+        (d.data_CT, d.scale, v.data_CT, v.scale, out, column_offsets, order_L, counter),
+        (T, O, I, L, ctas, parts, *d.scale.stride(), *v.scale.stride(), 0),
+    )
+    return out

@@ -1,0 +1,329 @@
+"""Kernel `wgrad` in FP8: dw[e] (+)= sum over the tokens t of expert e of d[:, t] v[:, t]^T.
+
+Both operands are stored by channels, an expert's tokens side by side and padded with zeros to
+whole blocks of 128 (`QuantizedColumns`), so that the contraction is contiguous, all stages are
+whole, and no stage holds tokens of two experts. A block of 128 tokens by 128 channels has a scale.
+
+Tiles and their order are those of `experts.wgrad_kernel`, the stages those of `fp8.mainloop`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+
+from phalanx.kernels.sm90.experts.accumulate import Output, Store
+from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop, activations, weights
+from phalanx.kernels.sm90.fp8.operands import BYTES
+from phalanx.kernels.sm90.fp8.promotion import Promotion, Scales, address
+from phalanx.kernels.sm90.gemm.expert_tiles import Tiles, unpack
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MATH_GROUPS, THREADS, TILE_ROWS
+from phalanx.kernels.sm90.gemm.storage import struct
+from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
+from phalanx.kernels.sm90.jit import ptx
+from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT
+
+SMEM_BYTES = 227 * 1024
+_RESERVED_BYTES = 1024 + 1024
+"""Barriers and records, and the alignment of what follows them."""
+_ROWS = TILE_ROWS // MATH_GROUPS
+"""Rows of a warp group."""
+
+
+@dataclass(frozen=True)
+class Fp8WgradConfig:
+    """What is compiled into a kernel."""
+
+    columns: int = 256
+    """Columns of a tile, of I: 128, 192 or 256. Its rows, of O, are 128."""
+    wide: bool = False
+    """dw is fp32, not bf16."""
+    add: bool = False
+    """Add to dw, whose sum in bf16 is rounded once more."""
+    ordered: bool = False
+    """Take the experts in the order that the caller gives."""
+    dynamic: bool = True
+    """Claim tiles from a counter; otherwise CTA i takes tiles i, i + CTAs, ...."""
+    rows_format: str = "e4m3"
+    """Of d."""
+
+    def __post_init__(self) -> None:
+        if self.columns not in (128, 192, 256):
+            raise ValueError(f"columns={self.columns}: tiles have 128, 192 or 256 columns")
+
+    @property
+    def output(self) -> Output:
+        """The narrower tiles leave room to stage a whole tile, or most of it."""
+        blocks = self.columns // (32 if self.wide else 64)
+        buffers = 2 if self.columns == 256 else min(4, blocks)
+        return Output(self.columns, self.wide, self.add, buffers)
+
+    @property
+    def mainloop(self) -> Fp8Mainloop:
+        """With as many stages as fit beside the output's buffers."""
+        loop = Fp8Mainloop(self.columns, rows_format=self.rows_format)
+        left = SMEM_BYTES - _RESERVED_BYTES - self.output.bytes
+        return replace(loop, stages=left // loop.stage_bytes)
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(TILE_ROWS, 1, 1 + self.mainloop.warps, self.dynamic)
+
+
+class WgradMath(Promotion):
+    """A multiplying warp group's side."""
+
+    def __init__(
+        self, loop: Fp8Mainloop, storage: Any, tiled_mma: cute.TiledMma, group: Int32, scales: Any
+    ) -> None:
+        """`scales`: those of d and v [blocks of T, blocks of C], channels of a part of d, and 0."""
+        super().__init__(loop, storage, tiled_mma, group)
+        self.of_d, self.of_v, self.each, self.zero = scales
+        shape = layout_mma(loop.columns).partition_shape_C((TILE_ROWS, loop.columns))
+        self.tile = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
+
+    @cute.jit
+    def __call__(
+        self, first: Int32, block: Int32, blocks: Int32, down: Int32, across: Int32, rows: Int32
+    ) -> None:
+        """Multiply `blocks` stages, from number `first` on, which are token blocks `block` and on.
+
+        Args:
+            down, across: the tile's row and column. rows: of dw, O.
+        """
+        channel = down * TILE_ROWS + self.group * _ROWS
+        if channel < rows:
+            self.multiply(first, blocks, self._scales(block, channel, across))
+        else:
+            self.skip(first, blocks)
+
+    def _scales(self, block: Int32, channel: Int32, across: Int32) -> Scales:
+        """A warp group's 64 channels of d are of one block, as are each 64 of v."""
+        second = cutlass.select_(channel >= self.each, Int32(1), Int32(0))
+        behind = channel - second * self.each
+        of_part = (self.each + (BLOCK - 1)) // BLOCK
+        n, last = across * self.loop.columns, Int32(self.of_v.shape[1]) - 1
+        low, high = cutlass.min(n // BLOCK, last), cutlass.min(n // BLOCK + 1, last)
+        # Not uniform to the compiler, as in `promotion.Math`.
+        apart = ptx.lane() * self.zero
+        d = address(self.of_d, block, second * of_part + behind // BLOCK + apart)
+        v = [address(self.of_v, block, at + apart) for at in (low, high)]
+        return Scales(
+            (d,),
+            4 * Int64(self.of_d.stride[0]),
+            (v[0], v[1]),
+            4 * Int64(self.of_v.stride[0]),
+            n % BLOCK == 0,
+        )
+
+
+class Fp8WgradKernel:
+    """The kernel of a configuration, as `cute.compile` takes it."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        *(BYTES, FP32, BYTES, FP32),
+        *(BF16, INT, INT, INT),
+    )
+    integers: ClassVar[int] = 11
+
+    def __init__(self, config: Fp8WgradConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        d: cute.Pointer,
+        d_scale: cute.Pointer,
+        v: cute.Pointer,
+        v_scale: cute.Pointer,
+        dw: cute.Pointer,
+        offsets: cute.Pointer,
+        order: cute.Pointer,
+        counter: cute.Pointer,
+        sizes: tuple[Int32, ...],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch.
+
+        Args:
+            d, v: [O, T] and [I, T], contiguous, T a multiple of 128; scales fp32 [T / 128, blocks].
+            dw: [L, O, I], bf16 or fp32. order: int32 [L]; read only with config.ordered.
+            offsets: int32 [L + 1], multiples of 128.
+            counter: int32 [1], 0 before and after; used only with config.dynamic.
+            sizes: T, O, I, L, CTAs, parts of O, strides of d's and of v's scales, and 0.
+        """
+        config, loop = self.config, self.config.mainloop
+        T, O, I, L, ctas, parts, d0, d1, v0, v1, zero = sizes  # noqa: E741
+        one = Int32(1)
+        mD = activations(cute.recast_ptr(d, dtype=loop.types[0]), O, T, one)
+        mV = weights(v, I, T, one, one)
+        wide_i = cute.assume(Int64(I), divby=64)
+        plane = cute.assume(Int64(O) * Int64(I), divby=64)
+        if cutlass.const_expr(config.wide):
+            dw = cute.recast_ptr(dw, dtype=Float32)
+        shape = (cute.assume(O, divby=64), cute.assume(I, divby=64), L)
+        mW = cute.make_tensor(dw, cute.make_layout(shape, stride=(wide_i, 1, plane)))
+        of_d = cute.make_tensor(d_scale, cute.make_layout((1, 1), stride=(d0, d1)))
+        blocks = (I + (BLOCK - 1)) // BLOCK
+        of_v = cute.make_tensor(v_scale, cute.make_layout((1, blocks), stride=(v0, v1)))
+        self.kernel(
+            loop.tma(mD, mV),
+            config.output.tma(mW),
+            loop.tiled_mma(),
+            mD,
+            (O, I),
+            (of_d, of_v, O // parts, zero),
+            cute.make_tensor(offsets, cute.make_layout(L + 1)),
+            cute.make_tensor(order, cute.make_layout(L)),
+            cute.make_tensor(counter, cute.make_layout(1)),
+            L,
+            ctas,
+        ).launch(
+            grid=[ctas, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[1, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        loads: tuple[Any, Any, Any, Any],
+        stores: tuple[Any, Any],
+        tiled_mma: cute.TiledMma,
+        mD: cute.Tensor,
+        shape: tuple[Int32, Int32],
+        scales: tuple[Any, ...],
+        offsets: cute.Tensor,
+        order: cute.Tensor,
+        counter: cute.Tensor,
+        experts: Int32,
+        ctas: Int32,
+    ) -> None:
+        config = self.config
+        loop = config.mainloop
+        layout = struct(
+            schedule=config.schedule.storage(),
+            mainloop=loop.storage(),
+            output=config.output.storage(),
+        )
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP_THREADS)
+        storage = cutlass.utils.SmemAllocator().allocate(layout)
+        tiles = Tiles(
+            offsets,
+            order,
+            config.ordered,
+            config.schedule.band,
+            experts,
+            (shape[0] + (TILE_ROWS - 1)) // TILE_ROWS,
+            (shape[1] + (loop.columns - 1)) // loop.columns,
+        )
+        scheduler = Scheduler(
+            config.schedule, storage.schedule, offsets, counter, experts, tiles.column_tiles
+        )
+        if warp == 0:
+            for descriptor in (loads[0], loads[2], stores[0]):
+                cpasync.prefetch_descriptor(descriptor)
+            scheduler.start()
+            loop.ring(storage.mainloop).start()
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if group == 0:
+            cute.arch.setmaxregister_decrease(loop.registers[0])
+            if warp == 0:
+                load = loop.loads(storage.mainloop, Int32(0), loads, mD, None)
+                self._load(load, scheduler, tiles, ctas)
+        else:
+            cute.arch.setmaxregister_increase(loop.registers[1])
+            thread = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * 32 - GROUP_THREADS
+            math = WgradMath(loop, storage.mainloop, tiled_mma, group - 1, scales)
+            self._compute(math, _Stores(config, storage.output, thread, stores, shape), scheduler)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def _load(self, load: Any, scheduler: Scheduler, tiles: Tiles, ctas: Int32) -> None:
+        """The loading warp: tiles to stages; half-way through one, it finds the one after it."""
+        columns = self.config.columns
+        first = Int32(0)
+        tile = scheduler.first()
+        named, begin, end = tiles.window(first)
+        first, named, begin, end, row, stop, position, expert = tiles.locate(
+            tile, first, named, begin, end
+        )
+        scheduler.send(Int32(0), row, stop, position, expert)
+        if expert < 0:
+            scheduler.finish(tile, ctas, tiles.each * tiles.experts)
+        number, state = Int32(0), load.ring.producer()
+        row, stop, position, expert = scheduler.read(number)
+        while expert >= 0:
+            claimed = scheduler.claim()
+            down, across = unpack(position)
+            block, behind = row // BLOCK, stop // BLOCK
+            middle = block + (behind - block + 1) // 2
+            at = (down * TILE_ROWS, across * columns, Int32(0), Int32(columns // 2))
+            state = load(state, (), *at, block, middle)
+            tile = scheduler.after(tile, claimed, ctas)
+            first, named, begin, end, next_row, next_stop, next_position, next_expert = (
+                tiles.locate(tile, first, named, begin, end)
+            )
+            scheduler.send(number + 1, next_row, next_stop, next_position, next_expert)
+            if next_expert < 0:
+                scheduler.finish(tile, ctas, tiles.each * tiles.experts)
+            state = load(state, (), *at, middle, behind)
+            number += 1
+            row, stop, position, expert = scheduler.read(number)
+
+    @cute.jit
+    def _compute(self, math: WgradMath, stores: "_Stores", scheduler: Scheduler) -> None:
+        """A multiplying warp group: stages to accumulators to a tile of dw."""
+        made, rows = stores.made, stores.shape[0]
+        number, filled = Int32(0), Int32(0)
+        row, stop, position, expert = scheduler.read(number)
+        while expert >= 0:
+            down, across = unpack(position)
+            this, blocks = expert, (stop - row) // BLOCK
+            if blocks > 0:
+                math(filled, row // BLOCK, blocks, down, across, rows)
+            filled += blocks
+            number += 1
+            row, stop, position, expert = scheduler.read(number)
+            if blocks > 0:
+                made()(math.tile, down, across, this)
+            else:
+                if cutlass.const_expr(not self.config.add):
+                    made().zeros(down, across, this)
+        made().finish()
+
+
+class _Stores:
+    """Makes a `Store` for each tile: what it knows of its lane is not kept over the product."""
+
+    def __init__(
+        self, config: Fp8WgradConfig, storage: Any, first: Int32, tma: Any, shape: Any
+    ) -> None:
+        """`first` thread of the warp, counted from the first multiplying one."""
+        self.config, self.storage, self.first = config, storage, first
+        self.tma, self.shape = tma, shape
+
+    def made(self) -> Store:
+        thread, config = self.first + ptx.lane(), self.config
+        mma = layout_mma(config.columns)
+        return Store(config.output, self.storage, mma, thread, self.tma, self.shape)
+
+
+def layout_mma(columns: int) -> cute.TiledMma:
+    """Its accumulators lie as those of a tile do; the type of its operands is of no matter."""
+    major = OperandMajorMode.K
+    return hopper.make_trivial_tiled_mma(
+        *(BFloat16, BFloat16, major, major, Float32),
+        (MATH_GROUPS, 1, 1),
+        tiler_mn=(_ROWS, columns),
+    )

@@ -1,0 +1,69 @@
+"""Kernels that quantise, beside a copy that reads and writes as many bytes.
+
+Rows and weights become FP8 from bf16, rows of a table are gathered and transposed for weight
+gradients, and expert rows in bf16 are quantised transposed. The note has the bytes that are moved
+in a second, with scales and index; of a transpose also those of the padding that is written.
+
+Legend: S rows, C channels, L experts, O and I channels out and in.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.quantize import quantize
+from phalanx.scripts.bench.comparison import Row, note_of
+from phalanx.scripts.bench.libraries import Sizes, drawn
+from phalanx.scripts.bench.measure import Bench
+from phalanx.scripts.bench.problems import dirichlet
+
+ROWS = {"DeepSeek-V3": (65536, 7168, 32), "GPT-OSS": (32768, 2880, 4), "Qwen3": (65536, 2048, 16)}
+"""S, C, L."""
+WEIGHTS = {"DeepSeek-V3 W1": (32, 4096, 7168)}
+"""L, O, I."""
+
+
+def quantizing(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
+    """Every kernel on every shape."""
+    device = bench.clock.device
+    for model, (S, C, L) in ROWS.items():
+        at = f"{model}, {S} x {C}"
+        x, offsets = drawn(S, C, device=device), torch.tensor([0, *dirichlet(S, L, 1)])
+        offsets = offsets.cumsum(0).to(device, torch.int32)
+        index = torch.randperm(S, device=device).to(torch.int32)
+        q = quantize.quantize_rows(x)
+        yield [_measured(bench, f"quantize rows, {at}", lambda x=x: quantize.quantize_rows(x), [x])]
+        for blocks in ("square", "vector"):
+            given: dict[str, Any] = dict(offsets=offsets, blocks=blocks)
+            turn = lambda q=q, i=index, g=given: quantize.transpose_rows(q, index_S=i, **g)  # noqa: E731
+            yield [_measured(bench, f"transpose rows, {blocks}, {at}", turn, [*q, index])]
+            columns = lambda x=x, g=given: quantize.quantize_columns(x, **g)  # noqa: E731
+            yield [_measured(bench, f"quantize columns, {blocks}, {at}", columns, [x])]
+        del x, q, index
+        bench.clock.free()
+    for model, (L, O, I) in WEIGHTS.items():  # noqa: E741
+        w = drawn(L, O, I, device=device)
+        weights = lambda w=w: quantize.quantize_weights(w)  # noqa: E731
+        yield [_measured(bench, f"quantize weights, {model}, {L} x {O} x {I}", weights, [w])]
+        del w
+        bench.clock.free()
+
+
+def _measured(
+    bench: Bench, operation: str, call: Callable[[], tuple[Any, ...]], read: list[Tensor]
+) -> Row:
+    written = [t for t in call() if isinstance(t, Tensor)]
+    moved = sum(t.numel() * t.itemsize for t in (*read, *written))
+    del written
+    half = torch.empty(moved // 2, dtype=torch.uint8, device=bench.clock.device)
+    other = torch.empty_like(half)
+    sides = bench.sides(operation, ())
+    sides.add("ours", "all", call)
+    sides.add("copy", "all", lambda: other.copy_(half), ours=False)
+    sides.run()
+    times = [sides.time(side, "all") for side in ("ours", "copy")]
+    ms = [None if time is None else time.ms for time in times]
+    rates = [f"{moved / m * 1e-9:.3g}" for m in ms if m]
+    return Row(operation, "copy", "all", *ms, None, note_of(sides, f"{', '.join(rates)} TB/s"))

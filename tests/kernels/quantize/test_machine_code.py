@@ -1,0 +1,94 @@
+"""Kernels that quantise, compiled for sm_90 without a GPU: exact, and bound by memory alone.
+
+At 3.4 TB/s of a byte in and a byte out, an SM of 132 at 1.7 GHz has 17 instructions an element; the
+other kernels, that move 3 or 4 bytes, have more. Half of them, as other things take time too.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("cutlass")
+
+from phalanx.kernels.quantize import columns_triton, quantize, rows_triton, weights_triton
+from phalanx.kernels.quantize.blocks import Quantized
+from tests.kernels.triton_code import Code, launched
+
+BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+META = torch.device("meta")
+TILE = 128 * 128
+REGISTERS = 65536
+
+
+def check(code: Code, elements: int, per_element: float, bytes_in_flight: int) -> None:
+    """`elements` of a program."""
+    assert not re.search(
+        r"\.ftz|\bdiv\.[a-z.]*f32|\brcp\.approx\.f32|\batom\.|\bred\.global", code.ptx
+    )
+    assert "FTZ" not in "".join(re.findall(r"(?:FMUL|FMNMX)\S*", code.text))
+    assert not re.search(r"MNMX\S*NAN", code.text)  # a NaN has no part in a maximum
+    assert code.count("") * code.threads <= per_element * elements
+    resident = min(2048, REGISTERS // (code.registers + -code.registers % 8)) // code.threads
+    loads = code.count(r"LDG\.E\.128") * 16 + code.count(r"LDG\.E\.64") * 8
+    assert resident * loads * code.threads >= bytes_in_flight
+
+
+def x_of(R: int, C: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(R, C, dtype=dtype, device=META)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize(("C", "parts"), [(7168, 1), (5760, 2)])
+def test_rows(C: int, parts: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    x = x_of(65536, C, BF16)
+    to = quantize.empty_rows(65536, C, parts, dtype=dtype, device=META)
+    code = launched(rows_triton, "fp8_rows", lambda: rows_triton.quantize(x, to, parts), tmp_path)
+    check(code, 64 * 128, 10, 64 * 1024)
+    assert code.stack == 0
+    assert (code.count(r"LDG\.E\.128"), code.count(r"STG\.E\.128")) == (4, 2)
+    kind = "e4m3x2" if dtype == E4M3 else "e5m2x2"
+    assert code.ptx.count(f"cvt.rn.satfinite.{kind}.f32") == 16
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    w = torch.empty(32, 4096, 7168, dtype=dtype, device=META)
+    to = quantize.empty_weights(32, 4096, 7168, device=META)
+    run = lambda: weights_triton.quantize(w, to, 1)  # noqa: E731
+    code = launched(weights_triton, "fp8_weights", run, tmp_path)
+    check(code, TILE, 11, 96 * 1024)
+    assert code.stack == 0
+    assert code.count(r"LDG\.E\.128") == 4 * dtype.itemsize
+    assert code.count(r"STG\.E\.128") == 8 and code.count(r"STG\.E ") == 1
+    assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx
+
+
+@pytest.mark.parametrize("kind", ["square", "vector"])
+@pytest.mark.parametrize("indexed", [False, True], ids=["in place", "indexed"])
+@pytest.mark.parametrize("C", [7168, 2880])
+def test_transpose(C: int, indexed: bool, kind: str, tmp_path: Path) -> None:
+    rows, offsets = 32768, torch.empty(33, dtype=torch.int32, device=META)
+    index = torch.empty(rows, dtype=torch.int32, device=META) if indexed else None
+    q: Quantized = quantize.empty_rows(rows, C, device=META)
+    to = quantize.empty_columns(rows, C, 32, blocks=kind, device=META)
+    run = lambda: columns_triton.quantize(*q, index, offsets, to, 1)  # noqa: E731
+    code = launched(columns_triton, "fp8_columns", run, tmp_path)
+    check(code, TILE, 9.75 if kind == "square" else 14, 48 * 1024)
+    # A few words, once, for three programs on an SM in place of two.
+    assert code.stack == 0 if kind == "square" else code.stack <= 24
+    assert code.count(r"STG\.E\.128") == 4 and code.count(r"STG\.E ") == 1
+    assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx and "cvt.rn.f16x2.e4m3x2" in code.ptx
+
+
+@pytest.mark.parametrize("kind", ["square", "vector"])
+def test_columns(kind: str, tmp_path: Path) -> None:
+    x, offsets = x_of(65536, 2048, BF16), torch.empty(33, dtype=torch.int32, device=META)
+    to = quantize.empty_columns(65536, 2048, 32, blocks=kind, device=META)
+    run = lambda: columns_triton.quantize(x, None, None, offsets, to, 1)  # noqa: E731
+    code = launched(columns_triton, "fp8_columns", run, tmp_path)
+    check(code, TILE, 9.75 if kind == "square" else 12, 96 * 1024)
+    assert code.stack == 0 if kind == "square" else code.stack <= 24
+    assert (code.count(r"LDG\.E\.128"), code.count(r"STG\.E\.128")) == (8, 4)

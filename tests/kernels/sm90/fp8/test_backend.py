@@ -1,0 +1,178 @@
+"""The fused kernels in FP8 as a backend, on stand-ins that compute what the kernels promise.
+
+Each stand-in takes the arguments of its function, whose signature is compared, makes plain values
+of what is FP8, computes with the reference and quantises what the kernel leaves in FP8.
+"""
+
+import inspect
+import sys
+from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import Linear, Operand
+from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.expert_mlp.reference import Reference
+from phalanx.kernels.quantize import kept
+from phalanx.kernels.quantize.blocks import (
+    dequantize_columns,
+    dequantize_rows,
+    dequantize_weights,
+    quantize_rows,
+)
+from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.sm90.experts import backend
+from tests.kernels.problems import error, forward, gradients, leaves_of, make, random_choice
+from tests.kernels.sm90.experts.test_backend import Kernels
+
+reference = Reference()
+
+
+def fp8_fc1_act(
+    x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, sm_margin, dynamic
+):
+    plan = ExpertPlan(index_S, prob_S, offsets, None)
+    values = dequantize_weights(w1_LHD, act.facts.halves)
+    given = dequantize_rows(x).bfloat16(), Linear(values.bfloat16(), bias_LH)
+    h, a = reference.fc1_act(*given, plan, act)
+    return h if keep_h else None, quantize_rows(a)
+
+
+def fp8_rows(a, w_LNK, offsets, *, parts, bias_LN, scale_S, signal, sm_margin, dynamic):
+    plan = ExpertPlan(None, scale_S, offsets, None)
+    values = dequantize_weights(type(w_LNK)(w_LNK.data.mT, w_LNK.scale.mT), parts).mT
+    given = dequantize_rows(a, parts).bfloat16(), Linear(values.bfloat16(), bias_LN)
+    return reference.rows(*given, plan)
+
+
+def fp8_fc2_dgrad_dact(
+    dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, sm_margin, dynamic
+):
+    plan = ExpertPlan(index_S, prob_S, offsets, None)
+    values = dequantize_weights(w2_LFD).bfloat16().mT
+    given = Operand(dequantize_rows(dy).bfloat16(), index_S is not None), Linear(values), h_SH
+    dh, a, dprob, *_ = reference.fc2_dgrad_dact(*given, plan, act)
+    dh = quantize_rows(dh, act.facts.halves, dy.data.dtype)
+    return dh, quantize_rows(a), None if dprob is None else dprob[None]
+
+
+def fp8_wgrad(d, v, column_offsets, *, parts, out_LOI, accumulate, order_L, sm_margin, dynamic):
+    T = d.data_CT.shape[1]
+    operands = (dequantize_columns(q, column_offsets, T, n) for q, n in ((d, parts), (v, 1)))
+    plan = ExpertPlan(None, None, column_offsets, None)
+    into = None if out_LOI is None else Buffer(out_LOI, accumulate)
+    return reference.wgrad(*(Operand(t.bfloat16()) for t in operands), plan, into)
+
+
+STAND_INS = {
+    "fc1_act": fp8_fc1_act,
+    "rows": fp8_rows,
+    "fc2_dgrad_dact": fp8_fc2_dgrad_dact,
+    "wgrad": fp8_wgrad,
+}
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "signature" in request.node.name:
+        return
+    for name, function in STAND_INS.items():
+        module = ModuleType(f"phalanx.kernels.sm90.fp8.{name}")
+        vars(module)[function.__name__] = function
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name, part in {"bias_grad": Kernels.bias_grad, "combine": Kernels.combine}.items():
+        module = ModuleType(f"phalanx.kernels.sm90.experts.{name}")
+        vars(module)[name] = getattr(part, name)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    module = ModuleType("phalanx.kernels.sm90.experts.dprob")
+    vars(module)["dprob"] = dprob
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(backend, "_with_every_bias", lambda dy, b2: dy.float() @ b2.float().T)
+
+
+def dprob(partial_CS: Tensor, offsets: Tensor, *, table_NL: Any, index_S: Any) -> Tensor:
+    used = int(offsets[-1])
+    out = torch.zeros(partial_CS.shape[1])
+    out[:used] = partial_CS[:, :used].sum(0)
+    if table_NL is not None:
+        expert = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
+        row = torch.arange(used) if index_S is None else index_S[:used].long()
+        out[:used] += table_NL[row, expert]
+    return out
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_signature_of_a_stand_in_is_the_functions(name: str) -> None:
+    function = STAND_INS[name]
+    real = inspect.signature(
+        getattr(import_module(f"phalanx.kernels.sm90.fp8.{name}"), function.__name__)
+    ).parameters
+    ours = inspect.signature(function).parameters
+    assert set(ours) <= set(real)
+    needed = [p.name for p in real.values() if p.default is p.empty]
+    assert [p for p in ours if ours[p].kind != ours[p].KEYWORD_ONLY] == needed
+
+
+@pytest.mark.parametrize("act", [Activation("swiglu"), Activation("squared_relu")], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "recipe", [Fp8Block(), Fp8Block(grad_format="e5m2", hidden="fp8")], ids=str
+)
+def test_equals_the_recipe_of_the_reference(recipe: Fp8Block, bias: bool, act: Activation) -> None:
+    choice = random_choice(200, 2, [0, 1, 3])
+    p = make(act, torch.bfloat16, bias=bias, choice=choice, L=4, D=192, width=160, rows=420)
+    found = []
+    for name in ("fused", "reference"):
+        leaves = leaves_of(p)
+        found.append(gradients(forward(p, leaves, name, recipe=recipe), p.dout, leaves))
+    ours, expected = found
+    for k in expected:
+        assert error(ours[k], expected[k]) < 3e-3, k
+
+
+def test_copies_of_weights_are_made_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    quantize = kept.quantize_weights
+    monkeypatch.setattr(kept, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
+
+    def twice(keep: bool) -> list[dict[str, Tensor]]:
+        p = make(Activation("swiglu"), torch.bfloat16, D=192, width=160)
+        leaves = leaves_of(p)
+        how = dict(recipe=Fp8Block(), keep_fp8=keep)
+        results = []
+        for _ in range(2):
+            out = forward(p, leaves, "fused", **how)
+            results.append(gradients(out, p.dout, leaves))
+        kept.forget(leaves.values())
+        with torch.no_grad():
+            leaves["w2"].mul_(2)
+        results.append(gradients(forward(p, leaves, "fused", **how), p.dout, leaves))
+        return results
+
+    with_copies = twice(True)
+    assert len(made) == 4  # of two matrices, before and after the change
+    without = twice(False)
+    assert len(made) == 4 + 12  # of each for every use
+    for ours, theirs in zip(with_copies, without, strict=True):
+        assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+def test_copies_of_a_dense_mlp_stay_with_its_parameters() -> None:
+    x, w1, w2 = (torch.randn(s).bfloat16().requires_grad_() for s in ((9, 64), (64, 64), (64, 32)))
+    spec = MLPSpec(Activation("swiglu"), "fused", recipe=Fp8Block(), keep_fp8=True)
+    dense_second(dense_first(x, w1, spec), w2, spec).sum().backward()
+    assert w1.fp8_copies.data_LOI.shape == (1, 64, 64) and w2.fp8_copies is not None
+    kept.forget([x, w1, w2])
+    assert not hasattr(w1, "fp8_copies")
+    spec = replace(spec, keep_fp8=False)
+    dense_first(x, w1, spec)
+    assert not hasattr(w1, "fp8_copies")

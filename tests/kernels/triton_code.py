@@ -1,0 +1,82 @@
+"""Machine code of a Triton kernel for sm_90 as it would be launched, made without a GPU."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.kernels.sm90.sass import disassembled
+
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
+_OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+class Code:
+    """What a launch with certain arguments runs."""
+
+    def __init__(self, kernel: Any, given: dict[str, Any], folder: Path) -> None:
+        names, options = kernel.arg_names, {k: given.pop(k) for k in _OPTIONS if k in given}
+        constants = {n: v for n, v in given.items() if _type(v) == "constexpr"}
+        constants |= {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
+        signature = {n: "constexpr" if n in constants else _type(given[n]) for n in names}
+        aligned = [
+            (names.index(n),)
+            for n, v in given.items()
+            if n not in constants and (isinstance(v, Tensor) or v % 16 == 0)
+        ]
+        attributes = {at: [["tt.divisibility", 16]] for at in aligned}
+        source = ASTSource(kernel, signature, constants, attributes)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        self.ptx, self.threads = made.asm["ptx"], 32 * made.metadata.num_warps
+        cubin = folder / f"{kernel.__name__}.cubin"
+        cubin.write_bytes(made.asm["cubin"])
+        self.text, usage = disassembled(cubin)
+        self.registers, self.stack = (
+            int(re.search(rf"\b{name}:(\d+)", usage)[1])  # type: ignore[index]
+            for name in ("REG", "STACK")
+        )
+
+    def count(self, pattern: str) -> int:
+        """Instructions of a kind: the pattern begins their name."""
+        instruction = r"^\s+/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+ )?"
+        return len(re.findall(instruction + rf"(?:{pattern})", self.text, re.MULTILINE))
+
+
+def launched(module: ModuleType, name: str, call: Callable[[], None], folder: Path) -> Code:
+    """What `call` launches of the kernel `name` of a module; its tensors may be on `meta`."""
+    kernel, seen = getattr(module, name), list[dict[str, Any]]()
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                seen.append(dict(zip(kernel.arg_names, args, strict=False)) | kwargs)
+
+            return launch
+
+    setattr(module, name, Recorder())
+    try:
+        call()
+    finally:
+        setattr(module, name, kernel)
+    (given,) = seen
+    return Code(kernel, given, folder)
+
+
+def _type(value: Any) -> str:
+    """As Triton specialises what it is launched with: 1 is compiled in."""
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype]
+    return "i32" if isinstance(value, int) and value != 1 else "constexpr"
