@@ -81,7 +81,8 @@ def precision_problems(cfg: Config) -> Iterator[str]:
 
 def layout_fp8_problems(cfg: Config, ranks: int) -> Iterator[str]:
     """Problems of FP8 with the layout; `ranks` share the experts."""
-    if is_fp8(cfg) and cfg.precision.dense == "fp8" and cfg.parallel.tensor > 1:
+    ours = is_fp8(cfg) and cfg.kernels.backend != "megatron"
+    if ours and cfg.precision.dense == "fp8" and cfg.parallel.tensor > 1:
         reason = f"is not there yet with parallel.tensor={cfg.parallel.tensor}"
         yield repair(cfg, "precision.dense", reason, "bf16")
     wanted = cfg.parallel.dispatch

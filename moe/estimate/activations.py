@@ -17,7 +17,9 @@ from phalanx.configs.formats import fp8_row, is_fp8, width
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.estimate.traffic import costs
+from phalanx.moe.estimate.weights import LayerKind
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.dense_mlp import takes
 from phalanx.moe.router.router import slots
@@ -84,21 +86,35 @@ class Activations:
         self._wide = width(cfg) // 2
         """fp32 doubles all that is bf16 otherwise."""
 
-    def dense_layer(self) -> Layer:
-        """A layer with a dense MLP."""
+    def by_kind(self) -> dict[LayerKind, Layer]:
+        """Of layers of every kind."""
+        both = (False, True)
+        dense = {LayerKind(True, fp8): self.dense_layer(fp8) for fp8 in both}
+        return dense | {LayerKind(False, fp8): self.moe_layer(fp8) for fp8 in both}
+
+    def dense_layer(self, fp8: bool | None = None) -> Layer:
+        """A layer with a dense MLP; `fp8` or not, as most layers are by default."""
+        fp8_dense = self._fp8_dense(fp8)
         ffn = self._cfg.model.dense_ffn
         gradients = self.sizes.tokens * 2 * self._wide * 3 * ffn // self._cfg.parallel.tensor
         cfg, act = self._cfg, ACTIVATIONS[self._cfg.model.moe.activation]
         saved = self._mlp(ffn)
-        spec = MLPSpec(activation_of(cfg.model.moe), cfg.kernels.backend)
+        recipe = Fp8Block() if fp8_dense else None
+        spec = MLPSpec(activation_of(cfg.model.moe), cfg.kernels.backend, recipe=recipe)
         if takes(spec, ffn=ffn, tensor=cfg.parallel.tensor, bias=cfg.model.bias):
             saved = self.sizes.tokens * 2 * self._wide * act.halves * ffn
-        return self._layer(saved, gradients, again=False)
+        if fp8_dense:
+            saved += self._fp8_inputs(1, instead=True)
+        projections = self._projections() if fp8_dense else 0
+        return self._layer(saved, gradients, False, projections)
 
     def moe_layer(self, fp8: bool | None = None) -> Layer:
         """A layer with experts; `fp8` or not, as most layers are by default."""
-        saved = self._experts(is_fp8(self._cfg) if fp8 is None else fp8) + self._shared()
-        return self._layer(saved, self._experts_backward(), self._cfg.run.recompute == "moe")
+        fp8_dense, again = self._fp8_dense(fp8), self._cfg.run.recompute == "moe"
+        saved = self._experts(is_fp8(self._cfg) if fp8 is None else fp8)
+        saved += self._shared(fp8_dense)
+        projections = self._projections() if fp8_dense else 0
+        return self._layer(saved, self._experts_backward(), again, projections)
 
     def head(self) -> Layer:
         """Final norm, logits and loss; those of multi-token prediction as well."""
@@ -116,11 +132,41 @@ class Activations:
         """Saved by a multi-token-prediction layer beside a layer: norms, and what joins them."""
         return 8 * 2 * self.sizes.local_tokens * self._cfg.model.hidden * self._wide
 
-    def _layer(self, mlp: int, backward: int, again: bool) -> Layer:
-        """A layer whose MLP saves `mlp`, or computes that `again`."""
+    def _fp8_dense(self, fp8: bool | None) -> bool:
+        """Whether linear layers beside the routed experts are FP8."""
+        cfg = self._cfg
+        on = is_fp8(cfg) if fp8 is None else fp8
+        return on and cfg.precision.dense == "fp8" and cfg.kernels.backend != "megatron"
+
+    def _fp8_inputs(self, readers: int, *, instead: bool) -> int:
+        """What the output of a norm takes more in FP8, kept by each linear layer that reads it,
+        `instead` of in bf16 or beside that."""
+        if self._cfg.precision.wgrad == "bf16":
+            return 0
+        hidden = self._cfg.model.hidden
+        more = readers * fp8_row(hidden) - (2 * hidden if instead else 0)
+        return self.sizes.local_tokens * more
+
+    def _projections(self) -> int:
+        """What inputs of attention's projections take more in FP8.
+
+        Core attention keeps the input of the last one in bf16 too.
+        """
+        a, tokens = self._cfg.model.attention, self.sizes.local_tokens
+        if self._cfg.precision.wgrad == "bf16":
+            return 0
+        readers, latents, v = 1, list[int](), a.head_dim
+        if a.kind == "mla":
+            readers, v = 2, a.v_dim
+            latents = [rank for rank in (a.q_lora_rank, a.kv_lora_rank) if rank]
+        more = fp8_row(a.heads * v) + sum(fp8_row(rank) - 2 * rank for rank in latents)
+        return self._fp8_inputs(readers, instead=True) + tokens * more
+
+    def _layer(self, mlp: int, backward: int, again: bool, more: int = 0) -> Layer:
+        """A layer whose MLP saves `mlp`, or computes that `again`, and attention `more` in FP8."""
         hidden = 2 * self.sizes.local_tokens * self._cfg.model.hidden * self._wide
         # Inputs and outputs of two norms; output of attention plus bias.
-        rest = self._attention() + (4 + int(self._cfg.model.bias)) * hidden
+        rest = self._attention() + (4 + int(self._cfg.model.bias)) * hidden + more
         if self._cfg.run.recompute == "full":
             return Layer(hidden, rest - hidden + mlp + backward)
         return Layer(rest, mlp + backward) if again else Layer(rest + mlp, backward)
@@ -151,12 +197,15 @@ class Activations:
         parts = 2 * ACTIVATIONS[self._cfg.model.moe.activation].halves + 1
         return self.sizes.tokens * 2 * self._wide * parts * ffn // self._cfg.parallel.tensor
 
-    def _shared(self) -> int:
-        """Of shared experts: the projection alone by fused kernels, which make the rest again."""
+    def _shared(self, fp8: bool) -> int:
+        """Of shared experts: the projection alone by the kernels of the routed ones, which make the
+        rest again, and the input in FP8."""
         ffn, act = self._cfg.model.moe.shared_ffn, ACTIVATIONS[self._cfg.model.moe.activation]
-        if self._cfg.kernels.backend != "fused" or self._cfg.parallel.tensor > 1:
+        ours = self._cfg.kernels.backend == "fused" or fp8
+        if not ours or self._cfg.parallel.tensor > 1:
             return self._mlp(ffn)
-        return self.sizes.tokens * 2 * self._wide * act.halves * ffn
+        own = self._fp8_inputs(1, instead=False) if fp8 and ffn else 0
+        return own + self.sizes.tokens * 2 * self._wide * act.halves * ffn
 
     def _experts(self, fp8: bool) -> int:
         """Saved by route, dispatch and experts, without the input, which attention's norm saves."""

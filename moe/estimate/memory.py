@@ -56,13 +56,12 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Memor
         rows: expert rows of a rank; the budget of `parallel.capacity_factor` by default.
     """
     act = Activations(cfg, world, rows)
-    dense, head = act.dense_layer(), act.head()
-    sparse = {fp8: act.moe_layer(fp8) for fp8 in (False, True)}
+    head, of_kind = act.head(), act.by_kind()
     stages: list[list[list[Layer]]] = [[] for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
         kinds, decoder = layer_kinds(cfg, letters, first), letters.count("t")
-        parts = [dense if kind.dense else sparse[kind.fp8] for kind in kinds]
+        parts = [of_kind[kind] for kind in kinds]
         parts[decoder:] = [
             Layer(part.saved + act.prediction_extra(), part.backward) for part in parts[decoder:]
         ]

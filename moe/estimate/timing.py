@@ -159,7 +159,8 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
     all_again = 4 / 3 if how == "full" else 1.0
     moe_again = 4 / 3 if how in ("moe", "full") else 1.0
     core_again = 4 / 3 if how in ("attention", "full") else 1.0
-    kept, rates = _kept(cfg, world), {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
+    kept, ends = _kept(cfg, world)
+    rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
     stages = [_Work((0.0, 0.0, 0.0), 0.0, 0, tokens) for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
@@ -181,7 +182,7 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
                 before.seconds[1] + more[1],
                 before.seconds[2] + more[2],
             ),
-            before.written + sum(kept[kind] for kind in kinds) + end * kept["head"],
+            before.written + sum(kept[kind] for kind in kinds) + end * ends,
             before.sparse + len(sparse),
             tokens,
         )
@@ -229,18 +230,15 @@ def _rates(cfg: Config, machine: Machine, fp8: bool) -> _Rates:
     )
 
 
-def _kept(cfg: Config, world: int) -> dict[LayerKind | str, int]:
+def _kept(cfg: Config, world: int) -> tuple[dict[LayerKind, int], int]:
     """Activation bytes of a layer of each kind and of the ends if nothing is recomputed.
 
     Of experts, rows that tokens take; others are never touched.
     """
     run, parallel = replace(cfg.run, recompute="none"), replace(cfg.parallel, capacity_factor=1.0)
     act = Activations(replace(cfg, run=run, parallel=parallel), world)
-    kept: dict[LayerKind | str, int] = {"head": act.head().saved}
-    for fp8 in (False, True):
-        kept[LayerKind(True, fp8)] = act.dense_layer().saved
-        kept[LayerKind(False, fp8)] = act.moe_layer(fp8).saved
-    return kept
+    kept = {kind: layer.saved for kind, layer in act.by_kind().items()}
+    return kept, act.head().saved
 
 
 def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:

@@ -100,9 +100,10 @@ def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:
         return []
     backend, wanted = cfg.kernels.backend, cfg.precision.weights
     taken, why = _own_fp8_weights(cfg, runtime)
-    told = gather(taken)
+    if "scratch" in gather(taken) and taken == "resident":
+        taken, why = "scratch", f"{why}, and another rank has less room"
     if wanted == "auto":
-        return [Choice("fp8 weights", "scratch" if "scratch" in told else taken, f"auto; {why}")]
+        return [Choice("fp8 weights", taken, f"auto; {why}")]
     if backend in MULTIPLIES_FP8:
         return [Choice("fp8 weights", wanted, f"precision.weights={wanted}")]
     return [Choice("fp8 weights", taken, f"{why}; precision.weights={wanted} is not in effect")]

@@ -317,6 +317,7 @@ def test_problem_names_the_override_that_fixes_it(
         (f"{FP8} precision.dispatch=fp8", 1),
         (f"{FP8} precision.dispatch=fp8 parallel.dispatch=local parallel.expert=1", 2),
         (f"{FP8} precision.dense=bf16 parallel.tensor=2", 2),
+        (f"{FP8} kernels=megatron parallel.tensor=2", 2),
         ("data.split=98 run.eval_interval=0", 1),
     ],
 )

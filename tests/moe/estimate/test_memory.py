@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.configs.formats import NO_FP8_EXPERTS
+from phalanx.configs.formats import NO_FP8_EXPERTS, fp8_row
 from phalanx.configs.load import load
 from phalanx.configs.records import launch, own
 from phalanx.configs.schema import Config
@@ -103,7 +103,7 @@ def test_what_a_layer_keeps_in_fp8(experts: str, monkeypatch: pytest.MonkeyPatch
     base = [*COMMON.split(), *GPT_OSS.split(), f"kernels={experts}"]
     saved = {}
     for name in ("", "fp8_block", "hidden=fp8", "wgrad=bf16", "bf16_first_layers=2"):
-        given = ["precision=fp8_block"] if name else []
+        given = ["precision=fp8_block", "precision.dense=bf16"] if name else []
         given += [f"precision.{name}"] if "=" in name else []
         cfg = known([*base, *given], 1)
         saved[name] = stage_memory(cfg, 1)[0].saved
@@ -114,13 +114,37 @@ def test_what_a_layer_keeps_in_fp8(experts: str, monkeypatch: pytest.MonkeyPatch
     assert saved["fp8_block"] - saved["hidden=fp8"] == 4 * 4096 * (2 * h - (h + 4 * 2 * 4 * 23))
 
 
+@pytest.mark.parametrize("model", ["moonlight_16b_a3b", "deepseek_v3_l4", "qwen3_30b_a3b"])
+def test_what_dense_linear_layers_keep_in_fp8(model: str) -> None:
+    """Inputs: of the projections of attention, of shared experts, and of the dense MLP."""
+    base = [*COMMON.split(), f"model={model}", "kernels=torch", "precision=fp8_block"]
+    fp8, bf16 = (Activations(known([*base, f"precision.dense={d}"], 1), 1) for d in ("fp8", "bf16"))
+    m, act = fp8._cfg.model, 2
+    a, x = m.attention, fp8_row(m.hidden)
+    if a.kind == "gqa":
+        attention = x - 2 * m.hidden + fp8_row(a.heads * a.head_dim)
+    else:  # both down-projections keep their input
+        ranks = [a.q_lora_rank, a.kv_lora_rank] if a.q_lora_rank else [a.kv_lora_rank]
+        attention = 2 * x - 2 * m.hidden + fp8_row(a.heads * a.v_dim)
+        attention += sum(fp8_row(rank) - 2 * rank for rank in ranks)
+    # Activated half, linear half and product are made again.
+    shared = x - 2 * (act + 1) * m.moe.shared_ffn if m.moe.shared_ffn else 0
+    assert fp8.moe_layer().saved - bf16.moe_layer().saved == 4096 * (attention + shared)
+    mlp = x - 2 * m.hidden - 2 * (act + 1) * m.dense_ffn
+    assert fp8.dense_layer().saved - bf16.dense_layer().saved == 4096 * (attention + mlp)
+    assert fp8.dense_layer(fp8=False) == bf16.dense_layer()
+    wide = Activations(known([*base, "precision.wgrad=bf16"], 1), 1)
+    made_again = 2 * (act + 1) * m.moe.shared_ffn
+    assert bf16.moe_layer().saved - wide.moe_layer().saved == 4096 * (made_again + x)
+
+
 def test_received_tokens_are_kept_in_fp8() -> None:
     given = ["experiment=gpt_oss_20b_8gpu", "kernels=torch", "parallel.dispatch=alltoall"]
-    bf16, fp8 = (
-        Activations(known([*given, f"precision={p}"], 8), 8).moe_layer().saved
-        for p in ("bf16", "fp8_block")
+    fp8 = ["precision=fp8_block", "precision.dense=bf16"]
+    before, after = (
+        Activations(known([*given, *more], 8), 8).moe_layer().saved for more in ([], fp8)
     )
-    assert bf16 - fp8 == 8 * 4096 * (2 * 2880 - (2880 + 4 * 23))
+    assert before - after == 8 * 4096 * (2 * 2880 - (2880 + 4 * 23))
 
 
 @pytest.mark.parametrize("how", ["attention", "moe", "full"])

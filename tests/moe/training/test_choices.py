@@ -145,6 +145,10 @@ def test_fp8_copies_of_weights_are_where_they_fit_on_all_ranks() -> None:
     assert told(free=(0, 0)).startswith("scratch; auto; with resident ones ")
     short = run_distributed(_weights, 2, FP8, "fused", [2**40, 0])
     assert [line.split(";")[0] for line in short] == ["scratch", "scratch"]
+    assert [line.endswith("needed, and another rank has less room") for line in short] == [
+        True,
+        False,
+    ]
     assert told("precision.weights=resident", free=(0, 0)) == "resident; precision.weights=resident"
     assert told(experts="megatron").startswith("resident; auto; Transformer Engine keeps its own")
     emulated = "torch experts multiply values of FP8 in bf16"
