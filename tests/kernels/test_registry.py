@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.kernels.attention.core import attention
 from phalanx.kernels.registry import (
     FLASH_ATTN,
@@ -103,11 +104,14 @@ def test_auto(op, facts, backend):
     assert resolve(op, "auto", facts).backend == backend
 
 
-def test_auto_takes_what_has_fp8():
+def test_auto_takes_what_has_fp8(monkeypatch):
+    monkeypatch.setitem(NO_FP8_EXPERTS, "fused", "it waits")
     choice = resolve("grouped_mlp", "auto", replace(WITH_DSL, fp8=True))
     assert choice.backend == "torch"
-    assert "; not fused: has no fp8_block: its FP8 GEMMs are not there yet; " in choice.reason
+    assert "; not fused: has no fp8_block: it waits; " in choice.reason
     assert resolve("grouped_mlp", "auto", replace(CPU, fp8=True)).backend == "reference"
+    monkeypatch.delitem(NO_FP8_EXPERTS, "fused")
+    assert resolve("grouped_mlp", "auto", replace(WITH_DSL, fp8=True)).backend == "fused"
 
 
 def test_fp8_of_the_stock_layer_needs_transformer_engine():
