@@ -6,6 +6,7 @@ Bytes pass through 2 KB of shared memory of the warp, 16 rows of 128 bytes, swiz
 TMA; at the ragged end of an expert the lanes store just the rows that exist.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -25,6 +26,8 @@ _INFINITY, _NAN, _BELOW_NORMAL = 0x7F800000, 0x7FC00000, 0x00400000
 _ROUND_UP = 0x1FFFFF
 """Added to the bits of an fp32, carries into its exponent if its mantissa is above 0.875."""
 _PIECE = 16
+MAGNITUDES = 0x7FFF7FFF
+"""Of a pair of bf16, all bits but the signs."""
 
 
 def power(amax: Int32, name: str) -> Int32:
@@ -61,11 +64,14 @@ class Values:
         self.words.fill(0)
         self.amax.fill(0)
 
-    def put(self, q: int, words: list[Uint32]) -> None:
-        """Channels 16 q to 16 q + 15: four words, as `epilogues` packs eight accumulators."""
+    def put(self, q: int, words: Sequence[Uint32], counted: Uint32 | int = MAGNITUDES) -> None:
+        """Channels 16 q to 16 q + 15: four words, as `epilogues` packs eight accumulators.
+
+        `counted` is MAGNITUDES, or 0 for channels that there are not.
+        """
         for i, word in enumerate(words):
             self.words[4 * q + i] = word
-            self.amax[i % 2] = ptx.max_pair(self.amax[i % 2], word & Uint32(0x7FFF7FFF))
+            self.amax[i % 2] = ptx.max_pair(self.amax[i % 2], word & Uint32(counted))
 
     def row_amax(self, half: int) -> Int32:
         """Bits of the largest magnitude of the lane's first or second row, in its four lanes."""

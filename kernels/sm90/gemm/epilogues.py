@@ -415,24 +415,12 @@ class _ActGrad:
         sums: cute.Tensor,
     ) -> None:
         """h in its strip becomes dh."""
-        config, halves, strip = self.config, self.config.halves, i % 3
+        halves, strip = self.config.halves, i % 3
         m, j = i // self.width, i % self.width
         for q in range(2):
             d = self.warp.values(acc, m, 2 * j + q)
             h = [self.staging.read(strip * halves + half, q) for half in range(halves)]
-            words: list[list[Uint32]] = [[] for _ in range(halves + 1)]
-            for pair in range(4):  # one by one, for want of registers
-                gates, ups = ptx.unpack(h[0][pair]), ptx.unpack(h[-1][pair])
-                made = []
-                for gate, up, value in zip(gates, ups, d[2 * pair : 2 * pair + 2], strict=True):
-                    scaled = value * probs[pair % 2] if config.prob else value
-                    d_gate, d_up, a = activate.backward(config.act, gate, up, scaled)
-                    if config.prob:
-                        sums[pair % 2] = sums[pair % 2] + value * a
-                        a = a * probs[pair % 2]
-                    made.append((d_gate, d_up, a) if halves == 2 else (d_gate, a))
-                for into, low, high in zip(words, *made, strict=True):
-                    into.append(ptx.pack(low, high))
+            words = self._words(d, h, probs, sums)
             self.staging.write(3 * halves + i % 2, q, words[-1])
             for half in range(halves):
                 self.staging.write(strip * halves + half, q, words[half])
@@ -440,6 +428,26 @@ class _ActGrad:
             n = f + half * self.mA.shape[1]
             self.staging.store(strip * halves + half, self.tma_d, self.mD, top, end, n)
         self.staging.store(3 * halves + i % 2, self.tma_a, self.mA, top, end, f)
+
+    def _words(
+        self, d: list[Float32], h: list[Any], probs: list[Float32], sums: cute.Tensor
+    ) -> list[list[Uint32]]:
+        """dh, half by half, and a of 8 accumulators and as many of each half of h."""
+        config, halves = self.config, self.config.halves
+        words: list[list[Uint32]] = [[] for _ in range(halves + 1)]
+        for pair in range(4):  # one by one, for want of registers
+            gates, ups = ptx.unpack(h[0][pair]), ptx.unpack(h[-1][pair])
+            made = []
+            for gate, up, value in zip(gates, ups, d[2 * pair : 2 * pair + 2], strict=True):
+                scaled = value * probs[pair % 2] if config.prob else value
+                d_gate, d_up, a = activate.backward(config.act, gate, up, scaled)
+                if config.prob:
+                    sums[pair % 2] = sums[pair % 2] + value * a
+                    a = a * probs[pair % 2]
+                made.append((d_gate, d_up, a) if halves == 2 else (d_gate, a))
+            for into, low, high in zip(words, *made, strict=True):
+                into.append(ptx.pack(low, high))
+        return words
 
     @cute.jit
     def _sum(self, sums: cute.Tensor, top: Int32, end: Int32, column: Int32) -> None:

@@ -59,8 +59,10 @@ def _gemms() -> Iterator[tuple[type, Any]]:
 
 
 def _fp8_gemms() -> Iterator[tuple[type, Any]]:
-    """`rows`, `fc1_act` and `wgrad` in FP8, as `fp8.operands` and `wgrad` choose their tiles."""
+    """The kernels in FP8, by the tiles that they choose."""
+    from phalanx.kernels.sm90.fp8 import fc2_dgrad_dact
     from phalanx.kernels.sm90.fp8.act import Fp8Act
+    from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
     from phalanx.kernels.sm90.fp8.fc1_act import COLUMNS, Fp8Fc1Kernel
     from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
     from phalanx.kernels.sm90.fp8.rows import Fp8RowsKernel
@@ -77,8 +79,15 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
     for epilogue, gather in product(acts, EITHER):
         yield Fp8Fc1Kernel, GemmConfig(epilogue, Fp8Mainloop(COLUMNS, gather=gather))
     gathered = Fp8Mainloop(COLUMNS, gather=True)
-    yield from ((Fp8Fc1Kernel, GemmConfig(act, gathered, waits=True)) for act in acts)
+    yield from ((Fp8Fc1Kernel, GemmConfig(epilogue, gathered, waits=True)) for epilogue in acts)
     yield from ((Fp8Fc1Kernel, GemmConfig(Fp8Act(act), gathered)) for act in OTHERS)
+    for rows_format, gather in product(("e4m3", "e5m2"), EITHER):
+        loop = Fp8Mainloop(fc2_dgrad_dact.COLUMNS, gather=gather, rows_format=rows_format)
+        for act in (SWIGLU, GPT_OSS, *(OTHERS if gather else ())):
+            grad = Fp8ActGrad(act, grad_format=rows_format)
+            yield fc2_dgrad_dact.Fp8DgradKernel, GemmConfig(grad, loop)
+            if gather and act not in OTHERS:
+                yield fc2_dgrad_dact.Fp8DgradKernel, GemmConfig(grad, loop, waits=True)
     for columns, rows_format in product((192, 256), ("e4m3", "e5m2")):
         for wide, add in ((True, True), (True, False), (False, False)):
             for ordered in EITHER:

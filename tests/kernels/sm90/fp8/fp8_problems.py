@@ -6,7 +6,7 @@ results are those of fp64 bit for bit. Rows that no expert has are NaN in their 
 Legend as in `gemm_problems`; B_X blocks of X.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,15 @@ from phalanx.kernels.quantize.blocks import (
     quantize_weights,
 )
 from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
+from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
 from phalanx.kernels.sm90.fp8.rows import fp8_rows
 from tests.kernels.sm90.gemm.gemm_problems import (
     BF16,
     COUNTS,
     FP32,
     FP64,
+    UNTOUCHED,
+    DgradProblem,
     Fc1Problem,
     Outputs,
     Problem,
@@ -38,7 +41,10 @@ _NAN_BYTE = 0x7F
 
 
 class Fp8Problem(Problem):
-    """Operands in FP8."""
+    """Operands in FP8; outputs in FP8 are given as bytes."""
+
+    formats: ClassVar[dict[str, torch.dtype]] = {"a": torch.float8_e4m3fn}
+    """Of outputs in FP8."""
 
     def spread_blocks(self, x: Tensor, parts: int = 1, rows: int = 1) -> Tensor:
         """Integers times another power of two, 1 to 8, for every `rows` x 128 of each part."""
@@ -80,6 +86,28 @@ class Fp8Problem(Problem):
         norm = exact.norm()
         assert off.norm() <= rounding.norm() + 3e-4 * norm
         assert off.abs().max() <= 2 * rounding.abs().max() + 1e-2 * exact.abs().max()
+
+    def check_padding(self, ours: Outputs) -> None:
+        for name in self.written:
+            if name in ours:
+                padding = ours[name][self.used :]
+                if padding.dtype == torch.uint8:
+                    untouched = torch.full_like(padding, UNTOUCHED, dtype=self.formats[name])
+                    assert torch.equal(padding, untouched.view(torch.uint8)), name
+                else:
+                    assert (padding == UNTOUCHED).all(), name
+
+    def check_a(self, ours: Outputs, want: Tensor) -> None:
+        """Half a step of e4m3 from `want`, 2^-4 of a number, or of the smallest one in the block,
+        and a bit of bf16."""
+        used = slice(0, self.used)
+        data = ours["a"][used].view(torch.float8_e4m3fn)
+        made = dequantize_rows(Quantized(data, ours["a_scale"][used]))
+        assert made.isfinite().all()
+        amax = torch.nn.functional.pad(want.abs(), (0, -want.shape[1] % 128))
+        amax = amax.unflatten(1, (-1, 128)).amax(2).repeat_interleave(128, 1)
+        bound = want.abs() * (2**-4 + 2**-7) + amax[:, : want.shape[1]] * 2**-16
+        assert ((made.double() - want).abs() <= bound).all()
 
 
 class Fp8RowsProblem(Fp8Problem):
@@ -195,22 +223,84 @@ class Fp8Fc1Problem(Fp8Problem):
             same = Fc1Problem.__new__(Fc1Problem)
             vars(same).update(vars(self))
             want = same._a(ours["h"][used].double())
-            data = ours["a"][used].view(torch.float8_e4m3fn)
-            made = dequantize_rows(Quantized(data, ours["a_scale"][used]))
-            assert made.isfinite().all()
-            amax = torch.nn.functional.pad(want.abs(), (0, -want.shape[1] % 128))
-            amax = amax.unflatten(1, (-1, 128)).amax(2).repeat_interleave(128, 1)
-            # Half a step of e4m3, 2^-4 of a number, or of its smallest one in the block.
-            bound = want.abs() * (2**-4 + 2**-7) + amax[:, : want.shape[1]] * 2**-16
-            assert ((made.double() - want).abs() <= bound).all()
+            self.check_a(ours, want)
         self.check_padding(ours)
 
-    def check_padding(self, ours: Outputs) -> None:
-        for name in self.written:
-            if name in ours:
-                byte = torch.tensor(7.0).to(torch.float8_e4m3fn).view(torch.uint8).item()
-                untouched = byte if name == "a" else 7.0
-                assert (ours[name][self.used :] == untouched).all(), name
+
+class Fp8DgradProblem(Fp8Problem):
+    """`DgradProblem` of the same numbers in bf16 is what it is compared with."""
+
+    written = ("dh", "dh_scale", "a", "a_scale", "parts")
+
+    def __init__(
+        self,
+        counts: list[int],
+        F: int,
+        D: int,
+        act: Activation,
+        *,
+        prob: bool = True,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        **options,
+    ) -> None:
+        super().__init__(counts, **options)
+        self.act, self.dtype = act, dtype
+        self.formats = {**self.formats, "dh": dtype}
+        self.dy, self.dense = self.rows_in_fp8(D, dtype=dtype)
+        q, self.w_LDF = self.weights_in_fp8(D, F)
+        self.w = Quantized(q.data_LIO, q.scale.mT)
+        self.h = self.draw(self.S, act.width(F), scale=1.5, span=8)
+        self.h[self.used :] = float("nan")
+        self.prob = self.of_rows() if prob else None
+
+    def ours(self, **options) -> Outputs:
+        given = dict(index_S=self.index, prob_S=self.prob)
+        tensors = (self.dy, self.w, self.h, self.offsets)
+        with prefilled():
+            dh, a, parts = fp8_fc2_dgrad_dact(*tensors, self.act, **{**given, **options})
+        assert (parts is None) == (self.prob is None) and dh.data.dtype == self.dtype
+        made = {"dh": dh.data.view(torch.uint8), "dh_scale": dh.scale}
+        made |= {"a": a.data.view(torch.uint8), "a_scale": a.scale}
+        return made if parts is None else {**made, "parts": parts.T}
+
+    def _same(self) -> DgradProblem:
+        same = DgradProblem.__new__(DgradProblem)
+        vars(same).update(vars(self))
+        same.dy, same.index, same.h = self.dense.to(BF16), None, self.h[: self.used]
+        same.prob = None if self.prob is None else self.prob[: self.used]
+        same.w = self.w_LDF.to(BF16)
+        assert torch.equal(same.w.float(), self.w_LDF) and torch.equal(same.dy.float(), self.dense)
+        return same
+
+    def check_like_bf16(self, ours: Outputs, loop: Any) -> None:
+        """Of integers, every bit of dh and a; dprob but for the order of its sum."""
+        assert self.integers
+        if self.used:
+            made, halves = self._same().ours(loop=loop), self.h.shape[1] // self.w_LDF.shape[2]
+            dh, a = quantize_rows(made["dh"], halves, self.dtype), quantize_rows(made["a"])
+            for name, want in (("dh", dh), ("a", a)):
+                assert torch.equal(ours[name][: self.used], want.data.view(torch.uint8)), name
+                assert torch.equal(ours[f"{name}_scale"][: self.used], want.scale), name
+            if "parts" in ours:
+                dprob = ours["parts"][: self.used].sum(1)
+                torch.testing.assert_close(dprob, made["dprob"], rtol=1e-4, atol=1e-3)
+        self.check_padding(ours)
+
+    def check(self, ours: Outputs, *, error: float) -> None:
+        """Within `error` of the norm of dh and dprob; a as close as its format allows."""
+        if self.used:
+            same = self._same()
+            exact = same._gradients(FP64, same.product(self.dense, self.w_LDF.mT, FP64))
+            self.check_a(ours, exact["a"])
+            halves = self.h.shape[1] // self.w_LDF.shape[2]
+            data = ours["dh"][: self.used].view(self.dtype)
+            dh = dequantize_rows(Quantized(data, ours["dh_scale"][: self.used]), halves)
+            assert dh.isfinite().all()
+            assert (dh.double() - exact["dh"]).norm() <= error * exact["dh"].norm()
+            if "parts" in ours:
+                dprob = ours["parts"][: self.used].double().sum(1)
+                assert (dprob - exact["dprob"]).norm() <= 1e-3 * exact["dprob"].norm()
+        self.check_padding(ours)
 
 
 def exact_in_bf16(exact: Tensor) -> Tensor:

@@ -29,7 +29,10 @@ def integers(x: Any) -> Lanes:
 
 def plain(method: Any, module: Any) -> FunctionType:
     """A method as it is written; the first compilation of a kernel rewrites it for the device."""
-    return FunctionType(inspect.unwrap(method).__code__, vars(module))
+    written = inspect.unwrap(method)
+    return FunctionType(
+        written.__code__, vars(module), written.__name__, written.__defaults__, written.__closure__
+    )
 
 
 def bind(made: Any, kind: type, module: Any, *names: str) -> None:

@@ -8,6 +8,7 @@ pytest.importorskip("cutlass")
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.quantize.blocks import Quantized, QuantizedColumns
 from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
+from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
 from phalanx.kernels.sm90.fp8.operands import rows_tile
 from phalanx.kernels.sm90.fp8.rows import fp8_rows
@@ -68,6 +69,20 @@ def test_arguments_of_rows(change, message):
 def test_arguments_of_fc1_act(change, message):
     with pytest.raises(ValueError, match=message):
         fp8_fc1_act(**{**FC1, **change}, offsets=OFFSETS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w2_LFD": quantized(2, 96, 192, blocks=(2, 1, 2))}, r"w2 is \[2, 96, 192\]"),
+        ({"w2_LFD": quantized(192, 192, blocks=(2, 2))}, r"w2 must be \[L, N, K\]"),
+        ({}, "w2 must be on a CUDA device, not on cpu"),
+    ],
+)
+def test_arguments_of_fc2_dgrad_dact(change, message):
+    given = dict(dy=ROWS["a"], w2_LFD=quantized(2, 128, 192, blocks=(2, 1, 2)), act=FC1["act"])
+    with pytest.raises(ValueError, match=message):
+        fp8_fc2_dgrad_dact(**{**given, **change}, h_SH=torch.zeros(8, 256), offsets=OFFSETS)
 
 
 def columns(channels: int, tokens: int = 256, blocks: str = "square") -> QuantizedColumns:

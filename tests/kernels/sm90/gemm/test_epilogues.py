@@ -147,7 +147,7 @@ def _run(kind: Any, config: Any, loop: Mainloop, number: int, ends: list[int], F
         width=loop.columns // 32,
     )
     made.steps = made.width * made.warp.blocks_m
-    for name in ("_store", "_load", "before", "__call__"):
+    for name in ("_store", "_words", "_load", "before", "__call__"):
         if hasattr(kind, name):
             call = _plain(getattr(kind, name), epilogues)
             setattr(made, name, lambda *args, call=call: call(made, *args))

@@ -1,0 +1,155 @@
+"""The epilogue of `fc2_dgrad_dact` in FP8: dh and a leave as rows with a scale for 128 channels.
+
+Legend: S rows, F expert width, H = 2F or F channels of h and dh, L experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+from phalanx.kernels.sm90.fp8 import row_blocks
+from phalanx.kernels.sm90.fp8.mainloop import BLOCK
+from phalanx.kernels.sm90.fp8.row_blocks import MAGNITUDES, REGION, RowBytes, Values
+from phalanx.kernels.sm90.gemm.epilogues import ActGrad, _ActGrad, _Warp
+from phalanx.kernels.sm90.gemm.mainloop import Mainloop
+from phalanx.kernels.sm90.gemm.smem_strips import WARPS, Staging, Strips
+from phalanx.kernels.sm90.gemm.storage import array, struct
+
+_STEP = 32
+"""Channels that are computed at a time."""
+_REGIONS = 2
+"""Of 16 rows in FP8: one leaves while the other one is written."""
+
+
+@dataclass(frozen=True)
+class Fp8ActGrad(ActGrad):
+    """`ActGrad` whose dh and a leave in FP8, and a in e4m3."""
+
+    grad_format: str = "e4m3"
+    """Of dh."""
+
+    def strips(self, loop: Mainloop) -> Strips:
+        """Three times for h."""
+        return Strips(_STEP, 3 * self.halves)
+
+    def bytes(self, loop: Mainloop) -> int:
+        return self.strips(loop).bytes + WARPS * _REGIONS * REGION
+
+    def storage(self, loop: Mainloop) -> Any:
+        return struct(
+            strips=self.strips(loop).storage(),
+            regions=array(cutlass.Uint8, WARPS * _REGIONS * REGION, 1024),
+            loaded=array(cutlass.Int64, WARPS * 3),
+        )
+
+    def host(self, loop: Mainloop, *given: Any) -> Any:
+        """h [S, H]; dh [S, F, halves]; a [S, F, 1]; prob [S]; dprob [column tiles, S]; scales of dh
+        [S, blocks] and of a."""
+        mH, mD, mA, prob, dprob, *scales = given
+        tma_h = self.strips(loop).from_memory(mH)
+        dh, a = row_blocks.to_memory(mD), row_blocks.to_memory(mA)
+        return tma_h, dh, mD, a, mA, prob, dprob, *scales
+
+    def device(self, loop: Mainloop, storage: Any, thread: Int32, given: Any) -> Any:
+        return _Fp8ActGrad(self, loop, storage, thread, given)
+
+
+class _Fp8ActGrad(_ActGrad):
+    """Takes 128 channels at a time, 32 by 32; h of the next ones is on its way meanwhile."""
+
+    def __init__(
+        self, config: Fp8ActGrad, loop: Mainloop, storage: Any, thread: Int32, given: Any
+    ) -> None:
+        self.config, self.loop, self.warp = config, loop, _Warp(loop, thread)
+        self.staging = Staging(config.strips(loop), storage.strips, thread)
+        self.gradients = RowBytes(config.grad_format, storage.regions, _REGIONS, thread)
+        self.activations = RowBytes("e4m3", storage.regions, _REGIONS, thread)
+        self.tma_h, self.tma_d, self.mD, self.tma_a, self.mA, self.prob, self.dprob = given[:7]
+        self.scale_d, self.scale_a = given[7:]
+        self.loaded = storage.loaded.data_ptr() + self.warp.number * 3
+        self.width = self.steps = loop.columns // _STEP
+
+    @cute.jit
+    def before(self, row: Int32, end: Int32, column: Int32) -> None:
+        """Begin to load h of the first channels, which the multiplication hides."""
+        self._let_go()
+        self._load(0, row, column)
+        self._load(1, row, column)
+
+    def _let_go(self) -> None:
+        """All lanes have read the strips of h that are loaded to next."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def __call__(
+        self, acc: cute.Tensor, kept: Int32, row: Int32, end: Int32, column: Int32, expert: Int32
+    ) -> Int32:
+        """Store the tile at `row` and column tile `column` of an expert that ends at `end`."""
+        probs = []
+        sums = cute.make_rmem_tensor(2, cutlass.Float32)
+        top = row + self.warp.first
+        if cutlass.const_expr(self.config.prob):
+            probs = self.warp.per_row(self.prob, top, end)
+            sums.fill(0.0)
+        for b in cutlass.range_constexpr(self.loop.columns // BLOCK):
+            first, steps = column * self.loop.columns + BLOCK * b, BLOCK // _STEP
+            if top < end and first < self.mA.shape[1]:
+                # No branch inside: what it would leave as it was, would take registers before.
+                values = [Values() for _ in range(self.config.halves + 1)]
+                for j in cutlass.range_constexpr(steps):
+                    kept = self._turn(steps * b + j, kept, row, column)
+                    inside = first + _STEP * j < self.mA.shape[1]
+                    counted = cutlass.select_(inside, Uint32(MAGNITUDES), Uint32(0))
+                    self._step(acc, steps * b + j, probs, sums, values, counted)
+                self._send(values, top, end, first)
+            else:
+                for j in cutlass.range_constexpr(steps):
+                    kept = self._turn(steps * b + j, kept, row, column)
+        if cutlass.const_expr(self.config.prob):
+            self._sum(sums, top, end, column)
+        return kept
+
+    def _turn(self, i: int, kept: Int32, row: Int32, column: Int32) -> Int32:
+        """Wait for h of step i, and load that of i + 2 over that of i - 1."""
+        cute.arch.mbarrier_wait(self.loaded + i % 3, (kept >> i % 3) & 1)
+        self._let_go()
+        self._load(i + 2, row, column)
+        return kept ^ (1 << i % 3)
+
+    def _step(
+        self,
+        acc: cute.Tensor,
+        i: int,
+        probs: list[Any],
+        sums: cute.Tensor,
+        values: list[Values],
+        counted: Uint32,
+    ) -> None:
+        """32 channels from registers and h to dh and a. Those that there are not have weights of
+        zero, and are not counted."""
+        halves = self.config.halves
+        for q in range(2):
+            d = self.warp.values(acc, 0, 2 * i + q)
+            h = [self.staging.read(i % 3 * halves + half, q) for half in range(halves)]
+            for into, words in zip(values, self._words(d, h, probs, sums), strict=True):
+                into.put(2 * (i % (BLOCK // _STEP)) + q, words, counted)
+
+    @cute.jit
+    def _send(self, values: list[Any], top: Int32, end: Int32, first: Int32) -> None:
+        """128 channels of dh and of a to memory; a region is free when the store before the last
+        one has left it."""
+        halves, block = self.config.halves, first // BLOCK
+        for half in cutlass.range_constexpr(halves):
+            self.staging.drain(0 if half == 0 else 1)
+            of_half = half * ((self.mA.shape[1] + (BLOCK - 1)) // BLOCK)
+            at = (top, end, of_half + block)
+            self.gradients.write(half, values[half], self.scale_d, at)
+            self.gradients.store(half, self.tma_d, self.mD, top, end, first, half)
+        region = halves % _REGIONS
+        self.staging.drain(1)
+        self.activations.write(region, values[halves], self.scale_a, (top, end, block))
+        self.activations.store(region, self.tma_a, self.mA, top, end, first, 0)

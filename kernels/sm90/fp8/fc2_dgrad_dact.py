@@ -1,0 +1,179 @@
+"""Kernel `fc2_dgrad_dact` in FP8: the data gradient of fc2 and of the activation before it.
+
+    dA[s] = dy[index[s]] @ w2[e], in registers only
+    dh[s] = dA[s] * prob[s] * act'(h[s]);  a[s] = act(h[s]) * prob[s];  dprob[s] = dA[s] . act(h[s])
+
+dh and a are rounded to bf16 and then quantised, with a scale for 128 channels of a row: bit for bit
+`quantize_rows` of what the same sums would have left in bf16. For the weight gradients they are
+transposed afterwards.
+
+Legend: S rows, N rows of dy, D hidden, F expert width, H = 2F with a gate and F without, L experts.
+"""
+
+from typing import ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, Int64
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.quantize.blocks import Quantized, block_count
+from phalanx.kernels.sm90.exchange.ready import WORDS
+from phalanx.kernels.sm90.fp8.act_grad import Fp8ActGrad
+from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS, activations, weights
+from phalanx.kernels.sm90.fp8.operands import (
+    BYTES,
+    choose,
+    require_rows,
+    require_weights,
+    rows_format,
+    weight_sizes,
+)
+from phalanx.kernels.sm90.fp8.promotion import operand_scales
+from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector
+from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, counter_of, require
+from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
+
+COLUMNS = 128
+"""Of a tile, of F: beside a block of dh and a, registers hold no more accumulators."""
+
+
+class Fp8DgradKernel(Gemm):
+    """dA = dy[index] @ w2[e]; dh, a and the gradient of prob from dA and h."""
+
+    pointers: ClassVar[tuple[tuple[type, int], ...]] = (
+        *(BYTES, FP32, BYTES, FP32, BF16),
+        *(BYTES, FP32, BYTES, FP32, FP32, FP32),
+        *(INT, INT, INT, LONG),
+    )
+    integers: ClassVar[int] = 13
+
+    @cute.jit
+    def __call__(
+        self,
+        dy: cute.Pointer,
+        dy_scale: cute.Pointer,
+        w2: cute.Pointer,
+        w2_scale: cute.Pointer,
+        h: cute.Pointer,
+        dh: cute.Pointer,
+        dh_scale: cute.Pointer,
+        a: cute.Pointer,
+        a_scale: cute.Pointer,
+        prob: cute.Pointer,
+        dprob: cute.Pointer,
+        index: cute.Pointer,
+        offsets: cute.Pointer,
+        counter: cute.Pointer,
+        ready: cute.Pointer,
+        sizes: tuple[Int32, ...],
+        stream: cuda.CUstream,
+    ) -> None:
+        """Sizes: S, N rows of dy, F, D, L, clusters, strides of dy's scales, `weight_sizes` of
+        w2's, and 0."""
+        S, N, F, D, L, clusters, *strides = sizes
+        loop, epilogue = self.config.mainloop, self.config.epilogue
+        halves, one = epilogue.halves, Int32(1)
+        tiles, blocks = (F + (loop.columns - 1)) // loop.columns, (F + (BLOCK - 1)) // BLOCK
+        of_dh = cute.make_layout((S, blocks * halves), stride=(Int64(blocks * halves), 1))
+        of_a = cute.make_layout((S, blocks), stride=(Int64(blocks), 1))
+        given = epilogue.host(
+            loop,
+            matrix(h, S, F * halves),
+            activations(
+                cute.recast_ptr(dh, dtype=FORMATS[epilogue.grad_format]), S, F, Int32(halves)
+            ),
+            activations(a, S, F, one),
+            vector(prob, S),
+            cute.make_tensor(dprob, cute.make_layout((tiles, S), stride=(S, 1))),
+            cute.make_tensor(dh_scale, of_dh),
+            cute.make_tensor(a_scale, of_a),
+        )
+        self.run(
+            activations(cute.recast_ptr(dy, dtype=loop.types[0]), N, D, one),
+            weights(w2, F, D, one, L),
+            given,
+            vector(index, S),
+            offsets,
+            counter,
+            ready,
+            F,
+            L,
+            clusters,
+            stream,
+            None,
+            operand_scales(dy_scale, strides[:2], w2_scale, strides[2:6], 1, strides[6]),
+        )
+
+
+def fp8_fc2_dgrad_dact(
+    dy: Quantized,
+    w2_LFD: Quantized,
+    h_SH: Tensor,
+    offsets: Tensor,
+    act: Activation,
+    *,
+    index_S: Tensor | None = None,
+    prob_S: Tensor | None = None,
+    ready: Tensor | None = None,
+    counter: Tensor | None = None,
+    sm_margin: int = 0,
+    dynamic: bool = True,
+) -> tuple[Quantized, Quantized, Tensor | None]:
+    """Gradient of h and the activations again, in FP8, and partial sums of the gradient of prob.
+
+    Args:
+        dy: e4m3 or e5m2 [N, D], or [S, D] without an index, contiguous, D a multiple of 64, with a
+            scale for 128 channels: fp32 [N, blocks of D], of any strides.
+        w2_LFD: e4m3, contiguous, F a multiple of 64, with a scale for 128 x 128: fp32
+            [L, blocks of F, blocks of D], of any strides; of weights [L, D, F] these are
+            `QuantizedWeights.data_LIO` and `scale.mT`.
+        h_SH: bf16, as from `fc1_act`.
+        offsets: int32 [L + 1], as in `rows`.
+        act, index_S, prob_S, ready: as in `fc1_act`.
+        counter, sm_margin, dynamic: as in `rows`.
+
+    Returns:
+        dh_SH in dy's format, with a scale for 128 channels of a row, anew in the linear half; a_SF
+        in e4m3 likewise; and dprob [column tiles, S] in fp32, whose sum over the tiles is the
+        gradient of prob (None without prob).
+
+    Raises:
+        ValueError: a shape, dtype, stride or device that the kernel does not take.
+    """
+    device = dy.data.device
+    L, F, D = require_weights(device, "w2", w2_LFD)
+    require_rows(device, "dy", dy)
+    (N, _), S, H = dy.data.shape, h_SH.shape[0], act.width(F)
+    require(
+        device,
+        dy=(dy.data, dy.data.dtype, (N if index_S is not None else S, D)),
+        h=(h_SH, torch.bfloat16, (S, H)),
+        offsets=(offsets, torch.int32, (L + 1,)),
+        index=(index_S, torch.int32, (S,)),
+        prob=(prob_S, torch.float32, (S,)),
+        ready=(ready, torch.int64, (WORDS,)),
+        counter=(counter, torch.int32, (1,)),
+    )
+    halves, fp8 = H // F, dict(dtype=torch.float8_e4m3fn)
+    dh = Quantized(dy.data.new_empty(S, H), dy.scale.new_empty(S, block_count(H, halves)))
+    a = Quantized(dy.data.new_empty(S, F, **fp8), dy.scale.new_empty(S, block_count(F)))
+    loop = choose(COLUMNS, dy.data, gather=index_S is not None)
+    dprob = None if prob_S is None else prob_S.new_empty(-(-F // loop.columns), S)
+    epilogue = Fp8ActGrad(act, prob_S is not None, rows_format("dy", dy.data))
+    config = GemmConfig(epilogue, loop, dynamic, ready is not None)
+    if S and N:
+        counter = counter_of(device) if counter is None else counter
+        clusters = persistent_clusters(sms(device), sm_margin)
+        launch(
+            Fp8DgradKernel,
+            config,
+            (
+                *(*dy, *w2_LFD, h_SH, *dh, *a, prob_S, dprob),
+                *(index_S, offsets, counter, ready),
+            ),
+            (S, N, F, D, L, clusters, *dy.scale.stride(), *weight_sizes(w2_LFD.scale), 0),
+        )
+    return dh, a, dprob
