@@ -156,6 +156,9 @@ def _transposes(kind: str) -> None:
         scale = scale * factor
         scale[4] = 2.0**120
         check_transpose(Quantized(anything.view(E4M3), scale), [9], kind)
+    # Scales that lie block by block.
+    q = definition.quantize_rows(expert_rows([3, 2], 260))
+    check_transpose(Quantized(q.data, q.scale.T.contiguous().T), [3, 2], kind)
     # The largest numbers, which are infinite when they are given back, and denormal ones.
     ends = torch.cat([problems.below(3.38e38)[:3], problems.below(2.0**-126)[:3]])
     check_transpose(definition.quantize_rows(ends), [3, 3], kind)
