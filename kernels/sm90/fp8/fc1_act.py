@@ -24,8 +24,8 @@ from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop, activations, w
 from phalanx.kernels.sm90.fp8.operands import (
     BYTES,
     choose,
-    require_rows,
     require_weights,
+    row_pitch,
     weight_sizes,
 )
 from phalanx.kernels.sm90.fp8.promotion import operand_scales
@@ -45,7 +45,7 @@ class Fp8Fc1Kernel(Gemm):
         *(BF16, BYTES, FP32, WORD, FP32),
         *(INT, INT, INT, LONG),
     )
-    integers: ClassVar[int] = 13
+    integers: ClassVar[int] = 14
 
     @cute.jit
     def __call__(
@@ -66,9 +66,9 @@ class Fp8Fc1Kernel(Gemm):
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of x, F, D, L, clusters, strides of x's scales, `weight_sizes` of w1's,
-        and 0."""
-        S, N, F, D, L, clusters, *strides = sizes
+        """Sizes: S, N rows of x, F, D, pitch of x, L, clusters, strides of x's scales,
+        `weight_sizes` of w1's, and 0."""
+        S, N, F, D, pitch, L, clusters, *strides = sizes
         loop, halves = self.config.mainloop, self.config.epilogue.halves
         H, blocks = F * halves, (F + (BLOCK - 1)) // BLOCK
         scale = cute.make_layout((S, blocks), stride=(Int64(blocks), 1))
@@ -77,7 +77,7 @@ class Fp8Fc1Kernel(Gemm):
             *(words(bias, L, H), vector(prob, S), cute.make_tensor(a_scale, scale)),
         )
         self.run(
-            activations(x, N, D, Int32(1)),
+            activations(x, N, D, Int32(1), pitch),
             weights(w1, H, D, Int32(1), L),
             given,
             vector(index, S),
@@ -111,8 +111,9 @@ def fp8_fc1_act(
     """h[s] = x[index[s]] @ w1[e]^T + b1[e], and a[s] = act(h[s]) * prob[s] in FP8.
 
     Args:
-        x: e4m3 [N, D], or [S, D] without an index, contiguous, D a multiple of 64, with a scale for
-            128 channels: fp32 [N, blocks of D], of any strides.
+        x: e4m3 [N, D], or [S, D] without an index, D a multiple of 64; rows are contiguous and
+            begin at multiples of 16 bytes. A scale for 128 channels: fp32 [N, blocks of D], of any
+            strides.
         w1_LHD: e4m3, contiguous; with a gate its F rows and then those of the linear half, F a
             multiple of 64; with a scale for 128 x 128: fp32 [L, blocks of H, blocks of D], of any
             strides, where with a gate blocks start anew in the linear half.
@@ -134,14 +135,15 @@ def fp8_fc1_act(
     device, halves = x.data.device, 2 if act.gated else 1
     L, H, D = require_weights(device, "w1", w1_LHD, n_parts=halves)
     F = H // halves
-    require_rows(device, "x", x)
+    pitch = row_pitch(device, "x", x)
     if x.data.dtype != torch.float8_e4m3fn:
         raise ValueError(f"x must be torch.float8_e4m3fn, not {x.data.dtype}")
-    N = x.data.shape[0]
+    N, channels = x.data.shape
+    if channels != D:
+        raise ValueError(f"x has {channels} channels, and w1 {D}")
     S = N if index_S is None else index_S.shape[0]
     require(
         device,
-        x=(x.data, x.data.dtype, (N, D)),
         offsets=(offsets, torch.int32, (L + 1,)),
         index=(index_S, torch.int32, (S,)),
         prob=(prob_S, torch.float32, (S,)),
@@ -164,6 +166,6 @@ def fp8_fc1_act(
                 *(x.data, x.scale, w1_LHD.data, w1_LHD.scale),
                 *(h, *a, bias_LH, prob_S, index_S, offsets, counter, ready),
             ),
-            (S, N, F, D, L, clusters, *x.scale.stride(), *weight_sizes(w1_LHD.scale), 0),
+            (S, N, F, D, pitch, L, clusters, *x.scale.stride(), *weight_sizes(w1_LHD.scale), 0),
         )
     return h, a

@@ -26,8 +26,8 @@ from phalanx.kernels.sm90.fp8.mainloop import BLOCK, FORMATS, activations, weigh
 from phalanx.kernels.sm90.fp8.operands import (
     BYTES,
     choose,
-    require_rows,
     require_weights,
+    row_pitch,
     rows_format,
     weight_sizes,
 )
@@ -48,7 +48,7 @@ class Fp8DgradKernel(Gemm):
         *(BYTES, FP32, BYTES, FP32, FP32, FP32),
         *(INT, INT, INT, LONG),
     )
-    integers: ClassVar[int] = 13
+    integers: ClassVar[int] = 14
 
     @cute.jit
     def __call__(
@@ -71,9 +71,9 @@ class Fp8DgradKernel(Gemm):
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: S, N rows of dy, F, D, L, clusters, strides of dy's scales, `weight_sizes` of
-        w2's, and 0."""
-        S, N, F, D, L, clusters, *strides = sizes
+        """Sizes: S, N rows of dy, F, D, pitch of dy, L, clusters, strides of dy's scales,
+        `weight_sizes` of w2's, and 0."""
+        S, N, F, D, pitch, L, clusters, *strides = sizes
         loop, epilogue = self.config.mainloop, self.config.epilogue
         halves, one = epilogue.halves, Int32(1)
         tiles, blocks = (F + (loop.columns - 1)) // loop.columns, (F + (BLOCK - 1)) // BLOCK
@@ -92,7 +92,7 @@ class Fp8DgradKernel(Gemm):
             cute.make_tensor(a_scale, of_a),
         )
         self.run(
-            activations(cute.recast_ptr(dy, dtype=loop.types[0]), N, D, one),
+            activations(cute.recast_ptr(dy, dtype=loop.types[0]), N, D, one, pitch),
             weights(w2, F, D, one, L),
             given,
             vector(index, S),
@@ -125,8 +125,9 @@ def fp8_fc2_dgrad_dact(
     """Gradient of h and the activations again, in FP8, and partial sums of the gradient of prob.
 
     Args:
-        dy: e4m3 or e5m2 [N, D], or [S, D] without an index, contiguous, D a multiple of 64, with a
-            scale for 128 channels: fp32 [N, blocks of D], of any strides.
+        dy: e4m3 or e5m2 [N, D], or [S, D] without an index, D a multiple of 64; rows are contiguous
+            and begin at multiples of 16 bytes. A scale for 128 channels: fp32 [N, blocks of D], of
+            any strides.
         w2_LFD: e4m3, contiguous, F a multiple of 64, with a scale for 128 x 128: fp32
             [L, blocks of F, blocks of D], of any strides; of weights [L, D, F] these are
             `QuantizedWeights.data_LIO` and `scale.mT`.
@@ -145,11 +146,13 @@ def fp8_fc2_dgrad_dact(
     """
     device = dy.data.device
     L, F, D = require_weights(device, "w2", w2_LFD)
-    require_rows(device, "dy", dy)
-    (N, _), S, H = dy.data.shape, h_SH.shape[0], act.width(F)
+    pitch = row_pitch(device, "dy", dy)
+    (N, channels), S, H = dy.data.shape, h_SH.shape[0], act.width(F)
+    if channels != D or (index_S is None and N != S):
+        rows = S if index_S is None else "N"
+        raise ValueError(f"dy must be [{rows}, {D}], not {[N, channels]}")
     require(
         device,
-        dy=(dy.data, dy.data.dtype, (N if index_S is not None else S, D)),
         h=(h_SH, torch.bfloat16, (S, H)),
         offsets=(offsets, torch.int32, (L + 1,)),
         index=(index_S, torch.int32, (S,)),
@@ -174,6 +177,6 @@ def fp8_fc2_dgrad_dact(
                 *(*dy, *w2_LFD, h_SH, *dh, *a, prob_S, dprob),
                 *(index_S, offsets, counter, ready),
             ),
-            (S, N, F, D, L, clusters, *dy.scale.stride(), *weight_sizes(w2_LFD.scale), 0),
+            (S, N, F, D, pitch, L, clusters, *dy.scale.stride(), *weight_sizes(w2_LFD.scale), 0),
         )
     return dh, a, dprob

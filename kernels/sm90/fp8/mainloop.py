@@ -77,7 +77,7 @@ class Fp8Loads(Loads):
     modes = 2
 
     def _pitch(self) -> Int64:
-        return Int64(self.mA.shape[1])
+        return Int64(self.mA.stride[0])
 
     def place(self, k: Int32) -> tuple[Int32, ...]:
         each = (self.mA.shape[1] + (BLOCK - 1)) // BLOCK
@@ -91,12 +91,18 @@ class Fp8Loads(Loads):
         ptx.cp_async_or_zero(to, source + k * BLOCK, size)
 
 
-def activations(pointer: cute.Pointer, rows: Int32, each: Int32, parts: Int32) -> cute.Tensor:
-    """[rows, channels of a part, parts], contiguous; `each` a multiple of 64."""
+def activations(
+    pointer: cute.Pointer, rows: Int32, each: Int32, parts: Int32, pitch: Int32 | None = None
+) -> cute.Tensor:
+    """[rows, channels of a part, parts], `each` a multiple of 64. A row is contiguous; rows follow
+    each other unless they have a `pitch`, a multiple of 16."""
     each = cute.assume(each, divby=64)
     wide = cute.assume(Int64(each), divby=64)
-    pitch = cute.assume(Int64(each) * Int64(parts), divby=64)
-    return cute.make_tensor(pointer, cute.make_layout((rows, each, parts), stride=(pitch, 1, wide)))
+    if pitch is None:
+        row = cute.assume(Int64(each) * Int64(parts), divby=64)
+    else:
+        row = cute.assume(Int64(pitch), divby=16)
+    return cute.make_tensor(pointer, cute.make_layout((rows, each, parts), stride=(row, 1, wide)))
 
 
 def weights(pointer: cute.Pointer, N: Int32, each: Int32, parts: Int32, L: Int32) -> cute.Tensor:

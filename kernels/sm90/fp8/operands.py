@@ -43,6 +43,26 @@ def require_rows(device: torch.device, name: str, q: Quantized, parts: int = 1) 
     require_scales(device, f"{name}'s scale", q.scale, (q.data.shape[0], blocks))
 
 
+def row_pitch(device: torch.device, name: str, q: Quantized) -> int:
+    """Check rows as `require_rows` does, which may lie apart, as packed ones do; their pitch.
+
+    Raises:
+        ValueError: shape, dtype, strides or device.
+    """
+    if q.data.is_contiguous():
+        require_rows(device, name, q)
+        return q.data.shape[1]
+    pitch = q.data.stride(0)
+    if q.data.stride(1) != 1 or pitch % 16:
+        raise ValueError(
+            f"{name}: rows must be contiguous and begin at multiples of 16 bytes, not have strides "
+            f"{list(q.data.stride())}"
+        )
+    require_rows(device, name, Quantized(q.data[:1], q.scale[:1]))
+    require_scales(device, f"{name}'s scale", q.scale, (len(q.data), q.scale.shape[1]))
+    return pitch
+
+
 def require_weights(
     device: torch.device, name: str, q: Quantized, n_parts: int = 1, k_parts: int = 1
 ) -> tuple[int, int, int]:

@@ -7,10 +7,12 @@ pytest.importorskip("cutlass")
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.quantize.blocks import Quantized, QuantizedColumns
+from phalanx.kernels.quantize.packed import row_bytes, unpack_rows
+from phalanx.kernels.sm90.fp8 import operands
 from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Mainloop
-from phalanx.kernels.sm90.fp8.operands import rows_tile
+from phalanx.kernels.sm90.fp8.operands import row_pitch, rows_tile
 from phalanx.kernels.sm90.fp8.rows import fp8_rows
 from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
 
@@ -69,6 +71,21 @@ def test_arguments_of_rows(change, message):
 def test_arguments_of_fc1_act(change, message):
     with pytest.raises(ValueError, match=message):
         fp8_fc1_act(**{**FC1, **change}, offsets=OFFSETS)
+
+
+@pytest.mark.parametrize(
+    "data", [torch.zeros(8, 200, dtype=E4M3)[:, :192], torch.zeros(192, 8, dtype=E4M3).T]
+)
+def test_rows_that_lie_apart_begin_at_multiples_of_16_bytes(data):
+    with pytest.raises(ValueError, match="x: rows must be contiguous and begin at multiples of 16"):
+        row_pitch(torch.device("cuda"), "x", Quantized(data, torch.ones(8, 2)))
+
+
+def test_rows_as_they_travel_can_be_read(monkeypatch):
+    monkeypatch.setattr(operands, "require", lambda device, **arguments: None)
+    packed = unpack_rows(torch.zeros(8, row_bytes(192), dtype=torch.uint8), 192, E4M3)
+    assert row_pitch(packed.data.device, "x", packed) == row_bytes(192)
+    assert row_pitch(packed.data.device, "x", ROWS["a"]) == 192
 
 
 @pytest.mark.parametrize(
