@@ -60,6 +60,20 @@ def tokens_of(offsets, block, L, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  #
 
 
 @triton.jit
+def column_amax(x, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[R, C] -> [C]. A thread has CHUNK channels.
+
+    Maxima of a warp go through shared memory in the order of channels. In that of threads, and only
+    then of a thread's channels, threads write to four banks, not to one.
+    """
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    by_thread = tl.permute(tl.reshape(x, [R, C // CHUNK, CHUNK]), [0, 2, 1])
+    amax = tl.max(tl.reshape(by_thread, [R, C]), 0)
+    return tl.reshape(tl.permute(tl.reshape(amax, [CHUNK, C // CHUNK]), [1, 0]), [C])
+
+
+@triton.jit
 def fp8_columns(  # type: ignore[no-untyped-def]
     x,
     x_scale,
@@ -138,7 +152,7 @@ def fp8_columns(  # type: ignore[no-untyped-def]
                 given = given * scales[k]
             made = made + (given,)
             largest = tl.maximum(largest, tl.abs(given))
-        up, down = powers(tl.max(largest, 0), BIASED)
+        up, down = powers(column_amax(largest, CHUNK), BIASED)
         tl.store(to_scale + channel + i, down, mask=known)
         given = made
         made = ()
