@@ -13,7 +13,7 @@ from phalanx.configs.transports import TRANSPORTS
 
 RECIPES = ("bf16", "fp32", "fp8_block")
 
-NO_FP8_EXPERTS: dict[str, str] = {"fused": "its FP8 GEMMs are not there yet"}
+NO_FP8_EXPERTS: dict[str, str] = {"fused": "its FP8 GEMMs have not run on a GPU yet"}
 """By `kernels.backend`: why its experts have no `fp8_block`. Without its line a backend has it."""
 
 MULTIPLIES_FP8 = frozenset({"fused", "megatron"})
