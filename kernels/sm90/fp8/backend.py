@@ -36,9 +36,18 @@ class FusedFP8(Fused):
         sm_margin, dynamic: as of `Fused`.
         recipe: weight gradients in FP8, of `square` blocks.
         keep: FP8 copies of weights stay with them (`kernels.quantize.kept`).
+
+    Raises:
+        ValueError: other weight gradients.
     """
 
     def __init__(self, sm_margin: int, dynamic: bool, recipe: Fp8Block, keep: bool) -> None:
+        for name, has in (("wgrad", "fp8"), ("wgrad_blocks", "square")):
+            if (wanted := getattr(recipe, name)) != has:
+                raise ValueError(
+                    f"precision.{name}={wanted}: the fused kernels have {has}; set "
+                    f"precision.{name}={has} or kernels=torch"
+                )
         super().__init__(sm_margin, dynamic)
         self._recipe, self._keep = recipe, keep
         self._how: dict[str, Any] = dict(sm_margin=sm_margin, dynamic=dynamic)

@@ -21,6 +21,7 @@ from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.quantize import kept
 from phalanx.kernels.quantize.blocks import (
@@ -176,3 +177,10 @@ def test_copies_of_a_dense_mlp_stay_with_its_parameters() -> None:
     spec = replace(spec, keep_fp8=False)
     dense_first(x, w1, spec)
     assert not hasattr(w1, "fp8_copies")
+
+
+@pytest.mark.parametrize("other", [dict(wgrad="bf16"), dict(wgrad_blocks="vector")])
+def test_other_weight_gradients_are_refused(other: dict[str, Any]) -> None:
+    ((name, value),) = other.items()
+    with pytest.raises(ValueError, match=f"precision.{name}={value}: the fused kernels have"):
+        provider("fused", recipe=Fp8Block(**other))
