@@ -17,11 +17,14 @@ from phalanx.kernels.sm90.gemm.epilogues import ActGrad, _ActGrad, _Warp
 from phalanx.kernels.sm90.gemm.mainloop import Mainloop
 from phalanx.kernels.sm90.gemm.smem_strips import WARPS, Staging, Strips
 from phalanx.kernels.sm90.gemm.storage import array, struct
+from phalanx.kernels.sm90.jit import ptx
 
 _STEP = 32
 """Channels that are computed at a time."""
 _REGIONS = 2
 """Of 16 rows in FP8: one leaves while the other one is written."""
+_KEPT = 2
+"""Of a's eight groups of 16 channels, those that stay in registers: a step's."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class _Fp8ActGrad(_ActGrad):
                 values = [Values() for _ in range(self.config.halves + 1)]
                 for j in cutlass.range_constexpr(steps):
                     kept = self._turn(steps * b + j, kept, row, column)
+                    if cutlass.const_expr(2 * j == _KEPT):
+                        self.staging.drain(0)
                     inside = first + _STEP * j < self.mA.shape[1]
                     counted = cutlass.select_(inside, Uint32(MAGNITUDES), Uint32(0))
                     self._step(acc, steps * b + j, probs, sums, values, counted)
@@ -135,21 +140,35 @@ class _Fp8ActGrad(_ActGrad):
         for q in range(2):
             d = self.warp.values(acc, 0, 2 * i + q)
             h = [self.staging.read(i % 3 * halves + half, q) for half in range(halves)]
-            for into, words in zip(values, self._words(d, h, probs, sums), strict=True):
-                into.put(2 * (i % (BLOCK // _STEP)) + q, words, counted)
+            words, at = self._words(d, h, probs, sums), 2 * (i % (BLOCK // _STEP)) + q
+            for half in range(halves):
+                values[half].put(at, words[half], counted)
+            values[halves].count(words[halves], counted)
+            if at < _KEPT:
+                values[halves].set(at, words[halves])
+            else:
+                ptx.store_shared(self._parked(at), *words[halves])
+
+    def _parked(self, q: int) -> Int32:
+        """Where a lane has its four words of a's channels 16 q to 16 q + 15: in the regions, until
+        rows are written there, as registers would not hold them beside dh and accumulators."""
+        return self.activations.base + ptx.lane() * 16 + q * 512
 
     @cute.jit
     def _send(self, values: list[Any], top: Int32, end: Int32, first: Int32) -> None:
-        """128 channels of dh and of a to memory; a region is free when the store before the last
-        one has left it."""
+        """128 channels of dh and of a to memory. The last block's have left the regions; one that
+        is used again is free when its store has."""
         halves, block = self.config.halves, first // BLOCK
+        for q in range(_KEPT, BLOCK // 16):
+            values[halves].set(q, ptx.load_shared(self._parked(q)))
+        cute.arch.sync_warp()
         for half in cutlass.range_constexpr(halves):
-            self.staging.drain(0 if half == 0 else 1)
             of_half = half * ((self.mA.shape[1] + (BLOCK - 1)) // BLOCK)
             at = (top, end, of_half + block)
             self.gradients.write(half, values[half], self.scale_d, at)
             self.gradients.store(half, self.tma_d, self.mD, top, end, first, half)
         region = halves % _REGIONS
-        self.staging.drain(1)
+        if cutlass.const_expr(region == 0):
+            self.staging.drain(1)
         self.activations.write(region, values[halves], self.scale_a, (top, end, block))
         self.activations.store(region, self.tma_a, self.mA, top, end, first, 0)

@@ -69,8 +69,17 @@ class Values:
 
         `counted` is MAGNITUDES, or 0 for channels that there are not.
         """
+        self.count(words, counted)
+        self.set(q, words)
+
+    def set(self, q: int, words: Sequence[Uint32]) -> None:
+        """As `put`, of words that have been counted."""
         for i, word in enumerate(words):
             self.words[4 * q + i] = word
+
+    def count(self, words: Sequence[Uint32], counted: Uint32 | int = MAGNITUDES) -> None:
+        """As `put`, of words that `set` gets later."""
+        for i, word in enumerate(words):
             self.amax[i % 2] = ptx.max_pair(self.amax[i % 2], word & Uint32(counted))
 
     def row_amax(self, half: int) -> Int32:

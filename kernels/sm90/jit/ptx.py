@@ -97,6 +97,16 @@ def load_shared(where: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Uint3
 
 
 @dsl_user_op
+def store_shared(
+    where: Int32, a: Uint32, b: Uint32, c: Uint32, d: Uint32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """16 bytes to shared memory."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [Int32(where).ir_value(**at), *(Uint32(x).ir_value(**at) for x in (a, b, c, d))]
+    _asm(None, values, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,~{memory}", at)
+
+
+@dsl_user_op
 def store_shared_half(where: Int32, word: Uint32, *, loc: Any = None, ip: Any = None) -> None:
     """The lower 2 bytes of a word to shared memory."""
     at: Site = dict(loc=loc, ip=ip)
