@@ -102,7 +102,8 @@ class Promotion:
             then_a0, then_a1 = self._load_rows(place0, place1, row_step * two, one_row)
             then_b0, then_b1 = self._load_columns(low, high, column_step * two)
             stage = self.ring.wait(first + k)
-            self._block(stage, (a0, a1), (b0, cutlass.select_(aligned, b0, b1), b1))
+            columns = (b0, cutlass.select_(aligned, b0, b1), b1)
+            self._block(stage, k, (a0, a1), columns, scales)
             a0, a1, next_a0, next_a1 = next_a0, next_a1, then_a0, then_a1
             b0, b1, next_b0, next_b1 = next_b0, next_b1, then_b0, then_b1
 
@@ -117,30 +118,47 @@ class Promotion:
         first = ptx.load_constant(low + ahead)
         return first, first if self.loop.columns == BLOCK else ptx.load_constant(high + ahead)
 
-    def _block(self, stage: Int32, rows: tuple[Float32, ...], columns: tuple[Float32, ...]) -> None:
-        """Multiply a stage, part by part, and add it up with its scales; let it go."""
-        loop, part = self.loop, self.loop.part
-        if loop.gather:  # cp.async writes through the other proxy than wgmma reads by
+    def _block(
+        self,
+        stage: Int32,
+        k: Int32,
+        rows: tuple[Float32, ...],
+        columns: tuple[Float32, ...],
+        scales: Scales,
+    ) -> None:
+        """Multiply a stage, block k, part by part, and add it up with its scales; let it go."""
+        if self.loop.gather:  # cp.async writes through the other proxy than wgmma reads by
             cute.arch.fence_proxy("async.shared", space="cta")
         for p, b in enumerate(self.b):
             warpgroup.fence()
-            for k in range(BLOCK // _DEEP):
-                self.tiled_mma.set(warpgroup.Field.ACCUMULATE, k != 0)
-                at = (None, None, k, stage)
+            for step in range(BLOCK // _DEEP):
+                self.tiled_mma.set(warpgroup.Field.ACCUMULATE, step != 0)
+                at = (None, None, step, stage)
                 cute.gemm(self.tiled_mma, self.temporary, self.a[at], b[at], self.temporary)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
             if p == len(self.b) - 1:
                 self.ring.release(stage)
-            # Blocks of columns begin at multiples of 64 of a tile of 192, of 128 of others.
-            wide = _ATOM if loop.columns == 192 else BLOCK
-            for first in range(part * p, part * (p + 1), wide):
-                scale = columns[first // _ATOM] if wide == _ATOM else columns[2 * (first // BLOCK)]
-                both = (rows[0] * scale, rows[1] * scale)
-                for i in range(wide // 2):
-                    to = first // 2 + i
-                    here = self.temporary[to - part * p // 2]
-                    self.acc[to] = self.acc[to] + both[i // 2 % 2] * here
+            self._add(p, k, rows, columns, scales)
+
+    def _add(
+        self,
+        p: int,
+        k: Int32,
+        rows: tuple[Float32, ...],
+        columns: tuple[Float32, ...],
+        scales: Scales,
+    ) -> None:
+        """Add part p of a block to the accumulators: one product of scales for a row of many."""
+        # Blocks of columns begin at multiples of 64 of a tile of 192, of 128 of others.
+        part, wide = self.loop.part, _ATOM if self.loop.columns == 192 else BLOCK
+        for first in range(part * p, part * (p + 1), wide):
+            scale = columns[first // _ATOM] if wide == _ATOM else columns[2 * (first // BLOCK)]
+            both = (rows[0] * scale, rows[1] * scale)
+            for i in range(wide // 2):
+                to = first // 2 + i
+                here = self.temporary[to - part * p // 2]
+                self.acc[to] = self.acc[to] + both[i // 2 % 2] * here
 
 
 class Math(Promotion):

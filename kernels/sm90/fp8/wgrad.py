@@ -33,15 +33,17 @@ def fp8_wgrad(
     """dw[e] (+)= sum over expert e's tokens t of outer(d[:, t], v[:, t]), in fp32, rounded once.
 
     Args:
-        d: e4m3 or e5m2 [O, T], contiguous, in `square` blocks, with scales fp32 [T / 128, blocks of
-            O] of any strides. Each part of O is a multiple of 64.
-        v: e4m3 [I, T] likewise, I a multiple of 64, in one part.
+        d: e4m3 or e5m2 [O, T], contiguous, with scales fp32 [T / 128, blocks of O] of any strides,
+            or [T / 128, O] of `vector` blocks. Each part of O is a multiple of 64.
+        v: e4m3 [I, T] likewise, I a multiple of 64, in one part; scales of `vector` blocks are
+            contiguous.
         column_offsets: int32 [L + 1], as of `quantize.blocks.column_offsets`: expert e has tokens
             column_offsets[e] to column_offsets[e + 1], multiples of 128; those that are none of
             its own are zeros. Nothing is read from column_offsets[L] on.
         parts: of O, 1 or 2, in each of which blocks start anew.
         out_LOI, dtype, accumulate, order_L, counter, sm_margin, dynamic: as in `experts.wgrad`.
-        tile: columns of a tile (128, 192, 256); default by `experts.wgrad.choose`.
+        tile: columns of a tile (128, 192, 256); default by `experts.wgrad.choose`, and 128 in
+            `vector` blocks.
 
     Returns:
         dw_LOI.
@@ -49,9 +51,9 @@ def fp8_wgrad(
     Raises:
         ValueError: a shape, dtype, stride or device that the kernel does not take.
     """
+    if d.blocks != v.blocks:
+        raise ValueError(f"d is in {d.blocks} blocks and v in {v.blocks} ones: must be the same")
     for name, q in (("d", d), ("v", v)):
-        if q.blocks != "square":
-            raise ValueError(f"{name} is in {q.blocks} blocks: only square ones are multiplied")
         if q.data_CT.ndim != 2:
             raise ValueError(f"{name} must be [C, T], not {list(q.data_CT.shape)}")
     if parts not in (1, 2):
@@ -69,12 +71,13 @@ def fp8_wgrad(
     if out.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"out (or dtype) must be torch.bfloat16 or torch.float32, not {out.dtype}")
     config = Fp8WgradConfig(
-        columns=choose(I) if tile is None else tile,
+        columns=tile or (BLOCK if d.blocks == "vector" else choose(I)),
         wide=out.dtype == torch.float32,
         add=accumulate,
         ordered=order_L is not None,
         dynamic=dynamic,
         rows_format=rows_format("d", d.data_CT),
+        vector=d.blocks == "vector",
     )
     require(
         device,
@@ -85,8 +88,11 @@ def fp8_wgrad(
         order=(order_L, torch.int32, (L,)),
         counter=(counter, torch.int32, (1,)),
     )
-    require_scales(device, "d's scale", d.scale, (T // BLOCK, block_count(O, parts)))
-    require_scales(device, "v's scale", v.scale, (T // BLOCK, block_count(I)))
+    blocks = (O, I) if config.vector else (block_count(O, parts), block_count(I))
+    for name, q, count in zip("dv", (d, v), blocks, strict=True):
+        require_scales(device, f"{name}'s scale", q.scale, (T // BLOCK, count))
+    if config.vector and (not v.scale.is_contiguous() or v.scale.data_ptr() % 8):
+        raise ValueError("v's scale must be contiguous and start at a multiple of 8 bytes")
     if T == 0:
         return out if accumulate else out.zero_()
     if counter is None and dynamic:

@@ -2,7 +2,7 @@
 
 Both operands are stored by channels, an expert's tokens side by side and padded with zeros to
 whole blocks of 128 (`QuantizedColumns`), so that the contraction is contiguous, all stages are
-whole, and no stage holds tokens of two experts. A block of 128 tokens by 128 channels has a scale.
+whole, and no stage holds tokens of two experts. The scales are those of `wgrad_math`.
 
 Tiles and their order are those of `experts.wgrad_kernel`, the stages those of `fp8.mainloop`.
 """
@@ -13,16 +13,15 @@ from typing import Any, ClassVar
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 
 from phalanx.kernels.sm90.experts.accumulate import Output, Store
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop, activations, weights
 from phalanx.kernels.sm90.fp8.operands import BYTES
-from phalanx.kernels.sm90.fp8.promotion import Promotion, Scales, address
+from phalanx.kernels.sm90.fp8.wgrad_math import VectorMath, WgradMath, layout_mma
 from phalanx.kernels.sm90.gemm.expert_tiles import Tiles, unpack
-from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MATH_GROUPS, THREADS, TILE_ROWS
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, THREADS, TILE_ROWS
 from phalanx.kernels.sm90.gemm.storage import struct
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler
 from phalanx.kernels.sm90.jit import ptx
@@ -31,8 +30,6 @@ from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT
 SMEM_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024 + 1024
 """Barriers and records, and the alignment of what follows them."""
-_ROWS = TILE_ROWS // MATH_GROUPS
-"""Rows of a warp group."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +48,14 @@ class Fp8WgradConfig:
     """Claim tiles from a counter; otherwise CTA i takes tiles i, i + CTAs, ...."""
     rows_format: str = "e4m3"
     """Of d."""
+    vector: bool = False
+    """A scale for each channel of 128 tokens, not for 128 channels."""
 
     def __post_init__(self) -> None:
         if self.columns not in (128, 192, 256):
             raise ValueError(f"columns={self.columns}: tiles have 128, 192 or 256 columns")
+        if self.vector and self.columns > 128:  # the scales of more would not find registers
+            raise ValueError(f"columns={self.columns}: 128 in `vector` blocks")
 
     @property
     def output(self) -> Output:
@@ -73,53 +74,6 @@ class Fp8WgradConfig:
     @property
     def schedule(self) -> Schedule:
         return Schedule(TILE_ROWS, 1, 1 + self.mainloop.warps, self.dynamic)
-
-
-class WgradMath(Promotion):
-    """A multiplying warp group's side."""
-
-    def __init__(
-        self, loop: Fp8Mainloop, storage: Any, tiled_mma: cute.TiledMma, group: Int32, scales: Any
-    ) -> None:
-        """`scales`: those of d and v [blocks of T, blocks of C], channels of a part of d, and 0."""
-        super().__init__(loop, storage, tiled_mma, group)
-        self.of_d, self.of_v, self.each, self.zero = scales
-        shape = layout_mma(loop.columns).partition_shape_C((TILE_ROWS, loop.columns))
-        self.tile = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
-
-    @cute.jit
-    def __call__(
-        self, first: Int32, block: Int32, blocks: Int32, down: Int32, across: Int32, rows: Int32
-    ) -> None:
-        """Multiply `blocks` stages, from number `first` on, which are token blocks `block` and on.
-
-        Args:
-            down, across: the tile's row and column. rows: of dw, O.
-        """
-        channel = down * TILE_ROWS + self.group * _ROWS
-        if channel < rows:
-            self.multiply(first, blocks, self._scales(block, channel, across))
-        else:
-            self.skip(first, blocks)
-
-    def _scales(self, block: Int32, channel: Int32, across: Int32) -> Scales:
-        """A warp group's 64 channels of d are of one block, as are each 64 of v."""
-        second = cutlass.select_(channel >= self.each, Int32(1), Int32(0))
-        behind = channel - second * self.each
-        of_part = (self.each + (BLOCK - 1)) // BLOCK
-        n, last = across * self.loop.columns, Int32(self.of_v.shape[1]) - 1
-        low, high = cutlass.min(n // BLOCK, last), cutlass.min(n // BLOCK + 1, last)
-        # Not uniform to the compiler, as in `promotion.Math`.
-        apart = ptx.lane() * self.zero
-        d = address(self.of_d, block, second * of_part + behind // BLOCK + apart)
-        v = [address(self.of_v, block, at + apart) for at in (low, high)]
-        return Scales(
-            (d,),
-            4 * Int64(self.of_d.stride[0]),
-            (v[0], v[1]),
-            4 * Int64(self.of_v.stride[0]),
-            n % BLOCK == 0,
-        )
 
 
 class Fp8WgradKernel:
@@ -151,7 +105,8 @@ class Fp8WgradKernel:
         """Launch.
 
         Args:
-            d, v: [O, T] and [I, T], contiguous, T a multiple of 128; scales fp32 [T / 128, blocks].
+            d, v: [O, T] and [I, T], contiguous, T a multiple of 128; scales fp32 [T / 128, blocks],
+                or channels with config.vector.
             dw: [L, O, I], bf16 or fp32. order: int32 [L]; read only with config.ordered.
             offsets: int32 [L + 1], multiples of 128.
             counter: int32 [1], 0 before and after; used only with config.dynamic.
@@ -169,7 +124,7 @@ class Fp8WgradKernel:
         shape = (cute.assume(O, divby=64), cute.assume(I, divby=64), L)
         mW = cute.make_tensor(dw, cute.make_layout(shape, stride=(wide_i, 1, plane)))
         of_d = cute.make_tensor(d_scale, cute.make_layout((1, 1), stride=(d0, d1)))
-        blocks = (I + (BLOCK - 1)) // BLOCK
+        blocks = I if cutlass.const_expr(config.vector) else (I + (BLOCK - 1)) // BLOCK
         of_v = cute.make_tensor(v_scale, cute.make_layout((1, blocks), stride=(v0, v1)))
         self.kernel(
             loop.tma(mD, mV),
@@ -244,7 +199,8 @@ class Fp8WgradKernel:
         else:
             cute.arch.setmaxregister_increase(loop.registers[1])
             thread = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * 32 - GROUP_THREADS
-            math = WgradMath(loop, storage.mainloop, tiled_mma, group - 1, scales)
+            kind = VectorMath if config.vector else WgradMath
+            math = kind(loop, storage.mainloop, tiled_mma, group - 1, scales)
             self._compute(math, _Stores(config, storage.output, thread, stores, shape), scheduler)
         cute.arch.sync_threads()
 
@@ -317,13 +273,3 @@ class _Stores:
         thread, config = self.first + ptx.lane(), self.config
         mma = layout_mma(config.columns)
         return Store(config.output, self.storage, mma, thread, self.tma, self.shape)
-
-
-def layout_mma(columns: int) -> cute.TiledMma:
-    """Its accumulators lie as those of a tile do; the type of its operands is of no matter."""
-    major = OperandMajorMode.K
-    return hopper.make_trivial_tiled_mma(
-        *(BFloat16, BFloat16, major, major, Float32),
-        (MATH_GROUPS, 1, 1),
-        tiler_mn=(_ROWS, columns),
-    )

@@ -153,6 +153,25 @@ def load_constant(where: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def load_constant_pair(where: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, Float32]:
+    """As `load_constant`, two at a multiple of 8 bytes."""
+    at: Site = dict(loc=loc, ip=ip)
+    two = llvm.StructType.get_literal([T.f32()] * 2)
+    code = "ld.global.nc.v2.f32 {$0, $1}, [$2];"
+    found = _asm(two, [Int64(where).ir_value(**at)], code, "=f,=f,l", at)
+    low, high = (llvm.extractvalue(T.f32(), found, [i], **at) for i in range(2))
+    return Float32(low), Float32(high)
+
+
+@dsl_user_op
+def prefetch(where: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Bring a line of global memory to the L1 cache."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [Int64(where).ir_value(**at)]
+    _asm(None, values, "prefetch.global.L1 [$0];", "l", at)
+
+
+@dsl_user_op
 def load_fresh(where: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
     """fp32 from global memory as the whole GPU sees it, past the L1 cache."""
     at: Site = dict(loc=loc, ip=ip)

@@ -93,6 +93,9 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
             for ordered in EITHER:
                 config = Fp8WgradConfig(columns, wide, add, ordered, rows_format=rows_format)
                 yield Fp8WgradKernel, config
+    for rows_format, add in product(("e4m3", "e5m2"), EITHER):
+        config = Fp8WgradConfig(128, True, add, True, rows_format=rows_format, vector=True)
+        yield Fp8WgradKernel, config
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:

@@ -110,7 +110,11 @@ def columns(channels: int, tokens: int = 256, blocks: str = "square") -> Quantiz
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"d": columns(192, blocks="vector")}, "d is in vector blocks: only square ones"),
+        ({"d": columns(192, blocks="vector")}, "d is in vector blocks and v in square ones"),
+        (
+            {"d": columns(192, blocks="vector"), "v": columns(128, blocks="vector"), "tile": 256},
+            "columns=256: 128 in `vector` blocks",
+        ),
         ({"d": columns(96)}, "O=96 in 1 part.s., I=128, T=256, L=2"),
         ({"parts": 2}, "O=192 in 2 part.s., I=128, T=256, L=2: a part of O and I must be"),
         ({"d": columns(192, 192)}, "I=128, T=192, L=2: .* T one of 128"),

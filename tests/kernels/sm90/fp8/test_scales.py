@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.sm90.fp8 import mainloop, promotion, wgrad_kernel
+from phalanx.kernels.sm90.fp8 import mainloop, promotion, wgrad_math
 from phalanx.kernels.sm90.fp8.mainloop import Fp8Loads, Fp8Mainloop
 from phalanx.kernels.sm90.fp8.promotion import Math, Scales
-from phalanx.kernels.sm90.fp8.wgrad_kernel import WgradMath
+from phalanx.kernels.sm90.fp8.wgrad_math import VectorMath, WgradMath
 from tests.kernels.sm90.fp8.lanes import LANES, Warp, bind
 
 ROWS_AT, WEIGHTS_AT = 1 << 40, 1 << 42
@@ -102,8 +102,8 @@ def test_a_tile_with_a_gate_has_a_block_of_each_half(warp):
 @pytest.mark.parametrize(("each", "parts"), [(2880, 2), (192, 2), (64, 2), (256, 2), (2880, 1)])
 def test_a_weight_gradient_has_a_scale_for_64_channels(each, parts, columns, warp, monkeypatch):
     """Of either operand, also where a tile has channels of both parts."""
-    warp.install(monkeypatch, wgrad_kernel)
-    monkeypatch.setattr(wgrad_kernel, "Int64", lambda x: x)
+    warp.install(monkeypatch, wgrad_math)
+    monkeypatch.setattr(wgrad_math, "Int64", lambda x: x)
     I, blocks = 960, 8  # noqa: E741
     of_d = SimpleNamespace(iterator=SimpleNamespace(toint=lambda: ROWS_AT), stride=(50, 1))
     of_v = SimpleNamespace(
@@ -111,7 +111,7 @@ def test_a_weight_gradient_has_a_scale_for_64_channels(each, parts, columns, war
     )
     loop = SimpleNamespace(columns=columns)
     made = SimpleNamespace(loop=loop, of_d=of_d, of_v=of_v, each=each, zero=0)
-    bind(made, WgradMath, wgrad_kernel, "_scales")
+    bind(made, WgradMath, wgrad_math, "_scales")
     for channel in range(0, each * parts, 64):
         for across in range(-(-I // columns)):
             found = made._scales(9, channel, across)
@@ -126,6 +126,60 @@ def test_a_weight_gradient_has_a_scale_for_64_channels(each, parts, columns, war
                     narrow = (low, low if found.aligned else high, high)
                     ours = narrow[group] if columns == 192 else (low, high)[group // 2]
                     assert ours == WEIGHTS_AT + 4 * (9 + 700 * (n // 128))
+
+
+@pytest.mark.parametrize("across", [0, 1, 2])
+def test_every_accumulator_has_the_scales_of_its_channels(across, warp, monkeypatch):
+    """In `vector` blocks, of a last tile that is half there too: what is read lies in the row."""
+    warp.install(monkeypatch, wgrad_math)
+    monkeypatch.setattr(wgrad_math, "Int64", lambda x: x)
+    I, stride, block, number = 320, 50, 9, 3  # noqa: E741
+    arch = SimpleNamespace(make_warp_uniform=lambda x: x, thread_idx=lambda: (128 + 2 * 32,))
+    monkeypatch.setattr(wgrad_math, "cute", SimpleNamespace(arch=arch))
+    prefetched: list[Any] = []
+    pair = lambda at: (at, at + 4)  # noqa: E731
+    ptx = SimpleNamespace(
+        lane=wgrad_math.ptx.lane, prefetch=prefetched.append, load_constant_pair=pair
+    )
+    monkeypatch.setattr(wgrad_math, "ptx", ptx)
+    monkeypatch.setattr(wgrad_math, "Float32", lambda x: x)
+    of_d = SimpleNamespace(iterator=SimpleNamespace(toint=lambda: ROWS_AT), stride=(stride, 7))
+    of_v = SimpleNamespace(
+        iterator=SimpleNamespace(toint=lambda: WEIGHTS_AT), stride=(I, 1), shape=(1, I)
+    )
+    read: dict[int, Any] = {}
+
+    class Scale:
+        """Of a row, which half; times that of a column, of an accumulator: noted for `read`."""
+
+        def __init__(self, half: int, column: Any = None) -> None:
+            self.half, self.column = half, column
+
+        def __mul__(self, other: Any) -> Any:
+            if self.column is None:
+                return Scale(self.half, other)
+            read[other] = self
+            return 0
+
+    made = SimpleNamespace(loop=Fp8Mainloop(128), of_d=of_d, of_v=of_v, each=64, zero=0)
+    made.acc, made.temporary = [0] * 64, list(range(64))
+    bind(made, VectorMath, wgrad_math, "_scales", "_load_columns", "_add")
+    found = made._scales(block, 64, across)
+    for half in range(2):
+        channels = 64 + 2 * 16 + LANES // 4 + 8 * half
+        assert (found.rows[half] == ROWS_AT + 4 * (stride * block + 7 * channels)).all()
+    made._load_columns(*found.columns, 0)
+    columns = np.minimum(128 * across + 8 * LANES, I - 8)
+    assert (prefetched[0] == WEIGHTS_AT + 4 * (I * block + columns)).all()
+    made._add(0, number, (Scale(0), Scale(1)), (), found)
+    for i, scale in read.items():
+        column = 128 * across + i // 4 * 8 + LANES % 4 * 2 + i % 2
+        row = WEIGHTS_AT + 4 * I * (block + number)
+        assert scale.half == i // 2 % 2
+        assert ((row <= scale.column) & (scale.column < row + 4 * I)).all()
+        if column.max() < I:
+            assert (scale.column == row + 4 * column).all()
+    assert sorted(read) == list(range(64))
 
 
 @pytest.mark.parametrize(("each", "parts"), [(2880, 2), (2880, 1), (64, 2), (256, 2), (7168, 1)])

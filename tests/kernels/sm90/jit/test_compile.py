@@ -350,6 +350,10 @@ def test_weight_gradients_in_fp8(fp8_wgrad, config, launches):
     """Boxes of both operands, stored or added in blocks; as many stages as fit."""
     sass, loop, output = fp8_wgrad.sass, config.mainloop, config.output
     blocks = loop.columns // output.block
+    # Products of scales: one for an accumulator, or for a row of 64 or 128 columns.
+    wide = 64 if loop.columns == 192 else 128
+    products = loop.columns // 2 if config.vector else loop.columns // wide
+    assert products <= _count(r"\bFMUL\b", sass) < products + 8
     assert _count(r"UTMALDG\.3D", sass) == 2 and _count(r"UTMALDG\.4D", sass) == 4
     assert _count(r"UTMAREDG\.3D\.ADD", sass) == (blocks if config.add else 0)
     assert _count(r"UTMASTG\.3D", sass) == (0 if config.add else 2 * blocks)  # zeros as well

@@ -1,0 +1,129 @@
+"""The product of a weight gradient in FP8: where a thread finds its scales, and what it adds up.
+
+A block of 128 tokens has a scale for 128 channels of an operand (`square`), and the product of two
+of them is that of many accumulators, as in `promotion`; or it has one for each channel (`vector`),
+and every accumulator has a product of scales of its own. Then a thread reads the scales of its
+columns, two of every eight, when it needs them: all warps of the CTA read the same ones, which a
+prefetch has brought to the L1 cache.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop
+from phalanx.kernels.sm90.fp8.promotion import Promotion, Scales, address
+from phalanx.kernels.sm90.gemm.mainloop import GROUP_THREADS, MATH_GROUPS, TILE_ROWS
+from phalanx.kernels.sm90.jit import ptx
+
+_ROWS = TILE_ROWS // MATH_GROUPS
+"""Rows of a warp group, and columns that are there or not."""
+_COLUMNS = 8
+"""Of which a thread has two neighbours."""
+
+
+class WgradMath(Promotion):
+    """A multiplying warp group's side."""
+
+    def __init__(
+        self, loop: Fp8Mainloop, storage: Any, tiled_mma: cute.TiledMma, group: Int32, scales: Any
+    ) -> None:
+        """`scales`: those of d and v [blocks of T, blocks of C], channels of a part of d, and 0."""
+        super().__init__(loop, storage, tiled_mma, group)
+        self.of_d, self.of_v, self.each, self.zero = scales
+        shape = layout_mma(loop.columns).partition_shape_C((TILE_ROWS, loop.columns))
+        self.tile = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
+
+    @cute.jit
+    def __call__(
+        self, first: Int32, block: Int32, blocks: Int32, down: Int32, across: Int32, rows: Int32
+    ) -> None:
+        """Multiply `blocks` stages, from number `first` on, which are token blocks `block` and on.
+
+        Args:
+            down, across: the tile's row and column. rows: of dw, O.
+        """
+        channel = down * TILE_ROWS + self.group * _ROWS
+        if channel < rows:
+            self.multiply(first, blocks, self._scales(block, channel, across))
+        else:
+            self.skip(first, blocks)
+
+    def _scales(self, block: Int32, channel: Int32, across: Int32) -> Scales:
+        """A warp group's 64 channels of d are of one block, as are each 64 of v."""
+        second = cutlass.select_(channel >= self.each, Int32(1), Int32(0))
+        behind = channel - second * self.each
+        of_part = (self.each + (BLOCK - 1)) // BLOCK
+        n, last = across * self.loop.columns, Int32(self.of_v.shape[1]) - 1
+        low, high = cutlass.min(n // BLOCK, last), cutlass.min(n // BLOCK + 1, last)
+        # Not uniform to the compiler, as in `promotion.Math`.
+        apart = ptx.lane() * self.zero
+        d = address(self.of_d, block, second * of_part + behind // BLOCK + apart)
+        v = [address(self.of_v, block, at + apart) for at in (low, high)]
+        return Scales(
+            (d,),
+            4 * Int64(self.of_d.stride[0]),
+            (v[0], v[1]),
+            4 * Int64(self.of_v.stride[0]),
+            n % BLOCK == 0,
+        )
+
+
+@dataclass(frozen=True)
+class VectorScales(Scales):
+    """`columns`: of the thread's first column of the tensor, and what it prefetches."""
+
+    first: Int32
+    """Column of the tile."""
+
+
+class VectorMath(WgradMath):
+    """With a scale for each channel of 128 tokens, of both operands; those of v [.., I] side by
+    side, from a multiple of 8 bytes on."""
+
+    def _scales(self, block: Int32, channel: Int32, across: Int32) -> Scales:
+        warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] % GROUP_THREADS // 32)
+        lane, n = ptx.lane(), across * self.loop.columns
+        row = channel + warp * 16 + lane // 4
+        last = Int32(self.of_v.shape[1]) - _COLUMNS
+        ahead = cutlass.min(n + lane * _COLUMNS, last)
+        return VectorScales(
+            (address(self.of_d, block, row), address(self.of_d, block, row + 8)),
+            4 * Int64(self.of_d.stride[0]),
+            (address(self.of_v, block, lane % 4 * 2), address(self.of_v, block, ahead)),
+            4 * Int64(self.of_v.stride[0]),
+            n % BLOCK == 0,
+            n,
+        )
+
+    def _load_columns(self, low: Int64, high: Int64, ahead: Int64) -> tuple[Float32, Float32]:
+        ptx.prefetch(high + ahead)
+        return Float32(0.0), Float32(0.0)
+
+    def _add(self, p: int, k: Int32, rows: Any, columns: Any, scales: Any) -> None:
+        part, last = self.loop.part, Int32(self.of_v.shape[1]) - _ROWS
+        base = scales.columns[0] + scales.column_step * Int64(k)
+        for group in range(part // _ROWS):
+            n = cutlass.min(scales.first + (part * p + _ROWS * group), last)
+            for i in range(_ROWS // _COLUMNS):
+                pair = ptx.load_constant_pair(base + 4 * Int64(n) + 4 * _COLUMNS * i)
+                from_ = _ROWS // 2 * group + 4 * i
+                for j in range(4):
+                    to = part // 2 * p + from_ + j
+                    scale = rows[j // 2] * pair[j % 2]
+                    self.acc[to] = self.acc[to] + scale * self.temporary[from_ + j]
+
+
+def layout_mma(columns: int) -> cute.TiledMma:
+    """Its accumulators lie as those of a tile do; the type of its operands is of no matter."""
+    major = OperandMajorMode.K
+    return hopper.make_trivial_tiled_mma(
+        *(BFloat16, BFloat16, major, major, Float32),
+        (MATH_GROUPS, 1, 1),
+        tiler_mn=(_ROWS, columns),
+    )
