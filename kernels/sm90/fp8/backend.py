@@ -34,7 +34,7 @@ class FusedFP8(Fused):
 
     Args:
         sm_margin, dynamic: as of `Fused`.
-        recipe: weight gradients in FP8, of `square` blocks.
+        recipe: weight gradients in FP8.
         keep: FP8 copies of weights stay with them (`kernels.quantize.kept`).
 
     Raises:
@@ -42,12 +42,11 @@ class FusedFP8(Fused):
     """
 
     def __init__(self, sm_margin: int, dynamic: bool, recipe: Fp8Block, keep: bool) -> None:
-        for name, has in (("wgrad", "fp8"), ("wgrad_blocks", "square")):
-            if (wanted := getattr(recipe, name)) != has:
-                raise ValueError(
-                    f"precision.{name}={wanted}: the fused kernels have {has}; set "
-                    f"precision.{name}={has} or kernels=torch"
-                )
+        if recipe.wgrad != "fp8":
+            raise ValueError(
+                f"precision.wgrad={recipe.wgrad}: the fused kernels have fp8; set "
+                "precision.wgrad=fp8 or kernels=torch"
+            )
         super().__init__(sm_margin, dynamic)
         self._recipe, self._keep = recipe, keep
         self._how: dict[str, Any] = dict(sm_margin=sm_margin, dynamic=dynamic)

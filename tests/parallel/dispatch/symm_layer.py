@@ -2,13 +2,14 @@
 
     torchrun --nproc-per-node R tests/parallel/dispatch/symm_layer.py
 
-With and without pushes beside the experts, tokens kept or sent again, eager and captured; prints
-what was compared, raises at the first difference.
+With and without pushes beside the experts, tokens kept or sent again, in bf16 and in FP8, eager and
+captured; prints what was compared, raises at the first difference.
 """
 
 import os
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel import runtime
 from phalanx.parallel.dispatch.base import Slots, make_dispatcher
 from phalanx.parallel.dispatch.capacity import Budget
@@ -30,7 +32,10 @@ from phalanx.parallel.dispatch.transport import choose_transport
 SHAPES = {"small": (96, 128, 128, 8, 2), "wide": (1024, 2880, 960, 32, 4)}
 """Tokens of a rank, hidden, width, experts, top-k."""
 KINDS = ("random", "one rank", "none here", "all experts")
-SPEC = MLPSpec(Activation("swiglu"), "fused")
+SPECS = {
+    "bf16": MLPSpec(Activation("swiglu"), "fused"),
+    "fp8": MLPSpec(Activation("swiglu"), "fused", recipe=Fp8Block()),
+}
 
 
 def routed(kind: str, tokens: int, experts: int, top_k: int, g: torch.Generator) -> Tensor:
@@ -46,8 +51,11 @@ def routed(kind: str, tokens: int, experts: int, top_k: int, g: torch.Generator)
 class Layer:
     """One transport with weights and inputs of its own shape."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], top_k: int, symm: SymmOptions) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, ...], top_k: int, symm: SymmOptions, spec: MLPSpec
+    ) -> None:
         T, D, F, E, _ = shape
+        self.spec = spec
         local = E // dist.get_world_size()
         g = torch.Generator("cuda").manual_seed(dist.get_rank())
 
@@ -69,14 +77,17 @@ class Layer:
             budget=Budget(64.0, torch.device("cuda")),
             backend="fused",
             symm=symm,
+            recipe=spec.recipe,
+            fp8_rows=spec.recipe is not None,
         )
 
     def __call__(self, shared: bool, residual: bool = False) -> list[Tensor]:
         """Output, and gradients of tokens, probabilities, weights, and of what is added."""
         received = self.dispatcher.dispatch(self.x, self.idx, self.prob)
         with received.saving():
-            weights, how = MLPWeights(self.w1, self.w2), dict(overlap=received.overlap)
-            out = grouped_mlp(received.rows_ND, weights, received.plan, SPEC, **how)
+            weights = MLPWeights(self.w1, self.w2)
+            how = dict(overlap=received.overlap, arrived=received.arrived)
+            out = grouped_mlp(received.rows_ND, weights, received.plan, self.spec, **how)
         beside = (lambda: self.x @ self.shared) if shared else None
         out = self.dispatcher.combine(out, received, beside, self.residual if residual else None)
         leaves = [self.x, self.prob, self.w1, self.w2, *[self.residual] * residual]
@@ -116,23 +127,21 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     only = sys.argv[1:]
-    for label, shape in SHAPES.items():
-        for keep in (False, True):
-            for sms in (0, 8):
-                symm = SymmOptions(keep=keep, comm_sms=sms, timeout=20)
-                for kind in KINDS:
-                    top_k = shape[3] if kind == "all experts" else shape[4]
-                    if top_k > 16 or (only and f"{label}{sms}" not in only):
-                        continue
-                    check(label, shape, top_k, kind, symm)
+    for label, precision, keep, sms in product(SHAPES, SPECS, (False, True), (0, 8)):
+        shape, symm = SHAPES[label], SymmOptions(keep=keep, comm_sms=sms, timeout=20)
+        for kind in KINDS:
+            top_k = shape[3] if kind == "all experts" else shape[4]
+            if top_k <= 16 and (not only or {f"{label}{sms}", precision} & {*only}):
+                check(f"{label} in {precision}", shape, top_k, kind, symm, SPECS[precision])
     torch.cuda.synchronize()
     dist.barrier()
     runtime.stop()
 
 
-def check(label: str, shape: tuple[int, ...], top_k: int, kind: str, symm: SymmOptions) -> None:
-    theirs = Layer("alltoall", shape, top_k, symm)
-    ours = Layer("symm", shape, top_k, symm)
+def check(
+    label: str, shape: tuple[int, ...], top_k: int, kind: str, symm: SymmOptions, spec: MLPSpec
+) -> None:
+    theirs, ours = (Layer(name, shape, top_k, symm, spec) for name in ("alltoall", "symm"))
     g = torch.Generator("cuda").manual_seed(100 + dist.get_rank())
     for shared, residual in ((False, False), (False, True), (True, True)):
         what = f"{label}, {kind}, keep {symm.keep}, {symm.comm_sms} SMs, shared {shared}"
