@@ -10,6 +10,7 @@ Suites (default: all, without peers):
   margins  kernels beside SMs that are left free, idle or taken by a copy kernel
   skew     Zipf-skewed routing against balanced rows, dynamic and static scheduling
   gather   rows picked by an index against the same rows side by side
+  fp8      the grouped GEMMs in FP8 against those in bf16
   host     host time of a call
 
 Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each; a ratio is
@@ -41,6 +42,7 @@ RUNS = {
     "margins": ("operations", "margins"),
     "skew": ("operations", "skew"),
     "gather": ("operations", "gather"),
+    "fp8": ("fp8", "suite"),
     "host": ("host", "suite"),
 }
 """Module and function of each suite; imported when it runs."""

@@ -58,10 +58,14 @@ SUITES: dict[str, tuple[Shape, ...]] = {
     "margins": (tuple(MLP)[0], tuple(MLP)[3]),
     "skew": tuple(MLP),
     "gather": (*MLP, *LAYER),
+    "fp8": tuple(MLP),
     "host": ((256, 256, 128, 8, 2),),
 }
 """Shapes of each suite, as of `MLP` or `LAYER`."""
-SIZES = {"mlp": (4,), "layer": (5,), "margins": (4,), "skew": (4,), "gather": (4, 5), "host": (5,)}
+SIZES = {
+    **{"mlp": (4,), "layer": (5,), "margins": (4,), "skew": (4,), "gather": (4, 5)},
+    **{"fp8": (4,), "host": (5,)},
+}
 """Numbers in a shape of each suite."""
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("cutlass")
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.scripts import bench_kernels
 from phalanx.scripts.bench import (
+    fp8,
     host,
     layer,
     measure,
@@ -35,7 +36,8 @@ from tests.scripts.stopwatch import CPU, Stopwatch
 
 MODULES = (
     "experts.rows experts.fc1_act experts.fc2_dgrad_dact experts.wgrad experts.combine "
-    "experts.bias_grad experts.dprob routing.plan routing.topk jit.arguments jit.launch".split()
+    "experts.bias_grad experts.dprob routing.plan routing.topk jit.arguments jit.launch "
+    "fp8.rows fp8.fc1_act fp8.fc2_dgrad_dact fp8.wgrad".split()
 )
 
 
@@ -338,6 +340,16 @@ def test_gather(launched, shape):
     loops = {c.loop.gather for name, c in launched if name in ("Fc1Kernel", "DgradKernel")}
     assert loops == {True, False}
     assert {c.gathered for name, c in launched if name == "WgradKernel"} >= {None, 0, 1}
+
+
+def test_fp8(launched):
+    made = by_side(fp8.suite(bench(), (256, 128, 64, 4)))
+    assert not any(r.failed for r in made.values()), made
+    ours = [r for r in made.values() if r.side.startswith("fp8")]
+    assert len(ours) == 8 and all(r.ratio is not None for r in ours)
+    named = {name for name, _ in launched}
+    assert {f"Fp8{kind}Kernel" for kind in ("Rows", "Fc1", "Dgrad", "Wgrad")} < named
+    assert {c.vector for name, c in launched if name == "Fp8WgradKernel"} == {True, False}
 
 
 def test_relative_times():
