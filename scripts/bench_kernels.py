@@ -5,13 +5,14 @@
     python scripts/bench_kernels.py --from-json PATH [--plot PATH.png]
 
 Suites (default: all, without peers):
-  mlp      expert MLP on sorted rows            peers: torch, te (Transformer Engine)
-  layer    whole MoE layer with its router      peer: sonic (SonicMoE with QuACK)
-  margins  kernels beside SMs that are left free, idle or taken by a copy kernel
-  skew     Zipf-skewed routing against balanced rows, dynamic and static scheduling
-  gather   rows picked by an index against the same rows side by side
-  host     host time of a call
-  fp8      expert MLP and its GEMMs in FP8 against bf16
+  mlp        expert MLP on sorted rows            peers: torch, te (Transformer Engine)
+  layer      whole MoE layer with its router      peer: sonic (SonicMoE with QuACK)
+  margins    kernels beside SMs that are left free, idle or taken by a copy kernel
+  skew       Zipf-skewed routing against balanced rows, dynamic and static scheduling
+  gather     rows picked by an index against the same rows side by side
+  host       host time of a call
+  fp8        expert MLP in FP8 against bf16
+  fp8_gemms  the grouped GEMMs in FP8 against those in bf16
 
 Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each; a ratio is
 the other side's time over ours. TFLOP/s count 6 * rows * D * F forward and twice that backward, for
@@ -44,6 +45,7 @@ RUNS = {
     "gather": ("operations", "gather"),
     "host": ("host", "suite"),
     "fp8": ("fp8", "suite"),
+    "fp8_gemms": ("fp8_gemms", "suite"),
 }
 """Module and function of each suite; imported when it runs."""
 

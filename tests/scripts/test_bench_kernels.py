@@ -20,6 +20,7 @@ from phalanx.kernels.sm90.gemm import tiles
 from phalanx.scripts import bench_kernels
 from phalanx.scripts.bench import (
     fp8,
+    fp8_gemms,
     host,
     layer,
     measure,
@@ -36,7 +37,8 @@ from tests.scripts.stopwatch import CPU, Stopwatch
 
 MODULES = (
     "experts.rows experts.fc1_act experts.fc2_dgrad_dact experts.wgrad experts.combine "
-    "experts.bias_grad experts.dprob routing.plan routing.topk jit.arguments jit.launch".split()
+    "experts.bias_grad experts.dprob routing.plan routing.topk jit.arguments jit.launch "
+    "fp8.rows fp8.fc1_act fp8.fc2_dgrad_dact fp8.wgrad".split()
 )
 
 
@@ -251,15 +253,14 @@ def test_mlp_compares_with_those_who_are_there(monkeypatch):
 
 def test_fp8_is_compared_with_bf16(monkeypatch):
     shape = (256, 128, 64, 4)
-    monkeypatch.setitem(shapes.FP8, shape, {"backward": (1e-9, 1e9), "fc2": (1e-9, 1e9)})
+    monkeypatch.setitem(shapes.FP8, shape, shapes.Bars((1e-9, 1e-9), (1e9, 1e9)))
     found = by_side(fp8.suite(bench(backend="torch"), shape))
     check = found.pop(("check", "relative error", ""))
     assert not check.failed and "dw2" in check.note
-    operations = {"fc1, activation", "fc2", "fc2 dgrad, activation", "fc1 dgrad", "fc2 wgrad"}
-    assert {what for _, what, _ in found} == operations | {"forward", "backward"}
-    bf16, eight = (found[side, "fc2", "graph"] for side in ("bf16", "fp8"))
+    assert {what for _, what, _ in found} == {"forward", "backward"}
+    bf16, eight = (found[side, "forward", "graph"] for side in ("bf16", "fp8"))
     assert eight.ratio == pytest.approx(bf16.ms / eight.ms) and eight.met and bf16.ratio is None
-    assert eight.tflops == pytest.approx(2 * 256 * 128 * 64 / eight.ms * 1e-9)
+    assert eight.tflops == pytest.approx(6 * 256 * 128 * 64 / eight.ms * 1e-9)
 
 
 def test_wrong_results_fail():
@@ -352,6 +353,16 @@ def test_gather(launched, shape):
     loops = {c.loop.gather for name, c in launched if name in ("Fc1Kernel", "DgradKernel")}
     assert loops == {True, False}
     assert {c.gathered for name, c in launched if name == "WgradKernel"} >= {None, 0, 1}
+
+
+def test_gemms_in_fp8(launched):
+    made = by_side(fp8_gemms.suite(bench(), (256, 128, 64, 4)))
+    assert not any(r.failed for r in made.values()), made
+    ours = [r for r in made.values() if r.side.startswith("fp8")]
+    assert len(ours) == 8 and all(r.ratio is not None for r in ours)
+    named = {name for name, _ in launched}
+    assert {f"Fp8{kind}Kernel" for kind in ("Rows", "Fc1", "Dgrad", "Wgrad")} < named
+    assert {c.vector for name, c in launched if name == "Fp8WgradKernel"} == {True, False}
 
 
 def test_relative_times():

@@ -1,0 +1,111 @@
+"""Suite `fp8_gemms`: grouped GEMMs in FP8 against those in bf16, on operands quantised before.
+
+Each GEMM is as its flow has it: in bf16 weights are read transposed and weight gradients gather, in
+FP8 operands were transposed, which is not part of what is measured.
+"""
+
+import torch
+
+from phalanx.kernels.quantize.blocks import (
+    Quantized,
+    column_offsets,
+    quantize_columns,
+    quantize_rows,
+    quantize_weights,
+)
+from phalanx.kernels.sm90.experts.fc1_act import fc1_act
+from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
+from phalanx.kernels.sm90.experts.rows import rows
+from phalanx.kernels.sm90.experts.wgrad import wgrad
+from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
+from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
+from phalanx.kernels.sm90.fp8.rows import fp8_rows
+from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
+from phalanx.scripts.bench.measure import Bench
+from phalanx.scripts.bench.problems import SWIGLU, dirichlet, experts, index_of, random
+from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.shapes import FP8_GEMMS, Shape
+
+_JUDGED = ("fp8", "fp8, square")
+
+
+def suite(bench: Bench, shape: Shape) -> list[Record]:
+    """Both formats of each GEMM; the ratio is bf16's time over that of FP8."""
+    S, D, F, L = shape
+    device, counts = bench.clock.device, dirichlet(S, L)
+    T = max(S // min(8, L), *counts)
+    p = experts(shape, counts, device)
+    index, ends = index_of(counts, T, device), (p.offsets, SWIGLU)
+    x, dy = (random(T, D, device=device, scale=0.2) for _ in range(2))
+    h, dh, a = (random(S, width, device=device) for width in (2 * F, 2 * F, F))
+    y, dx = (torch.empty_like(p.x_SD) for _ in range(2))
+    dw1, dw2 = (torch.zeros_like(w, dtype=torch.float32) for w in (p.w1, p.w2))
+    picked = dict(index_S=index, prob_S=p.prob_S)
+    into = dict(accumulate=True, order_L=p.order_L)
+
+    x8, dy8, a8, dh8 = (quantize_rows(t, parts) for t, parts in ((x, 1), (dy, 1), (a, 1), (dh, 2)))
+    w1, w2 = quantize_weights(p.w1, 2), quantize_weights(p.w2)
+    w1_back, w2_back = (Quantized(w.data_LIO, w.scale.mT) for w in (w1, w2))
+    ends_T = column_offsets(p.offsets)
+    x_T, dy_T, a_T, dh_T = (
+        {blocks: quantize_columns(t, p.offsets, blocks, parts) for blocks in ("square", "vector")}
+        for t, parts in ((p.x_SD, 1), (p.dy_SD, 1), (a, 1), (dh, 2))
+    )
+
+    one = 2 * S * D * F
+    cases = {
+        "fc1_act": (
+            2 * one,
+            lambda: fc1_act(x, p.w1, *ends, **picked),
+            {"fp8": lambda: fp8_fc1_act(x8, w1.forward, *ends, **picked)},
+        ),
+        "rows of fc2": (
+            one,
+            lambda: rows(a, p.w2, p.offsets, out_SN=y),
+            {"fp8": lambda: fp8_rows(a8, w2.forward, p.offsets, out_SN=y)},
+        ),
+        "fc2_dgrad_dact": (
+            one,
+            lambda: fc2_dgrad_dact(dy, p.w2, h, *ends, **picked),
+            {"fp8": lambda: fp8_fc2_dgrad_dact(dy8, w2_back, h, *ends, **picked)},
+        ),
+        "rows of the gradient of fc1": (
+            2 * one,
+            lambda: rows(dh, p.w1.mT, p.offsets, out_SN=dx),
+            {"fp8": lambda: fp8_rows(dh8, w1_back, p.offsets, parts=2, out_SN=dx)},
+        ),
+        "wgrad of w1": (
+            2 * one,
+            lambda: wgrad(dh, x, p.offsets, v_index_S=index, out_LOI=dw1, **into),
+            {
+                f"fp8, {blocks}": lambda b=blocks: fp8_wgrad(
+                    dh_T[b], x_T[b], ends_T, parts=2, out_LOI=dw1, **into
+                )
+                for blocks in ("square", "vector")
+            },
+        ),
+        "wgrad of w2": (
+            one,
+            lambda: wgrad(dy, a, p.offsets, d_index_S=index, out_LOI=dw2, **into),
+            {
+                f"fp8, {blocks}": lambda b=blocks: fp8_wgrad(
+                    dy_T[b], a_T[b], ends_T, out_LOI=dw2, **into
+                )
+                for blocks in ("square", "vector")
+            },
+        ),
+    }
+    sides, made = bench.sides("fp8_gemms", shape), list[Record]()
+    for name, (_, call, others) in cases.items():
+        sides.add("bf16", name, call)
+        for side, other in others.items():
+            sides.add(side, name, other)
+    sides.run()
+    for name, (flops, _, others) in cases.items():
+        base = sides.time("bf16", name)
+        made += sides.record("bf16", name, flops=flops)
+        for side in others:
+            before = None if base is None else base.ms
+            bars = FP8_GEMMS.get(shape, {}).get(name) if side in _JUDGED else None
+            made += sides.record(side, name, flops=flops, other=before, bars=bars)
+    return [*made, *sides.lost]
