@@ -171,7 +171,7 @@ def run_forward(
     """(out, h, x as it is to be saved); h is empty without `keep_h`."""
     spec, overlap = how.spec, how.overlap
     ops, act = backend_of(spec, "forward"), spec.activation
-    fc1, fc2 = layers(weights, spec)
+    fc1, fc2 = _layers(weights, spec)
     ready = None if overlap is None else overlap.ready
     given: Rows = x if how.arrived is None else how.arrived.tokens
     x_rows = ops.quantize(given)
@@ -207,7 +207,7 @@ def run_backward(
     x_ND, weights, h_SH, plan, how = saved
     spec, act, overlap = how.spec, how.spec.activation, how.overlap
     ops = backend_of(spec, "dgrad")
-    fc1, fc2 = layers(weights, spec)
+    fc1, fc2 = _layers(weights, spec)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     dy = Operand(dout, gather=plan.inverse_NK is not None)
     if dy.gather and not ops.gathers and plan.row_index_S is not None:
@@ -257,7 +257,7 @@ def run_backward(
     )
 
 
-def layers(weights: MLPWeights, spec: MLPSpec) -> tuple[Linear, Linear]:
+def _layers(weights: MLPWeights, spec: MLPSpec) -> tuple[Linear, Linear]:
     """Fc1 and fc2."""
     w1, w2, b1, b2 = weights
     fc1 = Linear(w1, b1, parts=spec.activation.facts.halves, source=w1)

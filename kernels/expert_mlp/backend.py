@@ -54,6 +54,11 @@ class Linear(NamedTuple):
     source: Tensor | None = None
     """The parameter of the weights: a backend may leave something with it until they change."""
 
+    @classmethod
+    def alone(cls, w_OI: Tensor, bias_O: Tensor | None = None, parts: int = 1) -> "Linear":
+        """That of a plan whose rows are all one expert's."""
+        return cls(w_OI[None], None if bias_O is None else bias_O[None], parts, source=w_OI)
+
     @property
     def transposed(self) -> "Linear":
         """The data gradient's: a view of the weights, without the biases."""

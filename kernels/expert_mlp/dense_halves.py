@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.expert_mlp.autograd import backend_of, for_wgrad, layers
+from phalanx.kernels.expert_mlp.autograd import backend_of, for_wgrad
 from phalanx.kernels.expert_mlp.backend import (
     HiddenGrads,
     Linear,
@@ -26,7 +26,7 @@ from phalanx.kernels.expert_mlp.backend import (
 )
 from phalanx.kernels.expert_mlp.dense_linear import weight_gradient
 from phalanx.kernels.expert_mlp.expert_plan import one_group
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 
 
 class FirstHalf(NamedTuple):
@@ -87,7 +87,7 @@ class _First(torch.autograd.Function):
     def forward(
         ctx: Any, x_ND: Tensor, w1: Tensor, spec: MLPSpec, gradient: list[HiddenGrads]
     ) -> tuple[Tensor, ...]:
-        plan, (fc1, _) = one_group(x_ND), _layers(w1, w1, spec)
+        plan, fc1 = one_group(x_ND), _fc1(w1, spec)
         ops = backend_of(spec, "forward")
         x = ops.quantize(x_ND)
         h_NH, a = ops.fc1_act(x, fc1, plan, spec.activation)
@@ -102,7 +102,7 @@ class _First(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh_NH: Tensor, *_: None) -> tuple[Any, ...]:
         w1, *x = ctx.saved_tensors
-        fc1 = _layers(w1, w1, ctx.spec)[0]
+        fc1 = _fc1(w1, ctx.spec)
         dh: Rows = dh_NH
         columns: Any = dh_NH
         if ctx.spec.recipe is not None:
@@ -130,7 +130,7 @@ class _Second(torch.autograd.Function):
         gradient: list[HiddenGrads],
         *a_NF: Tensor,
     ) -> Tensor:
-        plan, (_, fc2) = one_group(h_NH), _layers(w2, w2, spec)
+        plan, fc2 = one_group(h_NH), Linear.alone(w2)
         ctx.save_for_backward(h_NH, w2)
         _keep(ctx, plan, spec, w2)
         ctx.gradient, ctx.of_a = gradient, len(a_NF)
@@ -140,7 +140,7 @@ class _Second(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_ND: Tensor) -> tuple[Any, ...]:
         h_NH, w2 = ctx.saved_tensors
-        spec, (_, fc2) = ctx.spec, _layers(w2, w2, ctx.spec)
+        spec, fc2 = ctx.spec, Linear.alone(w2)
         dgrad, dout_ND = backend_of(spec, "dgrad"), dout_ND.contiguous()
         dy = dgrad.quantize(dout_ND, gradient=True)
         made = dgrad.fc2_dgrad_dact(Operand(dy), fc2, h_NH, ctx.plan, spec.activation)
@@ -155,10 +155,8 @@ class _Second(torch.autograd.Function):
         return dh, dw2, None, None, *[None] * ctx.of_a
 
 
-def _layers(w1: Tensor, w2: Tensor, spec: MLPSpec) -> tuple[Linear, Linear]:
-    """Of one expert; a half looks at its own."""
-    fc1, fc2 = layers(MLPWeights(w1[None], w2[None]), spec)
-    return fc1._replace(source=w1), fc2._replace(source=w2)
+def _fc1(w1: Tensor, spec: MLPSpec) -> Linear:
+    return Linear.alone(w1, parts=spec.activation.facts.halves)
 
 
 def _keep(ctx: Any, plan: Any, spec: MLPSpec, w: Tensor) -> None:

@@ -46,8 +46,7 @@ class _Linear(torch.autograd.Function):
         x = ops.quantize(x_NI)
         ctx.save_for_backward(w_OI, *tensors_of(for_wgrad(x_NI, x, spec)))
         ctx.accumulated = w_OI if spec.accumulate and main_grad.takes(w_OI) else None
-        bias = None if bias_O is None else bias_O[None]
-        return ops.rows(x, Linear(w_OI[None], bias, source=w_OI), ctx.plan)
+        return ops.rows(x, Linear.alone(w_OI, bias_O), ctx.plan)
 
     @staticmethod
     @once_differentiable
@@ -56,8 +55,7 @@ class _Linear(torch.autograd.Function):
         dgrad, wgrad = (backend_of(ctx.spec, step) for step in ("dgrad", "wgrad"))
         need_x, need_w, need_b, _ = ctx.needs_input_grad
         dy = dgrad.quantize(dy_NO.contiguous(), gradient=True)
-        straight = Linear(w_OI[None], source=w_OI)
-        dx_NI = dgrad.rows(dy, straight.transposed, ctx.plan) if need_x else None
+        dx_NI = dgrad.rows(dy, Linear.alone(w_OI).transposed, ctx.plan) if need_x else None
         dw_OI = None
         if need_w:
             d = wgrad.columns(Operand(for_wgrad(dy_NO.contiguous(), dy, ctx.spec)), ctx.plan)

@@ -23,31 +23,29 @@ from phalanx.kernels.expert_mlp.backend import (
     Rows,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import (
-    Quantized,
     QuantizedColumns,
     dequantize_columns,
-    dequantize_rows,
     dequantize_weights,
 )
 from phalanx.kernels.quantize.quantize import (
     quantize_columns,
     quantize_rows,
     quantize_weights,
-    transpose_rows,
 )
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
 
-class EmulatedFP8:
+class EmulatedFP8(FP8Operands):
     """`kernels.expert_mlp.backend.Backend` with the recipe, by one without."""
 
     gathers: ClassVar[bool] = True
 
     def __init__(self, exact: Backend, recipe: Fp8Block) -> None:
-        self._exact, self._recipe = exact, recipe
-        self._grad = FORMATS[recipe.grad_format]
+        super().__init__(recipe)
+        self._exact, self._grad = exact, FORMATS[recipe.grad_format]
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
         return self._exact.plan(topk_idx_NK, topk_prob_NK, size)
@@ -57,20 +55,6 @@ class EmulatedFP8:
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
         return self._exact.combine(y_SD, inverse_NK, addends)
-
-    def quantize(self, x: Rows, *, gradient: bool = False) -> Quantized:
-        if isinstance(x, Quantized):
-            return x
-        return quantize_rows(x, dtype=self._grad if gradient else torch.float8_e4m3fn)
-
-    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
-        if self._recipe.wgrad == "bf16":
-            return x._replace(matrix=_plain(x, torch.bfloat16))
-        index_S = plan.row_index_S if x.gather else None
-        how = dict(index_S=index_S, parts=x.parts)
-        return Operand(
-            transpose_rows(x.matrix, plan.offsets, self._recipe.wgrad_blocks, **how), parts=x.parts
-        )
 
     def _columns(
         self, x_SC: Tensor, plan: ExpertPlan, parts: int, dtype: torch.dtype
@@ -87,7 +71,7 @@ class EmulatedFP8:
         keep_h: bool = True,
         ready: Tensor | None = None,
     ) -> tuple[Rows | None, Rows]:
-        x = _plain(Operand(x_ND), fc1.weight_LOI.dtype)
+        x = in_dtype(Operand(x_ND), fc1.weight_LOI.dtype)
         fc1_ = _through_fp8(fc1)
         h_SH, a_SF = self._exact.fc1_act(x, fc1_, plan, act, keep_h=keep_h, ready=ready)
         if isinstance(h_SH, Tensor) and self._recipe.hidden == "fp8":
@@ -95,7 +79,7 @@ class EmulatedFP8:
         return h_SH, self.quantize(a_SF)
 
     def rows(self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        a = _plain(Operand(a_SI, parts=linear.parts_in), linear.weight_LOI.dtype)
+        a = in_dtype(Operand(a_SI, parts=linear.parts_in), linear.weight_LOI.dtype)
         return self._exact.rows(a, _through_fp8(linear), plan, signal=signal)
 
     def fc2_dgrad_dact(
@@ -109,8 +93,8 @@ class EmulatedFP8:
         ready: Tensor | None = None,
     ) -> HiddenGrads:
         dtype, parts = fc2.weight_LOI.dtype, act.facts.halves
-        dy = dy._replace(matrix=_plain(dy, dtype))
-        h = _plain(Operand(h_SH, parts=parts), dtype)
+        dy = dy._replace(matrix=in_dtype(dy, dtype))
+        h = in_dtype(Operand(h_SH, parts=parts), dtype)
         made = self._exact.fc2_dgrad_dact(dy, _through_fp8(fc2), h, plan, act, ready=ready)
         dh, a = made.dh_SH, made.a_SF
         dh_rows = quantize_rows(dh, parts, self._grad)
@@ -128,22 +112,17 @@ class EmulatedFP8:
     def bias_grad(
         self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
     ) -> Tensor:
-        d = d._replace(matrix=_plain(d, torch.bfloat16))
+        d = d._replace(matrix=in_dtype(d, torch.bfloat16))
         return self._exact.bias_grad(d, plan, scale=scale, into=into)
 
 
-def _plain(x: Operand, dtype: torch.dtype, plan: ExpertPlan | None = None) -> Tensor:
-    """The values of a matrix; those in FP8 in `dtype`."""
-    match x.matrix:
-        case Quantized():
-            return dequantize_rows(x.matrix, x.parts).to(dtype)
-        case QuantizedColumns():
-            assert plan is not None
-            rows = x.matrix.data_CT.shape[1]  # no less than expert rows
-            return dequantize_columns(x.matrix, plan.offsets, rows, x.parts).to(dtype)
-        case plain:
-            assert isinstance(plain, Tensor)
-            return plain
+def _plain(x: Operand, dtype: torch.dtype, plan: ExpertPlan) -> Tensor:
+    """The values of an operand of weight gradients; those in FP8 in `dtype`."""
+    q = x.matrix
+    if not isinstance(q, QuantizedColumns):
+        return in_dtype(x, dtype)
+    rows = q.data_CT.shape[1]  # no less than expert rows
+    return dequantize_columns(q, plan.offsets, rows, x.parts).to(dtype)
 
 
 def _through_fp8(linear: Linear) -> Linear:

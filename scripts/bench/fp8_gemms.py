@@ -6,8 +6,8 @@ FP8 operands were transposed, which is not part of what is measured.
 
 import torch
 
-from phalanx.kernels.quantize.blocks import (
-    Quantized,
+from phalanx.kernels.quantize.blocks import Quantized
+from phalanx.kernels.quantize.quantize import (
     column_offsets,
     quantize_columns,
     quantize_rows,

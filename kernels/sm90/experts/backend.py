@@ -70,15 +70,12 @@ class Fused(AsTheyAre):
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         from phalanx.kernels.sm90.experts.rows import rows as grouped_gemm
 
-        scale_S = plan.row_prob_S
-        if linear.bias_LO is not None and scale_S is None:
-            scale_S = torch.ones(a_SI.shape[0], device=a_SI.device)
         return grouped_gemm(
             a_SI,
             linear.weight_LOI,
             plan.offsets,
             bias_LN=linear.bias_LO,
-            scale_S=None if linear.bias_LO is None else scale_S,
+            scale_S=self._scale_of_bias(linear, plan, a_SI),
             sm_margin=self._sm_margin,
             dynamic=self._dynamic,
             signal=signal,
@@ -94,7 +91,6 @@ class Fused(AsTheyAre):
         *,
         ready: Tensor | None = None,
     ) -> HiddenGrads:
-        from phalanx.kernels.sm90.experts.dprob import dprob
         from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 
         index_S = plan.row_index_S if dy.gather else None
@@ -110,12 +106,7 @@ class Fused(AsTheyAre):
             sm_margin=self._sm_margin,
             dynamic=self._dynamic,
         )
-        if partial_CS is None:
-            return HiddenGrads(dh_SH, a_SF, None, None)
-        biased = fc2.bias_LO is not None and dy.matrix.shape[0]
-        table_NL = _with_every_bias(dy.matrix, fc2.bias_LO) if biased else None
-        dprob_S = dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)
-        return HiddenGrads(dh_SH, a_SF, dprob_S, None)
+        return HiddenGrads(dh_SH, a_SF, self._dprob(partial_CS, dy, fc2, plan), None)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
         from phalanx.kernels.sm90.experts.wgrad import wgrad
@@ -139,7 +130,7 @@ class Fused(AsTheyAre):
         from phalanx.kernels.sm90.experts.bias_grad import bias_grad
 
         return bias_grad(
-            d.matrix,
+            self._in_bf16(d),
             plan.offsets,
             scale_S=plan.row_prob_S if scale else None,
             index_S=plan.row_index_S if d.gather else None,
@@ -152,6 +143,33 @@ class Fused(AsTheyAre):
         from phalanx.kernels.sm90.experts.combine import combine
 
         return combine(y_SD, inverse_NK, addends=addends)
+
+    def _in_bf16(self, x: Operand) -> Tensor:
+        """A matrix of rows as kernels in bf16 read it."""
+        rows: Tensor = x.matrix
+        return rows
+
+    def _scale_of_bias(self, linear: Linear, plan: ExpertPlan, like_S: Tensor) -> Tensor | None:
+        """What each expert row's bias is multiplied by, if there is a bias."""
+        if linear.bias_LO is None:
+            return None
+        if plan.row_prob_S is None:
+            return torch.ones(like_S.shape[0], device=like_S.device)
+        return plan.row_prob_S
+
+    def _dprob(
+        self, partial_CS: Tensor | None, dy: Operand, fc2: Linear, plan: ExpertPlan
+    ) -> Tensor | None:
+        """Gradient of the probabilities from partial sums of the column tiles."""
+        from phalanx.kernels.sm90.experts.dprob import dprob
+
+        if partial_CS is None:
+            return None
+        table_NL = None
+        if fc2.bias_LO is not None and len(matrix := self._in_bf16(dy)):
+            table_NL = _with_every_bias(matrix, fc2.bias_LO)
+        index_S = plan.row_index_S if dy.gather else None
+        return dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)
 
 
 def _with_every_bias(dy: Tensor, b2_LD: Tensor) -> Tensor:

@@ -16,20 +16,19 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, Rows
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.kept import copies_of
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
-    dequantize_rows,
     quantize_rows,
-    transpose_rows,
 )
-from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.sm90.experts.backend import Fused
 
 
-class FusedFP8(Fused):
+class FusedFP8(FP8Operands, Fused):
     """`kernels.expert_mlp.backend.Backend` on Hopper, in FP8.
 
     Args:
@@ -47,21 +46,10 @@ class FusedFP8(Fused):
                 f"precision.wgrad={recipe.wgrad}: the fused kernels have fp8; set "
                 "precision.wgrad=fp8 or kernels=torch"
             )
-        super().__init__(sm_margin, dynamic)
-        self._recipe, self._keep = recipe, keep
+        FP8Operands.__init__(self, recipe)
+        Fused.__init__(self, sm_margin, dynamic)
+        self._keep = keep
         self._how: dict[str, Any] = dict(sm_margin=sm_margin, dynamic=dynamic)
-
-    def quantize(self, x: Rows, *, gradient: bool = False) -> Quantized:
-        if isinstance(x, Quantized):
-            return x
-        return quantize_rows(x, dtype=FORMATS[self._recipe.grad_format if gradient else "e4m3"])
-
-    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
-        index_S = plan.row_index_S if x.gather else None
-        made = transpose_rows(
-            x.matrix, plan.offsets, self._recipe.wgrad_blocks, index_S=index_S, parts=x.parts
-        )
-        return Operand(made, parts=x.parts)
 
     def fc1_act(
         self,
@@ -94,17 +82,13 @@ class FusedFP8(Fused):
     def rows(self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         from phalanx.kernels.sm90.fp8.rows import fp8_rows
 
-        scale_S = None
-        if linear.bias_LO is not None:
-            ones = torch.ones(len(a_SI.data), device=a_SI.data.device)
-            scale_S = ones if plan.row_prob_S is None else plan.row_prob_S
         return fp8_rows(
             a_SI,
             self._weights(linear),
             plan.offsets,
             parts=linear.parts_in,
             bias_LN=linear.bias_LO,
-            scale_S=scale_S,
+            scale_S=self._scale_of_bias(linear, plan, a_SI.data),
             signal=signal,
             **self._how,
         )
@@ -119,12 +103,10 @@ class FusedFP8(Fused):
         *,
         ready: Tensor | None = None,
     ) -> HiddenGrads:
-        from phalanx.kernels.sm90.experts.dprob import dprob
         from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
 
         parts = act.facts.halves
-        if isinstance(h_SH, Quantized):
-            h_SH = dequantize_rows(h_SH, parts)
+        h_SH = self._in_bf16(Operand(h_SH, parts=parts))
         index_S = plan.row_index_S if dy.gather else None
         dh, a, partial_CS = fp8_fc2_dgrad_dact(
             dy.matrix,
@@ -137,11 +119,7 @@ class FusedFP8(Fused):
             ready=ready,
             **self._how,
         )
-        dprob_S = None
-        if partial_CS is not None:
-            biased = fc2.bias_LO is not None and len(dy.matrix.data)
-            table_NL = self._with_every_bias(dy, fc2.bias_LO) if biased else None
-            dprob_S = dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)
+        dprob_S = self._dprob(partial_CS, dy, fc2, plan)
         a_columns, dh_columns = (
             self.columns(Operand(rows, parts=n), plan).matrix for rows, n in ((a, 1), (dh, parts))
         )
@@ -161,19 +139,10 @@ class FusedFP8(Fused):
             **self._how,
         )
 
-    def bias_grad(
-        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
-    ) -> Tensor:
-        return super().bias_grad(self._in_bf16(d), plan, scale=scale, into=into)
-
     def _weights(self, linear: Linear) -> Quantized:
         copies = copies_of(linear, keep=self._keep)
         return Quantized(copies.data_LIO, copies.scale.mT) if linear.flipped else copies.forward
 
-    def _in_bf16(self, x: Operand) -> Operand:
-        return x._replace(matrix=dequantize_rows(x.matrix, x.parts))
-
-    def _with_every_bias(self, dy: Operand, b2_LD: Tensor) -> Tensor:
-        from phalanx.kernels.sm90.experts.backend import _with_every_bias
-
-        return _with_every_bias(self._in_bf16(dy).matrix, b2_LD)
+    def _in_bf16(self, x: Operand) -> Tensor:
+        values: Tensor = in_dtype(x, torch.bfloat16)
+        return values

@@ -1,0 +1,36 @@
+"""What a backend with a recipe of FP8 makes of operands, whoever multiplies them."""
+
+import torch
+
+from phalanx.kernels.expert_mlp.backend import Operand, Rows
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.quantize.blocks import Quantized
+from phalanx.kernels.quantize.quantize import dequantize_rows, quantize_rows, transpose_rows
+from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
+
+
+class FP8Operands:
+    """`quantize` and `columns` of a `kernels.expert_mlp.backend.Backend` with the recipe."""
+
+    def __init__(self, recipe: Fp8Block) -> None:
+        self._recipe = recipe
+
+    def quantize(self, x: Rows, *, gradient: bool = False) -> Quantized:
+        if isinstance(x, Quantized):
+            return x
+        return quantize_rows(x, dtype=FORMATS[self._recipe.grad_format if gradient else "e4m3"])
+
+    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+        if self._recipe.wgrad == "bf16":
+            return x._replace(matrix=in_dtype(x, torch.bfloat16))
+        index_S = plan.row_index_S if x.gather else None
+        made = transpose_rows(
+            x.matrix, plan.offsets, self._recipe.wgrad_blocks, index_S=index_S, parts=x.parts
+        )
+        return Operand(made, parts=x.parts)
+
+
+def in_dtype(x: Operand, dtype: torch.dtype) -> Rows:
+    """The values of rows; those in FP8 in `dtype`, others as they are."""
+    rows = x.matrix
+    return dequantize_rows(rows, x.parts, dtype) if isinstance(rows, Quantized) else rows
