@@ -36,6 +36,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.comm_sms": ("auto",),
     "parallel.grad_dtype": ("fp32", "bf16"),
     "data.source": ("embedded", "indexed", "synthetic"),
+    "optim.kind": ("adamw", "muon"),
     "optim.moments": ("fp32", "bf16"),
     "optim.schedule": ("cosine", "linear", "constant", "inverse-square-root", "WSD"),
     "run.device": ("auto", "cuda", "cpu"),
@@ -86,6 +87,7 @@ AT_LEAST: dict[str, int] = {
     "data.sequence_length": 1,
     "data.micro_batch": 1,
     "data.global_batch": 1,
+    "optim.ns_steps": 1,
     "run.steps": 1,
     "run.max_bad_steps": 1,
     "run.save_interval": -1,
@@ -112,7 +114,7 @@ ABOVE_ZERO: frozenset[str] = frozenset(
 _MOST = 2**31 - 1
 """Of every whole number: no size is near it, and seeds and shapes of libraries end there."""
 
-BELOW_ONE: frozenset[str] = frozenset({"optim.beta1", "optim.beta2"})
+BELOW_ONE: frozenset[str] = frozenset({"optim.beta1", "optim.beta2", "optim.momentum"})
 
 
 LARGEST_PUBLISHED: dict[str, int] = {

@@ -369,8 +369,15 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """AdamW or Muon, and the learning-rate schedule."""
 
+    kind: str = "adamw"
+    """Optimizer: `adamw`, or `muon` for matrices with AdamW for all else.
+
+    Muon updates the matrices of attention, MLPs and experts; embedding, output layer, router, norms
+    and biases stay with AdamW, at the same learning rate. Training cannot go on from a checkpoint
+    of the other kind.
+    """
     lr: float = 3e-3
     """Peak learning rate."""
     min_lr: float = 3e-4
@@ -388,15 +395,21 @@ class OptimConfig:
     `WSD` (warm-up, stable, decay) decays over the last tenth of `decay_steps`.
     """
     weight_decay: float = 0.1
-    """Decoupled weight decay of AdamW; biases and norms have none."""
+    """Decoupled weight decay, of AdamW and of Muon; biases and norms have none."""
     beta1: float = 0.9
     """Decay rate of the first moment, below 1."""
     beta2: float = 0.95
     """Decay rate of the second moment, below 1."""
     eps: float = 1e-8
     """Epsilon in the denominator of AdamW."""
+    momentum: float = 0.95
+    """Decay rate of Muon's momentum, a running mean of gradients; below 1."""
+    nesterov: bool = True
+    """Nesterov's form of Muon's momentum."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations by which Muon makes an update orthogonal, in the run's own dtype."""
     moments: str = "fp32"
-    """Dtype of both moments: `fp32`, or `bf16`, which saves 6 bytes per parameter.
+    """Dtype of the moments: `fp32`, or `bf16`, which saves 6 bytes per parameter (of Muon's, 4).
 
     With `bf16` the fp32 master weight is stored as the bf16 weight and its missing 16 bits, without
     loss (arXiv 2412.19437).

@@ -179,7 +179,7 @@ def _optim(cfg: Config) -> Iterator[str]:
         reason = f"ends within the warm-up of {o.warmup_steps} steps"
         yield repair(cfg, "optim.decay_steps", reason, o.warmup_steps + 1)
     if o.moments == "bf16":
-        for knob in ("beta1", "beta2"):
+        for knob in ("beta1", "beta2", *(["momentum"] if o.kind == "muon" else [])):
             # A step at 0.999 takes off less than half a unit in the last place of bf16: nothing.
             if getattr(o, knob) > _BETA_OF_BF16:
                 reason = f"is above {_BETA_OF_BF16}, where moments=bf16 rounds decay away"

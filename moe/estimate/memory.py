@@ -37,9 +37,9 @@ class Memory:
 
     @property
     def states(self) -> int:
-        """Parameters, gradients and optimizer."""
+        """Parameters, gradients, what pads their buffers, and optimizer."""
         w = self.weights
-        return w.parameter_bytes + w.gradient_bytes + w.optimizer_bytes
+        return w.parameter_bytes + w.gradient_bytes + w.padding_bytes + w.optimizer_bytes
 
     @property
     def peak(self) -> int:

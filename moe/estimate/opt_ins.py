@@ -45,7 +45,7 @@ def opt_ins(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[tu
 
 def _candidates(cfg: Config) -> Iterator[tuple[str, Any, str]]:
     if cfg.optim.moments == "fp32":
-        yield "optim.moments", "bf16", "rounds both moments of Adam"
+        yield "optim.moments", "bf16", "rounds the moments of the optimizer"
     if cfg.parallel.grad_dtype == "fp32":
         yield "parallel.grad_dtype", "bf16", "rounds sums of gradients, which are half the bytes"
     if cfg.parallel.capacity_factor < _ROOMY:

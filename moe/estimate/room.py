@@ -78,7 +78,7 @@ def sure_bytes(cfg: Config, world: int, ranks: Sequence[int]) -> int:
     total = 0
     for rank in ranks:
         w = weights[rank // each]
-        total += w.parameter_bytes + w.gradient_bytes + w.optimizer_bytes
+        total += w.parameter_bytes + w.gradient_bytes + w.padding_bytes + w.optimizer_bytes
         total += logits_bytes(cfg) if rank // each == _last_stage(cfg) else 0
     return total
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.formats import MULTIPLIES_FP8, width
+from phalanx.configs.formats import MULTIPLIES_FP8, in_bf16, width
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -241,6 +241,15 @@ def _kept(cfg: Config, world: int) -> tuple[dict[LayerKind, int], int]:
     return kept, act.head().saved
 
 
+_FP32_RATE = 0.1
+"""Of matrix products in fp32, to those in bf16."""
+
+
+_MUON_BYTES = 60
+"""An element, read and written between the state and the products of Muon: momentum, norm, casts,
+scale."""
+
+
 def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:
     """Seconds of gradient reduction with parameter gathering, and of the optimizer."""
     p = cfg.parallel
@@ -256,5 +265,9 @@ def _update(cfg: Config, world: int, machine: Machine) -> tuple[float, float]:
         # Moments and master weights are read and written; gradients also cleared and measured.
         state = w.optimizer_bytes * (4 / 3 if halves(cfg) else 1)  # with masters' upper halves
         touched = 2 * state + 3 * w.gradient_bytes
-        update = max(update, touched / (machine.memory_gbs * 1e9))
+        touched += _MUON_BYTES * w.by_muon.elements
+        seconds = touched / (machine.memory_gbs * 1e9)
+        rate = machine.dense_tflops * (1 if in_bf16(cfg) else _FP32_RATE)
+        seconds += cfg.optim.ns_steps * w.by_muon.flops / (rate * 1e12)
+        update = max(update, seconds)
     return reduction, update

@@ -18,6 +18,7 @@ from phalanx.configs.layout import (
     stage_ranks,
 )
 from phalanx.configs.schema import Config
+from phalanx.moe.estimate import muon
 from phalanx.moe.estimate.accounting import parameters, projections
 
 _FP32 = 4
@@ -34,9 +35,14 @@ class Weights:
     parameter_bytes: int
     gradient_bytes: int
     """Megatron-Core's buffers of `parallel.grad_dtype`, one element for each parameter."""
+    by_muon: muon.Share
+    """What this rank makes orthogonal; nothing without Muon."""
+    padding_bytes: int
+    """Of both buffers, where ranks own unequal shares of Muon's matrices."""
     optimizer_bytes: int
-    """This rank's shard: fp32 master weights (bf16 runs) and two moments of `optim.moments`.
+    """This rank's shard: fp32 master weights (bf16 runs) and moments of `optim.moments`.
 
+    Two moments of AdamW, one of Muon, whose matrices are not cut: the largest shard.
     Masters of a sharded optimizer with bf16 moments are the 16 bits that the weights lack.
     """
 
@@ -44,15 +50,22 @@ class Weights:
 def stage_weights(cfg: Config, world: int) -> list[Weights]:
     """Of a rank of each pipeline stage."""
     stages = [[0, 0] for _ in range(cfg.parallel.pipeline)]
+    matrices: list[list[muon.Stack]] = [[] for _ in stages]
     first_layer = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
-        held = stages[i % cfg.parallel.pipeline]
-        layers = letters.count("t")
+        stage = i % cfg.parallel.pipeline
+        layers, mtp = letters.count("t"), letters.count("m")
         dense, expert = _chunk(cfg, world, letters, first_layer)
-        held[0] += dense
-        held[1] += expert
+        stages[stage][0] += dense
+        stages[stage][1] += expert
+        of_dense = dense_layers(cfg, letters, first_layer)
+        sparse = layers - of_dense + mtp
+        matrices[stage] += muon.stacks(cfg, world, dense=of_dense, sparse=sparse, mtp=mtp)
         first_layer += layers
-    return [_weights(cfg, world, dense, expert) for dense, expert in stages]
+    return [
+        _weights(cfg, world, dense, expert, of_muon)
+        for (dense, expert), of_muon in zip(stages, matrices, strict=True)
+    ]
 
 
 def halves(cfg: Config) -> bool:
@@ -118,7 +131,9 @@ def _share(total: int, layers: int) -> int:
     return total // layers if layers else 0
 
 
-def _weights(cfg: Config, world: int, dense: int, expert: int) -> Weights:
+def _weights(
+    cfg: Config, world: int, dense: int, expert: int, of_muon: list[muon.Stack]
+) -> Weights:
     p = cfg.parallel
     everything = dense + expert
     grad = 2 if p.grad_dtype == "bf16" else _FP32
@@ -126,14 +141,25 @@ def _weights(cfg: Config, world: int, dense: int, expert: int) -> Weights:
     master = 2 if halves(cfg) else _FP32
     if not in_bf16(cfg):
         master = 0  # the parameters are their own
-    state = master + 2 * moment
     replicas = data_parallel_size(cfg, world) * p.context
     copies = stage_ranks(cfg, world) // expert_parallel_size(cfg, world)
-    if p.distributed_optimizer:
-        owned = -(-dense // replicas) + -(-expert // copies)
-    else:
-        owned = everything
-    return Weights(dense, expert, everything * width(cfg), everything * grad, owned * state)
+    if not p.distributed_optimizer:
+        replicas = copies = 1
+    share = muon.owned(cfg, world, of_muon)
+    dense_left = dense - sum(s.elements for s in of_muon if not s.expert) // p.tensor
+    expert_left = expert - sum(s.elements for s in of_muon if s.expert)
+    state = (master + 2 * moment) * (-(-dense_left // replicas) - (-expert_left // copies))
+    state += (master + moment) * share.elements
+    padding = share.padding * (width(cfg) + grad) if p.distributed_optimizer else 0
+    return Weights(
+        dense,
+        expert,
+        parameter_bytes=everything * width(cfg),
+        gradient_bytes=everything * grad,
+        by_muon=share,
+        padding_bytes=padding,
+        optimizer_bytes=state,
+    )
 
 
 def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:

@@ -4,6 +4,7 @@
 all end with its answer before a model is built. The command line itself has been validated.
 """
 
+import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -45,7 +46,12 @@ def preflight(cfg: Config) -> Findings:
     """Check data, run folder and checkpoint of a valid configuration; nothing is written."""
     found = Findings()
     found.notes += oversized(cfg)
-    checks: tuple[Callable[[Config], Iterator[str]], ...] = (_data, _folder, _checkpoint)
+    checks: tuple[Callable[[Config], Iterator[str]], ...] = (
+        _optimizer,
+        _data,
+        _folder,
+        _checkpoint,
+    )
     for check in checks:
         try:
             found.notes += check(cfg)
@@ -62,6 +68,16 @@ def exit_code(error: Exception) -> int:
 def tokens_read(cfg: Config) -> int:
     """Of the whole run, from its first step to its last."""
     return cfg.run.steps * cfg.data.global_batch * cfg.data.sequence_length
+
+
+def _optimizer(cfg: Config) -> Iterator[str]:
+    """The library of the optimizer is installed."""
+    if cfg.optim.kind == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
+        raise ConfigError(
+            "optim.kind=muon needs emerging-optimizers, which is not installed: install this "
+            "project's dependencies anew, or set optim.kind=adamw"
+        )
+    yield from ()
 
 
 def _data(cfg: Config) -> Iterator[str]:

@@ -39,6 +39,7 @@ from phalanx.parallel.checkpoint.model_state import (
 )
 from phalanx.parallel.checkpoint.optimizer_state import (
     OptimizerState,
+    check_kind,
     reset_masters,
     set_step_count,
     step_count,
@@ -239,7 +240,7 @@ class Checkpointer:
             config: this run's; compared with the checkpoint's before anything is touched.
 
         Raises:
-            CheckpointMismatch: it is of another architecture or other data.
+            CheckpointMismatch: it is of another architecture, other data or another optimizer.
             NoUsableCheckpoint: it is damaged, or no checkpoint.
         """
         record = self._verified.get(path) or verified(path)
@@ -254,6 +255,7 @@ class Checkpointer:
         optimizers = None
         if optimizer is not None:
             stored = metadata.state_dict_metadata
+            check_kind(optimizer, stored, path)
             optimizers = OptimizerState(optimizer, dict(state), stored)
             state["optimizer"] = optimizers.shards
         check_fit(state, metadata, path)

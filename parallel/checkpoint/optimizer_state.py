@@ -13,6 +13,7 @@ nothing is copied for a save. A checkpoint of either kind can be loaded into the
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from phalanx.kernels.elementwise.adam import merged, split_
+from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch
 from phalanx.parallel.megatron.adam import AdamW
+from phalanx.parallel.megatron.muon import Muon
+from phalanx.parallel.megatron.updated import parts, updated
 
 
 def rectangles(
@@ -79,12 +83,12 @@ class OptimizerState:
         split = any(name.startswith("optimizer.state.remainder.") for name in stored)
         self._split_anew = [
             part
-            for part in _parts(optimizer)
+            for part in parts(optimizer)
             if stored and not split and part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         ]
         described = _by_address(model_state)
         self.shards: dict[str, ShardedTensor] = {}
-        for owned in (owned for part in _parts(optimizer) for owned in _owned(part)):
+        for owned in (owned for part in parts(optimizer) for owned in _owned(part)):
             shape, address = tuple(owned.parameter.shape), owned.parameter.data_ptr()
             if address not in described:
                 raise ValueError(f"no checkpoint key for an updated parameter of shape {shape}")
@@ -113,10 +117,26 @@ class OptimizerState:
             chunk.start_param_sync(force_sync=True)
 
 
+def check_kind(optimizer: Any, stored: Collection[str], path: Path) -> None:
+    """Compare the optimizer with the names that the checkpoint at `path` holds.
+
+    Raises:
+        CheckpointMismatch: one of them is Muon and the other is not; there is no momentum that
+            could be made of the moments of AdamW, or the other way round.
+    """
+    held = any(name.startswith("optimizer.state.momentum_buffer.") for name in stored)
+    if held != any(isinstance(part.optimizer, Muon) for part in parts(optimizer)):
+        kind = "muon" if held else "adamw"
+        raise CheckpointMismatch(
+            f"{path} has an optimizer of another kind: go on with optim.kind={kind}, or start "
+            "anew with another run.name or with run.resume=never"
+        )
+
+
 def reset_masters(optimizer: Any) -> None:
     """Make master copies anew of the weights, once these are loaded alone."""
     optimizer.reload_model_params()
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         for state in part.optimizer.state.values():
             if "remainder" in state:
                 state["remainder"].zero_()
@@ -136,14 +156,8 @@ def set_step_count(optimizer: Any, step: int) -> None:
             group["step"] = step
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    # A stage without a kind of parameter (experts, say) has a stub in place of its optimizer.
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
-
-
 def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         yield from part.optimizer.param_groups
 
 
@@ -152,18 +166,8 @@ def _owned(part: Any) -> Iterator[_Owned]:
         part.optimizer.init_state(p for g in part.optimizer.param_groups for p in g["params"])
     else:
         part.init_state_fn(part.optimizer, part.config)
-    if isinstance(part, DistributedOptimizer):
-        buckets = (b for ranges in part.gbuf_ranges for bs in ranges.values() for b in bs)
-        for bucket in buckets:
-            for parameter, ranges in bucket["param_map"].items():
-                own = ranges["param"]
-                group, order = part.model_param_group_index_map[parameter]
-                main = part.optimizer.param_groups[group]["params"][order]
-                tensors = _tensors(part, main)
-                yield _Owned(parameter, own.start, own.end, tensors, part)
-        return
-    for parameter, main in _masters(part):
-        yield _Owned(parameter, 0, parameter.numel(), _tensors(part, main), part)
+    for parameter, start, stop, main in updated(part):
+        yield _Owned(parameter, start, stop, _tensors(part, main), part)
 
 
 def _tensors(part: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -182,22 +186,6 @@ def _in_other_form(owned: _Owned) -> _Owned:
         other, dtype = "param", torch.float32
     tensors[other] = torch.empty(owned.stop - owned.start, dtype=dtype, device="cpu")
     return replace(owned, tensors=tensors)
-
-
-def _masters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(parameter, what the optimizer updates) of an optimizer that is not sharded."""
-    masters = {
-        id(main): parameter
-        for parameters, mains in zip(
-            getattr(part, "float16_groups", []),
-            getattr(part, "fp32_from_float16_groups", []),
-            strict=True,
-        )
-        for parameter, main in zip(parameters, mains, strict=True)
-    }
-    for group in part.optimizer.param_groups:
-        for main in group["params"]:
-            yield masters.get(id(main), main), main
 
 
 def _by_address(model_state: dict[str, Any]) -> dict[int, list[ShardedTensor]]:

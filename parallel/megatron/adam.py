@@ -75,36 +75,43 @@ class AdamW(torch.optim.Optimizer):
                 continue
             group["step"] = group.get("step", 0) + 1
             self.init_state(params)
-            if self.moments == torch.bfloat16:
-                self._step_in_bf16(group, params)
-                continue
-            for same_device in _by_device(params):
-                # Filled there: a copy of the number would wait for what the device has to do.
-                step = torch.full((), float(group["step"]), device=same_device[0].device)
-                self._fused(
-                    same_device,
-                    [p.grad for p in same_device],
-                    [self.state[p]["exp_avg"] for p in same_device],
-                    [self.state[p]["exp_avg_sq"] for p in same_device],
-                    [],
-                    [step] * len(same_device),
-                    lr=group["lr"],
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    amsgrad=False,
-                    maximize=False,
-                )
+            self._update(group, params)
+
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        """Of parameters of one group, which have gradients and state."""
+        if self.moments == torch.bfloat16:
+            self._step_in_bf16(group, params)
+            return
+        for same_device in _by_device(params):
+            # Filled there: a copy of the number would wait for what the device has to do.
+            step = torch.full((), float(group["step"]), device=same_device[0].device)
+            self._fused(
+                same_device,
+                [p.grad for p in same_device],
+                [self.state[p]["exp_avg"] for p in same_device],
+                [self.state[p]["exp_avg_sq"] for p in same_device],
+                [],
+                [step] * len(same_device),
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
 
     def init_state(self, params: Iterable[torch.Tensor]) -> None:
         """Zero moments, and remainders of bf16 weights, for those of `params` that have none."""
         for p in params:
             if not self.state[p]:
-                dtypes = {"exp_avg": self.moments, "exp_avg_sq": self.moments}
+                dtypes = dict.fromkeys(self._moments_of(p), self.moments)
                 if p.dtype == torch.bfloat16:
                     dtypes["remainder"] = torch.int16
                 self.state[p] = {k: torch.zeros_like(p, dtype=d) for k, d in dtypes.items()}
+
+    def _moments_of(self, p: torch.Tensor) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
 
     def _step_in_bf16(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         how = Update(
@@ -128,19 +135,24 @@ def _by_device(params: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(groups.values())
 
 
-def install(moments: torch.dtype = torch.float32) -> bool:
+def install(
+    moments: torch.dtype = torch.float32, kind: type[AdamW] = AdamW, **options: Any
+) -> bool:
     """Have the optimizers that Megatron-Core builds from now on use this AdamW; True if they do.
 
     Args:
         moments: their dtype. With fp32 FusedAdam stays, if it is there.
+        kind: a subclass in its place, whatever is there, with its `options`.
     """
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 
-    ours = getattr(optimizer.Adam, "func", None) is AdamW
-    if moments == torch.float32 and not (ours or optimizer.USING_PYTORCH_OPTIMIZER):
+    present = getattr(optimizer.Adam, "func", None)
+    ours = isinstance(present, type) and issubclass(present, AdamW)
+    needed = moments != torch.float32 or kind is not AdamW
+    if not (needed or ours or optimizer.USING_PYTORCH_OPTIMIZER):
         return False
-    optimizer.Adam = functools.partial(AdamW, moments=moments)
+    optimizer.Adam = functools.partial(kind, moments=moments, **options)
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
     return True

@@ -1,5 +1,6 @@
 """Bytes of parameters, gradients and optimizer against models that are really built."""
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -58,9 +59,22 @@ def _built(cfg: Config, runtime: Any) -> dict[str, int]:
         "parameters": sum(p.numel() * p.element_size() for p in params),
         "gradients": sum(p.main_grad.numel() * p.main_grad.element_size() for p in params),
         "optimizer": state,
+        "buffers": sum(
+            data.numel() * data.element_size()
+            for chunk in job.engine.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            for data in (buffer.param_data, buffer.grad_data)
+            if data is not None
+        ),
     }
 
 
+MUON = []
+if importlib.util.find_spec("emerging_optimizers"):
+    MUON = [
+        "model=tiny_gpt_oss optim.kind=muon",
+        "model=tiny_deepseek optim.kind=muon optim.moments=bf16",
+    ]
 ONE = [
     "model=tiny",
     "model=tiny_gpt_oss",
@@ -71,6 +85,7 @@ ONE = [
     "model=tiny parallel.distributed_optimizer=false optim.moments=bf16",
     "model=tiny precision=fp32",
     "model=tiny precision=fp32 optim.moments=bf16",
+    *MUON,
 ]
 TWO = [
     "model=tiny_deepseek",
@@ -81,6 +96,7 @@ TWO = [
     "model=tiny_gpt_oss parallel.pipeline=2 parallel.virtual_pipeline=2",
     "model=tiny parallel.context=2 optim.moments=bf16",
     "model=tiny parallel.distributed_optimizer=false",
+    *(f"{name} parallel.tensor=2" for name in MUON),
 ]
 
 
@@ -131,3 +147,17 @@ def test_all_ranks_together_hold_the_model_once() -> None:
     assert sum(w.optimizer_bytes for w in stages) * 128 == pytest.approx(
         12 * (total.total + total.embedding), rel=0.01
     )
+
+
+@pytest.mark.skipif(not MUON, reason="emerging-optimizers is not installed")
+def test_the_rank_that_owns_most_matrices_is_estimated() -> None:
+    names = [f"{name} parallel.expert=1 parallel.overlap=false" for name in MUON]
+    cfgs = [configured(name, 2) for name in names]
+    by_rank = run_distributed(built, 2, cfgs)
+    for i, cfg in enumerate(cfgs):
+        (stage,) = stage_weights(cfg, 2)
+        most = max(rank[i]["optimizer"] for rank in by_rank)
+        assert stage.optimizer_bytes == pytest.approx(most, rel=1e-2)
+        buffers = max(rank[i]["buffers"] for rank in by_rank)
+        exact = stage.parameter_bytes + stage.gradient_bytes + stage.padding_bytes
+        assert buffers == pytest.approx(exact, rel=0.03)

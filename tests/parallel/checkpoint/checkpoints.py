@@ -53,12 +53,12 @@ def build(seed: int = 1, **kw: Any) -> tuple[Any, Any]:
             )
         )
     initialize(chunks, seed=seed, std=0.1, layers=2, dp_cp_group=groups.pg.dp_cp)
-    moments = kw.pop("moments", "fp32")
+    optim = {k: kw.pop(k) for k in list(kw) if k in ("moments", "kind")}
     engine = Engine(
         config,
         chunks,
         parallel=ParallelConfig(**kw),
-        optim=OptimConfig(lr=1e-2, warmup_steps=2, moments=moments),
+        optim=OptimConfig(lr=1e-2, warmup_steps=2, **optim),
         steps=20,
         device=torch.device("cpu"),
     )

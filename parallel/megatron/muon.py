@@ -1,0 +1,145 @@
+"""Muon for matrices and AdamW for all else, as one optimizer of Megatron-Core's distributed one.
+
+Muon (K. Jordan, kellerjordan.github.io/posts/muon) moves a matrix by its momentum made orthogonal.
+Newton-Schulz iterations and scale are those of the package emerging-optimizers, on stacks of
+matrices; its optimizers, and Megatron-Core's over them, take parameters of two axes, one at a time.
+The recipe is Moonlight's (arXiv 2502.16982): an update has the root mean square of AdamW's.
+
+The update comes after the one host read of a step and is not part of a captured one, so that
+nothing of it has to be capturable.
+
+Legend: B matrices of a stack, M rows, N columns.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.configs.schema import OptimConfig
+from phalanx.kernels.elementwise.adam import merged, split_
+from phalanx.parallel.megatron.adam import AdamW
+from phalanx.parallel.megatron.matrices import Matrices, joined, of, pieces
+
+_COEFFICIENTS = "simple"
+"""Of the iterations: Moonlight's, by their name in emerging-optimizers."""
+_RMS = 0.2
+"""Of an update before the learning rate, about that of AdamW's: the orthogonal matrix is multiplied
+by this and sqrt(max(M, N))."""
+_SLICE = 32 << 20
+"""Elements that are made orthogonal at a time, but for larger matrices: 128 MiB of fp32."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a matrix is updated."""
+
+    momentum: float
+    nesterov: bool
+    steps: int
+    precision: str
+    """Of products, as torch names it: `medium` is bf16, `highest` fp32."""
+    tensor_group: Any = None
+    """Ranks that share the matrices whose `split` is set; they gather them."""
+
+
+def recipe(optim: OptimConfig, *, bf16: bool, tensor_group: Any) -> Recipe:
+    """Of the knobs; `tensor_group` are the ranks of tensor parallelism."""
+    precision = "medium" if bf16 else "highest"
+    return Recipe(optim.momentum, optim.nesterov, optim.ns_steps, precision, tensor_group)
+
+
+class Muon(AdamW):
+    """AdamW whose parameters with `Matrices` (parallel.megatron.matrices) are updated by Muon.
+
+    These are updated as a whole: what is updated for one, flat or not, has all of its elements.
+    Their state is `momentum_buffer`, in the dtype of `moments`; the rest is as in `AdamW`.
+
+    Raises:
+        ImportError: emerging-optimizers is not installed.
+    """
+
+    def __init__(self, params: Iterable[Any], *given: Any, recipe: Recipe, **named: Any) -> None:
+        self._library = _library()
+        super().__init__(params, *given, **named)
+        self.recipe = recipe
+
+    def _moments_of(self, p: Tensor) -> tuple[str, ...]:
+        return super()._moments_of(p) if of(p) is None else ("momentum_buffer",)
+
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        super()._update(group, [p for p in params if of(p) is None])
+        for p in params:
+            if (matrices := of(p)) is not None:
+                self._move(p, matrices, group)
+
+    def _move(self, p: Tensor, matrices: Matrices, group: dict[str, Any]) -> None:
+        shape = (matrices.batch, -1, matrices.columns)
+        state = self.state[p]
+        tensors = [p, getattr(p, self._grad), state["momentum_buffer"]]
+        tensors += [state["remainder"]] if "remainder" in state else []
+        stacks = [t.detach().view(shape) for t in tensors]
+        at_once = max(1, _SLICE * matrices.batch // p.numel())
+        for weight, grad, momentum, *rest in zip(*(s.split(at_once) for s in stacks), strict=True):
+            update = self._orthogonal(self._momentum(grad, momentum), matrices)
+            master = merged(weight, *rest) if rest else weight
+            master.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+            if rest:
+                split_(master, weight, *rest)
+
+    def _momentum(self, grad: Tensor, buffer: Tensor) -> Tensor:
+        """Note a gradient, and what is to be made orthogonal, fp32 and of the same shape."""
+        keep = self.recipe.momentum
+        grad = grad.float()
+        if self.clip_coef != 1.0:
+            grad = grad * self.clip_coef
+        mean = buffer.float().lerp_(grad, 1 - keep)  # of fp32, the buffer itself
+        if mean.data_ptr() != buffer.data_ptr():
+            buffer.copy_(mean)
+        return grad.lerp(mean, keep) if self.recipe.nesterov else mean
+
+    def _orthogonal(self, update: Tensor, matrices: Matrices) -> Tensor:
+        """[B, ...] scaled to the update of a weight, before the learning rate."""
+        parts = [self._orthogonal_stack(part, matrices) for part in pieces(update, matrices)]
+        return joined(parts, matrices)
+
+    def _orthogonal_stack(self, stack_BMN: Tensor, matrices: Matrices) -> Tensor:
+        how, lib = self.recipe, self._library
+        rows, columns = stack_BMN.shape[-2:]
+        with lib.precision(how.precision):
+            if matrices.split is None:
+                made = lib.newton_schulz(stack_BMN, how.steps, _COEFFICIENTS)
+            else:
+                given = (how.steps, _COEFFICIENTS, how.tensor_group, matrices.split)
+                # Shards of rows are whole heads or a slice of a half: their order in the gathered
+                # matrix is that of the ranks, and an orthogonal factor does not depend on it.
+                made = torch.stack([lib.newton_schulz_tp(part, *given) for part in stack_BMN])
+                ranks = how.tensor_group.size()
+                rows, columns = (
+                    (rows * ranks, columns) if matrices.split == 0 else (rows, columns * ranks)
+                )
+        return made * (_RMS * lib.scale(rows, columns, mode="spectral"))
+
+
+@dataclass(frozen=True)
+class _Library:
+    """What is used of emerging-optimizers."""
+
+    newton_schulz: Any
+    newton_schulz_tp: Any
+    scale: Any
+    precision: Any
+
+
+def _library() -> _Library:
+    # Here, since a run with AdamW needs none of it.
+    from emerging_optimizers.orthogonalized_optimizers.muon import get_muon_scale_factor
+    from emerging_optimizers.orthogonalized_optimizers.muon_utils import (
+        newton_schulz,
+        newton_schulz_tp,
+    )
+    from emerging_optimizers.utils import fp32_matmul_precision
+
+    return _Library(newton_schulz, newton_schulz_tp, get_muon_scale_factor, fp32_matmul_precision)

@@ -1,0 +1,230 @@
+"""Muon: one step against its statement, the same training on other layouts, checkpoints."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.configs.load import load
+from tests.parallel.checkpoint.checkpoints import (
+    assert_equal,
+    build,
+    checkpointer,
+    save,
+    stored,
+    tensors,
+    train,
+)
+from tests.parallel.checkpoint.checkpoints import load as load_into
+from tests.support.distributed import run_distributed
+from tests.support.training import Trained, trained
+
+pytest.importorskip("emerging_optimizers")
+
+SMALL = [
+    *["run.device=cpu", "precision=fp32", "model.layers=2", "model.hidden=32"],
+    *["model.vocab_size=64", "model.dense_ffn=48", "model.moe.ffn=16", "model.init_std=0.1"],
+    *["data.sequence_length=16", "data.micro_batch=1", "data.global_batch=4"],
+    *["optim.warmup_steps=0", "optim.schedule=constant", "optim.lr=2e-2"],
+]
+MUON = "optim.kind=muon"
+GPT_OSS = ["model=tiny_gpt_oss", *SMALL, "model.attention.head_dim=8"]
+DEEPSEEK = ["model=tiny_deepseek", *SMALL]
+
+# --- one step -------------------------------------------------------------------------------------
+
+
+def orthogonal(g: Tensor) -> Tensor:
+    """Five Newton-Schulz iterations on [M, N], fp64."""
+    if g.size(0) > g.size(1):
+        return orthogonal(g.T).T
+    x = g / g.norm()
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def moved(name: str, w: Tensor, grads: list[Tensor], heads: tuple[int, int, int]) -> Tensor | None:
+    """A weight after the steps, or None if AdamW has it. `heads`: queries, keys, channels."""
+    if name.endswith((".w1", ".w2")):
+        experts = [
+            moved(f"linear_fc{name[-1]}.weight", w[i], [g[i] for g in grads], heads)
+            for i in range(len(w))
+        ]
+        return torch.stack([e for e in experts if e is not None])
+    if name.endswith("linear_fc1.weight"):
+        rows = torch.arange(w.size(0)).chunk(2)
+    elif name.endswith("linear_qkv.weight"):
+        queries, keys, d = heads
+        row = torch.arange(w.size(0)).view(keys, (queries // keys + 2), d)
+        rows = tuple(r.flatten() for r in (row[:, :-2], row[:, -2], row[:, -1]))
+    elif "linear" in name and name.endswith("weight") and w.dim() == 2 or "eh_proj" in name:
+        rows = (torch.arange(w.size(0)),)
+    else:
+        return None
+    after = w.clone()
+    for r in rows:
+        buffer = torch.zeros_like(w[r])
+        for g in grads:
+            buffer = 0.95 * buffer + g[r]
+            update = orthogonal(g[r] + 0.95 * buffer)
+            scale = 0.2 * math.sqrt(max(update.shape))
+            after[r] = (1 - 2e-2 * 0.1) * after[r] - 2e-2 * scale * update
+    return after
+
+
+def _steps(overrides: list[str]) -> dict[str, tuple[Tensor, list[Tensor], Tensor]]:
+    """Of each parameter: before, clipped gradients of two steps, after."""
+    from phalanx.parallel.runtime import start
+
+    runtime = start(seed=1, timeout=60, deterministic=False)
+    from phalanx.moe.training.setup import setup
+
+    engine = setup(load(overrides), runtime).engine
+    named = dict(engine.modules[0].named_parameters())
+    found = {n: (p.detach().double(), [], p) for n, p in named.items()}
+    for _ in range(2):
+        engine.zero_grad()
+        for p in named.values():
+            p.main_grad.normal_()
+        given = {n: p.main_grad.double() for n, p in named.items()}
+        norm = engine.step()
+        for n, (_, grads, _) in found.items():
+            grads.append(given[n] * min(1.0, 1.0 / (norm + 1e-6)))
+    return {n: (before, grads, p.detach().double()) for n, (before, grads, p) in found.items()}
+
+
+@pytest.mark.parametrize("sharded", ["true", "false"])
+@pytest.mark.parametrize(("model", "heads"), [(GPT_OSS, (8, 2, 8)), (DEEPSEEK, (0, 0, 0))])
+def test_two_steps_against_a_statement_of_muon(
+    model: list[str], heads: tuple[int, int, int], sharded: str
+) -> None:
+    """Fused projections by part, experts one by one; every other parameter by AdamW."""
+    overrides = [*model, MUON, f"parallel.distributed_optimizer={sharded}"]
+    (ours,) = run_distributed(_steps, 1, overrides)
+    (adamw,) = run_distributed(_steps, 1, model)
+    by_muon = set()
+    for name, (before, grads, after) in ours.items():
+        expected = moved(name, before, grads, heads)
+        if expected is None:
+            assert torch.equal(after, adamw[name][2]), f"{name} is not as AdamW leaves it"
+            continue
+        by_muon.add(name.split(".", 3)[-1])
+        error = (after - expected).norm() / (expected - before).norm()
+        assert error < 2e-5, f"{name}: {error:.1e}"
+    assert {"mlp.experts.w1", "mlp.experts.w2", "self_attention.linear_proj.weight"} <= by_muon
+    assert not any("router" in n or "embedding" in n or "output_layer" in n for n in by_muon)
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+STEPS = {"run.steps": 3, "run.seed": 3, "parallel.capacity_factor": 16, "optim.eps": 1e-2}
+EP1, EP2, TP2 = {"parallel.expert": 1}, {"parallel.expert": 2}, {"parallel.tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Trained]:
+    """Trained in one process."""
+    models = {"gpt_oss": GPT_OSS, "deepseek": DEEPSEEK}
+    return {name: trained(1, [*model, MUON], STEPS) for name, model in models.items()}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("deepseek", EP1), ("gpt_oss", EP2), ("gpt_oss", TP2 | EP1), ("deepseek", TP2 | EP2)],
+)
+def test_two_ranks_equal_one(name: str, layout: dict[str, Any], alone: dict[str, Trained]) -> None:
+    model = GPT_OSS if name == "gpt_oss" else DEEPSEEK
+    two, one = trained(2, [*model, MUON], STEPS | layout), alone[name]
+    assert two.series("loss") == pytest.approx(one.series("loss"), rel=1e-5)
+    for key, weight in one.after.items():
+        change = (weight - one.before[key]).norm()
+        error = (two.after[key] - weight).norm()
+        assert error <= 1e-3 * change + 3e-7 * weight.norm(), f"{key}: {error / change:.1e}"
+
+
+# --- what is trained ------------------------------------------------------------------------------
+
+
+def test_loss_falls_and_adamw_keeps_its_parameters() -> None:
+    """In bf16, with master copies and momentum in halves."""
+    how = {"precision.recipe": "bf16", "optim.moments": "bf16"}
+    text = {"data.source": "embedded", "model.vocab_size": 256, "data.micro_batch": 4}
+    run = trained(1, [*DEEPSEEK, MUON], how | text | {"run.steps": 12, "optim.lr": 1e-2})
+    losses = run.series("loss")
+    assert max(losses[-3:]) < losses[0] - 0.5, losses
+    one = how | {"run.steps": 1}
+    first = [trained(1, [*DEEPSEEK, f"optim.kind={kind}"], one).after for kind in ("muon", "adamw")]
+    same = {key for key, value in first[0].items() if torch.equal(value, first[1][key])}
+    others = {key for key in first[0] if key not in same}
+    assert all("linear_" in key or "eh_proj" in key for key in others), others
+    assert all(key in others for key in first[0] if "linear_" in key and "norm" not in key)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def _resumed(folder: Path, moments: str) -> None:
+    engine, groups = build(kind="muon", moments=moments)
+    checkpoints = checkpointer(folder, groups)
+    train(engine, groups, 0, 3)
+    path = save(checkpoints, 3, engine)
+    expected = train(engine, groups, 3, 5)
+    other, groups = build(seed=7, kind="muon", moments=moments)
+    load_into(checkpoints, path, other)
+    assert train(other, groups, 3, 5) == expected
+    assert_equal(tensors(other), tensors(engine))
+    assert any(name.startswith("momentum_buffer") for name in tensors(other))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world", "moments"), [(1, "fp32"), (2, "bf16")])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, world: int, moments: str) -> None:
+    run_distributed(_resumed, world, tmp_path, moments)
+
+
+def _convert(source: Path, target: Path, layout: dict[str, Any]) -> None:
+    """Load the checkpoint of `source`, if there is one, and save it in `target`."""
+    engine, groups = build(kind="muon", **layout)
+    if source.exists():
+        load_into(checkpointer(source, groups), source / "step_00000003", engine)
+    else:
+        train(engine, groups, 0, 3)
+    save(checkpointer(target, groups), 3, engine)
+
+
+@pytest.mark.dist
+def test_checkpoints_change_layout(tmp_path: Path) -> None:
+    """From whole parameters on each of two ranks to one rank, unsharded, expert parallel."""
+    chain: list[tuple[int, dict[str, Any]]] = [
+        *[(2, {}), (1, {}), (2, {"distributed_optimizer": False}), (2, {"expert": 2})],
+    ]
+    folders = [tmp_path / str(i) for i in range(len(chain) + 1)]
+    for i, (world, layout) in enumerate(chain):
+        run_distributed(_convert, world, folders[i], folders[i + 1], layout)
+    first, *others = (stored(folder / "step_00000003") for folder in folders[1:])
+    assert any(name.startswith("optimizer.state.momentum_buffer.") for name in first)
+    for state in others:
+        assert_equal(state, first)
+
+
+def _of_another_kind(folder: Path) -> None:
+    from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch
+
+    for kind, other in (("adamw", "muon"), ("muon", "adamw")):
+        engine, groups = build(kind=kind)
+        checkpoints = checkpointer(folder / kind, groups)
+        train(engine, groups, 0, 1)
+        path = save(checkpoints, 1, engine)
+        fresh, groups = build(kind=other)
+        with pytest.raises(CheckpointMismatch, match=f"go on with optim.kind={kind}, or"):
+            load_into(checkpoints, path, fresh)
+
+
+def test_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    run_distributed(_of_another_kind, 1, tmp_path)
