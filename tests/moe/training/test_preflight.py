@@ -131,3 +131,12 @@ def test_a_check_imports_neither_torch_nor_megatron_core(tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "0 []\n", done.stderr
+
+
+def test_muon_without_its_library_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (line,) = errors(config(tmp_path, "optim=muon"))
+    assert "needs emerging-optimizers" in line and "set optim.kind=adamw" in line
+    assert errors(config(tmp_path, "optim=adamw")) == []
