@@ -136,7 +136,13 @@ def alone() -> dict[str, Trained]:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("deepseek", EP1), ("gpt_oss", EP2), ("gpt_oss", TP2 | EP1), ("deepseek", TP2 | EP2)],
+    [
+        ("deepseek", EP1),
+        ("gpt_oss", EP2 | {"kernels.backend": "megatron"}),
+        ("gpt_oss", TP2 | EP1),
+        ("deepseek", TP2 | EP2),
+        ("deepseek", {"parallel.pipeline": 2}),
+    ],
 )
 def test_two_ranks_equal_one(name: str, layout: dict[str, Any], alone: dict[str, Trained]) -> None:
     model = GPT_OSS if name == "gpt_oss" else DEEPSEEK
@@ -152,8 +158,8 @@ def test_two_ranks_equal_one(name: str, layout: dict[str, Any], alone: dict[str,
 
 
 def test_loss_falls_and_adamw_keeps_its_parameters() -> None:
-    """In bf16, with master copies and momentum in halves."""
-    how = {"precision.recipe": "bf16", "optim.moments": "bf16"}
+    """With weights, gradients and moments in bf16."""
+    how = {"precision.recipe": "bf16", "optim.moments": "bf16", "parallel.grad_dtype": "bf16"}
     text = {"data.source": "embedded", "model.vocab_size": 256, "data.micro_batch": 4}
     run = trained(1, [*DEEPSEEK, MUON], how | text | {"run.steps": 12, "optim.lr": 1e-2})
     losses = run.series("loss")
