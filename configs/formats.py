@@ -13,9 +13,6 @@ from phalanx.configs.transports import TRANSPORTS
 
 RECIPES = ("bf16", "fp32", "fp8_block")
 
-NO_FP8_EXPERTS: dict[str, str] = {"fused": "its FP8 GEMMs have not run on a GPU yet"}
-"""By `kernels.backend`: why its experts have no `fp8_block`. Without its line a backend has it."""
-
 MULTIPLIES_FP8 = frozenset({"fused", "megatron"})
 """Backends whose GEMMs read FP8; `reference` and `torch` multiply the same values in bf16, which
 costs time and keeps no copies of weights."""
@@ -73,9 +70,7 @@ def precision_problems(cfg: Config) -> Iterator[str]:
         yield from _switches(cfg)
         return
     yield from _layers(cfg)
-    if reason := NO_FP8_EXPERTS.get(cfg.kernels.backend):
-        yield repair(cfg, "kernels.backend", f"has no fp8_block: {reason}", "auto")
-    elif cfg.kernels.backend == "megatron":
+    if cfg.kernels.backend == "megatron":
         yield from _megatron(cfg)
 
 

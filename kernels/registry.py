@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.kernels.attention.limits import refuse_heads
 from phalanx.kernels.norm.limits import refuse_width
 from phalanx.kernels.refusal import Refusal
@@ -264,8 +263,6 @@ def _fused_experts(facts: Facts) -> Refusal:
         return f"needs CUDA capability 9.x, not {_dotted(facts.capability)}"
     if facts.dtype != torch.bfloat16:
         return f"needs bf16, not {_short(facts.dtype)}"
-    if facts.fp8 and (why := NO_FP8_EXPERTS.get("fused")):
-        return f"has no fp8_block: {why}"
     if facts.hidden % 64 or facts.ffn % 64:
         return (
             f"needs whole boxes of 64 channels: model.hidden={facts.hidden} and "

@@ -10,7 +10,6 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from phalanx.configs.bounds import ABOVE_ZERO, AT_LEAST, BELOW_ONE, choices
-from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.configs.knobs import knobs, put
 from phalanx.configs.load import load, options
 from phalanx.configs.schema import Config
@@ -322,15 +321,6 @@ def test_problem_names_the_override_that_fixes_it(
 )
 def test_sound_configurations_pass(overrides: str, world: int) -> None:
     assert problems(load(overrides.split(" ")), world) == []
-
-
-def test_a_backend_has_fp8_once_nothing_is_said_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = load([FP8, "kernels=fused"])
-    monkeypatch.setitem(NO_FP8_EXPERTS, "fused", "it waits")
-    (line,) = problems(cfg)
-    assert line == "kernels.backend=fused has no fp8_block: it waits; set kernels.backend=auto"
-    monkeypatch.delitem(NO_FP8_EXPERTS, "fused")
-    assert problems(cfg) == []
 
 
 def test_a_transport_carries_fp8_where_its_entry_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.kernels.attention.core import attention
 from phalanx.kernels.registry import (
     FLASH_ATTN,
@@ -104,13 +103,8 @@ def test_auto(op, facts, backend):
     assert resolve(op, "auto", facts).backend == backend
 
 
-def test_auto_takes_what_has_fp8(monkeypatch):
-    monkeypatch.setitem(NO_FP8_EXPERTS, "fused", "it waits")
-    choice = resolve("grouped_mlp", "auto", replace(WITH_DSL, fp8=True))
-    assert choice.backend == "torch"
-    assert "; not fused: has no fp8_block: it waits; " in choice.reason
+def test_auto_takes_what_has_fp8():
     assert resolve("grouped_mlp", "auto", replace(CPU, fp8=True)).backend == "reference"
-    monkeypatch.delitem(NO_FP8_EXPERTS, "fused")
     assert resolve("grouped_mlp", "auto", replace(WITH_DSL, fp8=True)).backend == "fused"
 
 

@@ -55,10 +55,6 @@ class Fp8Mainloop(Mainloop):
         return min(2, self.stages - 2)
 
     @property
-    def registers(self) -> tuple[int, int]:
-        return 40, 232
-
-    @property
     def part(self) -> int:
         """Columns of the temporary accumulator: with 256 of the tile, two halves take turns."""
         return 192 if self.columns == 192 else BLOCK

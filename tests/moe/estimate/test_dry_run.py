@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from phalanx import train
-from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.configs.knobs import knobs, put
 from phalanx.configs.load import load, options
 from phalanx.configs.machines import MACHINES
@@ -352,12 +351,6 @@ def test_more_load_never_takes_less_time() -> None:
 FP8 = ("precision=fp8_block", "experiment=deepseek_v3_l4_8gpu")
 
 
-@pytest.fixture
-def fused_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the fused experts had FP8."""
-    monkeypatch.delitem(NO_FP8_EXPERTS, "fused", raising=False)
-
-
 def test_fp8_that_is_multiplied_in_bf16_saves_no_time() -> None:
     text, _ = page(*FP8, "kernels=torch", world=8)
     assert "  ranks     8 x H200, fp8_block\n" in text
@@ -368,7 +361,6 @@ def test_fp8_that_is_multiplied_in_bf16_saves_no_time() -> None:
     assert (fp8.gemm, fp8.experts) == (plain.gemm, plain.experts)
 
 
-@pytest.mark.usefixtures("fused_fp8")
 def test_fp8_takes_the_time_of_its_rates() -> None:
     machine, f = MACHINES["h200"], (2 / 3, 1 / 3)
     seconds = {}
@@ -389,7 +381,6 @@ def test_fp8_takes_the_time_of_its_rates() -> None:
     assert seconds[""].attention == plain.attention
 
 
-@pytest.mark.usefixtures("fused_fp8")
 def test_fp8_is_measured_by_both_peaks() -> None:
     text, code = page(*FP8, world=8)
     (bf16, fp8) = re.findall(r"\(mfu (\d+)% of bf16, (\d+)% of FP8\): balanced", text)[0]
@@ -398,7 +389,6 @@ def test_fp8_is_measured_by_both_peaks() -> None:
     assert "precision.hidden=fp8: " in text.partition("Off unless set")[2]
 
 
-@pytest.mark.usefixtures("fused_fp8")
 def test_fp8_copies_of_weights_live_where_they_fit() -> None:
     """Two bytes a parameter of the experts, of all layers or of one."""
     base = ("experiment=gpt_oss_20b_8gpu", "precision=fp8_block")

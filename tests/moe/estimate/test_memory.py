@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.configs.formats import NO_FP8_EXPERTS, fp8_row
+from phalanx.configs.formats import fp8_row
 from phalanx.configs.load import load
 from phalanx.configs.records import launch, own
 from phalanx.configs.schema import Config
@@ -97,9 +97,8 @@ def test_what_a_layer_keeps_for_its_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("experts", ["torch", "fused"])
-def test_what_a_layer_keeps_in_fp8(experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_layer_keeps_in_fp8(experts: str) -> None:
     """A copy of x in FP8, as the router keeps it in bf16; h in FP8 if that is set."""
-    monkeypatch.delitem(NO_FP8_EXPERTS, "fused", raising=False)
     base = [*COMMON.split(), *GPT_OSS.split(), f"kernels={experts}"]
     saved = {}
     for name in ("", "fp8_block", "hidden=fp8", "wgrad=bf16", "bf16_first_layers=2"):

@@ -193,8 +193,8 @@ def _count(pattern: str, sass: str) -> int:
 
 
 def test_nothing_spills(code, config):
-    """But `Fp8ActGrad`, whose epilogue needs some more registers than there are (30 at most)."""
-    allowed = 120 if isinstance(getattr(config, "epilogue", None), Fp8ActGrad) else 0
+    """But `Fp8ActGrad`, whose epilogue needs some more registers than there are (42 at most)."""
+    allowed = 168 if isinstance(getattr(config, "epilogue", None), Fp8ActGrad) else 0
     assert code.usage
     for name, usage in code.usage.items():
         assert usage["LOCAL"] == 0 and usage["STACK"] <= allowed, name
