@@ -82,9 +82,9 @@ class FirstLeg(FP8Rows):
 
 
 class SecondLeg(FP8Rows):
-    """The leg after `first`, whose rows it takes: they are held until they have been sent on.
+    """The leg after `first`, whose rows it sends on and holds no longer.
 
-    Its own tensors, [T, D] of what the first leg has brought, are without data.
+    The tensors that it is given in their place are without data.
     """
 
     def __init__(self, recipe: Fp8Block, first: FirstLeg) -> None:
