@@ -229,7 +229,8 @@ class Activations:
             # experts, what is sent again is quantized again.
             resent = sent.exposed < 1 and bool(self._cfg.parallel.comm_sms)
             resent &= waits_for_tokens(self._cfg.kernels.backend)
-            received = (sent.kept or (0 if resent else s.received)) * fp8_row(m.hidden)
+            kept = sent.kept if resent else max(sent.kept, s.received)
+            received = kept * fp8_row(m.hidden)
         return routing + h + 8 * s.rows + received
 
     def _experts_backward(self) -> int:

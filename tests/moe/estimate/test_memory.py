@@ -179,6 +179,24 @@ def test_received_tokens_are_kept_as_the_knob_says() -> None:
     assert exchange_bytes(again, 8) >= 3 * 8 * 4096 * 2 * 2880
 
 
+def test_rows_in_fp8_are_kept_where_they_cannot_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under exchanges that overlap the experts, those of a rail are sent again inside a node."""
+    monkeypatch.delitem(NO_FP8_EXPERTS, "fused", raising=False)
+    base = ["experiment=deepseek_v3_1024gpu", "run.recompute=none", "precision=fp8_block"]
+    row = 4096 // 2 * (7168 + 4 * 56)
+    for experts, overlap, rows in (("torch", 0, 64), ("fused", 0, 64), ("fused", 16, 8)):
+        saved = {}
+        for name in ("bf16", "fp8"):
+            given = [f"kernels={experts}", "precision.dense=bf16", f"precision.wgrad={name}"]
+            cfg = known([*base, *given], 1024)
+            cfg.precision.dispatch, cfg.parallel.comm_sms = name, overlap
+            saved[name] = Activations(cfg, 1024).moe_layer().saved
+        assert cfg.parallel.dispatch == "hier"
+        assert saved["fp8"] - saved["bf16"] == rows * row - 8 * 4096 // 2 * 2 * 7168
+
+
 def test_tokens_of_other_nodes_are_kept_once_a_node() -> None:
     """`hier` sends them again inside a node, where what is received may be kept as well."""
     base = ["experiment=deepseek_v3_1024gpu", "run.recompute=none"]
