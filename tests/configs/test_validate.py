@@ -82,7 +82,31 @@ def _texts(value: object) -> object:
         ("model=tiny_deepseek model.attention.qk_rope_dim=15", 1, "even", "qk_rope_dim=16"),
         ("model=tiny_deepseek model.attention.sinks=true", 1, "is of gqa", "sinks=false"),
         ("model=tiny_deepseek model.attention.window=8", 1, "is of gqa", "window=0"),
-        ("model.attention.yarn.beta_fast=1", 1, "above beta_slow", "beta_fast=32.0"),
+        ("model.attention.yarn.beta_fast=0.5", 1, "below beta_slow", "beta_fast=32.0"),
+        ("model=tiny_deepseek model.attention.qkv_bias=true", 1, "is of gqa", "qkv_bias=false"),
+        ("model=tiny_deepseek model.attention.rotary_dim=8", 1, "is of gqa", "rotary_dim=0"),
+        ("model.attention.rotary_dim=7", 1, "must be even", "rotary_dim=8"),
+        ("model.attention.rotary_dim=34", 1, "is more than head_dim=32", "rotary_dim=0"),
+        (
+            "model.attention.rotary_dim=16 model.attention.yarn.factor=4",
+            1,
+            "is not possible with YaRN",
+            "rotary_dim=0",
+        ),
+        ("model.attention.qk_norm_over=all", 1, "is not one of head, projection", "qk_norm_over="),
+        (
+            "model.attention.qk_norm_over=projection",
+            1,
+            "needs qk_norm=true",
+            "qk_norm_over=head",
+        ),
+        (
+            "model.attention.qk_norm=true model.attention.qk_norm_over=projection "
+            "parallel.tensor=2",
+            2,
+            "would split the heads",
+            "parallel.tensor=1",
+        ),
         # experts and router
         ("model.moe.top_k=9", 1, "more than experts=8", "model.moe.top_k=8"),
         ("model.moe.router.groups=3", 1, "does not divide experts=8", "router.groups=2"),
