@@ -470,6 +470,15 @@ EXPERIMENTS = {
     "gpt_oss_20b_8gpu": 8,
     "moonlight_8gpu": 8,
     "qwen3_30b_8gpu": 8,
+    "qwen3_235b_64gpu": 64,
+    "mixtral_8x7b_8gpu": 8,
+    "mixtral_8x22b_64gpu": 64,
+    "deepseek_v2_lite_8gpu": 8,
+    "kimi_k2_256gpu": 256,
+    "olmoe_8gpu": 8,
+    "glm_4_5_128gpu": 128,
+    "glm_4_5_air_32gpu": 32,
+    "minimax_m2_64gpu": 64,
 }
 
 
@@ -509,6 +518,12 @@ def test_megatron_core_accepts_the_layout_of_every_experiment() -> None:
         "deepseek_v3_1024gpu": (8, 4),
         "deepseek_v3_256gpu": (16, 2),
         "gpt_oss_120b_64gpu": (4, 1),
+        "qwen3_235b_64gpu": (4, 1),
+        "mixtral_8x22b_64gpu": (4, 1),
+        "kimi_k2_256gpu": (16, 2),
+        "glm_4_5_128gpu": (8, 1),
+        "glm_4_5_air_32gpu": (4, 1),
+        "minimax_m2_64gpu": (4, 1),
     }
     assert found == {name: large.get(name, (1, 1)) for name in EXPERIMENTS}
 
