@@ -245,6 +245,30 @@ def test_a_clamp_that_is_always_there_is_not_exported_as_none() -> None:
         to_json(m, 4096, "bfloat16")
 
 
+NOT_EXPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("mixtral_8x7b", {"moe__shared_ffn": 14336}, "shared_ffn=14336 .*mixtral of .* has 0"),
+    ("mixtral_8x7b", {"attention__rotary_dim": 64}, "rotary_dim=64 .*mixtral of .* has 0"),
+    ("mixtral_8x7b", {"moe__router__softmax_over": "all"}, "softmax_over=all .* has topk"),
+    ("qwen3_235b_a22b", {"attention__qkv_bias": True}, "qkv_bias=true .*qwen3_moe of .* has false"),
+    ("deepseek_v2_lite", {"mtp_layers": 1}, "mtp_layers=1 .*deepseek_v2 of .* has 0"),
+    ("deepseek_v2_lite", {"moe__router__normalize": True}, "normalize=true .* has false"),
+    ("olmoe_1b_7b", {"attention__head_dim": 64}, "head_dim=64 .*olmoe of .* has .*hidden=2048"),
+    ("glm_4_5", {"moe__router__bias_rate": 0.0}, "bias_rate=0 .*glm4_moe of .* an expert bias"),
+    ("glm_4_5_air", {"moe__shared_ffn": 700}, "shared_ffn=700 .*a multiple of model.moe.ffn=1408"),
+    ("minimax_m2", {"moe__router__scale": 2.0}, "scale=2.0 .*minimax_m2 of .* has 1.0"),
+    ("minimax_m2", {"moe__router__bias_rate": 0.0}, "bias_rate=0 .*minimax_m2 of .* expert bias"),
+]
+
+
+@pytest.mark.parametrize(("option", "changes", "message"), NOT_EXPORTED)
+def test_a_model_of_no_family_is_not_exported(
+    option: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConversionError, match=rf"model\..*{message}") as error:
+        to_json(changed(option, **changes).model, 4096, "bfloat16")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("option", OPTIONS.values())
 def test_exported_fields(option: str) -> None:
     m = load([f"model={option}"]).model
