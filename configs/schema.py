@@ -87,7 +87,7 @@ class AttentionConfig:
     rotary_dim: int = 0
     """Leading channels of a `gqa` head with rotary embedding; the number must be even.
 
-    The default of 0 rotates all channels. YaRN needs it.
+    The default of 0 rotates all channels, as YaRN does.
     """
     yarn: YarnConfig = field(default_factory=YarnConfig)
     """YaRN context extension."""

@@ -188,9 +188,8 @@ class Activations:
                 # Steps of their own: the projection whole, of which values are a view, and with
                 # norms the query cut out of it.
                 kept += q + kv + (q + kv if a.qk_norm else 0)
-            elif (
-                a.qk_norm and a.kv_heads >= t
-            ):  # the projection whole, of which values may be a view
+            elif a.qk_norm and a.kv_heads >= t:
+                # The projection whole, of which values may be a view.
                 kept += q + kv + (kv if self._cfg.kernels.attention == "te" else 0)
             elif a.qk_norm and self._cfg.kernels.norm == "te":
                 kept += q + kv  # copies of query and key, which the norm saves

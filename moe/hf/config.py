@@ -12,7 +12,7 @@ from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.families import ALIASES, FAMILIES, HARMLESS, family_of
 from phalanx.moe.hf.fields import Fields, number, shown, value_of
 from phalanx.moe.hf.reading import READERS, check_one_expert, check_quantised
-from phalanx.moe.hf.rope import Heads, from_rope, to_rope
+from phalanx.moe.hf.rope import Heads, from_rope, rotated_share, to_rope
 from phalanx.moe.hf.writing import WRITERS, refused
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -101,7 +101,7 @@ def to_json(m: ModelConfig, context: int, dtype: str) -> dict[str, Any]:
         result[name] = get(cfg, f"model.{knob}")
     if "norm_topk_prob" in result:
         result["norm_topk_prob"] &= m.moe.top_k > 1  # one expert is not normalised here
-    part = (a.rotary_dim or a.head_dim) / a.head_dim
+    part = rotated_share(a.rotary_dim or a.head_dim, a.head_dim)
     result |= to_rope(a.rope_theta, a.yarn, None if kind.partial_rotary is None else part)
     if a.yarn.factor > 1:
         context = max(context, round(a.yarn.factor * a.yarn.original_context))

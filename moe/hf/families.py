@@ -68,6 +68,16 @@ _PLAIN_HEADS = {
     "attention.qkv_bias": False,
     "attention.rotary_dim": 0,
 }
+_LATENT_HEADS = {
+    "attention.kind": "mla",
+    "attention.qk_norm": False,
+    "attention.qk_norm_over": "head",
+    "attention.qkv_bias": False,
+    "attention.rotary_dim": 0,
+    "attention.sinks": False,
+    "attention.window": 0,
+    "attention.yarn.truncate": True,
+}
 _NORMED_TOGETHER = {"attention.qk_norm": True, "attention.qk_norm_over": "projection"}
 _ROUTED_ONLY = {"mtp_layers": 0, "moe.shared_ffn": 0}
 _PLAIN_CHOICE = {"moe.router.groups": 1, "moe.router.scale": 1.0, "moe.router.bias_rate": 0.0}
@@ -109,9 +119,8 @@ FAMILIES = {
         architecture="DeepseekV3ForCausalLM",
         fixed={
             **_SWIGLU,
+            **_LATENT_HEADS,
             "bias": False,
-            "attention.kind": "mla",
-            "attention.yarn.truncate": True,
             "moe.router.score": "sigmoid",
         },
         fields={
@@ -208,13 +217,12 @@ FAMILIES = {
         architecture="DeepseekV2ForCausalLM",
         fixed={
             **_SWIGLU,
+            **_LATENT_HEADS,
             "bias": False,
             "mtp_layers": 0,
             "moe.router.bias_rate": 0.0,
             "moe.router.groups": 1,
             "moe.router.group_topk": 1,
-            "attention.kind": "mla",
-            "attention.yarn.truncate": True,
             "moe.router.score": "softmax",
             "moe.router.softmax_over": "all",
             "moe.router.normalize": False,

@@ -133,6 +133,12 @@ def _yarn(rope: Fields, latent: bool) -> YarnConfig:
     return yarn
 
 
+def rotated_share(dim: int, channels: int) -> float:
+    """`partial_rotary_factor` of `dim` channels, of which transformers takes int(channels * it)."""
+    share = dim / channels
+    return share if int(channels * share) == dim else math.nextafter(share, 1.0)
+
+
 def to_rope(theta: float, yarn: YarnConfig, share: float | None = None) -> dict[str, Any]:
     """The fields of a config.json that tell of the rotary embedding.
 

@@ -11,6 +11,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.config import to_json, to_knobs
+from phalanx.moe.hf.rope import rotated_share
 from phalanx.scripts.convert_hf import configured
 from tests.moe.hf.published import PUBLISHED
 
@@ -237,6 +238,17 @@ def test_one_expert_is_exported_as_it_is_trained(option: str) -> None:
 def test_exported_groups_limit_or_are_one() -> None:
     fields = to_json(changed("deepseek_v3", moe__router__group_topk=8).model, 4096, "bfloat16")
     assert (fields["n_group"], fields["topk_group"]) == (1, 1)
+
+
+def test_exported_shares_of_a_head_are_read_as_they_were() -> None:
+    """Also of 30 of 44 channels, where 44 * (30 / 44) is below 30."""
+    assert all(
+        int(channels * rotated_share(dim, channels)) == dim
+        for channels in range(2, 257, 2)
+        for dim in range(2, channels + 1, 2)
+    )
+    m = changed("glm_4_5_air", attention__head_dim=44, attention__rotary_dim=30).model
+    assert to_knobs(to_json(m, 4096, "bfloat16"))["attention.rotary_dim"] == 30
 
 
 def test_a_clamp_that_is_always_there_is_not_exported_as_none() -> None:
