@@ -58,10 +58,18 @@ class AttentionConfig:
     v_dim: int = 128
     """Channels of an `mla` value head."""
     qk_norm: bool = False
-    """Apply RMSNorm to each query and key head of `gqa` (Qwen3).
+    """Apply RMSNorm to queries and keys of `gqa`, each head by itself (Qwen3) by default.
 
     `mla` always normalises its compressed vectors.
     """
+    qk_norm_over: str = "head"
+    """Channels that `qk_norm` normalises together: of a `head`, or of the whole `projection`.
+
+    `projection` is the norm of OLMoE and MiniMax-M2, over all heads. Tensor parallelism would split
+    it.
+    """
+    qkv_bias: bool = False
+    """Use biases in the projections to queries, keys and values of `gqa` alone (GLM-4.5)."""
     window: int = 0
     """Sliding window, in tokens: a query attends to itself and the `window - 1` tokens before it.
 
@@ -76,6 +84,11 @@ class AttentionConfig:
     """Add one learnable logit per head to the softmax denominator (attention sinks, GPT-OSS)."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
+    rotary_dim: int = 0
+    """Leading channels of a `gqa` head with rotary embedding; the number must be even.
+
+    The default of 0 rotates all channels, as YaRN does.
+    """
     yarn: YarnConfig = field(default_factory=YarnConfig)
     """YaRN context extension."""
 

@@ -182,7 +182,14 @@ class Activations:
         else:
             q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
             kept = 2 * q + 2 * kv
-            if a.qk_norm and a.kv_heads >= t:  # the projection whole, of which values may be a view
+            if a.qk_norm and a.qk_norm_over == "projection":
+                kept += q + kv  # copies of query and key, which the norms save
+            elif 0 < a.rotary_dim < a.head_dim:
+                # Steps of their own: the projection whole, of which values are a view, and with
+                # norms the query cut out of it.
+                kept += q + kv + (q + kv if a.qk_norm else 0)
+            elif a.qk_norm and a.kv_heads >= t:
+                # The projection whole, of which values may be a view.
                 kept += q + kv + (kv if self._cfg.kernels.attention == "te" else 0)
             elif a.qk_norm and self._cfg.kernels.norm == "te":
                 kept += q + kv  # copies of query and key, which the norm saves

@@ -81,7 +81,31 @@ def _texts(value: object) -> object:
         ("model=tiny_deepseek model.attention.qk_rope_dim=15", 1, "even", "qk_rope_dim=16"),
         ("model=tiny_deepseek model.attention.sinks=true", 1, "is of gqa", "sinks=false"),
         ("model=tiny_deepseek model.attention.window=8", 1, "is of gqa", "window=0"),
-        ("model.attention.yarn.beta_fast=1", 1, "above beta_slow", "beta_fast=32.0"),
+        ("model.attention.yarn.beta_fast=0.5", 1, "below beta_slow", "beta_fast=32.0"),
+        ("model=tiny_deepseek model.attention.qkv_bias=true", 1, "is of gqa", "qkv_bias=false"),
+        ("model=tiny_deepseek model.attention.rotary_dim=8", 1, "is of gqa", "rotary_dim=0"),
+        ("model.attention.rotary_dim=7", 1, "must be even", "rotary_dim=8"),
+        ("model.attention.rotary_dim=34", 1, "is more than head_dim=32", "rotary_dim=0"),
+        (
+            "model.attention.rotary_dim=16 model.attention.yarn.factor=4",
+            1,
+            "is not possible with YaRN",
+            "rotary_dim=0",
+        ),
+        ("model.attention.qk_norm_over=all", 1, "is not one of head, projection", "qk_norm_over="),
+        (
+            "model.attention.qk_norm_over=projection",
+            1,
+            "needs qk_norm=true",
+            "qk_norm_over=head",
+        ),
+        (
+            "model.attention.qk_norm=true model.attention.qk_norm_over=projection "
+            "parallel.tensor=2",
+            2,
+            "would split the heads",
+            "parallel.tensor=1",
+        ),
         # experts and router
         ("model.moe.top_k=9", 1, "more than experts=8", "model.moe.top_k=8"),
         ("model.moe.router.groups=3", 1, "does not divide experts=8", "router.groups=2"),
@@ -436,6 +460,15 @@ EXPERIMENTS = {
     "gpt_oss_20b_8gpu": 8,
     "moonlight_8gpu": 8,
     "qwen3_30b_8gpu": 8,
+    "qwen3_235b_64gpu": 64,
+    "mixtral_8x7b_8gpu": 8,
+    "mixtral_8x22b_64gpu": 64,
+    "deepseek_v2_lite_8gpu": 8,
+    "kimi_k2_256gpu": 256,
+    "olmoe_8gpu": 8,
+    "glm_4_5_128gpu": 128,
+    "glm_4_5_air_32gpu": 32,
+    "minimax_m2_64gpu": 64,
 }
 
 
@@ -475,6 +508,12 @@ def test_megatron_core_accepts_the_layout_of_every_experiment() -> None:
         "deepseek_v3_1024gpu": (8, 4),
         "deepseek_v3_256gpu": (16, 2),
         "gpt_oss_120b_64gpu": (4, 1),
+        "qwen3_235b_64gpu": (4, 1),
+        "mixtral_8x22b_64gpu": (4, 1),
+        "kimi_k2_256gpu": (16, 2),
+        "glm_4_5_128gpu": (8, 1),
+        "glm_4_5_air_32gpu": (4, 1),
+        "minimax_m2_64gpu": (4, 1),
     }
     assert found == {name: large.get(name, (1, 1)) for name in EXPERIMENTS}
 

@@ -23,6 +23,8 @@ from phalanx.moe.estimate.timing import bound, step_time
 from phalanx.moe.report.units import storage
 
 WORLDS = {"deepseek_v3_1024gpu": 1024, "deepseek_v3_256gpu": 256, "gpt_oss_120b_64gpu": 64}
+WORLDS |= {"qwen3_235b_64gpu": 64, "mixtral_8x22b_64gpu": 64, "kimi_k2_256gpu": 256}
+WORLDS |= {"glm_4_5_128gpu": 128, "glm_4_5_air_32gpu": 32, "minimax_m2_64gpu": 64}
 
 
 @functools.cache
@@ -149,7 +151,7 @@ def test_any_routing_may_fit() -> None:
 
 def test_parameters_are_counted_as_in_the_table_of_models() -> None:
     table = (Path(train.__file__).parent / "docs" / "models.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+ B) \| ([\d.]+ B) \|", table, re.M)
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+ [BT]) \| ([\d.]+ B) \|", table, re.M)
     assert len(rows) >= 6
     for name, total, active in rows:
         text = model_size(load([f"model={name}"]).model)
