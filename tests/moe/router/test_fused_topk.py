@@ -117,19 +117,6 @@ def test_equals_the_composition(options: dict[str, Any], fused: bool) -> None:
     run_distributed(_equal, 1, options, fused)
 
 
-COMPILED_WHEN_LAUNCHED = {
-    "deepseek_v2_lite",
-    "glm_4_5",
-    "glm_4_5_air",
-    "kimi_k2",
-    "minimax_m2",
-    "mixtral_8x22b",
-    "mixtral_8x7b",
-    "olmoe_1b_7b",
-}
-"""Models whose router has a kernel that is not built ahead of time."""
-
-
 @pytest.mark.parametrize("model", [m for m in group_options("model") if not m.startswith("tiny")])
 def test_what_a_model_launches_is_shipped(model: str) -> None:
     pytest.importorskip("cutlass")
@@ -148,5 +135,4 @@ def test_what_a_model_launches_is_shipped(model: str) -> None:
         fused_topk.best(logits_TE, moe.top_k)
     assert logits_TE.grad is not None
     launched = [call.args[:2] for call in launch.call_args_list]
-    shipped = set(launched) <= set(SHIPPED)
-    assert len(launched) == 3 and shipped == (model not in COMPILED_WHEN_LAUNCHED)
+    assert len(launched) == 3 and set(launched) <= set(SHIPPED)

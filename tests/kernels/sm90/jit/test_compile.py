@@ -317,9 +317,10 @@ def test_fp8_is_loaded_and_stored_as_meant(fp8_grouped, config):
     of_h = 0  # the first two steps', and others in the way of a warp with rows and of one without
     if isinstance(epilogue, ActGrad):
         of_h = (2 + 2 * (loop.columns // 32 - 2)) * epilogue.halves
-    assert fp8_grouped.sass.count("UTMALDG") == 2 * boxes + of_h
-    of_weights = fp8_grouped.sass.count("UTMALDG.4D")  # with parts and experts
-    assert of_weights == 2 * 2
+    # Of a kernel that waits, the compiler may copy the first loads of a tile.
+    of_weights = fp8_grouped.sass.count("UTMALDG.4D")  # two boxes, with parts and experts
+    assert of_weights in ((4, 6) if config.waits else (4,))
+    assert fp8_grouped.sass.count("UTMALDG") == of_weights // 2 * boxes + of_h
     assert _count(r"LDGSTS\S*\.128", fp8_grouped.sass) == (16 if loop.gather else 0)
     # Scales of the columns and of two rows, before the loop twice and in it; there are no others
     # than are wanted, and nobody who multiplies fences what was gathered.
