@@ -48,6 +48,11 @@ def fp8_layer(cfg: Config, layer: int) -> bool:
     return is_fp8(cfg) and layer >= p.bf16_first_layers and not last
 
 
+def quantizes_on_arrival(cfg: Config) -> bool:
+    """Experts make FP8 of tokens that travel in bf16: they begin when all tokens are there."""
+    return is_fp8(cfg) and cfg.precision.dispatch != "fp8" and cfg.kernels.backend != "megatron"
+
+
 def fp8_row(channels: int, parts: int = 1) -> int:
     """Bytes of a row in FP8 with its fp32 scales; blocks start anew in each of the parts."""
     return channels + 4 * parts * -(-(channels // parts) // BLOCK)

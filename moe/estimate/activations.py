@@ -18,13 +18,12 @@ from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.moe.estimate.traffic import costs
+from phalanx.moe.estimate.traffic import costs, overlaps
 from phalanx.moe.estimate.weights import LayerKind
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.dense_mlp import takes
 from phalanx.moe.router.router import slots
 from phalanx.parallel.dispatch.capacity import Budget
-from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 
 
 @dataclass(frozen=True)
@@ -234,8 +233,7 @@ class Activations:
         if fp8 and "fp8" in (p.wgrad, p.dispatch):
             # A copy beside what router and transport have in bf16; under exchanges that overlap
             # experts, what is sent again is quantized again.
-            resent = sent.exposed < 1 and bool(self._cfg.parallel.comm_sms)
-            resent &= waits_for_tokens(self._cfg.kernels.backend)
+            resent = overlaps(self._cfg, self._world)
             kept = sent.kept if resent else max(sent.kept, s.received)
             received = kept * fp8_row(m.hidden)
         return routing + h + 8 * s.rows + received

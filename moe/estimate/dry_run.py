@@ -24,11 +24,10 @@ from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time
-from phalanx.moe.estimate.traffic import costs, row_bytes, traffic
+from phalanx.moe.estimate.traffic import overlaps, row_bytes, traffic
 from phalanx.moe.estimate.weights import fp8_copy_bytes
 from phalanx.moe.report.units import count, storage, work
 from phalanx.parallel.dispatch.costs import Links
-from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 
 _GIB = 2**30
 
@@ -72,8 +71,7 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     if is_fp8(cfg):
         yield f"weights   {_copies(cfg, world)}"
     yield f"graph     {_graph(cfg)}"
-    overlaps = waits_for_tokens(k.backend) and costs(cfg, world).exposed < 1
-    sms = cfg.parallel.comm_sms if overlaps else 0
+    sms = cfg.parallel.comm_sms if overlaps(cfg, world) else 0
     yield f"overlap   {f'exchanges on {sms} SMs, experts on the others' if sms else 'off'}"
     yield (
         f"batch     {d.global_batch} = {d.micro_batch} x {micro_batches(cfg, world)} micro-batches"
@@ -210,8 +208,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     flops = flops_per_token(cfg.model, d.sequence_length)
     best, exchanged = bound(cfg, world, machine), ""
     if t.exchange:
-        hidden = cfg.parallel.comm_sms and costs(cfg, world).exposed < 1
-        how = "partly beside the experts" if hidden else "between computation"
+        how = "partly beside the experts" if overlaps(cfg, world) else "between computation"
         exchanged = f", exchanges by {cfg.parallel.dispatch} {how}"
     rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
     yield (

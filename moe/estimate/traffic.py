@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from math import comb
 from typing import NamedTuple
 
-from phalanx.configs.formats import in_bf16, width
+from phalanx.configs.formats import in_bf16, quantizes_on_arrival, width
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config, MoEConfig
 from phalanx.kernels.quantize import packed
 from phalanx.parallel.dispatch.costs import NOTHING, Costs, Links, Reach
 from phalanx.parallel.dispatch.transport import class_of
+from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ def nodes(cfg: Config, world: int) -> int:
 def costs(cfg: Config, world: int) -> Costs:
     """What the transport of `parallel.dispatch` sends and holds; `cfg` has no `auto` there."""
     return class_of(cfg.parallel.dispatch).costs(reach(cfg, world))
+
+
+def overlaps(cfg: Config, world: int) -> bool:
+    """Whether experts work while tokens are on their way."""
+    waits = waits_for_tokens(cfg.kernels.backend) and not quantizes_on_arrival(cfg)
+    return waits and bool(cfg.parallel.comm_sms) and costs(cfg, world).exposed < 1
 
 
 def reach(cfg: Config, world: int) -> Reach:

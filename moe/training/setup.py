@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs import capture
+from phalanx.configs.formats import quantizes_on_arrival
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import expert_parallel_size
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
@@ -106,10 +107,13 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
     weights = choose_fp8_weights(resolved, runtime)
     waiting = experts_of_all(experts)
     shared = cfg.model.moe.shared_ffn > 0
-    overlap = transport_choices(transport, backend=waiting, comm_sms=p.comm_sms, shared=shared)
+    quantizes = quantizes_on_arrival(resolved)
+    overlap = transport_choices(
+        transport, backend=waiting, comm_sms=p.comm_sms, shared=shared, quantizes=quantizes
+    )
     choices = [*choices, *weights, *overlap, graph]
     captured = graph.backend == capture.CAPTURED
-    sms = sms_of(p.comm_sms, transport, waiting)
+    sms = sms_of(p.comm_sms, transport, waiting, quantizes)
     config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm)
