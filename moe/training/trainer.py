@@ -7,6 +7,7 @@ that is bad (moe.training.bad_steps) is left out before the parameters are touch
 import gc
 import math
 import os
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,7 @@ from phalanx.moe.report.compiling import told
 from phalanx.moe.report.expert_watch import ExpertWatch
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.report.profiler import Profiler
+from phalanx.moe.report.slow_ranks import SlowRanks
 from phalanx.moe.report.start_page import describe, device, versions
 from phalanx.moe.report.throughput import Pace
 from phalanx.moe.report.title import title_facts
@@ -128,6 +130,8 @@ class Trainer:
         self._first = self.step + 1
         self._reach_the_end()
         self.experts = ExpertWatch(cfg.model.moe.experts / cfg.model.moe.top_k, self.step)
+        where = f"rank {runtime.rank} on {socket.gethostname()}, {runtime.device}"
+        self.slow = SlowRanks(gather(where), self.step)
         self.metrics = self._metrics()
         self.pace = Pace(cfg, runtime)
         self.facts = title_facts(self.job)
@@ -223,8 +227,11 @@ class Trainer:
         self._doing("forward and backward")
         before = balance.snapshot(engine.modules)
         asked = self.stop.received is not None
-        loss, mtp_loss, norm, stopping, reruns, load = self.compute(batches, before, stop=asked)
+        totals = self.compute(batches, before, stop=asked, waited=waited)
+        loss, mtp_loss, norm, stopping, reruns, late, load = totals
         self._tell(reruns, f"step {number}")
+        if number > self._first:  # which compiles, and opens files
+            self.slow.add(late)
         fault = self.health.fault(number, loss, norm)
         if fault is not None:
             balance.restore(engine.modules, before)
@@ -295,11 +302,14 @@ class Trainer:
         record |= {"reruns": budget.reruns} | self.health.counts()
         record["capacity_factor"] = budget.capacity_factor
         record |= self.pace.rates(self.step)
+        late, slow = self.slow.look(self.step, record["step_time"])
+        record |= {"late": late} if late else {}
         if load.load:  # none if all steps since the last record were skipped
             record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
+            record |= {"layers": load.by_layer}
         record |= {f"balance/{name}": value for name, value in load.losses.items() if value}
         self.metrics.log(record)
-        for warning in self.experts.look(load, self.step):
+        for warning in (*self.experts.look(load, self.step), *slow):
             self.metrics.event(warning)
 
     def _take_load(self) -> balance.Balance:
@@ -393,6 +403,7 @@ class Trainer:
         self._reach_the_end()
         self._take_load()
         self.experts.rewind(self.step)
+        self.slow.rewind(self.step)
         self.metrics.rewind(self.step)
         self.metrics.event(f"rolled back to {path}: {fault}")
         self.pace.restart(self.step)
