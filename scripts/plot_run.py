@@ -3,7 +3,7 @@
 
     python scripts/plot_run.py runs/NAME [--plot PNG] [--title TEXT] [--steps FROM TO]
 
-Reads metrics.jsonl, of a run that is over or still on. The picture goes to run.png in its folder,
+Reads metrics.jsonl, of a run that is over or still on. The picture goes to curves.png in its folder,
 unless --plot says otherwise. The load of a layer is that of its busiest expert over the mean, 1 if
 all are equal; a dead expert had no token between two records. A table names ranks that gave their
 devices their steps late, if there were any, and for how many of the records.
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         records = chosen(read(path), path, args.steps)
         print(summary(records))
-        out = args.plot or path.resolve().parent / "run.png"
+        out = args.plot or path.resolve().parent / "curves.png"
         plot(records, out, args.title or title(start_facts(path)))
         print(f"drawn: {out}")
     except OSError as error:
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = p.add_argument
     add("run", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    add("--plot", type=Path, metavar="PNG", help="default: run.png in the folder of the run")
+    add("--plot", type=Path, metavar="PNG", help="default: curves.png in the folder of the run")
     add("--title", metavar="TEXT", help="default: what the run is")
     add("--steps", type=int, nargs=2, metavar=("FROM", "TO"), help="default: all")
     return p

@@ -55,8 +55,8 @@ def test_six_panels_show_the_numbers_of_the_run(
     assert plot_run.main([str(run)]) == 0
     said, drawn = capsys.readouterr().out.splitlines()
     assert said.startswith(f"steps 1 to {steps}, loss 4.0000 to {4 / steps:.4f}, ")
-    assert drawn == f"drawn: {run / 'run.png'}"
-    assert (run / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert drawn == f"drawn: {run / 'curves.png'}"
+    assert (run / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     (figure,) = figures
     assert figure.get_suptitle() == "tiny on 2 x CPU process"
     found = panels(figure)
