@@ -3,10 +3,10 @@
 
     python scripts/plot_run.py runs/NAME [--plot PNG] [--title TEXT] [--steps FROM TO]
 
-Reads metrics.jsonl, of a run that is over or still on. The picture goes to curves.png in its folder,
-unless --plot says otherwise. The load of a layer is that of its busiest expert over the mean, 1 if
-all are equal; a dead expert had no token between two records. A table names ranks that gave their
-devices their steps late, if there were any, and for how many of the records.
+Reads metrics.jsonl, of a run that is over or still on. The picture goes to curves.png in its
+folder, unless --plot says otherwise. The load of a layer is that of its busiest expert over the
+mean, 1 if all are equal; a dead expert had no token between two records. A table names ranks that
+gave their devices their steps late, if there were any, and for how many of the records.
 """
 
 import argparse

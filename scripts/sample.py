@@ -72,6 +72,8 @@ def sample(args: argparse.Namespace) -> None:
         ValueError, CheckpointError, OSError: for `told`.
     """
     positive(tokens=args.tokens, context=args.context)
+    import torch
+
     from phalanx.moe.inference.codec import codec_of
     from phalanx.moe.inference.sampling import Sampler, generate
 
@@ -79,17 +81,15 @@ def sample(args: argparse.Namespace) -> None:
     with predictor_of(args) as predictor:
         vocabulary = predictor.cfg.model.vocab_size
         codec = codec_of(predictor.common, vocabulary, args.tokenizer, args.eod)
+
+        def following(ids: list[int]) -> int:
+            return sampler(predictor.logits(torch.tensor([ids]))[0, -1])
+
         print(f"-- {predictor.path}: step {predictor.step}", file=sys.stderr)
         for prompt in args.prompt or [""]:
             ids, began = started(codec, prompt), time.perf_counter()
-            new = generate(
-                predictor,
-                ids,
-                args.tokens,
-                sampler,
-                context=args.context,
-                ends=() if args.no_stop else codec.ends,
-            )
+            ends = () if args.no_stop else codec.ends
+            new = generate(following, ids, args.tokens, context=args.context, ends=ends)
             print(prompt, end="", flush=True)
             count = write(codec, new)
             rate = count / (time.perf_counter() - began)

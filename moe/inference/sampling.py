@@ -1,18 +1,14 @@
 """Text token by token: the whole of what is there goes through the model for each new token.
 
-Legend: S tokens so far, V vocabulary.
+Legend: V vocabulary.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from phalanx.moe.inference.predictor import Predictor
 
 
 @dataclass
@@ -51,10 +47,9 @@ class Sampler:
 
 
 def generate(
-    predictor: "Predictor",
+    next_token: Callable[[list[int]], int],
     prompt: Sequence[int],
     count: int,
-    sampler: Sampler,
     *,
     context: int,
     ends: Collection[int] = (),
@@ -62,17 +57,15 @@ def generate(
     """At most `count` tokens after a prompt, each as soon as it is known.
 
     Args:
-        predictor: the model.
+        next_token: chooses the token after those that it is given.
         prompt: at least one token.
         count: of new tokens.
-        sampler: chooses them.
-        context: the model sees at most so many of the last tokens.
+        context: it sees at most so many of the last tokens.
         ends: tokens that end a text; they are not given out.
     """
     ids = list(prompt)
     for _ in range(count):
-        seen_1S = torch.tensor([ids[-context:]])
-        token = sampler(predictor.logits(seen_1S)[0, -1])
+        token = next_token(ids[-context:])
         if token in ends:
             return
         ids.append(token)

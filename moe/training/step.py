@@ -92,7 +92,7 @@ class Step:
             forward_only: losses alone, of a model in evaluation mode.
         """
         engine, budget, world = self.job.engine, self.job.budget, self.job.runtime.world
-        inputs = [self._own_part(batch) for batch in batches]
+        inputs = [self.own_part(batch) for batch in batches]
         compute = self._forward if forward_only else self.graph or self.forward_backward
         self._stop.fill_(stop)
         self._late_R[self.job.runtime.rank] = waited + self._launched
@@ -109,16 +109,19 @@ class Step:
                 late_R, load = read[1 + _SUMS :].split([world, len(read) - 1 - _SUMS - world])
                 return Totals(*losses, norm, stopping > 0, tuple(reruns), late_R.tolist(), load)
             reruns.append(Rerun(budget.grow(), budget.capacity_factor))
-            if self.graph is not None:
-                self.graph.drop()
+            self.drop_graph()
             balance.restore(engine.modules, before)
 
     def close(self) -> None:
         """No further step is coming; process groups can be destroyed after it."""
+        self.drop_graph()
+
+    def drop_graph(self) -> None:
+        """Buffers have another size: capture the next step anew."""
         if self.graph is not None:
             self.graph.drop()
 
-    def _own_part(self, batch: Batch) -> Batch:
+    def own_part(self, batch: Batch) -> Batch:
         """A micro-batch on the device, of its sequences what this context rank trains on.
 
         Once per step, and in a dict of its own: Megatron-Core writes the parts into the one that it

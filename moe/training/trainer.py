@@ -25,7 +25,8 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
-from phalanx.moe.data.loader import Loader, Samples, build_datasets
+from phalanx.moe.data import loader as data_loader
+from phalanx.moe.data.loader import Loader, build_datasets
 from phalanx.moe.report.compiling import told
 from phalanx.moe.report.expert_watch import ExpertWatch
 from phalanx.moe.report.metrics import Metrics
@@ -42,6 +43,7 @@ from phalanx.moe.training.launch import Launch
 from phalanx.moe.training.memory_check import check_room
 from phalanx.moe.training.out_of_memory import advised
 from phalanx.moe.training.preflight import preflight
+from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
 from phalanx.moe.training.step import Rerun, Step
 from phalanx.moe.training.validation import Tally, scores
@@ -106,6 +108,9 @@ class Trainer:
         self.health = Health(cfg.run)
         self.step = 0
         self.compute = Step(cfg, self.job)
+        self.samples: Samples | None = None
+        if cfg.run.sample_every:
+            self.samples = Samples(cfg, self.compute, torch.from_numpy(train_set[0]).long())
         self._routed: torch.Tensor | None = None
         """Load of the experts in the steps since the last record, all ranks' table; None if all of
         them were skipped."""
@@ -195,6 +200,9 @@ class Trainer:
                 seen = {"step": self.step, "tokens": self._tokens()}
                 self.metrics.log(seen | self.validate())
                 self.pace.restart(self.step)
+            if self.samples is not None and self.step % run.sample_every == 0:
+                self._sample(self.samples)
+                self.pace.restart(self.step)
             if run.save_interval > 0 and self.step % run.save_interval == 0:
                 self._save()
                 saved = self.step
@@ -276,6 +284,13 @@ class Trainer:
         loader.close()
         by_source = tally.totals() if tally is not None else []
         return scores(sum(losses) / len(losses), sources, by_source)
+
+    def _sample(self, samples: Samples) -> None:
+        doing(f"step {self.step}: sample")
+        with record_function("sample"):
+            before, after, reruns = samples()
+        self._tell(reruns, f"the sample after step {self.step}")
+        self.metrics.event(f"sample after step {self.step}: {before!r} goes on {after!r}")
 
     def _loader(self, dataset: Any) -> Loader:
         data, job = self.cfg.data, self.job
@@ -418,7 +433,7 @@ class Trainer:
                 raise error
         return answer[0].notes
 
-    def _datasets(self, samples: int) -> tuple[Samples, Samples | None]:
+    def _datasets(self, samples: int) -> tuple[data_loader.Samples, data_loader.Samples | None]:
         cfg, run = self.cfg, self.cfg.run
         valid = run.eval_batches * cfg.data.global_batch if run.eval_interval else 0
         return build_datasets(cfg, cfg.model.vocab_size, samples, valid)

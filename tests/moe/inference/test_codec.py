@@ -62,13 +62,19 @@ def test_a_tokenizer_and_its_end_of_document(tokenizer: Path, corpus: str) -> No
     assert codec_of(base, 4, str(tokenizer)).ends == (2, 1)
 
 
+def test_the_tokenizer_is_kept_beside_the_data(tokenizer: Path, corpus: str) -> None:
+    codec = codec_of(common(source="indexed", blend=["0.5", corpus]), 4, None)
+    assert codec.encode("b a z") == [2, 1, 3] and codec.ends == (0,)
+
+
 def test_other_tokenizers_are_refused(tokenizer: Path, corpus: str) -> None:
     data = common(source="indexed", blend=[corpus])
+    Path(f"{corpus}.tokenizer.json").unlink()
     for given, vocabulary, eod, why in (
         (None, 4, None, "the data was made with tok/tokenizer.json: give --tokenizer FILE"),
         ("bytes", 4, None, "bytes do not fit model.vocab_size=4"),
         ("bytes", 256, "<end>", "--eod is for a tokenizer.json"),
-        ("none.json", 4, None, "--tokenizer none.json does not exist"),
+        ("none.json", 4, None, "tokenizer none.json does not exist; give --tokenizer"),
         (str(tokenizer), 2, None, "has ids up to 3, but model.vocab_size=2"),
         (str(tokenizer), 4, "<pad>", "--eod <pad> is no token of"),
     ):

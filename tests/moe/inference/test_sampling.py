@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor
 
 from phalanx.moe.inference.sampling import Sampler, generate
 
@@ -60,23 +59,17 @@ def test_impossible_options_are_named(values: tuple[float, float], option: str) 
         Sampler(*values)
 
 
-class Next:
-    """A model that says the last token plus one."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[int]] = []
-
-    def logits(self, tokens_BS: Tensor) -> Tensor:
-        self.seen += tokens_BS.tolist()
-        return torch.nn.functional.one_hot(tokens_BS + 1, 10).float()
-
-
 def test_a_text_ends_where_it_should() -> None:
-    assert list(generate(Next(), [1], 3, Sampler(), context=8)) == [2, 3, 4]  # type: ignore[arg-type]
-    assert list(generate(Next(), [1], 9, Sampler(), context=8, ends=[5])) == [2, 3, 4]  # type: ignore[arg-type]
+    assert list(generate(lambda ids: ids[-1] + 1, [1], 3, context=8)) == [2, 3, 4]
+    assert list(generate(lambda ids: ids[-1] + 1, [1], 9, context=8, ends=[5])) == [2, 3, 4]
 
 
 def test_the_model_sees_the_last_tokens_of_its_context() -> None:
-    model = Next()
-    assert list(generate(model, [7, 1], 4, Sampler(), context=3)) == [2, 3, 4, 5]  # type: ignore[arg-type]
-    assert model.seen == [[7, 1], [7, 1, 2], [1, 2, 3], [2, 3, 4]]
+    seen: list[list[int]] = []
+
+    def after(ids: list[int]) -> int:
+        seen.append(ids)
+        return ids[-1] + 1
+
+    assert list(generate(after, [7, 1], 4, context=3)) == [2, 3, 4, 5]
+    assert seen == [[7, 1], [7, 1, 2], [1, 2, 3], [2, 3, 4]]
