@@ -83,7 +83,7 @@ def sample(args: argparse.Namespace) -> None:
         codec = codec_of(predictor.common, vocabulary, args.tokenizer, args.eod)
 
         def following(ids: list[int]) -> int:
-            return sampler(predictor.logits(torch.tensor([ids]))[0, -1])
+            return sampler(predictor.next_logits(torch.tensor([ids])))
 
         print(f"-- {predictor.path}: step {predictor.step}", file=sys.stderr)
         for prompt in args.prompt or [""]:

@@ -61,19 +61,22 @@ class Predictor:
         self.choices, self._budget = built.choices, built.budget
         (chunk,) = built.chunks
         load_weights(path, record, [chunk], built.groups.pg.dp_cp)
-        # As the engine wraps it: results are fp32.
+        # As the engine wraps it, which casts the parameters.
         self._model = Float16Module(built.config, chunk) if built.config.bf16 else chunk
         self._model.eval()
+        self._as_is = {"fp32_output": False} if built.config.bf16 else {}
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
         """fp32 [B, S, V] of the token after each; `tokens_BS` are int64, on any device."""
-        S = tokens_BS.size(1)
-        return self._forward(tokens_BS, None)[:, :S]
+        return self._forward(tokens_BS, None)[:, : tokens_BS.size(1)].float()
+
+    def next_logits(self, tokens_1S: Tensor) -> Tensor:
+        """fp32 [V] of the token after the last one."""
+        return self._forward(tokens_1S, None)[0, tokens_1S.size(1) - 1].float()
 
     def losses(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         """Cross entropy of each label, fp32 [B, S], in nats."""
-        S = tokens_BS.size(1)
-        return self._forward(tokens_BS, labels_BS)[:, :S].float()
+        return self._forward(tokens_BS, labels_BS)[:, : tokens_BS.size(1)].float()
 
     @torch.no_grad()
     def _forward(self, tokens_BS: Tensor, labels_BS: Tensor | None) -> Tensor:
@@ -81,7 +84,9 @@ class Predictor:
         labels_BS = None if labels_BS is None else self._padded(labels_BS)
         positions_BS = torch.arange(tokens_BS.size(1), device=self.device).expand_as(tokens_BS)
         while True:
-            result: Tensor = self._model(tokens_BS, positions_BS, None, labels=labels_BS)
+            result: Tensor = self._model(
+                tokens_BS, positions_BS, None, labels=labels_BS, **self._as_is
+            )
             if not self._budget.exceeded(float(self._budget.record())):
                 return result
             self._budget.grow()

@@ -22,6 +22,7 @@ from phalanx.configs.schema import Config
 from phalanx.moe.inference.codec import codec_of_run
 from phalanx.moe.inference.sampling import generate
 from phalanx.moe.training.step import Batch, Rerun, Step
+from phalanx.parallel.fault.activity import moving
 
 LENGTH = 64
 """Most new tokens of a sample."""
@@ -86,7 +87,7 @@ class Samples:
         # An interleaved schedule takes multiples of its stages.
         count = job.groups.pipeline if job.groups.virtual_pipeline > 1 else 1
         reports = job.engine.forward_backward(
-            partial(_logits_at, place),
+            partial(_logits_at, place, job.engine.config.bf16),
             [iter([inputs] * count) for _ in job.engine.chunks],
             microbatches=count,
             sequence=data.sequence_length,
@@ -104,13 +105,18 @@ class Samples:
         return -int(token)
 
 
-def _logits_at(place: int | None, batches: Iterator[Batch], chunk: Any) -> tuple[Any, Any]:
+def _logits_at(
+    place: int | None, bf16: bool, batches: Iterator[Batch], chunk: Any
+) -> tuple[Any, Any]:
     """A forward step as Megatron-Core's schedules ask for it, which reports logits at a place."""
     batch = next(batches)
+    moving()
+    # Without it the wrapper of bf16 models would make an fp32 copy of all logits.
+    as_is = {"fp32_output": False} if bf16 else {}
 
     def report(logits_BSV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         device = logits_BSV.device
         none = torch.zeros((), device=device), torch.ones((), dtype=torch.int32, device=device)
         return *none, {} if place is None else {"logits": logits_BSV[0, place]}
 
-    return chunk(batch["tokens"], batch["position_ids"], None), report
+    return chunk(batch["tokens"], batch["position_ids"], None, **as_is), report

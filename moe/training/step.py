@@ -68,7 +68,8 @@ class Step:
         world = job.runtime.world
         self._late_R = torch.zeros(world, dtype=torch.float64, device=job.runtime.device)
         self._launched = 0.0
-        """Seconds that the last step took to launch; 0 on a CPU, which computes meanwhile."""
+        """Seconds that the last step took to launch; 0 on a CPU, which computes meanwhile, and
+        between pipeline stages, which wait for each other meanwhile."""
         self.collector = balance.Collector(job.engine.modules, job.engine.config, job.groups.pg)
         self.sample_losses: torch.Tensor | None = None
         """fp32 [samples] of this rank in the last forward-only step; None but on the last stage."""
@@ -100,7 +101,7 @@ class Step:
         while True:
             began = time.perf_counter()
             totals = compute(inputs)
-            if totals.is_cuda:
+            if totals.is_cuda and self.job.groups.pipeline == 1:
                 self._launched = time.perf_counter() - began
             read = _read(totals)  # the one host read of the step
             peak, loss, ranks, mtp_loss, stopping, squares = read[: 1 + _SUMS].tolist()

@@ -43,7 +43,7 @@ def expected(overrides: list[str], checkpoint: Path) -> list[str]:
     with opened(checkpoint) as predictor:
 
         def following(ids: list[int]) -> int:
-            return int(predictor.logits(torch.tensor([ids]))[0, -1].argmax())
+            return int(predictor.next_logits(torch.tensor([ids])).argmax())
 
         found = list(generate(following, prompt, LENGTH, context=16, ends=(0,)))
     return [bytes(ids).decode(errors="replace") for ids in (prompt, found)]
