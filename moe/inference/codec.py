@@ -11,9 +11,6 @@ from phalanx.configs.schema import Config
 from phalanx.moe.data.documents import load_tokenizer
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import BYTES, BYTES_EOD, Sidecar, tokenizer_beside
-from phalanx.moe.hf import ConversionError
-from phalanx.moe.hf.config import besides
-from phalanx.moe.hf.tokens import special_tokens
 
 
 @dataclass(frozen=True)
@@ -115,6 +112,10 @@ def _known(data: dict[str, Any], described: list[Sidecar]) -> str | None:
 def _ends(
     tokenizer: Tokenizer, path: Path, eod: str | None, data: dict[str, Any], base: Any, vocab: int
 ) -> tuple[int, ...]:
+    from phalanx.moe.hf import ConversionError  # these take torch, which checks before a run do not
+    from phalanx.moe.hf.config import besides
+    from phalanx.moe.hf.tokens import special_tokens
+
     if eod is not None:
         number = tokenizer.token_to_id(eod)
         if number is None:

@@ -99,7 +99,7 @@ def told(program: str, work: Callable[[], None]) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which this does not import
             raise
-        line = "the GPU has not enough memory: lower --context, or use --device cpu"
+        line = "the GPU has not enough memory: lower --context or --batch, or use --device cpu"
     except OSError as error:
         line = f"{error.filename or ''}: {error.strerror or error}".removeprefix(": ")
     except KeyboardInterrupt:

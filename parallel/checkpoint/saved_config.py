@@ -66,8 +66,11 @@ def checkpoint_of(folder: Path, step: int | None = None) -> Path:
             f"{folder} has no checkpoint: give the folder of a run that has saved one"
         )
     if step is None:
-        whole = newest(root)
-        assert whole is not None
+        whole = next((path for path in found.values() if not lacking(path)), None)
+        if whole is None:
+            raise NoUsableCheckpoint(
+                f"no checkpoint of {folder} is whole: scripts/checkpoint.py list {folder} tells why"
+            )
         return whole
     if step not in found:
         steps = ", ".join(map(str, sorted(found)))

@@ -73,6 +73,8 @@ def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> No
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     (tmp_path / "text.txt").write_text("text")
+    torn = tmp_path / "torn" / "checkpoints" / "step_00000003"
+    torn.mkdir(parents=True)
     for main, given, why in (
         (sample.main, [tmp_path / "none"], "none has no checkpoint: give the folder of a run"),
         (sample.main, [run, "--step", "7"], "one has no checkpoint of step 7, but of 6, 12"),
@@ -80,6 +82,7 @@ def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> No
         (sample.main, [run, "--tokens", "0"], "--tokens 0: must be at least 1"),
         (sample.main, [run, "--top-p", "2"], "--top-p 2.0: must be above 0"),
         (sample.main, [run, "--tokenizer", "none.json"], "tokenizer none.json does not exist"),
+        (sample.main, [tmp_path / "torn"], "torn is whole: scripts/checkpoint.py list"),
         (sample.main, [damaged], "contents changed; choose another --step"),
         (sample.main, [run, "--device", "cuda"], "--device cuda: torch sees no GPU here"),
         (evaluate.main, [run, tmp_path / "x.txt"], "x.txt does not exist; expected .jsonl"),

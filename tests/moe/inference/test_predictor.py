@@ -67,6 +67,7 @@ def test_logits_are_those_of_training_in_bits(model: str, precision: str, tmp_pa
     given += ["model.attention.head_dim=8"] if model == "tiny" else []
     if precision == "fp8_block":
         given += ["model.hidden=128", "model.moe.ffn=128", "model.dense_ffn=128"]
+        given += ["precision.dispatch=fp8", "precision.hidden=fp8"]
     folder = train(tmp_path, "run", 1, *given)
     place = [f"run.dir={tmp_path}", "run.name=run", f"data.cache={tmp_path}/cache"]
     logits, losses = run_distributed(of_training, 1, [*TINY, *place, *given])[0]
