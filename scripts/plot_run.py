@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.moe.report.loggers import read, start_facts  # noqa: E402
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.run / "metrics.jsonl" if args.run.is_dir() else args.run
     try:
         records = chosen(read(path), path, args.steps)
-        print(summary(records))
+        print(summary(records, hosts(path.resolve().parent)))
         out = args.plot or path.resolve().parent / "curves.png"
         plot(records, out, args.title or title(start_facts(path)))
         print(f"drawn: {out}")
@@ -84,8 +86,26 @@ def chosen(records: list[Record], path: Path, steps: list[int] | None) -> list[R
 # --- words ----------------------------------------------------------------------------------------
 
 
-def summary(records: list[Record]) -> str:
-    """Where the run is, and a row for each rank that was late."""
+def hosts(folder: Path) -> dict[str, str]:
+    """Host of each rank in the newest launch of a run; empty if that is not known."""
+    launches = sorted(folder.glob("launches/*.yaml"), key=lambda path: path.stat().st_mtime)
+    if not launches:
+        return {}
+    try:
+        named = yaml.safe_load(launches[-1].read_text())["hosts"]
+        found = {}
+        for each in named:
+            for part in str(each["ranks"]).split(", "):
+                first, _, last = part.partition("-")
+                ranks = range(int(first), int(last or first) + 1)
+                found |= {str(rank): str(each["host"]) for rank in ranks}
+        return found
+    except (yaml.YAMLError, LookupError, TypeError, ValueError):
+        return {}  # edited by a person, or of another version: ranks have numbers too
+
+
+def summary(records: list[Record], names: dict[str, str]) -> str:
+    """Where the run is, and a row for each rank that was late; `names` are their hosts."""
     losses, rates = series(records, "loss"), series(records, "tokens_per_second_per_gpu")
     lines = [f"steps {records[0]['step']} to {records[-1]['step']}"]
     if losses:
@@ -98,11 +118,13 @@ def summary(records: list[Record]) -> str:
         for rank, seconds in record.get("late", {}).items():
             late.setdefault(rank, []).append((seconds, record["step_time"]))
     if late:
-        lines.append(f"{'late rank':>9}  {'records':>8}  {'behind':>9}  {'of a step':>9}")
+        lines.append(f"{'late rank':>9}  {'records':>8}  {'behind':>9}  {'of a step':>9}  host")
     for rank, found in sorted(late.items(), key=lambda item: -len(item[1])):
         behind, whole = (sum(part) / len(found) for part in zip(*found, strict=True))
         often = f"{len(found) / len(timed):.0%}"
-        lines.append(f"{rank:>9}  {often:>8}  {behind:>7.3f} s  {behind / whole:>9.0%}")
+        lines.append(
+            f"{rank:>9}  {often:>8}  {behind:>7.3f} s  {behind / whole:>9.0%}  {names.get(rank, '?')}"
+        )
     return "\n".join(lines)
 
 

@@ -117,6 +117,6 @@ def _logits_at(
     def report(logits_BSV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         device = logits_BSV.device
         none = torch.zeros((), device=device), torch.ones((), dtype=torch.int32, device=device)
-        return *none, {} if place is None else {"logits": logits_BSV[0, place]}
+        return *none, {} if place is None else {"logits": logits_BSV[0, place].clone()}
 
     return chunk(batch["tokens"], batch["position_ids"], None, **as_is), report

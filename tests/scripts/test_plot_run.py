@@ -98,12 +98,17 @@ def test_validation_and_what_older_runs_lack(tmp_path: Path, figures: list[Any])
 def test_late_ranks_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = _run(tmp_path / "run", 4, late={"7": 0.1, "3": 0.05})
     (run / "metrics.jsonl").open("a").write('\n{"step": 5, "step_time": 1, "late": {"7": 0.35}}\n')
+    (run / "launches").mkdir()
+    nodes = [{"host": "a", "ranks": "0-2, 4-6"}, {"host": "b", "ranks": "7-8"}]
+    (run / "launches" / "1.yaml").write_text(json.dumps({"hosts": nodes}))
     pytest.importorskip("matplotlib")
     assert plot_run.main([str(run)]) == 0
     head, seven, three = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
-    assert head == ["late", "rank", "records", "behind", "of", "a", "step"]
-    assert seven == ["7", "100%", "0.150", "s", "25%"]
-    assert three == ["3", "80%", "0.050", "s", "10%"]
+    assert head == ["late", "rank", "records", "behind", "of", "a", "step", "host"]
+    assert seven == ["7", "100%", "0.150", "s", "25%", "b"]
+    assert three == ["3", "80%", "0.050", "s", "10%", "?"]
+    (run / "launches" / "1.yaml").write_text("hosts: [")
+    assert plot_run.hosts(run) == {}
 
 
 def test_mistakes_are_one_line(
