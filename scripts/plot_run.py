@@ -122,9 +122,8 @@ def summary(records: list[Record], names: dict[str, str]) -> str:
     for rank, found in sorted(late.items(), key=lambda item: -len(item[1])):
         behind, whole = (sum(part) / len(found) for part in zip(*found, strict=True))
         often = f"{len(found) / len(timed):.0%}"
-        lines.append(
-            f"{rank:>9}  {often:>8}  {behind:>7.3f} s  {behind / whole:>9.0%}  {names.get(rank, '?')}"
-        )
+        numbers = f"{often:>8}  {behind:>7.3f} s  {behind / whole:>9.0%}"
+        lines.append(f"{rank:>9}  {numbers}  {names.get(rank, '?')}")
     return "\n".join(lines)
 
 

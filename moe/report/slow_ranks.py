@@ -5,10 +5,15 @@ on a GPU, had launched its step. In the first exchange of a step all ranks wait 
 their whole steps take equally long, and only what comes before tells them apart. A GPU that
 computes slowly is not seen here. One late step is normal; what lasts is told, and not more often
 than every `EVERY` steps.
+
+Legend: R ranks.
 """
 
 import statistics
 from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 PATIENCE = 20
 """Steps for which a rank is late in every record, before it is told."""
@@ -30,14 +35,14 @@ class SlowRanks:
 
     def __init__(self, names: Sequence[str], step: int) -> None:
         self._names, self._step = names, step
-        self._sums = [0.0] * len(names)
+        self._sums_R = torch.zeros(len(names), dtype=torch.float64)
         self._count = 0
         self._since: dict[int, int] = {}  # rank -> last step in time
         self._told = -EVERY
 
-    def add(self, seconds: Sequence[float]) -> None:
-        """Note a step: one time a rank."""
-        self._sums = [a + b for a, b in zip(self._sums, seconds, strict=True)]
+    def add(self, seconds_R: Tensor) -> None:
+        """Note a step: fp64 on the host."""
+        self._sums_R += seconds_R
         self._count += 1
 
     def look(self, step: int, step_time: float) -> tuple[dict[str, float], list[str]]:
@@ -51,8 +56,8 @@ class SlowRanks:
             Rank -> seconds by which it was behind the median rank; lines.
         """
         before, self._step = self._step, step
-        means = [total / max(1, self._count) for total in self._sums]
-        self._sums, self._count = [0.0] * len(means), 0
+        means = (self._sums_R / max(1, self._count)).tolist()
+        self._forget()
         usual = statistics.median_low(means)
         behind = {rank: mean - usual for rank, mean in enumerate(means)}
         late = {rank: lag for rank, lag in behind.items() if lag > SHARE * step_time}
@@ -74,5 +79,10 @@ class SlowRanks:
 
     def rewind(self, step: int) -> None:
         """Forget what came after `step`, to which the run goes back."""
-        self._step, self._count, self._sums = step, 0, [0.0] * len(self._names)
+        self._step = step
+        self._forget()
         self._since.clear()
+
+    def _forget(self) -> None:
+        self._sums_R.zero_()
+        self._count = 0

@@ -47,8 +47,8 @@ class Totals(NamedTuple):
     stopping: bool
     """A rank was asked to stop."""
     reruns: tuple[Rerun, ...]
-    late: list[float]
-    """Seconds that each rank took until its device had the step: see `Step`."""
+    late: torch.Tensor
+    """Seconds that each rank took until its device had the step: fp64 [ranks], on the host."""
     load: torch.Tensor
     """Of the routers since the last reset, for `balance.Collector.read`; without gradients none."""
 
@@ -108,7 +108,7 @@ class Step:
             if not budget.exceeded(peak):
                 losses, norm = (loss / ranks, mtp_loss / ranks), math.sqrt(squares)
                 late_R, load = read[1 + _SUMS :].split([world, len(read) - 1 - _SUMS - world])
-                return Totals(*losses, norm, stopping > 0, tuple(reruns), late_R.tolist(), load)
+                return Totals(*losses, norm, stopping > 0, tuple(reruns), late_R, load)
             reruns.append(Rerun(budget.grow(), budget.capacity_factor))
             self.drop_graph()
             balance.restore(engine.modules, before)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx.moe.report.loggers import read
 from phalanx.moe.report.slow_ranks import EVERY, PATIENCE, SlowRanks
@@ -16,20 +17,24 @@ from tests.support.runs import run
 NAMES = [f"rank {i} on node{i}" for i in range(4)]
 
 
+def times(seconds: list[float]) -> torch.Tensor:
+    return torch.tensor(seconds, dtype=torch.float64)
+
+
 def test_late_is_what_is_behind_the_median_by_a_share_of_the_step() -> None:
     watch = SlowRanks(NAMES, 0)
-    watch.add([0.01, 0.02, 0.5, 0.01])
-    watch.add([0.01, 0.02, 0.3, 0.09])
+    watch.add(times([0.01, 0.02, 0.5, 0.01]))
+    watch.add(times([0.01, 0.02, 0.3, 0.09]))
     late, warnings = watch.look(2, 1.0)
     assert late == {"2": pytest.approx(0.38)} and not warnings
-    watch.add([0.3, 0.3, 0.3, 0.3])  # all of them: nobody waits for anyone
+    watch.add(times([0.3, 0.3, 0.3, 0.3]))  # all of them: nobody waits for anyone
     assert watch.look(3, 1.0) == ({}, [])
     assert watch.look(4, 1.0) == ({}, [])  # no steps, as after a validation
 
 
 def test_a_pair_has_a_slow_one_too() -> None:
     watch = SlowRanks(NAMES[:2], 0)
-    watch.add([0.5, 0.1])
+    watch.add(times([0.5, 0.1]))
     assert watch.look(1, 1.0)[0] == {"0": pytest.approx(0.4)}
 
 
@@ -37,7 +42,7 @@ def test_what_lasts_is_told_with_its_name_and_not_again_soon() -> None:
     watch, told = SlowRanks(NAMES, 100), {}
     for step in range(101, 101 + EVERY + 2 * PATIENCE):
         in_time = step == 105
-        watch.add([0.0, 0.0, 0.0, 0.0 if in_time else 0.25])
+        watch.add(times([0.0, 0.0, 0.0, 0.0 if in_time else 0.25]))
         _, warnings = watch.look(step, 0.5)
         if warnings:
             (told[step],) = warnings
@@ -49,10 +54,10 @@ def test_what_lasts_is_told_with_its_name_and_not_again_soon() -> None:
 def test_a_rollback_starts_over() -> None:
     watch = SlowRanks(NAMES, 0)
     for step in range(1, PATIENCE):
-        watch.add([0.0, 1.0, 0.0, 0.0])
+        watch.add(times([0.0, 1.0, 0.0, 0.0]))
         watch.look(step, 1.0)
     watch.rewind(4)
-    watch.add([0.0, 1.0, 0.0, 0.0])
+    watch.add(times([0.0, 1.0, 0.0, 0.0]))
     assert watch.look(5, 1.0) == ({"1": 1.0}, [])
 
 
