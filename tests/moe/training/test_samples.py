@@ -60,8 +60,9 @@ def of(model: str) -> list[str]:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        *(("tiny", layout) for layout in LAYOUTS),
-        ("tiny_deepseek", "expert"),
+        *(("tiny", layout) for layout in LAYOUTS if layout != "one"),
+        pytest.param("tiny", "one", marks=pytest.mark.slow),
+        pytest.param("tiny_deepseek", "expert", marks=pytest.mark.slow),
     ],
 )
 def test_a_sample_is_the_text_of_its_checkpoint(model: str, layout: str, tmp_path: Path) -> None:
