@@ -482,6 +482,11 @@ class RunConfig:
     """Number of steps between validations; 0 turns validation off."""
     eval_batches: int = 8
     """Number of global batches in a validation; every validation reads the same ones."""
+    sample_every: int = 0
+    """Number of steps between samples, greedy texts that go on with the data; 0 makes none.
+
+    Each of up to 64 tokens takes a forward pass of a micro-batch on all ranks (docs/looking.md).
+    """
     dry_run: bool = False
     """Print the estimated memory, traffic and step time, and exit. It needs no GPU.
 

@@ -89,11 +89,12 @@ def _backward(parts: list[Layer], head: Layer) -> int:
 
 
 def _validation(cfg: Config, parts: list[Layer]) -> int:
-    """A forward pass without gradients holds one part of the model at a time.
+    """A forward pass without gradients, also of a sample, holds one part of the model at a time.
 
     Eager steps have given their memory back by then; a CUDA graph keeps its own.
     """
-    beside = cfg.run.graph == CAPTURED and cfg.run.eval_interval > 0
+    run = cfg.run
+    beside = run.graph == CAPTURED and (run.eval_interval > 0 or run.sample_every > 0)
     return max(part.saved for part in parts) if beside else 0
 
 

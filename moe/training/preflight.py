@@ -45,7 +45,7 @@ def preflight(cfg: Config) -> Findings:
     """Check data, run folder and checkpoint of a valid configuration; nothing is written."""
     found = Findings()
     found.notes += oversized(cfg)
-    checks: tuple[Callable[[Config], Iterator[str]], ...] = (_data, _folder, _checkpoint)
+    checks: tuple[Callable[[Config], Iterator[str]], ...] = (_data, _samples, _folder, _checkpoint)
     for check in checks:
         try:
             found.notes += check(cfg)
@@ -76,6 +76,15 @@ def _data(cfg: Config) -> Iterator[str]:
         read = f"{count(wanted)} = {epochs:,.0f} epochs"
         _only_test_data(cfg, wanted, _TEST_EPOCHS * held, what, read)
         yield from _reading("embedded corpus", held, epochs)
+
+
+def _samples(cfg: Config) -> Iterator[str]:
+    """The tokenizer of samples is known."""
+    if cfg.run.sample_every:
+        from phalanx.moe.inference.codec import codec_of_run
+
+        codec_of_run(cfg)
+    yield from ()
 
 
 def _corpora(cfg: Config, wanted: int) -> Iterator[str]:

@@ -81,8 +81,43 @@ def mtp_weight(cfg: Config, groups: Groups) -> float:
     return (length / ranks - unlabelled) / ((length - ahead) / ranks)
 
 
+@dataclass(frozen=True)
+class Built:
+    """The model of this rank before its weights are drawn or loaded, and what it was built for."""
+
+    config: TransformerConfig
+    groups: Groups
+    choices: list[Choice]
+    captured: bool
+    budget: Budget
+    chunks: list[GPTModel]
+
+
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
     """Build the job on this rank; every rank calls it. `choices` are those of `choose_kernels`."""
+    built = build_model(cfg, runtime, choices)
+    groups = built.groups
+    initialize(
+        built.chunks,
+        seed=cfg.run.seed,
+        std=cfg.model.init_std,
+        layers=cfg.model.layers,
+        dp_cp_group=groups.pg.dp_cp,
+    )
+    engine = Engine(
+        built.config,
+        built.chunks,
+        parallel=cfg.parallel,
+        optim=cfg.optim,
+        steps=cfg.run.steps,
+        device=runtime.device,
+        graph=built.captured,
+    )
+    return Job(cfg, runtime, groups, built.choices, built.captured, built.budget, engine)
+
+
+def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Built:
+    """Groups, kernels and bare model chunks, on the device; every rank calls it."""
     p = cfg.parallel
     choices = choices or choose_kernels(cfg, runtime)
     expert = expert_parallel_size(cfg, runtime.world)
@@ -123,23 +158,7 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
     chunks = _chunks(cfg, config, groups, backends, options)
     for chunk in chunks:
         chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device
-    initialize(
-        chunks,
-        seed=cfg.run.seed,
-        std=cfg.model.init_std,
-        layers=cfg.model.layers,
-        dp_cp_group=groups.pg.dp_cp,
-    )
-    engine = Engine(
-        config,
-        chunks,
-        parallel=p,
-        optim=cfg.optim,
-        steps=cfg.run.steps,
-        device=runtime.device,
-        graph=captured,
-    )
-    return Job(cfg, runtime, groups, choices, captured, budget, engine)
+    return Built(config, groups, choices, captured, budget, chunks)
 
 
 def _moe_options(

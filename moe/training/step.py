@@ -8,6 +8,7 @@ overflowed is computed again with more rows.
 """
 
 import math
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from phalanx.parallel.fault.activity import moving
 
 Batch = dict[str, torch.Tensor]
 _SUMS = 5
-"""Numbers that ranks add up, before the load of the experts."""
+"""Numbers that ranks add up, before the time of each rank and the load of the experts."""
 
 
 class Rerun(NamedTuple):
@@ -46,6 +47,8 @@ class Totals(NamedTuple):
     stopping: bool
     """A rank was asked to stop."""
     reruns: tuple[Rerun, ...]
+    late: torch.Tensor
+    """Seconds that each rank took until its device had the step: fp64 [ranks], on the host."""
     load: torch.Tensor
     """Of the routers since the last reset, for `balance.Collector.read`; without gradients none."""
 
@@ -62,6 +65,11 @@ class Step:
         self.cfg, self.job = cfg, job
         self.graph = StepGraph(self.forward_backward) if job.captured else None
         self._stop = torch.zeros((), device=job.runtime.device)
+        world = job.runtime.world
+        self._late_R = torch.zeros(world, dtype=torch.float64, device=job.runtime.device)
+        self._launched = 0.0
+        """Seconds that the last step took to launch; 0 on a CPU, which computes meanwhile, and
+        between pipeline stages, which wait for each other meanwhile."""
         self.collector = balance.Collector(job.engine.modules, job.engine.config, job.groups.pg)
         self.sample_losses: torch.Tensor | None = None
         """fp32 [samples] of this rank in the last forward-only step; None but on the last stage."""
@@ -72,6 +80,7 @@ class Step:
         before: list[torch.Tensor],
         *,
         stop: bool = False,
+        waited: float = 0.0,
         forward_only: bool = False,
     ) -> Totals:
         """Compute a step, again while experts need more rows than they have.
@@ -80,30 +89,40 @@ class Step:
             batches: micro-batches, on the host or the device.
             before: what `balance.snapshot` gave before the step.
             stop: this rank was asked to stop.
+            waited: seconds for which this rank waited for its data.
             forward_only: losses alone, of a model in evaluation mode.
         """
-        engine, budget = self.job.engine, self.job.budget
-        inputs = [self._own_part(batch) for batch in batches]
+        engine, budget, world = self.job.engine, self.job.budget, self.job.runtime.world
+        inputs = [self.own_part(batch) for batch in batches]
         compute = self._forward if forward_only else self.graph or self.forward_backward
         self._stop.fill_(stop)
+        self._late_R[self.job.runtime.rank] = waited + self._launched
         reruns: list[Rerun] = []
         while True:
-            read = _read(compute(inputs))  # the one host read of the step
+            began = time.perf_counter()
+            totals = compute(inputs)
+            if totals.is_cuda and self.job.groups.pipeline == 1:
+                self._launched = time.perf_counter() - began
+            read = _read(totals)  # the one host read of the step
             peak, loss, ranks, mtp_loss, stopping, squares = read[: 1 + _SUMS].tolist()
             if not budget.exceeded(peak):
                 losses, norm = (loss / ranks, mtp_loss / ranks), math.sqrt(squares)
-                return Totals(*losses, norm, stopping > 0, tuple(reruns), read[1 + _SUMS :])
+                late_R, load = read[1 + _SUMS :].split([world, len(read) - 1 - _SUMS - world])
+                return Totals(*losses, norm, stopping > 0, tuple(reruns), late_R, load)
             reruns.append(Rerun(budget.grow(), budget.capacity_factor))
-            if self.graph is not None:
-                self.graph.drop()
+            self.drop_graph()
             balance.restore(engine.modules, before)
 
     def close(self) -> None:
         """No further step is coming; process groups can be destroyed after it."""
+        self.drop_graph()
+
+    def drop_graph(self) -> None:
+        """Buffers have another size: capture the next step anew."""
         if self.graph is not None:
             self.graph.drop()
 
-    def _own_part(self, batch: Batch) -> Batch:
+    def own_part(self, batch: Batch) -> Batch:
         """A micro-batch on the device, of its sequences what this context rank trains on.
 
         Once per step, and in a dict of its own: Megatron-Core writes the parts into the one that it
@@ -150,8 +169,8 @@ class Step:
         """Of all ranks, fp64 on the device.
 
         The largest share of the budget of expert rows; then sums: loss, ranks that have one, loss
-        of multi-token prediction, ranks asked to stop, squared gradient norm; and after a backward
-        pass the load of the experts.
+        of multi-token prediction, ranks asked to stop, squared gradient norm; the time of each
+        rank; and after a backward pass the load of the experts.
         """
         totals = torch.zeros(_SUMS, dtype=torch.float64, device=self.job.runtime.device)
         if reports:  # last pipeline stage
@@ -162,11 +181,12 @@ class Step:
                 totals[2] = mtp.mean() / len(reports) * self.job.mtp_weight
                 MTPLossLoggingHelper.clean_metrics_in_tracker()
         totals[3] = self._stop
+        parts = [totals, self._late_R]
         if grad_squares is not None:
             totals[4] = grad_squares
-            totals = torch.cat((totals, self.collector.table().flatten()))
+            parts.append(self.collector.table().flatten())
         peak = self.job.budget.record(torch.distributed.group.WORLD)
-        return torch.cat((peak[None], sum_over_world(totals)))
+        return torch.cat((peak[None], sum_over_world(torch.cat(parts))))
 
 
 def _read(totals: torch.Tensor) -> torch.Tensor:

@@ -252,6 +252,9 @@ CASES = {
         written("optim/bad.yaml", b"lr: \xff\xfe\n"),
     ),
     # data
+    "data: no tokenizer for samples": Case(
+        f"{RANDOM} run.sample_every=1", "the data names no tokenizer", "set run.sample_every=0"
+    ),
     "data: none": Case("data=indexed", "names no .bin/.idx files", "set data.blend=[prefix]"),
     "data: unused": Case("data.blend=[a]", "is not read with data.source", "data.source=indexed"),
     "data: weights": Case(

@@ -27,9 +27,12 @@ from phalanx.scripts import (
     checkpoint,
     compare_throughput,
     convert_hf,
+    evaluate,
     plot_losses,
+    plot_run,
     prepare_data,
     record_anchor,
+    sample,
     timeline,
 )
 from phalanx.scripts.compare.points import expand
@@ -54,9 +57,12 @@ PARSERS = {
     "checkpoint": checkpoint.parser().parse_args,
     "compare_throughput": compare_throughput.parser().parse_intermixed_args,
     "convert_hf": convert_hf.parser().parse_args,
+    "evaluate": evaluate.parser().parse_args,
     "plot_losses": plot_losses.parser().parse_args,
+    "plot_run": plot_run.parser().parse_args,
     "prepare_data": prepare_data.parser().parse_args,
     "record_anchor": record_anchor.parser().parse_args,
+    "sample": sample.parser().parse_args,
     "timeline": timeline.parser().parse_args,
 }
 FLOW = (

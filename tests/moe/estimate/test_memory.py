@@ -156,11 +156,12 @@ def test_recomputation_never_costs_memory(how: str) -> None:
     assert (less.saved < plain.saved) == (how != "attention")
 
 
-def test_a_validation_cannot_use_the_memory_of_captured_steps() -> None:
-    base = ["experiment=gpt_oss_20b_8gpu"]
+@pytest.mark.parametrize("knob", ["eval_interval", "sample_every"])
+def test_a_validation_cannot_use_the_memory_of_captured_steps(knob: str) -> None:
+    base = ["experiment=gpt_oss_20b_8gpu", "run.eval_interval=0"]
     peaks = {
         (graph, interval): stage_memory(
-            known([*base, f"run.graph={graph}", f"run.eval_interval={interval}"], 8), 8
+            known([*base, f"run.graph={graph}", f"run.{knob}={interval}"], 8), 8
         )[0].peak
         for graph in ("auto", "off")
         for interval in (0, 500)
