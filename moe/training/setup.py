@@ -11,8 +11,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs import capture
+from phalanx.configs.layout import document_places
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import expert_parallel_size
+from phalanx.kernels.attention.documents import BOUNDED
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
 from phalanx.moe.experts import activation_of
@@ -33,6 +35,7 @@ from phalanx.parallel.dispatch.transport import choose_transport, of_megatron, s
 from phalanx.parallel.dispatch.transport_class import Transport
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.groups import Groups, create
+from phalanx.parallel.megatron import patches
 from phalanx.parallel.runtime import Runtime
 
 
@@ -49,6 +52,8 @@ class Job:
     """Steps are captured in a CUDA graph and replayed (`run.graph`)."""
     budget: Budget
     engine: Engine
+    places: int = 0
+    """For documents of a sequence, where core attention takes their bounds; else 0."""
 
     @property
     def data_parallel(self) -> int:
@@ -135,7 +140,11 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         device=runtime.device,
         graph=captured,
     )
-    return Job(cfg, runtime, groups, choices, captured, budget, engine)
+    places = 0
+    if cfg.data.document_mask:
+        patches.shift_within_documents()
+        places = document_places(cfg.data) if attention in BOUNDED else 0
+    return Job(cfg, runtime, groups, choices, captured, budget, engine, places)
 
 
 def _moe_options(
