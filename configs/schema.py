@@ -378,6 +378,17 @@ class DataConfig:
     """Number of sequences in one optimizer step, over all ranks and micro-batches."""
     seed: int = 1234
     """Seed of the order of documents and samples."""
+    document_mask: bool = False
+    """Attention stops at the ends of documents, positions restart, no token predicts another text.
+
+    Off, a token attends to all before it in its sequence, whatever document they are of.
+    """
+    max_documents: int = 0
+    """Most documents of a sequence that `fa4` tells apart; 0 is a 32nd of its tokens, at least 16.
+
+    A sequence with more ends the run with the number to set. Each takes 128 rows of scratch memory
+    in the backward pass of attention. Other backends tell any number apart and ignore this.
+    """
 
 
 @dataclass

@@ -54,6 +54,7 @@ def validate(cfg: Config, world_size: int) -> None:
         _experts,
         _data,
         _blend,
+        _documents,
         _optim,
         _run,
         _folders,
@@ -174,6 +175,31 @@ def _blend(cfg: Config) -> Iterator[str]:
         yield repair(cfg, path, "must be prefixes, or weights and prefixes in turn", form)
     elif any(weighted) and not any(map(float, d.blend[::2])):
         yield repair(cfg, path, "gives no prefix a weight above 0", form)
+
+
+def _documents(cfg: Config) -> Iterator[str]:
+    """What packed documents rule out."""
+    d, path = cfg.data, "data.document_mask"
+    if d.max_documents and not d.document_mask:
+        yield repair(cfg, "data.max_documents", f"needs {path}=true", 0)
+    if not d.document_mask:
+        return
+    if d.source == "synthetic":
+        reason = "needs documents, and random tokens (data.source=synthetic) have none"
+        yield repair(cfg, path, reason, False)
+        return
+    if cfg.parallel.context > 1:
+        reason = f"has no documents that end inside a sequence ({path}=true)"
+        yield repair(cfg, "parallel.context", reason, 1)
+    if cfg.model.moe.router.seq_aux_loss and d.micro_batch > 1:
+        reason = (
+            f"is more than one sequence, of which {path}=true makes one, and "
+            "model.moe.router.seq_aux_loss is of each"
+        )
+        yield repair(cfg, "data.micro_batch", reason, 1)
+    if cfg.kernels.attention == "te":
+        reason = f"has no documents that end inside a sequence ({path}=true)"
+        yield repair(cfg, "kernels.attention", reason, "auto")
 
 
 def _graph(cfg: Config) -> Iterator[str]:

@@ -71,6 +71,8 @@ class Facts:
     """Channels of a value head."""
     norms: tuple[int, ...] = ()
     """Channels that are normalised together, of each kind of norm."""
+    documents: bool = False
+    """Attention stops at the ends of documents inside a sequence (`data.document_mask`)."""
     context: int = 1
     """Context parallel size: above 1, attention sees fewer queries than keys."""
     packages: frozenset[str] = field(default_factory=_installed)
@@ -207,6 +209,8 @@ def _stock_experts(facts: Facts) -> Refusal:
 def _te_attention(facts: Facts) -> Refusal:
     if reason := _te(facts):
         return reason
+    if facts.documents:
+        return "has no documents that end inside a sequence here (data.document_mask)"
     return None if facts.dtype == torch.bfloat16 else f"needs bf16, not {_short(facts.dtype)}"
 
 
@@ -324,8 +328,8 @@ def _sdpa(facts: Facts) -> Refusal:
         return "has no sinks"
     if facts.device != "cuda":
         return None
-    if facts.window or facts.context > 1:
-        return "has no sliding window and no context parallelism on CUDA"
+    if facts.window or facts.context > 1 or facts.documents:
+        return "has no sliding window, no context parallelism and no documents on CUDA"
     if facts.dtype == torch.float32:
         return "its kernels for grouped queries need bf16 on CUDA, not fp32"
     return None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.schema import AttentionConfig, ModelConfig
+from phalanx.configs.schema import AttentionConfig, Config, ModelConfig
 from phalanx.moe.report.units import count
 
 
@@ -76,6 +76,11 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     core = a.heads * qk_v * seen
     backward_twice, multiply_add = 3, 2
     return float(backward_twice * multiply_add * (linear + core))
+
+
+def at_most(cfg: Config) -> str:
+    """What is to be said behind FLOPs where attention does less than whole sequences ask for."""
+    return ", at most: attention as in whole sequences" if cfg.data.document_mask else ""
 
 
 def bf16_peak(name: str) -> float | None:

@@ -16,7 +16,13 @@ from phalanx.configs.matching import Match, alike
 from phalanx.configs.records import Published
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.moe.estimate.accounting import bf16_peak, flops_per_token, fp8_peak, model_size
+from phalanx.moe.estimate.accounting import (
+    at_most,
+    bf16_peak,
+    flops_per_token,
+    fp8_peak,
+    model_size,
+)
 from phalanx.moe.estimate.activations import sizes
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
@@ -65,7 +71,8 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     m, d, k = cfg.model, cfg.data, cfg.kernels
     flops = flops_per_token(m, d.sequence_length)
     yield f"model     {model_size(m)}"
-    yield f"work      {work(flops)} a token at sequence {d.sequence_length} (Megatron convention)"
+    convention = f"Megatron convention{at_most(cfg)}"
+    yield f"work      {work(flops)} a token at sequence {d.sequence_length} ({convention})"
     yield f"ranks     {world} x {machine.name}, {described(cfg)}"
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
     if is_fp8(cfg):

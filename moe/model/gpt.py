@@ -341,7 +341,17 @@ def build(
 
 
 class LanguageModel(GPTModel):
-    """Megatron-Core's GPTModel; on GPUs with the loss of `moe.model.loss`."""
+    """Megatron-Core's GPTModel; on GPUs with the loss of `moe.model.loss`.
+
+    Of packed documents (`moe.model.packed`) tokens are turned by their positions in them.
+    """
+
+    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **named: Any) -> Any:
+        made = super()._preprocess(*args, packed_seq_params=packed_seq_params, **named)
+        hidden, angles, *rest = made
+        if packed_seq_params is None or angles is None:  # latent attention has its own
+            return made
+        return hidden, packed_seq_params.angles(angles), *rest
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         if not self.config.cross_entropy_loss_fusion:

@@ -31,6 +31,7 @@ def facts(
         head_dim=a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim,
         v_dim=a.head_dim if a.kind == "gqa" else a.v_dim,
         norms=_norms(cfg),
+        documents=cfg.data.document_mask,
         context=cfg.parallel.context,
         **machine,
     )

@@ -12,8 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs import capture
 from phalanx.configs.formats import quantizes_on_arrival
+from phalanx.configs.layout import document_places
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import expert_parallel_size
+from phalanx.kernels.attention.documents import BOUNDED
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
 from phalanx.moe.experts import activation_of
@@ -34,6 +36,7 @@ from phalanx.parallel.dispatch.transport import choose_transport, of_megatron, s
 from phalanx.parallel.dispatch.transport_class import Transport
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.groups import Groups, create
+from phalanx.parallel.megatron import patches
 from phalanx.parallel.runtime import Runtime
 
 
@@ -50,6 +53,8 @@ class Job:
     """Steps are captured in a CUDA graph and replayed (`run.graph`)."""
     budget: Budget
     engine: Engine
+    places: int = 0
+    """For documents of a sequence, where core attention takes their bounds; else 0."""
 
     @property
     def data_parallel(self) -> int:
@@ -91,6 +96,8 @@ class Built:
     captured: bool
     budget: Budget
     chunks: list[GPTModel]
+    places: int
+    """As in `Job`."""
 
 
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
@@ -113,7 +120,8 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         device=runtime.device,
         graph=built.captured,
     )
-    return Job(cfg, runtime, groups, built.choices, built.captured, built.budget, engine)
+    how = (built.choices, built.captured, built.budget)
+    return Job(cfg, runtime, groups, *how, engine, built.places)
 
 
 def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Built:
@@ -158,7 +166,11 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     chunks = _chunks(cfg, config, groups, backends, options)
     for chunk in chunks:
         chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device
-    return Built(config, groups, choices, captured, budget, chunks)
+    places = 0
+    if cfg.data.document_mask:
+        patches.shift_within_documents()
+        places = document_places(cfg.data) if attention in BOUNDED else 0
+    return Built(config, groups, choices, captured, budget, chunks, places)
 
 
 def _moe_options(

@@ -10,6 +10,7 @@ overflowed is computed again with more rows.
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from phalanx.configs.schema import Config
+from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
 from phalanx.moe.training.setup import Job
 from phalanx.parallel.cuda_graph import Inputs, StepGraph
@@ -151,8 +153,8 @@ class Step:
             self.forward_step,
             [iter(inputs) for _ in self.job.engine.chunks],
             microbatches=len(inputs),
-            sequence=data.sequence_length,
-            micro_batch=data.micro_batch,
+            sequence=data.sequence_length * (data.micro_batch if data.document_mask else 1),
+            micro_batch=1 if data.document_mask else data.micro_batch,
             forward_only=forward_only,
         )
 
@@ -160,8 +162,23 @@ class Step:
         """Loss of the next micro-batch in a chunk, as Megatron-Core's schedules ask for it."""
         moving()
         batch = next(batches)
+        report = mean_loss if chunk.training else sample_losses
+        if self.cfg.data.document_mask:
+            return self._packed(batch, chunk), partial(report, mask_BS=batch["loss_mask"])
         output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        return output, mean_loss if chunk.training else sample_losses
+        return output, report
+
+    def _packed(self, batch: Batch, chunk: torch.nn.Module) -> Any:
+        """Output of a chunk for sequences of packed documents, which to the model are one."""
+        one = {name: t_BS.reshape(1, -1) for name, t_BS in batch.items()}
+        return chunk(
+            one["tokens"],
+            one["position_ids"],
+            None,
+            labels=one["labels"],
+            loss_mask=one["loss_mask"],
+            packed_seq_params=packed(batch["position_ids"], places=self.job.places),
+        )
 
     def _totals(
         self, reports: list[dict[str, torch.Tensor]], grad_squares: torch.Tensor | None
@@ -204,16 +221,30 @@ def _read(totals: torch.Tensor) -> torch.Tensor:
     return totals.clone()
 
 
-def mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count."""
+def mean_loss(
+    loss_BS: torch.Tensor, mask_BS: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count.
+
+    Args:
+        loss_BS: of each token; in any shape of as many if there is a mask.
+        mask_BS: bool: which tokens count; None counts all.
+    """
+    if mask_BS is not None:
+        total = (loss_BS.float().view(mask_BS.shape) * mask_BS).sum()
+        count = mask_BS.sum().clamp(min=1).int()
+        return total, count, {"loss": total.detach() / count}
     total = loss_BS.float().sum()
     count = torch.full((), loss_BS.numel(), dtype=torch.int32, device=loss_BS.device)
     return total, count, {"loss": total.detach() / loss_BS.numel()}
 
 
 def sample_losses(
-    loss_BS: torch.Tensor,
+    loss_BS: torch.Tensor, mask_BS: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """As `mean_loss`, with the mean loss of each sample's tokens on this rank in the report."""
-    total, count, report = mean_loss(loss_BS)
-    return total, count, report | {"samples": loss_BS.float().mean(1)}
+    total, count, report = mean_loss(loss_BS, mask_BS)
+    if mask_BS is None:
+        return total, count, report | {"samples": loss_BS.float().mean(1)}
+    loss_BS = loss_BS.float().view(mask_BS.shape) * mask_BS
+    return total, count, report | {"samples": loss_BS.sum(1) / mask_BS.sum(1).clamp(min=1)}

@@ -301,6 +301,8 @@ class Trainer:
             job.groups.data_rank,
             job.data_parallel,
             pin=self.runtime.device.type == "cuda",
+            documents=data.document_mask,
+            places=job.places,
         )
 
     def _tell(self, reruns: Iterable[Rerun], what: str) -> None:

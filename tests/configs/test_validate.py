@@ -25,6 +25,7 @@ from phalanx.kernels.registry import Facts, resolve
 from tests.support.distributed import run_distributed
 
 TINY = load([])
+MASK = "data.document_mask=true"
 FP8 = "precision=fp8_block"
 TEXTS_WITHOUT_CHOICES = {
     "model.name",
@@ -256,6 +257,16 @@ def _texts(value: object) -> object:
         ("data=indexed data.blend=[0.5,a,b]", 1, "weights and prefixes in turn", "data.blend="),
         ("data=indexed data.blend=[a,0.5]", 1, "weights and prefixes in turn", "data.blend="),
         ("data=indexed data.blend=[0,a,0.0,b]", 1, "a weight above 0", "data.blend="),
+        ("data.max_documents=8", 1, "needs data.document_mask=true", "data.max_documents=0"),
+        (f"{MASK} data=synthetic", 1, "have none", "data.document_mask=false"),
+        (f"{MASK} parallel.context=2", 2, "end inside a sequence", "parallel.context=1"),
+        (f"{MASK} kernels.attention=te", 1, "end inside a sequence", "kernels.attention=auto"),
+        (
+            f"{MASK} model=tiny_deepseek",
+            1,
+            "makes one, and model.moe.router.seq_aux_loss is of each",
+            "data.micro_batch=1",
+        ),
         # optimizer, run, kernels
         ("optim.min_lr=1", 1, "is above lr=0.002", "optim.min_lr=0.002"),
         ("optim.decay_steps=10", 1, "within the warm-up of 10 steps", "optim.decay_steps=11"),
@@ -341,6 +352,8 @@ def test_problem_names_the_override_that_fixes_it(
         (f"{FP8} precision.dense=bf16 parallel.tensor=2", 2),
         (f"{FP8} kernels=megatron parallel.tensor=2", 2),
         ("data.split=98 run.eval_interval=0", 1),
+        (f"{MASK} data.max_documents=8 data.micro_batch=4 parallel.tensor=2", 2),
+        (f"{MASK} model=tiny_deepseek data.micro_batch=1 parallel.pipeline=2", 2),
     ],
 )
 def test_sound_configurations_pass(overrides: str, world: int) -> None:
@@ -404,6 +417,10 @@ RANGES: dict[str, tuple[object, ...]] = {
     "data.global_batch": (0, 16, 31),
     "data.blend": ([], ["a"], ["0.5", "a", "b"]),
     "data.source": ("embedded", "indexed", "synthetic"),
+    "data.document_mask": (False, True),
+    "data.max_documents": (0, 8),
+    "model.moe.router.seq_aux_loss": (0.0, 1e-4),
+    "kernels.attention": ("auto", "te", "flex"),
     "optim.min_lr": (0.0, 1.0),
     "precision.recipe": ("bf16", "fp32", "fp8_block", "fp8_block"),
     "precision.hidden": ("bf16", "fp8"),

@@ -261,6 +261,13 @@ CASES = {
         "data=indexed data.blend=[1,a,b]", "prefixes, or weights and", "set data."
     ),
     "data: split": Case("data.split=0", "weights of training and validation", "data.split="),
+    "data: no documents": Case(
+        "data=synthetic data.document_mask=true", "have none", "set data.document_mask=false"
+    ),
+    "data: documents of ranks": Case(
+        "data.document_mask=true parallel.context=2", "has no documents that end", "set parallel."
+    ),
+    "data: places": Case("data.max_documents=9", "needs data.document_mask=true", "=0"),
     "data: no .bin": Case(INDEXED, "text.bin does not exist", "prefixes", without("text.bin")),
     "data: no .idx": Case(INDEXED, "text.idx does not exist", "prefixes", without("text.idx")),
     "data: short .bin": Case(

@@ -60,6 +60,14 @@ def test_command_line_prints_the_page_without_a_run(
     assert not (tmp_path / "runs").exists()  # type: ignore[operator]
 
 
+def test_work_over_packed_documents_is_a_bound() -> None:
+    bound = (
+        "a token at sequence 256 (Megatron convention, at most: attention as in whole sequences)"
+    )
+    assert bound in page("data.document_mask=true", world=1)[0]
+    assert "at most" not in page(world=1)[0].partition("Process groups")[0]
+
+
 def test_what_does_not_fit_exits_2_and_says_what_helps() -> None:
     overrides = ("experiment=qwen3_30b_8gpu", "run.machine=h100")
     text, code = page(*overrides, world=8)

@@ -210,3 +210,19 @@ def test_tokens_of_other_nodes_are_kept_once_a_node() -> None:
     keep = known([*base, "parallel.save_x=keep"], 1024)
     assert Activations(keep, 1024).moe_layer().saved - saved["symm"] == (64 + 8) * row
     assert exchange_bytes(keep, 1024) >= 3 * 64 * row
+
+
+def test_places_of_documents_take_scratch() -> None:
+    """128 places of 128 rows in fp32: gradients of 32 query heads, and of 4 that they share."""
+    cfg = load(["experiment=qwen3_30b_8gpu", "data=embedded", "kernels.attention=fa4"])
+    assert (cfg.data.sequence_length, cfg.data.micro_batch, cfg.parallel.tensor) == (4096, 1, 1)
+
+    def cached(mask: bool, places: int = 0, attention: str = "fa4") -> int:
+        cfg.data.document_mask, cfg.data.max_documents = mask, places
+        cfg.kernels.attention = attention
+        return stage_memory(resolved(cfg, 8, 8), 8)[0].cached
+
+    more = 128 * 128 * 4 * (32 + 2 * 4) * 128
+    assert cached(True) - cached(False) == more
+    assert cached(True, places=32) - cached(False) == more // 4
+    assert cached(True, attention="flex") == cached(False, attention="flex")
