@@ -11,12 +11,11 @@ Exit codes of a rank (docs/operations.md):
     130  interrupted by a third Ctrl-C, without a checkpoint
 """
 
-import logging
 import os
 import sys
-import warnings
 from typing import TYPE_CHECKING, NoReturn
 
+from phalanx.moe.report.quiet import quiet
 from phalanx.parallel.fault.guard import Guard
 from phalanx.parallel.fault.signals import StopSignal
 
@@ -24,16 +23,9 @@ if TYPE_CHECKING:
     from phalanx.configs.schema import Config
 
 
-def _quiet() -> None:
-    """Leave out what Megatron-Core and torch say about themselves at every start of every rank."""
-    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)\b")
-    for name in ("megatron", "torch.distributed", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def main(argv: list[str]) -> int:
     """Compose, validate, train. Returns the exit code."""
-    _quiet()
+    quiet()
     from phalanx.configs.load import from_argv
 
     if "--check" in argv:

@@ -18,6 +18,7 @@ from phalanx.configs.transports import TRANSPORTS
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "model.attention.kind": ("gqa", "mla"),
+    "model.attention.qk_norm_over": ("head", "projection"),
     "model.moe.router.score": ("softmax", "sigmoid"),
     "model.moe.router.softmax_over": ("all", "topk"),
     "model.moe.router.rounding": ("none", "nearest", "up", "down"),

@@ -13,9 +13,6 @@ from phalanx.configs.transports import TRANSPORTS
 
 RECIPES = ("bf16", "fp32", "fp8_block")
 
-NO_FP8_EXPERTS: dict[str, str] = {"fused": "its FP8 GEMMs have not run on a GPU yet"}
-"""By `kernels.backend`: why its experts have no `fp8_block`. Without its line a backend has it."""
-
 MULTIPLIES_FP8 = frozenset({"fused", "megatron"})
 """Backends whose GEMMs read FP8; `reference` and `torch` multiply the same values in bf16, which
 costs time and keeps no copies of weights."""
@@ -51,6 +48,11 @@ def fp8_layer(cfg: Config, layer: int) -> bool:
     return is_fp8(cfg) and layer >= p.bf16_first_layers and not last
 
 
+def quantizes_on_arrival(cfg: Config) -> bool:
+    """Experts make FP8 of tokens that travel in bf16: they begin when all tokens are there."""
+    return is_fp8(cfg) and cfg.precision.dispatch != "fp8" and cfg.kernels.backend != "megatron"
+
+
 def fp8_row(channels: int, parts: int = 1) -> int:
     """Bytes of a row in FP8 with its fp32 scales; blocks start anew in each of the parts."""
     return channels + 4 * parts * -(-(channels // parts) // BLOCK)
@@ -73,9 +75,7 @@ def precision_problems(cfg: Config) -> Iterator[str]:
         yield from _switches(cfg)
         return
     yield from _layers(cfg)
-    if reason := NO_FP8_EXPERTS.get(cfg.kernels.backend):
-        yield repair(cfg, "kernels.backend", f"has no fp8_block: {reason}", "auto")
-    elif cfg.kernels.backend == "megatron":
+    if cfg.kernels.backend == "megatron":
         yield from _megatron(cfg)
 
 

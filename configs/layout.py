@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from phalanx.configs.formats import layout_fp8_problems
 from phalanx.configs.knobs import repair
-from phalanx.configs.schema import Config
+from phalanx.configs.schema import Config, DataConfig
 from phalanx.configs.transports import TRANSPORTS
 
 
@@ -35,6 +35,11 @@ def expert_parallel_size(cfg: Config, world: int) -> int:
 def micro_batches(cfg: Config, world: int) -> int:
     """Forward passes of a rank in one optimizer step."""
     return cfg.data.global_batch // (cfg.data.micro_batch * data_parallel_size(cfg, world))
+
+
+def document_places(data: DataConfig) -> int:
+    """`data.max_documents`; 0 is a 32nd of the tokens of a sequence, at least 16."""
+    return data.max_documents or max(16, data.sequence_length // 32)
 
 
 def largest_divisor(n: int, at_most: int) -> int:

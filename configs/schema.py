@@ -58,10 +58,18 @@ class AttentionConfig:
     v_dim: int = 128
     """Channels of an `mla` value head."""
     qk_norm: bool = False
-    """Apply RMSNorm to each query and key head of `gqa` (Qwen3).
+    """Apply RMSNorm to queries and keys of `gqa`, each head by itself (Qwen3) by default.
 
     `mla` always normalises its compressed vectors.
     """
+    qk_norm_over: str = "head"
+    """Channels that `qk_norm` normalises together: of a `head`, or of the whole `projection`.
+
+    `projection` is the norm of OLMoE and MiniMax-M2, over all heads. Tensor parallelism would split
+    it.
+    """
+    qkv_bias: bool = False
+    """Use biases in the projections to queries, keys and values of `gqa` alone (GLM-4.5)."""
     window: int = 0
     """Sliding window, in tokens: a query attends to itself and the `window - 1` tokens before it.
 
@@ -76,6 +84,11 @@ class AttentionConfig:
     """Add one learnable logit per head to the softmax denominator (attention sinks, GPT-OSS)."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
+    rotary_dim: int = 0
+    """Leading channels of a `gqa` head with rotary embedding; the number must be even.
+
+    The default of 0 rotates all channels, as YaRN does.
+    """
     yarn: YarnConfig = field(default_factory=YarnConfig)
     """YaRN context extension."""
 
@@ -365,6 +378,17 @@ class DataConfig:
     """Number of sequences in one optimizer step, over all ranks and micro-batches."""
     seed: int = 1234
     """Seed of the order of documents and samples."""
+    document_mask: bool = False
+    """Attention stops at the ends of documents, positions restart, no token predicts another text.
+
+    Off, a token attends to all before it in its sequence, whatever document they are of.
+    """
+    max_documents: int = 0
+    """Most documents of a sequence that `fa4` tells apart; 0 is a 32nd of its tokens, at least 16.
+
+    A sequence with more ends the run with the number to set. Each takes 128 rows of scratch memory
+    in the backward pass of attention. Other backends tell any number apart and ignore this.
+    """
 
 
 @dataclass
@@ -482,6 +506,11 @@ class RunConfig:
     """Number of steps between validations; 0 turns validation off."""
     eval_batches: int = 8
     """Number of global batches in a validation; every validation reads the same ones."""
+    sample_every: int = 0
+    """Number of steps between samples, greedy texts that go on with the data; 0 makes none.
+
+    Each of up to 64 tokens takes a forward pass of a micro-batch on all ranks (docs/looking.md).
+    """
     dry_run: bool = False
     """Print the estimated memory, traffic and step time, and exit. It needs no GPU.
 

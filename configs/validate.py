@@ -54,6 +54,7 @@ def validate(cfg: Config, world_size: int) -> None:
         _experts,
         _data,
         _blend,
+        _documents,
         _optim,
         _run,
         _folders,
@@ -77,12 +78,34 @@ def _attention(cfg: Config) -> Iterator[str]:
     if get(cfg, rotated) % 2:
         yield repair(cfg, rotated, "must be even to be rotated", get(cfg, rotated) + 1)
     if a.kind == "mla":
-        for knob, off in (("window", 0), ("sinks", False), ("qk_norm", False)):
+        grouped = dict(window=0, sinks=False, qk_norm=False, qkv_bias=False, rotary_dim=0)
+        for knob, off in grouped.items():
             if getattr(a, knob):
                 yield repair(cfg, f"{at}.{knob}", "is of gqa, and kind is mla", off)
-    if a.yarn.beta_fast <= a.yarn.beta_slow:
-        reason = f"must be above beta_slow={a.yarn.beta_slow}"
+    yield from _heads(cfg)
+    if a.yarn.beta_fast < a.yarn.beta_slow:
+        reason = f"is below beta_slow={a.yarn.beta_slow}"
         yield repair(cfg, f"{at}.yarn.beta_fast", reason, 32 * a.yarn.beta_slow)
+
+
+def _heads(cfg: Config) -> Iterator[str]:
+    """Heads that are turned in part, or normalised together."""
+    a, at = cfg.model.attention, "model.attention"
+    if a.kind == "gqa" and a.rotary_dim:
+        if a.rotary_dim > a.head_dim:
+            yield repair(cfg, f"{at}.rotary_dim", f"is more than head_dim={a.head_dim}", 0)
+        elif a.rotary_dim % 2:
+            reason = "must be even to be rotated"
+            yield repair(cfg, f"{at}.rotary_dim", reason, a.rotary_dim + 1)
+        if a.yarn.factor > 1 and a.rotary_dim < a.head_dim:
+            reason = f"is not possible with YaRN (yarn.factor={a.yarn.factor})"
+            yield repair(cfg, f"{at}.rotary_dim", reason, 0)
+    if a.qk_norm_over == "projection":
+        if not a.qk_norm:
+            yield repair(cfg, f"{at}.qk_norm_over", "needs qk_norm=true", "head")
+        elif cfg.parallel.tensor > 1:
+            reason = f"would split the heads that {at}.qk_norm_over=projection normalises together"
+            yield repair(cfg, "parallel.tensor", reason, 1)
 
 
 def _router(cfg: Config) -> Iterator[str]:
@@ -152,6 +175,31 @@ def _blend(cfg: Config) -> Iterator[str]:
         yield repair(cfg, path, "must be prefixes, or weights and prefixes in turn", form)
     elif any(weighted) and not any(map(float, d.blend[::2])):
         yield repair(cfg, path, "gives no prefix a weight above 0", form)
+
+
+def _documents(cfg: Config) -> Iterator[str]:
+    """What packed documents rule out."""
+    d, path = cfg.data, "data.document_mask"
+    if d.max_documents and not d.document_mask:
+        yield repair(cfg, "data.max_documents", f"needs {path}=true", 0)
+    if not d.document_mask:
+        return
+    if d.source == "synthetic":
+        reason = "needs documents, and random tokens (data.source=synthetic) have none"
+        yield repair(cfg, path, reason, False)
+        return
+    if cfg.parallel.context > 1:
+        reason = f"has no documents that end inside a sequence ({path}=true)"
+        yield repair(cfg, "parallel.context", reason, 1)
+    if cfg.model.moe.router.seq_aux_loss and d.micro_batch > 1:
+        reason = (
+            f"is more than one sequence, of which {path}=true makes one, and "
+            "model.moe.router.seq_aux_loss is of each"
+        )
+        yield repair(cfg, "data.micro_batch", reason, 1)
+    if cfg.kernels.attention == "te":
+        reason = f"has no documents that end inside a sequence ({path}=true)"
+        yield repair(cfg, "kernels.attention", reason, "auto")
 
 
 def _graph(cfg: Config) -> Iterator[str]:

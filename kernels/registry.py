@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.kernels.attention.limits import refuse_heads
 from phalanx.kernels.norm.limits import refuse_width
 from phalanx.kernels.refusal import Refusal
@@ -72,6 +71,8 @@ class Facts:
     """Channels of a value head."""
     norms: tuple[int, ...] = ()
     """Channels that are normalised together, of each kind of norm."""
+    documents: bool = False
+    """Attention stops at the ends of documents inside a sequence (`data.document_mask`)."""
     context: int = 1
     """Context parallel size: above 1, attention sees fewer queries than keys."""
     packages: frozenset[str] = field(default_factory=_installed)
@@ -208,6 +209,8 @@ def _stock_experts(facts: Facts) -> Refusal:
 def _te_attention(facts: Facts) -> Refusal:
     if reason := _te(facts):
         return reason
+    if facts.documents:
+        return "has no documents that end inside a sequence here (data.document_mask)"
     return None if facts.dtype == torch.bfloat16 else f"needs bf16, not {_short(facts.dtype)}"
 
 
@@ -264,8 +267,6 @@ def _fused_experts(facts: Facts) -> Refusal:
         return f"needs CUDA capability 9.x, not {_dotted(facts.capability)}"
     if facts.dtype != torch.bfloat16:
         return f"needs bf16, not {_short(facts.dtype)}"
-    if facts.fp8 and (why := NO_FP8_EXPERTS.get("fused")):
-        return f"has no fp8_block: {why}"
     if facts.hidden % 64 or facts.ffn % 64:
         return (
             f"needs whole boxes of 64 channels: model.hidden={facts.hidden} and "
@@ -327,8 +328,8 @@ def _sdpa(facts: Facts) -> Refusal:
         return "has no sinks"
     if facts.device != "cuda":
         return None
-    if facts.window or facts.context > 1:
-        return "has no sliding window and no context parallelism on CUDA"
+    if facts.window or facts.context > 1 or facts.documents:
+        return "has no sliding window, no context parallelism and no documents on CUDA"
     if facts.dtype == torch.float32:
         return "its kernels for grouped queries need bf16 on CUDA, not fp32"
     return None

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Weights of Hugging Face models to checkpoints and back: DeepSeek-V3, GPT-OSS, Qwen3-MoE.
+"""Weights of Hugging Face models to checkpoints and back (docs/huggingface.md).
 
 One process, no GPU, and memory for a piece of a tensor at a time, however large the model is.
 """
@@ -150,7 +150,7 @@ def configured(found: dict[str, Any], option: str | None) -> tuple[Config, list[
     for name in [option] if option else options("model"):
         cfg = copy.deepcopy(_option(name))
         wanted = {f"model.{knob}": value for knob, value in found.items()}
-        if found["attention.kind"] == "mla" and not cfg.model.moe.router.bias_rate:
+        if _chooses_by_bias(found) and not cfg.model.moe.router.bias_rate:
             wanted["model.moe.router.bias_rate"] = 1e-3  # there is a bias, and this is DeepSeek's
         changed = {knob: v for knob, v in wanted.items() if get(cfg, knob) != v}
         tried.append((len(changed), name, cfg, changed))
@@ -158,6 +158,11 @@ def configured(found: dict[str, Any], option: str | None) -> tuple[Config, list[
     for knob, value in changed.items():
         put(cfg, knob, value)
     return cfg, [f"model={name}", *(f"{knob}={written(v)}" for knob, v in changed.items())]
+
+
+def _chooses_by_bias(found: dict[str, Any]) -> bool:
+    """All families that score by sigmoids have a bias for the choice of experts."""
+    return bool(found["moe.router.score"] == "sigmoid")
 
 
 @functools.cache
@@ -175,7 +180,7 @@ def said(cfg: Config, found: dict[str, Any]) -> str:
     """
     losses = [f"model.{knob}" for knob in found if knob in BALANCING and found[knob]]
     chosen = [f"model.{knob}" for knob in BALANCING if knob not in found] + list(CHOSEN)
-    if found["attention.kind"] == "mla":
+    if _chooses_by_bias(found):
         chosen.insert(0, "model.moe.router.bias_rate")
     if found["mtp_layers"]:
         chosen.insert(0, "model.mtp_loss")

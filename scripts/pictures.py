@@ -45,3 +45,10 @@ def common_title(many: list[dict[str, Any]]) -> str:
     models = list(dict.fromkeys(str(facts["model"]) for facts in many))
     common["model"] = " or ".join(models) if len(models) <= 3 else f"{len(models)} models"
     return title(common)
+
+
+def running(values: dict[int, float], window: int) -> dict[int, float]:
+    """Means of `window` values in a row, by the step of the last."""
+    steps, found = list(values), list(values.values())
+    ends = range(window, len(steps) + 1)
+    return {steps[i - 1]: sum(found[i - window : i]) / window for i in ends}

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.moe.report.loggers import read, start_facts
 from phalanx.moe.report.names import short_names
-from phalanx.scripts.pictures import common_title, pyplot
+from phalanx.scripts.pictures import common_title, pyplot, running
 
 _MEAN_OF = 20
 """Most steps that a point of a curve is the mean of."""
@@ -167,7 +167,7 @@ def plot(curves: Curves, path: Path, title: str) -> None:
     )
     above, below = axes[0, 0], axes[-1, 0]
     window = min(_MEAN_OF, max(1, fewest // 10))
-    means = {name: _running(curve.losses, window) for name, curve in curves.items()}
+    means = {name: running(curve.losses, window) for name, curve in curves.items()}
     first, *_ = means
     for i, (name, mean) in enumerate(means.items()):
         losses, colour = curves[name].losses, f"C{i}"
@@ -193,12 +193,6 @@ def plot(curves: Curves, path: Path, title: str) -> None:
     figure.suptitle(title or "training loss", fontsize="medium", wrap=True)
     figure.savefig(path, dpi=120)
     pictures.close(figure)
-
-
-def _running(losses: dict[int, float], window: int) -> dict[int, float]:
-    steps, values = list(losses), list(losses.values())
-    ends = range(window, len(steps) + 1)
-    return {steps[i - 1]: sum(values[i - window : i]) / window for i in ends}
 
 
 if __name__ == "__main__":

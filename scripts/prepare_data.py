@@ -41,7 +41,14 @@ from phalanx.moe.data.documents import (
     write_shard,
 )
 from phalanx.moe.data.host_cache import DataError, digest, sync  # noqa: E402
-from phalanx.moe.data.token_files import BYTES, BYTES_EOD, Sidecar, smallest_dtype, write_index  # noqa: E402
+from phalanx.moe.data.token_files import (
+    BYTES,
+    BYTES_EOD,
+    Sidecar,
+    smallest_dtype,
+    tokenizer_beside,
+    write_index,
+)
 
 EXAMPLES = """examples:
   prepare_data.py wiki/*.jsonl --tokenizer tokenizer.json --eod '<|endoftext|>' --output data/wiki
@@ -318,6 +325,7 @@ def join(
         skipped=empty + without_tokens,
     )
     described.write(made[0])
+    keep_tokenizer(recipe, output)
     for temporary, final in zip(made, output_files(output), strict=True):
         sync(temporary)
         os.replace(temporary, final)
@@ -325,6 +333,18 @@ def join(
         f"{output}: {described.documents:,} documents, {described.tokens:,} tokens of "
         f"{described.tokenizer}, {described.text_bytes:,} bytes of text; {skipped}"
     )
+
+
+def keep_tokenizer(recipe: Recipe, output: Path) -> None:
+    """The tokenizer.json beside what it has made, for text from a model that is trained on it."""
+    kept = tokenizer_beside(str(output))
+    if recipe.tokenizer:
+        new = Path(f"{kept}.new")
+        shutil.copyfile(recipe.tokenizer, new)
+        sync(new)
+        os.replace(new, kept)
+    else:
+        kept.unlink(missing_ok=True)  # of what this replaces
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ moe/model/attention.py calls it between the query-key-value and the output proje
 `reference` (explicit fp32 softmax, S x T memory: the oracle), `sdpa` (torch's fused kernels),
 `flex` (FlexAttention compiled to Triton: windows and sinks at fused speed) and `fa4` (flash-attn-4
 for Hopper). All of them differentiate through q, k, v and the sinks, and read no device value on
-the host.
+the host. In a packed sequence a query sees its own document alone (`kernels.attention.documents`).
 
 Shape legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
 d channels of query and key, v channels of value. The queries are the last S of T positions:
 query i is at position p = T - S + i and sees keys j with p - window < j <= p (window 0: j <= p).
+Of documents there are one sequence and as many queries as keys: B = 1, S = T.
 """
 
 import functools
@@ -19,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from phalanx.kernels.attention.documents import Documents
 
 BLOCK = 128
 """Rows and columns of a tile of FlexAttention's block mask."""
@@ -32,6 +35,7 @@ def attention(
     scale: float,
     window: int = 0,
     sinks_H: torch.Tensor | None = None,
+    documents: Documents | None = None,
     backend: str,
 ) -> torch.Tensor:
     """Causal attention with grouped queries, an optional sliding window and optional sinks.
@@ -44,6 +48,7 @@ def attention(
         window: keys that a query sees, itself included; 0 is no limit.
         sinks_H: a logit per head that joins the softmax denominator and has no value (GPT-OSS,
             arXiv 2508.10925; "softmax off by one" is the sink 0).
+        documents: of the T = S tokens of one sequence; a query sees its own alone.
         backend: `reference`, `sdpa`, `flex` or `fa4`.
 
     Returns:
@@ -59,16 +64,31 @@ def attention(
         raise ValueError(f"{queries} queries cannot be the last of {keys} positions")
     if backend not in _BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}: use {', '.join(_BACKENDS)}")
+    if documents is not None:
+        batch, tokens = q_BHSd.size(0), documents.first_T.numel()
+        if (batch, queries, keys) != (1, tokens, tokens):
+            raise ValueError(
+                f"documents in {tokens} tokens of one sequence do not fit {queries} queries and "
+                f"{keys} keys of {batch}"
+            )
     # A window that covers every key is no window: one mask fewer to build, compile or refuse.
     window = 0 if window >= keys else window
-    return _BACKENDS[backend](q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H)
+    return _BACKENDS[backend](q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H, documents)
 
 
-def visible_ST(queries: int, keys: int, window: int, device: torch.device | str) -> torch.Tensor:
+def visible_ST(
+    queries: int,
+    keys: int,
+    window: int,
+    device: torch.device | str,
+    documents: Documents | None = None,
+) -> torch.Tensor:
     """Boolean [S, T]: which keys (columns) each query (rows) sees."""
     p_S1 = torch.arange(keys - queries, keys, device=device)[:, None]
     j_1T = torch.arange(keys, device=device)[None]
     seen = j_1T <= p_S1
+    if documents is not None:
+        seen &= j_1T >= documents.first_T[:, None]
     return seen & (j_1T > p_S1 - window) if window else seen
 
 
@@ -79,13 +99,15 @@ def _reference(
     scale: float,
     window: int,
     sinks_H: torch.Tensor | None,
+    documents: Documents | None,
 ) -> torch.Tensor:
     (_, H, S, _), (_, G, T, _) = q.shape, k.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     # The H / G query heads of a group are more rows against the same keys: no key is copied.
     q_Bgrd = q.to(wide).unflatten(1, (G, H // G)).flatten(2, 3)
     logits_BHST = (q_Bgrd @ k.to(wide).transpose(-1, -2)).reshape(-1, H, S, T) * scale
-    logits_BHST = logits_BHST.masked_fill(~visible_ST(S, T, window, q.device), float("-inf"))
+    visible = visible_ST(S, T, window, q.device, documents)
+    logits_BHST = logits_BHST.masked_fill(~visible, float("-inf"))
     if sinks_H is not None:
         column_BHS1 = sinks_H.to(wide)[:, None, None].expand(logits_BHST.size(0), H, S, 1)
         logits_BHST = torch.cat([logits_BHST, column_BHS1], -1)
@@ -101,18 +123,21 @@ def _sdpa(
     scale: float,
     window: int,
     sinks_H: torch.Tensor | None,
+    documents: Documents | None,
 ) -> torch.Tensor:
     if sinks_H is not None:
         raise ValueError("sdpa has no sinks: set kernels.attention=flex (CUDA) or reference")
     S, T, grouped = q.size(2), k.size(2), q.size(1) != k.size(1)
     if q.device.type != "cuda":
-        mask = None if S == T and not window else visible_ST(S, T, window, q.device)
+        whole = S == T and not window and documents is None
+        mask = None if whole else visible_ST(S, T, window, q.device, documents)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
-    if window or S != T:
+    if window or S != T or documents is not None:
         raise ValueError(
-            "sdpa on CUDA has no window and no context parallelism: set kernels.attention=flex"
+            "sdpa on CUDA has no window, no context parallelism and no documents: "
+            "set kernels.attention=flex"
         )
     # cuDNN is the only fast one with d != v; it gives way to flash or memory-efficient attention
     # under deterministic algorithms. Without the math kernel, what none of them can run is an
@@ -135,8 +160,12 @@ def _flex(
     scale: float,
     window: int,
     sinks_H: torch.Tensor | None,
+    documents: Documents | None,
 ) -> torch.Tensor:
-    mask = block_mask(q.size(2), k.size(2), window, q.device)
+    if documents is None:
+        mask = block_mask(q.size(2), k.size(2), window, q.device)
+    else:
+        mask = document_block_mask(documents, window)
     if q.device.type != "cuda":  # inference only: torch has no backward for it here
         return _flex_with_sinks(q, k, v, sinks_H, mask, scale)
     # Layers with and without a window, evaluation, recomputation and each chunk of a context
@@ -200,14 +229,47 @@ def block_mask(queries: int, keys: int, window: int, device: torch.device) -> Bl
     if window:
         some &= last_k > first_q - window
         full &= first_k > last_q - window
+    return _block_mask(some, full, visible, (queries, keys)).to(device)
+
+
+def document_block_mask(documents: Documents, window: int) -> BlockMask:
+    """FlexAttention's sparse form of `visible_ST` within documents, made once for all layers.
+
+    First visible keys never go back from one query to the next, so corners tell of tiles here too.
+    The numbers of tiles are static, which of them are visible is known to the device alone.
+    """
+    if window in documents.masks:
+        made: BlockMask = documents.masks[window]
+        return made
+    first_T = documents.first_T
+    T, device = first_T.numel(), first_T.device
+    if window:
+        first_T = first_T.maximum(torch.arange(1 - window, T + 1 - window, device=device))
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (j <= i) & (j >= first_T[i])
+
+    first = torch.arange(0, T, BLOCK, device=device)
+    first_q, first_k = first[:, None], first[None]
+    last_q, last_k = first_q + BLOCK - 1, first_k + BLOCK - 1
+    seen_by_first, seen_by_last = first_T[first_q], first_T[last_q.clamp(max=T - 1)]
+    some = (first_k <= last_q) & (last_k >= seen_by_first)
+    full = (last_k <= first_q) & (last_q < T) & (first_k >= seen_by_last)
+    documents.masks[window] = _block_mask(some, full, visible, (T, T))
+    return documents.masks[window]
+
+
+def _block_mask(
+    some: torch.Tensor,
+    full: torch.Tensor,
+    visible: Callable[..., torch.Tensor],
+    size: tuple[int, int],
+) -> BlockMask:
+    """Of the tiles that are visible in part or whole, those whole, and each pair."""
     partial_blocks, full_blocks = _rows(some & ~full), _rows(full)
     return BlockMask.from_kv_blocks(
-        *partial_blocks,
-        *full_blocks,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=visible,
-        seq_lengths=(queries, keys),
-    ).to(device)
+        *partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=size
+    )
 
 
 def _rows(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,11 +285,13 @@ def _fa4(
     scale: float,
     window: int,
     sinks_H: torch.Tensor | None,
+    documents: Documents | None,
 ) -> torch.Tensor:
     from phalanx.kernels.attention import fa4
 
     q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
-    return fa4.attention(q, k, v, sinks_H, scale=scale, window=window).permute(1, 2, 0, 3)
+    o_SBHv = fa4.attention(q, k, v, sinks_H, scale=scale, window=window, documents=documents)
+    return o_SBHv.permute(1, 2, 0, 3)
 
 
 _BACKENDS = {"reference": _reference, "sdpa": _sdpa, "flex": _flex, "fa4": _fa4}

@@ -7,6 +7,13 @@ queries than keys are the last of them. In deterministic mode the backward pass 
 order; otherwise the gradient of the queries, and with grouped queries those of keys and values, are
 sums by atomics.
 
+Packed documents take its interface for sequences of various lengths, `cu_seqlens_q` and
+`cu_seqlens_k` of `flash_attn_varlen_func`: bounds on the device, and tensors [T, H, d] of one
+sequence. The bounds have a fixed number of places; those behind the last document begin and end at
+T, which is a sequence without tokens. All sizes and launches follow from shapes and from the bound
+of a document's length, so that a graph can be replayed with other documents. The backward pass
+takes 128 rows of fp32 more for each place in its scratch memory.
+
 `scripts/bench_libraries.py attention` measures it beside cuDNN's and torch's kernels.
 
 Legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
@@ -19,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.kernels.attention.documents import Documents
 from phalanx.kernels.attention.fa4_library import calling
 from phalanx.kernels.attention.limits import refuse_heads
 from phalanx.kernels.attention.rope import dense
@@ -32,6 +40,7 @@ def attention(
     *,
     scale: float,
     window: int = 0,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Causal attention; query i is at position T - S + i.
 
@@ -41,6 +50,7 @@ def attention(
         sinks_H: a logit per head in the softmax denominator (arXiv 2508.10925), bf16 or fp32.
         scale: factor on q @ k^T.
         window: keys that a query sees, itself included; 0 is no limit.
+        documents: with bounds, of the S = T tokens of one sequence.
 
     Returns:
         o_SBHv, contiguous.
@@ -56,22 +66,33 @@ def attention(
         raise ValueError("kernels.attention=fa4 needs CUDA capability 9.0")
     if why := refuse_heads(d, v, grouped=H != G):
         raise ValueError(f"kernels.attention=fa4 {why}")
-    return _Attention.apply(q_SBHd, k_TBGd, v_TBGv, sinks_H, scale, window)
+    if documents is not None and documents.bounds_N1 is None:
+        raise ValueError("kernels.attention=fa4 needs places for the bounds of documents")
+    return _Attention.apply(q_SBHd, k_TBGd, v_TBGv, sinks_H, scale, window, documents)
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and the logarithm of the softmax denominator of each row, [B, H, S] in fp32."""
+    """`attention`, and the logarithm of the softmax denominator of each row in fp32, [B, H, S]; of
+    documents [H, T]."""
     out, lse = _outputs(q, v)
+    lse, given = (lse, _batch_first) if documents is None else (lse[0], _only)
     with calling() as library:
         library._flash_attn_fwd(
-            *(_batch_first(_readable(x)) for x in (q, k, v)),
+            *(given(_readable(x)) for x in (q, k, v)),
             softmax_scale=scale,
             learnable_sink=sinks,
-            out=_batch_first(out),
+            out=given(out),
             lse=lse,
             **_mask(window),
+            **_lengths(documents),
         )
     return out, lse
 
@@ -83,6 +104,7 @@ def run_backward(
     scale: float,
     window: int,
     deterministic: bool,
+    documents: Documents | None = None,
 ) -> list[Tensor]:
     """Gradients of q, k, v, contiguous, and of the sinks if there are any.
 
@@ -90,11 +112,12 @@ def run_backward(
     """
     q, k, v, out, lse = saved
     gradients = _gradients(q, k, v)
-    dq, dk, dv = (_batch_first(x) for x in gradients)
+    given = _batch_first if documents is None else _only
+    dq, dk, dv = (given(x) for x in gradients)
     with calling() as library:
         returned = library._flash_attn_bwd(
-            *(_batch_first(_readable(x)) for x in (q, k, v, out)),
-            _batch_first(dout.contiguous()),
+            *(given(_readable(x)) for x in (q, k, v, out)),
+            given(dout.contiguous()),
             lse,
             softmax_scale=scale,
             deterministic=deterministic,
@@ -103,6 +126,7 @@ def run_backward(
             dk=dk,
             dv=dv,
             **_mask(window),
+            **_lengths(documents),
         )
     return [*gradients, *returned[3:]]
 
@@ -119,10 +143,11 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         scale: float,
         window: int,
+        documents: Documents | None,
     ) -> Tensor:
-        out, lse = run_forward(q, k, v, sinks, scale, window)
+        out, lse = run_forward(q, k, v, sinks, scale, window, documents)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.scale, ctx.window = scale, window
+        ctx.scale, ctx.window, ctx.documents = scale, window, documents
         return out
 
     @staticmethod
@@ -130,9 +155,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
         deterministic = torch.are_deterministic_algorithms_enabled()
-        gradients = run_backward(dout, saved, sinks, ctx.scale, ctx.window, deterministic)
+        how = ctx.scale, ctx.window, deterministic, ctx.documents
+        gradients = run_backward(dout, saved, sinks, *how)
         dq, dk, dv, *rest = gradients
-        return dq, dk, dv, rest[0] if rest else None, None, None
+        return dq, dk, dv, rest[0] if rest else None, None, None, None
 
 
 def _mask(window: int) -> dict[str, Any]:
@@ -140,6 +166,15 @@ def _mask(window: int) -> dict[str, Any]:
     if not window:
         return dict(causal=True)
     return dict(causal=True, window_size_left=window - 1, window_size_right=0)
+
+
+def _lengths(documents: Documents | None) -> dict[str, Any]:
+    if documents is None:
+        return {}
+    bounds, longest = documents.bounds_N1, documents.longest
+    return dict(
+        cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest
+    )
 
 
 def _outputs(q_SBHd: Tensor, v_TBGv: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,6 +189,11 @@ def _gradients(*tensors: Tensor) -> list[Tensor]:
 
 def _batch_first(x_SBHd: Tensor) -> Tensor:
     return x_SBHd.transpose(0, 1)
+
+
+def _only(x_T1Hd: Tensor) -> Tensor:
+    """The one sequence."""
+    return x_T1Hd.squeeze(1)
 
 
 def _readable(x: Tensor) -> Tensor:

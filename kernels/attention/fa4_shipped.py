@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from phalanx.kernels.attention.documents import Documents
 from phalanx.kernels.attention.fa4 import run_backward, run_forward
 from phalanx.kernels.attention.fa4_library import library, named
 from phalanx.kernels.cache import kept_in
@@ -36,6 +37,8 @@ class AttentionLayer:
     window: bool = False
     sinks: bool = False
     deterministic: bool = False
+    documents: bool = False
+    """Attention stops at the ends of documents inside a sequence."""
 
 
 _LAYERS = (
@@ -64,15 +67,19 @@ def build(layer: AttentionLayer, where: Path) -> None:
 
 
 def _call(layer: AttentionLayer) -> None:
-    S, B, G, H = 1024, 2, 2, 2 * layer.group
+    S, B, G, H = 1024, 1 if layer.documents else 2, 2, 2 * layer.group
     with without_gpu(), FakeTensorMode():
         bf16 = partial(torch.empty, dtype=torch.bfloat16, device="cuda")
         q, k, v = bf16(S, B, H, layer.d), bf16(S, B, G, layer.d), bf16(S, B, G, layer.v)
         sinks = bf16(H) if layer.sinks else None
         window = S // 2 if layer.window else 0
-        out, lse = run_forward(q, k, v, sinks, 1.0, window)
-        saved = [q, k, v, out, lse]
-        run_backward(torch.empty_like(out), saved, sinks, 1.0, window, layer.deterministic)
+        documents = None
+        if layer.documents:
+            position = torch.empty(S, dtype=torch.int64, device="cuda")
+            documents = Documents(position, places=16, longest=S)
+        out, lse = run_forward(q, k, v, sinks, 1.0, window, documents)
+        saved, how = [q, k, v, out, lse], (1.0, window, layer.deterministic, documents)
+        run_backward(torch.empty_like(out), saved, sinks, *how)
 
 
 @contextlib.contextmanager

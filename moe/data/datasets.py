@@ -29,6 +29,7 @@ from phalanx.configs.schema import DataConfig
 from phalanx.moe.data.bin_reader import BinReader
 from phalanx.moe.data.blend import PARTS, Part, open_blend, parse_blend
 from phalanx.moe.data.host_cache import DataError, cache_folder, digest, shared_arrays
+from phalanx.moe.data.packing import positions
 from phalanx.moe.data.sources import Source
 from phalanx.moe.data.token_files import BYTES, Corpus, embedded
 from phalanx.moe.report.names import short_names
@@ -59,6 +60,10 @@ class Indexed:
                 f"model.vocab_size={self._vocab}; set model.vocab_size or prepare the data again"
             )
         return row
+
+    def positions(self, index: int) -> np.ndarray:
+        """int64 [S + 1]: places of the tokens of a row in their pieces of documents."""
+        return positions(self._rows.pieces(index))
 
     def source(self, index: int) -> int:
         """Number in `sources` of the one that a row comes from."""
@@ -216,11 +221,20 @@ class _Endless(MegatronDataset):
         return sys.maxsize
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        epoch, offset = self._found(index)
+        return {"text": epoch.row(offset), "prefix": self.dataset_path}
+
+    def pieces(self, index: int) -> np.ndarray:
+        """int64 [P]: tokens of the pieces of documents in a row, in their order."""
+        epoch, offset = self._found(index)
+        return epoch.pieces(offset)
+
+    def _found(self, index: int) -> "tuple[_Epoch, int]":
         number, offset = divmod(int(index), self._epoch_samples)
         current = self._current  # another loader's thread may replace it meanwhile
         if current is None or current[0] != number:
             current = self._current = (number, self._epoch(number))
-        return {"text": current[1].row(offset), "prefix": self.dataset_path}
+        return current[1], offset
 
     def _epoch(self, number: int) -> "_Epoch":
         config = replace(self.config, random_seed=self.config.random_seed + number)
@@ -248,9 +262,26 @@ class _Epoch(GPTDataset):
         """int64 [S + 1]."""
         return self._query_document_sample_shuffle_indices(index)[0]
 
+    def pieces(self, index: int) -> np.ndarray:
+        """int64 [P]: tokens that the row has of each of its documents, in their order."""
+        sample = self.shuffle_index[index]
+        # Of the row's first and last token's document: number in the order of the epoch, and how
+        # many of its tokens lie before.
+        (first, skipped), (last, before) = self.sample_index[sample : sample + 2].tolist()
+        documents = self.document_index[first : last + 1]
+        lengths_P = self.dataset.sequence_lengths[documents].astype(np.int64)
+        lengths_P[-1] = before + 1  # a row has one token more than its sequence
+        lengths_P[0] -= skipped
+        return lengths_P
+
 
 class _Blend(BlendedDataset):
     """Which source each row comes from, by weight alone: a longer run has the same start."""
+
+    def pieces(self, index: int) -> np.ndarray:
+        """As those of the row's source."""
+        source, row = self.dataset_index[index], self.dataset_sample_index[index]
+        return self.datasets[source].pieces(row)  # type: ignore[no-any-return]
 
     def _build_indices(self) -> tuple[np.ndarray, ...]:
         key = {

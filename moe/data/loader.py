@@ -19,6 +19,7 @@ import torch.distributed as dist
 from phalanx.configs.schema import Config, DataConfig
 from phalanx.moe.data import datasets
 from phalanx.moe.data.host_cache import DataError, digest
+from phalanx.moe.data.packing import Packing, packing
 from phalanx.moe.data.sources import Source
 
 Batch = dict[str, torch.Tensor]
@@ -34,6 +35,10 @@ class Samples(Protocol):
 
     def source(self, index: int) -> int:
         """Number in `sources` of the one that a row comes from."""
+        ...
+
+    def positions(self, index: int) -> np.ndarray:
+        """int64 [S + 1]: places of the tokens of row i in their pieces of documents."""
         ...
 
     def __len__(self) -> int: ...
@@ -99,6 +104,9 @@ class Synthetic:
     def source(self, index: int) -> int:
         raise LookupError("random tokens have no source")
 
+    def positions(self, index: int) -> np.ndarray:
+        raise LookupError("random tokens have no documents")
+
 
 def _agreed[T](work: Callable[[], T], mark: Callable[[T], str]) -> T:
     """`work()` on every rank; if it fails on one, or marks differ, all raise the same DataError."""
@@ -132,7 +140,10 @@ class Loader:
     consumed + dp_rank * B + [0, B). So the micro-batches of a step are the same for every data
     parallel size; only who runs which, and when, differs. Ranks with equal `dp_rank` get equal
     batches. A batch is {tokens, labels, position_ids}, int64 [B, S], on the CPU (pinned if `pin`).
-    `dataset` may be replaced by a longer one with the same rows.
+    With `documents` positions count from the beginning of each piece of a document, and there is a
+    loss_mask, bool [B, S]: whether the label is of the token's document. A row of more pieces than
+    `places`, unless that is 0, is a DataError. `dataset` may be replaced by a longer one with the
+    same rows.
     Raises DataError for batch sizes that do not divide, StopIteration after the last full one.
     """
 
@@ -146,6 +157,8 @@ class Loader:
         consumed: int = 0,
         *,
         pin: bool = False,
+        documents: bool = False,
+        places: int = 0,
     ) -> None:
         if micro_batch < 1 or global_batch < 1 or global_batch % (micro_batch * dp_size):
             raise DataError(
@@ -157,8 +170,9 @@ class Loader:
         self._stride, self._first = micro_batch * dp_size, micro_batch * dp_rank
         self.micro_batches = global_batch // self._stride
         self._pin = pin
+        self.documents, self._places = documents, places
         self._thread = ThreadPoolExecutor(1, "loader")
-        self._ahead: deque[Future[np.ndarray]] = deque()
+        self._ahead: deque[Future[tuple[np.ndarray, ...]]] = deque()
         self._positions: torch.Tensor | None = None
         self.consumed_samples = consumed
 
@@ -169,7 +183,7 @@ class Loader:
         if self.consumed_samples + self._stride > len(self.dataset):
             raise StopIteration
         self._fetch()
-        batch = self._finish(torch.from_numpy(self._ahead[0].result()))
+        batch = self._finish(*map(torch.from_numpy, self._ahead[0].result()))
         self._ahead.popleft()
         self.consumed_samples += self._stride
         self._fetch()
@@ -213,13 +227,42 @@ class Loader:
                 return
             self._ahead.append(self._thread.submit(self._rows, start + self._first))
 
-    def _rows(self, start: int) -> np.ndarray:
-        return np.stack([self.dataset[start + i] for i in range(self._micro_batch)])
+    def packing(self, sequences: int = 256) -> Packing:
+        """Of the first sequences of the dataset, the same for every rank and resume."""
+        numbers = range(min(sequences, len(self.dataset)))
+        return packing(self.dataset.positions(i)[:-1] for i in numbers)
 
-    def _finish(self, rows: torch.Tensor) -> Batch:
+    def _rows(self, start: int) -> tuple[np.ndarray, ...]:
+        """Tokens, and of documents positions, [B, S + 1]."""
+        numbers = range(start, start + self._micro_batch)
+        tokens = np.stack([self.dataset[i] for i in numbers])
+        if not self.documents:
+            return (tokens,)
+        return tokens, np.stack([self._positions_of(i) for i in numbers])
+
+    def _positions_of(self, number: int) -> np.ndarray:
+        position = self.dataset.positions(number)
+        held = int((position[:-1] == 0).sum())
+        if 0 < self._places < held:
+            raise DataError(
+                f"sample {number} has {held} documents, more than the {self._places} that "
+                f"attention has places for; set data.max_documents={held}, or "
+                "kernels.attention=flex, which needs no number"
+            )
+        return position
+
+    def _finish(self, rows: torch.Tensor, positions: torch.Tensor | None = None) -> Batch:
         """[B, S + 1] -> batch. Pins in the caller's thread: a CUDA call from another one would
         break a graph capture, and would go to device 0."""
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if positions is not None:
+            batch = {
+                "tokens": tokens,
+                "labels": labels,
+                "position_ids": positions[:, :-1].contiguous(),
+                "loss_mask": positions[:, 1:] != 0,
+            }
+            return {name: self._pinned(tensor) for name, tensor in batch.items()}
         if self._positions is None:
             self._positions = torch.arange(tokens.shape[1]).expand_as(tokens).contiguous()
             self._positions = self._pinned(self._positions)

@@ -136,6 +136,11 @@ def open_corpus(prefix: str) -> Corpus:
     return corpus
 
 
+def tokenizer_beside(prefix: str) -> Path:
+    """Where scripts/prepare_data.py keeps the tokenizer.json that has made prefix.bin."""
+    return Path(f"{prefix}.tokenizer.json")
+
+
 def _read_header(index: Path) -> tuple[int, int, str]:
     """-> sequences, document boundaries, dtype."""
     with index.open("rb") as stream:

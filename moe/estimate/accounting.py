@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.schema import AttentionConfig, ModelConfig
+from phalanx.configs.schema import AttentionConfig, Config, ModelConfig
 from phalanx.moe.report.units import count
 
 
@@ -78,6 +78,11 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     return float(backward_twice * multiply_add * (linear + core))
 
 
+def at_most(cfg: Config) -> str:
+    """What is to be said behind FLOPs where attention does less than whole sequences ask for."""
+    return ", at most: attention as in whole sequences" if cfg.data.document_mask else ""
+
+
 def bf16_peak(name: str) -> float | None:
     """Dense BF16 peak in TFLOP/s of a GPU by its name; None for an unknown one."""
     return next((peak for part, peak in _BF16_PEAKS if part in name), None)
@@ -108,7 +113,7 @@ def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
     layers = dense + sparse
     up, bias = ACTIVATIONS[e.activation].halves, int(m.bias)
     a = m.attention
-    inner_norms = 2 * a.head_dim * a.qk_norm if a.kind == "gqa" else a.q_lora_rank + a.kv_lora_rank
+    inner_norms = a.q_lora_rank + a.kv_lora_rank if a.kind == "mla" else sum(qk_norms(a))
     return Parameters(
         embedding=m.vocab_size * h,
         attention=layers * (_attention_weights(m) + _attention_vectors(m)),
@@ -151,11 +156,19 @@ def projections(h: int, a: AttentionConfig) -> Iterator[tuple[int, int]]:
     yield a.heads * a.v_dim, h
 
 
+def qk_norms(a: AttentionConfig) -> tuple[int, ...]:
+    """Channels of the norms of queries and of keys of grouped attention; none without them."""
+    if a.kind != "gqa" or not a.qk_norm:
+        return ()
+    together = (a.heads, a.kv_heads) if a.qk_norm_over == "projection" else (1, 1)
+    return tuple(heads * a.head_dim for heads in together)
+
+
 def _attention_vectors(m: ModelConfig) -> int:
     """Biases and sinks of one attention. Latent attention has a bias on its output only."""
-    a, bias = m.attention, int(m.bias)
+    a = m.attention
     inner = (a.heads + 2 * a.kv_heads) * a.head_dim if a.kind == "gqa" else 0
-    return bias * (inner + m.hidden) + a.heads * a.sinks
+    return (m.bias or a.qkv_bias) * inner + m.bias * m.hidden + a.heads * a.sinks
 
 
 def _mlp_weights(m: ModelConfig, ffn: int) -> int:

@@ -18,13 +18,12 @@ from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.moe.estimate.traffic import costs
+from phalanx.moe.estimate.traffic import costs, overlaps
 from phalanx.moe.estimate.weights import LayerKind
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.dense_mlp import takes
 from phalanx.moe.router.router import slots
 from phalanx.parallel.dispatch.capacity import Budget
-from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,14 @@ class Activations:
         else:
             q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
             kept = 2 * q + 2 * kv
-            if a.qk_norm and a.kv_heads >= t:  # the projection whole, of which values may be a view
+            if a.qk_norm and a.qk_norm_over == "projection":
+                kept += q + kv  # copies of query and key, which the norms save
+            elif 0 < a.rotary_dim < a.head_dim:
+                # Steps of their own: the projection whole, of which values are a view, and with
+                # norms the query cut out of it.
+                kept += q + kv + (q + kv if a.qk_norm else 0)
+            elif a.qk_norm and a.kv_heads >= t:
+                # The projection whole, of which values may be a view.
                 kept += q + kv + (kv if self._cfg.kernels.attention == "te" else 0)
             elif a.qk_norm and self._cfg.kernels.norm == "te":
                 kept += q + kv  # copies of query and key, which the norm saves
@@ -227,9 +233,9 @@ class Activations:
         if fp8 and "fp8" in (p.wgrad, p.dispatch):
             # A copy beside what router and transport have in bf16; under exchanges that overlap
             # experts, what is sent again is quantized again.
-            resent = sent.exposed < 1 and bool(self._cfg.parallel.comm_sms)
-            resent &= waits_for_tokens(self._cfg.kernels.backend)
-            received = (sent.kept or (0 if resent else s.received)) * fp8_row(m.hidden)
+            resent = overlaps(self._cfg, self._world)
+            kept = sent.kept if resent else max(sent.kept, s.received)
+            received = kept * fp8_row(m.hidden)
         return routing + h + 8 * s.rows + received
 
     def _experts_backward(self) -> int:

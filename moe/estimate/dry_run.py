@@ -16,7 +16,13 @@ from phalanx.configs.matching import Match, alike
 from phalanx.configs.records import Published
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
-from phalanx.moe.estimate.accounting import bf16_peak, flops_per_token, fp8_peak, model_size
+from phalanx.moe.estimate.accounting import (
+    at_most,
+    bf16_peak,
+    flops_per_token,
+    fp8_peak,
+    model_size,
+)
 from phalanx.moe.estimate.activations import sizes
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
@@ -24,11 +30,10 @@ from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time
-from phalanx.moe.estimate.traffic import costs, row_bytes, traffic
+from phalanx.moe.estimate.traffic import overlaps, row_bytes, traffic
 from phalanx.moe.estimate.weights import fp8_copy_bytes
 from phalanx.moe.report.units import count, storage, work
 from phalanx.parallel.dispatch.costs import Links
-from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 
 _GIB = 2**30
 
@@ -66,14 +71,14 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     m, d, k = cfg.model, cfg.data, cfg.kernels
     flops = flops_per_token(m, d.sequence_length)
     yield f"model     {model_size(m)}"
-    yield f"work      {work(flops)} a token at sequence {d.sequence_length} (Megatron convention)"
+    convention = f"Megatron convention{at_most(cfg)}"
+    yield f"work      {work(flops)} a token at sequence {d.sequence_length} ({convention})"
     yield f"ranks     {world} x {machine.name}, {described(cfg)}"
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
     if is_fp8(cfg):
         yield f"weights   {_copies(cfg, world)}"
     yield f"graph     {_graph(cfg)}"
-    overlaps = waits_for_tokens(k.backend) and costs(cfg, world).exposed < 1
-    sms = cfg.parallel.comm_sms if overlaps else 0
+    sms = cfg.parallel.comm_sms if overlaps(cfg, world) else 0
     yield f"overlap   {f'exchanges on {sms} SMs, experts on the others' if sms else 'off'}"
     yield (
         f"batch     {d.global_batch} = {d.micro_batch} x {micro_batches(cfg, world)} micro-batches"
@@ -210,8 +215,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     flops = flops_per_token(cfg.model, d.sequence_length)
     best, exchanged = bound(cfg, world, machine), ""
     if t.exchange:
-        hidden = cfg.parallel.comm_sms and costs(cfg, world).exposed < 1
-        how = "partly beside the experts" if hidden else "between computation"
+        how = "partly beside the experts" if overlaps(cfg, world) else "between computation"
         exchanged = f", exchanges by {cfg.parallel.dispatch} {how}"
     rate, best_rate = (_rate(tokens / seconds, flops) for seconds in (t.total, best.seconds))
     yield (

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 
 from phalanx.configs.capture import CAPTURED
-from phalanx.configs.layout import pipeline_chunks
+from phalanx.configs.layout import document_places, pipeline_chunks
 from phalanx.configs.schema import Config
+from phalanx.kernels.attention.documents import BOUNDED
 from phalanx.moe.estimate.activations import Activations, Layer
 from phalanx.moe.estimate.pipeline import held
 from phalanx.moe.estimate.traffic import costs
@@ -73,13 +74,27 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Memor
         Memory(
             stage=i,
             weights=weights[i],
-            cached=cached[i] + copies[i] + _WORKSPACES,
+            cached=cached[i] + copies[i] + _WORKSPACES + _documents(cfg),
             saved=held(cfg, world, i, [sum(part.saved for part in c) for c in chunks]),
             backward=_backward([part for c in chunks for part in c], head),
             validation=_validation(cfg, [part for c in chunks for part in c]),
         )
         for i, chunks in enumerate(stages)
     ]
+
+
+def _documents(cfg: Config) -> int:
+    """Scratch of flash-attn-4's backward pass for places of documents: 128 rows of fp32 for each,
+    of the gradients of queries, and of keys and values that query heads share."""
+    d, a = cfg.data, cfg.model.attention
+    if not d.document_mask or cfg.kernels.attention not in BOUNDED:
+        return 0
+    if a.kind == "mla":
+        channels = a.heads * (a.qk_nope_dim + a.qk_rope_dim)
+    else:
+        shared = 2 * a.kv_heads if a.kv_heads < a.heads else 0
+        channels = (a.heads + shared) * a.head_dim
+    return document_places(d) * d.micro_batch * 128 * 4 * channels // cfg.parallel.tensor
 
 
 def _backward(parts: list[Layer], head: Layer) -> int:
@@ -89,11 +104,12 @@ def _backward(parts: list[Layer], head: Layer) -> int:
 
 
 def _validation(cfg: Config, parts: list[Layer]) -> int:
-    """A forward pass without gradients holds one part of the model at a time.
+    """A forward pass without gradients, also of a sample, holds one part of the model at a time.
 
     Eager steps have given their memory back by then; a CUDA graph keeps its own.
     """
-    beside = cfg.run.graph == CAPTURED and cfg.run.eval_interval > 0
+    run = cfg.run
+    beside = run.graph == CAPTURED and (run.eval_interval > 0 or run.sample_every > 0)
     return max(part.saved for part in parts) if beside else 0
 
 

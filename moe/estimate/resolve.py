@@ -3,7 +3,7 @@
 import copy
 
 from phalanx.configs import capture
-from phalanx.configs.formats import MULTIPLIES_FP8, is_fp8
+from phalanx.configs.formats import MULTIPLIES_FP8, is_fp8, quantizes_on_arrival
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config
@@ -62,5 +62,5 @@ def _with_transport(cfg: Config, world: int, node_gpus: int) -> Config:
     except ValueError as error:
         raise ConfigError(f"on nodes of {node_gpus} GPUs {error}") from error
     cfg.parallel.dispatch = taken.name
-    cfg.parallel.comm_sms = sms_of(wanted, taken, k.backend)
+    cfg.parallel.comm_sms = sms_of(wanted, taken, k.backend, quantizes_on_arrival(cfg))
     return cfg

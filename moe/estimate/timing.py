@@ -27,7 +27,7 @@ from phalanx.configs.schema import Config
 from phalanx.moe.estimate.accounting import flops_per_token
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.pipeline import step_seconds
-from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, traffic
+from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, overlaps, traffic
 from phalanx.moe.estimate.weights import LayerKind, halves, layer_kinds, stage_weights
 
 
@@ -199,7 +199,7 @@ def _exchange(cfg: Config, world: int, machine: Machine) -> float:
     bytes_ = sent.forward + sent.backward
     near, far = bytes_.near / (machine.node_gbs * 1e9), bytes_.far / (machine.network_gbs * 1e9)
     how = costs(cfg, world)
-    if cfg.parallel.comm_sms:
+    if overlaps(cfg, world):
         near *= how.exposed
     if how.pipelined and cfg.kernels.backend != "megatron":
         return max(near, far)

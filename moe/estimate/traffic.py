@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from math import comb
 from typing import NamedTuple
 
-from phalanx.configs.formats import fp8_row, in_bf16, width
+from phalanx.configs.formats import in_bf16, quantizes_on_arrival, width
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config, MoEConfig
+from phalanx.kernels.quantize import packed
 from phalanx.parallel.dispatch.costs import NOTHING, Costs, Links, Reach
 from phalanx.parallel.dispatch.transport import class_of
+from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ def costs(cfg: Config, world: int) -> Costs:
     return class_of(cfg.parallel.dispatch).costs(reach(cfg, world))
 
 
+def overlaps(cfg: Config, world: int) -> bool:
+    """Whether experts work while tokens are on their way."""
+    waits = waits_for_tokens(cfg.kernels.backend) and not quantizes_on_arrival(cfg)
+    return waits and bool(cfg.parallel.comm_sms) and costs(cfg, world).exposed < 1
+
+
 def reach(cfg: Config, world: int) -> Reach:
     """The expert-parallel group, and what an average token wants of it."""
     e, p, d = cfg.model.moe, cfg.parallel, cfg.data
@@ -84,8 +92,8 @@ def reach(cfg: Config, world: int) -> Reach:
 
 def row_bytes(cfg: Config) -> int:
     """Of a token, or of a gradient, on the way to the experts."""
-    m = cfg.model
-    return fp8_row(m.hidden) if cfg.precision.dispatch == "fp8" else m.hidden * width(cfg)
+    hidden, fp8 = cfg.model.hidden, cfg.precision.dispatch == "fp8"
+    return packed.row_bytes(hidden) if fp8 else hidden * width(cfg)
 
 
 def _of(cfg: Config, world: int, once: tuple[Links, Links], again: tuple[Links, Links]) -> Traffic:

@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face folders: DeepSeek-V3, GPT-OSS and Qwen3-MoE.
+"""Weights from and to Hugging Face folders, of the families of `families`.
 
 `convert` is the file to read first. No file here imports transformers.
 

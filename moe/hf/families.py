@@ -7,6 +7,20 @@ of an export, so that no difference between two architectures is passed over.
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.configs.schema import ModelConfig
+
+
+@dataclass(frozen=True)
+class Names:
+    """What tensors of an MoE layer are called, below `model.layers.<n>.`."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    choice_bias: str = "gate.e_score_correction_bias"
+    """Of the router, where it has one that shapes the choice of experts."""
+    matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Of one expert; none where all experts are in one tensor."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -22,6 +36,9 @@ class Family:
     """Field -> the one value that it can have; also what it means where it is absent."""
     harmless: frozenset[str] = field(default_factory=frozenset)
     """Fields that change no result, besides those of all families."""
+    names: Names = Names()
+    partial_rotary: float | None = None
+    """Share of a head that is rotated where nothing says so; None for families without a choice."""
 
 
 HARMLESS = frozenset(
@@ -45,7 +62,24 @@ HARMLESS = frozenset(
 """Fields of any family that name things, or steer what a caller gets, not what a model computes."""
 
 _SWIGLU = {"moe.activation": "swiglu", "moe.activation_limit": 0.0, "moe.activation_offset": 0.0}
-_GROUPED = {"attention.kind": "gqa", "mtp_layers": 0, "moe.shared_ffn": 0}
+_PLAIN_HEADS = {
+    "attention.kind": "gqa",
+    "attention.qk_norm_over": "head",
+    "attention.qkv_bias": False,
+    "attention.rotary_dim": 0,
+}
+_LATENT_HEADS = {
+    "attention.kind": "mla",
+    "attention.qk_norm": False,
+    "attention.qk_norm_over": "head",
+    "attention.qkv_bias": False,
+    "attention.rotary_dim": 0,
+    "attention.sinks": False,
+    "attention.window": 0,
+    "attention.yarn.truncate": True,
+}
+_NORMED_TOGETHER = {"attention.qk_norm": True, "attention.qk_norm_over": "projection"}
+_ROUTED_ONLY = {"mtp_layers": 0, "moe.shared_ffn": 0}
 _PLAIN_CHOICE = {"moe.router.groups": 1, "moe.router.scale": 1.0, "moe.router.bias_rate": 0.0}
 _COMMON = {
     "vocab_size": "vocab_size",
@@ -56,32 +90,44 @@ _COMMON = {
     "num_attention_heads": "attention.heads",
     "num_experts_per_tok": "moe.top_k",
 }
+_LATENT = {
+    **_COMMON,
+    "intermediate_size": "dense_ffn",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_nope_head_dim": "attention.qk_nope_dim",
+    "qk_rope_head_dim": "attention.qk_rope_dim",
+    "v_head_dim": "attention.v_dim",
+    "n_routed_experts": "moe.experts",
+    "moe_intermediate_size": "moe.ffn",
+    "first_k_dense_replace": "moe.dense_layers",
+    "routed_scaling_factor": "moe.router.scale",
+}
+_GROUPED = {
+    **_COMMON,
+    "num_key_value_heads": "attention.kv_heads",
+    "head_dim": "attention.head_dim",
+}
 _ALL = {"attention_dropout": 0.0, "hidden_act": "silu"}
+_MIXTRAL_NAMES = Names(
+    block="block_sparse_moe",
+    choice_bias="e_score_correction_bias",
+    matrices=("w1", "w3", "w2"),
+)
 
 FAMILIES = {
     "deepseek_v3": Family(
         architecture="DeepseekV3ForCausalLM",
         fixed={
             **_SWIGLU,
+            **_LATENT_HEADS,
             "bias": False,
-            "attention.kind": "mla",
-            "attention.yarn.truncate": True,
             "moe.router.score": "sigmoid",
         },
         fields={
-            **_COMMON,
-            "intermediate_size": "dense_ffn",
-            "kv_lora_rank": "attention.kv_lora_rank",
-            "qk_nope_head_dim": "attention.qk_nope_dim",
-            "qk_rope_head_dim": "attention.qk_rope_dim",
-            "v_head_dim": "attention.v_dim",
-            "n_routed_experts": "moe.experts",
-            "moe_intermediate_size": "moe.ffn",
-            "first_k_dense_replace": "moe.dense_layers",
+            **_LATENT,
             "norm_topk_prob": "moe.router.normalize",
             "n_group": "moe.router.groups",
             "topk_group": "moe.router.group_topk",
-            "routed_scaling_factor": "moe.router.scale",
         },
         demanded={
             **_ALL,
@@ -97,7 +143,8 @@ FAMILIES = {
         architecture="Qwen3MoeForCausalLM",
         fixed={
             **_SWIGLU,
-            **_GROUPED,
+            **_PLAIN_HEADS,
+            **_ROUTED_ONLY,
             **_PLAIN_CHOICE,
             "bias": False,
             "attention.qk_norm": True,
@@ -107,10 +154,8 @@ FAMILIES = {
             "moe.router.softmax_over": "all",
         },
         fields={
-            **_COMMON,
+            **_GROUPED,
             "intermediate_size": "dense_ffn",
-            "num_key_value_heads": "attention.kv_heads",
-            "head_dim": "attention.head_dim",
             "num_experts": "moe.experts",
             "moe_intermediate_size": "moe.ffn",
             "norm_topk_prob": "moe.router.normalize",
@@ -127,7 +172,8 @@ FAMILIES = {
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
         fixed={
-            **_GROUPED,
+            **_PLAIN_HEADS,
+            **_ROUTED_ONLY,
             **_PLAIN_CHOICE,
             "bias": True,
             "attention.qk_norm": False,
@@ -139,15 +185,163 @@ FAMILIES = {
             "moe.router.softmax_over": "topk",
         },
         fields={
-            **_COMMON,
-            "num_key_value_heads": "attention.kv_heads",
-            "head_dim": "attention.head_dim",
+            **_GROUPED,
             "num_local_experts": "moe.experts",
             "intermediate_size": "moe.ffn",
             "swiglu_alpha": "moe.activation_alpha",
             "swiglu_limit": "moe.activation_limit",
         },
         demanded={**_ALL, "attention_bias": True},
+        names=Names(router="router", matrices=()),
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        fixed={
+            **_SWIGLU,
+            **_PLAIN_HEADS,
+            **_ROUTED_ONLY,
+            **_PLAIN_CHOICE,
+            "bias": False,
+            "attention.qk_norm": False,
+            "attention.sinks": False,
+            "attention.window_every": 1,
+            "moe.dense_layers": 0,
+            "moe.router.score": "softmax",
+            "moe.router.softmax_over": "topk",
+        },
+        fields={**_GROUPED, "num_local_experts": "moe.experts", "intermediate_size": "moe.ffn"},
+        demanded={**_ALL, "router_jitter_noise": 0.0},
+        names=_MIXTRAL_NAMES,
+    ),
+    "deepseek_v2": Family(
+        architecture="DeepseekV2ForCausalLM",
+        fixed={
+            **_SWIGLU,
+            **_LATENT_HEADS,
+            "bias": False,
+            "mtp_layers": 0,
+            "moe.router.bias_rate": 0.0,
+            "moe.router.groups": 1,
+            "moe.router.group_topk": 1,
+            "moe.router.score": "softmax",
+            "moe.router.softmax_over": "all",
+            "moe.router.normalize": False,
+        },
+        fields=_LATENT,
+        demanded={
+            **_ALL,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "moe_layer_freq": 1,
+            "norm_topk_prob": False,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+        },
+        # Groups are read only by other methods of choosing than the greedy one.
+        harmless=frozenset({"ep_size", "n_group", "pretraining_tp", "topk_group"}),
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        fixed={
+            **_SWIGLU,
+            **_PLAIN_HEADS,
+            **_NORMED_TOGETHER,
+            **_ROUTED_ONLY,
+            **_PLAIN_CHOICE,
+            "bias": False,
+            "attention.sinks": False,
+            "attention.window": 0,
+            "moe.dense_layers": 0,
+            "moe.router.score": "softmax",
+            "moe.router.softmax_over": "all",
+        },
+        fields={
+            **_GROUPED,
+            "num_experts": "moe.experts",
+            "intermediate_size": "moe.ffn",
+            "norm_topk_prob": "moe.router.normalize",
+        },
+        demanded={**_ALL, "attention_bias": False, "clip_qkv": None},
+    ),
+    "glm4_moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        fixed={
+            **_SWIGLU,
+            "bias": False,
+            "attention.kind": "gqa",
+            "attention.qk_norm_over": "head",
+            "attention.sinks": False,
+            "attention.window": 0,
+            "moe.router.score": "sigmoid",
+        },
+        fields={
+            **_GROUPED,
+            "attention_bias": "attention.qkv_bias",
+            "use_qk_norm": "attention.qk_norm",
+            "intermediate_size": "dense_ffn",
+            "n_routed_experts": "moe.experts",
+            "moe_intermediate_size": "moe.ffn",
+            "first_k_dense_replace": "moe.dense_layers",
+            "norm_topk_prob": "moe.router.normalize",
+            "n_group": "moe.router.groups",
+            "topk_group": "moe.router.group_topk",
+            "routed_scaling_factor": "moe.router.scale",
+        },
+        demanded=_ALL,
+        partial_rotary=0.5,
+    ),
+    "minimax_m2": Family(
+        architecture="MiniMaxM2ForCausalLM",
+        fixed={
+            **_SWIGLU,
+            **_NORMED_TOGETHER,
+            **_ROUTED_ONLY,
+            "bias": False,
+            "attention.kind": "gqa",
+            "attention.qkv_bias": False,
+            "attention.sinks": False,
+            "attention.window": 0,
+            "moe.dense_layers": 0,
+            "moe.router.score": "sigmoid",
+            "moe.router.normalize": True,
+            "moe.router.groups": 1,
+            "moe.router.group_topk": 1,
+            "moe.router.scale": 1.0,
+        },
+        fields={**_GROUPED, "num_local_experts": "moe.experts", "intermediate_size": "moe.ffn"},
+        demanded={
+            **_ALL,
+            "qk_norm_type": "per_layer",
+            "router_jitter_noise": 0.0,
+            "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0,
+            "sliding_window": None,
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        },
+        # Of a dense MLP and of prediction layers, which the published weights have none of.
+        harmless=frozenset(
+            {"mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp"}
+        ),
+        names=_MIXTRAL_NAMES,
+        partial_rotary=1.0,
     ),
 }
 """By `model_type`."""
+
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Names of their own, of published models that are of another family in every field and tensor."""
+
+
+def family_of(m: ModelConfig) -> str:
+    """The one family that a model can be of; what else this family fixes is not looked at."""
+    a, sigmoid = m.attention, m.moe.router.score == "sigmoid"
+    if a.kind == "mla":
+        return "deepseek_v3" if sigmoid else "deepseek_v2"
+    if a.sinks or m.moe.activation == "quick_geglu":
+        return "gpt_oss"
+    if a.qk_norm and a.qk_norm_over == "projection":
+        return "minimax_m2" if sigmoid else "olmoe"
+    if sigmoid:
+        return "glm4_moe"
+    return "qwen3_moe" if a.qk_norm else "mixtral"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.configs.schema import ModelConfig
+from phalanx.moe.hf.families import FAMILIES, Names, family_of
 
 Shape = tuple[int, ...]
 View = Callable[[Tensor], Tensor]
@@ -94,9 +95,13 @@ def _layer(m: ModelConfig, key: str, name: str, sparse: bool) -> Iterator[Region
     if not sparse:
         yield from _mlp(f"{key}mlp.", f"{name}mlp.", m.hidden, m.dense_ffn)
         return
-    yield from _router(m, f"{key}mlp.router.", f"{name}mlp.")
-    experts = _joint_experts if m.bias else _separate_experts
-    yield from experts(m, f"{key}mlp.experts.experts.", f"{name}mlp.experts.")
+    names = FAMILIES[family_of(m)].names
+    block = f"{name}{names.block}."
+    yield from _router(m, f"{key}mlp.router.", block, names)
+    if names.matrices:
+        yield from _separate_experts(m, f"{key}mlp.experts.experts.", f"{block}experts.", names)
+    else:
+        yield from _joint_experts(m, f"{key}mlp.experts.experts.", f"{block}experts.")
     if m.moe.shared_ffn:
         shared = f"{name}mlp.shared_experts."
         yield from _mlp(f"{key}mlp.shared_experts.", shared, m.hidden, m.moe.shared_ffn)
@@ -128,7 +133,7 @@ def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
         return view
 
     spans = {"q": (0, per), "k": (per, per + 1), "v": (per + 1, per + 2)}
-    for kind in ("weight", "bias") if m.bias else ("weight",):
+    for kind in ("weight", "bias") if m.bias or a.qkv_bias else ("weight",):
         columns = (m.hidden,) if kind == "weight" else ()
         parts = []
         for letter, (first, last) in spans.items():
@@ -144,9 +149,11 @@ def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
     if a.sinks:
         yield from _rows(f"{key}core_attention.softmax_offset", (a.heads,), f"{name}sinks")
     if a.qk_norm:
-        for letter in "qk":
+        together = a.qk_norm_over == "projection"  # by query head, as the folder has them
+        for letter, count in (("q", a.heads), ("k", a.kv_heads)):
+            width = count * d if together else d
             norm = f"{name}{letter}_norm.weight"
-            yield from _rows(f"{key}{letter}_layernorm.weight", (d,), norm)
+            yield from _rows(f"{key}{letter}_layernorm.weight", (width,), norm)
 
 
 def _latent_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
@@ -176,23 +183,24 @@ def _mlp(key: str, name: str, hidden: int, width: int) -> Iterator[Region]:
     yield from _rows(f"{key}linear_fc2.weight", (hidden, width), f"{name}down_proj.weight")
 
 
-def _router(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
-    experts, theirs = m.moe.experts, "router" if m.bias else "gate"
+def _router(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[Region]:
+    experts, theirs = m.moe.experts, names.router
     yield from _rows(f"{key}weight", (experts, m.hidden), f"{name}{theirs}.weight")
     if m.bias:
         yield from _rows(f"{key}bias", (experts,), f"{name}{theirs}.bias")
     if m.moe.router.bias_rate:
-        bias = f"{name}{theirs}.e_score_correction_bias"
+        bias = f"{name}{names.choice_bias}"
         yield from _rows(f"{key}expert_bias", (experts,), bias, exact=True)
 
 
-def _separate_experts(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
-    """Three matrices for each expert (DeepSeek-V3, Qwen3)."""
+def _separate_experts(m: ModelConfig, key: str, name: str, names: Names) -> Iterator[Region]:
+    """Three matrices for each expert: all families but GPT-OSS."""
     E, F, D = m.moe.experts, m.moe.ffn, m.hidden
+    first, second, third = names.matrices
     for e in range(E):
-        gate = Part(f"{name}{e}.gate_proj.weight", (F, D), (0, F), lambda t: t[0, :F])
-        up = Part(f"{name}{e}.up_proj.weight", (F, D), (0, F), lambda t: t[0, F:])
-        down = Part(f"{name}{e}.down_proj.weight", (D, F), (0, D), _same)
+        gate = Part(f"{name}{e}.{first}.weight", (F, D), (0, F), lambda t: t[0, :F])
+        up = Part(f"{name}{e}.{second}.weight", (F, D), (0, F), lambda t: t[0, F:])
+        down = Part(f"{name}{e}.{third}.weight", (D, F), (0, D), _same)
         yield Region(f"{key}linear_fc1.weight", (E, 2 * F, D), (e, e + 1), (gate, up))
         yield Region(f"{key}linear_fc2.weight", (E, D, F), (e, e + 1), (down,))
 

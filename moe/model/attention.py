@@ -37,6 +37,7 @@ from torch.profiler import record_function
 
 from phalanx.kernels.attention import sinks
 from phalanx.kernels.attention.core import attention
+from phalanx.kernels.attention.documents import Documents
 from phalanx.kernels.attention.latent import keys_values
 from phalanx.kernels.attention.rope import rope_
 
@@ -107,24 +108,31 @@ class CoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attend within each sequence.
+        """Attend within each sequence, or within documents of one.
 
         Args:
             query, key, value: [S, B, H, d], [S, B, G, d], [S, B, G, v]; under context parallelism
                 the rank's two chunks of the sequence, as Megatron-Core deals them.
             attention_mask: ignored; the mask is always causal.
+            packed_seq_params: `moe.model.packed.Packed` of the S tokens of one sequence, or None.
 
         Returns:
             [S, B, H * v] in the dtype of `query`.
         """
-        assert attention_bias is None and packed_seq_params is None
+        assert attention_bias is None
         with record_function("attention/core"):
             if self.cp_group.size() == 1:
-                return self._attend(query, key, value)
+                documents = None if packed_seq_params is None else packed_seq_params.documents
+                return self._attend(query, key, value, documents)
+            assert packed_seq_params is None
             return self._attend_in_chunks(query, key, value)
 
     def _attend(
-        self, q_SBHd: torch.Tensor, k_TBGd: torch.Tensor, v_TBGv: torch.Tensor
+        self,
+        q_SBHd: torch.Tensor,
+        k_TBGd: torch.Tensor,
+        v_TBGv: torch.Tensor,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_TBGd, v_TBGv))
         o_BHSv = attention(
@@ -134,6 +142,7 @@ class CoreAttention(MegatronModule):
             scale=self.scale,
             window=self.window,
             sinks_H=self.softmax_offset,
+            documents=documents,
             backend=self.backend,
         )
         return o_BHSv.permute(2, 0, 1, 3).flatten(2).contiguous()
@@ -199,8 +208,7 @@ class LatentAttention(MLASelfAttention):
 
     It parts queries to turn some of their channels, and joins them again; keys it puts together of
     their own part and the rotary part that all heads share. Here `kernels.attention.rope` and
-    `kernels.attention.latent` do either in one pass. Whole sequences in training only: no packing,
-    no cache of keys.
+    `kernels.attention.latent` do either in one pass. Training only: no cache of keys.
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
@@ -236,9 +244,10 @@ class LatentAttention(MLASelfAttention):
 
         Args:
             hidden_states: [S, B, D], under sequence parallelism S / tensor of them.
+            packed_seq_params: `moe.model.packed.Packed` of the S tokens of one sequence, or None.
         The others are part of Megatron-Core's protocol and not used.
         """
-        assert packed_seq_params is None and inference_context is None
+        assert inference_context is None
         c, heads = self.config, self.num_attention_heads_per_partition
         q_latent, kv = self._qkv_down_projection(hidden_states)
         kv_latent, k_rope = kv.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
@@ -252,8 +261,12 @@ class LatentAttention(MLASelfAttention):
         kv_latent = self.kv_layernorm(kv_latent)
         kv, _ = self.linear_kv_up_proj(kv_latent)
         S, B = q.shape[:2]
-        angles = self.rotary_pos_emb(S * c.context_parallel_size)
+        packed = packed_seq_params
+        length = S * c.context_parallel_size if packed is None else packed.max_seqlen_q
+        angles = self.rotary_pos_emb(length)
         freqs, mscale = angles if c.rope_type == "yarn" else (angles, 1.0)
+        if packed is not None:
+            freqs = packed.angles(freqs)
         q_SBHd = rope_(
             q,
             freqs,
@@ -270,8 +283,10 @@ class LatentAttention(MLASelfAttention):
 class SinkAttention(CoreAttention):
     """With sinks, by Transformer Engine's cuDNN kernels; on whole sequences."""
 
-    def _attend(self, q_SBHd: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        assert self.softmax_offset is not None
+    def _attend(
+        self, q_SBHd: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any = None
+    ) -> torch.Tensor:
+        assert self.softmax_offset is not None and documents is None
         q, k, v = (x.contiguous() for x in (q_SBHd, k, v))
         window = self.window if self.window < q.size(0) else 0
         return sinks.attention(

@@ -39,7 +39,7 @@ from phalanx.moe.layer import MoE, MoEOptions
 from phalanx.moe.model import embedding
 from phalanx.moe.model.attention import LatentAttention, core_attention
 from phalanx.moe.model.dense_mlp import DenseMLP
-from phalanx.moe.model.grouped_attention import GroupedAttention
+from phalanx.moe.model.grouped_attention import GroupedAttention, over_heads
 from phalanx.moe.model.loss import cross_entropy
 from phalanx.moe.model.norm import norm_class
 from phalanx.moe.model.output_projection import OutputProjection
@@ -138,6 +138,7 @@ def _attention(a: AttentionConfig) -> dict[str, Any]:
         num_attention_heads=a.heads,
         num_query_groups=a.kv_heads if a.kind == "gqa" else a.heads,
         kv_channels=a.head_dim,
+        add_qkv_bias=a.qkv_bias,
         qk_layernorm=a.qk_norm or a.kind == "mla",
         softmax_type="learnable" if a.sinks else "vanilla",
         window_size=(a.window - 1, 0) if a.window else None,
@@ -245,6 +246,12 @@ def _rotary(a: AttentionConfig) -> tuple[type[TransformerConfig], dict[str, Any]
     return TransformerConfig, {}
 
 
+def _rotary_share(a: AttentionConfig) -> float:
+    """Of the channels of a head, as Megatron-Core takes it, which rounds down to channels."""
+    whole = a.kind == "mla" or a.rotary_dim in (0, a.head_dim)
+    return 1.0 if whole else (a.rotary_dim + 0.5) / a.head_dim
+
+
 def _recompute(what: str) -> dict[str, Any]:
     if what == "none":
         return {}
@@ -319,6 +326,7 @@ def build(
         post_process=post_process,
         share_embeddings_and_output_weights=m.tie_embeddings,
         position_embedding_type="yarn" if yarn else "rope",
+        rotary_percent=_rotary_share(m.attention),
         rotary_base=int(m.attention.rope_theta),
         mtp_block_spec=mtp,
         pg_collection=pg,
@@ -333,7 +341,17 @@ def build(
 
 
 class LanguageModel(GPTModel):
-    """Megatron-Core's GPTModel; on GPUs with the loss of `moe.model.loss`."""
+    """Megatron-Core's GPTModel; on GPUs with the loss of `moe.model.loss`.
+
+    Of packed documents (`moe.model.packed`) tokens are turned by their positions in them.
+    """
+
+    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **named: Any) -> Any:
+        made = super()._preprocess(*args, packed_seq_params=packed_seq_params, **named)
+        hidden, angles, *rest = made
+        if packed_seq_params is None or angles is None:  # latent attention has its own
+            return made
+        return hidden, packed_seq_params.angles(angles), *rest
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         if not self.config.cross_entropy_loss_fusion:
@@ -373,6 +391,9 @@ def _layer(
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, norm)
+    if m.attention.qk_norm and m.attention.qk_norm_over == "projection":
+        attention.q_layernorm = partial(over_heads, norm, m.attention.heads)
+        attention.k_layernorm = partial(over_heads, norm, m.attention.kv_heads)
     if number >= m.moe.dense_layers:
         sub.mlp = partial(StockMoE if backends.experts == "megatron" else MoE, options=moe)
     else:

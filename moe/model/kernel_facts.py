@@ -6,6 +6,7 @@ from phalanx.configs.formats import is_fp8
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.kernels.registry import Facts
+from phalanx.moe.estimate.accounting import qk_norms
 from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.router.router import slots
 
@@ -30,14 +31,14 @@ def facts(
         head_dim=a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim,
         v_dim=a.head_dim if a.kind == "gqa" else a.v_dim,
         norms=_norms(cfg),
+        documents=cfg.data.document_mask,
         context=cfg.parallel.context,
         **machine,
     )
 
 
 def _norms(cfg: Config) -> tuple[int, ...]:
-    """Widths of the norms of layers, of query and key heads, and of latents."""
+    """Widths of the norms of layers, of queries and keys, and of latents."""
     a = cfg.model.attention
-    heads = [a.head_dim] if a.kind == "gqa" and a.qk_norm else []
     latents = [a.q_lora_rank, a.kv_lora_rank] if a.kind == "mla" else []
-    return tuple(width for width in (cfg.model.hidden, *heads, *latents) if width)
+    return tuple(width for width in (cfg.model.hidden, *qk_norms(a), *latents) if width)

@@ -51,6 +51,7 @@ class Layer(TransformerLayer):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         rotary_pos_emb: Any = None,
+        packed_seq_params: Any = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """One layer.
@@ -59,6 +60,7 @@ class Layer(TransformerLayer):
             hidden_states: [s, B, D].
             attention_mask: passed on to attention.
             rotary_pos_emb: angles, for attention.
+            packed_seq_params: `moe.model.packed.Packed`, for attention, or None.
             others: of Megatron-Core's protocol, for inference and encoders: None.
 
         Returns:
@@ -67,7 +69,10 @@ class Layer(TransformerLayer):
         assert all(value is None for value in others.values()), others.keys()
         normed, total = _fork(self.input_layernorm, hidden_states)
         out, bias = self.self_attention(
-            normed, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb
+            normed,
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
         )
         out = out if bias is None else out + bias
         normed, total = _fork(self.pre_mlp_layernorm, out, total)

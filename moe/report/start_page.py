@@ -8,7 +8,7 @@ from phalanx.configs.formats import described
 from phalanx.kernels.registry import table
 from phalanx.moe.data.loader import Loader, Samples
 from phalanx.moe.data.sources import table as source_table
-from phalanx.moe.estimate.accounting import flops_per_token, model_size
+from phalanx.moe.estimate.accounting import at_most, flops_per_token, model_size
 from phalanx.moe.report.units import count, storage, work
 from phalanx.moe.training.launch import code
 from phalanx.moe.training.setup import Job
@@ -28,7 +28,7 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
             "model",
             f"{model_size(cfg.model)}, {count(here)} on rank 0 ({storage(size)})",
         ),
-        ("work", f"{work(flops)} a token, {work(flops * tokens)} a step"),
+        ("work", f"{work(flops)} a token, {work(flops * tokens)} a step{at_most(cfg)}"),
         (
             "data",
             f"{cfg.data.source}, sequence {cfg.data.sequence_length}, batch "
@@ -37,6 +37,8 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
         ),
         ("length", f"{cfg.run.steps} steps, {count(tokens * cfg.run.steps)} tokens"),
     ]
+    if loader.documents:
+        facts.insert(-1, ("packing", str(loader.packing())))
     lines = ["Phalanx", *(f"  {name:<8}{text}" for name, text in facts), ""]
     read = source_table(loader.dataset.sources, valid_set.sources if valid_set else ())
     lines += ["  " + text for text in read.splitlines()] + [""] * bool(read)

@@ -9,6 +9,7 @@ ranks is the loss of one replica, on any layout.
 Legend: T tokens of this rank, B sequences, E experts, K experts per token.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,6 +119,13 @@ class Balance:
     def dead(self) -> int:
         """Experts, summed over layers, that no token chose."""
         return len(self.idle)
+
+    @property
+    def by_layer(self) -> dict[str, tuple[float, int]]:
+        """Layer number -> load of its busiest expert over the mean, and its experts without a
+        token."""
+        idle = Counter(layer for layer, _ in self.idle)
+        return {str(n): (round(load, 3), idle[n]) for n, load in self.load.items()}
 
     @property
     def worst(self) -> float:

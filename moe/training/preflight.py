@@ -49,6 +49,7 @@ def preflight(cfg: Config) -> Findings:
     checks: tuple[Callable[[Config], Iterator[str]], ...] = (
         _optimizer,
         _data,
+        _samples,
         _folder,
         _checkpoint,
     )
@@ -92,6 +93,15 @@ def _data(cfg: Config) -> Iterator[str]:
         read = f"{count(wanted)} = {epochs:,.0f} epochs"
         _only_test_data(cfg, wanted, _TEST_EPOCHS * held, what, read)
         yield from _reading("embedded corpus", held, epochs)
+
+
+def _samples(cfg: Config) -> Iterator[str]:
+    """The tokenizer of samples is known."""
+    if cfg.run.sample_every:
+        from phalanx.moe.inference.codec import codec_of_run
+
+        codec_of_run(cfg)
+    yield from ()
 
 
 def _corpora(cfg: Config, wanted: int) -> Iterator[str]:

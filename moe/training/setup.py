@@ -11,8 +11,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs import capture
+from phalanx.configs.formats import quantizes_on_arrival
+from phalanx.configs.layout import document_places
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import expert_parallel_size
+from phalanx.kernels.attention.documents import BOUNDED
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
 from phalanx.moe.experts import activation_of
@@ -33,6 +36,7 @@ from phalanx.parallel.dispatch.transport import choose_transport, of_megatron, s
 from phalanx.parallel.dispatch.transport_class import Transport
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.groups import Groups, create
+from phalanx.parallel.megatron import patches
 from phalanx.parallel.runtime import Runtime
 
 
@@ -49,6 +53,8 @@ class Job:
     """Steps are captured in a CUDA graph and replayed (`run.graph`)."""
     budget: Budget
     engine: Engine
+    places: int = 0
+    """For documents of a sequence, where core attention takes their bounds; else 0."""
 
     @property
     def data_parallel(self) -> int:
@@ -80,8 +86,46 @@ def mtp_weight(cfg: Config, groups: Groups) -> float:
     return (length / ranks - unlabelled) / ((length - ahead) / ranks)
 
 
+@dataclass(frozen=True)
+class Built:
+    """The model of this rank before its weights are drawn or loaded, and what it was built for."""
+
+    config: TransformerConfig
+    groups: Groups
+    choices: list[Choice]
+    captured: bool
+    budget: Budget
+    chunks: list[GPTModel]
+    places: int
+    """As in `Job`."""
+
+
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
     """Build the job on this rank; every rank calls it. `choices` are those of `choose_kernels`."""
+    built = build_model(cfg, runtime, choices)
+    groups = built.groups
+    initialize(
+        built.chunks,
+        seed=cfg.run.seed,
+        std=cfg.model.init_std,
+        layers=cfg.model.layers,
+        dp_cp_group=groups.pg.dp_cp,
+    )
+    engine = Engine(
+        built.config,
+        built.chunks,
+        parallel=cfg.parallel,
+        optim=cfg.optim,
+        steps=cfg.run.steps,
+        device=runtime.device,
+        graph=built.captured,
+    )
+    how = (built.choices, built.captured, built.budget)
+    return Job(cfg, runtime, groups, *how, engine, built.places)
+
+
+def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Built:
+    """Groups, kernels and bare model chunks, on the device; every rank calls it."""
     p = cfg.parallel
     choices = choices or choose_kernels(cfg, runtime)
     expert = expert_parallel_size(cfg, runtime.world)
@@ -106,10 +150,13 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
     weights = choose_fp8_weights(resolved, runtime)
     waiting = experts_of_all(experts)
     shared = cfg.model.moe.shared_ffn > 0
-    overlap = transport_choices(transport, backend=waiting, comm_sms=p.comm_sms, shared=shared)
+    quantizes = quantizes_on_arrival(resolved)
+    overlap = transport_choices(
+        transport, backend=waiting, comm_sms=p.comm_sms, shared=shared, quantizes=quantizes
+    )
     choices = [*choices, *weights, *overlap, graph]
     captured = graph.backend == capture.CAPTURED
-    sms = sms_of(p.comm_sms, transport, waiting)
+    sms = sms_of(p.comm_sms, transport, waiting, quantizes)
     config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm)
@@ -119,23 +166,11 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
     chunks = _chunks(cfg, config, groups, backends, options)
     for chunk in chunks:
         chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device
-    initialize(
-        chunks,
-        seed=cfg.run.seed,
-        std=cfg.model.init_std,
-        layers=cfg.model.layers,
-        dp_cp_group=groups.pg.dp_cp,
-    )
-    engine = Engine(
-        config,
-        chunks,
-        parallel=p,
-        optim=cfg.optim,
-        steps=cfg.run.steps,
-        device=runtime.device,
-        graph=captured,
-    )
-    return Job(cfg, runtime, groups, choices, captured, budget, engine)
+    places = 0
+    if cfg.data.document_mask:
+        patches.shift_within_documents()
+        places = document_places(cfg.data) if attention in BOUNDED else 0
+    return Built(config, groups, choices, captured, budget, chunks, places)
 
 
 def _moe_options(

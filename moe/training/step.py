@@ -8,7 +8,9 @@ overflowed is computed again with more rows.
 """
 
 import math
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from phalanx.configs.schema import Config
+from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
 from phalanx.moe.training.setup import Job
 from phalanx.parallel.cuda_graph import Inputs, StepGraph
@@ -24,7 +27,7 @@ from phalanx.parallel.fault.activity import moving
 
 Batch = dict[str, torch.Tensor]
 _SUMS = 5
-"""Numbers that ranks add up, before the load of the experts."""
+"""Numbers that ranks add up, before the time of each rank and the load of the experts."""
 
 
 class Rerun(NamedTuple):
@@ -46,6 +49,8 @@ class Totals(NamedTuple):
     stopping: bool
     """A rank was asked to stop."""
     reruns: tuple[Rerun, ...]
+    late: torch.Tensor
+    """Seconds that each rank took until its device had the step: fp64 [ranks], on the host."""
     load: torch.Tensor
     """Of the routers since the last reset, for `balance.Collector.read`; without gradients none."""
 
@@ -62,6 +67,11 @@ class Step:
         self.cfg, self.job = cfg, job
         self.graph = StepGraph(self.forward_backward) if job.captured else None
         self._stop = torch.zeros((), device=job.runtime.device)
+        world = job.runtime.world
+        self._late_R = torch.zeros(world, dtype=torch.float64, device=job.runtime.device)
+        self._launched = 0.0
+        """Seconds that the last step took to launch; 0 on a CPU, which computes meanwhile, and
+        between pipeline stages, which wait for each other meanwhile."""
         self.collector = balance.Collector(job.engine.modules, job.engine.config, job.groups.pg)
         self.sample_losses: torch.Tensor | None = None
         """fp32 [samples] of this rank in the last forward-only step; None but on the last stage."""
@@ -72,6 +82,7 @@ class Step:
         before: list[torch.Tensor],
         *,
         stop: bool = False,
+        waited: float = 0.0,
         forward_only: bool = False,
     ) -> Totals:
         """Compute a step, again while experts need more rows than they have.
@@ -80,30 +91,40 @@ class Step:
             batches: micro-batches, on the host or the device.
             before: what `balance.snapshot` gave before the step.
             stop: this rank was asked to stop.
+            waited: seconds for which this rank waited for its data.
             forward_only: losses alone, of a model in evaluation mode.
         """
-        engine, budget = self.job.engine, self.job.budget
-        inputs = [self._own_part(batch) for batch in batches]
+        engine, budget, world = self.job.engine, self.job.budget, self.job.runtime.world
+        inputs = [self.own_part(batch) for batch in batches]
         compute = self._forward if forward_only else self.graph or self.forward_backward
         self._stop.fill_(stop)
+        self._late_R[self.job.runtime.rank] = waited + self._launched
         reruns: list[Rerun] = []
         while True:
-            read = _read(compute(inputs))  # the one host read of the step
+            began = time.perf_counter()
+            totals = compute(inputs)
+            if totals.is_cuda and self.job.groups.pipeline == 1:
+                self._launched = time.perf_counter() - began
+            read = _read(totals)  # the one host read of the step
             peak, loss, ranks, mtp_loss, stopping, squares = read[: 1 + _SUMS].tolist()
             if not budget.exceeded(peak):
                 losses, norm = (loss / ranks, mtp_loss / ranks), math.sqrt(squares)
-                return Totals(*losses, norm, stopping > 0, tuple(reruns), read[1 + _SUMS :])
+                late_R, load = read[1 + _SUMS :].split([world, len(read) - 1 - _SUMS - world])
+                return Totals(*losses, norm, stopping > 0, tuple(reruns), late_R, load)
             reruns.append(Rerun(budget.grow(), budget.capacity_factor))
-            if self.graph is not None:
-                self.graph.drop()
+            self.drop_graph()
             balance.restore(engine.modules, before)
 
     def close(self) -> None:
         """No further step is coming; process groups can be destroyed after it."""
+        self.drop_graph()
+
+    def drop_graph(self) -> None:
+        """Buffers have another size: capture the next step anew."""
         if self.graph is not None:
             self.graph.drop()
 
-    def _own_part(self, batch: Batch) -> Batch:
+    def own_part(self, batch: Batch) -> Batch:
         """A micro-batch on the device, of its sequences what this context rank trains on.
 
         Once per step, and in a dict of its own: Megatron-Core writes the parts into the one that it
@@ -132,8 +153,8 @@ class Step:
             self.forward_step,
             [iter(inputs) for _ in self.job.engine.chunks],
             microbatches=len(inputs),
-            sequence=data.sequence_length,
-            micro_batch=data.micro_batch,
+            sequence=data.sequence_length * (data.micro_batch if data.document_mask else 1),
+            micro_batch=1 if data.document_mask else data.micro_batch,
             forward_only=forward_only,
         )
 
@@ -141,8 +162,23 @@ class Step:
         """Loss of the next micro-batch in a chunk, as Megatron-Core's schedules ask for it."""
         moving()
         batch = next(batches)
+        report = mean_loss if chunk.training else sample_losses
+        if self.cfg.data.document_mask:
+            return self._packed(batch, chunk), partial(report, mask_BS=batch["loss_mask"])
         output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        return output, mean_loss if chunk.training else sample_losses
+        return output, report
+
+    def _packed(self, batch: Batch, chunk: torch.nn.Module) -> Any:
+        """Output of a chunk for sequences of packed documents, which to the model are one."""
+        one = {name: t_BS.reshape(1, -1) for name, t_BS in batch.items()}
+        return chunk(
+            one["tokens"],
+            one["position_ids"],
+            None,
+            labels=one["labels"],
+            loss_mask=one["loss_mask"],
+            packed_seq_params=packed(batch["position_ids"], places=self.job.places),
+        )
 
     def _totals(
         self, reports: list[dict[str, torch.Tensor]], grad_squares: torch.Tensor | None
@@ -150,8 +186,8 @@ class Step:
         """Of all ranks, fp64 on the device.
 
         The largest share of the budget of expert rows; then sums: loss, ranks that have one, loss
-        of multi-token prediction, ranks asked to stop, squared gradient norm; and after a backward
-        pass the load of the experts.
+        of multi-token prediction, ranks asked to stop, squared gradient norm; the time of each
+        rank; and after a backward pass the load of the experts.
         """
         totals = torch.zeros(_SUMS, dtype=torch.float64, device=self.job.runtime.device)
         if reports:  # last pipeline stage
@@ -162,11 +198,12 @@ class Step:
                 totals[2] = mtp.mean() / len(reports) * self.job.mtp_weight
                 MTPLossLoggingHelper.clean_metrics_in_tracker()
         totals[3] = self._stop
+        parts = [totals, self._late_R]
         if grad_squares is not None:
             totals[4] = grad_squares
-            totals = torch.cat((totals, self.collector.table().flatten()))
+            parts.append(self.collector.table().flatten())
         peak = self.job.budget.record(torch.distributed.group.WORLD)
-        return torch.cat((peak[None], sum_over_world(totals)))
+        return torch.cat((peak[None], sum_over_world(torch.cat(parts))))
 
 
 def _read(totals: torch.Tensor) -> torch.Tensor:
@@ -184,16 +221,30 @@ def _read(totals: torch.Tensor) -> torch.Tensor:
     return totals.clone()
 
 
-def mean_loss(loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count."""
+def mean_loss(
+    loss_BS: torch.Tensor, mask_BS: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count.
+
+    Args:
+        loss_BS: of each token; in any shape of as many if there is a mask.
+        mask_BS: bool: which tokens count; None counts all.
+    """
+    if mask_BS is not None:
+        total = (loss_BS.float().view(mask_BS.shape) * mask_BS).sum()
+        count = mask_BS.sum().clamp(min=1).int()
+        return total, count, {"loss": total.detach() / count}
     total = loss_BS.float().sum()
     count = torch.full((), loss_BS.numel(), dtype=torch.int32, device=loss_BS.device)
     return total, count, {"loss": total.detach() / loss_BS.numel()}
 
 
 def sample_losses(
-    loss_BS: torch.Tensor,
+    loss_BS: torch.Tensor, mask_BS: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """As `mean_loss`, with the mean loss of each sample's tokens on this rank in the report."""
-    total, count, report = mean_loss(loss_BS)
-    return total, count, report | {"samples": loss_BS.float().mean(1)}
+    total, count, report = mean_loss(loss_BS, mask_BS)
+    if mask_BS is None:
+        return total, count, report | {"samples": loss_BS.float().mean(1)}
+    loss_BS = loss_BS.float().view(mask_BS.shape) * mask_BS
+    return total, count, report | {"samples": loss_BS.sum(1) / mask_BS.sum(1).clamp(min=1)}

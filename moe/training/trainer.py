@@ -7,6 +7,7 @@ that is bad (moe.training.bad_steps) is left out before the parameters are touch
 import gc
 import math
 import os
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,11 +25,13 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
-from phalanx.moe.data.loader import Loader, Samples, build_datasets
+from phalanx.moe.data import loader as data_loader
+from phalanx.moe.data.loader import Loader, build_datasets
 from phalanx.moe.report.compiling import told
 from phalanx.moe.report.expert_watch import ExpertWatch
 from phalanx.moe.report.metrics import Metrics
 from phalanx.moe.report.profiler import Profiler
+from phalanx.moe.report.slow_ranks import SlowRanks
 from phalanx.moe.report.start_page import describe, device, versions
 from phalanx.moe.report.throughput import Pace
 from phalanx.moe.report.title import title_facts
@@ -40,6 +43,7 @@ from phalanx.moe.training.launch import Launch
 from phalanx.moe.training.memory_check import check_room
 from phalanx.moe.training.out_of_memory import advised
 from phalanx.moe.training.preflight import preflight
+from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
 from phalanx.moe.training.step import Rerun, Step
 from phalanx.moe.training.validation import Tally, scores
@@ -104,6 +108,9 @@ class Trainer:
         self.health = Health(cfg.run)
         self.step = 0
         self.compute = Step(cfg, self.job)
+        self.samples: Samples | None = None
+        if cfg.run.sample_every:
+            self.samples = Samples(cfg, self.compute, torch.from_numpy(train_set[0]).long())
         self._routed: torch.Tensor | None = None
         """Load of the experts in the steps since the last record, all ranks' table; None if all of
         them were skipped."""
@@ -128,6 +135,8 @@ class Trainer:
         self._first = self.step + 1
         self._reach_the_end()
         self.experts = ExpertWatch(cfg.model.moe.experts / cfg.model.moe.top_k, self.step)
+        where = f"rank {runtime.rank} on {socket.gethostname()}, {runtime.device}"
+        self.slow = SlowRanks(gather(where), self.step)
         self.metrics = self._metrics()
         self.pace = Pace(cfg, runtime)
         self.facts = title_facts(self.job)
@@ -191,6 +200,9 @@ class Trainer:
                 seen = {"step": self.step, "tokens": self._tokens()}
                 self.metrics.log(seen | self.validate())
                 self.pace.restart(self.step)
+            if self.samples is not None and self.step % run.sample_every == 0:
+                self._sample(self.samples)
+                self.pace.restart(self.step)
             if run.save_interval > 0 and self.step % run.save_interval == 0:
                 self._save()
                 saved = self.step
@@ -223,8 +235,11 @@ class Trainer:
         self._doing("forward and backward")
         before = balance.snapshot(engine.modules)
         asked = self.stop.received is not None
-        loss, mtp_loss, norm, stopping, reruns, load = self.compute(batches, before, stop=asked)
+        totals = self.compute(batches, before, stop=asked, waited=waited)
+        loss, mtp_loss, norm, stopping, reruns, late, load = totals
         self._tell(reruns, f"step {number}")
+        if number > self._first:  # which compiles, and opens files
+            self.slow.add(late)
         fault = self.health.fault(number, loss, norm)
         if fault is not None:
             balance.restore(engine.modules, before)
@@ -270,6 +285,13 @@ class Trainer:
         by_source = tally.totals() if tally is not None else []
         return scores(sum(losses) / len(losses), sources, by_source)
 
+    def _sample(self, samples: Samples) -> None:
+        doing(f"step {self.step}: sample")
+        with record_function("sample"):
+            before, after, reruns = samples()
+        self._tell(reruns, f"the sample after step {self.step}")
+        self.metrics.event(f"sample after step {self.step}: {before!r} goes on {after!r}")
+
     def _loader(self, dataset: Any) -> Loader:
         data, job = self.cfg.data, self.job
         return Loader(
@@ -279,6 +301,8 @@ class Trainer:
             job.groups.data_rank,
             job.data_parallel,
             pin=self.runtime.device.type == "cuda",
+            documents=data.document_mask,
+            places=job.places,
         )
 
     def _tell(self, reruns: Iterable[Rerun], what: str) -> None:
@@ -295,11 +319,14 @@ class Trainer:
         record |= {"reruns": budget.reruns} | self.health.counts()
         record["capacity_factor"] = budget.capacity_factor
         record |= self.pace.rates(self.step)
+        late, slow = self.slow.look(self.step, record["step_time"])
+        record |= {"late": late} if late else {}
         if load.load:  # none if all steps since the last record were skipped
             record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
+            record |= {"layers": load.by_layer}
         record |= {f"balance/{name}": value for name, value in load.losses.items() if value}
         self.metrics.log(record)
-        for warning in self.experts.look(load, self.step):
+        for warning in (*self.experts.look(load, self.step), *slow):
             self.metrics.event(warning)
 
     def _take_load(self) -> balance.Balance:
@@ -393,6 +420,7 @@ class Trainer:
         self._reach_the_end()
         self._take_load()
         self.experts.rewind(self.step)
+        self.slow.rewind(self.step)
         self.metrics.rewind(self.step)
         self.metrics.event(f"rolled back to {path}: {fault}")
         self.pace.restart(self.step)
@@ -407,7 +435,7 @@ class Trainer:
                 raise error
         return answer[0].notes
 
-    def _datasets(self, samples: int) -> tuple[Samples, Samples | None]:
+    def _datasets(self, samples: int) -> tuple[data_loader.Samples, data_loader.Samples | None]:
         cfg, run = self.cfg, self.cfg.run
         valid = run.eval_batches * cfg.data.global_batch if run.eval_interval else 0
         return build_datasets(cfg, cfg.model.vocab_size, samples, valid)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
@@ -46,7 +45,8 @@ from phalanx.parallel.checkpoint.optimizer_state import (
 )
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
 from phalanx.parallel.checkpoint.verify import newest, told, verified, warn
-from phalanx.parallel.checkpoint.writer import Writing, hushed
+from phalanx.parallel.checkpoint.weights import read_state
+from phalanx.parallel.checkpoint.writer import Writing
 from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
 
 log = logging.getLogger(__name__)
@@ -288,8 +288,7 @@ class Checkpointer:
         try:
             if world == ranks:
                 states = safe_pickle.read_object(path, metadata, "rng", rank, ranks)
-            with hushed(), safe_pickle.plain_objects_only():
-                loaded = dist_checkpointing.load(state, str(path), validate_access_integrity=False)
+            loaded = read_state(path, state)
         except (CheckpointException, CheckpointingException, commit.Invalid) as problem:
             error = safe_pickle.reason(problem)
         try:

@@ -32,7 +32,8 @@ _FREE = (
 _SWITCHES = ("model.moe.router.bias_rate",)
 # Whose weights have a dtype of their own; all others have bf16 ones with fp32 masters.
 _WIDE = {"precision.recipe": "fp32"}
-_RENAMED = {"run.precision": "precision.recipe"}
+RENAMED = {"run.precision": "precision.recipe"}
+"""Knobs of older checkpoints, and what they are now."""
 
 _FEW = 8  # differences that a person reads one by one
 
@@ -51,7 +52,7 @@ def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     Raises:
         CheckpointMismatch: a knob that must agree does not; the message is a diff with the way out.
     """
-    old, new = ({_RENAMED.get(k, k): v for k, v in leaves(c)} for c in (saved, current))
+    old, new = ({RENAMED.get(k, k): v for k, v in leaves(c)} for c in (saved, current))
     changed = [key for key in old if key in new and old[key] != new[key]]
     refused = [key for key in changed if _must_agree(key, old[key], new[key])]
     if refused:

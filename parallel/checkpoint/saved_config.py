@@ -44,6 +44,40 @@ def newest(root: Path) -> Path | None:
     return None
 
 
+def checkpoint_of(folder: Path, step: int | None = None) -> Path:
+    """The checkpoint that a person means by the folder of a run, or of the checkpoint itself.
+
+    Args:
+        folder: of either.
+        step: of the run's checkpoints; the newest by default.
+
+    Raises:
+        NoUsableCheckpoint: there is none, or not of that step.
+        OSError: the folder cannot be read.
+    """
+    if (folder / commit.COMMIT).is_file():
+        if step is not None:
+            raise NoUsableCheckpoint(f"{folder} is one checkpoint: give its run to choose a step")
+        return folder
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    found = dict(commit.committed(root))
+    if not found:
+        raise NoUsableCheckpoint(
+            f"{folder} has no checkpoint: give the folder of a run that has saved one"
+        )
+    if step is None:
+        whole = next((path for path in found.values() if not lacking(path)), None)
+        if whole is None:
+            raise NoUsableCheckpoint(
+                f"no checkpoint of {folder} is whole: scripts/checkpoint.py list {folder} tells why"
+            )
+        return whole
+    if step not in found:
+        steps = ", ".join(map(str, sorted(found)))
+        raise NoUsableCheckpoint(f"{folder} has no checkpoint of step {step}, but of {steps}")
+    return found[step]
+
+
 def none_valid(root: Path, refused: list[Path]) -> NoUsableCheckpoint:
     """The error of a run whose checkpoints are all damaged."""
     names = ", ".join(path.name for path in refused[:3])

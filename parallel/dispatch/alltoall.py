@@ -70,9 +70,12 @@ class AllToAll(Dispatcher):
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
         meanwhile: Meanwhile = None,
+        fp8: FP8Rows | None = None,
     ) -> Received:
+        """With `fp8`, rows travel as it says: they may have come a leg in FP8 already."""
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        fp8 = None if self._recipe is None else FP8Rows(self._recipe)
+        if fp8 is None and self._recipe is not None:
+            fp8 = FP8Rows(self._recipe)
         rows_ND, idx_NK, prob_NK = spread(x_TD, topk_idx_TK, topk_prob_TK, self._group, fp8)
         during(meanwhile)
         arrived = None if fp8 is None else fp8.arrived

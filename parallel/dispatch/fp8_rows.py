@@ -3,6 +3,9 @@
 Autograd carries tensors of the rows' shape and dtype that hold no data: a gradient must have the
 dtype of what it is the gradient of, and that of rows in FP8 is not FP8.
 
+A transport may bring rows by two legs, as `hier` does: first between nodes, then inside one. They
+become FP8 before the first leg and go on as they are.
+
 Legend: T tokens per rank, D hidden, R ranks, N = R * T.
 """
 
@@ -61,6 +64,42 @@ class FP8Rows:
     def tokens(self, packed: Tensor, hidden: int) -> Quantized:
         """What packed tokens are."""
         return unpack_rows(packed, hidden, self._tokens)
+
+
+class FirstLeg(FP8Rows):
+    """The first of two legs: what has come waits for the second, and `arrived` stays empty."""
+
+    packed_tokens: Tensor
+    packed_gradient: Tensor
+
+    def tokens_came(self, packed: Tensor, like_TD: Tensor) -> Tensor:
+        self.packed_tokens = packed
+        return without_data(like_TD, len(packed))
+
+    def gradient_came(self, packed: Tensor, like_TD: Tensor) -> Tensor:
+        self.packed_gradient = packed
+        return without_data(like_TD, len(packed))
+
+
+class SecondLeg(FP8Rows):
+    """The leg after `first`, whose rows it sends on and holds no longer.
+
+    The tensors that it is given in their place are without data.
+    """
+
+    def __init__(self, recipe: Fp8Block, first: FirstLeg) -> None:
+        super().__init__(recipe)
+        self._first = first
+
+    def pack_tokens(self, x_TD: Tensor) -> Tensor:
+        packed = self._first.packed_tokens
+        del self._first.packed_tokens
+        return packed
+
+    def pack_gradient(self, grad_TD: Tensor) -> Tensor:
+        packed = self._first.packed_gradient
+        del self._first.packed_gradient
+        return packed
 
 
 def without_data(like_TD: Tensor, rows: int) -> Tensor:

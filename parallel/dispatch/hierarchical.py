@@ -20,15 +20,18 @@ R = M * G, A = M * T tokens of a rail, N = R * T received rows.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatch.alltoall import AllToAll, collect, spread
 from phalanx.parallel.dispatch.costs import NOTHING, Costs, Links, Reach
+from phalanx.parallel.dispatch.fp8_rows import FirstLeg, SecondLeg
 from phalanx.parallel.dispatch.nodes import Nodes, refuse
 from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, addends
 from phalanx.parallel.dispatch.symm import EXPOSED, Symm
@@ -40,8 +43,18 @@ from phalanx.parallel.dispatch.transport_class import (
     one_for_all,
 )
 
-_INSIDE: dict[str, type[Dispatcher]] = {"symm": Symm, "alltoall": AllToAll}
-"""The transports inside a node."""
+Inside = Symm | AllToAll
+"""The transports inside a node, which send on what has come in FP8."""
+_INSIDE: dict[str, type[Inside]] = {"symm": Symm, "alltoall": AllToAll}
+
+
+class _Route(NamedTuple):
+    """The `route` of what has been received."""
+
+    inside: Any
+    """That of the transport inside a node."""
+    over_rail: FirstLeg | None
+    """How rows travel between nodes in FP8; None: as they are."""
 
 
 class Hier(Dispatcher):
@@ -52,12 +65,19 @@ class Hier(Dispatcher):
         plan: makes plans of received routing.
         local: experts of a rank.
         inside: builds the transport inside a node, the same on all nodes, from its plans.
+        recipe: of rows that travel in FP8, inside nodes too.
     """
 
     def __init__(
-        self, nodes: Nodes, plan: Planner, *, local: int, inside: Callable[[Planner], Dispatcher]
+        self,
+        nodes: Nodes,
+        plan: Planner,
+        *,
+        local: int,
+        inside: Callable[[Planner], Inside],
+        recipe: Fp8Block | None = None,
     ) -> None:
-        self._nodes, self._plan = nodes, plan
+        self._nodes, self._plan, self._recipe = nodes, plan, recipe
         self._here = nodes.size * local
         """Experts of a node."""
         self._first = nodes.index * self._here
@@ -68,11 +88,12 @@ class Hier(Dispatcher):
         taken, nodes = context.transport.inside, context.transport.nodes
         assert taken is not None and nodes is not None
 
-        def inside(plan: Planner) -> Dispatcher:
+        def inside(plan: Planner) -> Inside:
             there = context._replace(transport=taken, group=nodes.inside, plan=plan)
             return _INSIDE[taken.name].build(there)
 
-        return cls(nodes, context.plan, local=context.local, inside=inside)
+        c = context
+        return cls(nodes, c.plan, local=c.local, inside=inside, recipe=c.recipe)
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
@@ -121,11 +142,17 @@ class Hier(Dispatcher):
         meanwhile: Meanwhile = None,
     ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        x_AD, idx_AK, prob_AK = spread(x_TD, topk_idx_TK, topk_prob_TK, self._nodes.rail)
+        over_rail, onward = None, None
+        if self._recipe is not None:
+            over_rail = FirstLeg(self._recipe)
+            onward = SecondLeg(self._recipe, over_rail)
+        given = x_TD, topk_idx_TK, topk_prob_TK
+        x_AD, idx_AK, prob_AK = spread(*given, self._nodes.rail, over_rail)
         idx_AK = idx_AK - self._first
         in_node = (idx_AK >= 0) & (idx_AK < self._here)
         idx_AK = torch.where(in_node, idx_AK, -1)
-        return self._inside.dispatch(x_AD, idx_AK, prob_AK, meanwhile)
+        received = self._inside.dispatch(x_AD, idx_AK, prob_AK, meanwhile, onward)
+        return received._replace(route=_Route(received.route, over_rail))
 
     def combine(
         self,
@@ -134,8 +161,10 @@ class Hier(Dispatcher):
         beside: Beside = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
-        out_AD = self._inside.combine(out_ND, received)
-        return collect(out_AD, self._nodes.rail, addends(beside, residual_TD))
+        route: _Route = received.route
+        out_AD = self._inside.combine(out_ND, received._replace(route=route.inside))
+        more = addends(beside, residual_TD)
+        return collect(out_AD, self._nodes.rail, more, route.over_rail)
 
 
 def _nodes(ranks: Sequence[Rank]) -> list[str]:

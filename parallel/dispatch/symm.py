@@ -122,8 +122,12 @@ class Symm(Dispatcher):
         topk_idx_TK: Tensor,
         topk_prob_TK: Tensor,
         meanwhile: Meanwhile = None,
+        fp8: FP8Rows | None = None,
     ) -> Received:
+        """With `fp8`, rows travel as it says: they may have come a leg in FP8 already."""
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        if fp8 is None and self._recipe is not None:
+            fp8 = FP8Rows(self._recipe)
         (T, D), K = x_TD.shape, topk_idx_TK.shape[1]
         exchange = exchange_of(self._group, T, D, K, self._options)
         call = MoETransfers(
@@ -132,14 +136,14 @@ class Symm(Dispatcher):
             self._local,
             overlaps=exchange.overlaps and self._waits,
             keep=self._options.keep,
-            fp8=None if self._recipe is None else FP8Rows(self._recipe),
+            fp8=fp8,
         )
         pushed_ND = Dispatch.apply(x_TD, topk_prob_TK, call)
         if meanwhile is not None:
             meanwhile()
         rows_ND, idx_NK, prob_NK = Receive.apply(pushed_ND, call)
         plan = self._plan(idx_NK, prob_NK)
-        arrived = None if call.fp8 is None else call.fp8.arrived
+        arrived = None if fp8 is None else fp8.arrived
         if call.overlaps:
             return Received(rows_ND, plan, call, arrived, route=call)
         if arrived is not None:

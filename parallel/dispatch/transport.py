@@ -146,23 +146,29 @@ def _best(ranks: Sequence[Rank]) -> Transport:
     raise AssertionError("no transport runs everywhere")
 
 
-def sms_of(wanted: int | str, transport: Transport, backend: str) -> int:
+def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: bool = False) -> int:
     """What `parallel.comm_sms` comes to.
 
     Args:
         wanted: a number, which stays, or `auto`.
         transport: of this rank's group.
         backend: of the experts of all ranks.
+        quantizes: they make FP8 of tokens that come in bf16.
     """
     if isinstance(wanted, int):
         return wanted
     within = (transport.inside or transport).name
     pushes = within in TRANSPORTS and class_of(within).no_overlap is None
-    return AUTO_SMS if pushes and waits_for_tokens(backend) else 0
+    return AUTO_SMS if pushes and waits_for_tokens(backend) and not quantizes else 0
 
 
 def choices(
-    transport: Transport, *, backend: str, comm_sms: int | str, shared: bool
+    transport: Transport,
+    *,
+    backend: str,
+    comm_sms: int | str,
+    shared: bool,
+    quantizes: bool = False,
 ) -> list[Choice]:
     """Lines of `kernels.registry.table`: the transport, and what runs beside its exchanges.
 
@@ -171,26 +177,38 @@ def choices(
         backend: of the experts.
         comm_sms: `parallel.comm_sms`.
         shared: layers have shared experts.
+        quantizes: as in `sms_of`.
     """
     lines = [Choice("transport", transport.name, transport.reason)]
     if transport.inside is not None:
         lines.append(Choice("- in a node", transport.inside.name, transport.inside.reason))
-    return [*lines, _overlap(transport, backend, comm_sms, shared)]
+    sms = sms_of(comm_sms, transport, backend, quantizes)
+    without = None
+    if not waits_for_tokens(backend):
+        without = f"{backend} experts cannot wait for tokens"
+    elif quantizes:
+        without = "experts make FP8 of tokens once all are there (precision.dispatch=bf16)"
+    asked = "auto" if comm_sms == "auto" else f"parallel.comm_sms={comm_sms}"
+    return [*lines, _overlap(transport, sms, asked, without, shared)]
 
 
 _MEGATRON_WAITS = "Megatron-Core's layer waits for its exchanges"
 
 
-def _overlap(transport: Transport, backend: str, wanted: int | str, shared: bool) -> Choice:
-    """What the experts do while tokens are on their way, and why not more."""
-    comm_sms = sms_of(wanted, transport, backend)
+def _overlap(
+    transport: Transport, comm_sms: int, asked: str, cannot: str | None, shared: bool
+) -> Choice:
+    """What the experts do while tokens are on their way, and why not more.
+
+    Args:
+        comm_sms: SMs, for which the user `asked`.
+        cannot: why the experts cannot begin with some of the tokens.
+        shared: layers have shared experts.
+    """
     name = (transport.inside or transport).name
-    asked = "auto" if wanted == "auto" else f"parallel.comm_sms={wanted}"
     known = TRANSPORTS.get(name)
     never = class_of(name).no_overlap if known else _MEGATRON_WAITS
-    without = never
-    if without is None and not waits_for_tokens(backend):
-        without = f"{backend} experts cannot wait for tokens"
+    without = never or cannot
     if comm_sms and never is None and (shared or without is None):
         reason = f"{asked}; beside the shared experts alone: {without}" if without else asked
         if transport.inside is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
+from torch import Tensor
 
 from phalanx.kernels.expert_mlp import main_grad
 
@@ -28,6 +29,24 @@ def results_to(queue: Any) -> Iterator[None]:
         yield
     finally:
         filesystem_async._results_queue = None
+
+
+def shift_within_documents() -> None:
+    """Have multi-token prediction shift tokens, labels and masks of packed documents on the device.
+
+    Megatron-Core loops over bounds that it reads on the host. What it is given here as
+    `packed_seq_params` has `last_T`, bool [T], where a document ends: nothing is shifted there.
+    """
+    from megatron.core.transformer import multi_token_prediction
+
+    def shifted(
+        x_BT: Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        assert shifts == dims == -1
+        next_BT = x_BT.roll(-1, -1).masked_fill(packed_seq_params.last_T, 0)
+        return next_BT, next_BT.sum()
+
+    multi_token_prediction._roll_tensor_packed_seq = shifted
 
 
 def without_masters(settings: OptimizerConfig) -> None:

@@ -10,7 +10,6 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from phalanx.configs.bounds import ABOVE_ZERO, AT_LEAST, BELOW_ONE, choices
-from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.configs.knobs import knobs, put
 from phalanx.configs.load import load, options
 from phalanx.configs.schema import Config
@@ -26,6 +25,7 @@ from phalanx.kernels.registry import Facts, resolve
 from tests.support.distributed import run_distributed
 
 TINY = load([])
+MASK = "data.document_mask=true"
 FP8 = "precision=fp8_block"
 TEXTS_WITHOUT_CHOICES = {
     "model.name",
@@ -82,7 +82,31 @@ def _texts(value: object) -> object:
         ("model=tiny_deepseek model.attention.qk_rope_dim=15", 1, "even", "qk_rope_dim=16"),
         ("model=tiny_deepseek model.attention.sinks=true", 1, "is of gqa", "sinks=false"),
         ("model=tiny_deepseek model.attention.window=8", 1, "is of gqa", "window=0"),
-        ("model.attention.yarn.beta_fast=1", 1, "above beta_slow", "beta_fast=32.0"),
+        ("model.attention.yarn.beta_fast=0.5", 1, "below beta_slow", "beta_fast=32.0"),
+        ("model=tiny_deepseek model.attention.qkv_bias=true", 1, "is of gqa", "qkv_bias=false"),
+        ("model=tiny_deepseek model.attention.rotary_dim=8", 1, "is of gqa", "rotary_dim=0"),
+        ("model.attention.rotary_dim=7", 1, "must be even", "rotary_dim=8"),
+        ("model.attention.rotary_dim=34", 1, "is more than head_dim=32", "rotary_dim=0"),
+        (
+            "model.attention.rotary_dim=16 model.attention.yarn.factor=4",
+            1,
+            "is not possible with YaRN",
+            "rotary_dim=0",
+        ),
+        ("model.attention.qk_norm_over=all", 1, "is not one of head, projection", "qk_norm_over="),
+        (
+            "model.attention.qk_norm_over=projection",
+            1,
+            "needs qk_norm=true",
+            "qk_norm_over=head",
+        ),
+        (
+            "model.attention.qk_norm=true model.attention.qk_norm_over=projection "
+            "parallel.tensor=2",
+            2,
+            "would split the heads",
+            "parallel.tensor=1",
+        ),
         # experts and router
         ("model.moe.top_k=9", 1, "more than experts=8", "model.moe.top_k=8"),
         ("model.moe.router.groups=3", 1, "does not divide experts=8", "router.groups=2"),
@@ -233,6 +257,16 @@ def _texts(value: object) -> object:
         ("data=indexed data.blend=[0.5,a,b]", 1, "weights and prefixes in turn", "data.blend="),
         ("data=indexed data.blend=[a,0.5]", 1, "weights and prefixes in turn", "data.blend="),
         ("data=indexed data.blend=[0,a,0.0,b]", 1, "a weight above 0", "data.blend="),
+        ("data.max_documents=8", 1, "needs data.document_mask=true", "data.max_documents=0"),
+        (f"{MASK} data=synthetic", 1, "have none", "data.document_mask=false"),
+        (f"{MASK} parallel.context=2", 2, "end inside a sequence", "parallel.context=1"),
+        (f"{MASK} kernels.attention=te", 1, "end inside a sequence", "kernels.attention=auto"),
+        (
+            f"{MASK} model=tiny_deepseek",
+            1,
+            "makes one, and model.moe.router.seq_aux_loss is of each",
+            "data.micro_batch=1",
+        ),
         # optimizer, run, kernels
         ("optim.min_lr=1", 1, "is above lr=0.002", "optim.min_lr=0.002"),
         ("optim.decay_steps=10", 1, "within the warm-up of 10 steps", "optim.decay_steps=11"),
@@ -327,19 +361,12 @@ def test_problem_names_the_override_that_fixes_it(
         (f"{FP8} precision.dense=bf16 parallel.tensor=2", 2),
         (f"{FP8} kernels=megatron parallel.tensor=2", 2),
         ("data.split=98 run.eval_interval=0", 1),
+        (f"{MASK} data.max_documents=8 data.micro_batch=4 parallel.tensor=2", 2),
+        (f"{MASK} model=tiny_deepseek data.micro_batch=1 parallel.pipeline=2", 2),
     ],
 )
 def test_sound_configurations_pass(overrides: str, world: int) -> None:
     assert problems(load(overrides.split(" ")), world) == []
-
-
-def test_a_backend_has_fp8_once_nothing_is_said_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = load([FP8, "kernels=fused"])
-    monkeypatch.setitem(NO_FP8_EXPERTS, "fused", "it waits")
-    (line,) = problems(cfg)
-    assert line == "kernels.backend=fused has no fp8_block: it waits; set kernels.backend=auto"
-    monkeypatch.delitem(NO_FP8_EXPERTS, "fused")
-    assert problems(cfg) == []
 
 
 def test_a_transport_carries_fp8_where_its_entry_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,6 +426,10 @@ RANGES: dict[str, tuple[object, ...]] = {
     "data.global_batch": (0, 16, 31),
     "data.blend": ([], ["a"], ["0.5", "a", "b"]),
     "data.source": ("embedded", "indexed", "synthetic"),
+    "data.document_mask": (False, True),
+    "data.max_documents": (0, 8),
+    "model.moe.router.seq_aux_loss": (0.0, 1e-4),
+    "kernels.attention": ("auto", "te", "flex"),
     "optim.min_lr": (0.0, 1.0),
     "precision.recipe": ("bf16", "fp32", "fp8_block", "fp8_block"),
     "precision.hidden": ("bf16", "fp8"),
@@ -455,6 +486,15 @@ EXPERIMENTS = {
     "gpt_oss_20b_8gpu": 8,
     "moonlight_8gpu": 8,
     "qwen3_30b_8gpu": 8,
+    "qwen3_235b_64gpu": 64,
+    "mixtral_8x7b_8gpu": 8,
+    "mixtral_8x22b_64gpu": 64,
+    "deepseek_v2_lite_8gpu": 8,
+    "kimi_k2_256gpu": 256,
+    "olmoe_8gpu": 8,
+    "glm_4_5_128gpu": 128,
+    "glm_4_5_air_32gpu": 32,
+    "minimax_m2_64gpu": 64,
 }
 
 
@@ -494,6 +534,12 @@ def test_megatron_core_accepts_the_layout_of_every_experiment() -> None:
         "deepseek_v3_1024gpu": (8, 4),
         "deepseek_v3_256gpu": (16, 2),
         "gpt_oss_120b_64gpu": (4, 1),
+        "qwen3_235b_64gpu": (4, 1),
+        "mixtral_8x22b_64gpu": (4, 1),
+        "kimi_k2_256gpu": (16, 2),
+        "glm_4_5_128gpu": (8, 1),
+        "glm_4_5_air_32gpu": (4, 1),
+        "minimax_m2_64gpu": (4, 1),
     }
     assert found == {name: large.get(name, (1, 1)) for name in EXPERIMENTS}
 

@@ -252,12 +252,22 @@ CASES = {
         written("optim/bad.yaml", b"lr: \xff\xfe\n"),
     ),
     # data
+    "data: no tokenizer for samples": Case(
+        f"{RANDOM} run.sample_every=1", "the data names no tokenizer", "set run.sample_every=0"
+    ),
     "data: none": Case("data=indexed", "names no .bin/.idx files", "set data.blend=[prefix]"),
     "data: unused": Case("data.blend=[a]", "is not read with data.source", "data.source=indexed"),
     "data: weights": Case(
         "data=indexed data.blend=[1,a,b]", "prefixes, or weights and", "set data."
     ),
     "data: split": Case("data.split=0", "weights of training and validation", "data.split="),
+    "data: no documents": Case(
+        "data=synthetic data.document_mask=true", "have none", "set data.document_mask=false"
+    ),
+    "data: documents of ranks": Case(
+        "data.document_mask=true parallel.context=2", "has no documents that end", "set parallel."
+    ),
+    "data: places": Case("data.max_documents=9", "needs data.document_mask=true", "=0"),
     "data: no .bin": Case(INDEXED, "text.bin does not exist", "prefixes", without("text.bin")),
     "data: no .idx": Case(INDEXED, "text.idx does not exist", "prefixes", without("text.idx")),
     "data: short .bin": Case(

@@ -29,6 +29,9 @@ COMMANDS = {
     "phalanx-build-kernels": ["--help"],
     "phalanx-compare": ["--help"],
     "phalanx-plot-losses": ["--help"],
+    "phalanx-plot-run": ["--help"],
+    "phalanx-sample": ["--help"],
+    "phalanx-evaluate": ["--help"],
     "phalanx-timeline": ["--help"],
 }
 

@@ -76,8 +76,17 @@ DEEPSEEK = [
     "model.moe.ffn=8",
     "model.moe.shared_ffn=16",
 ]
+GLM = [
+    *TINY,
+    "model.attention.qk_norm=true",
+    "model.attention.qkv_bias=true",
+    "model.attention.rotary_dim=4",
+]
 MODELS = {
     "tiny": TINY,
+    "glm": GLM,
+    "glm_one_group": [*GLM, "model.attention.kv_heads=1"],
+    "olmoe": [*TINY, "model.attention.qk_norm=true", "model.attention.qk_norm_over=projection"],
     "gpt_oss": GPT_OSS,
     "deepseek": DEEPSEEK,
     "gpt_oss_4": [*GPT_OSS, "model.layers=4"],
@@ -123,9 +132,9 @@ CASES = {
     "ep2": ["tiny"],
     "pp2": ["balanced", "deepseek_tied"],
     "pp2_vp2": ["deepseek_4"],
-    "tp2": ["gpt_oss"],
+    "tp2": ["gpt_oss", "glm", "glm_one_group"],
     "tp2_ep2": ["balanced"],
-    "cp2": ["gpt_oss"],
+    "cp2": ["gpt_oss", "olmoe"],
     "cp2_ep2": ["deepseek"],
     "ep4": ["tiny"],
     "ep2_edp2": ["deepseek"],

@@ -19,6 +19,7 @@ import torch
 
 from phalanx.configs.bounds import oversized
 from phalanx.configs.load import load, options
+from phalanx.moe.report.quiet import quiet
 from phalanx.moe.training import out_of_memory
 from tests.support.runs import SMALL, Change, before_step, records, run, text, write_corpus
 
@@ -38,9 +39,7 @@ class Case(NamedTuple):
 
 @contextlib.contextmanager
 def third_step(rank: int, folder: Path, act: Callable[[Path], Any]) -> Iterator[None]:
-    from phalanx import train
-
-    train._quiet()  # `before_step` imports the trainer before it does
+    quiet()  # `before_step` imports the trainer before it does
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with before_step(3, partial(act, folder)):

@@ -11,6 +11,7 @@ import torch
 
 from phalanx.moe.report.loggers import read
 from tests.support.crowding import EVERY
+from tests.support.runs import text, write_corpus
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +68,21 @@ def test_fused_kernels_train_like_torch(model: str, tmp_path: Path) -> None:
     close(train(tmp_path, "margins", f"model={model}", "kernels=fused", *margins), ours)
     unfused = "kernels.gradient_accumulation_fusion=false"
     close(train(tmp_path, "unfused", f"model={model}", "kernels=fused", unfused), ours)
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
+def test_packed_documents(model: str, tmp_path: Path) -> None:
+    """By flash-attn-4, eager and captured, as by the reference."""
+    pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
+    prefix = write_corpus(tmp_path / "corpus", pieces)
+    common = [f"model={model}", "kernels=torch", "model.attention.head_dim=64"]
+    common += ["data.source=indexed", f"data.blend=[{prefix}]", f"data.cache={tmp_path / 'cache'}"]
+    common += ["data.split='100'", "data.document_mask=true"]
+    want = train(tmp_path, "reference", *common, "kernels.attention=reference")
+    close(train(tmp_path, "fa4", *common, "kernels.attention=fa4"), want)
+    close(train(tmp_path, "flex", *common, "kernels.attention=flex"), want)
+    close(train(tmp_path, "graph", *common, "kernels.attention=fa4", GRAPH), want)
+    close(train(tmp_path, "flex_graph", *common, "kernels.attention=flex", GRAPH), want)
 
 
 @pytest.mark.parametrize("mode", ["nearest", "up", "down"])

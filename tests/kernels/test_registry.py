@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.kernels.attention.core import attention
 from phalanx.kernels.registry import (
     FLASH_ATTN,
@@ -83,6 +82,10 @@ A100 = replace(H200, capability=(8, 0))
         ("attention", replace(WITH_FA4, dtype=torch.float32), "flex"),
         ("attention", replace(WITH_FA4, capability=(10, 0)), "te"),
         ("attention", replace(WITH_FA4, context=2), "te"),
+        ("attention", replace(WITH_FA4, documents=True), "fa4"),
+        ("attention", replace(WITH_FA4, documents=True, head_dim=80, v_dim=80), "flex"),
+        ("attention", replace(H200, documents=True), "flex"),
+        ("attention", replace(CPU, documents=True), "sdpa"),
         ("attention", replace(WITH_FA4, context=2, window=8), "fa4"),
         ("attention", replace(WITH_FA4, context=2, sinks=True), "fa4"),
         ("attention", replace(FA4_ALONE, context=2), "fa4"),
@@ -104,13 +107,8 @@ def test_auto(op, facts, backend):
     assert resolve(op, "auto", facts).backend == backend
 
 
-def test_auto_takes_what_has_fp8(monkeypatch):
-    monkeypatch.setitem(NO_FP8_EXPERTS, "fused", "it waits")
-    choice = resolve("grouped_mlp", "auto", replace(WITH_DSL, fp8=True))
-    assert choice.backend == "torch"
-    assert "; not fused: has no fp8_block: it waits; " in choice.reason
+def test_auto_takes_what_has_fp8():
     assert resolve("grouped_mlp", "auto", replace(CPU, fp8=True)).backend == "reference"
-    monkeypatch.delitem(NO_FP8_EXPERTS, "fused")
     assert resolve("grouped_mlp", "auto", replace(WITH_DSL, fp8=True)).backend == "fused"
 
 

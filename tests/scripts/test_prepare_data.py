@@ -136,11 +136,14 @@ def test_the_text_comes_back(
     args = form(tmp_path / "in", texts)
     assert run(tmp_path / "out", *args, *with_tokenizer(tokenizer), "--chunk-mb", 0.002) == 0
     assert decoded(tmp_path / "out", tokenizer) == texts
-    assert left_over(tmp_path) == ["out.bin", "out.idx", "out.json"]
+    assert left_over(tmp_path) == ["out.bin", "out.idx", "out.json", "out.tokenizer.json"]
+    assert (tmp_path / "out.tokenizer.json").read_bytes() == Path(tokenizer).read_bytes()
     described = open_corpus(str(tmp_path / "out")).sidecar
     assert described is not None
     expected = (Tokenizer.from_file(tokenizer).get_vocab_size(), "uint16", 40)
     assert (described.vocab_size, described.dtype, described.documents) == expected
+    assert run(tmp_path / "out", *args, "--bytes", "--overwrite") == 0
+    assert left_over(tmp_path) == ["out.bin", "out.idx", "out.json"]  # which know no tokenizer
 
 
 def test_bytes_can_be_trained_on(tmp_path: Path) -> None:
@@ -263,7 +266,7 @@ def test_a_killed_run_continues(
     assert run(tmp_path / "out", *args) == 0
     assert written[0] == 2 and "continuing: 2 of" in capsys.readouterr().out
     assert content(tmp_path / "out") == content(tmp_path / "expected")
-    assert left_over(tmp_path) == ["out.bin", "out.idx", "out.json"]
+    assert left_over(tmp_path) == ["out.bin", "out.idx", "out.json", "out.tokenizer.json"]
 
 
 def test_a_finished_run_is_not_repeated_or_overwritten(

@@ -23,8 +23,6 @@ _STEP = 32
 """Channels that are computed at a time."""
 _REGIONS = 2
 """Of 16 rows in FP8: one leaves while the other one is written."""
-_KEPT = 2
-"""Of a's eight groups of 16 channels, those that stay in registers: a step's."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class _Fp8ActGrad(_ActGrad):
                 values = [Values() for _ in range(self.config.halves + 1)]
                 for j in cutlass.range_constexpr(steps):
                     kept = self._turn(steps * b + j, kept, row, column)
-                    if cutlass.const_expr(2 * j == _KEPT):
+                    if cutlass.const_expr(j == 0):  # `_parked` is where rows left from
                         self.staging.drain(0)
                     inside = first + _STEP * j < self.mA.shape[1]
                     counted = cutlass.select_(inside, Uint32(MAGNITUDES), Uint32(0))
@@ -144,10 +142,7 @@ class _Fp8ActGrad(_ActGrad):
             for half in range(halves):
                 values[half].put(at, words[half], counted)
             values[halves].count(words[halves], counted)
-            if at < _KEPT:
-                values[halves].set(at, words[halves])
-            else:
-                ptx.store_shared(self._parked(at), *words[halves])
+            ptx.store_shared(self._parked(at), *words[halves])
 
     def _parked(self, q: int) -> Int32:
         """Where a lane has its four words of a's channels 16 q to 16 q + 15: in the regions, until
@@ -159,7 +154,7 @@ class _Fp8ActGrad(_ActGrad):
         """128 channels of dh and of a to memory. The last block's have left the regions; one that
         is used again is free when its store has."""
         halves, block = self.config.halves, first // BLOCK
-        for q in range(_KEPT, BLOCK // 16):
+        for q in range(BLOCK // 16):
             values[halves].set(q, ptx.load_shared(self._parked(q)))
         cute.arch.sync_warp()
         for half in cutlass.range_constexpr(halves):

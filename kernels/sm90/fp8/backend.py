@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, Rows
+from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
@@ -33,23 +34,17 @@ class FusedFP8(FP8Operands, Fused):
 
     Args:
         sm_margin, dynamic: as of `Fused`.
-        recipe: weight gradients in FP8.
+        recipe: with weight gradients in bf16, their operands are made by kernels in bf16, of values
+            that went through FP8: exact, to compare with, and slow.
         keep: FP8 copies of weights stay with them (`kernels.quantize.kept`).
-
-    Raises:
-        ValueError: other weight gradients.
     """
 
     def __init__(self, sm_margin: int, dynamic: bool, recipe: Fp8Block, keep: bool) -> None:
-        if recipe.wgrad != "fp8":
-            raise ValueError(
-                f"precision.wgrad={recipe.wgrad}: the fused kernels have fp8; set "
-                "precision.wgrad=fp8 or kernels=torch"
-            )
         FP8Operands.__init__(self, recipe)
         Fused.__init__(self, sm_margin, dynamic)
         self._keep = keep
         self._how: dict[str, Any] = dict(sm_margin=sm_margin, dynamic=dynamic)
+        self._emulated = EmulatedFP8(Fused(sm_margin, dynamic), recipe)
 
     def fc1_act(
         self,
@@ -105,6 +100,8 @@ class FusedFP8(FP8Operands, Fused):
     ) -> HiddenGrads:
         from phalanx.kernels.sm90.fp8.fc2_dgrad_dact import fp8_fc2_dgrad_dact
 
+        if self._recipe.wgrad == "bf16":
+            return self._emulated.fc2_dgrad_dact(dy, fc2, h_SH, plan, act, ready=ready)
         parts = act.facts.halves
         h_SH = self._in_bf16(Operand(h_SH, parts=parts))
         index_S = plan.row_index_S if dy.gather else None
@@ -128,6 +125,8 @@ class FusedFP8(FP8Operands, Fused):
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
         from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
 
+        if self._recipe.wgrad == "bf16":
+            return self._emulated.wgrad(d, v, plan, into)
         return fp8_wgrad(
             d.matrix,
             v.matrix,

@@ -36,8 +36,10 @@ from phalanx.kernels.sm90.gemm.gemm import Gemm, GemmConfig, matrix, vector
 from phalanx.kernels.sm90.jit.arguments import BF16, FP32, INT, LONG, counter_of, require
 from phalanx.kernels.sm90.jit.launch import launch, persistent_clusters, sms
 
-COLUMNS = 128
-"""Of a tile, of F: beside a block of dh and a, registers hold no more accumulators."""
+COLUMNS = 256
+"""Of a tile, of F: two blocks. While one of them becomes dh and a, 18 to 42 registers of a thread
+are in local memory beside the accumulators of the other one. On one H200 that is up to 7 % faster
+than tiles of 128 columns, which fit, but load a third more for a product."""
 
 
 class Fp8DgradKernel(Gemm):

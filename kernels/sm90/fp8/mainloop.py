@@ -20,6 +20,7 @@ from cutlass import Float8E4M3FN, Float8E5M2, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from phalanx.kernels.sm90.gemm.mainloop import MATH_GROUPS, Loads, Mainloop
+from phalanx.kernels.sm90.gemm.ring import State
 from phalanx.kernels.sm90.jit import ptx
 
 FORMATS = {"e4m3": Float8E4M3FN, "e5m2": Float8E5M2}
@@ -46,6 +47,12 @@ class Fp8Mainloop(Mainloop):
     @property
     def types(self) -> tuple[Any, Any]:
         return FORMATS[self.rows_format], Float8E4M3FN
+
+    @property
+    def lag(self) -> int:
+        """Stages whose gathered rows are under way while the one before them is said to be full:
+        one more has to be left for who multiplies."""
+        return min(2, self.stages - 2)
 
     @property
     def part(self) -> int:
@@ -75,6 +82,7 @@ class Fp8Loads(Loads):
     """Stages of 128 channels, block by block of one part after the other."""
 
     modes = 2
+    loop: Fp8Mainloop
 
     def _pitch(self) -> Int64:
         return Int64(self.mA.stride[0])
@@ -89,6 +97,31 @@ class Fp8Loads(Loads):
         left = self.mA.shape[1] - k * BLOCK
         size = cutlass.select_(self.thread % 8 * _CHUNK < left, Int32(_CHUNK), Int32(0))
         ptx.cp_async_or_zero(to, source + k * BLOCK, size)
+
+    @cute.jit
+    def copied(self, state: State, k: Int32) -> None:
+        """Say that the copies of `lag` blocks before have landed.
+
+        cp.async writes through another proxy than wgmma reads by. A fence in the multiplying warps,
+        in every block, would wait for the scales that they have asked for: so the copiers fence.
+        """
+        cute.arch.cp_async_commit_group()
+        if k >= self.loop.lag:
+            cute.arch.cp_async_wait_group(self.loop.lag)
+            self._landed(state, self.loop.lag)
+
+    @cute.jit
+    def finish(self, state: State, blocks: Int32) -> None:
+        """Say so of those that are left."""
+        if cutlass.const_expr(self.loop.gather):
+            for left in cutlass.range_constexpr(self.loop.lag, 0, -1):
+                if blocks >= left:
+                    cute.arch.cp_async_wait_group(left - 1)
+                    self._landed(state, left)
+
+    def _landed(self, state: State, before: int) -> None:
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_arrive(self.ring.earlier(state, before))
 
 
 def activations(

@@ -33,9 +33,9 @@ class Scales:
     rows: tuple[Int64, ...]
     """Of the thread's first row of its warp's 16, and of the one 8 below; or one for both."""
     row_step: Int64
-    columns: tuple[Int64, Int64]
-    """Of the tile's first 128 columns, and of the others; of 192 that begin in the middle of a
-    block, of the first 64 and of the others."""
+    columns: tuple[Int64, ...]
+    """Of the tile's first 128 columns, and of the others if it has more; of 192 that begin in the
+    middle of a block, of the first 64 and of the others."""
     column_step: Int64
     aligned: Boolean
     """The tile's columns begin with a block."""
@@ -83,63 +83,56 @@ class Promotion:
 
     @cute.jit
     def multiply(self, first: Int32, blocks: Int32, scales: Scales) -> None:
-        """Multiply `blocks` >= 1 stages, from block number `first` on, into a fresh accumulator."""
+        """Multiply `blocks` >= 1 stages, from block number `first` on, into a fresh accumulator.
+
+        What a warp group does besides adding up, it does while its wgmma run: it asks for the
+        scales of the block after the next one, none past the last, and looks for the next stage.
+        """
         self.acc.fill(0.0)
-        place0, place1 = scales.rows[0], scales.rows[-1]
-        one_row = len(scales.rows) == 1
-        low, high = scales.columns
-        row_step, column_step = scales.row_step, scales.column_step
-        aligned = scales.aligned
+        ring, last = self.ring, len(self.b) - 1
+        rows, columns = scales.rows, scales.columns
+        stage, phase = ring.place(first)
         if cutlass.const_expr(self.fresh):  # the loading warps have waited for the rows
-            self.ring.wait(first)
-        one = Int64(cutlass.min(1, blocks - 1))
-        a0, a1 = self._load_rows(place0, place1, Int64(0), one_row)
-        b0, b1 = self._load_columns(low, high, Int64(0))
-        next_a0, next_a1 = self._load_rows(place0, place1, row_step * one, one_row)
-        next_b0, next_b1 = self._load_columns(low, high, column_step * one)
+            ring.wait_at(stage, phase)
+        more, ready = blocks > 1, Boolean(False)
+        a, b = self._load_rows(rows, Boolean(True)), self._load_columns(columns, Boolean(True))
+        rows, columns = _step(rows, scales.row_step), _step(columns, scales.column_step)
+        next_a, next_b = self._load_rows(rows, more), self._load_columns(columns, more)
         for k in cutlass.range(blocks, unroll=1):
-            two = Int64(cutlass.min(k + 2, blocks - 1))
-            then_a0, then_a1 = self._load_rows(place0, place1, row_step * two, one_row)
-            then_b0, then_b1 = self._load_columns(low, high, column_step * two)
-            stage = self.ring.wait(first + k)
-            columns = (b0, cutlass.select_(aligned, b0, b1), b1)
-            self._block(stage, k, (a0, a1), columns, scales)
-            a0, a1, next_a0, next_a1 = next_a0, next_a1, then_a0, then_a1
-            b0, b1, next_b0, next_b1 = next_b0, next_b1, then_b0, then_b1
+            if ~ready:
+                ring.wait_at(stage, phase)
+            self._start(0, stage)
+            rows, columns = _step(rows, scales.row_step), _step(columns, scales.column_step)
+            more = k + 2 < blocks
+            then_a, then_b = self._load_rows(rows, more), self._load_columns(columns, more)
+            next_stage, next_phase = ring.after(stage, phase)
+            for p in cutlass.range_constexpr(last + 1):
+                if cutlass.const_expr(p > 0):
+                    self._start(p, stage)
+                if cutlass.const_expr(p == last):
+                    ready = ring.is_full(next_stage, next_phase)
+                warpgroup.wait_group(0)
+                if cutlass.const_expr(p == last):
+                    ring.release(stage)
+                self._add(p, k, a, b, scales)
+            stage, phase = next_stage, next_phase
+            a, b, next_a, next_b = next_a, next_b, then_a, then_b
 
-    def _load_rows(
-        self, first: Int64, second: Int64, ahead: Int64, one: bool
-    ) -> tuple[Float32, Float32]:
-        load = ptx.load_fresh if self.fresh else ptx.load_constant
-        found = load(first + ahead)
-        return found, found if one else load(second + ahead)
+    def _load_rows(self, places: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
+        load = ptx.load_fresh_if if self.fresh else ptx.load_constant_if
+        return tuple(load(place, wanted) for place in places)
 
-    def _load_columns(self, low: Int64, high: Int64, ahead: Int64) -> tuple[Float32, Float32]:
-        first = ptx.load_constant(low + ahead)
-        return first, first if self.loop.columns == BLOCK else ptx.load_constant(high + ahead)
+    def _load_columns(self, places: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
+        return tuple(ptx.load_constant_if(place, wanted) for place in places)
 
-    def _block(
-        self,
-        stage: Int32,
-        k: Int32,
-        rows: tuple[Float32, ...],
-        columns: tuple[Float32, ...],
-        scales: Scales,
-    ) -> None:
-        """Multiply a stage, block k, part by part, and add it up with its scales; let it go."""
-        if self.loop.gather:  # cp.async writes through the other proxy than wgmma reads by
-            cute.arch.fence_proxy("async.shared", space="cta")
-        for p, b in enumerate(self.b):
-            warpgroup.fence()
-            for step in range(BLOCK // _DEEP):
-                self.tiled_mma.set(warpgroup.Field.ACCUMULATE, step != 0)
-                at = (None, None, step, stage)
-                cute.gemm(self.tiled_mma, self.temporary, self.a[at], b[at], self.temporary)
-            warpgroup.commit_group()
-            warpgroup.wait_group(0)
-            if p == len(self.b) - 1:
-                self.ring.release(stage)
-            self._add(p, k, rows, columns, scales)
+    def _start(self, p: int, stage: Int32) -> None:
+        """Begin to multiply part p of a stage."""
+        warpgroup.fence()
+        for step in range(BLOCK // _DEEP):
+            self.tiled_mma.set(warpgroup.Field.ACCUMULATE, step != 0)
+            at = (None, None, step, stage)
+            cute.gemm(self.tiled_mma, self.temporary, self.a[at], self.b[p][at], self.temporary)
+        warpgroup.commit_group()
 
     def _add(
         self,
@@ -152,9 +145,11 @@ class Promotion:
         """Add part p of a block to the accumulators: one product of scales for a row of many."""
         # Blocks of columns begin at multiples of 64 of a tile of 192, of 128 of others.
         part, wide = self.loop.part, _ATOM if self.loop.columns == 192 else BLOCK
+        low, high = columns[0], columns[-1]
+        of_atoms = (low, cutlass.select_(scales.aligned, low, high), high)
         for first in range(part * p, part * (p + 1), wide):
-            scale = columns[first // _ATOM] if wide == _ATOM else columns[2 * (first // BLOCK)]
-            both = (rows[0] * scale, rows[1] * scale)
+            scale = of_atoms[first // _ATOM] if wide == _ATOM else columns[first // BLOCK]
+            both = (rows[0] * scale, rows[-1] * scale)
             for i in range(wide // 2):
                 to = first // 2 + i
                 here = self.temporary[to - part * p // 2]
@@ -205,11 +200,12 @@ class Math(Promotion):
         # The compiler must not see that the lanes agree: it would move what is loaded to uniform
         # registers, and wait for it at once.
         apart = ptx.lane() * self.zero
-        columns = [address(of_weights, at + apart, 0, expert) for at in (low, high)]
+        blocks = (low,) if self.loop.columns == BLOCK else (low, high)
+        columns = [address(of_weights, at + apart, 0, expert) for at in blocks]
         return Scales(
-            (rows[0], rows[1]),
+            tuple(rows),
             4 * Int64(of_rows.stride[1]),
-            (columns[0], columns[1]),
+            tuple(columns),
             4 * Int64(of_weights.stride[1]),
             n % BLOCK == 0,
         )
@@ -236,6 +232,10 @@ def operand_scales(
     layout = cute.make_layout((blocks, 1, 1), stride=(n_stride, k_stride, expert_stride))
     half = blocks // 2 if halves == 2 else None
     return of_rows, cute.make_tensor(weights, layout), half, zero
+
+
+def _step(places: tuple[Int64, ...], step: Int64) -> tuple[Int64, ...]:
+    return tuple(place + step for place in places)
 
 
 def address(tensor: cute.Tensor, *at: Int32 | int) -> Int64:

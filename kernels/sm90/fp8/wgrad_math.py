@@ -13,7 +13,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from phalanx.kernels.sm90.fp8.mainloop import BLOCK, Fp8Mainloop
@@ -64,11 +64,12 @@ class WgradMath(Promotion):
         # Not uniform to the compiler, as in `promotion.Math`.
         apart = ptx.lane() * self.zero
         d = address(self.of_d, block, second * of_part + behind // BLOCK + apart)
-        v = [address(self.of_v, block, at + apart) for at in (low, high)]
+        blocks = (low,) if self.loop.columns == BLOCK else (low, high)
+        v = [address(self.of_v, block, at + apart) for at in blocks]
         return Scales(
             (d,),
             4 * Int64(self.of_d.stride[0]),
-            (v[0], v[1]),
+            tuple(v),
             4 * Int64(self.of_v.stride[0]),
             n % BLOCK == 0,
         )
@@ -101,9 +102,10 @@ class VectorMath(WgradMath):
             n,
         )
 
-    def _load_columns(self, low: Int64, high: Int64, ahead: Int64) -> tuple[Float32, Float32]:
-        ptx.prefetch(high + ahead)
-        return Float32(0.0), Float32(0.0)
+    def _load_columns(self, places: tuple[Int64, ...], wanted: Boolean) -> tuple[Float32, ...]:
+        own, ahead = places
+        ptx.prefetch(cutlass.select_(wanted, ahead, own))
+        return (Float32(0.0),)  # read in `_add`
 
     def _add(self, p: int, k: Int32, rows: Any, columns: Any, scales: Any) -> None:
         part, last = self.loop.part, Int32(self.of_v.shape[1]) - _ROWS

@@ -283,7 +283,7 @@ class Gemm:
                 if expert < 0:
                     scheduler.finish(tile, clusters, tiles)
         number = Int32(0)
-        state, sources_of = load.ring.producer(), load.sources
+        state, sources_of, finish = load.ring.producer(), load.sources, load.finish
         if cutlass.const_expr(self.config.waits):
             wave_wait.start()
         row, stop, column, expert = scheduler.read(number)
@@ -316,6 +316,7 @@ class Gemm:
                     if next_expert < 0:
                         scheduler.finish(tile, clusters, tiles)
             state = load(state, sources, own, at, expert, half_offset, half, blocks)
+            finish(state, blocks)
             number += 1
             row, stop, column, expert = scheduler.read(number)
 

@@ -251,9 +251,16 @@ class Loads:
                 to = self.to + state.index * (TILE_ROWS * ROW_BYTES)
                 for p in cutlass.range_constexpr(_PASSES):
                     self.copy(to + p * (GROUP_THREADS // 8 * ROW_BYTES), sources[p], k)
-                cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.barrier(state))
+                self.copied(state, k)
             state.advance()
         return state
+
+    def copied(self, state: State, k: Int32) -> None:
+        """This thread has begun to copy block k: the barrier counts it when the copies land."""
+        cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.barrier(state))
+
+    def finish(self, state: State, blocks: Int32) -> None:
+        """After the last of a tile's `blocks`: nothing is left to say."""
 
     def _a(self, row: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """Destination and source of A's tiles for the rows from `row` on: (box, stage | k)."""

@@ -68,6 +68,29 @@ class Ring:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(state), self.bytes)
 
+    def earlier(self, state: State, blocks: int) -> cute.Pointer:
+        """The full barrier of the stage so many blocks before `state`, fewer than there are."""
+        stage = (state.index + (self.stages - blocks)) % self.stages
+        return self.storage.full.data_ptr() + stage
+
+    def place(self, number: Int32) -> tuple[Int32, Int32]:
+        """Stage of block `number`, of all of a CTA, and the phase of its full barrier."""
+        return number % self.stages, number // self.stages % 2
+
+    def after(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """`place` of the next block."""
+        last = stage == self.stages - 1
+        next_stage = cutlass.select_(last, Int32(0), stage + 1)
+        return next_stage, cutlass.select_(last, phase ^ 1, phase)
+
+    def is_full(self, stage: Int32, phase: Int32) -> cutlass.Boolean:
+        """Whether a stage is full; does not wait for it."""
+        return cute.arch.mbarrier_try_wait(self.storage.full.data_ptr() + stage, phase)
+
+    def wait_at(self, stage: Int32, phase: Int32) -> None:
+        """Wait until a stage is full."""
+        cute.arch.mbarrier_wait(self.storage.full.data_ptr() + stage, phase)
+
     def wait(self, number: Int32) -> Int32:
         """Wait until the stage of block `number`, of all of a CTA, is full; returns the stage."""
         stage = number % self.stages

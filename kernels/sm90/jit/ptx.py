@@ -7,7 +7,7 @@ the lower column in the lower half.
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -153,6 +153,12 @@ def load_constant(where: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def load_constant_if(where: Int64, wanted: Boolean, *, loc: Any = None, ip: Any = None) -> Float32:
+    """As `load_constant` where it is wanted, 0 where it is not."""
+    return _load_if("ld.global.nc.f32", where, wanted, dict(loc=loc, ip=ip))
+
+
+@dsl_user_op
 def load_constant_pair(where: Int64, *, loc: Any = None, ip: Any = None) -> tuple[Float32, Float32]:
     """As `load_constant`, two at a multiple of 8 bytes."""
     at: Site = dict(loc=loc, ip=ip)
@@ -172,12 +178,17 @@ def prefetch(where: Int64, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
-def load_fresh(where: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
-    """fp32 from global memory as the whole GPU sees it, past the L1 cache."""
-    at: Site = dict(loc=loc, ip=ip)
-    values = [Int64(where).ir_value(**at)]
-    code = "ld.relaxed.gpu.global.f32 $0, [$1];"
-    return Float32(_asm(T.f32(), values, code, "=f,l,~{memory}", at))
+def load_fresh_if(where: Int64, wanted: Boolean, *, loc: Any = None, ip: Any = None) -> Float32:
+    """fp32 from global memory as the whole GPU sees it, past the L1 cache, where it is wanted; 0
+    where it is not."""
+    return _load_if("ld.relaxed.gpu.global.f32", where, wanted, dict(loc=loc, ip=ip), ",~{memory}")
+
+
+def _load_if(load: str, where: Int64, wanted: Boolean, at: Site, clobbers: str = "") -> Float32:
+    values = [Int64(where).ir_value(**at), Int32(wanted).ir_value(**at)]
+    code = "{.reg .pred wanted; setp.ne.s32 wanted, $2, 0; mov.f32 $0, 0f00000000; "
+    code += f"@wanted {load} $0, [$1];}}"
+    return Float32(_asm(T.f32(), values, code, "=f,l,r" + clobbers, at))
 
 
 def _four_words(

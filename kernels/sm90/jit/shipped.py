@@ -134,18 +134,21 @@ def _routing() -> Iterator[tuple[type, Any]]:
     yield from ((CombineKernel, CombineConfig(slots)) for slots in (1, 2, 4, 6, 8, 10, 16))
     for rows, addends in product((2, 4, 6, 8), (1, 2)):  # of experts, or of ranks
         yield CombineKernel, CombineConfig(rows, addends)
-    for top_k in (4, 8):
-        config = TopkConfig(top_k, 1, bf16=False, weights="softmax")
-        yield from ((kernel, config) for kernel in (TopkKernel, TopkGradientKernel))
+    softmax = (2, 4, 8)
+    for weights, numbers in (("softmax", softmax), ("softmax_all", (6, 8))):
+        for config in (TopkConfig(top_k, 1, bf16=False, weights=weights) for top_k in numbers):
+            yield from ((kernel, config) for kernel in (TopkKernel, TopkGradientKernel))
     deepseek = ExpertGroups(number=8, size=32, chosen=4, best=2)
-    for top_k, vectors, groups in ((6, 1, None), (8, 2, deepseek)):
+    several = (6, 1, None), (8, 1, None), (8, 2, None, deepseek), (8, 3, None)
+    for top_k, vectors, *groups in several:
         # The choice, its gradient, and the best logits, which the balancing losses count.
         choice: dict[str, Any] = dict(
             top_k=top_k, vectors=vectors, bf16=False, weights="sigmoid_sum"
         )
-        yield TopkKernel, TopkConfig(**choice, biased=True, groups=groups)
+        yield from ((TopkKernel, TopkConfig(**choice, biased=True, groups=g)) for g in groups)
         yield TopkGradientKernel, TopkConfig(**choice)
-        yield TopkKernel, TopkConfig(top_k, vectors, bf16=False, weights="softmax")
+        if vectors > 1 or top_k not in softmax:
+            yield TopkKernel, TopkConfig(top_k, vectors, bf16=False, weights="softmax")
 
 
 def _exchanges() -> Iterator[tuple[type, Any]]:

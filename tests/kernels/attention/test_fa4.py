@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.kernels.attention import fa4, fa4_library, fa4_shipped
+from phalanx.kernels.attention.documents import Documents
 from phalanx.kernels.attention.limits import refuse_heads
 
 
@@ -73,6 +74,40 @@ def test_shapes_of_what_it_returns(sinks):
         assert gradient.shape == given.shape and gradient.dtype == given.dtype
         assert gradient.is_contiguous()
     assert len(kernels) == 4
+
+
+@pytest.mark.parametrize("sinks", [None, torch.bfloat16])
+@pytest.mark.parametrize(("window", "deterministic"), [(0, False), (64, True)])
+def test_documents_take_the_interface_of_various_lengths(sinks, window, deterministic):
+    """The library checks shapes of tensors, bounds and log-sums; other kernels are asked for."""
+    pytest.importorskip("flash_attn.cute")
+    with fa4_shipped.without_gpu(), FakeTensorMode():
+        q, k, v = heads(S=200, T=200, H=4, G=2, B=1, device="cuda")
+        s = None if sinks is None else torch.zeros(4, dtype=sinks, device="cuda")
+        position = torch.zeros(200, dtype=torch.int64, device="cuda")
+        asked = []
+        for documents in (None, Documents(position, places=16, longest=100)):
+            with fa4_library.named() as kernels:
+                out, lse = fa4.run_forward(q, k, v, s, 0.1, window, documents)
+                saved, how = [q, k, v, out, lse], (0.1, window, deterministic, documents)
+                gradients = fa4.run_backward(torch.ones_like(out), saved, s, *how)
+            asked.append(kernels)
+            assert out.shape == q.shape and out.is_contiguous()
+            assert lse.shape == ((1, 4, 200) if documents is None else (4, 200))
+            for given, gradient in zip(
+                [q, k, v, *([] if s is None else [s])], gradients, strict=True
+            ):
+                assert gradient.shape == given.shape and gradient.is_contiguous()
+    whole, packed = asked
+    assert len(whole) == len(packed) >= 4 and not whole & packed
+
+
+def test_documents_need_bounds():
+    assert fa4._lengths(None) == {}
+    documents = Documents(torch.zeros(4, dtype=torch.int64), places=4, longest=1)
+    lengths = fa4._lengths(documents)
+    assert lengths["cu_seqlens_q"] is lengths["cu_seqlens_k"] is documents.bounds_N1
+    assert lengths["max_seqlen_q"] == lengths["max_seqlen_k"] == 1
 
 
 def test_tensors_are_read_where_they_are():

@@ -31,6 +31,8 @@ def billions(count: float, digits: int) -> float:
         ("gpt_oss_20b", 20.91, 3.61, 2),  # model card, table 1
         ("gpt_oss_120b", 116.83, 5.13, 2),
         ("deepseek_v3_l4", 37.0, 3.3, 1),
+        ("kimi_k2", 1026, 32, 0),  # weights; the model card says 1 T and 32 B
+        ("mixtral_8x22b", 141, 39, 0),  # announcement
     ],
 )
 def test_published_parameters(name: str, total: float, active: float, digits: int) -> None:
@@ -45,6 +47,56 @@ def test_qwen3_counts_its_input_embedding_as_active() -> None:
     assert billions(counts.total, 1) == 30.5
     assert billions(counts.total - counts.embedding - counts.head, 1) == 29.9
     assert int((active_parameters(m).total + counts.embedding) / 1e8) / 10 == 3.3
+
+
+@pytest.mark.parametrize(
+    ("name", "elements"),
+    [
+        ("qwen3_235b_a22b", 235_093_634_560),
+        ("mixtral_8x7b", 46_702_792_704),
+        ("mixtral_8x22b", 140_620_634_112),
+        ("deepseek_v2_lite", 15_706_484_224),
+        ("olmoe_1b_7b", 6_919_161_856),
+        ("glm_4_5", 358_337_791_296),
+        ("glm_4_5_air", 110_468_824_832),
+        ("minimax_m2", 228_703_644_928),
+    ],
+)
+def test_published_tensors_have_as_many_elements(name: str, elements: int) -> None:
+    """As Hugging Face counts those of the safetensors: with expert biases, with embedding and head
+    that are stored again for prediction layers, and with a scale for 128 x 128 values in FP8."""
+    m = model(name)
+    e, a, blocks = m.moe, m.attention, 0
+    biases = (m.layers - e.dense_layers + m.mtp_layers) * e.experts * bool(e.router.bias_rate)
+    repeated = 2 * m.mtp_layers * m.vocab_size * m.hidden
+    if name == "minimax_m2":
+        of_experts = 3 * e.experts * e.ffn * m.hidden
+        of_attention = 2 * (a.heads + a.kv_heads) * a.head_dim * m.hidden
+        blocks = m.layers * (of_experts + of_attention) // 128**2
+    assert parameters(m).total + biases + repeated + blocks == elements
+
+
+@pytest.mark.parametrize(
+    ("name", "active", "embedding", "head"),
+    [
+        ("qwen3_235b_a22b", 22, True, True),
+        ("mixtral_8x7b", 12.9, True, True),
+        ("olmoe_1b_7b", 1.3, True, True),
+        ("glm_4_5", 32, False, False),
+        ("glm_4_5_air", 12, False, False),
+        ("minimax_m2", 10, False, True),
+    ],
+)
+def test_published_active_parameters(name: str, active: float, embedding: bool, head: bool) -> None:
+    """Each counts the input embedding and the head, or does not."""
+    m = model(name)
+    parts = active_parameters(m)
+    count = parts.total + embedding * parameters(m).embedding - (not head) * parts.head
+    assert billions(count, 1 if active % 1 else 0) == active
+
+
+def test_deepseek_v2_lite_rounds_its_active_parameters_down() -> None:
+    assert int(active_parameters(model("deepseek_v2_lite")).total / 1e8) / 10 == 2.4
 
 
 def test_moonlight_counts_neither_embedding_nor_head() -> None:
@@ -72,6 +124,15 @@ def test_multi_token_prediction_of_deepseek_v3() -> None:
         ("gpt_oss_120b", 32.6),
         ("moonlight_16b_a3b", 17.15),
         ("qwen3_30b_a3b", 23.0),
+        ("qwen3_235b_a22b", 148.0),
+        ("mixtral_8x7b", 79.7),
+        ("mixtral_8x22b", 242.2),
+        ("deepseek_v2_lite", 16.39),
+        ("kimi_k2", 204.5),
+        ("olmoe_1b_7b", 7.87),
+        ("glm_4_5", 231.8),
+        ("glm_4_5_air", 96.4),
+        ("minimax_m2", 71.6),
     ],
 )
 def test_flops_per_token_at_4096(name: str, gigaflops: float) -> None:

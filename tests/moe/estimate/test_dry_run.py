@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from phalanx import train
-from phalanx.configs.formats import NO_FP8_EXPERTS
 from phalanx.configs.knobs import knobs, put
 from phalanx.configs.load import load, options
 from phalanx.configs.machines import MACHINES
@@ -24,6 +23,8 @@ from phalanx.moe.estimate.timing import bound, step_time
 from phalanx.moe.report.units import storage
 
 WORLDS = {"deepseek_v3_1024gpu": 1024, "deepseek_v3_256gpu": 256, "gpt_oss_120b_64gpu": 64}
+WORLDS |= {"qwen3_235b_64gpu": 64, "mixtral_8x22b_64gpu": 64, "kimi_k2_256gpu": 256}
+WORLDS |= {"glm_4_5_128gpu": 128, "glm_4_5_air_32gpu": 32, "minimax_m2_64gpu": 64}
 
 
 @functools.cache
@@ -57,6 +58,14 @@ def test_command_line_prints_the_page_without_a_run(
     assert re.search(r"^  expert +64  0, 1, 2, 3, 4, 5, 6, 7, \.\.\.$", out, re.M)
     assert re.search(r"^  pipeline +8  0, 128, 256, ", out, re.M)
     assert not (tmp_path / "runs").exists()  # type: ignore[operator]
+
+
+def test_work_over_packed_documents_is_a_bound() -> None:
+    bound = (
+        "a token at sequence 256 (Megatron convention, at most: attention as in whole sequences)"
+    )
+    assert bound in page("data.document_mask=true", world=1)[0]
+    assert "at most" not in page(world=1)[0].partition("Process groups")[0]
 
 
 def test_what_does_not_fit_exits_2_and_says_what_helps() -> None:
@@ -150,7 +159,7 @@ def test_any_routing_may_fit() -> None:
 
 def test_parameters_are_counted_as_in_the_table_of_models() -> None:
     table = (Path(train.__file__).parent / "docs" / "models.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+ B) \| ([\d.]+ B) \|", table, re.M)
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+ [BT]) \| ([\d.]+ B) \|", table, re.M)
     assert len(rows) >= 6
     for name, total, active in rows:
         text = model_size(load([f"model={name}"]).model)
@@ -352,12 +361,6 @@ def test_more_load_never_takes_less_time() -> None:
 FP8 = ("precision=fp8_block", "experiment=deepseek_v3_l4_8gpu")
 
 
-@pytest.fixture
-def fused_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the fused experts had FP8."""
-    monkeypatch.delitem(NO_FP8_EXPERTS, "fused", raising=False)
-
-
 def test_fp8_that_is_multiplied_in_bf16_saves_no_time() -> None:
     text, _ = page(*FP8, "kernels=torch", world=8)
     assert "  ranks     8 x H200, fp8_block\n" in text
@@ -368,7 +371,6 @@ def test_fp8_that_is_multiplied_in_bf16_saves_no_time() -> None:
     assert (fp8.gemm, fp8.experts) == (plain.gemm, plain.experts)
 
 
-@pytest.mark.usefixtures("fused_fp8")
 def test_fp8_takes_the_time_of_its_rates() -> None:
     machine, f = MACHINES["h200"], (2 / 3, 1 / 3)
     seconds = {}
@@ -389,7 +391,6 @@ def test_fp8_takes_the_time_of_its_rates() -> None:
     assert seconds[""].attention == plain.attention
 
 
-@pytest.mark.usefixtures("fused_fp8")
 def test_fp8_is_measured_by_both_peaks() -> None:
     text, code = page(*FP8, world=8)
     (bf16, fp8) = re.findall(r"\(mfu (\d+)% of bf16, (\d+)% of FP8\): balanced", text)[0]
@@ -398,7 +399,6 @@ def test_fp8_is_measured_by_both_peaks() -> None:
     assert "precision.hidden=fp8: " in text.partition("Off unless set")[2]
 
 
-@pytest.mark.usefixtures("fused_fp8")
 def test_fp8_copies_of_weights_live_where_they_fit() -> None:
     """Two bytes a parameter of the experts, of all layers or of one."""
     base = ("experiment=gpt_oss_20b_8gpu", "precision=fp8_block")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.configs.formats import NO_FP8_EXPERTS, fp8_row
+from phalanx.configs.formats import fp8_row
 from phalanx.configs.load import load
 from phalanx.configs.records import launch, own
 from phalanx.configs.schema import Config
@@ -97,9 +97,8 @@ def test_what_a_layer_keeps_for_its_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("experts", ["torch", "fused"])
-def test_what_a_layer_keeps_in_fp8(experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_layer_keeps_in_fp8(experts: str) -> None:
     """A copy of x in FP8, as the router keeps it in bf16; h in FP8 if that is set."""
-    monkeypatch.delitem(NO_FP8_EXPERTS, "fused", raising=False)
     base = [*COMMON.split(), *GPT_OSS.split(), f"kernels={experts}"]
     saved = {}
     for name in ("", "fp8_block", "hidden=fp8", "wgrad=bf16", "bf16_first_layers=2"):
@@ -157,11 +156,12 @@ def test_recomputation_never_costs_memory(how: str) -> None:
     assert (less.saved < plain.saved) == (how != "attention")
 
 
-def test_a_validation_cannot_use_the_memory_of_captured_steps() -> None:
-    base = ["experiment=gpt_oss_20b_8gpu"]
+@pytest.mark.parametrize("knob", ["eval_interval", "sample_every"])
+def test_a_validation_cannot_use_the_memory_of_captured_steps(knob: str) -> None:
+    base = ["experiment=gpt_oss_20b_8gpu", "run.eval_interval=0"]
     peaks = {
         (graph, interval): stage_memory(
-            known([*base, f"run.graph={graph}", f"run.eval_interval={interval}"], 8), 8
+            known([*base, f"run.graph={graph}", f"run.{knob}={interval}"], 8), 8
         )[0].peak
         for graph in ("auto", "off")
         for interval in (0, 500)
@@ -180,6 +180,21 @@ def test_received_tokens_are_kept_as_the_knob_says() -> None:
     assert exchange_bytes(again, 8) >= 3 * 8 * 4096 * 2 * 2880
 
 
+def test_rows_in_fp8_are_kept_where_they_cannot_be_sent_again() -> None:
+    """Under exchanges that overlap the experts, those of a rail are sent again inside a node."""
+    base = ["experiment=deepseek_v3_1024gpu", "run.recompute=none", "precision=fp8_block"]
+    row = 4096 // 2 * (7168 + 4 * 56)
+    for experts, overlap, rows in (("torch", 0, 64), ("fused", 0, 64), ("fused", 16, 8)):
+        saved = {}
+        for name in ("bf16", "fp8"):
+            given = [f"kernels={experts}", "precision.dense=bf16", f"precision.wgrad={name}"]
+            cfg = known([*base, *given], 1024)
+            cfg.precision.dispatch, cfg.parallel.comm_sms = name, overlap
+            saved[name] = Activations(cfg, 1024).moe_layer().saved
+        assert cfg.parallel.dispatch == "hier"
+        assert saved["fp8"] - saved["bf16"] == rows * row - 8 * 4096 // 2 * 2 * 7168
+
+
 def test_tokens_of_other_nodes_are_kept_once_a_node() -> None:
     """`hier` sends them again inside a node, where what is received may be kept as well."""
     base = ["experiment=deepseek_v3_1024gpu", "run.recompute=none"]
@@ -195,3 +210,19 @@ def test_tokens_of_other_nodes_are_kept_once_a_node() -> None:
     keep = known([*base, "parallel.save_x=keep"], 1024)
     assert Activations(keep, 1024).moe_layer().saved - saved["symm"] == (64 + 8) * row
     assert exchange_bytes(keep, 1024) >= 3 * 64 * row
+
+
+def test_places_of_documents_take_scratch() -> None:
+    """128 places of 128 rows in fp32: gradients of 32 query heads, and of 4 that they share."""
+    cfg = load(["experiment=qwen3_30b_8gpu", "data=embedded", "kernels.attention=fa4"])
+    assert (cfg.data.sequence_length, cfg.data.micro_batch, cfg.parallel.tensor) == (4096, 1, 1)
+
+    def cached(mask: bool, places: int = 0, attention: str = "fa4") -> int:
+        cfg.data.document_mask, cfg.data.max_documents = mask, places
+        cfg.kernels.attention = attention
+        return stage_memory(resolved(cfg, 8, 8), 8)[0].cached
+
+    more = 128 * 128 * 4 * (32 + 2 * 4) * 128
+    assert cached(True) - cached(False) == more
+    assert cached(True, places=32) - cached(False) == more // 4
+    assert cached(True, attention="flex") == cached(False, attention="flex")

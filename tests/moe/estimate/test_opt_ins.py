@@ -51,7 +51,7 @@ def test_the_page_names_what_the_record_ran_on_top(name: str) -> None:
     assert extra and extra <= told
 
 
-@pytest.mark.parametrize("name", [n for n in options("experiment") if n.endswith("8gpu")])
+@pytest.mark.parametrize("name", [n for n in options("experiment") if n.endswith("_8gpu")])
 def test_memory_is_that_of_the_run_with_the_override(name: str) -> None:
     base = [f"experiment={name}"]
     text, code = dry_run(load(base), 8)

@@ -137,12 +137,17 @@ def test_a_token_goes_once_to_each_node_and_from_there_to_its_ranks(
     assert t.backward.near == pytest.approx((2 * t.there.near + again) * row)
 
 
+@pytest.mark.parametrize(("hidden", "to"), [(7168, 7168 + 4 * 56), (2880, 2880 + 4 * 23 + 4)])
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("moe", 1)])
-def test_fp8_goes_to_the_experts_and_bf16_comes_back(recompute: str, again: int) -> None:
-    """Tokens and gradients there, tokens once more for the backward pass, sums back in bf16."""
+def test_fp8_goes_to_the_experts_and_bf16_comes_back(
+    recompute: str, again: int, hidden: int, to: int
+) -> None:
+    """Tokens and gradients there, tokens once more for the backward pass, sums back in bf16. Scales
+    are filled up to 16 bytes."""
     cfg = spread("model=deepseek_v3", f"run.recompute={recompute}", ranks=8, dispatch="symm")
     cfg.precision.recipe, cfg.precision.dispatch = "fp8_block", "fp8"
-    t, to, fro = traffic(cfg, 8), 7168 + 4 * 56, 2 * 7168
+    cfg.model.hidden = hidden
+    t, fro = traffic(cfg, 8), 2 * hidden
     assert t.forward.near == pytest.approx((to + fro) * t.there.near)
     assert t.backward.near == pytest.approx(
         t.forward.near + to * t.there.near + again * t.forward.near

@@ -34,6 +34,22 @@ _LATENT = dict(
     v_head_dim=24,
     first_k_dense_replace=1,
 )
+_GLM = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=80,
+    moe_intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=24,
+    attention_bias=True,
+    n_shared_experts=1,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -93,6 +109,82 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> configuration class and its arguments: every part of the published models."""
+MODELS |= {
+    "kimi_k2": (
+        "DeepseekV3Config",
+        dict(
+            {**_LATENT, "n_shared_experts": 1},
+            q_lora_rank=48,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=2.827,
+            rope_parameters={
+                **{**YARN, "rope_theta": 5e4, "mscale": 1.0, "mscale_all_dim": 1.0},
+                **{"beta_fast": 1.0, "beta_slow": 1.0},
+            },
+        ),
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        dict(
+            _LATENT,
+            q_lora_rank=None,
+            rope_parameters={**YARN, "rope_theta": 1e4, "mscale": 0.707, "mscale_all_dim": 0.707},
+        ),
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        dict(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        dict(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_experts=8,
+            num_experts_per_tok=2,
+            eos_token_id=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+    ),
+    "glm4_moe": ("Glm4MoeConfig", dict(_GLM, use_qk_norm=True, routed_scaling_factor=2.5)),
+    "glm4_moe_air": ("Glm4MoeConfig", dict(_GLM, first_k_dense_replace=0)),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        dict(
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=24,
+            bos_token_id=1,
+            eos_token_id=2,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "partial_rotary_factor": 0.5,
+            },
+        ),
+    ),
+}
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -131,6 +223,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3 with both temperatures": (
         "deepseek_v3",
         {"rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 1.5, "mscale_all_dim": 0.7}},
+    ),
+    "mixtral with windows and wide heads": ("mixtral", {"sliding_window": 6, "head_dim": 24}),
+    "deepseek_v2 with a low rank and scaled experts": (
+        "deepseek_v2",
+        {"q_lora_rank": 48, "routed_scaling_factor": 16.0},
+    ),
+    "olmoe with fewer key heads, normalised": (
+        "olmoe",
+        {"num_key_value_heads": 2, "norm_topk_prob": True},
+    ),
+    "glm4_moe without biases, all channels rotated": (
+        "glm4_moe",
+        {
+            "attention_bias": False,
+            "n_group": 4,
+            "topk_group": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}
+            | {"partial_rotary_factor": 1.0},
+        },
+    ),
+    "minimax_m2 with all channels rotated": (
+        "minimax_m2",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
     ),
     "moonlight with tied embeddings": ("moonlight", {"tie_word_embeddings": True}),
 }

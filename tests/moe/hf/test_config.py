@@ -11,6 +11,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.config import to_json, to_knobs
+from phalanx.moe.hf.rope import rotated_share
 from phalanx.scripts.convert_hf import configured
 from tests.moe.hf.published import PUBLISHED
 
@@ -18,7 +19,22 @@ DEEPSEEK, _ = PUBLISHED["DeepSeek-V3, V3-Base"]
 GPT_OSS, _ = PUBLISHED["GPT-OSS-20B"]
 QWEN3, _ = PUBLISHED["Qwen3-30B-A3B"]
 FAMILIES = {"deepseek_v3": DEEPSEEK, "gpt_oss": GPT_OSS, "qwen3_moe": QWEN3}
+OTHERS = {
+    "mixtral": "Mixtral-8x7B-v0.1",
+    "deepseek_v2": "DeepSeek-V2-Lite",
+    "olmoe": "OLMoE-1B-7B-0924",
+    "glm4_moe": "GLM-4.5-Air",
+    "minimax_m2": "MiniMax-M2",
+}
+FAMILIES |= {family: PUBLISHED[name][0] for family, name in OTHERS.items()}
 OPTIONS = {"deepseek_v3": "deepseek_v3", "gpt_oss": "gpt_oss_20b", "qwen3_moe": "qwen3_30b_a3b"}
+OPTIONS |= {
+    "mixtral": "mixtral_8x7b",
+    "deepseek_v2": "deepseek_v2_lite",
+    "olmoe": "olmoe_1b_7b",
+    "glm4_moe": "glm_4_5",
+    "minimax_m2": "minimax_m2",
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -44,8 +60,18 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("field", UNKNOWN)
-@pytest.mark.parametrize("family", FAMILIES)
+PARTLY_ROTATED = ("glm4_moe", "minimax_m2")
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        (family, field)
+        for family in FAMILIES
+        for field in UNKNOWN
+        if field != "partial_rotary_factor" or family not in PARTLY_ROTATED
+    ],
+)
 def test_a_field_that_nothing_reads_is_refused_by_name(family: str, field: str) -> None:
     refused(FAMILIES[family] | {field: UNKNOWN[field]}, f"config.json has {field}=")
 
@@ -120,6 +146,26 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"seq_aux": "yes"}, "seq_aux='yes'"),
     ("deepseek_v3", {"aux_loss_alpha": "1"}, "aux_loss_alpha='1'"),
     ("gpt_oss", {"router_aux_loss_coef": None}, "router_aux_loss_coef=None"),
+    # what only some families have
+    ("mixtral", {"sliding_window": 0}, "sliding_window=0; expected a number"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1; only 0.0"),
+    ("mixtral", {"num_experts_per_tok": 1}, "with softmax over one expert"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "'group_limited_greedy'; only 'gre"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True; only False"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'; only 'softmax'"),
+    ("deepseek_v2", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1, which is not"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0; only None"),
+    ("olmoe", {"head_dim": 64}, "head_dim=64, and heads fill hidden_size=2048"),
+    ("glm4_moe", {"partial_rotary_factor": 0.2}, "rotates 25 of 128 channels"),
+    ("glm4_moe", {"partial_rotary_factor": 2.0}, "rotates 256 of 128 channels"),
+    ("glm4_moe", {"rope_scaling": {**YARN, "rope_theta": 1e6}}, "YaRN over a part of each head"),
+    ("glm4_moe", {"use_qk_norm": None}, "use_qk_norm=None; expected bool"),
+    ("glm4_moe", {"n_group": 4, "topk_group": 3}, "top_k=8 with group_topk=3"),
+    ("minimax_m2", {"attn_type_list": [1] * 61 + [0]}, "attn_type_list="),
+    ("minimax_m2", {"partial_rotary_factor": 1.0}, "and rotary_dim, which differ"),
+    ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'; only 'per_layer'"),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False; only True"),
+    ("minimax_m2", {"shared_intermediate_size": 1536}, "shared_intermediate_size=1536; only 0"),
     # quantised
     ("qwen3_moe", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq', not fp8"),
     ("qwen3_moe", {"quantization_config": {"bits": 4}}, "quant_method=None, not fp8"),
@@ -194,10 +240,45 @@ def test_exported_groups_limit_or_are_one() -> None:
     assert (fields["n_group"], fields["topk_group"]) == (1, 1)
 
 
+def test_exported_shares_of_a_head_are_read_as_they_were() -> None:
+    """Also of 30 of 44 channels, where 44 * (30 / 44) is below 30."""
+    assert all(
+        int(channels * rotated_share(dim, channels)) == dim
+        for channels in range(2, 257, 2)
+        for dim in range(2, channels + 1, 2)
+    )
+    m = changed("glm_4_5_air", attention__head_dim=44, attention__rotary_dim=30).model
+    assert to_knobs(to_json(m, 4096, "bfloat16"))["attention.rotary_dim"] == 30
+
+
 def test_a_clamp_that_is_always_there_is_not_exported_as_none() -> None:
     m = changed("gpt_oss_20b", moe__activation_limit=0.0).model
     with pytest.raises(ConversionError, match=r"model\.moe\.activation_limit=0 cannot"):
         to_json(m, 4096, "bfloat16")
+
+
+NOT_EXPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("mixtral_8x7b", {"moe__shared_ffn": 14336}, "shared_ffn=14336 .*mixtral of .* has 0"),
+    ("mixtral_8x7b", {"attention__rotary_dim": 64}, "rotary_dim=64 .*mixtral of .* has 0"),
+    ("mixtral_8x7b", {"moe__router__softmax_over": "all"}, "softmax_over=all .* has topk"),
+    ("qwen3_235b_a22b", {"attention__qkv_bias": True}, "qkv_bias=true .*qwen3_moe of .* has false"),
+    ("deepseek_v2_lite", {"mtp_layers": 1}, "mtp_layers=1 .*deepseek_v2 of .* has 0"),
+    ("deepseek_v2_lite", {"moe__router__normalize": True}, "normalize=true .* has false"),
+    ("olmoe_1b_7b", {"attention__head_dim": 64}, "head_dim=64 .*olmoe of .* has .*hidden=2048"),
+    ("glm_4_5", {"moe__router__bias_rate": 0.0}, "bias_rate=0 .*glm4_moe of .* an expert bias"),
+    ("glm_4_5_air", {"moe__shared_ffn": 700}, "shared_ffn=700 .*a multiple of model.moe.ffn=1408"),
+    ("minimax_m2", {"moe__router__scale": 2.0}, "scale=2.0 .*minimax_m2 of .* has 1.0"),
+    ("minimax_m2", {"moe__router__bias_rate": 0.0}, "bias_rate=0 .*minimax_m2 of .* expert bias"),
+]
+
+
+@pytest.mark.parametrize(("option", "changes", "message"), NOT_EXPORTED)
+def test_a_model_of_no_family_is_not_exported(
+    option: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConversionError, match=rf"model\..*{message}") as error:
+        to_json(changed(option, **changes).model, 4096, "bfloat16")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("option", OPTIONS.values())
@@ -207,5 +288,5 @@ def test_exported_fields(option: str) -> None:
     assert fields["dtype"] == fields["torch_dtype"] == "float32"
     assert fields["max_position_embeddings"] == 200_000  # beyond what YaRN was made for
     assert fields["eos_token_id"] is None  # for transformers has ids of its own where there is none
-    reach = {"deepseek_v3": 163_840, "gpt_oss_20b": 131_072}.get(option, 4096)
-    assert to_json(m, 4096, "float32")["max_position_embeddings"] == reach
+    reach = {"deepseek_v3": 163_840, "deepseek_v2_lite": 163_840, "gpt_oss_20b": 131_072}
+    assert to_json(m, 4096, "float32")["max_position_embeddings"] == reach.get(option, 4096)

@@ -56,6 +56,9 @@ CASES = [
     pytest.param("deepseek_v3", LAYOUTS[1], marks=pytest.mark.slow),
     ("deepseek_v3", LAYOUTS[2]),
     ("gpt_oss", LAYOUTS[1]),
+    ("minimax_m2", LAYOUTS[0]),
+    ("glm4_moe", LAYOUTS[1]),
+    ("mixtral", LAYOUTS[2]),
 ]
 
 

@@ -85,8 +85,9 @@ def test_bf16_logits_are_as_near_as_those_of_transformers(name: str, tmp_path: P
     assert same(tmp_path / "theirs", tmp_path / "back")
 
 
-def test_prediction_layers(tmp_path: Path) -> None:
-    model, ids = models.theirs("deepseek_v3"), words()
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_prediction_layers(name: str, tmp_path: Path) -> None:
+    model, ids = models.theirs(name), words()
     predictor = save_with_predictions(model, tmp_path / "theirs")
     cfg = imported(tmp_path / "theirs", tmp_path / "step")
     assert cfg.model.mtp_layers == 1

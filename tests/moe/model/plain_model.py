@@ -2,7 +2,7 @@
 
 Nothing of Megatron-Core and no kernel: a function of a ModelConfig and a state dict (parameter
 names and layouts of GPTModel), written from the papers and the published configurations of
-DeepSeek-V3, GPT-OSS and Qwen3. Speed and memory are no concern; run it in fp64.
+DeepSeek-V3, GPT-OSS, Qwen3, GLM-4.5 and OLMoE. Speed and memory are no concern; run it in fp64.
 
 Conventions of stored weights: `linear_qkv` holds, for each key-value head, its query heads, its key
 and its value. Rotary channels of grouped-query attention pair c with c + d/2 (Llama, GPT-OSS,
@@ -177,9 +177,16 @@ class PlainModel:
         a = self.m.attention
         by_group = self.linear(x, f"{p}.linear_qkv").unflatten(-1, (a.kv_heads, -1, a.head_dim))
         q, k, v = by_group[..., :-2, :].flatten(2, 3), by_group[..., -2, :], by_group[..., -1, :]
-        if a.qk_norm:  # before the rotation, over the channels of each head
+        if a.qk_norm and a.qk_norm_over == "projection":  # before the rotation, over all heads
+            q, k = q.flatten(2), k.flatten(2)
+        if a.qk_norm:  # or over the channels of each head
             q, k = self.norm(q, f"{p}.q_layernorm"), self.norm(k, f"{p}.k_layernorm")
-        q, k = rotate(q, a, adjacent=False), rotate(k, a, adjacent=False)
+        q, k = (x.reshape(*x.shape[:2], -1, a.head_dim) for x in (q, k))
+        turned = a.rotary_dim or a.head_dim
+        q, k = (
+            torch.cat([rotate(x[..., :turned], a, adjacent=False), x[..., turned:]], -1)
+            for x in (q, k)
+        )
         sinks = self.state[f"{p}.core_attention.softmax_offset"] if a.sinks else None
         o = attend(q, k, v, 1 / math.sqrt(a.head_dim), window, sinks)
         return self.linear(o, f"{p}.linear_proj")

@@ -140,6 +140,30 @@ FEATURES: dict[str, tuple[list[str], list[tuple[str, Any]]]] = {
     "tied_embeddings": ([*SMALL, "model.tie_embeddings=true"], []),
     "norm_eps": ([*SMALL, "model.norm_eps=0.1"], [("norm_eps", 1e-5)]),
     "qk_norm": ([*SMALL, "model.attention.qk_norm=true"], [("attention.qk_norm", False)]),
+    "qk_norm_over_all_heads": (
+        [*SMALL, "model.attention.qk_norm=true", "model.attention.qk_norm_over=projection"],
+        [("norm_eps", 0.5)],
+    ),
+    "qk_norm_over_all_heads_with_biases": (
+        [
+            *[*SMALL, "model.attention.qk_norm=true", "model.attention.qk_norm_over=projection"],
+            *["model.attention.kv_heads=2", "model.attention.qkv_bias=true"],
+            "model.attention.rotary_dim=4",
+        ],
+        [("attention.rotary_dim", 0)],
+    ),
+    "biases_of_queries_keys_values": (
+        [*SMALL, "model.attention.qkv_bias=true", "model.attention.qk_norm=true"],
+        [("attention.qk_norm", False)],
+    ),
+    "partial_rotary": (
+        [*SMALL, "model.attention.rotary_dim=4", "model.attention.kv_heads=2"],
+        [("attention.rotary_dim", 0), ("attention.rotary_dim", 2)],
+    ),
+    "partial_rotary_after_norms": (
+        [*SMALL, "model.attention.rotary_dim=6", "model.attention.qk_norm=true"],
+        [("attention.rotary_dim", 0)],
+    ),
     "yarn_gqa": (
         [*SMALL, *YARN, "model.attention.head_dim=32"],
         [
@@ -255,10 +279,20 @@ def _training(overrides: list[str]) -> None:
         TINY_GPT_OSS,
         TINY_DEEPSEEK,
         [*SMALL, "model.attention.qk_norm=true", "model.mtp_layers=1", "model.mtp_loss=0.3"],
+        FEATURES["qk_norm_over_all_heads_with_biases"][0],
+        FEATURES["partial_rotary_after_norms"][0],
         [*TINY_GPT_OSS, "run.recompute=attention"],
         [*TINY_DEEPSEEK, "run.recompute=attention"],
     ],
-    ids=["gpt_oss", "deepseek", "gqa_mtp", "gpt_oss_recompute", "deepseek_recompute"],
+    ids=[
+        "gpt_oss",
+        "deepseek",
+        "gqa_mtp",
+        "over_heads",
+        "partial_rotary",
+        "gpt_oss_recompute",
+        "deepseek_recompute",
+    ],
 )
 def test_losses_and_gradients(overrides: list[str]) -> None:
     run_distributed(_training, 1, overrides)

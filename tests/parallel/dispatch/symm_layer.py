@@ -1,17 +1,21 @@
 """Program of a rank: layers over `symm` against the same over `alltoall`, bit for bit.
 
     torchrun --nproc-per-node R tests/parallel/dispatch/symm_layer.py
+    PHALANX_NODE_GPUS=2 torchrun --nproc-per-node 4 tests/parallel/dispatch/symm_layer.py hier
 
-With and without pushes beside the experts, tokens kept or sent again, in bf16 and in FP8, eager and
-captured; prints what was compared, raises at the first difference.
+The second compares them as the transports inside the nodes of `hier`, and rows that travel in FP8
+with rows that the experts make FP8. With and without pushes beside the experts, tokens kept or sent
+again, in bf16 and in FP8, eager and captured; prints what was compared, raises at the first
+difference.
 """
 
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +32,7 @@ from phalanx.parallel.dispatch.base import Slots, make_dispatcher
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions, begin_exchanges
 from phalanx.parallel.dispatch.transport import choose_transport
+from phalanx.parallel.dispatch.transport_class import Transport
 
 SHAPES = {"small": (96, 128, 128, 8, 2), "wide": (1024, 2880, 960, 32, 4)}
 """Tokens of a rank, hidden, width, experts, top-k."""
@@ -48,11 +53,31 @@ def routed(kind: str, tokens: int, experts: int, top_k: int, g: torch.Generator)
     return idx
 
 
+class Way(NamedTuple):
+    """How rows travel."""
+
+    transport: Transport
+    fp8_rows: bool
+    """In FP8, if the experts are."""
+
+
+def ways(hier: bool) -> tuple[Way, Way]:
+    """What is tested, and what it is compared with."""
+    ours, flat = (
+        choose_transport(name, dist.group.WORLD, torch.bfloat16)
+        for name in ("hier" if hier else "symm", "alltoall")
+    )
+    if not hier:
+        return Way(ours, True), Way(flat, True)
+    assert ours.inside is not None and ours.inside.name == "symm"
+    return Way(ours, True), Way(replace(ours, inside=flat), False)
+
+
 class Layer:
     """One transport with weights and inputs of its own shape."""
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], top_k: int, symm: SymmOptions, spec: MLPSpec
+        self, way: Way, shape: tuple[int, ...], top_k: int, symm: SymmOptions, spec: MLPSpec
     ) -> None:
         T, D, F, E, _ = shape
         self.spec = spec
@@ -70,7 +95,7 @@ class Layer:
         for t in (self.w1, self.w2, self.x, self.prob, self.shared, self.residual):
             t.requires_grad_()
         self.dispatcher = make_dispatcher(
-            choose_transport(name, dist.group.WORLD, torch.bfloat16),
+            way.transport,
             group=dist.group.WORLD,
             experts=E,
             slots=Slots(top_k, top_k),
@@ -78,7 +103,7 @@ class Layer:
             backend="fused",
             symm=symm,
             recipe=spec.recipe,
-            fp8_rows=spec.recipe is not None,
+            fp8_rows=way.fp8_rows and spec.recipe is not None,
         )
 
     def __call__(self, shared: bool, residual: bool = False) -> list[Tensor]:
@@ -126,22 +151,29 @@ def compare(ours: list[Tensor], theirs: list[Tensor], what: Any) -> None:
 def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    only = sys.argv[1:]
+    only = {*sys.argv[1:]} - {"hier"}
+    pair = ways("hier" in sys.argv)
     for label, precision, keep, sms in product(SHAPES, SPECS, (False, True), (0, 8)):
         shape, symm = SHAPES[label], SymmOptions(keep=keep, comm_sms=sms, timeout=20)
         for kind in KINDS:
             top_k = shape[3] if kind == "all experts" else shape[4]
-            if top_k <= 16 and (not only or {f"{label}{sms}", precision} & {*only}):
-                check(f"{label} in {precision}", shape, top_k, kind, symm, SPECS[precision])
+            if top_k <= 16 and (not only or {f"{label}{sms}", precision} & only):
+                check(f"{label} in {precision}", pair, shape, top_k, kind, symm, SPECS[precision])
     torch.cuda.synchronize()
     dist.barrier()
     runtime.stop()
 
 
 def check(
-    label: str, shape: tuple[int, ...], top_k: int, kind: str, symm: SymmOptions, spec: MLPSpec
+    label: str,
+    pair: tuple[Way, Way],
+    shape: tuple[int, ...],
+    top_k: int,
+    kind: str,
+    symm: SymmOptions,
+    spec: MLPSpec,
 ) -> None:
-    theirs, ours = (Layer(name, shape, top_k, symm, spec) for name in ("alltoall", "symm"))
+    ours, theirs = (Layer(way, shape, top_k, symm, spec) for way in pair)
     g = torch.Generator("cuda").manual_seed(100 + dist.get_rank())
     for shared, residual in ((False, False), (False, True), (True, True)):
         what = f"{label}, {kind}, keep {symm.keep}, {symm.comm_sms} SMs, shared {shared}"

@@ -186,7 +186,13 @@ def told_inside(case: Case) -> tuple[Tensor, Tensor]:
     own, dispatcher = slice(dist.get_rank() * 6, dist.get_rank() * 6 + 6), made("hier")
     given: list[tuple[Tensor, Tensor]] = []
     inside = dispatcher._inside  # type: ignore[attr-defined]
-    inside.dispatch = lambda x, idx, prob, _: given.append((x, idx))
+    dispatch = inside.dispatch
+
+    def told(x: Tensor, idx: Tensor, *rest: Any) -> Any:
+        given.append((x, idx))
+        return dispatch(x, idx, *rest)
+
+    inside.dispatch = told
     dispatcher.dispatch(case.x_TD[own], case.idx_TK[own], case.prob_TK[own])
     return given[0]
 

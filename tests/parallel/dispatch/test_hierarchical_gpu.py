@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.end_to_end.test_train_gpu import GRAPH, Steps, close, train
+from tests.parallel.dispatch.test_symm_gpu import compare
 
 pytestmark = pytest.mark.gpu
 
@@ -58,3 +59,8 @@ def test_fp32_goes_by_collectives_inside_a_node(tmp_path: Path) -> None:
     theirs = train(tmp_path, "alltoall", *options, REFERENCE, ranks=4)
     ours = train(tmp_path, "hier", *options, "parallel.dispatch=hier", ranks=4)
     close(ours, theirs)
+
+
+def test_layers_equal_those_with_collectives_inside_a_node_bit_for_bit() -> None:
+    """In bf16, and in FP8, where the others' rows travel in bf16."""
+    compare(4, "hier", timeout=600)

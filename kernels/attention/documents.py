@@ -1,0 +1,50 @@
+"""Where documents lie in a packed sequence, for attention that stops at their ends.
+
+A sequence holds pieces of documents one after another. A query sees keys of its own piece alone:
+of the causal mask, and of a window, what begins at `first_T`. Every tensor is on the device and has
+a size that does not depend on the documents, so that a CUDA graph can be replayed with others and
+the host reads nothing: boundaries for variable-length kernels are padded to a fixed number of
+places with documents of no tokens at the end.
+
+Legend: T tokens, N places for documents.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BOUNDED = frozenset({"fa4"})
+"""Backends that take `bounds_N1`."""
+
+
+class Documents:
+    """Pieces of documents in T tokens.
+
+    Args:
+        position_T: int64, of each token in its piece; 0 begins a piece, the first token does.
+        places: N, at least as many as there are pieces, for `bounds_N1`; 0 has none.
+        longest: tokens that no piece exceeds.
+    """
+
+    def __init__(self, position_T: Tensor, *, places: int, longest: int) -> None:
+        index_T = torch.arange(position_T.numel(), device=position_T.device)
+        self.first_T = index_T - position_T
+        """int64: the first token of each token's piece."""
+        self.last_T = position_T.roll(-1) == 0
+        """bool: the token ends its piece."""
+        self.longest = longest
+        """Bound of the tokens of a piece, known to the host."""
+        self.bounds_N1 = _bounds(position_T, index_T, places) if places else None
+        """int32 [N + 1]: where each piece begins, and the last one ends; T from there on."""
+        self.masks: dict[Any, Any] = {}
+        """What a backend has made of them, for the other layers."""
+
+
+def _bounds(position_T: Tensor, index_T: Tensor, places: int) -> Tensor:
+    T = position_T.numel()
+    begins_T = torch.where(position_T == 0, index_T, T).sort().values
+    bounds_N1 = begins_T.new_full((places + 1,), T)
+    held = min(places, T)
+    bounds_N1[:held] = begins_T[:held]
+    return bounds_N1.int()

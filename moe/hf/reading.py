@@ -1,0 +1,208 @@
+"""What each family's config.json says beyond fields that are knobs of the same value.
+
+Functions of the fields and of the knobs found so far; they return more knobs below `model.`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.moe.hf import ConversionError
+from phalanx.moe.hf.fields import Fields, number, shown, value_of
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+Knobs = dict[str, Any]
+
+
+# --- one family -----------------------------------------------------------------------------------
+
+
+def _deepseek_v3(config: Fields, found: Knobs) -> Knobs:
+    check_groups(found["moe.top_k"], found["moe.router.groups"], found["moe.router.group_topk"])
+    return {**_latent(config, found), "mtp_layers": number(config, "num_nextn_predict_layers", 0)}
+
+
+def _deepseek_v2(config: Fields, found: Knobs) -> Knobs:
+    return _latent(config, found)
+
+
+def _qwen3_moe(config: Fields, found: Knobs) -> Knobs:
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        raise ConversionError(
+            f"config.json has mlp_only_layers={shown(dense)}; only leading layers can be dense"
+        )
+    if config.get("layer_types") is not None:
+        config.demand({"layer_types": [FULL] * found["layers"]})
+    _check_heads(found)
+    return {"moe.dense_layers": len(dense), **_aux_loss(config)}
+
+
+def _gpt_oss(config: Fields, found: Knobs) -> Knobs:
+    if found["moe.activation_limit"] <= 0:
+        limit = found["moe.activation_limit"]
+        raise ConversionError(f"config.json has swiglu_limit={limit}; expected a number above 0")
+    if found["attention.yarn.factor"] > 1:
+        config.demand({"initial_context_length": found["attention.yarn.original_context"]})
+    else:
+        config.get("initial_context_length")  # is of YaRN
+    _check_heads(found)
+    return {**_windows(config, found["layers"]), **_aux_loss(config)}
+
+
+def _mixtral(config: Fields, found: Knobs) -> Knobs:
+    window = config.get("sliding_window")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ConversionError(f"config.json has sliding_window={shown(window)}; expected a number")
+    _check_heads(found)
+    return {"attention.window": window or 0, **_aux_loss(config)}
+
+
+def _olmoe(config: Fields, found: Knobs) -> Knobs:
+    hidden, heads = found["hidden"], found["attention.heads"]
+    if found["attention.head_dim"] * heads != hidden:
+        head_dim = found["attention.head_dim"]
+        raise ConversionError(
+            f"config.json has head_dim={head_dim}, and heads fill hidden_size={hidden} in OLMoE"
+        )
+    _check_heads(found)
+    return _aux_loss(config)
+
+
+def _glm4_moe(config: Fields, found: Knobs) -> Knobs:
+    check_groups(found["moe.top_k"], found["moe.router.groups"], found["moe.router.group_topk"])
+    _check_heads(found)
+    return {
+        "moe.shared_ffn": number(config, "n_shared_experts") * found["moe.ffn"],
+        "mtp_layers": number(config, "num_nextn_predict_layers", 0),
+    }
+
+
+def _minimax_m2(config: Fields, found: Knobs) -> Knobs:
+    config.demand({"attn_type_list": [1] * found["layers"]})  # 0 is linear attention
+    _check_heads(found)
+    return _aux_loss(config)
+
+
+READERS: dict[str, Callable[[Fields, Knobs], Knobs]] = {
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "minimax_m2": _minimax_m2,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "qwen3_moe": _qwen3_moe,
+}
+"""By family."""
+
+
+# --- parts of several families --------------------------------------------------------------------
+
+
+def _latent(config: Fields, found: Knobs) -> Knobs:
+    """Latent attention and shared experts of DeepSeek."""
+    heads, rope = found["attention.heads"], found["attention.qk_rope_dim"]
+    config.demand(
+        {
+            "num_key_value_heads": heads,
+            "head_dim": rope,  # that is rotated, as transformers writes it
+            "qk_head_dim": found["attention.qk_nope_dim"] + rope,
+        }
+    )
+    rank = config.get("q_lora_rank", "")
+    more: Knobs = {
+        "attention.q_lora_rank": 0 if rank is None else number(config, "q_lora_rank"),
+        "moe.shared_ffn": number(config, "n_shared_experts") * found["moe.ffn"],
+    }
+    per_sequence = config.get("seq_aux", True)
+    if type(per_sequence) is not bool:
+        raise ConversionError(f"config.json has seq_aux={shown(per_sequence)}; expected bool")
+    if "aux_loss_alpha" in config:
+        alpha = value_of(config, "aux_loss_alpha", "moe.router.aux_loss")
+        more["moe.router.seq_aux_loss"] = alpha if per_sequence else 0.0
+        more["moe.router.aux_loss"] = 0.0 if per_sequence else alpha
+    return more
+
+
+def _windows(config: Fields, layers: int) -> Knobs:
+    """Sliding windows: on all layers but each n-th."""
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    if kinds is None:
+        kinds = kinds_of_layers(layers, 2, windows=True)
+    if not isinstance(kinds, list):
+        raise ConversionError(f"config.json has layer_types={shown(kinds)}; expected a list")
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise ConversionError(
+                f"config.json has {shown(kind)} in layer_types; {FULL} and {SLIDING} are known"
+            )
+    if kinds == [FULL] * layers:
+        return {"attention.window": 0, "attention.window_every": 1}
+    every = kinds.index(FULL) + 1 if FULL in kinds else 1
+    if kinds != kinds_of_layers(layers, every, windows=True):
+        raise ConversionError("config.json has layer_types that are not full at each n-th layer")
+    if type(window) is not int or window < 1:
+        raise ConversionError(
+            f"config.json has sliding_window={shown(window)} and sliding layers; expected a number"
+        )
+    return {"attention.window": window, "attention.window_every": every}
+
+
+def kinds_of_layers(layers: int, every: int, *, windows: bool) -> list[str]:
+    """`layer_types`: each `every`-th layer full, or without windows all; 1 stands for none."""
+    full = [not windows or (every > 1 and i % every == 0) for i in range(1, layers + 1)]
+    return [FULL if each else SLIDING for each in full]
+
+
+def _aux_loss(config: Fields) -> Knobs:
+    if "router_aux_loss_coef" not in config:
+        return {}
+    coefficient = value_of(config, "router_aux_loss_coef", "moe.router.aux_loss")
+    return {"moe.router.aux_loss": coefficient, "moe.router.seq_aux_loss": 0.0}
+
+
+def _check_heads(found: Knobs) -> None:
+    heads, shared = found["attention.heads"], found["attention.kv_heads"]
+    if shared < 1 or heads % shared:
+        raise ConversionError(
+            f"config.json has num_key_value_heads={shared}, which does not divide "
+            f"num_attention_heads={heads}"
+        )
+
+
+def check_one_expert(found: Knobs) -> None:
+    """transformers normalises the weight of a single expert to 1; a router learns nothing so."""
+    over_top_k = found.get("moe.router.softmax_over") == "topk"
+    if found["moe.top_k"] == 1 and (over_top_k or found["moe.router.normalize"]):
+        why = "softmax over one expert" if over_top_k else "norm_topk_prob=true"
+        raise ConversionError(
+            f"config.json has num_experts_per_tok=1 with {why}, a weight that is always 1, from "
+            "which no router learns; there is no such model here"
+        )
+
+
+def check_groups(top_k: int, groups: int, kept: int) -> None:
+    """Both sides rank groups by their best experts: two there, top_k / group_topk here."""
+    if kept < groups and top_k != 2 * kept:
+        raise ConversionError(
+            f"top_k={top_k} with group_topk={kept} cannot be converted: groups are ranked by their "
+            "best two experts there, by top_k / group_topk here"
+        )
+
+
+def check_quantised(config: Fields) -> None:
+    """Formats that `hf.source` reads; how large the blocks are is its question."""
+    stored = config.inner("quantization_config")
+    if stored is None:
+        return
+    method = stored.get("quant_method")
+    if method not in ("fp8", "mxfp4"):
+        raise ConversionError(f"{stored.where} has quant_method={shown(method)}, not fp8 or mxfp4")
+    harmless = {"modules_to_not_convert", "ignored_layers", "dequantize"}
+    if method == "fp8":
+        if stored.get("fmt") != "float8_e4m3fn":  # torch's name of it
+            stored.demand({"fmt": "e4m3"})
+        stored.demand({"expert_dtype": "fp8"})
+        harmless |= {"activation_scheme", "scale_fmt", "weight_block_size"}
+    stored.refuse_unread(frozenset(harmless))

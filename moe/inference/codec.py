@@ -1,0 +1,142 @@
+"""Text to the tokens that a checkpoint was trained on, and back."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from phalanx.configs.schema import Config
+from phalanx.moe.data.documents import load_tokenizer
+from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.token_files import BYTES, BYTES_EOD, Sidecar, tokenizer_beside
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A tokenizer, and the token that ends a document."""
+
+    tokenizer: Tokenizer | None
+    """None for bytes of UTF-8."""
+    ends: tuple[int, ...]
+    """Ids that end a document, the usual one first; empty if none is known."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without an end."""
+        if self.tokenizer is None:
+            return list(text.encode(errors="surrogateescape"))
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids; what is no text becomes U+FFFD."""
+        if self.tokenizer is None:
+            return bytes(i if i < 256 else 0xFF for i in ids).decode(errors="replace")
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def codec_of(
+    common: dict[str, Any],
+    vocab_size: int,
+    tokenizer: str | None,
+    eod: str | None = None,
+    *,
+    way_out: str = "give --tokenizer FILE (a tokenizer.json), or --tokenizer bytes",
+) -> Codec:
+    """What the data of a run was tokenized with, or the tokenizer that a person gives.
+
+    Args:
+        common: of the checkpoint: its configuration, and what an imported model had.
+        vocab_size: of the model.
+        tokenizer: `bytes`, a tokenizer.json or its folder; None if the data tells.
+        eod: the token that ends a document, where nothing else tells.
+        way_out: what a person can do about a tokenizer that is not known, or is wrong.
+
+    Raises:
+        DataError: the tokenizer is not known, not readable, or not that of the data.
+    """
+    data = common.get("config", {}).get("data", {})
+    described = _described(data)
+    if tokenizer is None:
+        tokenizer = _known(data, described)
+    if tokenizer is None:
+        names = ", ".join(sorted({s.tokenizer for s in described}))
+        known = f"the data was made with {names}" if names else "the data names no tokenizer"
+        raise DataError(f"{known}: {way_out}")
+    if tokenizer == BYTES:
+        if vocab_size < 256:
+            raise DataError(f"bytes do not fit model.vocab_size={vocab_size}: {way_out}")
+        if eod is not None:
+            raise DataError(f"--eod is for a tokenizer.json; byte {BYTES_EOD} ends documents")
+        return Codec(None, (BYTES_EOD,))
+    path = Path(tokenizer).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise DataError(f"tokenizer {path} does not exist; {way_out}")
+    loaded = load_tokenizer(str(path))
+    sums = {s.tokenizer_sha256 for s in described}
+    if sums and hashlib.sha256(path.read_bytes()).hexdigest() not in sums:
+        names = ", ".join(sorted({s.tokenizer for s in described}))
+        raise DataError(f"tokenizer {path} is not that of the data, which is {names}")
+    largest = max(loaded.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= vocab_size:
+        raise DataError(
+            f"tokenizer {path} has ids up to {largest}, but model.vocab_size={vocab_size}: "
+            "it is not that of the model"
+        )
+    return Codec(loaded, _ends(loaded, path, eod, data, common.get("huggingface"), vocab_size))
+
+
+def codec_of_run(cfg: Config) -> Codec:
+    """Of a run that samples (`run.sample_every`).
+
+    Raises:
+        DataError: its data does not tell the tokenizer.
+    """
+    data = {"config": {"data": asdict(cfg.data)}}
+    way_out = (
+        "run.sample_every needs it as <prefix>.tokenizer.json beside each of data.blend, where "
+        "prepare_data.py keeps it; copy it there, or set run.sample_every=0"
+    )
+    return codec_of(data, cfg.model.vocab_size, None, way_out=way_out)
+
+
+def _known(data: dict[str, Any], described: list[Sidecar]) -> str | None:
+    """`bytes`, or a tokenizer.json beside the data; None if there is none."""
+    if data.get("source") == "embedded" or {s.tokenizer for s in described} == {BYTES}:
+        return BYTES
+    kept = [path for prefix in _prefixes(data) if (path := tokenizer_beside(prefix)).is_file()]
+    return str(kept[0]) if kept else None
+
+
+def _ends(
+    tokenizer: Tokenizer, path: Path, eod: str | None, data: dict[str, Any], base: Any, vocab: int
+) -> tuple[int, ...]:
+    from phalanx.moe.hf import ConversionError  # these take torch, which checks before a run do not
+    from phalanx.moe.hf.config import besides
+    from phalanx.moe.hf.tokens import special_tokens
+
+    if eod is not None:
+        number = tokenizer.token_to_id(eod)
+        if number is None:
+            raise DataError(f"--eod {eod} is no token of {path}")
+        return (number,)
+    imported = besides(base if isinstance(base, dict) else {})
+    try:
+        known = special_tokens(data, path.parent, imported, vocab)
+    except ConversionError as error:
+        raise DataError(str(error)) from None
+    found = known.get("eos_token_id", [])
+    return tuple(found) if isinstance(found, list) else (found,)
+
+
+def _described(data: dict[str, Any]) -> list[Sidecar]:
+    """Descriptions of the data of a run, as far as the files are still there."""
+    paths = [Path(f"{prefix}.json") for prefix in _prefixes(data)]
+    return [Sidecar.read(path) for path in paths if path.is_file()]
+
+
+def _prefixes(data: dict[str, Any]) -> list[str]:
+    if data.get("source") != "indexed":
+        return []
+    return [str(Path(str(entry)).expanduser()) for entry in data.get("blend", [])]

@@ -1,0 +1,111 @@
+"""What the commands that look at a checkpoint have in common: options, progress, errors."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from phalanx.moe.report.quiet import quiet
+from phalanx.parallel.checkpoint import commit
+from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of
+
+if TYPE_CHECKING:
+    from phalanx.moe.inference.predictor import Predictor
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which checkpoint, by what tokenizer, and where."""
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of a run, or of one checkpoint")
+    add("--step", type=int, metavar="N", help="the run's checkpoint of this step, not the newest")
+    add(
+        "--tokenizer",
+        metavar="FILE",
+        help="tokenizer.json of Hugging Face, or bytes; needed where the run's data does not tell",
+    )
+    add("--eod", metavar="TOKEN", help="token that ends a document, where nothing else tells")
+    add("--context", type=int, metavar="N", help="most tokens the model sees (default: as trained)")
+    add(
+        "--device",
+        choices=["auto", "cuda", "cpu"],
+        default="auto",
+        help="default: a GPU if there is one",
+    )
+    add("--no-verify", action="store_true", help="compare sizes of files, not their checksums")
+
+
+@contextmanager
+def predictor_of(args: argparse.Namespace) -> Iterator["Predictor"]:
+    """The model that the options name. Its `context` is in `args`, filled in.
+
+    Raises:
+        ValueError, CheckpointError, OSError: for `told`.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("this takes one process: start it with python, not with torchrun or srun")
+    path = checkpoint_of(args.run, args.step)
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here; leave the option out")
+    from phalanx.parallel.megatron.lazy_compile import compile_at_first_call
+
+    with compile_at_first_call():
+        from phalanx.moe.inference.predictor import opened
+
+    files = commit.read_commit(path).files.values()
+    bar = tqdm(
+        total=sum(size for size, _ in files),
+        desc="verifying",
+        unit="B",
+        unit_scale=True,
+        disable=True if args.no_verify else None,
+    )
+    with bar, opened(path, None if args.no_verify else bar.update) as predictor:
+        bar.close()
+        args.context = args.context or predictor.cfg.data.sequence_length
+        yield predictor
+
+
+def positive(**values: int | None) -> None:
+    """Numbers of options, each of which is at least 1.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+
+
+def told(program: str, work: Callable[[], None]) -> int:
+    """Do the work of a program; an error of its user is one line on stderr.
+
+    Returns:
+        The exit code: 0 done, 2 bad input, 130 interrupted.
+    """
+    quiet()
+    try:
+        work()
+    except (ValueError, CheckpointError, commit.Invalid) as error:
+        line = " ".join(str(error).split())
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which this does not import
+            raise
+        line = "the GPU has not enough memory: lower --context or --batch, or use --device cpu"
+    except OSError as error:
+        line = f"{error.filename or ''}: {error.strerror or error}".removeprefix(": ")
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    else:
+        return 0
+    print(f"{program}: {line}", file=sys.stderr)
+    return 2

@@ -1,0 +1,147 @@
+"""The model of a checkpoint, on one process and without an optimizer.
+
+Everything is built as for training on one rank: kernels of this machine, the precision of the run,
+experts all here. Layers of multi-token prediction are left out, as the next token needs none.
+
+Legend: B sequences, S tokens of a sequence, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from phalanx.configs.knobs import knobs, put
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.training.setup import build_model
+from phalanx.parallel.checkpoint.config_diff import RENAMED, leaves
+from phalanx.parallel.checkpoint.weights import load_weights, read_common, verify
+from phalanx.parallel.runtime import Runtime, start
+from phalanx.parallel.runtime import stop as stop_runtime
+
+_TILE = 128
+"""Sequences on a GPU are padded to a multiple of it, so that kernels meet few shapes."""
+_CONTEXT = 4096
+"""Tokens that an imported model sees, where nothing tells."""
+_SECTIONS = ("model.", "precision.", "data.")
+"""Of a saved configuration, what the weights and their text depend on."""
+
+
+class Predictor:
+    """Next tokens by the model of a checkpoint.
+
+    Args:
+        path: of the checkpoint.
+        runtime: this process, the only one.
+        read: progress of the verification, as `parallel.checkpoint.weights.verify` takes it.
+
+    Raises:
+        NoUsableCheckpoint, CheckpointMismatch: the checkpoint cannot be used.
+        ConfigError: its configuration is of another version, or cannot run here.
+    """
+
+    def __init__(
+        self, path: Path, runtime: Runtime, read: Callable[[int], object] | None = None
+    ) -> None:
+        record = verify(path, read)
+        self.common = read_common(path, record)
+        """What the checkpoint holds besides tensors: `step`, `config`, `huggingface`."""
+        self.path, self.step, self.device = path, record.step, runtime.device
+        self.cfg = of_one_process(self.common)
+        validate(self.cfg, 1)
+        built = build_model(self.cfg, runtime)
+        self.choices, self._budget = built.choices, built.budget
+        (chunk,) = built.chunks
+        load_weights(path, record, [chunk], built.groups.pg.dp_cp)
+        # As the engine wraps it, which casts the parameters.
+        self._model = Float16Module(built.config, chunk) if built.config.bf16 else chunk
+        self._model.eval()
+        self._as_is = {"fp32_output": False} if built.config.bf16 else {}
+
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        """fp32 [B, S, V] of the token after each; `tokens_BS` are int64, on any device."""
+        return self._forward(tokens_BS, None)[:, : tokens_BS.size(1)].float()
+
+    def next_logits(self, tokens_1S: Tensor) -> Tensor:
+        """fp32 [V] of the token after the last one."""
+        return self._forward(tokens_1S, None)[0, tokens_1S.size(1) - 1].float()
+
+    def losses(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        """Cross entropy of each label, fp32 [B, S], in nats."""
+        return self._forward(tokens_BS, labels_BS)[:, : tokens_BS.size(1)].float()
+
+    @torch.no_grad()
+    def _forward(self, tokens_BS: Tensor, labels_BS: Tensor | None) -> Tensor:
+        tokens_BS = self._padded(tokens_BS)
+        labels_BS = None if labels_BS is None else self._padded(labels_BS)
+        positions_BS = torch.arange(tokens_BS.size(1), device=self.device).expand_as(tokens_BS)
+        while True:
+            result: Tensor = self._model(
+                tokens_BS, positions_BS, None, labels=labels_BS, **self._as_is
+            )
+            if not self._budget.exceeded(float(self._budget.record())):
+                return result
+            self._budget.grow()
+
+    def _padded(self, ids_BS: Tensor) -> Tensor:
+        """On the device, on a GPU to whole tiles: what follows a token does not change it."""
+        ids_BS = ids_BS.to(self.device)
+        tile = _TILE if self.device.type == "cuda" else 1
+        return F.pad(ids_BS, (0, -ids_BS.size(1) % tile))
+
+
+@contextmanager
+def opened(path: Path, read: Callable[[int], object] | None = None) -> Iterator[Predictor]:
+    """The model of a checkpoint; the process group that it needs goes when the block ends.
+
+    Arguments and errors are those of `Predictor`.
+    """
+    joined = dist.is_initialized()
+    runtime = start(seed=1, timeout=600, deterministic=False)
+    try:
+        yield Predictor(path, runtime, read)
+    finally:
+        if not joined:
+            stop_runtime()
+
+
+def of_one_process(common: dict[str, Any]) -> Config:
+    """The configuration of a checkpoint's model on one process, with the kernels that run there.
+
+    Args:
+        common: of the checkpoint; the configuration of an imported one is that of the model alone,
+            and its context the published one.
+
+    Raises:
+        ConfigError: it has a knob of the model that is not known, or a value of another type.
+    """
+    cfg = Config()
+    published = common.get("huggingface", {}).get("max_position_embeddings", _CONTEXT)
+    cfg.data.sequence_length = published
+    for name, value in leaves(common.get("config", {})):
+        path = RENAMED.get(name, name)
+        if not path.startswith(_SECTIONS):
+            continue
+        if path not in knobs() or not _fits(value, knobs()[path].type):
+            raise ConfigError(f"the checkpoint has {path}={value!r}, which is of another version")
+        put(cfg, path, value)
+    cfg.model.mtp_layers = 0
+    cfg.data.micro_batch = cfg.data.global_batch = 1
+    cfg.kernels.gradient_accumulation_fusion = False
+    cfg.parallel.distributed_optimizer = cfg.parallel.overlap = False
+    cfg.run.graph, cfg.run.save_interval = "off", -1
+    return cfg
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind if isinstance(kind, type) else isinstance(value, list)

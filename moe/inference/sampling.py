@@ -1,0 +1,72 @@
+"""Text token by token: the whole of what is there goes through the model for each new token.
+
+Legend: V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Sampler:
+    """Chooses a token by its logits.
+
+    Raises:
+        ValueError: a temperature or share that cannot be.
+    """
+
+    temperature: float = 0.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Only the most likely tokens are drawn from that have this probability together (nucleus
+    sampling, arXiv 1904.09751)."""
+    seed: int = 0
+    _random: torch.Generator = field(default_factory=torch.Generator, repr=False)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"--temperature {self.temperature}: must be 0 (greedy) or above")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"--top-p {self.top_p}: must be above 0 and at most 1")
+        if self.top_p < 1 and not self.temperature:
+            raise ValueError(f"--top-p {self.top_p}: needs a --temperature above 0, such as 1")
+        self._random.manual_seed(self.seed)
+
+    def __call__(self, logits_V: Tensor) -> int:
+        """The token that is chosen, by fp32 logits on any device."""
+        if not self.temperature:
+            return int(logits_V.argmax())
+        prob_V, order_V = (logits_V.double() / self.temperature).softmax(-1).sort(descending=True)
+        # The token that crosses the limit belongs to the nucleus.
+        prob_V = prob_V.where(prob_V.cumsum(-1) - prob_V < self.top_p, 0).cpu()
+        return int(order_V[torch.multinomial(prob_V, 1, generator=self._random)[0]])
+
+
+def generate(
+    next_token: Callable[[list[int]], int],
+    prompt: Sequence[int],
+    count: int,
+    *,
+    context: int,
+    ends: Collection[int] = (),
+) -> Iterator[int]:
+    """At most `count` tokens after a prompt, each as soon as it is known.
+
+    Args:
+        next_token: chooses the token after those that it is given.
+        prompt: at least one token.
+        count: of new tokens.
+        context: it sees at most so many of the last tokens.
+        ends: tokens that end a text; they are not given out.
+    """
+    ids = list(prompt)
+    for _ in range(count):
+        token = next_token(ids[-context:])
+        if token in ends:
+            return
+        ids.append(token)
+        yield token

@@ -1,0 +1,122 @@
+"""Text from the model in training, greedy, on the layout that it has.
+
+For every token all ranks run the forward pass of one micro-batch, of the shape of training, whose
+first tokens are the text so far. The rest of it is a row of the data, as nothing before a token
+depends on it, and equal tokens would all want the same experts. Each rank offers the best token of
+its part of the vocabulary and of the sequence; the best of all ranks is taken.
+
+Legend: B sequences, S tokens of a sequence, V vocabulary of this rank.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from torch import Tensor
+
+from phalanx.configs.schema import Config
+from phalanx.moe.inference.codec import codec_of_run
+from phalanx.moe.inference.sampling import generate
+from phalanx.moe.training.step import Batch, Rerun, Step
+from phalanx.parallel.fault.activity import moving
+
+LENGTH = 64
+"""Most new tokens of a sample."""
+PROMPT = 32
+"""Most tokens of the data that it goes on with; of short sequences a half."""
+
+
+class Samples:
+    """Makes samples of a job.
+
+    Args:
+        cfg: validated config.
+        step: of the job.
+        row: tokens of the data, int64, at least [S].
+
+    Raises:
+        DataError: the data does not tell the tokenizer.
+    """
+
+    def __init__(self, cfg: Config, step: Step, row: Tensor) -> None:
+        self._cfg, self._step, self._job = cfg, step, step.job
+        self._row_S = row[: cfg.data.sequence_length]
+        self._codec = codec_of_run(cfg)
+        self._reruns: list[Rerun] = []
+
+    def __call__(self) -> tuple[str, str, list[Rerun]]:
+        """The text before, what the model goes on with; forward passes that were run again.
+
+        Collective. The model is in training mode before and after it.
+        """
+        engine, S = self._job.engine, len(self._row_S)
+        prompt = self._row_S[: max(1, min(PROMPT, S // 2))].tolist()
+        self._reruns = []
+        engine.eval()
+        with torch.no_grad():
+            ids = list(generate(self._next, prompt, LENGTH, context=S, ends=self._codec.ends))
+        engine.train()
+        MTPLossLoggingHelper.clean_metrics_in_tracker()  # of passes that are no training
+        return self._codec.decode(prompt), self._codec.decode(ids), self._reruns
+
+    def _next(self, ids: list[int]) -> int:
+        """The most likely token after `ids`, at most S; the same on every rank."""
+        job = self._job
+        row_S = self._row_S.clone()
+        row_S[: len(ids)] = torch.tensor(ids)
+        shape = self._cfg.data.micro_batch, len(row_S)
+        rows = {"tokens": row_S, "position_ids": torch.arange(len(row_S))}
+        inputs = self._step.own_part({k: t.expand(shape).contiguous() for k, t in rows.items()})
+        mine = inputs["position_ids"][0].tolist()
+        place = mine.index(len(ids) - 1) if len(ids) - 1 in mine else None
+        while True:
+            best = self._best(inputs, place)
+            peak = float(job.budget.record(dist.group.WORLD))
+            if not job.budget.exceeded(peak):
+                return best
+            self._reruns.append(Rerun(job.budget.grow(), job.budget.capacity_factor))
+            self._step.drop_graph()
+
+    def _best(self, inputs: Batch, place: int | None) -> int:
+        """The best token at a place of this rank's part; None where the place is another's."""
+        job, data = self._job, self._cfg.data
+        # An interleaved schedule takes multiples of its stages.
+        count = job.groups.pipeline if job.groups.virtual_pipeline > 1 else 1
+        reports = job.engine.forward_backward(
+            partial(_logits_at, place, job.engine.config.bf16),
+            [iter([inputs] * count) for _ in job.engine.chunks],
+            microbatches=count,
+            sequence=data.sequence_length,
+            micro_batch=data.micro_batch,
+            forward_only=True,
+        )
+        offer = torch.tensor([-math.inf, 0.0], dtype=torch.float64, device=job.runtime.device)
+        if reports and place is not None:
+            logits_V = reports[0]["logits"].double()
+            first = job.groups.pg.tp.rank() * len(logits_V)
+            offer = torch.stack((logits_V.max(), logits_V.argmax() + first))
+        offers = [torch.empty_like(offer) for _ in range(dist.get_world_size())]
+        dist.all_gather(offers, offer)
+        _, token = max((value, -token) for value, token in torch.stack(offers).tolist())
+        return -int(token)
+
+
+def _logits_at(
+    place: int | None, bf16: bool, batches: Iterator[Batch], chunk: Any
+) -> tuple[Any, Any]:
+    """A forward step as Megatron-Core's schedules ask for it, which reports logits at a place."""
+    batch = next(batches)
+    moving()
+    # Without it the wrapper of bf16 models would make an fp32 copy of all logits.
+    as_is = {"fp32_output": False} if bf16 else {}
+
+    def report(logits_BSV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        device = logits_BSV.device
+        none = torch.zeros((), device=device), torch.ones((), dtype=torch.int32, device=device)
+        return *none, {} if place is None else {"logits": logits_BSV[0, place].clone()}
+
+    return chunk(batch["tokens"], batch["position_ids"], None, **as_is), report

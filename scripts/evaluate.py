@@ -1,0 +1,131 @@
+#!/usr/bin/env python
+"""How well a checkpoint predicts files: loss, perplexity, bits per byte.
+
+    python scripts/evaluate.py runs/NAME valid.jsonl data/wiki [--max-tokens N] [--json OUT]
+
+Files are .txt, .jsonl or .parquet with text, or .bin/.idx pairs by their prefix. One process, on a
+GPU if there is one. Documents are joined and cut into sequences of the run's length, as in
+training; every token is predicted once, from what lies before it in its sequence. Ends of documents
+count as tokens, and their bits as bits of the text. Bits per byte compare models with different
+tokenizers.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
+from tqdm import tqdm  # noqa: E402
+
+from phalanx.moe.inference.command import add_options, positive, predictor_of, told  # noqa: E402
+
+if TYPE_CHECKING:
+    from phalanx.moe.inference.scoring import Score
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code: 0 done, 2 bad input, 130 interrupted."""
+    args = parser().parse_args(argv)
+    return told("evaluate", lambda: evaluate(args))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options; `--help` is the manual."""
+    p = argparse.ArgumentParser(
+        prog="evaluate.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(p)
+    add = p.add_argument
+    add("files", nargs="+", metavar="FILE", help="text, or the prefix of a .bin/.idx pair")
+    add("--key", default="text", help="JSON key or Parquet column of the text (default: text)")
+    add("--lines", action="store_true", help="each line of a .txt is a document, not each file")
+    add("--max-tokens", type=int, metavar="N", help="of a file: whole documents up to so many")
+    add("--batch", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
+    add("--json", type=Path, metavar="OUT", help="write the numbers")
+    return p
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Print a row for each file, and one for all of them.
+
+    Raises:
+        ValueError, CheckpointError, OSError: for `told`.
+    """
+    positive(max_tokens=args.max_tokens, batch=args.batch, context=args.context)
+    from phalanx.moe.inference.codec import codec_of
+    from phalanx.moe.inference.scoring import Score, score, text_of
+
+    found: dict[str, Score] = {}
+    with predictor_of(args) as predictor:
+        vocabulary = predictor.cfg.model.vocab_size
+
+        def codec() -> Any:
+            return codec_of(predictor.common, vocabulary, args.tokenizer, args.eod)
+
+        texts = [
+            text_of(name, codec, key=args.key, lines=args.lines, limit=args.max_tokens)
+            for name in dict.fromkeys(args.files)
+        ]
+        total = sum(len(text.ids_N) - 1 for text in texts)
+        with tqdm(total=total, desc="predicting", unit=" tokens", disable=None) as bar:
+            for text in texts:
+                found[text.name] = Score(0.0, 0, 0)
+                for part in score(predictor, text, args.context, args.batch):
+                    found[text.name] += part
+                    bar.update(part.tokens)
+        where = {"checkpoint": str(predictor.path), "step": predictor.step, "context": args.context}
+    print(table(found))
+    if args.json:
+        numbers = {name: content(each) for name, each in found.items()}
+        args.json.write_text(json.dumps(where | {"files": numbers}, indent=2) + "\n")
+
+
+def table(scores: dict[str, "Score"]) -> str:
+    """A row for each file; with several files one for all."""
+    rows = [["file", "tokens", "bytes", "loss", "perplexity", "bits/byte"]]
+    several = list(scores.items())
+    if len(scores) > 1:
+        first, *others = scores.values()
+        several.append(("all", sum(others, replace(first))))
+    for name, each in several:
+        bits, text_bytes = each.bits_per_byte, each.text_bytes
+        rows.append(
+            [
+                name,
+                f"{each.tokens:,}",
+                "?" if text_bytes is None else f"{text_bytes:,}",
+                f"{each.loss:.4f}",
+                f"{each.perplexity:.4g}",
+                "?" if bits is None else f"{bits:.4f}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def content(score: "Score") -> dict[str, Any]:
+    """Numbers of a file for --json; null where they are not known."""
+    return {
+        "tokens": score.tokens,
+        "bytes": score.text_bytes,
+        "loss": score.loss,
+        "perplexity": score.perplexity,
+        "bits_per_byte": score.bits_per_byte,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

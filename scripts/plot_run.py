@@ -1,0 +1,231 @@
+#!/usr/bin/env python
+"""One picture of a run: loss, gradient norm, learning rate, tokens/s, load and death of experts.
+
+    python scripts/plot_run.py runs/NAME [--plot PNG] [--title TEXT] [--steps FROM TO]
+
+Reads metrics.jsonl, of a run that is over or still on. The picture goes to curves.png in its
+folder, unless --plot says otherwise. The load of a layer is that of its busiest expert over the
+mean, 1 if all are equal; a dead expert had no token between two records. A table names ranks that
+gave their devices their steps late, if there were any, and for how many of the records.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from phalanx.moe.report.loggers import read, start_facts  # noqa: E402
+from phalanx.scripts.pictures import pyplot, running, title  # noqa: E402
+
+_MEAN_OF = 20
+"""Most steps that a point of a smooth curve is the mean of."""
+_FEW = 50
+"""Steps up to which each is drawn as a point."""
+_COLUMNS = 400
+"""Most columns of the picture of the load; more records are put together."""
+
+Record = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code: 0 done, 2 bad input."""
+    args = parser().parse_args(argv)
+    path = args.run / "metrics.jsonl" if args.run.is_dir() else args.run
+    try:
+        records = chosen(read(path), path, args.steps)
+        print(summary(records, hosts(path.resolve().parent)))
+        out = args.plot or path.resolve().parent / "curves.png"
+        plot(records, out, args.title or title(start_facts(path)))
+        print(f"drawn: {out}")
+    except OSError as error:
+        print(f"plot_run: {error.filename or path}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"plot_run: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options; `--help` is the manual."""
+    p = argparse.ArgumentParser(
+        prog="plot_run.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = p.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    add("--plot", type=Path, metavar="PNG", help="default: curves.png in the folder of the run")
+    add("--title", metavar="TEXT", help="default: what the run is")
+    add("--steps", type=int, nargs=2, metavar=("FROM", "TO"), help="default: all")
+    return p
+
+
+def chosen(records: list[Record], path: Path, steps: list[int] | None) -> list[Record]:
+    """The records from the first to the last of `steps`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = [r for r in records if steps is None or steps[0] <= r["step"] <= steps[1]]
+    if not records:
+        raise ValueError(f"{path} has no steps: give the folder of a run that has logged some")
+    if not found:
+        assert steps is not None
+        known = f"{records[0]['step']} to {records[-1]['step']}"
+        raise ValueError(f"--steps {steps[0]} {steps[1]}: the run has steps {known}")
+    return found
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def hosts(folder: Path) -> dict[str, str]:
+    """Host of each rank in the newest launch of a run; empty if that is not known."""
+    launches = sorted(folder.glob("launches/*.yaml"), key=lambda path: path.stat().st_mtime)
+    if not launches:
+        return {}
+    try:
+        named = yaml.safe_load(launches[-1].read_text())["hosts"]
+        found = {}
+        for each in named:
+            for part in str(each["ranks"]).split(", "):
+                first, _, last = part.partition("-")
+                ranks = range(int(first), int(last or first) + 1)
+                found |= {str(rank): str(each["host"]) for rank in ranks}
+        return found
+    except (yaml.YAMLError, LookupError, TypeError, ValueError):
+        return {}  # edited by a person, or of another version: ranks have numbers too
+
+
+def summary(records: list[Record], names: dict[str, str]) -> str:
+    """Where the run is, and a row for each rank that was late; `names` are their hosts."""
+    losses, rates = series(records, "loss"), series(records, "tokens_per_second_per_gpu")
+    lines = [f"steps {records[0]['step']} to {records[-1]['step']}"]
+    if losses:
+        lines[0] += f", loss {next(iter(losses.values())):.4f} to {list(losses.values())[-1]:.4f}"
+    if rates:
+        lines[0] += f", {sorted(rates.values())[len(rates) // 2]:,.0f} tokens/s a rank (median)"
+    timed = [r for r in records if "step_time" in r]
+    late: dict[str, list[tuple[float, float]]] = {}
+    for record in timed:
+        for rank, seconds in record.get("late", {}).items():
+            late.setdefault(rank, []).append((seconds, record["step_time"]))
+    if late:
+        lines.append(f"{'late rank':>9}  {'records':>8}  {'behind':>9}  {'of a step':>9}  host")
+    for rank, found in sorted(late.items(), key=lambda item: -len(item[1])):
+        behind, whole = (sum(part) / len(found) for part in zip(*found, strict=True))
+        often = f"{len(found) / len(timed):.0%}"
+        numbers = f"{often:>8}  {behind:>7.3f} s  {behind / whole:>9.0%}"
+        lines.append(f"{rank:>9}  {numbers}  {names.get(rank, '?')}")
+    return "\n".join(lines)
+
+
+def series(records: list[Record], key: str) -> dict[int, float]:
+    """Finite values of a number, by step."""
+    found = {r["step"]: r[key] for r in records if isinstance(r.get(key), int | float)}
+    return {step: value for step, value in found.items() if math.isfinite(value)}
+
+
+# --- picture --------------------------------------------------------------------------------------
+
+
+def plot(records: list[Record], path: Path, heading: str) -> None:
+    """Six panels over the same steps.
+
+    Raises:
+        ValueError: there is no matplotlib.
+    """
+    pictures = pyplot()
+    figure, axes = pictures.subplots(3, 2, figsize=(13, 10), layout="constrained", sharex=True)
+    _curve(axes[0, 0], records, "loss", "loss (nats a token)")
+    valid = series(records, "valid_loss")
+    if valid:
+        axes[0, 0].plot(list(valid), list(valid.values()), "o-", color="C1", label="validation")
+        axes[0, 0].legend()
+    _curve(axes[0, 1], records, "grad_norm", "gradient norm")
+    _curve(axes[1, 0], records, "lr", "learning rate", smooth=False)
+    _curve(axes[1, 1], records, "tokens_per_second_per_gpu", "tokens/s of a rank")
+    axes[1, 1].set_ylim(bottom=0)
+    layers = [r for r in records if r.get("layers")]
+    if layers:
+        _image(figure, axes[2, 0], layers, 0, "load of the busiest expert")
+        _image(figure, axes[2, 1], layers, 1, "dead experts")
+    else:  # a run from before there were numbers of layers
+        _curve(axes[2, 0], records, "load_max", "load of the busiest expert", smooth=False)
+        _curve(axes[2, 1], records, "dead_experts", "dead experts", smooth=False)
+    for panel in axes.flat:
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    for panel in axes[-1]:
+        panel.set_xlabel("step")
+    figure.suptitle(heading or "run", fontsize="medium", wrap=True)
+    figure.savefig(path, dpi=110)
+    pictures.close(figure)
+
+
+def _curve(axes: Any, records: list[Record], key: str, name: str, smooth: bool = True) -> None:
+    values = series(records, key)
+    axes.set_title(name, fontsize="medium", loc="left")
+    if not values:
+        axes.text(0.5, 0.5, "not recorded", ha="center", transform=axes.transAxes)
+        return
+    mark = {"marker": "o", "markersize": 3} if len(values) <= _FEW else {}
+    window = min(_MEAN_OF, len(values) // 10) if smooth else 1
+    if window > 1:
+        axes.plot(list(values), list(values.values()), color="C0", alpha=0.3, linewidth=0.8)
+        values = running(values, window)
+    axes.plot(list(values), list(values.values()), color="C0", **mark)
+    low, high = min(values.values()), max(values.values())
+    if key in ("loss", "grad_norm") and 0 < 10 * low < high:
+        axes.set_yscale("log")
+
+
+def _image(
+    figure: Any,
+    axes: Any,
+    records: list[Record],
+    part: int,
+    name: str,
+) -> None:
+    """Layers over steps in colour; `part` of what a record has of each layer.
+
+    Of several records in a column the largest counts.
+    """
+    names = sorted({int(layer) for r in records for layer in r["layers"]})
+    size = -(-len(records) // _COLUMNS)
+    groups = [records[i : i + size] for i in range(0, len(records), size)]
+    cells = [
+        [max([r["layers"].get(str(layer), (math.nan, math.nan))[part] for r in group])
+         for group in groups]
+        for layer in names
+    ]  # fmt: skip
+    starts = [group[0]["step"] for group in groups]
+    # A cell reaches from the record before its first one to its last.
+    edges = [starts[0] - 1, *(group[-1]["step"] for group in groups)]
+    rows = [*(n - 0.5 for n in range(1, len(names) + 1)), len(names) + 0.5]
+    low = 1.0 if part == 0 else 0.0
+    most = max(max(value for value in row if value == value) for row in cells)
+    image = axes.pcolormesh(
+        edges,
+        rows,
+        cells,
+        vmin=low,
+        vmax=max(most, low + 1),
+        cmap="viridis" if part == 0 else "magma",
+    )
+    shown = range(0, len(names), -(-len(names) // 16))
+    axes.set_yticks([i + 1 for i in shown], [str(names[i]) for i in shown])
+    axes.set_ylabel("layer")
+    axes.invert_yaxis()
+    axes.set_title(f"{name} (at most {most:.4g})", fontsize="medium", loc="left")
+    figure.colorbar(image, ax=axes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

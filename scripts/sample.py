@@ -1,0 +1,128 @@
+#!/usr/bin/env python
+"""Text from a checkpoint of any layout, by one process.
+
+    python scripts/sample.py runs/NAME --prompt 'def main(' [--tokens 100] [--temperature 0.8]
+
+The newest checkpoint of a run, or the one of --step, is loaded as a model on one GPU, or on the CPU
+of a machine without one. Greedy unless --temperature is set. Every new token runs all that is there
+through the model, without a cache of keys and values. The tokenizer is that of the run's data where
+this tells: bytes for data=embedded and for prepare_data.py --bytes, else --tokenizer names it.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
+from phalanx.moe.inference.command import add_options, positive, predictor_of, told  # noqa: E402
+
+if TYPE_CHECKING:
+    from phalanx.moe.inference.codec import Codec
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code: 0 done, 2 bad input, 130 interrupted."""
+    args = parser().parse_args(argv)
+    return told("sample", lambda: sample(args))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options; `--help` is the manual."""
+    p = argparse.ArgumentParser(
+        prog="sample.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(p)
+    add = p.add_argument
+    add(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="may be repeated, each has a text of its own; without one a new document begins",
+    )
+    add("--tokens", type=int, default=64, metavar="N", help="most new tokens (default: 64)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="divides the logits before drawing; 0, the default, takes the most likely token",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the most likely tokens that have probability P together (default: 1)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of the drawing (default: 0)")
+    add("--no-stop", action="store_true", help="go on behind the end of a document")
+    return p
+
+
+def sample(args: argparse.Namespace) -> None:
+    """Print a continuation of every prompt.
+
+    Raises:
+        ValueError, CheckpointError, OSError: for `told`.
+    """
+    positive(tokens=args.tokens, context=args.context)
+    import torch
+
+    from phalanx.moe.inference.codec import codec_of
+    from phalanx.moe.inference.sampling import Sampler, generate
+
+    sampler = Sampler(args.temperature, args.top_p, args.seed)
+    with predictor_of(args) as predictor:
+        vocabulary = predictor.cfg.model.vocab_size
+        codec = codec_of(predictor.common, vocabulary, args.tokenizer, args.eod)
+
+        def following(ids: list[int]) -> int:
+            return sampler(predictor.next_logits(torch.tensor([ids])))
+
+        print(f"-- {predictor.path}: step {predictor.step}", file=sys.stderr)
+        for prompt in args.prompt or [""]:
+            ids, began = started(codec, prompt), time.perf_counter()
+            ends = () if args.no_stop else codec.ends
+            new = generate(following, ids, args.tokens, context=args.context, ends=ends)
+            print(prompt, end="", flush=True)
+            count = write(codec, new)
+            rate = count / (time.perf_counter() - began)
+            print(flush=True)
+            print(f"-- {count} tokens, {rate:.1f} tokens/s", file=sys.stderr)
+
+
+def started(codec: "Codec", prompt: str) -> list[int]:
+    """Ids of a prompt, behind the end of the document before it where that is known.
+
+    Raises:
+        ValueError: there is nothing to start from.
+    """
+    ids = [*codec.ends[:1], *codec.encode(prompt)]
+    if not ids:
+        raise ValueError("nothing tells which token begins a document: give --prompt or --eod")
+    return ids
+
+
+def write(codec: "Codec", ids: Iterable[int]) -> int:
+    """Print the text of ids as they come, whole characters at a time; how many they were."""
+    seen: list[int] = []
+    shown = ""
+    for number in ids:
+        seen.append(number)
+        text = codec.decode(seen)
+        if text.startswith(shown) and not text.endswith("\ufffd"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    # A character that the last tokens began and did not end.
+    print(codec.decode(seen)[len(shown) :], end="")
+    return len(seen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Whole runs over packed documents: layouts agree, resumes are bitwise, the start page tells."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import SMALL, exact, records, run, text, write_corpus
+from tests.support.training import trained
+
+pytestmark = pytest.mark.dist
+
+MASK = ["data.document_mask=true", "data.sequence_length=16"]
+DEEPSEEK = [
+    *["model=tiny_deepseek", "model.attention.q_lora_rank=16", "model.attention.kv_lora_rank=12"],
+    *["model.attention.qk_nope_dim=8", "model.attention.qk_rope_dim=4", "model.attention.v_dim=8"],
+    *["model.moe.shared_ffn=16", "model.moe.router.seq_aux_loss=0"],
+]
+GPT_OSS = ["model=tiny_gpt_oss", "model.attention.head_dim=8", "model.moe.router.aux_loss=0"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that train on short documents."""
+    folder = tmp_path_factory.mktemp("corpus")
+    pieces = [list(whole[i : i + 9 + i % 40]) for whole in text() for i in range(0, 900, 45)]
+    prefix = write_corpus(folder / "text", pieces)
+    data = ["data=indexed", f"data.blend=[{prefix}]", "data.split='90,10'"]
+    return [*SMALL, *data, f"data.cache={folder / 'cache'}"]
+
+
+def test_a_run_stops_and_goes_on(corpus: list[str], tmp_path: Path) -> None:
+    command = [*corpus, *DEEPSEEK, *MASK, "run.eval_interval=4", "run.eval_batches=2"]
+    main, _ = run(2, [*command, "run.steps=4", f"run.dir={tmp_path / 'a'}"])
+    assert main.code == 0, main.err
+    run(2, [*command, "run.steps=2", f"run.dir={tmp_path / 'b'}"])
+    again, _ = run(2, [*command, "run.steps=4", f"run.dir={tmp_path / 'b'}"])
+    assert "resumed from step 2" in again.out
+    found = [exact(records(tmp_path / name / "run")) for name in "ab"]
+    assert len(found[0]) >= 4 and found[0] == found[1]
+    lines = main.out.splitlines()
+    (packed,) = [line for line in lines if line.startswith("  packing ")]
+    assert " documents a sequence (most " in packed and packed.endswith("of causal attention saved")
+    (work,) = [line for line in lines if line.startswith("  work ")]
+    assert work.endswith("a step, at most: attention as in whole sequences")
+    assert max(map(len, (packed, work))) <= 100
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        (DEEPSEEK, [{"parallel.pipeline": 2}, {}]),
+        (GPT_OSS, [{"parallel.tensor": 2}]),
+    ],
+    ids=["deepseek", "gpt_oss"],
+)
+def test_layouts_agree(corpus: list[str], model: list[str], layouts: list[dict[str, int]]) -> None:
+    """Stages, tensor and data parallel ranks each see where documents end."""
+    (blend,) = (x for x in corpus if x.startswith("data.blend="))
+    overrides = [
+        *(x for x in corpus if not x.startswith(("data=", "data.blend="))),
+        *model,
+        *["precision=fp32", "run.steps=2", "run.seed=3", "parallel.capacity_factor=16"],
+        *["data.sequence_length=16", "data.micro_batch=2", "optim.eps=1e-2", "optim.lr=3e-2"],
+    ]
+    prefix = blend.removeprefix("data.blend=[").removesuffix("]")
+    real = {"data.source": "indexed", "data.blend": [prefix]}
+    masked = {**real, "data.document_mask": True}
+    alone, without = trained(1, overrides, masked), trained(1, overrides, real)
+    assert abs(without.series("loss")[1] - alone.series("loss")[1]) > 1e-3
+    for sizes in layouts:
+        other = trained(2, overrides, {**masked, **sizes})
+        assert other.series("loss") == pytest.approx(alone.series("loss"), rel=5e-6)
+        assert other.series("grad_norm") == pytest.approx(alone.series("grad_norm"), rel=5e-5)
+        assert other.valid_loss == pytest.approx(alone.valid_loss, rel=5e-6)

@@ -1,0 +1,112 @@
+"""`run.sample_every`: on every layout the text that the checkpoint of that step gives alone."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from phalanx.configs.load import load
+from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.inference.codec import codec_of_run
+from phalanx.moe.inference.sampling import generate
+from phalanx.moe.report.loggers import read
+from phalanx.moe.training.preflight import preflight
+from phalanx.scripts import prepare_data
+from tests.support.distributed import run_distributed
+from tests.support.looking import TINY, step_of
+from tests.support.runs import run
+
+LENGTH = 64
+SAMPLED = ["run.sample_every=6", "run.steps=6"]
+LAYOUTS = {
+    "one": (1, []),
+    "expert": (2, ["parallel.expert=2"]),
+    "tensor": (2, ["parallel.tensor=2", "parallel.expert=1"]),
+    "pipeline": (2, ["parallel.pipeline=2"]),
+    "virtual": (
+        2,
+        ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "model.layers=4"],
+    ),
+    "context": (2, ["parallel.context=2"]),
+}
+
+
+def expected(overrides: list[str], checkpoint: Path) -> list[str]:
+    """Inside a rank: the same by the model that is looked at."""
+    from phalanx.moe.data.loader import build_datasets
+    from phalanx.moe.inference.predictor import opened
+
+    rows, _ = build_datasets(load(overrides), 256, 48, 0)
+    prompt = rows[0][:8].tolist()
+    with opened(checkpoint) as predictor:
+
+        def following(ids: list[int]) -> int:
+            return int(predictor.next_logits(torch.tensor([ids])).argmax())
+
+        found = list(generate(following, prompt, LENGTH, context=16, ends=(0,)))
+    return [bytes(ids).decode(errors="replace") for ids in (prompt, found)]
+
+
+def of(model: str) -> list[str]:
+    """Overrides of a small one, in fp32."""
+    if model == "tiny":
+        return TINY
+    return [*(text for text in TINY if text != "model.attention.head_dim=8"), f"model={model}"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *(("tiny", layout) for layout in LAYOUTS if layout != "one"),
+        pytest.param("tiny", "one", marks=pytest.mark.slow),
+        pytest.param("tiny_deepseek", "expert", marks=pytest.mark.slow),
+    ],
+)
+def test_a_sample_is_the_text_of_its_checkpoint(model: str, layout: str, tmp_path: Path) -> None:
+    world, more = LAYOUTS[layout]
+    given = [*of(model), *SAMPLED, *more, f"run.dir={tmp_path}"]
+    main = run(world, [*given, f"data.cache={tmp_path.parent}/cache"])[0]
+    assert main.code == 0, main.err
+    (line,) = [text for text in main.out.splitlines() if text.startswith("-- sample after step 6")]
+    said = [ast.literal_eval(text) for text in line.split(": ", 1)[1].split(" goes on ")]
+    given = [*given, f"data.cache={tmp_path.parent}/cache"]
+    assert said == run_distributed(expected, 1, given, step_of(tmp_path / "run", 6))[0]
+    assert len(said[0].encode()) == 8 and len(said[1]) > 10
+
+
+@pytest.mark.dist
+def test_samples_do_not_change_the_training(tmp_path: Path) -> None:
+    found = []
+    for every in (0, 1):
+        given = [*of("tiny_deepseek"), f"data.cache={tmp_path.parent}/cache", f"run.name=of{every}"]
+        more = [f"run.sample_every={every}", "run.save_interval=-1"]
+        main = run(2, [*given, *more, "run.steps=4", f"run.dir={tmp_path}"])[0]
+        assert main.code == 0, main.err
+        assert main.out.count("-- sample after step") == 4 * every
+        records = read(tmp_path / f"of{every}" / "metrics.jsonl")
+        names = ("loss", "mtp_loss", "grad_norm", "layers")
+        found.append([[record[name] for name in names] for record in records])
+    assert found[0] == found[1]
+
+
+def test_data_without_its_tokenizer_is_told_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a b " * 400)
+    words = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    given = [str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    ids = tmp_path / "ids"
+    assert prepare_data.main([*given, "--eod", "?", "--workers", "1", "--output", str(ids)]) == 0
+    indexed = ["data=indexed", f"data.blend=[{ids}]", "data.split=1", f"data.cache={tmp_path}"]
+    tiny = [text for text in TINY if not text.startswith("data=")]
+    cfg = load([*tiny, *indexed, f"run.dir={tmp_path}", "run.sample_every=1"])
+    assert codec_of_run(cfg).encode("b a") == [2, 1] and not preflight(cfg).errors
+    Path(f"{ids}.tokenizer.json").unlink()
+    (error,) = preflight(cfg).errors
+    assert isinstance(error, DataError) and "was made with" in str(error)
+    assert str(error).endswith("copy it there, or set run.sample_every=0")
+    cfg.run.sample_every = 0
+    assert not preflight(cfg).errors

@@ -1,0 +1,149 @@
+"""The exchanges of `symm` by collectives of gloo, so that `symm` moves rows on ranks of a CPU.
+
+What a kernel would write on its way has come when a start returns. Memory that no peer writes holds
+bytes that are NaN in bf16 and in FP8, so that no result may depend on it. Overlap is that of the
+order of calls alone; the kernels that push, wait and signal are not here.
+
+Legend: T tokens of a rank, D hidden, R ranks, N = R * T received rows.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
+from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
+from phalanx.parallel.dispatch import symm, transport_class
+from phalanx.parallel.dispatch.exchange import SymmOptions
+
+NAN = 0xFF
+
+
+class GlooExchange:
+    """`kernels.sm90.exchange.exchange.Exchange`, as far as `MoETransfers` calls it."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
+    ) -> None:
+        self._group, self.ranks, self.tokens = group, group.size(), tokens
+        self.overlaps = bool(options.comm_sms)
+        self._places = torch.empty(SLOTS, self.ranks * tokens, hidden, dtype=torch.bfloat16)
+        self._started, self.sent = 0, list[int]()
+        """Bytes of a row, by exchange."""
+
+    def start(
+        self,
+        rows: Tensor,
+        table: Tensor,
+        side: Tensor,
+        local: int,
+        *,
+        back: bool = False,
+        all_sms: bool = False,
+    ) -> Any:
+        if not back:
+            table_NK, came, side = self._gathered(table), self._gathered(rows), self._gathered(side)
+            return self._put(came, self._here(table_NK, local, dist.get_rank(self._group)), side)
+        return self._back(rows, self._here(table, local, dist.get_rank(self._group)), side)
+
+    def tile_signal(self, y_SD: Tensor, a_SF: Any, local: int) -> Any:
+        return SimpleNamespace(out_SN=y_SD)
+
+    def send_sums(
+        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any
+    ) -> tuple[Any, Any]:
+        sums_ND = provider("torch").combine(signal.out_SN, inverse_NK)
+        none = inverse_NK.new_empty(0)
+        return self._back(sums_ND, (inverse_NK >= 0).any(1), none), lambda: None
+
+    def send_gradient(
+        self, dx_SD: Tensor, index_S: Tensor, inverse_NK: Tensor, offsets: Tensor, side: Tensor
+    ) -> Any:
+        sums_ND = provider("torch").combine(dx_SD, inverse_NK)
+        return self._back(sums_ND, (inverse_NK >= 0).any(1), side)
+
+    def wait(self, sent: Any, *, side_only: bool = False) -> None:
+        pass
+
+    def wait_running(self, sent: Any) -> None:
+        pass
+
+    def rows(self, sent: Any) -> Tensor:
+        return self._places[sent.slot]
+
+    def side(self, sent: Any) -> Tensor:
+        side: Tensor = sent.side.view(-1).view(torch.uint8)
+        return side
+
+    def ready_words(self, local: int) -> Tensor:
+        return torch.empty(0)
+
+    def _here(self, table_NK: Tensor, local: int, rank: int) -> Tensor:
+        """bool [N]: rows with an expert of a rank."""
+        return ((table_NK >= 0) & (table_NK // local == rank)).any(1)
+
+    def _back(self, rows_ND: Tensor, mine_N: Tensor, side: Tensor) -> Any:
+        """Rows `mine_N` and blocks of side data to the ranks of their tokens."""
+        came = self._exchanged(rows_ND)
+        return self._put(came, self._exchanged(mine_N), self._exchanged(side))
+
+    def _put(self, rows: Tensor, written_N: Tensor, side: Tensor) -> Any:
+        slot = self._started % SLOTS
+        self._started += 1
+        place = self._places[slot].view(torch.uint8).view(-1)
+        place.fill_(NAN)
+        bytes_NB = rows.view(torch.uint8)
+        self.sent.append(bytes_NB.shape[1])
+        # Rows follow one another, however long they are.
+        place[: bytes_NB.numel()].view(bytes_NB.shape)[written_N] = bytes_NB[written_N]
+        return SimpleNamespace(slot=slot, side=side)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self.ranks * len(x), *x.shape[1:])
+        if x.numel():
+            dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
+        return out
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if x.numel():
+            dist.all_to_all_single(out, x.contiguous(), group=self._group)
+        return out
+
+
+@contextmanager
+def gloo_exchanges() -> Iterator[list[GlooExchange]]:
+    """Inside, `symm` works over them, and FP8 experts of any backend beside them; yields those that
+    it has asked for."""
+    made = list[GlooExchange]()
+
+    @functools.cache
+    def exchange_of(*key: Any) -> GlooExchange:
+        made.append(GlooExchange(*key))
+        return made[-1]
+
+    rows = EmulatedFP8.rows
+
+    def signalled(*given: Any, signal: Any = None, **how: Any) -> Tensor:
+        y_SD = rows(*given, **how)
+        return y_SD if signal is None else signal.out_SN.copy_(y_SD)
+
+    combine = SimpleNamespace(combine=provider("torch").combine)
+    stream = SimpleNamespace(record_event=lambda: None)
+    with (
+        mock.patch.dict(sys.modules, {"phalanx.kernels.sm90.experts.combine": combine}),
+        mock.patch.object(symm, "exchange_of", exchange_of),
+        mock.patch.object(torch.cuda, "current_stream", lambda: stream),
+        mock.patch.object(EmulatedFP8, "rows", signalled),
+        mock.patch.object(transport_class, "waits_for_tokens", lambda backend: True),
+    ):
+        yield made

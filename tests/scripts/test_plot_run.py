@@ -1,0 +1,132 @@
+"""`scripts/plot_run.py`: a run in, a line on it, late ranks by name, and a picture out."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.scripts import plot_run
+
+FACTS = {"event": "start", "at": 0, "model": "tiny", "ranks": 2, "device": "CPU process"}
+
+
+def _run(folder: Path, steps: int, **changes: Any) -> Path:
+    """A run of two MoE layers, 2 and 4; its busiest expert and a dead one depend on the step."""
+    folder.mkdir(parents=True)
+    records: list[dict[str, Any]] = [FACTS]
+    for step in range(1, steps + 1):
+        record = {"step": step, "loss": 4 / step, "grad_norm": 1.0, "lr": 1e-3 * step}
+        record |= {"tokens_per_second_per_gpu": 100.0 + step, "step_time": 0.5}
+        record |= {"layers": {"2": [1 + step, 0], "4": [1.5, step % 3]}}
+        records.append({k: v for k, v in (record | changes).items() if v is not None})
+    text = "\n".join(map(json.dumps, records)) + '\n{"step": 9'
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that are drawn, still open."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    return drawn
+
+
+def panels(figure: Any) -> dict[str, Any]:
+    return {axes.get_title(loc="left").split(" (")[0]: axes for axes in figure.axes}
+
+
+def test_the_script_has_help() -> None:
+    command = [sys.executable, str(plot_run.__file__), "--help"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0 and "--steps" in said.stdout
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30, 900])
+def test_six_panels_show_the_numbers_of_the_run(
+    steps: int, tmp_path: Path, figures: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _run(tmp_path / "run", steps)
+    assert plot_run.main([str(run)]) == 0
+    said, drawn = capsys.readouterr().out.splitlines()
+    assert said.startswith(f"steps 1 to {steps}, loss 4.0000 to {4 / steps:.4f}, ")
+    assert drawn == f"drawn: {run / 'curves.png'}"
+    assert (run / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    (figure,) = figures
+    assert figure.get_suptitle() == "tiny on 2 x CPU process"
+    found = panels(figure)
+    rate = found["learning rate"].lines[0]
+    assert np.allclose(rate.get_ydata(), 1e-3 * np.arange(1, steps + 1))
+    assert found["loss"].get_yscale() == ("log" if steps > 12 else "linear")
+    (load,) = found["load of the busiest expert"].collections
+    cells = load.get_array()
+    assert cells.shape[0] == 2 and cells.shape[1] == min(steps, 300 if steps == 900 else 400)
+    assert cells[0, -1] == steps + 1 and set(cells[1].tolist()) == {1.5}
+    (dead,) = found["dead experts"].collections
+    assert dead.get_array().max() == min(steps, 2) and dead.get_array()[0].max() == 0
+    labels = found["dead experts"].get_yticklabels()
+    assert [label.get_text() for label in labels] == ["2", "4"]
+
+
+def test_a_part_of_the_steps(tmp_path: Path, figures: list[Any]) -> None:
+    run = _run(tmp_path / "run", 30)
+    out = tmp_path / "part.png"
+    assert plot_run.main([str(run), "--steps", "5", "9", "--plot", str(out), "--title", "x"]) == 0
+    (figure,) = figures
+    assert panels(figure)["learning rate"].lines[0].get_xdata().tolist() == [5, 6, 7, 8, 9]
+    assert out.exists() and figure.get_suptitle() == "x"
+
+
+def test_validation_and_what_older_runs_lack(tmp_path: Path, figures: list[Any]) -> None:
+    older = _run(tmp_path / "run", 3, layers=None, load_max=2.5, dead_experts=1, grad_norm=None)
+    more = '\n{"step": 2, "valid_loss": 1.5}\n{"step": 3, "loss": null}\n'
+    (older / "metrics.jsonl").open("a").write(more)
+    assert plot_run.main([str(older)]) == 0
+    found = panels(figures[0])
+    valid = next(line for line in found["loss"].lines if line.get_label() == "validation")
+    assert list(valid.get_xdata()) == [2] and list(valid.get_ydata()) == [1.5]
+    assert list(found["loss"].lines[0].get_xdata()) == [1, 2]
+    assert found["load of the busiest expert"].lines[0].get_ydata().tolist() == [2.5] * 3
+    assert found["gradient norm"].texts[0].get_text() == "not recorded"
+
+
+def test_late_ranks_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run(tmp_path / "run", 4, late={"7": 0.1, "3": 0.05})
+    (run / "metrics.jsonl").open("a").write('\n{"step": 5, "step_time": 1, "late": {"7": 0.35}}\n')
+    (run / "launches").mkdir()
+    nodes = [{"host": "a", "ranks": "0-2, 4-6"}, {"host": "b", "ranks": "7-8"}]
+    (run / "launches" / "1.yaml").write_text(json.dumps({"hosts": nodes}))
+    pytest.importorskip("matplotlib")
+    assert plot_run.main([str(run)]) == 0
+    head, seven, three = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
+    assert head == ["late", "rank", "records", "behind", "of", "a", "step", "host"]
+    assert seven == ["7", "100%", "0.150", "s", "25%", "b"]
+    assert three == ["3", "80%", "0.050", "s", "10%", "?"]
+    (run / "launches" / "1.yaml").write_text("hosts: [")
+    assert plot_run.hosts(run) == {}
+
+
+def test_mistakes_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _run(tmp_path / "run", 3)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").write_text(json.dumps(FACTS))
+    for given, why in (
+        ([tmp_path / "none"], "none: No such file or directory"),
+        ([tmp_path], "metrics.jsonl: No such file or directory"),
+        ([tmp_path / "empty"], "has no steps: give the folder of a run"),
+        ([run, "--steps", "8", "9"], "--steps 8 9: the run has steps 1 to 3"),
+        ([run, "--plot", tmp_path / "no" / "x.png"], "x.png: No such file or directory"),
+    ):
+        assert plot_run.main([str(word) for word in given]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("plot_run: ") and why in line
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plot_run.main([str(run)]) == 2
+    assert "a picture needs matplotlib: pip install" in capsys.readouterr().err

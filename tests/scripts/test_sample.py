@@ -1,0 +1,99 @@
+"""sample.py and evaluate.py as a person starts them, on tiny checkpoints that the test trains."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.moe.inference.codec import Codec
+from phalanx.scripts import evaluate, sample
+from tests.support.looking import command, step_of, train, untrained
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank with two checkpoints; they have learned that text is mostly spaces."""
+    folder = tmp_path_factory.mktemp("runs")
+    return train(folder, "one", 1, "run.steps=12", "run.save_interval=6")
+
+
+def test_the_scripts_have_help() -> None:
+    for script in (sample, evaluate):
+        given = [sys.executable, str(script.__file__), "--help"]
+        said = subprocess.run(given, capture_output=True, text=True, timeout=60)
+        assert said.returncode == 0 and "--tokenizer" in said.stdout and not said.stderr
+
+
+def test_text_is_the_same_for_a_checkpoint_of_two_ranks(run: Path) -> None:
+    split = untrained(run.parent, "two", 2, step_of(run, 12), "run.steps=13", "parallel.expert=2")
+    drawing = ["--temperature", "1", "--top-p", "0.95", "--no-stop", "--tokens", "40"]
+    for options in (["--prompt", "def ", "--tokens", "12"], ["--prompt", "im", *drawing]):
+        one, two = (command(sample.main, folder, *options) for folder in (run, split))
+        assert one.code == two.code == 0 and one.out == two.out
+        assert one.out.startswith(options[1]) and len(one.out) > 14
+        assert "step 12\n" in one.err and "step 13\n" in two.err
+        assert "12 tokens, " in one.err or "40 tokens, " in one.err
+    earlier = command(sample.main, run, *options, "--step", "6")
+    assert earlier.code == 0 and earlier.out != one.out and "step 6\n" in earlier.err
+    other = command(sample.main, step_of(run, 12), *options, "--seed", "1", "--prompt", "x")
+    assert other.code == 0 and other.out != one.out
+    lines = [line for line in other.err.splitlines() if line.endswith("tokens/s")]
+    assert len(lines) == 2  # of two prompts
+
+
+def test_files_are_scored_and_a_longer_context_helps(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "spaces.txt").write_text(" " * 100)
+    (tmp_path / "letters.txt").write_text("qxzj" * 25)
+    files, out = [tmp_path / "spaces.txt", tmp_path / "letters.txt"], tmp_path / "out.json"
+    said = command(evaluate.main, run, *files, "--json", out)
+    assert said.code == 0, said.err
+    head, *rows = [line.split() for line in said.out.splitlines()]
+    assert head == ["file", "tokens", "bytes", "loss", "perplexity", "bits/byte"]
+    assert [row[1:3] for row in rows] == [["101", "100"], ["101", "100"], ["202", "200"]]
+    found = json.loads(out.read_text())
+    spaces, letters = (found["files"][str(path)] for path in files)
+    assert spaces["loss"] < 3 < letters["loss"] and rows[2][0] == "all"
+    assert float(rows[2][3]) == pytest.approx((spaces["loss"] + letters["loss"]) / 2, abs=1e-4)
+    assert found["step"] == 12 and found["context"] == 16
+    one = command(evaluate.main, run, files[1], "--context", "1", "--batch", "3", "--json", out)
+    assert one.code == 0 and json.loads(out.read_text())["context"] == 1
+
+
+def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "step_00000012"
+    damaged.mkdir()
+    for path in step_of(run, 12).iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes())
+    shard = max(damaged.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    (tmp_path / "text.txt").write_text("text")
+    torn = tmp_path / "torn" / "checkpoints" / "step_00000003"
+    torn.mkdir(parents=True)
+    for main, given, why in (
+        (sample.main, [tmp_path / "none"], "none has no checkpoint: give the folder of a run"),
+        (sample.main, [run, "--step", "7"], "one has no checkpoint of step 7, but of 6, 12"),
+        (sample.main, [step_of(run, 6), "--step", "6"], "is one checkpoint: give its run"),
+        (sample.main, [run, "--tokens", "0"], "--tokens 0: must be at least 1"),
+        (sample.main, [run, "--top-p", "2"], "--top-p 2.0: must be above 0"),
+        (sample.main, [run, "--tokenizer", "none.json"], "tokenizer none.json does not exist"),
+        (sample.main, [tmp_path / "torn"], "torn is whole: scripts/checkpoint.py list"),
+        (sample.main, [damaged], "contents changed; choose another --step"),
+        (sample.main, [run, "--device", "cuda"], "--device cuda: torch sees no GPU here"),
+        (evaluate.main, [run, tmp_path / "x.txt"], "x.txt does not exist; expected .jsonl"),
+        (evaluate.main, [run, tmp_path / "text.txt", "--batch", "-1"], "--batch -1: must be"),
+    ):
+        said = command(main, *given)
+        assert said.code == 2 and why in said.err and not said.out, said
+        (line,) = said.err.splitlines()[-1:]
+        assert line.startswith(("sample: ", "evaluate: ")) and "Traceback" not in said.err
+
+
+def test_characters_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sample.write(Codec(None, ()), "aé€".encode() + b"\xe2") == 7
+    assert capsys.readouterr().out == "aé€\ufffd"
