@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from tqdm import tqdm  # noqa: E402
 
-from phalanx.moe.inference.command import add_options, positive, predictor_of, told  # noqa: E402
+from phalanx.moe.inference import command  # noqa: E402
+from phalanx.moe.inference.command import positive, predictor_of, told  # noqa: E402
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.scoring import Score
@@ -36,12 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        prog="evaluate.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(p)
+    p = command.parser("evaluate.py", __doc__)
     add = p.add_argument
     add("files", nargs="+", metavar="FILE", help="text, or the prefix of a .bin/.idx pair")
     add("--key", default="text", help="JSON key or Parquet column of the text (default: text)")

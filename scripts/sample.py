@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from phalanx.moe.inference.command import add_options, positive, predictor_of, told  # noqa: E402
+from phalanx.moe.inference import command  # noqa: E402
+from phalanx.moe.inference.command import positive, predictor_of, told  # noqa: E402
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.codec import Codec
@@ -32,12 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        prog="sample.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(p)
+    p = command.parser("sample.py", __doc__)
     add = p.add_argument
     add(
         "--prompt",

@@ -70,7 +70,7 @@ def costs(cfg: Config, world: int) -> Costs:
 
 def overlaps(cfg: Config, world: int) -> bool:
     """Whether experts work while tokens are on their way."""
-    waits = waits_for_tokens(cfg.kernels.backend) and not quantizes_on_arrival(cfg)
+    waits = waits_for_tokens(cfg.kernels.backend, quantizes_on_arrival(cfg))
     return waits and bool(cfg.parallel.comm_sms) and costs(cfg, world).exposed < 1
 
 

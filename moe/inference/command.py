@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from phalanx.moe.inference.predictor import Predictor
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Which checkpoint, by what tokenizer, and where."""
-    add = parser.add_argument
+def parser(program: str, manual: str | None) -> argparse.ArgumentParser:
+    """Options that say which checkpoint, by what tokenizer, and where."""
+    made = argparse.ArgumentParser(
+        prog=program, description=manual, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
     add("run", type=Path, metavar="RUN", help="folder of a run, or of one checkpoint")
     add("--step", type=int, metavar="N", help="the run's checkpoint of this step, not the newest")
     add(
@@ -37,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="default: a GPU if there is one",
     )
     add("--no-verify", action="store_true", help="compare sizes of files, not their checksums")
+    return made
 
 
 @contextmanager

@@ -159,7 +159,7 @@ def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: boo
         return wanted
     within = (transport.inside or transport).name
     pushes = within in TRANSPORTS and class_of(within).no_overlap is None
-    return AUTO_SMS if pushes and waits_for_tokens(backend) and not quantizes else 0
+    return AUTO_SMS if pushes and waits_for_tokens(backend, quantizes) else 0
 
 
 def choices(

@@ -70,7 +70,7 @@ class DispatchContext(NamedTuple):
     @property
     def waits(self) -> bool:
         """Whether the experts' kernels can begin with the tokens that are there."""
-        return waits_for_tokens(self.backend) and not self.quantizes
+        return waits_for_tokens(self.backend, self.quantizes)
 
 
 class Dispatcher(ABC):
@@ -168,9 +168,14 @@ class Dispatcher(ABC):
         """
 
 
-def waits_for_tokens(backend: str) -> bool:
-    """Whether the kernels of an expert backend can begin with the tokens that are there."""
-    return backend == "fused"
+def waits_for_tokens(backend: str, quantizes: bool = False) -> bool:
+    """Whether the kernels of an expert backend can begin with the tokens that are there.
+
+    Args:
+        backend: of the experts.
+        quantizes: they make FP8 of tokens that come in bf16, for which all must be there.
+    """
+    return backend == "fused" and not quantizes
 
 
 def one_for_all(ranks: Sequence[Rank], name: str) -> Refusal:

@@ -22,15 +22,6 @@ def _run(folder: Path, losses: list[float], **facts: Any) -> Path:
     return folder
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Those that are drawn, still open."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    drawn: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
-    return drawn
-
-
 def test_table_has_means_of_the_first_and_how_far_the_others_are(tmp_path: Path, capsys) -> None:
     one = _run(tmp_path / "one", [4.0, 2.0, 1.0, 3.0, 9.0])
     two = _run(tmp_path / "two", [4.5, 2.5, 1.0, 2.0])  # a step less, which does not count

@@ -28,15 +28,6 @@ def _run(folder: Path, steps: int, **changes: Any) -> Path:
     return folder
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Those that are drawn, still open."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    drawn: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
-    return drawn
-
-
 def panels(figure: Any) -> dict[str, Any]:
     return {axes.get_title(loc="left").split(" (")[0]: axes for axes in figure.axes}
 

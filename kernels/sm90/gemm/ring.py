@@ -93,9 +93,8 @@ class Ring:
 
     def wait(self, number: Int32) -> Int32:
         """Wait until the stage of block `number`, of all of a CTA, is full; returns the stage."""
-        stage = number % self.stages
-        full = self.storage.full.data_ptr() + stage
-        cute.arch.mbarrier_wait(full, number // self.stages % 2)
+        stage, phase = self.place(number)
+        self.wait_at(stage, phase)
         return stage
 
     @cute.jit
