@@ -55,9 +55,9 @@ def _train(cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard) -> in
                 print(f"error: {error}", file=sys.stderr)
             return 2
         announce(cfg, world)
-        from phalanx.parallel.megatron.lazy_compile import compile_at_first_call
+        from phalanx.parallel.megatron.imports import importing_megatron
 
-        with compile_at_first_call():
+        with importing_megatron():
             from phalanx.moe.training.trainer import run
 
         try:

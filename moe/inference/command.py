@@ -59,9 +59,9 @@ def predictor_of(args: argparse.Namespace) -> Iterator["Predictor"]:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; leave the option out")
-    from phalanx.parallel.megatron.lazy_compile import compile_at_first_call
+    from phalanx.parallel.megatron.imports import importing_megatron
 
-    with compile_at_first_call():
+    with importing_megatron():
         from phalanx.moe.inference.predictor import opened
 
     files = commit.read_commit(path).files.values()

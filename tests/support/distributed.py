@@ -29,9 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_MEGATRON = ("megatron.core.models.gpt.gpt_model", "megatron.core.distributed")
-_TRAINING = ("phalanx.configs.load", "phalanx.moe.training.trainer", "phalanx.train")
-
+_SLOWEST = "megatron.core.distributed"
+"""Of the imports of a run."""
 
 _PR_SET_PDEATHSIG = 1
 _MOST_THREADS = 150
@@ -68,8 +67,8 @@ def forkserver() -> Any:
     """Starts processes that are forked with the imports of a run done, where this process has made
     the slowest of them itself."""
     context = get_context("forkserver")
-    known = [m for m in _MEGATRON if m in sys.modules]
-    context.set_forkserver_preload(["torch.distributed", *known, *(_TRAINING if known else ())])
+    training = ["tests.support.preload"] if _SLOWEST in sys.modules else []
+    context.set_forkserver_preload(["torch.distributed", *training])
     return context
 
 
