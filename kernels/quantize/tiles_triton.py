@@ -42,7 +42,7 @@ def chunk_amax(x, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def transposed(tiles, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 [R, C] of each turn -> FP8 [C, R * turns], the rows of the tiles in turn."""
+    """fp32 or fp16 [R, C] of each turn -> FP8 [C, R * turns], the rows of the tiles in turn."""
     R: tl.constexpr = tiles[0].shape[0]
     C: tl.constexpr = tiles[0].shape[1]
     TURNS: tl.constexpr = len(tiles)

@@ -29,7 +29,8 @@ def check(code: Code, elements: int, per_element: float, bytes_in_flight: int) -
         r"\.ftz|\bdiv\.[a-z.]*f32|\brcp\.approx\.f32|\batom\.|\bred\.global", code.ptx
     )
     assert "FTZ" not in "".join(re.findall(r"(?:FMUL|FMNMX)\S*", code.text))
-    assert not re.search(r"MNMX\S*NAN", code.text)  # a NaN has no part in a maximum
+    # A NaN has no part in a maximum, but stays one where a factor is bounded.
+    assert not re.search(r"MNMX\S*NAN(?![^;]*32768)", code.text)
     assert code.count("") * code.threads <= per_element * elements
     resident = min(2048, REGISTERS // (code.registers + -code.registers % 8)) // code.threads
     loads = code.count(r"LDG\.E\.128") * 16 + code.count(r"LDG\.E\.64") * 8
@@ -86,11 +87,16 @@ def test_transpose(C: int, indexed: bool, kind: str, tmp_path: Path) -> None:
     to = quantize.empty_columns(rows, C, 32, blocks=kind, device=META)
     run = lambda: columns_triton.quantize(*q, index, offsets, to, 1)  # noqa: E731
     code = launched(columns_triton, "fp8_columns", run, tmp_path)
-    check(code, TILE, 9.75 if kind == "square" else 14, 48 * 1024)
-    # A few words, once, for three programs on an SM in place of two.
-    assert code.stack == 0 if kind == "square" else code.stack <= 24
-    assert code.count(r"STG\.E\.128") == 4 and code.count(r"STG\.E ") == 1
-    assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx and "cvt.rn.f16x2.e4m3x2" in code.ptx
+    assert "cvt.rn.f16x2.e4m3x2" in code.ptx and code.count(r"STG\.E ") == 1
+    if kind == "square":
+        check(code, TILE, 7.25, 96 * 1024)
+        assert code.stack <= 16 and code.count(r"STG\.E\.128") == 8
+        assert "cvt.rn.satfinite.e4m3x2.f16x2" in code.ptx
+    else:
+        check(code, TILE, 14, 48 * 1024)
+        # A few words, once, for three programs on an SM in place of two.
+        assert code.stack <= 24 and code.count(r"STG\.E\.128") == 4
+        assert "cvt.rn.satfinite.e4m3x2.f32" in code.ptx
 
 
 @pytest.mark.parametrize("kind", ["square", "vector"])
