@@ -4,12 +4,17 @@ A program has 128 tokens of an expert, or of the padding after all experts, by 1
 tokens as `tiles_triton` has rows. What expert it belongs to it finds from the offsets: nothing is
 known on the host, and every column and every scale is written by one program.
 
+Rows in e4m3 are rescaled in fp16, two elements an instruction: the scale of a row is at most twice
+that of its block, and a factor below 2^-19, down to which fp16 is exact, leaves nothing of e4m3. It
+can of e5m2, which is rescaled in fp32.
+
 Legend: S expert rows, L experts, C channels, T columns, B blocks of channels.
 """
 
 # Tuples of tiles grow in loops that Triton unrolls.
 # mypy: disable-error-code="assignment"
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,8 +28,8 @@ from phalanx.kernels.quantize.tiles_triton import (
 )
 
 _SQUARE = dict(num_warps=8)
-_SQUARE_OF_FP8 = dict(num_warps=4, maxnreg=80)
-"""6 programs on an SM, with 96 KB on their way, and half as many addresses as with 8 warps."""
+_SQUARE_OF_FP8 = dict(num_warps=8, maxnreg=48)
+"""5 programs on an SM, with 80 KB on their way."""
 _VECTOR = dict(num_warps=8, maxnreg=80)
 """3 programs on an SM, where 2 do not hide how long offsets and rows take to come."""
 
@@ -97,6 +102,7 @@ def fp8_columns(  # type: ignore[no-untyped-def]
     OF_PART: tl.constexpr,
     WHOLE: tl.constexpr,
     BIASED: tl.constexpr,
+    HALF: tl.constexpr,
     EXPERTS: tl.constexpr,
     TURNS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -142,11 +148,10 @@ def fp8_columns(  # type: ignore[no-untyped-def]
         for k in tl.static_range(TURNS):
             factor = up
             if SCALED:
-                # In fp16, as rows have scales that leave no more than a factor of 2, but for those
-                # of zeros: theirs may be anything. What is not exact is far below FP8.
-                factor = scales[k] * up
-                factor = tl.where(factor > 32768.0, 32768.0, factor).to(tl.float16)
-                made = made + (values[k].to(tl.float16) * factor,)
+                # Of a row of zeros, whose scale may be anything, it can be too large.
+                factor = tl.where(scales[k] * up > 32768.0, 32768.0, scales[k] * up)
+            if HALF:
+                made = made + (values[k].to(tl.float16) * factor.to(tl.float16),)
             else:
                 made = made + (values[k].to(tl.float32) * factor,)
     else:
@@ -214,6 +219,7 @@ def quantize(
         OF_PART=across // parts,
         WHOLE=C // parts % BLOCK == 0,
         BIASED=BIASED[to.data_CT.dtype],
+        HALF=x.dtype == torch.float8_e4m3fn,
         EXPERTS=triton.next_power_of_2(L),
         TURNS=turns,
         CHUNK=64 // turns,

@@ -119,7 +119,8 @@ def transpose_rows(
     """`quantize_columns` of what rows in FP8 stand for, in their format.
 
     Args:
-        q: expert rows, or a table of N rows, with contiguous channels; scales of any strides.
+        q: expert rows, or a table of N rows, with contiguous channels, scaled as by
+            `quantize_rows`; scales of any strides.
         offsets: int32 [L + 1], first row of each expert.
         blocks: `vector` or `square`.
         index_S: int32, the table's row that each expert row is; from offsets[L] on it is not read.

@@ -97,6 +97,10 @@ def _transposes(kind: str) -> None:
         scale = scale * factor
         scale[4] = 2.0**120
         check_transpose(Quantized(anything.view(E4M3), scale), [9], kind)
+    # Rows far below the largest of their block: the last bits that are left of them, and none.
+    for dtype in (E4M3, E5M2):
+        wide = torch.exp2(-torch.arange(40.0))[:, None] * problems.spread(1, 40).float().abs()
+        check_transpose(definition.quantize_rows(wide, dtype=dtype), [40], kind)
     # Scales that lie block by block.
     q = definition.quantize_rows(expert_rows([3, 2], 260))
     check_transpose(Quantized(q.data, q.scale.T.contiguous().T), [3, 2], kind)
