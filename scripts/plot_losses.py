@@ -169,6 +169,7 @@ def plot(curves: Curves, path: Path, title: str) -> None:
     window = min(_MEAN_OF, max(1, fewest // 10))
     means = {name: running(curve.losses, window) for name, curve in curves.items()}
     first, *_ = means
+    farthest = 0.0  # but for the first fifth, where losses fall fast and are far apart
     for i, (name, mean) in enumerate(means.items()):
         losses, colour = curves[name].losses, f"C{i}"
         line = {"color": colour, "linestyle": "-" if i == 0 else "--"}
@@ -178,13 +179,17 @@ def plot(curves: Curves, path: Path, title: str) -> None:
         above.plot(list(mean), list(mean.values()), label=name, **line)
         if several:
             common = [step for step in mean if step in means[first]]
-            below.plot(common, [mean[s] - means[first][s] for s in common], **line)
+            apart = [mean[s] - means[first][s] for s in common]
+            below.plot(common, apart, **line)
+            farthest = max(farthest, *map(abs, apart[len(apart) // 5 :]))
     every = [loss for curve in curves.values() for loss in curve.losses.values()]
     steep = 0 < _STEEP * min(every) < max(every)
     above.set(ylabel="loss (nats a token)", yscale="log" if steep else "linear")
     above.legend(title=f"mean of {window} steps" if window > 1 else None)
     if several:
         below.set_title(f"minus {first}", fontsize="medium", loc="left")
+        if farthest:
+            below.set_ylim(-1.3 * farthest, 1.3 * farthest)
     below.set_xlabel("step")
     if len(means[first]) == 1:  # no range to place ticks in
         (step,) = means[first]
