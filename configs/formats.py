@@ -81,10 +81,6 @@ def precision_problems(cfg: Config) -> Iterator[str]:
 
 def layout_fp8_problems(cfg: Config, ranks: int) -> Iterator[str]:
     """Problems of FP8 with the layout; `ranks` share the experts."""
-    ours = is_fp8(cfg) and cfg.kernels.backend != "megatron"
-    if ours and cfg.precision.dense == "fp8" and cfg.parallel.tensor > 1:
-        reason = f"is not there yet with parallel.tensor={cfg.parallel.tensor}"
-        yield repair(cfg, "precision.dense", reason, "bf16")
     wanted = cfg.parallel.dispatch
     several = [name for name, facts in TRANSPORTS.items() if facts.auto and not facts.one_rank]
     may_take = [wanted] if wanted != "auto" else several if ranks > 1 else []

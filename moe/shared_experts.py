@@ -17,6 +17,7 @@ from torch.profiler import record_function
 from phalanx.kernels.expert_mlp.dense_halves import FirstHalf, dense_first, dense_second
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.parallel.megatron.gathered import gathered
+from phalanx.parallel.megatron.recipe_linear import compute_by
 
 MEGATRON = partial(
     SharedExpertMLP,
@@ -29,7 +30,7 @@ class SharedExperts(SharedExpertMLP):
     """Megatron-Core's, parameters and checkpoints included, by the kernels of the routed experts.
 
     Where these are not the fused ones and there is no recipe, or with tensor parallelism,
-    Megatron-Core computes them whole, on the way back.
+    Megatron-Core computes them whole, on the way back, their products by the recipe.
 
     Args:
         spec: how.
@@ -41,6 +42,8 @@ class SharedExperts(SharedExpertMLP):
         self._spec = spec
         ours = spec.backend == "fused" or spec.recipe is not None
         self._halves = ours and self.tp_group.size() == 1
+        if spec.recipe is not None and not self._halves:
+            compute_by(spec, self)
 
     def halves(self, hidden_SBD: Tensor) -> tuple[Callable[[], None], Callable[[], Tensor]]:
         """One call of [s, B, D]: the first half, and the second, which returns [N, D]."""

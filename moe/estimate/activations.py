@@ -139,27 +139,28 @@ class Activations:
 
     def _fp8_inputs(self, readers: int, *, instead: bool) -> int:
         """What the output of a norm takes more in FP8, kept by each linear layer that reads it,
-        `instead` of in bf16 or beside that."""
+        `instead` of in bf16 or beside that. Tensor parallel ranks each keep the whole."""
         if self._cfg.precision.wgrad == "bf16":
             return 0
-        hidden = self._cfg.model.hidden
-        more = readers * fp8_row(hidden) - (2 * hidden if instead else 0)
-        return self.sizes.local_tokens * more
+        hidden, s = self._cfg.model.hidden, self.sizes
+        kept = s.tokens * readers * fp8_row(hidden)
+        return kept - (s.local_tokens * 2 * hidden if instead else 0)
 
     def _projections(self) -> int:
         """What inputs of attention's projections take more in FP8.
 
         Core attention keeps the input of the last one in bf16 too.
         """
-        a, tokens = self._cfg.model.attention, self.sizes.local_tokens
+        a, s = self._cfg.model.attention, self.sizes
         if self._cfg.precision.wgrad == "bf16":
             return 0
         readers, latents, v = 1, list[int](), a.head_dim
         if a.kind == "mla":
             readers, v = 2, a.v_dim
             latents = [rank for rank in (a.q_lora_rank, a.kv_lora_rank) if rank]
-        more = fp8_row(a.heads * v) + sum(fp8_row(rank) - 2 * rank for rank in latents)
-        return self._fp8_inputs(readers, instead=True) + tokens * more
+        more = s.local_tokens * (fp8_row(a.heads * v) - 2 * sum(latents))
+        more += s.tokens * sum(fp8_row(rank) for rank in latents)
+        return self._fp8_inputs(readers, instead=True) + more
 
     def _layer(self, mlp: int, backward: int, again: bool, more: int = 0) -> Layer:
         """A layer whose MLP saves `mlp`, or computes that `again`, and attention `more` in FP8."""
@@ -208,9 +209,9 @@ class Activations:
         rest again, and the input in FP8."""
         ffn, act = self._cfg.model.moe.shared_ffn, ACTIVATIONS[self._cfg.model.moe.activation]
         ours = self._cfg.kernels.backend == "fused" or fp8
-        if not ours or self._cfg.parallel.tensor > 1:
-            return self._mlp(ffn)
         own = self._fp8_inputs(1, instead=False) if fp8 and ffn else 0
+        if not ours or self._cfg.parallel.tensor > 1:
+            return own + self._mlp(ffn)
         return own + self.sizes.tokens * 2 * self._wide * act.halves * ffn
 
     def _experts(self, fp8: bool) -> int:

@@ -7,6 +7,10 @@ Their parameters, names and checkpoints stay; only the product is another. Names
 from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor, nn
 
 from phalanx.kernels.expert_mlp.dense_linear import dense_linear
@@ -18,7 +22,8 @@ def compute_by(spec: MLPSpec, module: nn.Module) -> None:
 
     Args:
         spec: with a recipe.
-        module: on one tensor parallel rank, as sums over ranks are Megatron-Core's.
+        module: its sums of outputs over tensor parallel ranks are Megatron-Core's. Blocks of
+            weights begin anew on each rank.
     """
     for layer in module.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
@@ -38,7 +43,18 @@ class _Product:
         self.spec = spec
 
     def __call__(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, **of_megatron: Any
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        sequence_parallel: bool,
+        allreduce_dgrad: bool,
+        tp_group: Any,
+        **of_megatron: Any,
     ) -> Tensor:
+        if sequence_parallel:  # what is kept for the gradient of the weights is the whole, in FP8
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         y_NO = dense_linear(input.flatten(0, -2), weight, bias, self.spec)
         return y_NO.view(*input.shape[:-1], -1)

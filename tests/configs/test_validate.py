@@ -323,7 +323,6 @@ def _texts(value: object) -> object:
             "cannot travel by parallel.dispatch=deepep",
             "precision.dispatch=bf16",
         ),
-        (f"{FP8} parallel.tensor=2", 2, "is not there yet", "precision.dense=bf16"),
     ],
 )
 def test_problem_names_the_override_that_fixes_it(
@@ -358,7 +357,7 @@ def test_problem_names_the_override_that_fixes_it(
         (f"{FP8} precision.bf16_first_layers=1 precision.bf16_last_layers=2", 1),
         (f"{FP8} precision.dispatch=fp8", 1),
         (f"{FP8} precision.dispatch=fp8 parallel.dispatch=local parallel.expert=1", 2),
-        (f"{FP8} precision.dense=bf16 parallel.tensor=2", 2),
+        (f"{FP8} parallel.tensor=2", 2),
         (f"{FP8} kernels=megatron parallel.tensor=2", 2),
         ("data.split=98 run.eval_interval=0", 1),
         (f"{MASK} data.max_documents=8 data.micro_batch=4 parallel.tensor=2", 2),
