@@ -226,6 +226,9 @@ def _optim(cfg: Config) -> Iterator[str]:
     if 0 < o.decay_steps <= o.warmup_steps:
         reason = f"ends within the warm-up of {o.warmup_steps} steps"
         yield repair(cfg, "optim.decay_steps", reason, o.warmup_steps + 1)
+    if o.qk_clip and cfg.model.attention.qk_norm:
+        reason = "has no effect on the norm behind them (model.attention.qk_norm=true)"
+        yield repair(cfg, "optim.qk_clip", reason, 0)
     if o.moments == "bf16":
         for knob in ("beta1", "beta2", *(["momentum"] if o.kind == "muon" else [])):
             # A step at 0.999 takes off less than half a unit in the last place of bf16: nothing.

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from phalanx.kernels.attention.documents import Documents
+from phalanx.kernels.attention.max_logit import MaxLogit, raise_
 
 BLOCK = 128
 """Rows and columns of a tile of FlexAttention's block mask."""
@@ -36,6 +37,7 @@ def attention(
     window: int = 0,
     sinks_H: torch.Tensor | None = None,
     documents: Documents | None = None,
+    top: MaxLogit | None = None,
     backend: str,
 ) -> torch.Tensor:
     """Causal attention with grouped queries, an optional sliding window and optional sinks.
@@ -49,6 +51,7 @@ def attention(
         sinks_H: a logit per head that joins the softmax denominator and has no value (GPT-OSS,
             arXiv 2508.10925; "softmax off by one" is the sink 0).
         documents: of the T = S tokens of one sequence; a query sees its own alone.
+        top: takes note of the largest logit of each head, before sinks.
         backend: `reference`, `sdpa`, `flex` or `fa4`.
 
     Returns:
@@ -73,6 +76,8 @@ def attention(
             )
     # A window that covers every key is no window: one mask fewer to build, compile or refuse.
     window = 0 if window >= keys else window
+    if top is not None:
+        raise_(top, q_BHSd, k_BGTd, scale=scale, window=window, documents=documents)
     return _BACKENDS[backend](q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H, documents)
 
 
