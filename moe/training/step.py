@@ -1,10 +1,10 @@
 """All of a training step on the device but the update: micro-batches in, a few totals out.
 
 The totals of all ranks are one small tensor, which the host reads once: loss, gradient norm, load
-of the experts, largest attention logits, overflow of their row budget, whether any rank was asked to stop. Nothing before
-that read waits for the device, so that a CUDA graph can replay it (`run.graph`), and nothing after
-it: the host reports a step and prepares the next while the device makes the update. A step that
-overflowed is computed again with more rows.
+of the experts, overflow of their row budget, largest attention logits, whether any rank was asked
+to stop. Nothing before that read waits for the device, so that a CUDA graph can replay it
+(`run.graph`), and nothing after it: the host reports a step and prepares the next while the device
+makes the update. A step that overflowed is computed again with more rows.
 """
 
 import math
