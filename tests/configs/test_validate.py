@@ -280,7 +280,7 @@ def _texts(value: object) -> object:
             "optim.momentum=0.99",
         ),
         ("optim=muon optim.ns_steps=0", 1, "must be at least 1", "optim.ns_steps=5"),
-        ("optim.qk_clip=-1", 1, "must be at least 0", "optim.qk_clip=0.0"),
+        ("optim.qk_clip=-1", 1, "must be at least 0", "optim.qk_clip=0"),
         ("optim.qk_clip=inf", 1, "must be finite", "optim.qk_clip=0.0"),
         ("optim.max_logit_every=-1", 1, "must be at least 0", "optim.max_logit_every=0"),
         (
