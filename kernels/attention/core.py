@@ -76,9 +76,12 @@ def attention(
             )
     # A window that covers every key is no window: one mask fewer to build, compile or refuse.
     window = 0 if window >= keys else window
+    given = q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H, documents
+    if backend == "fa4":  # the one whose forward pass tells which rows need no second look
+        return _fa4(*given, top)
     if top is not None:
         raise_(top, q_BHSd, k_BGTd, scale=scale, window=window, documents=documents)
-    return _BACKENDS[backend](q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H, documents)
+    return _BACKENDS[backend](*given)
 
 
 def visible_ST(
@@ -291,12 +294,16 @@ def _fa4(
     window: int,
     sinks_H: torch.Tensor | None,
     documents: Documents | None,
+    top: MaxLogit | None,
 ) -> torch.Tensor:
     from phalanx.kernels.attention import fa4
 
     q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
-    o_SBHv = fa4.attention(q, k, v, sinks_H, scale=scale, window=window, documents=documents)
+    o_SBHv = fa4.attention(
+        q, k, v, sinks_H, scale=scale, window=window, documents=documents, top=top
+    )
     return o_SBHv.permute(1, 2, 0, 3)
 
 
+_BACKENDS: dict[str, Callable[..., torch.Tensor]]
 _BACKENDS = {"reference": _reference, "sdpa": _sdpa, "flex": _flex, "fa4": _fa4}

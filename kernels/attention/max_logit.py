@@ -8,8 +8,9 @@ blocks of queries. Sinks are no logits of queries and keys and do not count.
 Products of bf16 are exact in fp32, their sums are fp32: the result is that of one order of summing
 d products, within d * 2**-24 * sum |q_i k_i| of the exact one, and the same in every run.
 
-A logarithm of the softmax denominator is no less than any logit of its row. Where attention gives
-it, rows whose denominator is below what the head has reached are not computed.
+The logarithm of a softmax denominator is no less than any logit of its row. Where attention gives
+it (fa4), blocks of rows that are below what the head has reached are left out: all but a few once
+logits stand out, none while attention is flat and the denominator counts keys.
 
 Legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
 d channels. Query i is at position T - S + i.

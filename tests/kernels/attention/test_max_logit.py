@@ -1,6 +1,7 @@
 """The largest logit of each head: torch and the interpreted kernel against every logit in fp64."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,3 +142,30 @@ def interpreted() -> None:
 def test_kernel_interpreted() -> None:
     pytest.importorskip("triton")
     interpret(__name__)
+
+
+@pytest.mark.parametrize("what", ["Moonlight", "GPT-OSS, with denominators", "documents"])
+def test_machine_code(what: str, tmp_path: Path) -> None:
+    """Compiled for sm_90: products by tensor cores, nothing spilled, one maximum an element."""
+    pytest.importorskip("triton")
+    pytest.importorskip("cutlass")
+    from phalanx.kernels.attention import max_logit_triton
+    from tests.kernels.triton_code import launched
+
+    S, H, G, d = {"Moonlight": (8192, 16, 16, 192)}.get(what, (4096, 64, 8, 64))
+    q, k = (torch.empty(S, 2, n, d, dtype=torch.bfloat16, device="meta") for n in (H, G))
+    due = torch.empty((), dtype=torch.int32, device="meta")
+    most, lse = torch.empty(H, device="meta"), torch.empty(2, H, S, device="meta")
+    first = torch.empty(S, dtype=torch.int64, device="meta")
+    heads = [x.permute(1, 2, 0, 3) for x in (q, k)]
+    rest = (first if what == "documents" else None, lse if "GPT" in what else None, 0.1, 0)
+    code = launched(
+        max_logit_triton,
+        "attention_max_logit",
+        lambda: max_logit_triton.launch(most, due, *heads, *rest),
+        tmp_path,
+    )
+    assert code.stack == 0
+    loops, per_tile = 3, 128 * 128 // code.threads
+    assert code.count("HGMMA") == loops * d // 16
+    assert loops * per_tile <= code.count("FMNMX") <= (loops + 1.5) * per_tile
