@@ -1,10 +1,11 @@
 """The largest attention logit of each head on an NVIDIA GPU, in Triton; see
 `kernels.attention.max_logit`.
 
-A program has a block of queries of one head and passes over the keys that they see. The running
-maximum stays a tile of registers, element by element, and is reduced once at the end: between two
-products there is one instruction an element. Masks are made in tiles at the edges alone. Programs
-of a head meet in an atomic maximum, whose result does not depend on their order.
+A program has a block of queries of one head and passes over the keys that they see. Between two
+products it has one instruction an element, the maximum; masks are made in tiles at the edges alone.
+Registers and shared memory are those of two programs on an SM, so that the products of one hide
+what the other does. Programs of a head meet in an atomic maximum, whose result does not depend on
+their order.
 
 Legend: B batch, H query heads, G key-value heads, S queries, T keys, d channels.
 """
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 128
+_ROWS = 128
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def tiles(  # type: ignore[no-untyped-def]
         if MASKED:
             seen = (j[None, :] >= first[:, None]) & (j[None, :] <= position[:, None])
             logits = tl.where(seen, logits, float("-inf"))
-        most = tl.maximum(most, logits)
+        most = tl.maximum(most, tl.max(logits, 1))
     return most
 
 
@@ -127,7 +128,7 @@ def attention_max_logit(  # type: ignore[no-untyped-def]
         end = T - S + end_row
         part = tl.maximum((T - S + top_row + 1) // COLUMNS * COLUMNS, begin)
         whole = tl.minimum((most_first + COLUMNS - 1) // COLUMNS * COLUMNS, part)
-        most = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
+        most = tl.full([ROWS], float("-inf"), tl.float32)
         most = tiles(
             most, queries, rest, keys, k_t, begin, whole, T, first, position, D,
             True, WIDE, REST, COLUMNS, EXACT,
@@ -140,7 +141,7 @@ def attention_max_logit(  # type: ignore[no-untyped-def]
             most, queries, rest, keys, k_t, part, end, T, first, position, D,
             True, WIDE, REST, COLUMNS, EXACT,
         )  # fmt: skip
-        tl.atomic_max(most_H + h, tl.max(tl.max(most, 1), 0) * scale)
+        tl.atomic_max(most_H + h, tl.max(most, 0) * scale)
 
 
 def launch(
@@ -158,7 +159,7 @@ def launch(
     # 192 channels are 128 and 64: as one power of two a quarter of the products would be of zeros.
     wide = max(16, 1 << (d.bit_length() - 1))
     rest = max(16, triton.next_power_of_2(d - wide)) if d > wide else 0
-    attention_max_logit[(triton.cdiv(S, _BLOCK), B * H)](
+    attention_max_logit[(triton.cdiv(S, _ROWS), B * H)](
         most_H,
         due,
         q_BHSd,
@@ -172,9 +173,9 @@ def launch(
         D=d,
         WIDE=wide,
         REST=rest,
-        ROWS=_BLOCK,
-        COLUMNS=_BLOCK,
+        ROWS=_ROWS,
+        COLUMNS=128 if d <= 128 else 64,
         EXACT="ieee",
         num_warps=8,
-        num_stages=3 if d <= 192 else 2,
+        num_stages=3 if d <= 64 else 2,
     )

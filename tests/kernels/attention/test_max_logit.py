@@ -146,7 +146,7 @@ def test_kernel_interpreted() -> None:
 
 @pytest.mark.parametrize("what", ["Moonlight", "GPT-OSS, with denominators", "documents"])
 def test_machine_code(what: str, tmp_path: Path) -> None:
-    """Compiled for sm_90: products by tensor cores, nothing spilled, one maximum an element."""
+    """Compiled for sm_90: by tensor cores, nothing spilled, one maximum an element."""
     pytest.importorskip("triton")
     pytest.importorskip("cutlass")
     from phalanx.kernels.attention import max_logit_triton
@@ -165,7 +165,8 @@ def test_machine_code(what: str, tmp_path: Path) -> None:
         lambda: max_logit_triton.launch(most, due, *heads, *rest),
         tmp_path,
     )
-    assert code.stack == 0
-    loops, per_tile = 3, 128 * 128 // code.threads
+    assert code.stack == 0 and code.registers <= 128 and code.threads == 256  # two on an SM
+    loops, columns = 3, 64 if d == 192 else 128
+    each = loops * 128 * columns // code.threads
     assert code.count("HGMMA") == loops * d // 16
-    assert loops * per_tile <= code.count("FMNMX") <= (loops + 1.5) * per_tile
+    assert 0.9 * each <= code.count("FMNMX") <= 1.5 * each

@@ -115,15 +115,36 @@ def test_a_graph_is_replayed_with_other_inputs_and_when_it_is_not_due() -> None:
     assert (top.most_H == float("-inf")).all()
 
 
-def test_it_takes_less_than_the_forward_pass() -> None:
-    """Of flash-attn-4, which has the same products and those with values."""
+@pytest.mark.parametrize(
+    ("model", "case", "v"),
+    [
+        ("Moonlight", (2, 16, 16, 8192, 8192, 192, 0), 128),
+        ("Qwen3", (2, 32, 4, 8192, 8192, 128, 0), 128),
+        ("GPT-OSS, window", (2, 64, 8, 8192, 8192, 64, 128), 64),
+    ],
+)
+def test_it_takes_less_than_the_forward_pass(model: str, case: Any, v: int) -> None:
+    """Of flash-attn-4, which has the same products and those with values; and where logits stand
+    out, less than where they do not."""
     pytest.importorskip("flash_attn.cute")
-    q, k = drawn((2, 16, 16, 8192, 8192, 128, 0))
-    top = fresh(16)
-    ours = _milliseconds(lambda: raise_(top, q, k, scale=0.1))
-    whole = _milliseconds(lambda: attention(q, k, k, scale=0.1, backend="fa4"))
-    print(f"largest logits {ours:.3f} ms, forward pass {whole:.3f} ms")
-    assert ours < whole
+    q, k = drawn(case)
+    top, how = fresh(case[1]), dict(scale=case[5] ** -0.5, window=case[6])
+    whole = _milliseconds(lambda: attention(q, k, k[..., :v], **how, backend="fa4"))
+    taken = []
+    for factor in (1.0, 30.0):
+        queries = factor * q
+
+        def both(queries: Tensor = queries) -> None:
+            top.most_H.fill_(float("-inf"))  # as in the first micro-batch of a step
+            attention(queries, k, k[..., :v], **how, top=top, backend="fa4")
+
+        taken.append(_milliseconds(both) - whole)
+    top.due.zero_()
+    taken.append(_milliseconds(lambda: raise_(top, q, k, **how)))
+    flat, peaked, off = taken
+    print(f"{model}: forward {whole:.3f} ms, logits {flat:.3f}, large {peaked:.3f}, off {off:.3f}")
+    assert max(off, peaked, flat) < whole
+    assert case[6] or off < peaked < flat
 
 
 def _milliseconds(call: Any) -> float:
