@@ -54,7 +54,7 @@ class Totals(NamedTuple):
     load: torch.Tensor
     """Of the routers since the last reset, for `balance.Collector.read`; without gradients none."""
     max_logits: torch.Tensor
-    """Largest attention logit of each layer, fp64, on the host; none unless they were measured."""
+    """Largest attention logit of each layer, fp64, on the host; -inf unless they were due."""
 
 
 class Step:
@@ -115,11 +115,9 @@ class Step:
             peak, loss, ranks, mtp_loss, stopping, squares = read[: 1 + _SUMS].tolist()
             if not budget.exceeded(peak):
                 losses, norm = (loss / ranks, mtp_loss / ranks), math.sqrt(squares)
-                rest, logits = read[1 + _SUMS :], read[:0]
-                if tops is not None and not forward_only:
-                    rest, logits = rest[: -tops.layers], rest[-tops.layers :]
-                late_R, load = rest[:world], rest[world:]
-                logits = logits if measure_logits else read[:0]
+                layers = tops.layers if tops is not None and not forward_only else 0
+                rest = read[1 + _SUMS :]
+                late_R, load, logits = rest.split([world, len(rest) - world - layers, layers])
                 return Totals(*losses, norm, stopping > 0, tuple(reruns), late_R, load, logits)
             reruns.append(Rerun(budget.grow(), budget.capacity_factor))
             self.drop_graph()

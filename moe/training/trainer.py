@@ -117,7 +117,7 @@ class Trainer:
         them were skipped."""
         self._logits_every = logit_interval(cfg.optim)
         self._max_logits: list[torch.Tensor] = []
-        """Of the same steps, by layer; of those without a measurement empty."""
+        """By layer, of those of the same steps that measured it."""
         cuda = runtime.device.type == "cuda"
         self._async_save = {"auto": cuda, "on": True, "off": False}[cfg.run.async_save]
         self.checkpoints = Checkpointer(
@@ -254,7 +254,7 @@ class Trainer:
             self.metrics.event(f"skipped: {fault}")
         else:
             self._routed = load
-            self._max_logits.append(logits)
+            self._max_logits += [logits] if due else []
         self._doing("update")
         with record_function("optimizer"):
             engine.step(norm) if fault is None else engine.skip()
@@ -344,7 +344,7 @@ class Trainer:
 
     def _take_max_logits(self) -> dict[str, Any]:
         """Of the same steps: the largest attention logit of all, and by layer; {} if none was."""
-        measured, self._max_logits = [x for x in self._max_logits if len(x)], []
+        measured, self._max_logits = self._max_logits, []
         if not measured:
             return {}
         by_layer = torch.stack(measured).amax(0).tolist()
