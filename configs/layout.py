@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from phalanx.configs.formats import layout_fp8_problems
 from phalanx.configs.knobs import repair
-from phalanx.configs.schema import Config, DataConfig
+from phalanx.configs.schema import Config, DataConfig, OptimConfig
 from phalanx.configs.transports import TRANSPORTS
 
 
@@ -40,6 +40,11 @@ def micro_batches(cfg: Config, world: int) -> int:
 def document_places(data: DataConfig) -> int:
     """`data.max_documents`; 0 is a 32nd of the tokens of a sequence, at least 16."""
     return data.max_documents or max(16, data.sequence_length // 32)
+
+
+def logit_interval(optim: OptimConfig) -> int:
+    """Steps from one measurement of the largest attention logits to the next; 0 is never."""
+    return optim.max_logit_every or int(optim.qk_clip > 0)
 
 
 def largest_divisor(n: int, at_most: int) -> int:

@@ -440,6 +440,17 @@ class OptimConfig:
     """
     clip_grad: float = 1.0
     """Limit of the global gradient norm; 0 turns clipping off."""
+    qk_clip: float = 0.0
+    """Largest attention logit of a head (QK-clip, arXiv 2507.20534, which has 100); 0 has no limit.
+
+    A head that exceeds it has its query and key weights rescaled after the update. With any
+    optimizer; not with `model.attention.qk_norm`, which bounds the logits itself.
+    """
+    max_logit_every: int = 0
+    """Number of steps between measurements of the largest attention logits, which are logged.
+
+    0 measures none, and with `qk_clip` those of every step. QK-clip clips in measured steps alone.
+    """
 
 
 @dataclass

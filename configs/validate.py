@@ -19,6 +19,7 @@ from phalanx.configs.layout import (
     expert_parallel_size,
     largest_divisor,
     layout_problems,
+    logit_interval,
     micro_batches,
 )
 from phalanx.configs.schema import Config
@@ -226,6 +227,15 @@ def _optim(cfg: Config) -> Iterator[str]:
     if 0 < o.decay_steps <= o.warmup_steps:
         reason = f"ends within the warm-up of {o.warmup_steps} steps"
         yield repair(cfg, "optim.decay_steps", reason, o.warmup_steps + 1)
+    if o.qk_clip and cfg.model.attention.qk_norm:
+        reason = "rescales weights in front of a norm that undoes it (model.attention.qk_norm=true)"
+        yield repair(cfg, "optim.qk_clip", reason, 0)
+    if logit_interval(o) and cfg.kernels.attention == "te" and cfg.parallel.context > 1:
+        reason = (
+            "leaves out the largest logits (optim.qk_clip, optim.max_logit_every) of sequences "
+            f"split by parallel.context={cfg.parallel.context}"
+        )
+        yield repair(cfg, "kernels.attention", reason, "auto")
     if o.moments == "bf16":
         for knob in ("beta1", "beta2", *(["momentum"] if o.kind == "muon" else [])):
             # A step at 0.999 takes off less than half a unit in the last place of bf16: nothing.

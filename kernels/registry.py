@@ -75,6 +75,8 @@ class Facts:
     """Attention stops at the ends of documents inside a sequence (`data.document_mask`)."""
     context: int = 1
     """Context parallel size: above 1, attention sees fewer queries than keys."""
+    max_logits: bool = False
+    """The largest attention logits are measured (`optim.qk_clip`, `optim.max_logit_every`)."""
     packages: frozenset[str] = field(default_factory=_installed)
     """Optional packages that are installed here."""
     compiles: bool = field(default_factory=_compiles)
@@ -211,6 +213,8 @@ def _te_attention(facts: Facts) -> Refusal:
         return reason
     if facts.documents:
         return "has no documents that end inside a sequence here (data.document_mask)"
+    if facts.max_logits and facts.context > 1:
+        return "splits sequences where largest logits are not measured (optim.max_logit_every)"
     return None if facts.dtype == torch.bfloat16 else f"needs bf16, not {_short(facts.dtype)}"
 
 

@@ -32,7 +32,7 @@ from phalanx.configs.schema import OptimConfig, ParallelConfig
 from phalanx.kernels.elementwise.square_sum import square_sum
 from phalanx.kernels.quantize import kept
 from phalanx.parallel.learning_rate import Curve
-from phalanx.parallel.megatron import adam, matrices, muon, patches
+from phalanx.parallel.megatron import adam, matrices, muon, patches, rescale
 from phalanx.parallel.megatron.updated import parts, updated
 
 
@@ -147,6 +147,12 @@ class Engine:
         """Learning rate of the last step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def rescale_after_updates(
+        self, parameters: Sequence[torch.Tensor], factors: rescale.Factors
+    ) -> None:
+        """Have every update followed by one of `parameters`: see `parallel.megatron.rescale`."""
+        rescale.after_updates(self.optimizer, parameters, factors)
+
     def zero_grad(self) -> None:
         """Clear gradients before a step, or before the rerun of one."""
         for chunk in self.chunks:
@@ -257,6 +263,12 @@ class Engine:
         """(parameters of this rank, bytes of them)."""
         count = [(p.numel(), p.element_size()) for c in self.modules for p in c.parameters()]
         return sum(n for n, _ in count), sum(n * b for n, b in count)
+
+
+def max_over_world(values: torch.Tensor) -> torch.Tensor:
+    """As `sum_over_world`, the largest value of any rank."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values
 
 
 def sum_over_world(values: torch.Tensor) -> torch.Tensor:

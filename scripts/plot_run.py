@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""One picture of a run: loss, gradient norm, learning rate, tokens/s, load and death of experts.
+"""One picture of a run: loss, gradient norm, learning rate, tokens/s, load and death of experts,
+and the largest attention logits, where they were measured.
 
     python scripts/plot_run.py runs/NAME [--plot PNG] [--title TEXT] [--steps FROM TO]
 
@@ -137,13 +138,15 @@ def series(records: list[Record], key: str) -> dict[int, float]:
 
 
 def plot(records: list[Record], path: Path, heading: str) -> None:
-    """Six panels over the same steps.
+    """Six panels over the same steps, eight with attention logits.
 
     Raises:
         ValueError: there is no matplotlib.
     """
     pictures = pyplot()
-    figure, axes = pictures.subplots(3, 2, figsize=(13, 10), layout="constrained", sharex=True)
+    measured = [r for r in records if r.get("max_logits")]
+    size = dict(figsize=(13, 13 if measured else 10), layout="constrained", sharex=True)
+    figure, axes = pictures.subplots(4 if measured else 3, 2, **size)
     _curve(axes[0, 0], records, "loss", "loss (nats a token)")
     valid = series(records, "valid_loss")
     if valid:
@@ -155,11 +158,17 @@ def plot(records: list[Record], path: Path, heading: str) -> None:
     axes[1, 1].set_ylim(bottom=0)
     layers = [r for r in records if r.get("layers")]
     if layers:
-        _image(figure, axes[2, 0], layers, 0, "load of the busiest expert")
-        _image(figure, axes[2, 1], layers, 1, "dead experts")
+        load = [(r["step"], {n: of[0] for n, of in r["layers"].items()}) for r in layers]
+        dead = [(r["step"], {n: of[1] for n, of in r["layers"].items()}) for r in layers]
+        _image(figure, axes[2, 0], load, "load of the busiest expert", low=1.0)
+        _image(figure, axes[2, 1], dead, "dead experts", colours="magma")
     else:  # a run from before there were numbers of layers
         _curve(axes[2, 0], records, "load_max", "load of the busiest expert", smooth=False)
         _curve(axes[2, 1], records, "dead_experts", "dead experts", smooth=False)
+    if measured:
+        _curve(axes[3, 0], records, "max_logit", "largest attention logit", smooth=False)
+        logits = [(r["step"], r["max_logits"]) for r in measured]
+        _image(figure, axes[3, 1], logits, "largest attention logit of a layer")
     for panel in axes.flat:
         panel.xaxis.get_major_locator().set_params(integer=True)
     for panel in axes[-1]:
@@ -189,36 +198,30 @@ def _curve(axes: Any, records: list[Record], key: str, name: str, smooth: bool =
 def _image(
     figure: Any,
     axes: Any,
-    records: list[Record],
-    part: int,
+    steps: list[tuple[int, dict[str, float]]],
     name: str,
+    *,
+    low: float = 0.0,
+    colours: str = "viridis",
 ) -> None:
-    """Layers over steps in colour; `part` of what a record has of each layer.
+    """Layers over steps in colour: of each record its step, and a number of each layer.
 
-    Of several records in a column the largest counts.
+    Of several records in a column the largest counts. Colours begin at `low`, or below it.
     """
-    names = sorted({int(layer) for r in records for layer in r["layers"]})
-    size = -(-len(records) // _COLUMNS)
-    groups = [records[i : i + size] for i in range(0, len(records), size)]
+    names = sorted({int(layer) for _, values in steps for layer in values})
+    size = -(-len(steps) // _COLUMNS)
+    groups = [steps[i : i + size] for i in range(0, len(steps), size)]
     cells = [
-        [max([r["layers"].get(str(layer), (math.nan, math.nan))[part] for r in group])
-         for group in groups]
+        [max(values.get(str(layer), math.nan) for _, values in group) for group in groups]
         for layer in names
-    ]  # fmt: skip
-    starts = [group[0]["step"] for group in groups]
+    ]
+    starts = [group[0][0] for group in groups]
     # A cell reaches from the record before its first one to its last.
-    edges = [starts[0] - 1, *(group[-1]["step"] for group in groups)]
+    edges = [starts[0] - 1, *(group[-1][0] for group in groups)]
     rows = [*(n - 0.5 for n in range(1, len(names) + 1)), len(names) + 0.5]
-    low = 1.0 if part == 0 else 0.0
-    most = max(max(value for value in row if value == value) for row in cells)
-    image = axes.pcolormesh(
-        edges,
-        rows,
-        cells,
-        vmin=low,
-        vmax=max(most, low + 1),
-        cmap="viridis" if part == 0 else "magma",
-    )
+    found = [value for row in cells for value in row if value == value]
+    most, low = max(found), min([low, *found])
+    image = axes.pcolormesh(edges, rows, cells, vmin=low, vmax=max(most, low + 1), cmap=colours)
     shown = range(0, len(names), -(-len(names) // 16))
     axes.set_yticks([i + 1 for i in shown], [str(names[i]) for i in shown])
     axes.set_ylabel("layer")

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from phalanx.kernels.attention.documents import Documents
+from phalanx.kernels.attention.max_logit import MaxLogit, raise_
 
 BLOCK = 128
 """Rows and columns of a tile of FlexAttention's block mask."""
@@ -36,6 +37,7 @@ def attention(
     window: int = 0,
     sinks_H: torch.Tensor | None = None,
     documents: Documents | None = None,
+    top: MaxLogit | None = None,
     backend: str,
 ) -> torch.Tensor:
     """Causal attention with grouped queries, an optional sliding window and optional sinks.
@@ -49,6 +51,7 @@ def attention(
         sinks_H: a logit per head that joins the softmax denominator and has no value (GPT-OSS,
             arXiv 2508.10925; "softmax off by one" is the sink 0).
         documents: of the T = S tokens of one sequence; a query sees its own alone.
+        top: takes note of the largest logit of each head, before sinks.
         backend: `reference`, `sdpa`, `flex` or `fa4`.
 
     Returns:
@@ -73,7 +76,12 @@ def attention(
             )
     # A window that covers every key is no window: one mask fewer to build, compile or refuse.
     window = 0 if window >= keys else window
-    return _BACKENDS[backend](q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H, documents)
+    given = q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H, documents
+    if backend == "fa4":  # the one whose forward pass tells which rows need no second look
+        return _fa4(*given, top)
+    if top is not None:
+        raise_(top, q_BHSd, k_BGTd, scale=scale, window=window, documents=documents)
+    return _BACKENDS[backend](*given)
 
 
 def visible_ST(
@@ -286,12 +294,16 @@ def _fa4(
     window: int,
     sinks_H: torch.Tensor | None,
     documents: Documents | None,
+    top: MaxLogit | None,
 ) -> torch.Tensor:
     from phalanx.kernels.attention import fa4
 
     q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
-    o_SBHv = fa4.attention(q, k, v, sinks_H, scale=scale, window=window, documents=documents)
+    o_SBHv = fa4.attention(
+        q, k, v, sinks_H, scale=scale, window=window, documents=documents, top=top
+    )
     return o_SBHv.permute(1, 2, 0, 3)
 
 
+_BACKENDS: dict[str, Callable[..., torch.Tensor]]
 _BACKENDS = {"reference": _reference, "sdpa": _sdpa, "flex": _flex, "fa4": _fa4}

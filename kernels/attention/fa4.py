@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from phalanx.kernels.attention.documents import Documents
 from phalanx.kernels.attention.fa4_library import calling
 from phalanx.kernels.attention.limits import refuse_heads
+from phalanx.kernels.attention.max_logit import MaxLogit, raise_
 from phalanx.kernels.attention.rope import dense
 
 
@@ -41,6 +42,7 @@ def attention(
     scale: float,
     window: int = 0,
     documents: Documents | None = None,
+    top: MaxLogit | None = None,
 ) -> Tensor:
     """Causal attention; query i is at position T - S + i.
 
@@ -51,6 +53,7 @@ def attention(
         scale: factor on q @ k^T.
         window: keys that a query sees, itself included; 0 is no limit.
         documents: with bounds, of the S = T tokens of one sequence.
+        top: takes note of the largest logit of each head.
 
     Returns:
         o_SBHv, contiguous.
@@ -68,7 +71,7 @@ def attention(
         raise ValueError(f"kernels.attention=fa4 {why}")
     if documents is not None and documents.bounds_N1 is None:
         raise ValueError("kernels.attention=fa4 needs places for the bounds of documents")
-    return _Attention.apply(q_SBHd, k_TBGd, v_TBGv, sinks_H, scale, window, documents)
+    return _Attention.apply(q_SBHd, k_TBGd, v_TBGv, sinks_H, scale, window, documents, top)
 
 
 def run_forward(
@@ -144,8 +147,13 @@ class _Attention(torch.autograd.Function):
         scale: float,
         window: int,
         documents: Documents | None,
+        top: MaxLogit | None,
     ) -> Tensor:
         out, lse = run_forward(q, k, v, sinks, scale, window, documents)
+        if top is not None:
+            heads = (x.permute(1, 2, 0, 3) for x in (q, k))
+            how = dict(scale=scale, window=window, documents=documents)
+            raise_(top, *heads, **how, lse_BHS=lse.view(out.size(1), out.size(2), out.size(0)))
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.scale, ctx.window, ctx.documents = scale, window, documents
         return out
@@ -158,7 +166,7 @@ class _Attention(torch.autograd.Function):
         how = ctx.scale, ctx.window, deterministic, ctx.documents
         gradients = run_backward(dout, saved, sinks, *how)
         dq, dk, dv, *rest = gradients
-        return dq, dk, dv, rest[0] if rest else None, None, None, None
+        return dq, dk, dv, rest[0] if rest else None, *(None,) * 4
 
 
 def _mask(window: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from phalanx.configs.formats import MULTIPLIES_FP8, in_bf16, width
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
+    logit_interval,
     micro_batches,
     pipeline_chunks,
     stage_ranks,
@@ -159,6 +160,7 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
     all_again = 4 / 3 if how == "full" else 1.0
     moe_again = 4 / 3 if how in ("moe", "full") else 1.0
     core_again = 4 / 3 if how in ("attention", "full") else 1.0
+    core_again += _measuring(cfg)
     kept, ends = _kept(cfg, world)
     rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
     stages = [_Work((0.0, 0.0, 0.0), 0.0, 0, tokens) for _ in range(cfg.parallel.pipeline)]
@@ -187,6 +189,17 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
             tokens,
         )
     return stages
+
+
+def _measuring(cfg: Config) -> float:
+    """Part of core attention, forward and backward, that the largest logits take: products of
+    queries and keys once more, in the steps that measure them."""
+    a, every = cfg.model.attention, logit_interval(cfg.optim)
+    if not every:
+        return 0.0
+    key = a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim
+    value = a.head_dim if a.kind == "gqa" else a.v_dim
+    return key / (key + value) / 3 / every
 
 
 _PASSES = 6.0

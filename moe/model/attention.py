@@ -39,7 +39,9 @@ from phalanx.kernels.attention import sinks
 from phalanx.kernels.attention.core import attention
 from phalanx.kernels.attention.documents import Documents
 from phalanx.kernels.attention.latent import keys_values
+from phalanx.kernels.attention.max_logit import MaxLogit, raise_
 from phalanx.kernels.attention.rope import rope_
+from phalanx.moe.model.max_logits import noting
 
 
 class CoreAttention(MegatronModule):
@@ -82,11 +84,9 @@ class CoreAttention(MegatronModule):
         self.tp_group, self.cp_group = groups.tp, groups.cp
         self.backend = backend
         self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
-        windowed = is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        )
-        # Megatron-Core counts the keys before the query, (127, 0) for a window of 128.
-        self.window = config.window_size[0] + 1 if windowed else 0
+        self.window = _window(config, layer_number)
+        self.top: MaxLogit | None = None
+        """Where the largest logits are noted, if they are (`moe.model.max_logits`)."""
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // self.tp_group.size()
@@ -143,6 +143,7 @@ class CoreAttention(MegatronModule):
             window=self.window,
             sinks_H=self.softmax_offset,
             documents=documents,
+            top=noting(self),
             backend=self.backend,
         )
         return o_BHSv.permute(2, 0, 1, 3).flatten(2).contiguous()
@@ -187,6 +188,22 @@ class CoreAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+
+def _window(config: TransformerConfig, layer_number: int) -> int:
+    """Keys that a query of the layer sees, itself included; 0 is no limit."""
+    windowed = is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    )
+    # Megatron-Core counts the keys before the query, (127, 0) for a window of 128.
+    return config.window_size[0] + 1 if windowed and config.window_size else 0
+
+
+def _note(core: Any, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor) -> None:
+    """The largest logits of whole sequences, for a core attention by another library."""
+    if (top := noting(core)) is not None:
+        q, k = (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_SBGd))
+        raise_(top, q, k, scale=core.scale, window=core.window)
 
 
 def _slot(chunk: int, ranks: int) -> int:
@@ -287,6 +304,7 @@ class SinkAttention(CoreAttention):
         self, q_SBHd: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any = None
     ) -> torch.Tensor:
         assert self.softmax_offset is not None and documents is None
+        _note(self, q_SBHd, k)
         q, k, v = (x.contiguous() for x in (q_SBHd, k, v))
         window = self.window if self.window < q.size(0) else 0
         return sinks.attention(
@@ -304,7 +322,24 @@ def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
     if backend == "te" and whole_with_sinks:
         return ModuleSpec(module=SinkAttention, params={"backend": "te"})
     if backend == "te":
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-        return TEDotProductAttention
+        return _library_attention()
     return ModuleSpec(module=CoreAttention, params={"backend": backend})
+
+
+def _library_attention() -> Any:
+    """Transformer Engine's, which takes note of the largest logits by our kernel; that is for
+    sequences that are not split over ranks (kernels.registry)."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class NotingAttention(TEDotProductAttention):  # type: ignore[misc]
+        def __init__(self, config: TransformerConfig, layer_number: int, **given: Any) -> None:
+            super().__init__(config=config, layer_number=layer_number, **given)
+            channels = given.get("k_channels") or config.kv_channels
+            self.scale = given.get("softmax_scale") or 1 / math.sqrt(channels)
+            self.window, self.top = _window(config, layer_number), None
+
+        def forward(self, query: Any, key: Any, *given: Any, **named: Any) -> Any:
+            _note(self, query, key)
+            return super().forward(query, key, *given, **named)
+
+    return NotingAttention

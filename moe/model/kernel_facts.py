@@ -3,7 +3,7 @@
 from typing import Any
 
 from phalanx.configs.formats import is_fp8
-from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.layout import expert_parallel_size, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.kernels.registry import Facts
 from phalanx.moe.estimate.accounting import qk_norms
@@ -33,6 +33,7 @@ def facts(
         norms=_norms(cfg),
         documents=cfg.data.document_mask,
         context=cfg.parallel.context,
+        max_logits=logit_interval(cfg.optim) > 0,
         **machine,
     )
 

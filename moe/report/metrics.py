@@ -107,9 +107,11 @@ class Metrics:
             self._row(record)
 
     def _row(self, record: dict[str, Any]) -> None:
-        if self._rows % _PAGE == 0:
-            self.text(heading(record, self._steps))
-            self._shown = record.keys()
+        # Some numbers are not of every record: their column stays once there was one.
+        appeared = any(c.key not in self._shown for c in _columns(record))
+        if self._rows % _PAGE == 0 or appeared:
+            self._shown = {*self._shown, *record}
+            self.text(heading(record, self._steps, self._shown))
         self._rows += 1
         row = line(record, self._steps, eta=self._remaining(record), shown=self._shown)
         for count in _COUNTS:
@@ -193,15 +195,16 @@ _COLUMNS = (
     _Column("load_max", "lb max", 6, ".2f"),
     _Column("load_p95", "p95", 4, ".2f"),
     _Column("dead_experts", "dead", 4, "d"),
+    _Column("max_logit", "logit", 6, ".1f"),
 )
 
 
-def heading(record: dict[str, Any], steps: int) -> str:
+def heading(record: dict[str, Any], steps: int, shown: Collection[str] = ()) -> str:
     """Names over the columns of `line`."""
     rank = not _on_gpu(record)
     names = [
         (c.name.replace("gpu", "rank") if rank else c.name).rjust(_width(c, rank))
-        for c in _columns(record)
+        for c in _columns(record, shown)
     ]
     return "  ".join([_step("step", steps), *names, "eta".rjust(6)])
 
@@ -214,7 +217,7 @@ def line(
     Args:
         record: `step`, and any of loss, mtp_loss, grad_norm, lr, tokens_per_second_per_gpu,
             tflops_per_gpu, mfu and mfu_fp8 (of 1), step_time (s), memory and memory_total (GiB),
-            load_max with load_p95 and dead_experts.
+            load_max with load_p95 and dead_experts, max_logit.
         steps: of the run.
         eta: seconds to its end.
         shown: keys of the record under the heading; columns of only these are blank.

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs import capture
 from phalanx.configs.formats import quantizes_on_arrival
-from phalanx.configs.layout import document_places
+from phalanx.configs.layout import document_places, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import expert_parallel_size
 from phalanx.kernels.attention.documents import BOUNDED
@@ -22,6 +22,8 @@ from phalanx.moe.experts import activation_of
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.model.gpt import Backends, Layout, build, embedding_stages, transformer_config
 from phalanx.moe.model.init import initialize
+from phalanx.moe.model.max_logits import MaxLogits
+from phalanx.moe.model.qk_clip import QKClip
 from phalanx.moe.training.choices import (
     choose_fp8_weights,
     choose_graph,
@@ -55,6 +57,8 @@ class Job:
     engine: Engine
     places: int = 0
     """For documents of a sequence, where core attention takes their bounds; else 0."""
+    max_logits: MaxLogits | None = None
+    """Of attention, if the run measures them."""
 
     @property
     def data_parallel(self) -> int:
@@ -121,7 +125,18 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         graph=built.captured,
     )
     how = (built.choices, built.captured, built.budget)
-    return Job(cfg, runtime, groups, *how, engine, built.places)
+    tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
+    return Job(cfg, runtime, groups, *how, engine, built.places, tops)
+
+
+def _measure_logits(cfg: Config, built: Built, engine: Engine, runtime: Runtime) -> MaxLogits:
+    """Have attention note its largest logits, and with `optim.qk_clip` updates bounded by them."""
+    model = engine.modules, built.config, built.groups.pg
+    tops = MaxLogits(*model, runtime.device)
+    if cfg.optim.qk_clip:
+        clip = QKClip(*model, tops, cfg.optim.qk_clip)
+        engine.rescale_after_updates(clip.parameters, clip.factors)
+    return tops
 
 
 def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Built:

@@ -1,10 +1,10 @@
 """All of a training step on the device but the update: micro-batches in, a few totals out.
 
 The totals of all ranks are one small tensor, which the host reads once: loss, gradient norm, load
-of the experts, overflow of their row budget, whether any rank was asked to stop. Nothing before
-that read waits for the device, so that a CUDA graph can replay it (`run.graph`), and nothing after
-it: the host reports a step and prepares the next while the device makes the update. A step that
-overflowed is computed again with more rows.
+of the experts, overflow of their row budget, largest attention logits, whether any rank was asked
+to stop. Nothing before that read waits for the device, so that a CUDA graph can replay it
+(`run.graph`), and nothing after it: the host reports a step and prepares the next while the device
+makes the update. A step that overflowed is computed again with more rows.
 """
 
 import math
@@ -22,7 +22,7 @@ from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
 from phalanx.moe.training.setup import Job
 from phalanx.parallel.cuda_graph import Inputs, StepGraph
-from phalanx.parallel.engine import sum_over_world
+from phalanx.parallel.engine import max_over_world, sum_over_world
 from phalanx.parallel.fault.activity import moving
 
 Batch = dict[str, torch.Tensor]
@@ -53,6 +53,8 @@ class Totals(NamedTuple):
     """Seconds that each rank took until its device had the step: fp64 [ranks], on the host."""
     load: torch.Tensor
     """Of the routers since the last reset, for `balance.Collector.read`; without gradients none."""
+    max_logits: torch.Tensor
+    """Largest attention logit of each layer, fp64, on the host; -inf unless they were due."""
 
 
 class Step:
@@ -83,6 +85,7 @@ class Step:
         *,
         stop: bool = False,
         waited: float = 0.0,
+        measure_logits: bool = False,
         forward_only: bool = False,
     ) -> Totals:
         """Compute a step, again while experts need more rows than they have.
@@ -92,12 +95,15 @@ class Step:
             before: what `balance.snapshot` gave before the step.
             stop: this rank was asked to stop.
             waited: seconds for which this rank waited for its data.
+            measure_logits: this step's largest attention logits are due, of a run that has them.
             forward_only: losses alone, of a model in evaluation mode.
         """
         engine, budget, world = self.job.engine, self.job.budget, self.job.runtime.world
         inputs = [self.own_part(batch) for batch in batches]
         compute = self._forward if forward_only else self.graph or self.forward_backward
         self._stop.fill_(stop)
+        if (tops := self.job.max_logits) is not None:
+            tops.begin(measure_logits)
         self._late_R[self.job.runtime.rank] = waited + self._launched
         reruns: list[Rerun] = []
         while True:
@@ -109,8 +115,10 @@ class Step:
             peak, loss, ranks, mtp_loss, stopping, squares = read[: 1 + _SUMS].tolist()
             if not budget.exceeded(peak):
                 losses, norm = (loss / ranks, mtp_loss / ranks), math.sqrt(squares)
-                late_R, load = read[1 + _SUMS :].split([world, len(read) - 1 - _SUMS - world])
-                return Totals(*losses, norm, stopping > 0, tuple(reruns), late_R, load)
+                layers = tops.layers if tops is not None and not forward_only else 0
+                rest = read[1 + _SUMS :]
+                late_R, load, logits = rest.split([world, len(rest) - world - layers, layers])
+                return Totals(*losses, norm, stopping > 0, tuple(reruns), late_R, load, logits)
             reruns.append(Rerun(budget.grow(), budget.capacity_factor))
             self.drop_graph()
             balance.restore(engine.modules, before)
@@ -145,6 +153,8 @@ class Step:
         """All of a step on the device but the update; see `_totals`."""
         engine = self.job.engine
         engine.zero_grad()
+        if self.job.max_logits is not None:
+            self.job.max_logits.reset()
         return self._totals(self._microbatches(inputs), engine.grad_squares())
 
     def _microbatches(self, inputs: Inputs, forward_only: bool = False) -> list[Any]:
@@ -187,7 +197,8 @@ class Step:
 
         The largest share of the budget of expert rows; then sums: loss, ranks that have one, loss
         of multi-token prediction, ranks asked to stop, squared gradient norm; the time of each
-        rank; and after a backward pass the load of the experts.
+        rank; and after a backward pass the load of the experts, and the largest attention logit of
+        each layer, if the run has them.
         """
         totals = torch.zeros(_SUMS, dtype=torch.float64, device=self.job.runtime.device)
         if reports:  # last pipeline stage
@@ -198,12 +209,17 @@ class Step:
                 totals[2] = mtp.mean() / len(reports) * self.job.mtp_weight
                 MTPLossLoggingHelper.clean_metrics_in_tracker()
         totals[3] = self._stop
-        parts = [totals, self._late_R]
+        summed, largest, logits = [totals, self._late_R], [self.job.budget.record()[None]], []
+        tops = None if grad_squares is None else self.job.max_logits
         if grad_squares is not None:
             totals[4] = grad_squares
-            parts.append(self.collector.table().flatten())
-        peak = self.job.budget.record(torch.distributed.group.WORLD)
-        return torch.cat((peak[None], sum_over_world(torch.cat(parts))))
+            summed.append(self.collector.table().flatten())
+        if tops is not None:
+            largest.append(tops.flat())
+        most = max_over_world(torch.cat(largest))
+        if tops is not None:
+            logits = [tops.put(most[1:])]
+        return torch.cat((most[:1], sum_over_world(torch.cat(summed)), *logits))
 
 
 def _read(totals: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch.profiler import record_function
 
 from phalanx.configs.capture import CAPTURED
+from phalanx.configs.layout import logit_interval
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -114,6 +115,9 @@ class Trainer:
         self._routed: torch.Tensor | None = None
         """Load of the experts in the steps since the last record, all ranks' table; None if all of
         them were skipped."""
+        self._logits_every = logit_interval(cfg.optim)
+        self._max_logits: list[torch.Tensor] = []
+        """By layer, of those of the same steps that measured it."""
         cuda = runtime.device.type == "cuda"
         self._async_save = {"auto": cuda, "on": True, "off": False}[cfg.run.async_save]
         self.checkpoints = Checkpointer(
@@ -235,8 +239,9 @@ class Trainer:
         self._doing("forward and backward")
         before = balance.snapshot(engine.modules)
         asked = self.stop.received is not None
-        totals = self.compute(batches, before, stop=asked, waited=waited)
-        loss, mtp_loss, norm, stopping, reruns, late, load = totals
+        due = self._logits_every > 0 and number % self._logits_every == 0
+        totals = self.compute(batches, before, stop=asked, waited=waited, measure_logits=due)
+        loss, mtp_loss, norm, stopping, reruns, late, load, logits = totals
         self._tell(reruns, f"step {number}")
         if number > self._first:  # which compiles, and opens files
             self.slow.add(late)
@@ -249,6 +254,7 @@ class Trainer:
             self.metrics.event(f"skipped: {fault}")
         else:
             self._routed = load
+            self._max_logits += [logits] if due else []
         self._doing("update")
         with record_function("optimizer"):
             engine.step(norm) if fault is None else engine.skip()
@@ -325,6 +331,7 @@ class Trainer:
             record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
             record |= {"layers": load.by_layer}
         record |= {f"balance/{name}": value for name, value in load.losses.items() if value}
+        record |= self._take_max_logits()
         self.metrics.log(record)
         for warning in (*self.experts.look(load, self.step), *slow):
             self.metrics.event(warning)
@@ -334,6 +341,15 @@ class Trainer:
         table, self._routed = self._routed, None
         balance.reset(self.job.engine.modules)
         return balance.Balance() if table is None else self.compute.collector.read(table)
+
+    def _take_max_logits(self) -> dict[str, Any]:
+        """Of the same steps: the largest attention logit of all, and by layer; {} if none was."""
+        measured, self._max_logits = self._max_logits, []
+        if not measured:
+            return {}
+        by_layer = torch.stack(measured).amax(0).tolist()
+        numbered = {str(n): float(f"{x:.6g}") for n, x in enumerate(by_layer, 1)}
+        return {"max_logit": max(by_layer), "max_logits": numbered}
 
     def _tokens(self) -> int:
         """That the data cursor has passed."""
@@ -419,6 +435,7 @@ class Trainer:
         self.health.roll_back(self.step, fault)
         self._reach_the_end()
         self._take_load()
+        self._max_logits = []
         self.experts.rewind(self.step)
         self.slow.rewind(self.step)
         self.metrics.rewind(self.step)

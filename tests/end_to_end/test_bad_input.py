@@ -212,6 +212,12 @@ CASES = {
     "text for a number or auto": Case(
         "parallel.comm_sms=1.5", "expected an integer or auto", "as in parallel.comm_sms=auto"
     ),
+    "QK-clip of normalised heads": Case(
+        "optim.qk_clip=100 model.attention.qk_norm=true",
+        "optim.qk_clip=100.0 rescales weights in front of a norm",
+        "set optim.qk_clip=0",
+    ),
+    "logits, never": Case("optim.max_logit_every=-1", "must be at least 0", "set optim.max_logit"),
     "decay within warm-up": Case("optim.decay_steps=2", "ends within the warm-up", "decay_steps=3"),
     # combinations
     "batch": Case(

@@ -34,6 +34,14 @@ def _begin() -> None:
 
     interpreter._convert_float = _convert
     interpreter.InterpreterBuilder.create_maxnumf = _maxnum
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        """Scalars are arrays of one element, which numpy no longer takes for bounds of a loop."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
 
 
 def _maxnum(builder: Any, a: Any, b: Any) -> Any:

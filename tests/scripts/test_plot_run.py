@@ -64,6 +64,22 @@ def test_six_panels_show_the_numbers_of_the_run(
     assert [label.get_text() for label in labels] == ["2", "4"]
 
 
+def test_two_more_panels_where_logits_were_measured(tmp_path: Path, figures: list[Any]) -> None:
+    run = _run(tmp_path / "run", 6)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:-1]]
+    for record in lines[2::3]:
+        record |= {"max_logit": 10.0 * record["step"]}
+        record |= {"max_logits": {"1": -0.5, "2": 10.0 * record["step"]}}
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert plot_run.main([str(run)]) == 0
+    found = panels(figures[0])
+    assert found["largest attention logit"].lines[0].get_xydata().tolist() == [[3, 30], [6, 60]]
+    (image,) = found["largest attention logit of a layer"].collections
+    assert image.get_array().tolist() == [[-0.5, -0.5], [30, 60]]
+    assert image.get_clim() == (-0.5, 60)
+    assert "dead experts" in found
+
+
 def test_a_part_of_the_steps(tmp_path: Path, figures: list[Any]) -> None:
     run = _run(tmp_path / "run", 30)
     out = tmp_path / "part.png"

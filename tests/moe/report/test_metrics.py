@@ -105,6 +105,22 @@ def test_the_heading_returns_and_reruns_are_told_when_they_happen(tmp_path: Path
     assert lines[-1] == "-- validation loss 2.5000 after step 60"
 
 
+def test_a_column_that_appears_later_gets_its_heading(tmp_path: Path) -> None:
+    metrics, stream = make(tmp_path)
+    for step in range(1, 31):
+        metrics.log(record(step, **({"max_logit": 55.04} if step % 10 == 0 else {})))
+    lines = stream.getvalue().splitlines()
+    headings = [n for n, text in enumerate(lines) if text.endswith(" eta")]
+    assert headings == [0, 10, 27] and ["logit" in lines[n] for n in headings] == [
+        False,
+        True,
+        True,
+    ]
+    end = re.search("logit", lines[10]).end()
+    assert lines[11][:end].endswith("  55.0") and lines[-1][:end].endswith("  55.0")
+    assert len({len(lines[n].rstrip()) for n in (11, 12, 13)}) == 1
+
+
 def test_a_validation_is_a_line(tmp_path: Path) -> None:
     metrics, stream = make(tmp_path)
     wiki = Source("wiki", 0.75, 10, 100, 9, 6.0, 4.0)

@@ -1,0 +1,89 @@
+"""The largest attention logit of every head and layer in a step, over all micro-batches and ranks.
+
+Core attention takes note of it in the forward pass of steps for which that is due
+(`kernels.attention.max_logit`): in one table on the device, which is reduced with the totals that a
+step reduces anyway (moe.training.step). QK-clip (`moe.model.qk_clip`) reads the table there, and a
+record has the maximum of each layer. Validation does not count, and neither does a forward pass
+that is computed again for its gradients, which has been noted before.
+
+Shape legend: L layers of the whole model, prediction layers last; H its query heads.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from phalanx.kernels.attention.max_logit import MaxLogit
+from phalanx.moe.router.balance import layer_index
+
+
+class MaxLogits:
+    """The table of a model, the same shape on every rank.
+
+    Args:
+        chunks: model chunks of this rank, wrapped or not.
+        config: their TransformerConfig.
+        pg: the `tp` group splits heads.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        config: Any,
+        pg: ProcessGroupCollection,
+        device: torch.device,
+    ) -> None:
+        self.layers = config.num_layers + (config.mtp_num_layers or 0)
+        heads = config.num_attention_heads
+        self.most_LH = torch.full((self.layers, heads), float("-inf"), device=device)
+        """fp32; -inf where this rank has not been, until `put` of the reduced table."""
+        self.measured = False
+        """Whether the present step notes anything."""
+        self._due = torch.zeros((), dtype=torch.int32, device=device)
+        local = heads // pg.tp.size()
+        first = pg.tp.rank() * local
+        for layer in attention_layers(chunks):
+            most_H = self.most_LH[layer_index(layer, config), first : first + local]
+            layer.self_attention.core_attention.top = MaxLogit(most_H, self._due)
+
+    def begin(self, due: bool) -> None:
+        """A step is going to be computed, maybe as a replay, whose logits are due or not."""
+        self.measured = due
+        self._due.fill_(due)
+
+    def reset(self) -> None:
+        """Forget what was noted: the first of a step's work on the device."""
+        self.most_LH.fill_(float("-inf"))
+
+    def flat(self) -> Tensor:
+        """This rank's part, fp64 [L * H]; the maximum over all ranks is the table of the model."""
+        return self.most_LH.flatten().double()
+
+    def put(self, reduced: Tensor) -> Tensor:
+        """Keep the maximum over all ranks of `flat`; that of each layer, fp64 [L]."""
+        self.most_LH.copy_(reduced.view_as(self.most_LH))
+        return self.most_LH.amax(1).double()
+
+
+def attention_layers(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    """Transformer layers of this rank's model chunks, in order."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                yield module
+
+
+def noting(core: Any) -> MaxLogit | None:
+    """Where a core attention takes note of its forward pass, if it is to.
+
+    Args:
+        core: with `top`, which a `MaxLogits` has set, or None.
+    """
+    computed_again = torch._C._current_graph_task_id() != -1  # inside a backward pass
+    top: MaxLogit | None = core.top
+    return top if core.training and not computed_again else None
