@@ -4,6 +4,7 @@ transformers is imported inside functions: ranks import this module and must not
 """
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,26 @@ MODELS |= {
     ),
 }
 
+MODELS["qwen3_next"] = (
+    "Qwen3NextConfig",
+    dict(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=80,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_hidden_layers=4,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=8,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    ),
+)
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss without YaRN": (
@@ -247,6 +268,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
     ),
+    "qwen3_next with every second layer full, one key head, not normalised": (
+        "qwen3_next",
+        {
+            **{"layer_types": ["linear_attention", FULL] * 2, "linear_num_key_heads": 1},
+            **{"norm_topk_prob": False, "tie_word_embeddings": True},
+        },
+    ),
     "moonlight with tied embeddings": ("moonlight", {"tie_word_embeddings": True}),
 }
 """Name -> model and changes: what an architecture can have and the published models have not."""
@@ -258,7 +286,10 @@ def theirs(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any
 
     kind, fields = MODELS[name]
     config = getattr(transformers, kind)(**{**fields, **changes})
+    # A model's file takes flash-linear-attention where that is installed, which needs a GPU.
+    sys.modules["fla"] = None  # type: ignore[assignment]
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    del sys.modules["fla"]
     generator = torch.Generator().manual_seed(1)
     state = model.state_dict()
     for key, value in state.items():
