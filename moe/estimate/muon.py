@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.layout import data_parallel_size, expert_parallel_size, stage_ranks
+from phalanx.configs.linear_attention import HEAD_DIM
 from phalanx.configs.schema import Config
 from phalanx.moe.estimate.accounting import projections
 
@@ -49,9 +50,11 @@ class Share(NamedTuple):
     """Elements of the buffers of gradients and of parameters that belong to no parameter."""
 
 
-def stacks(cfg: Config, world: int, *, dense: int, sparse: int, mtp: int) -> list[Stack]:
-    """Of so many layers with and without experts, of which `mtp` are prediction layers; none for
-    an optimizer other than Muon."""
+def stacks(
+    cfg: Config, world: int, *, dense: int, sparse: int, mtp: int, linear: int = 0
+) -> list[Stack]:
+    """Of so many layers with and without experts, of which `mtp` are prediction layers and `linear`
+    have linear attention; none for an optimizer other than Muon."""
     if cfg.optim.kind != "muon":
         return []
     m, e, up = cfg.model, cfg.model.moe, ACTIVATIONS[cfg.model.moe.activation].halves
@@ -59,13 +62,19 @@ def stacks(cfg: Config, world: int, *, dense: int, sparse: int, mtp: int) -> lis
     attention = [Stack(1, rows, columns) for columns, rows in projections(h, a)]
     if a.kind == "gqa":
         query, key = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        attention[:1] = [Stack(1, query, h), Stack(2, key, h)]
+        gates = [Stack(1, query, h)] * a.output_gate
+        attention[:1] = [Stack(1, query, h), *gates, Stack(2, key, h)]
+    lin = m.linear_attention
+    keys, values = lin.key_heads * HEAD_DIM, lin.value_heads * HEAD_DIM
+    state = [Stack(2, keys, h), Stack(2, values, h), Stack(2, lin.value_heads, h)]
+    state.append(Stack(1, h, values))
     mlp = [Stack(up, m.dense_ffn, h), Stack(1, h, m.dense_ffn)]
     shared = [Stack(up, e.shared_ffn, h), Stack(1, h, e.shared_ffn)] if e.shared_ffn else []
     local = e.experts // expert_parallel_size(cfg, world)
     routed = [Stack(up * local, e.ffn, h, True), Stack(local, h, e.ffn, True)]
     return [
-        *attention * (dense + sparse),
+        *attention * (dense + sparse - linear),
+        *state * linear,
         *mlp * dense,
         *(shared + routed) * sparse,
         *[Stack(1, h, 2 * h)] * mtp,

@@ -202,7 +202,7 @@ MODELS["qwen3_next"] = (
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         num_experts=8,
-        num_experts_per_tok=2,
+        num_experts_per_tok=4,
         rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     ),
 )
