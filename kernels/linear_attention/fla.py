@@ -1,7 +1,7 @@
 """Gated DeltaNet by the chunked kernels of flash-linear-attention, in Triton, with its autograd.
 
-https://github.com/fla-org/flash-linear-attention, version 0.6.0, of which `fla-core` has all that is
-used. Three things are done differently here:
+https://github.com/fla-org/flash-linear-attention, version 0.6.0, of which `fla-core` has all that
+is used. Three things are done differently here:
 
 - Its kernels are tuned when they are first launched. Which of several is taken then depends on the
   moment, and with it the order of sums: two ranks, or a run and its resume, would differ in bits.
@@ -12,15 +12,14 @@ used. Three things are done differently here:
 
 It saves per token and value head, beside inputs and output, a row of 64 of its solved systems.
 
-Shape legend: B sequences, S positions, C channels, W taps, K key heads, V value heads, d channels of
-a head.
+Shape legend: B sequences, S positions, C channels, W taps, K key heads, V value heads, d channels
+of a head.
 """
 
 import functools
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 FORGET = -100.0
@@ -81,7 +80,7 @@ def _library() -> SimpleNamespace:
 
 
 def fix(kernel: Any) -> None:
-    """Leave a Triton kernel one of the configurations that it would be tuned over, if it is tuned."""
+    """Leave a Triton kernel, if it is tuned, one of the configurations that it is tuned over."""
     while kernel is not None and not hasattr(kernel, "configs"):
         kernel = getattr(kernel, "fn", None) if hasattr(kernel, "run") else None
     if kernel is not None:

@@ -145,7 +145,8 @@ def gradients(
     Returns:
         dq and dk [B, S, K, d], dw [B, S, V, d] and dg [B, S, V], fp32.
     """
-    B, S, K, d, V, e = *k.shape, *v.shape[2:]
+    B, S, K, d = k.shape
+    V, e = v.shape[2:]
     blocks = triton.cdiv(d, _BLOCK)
     dq, dk = (x.new_empty(B, S, V, d) for x in (q, k))
     dw, dg = torch.empty_like(w), g.new_empty(blocks, B, S, V, dtype=torch.float32)

@@ -1,8 +1,9 @@
-"""Gated DeltaNet in plain torch, with gradients by autograd: for CPUs, for fp32, and to compare with.
+"""Gated DeltaNet in plain torch, gradients by autograd: for CPUs, for fp32, and to compare with.
 
-The delta rule goes through a sequence in chunks (arXiv 2412.06464, section 3.3). What a token writes
-depends on what the tokens before it in the chunk have written: a unit triangular system in each
-chunk, solved for all chunks at once. From chunk to chunk goes the state. All of it is at least fp32.
+The delta rule goes through a sequence in chunks (arXiv 2412.06464, section 3.3). What a token
+writes depends on what the tokens before it in the chunk have written: a unit triangular system in
+each chunk, solved for all chunks at once. From chunk to chunk goes the state. All of it is at least
+fp32.
 
 Shape legend: B sequences, S positions, C channels, W taps, K key heads, V value heads, d channels
 of a head; N chunks of L positions.
@@ -52,7 +53,9 @@ def gated_delta_rule(
     q, k, v, beta, log_decay = (_chunks(x) for x in (q, k, v, beta, log_decay))
     cumulated = log_decay.cumsum(-2)  # BVNL1: of the decay since the chunk began, the token's too
     seen, carried, kept, survives = _masks(position_BS, length, v.device)
-    decay = (cumulated - cumulated.mT).masked_fill(~seen, -torch.inf).exp()  # BVNLL, from key to query
+    decay = (
+        (cumulated - cumulated.mT).masked_fill(~seen, -torch.inf).exp()
+    )  # BVNLL, from key to query
     since = cumulated.masked_fill(~carried, -torch.inf).exp()
     until = (cumulated[..., -1:, :] - cumulated).masked_fill(~kept, -torch.inf).exp()
     over = cumulated[..., -1:, :].masked_fill(~survives, -torch.inf).exp()

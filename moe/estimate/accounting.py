@@ -3,7 +3,8 @@
 Parameters are those of the model that `moe.model.gpt.build` makes; a test counts both. FLOPs follow
 the convention of Megatron-LM and Megatron-Bridge, so that rates compare with published ones: matrix
 products of forward and backward (a multiply-add is two), the causal half of attention, sliding
-windows exact, linear attention as its recurrence, multi-token prediction counted; no embedding, router, norms or recompute.
+windows exact, linear attention as its recurrence, multi-token prediction counted; no embedding,
+router, norms or recompute.
 """
 
 from collections.abc import Iterator

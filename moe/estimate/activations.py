@@ -27,7 +27,6 @@ from phalanx.moe.model.dense_mlp import takes
 from phalanx.moe.router.router import slots
 from phalanx.parallel.dispatch.capacity import Budget
 
-
 _CHUNK = 64
 """Positions of a chunk of flash-linear-attention's kernels."""
 

@@ -109,7 +109,7 @@ def dense_layers(cfg: Config, letters: str, first: int) -> int:
 
 
 def linear_in(cfg: Config, letters: str, first: int) -> int:
-    """How many of a chunk's decoder layers, the first of which is `first`, have linear attention."""
+    """How many of a chunk's decoder layers, from `first` on, have linear attention."""
     return sum(is_linear(cfg.model, i) for i in range(first, first + letters.count("t")))
 
 

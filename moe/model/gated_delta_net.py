@@ -89,10 +89,12 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
         qkv_BSC, gate, beta_BSV, alpha_BSV = mixed_BSI.split(list(self.feat_dim_split), -1)
         weight_CW = gathered(self.conv1d).weight.squeeze(1)
         qkv_BSC = causal_conv(qkv_BSC, weight_CW, position_BS, backend=self.backend)
-        heads = (x.unflatten(-1, (-1, d)) for x in qkv_BSC.split([keys, keys, values], -1))
+        q, k, v = (x.unflatten(-1, (-1, d)) for x in qkv_BSC.split([keys, keys, values], -1))
         rate_BSV = F.softplus(alpha_BSV.float() + self.dt_bias.float())
         out_BSVd = gated_delta_rule(
-            *heads,
+            q,
+            k,
+            v,
             -self.A_log.float().exp() * rate_BSV,
             beta_BSV.sigmoid(),
             position_BS,

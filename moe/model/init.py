@@ -63,7 +63,9 @@ def _fill(shard: ShardedTensor, seed: int, std: float, layers: int) -> None:
     elif key.endswith(_ZERO):
         data.zero_()
     elif key.endswith("A_log"):
-        data.copy_(_drawn(data, shard, index, seed, lambda x, by: x.uniform_(*_RATES, generator=by)))
+        data.copy_(
+            _drawn(data, shard, index, seed, lambda x, by: x.uniform_(*_RATES, generator=by))
+        )
         data.log_()
     elif rank == 1:
         assert "norm" in key, key  # as they are built

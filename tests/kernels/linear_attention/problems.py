@@ -42,7 +42,7 @@ CASES = [
 
 
 def given(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
-    """q, k, v, logarithm of the decay, beta: leaves that need gradients, with decays of all sizes."""
+    """q, k, v, logarithms of decays of all sizes, beta: leaves that need gradients."""
     B, S, K, V, d = case[:5]
     generator = torch.Generator().manual_seed(S * 100 + d)
     q, k, v = (torch.randn(B, S, n, d, generator=generator) for n in (K, K, V))
@@ -51,7 +51,8 @@ def given(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -
     beta = torch.rand(B, S, V, generator=generator)
     wide = [x.to(device, dtype) for x in (q, k, v)]
     return [
-        x.requires_grad_() for x in (*wide, log_decay.to(device, _at_least_fp32(dtype)), beta.to(device, dtype))
+        x.requires_grad_()
+        for x in (*wide, log_decay.to(device, _at_least_fp32(dtype)), beta.to(device, dtype))
     ]
 
 

@@ -63,8 +63,11 @@ def interpreted() -> None:
     taps = torch.randn(32, 4, generator=generator).requires_grad_()
     rows = x.detach().flatten(2).requires_grad_()
     for mine, theirs, of in (
-        (gated_rms_norm(x, gate, weight, 1e-3, backend="fla"),
-         recurrent.norm(x, gate, weight, 1e-3), (x, gate, weight)),
+        (
+            gated_rms_norm(x, gate, weight, 1e-3, backend="fla"),
+            recurrent.norm(x, gate, weight, 1e-3),
+            (x, gate, weight),
+        ),
         (causal_conv(rows, taps, backend="fla"), recurrent.conv(rows, taps, None), (rows, taps)),
     ):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 transformers is imported inside functions: ranks import this module and must not have it.
 """
 
+import copy
 import json
 import sys
 from dataclasses import asdict
@@ -405,6 +406,72 @@ def save_with_predictions(model: Any, folder: Path) -> Any:
     save_file(extra, folder / "more.safetensors")
     index(folder)
     return predictor
+
+
+def add_prediction_of_qwen3_next(model: Any, folder: Path) -> dict[str, Tensor]:
+    """Save a Qwen3-Next with a prediction layer, as published; returns the layer's tensors.
+
+    It has the parts of the last layer of the decoder, whose attention is full.
+    """
+    from safetensors.torch import save_file
+
+    model.save_pretrained(folder)
+    hidden, last = model.config.hidden_size, model.config.num_hidden_layers - 1
+    whole = tensors(folder)
+    prefix = f"model.layers.{last}."
+    shapes = {
+        f"layers.0.{name.removeprefix(prefix)}": value.shape
+        for name, value in whole.items()
+        if name.startswith(prefix)
+    }
+    shapes |= {"fc.weight": torch.Size((hidden, 2 * hidden))}
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    shapes |= {f"{name}.weight": torch.Size((hidden,)) for name in norms}
+    generator = torch.Generator().manual_seed(3)
+    made = {n: torch.randn(shape, generator=generator) * 0.2 for n, shape in shapes.items()}
+    save_file({f"mtp.{name}": value for name, value in made.items()}, folder / "more.safetensors")
+    index(folder)
+    return made
+
+
+def prediction_of_qwen3_next(
+    model: Any, made: dict[str, Tensor], hidden_BSD: Tensor, ids: Tensor
+) -> Tensor:
+    """Logits of the prediction layer: of the embedding of the next token joined to the hidden state
+    of this one, through a layer (as published code for it has it)."""
+    config = copy.deepcopy(model.config)
+    eps = config.rms_norm_eps
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + made[f"{name}.weight"])
+
+    layer = copy.deepcopy(model.model.layers[-1])
+    state = {n.removeprefix("layers.0."): v for n, v in made.items() if n.startswith("layers.0.")}
+    experts = {n: v for n, v in state.items() if ".experts." in n}
+    number = config.num_experts
+    joint = {
+        "mlp.experts.gate_up_proj": torch.stack(
+            [
+                torch.cat(
+                    [experts[f"mlp.experts.{e}.{kind}_proj.weight"] for kind in ("gate", "up")]
+                )
+                for e in range(number)
+            ]
+        ),
+        "mlp.experts.down_proj": torch.stack(
+            [experts[f"mlp.experts.{e}.down_proj.weight"] for e in range(number)]
+        ),
+    }
+    layer.load_state_dict({n: v for n, v in state.items() if n not in experts} | joint)
+    following = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
+    embedded = norm(model.get_input_embeddings()(following), "pre_fc_norm_embedding")
+    x = torch.cat([embedded, norm(hidden_BSD, "pre_fc_norm_hidden")], -1) @ made["fc.weight"].T
+    positions = torch.arange(ids.size(1)).expand_as(ids)
+    S = ids.size(1)
+    mask = torch.full((S, S), -torch.inf).triu(1)[None, None]
+    turned = model.model.rotary_emb(x, positions)
+    x = layer(x, position_embeddings=turned, attention_mask=mask)
+    return model.lm_head(norm(x, "norm"))
 
 
 def index(folder: Path) -> None:

@@ -2,12 +2,14 @@
 
 Nothing of Megatron-Core and no kernel: a function of a ModelConfig and a state dict (parameter
 names and layouts of GPTModel), written from the papers and the published configurations of
-DeepSeek-V3, GPT-OSS, Qwen3, GLM-4.5, OLMoE and Qwen3-Next. Speed and memory are no concern; run it in fp64.
+DeepSeek-V3, GPT-OSS, Qwen3, GLM-4.5, OLMoE and Qwen3-Next. Speed and memory are no concern; run it
+in fp64.
 
 Conventions of stored weights: `linear_qkv` holds, for each key-value head, its query heads, with an
 output gate the gates of these, its key and its value. `in_proj` of linear attention holds queries,
-keys, values, gates of the output, beta and alpha, each of all heads. Rotary channels of grouped-query attention pair c with c + d/2 (Llama, GPT-OSS,
-Qwen3); those of latent attention pair 2c with 2c + 1 (DeepSeek). Gated MLPs hold [gate; up].
+keys, values, gates of the output, beta and alpha, each of all heads. Rotary channels of
+grouped-query attention pair c with c + d/2 (Llama, GPT-OSS, Qwen3); those of latent attention pair
+2c with 2c + 1 (DeepSeek). Gated MLPs hold [gate; up].
 
 Shape legend: B sequences, S positions, D hidden, H heads, d channels, E experts, V vocabulary,
 N = B * S.
