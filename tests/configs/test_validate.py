@@ -124,7 +124,7 @@ def _texts(value: object) -> object:
         (
             "model=tiny_qwen3_next model.linear_attention.key_heads=3",
             1,
-            "does not divide value_heads=2",
+            "does not divide value_heads=4",
             "key_heads=2",
         ),
         ("model=tiny_qwen3_next parallel.context=2", 2, "would cut sequences", "context=1"),
@@ -136,10 +136,10 @@ def _texts(value: object) -> object:
             "model.bias=false",
         ),
         (
-            "model=tiny_qwen3_next parallel.tensor=2",
-            2,
-            "does not divide model.linear_attention.key_heads=1",
-            "parallel.tensor=1",
+            "model=tiny_qwen3_next parallel.tensor=4",
+            4,
+            "does not divide model.linear_attention.key_heads=2",
+            "parallel.tensor=2",
         ),
         ("model.moe.shared_gate=true", 1, "needs shared experts", "shared_gate=false"),
         (
