@@ -256,6 +256,7 @@ BACKENDS = [
         ("megatron", "one", "gpt_oss"),
         ("megatron", "ep2", "tiny"),
         ("megatron", "tp2_ep2", "deepseek"),
+        ("megatron", "ep2", "qwen3_next"),
     ],
 ]
 BACKENDS_TOO = [
