@@ -582,6 +582,7 @@ def test_megatron_core_accepts_the_layout_of_every_experiment() -> None:
         "glm_4_5_128gpu": (8, 1),
         "glm_4_5_air_32gpu": (4, 1),
         "minimax_m2_64gpu": (4, 1),
+        "qwen3_next_16gpu": (2, 1),
     }
     assert found == {name: large.get(name, (1, 1)) for name in EXPERIMENTS}
 

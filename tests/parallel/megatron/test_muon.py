@@ -113,7 +113,7 @@ def test_linear_attention_and_gates_are_matrices_of_their_own() -> None:
     (found,) = run_distributed(matrices_of, 1, command)
     linear, full = (f"decoder.layers.{i}.self_attention" for i in (0, 1))
     inside = found[f"{linear}.in_proj.weight"]  # queries, keys, values, gates, beta, alpha
-    assert (inside.groups, inside.rows) == (1, (128, 128, 256, 256, 2, 2))
+    assert (inside.groups, inside.rows) == (1, (256, 256, 512, 512, 4, 4))
     assert found[f"{linear}.out_proj.weight"].rows == (32,)
     for vector in ("A_log", "dt_bias", "conv1d.weight", "out_norm.weight"):
         assert found[f"{linear}.{vector}"] is None
