@@ -4,6 +4,8 @@
 to, with kernels, transport and device resolved by then.
 """
 
+from phalanx.configs.formats import in_bf16
+from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.transports import TRANSPORTS
 
@@ -28,6 +30,8 @@ def refuse(cfg: Config) -> str | None:
         return f"{k.backend} experts count their rows on the host"
     if k.attention == "reference":
         return "kernels.attention=reference is for checks of eager steps"
+    if linear_layers(cfg.model) and not in_bf16(cfg):
+        return "linear attention in fp32 is that of torch, for checks of eager steps"
     if transport is not None and not transport.graph:
         return f"parallel.dispatch={p.dispatch} counts rows on the host"
     return None

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from phalanx.configs.formats import layout_fp8_problems
 from phalanx.configs.knobs import repair
+from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
 from phalanx.configs.transports import TRANSPORTS
 
@@ -86,7 +87,10 @@ def _tensor(cfg: Config, world: int) -> Iterator[str]:
         cut["model.attention.kv_lora_rank + qk_rope_dim"] = a.kv_lora_rank + a.qk_rope_dim
         if a.q_lora_rank:
             cut["model.attention.q_lora_rank"] = a.q_lora_rank
-    elif size % a.kv_heads:  # more ranks than heads is fine where each has a copy of one head
+    if linear_layers(m):
+        cut["model.linear_attention.key_heads"] = m.linear_attention.key_heads
+        cut["model.linear_attention.value_heads"] = m.linear_attention.value_heads
+    if a.kind == "gqa" and size % a.kv_heads:  # several ranks may each have a copy of one head
         cut["model.attention.kv_heads"] = a.kv_heads
     if wrong := [f"{name}={value}" for name, value in cut.items() if value % size]:
         fits = largest_divisor(math.gcd(*cut.values()), size)

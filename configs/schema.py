@@ -89,8 +89,31 @@ class AttentionConfig:
 
     The default of 0 rotates all channels, as YaRN does.
     """
+    output_gate: bool = False
+    """Multiply the output of each `gqa` head by the sigmoid of a gate of its own (Qwen3-Next).
+
+    The gate is projected from the input of the layer, beside queries, keys and values.
+    """
     yarn: YarnConfig = field(default_factory=YarnConfig)
     """YaRN context extension."""
+
+
+@dataclass
+class LinearAttentionConfig:
+    """Gated DeltaNet (arXiv 2412.06464) in place of `model.attention` in most layers.
+
+    Heads have 128 channels, and the convolution reaches over four tokens.
+    """
+
+    full_attention_interval: int = 1
+    """Every so many layers one has `model.attention`; those between have linear attention.
+
+    The default of 1 has no linear attention, 4 has three such layers and then another (Qwen3-Next).
+    """
+    key_heads: int = 16
+    """Number of query and key heads of linear attention."""
+    value_heads: int = 32
+    """Number of value heads of linear attention, each with a state; a multiple of `key_heads`."""
 
 
 @dataclass
@@ -156,6 +179,8 @@ class MoEConfig:
     """Intermediate width of one routed expert."""
     shared_ffn: int = 0
     """Total intermediate width of the shared experts, which process every token; 0 has none."""
+    shared_gate: bool = False
+    """Multiply the output of the shared experts by the sigmoid of a gate of each token."""
     dense_layers: int = 0
     """Number of leading layers that have a dense MLP instead of experts."""
     activation: str = "swiglu"
@@ -188,6 +213,11 @@ class ModelConfig:
     """Use biases in attention, router and MLPs (GPT-OSS)."""
     norm_eps: float = 1e-5
     """Epsilon of every RMSNorm."""
+    norm_zero_centered: bool = False
+    """Store the weights of norms less 1, so that they begin at 0 (Qwen3-Next).
+
+    The norm behind linear attention keeps its weights as they are.
+    """
     tie_embeddings: bool = False
     """Share the weights of the input embedding and the output projection."""
     mtp_layers: int = 0
@@ -198,6 +228,8 @@ class ModelConfig:
     """Standard deviation of initial weights; output projections divide it by sqrt(2 * layers)."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """Attention."""
+    linear_attention: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
+    """Linear attention of the other layers, if there are any."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """Experts and router."""
 
@@ -221,7 +253,10 @@ class KernelsConfig:
     backend: str = "auto"
     """Experts: `reference`, `torch`, `te`, `fused`, `megatron` (its stock MoELayer) or `auto`."""
     attention: str = "auto"
-    """Core attention: `fa4` (flash-attn-4), `te`, `sdpa`, `flex`, `reference` or `auto`."""
+    """Core attention: `fa4` (flash-attn-4), `te`, `sdpa`, `flex`, `reference` or `auto`.
+
+    Linear attention runs by flash-linear-attention where it can, with `reference` always by torch.
+    """
     norm: str = "auto"
     """RMSNorm: `quack` (QuACK), `te`, `torch` or `auto`."""
     gradient_accumulation_fusion: bool = True
@@ -272,7 +307,7 @@ class PrecisionConfig:
     dense: str = "fp8"
     """Attention projections, dense MLPs, shared experts: `fp8` as the routed experts, or `bf16`.
 
-    With `kernels=megatron` they are bf16 in any case.
+    With `kernels=megatron` they are bf16 in any case, as those of linear attention always are.
     """
     bf16_first_layers: int = 0
     """Number of first decoder layers without FP8, as Nemotron-H has some (arXiv 2504.03624)."""

@@ -22,6 +22,7 @@ from phalanx.configs.layout import (
     logit_interval,
     micro_batches,
 )
+from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.transports import TRANSPORTS
 
@@ -51,6 +52,7 @@ def validate(cfg: Config, world_size: int) -> None:
     rules = (
         bound_problems,
         _attention,
+        _linear_attention,
         _router,
         _experts,
         _data,
@@ -80,6 +82,7 @@ def _attention(cfg: Config) -> Iterator[str]:
         yield repair(cfg, rotated, "must be even to be rotated", get(cfg, rotated) + 1)
     if a.kind == "mla":
         grouped = dict(window=0, sinks=False, qk_norm=False, qkv_bias=False, rotary_dim=0)
+        grouped["output_gate"] = False
         for knob, off in grouped.items():
             if getattr(a, knob):
                 yield repair(cfg, f"{at}.{knob}", "is of gqa, and kind is mla", off)
@@ -107,6 +110,20 @@ def _heads(cfg: Config) -> Iterator[str]:
         elif cfg.parallel.tensor > 1:
             reason = f"would split the heads that {at}.qk_norm_over=projection normalises together"
             yield repair(cfg, "parallel.tensor", reason, 1)
+
+
+def _linear_attention(cfg: Config) -> Iterator[str]:
+    m, a, at = cfg.model, cfg.model.linear_attention, "model.linear_attention"
+    if not linear_layers(m):
+        return
+    if a.value_heads % a.key_heads:
+        fits = largest_divisor(a.value_heads, a.key_heads)
+        yield repair(cfg, f"{at}.key_heads", f"does not divide value_heads={a.value_heads}", fits)
+    if m.bias:
+        yield repair(cfg, "model.bias", f"is not possible with linear attention ({at})", False)
+    if cfg.parallel.context > 1:
+        reason = f"would cut sequences, along which linear attention ({at}) carries a state"
+        yield repair(cfg, "parallel.context", reason, 1)
 
 
 def _router(cfg: Config) -> Iterator[str]:
@@ -141,6 +158,9 @@ def _experts(cfg: Config) -> Iterator[str]:
     if m.dense_layers > cfg.model.layers:
         reason = f"is more than layers={cfg.model.layers}"
         yield repair(cfg, "model.moe.dense_layers", reason, cfg.model.layers)
+    if m.shared_gate and not m.shared_ffn:
+        reason = "needs shared experts, and model.moe.shared_ffn is 0"
+        yield repair(cfg, "model.moe.shared_gate", reason, False)
     if m.shared_ffn and cfg.model.bias:
         yield repair(cfg, "model.bias", "is not possible with shared experts (shared_ffn)", False)
     if not ACTIVATIONS[m.activation].gated:

@@ -31,6 +31,8 @@ def _installed() -> frozenset[str]:
         there.add("flash_attn_4")
     if importlib.util.find_spec("quack"):
         there.add("quack")
+    if importlib.util.find_spec("fla"):
+        there.add("flash_linear_attention")
     return frozenset(there)
 
 
@@ -124,7 +126,7 @@ def resolve(op: str, wanted: str, facts: Facts) -> Choice:
     """Pick the implementation of `op`.
 
     Args:
-        op: `grouped_mlp`, `attention` or `norm`.
+        op: `grouped_mlp`, `attention`, `norm` or `linear_attention`.
         wanted: a backend of the op, or `auto`.
         facts: this machine and model.
 
@@ -264,6 +266,22 @@ def _fa4_context(facts: Facts) -> Refusal:
     return None
 
 
+def _fla(facts: Facts) -> Refusal:
+    if facts.device != "cuda":
+        return "needs CUDA"
+    if facts.capability is None or facts.capability < (8, 0):
+        return f"needs CUDA capability 8.0 or more, not {_dotted(facts.capability)}"
+    if facts.dtype != torch.bfloat16:
+        return f"needs bf16, not {_short(facts.dtype)}"
+    if not {"flash_linear_attention", "triton"} <= facts.packages:
+        return f"needs flash-linear-attention: pip install {FLASH_LINEAR_ATTENTION}"
+    return None
+
+
+FLASH_LINEAR_ATTENTION = "fla-core==0.6.0"
+"""What `kernels.linear_attention.fla` runs, as pip knows it."""
+
+
 def _fused_experts(facts: Facts) -> Refusal:
     if facts.device != "cuda":
         return "needs CUDA"
@@ -381,6 +399,11 @@ _OPS = {
             _Backend("flex", _flex),
             _Backend("reference", _always),
         ),
+    ),
+    "linear_attention": _Op(
+        knob="kernels.attention",
+        group="kernels.attention",
+        backends=(_Backend("fla", _fla), _Backend("torch", _always)),
     ),
     "norm": _Op(
         knob="kernels.norm",

@@ -116,7 +116,7 @@ class MoE(MoELayer):
             self.shared_experts = SharedExperts(
                 config=config,
                 pg_collection=pg_collection,
-                gate=False,
+                gate=moe.shared_gate,
                 name=name and f"{name}.shared_experts",
                 spec=options.dense,
             )

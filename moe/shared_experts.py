@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -60,6 +61,11 @@ class SharedExperts(SharedExpertMLP):
                 if not self._halves:
                     return self(hidden_SBD).flatten(0, 1)
                 w2 = gathered(self.linear_fc2).weight
-                return dense_second(between.pop(), w2, self._spec)
+                out_ND = dense_second(between.pop(), w2, self._spec)
+                return out_ND if self.gate_weight is None else out_ND * self._gate(hidden_SBD)
 
         return first, second
+
+    def _gate(self, hidden_SBD: Tensor) -> Tensor:
+        """[N, 1], of each token (arXiv 2407.10671, section 2.2.2)."""
+        return F.linear(hidden_SBD.flatten(0, 1), gathered(self).gate_weight).sigmoid()

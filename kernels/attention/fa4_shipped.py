@@ -46,6 +46,7 @@ _LAYERS = (
     AttentionLayer(8, 64, 64, sinks=True),  # GPT-OSS
     AttentionLayer(8, 64, 64, window=True, sinks=True),
     AttentionLayer(1, 192, 128),  # DeepSeek-V3, Moonlight
+    AttentionLayer(8, 256, 256),  # Qwen3-Next
 )
 SHIPPED = tuple(
     AttentionLayer(**vars(layer) | dict(deterministic=deterministic))

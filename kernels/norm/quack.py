@@ -29,22 +29,34 @@ class _How(NamedTuple):
     accumulate: bool
     forks: bool
     """The sum is a result too."""
+    centered: bool
+    """The weight is stored less 1."""
 
 
-def rms_norm(x: Tensor, weight_N: Tensor, eps: float, *, accumulate: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight_N: Tensor, eps: float, *, accumulate: bool = False, centered: bool = False
+) -> Tensor:
     """As `kernels.norm.rms_norm.rms_norm`; x is copied if its rows are not contiguous, evenly
     spaced and aligned to 16 bytes."""
     _check(x, None, weight_N)
-    normed: Tensor = _Norm.apply(x, None, weight_N, _How(eps, accumulate, forks=False))
+    how = _How(eps, accumulate, forks=False, centered=centered)
+    normed: Tensor = _Norm.apply(x, None, weight_N, how)
     return normed
 
 
 def fork(
-    x: Tensor, residual: Tensor | None, weight_N: Tensor, eps: float, *, accumulate: bool = False
+    x: Tensor,
+    residual: Tensor | None,
+    weight_N: Tensor,
+    eps: float,
+    *,
+    accumulate: bool = False,
+    centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.norm.rms_norm.fork`."""
     _check(x, residual, weight_N)
-    normed, total = _Norm.apply(x, residual, weight_N, _How(eps, accumulate, forks=True))
+    how = _How(eps, accumulate, forks=True, centered=centered)
+    normed, total = _Norm.apply(x, residual, weight_N, how)
     return normed, total
 
 
@@ -59,9 +71,9 @@ class _Norm(torch.autograd.Function):
         total = None if residual is None else x.new_empty(x.shape)
         rstd_M = x.new_empty(x_MN.shape[0], dtype=torch.float32)
         if x.numel():
-            program(Rows(N, "forward", residual is not None))(
+            program(Rows(N, "forward", residual is not None, how.centered))(
                 x_MN,
-                _rows(weight_N, N)[0],
+                _factor(weight_N, how.centered),
                 None,
                 None if residual is None else _rows(residual, N),
                 normed.view(-1, N),
@@ -70,7 +82,7 @@ class _Norm(torch.autograd.Function):
                 None,
                 how.eps,
             )
-        ctx.added = residual is not None
+        ctx.added, ctx.centered = residual is not None, how.centered
         # The parameter itself: a saved tensor may come back as another, without a buffer.
         ctx.accumulated = weight_N if how.accumulate and main_grad.takes(weight_N) else None
         ctx.save_for_backward(x_MN if total is None else total, weight_N, rstd_M)
@@ -91,9 +103,9 @@ class _Norm(torch.autograd.Function):
         dsum = dnormed.new_empty(dnormed.shape)
         partial_PN = rstd_M.new_empty(_ctas(N, rstd_M.device), N)
         if dsum.numel():
-            program(Rows(N, "backward", dtotal is not None))(
+            program(Rows(N, "backward", dtotal is not None, ctx.centered))(
                 _rows(total, N),
-                _rows(weight_N, N)[0],
+                _factor(weight_N, ctx.centered),
                 _rows(dnormed, N),
                 None if dtotal is None else _rows(dtotal, N),
                 rstd_M,
@@ -119,6 +131,11 @@ def _weight_grad(ctx: Any, partial_PN: Tensor, weight_N: Tensor) -> Tensor | Non
     buffer = main_grad.buffer(ctx.accumulated)
     add_rows(partial_PN, buffer.out, add=buffer.add)
     return main_grad.added(ctx.accumulated)
+
+
+def _factor(weight_N: Tensor, centered: bool) -> Tensor:
+    """[N] that normalised channels are multiplied by: the weight, or in fp32 that and 1."""
+    return weight_N.float() + 1 if centered else _rows(weight_N, weight_N.numel())[0]
 
 
 def _rows(x: Tensor, N: int) -> Tensor:

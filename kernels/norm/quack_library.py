@@ -27,6 +27,8 @@ class Rows:
     step: Literal["forward", "backward"]
     adds: bool
     """Forward a residual, which makes a sum that is written too; backward the sum's gradient."""
+    wide: bool = False
+    """The weight is fp32."""
 
     @property
     def entry(self) -> str:
@@ -34,6 +36,13 @@ class Rows:
         return entry_name("RmsNorm", self)
 
 
+_CENTERED = tuple(
+    Rows(N, step, adds, wide=True)  # type: ignore[arg-type]
+    for N in (256, 2048)  # Qwen3-Next: heads, hidden
+    for step in ("forward", "backward")
+    for adds in (False, True)
+    if not adds or N == 2048
+)
 _WIDTHS = (
     *(128, 2048),  # Qwen3: heads, hidden
     2880,  # GPT-OSS
@@ -46,6 +55,7 @@ SHIPPED = tuple(
     for adds in (False, True)
     if not adds or N in (2048, 2880, 7168)
 )
+SHIPPED += _CENTERED
 """Of the models in configs/model; others are compiled when they are first launched."""
 
 
@@ -68,19 +78,20 @@ def build(rows: Rows, where: Path) -> bytes:
 
 
 def _compile(rows: Rows) -> Any:
-    from cutlass import BFloat16
+    from cutlass import BFloat16, Float32
     from cutlass.cutlass_dsl import CuTeDSL
     from quack.rmsnorm_config import RmsNormBwdConfig, RmsNormFwdConfig
 
     library: Any = import_module("quack.rmsnorm")  # the package has a function of that name
     N, more = rows.channels, BFloat16 if rows.adds else None
+    weight = Float32 if rows.wide else BFloat16
     with replaced(CuTeDSL._get_dsl().envar, "_arch", ARCH):
         if rows.step == "forward":
             return library._compile_rmsnorm_fwd.__wrapped__(
                 dtype=BFloat16,
                 out_dtype=BFloat16,
                 res_dtype=more,
-                weight_dtype=BFloat16,
+                weight_dtype=weight,
                 bias_dtype=None,
                 res_out_dtype=more,
                 N=N,
@@ -95,7 +106,7 @@ def _compile(rows: Rows) -> Any:
             dtype=BFloat16,
             dout_dtype=BFloat16,
             dx_dtype=BFloat16,
-            weight_dtype=BFloat16,
+            weight_dtype=weight,
             has_db_partial=False,
             dres_dtype=None,
             dres_out_dtype=more,

@@ -8,12 +8,19 @@ backend can fuse them. Backends: `torch`, and `quack` (kernels of QuACK for Hopp
 Legend: N channels; in front of them any dimensions.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def rms_norm(
-    x: Tensor, weight_N: Tensor, eps: float, *, backend: str = "torch", accumulate: bool = False
+    x: Tensor,
+    weight_N: Tensor,
+    eps: float,
+    *,
+    backend: str = "torch",
+    accumulate: bool = False,
+    centered: bool = False,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
 
@@ -24,6 +31,7 @@ def rms_norm(
         backend: `torch` or `quack`.
         accumulate: add the gradient of the weight to its `main_grad`, if there is one, rather than
             return it (`quack` alone).
+        centered: the weight is stored less 1; the sum is fp32.
 
     Returns:
         As x in shape and dtype.
@@ -34,9 +42,9 @@ def rms_norm(
     if backend == "quack":
         from phalanx.kernels.norm import quack
 
-        return quack.rms_norm(x, weight_N, eps, accumulate=accumulate)
+        return quack.rms_norm(x, weight_N, eps, accumulate=accumulate, centered=centered)
     _check(backend)
-    return F.rms_norm(x, weight_N.shape, weight_N, eps)
+    return _norm(x, weight_N, eps, centered)
 
 
 def fork(
@@ -47,6 +55,7 @@ def fork(
     *,
     backend: str = "torch",
     accumulate: bool = False,
+    centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), or without a residual (rms_norm(x), x).
 
@@ -54,7 +63,7 @@ def fork(
 
     Args:
         residual: as x; None: x is the sum.
-        x, weight_N, eps, backend, accumulate: as in `rms_norm`.
+        x, weight_N, eps, backend, accumulate, centered: as in `rms_norm`.
 
     Raises:
         ValueError: as `rms_norm`.
@@ -62,10 +71,18 @@ def fork(
     if backend == "quack":
         from phalanx.kernels.norm import quack
 
-        return quack.fork(x, residual, weight_N, eps, accumulate=accumulate)
+        how = dict(accumulate=accumulate, centered=centered)
+        return quack.fork(x, residual, weight_N, eps, **how)
     _check(backend)
     total = x if residual is None else residual + x
-    return F.rms_norm(total, weight_N.shape, weight_N, eps), total
+    return _norm(total, weight_N, eps, centered), total
+
+
+def _norm(x: Tensor, weight_N: Tensor, eps: float, centered: bool) -> Tensor:
+    if not centered:
+        return F.rms_norm(x, weight_N.shape, weight_N, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), weight_N.shape, weight_N.to(wide) + 1, eps).to(x.dtype)
 
 
 def _check(backend: str) -> None:

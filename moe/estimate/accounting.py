@@ -3,13 +3,22 @@
 Parameters are those of the model that `moe.model.gpt.build` makes; a test counts both. FLOPs follow
 the convention of Megatron-LM and Megatron-Bridge, so that rates compare with published ones: matrix
 products of forward and backward (a multiply-add is two), the causal half of attention, sliding
-windows exact, multi-token prediction counted; no embedding, router, norms or recompute.
+windows exact, linear attention as its recurrence, multi-token prediction counted; no embedding,
+router, norms or recompute.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.linear_attention import (
+    HEAD_DIM,
+    TAPS,
+    input_dim,
+    is_linear,
+    linear_layers,
+    qkv_dim,
+)
 from phalanx.configs.schema import AttentionConfig, Config, ModelConfig
 from phalanx.moe.report.units import count
 
@@ -66,16 +75,26 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs of forward and backward for one token of a sequence of `sequence_length` tokens."""
     m, h, a = model, model.hidden, model.attention
     dense, sparse = _layers(m, mtp=True)
-    linear = (dense + sparse) * _attention_weights(m)
+    state = linear_layers(m)
+    linear = (dense + sparse - state) * _attention_weights(m)
+    linear += state * (_linear_weights(m) + delta_rule_products(m))
     linear += dense * _mlp_weights(m, m.dense_ffn)
     linear += sparse * _mlp_weights(m, m.moe.ffn) * m.moe.top_k
     linear += sparse * _mlp_weights(m, m.moe.shared_ffn)
     linear += (1 + m.mtp_layers) * h * m.vocab_size + m.mtp_layers * 2 * h * h
     qk_v = 2 * a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim + a.v_dim
-    seen = sum(_keys_seen(a, layer, sequence_length) for layer in range(dense + sparse))
+    full = [layer for layer in range(dense + sparse) if not is_linear(m, layer)]
+    seen = sum(_keys_seen(a, layer, sequence_length) for layer in full)
     core = a.heads * qk_v * seen
     backward_twice, multiply_add = 3, 2
     return float(backward_twice * multiply_add * (linear + core))
+
+
+def delta_rule_products(m: ModelConfig) -> int:
+    """Multiply-adds of a token in one linear attention beside its projections: the convolution, and
+    four products with the state of each value head, as Megatron-LM counts them."""
+    a = m.linear_attention
+    return TAPS * qkv_dim(a) + 4 * a.value_heads * HEAD_DIM**2
 
 
 def at_most(cfg: Config) -> str:
@@ -110,20 +129,22 @@ _BF16_PEAKS: tuple[tuple[str, float], ...] = (
 def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
     h, e, predicted = m.hidden, m.moe, m.mtp_layers if mtp else 0
     dense, sparse = _layers(m, mtp=mtp)
-    layers = dense + sparse
+    state = linear_layers(m)
+    full = dense + sparse - state
     up, bias = ACTIVATIONS[e.activation].halves, int(m.bias)
-    a = m.attention
-    inner_norms = a.q_lora_rank + a.kv_lora_rank if a.kind == "mla" else sum(qk_norms(a))
+    attention = full * attention_parameters(m, linear=False)
+    attention += state * attention_parameters(m, linear=True)
+    inner_norms = full * attention_norms(m, linear=False) + state * attention_norms(m, linear=True)
     return Parameters(
         embedding=m.vocab_size * h,
-        attention=layers * (_attention_weights(m) + _attention_vectors(m)),
+        attention=attention,
         dense_mlp=dense * (_mlp_weights(m, m.dense_ffn) + bias * (up * m.dense_ffn + h)),
         router=sparse * e.experts * (h + bias),
         routed_experts=sparse * experts * (_mlp_weights(m, e.ffn) + bias * (up * e.ffn + h)),
-        shared_experts=sparse * _mlp_weights(m, e.shared_ffn),
+        shared_experts=sparse * (_mlp_weights(m, e.shared_ffn) + e.shared_gate * h),
         # Two before the halves of a layer, one at the end; a prediction layer has its own end, and
         # norms both of its inputs.
-        norms=layers * (2 * h + inner_norms) + h + predicted * 3 * h,
+        norms=(full + state) * 2 * h + inner_norms + h + predicted * 3 * h,
         mtp_projection=predicted * 2 * h * h,
         head=0 if m.tie_embeddings else m.vocab_size * h,
     )
@@ -134,15 +155,43 @@ def _layers(m: ModelConfig, *, mtp: bool) -> tuple[int, int]:
     return m.moe.dense_layers, m.layers - m.moe.dense_layers + (m.mtp_layers if mtp else 0)
 
 
+def attention_parameters(m: ModelConfig, *, linear: bool) -> int:
+    """Of one attention, linear or not, without norms."""
+    if not linear:
+        return _attention_weights(m) + _attention_vectors(m)
+    a = m.linear_attention
+    return _linear_weights(m) + TAPS * qkv_dim(a) + 2 * a.value_heads
+
+
+def attention_norms(m: ModelConfig, *, linear: bool) -> int:
+    """Elements of the norms inside one attention, linear or not."""
+    a = m.attention
+    if linear:
+        return HEAD_DIM
+    return a.q_lora_rank + a.kv_lora_rank if a.kind == "mla" else sum(qk_norms(a))
+
+
 def _attention_weights(m: ModelConfig) -> int:
-    """Matrix elements of one attention."""
+    """Matrix elements of one attention that is not linear."""
     return sum(rows * columns for rows, columns in projections(m.hidden, m.attention))
+
+
+def _linear_weights(m: ModelConfig) -> int:
+    """Matrix elements of one linear attention."""
+    return sum(rows * columns for rows, columns in linear_projections(m))
+
+
+def linear_projections(m: ModelConfig) -> Iterator[tuple[int, int]]:
+    """(inputs, outputs) of the matrices of one linear attention; that of the output comes last."""
+    a = m.linear_attention
+    yield m.hidden, input_dim(a)
+    yield a.value_heads * HEAD_DIM, m.hidden
 
 
 def projections(h: int, a: AttentionConfig) -> Iterator[tuple[int, int]]:
     """(inputs, outputs) of the matrices of one attention; that of the output comes last."""
     if a.kind == "gqa":
-        yield h, (a.heads + 2 * a.kv_heads) * a.head_dim
+        yield h, _query_key_value(a)
         yield a.heads * a.head_dim, h
         return
     query = a.heads * (a.qk_nope_dim + a.qk_rope_dim)
@@ -156,6 +205,12 @@ def projections(h: int, a: AttentionConfig) -> Iterator[tuple[int, int]]:
     yield a.heads * a.v_dim, h
 
 
+def _query_key_value(a: AttentionConfig) -> int:
+    """Outputs of the projection of grouped attention, gates of the output with them."""
+    queries = 2 * a.heads if a.output_gate else a.heads
+    return (queries + 2 * a.kv_heads) * a.head_dim
+
+
 def qk_norms(a: AttentionConfig) -> tuple[int, ...]:
     """Channels of the norms of queries and of keys of grouped attention; none without them."""
     if a.kind != "gqa" or not a.qk_norm:
@@ -167,7 +222,7 @@ def qk_norms(a: AttentionConfig) -> tuple[int, ...]:
 def _attention_vectors(m: ModelConfig) -> int:
     """Biases and sinks of one attention. Latent attention has a bias on its output only."""
     a = m.attention
-    inner = (a.heads + 2 * a.kv_heads) * a.head_dim if a.kind == "gqa" else 0
+    inner = _query_key_value(a) if a.kind == "gqa" else 0
     return (m.bias or a.qkv_bias) * inner + m.bias * m.hidden + a.heads * a.sinks
 
 

@@ -9,12 +9,14 @@ L experts of a rank, D hidden, F expert width, H = 2F if gated.
 """
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import fp8_row, is_fp8, width
 from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.linear_attention import HEAD_DIM, input_dim
 from phalanx.configs.schema import Config
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
@@ -24,6 +26,9 @@ from phalanx.moe.experts import activation_of
 from phalanx.moe.model.dense_mlp import takes
 from phalanx.moe.router.router import slots
 from phalanx.parallel.dispatch.capacity import Budget
+
+_CHUNK = 64
+"""Positions of a chunk of flash-linear-attention's kernels."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +93,13 @@ class Activations:
     def by_kind(self) -> dict[LayerKind, Layer]:
         """Of layers of every kind."""
         both = (False, True)
-        dense = {LayerKind(True, fp8): self.dense_layer(fp8) for fp8 in both}
-        return dense | {LayerKind(False, fp8): self.moe_layer(fp8) for fp8 in both}
+        found = {}
+        for fp8, linear in product(both, both):
+            found[LayerKind(True, fp8, linear)] = self.dense_layer(fp8, linear)
+            found[LayerKind(False, fp8, linear)] = self.moe_layer(fp8, linear)
+        return found
 
-    def dense_layer(self, fp8: bool | None = None) -> Layer:
+    def dense_layer(self, fp8: bool | None = None, linear: bool = False) -> Layer:
         """A layer with a dense MLP; `fp8` or not, as most layers are by default."""
         fp8_dense = self._fp8_dense(fp8)
         ffn = self._cfg.model.dense_ffn
@@ -104,16 +112,16 @@ class Activations:
             saved = self.sizes.tokens * 2 * self._wide * act.halves * ffn
         if fp8_dense:
             saved += self._fp8_inputs(1, instead=True)
-        projections = self._projections() if fp8_dense else 0
-        return self._layer(saved, gradients, False, projections)
+        attention = self._attention(fp8_dense, linear)
+        return self._layer(saved, gradients, attention, again=False)
 
-    def moe_layer(self, fp8: bool | None = None) -> Layer:
+    def moe_layer(self, fp8: bool | None = None, linear: bool = False) -> Layer:
         """A layer with experts; `fp8` or not, as most layers are by default."""
         fp8_dense, again = self._fp8_dense(fp8), self._cfg.run.recompute == "moe"
         saved = self._experts(is_fp8(self._cfg) if fp8 is None else fp8)
         saved += self._shared(fp8_dense)
-        projections = self._projections() if fp8_dense else 0
-        return self._layer(saved, self._experts_backward(), again, projections)
+        attention = self._attention(fp8_dense, linear)
+        return self._layer(saved, self._experts_backward(), attention, again=again)
 
     def head(self) -> Layer:
         """Final norm, logits and loss; those of multi-token prediction as well."""
@@ -162,16 +170,38 @@ class Activations:
         more += s.tokens * sum(fp8_row(rank) for rank in latents)
         return self._fp8_inputs(readers, instead=True) + more
 
-    def _layer(self, mlp: int, backward: int, again: bool, more: int = 0) -> Layer:
-        """A layer whose MLP saves `mlp`, or computes that `again`, and attention `more` in FP8."""
+    def _layer(self, mlp: int, backward: int, attention: Layer, *, again: bool) -> Layer:
+        """A layer whose MLP saves `mlp`, or computes that `again`."""
         hidden = 2 * self.sizes.local_tokens * self._cfg.model.hidden * self._wide
         # Inputs and outputs of two norms; output of attention plus bias.
-        rest = self._attention() + (4 + int(self._cfg.model.bias)) * hidden + more
+        rest = attention.saved + (4 + int(self._cfg.model.bias)) * hidden
+        backward = max(backward, attention.backward)
         if self._cfg.run.recompute == "full":
             return Layer(hidden, rest - hidden + mlp + backward)
         return Layer(rest, mlp + backward) if again else Layer(rest + mlp, backward)
 
-    def _attention(self) -> int:
+    def _attention(self, fp8: bool, linear: bool) -> Layer:
+        """Of one attention, whose projections are FP8 or not."""
+        if linear:
+            return self._linear()
+        return Layer(self._full() + (self._projections() if fp8 else 0), 0)
+
+    def _linear(self) -> Layer:
+        """What flash-linear-attention and the modules around it save and need, in chunks of 64."""
+        a, wide = self._cfg.model.linear_attention, 2 * self._wide
+        tokens = self.sizes.tokens // self._cfg.parallel.tensor
+        keys, values = 2 * a.key_heads * HEAD_DIM, a.value_heads * HEAD_DIM
+        # The input projection, of which the convolution's input is a part, and a copy of its gates;
+        # normalised queries and keys, and values, as the kernels read them; solved systems; the
+        # output, and what the last projection reads.
+        kept = input_dim(a) + values + keys + values + a.value_heads * _CHUNK + 2 * values
+        numbers = 4 * 6 * a.value_heads  # decays and their sums, beta, norms
+        # States of all chunks and their gradients; gradients of queries and keys of every value
+        # head, twice, and of values.
+        states = 2 * a.value_heads * HEAD_DIM**2 // _CHUNK
+        return Layer(tokens * (wide * kept + numbers), tokens * wide * (states + 6 * values))
+
+    def _full(self) -> int:
         """Query, key and value as the kernel takes them, its output and statistics; latents."""
         a, s, t = self._cfg.model.attention, self.sizes, self._cfg.parallel.tensor
         if a.kind == "mla":
@@ -182,6 +212,8 @@ class Activations:
         else:
             q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
             kept = 2 * q + 2 * kv
+            if a.output_gate:
+                kept += 2 * q  # the gate, and what core attention made before it
             if a.qk_norm and a.qk_norm_over == "projection":
                 kept += q + kv  # copies of query and key, which the norms save
             elif 0 < a.rotary_dim < a.head_dim:

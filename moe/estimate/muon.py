@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.layout import data_parallel_size, expert_parallel_size, stage_ranks
+from phalanx.configs.linear_attention import HEAD_DIM
 from phalanx.configs.schema import Config
 from phalanx.moe.estimate.accounting import projections
 
@@ -20,23 +21,31 @@ _FULL = 0.9
 
 
 class Stack(NamedTuple):
-    """Matrices of one parameter and one shape, whole."""
+    """Matrices of one parameter, whole: of one shape, and others of other shapes."""
 
     number: int
     rows: int
     columns: int
     expert: bool = False
+    others: tuple[tuple[int, int, int], ...] = ()
+    """Number, rows and columns of these."""
 
     @property
     def elements(self) -> int:
         """Of all of them."""
-        return self.number * self.rows * self.columns
+        return sum(number * rows * columns for number, rows, columns in self._shapes())
 
     @property
     def flops(self) -> float:
         """Of one Newton-Schulz iteration: X X^T, its square, and their product with X."""
-        short, long = sorted((self.rows, self.columns))
-        return self.number * (4.0 * short**2 * long + 2.0 * short**3)
+        total = 0.0
+        for number, rows, columns in self._shapes():
+            short, long = sorted((rows, columns))
+            total += number * (4.0 * short**2 * long + 2.0 * short**3)
+        return total
+
+    def _shapes(self) -> tuple[tuple[int, int, int], ...]:
+        return (self.number, self.rows, self.columns), *self.others
 
 
 class Share(NamedTuple):
@@ -49,9 +58,11 @@ class Share(NamedTuple):
     """Elements of the buffers of gradients and of parameters that belong to no parameter."""
 
 
-def stacks(cfg: Config, world: int, *, dense: int, sparse: int, mtp: int) -> list[Stack]:
-    """Of so many layers with and without experts, of which `mtp` are prediction layers; none for
-    an optimizer other than Muon."""
+def stacks(
+    cfg: Config, world: int, *, dense: int, sparse: int, mtp: int, linear: int = 0
+) -> list[Stack]:
+    """Of so many layers with and without experts, of which `mtp` are prediction layers and `linear`
+    have linear attention; none for an optimizer other than Muon."""
     if cfg.optim.kind != "muon":
         return []
     m, e, up = cfg.model, cfg.model.moe, ACTIVATIONS[cfg.model.moe.activation].halves
@@ -59,13 +70,18 @@ def stacks(cfg: Config, world: int, *, dense: int, sparse: int, mtp: int) -> lis
     attention = [Stack(1, rows, columns) for columns, rows in projections(h, a)]
     if a.kind == "gqa":
         query, key = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        attention[:1] = [Stack(1, query, h), Stack(2, key, h)]
+        attention[:1] = [Stack(1 + a.output_gate, query, h, others=((2, key, h),))]
+    lin = m.linear_attention
+    keys, values = lin.key_heads * HEAD_DIM, lin.value_heads * HEAD_DIM
+    inside = ((2, values, h), (2, lin.value_heads, h))
+    state = [Stack(2, keys, h, others=inside), Stack(1, h, values)]
     mlp = [Stack(up, m.dense_ffn, h), Stack(1, h, m.dense_ffn)]
     shared = [Stack(up, e.shared_ffn, h), Stack(1, h, e.shared_ffn)] if e.shared_ffn else []
     local = e.experts // expert_parallel_size(cfg, world)
     routed = [Stack(up * local, e.ffn, h, True), Stack(local, h, e.ffn, True)]
     return [
-        *attention * (dense + sparse),
+        *attention * (dense + sparse - linear),
+        *state * linear,
         *mlp * dense,
         *(shared + routed) * sparse,
         *[Stack(1, h, 2 * h)] * mtp,

@@ -21,6 +21,7 @@ from phalanx.configs.layout import (
     pipeline_chunks,
     stage_ranks,
 )
+from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.kernels.refusal import Refusal
 from phalanx.moe.estimate.accounting import parameters
@@ -173,6 +174,8 @@ def _remedies(cfg: Config, world: int, ranks: Sequence[int], most: int) -> list[
 def _small(cfg: Config) -> str:
     """The option of `model=` that has the same parts at the size of a CPU."""
     a = cfg.model.attention
+    if linear_layers(cfg.model):
+        return "tiny_qwen3_next"
     return "tiny_deepseek" if a.kind == "mla" else "tiny_gpt_oss" if a.sinks else "tiny"
 
 

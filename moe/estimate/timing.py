@@ -23,9 +23,10 @@ from phalanx.configs.layout import (
     pipeline_chunks,
     stage_ranks,
 )
+from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
-from phalanx.moe.estimate.accounting import flops_per_token
+from phalanx.moe.estimate.accounting import delta_rule_products, flops_per_token
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, overlaps, traffic
@@ -115,9 +116,9 @@ class _Flops(NamedTuple):
     """Forward and backward of a token, without recomputation."""
 
     projections: float
-    """Of one attention."""
+    """Of one attention, on average over the layers."""
     core: float
-    """Of one core attention, on average over the layers."""
+    """Of one core attention or delta rule, on average over the layers."""
     mlp: float
     """Of one dense MLP."""
     routed: float
@@ -138,7 +139,8 @@ def _flops(cfg: Config) -> _Flops:
     head, joining = 6.0 * (1 + m.mtp_layers) * m.hidden * m.vocab_size, 12.0 * m.hidden**2
     rest = head + m.mtp_layers * joining + e.dense_layers * mlp
     rest += (layers - e.dense_layers) * (routed + shared)
-    projections, core = (linear - rest) / layers, (whole - linear) / layers
+    state = 6.0 * linear_layers(m) * delta_rule_products(m)
+    projections, core = (linear - state - rest) / layers, (whole - linear + state) / layers
     return _Flops(projections, core, mlp, routed, shared, head, joining)
 
 

@@ -17,9 +17,16 @@ from phalanx.configs.layout import (
     pipeline_chunks,
     stage_ranks,
 )
+from phalanx.configs.linear_attention import is_linear
 from phalanx.configs.schema import Config
 from phalanx.moe.estimate import muon
-from phalanx.moe.estimate.accounting import parameters, projections
+from phalanx.moe.estimate.accounting import (
+    attention_norms,
+    attention_parameters,
+    linear_projections,
+    parameters,
+    projections,
+)
 
 _FP32 = 4
 
@@ -60,7 +67,9 @@ def stage_weights(cfg: Config, world: int) -> list[Weights]:
         stages[stage][1] += expert
         of_dense = dense_layers(cfg, letters, first_layer)
         sparse = layers - of_dense + mtp
-        matrices[stage] += muon.stacks(cfg, world, dense=of_dense, sparse=sparse, mtp=mtp)
+        linear = linear_in(cfg, letters, first_layer)
+        counts = dict(dense=of_dense, sparse=sparse, mtp=mtp, linear=linear)
+        matrices[stage] += muon.stacks(cfg, world, **counts)
         first_layer += layers
     return [
         _weights(cfg, world, dense, expert, of_muon)
@@ -80,6 +89,8 @@ class LayerKind(NamedTuple):
     dense: bool
     """It has a dense MLP instead of experts."""
     fp8: bool
+    linear: bool = False
+    """Its attention is linear."""
 
 
 def layer_kinds(cfg: Config, letters: str, first: int) -> list[LayerKind]:
@@ -87,7 +98,7 @@ def layer_kinds(cfg: Config, letters: str, first: int) -> list[LayerKind]:
     decoder = range(first, first + letters.count("t"))
     prediction = [cfg.model.layers] * letters.count("m")
     return [
-        LayerKind(i < cfg.model.moe.dense_layers, fp8_layer(cfg, i))
+        LayerKind(i < cfg.model.moe.dense_layers, fp8_layer(cfg, i), is_linear(cfg.model, i))
         for i in (*decoder, *prediction)
     ]
 
@@ -95,6 +106,11 @@ def layer_kinds(cfg: Config, letters: str, first: int) -> list[LayerKind]:
 def dense_layers(cfg: Config, letters: str, first: int) -> int:
     """How many of a chunk's decoder layers, the first of which is `first`, have a dense MLP."""
     return max(0, min(letters.count("t"), cfg.model.moe.dense_layers - first))
+
+
+def linear_in(cfg: Config, letters: str, first: int) -> int:
+    """How many of a chunk's decoder layers, from `first` on, have linear attention."""
+    return sum(is_linear(cfg.model, i) for i in range(first, first + letters.count("t")))
 
 
 def _chunk(cfg: Config, world: int, letters: str, first: int) -> tuple[int, int]:
@@ -110,13 +126,16 @@ def _chunk(cfg: Config, world: int, letters: str, first: int) -> tuple[int, int]
     layers = of_dense + sparse
 
     whole = bias * h  # the output bias of attention, and of a dense MLP
-    attention = _share(p.attention, all_dense + all_sparse)
+    linear = linear_in(cfg, letters, first)
+    full = layers - linear
+    attention, state = (attention_parameters(m, linear=each) for each in (False, True))
     mlp = _share(p.dense_mlp, all_dense)
-    shared = _share(p.shared_experts, all_sparse)
-    inner_norms = _share(p.norms - h - m.mtp_layers * 3 * h, all_dense + all_sparse)
-    dense = layers * ((attention - whole) // tensor + whole + inner_norms)
+    gate = m.moe.shared_gate * h
+    shared = _share(p.shared_experts, all_sparse) - gate
+    dense = full * ((attention - whole) // tensor + whole + attention_norms(m, linear=False))
+    dense += linear * (state // tensor + attention_norms(m, linear=True)) + layers * 2 * h
     dense += of_dense * ((mlp - whole) // tensor + whole)
-    dense += sparse * (shared // tensor + _share(p.router, all_sparse))
+    dense += sparse * (shared // tensor + gate + _share(p.router, all_sparse))
     dense += mtp * (2 * h * h // tensor + 3 * h)
     table = m.vocab_size * h // tensor
     if "E" in letters or mtp:
@@ -178,10 +197,13 @@ def cached_gradient_bytes(cfg: Config, world: int) -> list[int]:
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
         shapes = stages[i % cfg.parallel.pipeline]
-        dense = dense_layers(cfg, letters, first)
+        dense, linear = dense_layers(cfg, letters, first), linear_in(cfg, letters, first)
         first += letters.count("t")
         sparse = letters.count("t") - dense + letters.count("m")
-        if dense + sparse:
+        if linear:
+            (_, inside), (values, _) = linear_projections(m)
+            shapes |= {(inside // t, h), (h, values // t)}
+        if dense + sparse > linear:
             *inner, (inputs, outputs) = projections(h, a)
             shapes |= {(rows // t, columns) for columns, rows in inner}
             shapes.add((outputs, inputs // t))

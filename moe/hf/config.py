@@ -53,6 +53,18 @@ def to_knobs(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def prediction_prefix(config: dict[str, Any], layer: int) -> str:
+    """How names of a layer of multi-token prediction begin.
+
+    Args:
+        config: config.json, which `to_knobs` takes.
+        layer: its number, where those of the decoder come first.
+    """
+    family = str(config["model_type"])
+    names = FAMILIES[ALIASES.get(family, family)].names
+    return names.prediction or f"model.layers.{layer}."
+
+
 def _rotated_heads(family: str, found: dict[str, Any]) -> Heads:
     latent, share = found["attention.kind"] == "mla", FAMILIES[family].partial_rotary
     if share is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.configs.knobs import knobs, put
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.moe.hf import ConversionError
-from phalanx.moe.hf.config import besides, to_json, to_knobs
+from phalanx.moe.hf.config import besides, prediction_prefix, to_json, to_knobs
 from phalanx.moe.hf.pieces import PieceReader, PieceWriter
 from phalanx.moe.hf.shards import Shards
 from phalanx.moe.hf.source import Source, read_json
@@ -55,8 +55,7 @@ def determined(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     found = to_knobs(config)
     # transformers leaves out the prediction layers when it saves, but not their number.
-    names = Source(folder, config).names
-    first = f"model.layers.{found['layers']}."
+    names, first = Source(folder, config).names, prediction_prefix(config, found["layers"])
     if not any(name.startswith(first) for name in names):
         found["mtp_layers"] = 0
     return found
@@ -81,7 +80,7 @@ def import_folder(
     source, depths = Source(folder, config), to_knobs(config)["mtp_layers"]
     plan = [r for r in regions(model) if not r.repeated or r.parts[0].name in source.names]
     left_out = tuple(
-        f"model.layers.{model.layers + depth}." for depth in range(model.mtp_layers, depths)
+        prediction_prefix(config, model.layers + depth) for depth in range(model.mtp_layers, depths)
     )
     dtypes = _check(source, plan, left_out)
     first = {(r.key, r.rows): r for r in plan if not r.repeated}

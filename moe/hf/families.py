@@ -7,6 +7,7 @@ of an export, so that no difference between two architectures is passed over.
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.configs.linear_attention import HEAD_DIM, TAPS, linear_layers
 from phalanx.configs.schema import ModelConfig
 
 
@@ -20,6 +21,10 @@ class Names:
     """Of the router, where it has one that shapes the choice of experts."""
     matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """Of one expert; none where all experts are in one tensor."""
+    shared: str = "shared_experts"
+    prediction: str = ""
+    """How names of multi-token prediction begin; otherwise its layers follow those of the
+    decoder."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,13 @@ _LATENT_HEADS = {
     "attention.window": 0,
     "attention.yarn.truncate": True,
 }
+_PLAIN = {
+    "norm_zero_centered": False,
+    "attention.output_gate": False,
+    "linear_attention.full_attention_interval": 1,
+    "moe.shared_gate": False,
+}
+"""What only Qwen3-Next has otherwise."""
 _NORMED_TOGETHER = {"attention.qk_norm": True, "attention.qk_norm_over": "projection"}
 _ROUTED_ONLY = {"mtp_layers": 0, "moe.shared_ffn": 0}
 _PLAIN_CHOICE = {"moe.router.groups": 1, "moe.router.scale": 1.0, "moe.router.bias_rate": 0.0}
@@ -119,6 +131,7 @@ FAMILIES = {
         architecture="DeepseekV3ForCausalLM",
         fixed={
             **_SWIGLU,
+            **_PLAIN,
             **_LATENT_HEADS,
             "bias": False,
             "moe.router.score": "sigmoid",
@@ -143,6 +156,7 @@ FAMILIES = {
         architecture="Qwen3MoeForCausalLM",
         fixed={
             **_SWIGLU,
+            **_PLAIN,
             **_PLAIN_HEADS,
             **_ROUTED_ONLY,
             **_PLAIN_CHOICE,
@@ -172,6 +186,7 @@ FAMILIES = {
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",
         fixed={
+            **_PLAIN,
             **_PLAIN_HEADS,
             **_ROUTED_ONLY,
             **_PLAIN_CHOICE,
@@ -198,6 +213,7 @@ FAMILIES = {
         architecture="MixtralForCausalLM",
         fixed={
             **_SWIGLU,
+            **_PLAIN,
             **_PLAIN_HEADS,
             **_ROUTED_ONLY,
             **_PLAIN_CHOICE,
@@ -217,6 +233,7 @@ FAMILIES = {
         architecture="DeepseekV2ForCausalLM",
         fixed={
             **_SWIGLU,
+            **_PLAIN,
             **_LATENT_HEADS,
             "bias": False,
             "mtp_layers": 0,
@@ -244,6 +261,7 @@ FAMILIES = {
         architecture="OlmoeForCausalLM",
         fixed={
             **_SWIGLU,
+            **_PLAIN,
             **_PLAIN_HEADS,
             **_NORMED_TOGETHER,
             **_ROUTED_ONLY,
@@ -267,6 +285,7 @@ FAMILIES = {
         architecture="Glm4MoeForCausalLM",
         fixed={
             **_SWIGLU,
+            **_PLAIN,
             "bias": False,
             "attention.kind": "gqa",
             "attention.qk_norm_over": "head",
@@ -294,6 +313,7 @@ FAMILIES = {
         architecture="MiniMaxM2ForCausalLM",
         fixed={
             **_SWIGLU,
+            **_PLAIN,
             **_NORMED_TOGETHER,
             **_ROUTED_ONLY,
             "bias": False,
@@ -326,6 +346,47 @@ FAMILIES = {
         names=_MIXTRAL_NAMES,
         partial_rotary=1.0,
     ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM",
+        fixed={
+            **_SWIGLU,
+            **_PLAIN_CHOICE,
+            "bias": False,
+            "norm_zero_centered": True,
+            "attention.kind": "gqa",
+            "attention.qk_norm": True,
+            "attention.qk_norm_over": "head",
+            "attention.qkv_bias": False,
+            "attention.output_gate": True,
+            "attention.sinks": False,
+            "attention.window": 0,
+            "moe.dense_layers": 0,
+            "moe.shared_gate": True,
+            "moe.router.score": "softmax",
+            "moe.router.softmax_over": "all",
+        },
+        fields={
+            **_GROUPED,
+            "intermediate_size": "dense_ffn",
+            "linear_num_key_heads": "linear_attention.key_heads",
+            "linear_num_value_heads": "linear_attention.value_heads",
+            "num_experts": "moe.experts",
+            "moe_intermediate_size": "moe.ffn",
+            "shared_expert_intermediate_size": "moe.shared_ffn",
+            "norm_topk_prob": "moe.router.normalize",
+        },
+        demanded={
+            **_ALL,
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "linear_conv_kernel_dim": TAPS,
+            "linear_key_head_dim": HEAD_DIM,
+            "linear_value_head_dim": HEAD_DIM,
+            "use_sliding_window": False,
+        },
+        names=Names(shared="shared_expert", prediction="mtp."),
+        partial_rotary=0.25,
+    ),
 }
 """By `model_type`."""
 
@@ -336,6 +397,8 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 def family_of(m: ModelConfig) -> str:
     """The one family that a model can be of; what else this family fixes is not looked at."""
     a, sigmoid = m.attention, m.moe.router.score == "sigmoid"
+    if linear_layers(m) or a.output_gate:
+        return "qwen3_next"
     if a.kind == "mla":
         return "deepseek_v3" if sigmoid else "deepseek_v2"
     if a.sinks or m.moe.activation == "quick_geglu":

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.fields import Fields, number, shown, value_of
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 Knobs = dict[str, Any]
 
@@ -84,6 +84,24 @@ def _minimax_m2(config: Fields, found: Knobs) -> Knobs:
     return _aux_loss(config)
 
 
+def _qwen3_next(config: Fields, found: Knobs) -> Knobs:
+    if config.get("mlp_only_layers"):
+        config.demand({"mlp_only_layers": []})
+    _check_heads(found)
+    keys, values = (found[f"linear_attention.{kind}_heads"] for kind in ("key", "value"))
+    if keys < 1 or values < 1 or values % keys:
+        raise ConversionError(
+            f"config.json has linear_num_key_heads={keys}, which does not divide "
+            f"linear_num_value_heads={values}"
+        )
+    return {
+        "linear_attention.full_attention_interval": _full_attention_interval(config, found),
+        # The published weights have a prediction layer, of which config.json says nothing.
+        "mtp_layers": number(config, "num_nextn_predict_layers", 1),
+        **_aux_loss(config),
+    }
+
+
 READERS: dict[str, Callable[[Fields, Knobs], Knobs]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
@@ -93,6 +111,7 @@ READERS: dict[str, Callable[[Fields, Knobs], Knobs]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
 }
 """By family."""
 
@@ -147,6 +166,30 @@ def _windows(config: Fields, layers: int) -> Knobs:
             f"config.json has sliding_window={shown(window)} and sliding layers; expected a number"
         )
     return {"attention.window": window, "attention.window_every": every}
+
+
+def _full_attention_interval(config: Fields, found: Knobs) -> int:
+    """Of layers whose attention is not linear: by their kinds, or by a number that makes these."""
+    layers, kinds = found["layers"], config.get("layer_types")
+    told = number(config, "full_attention_interval", 4, least=1)
+    if kinds is None:
+        return told
+    if not isinstance(kinds, list) or any(kind not in (FULL, LINEAR) for kind in kinds):
+        known = f"expected a list of {FULL} and {LINEAR}"
+        raise ConversionError(f"config.json has layer_types={shown(kinds)}; {known}")
+    every = kinds.index(FULL) + 1 if FULL in kinds else max(told, layers + 1)
+    if kinds != linear_kinds(layers, every):
+        raise ConversionError("config.json has layer_types that are not full at each n-th layer")
+    if "full_attention_interval" in config and linear_kinds(layers, told) != kinds:
+        raise ConversionError(
+            f"config.json has full_attention_interval={told} and layer_types that differ"
+        )
+    return every
+
+
+def linear_kinds(layers: int, every: int) -> list[str]:
+    """`layer_types`: each `every`-th layer full, the others linear."""
+    return [LINEAR if i % every else FULL for i in range(1, layers + 1)]
 
 
 def kinds_of_layers(layers: int, every: int, *, windows: bool) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from phalanx.configs.linear_attention import HEAD_DIM, TAPS, is_linear, qkv_dim
 from phalanx.configs.schema import ModelConfig
 from phalanx.moe.hf.families import FAMILIES, Names, family_of
 
@@ -58,11 +59,13 @@ def regions(m: ModelConfig) -> Iterator[Region]:
     words = (m.vocab_size, m.hidden)
     yield from _rows("embedding.word_embeddings.weight", words, "model.embed_tokens.weight")
     for layer in range(m.layers):
-        sparse = layer >= m.moe.dense_layers
-        yield from _layer(m, f"decoder.layers.{layer}.", f"model.layers.{layer}.", sparse)
+        yield from _layer(m, f"decoder.layers.{layer}.", f"model.layers.{layer}.", layer)
     yield from _rows("decoder.final_layernorm.weight", (m.hidden,), "model.norm.weight")
     for depth in range(m.mtp_layers):
-        yield from _prediction(m, f"mtp.layers.{depth}.", f"model.layers.{m.layers + depth}.")
+        if first := FAMILIES[family_of(m)].names.prediction:
+            yield from _prediction_apart(m, f"mtp.layers.{depth}.", first)
+        else:
+            yield from _prediction(m, f"mtp.layers.{depth}.", f"model.layers.{m.layers + depth}.")
     if not m.tie_embeddings:
         yield from _rows("output_layer.weight", words, "lm_head.weight")
 
@@ -86,13 +89,17 @@ def _rows(
         yield Region(key, shape, (first + start, first + stop), (part,), exact, repeated)
 
 
-def _layer(m: ModelConfig, key: str, name: str, sparse: bool) -> Iterator[Region]:
+def _layer(m: ModelConfig, key: str, name: str, layer: int) -> Iterator[Region]:
+    """Layer `layer` of all, those of multi-token prediction after those of the decoder."""
     yield from _rows(f"{key}input_layernorm.weight", (m.hidden,), f"{name}input_layernorm.weight")
-    attention = _latent_attention if m.attention.kind == "mla" else _grouped_attention
-    yield from attention(m, f"{key}self_attention.", f"{name}self_attn.")
+    if is_linear(m, layer):
+        yield from _linear_attention(m, f"{key}self_attention.", f"{name}linear_attn.")
+    else:
+        attention = _latent_attention if m.attention.kind == "mla" else _grouped_attention
+        yield from attention(m, f"{key}self_attention.", f"{name}self_attn.")
     norm = f"{name}post_attention_layernorm.weight"
     yield from _rows(f"{key}pre_mlp_layernorm.weight", (m.hidden,), norm)
-    if not sparse:
+    if layer < m.moe.dense_layers:
         yield from _mlp(f"{key}mlp.", f"{name}mlp.", m.hidden, m.dense_ffn)
         return
     names = FAMILIES[family_of(m)].names
@@ -103,8 +110,11 @@ def _layer(m: ModelConfig, key: str, name: str, sparse: bool) -> Iterator[Region
     else:
         yield from _joint_experts(m, f"{key}mlp.experts.experts.", f"{block}experts.")
     if m.moe.shared_ffn:
-        shared = f"{name}mlp.shared_experts."
+        shared = f"{block}{names.shared}."
         yield from _mlp(f"{key}mlp.shared_experts.", shared, m.hidden, m.moe.shared_ffn)
+    if m.moe.shared_gate:
+        gate = f"{block}{names.shared}_gate.weight"
+        yield from _rows(f"{key}mlp.shared_experts.gate_weight", (1, m.hidden), gate)
 
 
 def _prediction(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
@@ -115,24 +125,40 @@ def _prediction(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
     for norm in ("enorm", "hnorm"):
         yield from _rows(f"{key}{norm}.weight", (m.hidden,), f"{name}{norm}.weight")
     yield from _rows(f"{key}eh_proj.weight", (m.hidden, 2 * m.hidden), f"{name}eh_proj.weight")
-    yield from _layer(m, f"{key}transformer_layer.", name, sparse=True)
+    yield from _layer(m, f"{key}transformer_layer.", name, m.layers)
     norm = f"{name}shared_head.norm.weight"
     yield from _rows(f"{key}final_layernorm.weight", (m.hidden,), norm)
     yield from _rows(head, words, f"{name}shared_head.head.weight", repeated=True)
 
 
+def _prediction_apart(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
+    """A layer of multi-token prediction, laid out like Qwen3-Next's, beside the model."""
+    norms = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+    for ours, theirs in (norms | {"final_layernorm": "norm"}).items():
+        yield from _rows(f"{key}{ours}.weight", (m.hidden,), f"{name}{theirs}.weight")
+    yield from _rows(f"{key}eh_proj.weight", (m.hidden, 2 * m.hidden), f"{name}fc.weight")
+    yield from _layer(m, f"{key}transformer_layer.", f"{name}layers.0.", m.layers)
+
+
 def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
-    """Queries, keys and values of one key-value head lie together in a checkpoint."""
+    """Queries, keys and values of one key-value head lie together in a checkpoint.
+
+    So do gates, behind the queries; in a folder each is behind its own query.
+    """
     a = m.attention
     per, d = a.heads // a.kv_heads, a.head_dim
+    mine = 2 * per if a.output_gate else per
 
     def heads(first: int, last: int) -> View:
         def view(region: Tensor) -> Tensor:
-            return region.view(a.kv_heads, per + 2, d, *region.shape[1:])[:, first:last]
+            part = region.view(a.kv_heads, mine + 2, d, *region.shape[1:])[:, first:last]
+            if a.output_gate and first == 0:
+                return part.unflatten(1, (2, per)).transpose(1, 2)
+            return part
 
         return view
 
-    spans = {"q": (0, per), "k": (per, per + 1), "v": (per + 1, per + 2)}
+    spans = {"q": (0, mine), "k": (mine, mine + 1), "v": (mine + 1, mine + 2)}
     for kind in ("weight", "bias") if m.bias or a.qkv_bias else ("weight",):
         columns = (m.hidden,) if kind == "weight" else ()
         parts = []
@@ -140,7 +166,7 @@ def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
             rows = a.kv_heads * (last - first) * d
             source = f"{name}{letter}_proj.{kind}"
             parts.append(Part(source, (rows, *columns), (0, rows), heads(first, last)))
-        total = a.kv_heads * (per + 2) * d
+        total = a.kv_heads * (mine + 2) * d
         yield Region(f"{key}linear_qkv.{kind}", (total, *columns), (0, total), tuple(parts))
     out = (m.hidden, a.heads * d)
     yield from _rows(f"{key}linear_proj.weight", out, f"{name}o_proj.weight")
@@ -154,6 +180,36 @@ def _grouped_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
             width = count * d if together else d
             norm = f"{name}{letter}_norm.weight"
             yield from _rows(f"{key}{letter}_layernorm.weight", (width,), norm)
+
+
+def _linear_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:
+    """A folder has what belongs to a key head together, a checkpoint by kind in tensors."""
+    a, d = m.linear_attention, HEAD_DIM
+    shared = a.value_heads // a.key_heads
+    joint = {
+        "in_proj_qkvz": {"query": d, "key": d, "value": shared * d, "z": shared * d},
+        "in_proj_ba": {"beta": shared, "alpha": shared},
+    }
+    for theirs, kinds in joint.items():
+        whole = (a.key_heads * sum(kinds.values()), m.hidden)
+        start = 0
+        for head in range(a.key_heads):
+            for kind, rows in kinds.items():
+                part = Part(f"{name}{theirs}.weight", whole, (start, start + rows), _same)
+                ours = (f"{key}in_proj.weight.{kind}", (a.key_heads * rows, m.hidden))
+                yield Region(*ours, (head * rows, (head + 1) * rows), (part,))
+                start += rows
+    start, taps = 0, (qkv_dim(a), 1, TAPS)
+    for kind, heads in (("query", a.key_heads), ("key", a.key_heads), ("value", a.value_heads)):
+        rows = heads * d
+        part = Part(f"{name}conv1d.weight", taps, (start, start + rows), _same)
+        yield Region(f"{key}conv1d.weight.{kind}", (rows, 1, TAPS), (0, rows), (part,))
+        start += rows
+    for vector in ("A_log", "dt_bias"):
+        yield from _rows(f"{key}{vector}", (a.value_heads,), f"{name}{vector}")
+    yield from _rows(f"{key}out_norm.weight", (d,), f"{name}norm.weight")
+    out = (m.hidden, a.value_heads * d)
+    yield from _rows(f"{key}out_proj.weight", out, f"{name}out_proj.weight")
 
 
 def _latent_attention(m: ModelConfig, key: str, name: str) -> Iterator[Region]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from phalanx.configs.schema import ModelConfig
 from phalanx.moe.hf import ConversionError
-from phalanx.moe.hf.reading import check_groups, kinds_of_layers
+from phalanx.moe.hf.reading import check_groups, kinds_of_layers, linear_kinds
 
 Json = dict[str, Any]
 
@@ -73,6 +73,20 @@ def _minimax_m2(m: ModelConfig, context: int) -> Json:
     }
 
 
+def _qwen3_next(m: ModelConfig, context: int) -> Json:
+    every = m.linear_attention.full_attention_interval
+    if m.mtp_layers > 1:
+        raise refused("mtp_layers", m.mtp_layers, "qwen3_next of Hugging Face has at most 1")
+    if not m.moe.shared_ffn:
+        raise refused("moe.shared_ffn", 0, "qwen3_next of Hugging Face has a shared expert")
+    return {
+        "full_attention_interval": every,
+        "layer_types": linear_kinds(m.layers, every),
+        "mlp_only_layers": [],
+        **_aux_loss(m),
+    }
+
+
 WRITERS: dict[str, Callable[[ModelConfig, int], Json]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
@@ -82,6 +96,7 @@ WRITERS: dict[str, Callable[[ModelConfig, int], Json]] = {
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
 }
 """By family: of a model and the tokens in a sequence."""
 

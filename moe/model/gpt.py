@@ -31,7 +31,14 @@ from torch import Tensor
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import in_bf16, is_fp8
-from phalanx.configs.schema import AttentionConfig, Config, ModelConfig, MoEConfig
+from phalanx.configs.linear_attention import HEAD_DIM, TAPS, is_linear
+from phalanx.configs.schema import (
+    AttentionConfig,
+    Config,
+    LinearAttentionConfig,
+    ModelConfig,
+    MoEConfig,
+)
 from phalanx.kernels.expert_mlp.activation import formula
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
 from phalanx.moe.experts import activation_of
@@ -81,6 +88,7 @@ class Backends:
     experts: str = "reference"
     attention: str = "reference"
     norm: str = "torch"
+    linear_attention: str = "torch"
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,7 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
     return kind(
         **_blocks(m),
         **_attention(m.attention),
+        **_linear_attention(m.linear_attention),
         **_experts(m),
         **_parallel(cfg, layout),
         **_execution(cfg, on_cpu=on_cpu),
@@ -125,6 +134,7 @@ def _blocks(m: ModelConfig) -> dict[str, Any]:
         glu_linear_offset=e.activation_offset,
         normalization="RMSNorm",
         layernorm_epsilon=m.norm_eps,
+        layernorm_zero_centered_gamma=m.norm_zero_centered,
         hidden_dropout=0.0,
         perform_initialization=False,
         init_method_std=m.init_std,
@@ -139,11 +149,23 @@ def _attention(a: AttentionConfig) -> dict[str, Any]:
         num_query_groups=a.kv_heads if a.kind == "gqa" else a.heads,
         kv_channels=a.head_dim,
         add_qkv_bias=a.qkv_bias,
+        attention_output_gate=a.output_gate,
         qk_layernorm=a.qk_norm or a.kind == "mla",
         softmax_type="learnable" if a.sinks else "vanilla",
         window_size=(a.window - 1, 0) if a.window else None,
         window_attn_skip_freq=a.window_every if a.window and a.window_every > 1 else None,
         attention_dropout=0.0,
+    )
+
+
+def _linear_attention(a: LinearAttentionConfig) -> dict[str, Any]:
+    """Sizes alone: which layers have it is decided layer by layer, by `build`."""
+    return dict(
+        linear_conv_kernel_dim=TAPS,
+        linear_key_head_dim=HEAD_DIM,
+        linear_value_head_dim=HEAD_DIM,
+        linear_num_key_heads=a.key_heads,
+        linear_num_value_heads=a.value_heads,
     )
 
 
@@ -153,6 +175,7 @@ def _experts(m: ModelConfig) -> dict[str, Any]:
         num_moe_experts=e.experts,
         moe_ffn_hidden_size=e.ffn,
         moe_shared_expert_intermediate_size=e.shared_ffn or None,
+        moe_shared_expert_gate=e.shared_gate,
         moe_layer_freq=[int(i >= e.dense_layers) for i in range(m.layers)],
         moe_token_dispatcher_type="alltoall",
     )
@@ -373,8 +396,8 @@ def _layer(
     cfg: Config, config: TransformerConfig, backends: Backends, moe: MoEOptions, number: int
 ) -> ModuleSpec:
     """Layer `number`, from 0; one of multi-token prediction comes after the last."""
-    m, by_recipe = cfg.model, recipe(cfg, number) if backends.experts != "megatron" else None
-    moe = with_recipe(moe, by_recipe, dense=cfg.precision.dense == "fp8")
+    m, of_layer = cfg.model, recipe(cfg, number) if backends.experts != "megatron" else None
+    moe = with_recipe(moe, of_layer, dense=cfg.precision.dense == "fp8")
     mla = m.attention.kind == "mla"
     sub = get_gpt_layer_local_submodules(
         normalization="RMSNorm",
@@ -394,6 +417,12 @@ def _layer(
     if m.attention.qk_norm and m.attention.qk_norm_over == "projection":
         attention.q_layernorm = partial(over_heads, norm, m.attention.heads)
         attention.k_layernorm = partial(over_heads, norm, m.attention.kv_heads)
+    linear = is_linear(m, number)
+    if linear:
+        # Here, since it imports a part of Megatron-Core that no other model needs.
+        from phalanx.moe.model import gated_delta_net
+
+        sub.self_attention = gated_delta_net.spec(backends.linear_attention)
     if number >= m.moe.dense_layers:
         sub.mlp = partial(StockMoE if backends.experts == "megatron" else MoE, options=moe)
     else:
@@ -401,7 +430,9 @@ def _layer(
     # Megatron-Core renames norms in checkpoints to match fused layers; ours keep their own names.
     sub.sharded_state_dict_keys_map = {}
     projections = replace(moe.dense, margins=Margins())
-    params = {"projections": projections} if projections.recipe is not None else {}
+    # Those of linear attention are no whole blocks of FP8 and stay bf16.
+    by_recipe = projections.recipe is not None and not linear
+    params = {"projections": projections} if by_recipe else {}
     return ModuleSpec(module=Layer, params=params, submodules=sub)
 
 

@@ -4,13 +4,17 @@ kernels.attention.qkv.
 Megatron-Core 0.19.2 copies the queries out of the mixed projection, norms and turns queries and
 keys by kernels of their own, and joins three gradients to one. Here a layer goes from the
 projection, its bias not yet added, to what core attention reads in one step, and back in one. Norms
-over all heads together (OLMoE, MiniMax-M2) have no such kernel, and are steps of their own.
+over all heads together (OLMoE, MiniMax-M2) and norms with weights less 1 (Qwen3-Next) have no such
+kernel, and are steps of their own. With an output gate the projection has a gate of each query
+head, behind the queries of its group; Megatron-Core multiplies the output by its sigmoid.
 
-Shape legend: S positions, B batch, H query heads, G key-value heads, d channels; N = H / G + 2.
+Shape legend: S positions, B batch, H query heads, G key-value heads, d channels; N = H / G + 2, or
+with a gate 2 H / G + 2.
 """
 
 from typing import Any
 
+import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
@@ -44,20 +48,30 @@ class GroupedAttention(SelfAttention):
         norm = self.q_layernorm
         self._over_heads = norm is not None and norm.weight.numel() > self.config.kv_channels
         """The norms are of `over_heads`; the heads are then all on this rank."""
+        centered = norm is not None and self.config.layernorm_zero_centered_gamma
+        self._apart = self._over_heads or centered
+        """The norms are steps of their own."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Mixed projection [S, B, G, N, d] and bias [G, N, d], for the next method to take apart.
+    ) -> tuple[Tensor | None, ...]:
+        """Mixed projection [S, B, G, N, d] and bias [G, N, d], for the next method to take apart,
+        None, and if there are any the gates [S, B, H, d].
 
-        With groups that tensor ranks share, q, k and v as they are.
+        With groups that tensor ranks share, q, k and v as they are, and gates.
         """
         if not self._mixed:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         mixed, bias = self.linear_qkv(hidden_states)
         shape = self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
         mixed = mixed.view(*mixed.shape[:2], *shape)
-        return mixed, None if bias is None else bias.view(shape), None
+        bias = None if bias is None else bias.view(shape)
+        if not self.config.attention_output_gate:
+            return mixed, bias, None
+        if bias is not None:
+            mixed = mixed + bias
+        R = mixed.shape[-2] // 2 - 1
+        return mixed, None, None, mixed[..., R : 2 * R, :].flatten(2, 3)
 
     def _adjust_key_value_for_inference(
         self,
@@ -76,31 +90,48 @@ class GroupedAttention(SelfAttention):
         """
         assert inference_context is None
         (freqs, _), mscale = rotary_pos_emb, self._yarn_concentration_factor
-        if self._over_heads:
-            query, key, value = self._normed_together(query, key, freqs, mscale)
+        if self._mixed and self._apart:
+            query, key, value = self._normed_apart(query, key, freqs, mscale)
         elif self._mixed:
             query, key, value = queries_keys_values(
-                query, key, freqs, mscale=mscale, norms=self._norms(), view=self._reads_views
+                self._ungated(query),
+                key,
+                freqs,
+                mscale=mscale,
+                norms=self._norms(),
+                view=self._reads_views,
             )
         else:
             assert key is not None
             query, key = (rope(x, freqs, mscale=mscale) for x in (query, key))
         return query, key, value, None, self.attn_mask_type, None
 
-    def _normed_together(
+    def _ungated(self, mixed_SBGNd: Tensor) -> Tensor:
+        """Queries, key and value of each group; a copy where there are gates between them."""
+        if not self.config.attention_output_gate:
+            return mixed_SBGNd
+        R = mixed_SBGNd.shape[-2] // 2 - 1
+        return torch.cat([mixed_SBGNd[..., :R, :], mixed_SBGNd[..., 2 * R :, :]], -2)
+
+    def _normed_apart(
         self, mixed_SBGNd: Tensor, bias_GNd: Tensor | None, freqs: Tensor, mscale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys normalised over all channels of a token and turned, and values."""
+        """Queries and keys normalised, by head or over all channels of a token, and turned; values.
+
+        A copy of these, so that the projection is not kept for a part of it.
+        """
         if bias_GNd is not None:
             mixed_SBGNd = mixed_SBGNd + bias_GNd
-        G, N, d = mixed_SBGNd.shape[2:]
-        q_SBGRd, k_SBG1d, v_SBG1d = mixed_SBGNd.split([N - 2, 1, 1], -2)
-        q_SBM, k_SBM = self.q_layernorm(q_SBGRd.flatten(2)), self.k_layernorm(k_SBG1d.flatten(2))
+        N, d = mixed_SBGNd.shape[3:]
+        R = N // 2 - 1 if self.config.attention_output_gate else N - 2
+        q, k = mixed_SBGNd[..., :R, :].flatten(2, 3), mixed_SBGNd[..., -2, :]
+        if self._over_heads:
+            q, k = q.flatten(2), k.flatten(2)
+        q, k = self.q_layernorm(q), self.k_layernorm(k)
         q_SBHd, k_SBGd = (
-            rope(x.unflatten(-1, (-1, d)), freqs, mscale=mscale) for x in (q_SBM, k_SBM)
+            rope(x.reshape(*x.shape[:2], -1, d), freqs, mscale=mscale) for x in (q, k)
         )
-        # A copy, so that the projection is not kept for a part of it.
-        return q_SBHd, k_SBGd, v_SBG1d.squeeze(-2).contiguous()
+        return q_SBHd, k_SBGd, mixed_SBGNd[..., -1, :].contiguous()
 
     def _norms(self) -> HeadNorms | None:
         if self.q_layernorm is None:

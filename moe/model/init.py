@@ -8,7 +8,7 @@ that knows global names.
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 # Weights whose output is added to the residual stream: scaled down with depth (GPT-2, Megatron-LM).
-_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
+_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 _ZERO = ("bias", "softmax_offset")
+_ONE = ("dt_bias",)
+_RATES = (1.0, 16.0)
+"""Of linear attention's decay, A: evenly between (arXiv 2405.21060)."""
 
 
 @torch.no_grad()
@@ -50,32 +53,53 @@ def _shards(values: Iterable[Any]) -> Iterable[ShardedTensor]:
 
 
 def _fill(shard: ShardedTensor, seed: int, std: float, layers: int) -> None:
-    data, axes = shard.data, shard.prepend_axis_num
-    if shard.key.endswith(_ZERO):
-        data.zero_()
-        return
+    data, key, axes = shard.data, shard.key, shard.prepend_axis_num
     # Prepended axes (layers, one-parameter experts) index tensors of their own; so does the first
     # axis of a parameter that stacks experts.
     index = tuple(shard.global_offset[:axes])
     rank = len(shard.global_shape) - axes
-    if rank == 1:
+    if key.endswith(_ONE):
         data.fill_(1.0)
-        return
-    scale = std / math.sqrt(2 * layers) if shard.key.endswith(_RESIDUAL) else std
-    if rank == 2:
-        _draw(data, shard, index, seed, scale)
-        return
-    for i in range(data.size(0)):
-        _draw(data[i], shard, (*index, shard.global_offset[axes] + i), seed, scale)
+    elif key.endswith(_ZERO):
+        data.zero_()
+    elif key.endswith("A_log"):
+        data.copy_(
+            _drawn(data, shard, index, seed, lambda x, by: x.uniform_(*_RATES, generator=by))
+        )
+        data.log_()
+    elif rank == 1:
+        assert "norm" in key, key  # as they are built
+    elif ".conv1d." in key:  # as torch draws a convolution's, of so many taps
+        std = 1 / math.sqrt(3 * data.size(-1))
+        _draw(data, shard, index, seed, std)
+    elif rank == 2:
+        _draw(data, shard, index, seed, _scaled(std, key, layers))
+    else:
+        for i in range(data.size(0)):
+            expert = (*index, shard.global_offset[axes] + i)
+            _draw(data[i], shard, expert, seed, _scaled(std, key, layers))
+
+
+def _scaled(std: float, key: str, layers: int) -> float:
+    return std / math.sqrt(2 * layers) if key.endswith(_RESIDUAL) else std
 
 
 def _draw(
     out: torch.Tensor, shard: ShardedTensor, index: tuple[int, ...], seed: int, std: float
 ) -> None:
+    out.copy_(_drawn(out, shard, index, seed, lambda x, by: x.normal_(0, std, generator=by)))
+
+
+def _drawn(
+    out: torch.Tensor,
+    shard: ShardedTensor,
+    index: tuple[int, ...],
+    seed: int,
+    draw: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
+) -> torch.Tensor:
+    """The part in the place of `out` of a whole tensor of random numbers, fp32."""
     shape, offset = shard.global_shape[-out.dim() :], shard.global_offset[-out.dim() :]
     digest = hashlib.sha256(f"{seed}/{shard.key}/{index}".encode()).digest()
     generator = torch.Generator(out.device).manual_seed(int.from_bytes(digest[:7], "little"))
-    whole = torch.empty(shape, dtype=torch.float32, device=out.device).normal_(
-        0, std, generator=generator
-    )
-    out.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offset, out.shape, strict=True))])
+    whole = draw(torch.empty(shape, dtype=torch.float32, device=out.device), generator)
+    return whole[tuple(slice(o, o + n) for o, n in zip(offset, out.shape, strict=True))]

@@ -21,6 +21,7 @@ class RMSNorm(torch.nn.Module):
     Args:
         config: gives the dtype of the weight, whether the input is split along the sequence, and
             whether gradients of weights are added to Megatron-Core's buffers as they are made.
+            Weights are stored less 1 with `layernorm_zero_centered_gamma`.
         hidden_size: channels normalised together.
         eps: added to the mean square.
         backend: of `kernels.norm`.
@@ -36,17 +37,21 @@ class RMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.backend = eps, backend
+        self.centered = config.layernorm_zero_centered_gamma
         self._accumulate = config.gradient_accumulation_fusion
+        make = torch.zeros if self.centered else torch.ones
         self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+            make(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
         # Each tensor parallel rank sees a part of the tokens: Megatron-Core sums marked gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Any:
         """Normalise [..., hidden_size]; shape and dtype stay."""
-        how = dict(backend=self.backend, accumulate=self._accumulate)
-        return rms_norm(x, self.weight, self.eps, **how)
+        return rms_norm(x, self.weight, self.eps, **self._how())
+
+    def _how(self) -> dict[str, Any]:
+        return dict(backend=self.backend, accumulate=self._accumulate, centered=self.centered)
 
 
 class ResidualNorm(RMSNorm):
@@ -59,8 +64,7 @@ class ResidualNorm(RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm of the sum, the sum) of x and residual, all [..., hidden_size]."""
-        how = dict(backend=self.backend, accumulate=self._accumulate)
-        return fork(x, residual, self.weight, self.eps, **how)
+        return fork(x, residual, self.weight, self.eps, **self._how())
 
 
 def norm_class(backend: str, *, residual: bool = False) -> Any:

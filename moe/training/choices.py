@@ -10,9 +10,10 @@ import torch
 
 from phalanx.configs import capture
 from phalanx.configs.formats import MULTIPLIES_FP8, is_fp8
+from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
-from phalanx.kernels.registry import Choice, resolve
+from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.memory import needed
 from phalanx.moe.estimate.room import device_room
 from phalanx.moe.model.kernel_facts import facts
@@ -45,7 +46,17 @@ def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
         experts,
         resolve("attention", cfg.kernels.attention, known),
         resolve("norm", cfg.kernels.norm, known),
+        *_linear_attention(cfg, known),
     ]
+
+
+def _linear_attention(cfg: Config, known: Facts) -> list[Choice]:
+    """Of models that have it."""
+    if not linear_layers(cfg.model):
+        return []
+    if cfg.kernels.attention == "reference":
+        return [Choice("linear_attention", "torch", "kernels.attention=reference")]
+    return [resolve("linear_attention", "auto", known)]
 
 
 def known(cfg: Config, runtime: Runtime, choices: list[Choice], dispatch: str) -> Config:
@@ -59,7 +70,7 @@ def known(cfg: Config, runtime: Runtime, choices: list[Choice], dispatch: str) -
     """
     cfg = copy.deepcopy(cfg)
     k = cfg.kernels
-    k.backend, k.attention, k.norm = (choice.backend for choice in choices)
+    k.backend, k.attention, k.norm = (choice.backend for choice in choices[:3])
     cfg.run.device, cfg.parallel.dispatch = runtime.device.type, dispatch
     return cfg
 

@@ -154,7 +154,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
         expert=expert,
         embedding_stages=embedding_stages(cfg, config),
     )
-    experts, attention, norm = (c.backend for c in choices)
+    experts, attention, norm, *linear = (c.backend for c in choices)
     if experts == "megatron":
         transport = of_megatron(p.dispatch)
     else:
@@ -174,7 +174,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     sms = sms_of(p.comm_sms, transport, waiting, quantizes)
     config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)
     budget = Budget(p.capacity_factor, device=runtime.device)
-    backends = Backends(experts, attention, norm)
+    backends = Backends(experts, attention, norm, *linear)
     options = _moe_options(cfg, experts, transport, budget, sms)
     resident = any(choice.backend == "resident" for choice in weights)
     options = replace(options, spec=replace(options.spec, keep_fp8=resident))

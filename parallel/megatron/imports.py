@@ -1,8 +1,10 @@
 """The first import of Megatron-Core, without what it does to the process besides."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from phalanx.parallel.megatron.lazy_compile import compile_at_first_call
 
@@ -20,3 +22,22 @@ def importing_megatron() -> Iterator[None]:
             yield
     finally:
         logging.root.handlers[:] = handlers
+
+
+def gated_delta_net() -> Any:
+    """Megatron-Core's package `ssm.gated_delta_net`, without flash-linear-attention.
+
+    It imports the library on any device, which takes seconds, and its layers insist on it when they
+    are built; `moe.model.gated_delta_net` computes between their projections itself.
+    """
+    name = "fla"
+    there = sys.modules.get(name)
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        from megatron.core.ssm import gated_delta_net
+    finally:
+        del sys.modules[name]
+        if there is not None:
+            sys.modules[name] = there
+    gated_delta_net.common.HAVE_FLA = True
+    return gated_delta_net

@@ -120,15 +120,26 @@ def _matrices(name: str, p: Tensor, config: TransformerConfig) -> Matrices | Non
     parts: tuple[int, ...] = (rows,)
     if path[-2] == "linear_fc1" and config.gated_linear_unit:
         parts = _halves(rows)
+    elif path[-2] == "in_proj":  # linear attention: queries, keys, values, gates, beta, alpha
+        whole = _linear_parts(config)
+        parts = tuple(n * rows // sum(whole) for n in whole)
     elif path[-2] == "linear_qkv":
         of_group = config.num_attention_heads // config.num_query_groups
-        parts = tuple(n * config.kv_channels for n in (of_group, 1, 1))
+        queries = (of_group, of_group) if config.attention_output_gate else (of_group,)
+        parts = tuple(n * config.kv_channels for n in (*queries, 1, 1))
         groups = rows // sum(parts)
     assert groups * sum(parts) == rows, f"{name} is not made of {parts} rows"
     shared = getattr(p, "tensor_model_parallel", False)
     expert = not getattr(p, "allreduce", True)  # experts are whole on every tensor rank
     split = p.partition_dim if shared and not expert else None
     return Matrices(1, groups, parts, columns, split)
+
+
+def _linear_parts(config: TransformerConfig) -> tuple[int, ...]:
+    """Rows of the parts of linear attention's input projection, of all tensor ranks."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return keys, keys, values, values, *[config.linear_num_value_heads] * 2
 
 
 def _halves(rows: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from phalanx.configs.linear_attention import HEAD_DIM, TAPS, is_linear
 from phalanx.configs.load import load
 from phalanx.configs.schema import ModelConfig
 
@@ -290,10 +291,45 @@ PUBLISHED |= {
 }
 
 
+PUBLISHED["qwen3_next_80b_a3b"] = {
+    "vocab_size": 151936,
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "rms_norm_eps": 1e-6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "attention_bias": False,
+    "qkv_bias": False,
+    "use_qk_norm": "head",
+    "layer_types": (["linear"] * 3 + ["full"]) * 12,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_theta": 10000000,
+    "rope_factor": 1,
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "first_k_dense_replace": 0,
+    "scoring_func": "softmax",
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 1e-3,
+    "tie_word_embeddings": False,
+}
+
+
 def published_words(m: ModelConfig) -> dict[str, object]:
     """Our configuration in the words of config.json."""
     a, e, r = m.attention, m.moe, m.moe.router
     full = [not a.window or (i + 1) % a.window_every == 0 for i in range(m.layers)]
+    kinds = ["full" if x else "sliding" for x in full]
+    state = m.linear_attention
     return {
         "vocab_size": m.vocab_size,
         "num_hidden_layers": m.layers,
@@ -315,7 +351,12 @@ def published_words(m: ModelConfig) -> dict[str, object]:
         "qk_rope_head_dim": a.qk_rope_dim,
         "v_head_dim": a.v_dim,
         "sliding_window": a.window,
-        "layer_types": ["full" if x else "sliding" for x in full],
+        "layer_types": ["linear" if is_linear(m, i) else kinds[i] for i in range(m.layers)],
+        "linear_num_key_heads": state.key_heads,
+        "linear_num_value_heads": state.value_heads,
+        "linear_key_head_dim": HEAD_DIM,
+        "linear_value_head_dim": HEAD_DIM,
+        "linear_conv_kernel_dim": TAPS,
         "rope_theta": a.rope_theta,
         "rope_factor": a.yarn.factor,
         "original_max_position_embeddings": a.yarn.original_context,
@@ -328,6 +369,7 @@ def published_words(m: ModelConfig) -> dict[str, object]:
         "num_experts_per_tok": e.top_k,
         "moe_intermediate_size": e.ffn,
         "n_shared_experts": e.shared_ffn // e.ffn,
+        "shared_expert_intermediate_size": e.shared_ffn,
         "first_k_dense_replace": e.dense_layers,
         "swiglu_limit": e.activation_limit,
         "scoring_func": r.score,
@@ -384,3 +426,16 @@ def test_tiny_gpt_oss_has_every_part_of_gpt_oss() -> None:
         assert a.window and a.kv_heads < a.heads and a.yarn.factor > 1 and m.bias
         assert (e.activation, e.activation_limit, e.activation_offset) == ("quick_geglu", 7.0, 1.0)
         assert e.router.softmax_over == "topk"
+
+
+def test_tiny_qwen3_next_has_every_part_of_qwen3_next() -> None:
+    small, large = (
+        load([f"model={name}"]).model for name in ("tiny_qwen3_next", "qwen3_next_80b_a3b")
+    )
+    for m in (small, large):
+        a, e, state = m.attention, m.moe, m.linear_attention
+        assert (a.kind, a.output_gate, a.qk_norm, m.norm_zero_centered) == ("gqa", True, True, True)
+        assert 0 < a.rotary_dim < a.head_dim and a.kv_heads < a.heads
+        assert e.shared_gate and e.shared_ffn and m.mtp_layers
+        assert state.full_attention_interval == 4 and state.key_heads < state.value_heads
+        assert m.layers % 4 == 0

@@ -107,6 +107,47 @@ def _texts(value: object) -> object:
             "would split the heads",
             "parallel.tensor=1",
         ),
+        (
+            "model=tiny_deepseek model.attention.output_gate=true",
+            1,
+            "is of gqa",
+            "output_gate=false",
+        ),
+        # linear attention
+        (
+            "model.linear_attention.full_attention_interval=0",
+            1,
+            "must be at least 1",
+            "full_attention_interval=1",
+        ),
+        ("model.linear_attention.key_heads=0", 1, "must be at least 1", "key_heads=16"),
+        (
+            "model=tiny_qwen3_next model.linear_attention.key_heads=3",
+            1,
+            "does not divide value_heads=4",
+            "key_heads=2",
+        ),
+        ("model=tiny_qwen3_next parallel.context=2", 2, "would cut sequences", "context=1"),
+        (
+            "model=tiny_qwen3_next model.bias=true model.moe.shared_ffn=0 "
+            "model.moe.shared_gate=false",
+            1,
+            "is not possible with linear attention",
+            "model.bias=false",
+        ),
+        (
+            "model=tiny_qwen3_next parallel.tensor=4",
+            4,
+            "does not divide model.linear_attention.key_heads=2",
+            "parallel.tensor=2",
+        ),
+        ("model.moe.shared_gate=true", 1, "needs shared experts", "shared_gate=false"),
+        (
+            "model=tiny_qwen3_next precision=fp32 run.graph=full_iteration",
+            1,
+            "linear attention in fp32 is that of torch",
+            "run.graph=auto",
+        ),
         # experts and router
         ("model.moe.top_k=9", 1, "more than experts=8", "model.moe.top_k=8"),
         ("model.moe.router.groups=3", 1, "does not divide experts=8", "router.groups=2"),
@@ -511,6 +552,7 @@ EXPERIMENTS = {
     "glm_4_5_128gpu": 128,
     "glm_4_5_air_32gpu": 32,
     "minimax_m2_64gpu": 64,
+    "qwen3_next_16gpu": 16,
 }
 
 
@@ -556,6 +598,7 @@ def test_megatron_core_accepts_the_layout_of_every_experiment() -> None:
         "glm_4_5_128gpu": (8, 1),
         "glm_4_5_air_32gpu": (4, 1),
         "minimax_m2_64gpu": (4, 1),
+        "qwen3_next_16gpu": (2, 1),
     }
     assert found == {name: large.get(name, (1, 1)) for name in EXPERIMENTS}
 

@@ -82,6 +82,18 @@ GLM = [
     "model.attention.qkv_bias=true",
     "model.attention.rotary_dim=4",
 ]
+QWEN3_NEXT = [
+    *["model=tiny_qwen3_next", *TRAINING, *SMALL],
+    "model.attention.head_dim=8",
+    "model.attention.rotary_dim=4",
+    "model.moe.experts=8",
+    "model.moe.top_k=2",
+    "model.moe.shared_ffn=16",
+    "model.moe.router.z_loss=1e-2",
+    "model.linear_attention.full_attention_interval=2",
+    "model.linear_attention.key_heads=2",
+    "model.linear_attention.value_heads=4",
+]
 MODELS = {
     "tiny": TINY,
     "glm": GLM,
@@ -91,6 +103,8 @@ MODELS = {
     "deepseek": DEEPSEEK,
     "gpt_oss_4": [*GPT_OSS, "model.layers=4"],
     "deepseek_4": [*DEEPSEEK, "model.layers=4"],
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next_one_group": [*QWEN3_NEXT, "model.attention.kv_heads=1"],
     "deepseek_tied": [*DEEPSEEK, "model.tie_embeddings=true"],
     "balanced": [
         *TINY,
@@ -128,11 +142,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4_mtp": (4, PP4),
 }
 CASES = {
-    "dp2": ["deepseek"],
-    "ep2": ["tiny"],
-    "pp2": ["balanced", "deepseek_tied"],
+    "dp2": ["deepseek", "qwen3_next"],
+    "ep2": ["tiny", "qwen3_next"],
+    "pp2": ["balanced", "deepseek_tied", "qwen3_next"],
     "pp2_vp2": ["deepseek_4"],
-    "tp2": ["gpt_oss", "glm", "glm_one_group"],
+    "tp2": ["gpt_oss", "glm", "glm_one_group", "qwen3_next", "qwen3_next_one_group"],
     "tp2_ep2": ["balanced"],
     "cp2": ["gpt_oss", "olmoe"],
     "cp2_ep2": ["deepseek"],
@@ -242,6 +256,7 @@ BACKENDS = [
         ("megatron", "one", "gpt_oss"),
         ("megatron", "ep2", "tiny"),
         ("megatron", "tp2_ep2", "deepseek"),
+        ("megatron", "ep2", "qwen3_next"),
     ],
 ]
 BACKENDS_TOO = [

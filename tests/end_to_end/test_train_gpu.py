@@ -85,6 +85,26 @@ def test_packed_documents(model: str, tmp_path: Path) -> None:
     close(train(tmp_path, "flex_graph", *common, "kernels.attention=flex", GRAPH), want)
 
 
+LINEAR = "tiny_qwen3_next"
+
+
+def test_linear_attention(tmp_path: Path) -> None:
+    """By flash-linear-attention, eager and captured, as by the statement in torch."""
+    common = [f"model={LINEAR}", "kernels=fused", "model.attention.head_dim=64"]
+    want = train(tmp_path, "torch", *common, "kernels.attention=reference")
+    close(train(tmp_path, "fla", *common), want)
+    page = (tmp_path / "fla" / "console.log").read_text()
+    assert re.search(r"^  linear_attention +(\S+) +auto$", page, re.M)[1] == "fla"  # type: ignore[index]
+    close(train(tmp_path, "graph", *common, GRAPH), want)
+    pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
+    prefix = write_corpus(tmp_path / "corpus", pieces)
+    common += ["data.source=indexed", f"data.blend=[{prefix}]", f"data.cache={tmp_path / 'cache'}"]
+    common += ["data.split='100'", "data.document_mask=true"]
+    want = train(tmp_path, "documents", *common, "kernels.attention=reference")
+    close(train(tmp_path, "documents_fla", *common), want)
+    close(train(tmp_path, "documents_graph", *common, GRAPH), want)
+
+
 @pytest.mark.parametrize("mode", ["nearest", "up", "down"])
 def test_token_rounding(mode: str, tmp_path: Path) -> None:
     rounding = [f"model.moe.router.rounding={mode}", "model.moe.router.rounding_tile=64"]
@@ -93,7 +113,7 @@ def test_token_rounding(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
-@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek", LINEAR])
 def test_a_graph_trains_bit_for_bit_like_eager_steps(
     model: str, kernels: str, tmp_path: Path
 ) -> None:

@@ -33,6 +33,14 @@ def _begin() -> None:
     from triton.runtime import interpreter
 
     interpreter._convert_float = _convert
+    tensors = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        tensors(tensor, scope)
+        # Of an array of one number, which NumPy 2.5 no longer takes for that number.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_maxnumf = _maxnum
     patch = interpreter._patch_lang_tensor
 
@@ -42,6 +50,16 @@ def _begin() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor
+
+
+def count_in_tensors(module: Any) -> None:
+    """Have loops of a module's kernels count in tensors, as compiled ones do, not in integers."""
+    from triton.runtime.interpreter import interpreter_semantic
+
+    def numbers(*bounds: Any) -> Any:
+        return map(interpreter_semantic.to_tensor, range(*(b.__index__() for b in bounds)))
+
+    module.range = numbers
 
 
 def _maxnum(builder: Any, a: Any, b: Any) -> Any:

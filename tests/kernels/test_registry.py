@@ -13,6 +13,7 @@ import torch
 from phalanx.kernels.attention.core import attention
 from phalanx.kernels.registry import (
     FLASH_ATTN,
+    FLASH_LINEAR_ATTENTION,
     Choice,
     Facts,
     KernelUnavailable,
@@ -28,6 +29,7 @@ WITH_DSL = replace(H200, ffn=128, packages=frozenset({"triton", "nvidia_cutlass_
 WITH_FA4 = replace(H200, packages=WITH_TE.packages | {"flash_attn_4"})
 FA4_ALONE = replace(H200, packages=frozenset({"triton", "flash_attn_4"}))
 WITH_QUACK = replace(H200, packages=WITH_FA4.packages | {"quack"})
+WITH_FLA = replace(H200, packages=frozenset({"triton", "flash_linear_attention"}))
 A100 = replace(H200, capability=(8, 0))
 
 
@@ -61,6 +63,12 @@ A100 = replace(H200, capability=(8, 0))
         ("grouped_mlp", replace(H200, dtype=torch.float32), "reference"),
         ("grouped_mlp", WITH_TE, "torch"),
         ("grouped_mlp", A100, "reference"),
+        ("linear_attention", CPU, "torch"),
+        ("linear_attention", WITH_FLA, "fla"),
+        ("linear_attention", replace(WITH_FLA, capability=(8, 0)), "fla"),
+        ("linear_attention", replace(WITH_FLA, capability=(7, 5)), "torch"),
+        ("linear_attention", replace(WITH_FLA, dtype=torch.float32), "torch"),
+        ("linear_attention", H200, "torch"),
         ("attention", CPU, "sdpa"),
         ("attention", replace(CPU, window=8), "sdpa"),
         ("attention", replace(CPU, sinks=True), "reference"),
@@ -230,7 +238,7 @@ def test_forced_choice_that_always_runs(op, wanted, facts):
 @pytest.mark.parametrize(
     ("op", "wanted", "message"),
     [
-        ("router", "auto", "unknown op 'router': use one of grouped_mlp, attention, norm"),
+        ("router", "auto", "unknown op 'router': use one of grouped_mlp, attention, linear_att"),
         ("norm", "apex", "kernels.norm=apex is unknown: use one of quack, te, torch or auto"),
     ],
 )
@@ -311,7 +319,7 @@ def test_the_compiler_to_install_is_the_pinned_one():
     wanted = tomllib.loads(page.read_text())["project"]["dependencies"]
     reason = resolve("grouped_mlp", "auto", replace(H200, ffn=128)).reason
     assert any(f"pip install '{one}'" in reason for one in wanted)
-    for one in FLASH_ATTN.split():
+    for one in (*FLASH_ATTN.split(), FLASH_LINEAR_ATTENTION):
         assert one in wanted
 
 

@@ -11,14 +11,14 @@ from tests.support.distributed import run_distributed
 SPEC = MLPSpec(Activation("swiglu"), "torch")
 
 
-def _both(halves: bool) -> tuple[list[torch.Tensor], list[str]]:
+def _both(halves: bool, gate: bool) -> tuple[list[torch.Tensor], list[str]]:
     install()
-    config = transformer(model(moe={"shared_ffn": 12}))
+    config = transformer(model(moe={"shared_ffn": 12, "shared_gate": gate}))
     from phalanx.moe.shared_experts import SharedExperts
     from phalanx.parallel.groups import create
 
     torch.manual_seed(0)
-    module = SharedExperts(config=config, pg_collection=create().pg, gate=False, spec=SPEC)
+    module = SharedExperts(config=config, pg_collection=create().pg, gate=gate, spec=SPEC)
     module._halves = halves
     with torch.no_grad():
         for parameter in module.parameters():
@@ -34,9 +34,10 @@ def _both(halves: bool) -> tuple[list[torch.Tensor], list[str]]:
 
 
 @pytest.mark.dist
-def test_halves_are_megatrons_whole() -> None:
-    ((parts, names),) = run_distributed(_both, 1, True)
-    ((whole, others),) = run_distributed(_both, 1, False)
-    assert names == others
+@pytest.mark.parametrize("gate", [False, True])
+def test_halves_are_megatrons_whole(gate: bool) -> None:
+    ((parts, names),) = run_distributed(_both, 1, True, gate)
+    ((whole, others),) = run_distributed(_both, 1, False, gate)
+    assert names == others and ("gate_weight" in names) == gate
     for got, want in zip(parts, whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

@@ -138,6 +138,8 @@ def _routing() -> Iterator[tuple[type, Any]]:
     for weights, numbers in (("softmax", softmax), ("softmax_all", (6, 8))):
         for config in (TopkConfig(top_k, 1, bf16=False, weights=weights) for top_k in numbers):
             yield from ((kernel, config) for kernel in (TopkKernel, TopkGradientKernel))
+    for kernel in (TopkKernel, TopkGradientKernel):  # of 512 experts, as Qwen3-Next has
+        yield kernel, TopkConfig(10, 4, bf16=False, weights="softmax")
     deepseek = ExpertGroups(number=8, size=32, chosen=4, best=2)
     several = (6, 1, None), (8, 1, None), (8, 2, None, deepseek), (8, 3, None)
     for top_k, vectors, *groups in several:
@@ -161,9 +163,10 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
         WaitPeersKernel,
     )
 
-    for (hidden, slots), back in product(((2048, 8), (2880, 4), (7168, 8)), EITHER):
+    sizes = ((2048, 8), (2048, 10), (2880, 4), (7168, 8))
+    for (hidden, slots), back in product(sizes, EITHER):
         yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
-    for slots, side in product((4, 8), EITHER):
+    for slots, side in product((4, 8, 10), EITHER):
         yield CombinePushKernel, CombinePushConfig(slots, 8, side)
     yield WaitPeersKernel, WaitPeersConfig(8)
 

@@ -24,6 +24,8 @@ class Problem:
     seed: int = 0
     device: str = "cpu"
     dtype: torch.dtype = torch.bfloat16
+    centered: bool = False
+    """The weight is stored less 1."""
     given: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,7 +46,7 @@ class Problem:
         dtype = dtype or self.dtype
         leaves = self.leaves(dtype)
         x, *rest, weight = leaves
-        how: dict[str, Any] = dict(backend=backend)
+        how: dict[str, Any] = dict(backend=backend, centered=self.centered)
         normed, total = fork(x, rest[0] if rest else None, weight, self.eps, **how)
         pairs = [
             (result, self.given[f"d{name}"].to(dtype))
@@ -64,7 +66,8 @@ class Problem:
         leaves = self.leaves(torch.float64)
         x, *rest, weight = leaves
         total = x + rest[0] if rest else x * 1
-        normed = total / (total.square().mean(-1, keepdim=True) + self.eps).sqrt() * weight
+        factor = weight + 1 if self.centered else weight
+        normed = total / (total.square().mean(-1, keepdim=True) + self.eps).sqrt() * factor
         loss = torch.zeros((), dtype=torch.float64, device=total.device)
         for result, name, used in zip(
             (normed, total), ("normed", "total"), self.upstream, strict=True
@@ -88,5 +91,5 @@ def error(got: Tensor, exact: Tensor) -> float:
 def plain(problem: Problem, backend: str) -> list[Tensor]:
     """`rms_norm` alone: result, and gradients of x and weight."""
     x, weight = replace(problem, residual=False).leaves(problem.dtype)
-    out = rms_norm(x, weight, problem.eps, backend=backend)
+    out = rms_norm(x, weight, problem.eps, backend=backend, centered=problem.centered)
     return [out.detach(), *torch.autograd.grad(out, (x, weight), problem.given["dnormed"])]

@@ -20,6 +20,7 @@ def kernel(rows: Rows) -> Callable[..., None]:
 
     def forward(x, weight, _, residual, normed, total, rstd, __, eps):
         assert (residual is not None) == rows.adds == (total is not None)
+        assert weight.dtype == (torch.float32 if rows.wide else torch.bfloat16)
         check(x, residual, normed, total)
         wide = x.float() if residual is None else x.float() + residual.float()
         if total is not None:
@@ -58,9 +59,10 @@ def tensor_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("upstream", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5, 24), (1, 8), (0, 16)])
-def test_both_gradients_arrive(residual, upstream, shape):
-    problem = Problem(shape, residual, upstream)
+def test_both_gradients_arrive(residual, upstream, centered, shape):
+    problem = Problem(shape, residual, upstream, centered=centered)
     exact, got = problem.exact(), problem.run("quack")
     for name, value in exact.items():
         assert got[name].dtype == torch.bfloat16 and got[name].shape == value.shape

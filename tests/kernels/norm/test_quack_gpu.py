@@ -45,6 +45,13 @@ def test_every_width_is_as_exact_as_torch(N, residual):
         compare(gpu(rows, N, residual=residual, seed=rows))
 
 
+@pytest.mark.parametrize("N", [256, 2048])
+@pytest.mark.parametrize("residual", [False, True])
+def test_weights_stored_less_1(N, residual):
+    for rows in (1, 130, 4099):
+        compare(gpu(rows, N, residual=residual, centered=True))
+
+
 @pytest.mark.parametrize("upstream", BOTH)
 @pytest.mark.parametrize("residual", [False, True])
 def test_either_gradient_or_both(upstream, residual):

@@ -17,9 +17,10 @@ ULP = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("upstream", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5, 24), (1, 8), (0, 16)])
-def test_torch_is_the_definition(dtype, residual, upstream, shape):
-    problem = Problem(shape, residual, upstream, dtype=dtype)
+def test_torch_is_the_definition(dtype, residual, upstream, centered, shape):
+    problem = Problem(shape, residual, upstream, dtype=dtype, centered=centered)
     exact, got = problem.exact(), problem.run("torch")
     assert exact.keys() == got.keys()
     for name, value in exact.items():
@@ -35,6 +36,15 @@ def test_the_sum_is_what_pytorch_makes_of_both_and_its_norm_that_of_the_rounded_
     assert torch.equal(normed, rms_norm(total, weight, 1e-5))
     assert fork(x, None, weight, 1e-5)[1] is x
     assert torch.equal(plain(problem, "torch")[0], rms_norm(x, weight, 1e-5))
+
+
+def test_a_weight_stored_less_1_is_added_to_1_in_fp32():
+    """1 + 2^-9 is no number of bf16: rounded to one it is 1."""
+    x = torch.linspace(0.5, 3, 512)[None].bfloat16()
+    weight = torch.full((512,), 2.0**-9).bfloat16()
+    wide = x.double() / x.double().square().mean().sqrt() * (1 + 2.0**-9)
+    assert torch.equal(rms_norm(x, weight, 0.0, centered=True), wide.bfloat16())
+    assert not torch.equal(rms_norm(x, 1 + weight, 0.0), wide.bfloat16())
 
 
 def test_what_cannot_run_is_refused():
@@ -72,6 +82,7 @@ def test_kernels_are_compiled_for_hopper_without_a_gpu_and_once(tmp_path: Path):
     from phalanx.kernels.norm import quack_library
 
     kinds = [quack_library.Rows(2880, step, adds=True) for step in ("forward", "backward")]
+    kinds += [quack_library.Rows(2048, step, True, wide=True) for step in ("forward", "backward")]
     objects = [quack_library.build(rows, tmp_path) for rows in kinds]
     for rows, data in zip(kinds, objects, strict=True):
         assert b"sm_90a" in data

@@ -31,6 +31,7 @@ def billions(count: float, digits: int) -> float:
         ("gpt_oss_20b", 20.91, 3.61, 2),  # model card, table 1
         ("gpt_oss_120b", 116.83, 5.13, 2),
         ("deepseek_v3_l4", 37.0, 3.3, 1),
+        ("qwen3_next_80b_a3b", 79.67, 3.56, 2),  # model card: 80 B, 79 B without embeddings
         ("kimi_k2", 1026, 32, 0),  # weights; the model card says 1 T and 32 B
         ("mixtral_8x22b", 141, 39, 0),  # announcement
     ],
@@ -60,6 +61,7 @@ def test_qwen3_counts_its_input_embedding_as_active() -> None:
         ("glm_4_5", 358_337_791_296),
         ("glm_4_5_air", 110_468_824_832),
         ("minimax_m2", 228_703_644_928),
+        ("qwen3_next_80b_a3b", 81_324_862_720),
     ],
 )
 def test_published_tensors_have_as_many_elements(name: str, elements: int) -> None:
@@ -69,6 +71,8 @@ def test_published_tensors_have_as_many_elements(name: str, elements: int) -> No
     e, a, blocks = m.moe, m.attention, 0
     biases = (m.layers - e.dense_layers + m.mtp_layers) * e.experts * bool(e.router.bias_rate)
     repeated = 2 * m.mtp_layers * m.vocab_size * m.hidden
+    if name == "qwen3_next_80b_a3b":  # whose prediction layer has neither
+        repeated = 0
     if name == "minimax_m2":
         of_experts = 3 * e.experts * e.ffn * m.hidden
         of_attention = 2 * (a.heads + a.kv_heads) * a.head_dim * m.hidden
@@ -85,6 +89,7 @@ def test_published_tensors_have_as_many_elements(name: str, elements: int) -> No
         ("glm_4_5", 32, False, False),
         ("glm_4_5_air", 12, False, False),
         ("minimax_m2", 10, False, True),
+        ("qwen3_next_80b_a3b", 3, False, False),
     ],
 )
 def test_published_active_parameters(name: str, active: float, embedding: bool, head: bool) -> None:
@@ -133,6 +138,7 @@ def test_multi_token_prediction_of_deepseek_v3() -> None:
         ("glm_4_5", 231.8),
         ("glm_4_5_air", 96.4),
         ("minimax_m2", 71.6),
+        ("qwen3_next_80b_a3b", 25.13),
     ],
 )
 def test_flops_per_token_at_4096(name: str, gigaflops: float) -> None:
@@ -181,6 +187,23 @@ def test_tied_embeddings_count_once_but_multiply() -> None:
     assert parameters(apart).total - parameters(tied).total == once
     assert active_parameters(apart) == active_parameters(tied)
     assert flops_per_token(apart, 64) == flops_per_token(tied, 64)
+
+
+def test_linear_attention_costs_the_same_at_every_length() -> None:
+    """Its convolution, and four products of a state of 128 x 128 for each value head."""
+    every = "model.linear_attention.full_attention_interval"
+    some = model("tiny_qwen3_next", f"{every}=2", "model.mtp_layers=0")
+    more = model("tiny_qwen3_next", f"{every}=4", "model.mtp_layers=0")  # one layer more
+    a, h = some.linear_attention, some.hidden
+    keys, values = 128 * a.key_heads, 128 * a.value_heads
+    state = h * (2 * keys + 2 * values + 2 * a.value_heads) + h * values
+    state += 4 * (2 * keys + values) + 4 * a.value_heads * 128**2
+    heads = some.attention.heads * some.attention.head_dim
+    full = h * (2 * heads + 2 * some.attention.kv_heads * some.attention.head_dim) + heads * h
+    for length in (0, 64, 4096):
+        core = 2 * heads * length / 2
+        found = flops_per_token(more, length) - flops_per_token(some, length)
+        assert found == pytest.approx(6 * (state - full - core))
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,13 @@ if importlib.util.find_spec("emerging_optimizers"):
     MUON = [
         "model=tiny_gpt_oss optim.kind=muon",
         "model=tiny_deepseek optim.kind=muon optim.moments=bf16",
+        "model=tiny_qwen3_next optim.kind=muon",
     ]
 ONE = [
     "model=tiny",
     "model=tiny_gpt_oss",
     "model=tiny_deepseek",
+    "model=tiny_qwen3_next",
     "model=tiny_deepseek model.tie_embeddings=true",
     "model=tiny model.attention.qk_norm=true parallel.grad_dtype=bf16 optim.moments=bf16",
     "model=tiny_gpt_oss model.moe.dense_layers=1 parallel.distributed_optimizer=false",
@@ -89,6 +91,7 @@ ONE = [
 ]
 TWO = [
     "model=tiny_deepseek",
+    "model=tiny_qwen3_next",
     "model=tiny parallel.expert=1",
     "model=tiny_gpt_oss model.moe.dense_layers=1 parallel.tensor=2",
     "model=tiny_deepseek parallel.tensor=2",

@@ -3,7 +3,9 @@
 transformers is imported inside functions: ranks import this module and must not have it.
 """
 
+import copy
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,26 @@ MODELS |= {
     ),
 }
 
+MODELS["qwen3_next"] = (
+    "Qwen3NextConfig",
+    dict(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=80,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_hidden_layers=4,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=8,
+        num_experts_per_tok=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    ),
+)
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss without YaRN": (
@@ -247,6 +269,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
     ),
+    "qwen3_next with every second layer full, one key head, not normalised": (
+        "qwen3_next",
+        {
+            **{"layer_types": ["linear_attention", FULL] * 2, "linear_num_key_heads": 1},
+            **{"norm_topk_prob": False, "tie_word_embeddings": True},
+        },
+    ),
     "moonlight with tied embeddings": ("moonlight", {"tie_word_embeddings": True}),
 }
 """Name -> model and changes: what an architecture can have and the published models have not."""
@@ -258,7 +287,10 @@ def theirs(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any
 
     kind, fields = MODELS[name]
     config = getattr(transformers, kind)(**{**fields, **changes})
+    # A model's file takes flash-linear-attention where that is installed, which needs a GPU.
+    sys.modules["fla"] = None  # type: ignore[assignment]
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    del sys.modules["fla"]
     generator = torch.Generator().manual_seed(1)
     state = model.state_dict()
     for key, value in state.items():
@@ -374,6 +406,72 @@ def save_with_predictions(model: Any, folder: Path) -> Any:
     save_file(extra, folder / "more.safetensors")
     index(folder)
     return predictor
+
+
+def add_prediction_of_qwen3_next(model: Any, folder: Path) -> dict[str, Tensor]:
+    """Save a Qwen3-Next with a prediction layer, as published; returns the layer's tensors.
+
+    It has the parts of the last layer of the decoder, whose attention is full.
+    """
+    from safetensors.torch import save_file
+
+    model.save_pretrained(folder)
+    hidden, last = model.config.hidden_size, model.config.num_hidden_layers - 1
+    whole = tensors(folder)
+    prefix = f"model.layers.{last}."
+    shapes = {
+        f"layers.0.{name.removeprefix(prefix)}": value.shape
+        for name, value in whole.items()
+        if name.startswith(prefix)
+    }
+    shapes |= {"fc.weight": torch.Size((hidden, 2 * hidden))}
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    shapes |= {f"{name}.weight": torch.Size((hidden,)) for name in norms}
+    generator = torch.Generator().manual_seed(3)
+    made = {n: torch.randn(shape, generator=generator) * 0.2 for n, shape in shapes.items()}
+    save_file({f"mtp.{name}": value for name, value in made.items()}, folder / "more.safetensors")
+    index(folder)
+    return made
+
+
+def prediction_of_qwen3_next(
+    model: Any, made: dict[str, Tensor], hidden_BSD: Tensor, ids: Tensor
+) -> Tensor:
+    """Logits of the prediction layer: of the embedding of the next token joined to the hidden state
+    of this one, through a layer (as published code for it has it)."""
+    config = copy.deepcopy(model.config)
+    eps = config.rms_norm_eps
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + made[f"{name}.weight"])
+
+    layer = copy.deepcopy(model.model.layers[-1])
+    state = {n.removeprefix("layers.0."): v for n, v in made.items() if n.startswith("layers.0.")}
+    experts = {n: v for n, v in state.items() if ".experts." in n}
+    number = config.num_experts
+    joint = {
+        "mlp.experts.gate_up_proj": torch.stack(
+            [
+                torch.cat(
+                    [experts[f"mlp.experts.{e}.{kind}_proj.weight"] for kind in ("gate", "up")]
+                )
+                for e in range(number)
+            ]
+        ),
+        "mlp.experts.down_proj": torch.stack(
+            [experts[f"mlp.experts.{e}.down_proj.weight"] for e in range(number)]
+        ),
+    }
+    layer.load_state_dict({n: v for n, v in state.items() if n not in experts} | joint)
+    following = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
+    embedded = norm(model.get_input_embeddings()(following), "pre_fc_norm_embedding")
+    x = torch.cat([embedded, norm(hidden_BSD, "pre_fc_norm_hidden")], -1) @ made["fc.weight"].T
+    positions = torch.arange(ids.size(1)).expand_as(ids)
+    S = ids.size(1)
+    mask = torch.full((S, S), -torch.inf).triu(1)[None, None]
+    turned = model.model.rotary_emb(x, positions)
+    x = layer(x, position_embeddings=turned, attention_mask=mask)
+    return model.lm_head(norm(x, "norm"))
 
 
 def index(folder: Path) -> None:

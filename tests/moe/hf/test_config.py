@@ -25,6 +25,7 @@ OTHERS = {
     "olmoe": "OLMoE-1B-7B-0924",
     "glm4_moe": "GLM-4.5-Air",
     "minimax_m2": "MiniMax-M2",
+    "qwen3_next": "Qwen3-Next-80B-A3B-Instruct and -Thinking",
 }
 FAMILIES |= {family: PUBLISHED[name][0] for family, name in OTHERS.items()}
 OPTIONS = {"deepseek_v3": "deepseek_v3", "gpt_oss": "gpt_oss_20b", "qwen3_moe": "qwen3_30b_a3b"}
@@ -34,6 +35,7 @@ OPTIONS |= {
     "olmoe": "olmoe_1b_7b",
     "glm4_moe": "glm_4_5",
     "minimax_m2": "minimax_m2",
+    "qwen3_next": "qwen3_next_80b_a3b",
 }
 
 
@@ -60,7 +62,7 @@ UNKNOWN = {
 }
 
 
-PARTLY_ROTATED = ("glm4_moe", "minimax_m2")
+PARTLY_ROTATED = ("glm4_moe", "minimax_m2", "qwen3_next")
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,24 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'; only 'per_layer'"),
     ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False; only True"),
     ("minimax_m2", {"shared_intermediate_size": 1536}, "shared_intermediate_size=1536; only 0"),
+    ("qwen3_next", {"linear_key_head_dim": 64}, "linear_key_head_dim=64; only 128"),
+    ("qwen3_next", {"linear_value_head_dim": 256}, "linear_value_head_dim=256; only 128"),
+    ("qwen3_next", {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim=3; only 4"),
+    ("qwen3_next", {"linear_num_key_heads": 5}, "linear_num_key_heads=5, which does not divide"),
+    ("qwen3_next", {"linear_num_value_heads": 0}, "linear_num_key_heads=16, which does not"),
+    ("qwen3_next", {"linear_num_value_heads": None}, "linear_num_value_heads=None; expected int"),
+    ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval=0; expected a number"),
+    ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step=2; only 1"),
+    ("qwen3_next", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]; only \[\]"),
+    ("qwen3_next", {"layer_types": ["mamba"] * 48}, "layer_types=.*; expected a list of full_att"),
+    ("qwen3_next", {"layer_types": ["linear_attention"] * 47}, "not full at each n-th layer"),
+    (
+        "qwen3_next",
+        {"layer_types": ["linear_attention", "full_attention"] * 24},
+        "full_attention_interval=4 and layer_types that differ",
+    ),
+    ("qwen3_next", {"shared_expert_intermediate_size": None}, "intermediate_size=None; expected"),
+    ("qwen3_next", {"attn_output_gate": False}, "has attn_output_gate=False, which is not known"),
     # quantised
     ("qwen3_moe", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq', not fp8"),
     ("qwen3_moe", {"quantization_config": {"bits": 4}}, "quant_method=None, not fp8"),
@@ -268,6 +288,18 @@ NOT_EXPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("glm_4_5", {"moe__router__bias_rate": 0.0}, "bias_rate=0 .*glm4_moe of .* an expert bias"),
     ("glm_4_5_air", {"moe__shared_ffn": 700}, "shared_ffn=700 .*a multiple of model.moe.ffn=1408"),
     ("minimax_m2", {"moe__router__scale": 2.0}, "scale=2.0 .*minimax_m2 of .* has 1.0"),
+    ("qwen3_next_80b_a3b", {"attention__output_gate": False}, "output_gate=false .* has true"),
+    ("qwen3_next_80b_a3b", {"norm_zero_centered": False}, "norm_zero_centered=false .* has true"),
+    ("qwen3_next_80b_a3b", {"moe__shared_gate": False}, "shared_gate=false .*qwen3_next of .* has"),
+    ("qwen3_next_80b_a3b", {"moe__shared_ffn": 0}, "shared_ffn=0 .* has a shared expert"),
+    ("qwen3_next_80b_a3b", {"mtp_layers": 2}, "mtp_layers=2 .*qwen3_next of .* at most 1"),
+    ("qwen3_next_80b_a3b", {"moe__dense_layers": 1}, "dense_layers=1 .*qwen3_next of .* has 0"),
+    (
+        "qwen3_30b_a3b",
+        {"norm_zero_centered": True},
+        "norm_zero_centered=true .*qwen3_moe of .* has",
+    ),
+    ("mixtral_8x7b", {"linear_attention__full_attention_interval": 4}, "norm_zero_centered=false"),
     ("minimax_m2", {"moe__router__bias_rate": 0.0}, "bias_rate=0 .*minimax_m2 of .* expert bias"),
 ]
 

@@ -59,6 +59,8 @@ CASES = [
     ("minimax_m2", LAYOUTS[0]),
     ("glm4_moe", LAYOUTS[1]),
     ("mixtral", LAYOUTS[2]),
+    ("qwen3_next", LAYOUTS[1]),
+    pytest.param("qwen3_next", LAYOUTS[2], marks=pytest.mark.slow),
 ]
 
 

@@ -107,6 +107,28 @@ def test_prediction_layers(name: str, tmp_path: Path) -> None:
     assert same(tmp_path / "theirs", tmp_path / "back")
 
 
+def test_the_prediction_layer_of_qwen3_next(tmp_path: Path) -> None:
+    """transformers has the model alone: the layer is compared with the same one in the decoder."""
+    model = models.theirs("qwen3_next")
+    fields = models.add_prediction_of_qwen3_next(model, tmp_path / "theirs")
+    cfg = imported(tmp_path / "theirs", tmp_path / "step")
+    assert cfg.model.mtp_layers == 1
+    ids = words()
+    ((ours, predicted),) = run_distributed(our_logits, 1, cfg, tmp_path / "step", ids)
+    with torch.no_grad():
+        result = model(ids, output_hidden_states=True)
+        exact = models.prediction_of_qwen3_next(model, fields, result.hidden_states[-1], ids)
+    assert errors(ours, result.logits).max() < 1e-4
+    assert predicted is not None and errors(predicted, exact).max() < 1e-4
+
+    export_checkpoint(tmp_path / "step", tmp_path / "back")
+    assert same(tmp_path / "theirs", tmp_path / "back")
+    cfg.model.mtp_layers = 0
+    import_folder(tmp_path / "theirs", tmp_path / "without", cfg.model)
+    export_checkpoint(tmp_path / "without", tmp_path / "alone")
+    assert not any(name.startswith("mtp.") for name in tensors(tmp_path / "alone"))
+
+
 def test_prediction_layers_can_be_left_out(tmp_path: Path) -> None:
     model = models.theirs("deepseek_v3")
     save_with_predictions(model, tmp_path / "theirs")

@@ -2,11 +2,14 @@
 
 Nothing of Megatron-Core and no kernel: a function of a ModelConfig and a state dict (parameter
 names and layouts of GPTModel), written from the papers and the published configurations of
-DeepSeek-V3, GPT-OSS, Qwen3, GLM-4.5 and OLMoE. Speed and memory are no concern; run it in fp64.
+DeepSeek-V3, GPT-OSS, Qwen3, GLM-4.5, OLMoE and Qwen3-Next. Speed and memory are no concern; run it
+in fp64.
 
-Conventions of stored weights: `linear_qkv` holds, for each key-value head, its query heads, its key
-and its value. Rotary channels of grouped-query attention pair c with c + d/2 (Llama, GPT-OSS,
-Qwen3); those of latent attention pair 2c with 2c + 1 (DeepSeek). Gated MLPs hold [gate; up].
+Conventions of stored weights: `linear_qkv` holds, for each key-value head, its query heads, with an
+output gate the gates of these, its key and its value. `in_proj` of linear attention holds queries,
+keys, values, gates of the output, beta and alpha, each of all heads. Rotary channels of
+grouped-query attention pair c with c + d/2 (Llama, GPT-OSS, Qwen3); those of latent attention pair
+2c with 2c + 1 (DeepSeek). Gated MLPs hold [gate; up].
 
 Shape legend: B sequences, S positions, D hidden, H heads, d channels, E experts, V vocabulary,
 N = B * S.
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.configs.schema import AttentionConfig, ModelConfig, MoEConfig
+from tests.kernels.linear_attention import recurrent
 
 
 def correction_index(rotations: float, context: int, theta: float, d: int) -> float:
@@ -148,7 +152,7 @@ class PlainModel:
         known = self.norm(x[:, :-1], f"{p}.hnorm")
         following = self.norm(self.embed(ids_BS[:, 1:]), f"{p}.enorm")
         x = torch.cat([following, known], -1) @ self.state[f"{p}.eh_proj.weight"].T
-        x = self.layer(x, f"{p}.mtp_model_layer", 1, dense=False)
+        x = self.layer(x, f"{p}.mtp_model_layer", 0, dense=False)  # 0: one with full attention
         x = self.norm(x, f"{p}.final_layernorm")
         return main, F.cross_entropy(self.head(x).flatten(0, 1), labels_BS[:, 1:].flatten())
 
@@ -157,7 +161,8 @@ class PlainModel:
 
     def norm(self, x: Tensor, p: str) -> Tensor:
         mean_square = (x * x).mean(-1, keepdim=True)
-        return x / (mean_square + self.m.norm_eps).sqrt() * self.state[f"{p}.weight"]
+        weight = self.state[f"{p}.weight"] + (1 if self.m.norm_zero_centered else 0)
+        return x / (mean_square + self.m.norm_eps).sqrt() * weight
 
     def linear(self, x: Tensor, p: str) -> Tensor:
         y = x @ self.state[f"{p}.weight"].T
@@ -167,6 +172,8 @@ class PlainModel:
         a = self.m.attention
         full = a.window_every > 1 and number % a.window_every == 0
         attention = self.latent if a.kind == "mla" else self.grouped
+        if number % self.m.linear_attention.full_attention_interval:
+            attention = self.linear_attention
         x = x + attention(
             self.norm(x, f"{p}.input_layernorm"), f"{p}.self_attention", 0 if full else a.window
         )
@@ -176,7 +183,12 @@ class PlainModel:
     def grouped(self, x: Tensor, p: str, window: int) -> Tensor:
         a = self.m.attention
         by_group = self.linear(x, f"{p}.linear_qkv").unflatten(-1, (a.kv_heads, -1, a.head_dim))
-        q, k, v = by_group[..., :-2, :].flatten(2, 3), by_group[..., -2, :], by_group[..., -1, :]
+        q, k, v = by_group[..., :-2, :], by_group[..., -2, :], by_group[..., -1, :]
+        gate = torch.tensor(math.inf)
+        if a.output_gate:
+            q, gate = q.chunk(2, -2)
+            gate = gate.flatten(2)
+        q = q.flatten(2, 3)
         if a.qk_norm and a.qk_norm_over == "projection":  # before the rotation, over all heads
             q, k = q.flatten(2), k.flatten(2)
         if a.qk_norm:  # or over the channels of each head
@@ -188,8 +200,24 @@ class PlainModel:
             for x in (q, k)
         )
         sinks = self.state[f"{p}.core_attention.softmax_offset"] if a.sinks else None
-        o = attend(q, k, v, 1 / math.sqrt(a.head_dim), window, sinks)
+        o = attend(q, k, v, 1 / math.sqrt(a.head_dim), window, sinks) * gate.sigmoid()
         return self.linear(o, f"{p}.linear_proj")
+
+    def linear_attention(self, x: Tensor, p: str, window: int) -> Tensor:
+        """Gated DeltaNet (arXiv 2412.06464), token by token."""
+        a, d = self.m.linear_attention, 128
+        keys, values = a.key_heads * d, a.value_heads * d
+        qkv, gate, beta, alpha = self.linear(x, f"{p}.in_proj").split(
+            [2 * keys + values, values, a.value_heads, a.value_heads], -1
+        )
+        qkv = recurrent.conv(qkv, self.state[f"{p}.conv1d.weight"][:, 0], None)
+        q, k, v = (y.unflatten(-1, (-1, d)) for y in qkv.split([keys, keys, values], -1))
+        softplus = (1 + (alpha + self.state[f"{p}.dt_bias"]).exp()).log()
+        log_decay = -self.state[f"{p}.A_log"].exp() * softplus
+        o = recurrent.rule(q, k, v, log_decay, beta.sigmoid())
+        weight, eps = self.state[f"{p}.out_norm.weight"], self.m.norm_eps
+        o = recurrent.norm(o, gate.unflatten(-1, (-1, d)), weight, eps)
+        return self.linear(o.flatten(2), f"{p}.out_proj")
 
     def latent(self, x: Tensor, p: str, window: int) -> Tensor:
         """Multi-head latent attention: DeepSeek-V3, section 2.1.1."""
@@ -229,7 +257,10 @@ class PlainModel:
                 y = y + w[f"{p}.experts.b2"][e]
             out = out + weight_NE[:, e : e + 1] * y
         if self.m.moe.shared_ffn:
-            out = out + self.dense(x_ND, f"{p}.shared_experts")
+            shared = self.dense(x_ND, f"{p}.shared_experts")
+            if self.m.moe.shared_gate:
+                shared = shared * (x_ND @ w[f"{p}.shared_experts.gate_weight"].T).sigmoid()
+            out = out + shared
         return out.view_as(x_BSD)
 
     def route(self, x_ND: Tensor, p: str) -> Tensor:

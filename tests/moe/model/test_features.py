@@ -45,6 +45,13 @@ MLA = [
 YARN = ["model.attention.yarn.factor=8", "model.attention.yarn.original_context=512"]
 SIGMOID = ["model.moe.router.score=sigmoid", "model.moe.top_k=4"]
 TINY_GPT_OSS = ["model=tiny_gpt_oss", "model.moe.router.aux_loss=0"]
+LINEAR = [
+    *SMALL,
+    "model.linear_attention.full_attention_interval=2",
+    "model.linear_attention.key_heads=1",
+    "model.linear_attention.value_heads=2",
+]
+TINY_QWEN3_NEXT = ["model=tiny_qwen3_next", "model.moe.router.aux_loss=0"]
 TINY_DEEPSEEK = ["model=tiny_deepseek", "model.moe.router.seq_aux_loss=0"]
 
 
@@ -97,9 +104,11 @@ def fill(model: Any) -> dict[str, torch.Tensor]:
     for name, tensor in named:
         value = draw(tensor.shape, name)
         if "norm" in name:
-            value = 1 + 0.2 * value
+            value = 0.2 * value + (0 if model.config.layernorm_zero_centered_gamma else 1)
         elif "bias" in name or name.endswith((".b1", ".b2")):
             value = 0.3 * value
+        elif tensor.dim() == 3 and "conv1d" in name:
+            value = value / 2
         elif tensor.dim() > 1 and "embedding" not in name:
             value = value * 1.5 / math.sqrt(tensor.size(-1))
         tensor.copy_(value)
@@ -239,6 +248,38 @@ FEATURES: dict[str, tuple[list[str], list[tuple[str, Any]]]] = {
         [("moe.router.groups", 1)],
     ),
     "expert_bias": ([*SMALL, *SIGMOID, "model.moe.router.bias_rate=1e-3"], []),
+    "output_gate": (
+        [*SMALL, "model.attention.output_gate=true", "model.attention.kv_heads=2"],
+        [],
+    ),
+    "output_gate_of_normed_heads_with_biases": (
+        [
+            *[*SMALL, "model.attention.output_gate=true", "model.attention.qkv_bias=true"],
+            *["model.attention.qk_norm=true", "model.attention.rotary_dim=4"],
+        ],
+        [("attention.rotary_dim", 0), ("attention.qk_norm", False)],
+    ),
+    "zero_centered_norms": (
+        [*SMALL, "model.norm_zero_centered=true", "model.attention.qk_norm=true"],
+        [("norm_zero_centered", False)],
+    ),
+    "zero_centered_norms_over_all_heads": (
+        [
+            *[*SMALL, "model.norm_zero_centered=true", "model.attention.qk_norm=true"],
+            "model.attention.qk_norm_over=projection",
+        ],
+        [("norm_zero_centered", False)],
+    ),
+    "shared_gate": (
+        [*SMALL, "model.moe.shared_ffn=40", "model.moe.shared_gate=true"],
+        [("moe.shared_gate", False)],
+    ),
+    "linear_attention": (LINEAR, [("norm_eps", 0.5)]),
+    "linear_attention_alone": (
+        [*LINEAR, "model.linear_attention.full_attention_interval=3"],
+        [("norm_eps", 0.5)],
+    ),
+    "tiny_qwen3_next": (TINY_QWEN3_NEXT, [("moe.shared_gate", False)]),
     "tiny_gpt_oss": (TINY_GPT_OSS, [("attention.window", 31), ("attention.sinks", False)]),
     "tiny_deepseek": (TINY_DEEPSEEK, [("moe.shared_ffn", 0), ("moe.router.scale", 1.0)]),
 }
@@ -278,20 +319,28 @@ def _training(overrides: list[str]) -> None:
     [
         TINY_GPT_OSS,
         TINY_DEEPSEEK,
+        TINY_QWEN3_NEXT,
         [*SMALL, "model.attention.qk_norm=true", "model.mtp_layers=1", "model.mtp_loss=0.3"],
         FEATURES["qk_norm_over_all_heads_with_biases"][0],
         FEATURES["partial_rotary_after_norms"][0],
         [*TINY_GPT_OSS, "run.recompute=attention"],
         [*TINY_DEEPSEEK, "run.recompute=attention"],
+        [*LINEAR, "run.recompute=full"],
+        FEATURES["output_gate_of_normed_heads_with_biases"][0],
+        FEATURES["zero_centered_norms"][0],
     ],
     ids=[
         "gpt_oss",
         "deepseek",
+        "qwen3_next",
         "gqa_mtp",
         "over_heads",
         "partial_rotary",
         "gpt_oss_recompute",
         "deepseek_recompute",
+        "linear_recompute",
+        "output_gate",
+        "zero_centered",
     ],
 )
 def test_losses_and_gradients(overrides: list[str]) -> None:

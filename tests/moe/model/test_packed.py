@@ -16,10 +16,12 @@ from torch import Tensor
 
 from phalanx.kernels.library_objects import replaced
 from tests.moe.model.test_features import (
+    LINEAR,
     MLA,
     SMALL,
     TINY_DEEPSEEK,
     TINY_GPT_OSS,
+    TINY_QWEN3_NEXT,
     YARN,
     built,
     fill,
@@ -149,10 +151,12 @@ def _packed_and_alone(overrides: list[str]) -> None:
         TINY_DEEPSEEK,
         [*TINY_DEEPSEEK, "run.recompute=attention"],
         [*SMALL, "model.mtp_layers=2", "model.mtp_loss=0.3"],
+        TINY_QWEN3_NEXT,
+        [*LINEAR, "run.recompute=full"],
     ],
     ids=[
         *("gqa", "yarn_norms_biases", "gpt_oss", "gpt_oss_recompute", "mla_yarn"),
-        *("deepseek", "deepseek_recompute", "two_ahead"),
+        *("deepseek", "deepseek_recompute", "two_ahead", "qwen3_next", "linear_recompute"),
     ],
 )
 def test_documents_are_as_if_alone(overrides: list[str]) -> None:

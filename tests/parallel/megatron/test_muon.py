@@ -98,6 +98,29 @@ def _steps(overrides: list[str]) -> dict[str, tuple[Tensor, list[Tensor], Tensor
     return {n: (before, grads, p.detach().double()) for n, (before, grads, p) in found.items()}
 
 
+def matrices_of(overrides: list[str]) -> dict[str, Any]:
+    from phalanx.parallel.megatron.matrices import mark, of
+    from tests.moe.model.test_features import built
+
+    _, model = built(overrides)
+    mark(model, model.config)
+    return {name: of(p) for name, p in model.named_parameters() if "self_attention" in name}
+
+
+def test_linear_attention_and_gates_are_matrices_of_their_own() -> None:
+    more = ["model.linear_attention.full_attention_interval=2", "model.attention.kv_heads=2"]
+    command = ["model=tiny_qwen3_next", *SMALL, "model.mtp_layers=0", *more]
+    (found,) = run_distributed(matrices_of, 1, command)
+    linear, full = (f"decoder.layers.{i}.self_attention" for i in (0, 1))
+    inside = found[f"{linear}.in_proj.weight"]  # queries, keys, values, gates, beta, alpha
+    assert (inside.groups, inside.rows) == (1, (256, 256, 512, 512, 4, 4))
+    assert found[f"{linear}.out_proj.weight"].rows == (32,)
+    for vector in ("A_log", "dt_bias", "conv1d.weight", "out_norm.weight"):
+        assert found[f"{linear}.{vector}"] is None
+    mixed = found[f"{full}.linear_qkv.weight"]  # two queries, their gates, a key, a value
+    assert (mixed.groups, mixed.rows) == (2, (64, 64, 32, 32))
+
+
 @pytest.mark.parametrize("sharded", ["true", "false"])
 @pytest.mark.parametrize(("model", "heads"), [(GPT_OSS, (8, 2, 8)), (DEEPSEEK, (0, 0, 0))])
 def test_two_steps_against_a_statement_of_muon(

@@ -1,0 +1,1 @@
+"""Linear attention: the gated delta rule and what stands around it in a layer."""

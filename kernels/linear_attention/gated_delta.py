@@ -1,0 +1,113 @@
+"""What a Gated DeltaNet layer (arXiv 2412.06464) computes between its projections: one interface.
+
+    short causal convolution -> normalised queries and keys -> gated delta rule -> gated RMSNorm
+
+Backends: `torch`, the statement of `kernels.linear_attention.statement`, which runs everywhere and
+in any dtype, and `fla`, the chunked kernels of flash-linear-attention in Triton, for bf16 on GPUs.
+No function reads anything of the device on the host: a step is captured in a CUDA graph as any
+other, and documents inside a sequence are told apart by the positions of the tokens alone.
+
+Shape legend: B sequences, S positions, C channels, W taps of the convolution, K key heads,
+V value heads, d channels of a head.
+"""
+
+from torch import Tensor
+
+from phalanx.kernels.linear_attention import statement
+
+
+def causal_conv(
+    x_BSC: Tensor, weight_CW: Tensor, position_BS: Tensor | None = None, *, backend: str = "torch"
+) -> Tensor:
+    """SiLU of a depthwise causal convolution: of each channel with the W - 1 tokens before it.
+
+    Args:
+        x_BSC: bf16 or fp32; any strides with contiguous channels.
+        weight_CW: in the dtype of x; the last tap is of the token itself.
+        position_BS: int64, of each token in its document; taps stop at the first. None: a sequence
+            is one document.
+        backend: `torch` or `fla`.
+
+    Returns:
+        [B, S, C] in the dtype of x.
+
+    Raises:
+        ValueError: unknown backend.
+    """
+    if _library(backend) and position_BS is None:
+        from phalanx.kernels.linear_attention import fla
+
+        return fla.causal_conv(x_BSC, weight_CW)
+    # The library's kernels find documents by tables that the host makes.
+    return statement.causal_conv(x_BSC, weight_CW, position_BS)
+
+
+def gated_delta_rule(
+    q_BSKd: Tensor,
+    k_BSKd: Tensor,
+    v_BSVd: Tensor,
+    log_decay_BSV: Tensor,
+    beta_BSV: Tensor,
+    position_BS: Tensor | None = None,
+    *,
+    backend: str = "torch",
+) -> Tensor:
+    """The gated delta rule (arXiv 2412.06464, equation 10) over normalised queries and keys.
+
+        state_t = decay_t (I - beta_t k_t k_t^T) state_(t-1) + beta_t k_t v_t^T
+        out_t = q_t^T state_t / sqrt(d)
+
+    of a value head, with q and k of its key head divided by their norms.
+
+    Args:
+        q_BSKd, k_BSKd: bf16 or fp32.
+        v_BSVd: the same; V is a multiple of K, and value heads that share a key head are
+            neighbours.
+        log_decay_BSV: fp32, 0 or less.
+        beta_BSV: in (0, 1), of any floating dtype.
+        position_BS: int64, of each token in its document, which begins with a state of zeros. None:
+            a sequence is one document.
+        backend: `torch` or `fla`.
+
+    Returns:
+        [B, S, V, d] in the dtype of v.
+
+    Raises:
+        ValueError: unknown backend.
+    """
+    given = (q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV, position_BS)
+    if _library(backend):
+        from phalanx.kernels.linear_attention import fla
+
+        return fla.gated_delta_rule(*given)
+    return statement.gated_delta_rule(*given)
+
+
+def gated_rms_norm(
+    x_BSVd: Tensor, gate_BSVd: Tensor, weight_d: Tensor, eps: float, *, backend: str = "torch"
+) -> Tensor:
+    """RMSNorm of every head, times its weight, times SiLU of the gate.
+
+    Args:
+        x_BSVd, gate_BSVd: bf16 or fp32.
+        weight_d: in the dtype of x.
+        eps: added to the mean square.
+        backend: `torch` or `fla`.
+
+    Returns:
+        [B, S, V, d] in the dtype of x.
+
+    Raises:
+        ValueError: unknown backend.
+    """
+    if _library(backend):
+        from phalanx.kernels.linear_attention import fla
+
+        return fla.gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
+    return statement.gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
+
+
+def _library(backend: str) -> bool:
+    if backend not in ("torch", "fla"):
+        raise ValueError(f"unknown backend {backend!r} of linear attention: use torch or fla")
+    return backend == "fla"

@@ -1,0 +1,116 @@
+"""Linear attention of a layer: Megatron-Core's Gated DeltaNet (arXiv 2412.06464) around
+kernels.linear_attention.
+
+Parameters, tensor parallelism and checkpoints are Megatron-Core's. Its forward pass is not: it
+needs flash-linear-attention on any device, repeats queries and keys for every value head, and finds
+documents by bounds that it reads on the host. Here a backend computes what lies between the two
+projections, and documents are told apart by positions, on the device.
+
+Shape legend: S positions, B batch, D hidden, C channels of the convolution, K key heads, V value
+heads, d channels of a head.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+from torch.profiler import record_function
+
+from phalanx.kernels.linear_attention.gated_delta import (
+    causal_conv,
+    gated_delta_rule,
+    gated_rms_norm,
+)
+from phalanx.moe.model.norm import RMSNorm
+from phalanx.parallel.megatron.gathered import gathered
+from phalanx.parallel.megatron.imports import gated_delta_net
+
+_MEGATRON = gated_delta_net()
+
+
+class OutputNorm(RMSNorm):
+    """Of each value head, times SiLU of its gate; the weight is stored as it is in any model."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.centered = False
+        torch.nn.init.ones_(self.weight)
+
+
+class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
+    """Megatron-Core's GatedDeltaNet for training on whole sequences; parameters are the same.
+
+    Args:
+        backend: of `kernels.linear_attention.gated_delta`.
+        given: what Megatron-Core's takes.
+    """
+
+    def __init__(self, *given: Any, backend: str, **named: Any) -> None:
+        super().__init__(*given, **named)
+        assert self.cp_size == 1
+        self.backend = backend
+
+    def _setup_variant_attrs(self) -> None:
+        super()._setup_variant_attrs()
+        self.gated_delta_rule = gated_delta_rule  # the constructor asks for one
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer's attention.
+
+        Args:
+            hidden_states: [S, B, D], under sequence parallelism S / tensor of them.
+            packed_seq_params: `moe.model.packed.Packed` of the S tokens of one sequence, or None.
+            attention_mask, others: of Megatron-Core's protocol, not used: rotary angles are none
+                of linear attention's, and its order is always causal.
+
+        Returns:
+            As hidden_states, and no bias.
+        """
+        mixed_SBI, _ = self.in_proj(hidden_states)
+        with record_function("attention/linear"):
+            position = None if packed_seq_params is None else packed_seq_params.position_T[None]
+            out_BSVd = self._between(mixed_SBI.transpose(0, 1), position)
+        out, bias = self.out_proj(out_BSVd.flatten(2).transpose(0, 1).contiguous())
+        return out, bias
+
+    def _between(self, mixed_BSI: Tensor, position_BS: Tensor | None) -> Tensor:
+        """From the input projection to what the output projection reads, [B, S, V, d]."""
+        d = self.value_head_dim
+        keys, values = self.qk_dim_local_tp, self.v_dim_local_tp
+        qkv_BSC, gate, beta_BSV, alpha_BSV = mixed_BSI.split(list(self.feat_dim_split), -1)
+        weight_CW = gathered(self.conv1d).weight.squeeze(1)
+        qkv_BSC = causal_conv(qkv_BSC, weight_CW, position_BS, backend=self.backend)
+        q, k, v = (x.unflatten(-1, (-1, d)) for x in qkv_BSC.split([keys, keys, values], -1))
+        rate_BSV = F.softplus(alpha_BSV.float() + self.dt_bias.float())
+        out_BSVd = gated_delta_rule(
+            q,
+            k,
+            v,
+            -self.A_log.float().exp() * rate_BSV,
+            beta_BSV.sigmoid(),
+            position_BS,
+            backend=self.backend,
+        )
+        norm, gate_BSVd = gathered(self.out_norm), gate.unflatten(-1, (-1, d))
+        return gated_rms_norm(out_BSVd, gate_BSVd, norm.weight, norm.eps, backend=self.backend)
+
+
+def spec(backend: str) -> ModuleSpec:
+    """What a layer is built with in place of other attention.
+
+    Args:
+        backend: of `kernels.linear_attention.gated_delta`.
+    """
+    submodules = _MEGATRON.GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=OutputNorm, out_proj=RowParallelLinear
+    )
+    return ModuleSpec(module=GatedDelta, params={"backend": backend}, submodules=submodules)

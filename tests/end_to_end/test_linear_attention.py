@@ -1,0 +1,60 @@
+"""Whole runs of a model whose layers have linear attention, but for each second one."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import SMALL, exact, records, run, text, write_corpus
+
+pytestmark = pytest.mark.dist
+
+MODEL = [
+    *["model=tiny_qwen3_next", "model.attention.head_dim=8", "model.attention.rotary_dim=4"],
+    *["model.moe.shared_ffn=16", "model.linear_attention.full_attention_interval=2"],
+    *["model.linear_attention.key_heads=2", "model.linear_attention.value_heads=4"],
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that train on real text."""
+    folder = tmp_path_factory.mktemp("corpus")
+    prefix = write_corpus(folder / "text", [list(p) for p in text()])
+    data = ["data=indexed", f"data.blend=[{prefix}]", "data.split='90,10'"]
+    return [*SMALL, *data, f"data.cache={folder / 'cache'}", *MODEL]
+
+
+def test_a_run_learns_and_goes_on_bit_for_bit(corpus: list[str], tmp_path: Path) -> None:
+    """On two ranks, in bf16, with packed documents: 12 steps, and 5 and 7."""
+    command = [*corpus, "data.document_mask=true", "run.eval_interval=6", "run.eval_batches=2"]
+    main, _ = run(2, [*command, "run.steps=12", f"run.dir={tmp_path / 'a'}"])
+    assert main.code == 0, main.err
+    (line,) = [line for line in main.out.splitlines() if line.startswith("  linear_attention")]
+    assert line.split()[1:3] == ["torch", "auto"]
+    run(2, [*command, "run.steps=5", f"run.dir={tmp_path / 'b'}"])
+    again, _ = run(2, [*command, "run.steps=12", f"run.dir={tmp_path / 'b'}"])
+    assert "resumed from step 5" in again.out
+    found = [exact(records(tmp_path / name / "run")) for name in "ab"]
+    assert len(found[0]) >= 12 and found[0] == found[1]
+    losses = [r["loss"] for r in records(tmp_path / "a" / "run") if "loss" in r]
+    assert sum(losses[-3:]) < sum(losses[:3]) - 1.5
+
+
+def test_a_checkpoint_changes_layout(corpus: list[str], tmp_path: Path) -> None:
+    """Data and expert parallel, tensor parallel, two stages, one rank: the losses of one rank."""
+    common = [*corpus, "precision=fp32", "parallel.capacity_factor=8", "data.micro_batch=2"]
+    (straight,) = run(1, [*common, "run.steps=8", f"run.dir={tmp_path / 'a'}"])
+    assert straight.code == 0, straight.err
+    for steps, world, sizes in (
+        (2, 2, []),
+        (4, 2, ["parallel.tensor=2"]),
+        (6, 2, ["parallel.pipeline=2"]),
+        (8, 1, []),
+    ):
+        command = [*common, *sizes, f"run.steps={steps}", f"run.dir={tmp_path / 'b'}"]
+        ranks = run(world, command)
+        assert [r.code for r in ranks] == [0] * world, ranks[0].err
+    moved, stayed = (records(tmp_path / name / "run") for name in "ba")
+    assert [r["step"] for r in moved] == [*range(1, 9)]
+    for key, rel in (("loss", 2e-5), ("mtp_loss", 2e-5), ("grad_norm", 2e-3)):
+        assert [r[key] for r in moved] == pytest.approx([r[key] for r in stayed], rel=rel)
