@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import singledispatch
@@ -82,7 +82,10 @@ class Remote:
     def entry(self) -> Entry:
         """Of the object itself."""
         with self._asked("read") as (fs, path):
-            return _entry(fs.info(path))
+            info = fs.info(path)
+            if info["type"] != "file":
+                raise FileNotFoundError(path)
+            return _entry(info)
 
     def is_file(self) -> bool:
         """Whether there is an object of this name."""
@@ -130,13 +133,13 @@ class Remote:
     def delete(self, names: Sequence[str] = ()) -> None:
         """Delete the object, or some below, by name; what is gone already is no error."""
         with self._asked("delete") as (fs, path):
+            paths = [f"{path}/{name}" for name in names] or [path]
             try:
-                if names:
-                    fs.rm([f"{path}/{name}" for name in names])
-                else:
-                    fs.rm_file(path)
-            except FileNotFoundError:
-                pass
+                fs.rm(paths) if names else fs.rm_file(path)
+            except FileNotFoundError:  # which may have left the others
+                for one in paths:
+                    with suppress(FileNotFoundError):
+                        fs.rm_file(one)
 
     @contextmanager
     def _asked(self, doing: str) -> "Iterator[tuple[Any, str]]":
@@ -228,9 +231,9 @@ def in_order[A, T](
 def _entry(info: dict[str, Any]) -> Entry:
     times = (info.get(key) for key in ("LastModified", "mtime", "updated", "created"))
     changed = next((when for when in times if when), 0.0)
-    mark = info.get("ETag") or info.get("etag") or info.get("md5Hash") or changed or ""
     if isinstance(changed, datetime):
         changed = changed.timestamp()
+    mark = info.get("ETag") or info.get("etag") or info.get("md5Hash") or changed or ""
     seconds = changed if isinstance(changed, float) else 0.0
     return Entry(int(info.get("size") or 0), str(mark).strip('"'), seconds)
 

@@ -36,11 +36,15 @@ def credentials(at: str) -> Iterator[None]:
         "AWS_ENDPOINT_URL": at,
         "AWS_EC2_METADATA_DISABLED": "true",
     }
+    from s3fs import S3FileSystem
+
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
+    S3FileSystem.clear_instance_cache()  # of other credentials
     try:
         yield
     finally:
+        S3FileSystem.clear_instance_cache()
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
