@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from tqdm import tqdm  # noqa: E402
 
+from phalanx.configs.addresses import is_address  # noqa: E402
 from phalanx.configs.knobs import get, put, written  # noqa: E402
 from phalanx.configs.load import load, options  # noqa: E402
 from phalanx.configs.schema import Config  # noqa: E402
@@ -89,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
         "--no-mtp", action="store_true", help="leave out layers of multi-token prediction"
     )
     p_out = commands.add_parser("export", help="a checkpoint to a Hugging Face folder")
-    p_out.add_argument("checkpoint", type=Path, help="folder of one checkpoint, of any layout")
+    p_out.add_argument("checkpoint", type=_folder, help="folder of one checkpoint, of any layout")
     p_out.add_argument("out", type=Path, help="the Hugging Face folder; must not exist")
     p_out.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer's files from here"
@@ -112,6 +113,12 @@ def import_(args: argparse.Namespace) -> None:
     print(f"{args.out}: start from it with")
     print(f"  train.py {' '.join(overrides)} run.resume={args.out}")
     print(said(load(overrides), found))
+
+
+def _folder(text: str) -> Path:
+    if is_address(text):
+        raise argparse.ArgumentTypeError(f"{text} is an address; copy the checkpoint to a folder")
+    return Path(text)
 
 
 def export(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from phalanx.parallel.checkpoint import commit, saved_config
 from phalanx.parallel.checkpoint.commit import Invalid
 from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch, compare
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
-from phalanx.parallel.object_store import Place, place
+from phalanx.parallel.object_store import Place, Refused, place
 
 _FEW_EPOCHS = 4
 """Up to here repeated text is about as good as new (arXiv 2305.16264); more is told."""
@@ -180,9 +180,10 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
     except Invalid:
         pass  # its checksums will tell what is wrong with it; only then is it set aside
     except OSError as error:
+        if isinstance(error, Refused):
+            raise CheckpointError(f"{error} (run.checkpoints, run.resume)") from None
         where = error.filename or root
-        knob = "run.dir" if isinstance(root, Path) else "run.checkpoints"
         raise CheckpointError(
-            f"cannot read {where} ({knob}, run.resume): {error.strerror or error}"
+            f"cannot read {where} (run.dir, run.resume): {error.strerror or error}"
         ) from None
     yield from ()
