@@ -10,6 +10,7 @@ or its files. Imports neither torch nor, before an address is used, fsspec.
 import errno
 import re
 import time
+from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from functools import singledispatch
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from phalanx.configs.addresses import is_address
+from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.redact import redacted
 
 CHUNK = 16 << 20
@@ -189,6 +190,13 @@ def by_place[T](of_folder: Callable[..., T]) -> ByPlace[T]:
     return cast(ByPlace[T], singledispatch(of_folder))
 
 
+def argument(text: str) -> Place:
+    """`place`, as the type of an argument of a command."""
+    if is_address(text) and (found := flaw(text)):
+        raise ArgumentTypeError(f"{redacted(text)} {found[0]}: give {redacted(found[1])}")
+    return place(text)
+
+
 def persist[T](work: Callable[[], T]) -> T:
     """`work()`, tried again for half a minute while the store does not answer as it should.
 
@@ -247,7 +255,8 @@ def _reason(error: Exception, address: str) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if "Credentials" in type(error).__name__:
         text += " (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the files of the AWS CLI)"
-    return redacted(text)
+    who = address.partition("://")[2].rpartition("@")[0]
+    return redacted(text.replace(who, "***") if who else text)
 
 
 def _missing(scheme: str) -> str:

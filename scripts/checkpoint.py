@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 from phalanx.parallel.checkpoint import commit, saved_config  # noqa: E402
 from phalanx.parallel.checkpoint.commit import Commit, Invalid  # noqa: E402
 from phalanx.parallel.checkpoint.config_diff import leaves  # noqa: E402
-from phalanx.parallel.object_store import Place, place  # noqa: E402
+from phalanx.parallel.object_store import Place, argument  # noqa: E402
 
 SET_ASIDE = {
     ".bad": "failed verification",
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         (inspect, "tensors, shapes, types, and the configuration", "of a checkpoint"),
     ):
         command = commands.add_parser(show.__name__.split("_")[0], help=what, description=what)
-        command.add_argument("folder", type=place, help=f"folder or address {folder}")
+        command.add_argument("folder", type=argument, help=f"folder or address {folder}")
         command.set_defaults(show=show)
     return top
 

@@ -81,15 +81,16 @@ def remote_pair(address: str, cache: Path) -> RemotePair:
                 f"{path} does not exist; data.blend takes prefixes of .bin/.idx without the ending"
             )
         entries.append(entry)
-    held, described = entries
+    held, wanted = entries
 
     def build(folder: Path) -> None:
-        _copy(index, described, folder / f"{NAME}.idx")
+        _copy(index, wanted, folder / f"{NAME}.idx")
         (folder / f"{NAME}.bin").touch()
         parts = [(held.size, lambda at, count: _read(binary, at, count)), _file(folder)]
         (folder / "stamp").write_text(stamp(parts))
+        _unchanged(binary, held)
 
-    key = [address, [held.size, held.mark], [described.size, described.mark]]
+    key = [address, [held.size, held.mark], [wanted.size, wanted.mark]]
     folder = built_once(cache / "objects" / digest(key), build)
     mark = (folder / "stamp").read_text()
     return RemotePair(str(folder / NAME), binary, held, mark)
@@ -146,6 +147,12 @@ def _copy(path: Remote, entry: Entry, to: Path) -> None:
     with to.open("wb") as file:
         for start in range(0, entry.size, step):
             file.write(_read(path, start, min(step, entry.size - start)))
+    _unchanged(path, entry)
+
+
+def _unchanged(path: Remote, entry: Entry) -> None:
+    if _entry(path) != entry:
+        raise DataError(f"{path} was changed while it was read; start again (data.blend)")
 
 
 def _read(path: Remote, at: int, count: int) -> bytes:

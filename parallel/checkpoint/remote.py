@@ -3,10 +3,11 @@
 A save gets a prefix of its own below that of the run, `step_<n>.<when and who>`, which no other
 save ever writes to. COMMIT.json is put there last, once the store lists every other object with its
 size; where it is not, there is no checkpoint. It also has the store's marks (ETags) of the objects,
-so that a changed one is known from a listing. A checkpoint that no longer counts gets an object
-more, BAD or OLD; one that goes loses COMMIT.json first. So no two savers touch the same object but
-OWNER.json: the launch that wrote it last has the prefix, and an earlier one ends when it sees that.
-Importing this module makes the functions of `commit` take a `Remote`. Nothing here communicates.
+so that a changed one is known from a listing; a copy at another address may have others. A
+checkpoint that no longer counts gets an object more, BAD or OLD; one that goes loses COMMIT.json
+first. So no two savers touch the same object but OWNER.json: the launch that wrote it last has the
+prefix, and an earlier one ends when it sees that. Importing this module makes the functions of
+`commit` take a `Remote`. Nothing here communicates.
 """
 
 import json
@@ -171,7 +172,7 @@ def complete(written: Path, final: Remote, record: Commit) -> None:
         if found[name].size != size:
             raise OSError(f"{final / name} has {found[name].size} bytes, not {size}")
     marks = {name: found[name].mark for name in record.files}
-    data = commit.sealed(record, marks=marks)
+    data = commit.sealed(record, at=final.address, marks=marks)
     persist(lambda: (final / COMMIT).write(data))
 
 
@@ -209,7 +210,7 @@ def _counts(held: dict[str, Entry]) -> bool:
 
 
 def _record(folder: Remote) -> tuple[Commit, dict[str, str]]:
-    """COMMIT.json, and the marks in it; those of a checkpoint that was copied here it lacks."""
+    """COMMIT.json, and the marks in it, of a checkpoint that was not copied here."""
     try:
         entry = (folder / COMMIT).entry()
         if entry.size > commit.LARGEST:
@@ -217,10 +218,11 @@ def _record(folder: Remote) -> tuple[Commit, dict[str, str]]:
         data = commit.contents(folder / COMMIT)
     except FileNotFoundError:
         raise Invalid(f"{COMMIT} is missing") from None
-    record, marks = commit.parse(data), json.loads(data).get("marks", {})
+    record, content = commit.parse(data), json.loads(data)
+    marks = content.get("marks", {})
     if not (isinstance(marks, dict) and all(isinstance(mark, str) for mark in marks.values())):
         raise Invalid(f"{COMMIT} is not readable")
-    return record, marks
+    return record, marks if content.get("at") == folder.address else {}
 
 
 def _crc(path: Remote, size: int, read: Callable[[int], object] | None) -> int:

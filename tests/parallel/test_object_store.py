@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.redact import redacted
 from phalanx.parallel import object_store
-from phalanx.parallel.object_store import Refused, Remote, in_order, persist, place
+from phalanx.parallel.object_store import Refused, Remote, argument, in_order, persist, place
 from tests.support import s3
 
 
@@ -91,6 +92,17 @@ def test_no_secret_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(Remote(f"s3://{s3.ACCESS}:{s3.SECRET}@bucket/x")) == "s3://***@bucket/x"
         assert s3.SECRET not in repr(caught.value)
     assert redacted(f"s3://{s3.ACCESS}:{s3.SECRET}@bucket/x") == "s3://***@bucket/x"
+
+
+def test_an_argument_with_a_password_is_not_repeated() -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        argument(f"s3://me:{s3.SECRET}@bucket/x")
+    assert str(caught.value).startswith("s3://***@bucket/x has a user or password in it")
+    assert str(caught.value).endswith("give s3://bucket/x")
+    assert argument("runs/x") == Path("runs/x") and argument("s3://b/x") == Remote("s3://b/x")
+    with s3.credentials(s3.endpoint()), pytest.raises(OSError) as refused:
+        Remote("s3://me:hunter22@bucket/x").read()
+    assert "hunter22" not in str(refused.value)
 
 
 def test_attempts_end_with_success_or_with_what_no_other_could_mend(

@@ -358,6 +358,33 @@ def test_damage_is_found_and_set_aside(tmp_path: Path, root: str, kind: str) -> 
     assert "no checkpoint in" in told and "run.resume=never" in told
 
 
+def _copies(root: str, at: str, folder: Path) -> str:
+    """To another prefix, where the store's marks are others, and to a folder."""
+    with reached(at):
+        engine, groups = build()
+        train(engine, groups, 0, 1)
+        path = save(saver(root, groups, folder), 1, engine)
+        copied = Remote(f"{root}_copy") / path.name
+        (folder / "copy").mkdir()
+        for name in path.objects():
+            (copied / name).write((path / name).read())
+            (folder / "copy" / name).write_bytes((path / name).read())
+        for other in (saver(f"{root}_copy", groups, folder).newest(), folder / "copy"):
+            assert saved_config.lacking(other) == ""
+            twin, _ = build(seed=5)
+            load(saver(f"{root}_copy", groups, folder), other, twin)
+            assert_equal(tensors(engine), tensors(twin))
+        assert saved_config.lacking(path) == ""
+        (path / "metadata.json").write((path / "metadata.json").read())  # replaced, the same
+        return saved_config.lacking(path)
+
+
+@pytest.mark.dist
+def test_copies_stay_valid(tmp_path: Path) -> None:
+    (told,) = run_distributed(_copies, 1, f"{MEMORY}/copies", s3.endpoint(), tmp_path)
+    assert told == "metadata.json is another object than the one that was committed"
+
+
 def _changed_unseen(root: str, at: str, folder: Path) -> list[str]:
     """A store whose marks stay the same tells no change: the checksum does."""
     with reached(at), pytest.MonkeyPatch.context() as patch:
