@@ -131,7 +131,7 @@ class Checkpointer:
         if self._at[1] is not None and self._at[0] == step:
             return self._at[1]
         json.dumps(common)  # plain data, which loads without running code
-        with told(f"cannot write a checkpoint to {self.folder} ({self._target.knob})"):
+        with told(f"cannot write checkpoint of step {step} to {self.folder} ({self._target.knob})"):
             final = on_main(lambda: self._open(step))
             agree(self._target.open(final))
         with parameters_gathered(model):
@@ -250,8 +250,7 @@ class Checkpointer:
             NoUsableCheckpoint: it is damaged, or no checkpoint.
         """
         record = self._verified.get(path) or verified(path)
-        metadata = safe_pickle.read_metadata(path, record.files)
-        saved = safe_pickle.read_common(path, metadata)
+        metadata, saved = self._described(path, record)
         if changed := compare(saved["common"].get("config", {}), config or {}):
             warn(f"changed since the checkpoint: {', '.join(changed)}")
         fresh, world = None, record.world
@@ -288,6 +287,21 @@ class Checkpointer:
         )
         self._at = (record.step, self.folder / path.name if own else None)
         return saved["common"]
+
+    def _described(self, path: Place, record: commit.Commit) -> tuple[Metadata, dict[str, Any]]:
+        """Names and places of what it holds, and what all ranks share of it."""
+        found, error = None, None
+        try:
+            metadata = safe_pickle.read_metadata(path, record.files)
+            found = metadata, safe_pickle.read_common(path, metadata)
+        except (commit.Invalid, OSError) as problem:
+            error = str(problem)
+        try:
+            agree(error)
+        except Failed as failed:
+            raise NoUsableCheckpoint(f"{path} cannot be read: {failed}") from None
+        assert found is not None
+        return found
 
     def _read(
         self, path: Place, state: dict[str, Any], world: int, metadata: Metadata

@@ -554,3 +554,37 @@ def test_a_bucket_that_is_not_there(tmp_path: Path) -> None:
     (told,) = run_distributed(_no_store, 1, s3.endpoint(), tmp_path)
     assert told.startswith("cannot write to s3://no-such-bucket/x (run.checkpoints): cannot write")
     assert told.endswith("bucket does not exist") and OWNER in told
+
+
+def _fails_to_load(root: str, at: str, folder: Path, name: str) -> str:
+    """The store fails one of the ranks once the checkpoint has been verified."""
+    with reached(at):
+        engine, groups = build(expert=2)
+        train(engine, groups, 0, 1)
+        checkpoints = saver(root, groups, folder)
+        path = save(checkpoints, 1, engine)
+        assert checkpoints.newest() == path
+        original = Remote.read
+
+        def fails(self: Remote, start: int = 0, stop: int | None = None) -> bytes:
+            if dist.get_rank() == 1 and self.name.endswith(name):
+                raise object_store.Refused(f"cannot read {self}: the line is down", OSError())
+            return original(self, start, stop)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Remote, "read", fails)
+            with pytest.raises(saved_config.NoUsableCheckpoint) as caught:
+                load(checkpoints, path, engine)
+        assert (path / "COMMIT.json").is_file() and not (path / "BAD").is_file()
+        return str(caught.value)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", [".metadata", ".distcp"])
+def test_a_store_that_fails_a_load(tmp_path: Path, name: str) -> None:
+    """One line on every rank, and nothing is said against the checkpoint."""
+    first, second = run_distributed(
+        _fails_to_load, 2, f"{S3}/load{name}", s3.endpoint(), tmp_path, name
+    )
+    assert first == second and "\n" not in first
+    assert "cannot be read: " in first and "the line is down (rank 1)" in first
