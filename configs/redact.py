@@ -4,9 +4,10 @@ import os
 import re
 from typing import Any
 
-_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(KEY|KEY_ID|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 _SHORTEST = 8  # characters; shorter values are found in any text
-_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+# A password may have slashes in it, a user none.
+_IN_ADDRESS = re.compile(r"(?<=://)([^/@\s:]*:[^@\s]*|[^/@\s]+)(?=@)")
 _IN_QUERY = re.compile(r"([?&;][\w.-]*(?:key|token|secret|passw|signature)[\w.-]*=)[^&;\s]+", re.I)
 
 

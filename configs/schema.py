@@ -398,13 +398,17 @@ class DataConfig:
     blend: list[str] = field(default_factory=list)
     """Paths of `indexed` data without .bin, or weights and paths in turn: [0.7, a, 0.3, b].
 
-    Without weights the sources are mixed in proportion to their tokens. The start page shows tokens
+    An address of an object store (s3://bucket/prefix) is read from there (docs/data.md). Without
+    weights the sources are mixed in proportion to their tokens. The start page shows tokens
     and epochs of each.
     """
     split: str = "98,2"
     """Relative sizes of the training and validation parts of each source."""
     cache: str = ""
-    """Folder of built corpora and index files; empty uses .cache/phalanx in the home folder."""
+    """Folder of built corpora and index files; empty uses .cache/phalanx in the home folder.
+
+    Copies of the index of addresses in `data.blend` are there as well.
+    """
     sequence_length: int = 256
     """Number of tokens in a sequence."""
     micro_batch: int = 4
@@ -499,6 +503,12 @@ class RunConfig:
     """
     dir: str = "runs"
     """Folder that holds the folders of all runs."""
+    checkpoints: str = ""
+    """Address that checkpoints go to, as in s3://bucket/runs; empty keeps them in the run folder.
+
+    Those of a run are below `<run.checkpoints>/<run.name>`. Each rank writes its part to the run
+    folder first, which then needs not be shared by hosts (docs/checkpoints.md).
+    """
     steps: int = 100
     """Number of optimizer steps of the whole run, including those before a resume."""
     seed: int = 1
@@ -518,7 +528,7 @@ class RunConfig:
     resume: str = "auto"
     """`auto` resumes from the newest checkpoint of the run, if any; `never` starts from scratch.
 
-    Any other value is the folder of a checkpoint to start from.
+    Any other value is the folder or address of a checkpoint to start from.
     """
     bad_steps: str = "stop"
     """Answer to a loss or gradient that is not finite: `stop`, `skip` the step, or `rollback`.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from phalanx.configs import capture
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, precision_problems
 from phalanx.configs.knobs import get, repair
@@ -61,6 +62,7 @@ def validate(cfg: Config, world_size: int) -> None:
         _optim,
         _run,
         _folders,
+        _addresses,
         _graph,
         _exchange,
         _kernels,
@@ -278,21 +280,30 @@ def _run(cfg: Config) -> Iterator[str]:
 
 def _folders(cfg: Config) -> Iterator[str]:
     """Object stores are no folders; a knob that takes one would make a folder of that name."""
-    fits = {"run.dir": "runs", "run.resume": "auto", "data.cache": ""}
+    fits = {"run.dir": "runs", "data.cache": ""}
     for path, value in fits.items():
-        if _is_address(get(cfg, path)):
+        if is_address(get(cfg, path)):
             reason = "is an address; only folders of a (mounted) file system can be used"
+            if path == "run.dir":
+                reason += ", and run.checkpoints takes an address for checkpoints alone"
             yield repair(cfg, path, reason, value)
     if not cfg.run.dir:
         yield repair(cfg, "run.dir", "must be a folder", "runs")
-    if any(map(_is_address, cfg.data.blend)):
-        reason = "has an address; copy the files to a file system that all nodes share"
-        plain = [item.rpartition("/")[2] if _is_address(item) else item for item in cfg.data.blend]
-        yield repair(cfg, "data.blend", reason, plain)
 
 
-def _is_address(text: str) -> bool:
-    return re.match(r"[A-Za-z][\w+.-]*://", text.strip()) is not None
+def _addresses(cfg: Config) -> Iterator[str]:
+    """Of object stores, where they can be."""
+    for path in ("run.checkpoints", "run.resume"):
+        value = get(cfg, path)
+        if path == "run.checkpoints" and value and not is_address(value):
+            reason = "is no address, as in s3://bucket/runs; a folder for all of a run is run.dir"
+            yield repair(cfg, path, reason, "")
+        elif is_address(value) and (found := flaw(value)):
+            yield repair(cfg, path, *found)
+    flaws = {item: fault for item in cfg.data.blend if is_address(item) and (fault := flaw(item))}
+    for reason, _ in list(flaws.values())[:1]:
+        better = [flaws[item][1] if item in flaws else item for item in cfg.data.blend]
+        yield repair(cfg, "data.blend", f"has an address that {reason}", better)
 
 
 def _kernels(cfg: Config) -> Iterator[str]:

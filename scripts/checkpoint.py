@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 from phalanx.parallel.checkpoint import commit, saved_config  # noqa: E402
 from phalanx.parallel.checkpoint.commit import Commit, Invalid  # noqa: E402
 from phalanx.parallel.checkpoint.config_diff import leaves  # noqa: E402
+from phalanx.parallel.object_store import Place, argument  # noqa: E402
 
 SET_ASIDE = {
     ".bad": "failed verification",
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # What comes from the file cannot steer the terminal.
             print(line if line.isprintable() else ascii(line))
     except (Invalid, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror or error if isinstance(error, OSError) else error
         print(f"checkpoint: {args.folder}: {reason}", file=sys.stderr)
         return 1
     except BrokenPipeError:
@@ -54,12 +55,12 @@ def parser() -> argparse.ArgumentParser:
         (inspect, "tensors, shapes, types, and the configuration", "of a checkpoint"),
     ):
         command = commands.add_parser(show.__name__.split("_")[0], help=what, description=what)
-        command.add_argument("folder", type=Path, help=folder)
+        command.add_argument("folder", type=argument, help=f"folder or address {folder}")
         command.set_defaults(show=show)
     return top
 
 
-def list_run(folder: Path) -> Iterator[str]:
+def list_run(folder: Place) -> Iterator[str]:
     """One line per checkpoint of a run, newest first; those that do not count in the end."""
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     found = [path for _, path in commit.committed(root)]
@@ -67,7 +68,8 @@ def list_run(folder: Path) -> Iterator[str]:
         (path, why) for end, why in SET_ASIDE.items() for path in commit.with_suffix(root, end)
     ]
     if not found and not aside:
-        folder.stat()
+        if isinstance(folder, Path):
+            folder.stat()
         raise Invalid("no checkpoints here")
     for path in found:
         yield _line(path, _quick(path))
@@ -75,7 +77,7 @@ def list_run(folder: Path) -> Iterator[str]:
         yield _line(path, why)
 
 
-def verify(folder: Path) -> Iterator[str]:
+def verify(folder: Place) -> Iterator[str]:
     """Read all files; raises Invalid if one is not what was written."""
     record = _commit(folder)
     total = sum(size for size, _ in record.files.values())
@@ -87,7 +89,7 @@ def verify(folder: Path) -> Iterator[str]:
     yield f"{folder}: step {record.step}, {len(record.files)} files, {_size(total)}: sound"
 
 
-def inspect(folder: Path) -> Iterator[str]:
+def inspect(folder: Place) -> Iterator[str]:
     """What is in a checkpoint. Checksums are not compared: see `verify`."""
     record = _commit(folder)
     tensors, state = _contents(folder, record)
@@ -106,7 +108,7 @@ def inspect(folder: Path) -> Iterator[str]:
         yield f"  {name:<{width}}  {str(dtype).removeprefix('torch.'):<8}  {list(shape)}"
 
 
-def _commit(folder: Path) -> Commit:
+def _commit(folder: Place) -> Commit:
     if not folder.is_dir():
         raise Invalid("no such folder")
     try:
@@ -116,7 +118,7 @@ def _commit(folder: Path) -> Commit:
         raise Invalid(f"{error}; did you mean {inside[0][1]}?" if inside else str(error)) from None
 
 
-def _contents(folder: Path, record: Commit) -> tuple[list[tuple[str, Any, Any]], dict[str, Any]]:
+def _contents(folder: Place, record: Commit) -> tuple[list[tuple[str, Any, Any]], dict[str, Any]]:
     """([(name, shape, dtype)], common state), without running code from the files."""
     from phalanx.parallel.checkpoint import safe_pickle  # brings torch, which takes seconds
 
@@ -126,17 +128,15 @@ def _contents(folder: Path, record: Commit) -> tuple[list[tuple[str, Any, Any]],
     return tensors, safe_pickle.read_common(folder, metadata)
 
 
-def _quick(folder: Path) -> str:
+def _quick(folder: Place) -> str:
     """What names and sizes of the files tell."""
     problem = saved_config.lacking(folder)
     return f"damaged: {problem}" if problem else "complete"
 
 
-def _line(folder: Path, state: str) -> str:
-    files = [path.stat() for path in folder.iterdir() if path.is_file()]
-    newest = max((file.st_mtime for file in files), default=folder.stat().st_mtime)
-    size = _size(sum(file.st_size for file in files))
-    return f"{folder.name:<20}  {size:>10}  {_age(time.time() - newest):>8} ago  {state}"
+def _line(folder: Place, state: str) -> str:
+    held, newest = commit.weight(folder)
+    return f"{folder.name:<20}  {_size(held):>10}  {_age(time.time() - newest):>8} ago  {state}"
 
 
 def _size(count: float) -> str:

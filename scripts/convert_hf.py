@@ -22,6 +22,7 @@ from phalanx.configs.knobs import get, put, written  # noqa: E402
 from phalanx.configs.load import load, options  # noqa: E402
 from phalanx.configs.schema import Config  # noqa: E402
 from phalanx.configs.validate import ConfigError, validate  # noqa: E402
+from phalanx.parallel.object_store import Remote, argument  # noqa: E402
 
 EXAMPLES = """examples:
   convert_hf.py import DeepSeek-V3 imported/deepseek_v3
@@ -89,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
         "--no-mtp", action="store_true", help="leave out layers of multi-token prediction"
     )
     p_out = commands.add_parser("export", help="a checkpoint to a Hugging Face folder")
-    p_out.add_argument("checkpoint", type=Path, help="folder of one checkpoint, of any layout")
+    p_out.add_argument("checkpoint", type=argument, help="folder of one checkpoint, of any layout")
     p_out.add_argument("out", type=Path, help="the Hugging Face folder; must not exist")
     p_out.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer's files from here"
@@ -118,9 +119,12 @@ def export(args: argparse.Namespace) -> None:
     """Export one checkpoint."""
     import torch
 
+    from phalanx.moe.hf import ConversionError
     from phalanx.moe.hf.config import TOKENS
     from phalanx.moe.hf.convert import export_checkpoint
 
+    if isinstance(args.checkpoint, Remote):
+        raise ConversionError(f"{args.checkpoint} is an address: copy it to a folder first")
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
     with bar("verifying", "B") as verifying, bar("exporting") as progress:
         config = export_checkpoint(

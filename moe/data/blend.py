@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.configs.addresses import is_address
 from phalanx.configs.schema import DataConfig
-from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.host_cache import DataError, cache_folder
 from phalanx.moe.data.token_files import Corpus, open_corpus
 
 PARTS = ("training", "validation")
@@ -72,7 +73,7 @@ def open_blend(
         DataError: a pair is missing, damaged, too short, or not made for this vocabulary.
     """
     try:
-        corpora = [open_corpus(prefix) for prefix in prefixes]
+        corpora = [open_corpus(prefix, cache_folder(cfg.cache)) for prefix in prefixes]
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"{error.filename} cannot be read (data.blend): {reason}") from None
@@ -91,7 +92,7 @@ def parse_blend(blend: Sequence[str]) -> tuple[list[str], list[float] | None]:
     if not entries:
         raise DataError("data.source=indexed needs data.blend, the prefixes of .bin/.idx files")
     if all(number is None for number in numbers):
-        return [str(Path(entry).expanduser()) for entry in entries], None
+        return [_located(entry) for entry in entries], None
     weights = [number for number in numbers[::2] if number is not None]
     paths = [entry for entry, number in zip(entries, numbers, strict=True) if number is None]
     if len(weights) != len(paths) or paths != entries[1::2]:
@@ -102,7 +103,11 @@ def parse_blend(blend: Sequence[str]) -> tuple[list[str], list[float] | None]:
     for weight, path in zip(weights, paths, strict=True):
         if not (math.isfinite(weight) and weight > 0):
             raise DataError(f"data.blend gives {path} the weight {weight}; it must be positive")
-    return [str(Path(path).expanduser()) for path in paths], weights
+    return [_located(path) for path in paths], weights
+
+
+def _located(entry: str) -> str:
+    return entry.rstrip("/") if is_address(entry) else str(Path(entry).expanduser())
 
 
 def parse_split(split: str, sizes: Sequence[int]) -> str:

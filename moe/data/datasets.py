@@ -30,6 +30,7 @@ from phalanx.moe.data.bin_reader import BinReader
 from phalanx.moe.data.blend import PARTS, Part, open_blend, parse_blend
 from phalanx.moe.data.host_cache import DataError, cache_folder, digest, shared_arrays
 from phalanx.moe.data.packing import positions
+from phalanx.moe.data.remote_files import READERS
 from phalanx.moe.data.sources import Source
 from phalanx.moe.data.token_files import BYTES, Corpus, embedded
 from phalanx.moe.report.names import short_names
@@ -39,10 +40,16 @@ class Indexed:
     """Rows of .bin/.idx pairs, each checked against the vocabulary before it is used."""
 
     def __init__(
-        self, rows: Any, samples: int, vocab_size: int, fingerprint: str, sources: list[Source]
+        self,
+        rows: Any,
+        samples: int,
+        vocab_size: int,
+        fingerprint: str,
+        sources: list[Source],
+        readers: int = 1,
     ) -> None:
         self._rows, self._samples, self._vocab = rows, samples, vocab_size
-        self.fingerprint = fingerprint
+        self.fingerprint, self.readers = fingerprint, readers
         self.sources: Sequence[Source] = sources
 
     def __len__(self) -> int:
@@ -76,8 +83,8 @@ class _IndexConfig(GPTDatasetConfig):
     global rank 0 writes, so that a host without a shared cache would find nothing."""
 
     index_folder: Path = Path()
-    stamps: dict[str, str] = field(default_factory=dict)
-    """Digest of the data by prefix."""
+    corpora: dict[str, Corpus] = field(default_factory=dict)
+    """By local prefix."""
 
 
 class _Tokens:
@@ -110,7 +117,7 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
     config = _IndexConfig(
         random_seed=cfg.seed,
         sequence_length=cfg.sequence_length,
-        blend=(prefixes, blend.weights),
+        blend=([corpus.local for corpus in blend.corpora], blend.weights),
         split=blend.split,
         path_to_cache="",
         tokenizer=_Tokens(),
@@ -119,7 +126,7 @@ def plan(cfg: DataConfig, vocab_size: int, sizes: Sequence[int]) -> Plan:
         eod_mask_loss=False,
         create_attention_mask=False,
         index_folder=cache / "index",
-        stamps={corpus.prefix: corpus.stamp for corpus in blend.corpora},
+        corpora={corpus.local: corpus for corpus in blend.corpora},
     )
     names = ["embedded"] if cfg.source == "embedded" else short_names(redacted(prefixes))
     sources = [
@@ -166,10 +173,11 @@ def build(checked: Plan, vocab_size: int, sizes: Sequence[int]) -> list[Indexed]
     """Training and validation rows. Raises DataError if the index cannot be kept in data.cache."""
     built = _Builder(_Endless, [*sizes, 0], lambda: True, checked.config).build()
     views = []
+    readers = READERS if any(corpus.remote for corpus in checked.config.corpora.values()) else 1
     parts = zip(PARTS, built, sizes, checked.sources, strict=False)
     for part, rows, size, sources in parts:
         mark = digest([checked.fingerprint, part])
-        views.append(Indexed(rows, size, vocab_size, mark, sources))
+        views.append(Indexed(rows, size, vocab_size, mark, sources, readers))
         for source in getattr(rows, "datasets", [rows]) if size else ():
             source[0]  # builds the index now, while every rank is here to hear of a failure
     return views
@@ -213,6 +221,11 @@ class _Endless(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: _IndexConfig) -> IndexedDataset:
+        remote = config.corpora[dataset_path].remote
+        if remote is not None:
+            dataset = IndexedDataset(dataset_path, mmap=False)
+            dataset.bin_reader = remote.reader()
+            return dataset
         dataset = GPTDataset.build_low_level_dataset(dataset_path, config)
         dataset.bin_reader = BinReader(Path(f"{dataset_path}.bin"))
         return dataset
@@ -222,7 +235,7 @@ class _Endless(MegatronDataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         epoch, offset = self._found(index)
-        return {"text": epoch.row(offset), "prefix": self.dataset_path}
+        return {"text": epoch.row(offset), "prefix": self.config.corpora[self.dataset_path].prefix}
 
     def pieces(self, index: int) -> np.ndarray:
         """int64 [P]: tokens of the pieces of documents in a row, in their order."""
@@ -249,7 +262,7 @@ class _Epoch(GPTDataset):
         config = self.config
         key = {
             "megatron-core": megatron.core.__version__,
-            "data": config.stamps[self.dataset_path],
+            "data": config.corpora[self.dataset_path].stamp,
             "documents": [int(self.indices[0]), int(self.indices[-1]) + 1],
             "sequence_length": config.sequence_length,
             "seed": config.random_seed,

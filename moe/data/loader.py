@@ -171,7 +171,8 @@ class Loader:
         self.micro_batches = global_batch // self._stride
         self._pin = pin
         self.documents, self._places = documents, places
-        self._thread = ThreadPoolExecutor(1, "loader")
+        # Of files one; of an object store, whose answers take their time, more.
+        self._thread = ThreadPoolExecutor(getattr(dataset, "readers", 1), "loader")
         self._ahead: deque[Future[tuple[np.ndarray, ...]]] = deque()
         self._positions: torch.Tensor | None = None
         self.consumed_samples = consumed

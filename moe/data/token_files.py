@@ -5,6 +5,7 @@ First stage of the data flow: `moe.data.loader` builds datasets only over pairs 
 embedded corpus on every host. Imports neither torch nor Megatron-Core: prepare_data starts at once.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -12,13 +13,16 @@ import os
 import platform
 import struct
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from phalanx.moe.data.host_cache import DataError, built_once
+from phalanx.configs.addresses import is_address
+from phalanx.moe.data.host_cache import DataError, built_once, cache_folder, stamp
+from phalanx.moe.data.remote_files import RemotePair, described, remote_pair
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 MAGIC = b"MMIDIDX\x00\x00"
@@ -83,24 +87,43 @@ class Corpus:
     sidecar: Sidecar | None
     stamp: str
     """Digest of samples of both files: equal wherever the same data lies."""
+    remote: RemotePair | None = None
+    """Of a pair in an object store."""
+
+    @property
+    def local(self) -> str:
+        """Prefix of the .idx on this host."""
+        return self.prefix if self.remote is None else self.remote.prefix
 
 
-def open_corpus(prefix: str) -> Corpus:
+def open_corpus(prefix: str, cache: Path | None = None) -> Corpus:
     """Check that prefix.bin, prefix.idx and (if there) prefix.json are whole and agree.
 
-    Raises DataError if they are not.
+    Args:
+        prefix: path without the ending, or an address of an object store.
+        cache: folder of data.cache, for the index of an address; None is the default one.
+
+    Raises:
+        DataError: they are not, or cannot be read.
+        OSError: a file is there and cannot be read.
 
     Layout of .idx: header, int32 length and int64 byte offset of each sequence, int64 document
     boundaries (megatron/core/datasets/indexed_dataset.py, _IndexWriter).
     """
-    binary, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    for path in (binary, index):
-        if not path.is_file():
-            raise DataError(
-                f"{path} does not exist; data.blend takes prefixes of .bin/.idx without the ending"
-            )
-    sequences, boundaries, dtype = _read_header(index)
-    size, expected = index.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
+    remote, local, beside = None, prefix, prefix
+    if is_address(prefix):
+        remote = remote_pair(prefix, cache or cache_folder(""))
+        local, beside = remote.prefix, described(prefix, cache or cache_folder(""))
+    else:
+        for ending in (".bin", ".idx"):
+            if not Path(prefix + ending).is_file():
+                raise DataError(
+                    f"{prefix}{ending} does not exist; data.blend takes prefixes of .bin/.idx "
+                    "without the ending"
+                )
+    binary, index, copied = f"{prefix}.bin", f"{prefix}.idx", Path(f"{local}.idx")
+    sequences, boundaries, dtype = _read_header(index, copied)
+    size, expected = copied.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
     if size not in (
         expected,
         expected + sequences,
@@ -111,7 +134,7 @@ def open_corpus(prefix: str) -> Corpus:
         )
     if sequences == 0 or boundaries < 2:
         raise DataError(f"{index} describes an empty corpus: no documents")
-    raw = np.memmap(index, mode="r")
+    raw = np.memmap(copied, mode="r")
     lengths = np.frombuffer(raw, np.int32, sequences, HEADER.size)
     offsets = np.frombuffer(raw, np.int64, sequences, HEADER.size + 4 * sequences)
     documents = np.frombuffer(raw, np.int64, boundaries, HEADER.size + 12 * sequences)
@@ -123,15 +146,16 @@ def open_corpus(prefix: str) -> Corpus:
     announced = int(offsets[-1]) + int(lengths[-1]) * np.dtype(dtype).itemsize
     if announced == 0:
         raise DataError(f"{index} describes an empty corpus: no tokens")
-    held = binary.stat().st_size
+    held = os.stat(binary).st_size if remote is None else remote.entry.size
     if held != announced:
         problem = "is truncated" if held < announced else "does not belong to its index"
         raise DataError(
             f"{binary} {problem}: {held} bytes, {index} describes {announced}; make both again"
         )
-    described = Path(f"{prefix}.json")
-    sidecar = Sidecar.read(described) if described.is_file() else None
-    corpus = Corpus(prefix, lengths, boundaries - 1, dtype, sidecar, _stamp(binary, index))
+    sidecar_file = Path(f"{beside}.json")
+    sidecar = Sidecar.read(sidecar_file) if sidecar_file.is_file() else None
+    mark = remote.stamp if remote else _stamp(Path(binary), Path(index))
+    corpus = Corpus(prefix, lengths, boundaries - 1, dtype, sidecar, mark, remote)
     _check_sidecar(corpus, announced // np.dtype(dtype).itemsize)
     return corpus
 
@@ -141,9 +165,9 @@ def tokenizer_beside(prefix: str) -> Path:
     return Path(f"{prefix}.tokenizer.json")
 
 
-def _read_header(index: Path) -> tuple[int, int, str]:
-    """-> sequences, document boundaries, dtype."""
-    with index.open("rb") as stream:
+def _read_header(index: str, file: Path) -> tuple[int, int, str]:
+    """Sequences, document boundaries and dtype that the file of an `index` announces."""
+    with file.open("rb") as stream:
         raw = stream.read(HEADER.size)
     if raw[: len(MAGIC)] != MAGIC:
         raise DataError(
@@ -165,7 +189,7 @@ def _read_header(index: Path) -> tuple[int, int, str]:
 
 
 def _check_order(
-    index: Path, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, width: int
+    index: str, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, width: int
 ) -> None:
     """Sequences of `width` bytes a token lie one after another, and so do documents of them."""
     ordered = offsets[0] == 0 and documents[0] == 0
@@ -194,20 +218,16 @@ def _check_sidecar(corpus: Corpus, tokens: int) -> None:
             )
 
 
-def _stamp(*paths: Path, blocks: int = 64, block: int = 1 << 16) -> str:
-    """Digest of sizes and of evenly spaced blocks of each file (of all of it below 4 MiB)."""
-    digest = hashlib.sha256()
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with path.open("rb") as stream:
-            if size <= blocks * block:
-                digest.update(stream.read())
-                continue
-            for i in range(blocks):
-                stream.seek((size - block) * i // (blocks - 1))
-                digest.update(stream.read(block))
-    return digest.hexdigest()[:32]
+def _stamp(*paths: Path) -> str:
+    """Of local files."""
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in paths]
+
+        def part(file: BinaryIO) -> tuple[int, Callable[[int, int], bytes]]:
+            read = functools.partial(os.pread, file.fileno())
+            return os.fstat(file.fileno()).st_size, lambda at, count: read(count, at)
+
+        return stamp([part(file) for file in files])
 
 
 def embedded(cache: Path, library: Path | None = None) -> str:

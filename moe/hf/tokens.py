@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.remote_files import beside
 from phalanx.moe.data.token_files import BYTES_EOD, Sidecar
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.config import TOKENS, besides
@@ -49,7 +50,7 @@ def _of_data(data: dict[str, Any]) -> Ids:
         return {"eos_token_id": BYTES_EOD}
     ends = set()
     for entry in data.get("blend", []) if data.get("source") == "indexed" else []:
-        path = Path(f"{entry}.json").expanduser()
+        path = Path(f"{beside(str(entry), str(data.get('cache', '')))}.json")
         if path.is_file():
             try:
                 ends.add(Sidecar.read(path).eod)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from phalanx.configs.schema import Config
 from phalanx.moe.data.documents import load_tokenizer
 from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.remote_files import beside
 from phalanx.moe.data.token_files import BYTES, BYTES_EOD, Sidecar, tokenizer_beside
 
 
@@ -139,4 +140,4 @@ def _described(data: dict[str, Any]) -> list[Sidecar]:
 def _prefixes(data: dict[str, Any]) -> list[str]:
     if data.get("source") != "indexed":
         return []
-    return [str(Path(str(entry)).expanduser()) for entry in data.get("blend", [])]
+    return [beside(str(entry), str(data.get("cache", ""))) for entry in data.get("blend", [])]

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -13,6 +12,7 @@ from tqdm import tqdm
 from phalanx.moe.report.quiet import quiet
 from phalanx.parallel.checkpoint import commit
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of
+from phalanx.parallel.object_store import argument
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.predictor import Predictor
@@ -24,7 +24,9 @@ def parser(program: str, manual: str | None) -> argparse.ArgumentParser:
         prog=program, description=manual, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
-    add("run", type=Path, metavar="RUN", help="folder of a run, or of one checkpoint")
+    add(
+        "run", type=argument, metavar="RUN", help="folder or address of a run, or of one checkpoint"
+    )
     add("--step", type=int, metavar="N", help="the run's checkpoint of this step, not the newest")
     add(
         "--tokenizer",

@@ -9,7 +9,6 @@ Legend: B sequences, S tokens of a sequence, V vocabulary.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.training.setup import build_model
 from phalanx.parallel.checkpoint.config_diff import RENAMED, leaves
 from phalanx.parallel.checkpoint.weights import load_weights, read_common, verify
+from phalanx.parallel.object_store import Place
 from phalanx.parallel.runtime import Runtime, start
 from phalanx.parallel.runtime import stop as stop_runtime
 
@@ -49,7 +49,7 @@ class Predictor:
     """
 
     def __init__(
-        self, path: Path, runtime: Runtime, read: Callable[[int], object] | None = None
+        self, path: Place, runtime: Runtime, read: Callable[[int], object] | None = None
     ) -> None:
         record = verify(path, read)
         self.common = read_common(path, record)
@@ -99,7 +99,7 @@ class Predictor:
 
 
 @contextmanager
-def opened(path: Path, read: Callable[[int], object] | None = None) -> Iterator[Predictor]:
+def opened(path: Place, read: Callable[[int], object] | None = None) -> Iterator[Predictor]:
     """The model of a checkpoint; the process group that it needs goes when the block ends.
 
     Arguments and errors are those of `Predictor`.

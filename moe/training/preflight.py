@@ -18,10 +18,11 @@ from phalanx.moe.data.blend import open_blend, parse_blend
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
 from phalanx.moe.report.units import count
-from phalanx.parallel.checkpoint import saved_config
+from phalanx.parallel.checkpoint import commit, saved_config
 from phalanx.parallel.checkpoint.commit import Invalid
 from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch, compare
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
+from phalanx.parallel.object_store import Place, Refused, place
 
 _FEW_EPOCHS = 4
 """Up to here repeated text is about as good as new (arXiv 2305.16264); more is told."""
@@ -64,6 +65,13 @@ def preflight(cfg: Config) -> Findings:
 def exit_code(error: Exception) -> int:
     """Of one of the errors; train.py lists them."""
     return 44 if isinstance(error, NoUsableCheckpoint) else 2
+
+
+def checkpoint_root(cfg: Config) -> Place:
+    """Where the checkpoints of a run are."""
+    if cfg.run.checkpoints:
+        return place(cfg.run.checkpoints) / cfg.run.name
+    return Path(cfg.run.dir) / cfg.run.name / "checkpoints"
 
 
 def tokens_read(cfg: Config) -> int:
@@ -147,19 +155,24 @@ def _folder(cfg: Config) -> Iterator[str]:
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot write to {folder} (run.dir, run.name): {reason}") from None
+    if cfg.run.checkpoints and cfg.run.resume != "auto":  # with auto it is looked at below
+        try:
+            commit.committed(checkpoint_root(cfg))
+        except OSError as error:
+            raise ConfigError(f"{error} (run.checkpoints)") from None
     yield from ()
 
 
 def _checkpoint(cfg: Config) -> Iterator[str]:
     """What the run goes on from is whole, and of the same model, dtype and data."""
-    how, root = cfg.run.resume, Path(cfg.run.dir) / cfg.run.name / "checkpoints"
+    how, root = cfg.run.resume, checkpoint_root(cfg)
     if how == "never":
         return
     try:
         if how == "auto":
             path = saved_config.newest(root)
         else:
-            path = Path(how)
+            path = place(how)
             if problem := saved_config.lacking(path):
                 raise saved_config.not_valid(path, problem)
         if path is not None:
@@ -167,6 +180,8 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
     except Invalid:
         pass  # its checksums will tell what is wrong with it; only then is it set aside
     except OSError as error:
+        if isinstance(error, Refused):
+            raise CheckpointError(f"{error} (run.checkpoints, run.resume)") from None
         where = error.filename or root
         raise CheckpointError(
             f"cannot read {where} (run.dir, run.resume): {error.strerror or error}"

@@ -43,7 +43,7 @@ from phalanx.moe.training.failure import give_up, speak
 from phalanx.moe.training.launch import Launch
 from phalanx.moe.training.memory_check import check_room
 from phalanx.moe.training.out_of_memory import advised
-from phalanx.moe.training.preflight import preflight
+from phalanx.moe.training.preflight import checkpoint_root, preflight
 from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
 from phalanx.moe.training.step import Rerun, Step
@@ -59,6 +59,7 @@ from phalanx.parallel.fault.signals import StopSignal
 from phalanx.parallel.fault.watchdog import Watchdog
 from phalanx.parallel.folder_lock import FolderLock
 from phalanx.parallel.learning_rate import change
+from phalanx.parallel.object_store import Place, place
 from phalanx.parallel.run_folder import lock
 from phalanx.parallel.runtime import Runtime, launcher_world, start
 from phalanx.parallel.runtime import stop as stop_runtime
@@ -121,14 +122,15 @@ class Trainer:
         cuda = runtime.device.type == "cuda"
         self._async_save = {"auto": cuda, "on": True, "off": False}[cfg.run.async_save]
         self.checkpoints = Checkpointer(
-            self.folder / "checkpoints",
+            checkpoint_root(cfg),
             keep_last=cfg.run.keep_last,
             keep_every=cfg.run.keep_every,
             async_save=self._async_save,
             dp_cp_group=self.job.groups.pg.dp_cp,
             may_write=self._may_write,
+            staging=self.folder / "uploads",
         )
-        self.origin: Path | None = None
+        self.origin: Place | None = None
         """Checkpoint that this run has resumed from."""
         self.departs = ""
         """From the learning rate of the checkpoint, where the next step does; in a line."""
@@ -393,7 +395,7 @@ class Trainer:
         how = self.cfg.run.resume
         if how == "never":
             return "from scratch (run.resume=never)"
-        path = self.checkpoints.newest() if how == "auto" else Path(how)
+        path = self.checkpoints.newest() if how == "auto" else place(how)
         if path is None:
             return "from scratch (no checkpoint in the run folder)"
         state = self._load(path)
@@ -405,7 +407,7 @@ class Trainer:
         self.departs = change(state.get("config", {}), self.cfg.optim, run.steps, self.step)
         return f"resumed from step {self.step}: {path}"
 
-    def _load(self, path: Path) -> dict[str, Any]:
+    def _load(self, path: Place) -> dict[str, Any]:
         """Put everything but the data cursor back to a checkpoint; what that has of the loop."""
         engine = self.job.engine
         state = self.checkpoints.load(

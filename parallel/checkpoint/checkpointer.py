@@ -44,10 +44,12 @@ from phalanx.parallel.checkpoint.optimizer_state import (
     step_count,
 )
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
-from phalanx.parallel.checkpoint.verify import newest, told, verified, warn
+from phalanx.parallel.checkpoint.target import Folder, Store
+from phalanx.parallel.checkpoint.verify import newest, told, told_aside, verified, warn
 from phalanx.parallel.checkpoint.weights import read_state
 from phalanx.parallel.checkpoint.writer import Writing
 from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
+from phalanx.parallel.object_store import Place, Remote
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +58,14 @@ class Checkpointer:
     """Checkpoints of one run.
 
     Args:
-        folder: of the run's checkpoints; created. On a file system that all ranks share.
+        folder: of the run's checkpoints; created. On a file system that all ranks share, or a
+            prefix of an object store.
         keep_last: newest committed checkpoints to keep, at least 1.
         keep_every: keep for good those of steps that are multiples of it; 0 for none.
         async_save: write in a forked process; `poll`, the next `save` or `close` commits.
         dp_cp_group: data and context parallel group: its ranks divide the writing of replicas.
         may_write: called by rank 0 before folders get or lose a name; raises if the run may not.
+        staging: for an object store, folder whose `rank_<n>` this rank writes to before it uploads.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -69,13 +73,14 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         *,
         keep_last: int,
         keep_every: int = 0,
         async_save: bool,
         dp_cp_group: Any,
         may_write: Callable[[], None] = lambda: None,
+        staging: Path | None = None,
     ) -> None:
         if keep_last < 1:
             raise ValueError(f"run.keep_last={keep_last}: at least one checkpoint has to be kept")
@@ -86,14 +91,15 @@ class Checkpointer:
             get_default_save_sharded_strategy(), dp_cp_group, do_cache_distribution=True
         )
         self._queue, self._staging = AsyncCallsQueue(), Staging()
-        self._earlier: list[Path] = []  # runs of this folder that were set aside before this one
+        self._earlier: list[Place] = []  # runs of this folder that were set aside before this one
         self._cleaner: threading.Thread | None = None
-        self._verified: dict[Path, commit.Commit] = {}
+        self._verified: dict[Place, commit.Commit] = {}
         # Step and folder of the checkpoint that holds this run's state, or did last.
-        self._at: tuple[int, Path | None] = (0, None)
+        self._at: tuple[int, Place | None] = (0, None)
         self._saving_first = True
-        with told(f"cannot write to {folder} (run.dir)"):
-            on_main(lambda: commit.probe(folder))
+        self._target = Store(folder, staging) if isinstance(folder, Remote) else Folder(folder)
+        with told(f"cannot write to {folder} ({self._target.knob})"):
+            on_main(self._target.probe)
 
     # --- save -------------------------------------------------------------------------------------
 
@@ -104,7 +110,7 @@ class Checkpointer:
         optimizer: Any,
         scheduler: Any,
         common: dict[str, Any],
-    ) -> Path:
+    ) -> Place:
         """Save the state after `step`; with `async_save` it is on its way when this returns.
 
         Args:
@@ -125,10 +131,9 @@ class Checkpointer:
         if self._at[1] is not None and self._at[0] == step:
             return self._at[1]
         json.dumps(common)  # plain data, which loads without running code
-        final = commit.folder_of(self.folder, step)
-        unfinished = commit.unfinished(final)
-        with told(f"cannot write checkpoint {final}"):
-            on_main(lambda: self._open(unfinished))
+        with told(f"cannot write checkpoint of step {step} to {self.folder} ({self._target.knob})"):
+            final = on_main(lambda: self._open(step))
+            agree(self._target.open(final))
         with parameters_gathered(model):
             state = sharded_state(model, self._dp_cp_group)
             if optimizer is not None:
@@ -137,7 +142,8 @@ class Checkpointer:
             if scheduler is not None:
                 state["scheduler_steps"] = scheduler.num_steps
             state |= {"common": common, "rng": _per_rank("rng", rng.get())}
-            writing = Writing(state, unfinished, self._strategy, validate=self._saving_first)
+            unfinished, to = self._target.unfinished(final), self._target.uploads_to(final)
+            writing = Writing(state, unfinished, self._strategy, self._saving_first, to)
             self._saving_first = False
             if self._async:
                 with told(f"cannot copy checkpoint {final} to the host (run.async_save=off)"):
@@ -163,39 +169,39 @@ class Checkpointer:
         if self._queue.get_num_unfinalized_calls():
             self._queue.maybe_finalize_async_calls(blocking=blocking)
 
-    def _open(self, unfinished: Path) -> None:
-        self._may_write()
+    def _open(self, step: int) -> Any:
+        """Make room; where the checkpoint of `step` will be. On rank 0."""
+        self._check()
         if self._saving_first:  # checkpoints that this run does not come from: an earlier one's
             commit.recover(self.folder)
             self._earlier = commit.with_suffix(self.folder, ".old")
             for other, folder in commit.committed(self.folder):
                 if other >= self._at[0] and folder != self._at[1]:
                     aside = commit.set_aside(folder, ".old")
-                    log.warning("%s is of an earlier run: renamed to %s", folder, aside.name)
+                    log.warning("%s is of an earlier run: %s", folder, told_aside(aside, "old"))
         commit.remove(commit.with_suffix(self.folder, ".tmp"))
-        unfinished.mkdir(parents=True)
+        return commit.folder_of(self.folder, step)
 
-    def _complete(self, writing: Writing, step: int, final: Path) -> None:
+    def _check(self) -> None:
+        self._may_write()
+        self._target.check()
+
+    def _complete(self, writing: Writing, step: int, final: Any) -> None:
         try:
             sums = writing.finish()
             on_main(lambda: self._commit(step, final, sums))
         except Failed as error:
-            if dist.get_rank() == 0:
-                commit.remove([commit.unfinished(final)])
+            self._target.drop(final)
             raise CheckpointError(
                 f"checkpoint of step {step} not written to {self.folder}: {error}; "
-                "earlier checkpoints are intact (free space, or set run.dir)"
+                f"earlier checkpoints are intact ({self._target.way_out})"
             ) from None
+        self._target.clear()
         self._at = (step, final)
 
-    def _commit(self, step: int, final: Path, sums: commit.Sums) -> None:
-        self._may_write()
-        folder = commit.unfinished(final)
-        names = sorted(path.name for path in folder.iterdir())
-        if lost := sorted(set(sums) - set(names)):
-            raise OSError(f"rank 0 does not see {lost[0]}: all hosts have to share run.dir")
-        files = {name: sums.get(name) or commit.checksum(folder / name) for name in names}
-        commit.commit(folder, final, commit.Commit(step, dist.get_world_size(), files))
+    def _commit(self, step: int, final: Any, sums: commit.Sums) -> None:
+        self._check()
+        self._target.commit(final, sums, step, dist.get_world_size())
         # Only now is there a valid checkpoint besides those that go.
         own = [(other, path) for other, path in commit.committed(self.folder) if other <= step]
         done = [*self._earlier, *commit.superseded(own, **self._keep)]
@@ -208,7 +214,7 @@ class Checkpointer:
 
     # --- load -------------------------------------------------------------------------------------
 
-    def newest(self) -> Path | None:
+    def newest(self) -> Place | None:
         """Newest valid checkpoint of the run, or None if it has none yet.
 
         Folders found to be invalid on the way are renamed to *.bad.
@@ -224,7 +230,7 @@ class Checkpointer:
 
     def load(
         self,
-        path: Path,
+        path: Place,
         model: Sequence[torch.nn.Module],
         optimizer: Any = None,
         scheduler: Any = None,
@@ -244,8 +250,7 @@ class Checkpointer:
             NoUsableCheckpoint: it is damaged, or no checkpoint.
         """
         record = self._verified.get(path) or verified(path)
-        metadata = safe_pickle.read_metadata(path, record.files)
-        saved = safe_pickle.read_common(path, metadata)
+        metadata, saved = self._described(path, record)
         if changed := compare(saved["common"].get("config", {}), config or {}):
             warn(f"changed since the checkpoint: {', '.join(changed)}")
         fresh, world = None, record.world
@@ -275,12 +280,31 @@ class Checkpointer:
             warn(f"{path} has random states of {world} ranks: run.seed's are kept")
         else:
             rng.set(states)
-        own = path.resolve().parent == self.folder.resolve()
+        own = path.parent == self.folder or (
+            isinstance(path, Path)
+            and isinstance(self.folder, Path)
+            and path.resolve().parent == self.folder.resolve()
+        )
         self._at = (record.step, self.folder / path.name if own else None)
         return saved["common"]
 
+    def _described(self, path: Place, record: commit.Commit) -> tuple[Metadata, dict[str, Any]]:
+        """Names and places of what it holds, and what all ranks share of it."""
+        found, error = None, None
+        try:
+            metadata = safe_pickle.read_metadata(path, record.files)
+            found = metadata, safe_pickle.read_common(path, metadata)
+        except (commit.Invalid, OSError) as problem:
+            error = str(problem)
+        try:
+            agree(error)
+        except Failed as failed:
+            raise NoUsableCheckpoint(f"{path} cannot be read: {failed}") from None
+        assert found is not None
+        return found
+
     def _read(
-        self, path: Path, state: dict[str, Any], world: int, metadata: Metadata
+        self, path: Place, state: dict[str, Any], world: int, metadata: Metadata
     ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """(random states of this rank if there are any, `state` loaded)."""
         ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -289,7 +313,7 @@ class Checkpointer:
             if world == ranks:
                 states = safe_pickle.read_object(path, metadata, "rng", rank, ranks)
             loaded = read_state(path, state)
-        except (CheckpointException, CheckpointingException, commit.Invalid) as problem:
+        except (CheckpointException, CheckpointingException, commit.Invalid, OSError) as problem:
             error = safe_pickle.reason(problem)
         try:
             agree(error)

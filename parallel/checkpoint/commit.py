@@ -6,6 +6,9 @@ loads a flipped byte without complaint. Other suffixes: `.new` is complete and t
 the folder without it, which `recover` ends if a crash came in between; `.bad` failed verification,
 `.old` is of an earlier run in the same folder. COMMIT.json may come from elsewhere: it can name no
 file outside of its folder. Nothing here communicates.
+
+What is dispatched on the type of its first argument is here for folders, and for prefixes of an
+object store in parallel.checkpoint.remote.
 """
 
 import json
@@ -17,9 +20,12 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from phalanx.parallel.object_store import Place, by_place
 
 COMMIT = "COMMIT.json"
 METADATA = ".metadata"
@@ -28,7 +34,7 @@ _SHARD = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 _NEW = ".new"
 _CHUNK = 16 << 20
-_LARGEST = 64 << 20  # bytes of a COMMIT.json: a million files
+LARGEST = 64 << 20  # bytes of a COMMIT.json: a million files
 
 Sums = dict[str, tuple[int, int]]
 """File name -> (bytes, CRC-32)."""
@@ -58,7 +64,8 @@ def probe(root: Path) -> None:
         file.write(b"probe")
 
 
-def folder_of(root: Path, step: int) -> Path:
+@by_place
+def folder_of(root: Path, step: int) -> Any:
     """Folder of the checkpoint of `step`."""
     return root / f"step_{step:08d}"
 
@@ -68,7 +75,8 @@ def unfinished(folder: Path) -> Path:
     return folder.with_name(folder.name + ".tmp")
 
 
-def committed(root: Path) -> list[tuple[int, Path]]:
+@by_place
+def committed(root: Path) -> list[tuple[int, Any]]:
     """(step, folder) of every folder with a final name, newest first; not verified."""
     if not root.is_dir():
         return []
@@ -76,7 +84,8 @@ def committed(root: Path) -> list[tuple[int, Path]]:
     return sorted(((int(m.group(1)), path) for m, path in named if m), reverse=True)
 
 
-def with_suffix(root: Path, suffix: str) -> list[Path]:
+@by_place
+def with_suffix(root: Path, suffix: str) -> list[Any]:
     """Checkpoint folders that were renamed: `.tmp`, `.new`, `.bad`, `.old`."""
     if not root.is_dir():
         return []
@@ -93,12 +102,45 @@ def checksum(path: Path) -> tuple[int, int]:
     return size, crc
 
 
+crc32 = zlib.crc32
+
+
+@by_place
+def contents(path: Path, start: int = 0, length: int | None = None) -> bytes:
+    """Bytes of a file from `start` on, `length` of them or all."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(-1 if length is None else length)
+
+
+@by_place
+def weight(folder: Path) -> tuple[int, float]:
+    """Bytes of all files, and when the newest was written, in seconds since the epoch."""
+    files = [path.stat() for path in folder.iterdir() if path.is_file()]
+    newest = max((file.st_mtime for file in files), default=folder.stat().st_mtime)
+    return sum(file.st_size for file in files), newest
+
+
+@by_place
+def sizes_differ(folder: Path, files: Sums) -> str:
+    """What names and sizes of files tell against a checkpoint; empty if nothing.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+    """
+    for name, (size, _) in files.items():
+        if (found := (folder / name).stat().st_size) != size:
+            return f"{name} has {found} bytes, not {size}"
+    return ""
+
+
 def share(files: Sums, rank: int, world: int) -> Sums:
     """The part of `files` that `rank` verifies: about the same number of bytes on every rank."""
     by_size = sorted(files, key=lambda name: (-files[name][0], name))
     return {name: files[name] for name in by_size[rank::world]}
 
 
+@by_place
 def verify(folder: Path, files: Sums, read: Callable[[int], object] | None = None) -> list[str]:
     """One line for each of `files` that is missing or not what was written.
 
@@ -129,6 +171,7 @@ def verify(folder: Path, files: Sums, read: Callable[[int], object] | None = Non
     return problems
 
 
+@by_place
 def read_commit(folder: Path) -> Commit:
     """COMMIT.json of a folder.
 
@@ -139,7 +182,7 @@ def read_commit(folder: Path) -> Commit:
     """
     path = folder / COMMIT
     try:
-        if not _is_file(path) or path.stat().st_size > _LARGEST:
+        if not _is_file(path) or path.stat().st_size > LARGEST:
             raise Invalid(f"{COMMIT} is not readable")
         commit = parse(path.read_bytes())
     except FileNotFoundError:
@@ -182,13 +225,11 @@ def commit(folder: Path, final: Path, record: Commit) -> None:
     A folder that has the name already is replaced, and set aside as `.old`. No rename that all file
     systems have does that at once; after a crash in between `recover` does the rest.
     """
-    data = {**asdict(record), "saved": time.strftime("%Y-%m-%d %H:%M:%S%z")}
-    data["seal"] = _seal(data)
     for name in record.files:
         if not name.endswith(".distcp"):  # these were synced by the rank that wrote them
             _sync(folder / name)
     path = folder / COMMIT
-    path.write_text(json.dumps(data, indent=1))
+    path.write_bytes(sealed(record))
     _sync(path)
     _sync(folder)
     if final.exists():
@@ -201,6 +242,14 @@ def commit(folder: Path, final: Path, record: Commit) -> None:
     _sync(final.parent)
 
 
+def sealed(record: Commit, **more: Any) -> bytes:
+    """What COMMIT.json holds: the record, `more`, when it was made, and a checksum of all that."""
+    data = {**asdict(record), **more, "saved": time.strftime("%Y-%m-%d %H:%M:%S%z")}
+    data["seal"] = _seal(data)
+    return json.dumps(data, indent=1).encode()
+
+
+@by_place
 def recover(root: Path) -> None:
     """End the replacements of checkpoints that a crash interrupted.
 
@@ -218,9 +267,9 @@ def _take_place(complete: Path, final: Path) -> None:
     os.replace(complete, final)
 
 
-def superseded(
-    checkpoints: Iterable[tuple[int, Path]], keep_last: int, keep_every: int
-) -> list[Path]:
+def superseded[P: Place](
+    checkpoints: Iterable[tuple[int, P]], keep_last: int, keep_every: int
+) -> list[P]:
     """Checkpoints to delete: neither among the newest `keep_last` nor of a step kept for good.
 
     Args:
@@ -232,7 +281,8 @@ def superseded(
     return [folder for step, folder in older if not keep_every or step % keep_every]
 
 
-def set_aside(folder: Path, suffix: str) -> Path:
+@by_place
+def set_aside(folder: Path, suffix: str) -> Any:
     """Rename a folder so that it no longer counts as a checkpoint; the new path."""
     target, n = folder.with_name(folder.name + suffix), 1
     while target.exists():
@@ -242,18 +292,19 @@ def set_aside(folder: Path, suffix: str) -> Path:
     return target
 
 
-def remove(folders: Iterable[Path]) -> None:
-    """Delete folders as far as that is possible.
-
-    What an interrupted deletion leaves has a name that no longer counts.
-    """
+def remove(folders: Iterable[Place]) -> None:
+    """Delete folders as far as that is possible."""
     for folder in folders:
-        try:
-            if _STEP.fullmatch(folder.name):
-                folder = set_aside(folder, ".tmp")
-            shutil.rmtree(folder)
-        except OSError:
-            continue
+        with suppress(OSError):
+            delete(folder)
+
+
+@by_place
+def delete(folder: Path) -> None:
+    """Delete a folder. What an interrupted deletion leaves no longer counts as a checkpoint."""
+    if _STEP.fullmatch(folder.name):
+        folder = set_aside(folder, ".tmp")
+    shutil.rmtree(folder)
 
 
 def _is_file(path: Path) -> bool:

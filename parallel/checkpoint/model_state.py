@@ -6,7 +6,6 @@ each other and move between pipeline stages.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch
+from phalanx.parallel.object_store import Place
 
 
 def modules_of(model: Sequence[torch.nn.Module]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def parameters_gathered(model: Sequence[torch.nn.Module]) -> Iterator[None]:
             chunk.enable_forward_pre_hook()
 
 
-def check_fit(state: dict[str, Any], metadata: Metadata, path: Path) -> None:
+def check_fit(state: dict[str, Any], metadata: Metadata, path: Place) -> None:
     """Compare `state` with what the checkpoint at `path` holds.
 
     Raises:

@@ -13,7 +13,6 @@ nothing is copied for a save. A checkpoint of either kind can be loaded into the
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch
 from phalanx.parallel.megatron.adam import AdamW
 from phalanx.parallel.megatron.muon import Muon
 from phalanx.parallel.megatron.updated import parts, updated
+from phalanx.parallel.object_store import Place
 
 
 def rectangles(
@@ -117,7 +117,7 @@ class OptimizerState:
             chunk.start_param_sync(force_sync=True)
 
 
-def check_kind(optimizer: Any, stored: Collection[str], path: Path) -> None:
+def check_kind(optimizer: Any, stored: Collection[str], path: Place) -> None:
     """Compare the optimizer with the names that the checkpoint at `path` holds.
 
     Raises:

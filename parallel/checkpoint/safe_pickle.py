@@ -12,7 +12,6 @@ import pickle
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from phalanx.parallel.checkpoint import commit
 from phalanx.parallel.checkpoint.commit import METADATA, Invalid
+from phalanx.parallel.object_store import Place
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -45,7 +46,7 @@ _ALLOWED = {
 }
 
 
-def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+def read_metadata(folder: Place, files: Collection[str]) -> Metadata:
     """`.metadata` of a checkpoint: names, shapes and places of what it holds.
 
     Args:
@@ -57,7 +58,7 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
             that is not one of `files`.
         OSError: it cannot be read.
     """
-    data = (folder / METADATA).read_bytes()
+    data = commit.contents(folder / METADATA)
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
         _check(metadata, files)
@@ -68,7 +69,9 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     return metadata
 
 
-def read_object(folder: Path, metadata: Metadata, key: str, shard: int = 0, shards: int = 1) -> Any:
+def read_object(
+    folder: Place, metadata: Metadata, key: str, shard: int = 0, shards: int = 1
+) -> Any:
     """A plain object of a checkpoint: "common_state", or a rank's shard of "rng".
 
     Raises:
@@ -79,9 +82,7 @@ def read_object(folder: Path, metadata: Metadata, key: str, shard: int = 0, shar
     place = metadata.storage_data.get(MetadataIndex(name))
     if place is None:
         raise Invalid(f"{METADATA} does not name {name}")
-    with (folder / place.relative_path).open("rb") as file:
-        file.seek(place.offset)
-        data = file.read(place.length)
+    data = commit.contents(folder / place.relative_path, place.offset, place.length)
     try:
         loaded = torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:
@@ -92,7 +93,7 @@ def read_object(folder: Path, metadata: Metadata, key: str, shard: int = 0, shar
     return loaded[0]
 
 
-def read_common(folder: Path, metadata: Metadata) -> dict[str, Any]:
+def read_common(folder: Place, metadata: Metadata) -> dict[str, Any]:
     """What all ranks share: "common" (configuration, step, data cursor) and step counts.
 
     Raises:

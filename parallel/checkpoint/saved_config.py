@@ -8,14 +8,15 @@ plain data is all that is looked for.
 """
 
 import io
-import os
 import pickle
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.parallel.checkpoint import commit
+from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
 from phalanx.parallel.checkpoint.commit import METADATA, Commit, Invalid
+from phalanx.parallel.object_store import Place
 
 _COMMON = "common_state/shard_0_1"  # where Megatron-Core puts plain objects that all ranks share
 
@@ -28,7 +29,7 @@ class NoUsableCheckpoint(CheckpointError):
     """There are checkpoints and none of them is valid. Starting from zero would hide that."""
 
 
-def newest(root: Path) -> Path | None:
+def newest(root: Place) -> Place | None:
     """Newest checkpoint of a run with all of its files, or None if it has none yet.
 
     Raises:
@@ -44,11 +45,11 @@ def newest(root: Path) -> Path | None:
     return None
 
 
-def checkpoint_of(folder: Path, step: int | None = None) -> Path:
+def checkpoint_of(folder: Place, step: int | None = None) -> Place:
     """The checkpoint that a person means by the folder of a run, or of the checkpoint itself.
 
     Args:
-        folder: of either.
+        folder: of either, or an address.
         step: of the run's checkpoints; the newest by default.
 
     Raises:
@@ -60,13 +61,13 @@ def checkpoint_of(folder: Path, step: int | None = None) -> Path:
             raise NoUsableCheckpoint(f"{folder} is one checkpoint: give its run to choose a step")
         return folder
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = dict(commit.committed(root))
+    found = dict(reversed(commit.committed(root)))  # of one step the newest
     if not found:
         raise NoUsableCheckpoint(
             f"{folder} has no checkpoint: give the folder of a run that has saved one"
         )
     if step is None:
-        whole = next((path for path in found.values() if not lacking(path)), None)
+        whole = next((path for _, path in commit.committed(root) if not lacking(path)), None)
         if whole is None:
             raise NoUsableCheckpoint(
                 f"no checkpoint of {folder} is whole: scripts/checkpoint.py list {folder} tells why"
@@ -78,7 +79,7 @@ def checkpoint_of(folder: Path, step: int | None = None) -> Path:
     return found[step]
 
 
-def none_valid(root: Path, refused: list[Path]) -> NoUsableCheckpoint:
+def none_valid(root: Place, refused: Sequence[Place]) -> NoUsableCheckpoint:
     """The error of a run whose checkpoints are all damaged."""
     names = ", ".join(path.name for path in refused[:3])
     return NoUsableCheckpoint(
@@ -87,7 +88,7 @@ def none_valid(root: Path, refused: list[Path]) -> NoUsableCheckpoint:
     )
 
 
-def not_valid(path: Path, problem: str) -> NoUsableCheckpoint:
+def not_valid(path: Place, problem: str) -> NoUsableCheckpoint:
     """The error of a checkpoint that a person named as run.resume."""
     inside = commit.committed(path) or commit.committed(path / "checkpoints")
     hint = f"; did you mean run.resume={inside[0][1]}?" if inside else ""
@@ -96,23 +97,19 @@ def not_valid(path: Path, problem: str) -> NoUsableCheckpoint:
     return NoUsableCheckpoint(f"run.resume={path} is no valid checkpoint: {problem}{hint}")
 
 
-def lacking(folder: Path) -> str:
+def lacking(folder: Place) -> str:
     """What names and sizes of files tell against a checkpoint; empty if nothing."""
     if not folder.is_dir():
         return "no such folder"
     try:
-        files = commit.read_commit(folder).files
-        for name, (size, _) in files.items():
-            if (found := (folder / name).stat().st_size) != size:
-                return f"{name} has {found} bytes, not {size}"
+        return str(commit.sizes_differ(folder, commit.read_commit(folder).files))
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except Invalid as error:
         return str(error)
-    return ""
 
 
-def configuration(folder: Path) -> dict[str, Any]:
+def configuration(folder: Place) -> dict[str, Any]:
     """Configuration of the run that wrote a checkpoint, as nested dictionaries.
 
     Raises:
@@ -126,20 +123,18 @@ def configuration(folder: Path) -> dict[str, Any]:
         raise Invalid("no configuration in it") from None
 
 
-def _bytes_of(folder: Path, record: Commit) -> bytes:
+def _bytes_of(folder: Place, record: Commit) -> bytes:
     """The saved bytes of the objects that all ranks share."""
-    with (folder / METADATA).open("rb") as file:
-        try:
-            places = vars(_Describing(file).load())["storage_data"]
-            place = next(vars(p) for i, p in places.items() if vars(i).get("fqn") == _COMMON)
-            path, offset, length = place["relative_path"], place["offset"], place["length"]
-        except Exception:  # pickle lets through whatever the bytes make it stumble over
-            raise Invalid(f"{METADATA} is not readable") from None
+    data = commit.contents(folder / METADATA)
+    try:
+        places = vars(_Describing(io.BytesIO(data)).load())["storage_data"]
+        found = next(vars(p) for i, p in places.items() if vars(i).get("fqn") == _COMMON)
+        path, offset, length = found["relative_path"], found["offset"], found["length"]
+    except Exception:  # pickle lets through whatever the bytes make it stumble over
+        raise Invalid(f"{METADATA} is not readable") from None
     if path not in record.files or not all(type(n) is int and n >= 0 for n in (offset, length)):
         raise Invalid(f"{METADATA} refers to what is not of this checkpoint")
-    with (folder / path).open("rb") as file:
-        file.seek(offset)
-        return file.read(min(length, os.fstat(file.fileno()).st_size))
+    return bytes(commit.contents(folder / path, offset, min(length, record.files[path][0])))
 
 
 def _plain(data: bytes) -> Any:

@@ -13,13 +13,19 @@ from pathlib import Path
 import torch.distributed as dist
 
 from phalanx.parallel.checkpoint import commit, safe_pickle
-from phalanx.parallel.checkpoint.saved_config import CheckpointError, none_valid, not_valid
+from phalanx.parallel.checkpoint.saved_config import (
+    CheckpointError,
+    lacking,
+    none_valid,
+    not_valid,
+)
 from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
+from phalanx.parallel.object_store import Place, Remote
 
 log = logging.getLogger(__name__)
 
 
-def newest(root: Path) -> tuple[Path, commit.Commit] | None:
+def newest(root: Place) -> tuple[Place, commit.Commit] | None:
     """Newest valid checkpoint of a run, or None if it has none yet.
 
     Folders found to be invalid on the way are renamed to *.bad.
@@ -43,7 +49,7 @@ def newest(root: Path) -> tuple[Path, commit.Commit] | None:
         problem = f"{folder} is not valid: {'; '.join(problems[:3])}"
         with told(f"{problem}. It cannot be renamed"):
             refused.append(on_main(partial(commit.set_aside, folder, ".bad")))
-        warn(f"{problem}. Renamed to {refused[-1].name}")
+        warn(f"{problem}. {told_aside(refused[-1], 'bad').capitalize()}")
     if refused:
         raise none_valid(root, refused)
     for folder in earlier:
@@ -51,7 +57,7 @@ def newest(root: Path) -> tuple[Path, commit.Commit] | None:
     return None
 
 
-def verified(path: Path) -> commit.Commit:
+def verified(path: Place) -> commit.Commit:
     """COMMIT.json of a checkpoint that a person named; it is left as it is.
 
     Raises:
@@ -61,6 +67,11 @@ def verified(path: Path) -> commit.Commit:
     if record is None or problems:
         raise not_valid(path, problems[0])
     return record
+
+
+def told_aside(folder: Place, why: str) -> str:
+    """How it is known of a checkpoint that was set aside."""
+    return f"renamed to {folder.name}" if isinstance(folder, Path) else f"marked as {why}"
 
 
 @contextmanager
@@ -78,7 +89,7 @@ def warn(text: str) -> None:
         log.warning(text)
 
 
-def _verify(folder: Path) -> tuple[commit.Commit | None, list[str]]:
+def _verify(folder: Place) -> tuple[commit.Commit | None, list[str]]:
     """(COMMIT.json, what is wrong with the folder); each rank reads a share of the files."""
     with told(f"cannot read {folder}"):
         record, problem = on_main(lambda: _commit_of(folder))
@@ -95,16 +106,19 @@ def _verify(folder: Path) -> tuple[commit.Commit | None, list[str]]:
         return record, problems or on_main(lambda: _unsafe(folder, record))
 
 
-def _commit_of(folder: Path) -> tuple[commit.Commit | None, str]:
+def _commit_of(folder: Place) -> tuple[commit.Commit | None, str]:
     if not folder.is_dir():
         return None, "no such folder"
     try:
-        return commit.read_commit(folder), ""
+        record = commit.read_commit(folder)
+        if isinstance(folder, Remote) and (problem := lacking(folder)):
+            return None, problem
+        return record, ""
     except commit.Invalid as error:
         return None, str(error)
 
 
-def _unsafe(folder: Path, record: commit.Commit) -> list[str]:
+def _unsafe(folder: Place, record: commit.Commit) -> list[str]:
     try:
         safe_pickle.read_common(folder, safe_pickle.read_metadata(folder, record.files))
     except commit.Invalid as error:

@@ -5,7 +5,7 @@ be that of the model.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,23 +13,25 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
-from phalanx.parallel.checkpoint import commit, safe_pickle, saved_config
+from phalanx.parallel.checkpoint import commit, remote_reader, safe_pickle, saved_config
 from phalanx.parallel.checkpoint.model_state import check_fit, restore, sharded_state
 from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
 from phalanx.parallel.checkpoint.writer import hushed
+from phalanx.parallel.object_store import Place, Remote
 
 
-def read_state(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+def read_state(path: Place, state: dict[str, Any]) -> dict[str, Any]:
     """Sharded `state` with the values of the checkpoint at `path`, whose files are verified.
 
     Raises:
-        CheckpointException, CheckpointingException, commit.Invalid: it cannot be read.
+        CheckpointException, CheckpointingException, commit.Invalid, OSError: it cannot be read.
     """
-    with hushed(), safe_pickle.plain_objects_only():
-        return dict(dist_checkpointing.load(state, str(path), validate_access_integrity=False))
+    local = remote_reader.reading(path) if isinstance(path, Remote) else nullcontext(path)
+    with hushed(), safe_pickle.plain_objects_only(), local as folder:
+        return dict(dist_checkpointing.load(state, str(folder), validate_access_integrity=False))
 
 
-def verify(path: Path, read: Callable[[int], object] | None = None) -> commit.Commit:
+def verify(path: Place, read: Callable[[int], object] | None = None) -> commit.Commit:
     """COMMIT.json of a checkpoint, all of whose files have their checksums.
 
     Args:
@@ -47,7 +49,7 @@ def verify(path: Path, read: Callable[[int], object] | None = None) -> commit.Co
     return commit.read_commit(path)
 
 
-def read_common(path: Path, record: commit.Commit) -> dict[str, Any]:
+def read_common(path: Place, record: commit.Commit) -> dict[str, Any]:
     """What is no tensor in a checkpoint: configuration, step, data cursor.
 
     Raises:
@@ -61,7 +63,7 @@ def read_common(path: Path, record: commit.Commit) -> dict[str, Any]:
 
 
 def load_weights(
-    path: Path, record: commit.Commit, model: Sequence[torch.nn.Module], dp_cp_group: Any
+    path: Place, record: commit.Commit, model: Sequence[torch.nn.Module], dp_cp_group: Any
 ) -> None:
     """Put the weights of a verified checkpoint into model chunks; all ranks together.
 
@@ -73,5 +75,5 @@ def load_weights(
         state = sharded_state(model, dp_cp_group)
         check_fit(state, safe_pickle.read_metadata(path, record.files), path)
         restore(model, read_state(path, state))
-    except (CheckpointException, CheckpointingException, commit.Invalid) as problem:
+    except (CheckpointException, CheckpointingException, commit.Invalid, OSError) as problem:
         raise NoUsableCheckpoint(f"{path} cannot be read: {safe_pickle.reason(problem)}") from None

@@ -1,8 +1,8 @@
 """The torch_dist part of a save: plan, write (here or in a forked process), finish.
 
 From a sharded state dict to a complete but uncommitted folder; parallel.checkpoint.commit commits
-it. When `finish` returns, every shard is on disk and has a checksum. An error of one rank is raised
-on all.
+it. When `finish` returns, every shard is on disk, or uploaded, and has a checksum. An error of one
+rank is raised on all.
 """
 
 import logging
@@ -30,9 +30,11 @@ from torch.distributed.checkpoint.filesystem import (
 
 from phalanx.parallel.checkpoint.commit import Sums
 from phalanx.parallel.checkpoint.host_buffer import Staging
+from phalanx.parallel.checkpoint.upload import upload
 from phalanx.parallel.fault.agreement import agree, gather
 from phalanx.parallel.fault.signals import end_with_parent
 from phalanx.parallel.megatron.patches import results_to
+from phalanx.parallel.object_store import Remote
 
 
 class Writing:
@@ -40,13 +42,21 @@ class Writing:
 
     Args:
         state: sharded state dict; consumed.
-        folder: empty, on a file system that all ranks share.
+        folder: empty, on a file system that all ranks share, or of this rank if it uploads.
         strategy: Megatron-Core's save strategy.
         validate: check that the shards of all ranks make up every tensor exactly once.
+        to: prefix in an object store that shards are uploaded to.
     """
 
-    def __init__(self, state: dict[str, Any], folder: Path, strategy: Any, validate: bool) -> None:
-        self._mailbox = _Mailbox()
+    def __init__(
+        self,
+        state: dict[str, Any],
+        folder: Path,
+        strategy: Any,
+        validate: bool,
+        to: Remote | None = None,
+    ) -> None:
+        self._mailbox, self._to = _Mailbox(), to
         with results_to(self._mailbox), hushed():
             self._request = dist_checkpointing.save(
                 state,
@@ -64,7 +74,7 @@ class Writing:
     def run(self) -> None:
         """Write this rank's shards now, one tensor at a time; `finish` tells what went wrong."""
         if self._request.async_fn is not None:
-            _write(self._mailbox, self._buckets)
+            _write(self._mailbox, self._buckets, self._to)
 
     def fork(self, staging: Staging, queue: AsyncCallsQueue, then: Callable[[], None]) -> None:
         """Copy this rank's shards to `staging` and write them in a forked process.
@@ -79,7 +89,7 @@ class Writing:
         try:
             if self._request.async_fn is not None:
                 held = _staged(self._buckets, staging)
-                request = AsyncRequest(_write_in_fork, (self._mailbox, held), [then])
+                request = AsyncRequest(_write_in_fork, (self._mailbox, held, self._to), [then])
         except (OSError, RuntimeError) as reason:
             error = str(reason)
         agree(error)
@@ -151,7 +161,7 @@ class _Mailbox:
         return self._report
 
 
-def _write(mailbox: _Mailbox, buckets: list[Any]) -> None:
+def _write(mailbox: _Mailbox, buckets: list[Any], to: Remote | None) -> None:
     """Write the files that Megatron-Core planned: (path, name, (objects, tensors)) each."""
     plain, torch_save = _StorageWriterTransforms(), SerializationFormat.TORCH_SAVE
     results: dict[int, Any] = {}
@@ -164,16 +174,18 @@ def _write(mailbox: _Mailbox, buckets: list[Any]) -> None:
                     for item, data in chain(objects, ((item, t.cpu()) for item, t in tensors))
                 ]
             sums[name] = file.sums
+        if to is not None:
+            upload([Path(path) for path, *_ in buckets], to, apart=os.getpid() != mailbox.owner)
     except Exception as error:  # reported by `finish`, on all ranks
         return mailbox.put(str(error) if isinstance(error, OSError) else repr(error), {})
     mailbox.put(results, sums)
 
 
-def _write_in_fork(mailbox: "_Mailbox", buckets: list[Any]) -> None:
+def _write_in_fork(mailbox: "_Mailbox", buckets: list[Any], to: Remote | None) -> None:
     """Write, and end with the process that wants it: what it left could not be committed."""
     end_with_parent(signal.SIGKILL)
     if os.getppid() == mailbox.owner:
-        _write(mailbox, buckets)
+        _write(mailbox, buckets, to)
 
 
 def _staged(buckets: list[Any], staging: Staging) -> list[Any]:

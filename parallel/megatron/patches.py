@@ -31,6 +31,25 @@ def results_to(queue: Any) -> Iterator[None]:
         filesystem_async._results_queue = None
 
 
+@contextmanager
+def shards_from(reader: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, checkpoints are read by `reader(folder)`, in the place of torch's FileSystemReader.
+
+    Megatron-Core knows no other reader than that and the multi-storage client's.
+    """
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import torch as strategy
+
+    original, users = strategy._get_filesystem_reader, (serialization, strategy)
+    for user in users:
+        user._get_filesystem_reader = lambda folder, *_, **__: reader(folder)
+    try:
+        yield
+    finally:
+        for user in users:
+            user._get_filesystem_reader = original
+
+
 def shift_within_documents() -> None:
     """Have multi-token prediction shift tokens, labels and masks of packed documents on the device.
 

@@ -34,6 +34,7 @@ TEXTS_WITHOUT_CHOICES = {
     "data.cache",
     "run.name",
     "run.dir",
+    "run.checkpoints",
     "run.resume",
     "run.wandb_project",
 }

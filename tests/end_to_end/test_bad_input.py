@@ -131,6 +131,7 @@ def cleared(checkpoint: Path) -> None:
 INDEXED = "data=indexed data.blend=[{0}/text]"
 RANDOM = "data=synthetic"
 YAML = "optim=bad"
+NO_CREDENTIALS = (("AWS_EC2_METADATA_DISABLED", "true"), ("AWS_SHARED_CREDENTIALS_FILE", "/none"))
 
 CASES = {
     # the command line
@@ -361,15 +362,76 @@ CASES = {
         f"{RANDOM} run.dir={{0}}/text.bin/runs", "cannot write to", "run.dir", corpus
     ),
     "run folder in an object store": Case(
-        f"{RANDOM} run.dir=s3://bucket/runs", "run.dir=s3://bucket/runs is an address", "=runs"
+        f"{RANDOM} run.dir=s3://bucket/runs",
+        "run.dir=s3://bucket/runs is an address",
+        "run.checkpoints takes an address for checkpoints alone; set run.dir=runs",
     ),
-    "data in an object store": Case(
+    "cache in an object store": Case(
+        f"{RANDOM} data.cache=s3://bucket/cache",
+        "data.cache=s3://bucket/cache is an",
+        "data.cache=",
+    ),
+    "checkpoints in a folder of their own": Case(
+        f"{RANDOM} run.checkpoints=/data/checkpoints",
+        "is no address, as in s3://bucket/",
+        "run.dir",
+    ),
+    "checkpoints with a password": Case(
+        f"{RANDOM} run.checkpoints=s3://me:pass/word@bucket/x",
+        "run.checkpoints=s3://***@bucket/x has a user or password in it; credentials belong",
+        "set run.checkpoints=s3://bucket/x",
+    ),
+    "checkpoints without a bucket": Case(
+        f"{RANDOM} run.checkpoints=s3://", "names no bucket", "=s3://bucket/prefix"
+    ),
+    "checkpoints in a file of this machine": Case(
+        f"{RANDOM} run.checkpoints=file:///tmp/x", "is a file of this machine", "set run.ch"
+    ),
+    "resume: a store that nobody knows": Case(
+        f"{RANDOM} run.checkpoints=warehouse://x/y", "fsspec knows no warehouse://", "run.checkpoin"
+    ),
+    "resume: a store without its package": Case(
+        f"{RANDOM} run.checkpoints=gs://bucket/runs",
+        "gs:// needs gcsfs, which is not installed",
+        "pip install gcsfs==",
+    ),
+    "resume: a store without credentials": Case(
+        f"{RANDOM} run.checkpoints=s3://bucket/runs",
+        "cannot list s3://bucket/runs/run: Unable to locate credentials",
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        env=NO_CREDENTIALS,
+    ),
+    "resume: never, and a store without credentials": Case(
+        f"{RANDOM} run.checkpoints=s3://bucket/runs run.resume=never",
+        "(run.checkpoints)",
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        env=NO_CREDENTIALS,
+    ),
+    "data: a store without its package": Case(
+        "data=indexed data.blend=[gs://bucket/text]", "gs:// needs gcsfs", "pip install gcsfs=="
+    ),
+    "data with a query": Case(
+        "data=indexed data.blend=['https://host/text?key=x']",
+        "has an address that has what no address of an object may have",
+        "set data.blend=[https://host/text]",
+    ),
+    "data: a store without credentials": Case(
         "data=indexed data.blend=[s3://bucket/text]",
-        "data.blend=[s3://bucket/text] has an address; copy the files",
-        "set data.blend=[text]",
+        "cannot read s3://bucket/text.bin: Unable to locate credentials",
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        env=NO_CREDENTIALS,
     ),
-    "checkpoint in an object store": Case(
-        f"{RANDOM} run.resume=gs://bucket/step_1", "is an address", "set run.resume=auto"
+    "data: not in the store": Case(
+        "data=indexed data.blend=[memory://nothing/text]",
+        "memory://nothing/text.bin does not exist",
+        "data.blend takes prefixes",
+    ),
+    "resume: not in the store": Case(
+        f"{RANDOM} run.resume=memory://nothing/step_1",
+        "run.resume=memory://nothing/step_1 is no valid checkpoint: no such folder",
+        "run.resume takes auto, never",
+        None,
+        44,
     ),
     "long run on test data": Case(
         "run.save_interval=500 run.steps=99999999",

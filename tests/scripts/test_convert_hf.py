@@ -89,6 +89,9 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().err
     assert said.startswith("convert_hf: model.moe.top_k=9 is more than experts=8")
     assert not (tmp_path / "step").exists()
+    assert convert_hf.main(["export", "s3://bucket/step", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert said == "convert_hf: s3://bucket/step is an address: copy it to a folder first\n"
 
 
 @pytest.mark.parametrize("model", ["qwen3_30b_a3b", "tiny"])

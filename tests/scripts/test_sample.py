@@ -3,12 +3,16 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from phalanx.moe.inference.codec import Codec
+from phalanx.parallel.object_store import place
 from phalanx.scripts import evaluate, sample
+from tests.support import s3
 from tests.support.looking import command, step_of, train, untrained
 
 pytestmark = pytest.mark.dist
@@ -43,6 +47,30 @@ def test_text_is_the_same_for_a_checkpoint_of_two_ranks(run: Path) -> None:
     assert other.code == 0 and other.out != one.out
     lines = [line for line in other.err.splitlines() if line.endswith("tokens/s")]
     assert len(lines) == 2  # of two prompts
+
+
+def _reached(at: str, main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    with s3.credentials(at):
+        return main(argv)
+
+
+def test_a_checkpoint_that_was_copied_to_an_object_store(run: Path) -> None:
+    copied = place(f"s3://{s3.BUCKET}/sample/copied")
+    with s3.credentials(s3.endpoint()):
+        for file in step_of(run, 12).iterdir():
+            (copied / file.name).upload(file)
+    main = partial(_reached, s3.endpoint(), sample.main)
+    for options in ([], ["--no-verify"]):
+        given = ["--prompt", "def ", "--tokens", "12", *options]
+        one = command(sample.main, step_of(run, 12), *given)
+        two = command(main, copied, *given)
+        assert one.code == two.code == 0 and one.out == two.out, two.err
+    with s3.credentials(s3.endpoint()):
+        (copied / "__0_0.distcp").write(b"")
+    damaged = command(main, copied, *given)
+    assert damaged.code == 2 and "__0_0.distcp has 0 bytes, not" in damaged.err
+    none = command(main, f"s3://{s3.BUCKET}/sample/none", *given)
+    assert none.code == 2 and "has no checkpoint" in none.err and len(none.err.splitlines()) == 1
 
 
 def test_files_are_scored_and_a_longer_context_helps(run: Path, tmp_path: Path) -> None:

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
+from phalanx.parallel.object_store import Remote
+from tests.support import s3
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts/slurm.sbatch"
 
@@ -99,6 +103,21 @@ def test_a_stopped_job_queues_again_and_resumes(job: Job) -> None:
     job.start(0, "run.resume=never")
     first, second = job.seen("ranks")[0], job.seen("ranks")[-1]
     assert "run.resume=auto" not in first and second.endswith("run.resume=auto run.requeue_code=85")
+
+
+def test_checkpoints_in_an_object_store_are_progress_too(job: Job) -> None:
+    root, files = Remote(f"s3://{s3.BUCKET}/slurm"), {}
+    with s3.credentials(s3.endpoint()):
+        command = [f"run.checkpoints={root}", "run.resume=never", "data=synthetic"]
+        assert job.start(85, *command).stderr.endswith("newest checkpoint: \n")
+        folder = commit.folder_of(root / "tiny", 5)
+        for name in (".metadata", "metadata.json"):
+            (folder / name).write(b"x")
+            files[name] = (1, commit.crc32(b"x"))
+        (folder / commit.COMMIT).write(commit.sealed(commit.Commit(5, 1, files)))
+        done = job.start(85, *command)
+    assert done.returncode == 0 and f"newest checkpoint: {folder.name}" in done.stderr
+    assert job.seen("ranks")[-1].endswith("run.resume=auto run.requeue_code=85")
 
 
 NEVER = ["run.resume=never"]  # the stand-ins' checkpoints are empty folders

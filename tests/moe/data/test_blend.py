@@ -39,7 +39,7 @@ def test_a_run_reads_each_pair_by_its_weight(tmp_path: Path) -> None:
 def test_a_pair_that_may_not_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(prefix: str) -> None:
+    def refuse(prefix: str, *_: object) -> None:
         raise PermissionError(13, "Permission denied", f"{prefix}.bin")
 
     monkeypatch.setattr(module, "open_corpus", refuse)

@@ -1,0 +1,117 @@
+"""Where a save goes: a folder that all ranks share, or an object store by way of a local one.
+
+What differs between the two, and nothing else: `parallel.checkpoint.checkpointer` has the order.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+from phalanx.parallel.checkpoint import commit, remote
+from phalanx.parallel.checkpoint.commit import Commit, Sums
+from phalanx.parallel.object_store import Remote
+
+
+class Folder:
+    """Ranks write to `step_N.tmp`, which a rename makes `step_N`."""
+
+    knob = "run.dir"
+    way_out = "free space, or set run.dir"
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def probe(self) -> None:
+        """Find out on rank 0 whether it can be written. Raises OSError."""
+        commit.probe(self._root)
+
+    def check(self) -> None:
+        """The lock of the run folder is all there is to check."""
+
+    def open(self, final: Path) -> str | None:
+        """Make the folder that ranks write to; why that failed on this rank."""
+        return _made(self.unfinished(final)) if dist.get_rank() == 0 else None
+
+    def unfinished(self, final: Path) -> Path:
+        """Folder that this rank writes to."""
+        return commit.unfinished(final)
+
+    def uploads_to(self, final: Path) -> None:
+        """Nowhere."""
+        return None
+
+    def commit(self, final: Path, sums: Sums, step: int, world: int) -> None:
+        """Give the checkpoint its name, on rank 0. Raises OSError."""
+        folder = self.unfinished(final)
+        names = sorted(path.name for path in folder.iterdir())
+        if lost := sorted(set(sums) - set(names)):
+            raise OSError(f"rank 0 does not see {lost[0]}: all hosts have to share run.dir")
+        files = {name: sums.get(name) or commit.checksum(folder / name) for name in names}
+        commit.commit(folder, final, Commit(step, world, files))
+
+    def drop(self, final: Path) -> None:
+        """Delete what a failed save has left."""
+        if dist.get_rank() == 0:
+            commit.remove([self.unfinished(final)])
+
+    def clear(self) -> None:
+        """Nothing is left after a save."""
+
+
+class Store:
+    """Ranks write to a folder each, and upload. `staging` need not be shared by hosts."""
+
+    knob = "run.checkpoints"
+    way_out = "see to the store or free space in run.dir, or set run.checkpoints"
+
+    def __init__(self, root: Remote, staging: Path | None) -> None:
+        assert staging is not None
+        self._root, self._mine = root, staging / f"rank_{dist.get_rank():05d}"
+        self._claim: remote.Claim | None = None  # on rank 0
+
+    def probe(self) -> None:
+        """Take the prefix for this launch, on rank 0. Raises OSError."""
+        self._claim = remote.Claim(self._root)
+
+    def check(self) -> None:
+        """On rank 0. Raises Taken if another launch has the prefix now."""
+        assert self._claim is not None
+        self._claim.check()
+
+    def open(self, final: Remote) -> str | None:
+        """Make the folder that this rank writes to; why that failed."""
+        self.clear()
+        return _made(self.unfinished(final))
+
+    def unfinished(self, final: Remote) -> Path:
+        """Folder that this rank writes to."""
+        return self._mine / final.name
+
+    def uploads_to(self, final: Remote) -> Remote:
+        """The prefix of the checkpoint."""
+        return final
+
+    def commit(self, final: Remote, sums: Sums, step: int, world: int) -> None:
+        """Upload what is no shard and put COMMIT.json, on rank 0. Raises OSError."""
+        folder = self.unfinished(final)
+        rest = {p.name: commit.checksum(p) for p in folder.iterdir() if p.name not in sums}
+        remote.complete(folder, final, Commit(step, world, sums | rest))
+
+    def drop(self, final: Remote) -> None:
+        """Delete what a failed save has left."""
+        if dist.get_rank() == 0:
+            commit.remove([final])
+        self.clear()
+
+    def clear(self) -> None:
+        """Delete this rank's local files, which are of no use once they are uploaded."""
+        shutil.rmtree(self._mine, ignore_errors=True)
+
+
+def _made(folder: Path) -> str | None:
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        return str(error)
+    return None
