@@ -143,7 +143,7 @@ def test_work_is_done_ahead_in_its_order_within_bounds(monkeypatch: pytest.Monke
         return item * item
 
     assert list(in_order(work, range(30), lambda _: 20)) == [i * i for i in range(30)]
-    assert most == 4
+    assert 1 < most <= 4
     assert list(in_order(work, [1, 2], lambda _: 999)) == [1, 4]
     with pytest.raises(ZeroDivisionError):
         list(in_order(lambda n: 1 // n, [1, 0, 1], lambda _: 1))
