@@ -21,6 +21,7 @@ from phalanx.configs.layout import (
     layout_problems,
     micro_batches,
 )
+from phalanx.configs.memory import memory_problems
 from phalanx.configs.schema import Config
 from phalanx.configs.transports import TRANSPORTS
 
@@ -57,6 +58,7 @@ def validate(cfg: Config, world_size: int) -> None:
         _documents,
         _optim,
         _run,
+        memory_problems,
         _folders,
         _graph,
         _exchange,
