@@ -11,8 +11,9 @@ from typing import Any
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import RECIPES
-from phalanx.configs.knobs import get, knobs, repair
+from phalanx.configs.knobs import get, knobs, repair, visible
 from phalanx.configs.machines import MACHINES
+from phalanx.configs.memory import OFFLOAD, RECOMPUTE
 from phalanx.configs.schema import Config
 from phalanx.configs.transports import TRANSPORTS
 
@@ -42,7 +43,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optim.schedule": ("cosine", "linear", "constant", "inverse-square-root", "WSD"),
     "run.device": ("auto", "cuda", "cpu"),
     "run.graph": ("auto", "off", "full_iteration"),
-    "run.recompute": ("none", "attention", "moe", "full"),
+    "run.recompute": tuple(RECOMPUTE),
+    "run.offload": tuple(OFFLOAD),
     "run.bad_steps": ("stop", "skip", "rollback"),
     "run.async_save": ("auto", "on", "off"),
     "run.machine": tuple(MACHINES),
@@ -148,7 +150,13 @@ def bound_problems(cfg: Config) -> Iterator[str]:
     allowed = choices()
     for path, knob in knobs().items():
         value = get(cfg, path)
-        if isinstance(value, str):
+        if isinstance(value, list) and path in allowed:
+            if wrong := [item for item in value if item not in allowed[path]]:
+                left = [item for item in value if item in allowed[path]]
+                near = difflib.get_close_matches(wrong[0], allowed[path], n=1, cutoff=0.3)
+                reason = f"has {visible(str(wrong[0]))!r}, none of {', '.join(allowed[path])}"
+                yield repair(cfg, path, reason, list(dict.fromkeys(left + near)))
+        elif isinstance(value, str):
             if path in allowed and value not in allowed[path]:
                 near = difflib.get_close_matches(value, allowed[path], n=1, cutoff=0.3)
                 numbers = ", and no number" if knob.type == int | str else ""

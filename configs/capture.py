@@ -24,8 +24,6 @@ def refuse(cfg: Config) -> str | None:
         return "needs CUDA"
     if p.pipeline > 1:
         return f"a graph holds one pipeline stage, and parallel.pipeline is {p.pipeline}"
-    if r.recompute != "none":
-        return f"run.recompute={r.recompute} sets random states on the host"
     if k.backend in ("megatron", "reference"):
         return f"{k.backend} experts count their rows on the host"
     if k.attention == "reference":

@@ -33,6 +33,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import RENAMED, did_you_mean, knobs, sections, suggest, visible, written
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
@@ -129,7 +130,8 @@ def compose(overrides: Sequence[str]) -> Composed:
                 values.append(word)
         composed = copy.deepcopy(_of_groups(FOLDER, *groups))
         for word in values:  # as Hydra does it, for which they come after all groups as well
-            OmegaConf.update(composed.tree, word.key_or_group, word.value(), merge=True)
+            value = _listed(word.key_or_group, word.value())
+            OmegaConf.update(composed.tree, word.key_or_group, value, merge=True)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError) as error:
         # Hydra has plain ValueErrors for a defaults list or an encoding that is none.
         raise ConfigError(_explain(error)) from error
@@ -286,7 +288,7 @@ def _check_option(override: Override) -> list[str]:
 
 
 def _check_value(override: Override, tree: DictConfig) -> list[str]:
-    key, value = override.key_or_group, override.value()
+    key, value = override.key_or_group, _listed(override.key_or_group, override.value())
     if key in sections() and not isinstance(value, dict):
         inner = next(path for path in knobs() if path.startswith(f"{key}."))
         return [f"{key}: is a section; set one of its knobs, as in {inner}=..."]
@@ -302,6 +304,13 @@ def _check_value(override: Override, tree: DictConfig) -> list[str]:
     except OmegaConfBaseException as error:
         return [_explain(error)]
     return []
+
+
+def _listed(knob: str, value: Any) -> Any:
+    """One name where a list of names is asked for is that list, and `none` the empty one."""
+    if knob not in choices() or knobs()[knob].type != list[str] or not isinstance(value, str):
+        return value
+    return [] if value == "none" else [value]
 
 
 def _explain(error: Exception) -> str:
@@ -352,4 +361,6 @@ def _expected(knob: str) -> str:
 
 def _example(knob: str) -> str:
     kind, default = knobs()[knob].type, knobs()[knob].default
-    return written(default) if default != [] else "[1,2]" if kind == list[int] else "[a,b]"
+    if default != []:
+        return written(default)
+    return "[1,2]" if kind == list[int] else written(list(choices().get(knob, ("a", "b"))[:2]))

@@ -35,6 +35,11 @@ class Machine:
     """What the links inside a host cannot exceed."""
     network_line_gbs: float = 50.0
     """What the network cannot exceed."""
+    host_gbs: float = 50.0
+    """Copies to host memory, and as much from it at once: PCIe 5 with 16 lanes. An assumption, of
+    a data sheet's 63, with all GPUs of a host copying."""
+    host_gib: float = 200.0
+    """Pinned host memory that a rank may take. An assumption: hosts of 2 TiB."""
     node_gpus: int = 8
     """GPUs of a host."""
     reserved_gib: float = 4.0
@@ -44,6 +49,11 @@ class Machine:
     def room(self) -> int:
         """Bytes that a rank may need."""
         return int((self.memory_gib - self.reserved_gib) * 2**30)
+
+    @property
+    def host_room(self) -> int:
+        """Bytes of pinned host memory that a rank may need."""
+        return int(self.host_gib * 2**30)
 
 
 MACHINES: dict[str, Machine] = {

@@ -515,8 +515,19 @@ class RunConfig:
     """Seed of the initial weights, which are the same for every layout."""
     device: str = "auto"
     """`cuda`, `cpu`, or `auto`: CUDA if the machine has a GPU."""
-    recompute: str = "none"
-    """Activations that the backward pass computes again: `none`, `attention`, `moe` or `full`."""
+    recompute: list[str] = field(default_factory=list)
+    """What the backward pass computes again, as in `[norm,expert_h]`; one name needs no brackets.
+
+    `norm`, `mla_up` (from compressed vectors to queries, keys, values), `attention`, `mlp` (dense
+    and shared), `expert_h` (what experts keep), `moe_act` (of `kernels=megatron`), `moe` or `full`
+    layers; `none` is `[]`. docs/memory.md has what each saves and costs.
+    """
+    offload: list[str] = field(default_factory=list)
+    """What waits in pinned host memory for the backward pass, written as `recompute` is.
+
+    `residual` (inputs of norms), `attention` (queries, keys, values, result) and `expert_h`. Copies
+    run beside other work, in captured steps too. On a CPU they are copies.
+    """
     graph: str = "auto"
     """CUDA graph: `off`, `full_iteration` for forward and backward of all micro-batches, or `auto`.
 

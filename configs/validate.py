@@ -24,6 +24,7 @@ from phalanx.configs.layout import (
     micro_batches,
 )
 from phalanx.configs.linear_attention import linear_layers
+from phalanx.configs.memory import memory_problems
 from phalanx.configs.schema import Config
 from phalanx.configs.transports import TRANSPORTS
 
@@ -61,6 +62,7 @@ def validate(cfg: Config, world_size: int) -> None:
         _documents,
         _optim,
         _run,
+        memory_problems,
         _folders,
         _addresses,
         _graph,

@@ -9,6 +9,7 @@ Legend: L local experts, D hidden, F expert width, N received rows.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.parallel.dispatch.received import Received
+from phalanx.parallel.memory.layer_pass import now
 
 _CHECKPOINT_NAMES = {
     "w1": "linear_fc1.weight",
@@ -111,6 +113,7 @@ class Experts(MegatronModule):
             out_ND; without addends 0 for a row that none of these experts reads.
         """
         weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
+        memory = now()
         with received.saving():
             return grouped_mlp(
                 received.rows_ND,
@@ -120,6 +123,7 @@ class Experts(MegatronModule):
                 overlap=received.overlap,
                 arrived=received.arrived,
                 addends=addends,
+                made_h=partial(memory.move, "expert_h") if memory.moves("expert_h") else None,
             )
 
     def sharded_state_dict(

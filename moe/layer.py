@@ -14,7 +14,6 @@ N tokens received.
 
 from dataclasses import dataclass, replace
 
-from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,6 +30,8 @@ from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
 from phalanx.parallel.dispatch.received import addends
 from phalanx.parallel.dispatch.transport_class import Transport
+from phalanx.parallel.memory.again import checkpoint
+from phalanx.parallel.memory.layer_pass import now
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class MoEOptions:
     """Rows kept for the experts of a rank, shared by all layers."""
     symm: SymmOptions = SymmOptions()
     """Of the transport `symm`."""
+    recompute: tuple[str, ...] = ()
+    """Of `moe_act` and `moe` what Megatron-Core's own layer computes again."""
     fp8_rows: bool = False
     """Tokens travel in FP8 where the experts take them so."""
     fp8_dense: bool = True
@@ -87,9 +90,6 @@ class MoE(MoELayer):
         )
         moe = options.moe
         self.tp_group = pg_collection.tp
-        self.recompute = (
-            config.recompute_granularity == "selective" and "moe" in config.recompute_modules
-        )
         self.router = Router(
             config=config,
             options=moe.router,
@@ -139,9 +139,9 @@ class MoE(MoELayer):
         """
         if intermediate_tensors is not None or padding_mask is not None:
             raise ValueError("the MoE layer takes hidden states only: pad with tokens, not a mask")
-        if self.recompute and self.training:
+        if now().again("moe"):
             # The residual stays outside: computed anew it would be read and its gradient copied.
-            out = tensor_parallel.checkpoint(self._forward, False, hidden_states)
+            out = checkpoint(self._forward, hidden_states)
             return out if residual is None else residual + out, None
         return self._forward(hidden_states, residual), None
 

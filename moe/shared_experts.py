@@ -19,6 +19,8 @@ from phalanx.kernels.expert_mlp.dense_halves import FirstHalf, dense_first, dens
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
+from phalanx.parallel.memory.again import checkpoint
+from phalanx.parallel.memory.layer_pass import now
 
 MEGATRON = partial(
     SharedExpertMLP,
@@ -54,10 +56,14 @@ class SharedExperts(SharedExpertMLP):
             if self._halves:
                 with record_function("moe/shared"):
                     x_ND, w1 = hidden_SBD.flatten(0, 1), gathered(self.linear_fc1).weight
-                    between.append(dense_first(x_ND, w1, self._spec))
+                    made = dense_first(x_ND, w1, self._spec)
+                    now().drop("mlp", [made.h_NH], made.again)
+                    between.append(made)
 
         def second() -> Tensor:
             with record_function("moe/shared"):
+                if not self._halves and now().again("mlp"):
+                    return checkpoint(self, hidden_SBD).flatten(0, 1)
                 if not self._halves:
                     return self(hidden_SBD).flatten(0, 1)
                 w2 = gathered(self.linear_fc2).weight

@@ -210,6 +210,8 @@ class StockMoE(MoELayer):
     ) -> None:
         if reason := refuse(options):
             raise ValueError(reason)
+        if "moe_act" in options.recompute and not HAVE_TE:
+            raise ValueError("run.recompute=moe_act needs Transformer Engine; set moe instead")
         config = _tuned(config, options)
         provider = TESpecProvider() if HAVE_TE else LocalSpecProvider()
         super().__init__(
@@ -244,6 +246,8 @@ def _tuned(config: TransformerConfig, options: MoEOptions) -> TransformerConfig:
     """The model's config with the fusions that Transformer Engine brings, where it is installed."""
     config = copy.copy(config)
     config.moe_grouped_gemm = config.moe_permute_fusion = HAVE_TE
+    if options.recompute:
+        config.recompute_granularity, config.recompute_modules = "selective", [*options.recompute]
     config.bias_activation_fusion = HAVE_TE and _fusable(
         options.spec.activation, options.moe.shared_ffn
     )

@@ -150,7 +150,7 @@ def agree(cfg: Config, ranks: int, steps: Sequence[dict[str, Any]]) -> None:
 
 def described(cfg: Config, ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
     """The fields that follow from the command."""
-    p, recompute = cfg.parallel, cfg.run.recompute
+    p, r = cfg.parallel, cfg.run
     of_model = [text for text in overrides if text.startswith("model.")]
     sizes = f"TP{p.tensor} CP{p.context} PP{p.pipeline} VP{p.virtual_pipeline}"
     sizes += f" EP{expert_parallel_size(cfg, ranks)} DP{data_parallel_size(cfg, ranks)}"
@@ -163,10 +163,14 @@ def described(cfg: Config, ranks: int, overrides: Sequence[str]) -> dict[str, An
         "sequence_length": cfg.data.sequence_length,
         "micro_batch": cfg.data.micro_batch,
         "global_batch": cfg.data.global_batch,
-        "layout": sizes + ("" if recompute == "none" else f", recompute {recompute}"),
+        "layout": sizes + _memory("recompute", r.recompute) + _memory("offload", r.offload),
         "routing": "forced" if cfg.model.moe.router.force_balance else "natural",
         "data": "mock" if cfg.data.source == "synthetic" else "real",
     }
+
+
+def _memory(what: str, names: Sequence[str]) -> str:
+    return f", {what} {' '.join(names)}" if names else ""
 
 
 def versions(given: Sequence[str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ an order that depends on timing: x's is a gather-and-sum through the inverse map
 Shape legend as in `kernels.backend`; out is [N, D], or [S, D] in expert order without `inverse_NK`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -68,6 +68,10 @@ class Overlap(Protocol):
         """x in the backward pass, at its first use there."""
         ...
 
+    def tokens_first(self) -> Rows:
+        """The same before anything else is done there; the gradient of out has come too then."""
+        ...
+
 
 @dataclass
 class Arrived:
@@ -103,6 +107,10 @@ class ExpertMLP(torch.autograd.Function):
         weights, overlap = MLPWeights(w1, w2, b1, b2), how.overlap
         out, h, x_rows = run_forward(x, weights, plan, how, addends)
         ctx.how = how
+        if how.spec.recompute_h:
+            h = x.new_empty(0)
+        elif how.made_h is not None:
+            how.made_h(*tensors_of(h))
         # The parameters themselves: saved tensors may come back as others, without a buffer.
         ctx.accumulated = [
             p if how.spec.accumulate and main_grad.takes(p) else None for p in weights
@@ -110,9 +118,9 @@ class ExpertMLP(torch.autograd.Function):
         kept = tensors_of(h), tensors_of(x_rows) if overlap is None else ()
         ctx.counts = [len(tensors) for tensors in kept]
         if overlap is None:
-            ctx.save_for_backward(w1, w2, b2, *kept[0], *kept[1], *plan._replace(needed=None))
+            ctx.save_for_backward(w1, w2, b1, b2, *kept[0], *kept[1], *plan._replace(needed=None))
         else:
-            ctx.save_for_backward(w1, w2, b2, *kept[0])
+            ctx.save_for_backward(w1, w2, b1, b2, *kept[0])
             ctx.plan = plan
         return out
 
@@ -124,13 +132,13 @@ class ExpertMLP(torch.autograd.Function):
         addends = [dout if need else None for need in needs[8:]]
         if not any(needs[:6]):  # h was not kept
             return *[None] * 8, *addends
-        w1, w2, b2, *rest = ctx.saved_tensors
+        w1, w2, b1, b2, *rest = ctx.saved_tensors
         of_h, of_x = ctx.counts
         h, after = rows_of(rest[:of_h]), rest[of_h:]
         x = rows_of(after[:of_x]) if of_x else None
         plan = ExpertPlan(*after[of_x:]) if of_x else ctx.plan
         buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
-        given = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, ctx.how)
+        given = Saved(x, MLPWeights(w1, w2, b1, b2), h, plan, ctx.how)
         out_grad = dout.contiguous() if ctx.how.arrived is None else ctx.how.arrived.gradient
         dx, *grads, dprob = run_backward(out_grad, given, needs[:5], buffers)
         for i, p in enumerate(ctx.accumulated):
@@ -148,6 +156,8 @@ class How(NamedTuple):
     overlap: Overlap | None = None
     arrived: Arrived | None = None
     """What to read in place of x and of the gradient of out; None: these."""
+    made_h: Callable[..., None] | None = None
+    """Is called with what is saved of h."""
 
 
 class Saved(NamedTuple):
@@ -157,6 +167,7 @@ class Saved(NamedTuple):
     """None: `how.overlap` has it."""
     weights: MLPWeights
     h_SH: Rows
+    """Empty with `how.spec.recompute_h`."""
     plan: ExpertPlan
     how: How
 
@@ -209,10 +220,12 @@ def run_backward(
     ops = backend_of(spec, "dgrad")
     fc1, fc2 = _layers(weights, spec)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
+    if spec.recompute_h:
+        x_ND, h_SH = _hidden(saved, fc1)
     dy = Operand(dout, gather=plan.inverse_NK is not None)
     if dy.gather and not ops.gathers and plan.row_index_S is not None:
         dy = Operand(gather_rows(dout, plan.row_index_S, plan.offsets))
-    ready = None if overlap is None else overlap.ready
+    ready = None if overlap is None or spec.recompute_h else overlap.ready
     dy_rows = dy._replace(matrix=ops.quantize(dy.matrix, gradient=True))
     made = ops.fc2_dgrad_dact(dy_rows, fc2, h_SH, plan, act, ready=ready)
     dh_SH, a, dprob_S, db1 = made.dh_SH, Operand(made.a_SF), made.dprob_S, made.db1_LH
@@ -236,7 +249,7 @@ def run_backward(
         scaled = plan.row_prob_S is not None
         db2 = wgrads.bias_grad(dy, plan, scale=scaled, into=buffers[3])
     del a, dout, dy  # the largest buffers of the backward after dh
-    if overlap is not None:
+    if overlap is not None and x_ND is None:
         x_ND = overlap.tokens()
     if need_w1:
         x = wgrads.columns(Operand(x_ND, gather=plan.row_index_S is not None), plan)
@@ -257,6 +270,18 @@ def run_backward(
     )
 
 
+def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:
+    """x, and h from it by the bits of the forward pass."""
+    x_ND, spec, overlap = saved.x_ND, saved.how.spec, saved.how.overlap
+    if x_ND is None:
+        assert overlap is not None
+        x_ND = overlap.tokens_first()
+    ops = backend_of(spec, "forward")
+    h_SH, _ = ops.fc1_act(ops.quantize(x_ND), fc1, saved.plan, spec.activation, keep_h=True)
+    assert h_SH is not None
+    return x_ND, h_SH
+
+
 def _layers(weights: MLPWeights, spec: MLPSpec) -> tuple[Linear, Linear]:
     """Fc1 and fc2."""
     w1, w2, b1, b2 = weights
@@ -267,6 +292,17 @@ def _layers(weights: MLPWeights, spec: MLPSpec) -> tuple[Linear, Linear]:
 def for_wgrad(given: Any, rows: Any, spec: MLPSpec) -> Any:
     """Which of a matrix, as it was given and as the other GEMMs take it, weight gradients read."""
     return given if spec.recipe is not None and spec.recipe.wgrad == "bf16" else rows
+
+
+def saved_input(given: Any, rows: Any, spec: MLPSpec) -> Any:
+    """What a dense layer saves of its input, as it was given and as its GEMM took it."""
+    return given if spec.save_given else for_wgrad(given, rows, spec)
+
+
+def input_for_wgrad(saved: Rows, ops: Backend, spec: MLPSpec) -> Rows:
+    """What weight gradients read of it."""
+    again = spec.save_given and spec.recipe is not None and spec.recipe.wgrad == "fp8"
+    return ops.quantize(saved) if again else saved
 
 
 def _like(grad: Tensor | None, weight: Tensor, buffer: Buffer | None) -> Tensor | None:

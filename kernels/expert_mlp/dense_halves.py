@@ -7,7 +7,9 @@ expert that has all rows.
 Shape legend: N rows, D hidden, F width, H = 2F for gated activations and F for others.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.expert_mlp.autograd import backend_of, for_wgrad
+from phalanx.kernels.expert_mlp.autograd import (
+    backend_of,
+    for_wgrad,
+    input_for_wgrad,
+    saved_input,
+)
 from phalanx.kernels.expert_mlp.backend import (
     HiddenGrads,
     Linear,
@@ -39,6 +46,8 @@ class FirstHalf(NamedTuple):
     gradient: list[HiddenGrads]
     """With a recipe, where the second half's backward pass leaves the gradient of h: in FP8 it has
     a form for each of its readers, which autograd could not carry."""
+    again: Callable[[], tuple[Tensor]]
+    """Makes h once more, for who gives up its memory between forward and backward pass."""
 
 
 def dense_first(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> FirstHalf:
@@ -58,8 +67,9 @@ def dense_first(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> FirstHalf:
     if spec.recipe is not None:
         spec = replace(spec, recipe=replace(spec.recipe, hidden="bf16"))
     gradient: list[HiddenGrads] = []
-    h_NH, *a = _First.apply(x_ND.contiguous(), w1, spec, gradient)
-    return FirstHalf(h_NH, rows_of(a), gradient)
+    x_ND = x_ND.contiguous()
+    h_NH, *a = _First.apply(x_ND, w1, spec, gradient)
+    return FirstHalf(h_NH, rows_of(a), gradient, partial(_hidden, x_ND.detach(), w1, spec))
 
 
 def dense_second(first: FirstHalf, w2: Tensor, spec: MLPSpec) -> Tensor:
@@ -73,7 +83,7 @@ def dense_second(first: FirstHalf, w2: Tensor, spec: MLPSpec) -> Tensor:
     Raises:
         ValueError: unknown backend, or shapes and dtypes that do not fit together.
     """
-    h_NH, a, gradient = first
+    h_NH, a, gradient, _ = first
     a_NF = tensors_of(a)
     if w2.ndim != 2 or w2.shape[1] != a_NF[0].shape[1] or w2.dtype != h_NH.dtype:
         raise ValueError(f"expected a [N, F] and w2 [D, F], got {_shapes(a_NF[0], w2)} of a dtype")
@@ -91,7 +101,7 @@ class _First(torch.autograd.Function):
         ops = backend_of(spec, "forward")
         x = ops.quantize(x_ND)
         h_NH, a = ops.fc1_act(x, fc1, plan, spec.activation)
-        ctx.save_for_backward(w1, *tensors_of(for_wgrad(x_ND, x, spec)))
+        ctx.save_for_backward(w1, *tensors_of(saved_input(x_ND, x, spec)))
         _keep(ctx, plan, spec, w1)
         ctx.gradient = gradient
         ctx.mark_non_differentiable(*tensors_of(a))
@@ -113,7 +123,8 @@ class _First(torch.autograd.Function):
             dx_ND = backend_of(ctx.spec, "dgrad").rows(dh, fc1.transposed, ctx.plan)
         if ctx.needs_input_grad[1]:
             wgrad = backend_of(ctx.spec, "wgrad")
-            v = wgrad.columns(Operand(rows_of(x)), ctx.plan)
+            x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
+            v = wgrad.columns(Operand(x_rows), ctx.plan)
             dw1 = weight_gradient(ctx, wgrad, Operand(columns, parts=fc1.parts), v, w1)
         return dx_ND, dw1, None, None
 
@@ -153,6 +164,13 @@ class _Second(torch.autograd.Function):
             ctx.gradient.append(made)
             dh = h_NH.new_empty(1).expand_as(h_NH)  # of which nobody reads more than the shape
         return dh, dw2, None, None, *[None] * ctx.of_a
+
+
+@torch.no_grad()
+def _hidden(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> tuple[Tensor]:
+    ops = backend_of(spec, "forward")
+    h_NH, _ = ops.fc1_act(ops.quantize(x_ND), _fc1(w1, spec), one_group(x_ND), spec.activation)
+    return (h_NH,)
 
 
 def _fc1(w1: Tensor, spec: MLPSpec) -> Linear:

@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.expert_mlp.autograd import backend_of, for_wgrad
+from phalanx.kernels.expert_mlp.autograd import (
+    backend_of,
+    for_wgrad,
+    input_for_wgrad,
+    saved_input,
+)
 from phalanx.kernels.expert_mlp.backend import Linear, Operand, rows_of, tensors_of
 from phalanx.kernels.expert_mlp.expert_plan import one_group
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
@@ -44,7 +49,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ops, ctx.plan, ctx.spec = backend_of(spec, "forward"), one_group(x_NI), spec
         x = ops.quantize(x_NI)
-        ctx.save_for_backward(w_OI, *tensors_of(for_wgrad(x_NI, x, spec)))
+        ctx.save_for_backward(w_OI, *tensors_of(saved_input(x_NI, x, spec)))
         ctx.accumulated = w_OI if spec.accumulate and main_grad.takes(w_OI) else None
         return ops.rows(x, Linear.alone(w_OI, bias_O), ctx.plan)
 
@@ -59,7 +64,8 @@ class _Linear(torch.autograd.Function):
         dw_OI = None
         if need_w:
             d = wgrad.columns(Operand(for_wgrad(dy_NO.contiguous(), dy, ctx.spec)), ctx.plan)
-            v = wgrad.columns(Operand(rows_of(x)), ctx.plan)
+            x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
+            v = wgrad.columns(Operand(x_rows), ctx.plan)
             dw_OI = weight_gradient(ctx, wgrad, d, v, w_OI)
         return dx_NI, dw_OI, dy_NO.sum(0) if need_b else None, None
 

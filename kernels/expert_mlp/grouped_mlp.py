@@ -9,7 +9,7 @@ Shape legend: N rows of x, K experts per token, S expert rows (static), L local 
 expert width, H = 2F for gated activations and F for others, e(s) the expert of row s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ def grouped_mlp(
     overlap: Overlap | None = None,
     arrived: Arrived | None = None,
     addends: Sequence[Tensor] = (),
+    made_h: Callable[..., None] | None = None,
 ) -> Tensor:
     """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]), plus the addends.
 
@@ -51,6 +52,7 @@ def grouped_mlp(
         arrived: x in FP8, and in the backward pass the gradient of out; x_ND is then without data.
         addends: up to two tensors as out, which have its gradient. `fused` adds them to the sums
             before these are rounded, other backends one after the other in x's dtype.
+        made_h: is called with the tensors that are saved of h, unless h is computed again.
 
     Returns:
         out_ND in x's dtype, added in fp32 in the order of k and rounded once; 0 without experts
@@ -74,7 +76,7 @@ def grouped_mlp(
         raise ValueError("overlap: rows that are still to be quantized must have come before")
     if arrived is not None and spec.recipe is None:
         raise ValueError("arrived: only a recipe takes rows in FP8")
-    how = How(spec, differentiates(x_ND, weights, plan), overlap, arrived)
+    how = How(spec, differentiates(x_ND, weights, plan), overlap, arrived, made_h)
     x_ND = x_ND.contiguous() if arrived is None else x_ND
     more = [addend.contiguous() for addend in addends]
     return ExpertMLP.apply(x_ND, *weights, prob_S, plan, how, *more)

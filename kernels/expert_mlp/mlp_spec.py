@@ -48,6 +48,11 @@ class MLPSpec:
     expects."""
     recipe: Fp8Block | None = None
     """Operands of the GEMMs are FP8; None: they are as they are given."""
+    save_given: bool = False
+    """With a recipe, dense layers save their inputs as they are given and quantize them once more
+    in the backward pass, for callers who give up the memory of these; routed experts do not."""
+    recompute_h: bool = False
+    """Experts save no h: the backward pass runs fc1 again."""
     keep_fp8: bool = False
     """FP8 copies of weights stay with them until they change (fused only)."""
 

@@ -71,6 +71,29 @@ class Layer:
     """From the forward pass until the backward pass of the layer."""
     backward: int
     """Most that its backward pass holds beside what is saved, recomputation included."""
+    moved: int = 0
+    """In host memory meanwhile (`run.offload`); in neither of the others."""
+
+
+Parts = dict[str, int]
+"""Bytes that a layer keeps, by what they are of."""
+
+_AGAIN: dict[str, tuple[str, ...]] = {
+    "norm": ("norm",),
+    "mla_up": ("queries_keys_values", "latents"),
+    "attention": ("out",),
+    "mlp": ("dense", "shared"),
+    "expert_h": ("expert_h",),
+    "moe_act": ("expert_a",),
+    "moe": ("shared", "expert_h", "expert_a", "moe"),
+}
+"""What a layer keeps no more where that is computed again; with `full` nothing but its input."""
+
+_MOVED: dict[str, tuple[str, ...]] = {
+    "residual": ("residual",),
+    "attention": ("queries_keys_values", "out"),
+    "expert_h": ("expert_h",),
+}
 
 
 class Activations:
@@ -106,22 +129,30 @@ class Activations:
         gradients = self.sizes.tokens * 2 * self._wide * 3 * ffn // self._cfg.parallel.tensor
         cfg, act = self._cfg, ACTIVATIONS[self._cfg.model.moe.activation]
         saved = self._mlp(ffn)
+        more = self._fp8_inputs(1, instead=True) if fp8_dense else 0
         recipe = Fp8Block() if fp8_dense else None
         spec = MLPSpec(activation_of(cfg.model.moe), cfg.kernels.backend, recipe=recipe)
         if takes(spec, ffn=ffn, tensor=cfg.parallel.tensor, bias=cfg.model.bias):
             saved = self.sizes.tokens * 2 * self._wide * act.halves * ffn
-        if fp8_dense:
-            saved += self._fp8_inputs(1, instead=True)
-        attention = self._attention(fp8_dense, linear)
-        return self._layer(saved, gradients, attention, again=False)
+        return self._layer({"dense": saved}, gradients, fp8_dense, more, linear)
 
     def moe_layer(self, fp8: bool | None = None, linear: bool = False) -> Layer:
         """A layer with experts; `fp8` or not, as most layers are by default."""
-        fp8_dense, again = self._fp8_dense(fp8), self._cfg.run.recompute == "moe"
-        saved = self._experts(is_fp8(self._cfg) if fp8 is None else fp8)
-        saved += self._shared(fp8_dense)
-        attention = self._attention(fp8_dense, linear)
-        return self._layer(saved, self._experts_backward(), attention, again=again)
+        fp8_dense, shared = self._fp8_dense(fp8), self._cfg.model.moe.shared_ffn
+        parts = self._experts(is_fp8(self._cfg) if fp8 is None else fp8)
+        parts["shared"] = self._shared(fp8_dense)
+        more = self._fp8_inputs(1, instead=False) if fp8_dense and shared else 0
+        return self._layer(parts, self._experts_backward(), fp8_dense, more, linear)
+
+    def freed(self, kind: LayerKind, name: str) -> int:
+        """What computing `name` again frees in a layer that keeps all else."""
+        run = self._cfg.run
+        sizes = []
+        for again in ([], [name]):
+            changed = replace(self._cfg, run=replace(run, recompute=again, offload=[]))
+            other = Activations(changed, self._world, self.sizes.rows)
+            sizes.append(other.by_kind()[kind].saved)
+        return sizes[0] - sizes[1]
 
     def head(self) -> Layer:
         """Final norm, logits and loss; those of multi-token prediction as well."""
@@ -170,23 +201,25 @@ class Activations:
         more += s.tokens * sum(fp8_row(rank) for rank in latents)
         return self._fp8_inputs(readers, instead=True) + more
 
-    def _layer(self, mlp: int, backward: int, attention: Layer, *, again: bool) -> Layer:
-        """A layer whose MLP saves `mlp`, or computes that `again`."""
+    def _layer(self, mlp: Parts, backward: int, fp8: bool, more: int, linear: bool) -> Layer:
+        """A layer whose MLP saves `mlp`, and of its input `more` in FP8."""
         hidden = 2 * self.sizes.local_tokens * self._cfg.model.hidden * self._wide
-        # Inputs and outputs of two norms; output of attention plus bias.
-        rest = attention.saved + (4 + int(self._cfg.model.bias)) * hidden
-        backward = max(backward, attention.backward)
-        if self._cfg.run.recompute == "full":
-            return Layer(hidden, rest - hidden + mlp + backward)
-        return Layer(rest, mlp + backward) if again else Layer(rest + mlp, backward)
+        # Inputs and outputs of two norms; output of attention plus bias. Who computes norms again
+        # keeps no inputs in FP8.
+        norms = 2 * hidden + more + (self._projections() if fp8 and not linear else 0)
+        attention, in_backward = self._linear() if linear else (self._attention(), 0)
+        backward = max(backward, in_backward)
+        parts = attention | {"residual": 2 * hidden, "norm": norms} | mlp
+        parts["bias"] = int(self._cfg.model.bias) * hidden
+        run, moved = self._cfg.run, 0
+        if "full" in run.recompute:
+            moved = hidden if run.offload else 0
+            return Layer(hidden - moved, sum(parts.values()) - hidden + backward, moved)
+        again = sum(parts.pop(part, 0) for name in run.recompute for part in _AGAIN[name])
+        moved = sum(parts.pop(part, 0) for name in run.offload for part in _MOVED[name])
+        return Layer(sum(parts.values()), backward + again, moved)
 
-    def _attention(self, fp8: bool, linear: bool) -> Layer:
-        """Of one attention, whose projections are FP8 or not."""
-        if linear:
-            return self._linear()
-        return Layer(self._full() + (self._projections() if fp8 else 0), 0)
-
-    def _linear(self) -> Layer:
+    def _linear(self) -> tuple[Parts, int]:
         """What flash-linear-attention and the modules around it save and need, in chunks of 64."""
         a, wide = self._cfg.model.linear_attention, 2 * self._wide
         tokens = self.sizes.tokens // self._cfg.parallel.tensor
@@ -199,19 +232,22 @@ class Activations:
         # States of all chunks and their gradients; gradients of queries and keys of every value
         # head, twice, and of values.
         states = 2 * a.value_heads * HEAD_DIM**2 // _CHUNK
-        return Layer(tokens * (wide * kept + numbers), tokens * wide * (states + 6 * values))
+        saved = tokens * (wide * kept + numbers)
+        return {"linear": saved}, tokens * wide * (states + 6 * values)
 
-    def _full(self) -> int:
+    def _attention(self) -> Parts:
         """Query, key and value as the kernel takes them, its output and statistics; latents."""
         a, s, t = self._cfg.model.attention, self.sizes, self._cfg.parallel.tensor
+        latents = kept = down = 0
         if a.kind == "mla":
-            qk, v = a.heads * (a.qk_nope_dim + a.qk_rope_dim), a.heads * a.v_dim
-            kept = 2 * qk + 2 * v
+            qk, out = a.heads * (a.qk_nope_dim + a.qk_rope_dim), a.heads * a.v_dim
+            taken = 2 * qk + out
             # Down-projections and their norms' outputs, cut along the sequence.
-            kept += 2 * a.q_lora_rank + 2 * a.kv_lora_rank + a.qk_rope_dim
+            latents = a.q_lora_rank + a.kv_lora_rank
+            down = latents + a.qk_rope_dim
         else:
             q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-            kept = 2 * q + 2 * kv
+            taken, out = q + 2 * kv, q
             if a.output_gate:
                 kept += 2 * q  # the gate, and what core attention made before it
             if a.qk_norm and a.qk_norm_over == "projection":
@@ -222,14 +258,24 @@ class Activations:
                 kept += q + kv + (q + kv if a.qk_norm else 0)
             elif a.qk_norm and a.kv_heads >= t:
                 # The projection whole, of which values may be a view.
-                kept += q + kv + (kv if self._cfg.kernels.attention == "te" else 0)
+                if self._cfg.kernels.attention == "te":
+                    kept += q + 2 * kv
+                else:
+                    taken += q + kv
             elif a.qk_norm and self._cfg.kernels.norm == "te":
                 kept += q + kv  # copies of query and key, which the norm saves
             elif a.qk_norm:
                 kept += 2 * q + 2 * kv  # the projection whole, and the query cut out of it
             elif a.kv_heads < t and self._cfg.kernels.attention in ("sdpa", "flex", "fa4"):
-                kept += q + kv  # values are a view of the projection, which stays whole
-        return s.tokens * (2 * self._wide * kept + 4 * a.heads) // t
+                taken += q + kv  # values are a view of the projection, which stays whole
+        wide = 2 * self._wide
+        sizes = {
+            "queries_keys_values": wide * taken,
+            "latents": wide * latents,
+            "out": wide * out + 4 * a.heads,
+            "projected": wide * (kept + down),
+        }
+        return {name: s.tokens * size // t for name, size in sizes.items()}
 
     def _mlp(self, ffn: int) -> int:
         """Of a dense MLP: projection, activated half, linear half, product."""
@@ -238,15 +284,18 @@ class Activations:
 
     def _shared(self, fp8: bool) -> int:
         """Of shared experts: the projection alone by the kernels of the routed ones, which make the
-        rest again, and the input in FP8."""
+        rest again."""
         ffn, act = self._cfg.model.moe.shared_ffn, ACTIVATIONS[self._cfg.model.moe.activation]
-        ours = self._cfg.kernels.backend == "fused" or fp8
-        own = self._fp8_inputs(1, instead=False) if fp8 and ffn else 0
-        if not ours or self._cfg.parallel.tensor > 1:
-            return own + self._mlp(ffn)
-        return own + self.sizes.tokens * 2 * self._wide * act.halves * ffn
+        if not self._own_shared(fp8):
+            return self._mlp(ffn)
+        return self.sizes.tokens * 2 * self._wide * act.halves * ffn
 
-    def _experts(self, fp8: bool) -> int:
+    def _own_shared(self, fp8: bool) -> bool:
+        """Shared experts run by the kernels of the routed ones."""
+        ours = self._cfg.kernels.backend == "fused" or fp8
+        return ours and self._cfg.parallel.tensor == 1
+
+    def _experts(self, fp8: bool) -> Parts:
         """Saved by route, dispatch and experts, without the input, which attention's norm saves."""
         m, e, s, p = self._cfg.model, self._cfg.model.moe, self.sizes, self._cfg.precision
         halves = ACTIVATIONS[e.activation].halves
@@ -260,7 +309,7 @@ class Activations:
             x, a = (2 * s.rows * n * self._wide for n in (m.hidden, e.ffn))
             if fp8:
                 x, a = s.rows * fp8_row(m.hidden), s.rows * fp8_row(e.ffn)
-            return routing + h * (2 if m.bias else 1) + x + a
+            return {"moe": routing + h * (2 if m.bias else 1) + x, "expert_a": a}
         sent = costs(self._cfg, self._world)
         received = sent.kept * 2 * m.hidden * self._wide
         if fp8 and "fp8" in (p.wgrad, p.dispatch):
@@ -269,7 +318,7 @@ class Activations:
             resent = overlaps(self._cfg, self._world)
             kept = sent.kept if resent else max(sent.kept, s.received)
             received = kept * fp8_row(m.hidden)
-        return routing + h + 8 * s.rows + received
+        return {"moe": routing + 8 * s.rows + received, "expert_h": h}
 
     def _experts_backward(self) -> int:
         """Most of the steps of `kernels.expert_mlp.custom_ops`, in their order."""

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from phalanx.configs.formats import is_fp8
-from phalanx.configs.knobs import put, written
+from phalanx.configs.knobs import get, put, written
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
-from phalanx.moe.estimate.memory import needed
+from phalanx.moe.estimate.memory import host_needed, needed
+from phalanx.moe.estimate.modules import cheapest, parts
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import largest_factor
 
@@ -49,7 +50,10 @@ def suggestions(cfg: Config, world: int, machine: Machine, room: int) -> list[tu
         factor = largest_factor(known, world, room)
         if factor is not None and factor < cfg.parallel.capacity_factor:
             kinds.append([{"parallel.capacity_factor": factor}])
-    found = enough(cfg, world, need, room, kinds)
+    found = _by_module(cfg, world, machine, need, room)
+    if not found:
+        kinds.append([{"run.recompute": ["full"], "run.offload": ["residual"]}])
+    found += enough(cfg, world, need, room, kinds)
     found += enough(cfg, world, need, room, [[{"parallel.world_size": n} for n in _doubles(world)]])
     fit = [pair for pair in found if pair[1] <= room]
     return sorted(fit or found, key=lambda pair: pair[1])
@@ -74,6 +78,49 @@ def enough(
     return [(_written(changes), size) for changes, size in told]
 
 
+_STATES: tuple[Changes, ...] = (
+    {},
+    {"optim.moments": "bf16"},
+    {"optim.moments": "bf16", "parallel.grad_dtype": "bf16"},
+)
+"""What activations leave too little for, and what it may round, the less first."""
+
+
+def _by_module(
+    cfg: Config, world: int, machine: Machine, need: Need, room: int
+) -> list[tuple[str, int]]:
+    """The cheapest parts of layers to compute again or to move to host memory, if these are
+    enough, or with what states of the optimizer take less."""
+    known = parts(resolved(cfg, world, machine.node_gpus), world, machine)
+    for states in _STATES:
+        if any(get(cfg, path) == value for path, value in states.items()):
+            continue
+        trial = _Trial(cfg, world, need)
+
+        def fits(values: Changes, states: Changes = states, trial: _Trial = trial) -> bool:
+            size = trial.size(states | values)
+            return size is not None and size <= room and _hosts(cfg, world, values, machine)
+
+        values = cheapest(cfg, world, known, fits)
+        if values is not None:
+            changes = {k: v for k, v in (states | values).items() if get(cfg, k) != v}
+            size = trial.size(changes)
+            assert size is not None
+            return [(_written(changes), size)]
+    return []
+
+
+def _hosts(cfg: Config, world: int, values: Changes, machine: Machine) -> bool:
+    """Whether hosts have what is moved there."""
+    if not values["run.offload"]:
+        return True
+    changed = copy.deepcopy(cfg)
+    for path, value in values.items():
+        put(changed, path, value)
+    known = resolved(changed, world, machine.node_gpus)
+    return host_needed(known, world) <= machine.host_room
+
+
 class _Trial:
     """Bytes that changes of a configuration come to."""
 
@@ -84,16 +131,16 @@ class _Trial:
     def best(self, kind: list[Changes], others: Changes, room: int) -> tuple[Changes, int] | None:
         """The first of a kind that is enough with `others`, or that which helps most; None if none
         helps by a hundredth."""
-        sizes = [(others | changes, self._size(others | changes)) for changes in kind]
+        sizes = [(others | changes, self.size(others | changes)) for changes in kind]
         known = [(changes, size) for changes, size in sizes if size is not None]
-        before = self._size(others) or self.before
+        before = self.size(others) or self.before
         helping = [pair for pair in known if pair[1] < 0.99 * before]
         if fit := [pair for pair in helping if pair[1] <= room]:
             return fit[0]
         return min(helping, key=lambda pair: pair[1], default=None)
 
-    def _size(self, changes: Changes) -> int | None:
-        """None for a configuration that is not valid."""
+    def size(self, changes: Changes) -> int | None:
+        """Bytes; None for a configuration that is not valid."""
         changed = copy.deepcopy(self._cfg)
         for path, value in changes.items():
             put(changed, path, value)
@@ -130,7 +177,6 @@ def _layouts(cfg: Config, world: int) -> Iterator[list[Changes]]:
     p, d = cfg.parallel, cfg.data
     even = {"parallel.pipeline_layout": "", "parallel.virtual_pipeline": 1}
     yield [{"data.micro_batch": size} for size in halves(d.micro_batch)]
-    yield [{"run.recompute": "moe"}, {"run.recompute": "full"}]
     yield [{"parallel.distributed_optimizer": True}]
     yield [{"parallel.grad_dtype": "bf16"}]
     yield [{"optim.moments": "bf16"}]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from phalanx.configs import capture
 from phalanx.configs.formats import described, is_fp8
+from phalanx.configs.knobs import get
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -25,7 +26,8 @@ from phalanx.moe.estimate.accounting import (
 )
 from phalanx.moe.estimate.activations import sizes
 from phalanx.moe.estimate.advice import needed, suggestions
-from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
+from phalanx.moe.estimate.memory import exchange_bytes, host_needed, stage_memory
+from phalanx.moe.estimate.modules import parts
 from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
@@ -51,11 +53,12 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
     machine = MACHINES[cfg.run.machine]
     known = resolved(cfg, world, machine.node_gpus)
     room = machine.room
-    fits = needed(known, world) <= room
+    fits = needed(known, world) <= room and host_needed(known, world) <= machine.host_room
     sections = [
         ("Phalanx, dry run", _run(known, world, machine)),
         ("Process groups", _groups(known, world)),
         (f"Memory of a rank, by stage ({machine.name})", _memory(known, world, machine, room)),
+        ("Activations that can be computed again or moved", _parts(known, world, machine)),
         ("Experts of one layer", _experts(known, world)),
         ("Expected step", _time(known, world, machine)),
     ]
@@ -149,6 +152,24 @@ def _memory(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[st
         f"{machine.memory_gib} GiB with {machine.reserved_gib} GiB for CUDA and NCCL: "
         f"{_verdict(cfg, world, room)}"
     )
+
+
+def _parts(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
+    """What each name of `run.recompute` and `run.offload` saves and costs alone, the cheapest a
+    byte first."""
+    yield "of a run that keeps all".ljust(28) + "saves".rjust(12) + "costs a step".rjust(16)
+    total = step_time(cfg, world, machine).total
+    for part in parts(cfg, world, machine):
+        chosen = part.name in get(cfg, part.knob)
+        text = f"{part.knob}={part.name}".ljust(28) + storage(part.saved).rjust(12)
+        text += f"{part.seconds:.3f} s".rjust(16) + f"{part.seconds / total:5.1%}".rjust(8)
+        yield text + "  set" * chosen
+    if host := host_needed(cfg, world):
+        verdict = "" if host <= machine.host_room else ": does not fit; set run.recompute instead"
+        yield (
+            f"host memory of a rank {storage(host)}, of {machine.host_gib:g} GiB assumed, by "
+            f"copies at {machine.host_gbs:g} GB/s each way assumed{verdict}"
+        )
 
 
 def _verdict(cfg: Config, world: int, room: int) -> str:

@@ -35,6 +35,8 @@ class Memory:
     """What the largest backward pass needs on top."""
     validation: int
     """What a validation needs beside a captured step, whose memory it cannot use."""
+    host: int
+    """In host memory, of all micro-batches in flight (`run.offload`)."""
 
     @property
     def states(self) -> int:
@@ -64,7 +66,7 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Memor
         kinds, decoder = layer_kinds(cfg, letters, first), letters.count("t")
         parts = [of_kind[kind] for kind in kinds]
         parts[decoder:] = [
-            Layer(part.saved + act.prediction_extra(), part.backward) for part in parts[decoder:]
+            replace(part, saved=part.saved + act.prediction_extra()) for part in parts[decoder:]
         ]
         first += decoder
         stages[i % cfg.parallel.pipeline].append(parts + [head] * letters.count("L"))
@@ -78,6 +80,7 @@ def stage_memory(cfg: Config, world: int, rows: int | None = None) -> list[Memor
             saved=held(cfg, world, i, [sum(part.saved for part in c) for c in chunks]),
             backward=_backward([part for c in chunks for part in c], head),
             validation=_validation(cfg, [part for c in chunks for part in c]),
+            host=held(cfg, world, i, [sum(part.moved for part in c) for c in chunks]),
         )
         for i, chunks in enumerate(stages)
     ]
@@ -98,9 +101,12 @@ def _documents(cfg: Config) -> int:
 
 
 def _backward(parts: list[Layer], head: Layer) -> int:
-    """Logits are gone when the layers' backward passes begin."""
-    freed = head.saved if head in parts else 0
-    return max(part.backward if part is head else part.backward - freed for part in parts)
+    """Logits are gone when the layers' backward passes begin.
+
+    Of what is in host memory two layers' are here: that which leaves or is used, and the next.
+    """
+    freed, moving = head.saved if head in parts else 0, 2 * max(part.moved for part in parts)
+    return moving + max(part.backward if part is head else part.backward - freed for part in parts)
 
 
 def _validation(cfg: Config, parts: list[Layer]) -> int:
@@ -110,7 +116,7 @@ def _validation(cfg: Config, parts: list[Layer]) -> int:
     """
     run = cfg.run
     beside = run.graph == CAPTURED and (run.eval_interval > 0 or run.sample_every > 0)
-    return max(part.saved for part in parts) if beside else 0
+    return max(part.saved + part.moved for part in parts) if beside else 0
 
 
 def exchange_bytes(cfg: Config, world: int) -> int:
@@ -122,6 +128,11 @@ def exchange_bytes(cfg: Config, world: int) -> int:
 def needed(cfg: Config, world: int) -> int:
     """Bytes of the worst rank: torch's allocations and exchange buffers."""
     return max(m.peak for m in stage_memory(cfg, world)) + exchange_bytes(cfg, world)
+
+
+def host_needed(cfg: Config, world: int) -> int:
+    """Bytes of host memory of the worst rank, beside those of checkpoints."""
+    return max(m.host for m in stage_memory(cfg, world))
 
 
 def fp8_weights(cfg: Config, world: int, room: int) -> str:

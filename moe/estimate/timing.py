@@ -26,7 +26,11 @@ from phalanx.configs.layout import (
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
-from phalanx.moe.estimate.accounting import delta_rule_products, flops_per_token
+from phalanx.moe.estimate.accounting import (
+    delta_rule_products,
+    flops_per_token,
+    projections,
+)
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, overlaps, traffic
@@ -44,6 +48,8 @@ class StepTime:
     elementwise: float
     exchange: float
     """Tokens to experts and back."""
+    offload: float
+    """Copies to and from host memory that take longer than what they run beside."""
     waiting: float
     """Pipeline bubble."""
     gradients: float
@@ -68,23 +74,30 @@ class Bound:
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     """Of a step; `cfg` has resolved kernels."""
     exchange = _exchange(cfg, world, machine)
-    stages = [
-        (
-            *work.seconds,
-            _PASSES * work.written / (machine.memory_gbs * 1e9),
-            work.tokens * work.sparse * exchange,
-        )
-        for work in _stages(cfg, world, machine)
-    ]
+    stages = []
+    for work in _stages(cfg, world, machine):
+        written = _PASSES * work.written + _PASSES_AGAIN * work.filled
+        elementwise = written / (machine.memory_gbs * 1e9)
+        busy = (*work.seconds, elementwise, work.tokens * work.sparse * exchange)
+        stages.append((*busy, _copies(sum(busy), work.moved, machine)))
     seconds = [sum(stage) for stage in stages]
     slow, count = stages[seconds.index(max(seconds))], micro_batches(cfg, world)
-    gemm, experts, attention, elementwise, exchange = (count * t for t in slow)
+    gemm, experts, attention, elementwise, exchange, offload = (count * t for t in slow)
     reduction, update = _update(cfg, world, machine)
     if cfg.parallel.overlap:
         # The last micro-batch's backward pass is what there is to hide behind.
         reduction = max(0.0, reduction - 0.6 * max(seconds))
     wait = step_seconds(seconds, count, cfg.parallel.virtual_pipeline) - count * max(seconds)
-    return StepTime(gemm, experts, attention, elementwise, exchange, wait, reduction, update)
+    return StepTime(
+        gemm, experts, attention, elementwise, exchange, offload, wait, reduction, update
+    )
+
+
+def _copies(seconds: float, moved: float, machine: Machine) -> float:
+    """Seconds of a micro-batch that wait for copies to host memory, beside its forward pass, a
+    third of the work, and from there, beside its backward pass."""
+    copy = moved / (machine.host_gbs * 1e9)
+    return max(0.0, copy - seconds / 3) + max(0.0, copy - seconds * 2 / 3)
 
 
 def bound(cfg: Config, world: int, machine: Machine) -> Bound:
@@ -151,6 +164,10 @@ class _Work(NamedTuple):
     """GEMMs, experts, core attention."""
     written: float
     """Bytes that layers keep if nothing is recomputed."""
+    filled: float
+    """Bytes of what is computed again part by part, and copied to where it was."""
+    moved: float
+    """Bytes to host memory, and from there."""
     sparse: int
     """MoE layers."""
     tokens: int
@@ -158,14 +175,13 @@ class _Work(NamedTuple):
 
 
 def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
-    f, how, tokens = _flops(cfg), cfg.run.recompute, sizes(cfg, world).local_tokens
-    all_again = 4 / 3 if how == "full" else 1.0
-    moe_again = 4 / 3 if how in ("moe", "full") else 1.0
-    core_again = 4 / 3 if how in ("attention", "full") else 1.0
-    core_again += _measuring(cfg)
+    f, again, tokens = _flops(cfg), _again(cfg), sizes(cfg, world).local_tokens
+    core_work = again.core + _measuring(cfg)
     kept, ends = _kept(cfg, world)
+    filled, moved = _filled(cfg, world), _moved(cfg, world)
     rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
-    stages = [_Work((0.0, 0.0, 0.0), 0.0, 0, tokens) for _ in range(cfg.parallel.pipeline)]
+    none = _Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, tokens)
+    stages = [none for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
         kinds, mtp, end = layer_kinds(cfg, letters, first), letters.count("m"), letters.count("L")
@@ -173,10 +189,10 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
         sparse = [kind for kind in kinds if not kind.dense]
         gemm = (end * f.head + mtp * f.joining) / machine.dense_tflops
         for kind in kinds:
-            mlp = all_again * f.mlp if kind.dense else moe_again * f.shared
-            gemm += (all_again * f.projections + mlp) / rates[kind.fp8].dense
-        experts = sum(moe_again * f.routed / rates[kind.fp8].experts for kind in sparse)
-        core = core_again * len(kinds) * f.core / machine.attention_tflops
+            mlp = again.mlp * f.mlp if kind.dense else again.shared * f.shared
+            gemm += (again.projections * f.projections + mlp) / rates[kind.fp8].dense
+        experts = sum(again.routed * f.routed / rates[kind.fp8].experts for kind in sparse)
+        core = core_work * len(kinds) * f.core / machine.attention_tflops
         more = [tokens * part / 1e12 for part in (gemm, experts, core)]
         stage = i % cfg.parallel.pipeline
         before = stages[stage]
@@ -187,6 +203,8 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
                 before.seconds[2] + more[2],
             ),
             before.written + sum(kept[kind] for kind in kinds) + end * ends,
+            before.filled + sum(filled[kind] for kind in kinds),
+            before.moved + sum(moved[kind] for kind in kinds),
             before.sparse + len(sparse),
             tokens,
         )
@@ -204,6 +222,52 @@ def _measuring(cfg: Config) -> float:
     return key / (key + value) / 3 / every
 
 
+class _Again(NamedTuple):
+    """Work with what is computed again, over work without it."""
+
+    projections: float
+    core: float
+    mlp: float
+    shared: float
+    routed: float
+
+
+def _again(cfg: Config) -> _Again:
+    """A forward pass is a third of the work; the first product of an MLP its gated share of it."""
+    m, how = cfg.model, set(cfg.run.recompute)
+    gated = ACTIVATIONS[m.moe.activation].halves
+    first, whole = gated / (gated + 1) / 3, 1 / 3
+    everything = whole if "full" in how else 0.0
+    of_moe = whole if how & {"moe", "full"} else 0.0
+    weights = [rows * columns for rows, columns in projections(m.hidden, m.attention)]
+    up = 0.0
+    if "mla_up" in how:  # all but the down-projections and that of the output
+        of_query, of_keys = 1 if m.attention.q_lora_rank else 0, -2
+        up = (weights[of_query] + weights[of_keys]) / sum(weights) / 3
+    mlp = first if "mlp" in how else 0.0
+    return _Again(
+        projections=1 + everything + up,
+        core=1 + (whole if how & {"attention", "full"} else 0.0),
+        mlp=1 + everything + mlp,
+        shared=1 + of_moe + mlp,
+        routed=1 + of_moe + (first if "expert_h" in how else 0.0),
+    )
+
+
+def _filled(cfg: Config, world: int) -> dict[LayerKind, int]:
+    """Of a layer of each kind: bytes of parts that are computed again where they were."""
+    act = _balanced(cfg, world)
+    again = [name for name in cfg.run.recompute if name in ("norm", "mla_up", "attention", "mlp")]
+    return {kind: sum(act.freed(kind, name) for name in again) for kind in act.by_kind()}
+
+
+def _moved(cfg: Config, world: int) -> dict[LayerKind, int]:
+    """Of a layer of each kind: bytes to host memory, rows that nobody takes included."""
+    return {kind: layer.moved for kind, layer in Activations(cfg, world).by_kind().items()}
+
+
+_PASSES_AGAIN = 6.0
+"""Times that a part that is computed again is written or read: made of as much, and copied."""
 _PASSES = 6.0
 """Times that what a layer keeps is written or read by elementwise work, forward and backward."""
 
@@ -250,10 +314,16 @@ def _kept(cfg: Config, world: int) -> tuple[dict[LayerKind, int], int]:
 
     Of experts, rows that tokens take; others are never touched.
     """
-    run, parallel = replace(cfg.run, recompute="none"), replace(cfg.parallel, capacity_factor=1.0)
-    act = Activations(replace(cfg, run=run, parallel=parallel), world)
+    act = _balanced(cfg, world)
     kept = {kind: layer.saved for kind, layer in act.by_kind().items()}
     return kept, act.head().saved
+
+
+def _balanced(cfg: Config, world: int) -> Activations:
+    """Of layers that keep all, with balanced experts."""
+    run = replace(cfg.run, recompute=[], offload=[])
+    parallel = replace(cfg.parallel, capacity_factor=1.0)
+    return Activations(replace(cfg, run=run, parallel=parallel), world)
 
 
 _FP32_RATE = 0.1

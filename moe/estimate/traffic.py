@@ -42,7 +42,7 @@ class Traffic:
 def traffic(cfg: Config, world: int) -> Traffic:
     """As `parallel.dispatch` sends them; of `kernels.backend=megatron` its own all-to-all."""
     sent = _of_megatron(cfg, world) if cfg.kernels.backend == "megatron" else costs(cfg, world)
-    again = cfg.run.recompute in ("moe", "full")
+    again = _twice(cfg)
     there, back = (sent.there, sent.back) if again else (NOTHING, NOTHING)
     return _of(cfg, world, (sent.there, sent.back), (there + sent.again, back))
 
@@ -54,8 +54,13 @@ def least_traffic(cfg: Config, world: int) -> Traffic:
     group = reach(cfg, world)
     # Other nodes' ranks may get theirs over the network.
     rows = Links(group.once_a_rank.near, group.once_a_node.far)
-    again = rows if cfg.run.recompute in ("moe", "full") else NOTHING
+    again = rows if _twice(cfg) else NOTHING
     return _of(cfg, world, (rows, rows), (again, NOTHING))
+
+
+def _twice(cfg: Config) -> bool:
+    """Whether the backward pass sends all once more, as it computes MoE layers again."""
+    return not {"moe", "full"}.isdisjoint(cfg.run.recompute)
 
 
 def nodes(cfg: Config, world: int) -> int:

@@ -10,7 +10,9 @@ Shape legend: S positions of this rank, T keys, B batch, H query heads, G key-va
 d channels of query and key, v channels of value.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ from phalanx.kernels.attention.latent import keys_values
 from phalanx.kernels.attention.max_logit import MaxLogit, raise_
 from phalanx.kernels.attention.rope import rope_
 from phalanx.moe.model.max_logits import noting
+from phalanx.parallel.memory.layer_pass import now
 
 
 class CoreAttention(MegatronModule):
@@ -120,12 +123,16 @@ class CoreAttention(MegatronModule):
             [S, B, H * v] in the dtype of `query`.
         """
         assert attention_bias is None
-        with record_function("attention/core"):
-            if self.cp_group.size() == 1:
-                documents = None if packed_seq_params is None else packed_seq_params.documents
-                return self._attend(query, key, value, documents)
-            assert packed_seq_params is None
-            return self._attend_in_chunks(query, key, value)
+        documents = None if packed_seq_params is None else packed_seq_params.documents
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            with record_function("attention/core"):
+                if self.cp_group.size() == 1:
+                    return self._attend(query, key, value, documents)
+                assert packed_seq_params is None
+                return self._attend_in_chunks(query, key, value)
+
+        return in_pass(attend, query, key, value)
 
     def _attend(
         self,
@@ -206,6 +213,19 @@ def _note(core: Any, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor) -> None:
         raise_(top, q, k, scale=core.scale, window=core.window)
 
 
+def in_pass(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Core attention, computed again or moved to host memory as the layer's pass says."""
+    memory = now()
+    out: torch.Tensor = memory.region("attention", attend, query, key, value)
+    memory.move("attention", query, key, value, out)
+    return out
+
+
 def _slot(chunk: int, ranks: int) -> int:
     """Where chunk `chunk` of the sequence lies after a gather in rank order."""
     return 2 * chunk if chunk < ranks else 2 * (2 * ranks - 1 - chunk) + 1
@@ -265,20 +285,38 @@ class LatentAttention(MLASelfAttention):
         The others are part of Megatron-Core's protocol and not used.
         """
         assert inference_context is None
-        c, heads = self.config, self.num_attention_heads_per_partition
+        c = self.config
         q_latent, kv = self._qkv_down_projection(hidden_states)
         kv_latent, k_rope = kv.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
         if c.sequence_parallel:
             k_rope = gather_from_sequence_parallel_region(k_rope, group=self.tp_group)
+        memory = now()
+        if not memory.again("mla_up"):
+            return *self._up(q_latent, kv_latent, k_rope, packed_seq_params), q_latent, kv_latent
+
+        def up(q: torch.Tensor, kv: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            # Values have to be no view: what gives them up gives up all of their storage, and what
+            # follows would copy them.
+            return tuple(x.contiguous() for x in self._up(q, kv, k, packed_seq_params))
+
+        made = memory.region("mla_up", up, q_latent, kv_latent, k_rope)
+        return *made, q_latent, kv_latent
+
+    def _up(
+        self,
+        q_latent: torch.Tensor,
+        kv_latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        packed: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of latents as they were projected."""
+        c, heads = self.config, self.num_attention_heads_per_partition
         if c.q_lora_rank is None:
             q, _ = self.linear_q_proj(q_latent)
         else:
-            q_latent = self.q_layernorm(q_latent)
-            q, _ = self.linear_q_up_proj(q_latent)
-        kv_latent = self.kv_layernorm(kv_latent)
-        kv, _ = self.linear_kv_up_proj(kv_latent)
+            q, _ = self.linear_q_up_proj(self.q_layernorm(q_latent))
+        kv, _ = self.linear_kv_up_proj(self.kv_layernorm(kv_latent))
         S, B = q.shape[:2]
-        packed = packed_seq_params
         length = S * c.context_parallel_size if packed is None else packed.max_seqlen_q
         angles = self.rotary_pos_emb(length)
         freqs, mscale = angles if c.rope_type == "yarn" else (angles, 1.0)
@@ -294,7 +332,7 @@ class LatentAttention(MLASelfAttention):
         )
         kv_SBHm = kv.view(S, B, heads, -1)
         k_SBHd, v_SBHv = keys_values(kv_SBHm, k_rope, freqs, nope=c.qk_head_dim, mscale=mscale)
-        return q_SBHd, k_SBHd, v_SBHv, q_latent, kv_latent
+        return q_SBHd, k_SBHd, v_SBHv
 
 
 class SinkAttention(CoreAttention):
@@ -322,24 +360,35 @@ def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
     if backend == "te" and whole_with_sinks:
         return ModuleSpec(module=SinkAttention, params={"backend": "te"})
     if backend == "te":
-        return _library_attention()
+        return transformer_engines()
     return ModuleSpec(module=CoreAttention, params={"backend": backend})
 
 
-def _library_attention() -> Any:
-    """Transformer Engine's, which takes note of the largest logits by our kernel; that is for
-    sequences that are not split over ranks (kernels.registry)."""
+@functools.cache
+def transformer_engines() -> Any:
+    """Transformer Engine's, in the layer's pass. It takes note of the largest logits by our kernel;
+    that is for sequences that are not split over ranks (kernels.registry)."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    class NotingAttention(TEDotProductAttention):  # type: ignore[misc]
+    class InPass(TEDotProductAttention):  # type: ignore[misc]
         def __init__(self, config: TransformerConfig, layer_number: int, **given: Any) -> None:
             super().__init__(config=config, layer_number=layer_number, **given)
             channels = given.get("k_channels") or config.kv_channels
             self.scale = given.get("softmax_scale") or 1 / math.sqrt(channels)
             self.window, self.top = _window(config, layer_number), None
 
-        def forward(self, query: Any, key: Any, *given: Any, **named: Any) -> Any:
-            _note(self, query, key)
-            return super().forward(query, key, *given, **named)
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            *given: Any,
+            **named: Any,
+        ) -> torch.Tensor:
+            def attend(*qkv: torch.Tensor) -> Any:
+                return super(InPass, self).forward(*qkv, *given, **named)
 
-    return NotingAttention
+            _note(self, query, key)
+            return in_pass(attend, query, key, value)
+
+    return InPass

@@ -15,6 +15,8 @@ from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
+from phalanx.parallel.memory.again import checkpoint
+from phalanx.parallel.memory.layer_pass import now
 
 _MULTIPLE = 64
 """Of the widths that the fused kernels take."""
@@ -54,8 +56,16 @@ class DenseMLP(MLP):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """[s, B, D] to [s, B, D], and a bias to add or None."""
+        memory = now()
         if not self._fused:
+            if memory.again("mlp"):
+                return checkpoint(self._whole, hidden_states), None
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         w1, w2 = (gathered(linear).weight for linear in (self.linear_fc1, self.linear_fc2))
         first = dense_first(hidden_states.flatten(0, 1), w1, self._spec)
+        memory.drop("mlp", [first.h_NH], first.again)
         return dense_second(first, w2, self._spec).view_as(hidden_states), None
+
+    def _whole(self, hidden_states: Tensor) -> Tensor:
+        out, bias = super().forward(hidden_states)
+        return out if bias is None else out + bias

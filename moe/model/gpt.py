@@ -53,6 +53,7 @@ from phalanx.moe.model.output_projection import OutputProjection
 from phalanx.moe.model.precision import compute_dtype, recipe, with_recipe
 from phalanx.moe.model.transformer_layer import Layer
 from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, StockMoE, router_kwargs
+from phalanx.parallel.memory.layer_pass import MemoryPlan
 
 
 @dataclass
@@ -113,7 +114,6 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
         **_experts(m),
         **_parallel(cfg, layout),
         **_execution(cfg, on_cpu=on_cpu),
-        **_recompute(cfg.run.recompute),
         **_fp8(cfg),
         **router_kwargs(m),
         **rotary,
@@ -275,17 +275,6 @@ def _rotary_share(a: AttentionConfig) -> float:
     return 1.0 if whole else (a.rotary_dim + 0.5) / a.head_dim
 
 
-def _recompute(what: str) -> dict[str, Any]:
-    if what == "none":
-        return {}
-    if what == "full":
-        return dict(
-            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        )
-    module = {"attention": "core_attn", "moe": "moe"}[what]
-    return dict(recompute_granularity="selective", recompute_modules=[module])
-
-
 def embedding_stages(cfg: Config, config: TransformerConfig) -> list[int]:
     """Pipeline stages that hold the word embedding: the first, that of a tied output, and that of
     multi-token prediction."""
@@ -398,6 +387,9 @@ def _layer(
     """Layer `number`, from 0; one of multi-token prediction comes after the last."""
     m, of_layer = cfg.model, recipe(cfg, number) if backends.experts != "megatron" else None
     moe = with_recipe(moe, of_layer, dense=cfg.precision.dense == "fp8")
+    again = memory_plan(cfg).again
+    spec = replace(moe.spec, recompute_h="expert_h" in again, save_given="norm" in again)
+    moe = replace(moe, spec=spec)
     mla = m.attention.kind == "mla"
     sub = get_gpt_layer_local_submodules(
         normalization="RMSNorm",
@@ -423,6 +415,8 @@ def _layer(
         from phalanx.moe.model import gated_delta_net
 
         sub.self_attention = gated_delta_net.spec(backends.linear_attention)
+    if backends.experts == "megatron":
+        moe = replace(moe, recompute=tuple(sorted(again & {"moe_act", "moe"})))
     if number >= m.moe.dense_layers:
         sub.mlp = partial(StockMoE if backends.experts == "megatron" else MoE, options=moe)
     else:
@@ -430,10 +424,16 @@ def _layer(
     # Megatron-Core renames norms in checkpoints to match fused layers; ours keep their own names.
     sub.sharded_state_dict_keys_map = {}
     projections = replace(moe.dense, margins=Margins())
+    params: dict[str, Any] = {"memory": memory_plan(cfg)}
     # Those of linear attention are no whole blocks of FP8 and stay bf16.
-    by_recipe = projections.recipe is not None and not linear
-    params = {"projections": projections} if by_recipe else {}
+    if projections.recipe is not None and not linear:
+        params["projections"] = projections
     return ModuleSpec(module=Layer, params=params, submodules=sub)
+
+
+def memory_plan(cfg: Config) -> MemoryPlan:
+    """What every layer computes again or moves to host memory."""
+    return MemoryPlan(frozenset(cfg.run.recompute), frozenset(cfg.run.offload))
 
 
 def _layout_ids(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> list[int]:

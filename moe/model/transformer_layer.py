@@ -13,6 +13,8 @@ additions are Megatron-Core's, in its order.
 Legend: s positions of this rank, B sequences, D hidden.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -23,6 +25,8 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.moe.layer import MoE
 from phalanx.moe.model.norm import ResidualNorm
 from phalanx.parallel.megatron.recipe_linear import compute_by
+from phalanx.parallel.memory.again import checkpoint
+from phalanx.parallel.memory.layer_pass import KEEP, MemoryPlan, now, passing
 
 
 class Layer(TransformerLayer):
@@ -30,21 +34,29 @@ class Layer(TransformerLayer):
 
     Args:
         projections: how attention's are computed, if by a recipe.
+        memory: what is computed again or moved to host memory.
         given: what Megatron-Core's takes.
 
     Raises:
-        ValueError: a configuration with dropout, residuals in fp32, or norms or MLPs computed anew.
+        ValueError: a configuration with dropout, residuals in fp32, or Megatron-Core's own
+            recomputation, which `memory` takes the place of.
     """
 
-    def __init__(self, *given: Any, projections: MLPSpec | None = None, **named: Any) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        projections: MLPSpec | None = None,
+        memory: MemoryPlan = KEEP,
+        **named: Any,
+    ) -> None:
         super().__init__(*given, **named)
+        self._memory = memory
         if projections is not None:
             compute_by(projections, self.self_attention)
-        again = self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm
         if self.hidden_dropout or self.config.fp32_residual_connection:
             raise ValueError("layers have no dropout and no residuals in fp32")
-        if again or self.recompute_mlp:
-            raise ValueError("layers compute attention or the MoE layer anew, not norms or MLPs")
+        if self.config.recompute_granularity is not None:
+            raise ValueError("layers compute again what run.recompute says, not Megatron-Core")
 
     def forward(
         self,
@@ -67,22 +79,44 @@ class Layer(TransformerLayer):
             Hidden states [s, B, D], and no context.
         """
         assert all(value is None for value in others.values()), others.keys()
-        normed, total = _fork(self.input_layernorm, hidden_states)
-        out, bias = self.self_attention(
-            normed,
+        attend = partial(
+            self.self_attention,
             attention_mask=attention_mask,
             rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
         )
+        with passing(self._memory, self.layer_number) as memory:
+            if memory.again("full"):
+                hidden = checkpoint(partial(self._forward, attend), hidden_states)
+                memory.move("residual", hidden_states)
+            else:
+                hidden = self._forward(attend, hidden_states)
+            # Pipeline schedules free what a stage returns, which they cannot do to a view.
+            hidden = make_viewless_tensor(hidden, hidden.requires_grad, keep_graph=True)
+            memory.end(hidden)
+        return hidden, None
+
+    def _forward(self, attend: Callable[[Tensor], Any], hidden: Tensor) -> Tensor:
+        memory = now()
+        normed, residual = _fork(self.input_layernorm, hidden)
+        memory.drop("norm", [normed], partial(_normed, self.input_layernorm, hidden))
+        out, bias = attend(normed)
+        memory.close(out)
         out = out if bias is None else out + bias
-        normed, total = _fork(self.pre_mlp_layernorm, out, total)
+        normed, total = _fork(self.pre_mlp_layernorm, out, residual)
+        # The sum is made again with its norm: of the sum as it was rounded, that would be another.
+        again = partial(_fork, self.pre_mlp_layernorm, out, residual)
+        memory.drop("norm", [normed, total], again)
+        memory.move("residual", residual, out if memory.again("norm") else total)
         if isinstance(self.mlp, MoE):
             hidden, _ = self.mlp(normed, residual=total)
-        else:
-            out, bias = self.mlp(normed)
-            hidden = total + (out if bias is None else out + bias)
-        # Pipeline schedules free what a stage returns, which they cannot do to a view.
-        return make_viewless_tensor(hidden, hidden.requires_grad, keep_graph=True), None
+            return hidden
+        out, bias = self.mlp(normed)
+        return total + (out if bias is None else out + bias)
+
+
+def _normed(norm: nn.Module, x: Tensor) -> tuple[Tensor]:
+    return (_fork(norm, x)[0],)
 
 
 def _fork(norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -4,11 +4,13 @@ import socket
 import sys
 
 from phalanx.configs.capture import resolved_graph
+from phalanx.configs.knobs import written
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
 from phalanx.moe.estimate.advice import needed
+from phalanx.moe.estimate.memory import host_needed
 from phalanx.moe.estimate.room import (
     Room,
     device_room,
@@ -56,6 +58,8 @@ def check_room(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
     warnings = [near(cfg.model.name, expected, room, "; ".join(advice(cfg, runtime.world)))]
     if on_gpu:
         warnings.append(_pinned(cfg, runtime.world, here, host))
+        moved = len(here) * host_needed(resolved, runtime.world)
+        warnings.append(near(f"run.offload={written(cfg.run.offload)}", moved, host, "shorten it"))
     told = gather(warnings)
     for texts in zip(*told, strict=True):
         if runtime.is_main and any(texts):

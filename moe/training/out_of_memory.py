@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from phalanx.configs.bounds import oversized
+from phalanx.configs.knobs import written
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size
 
@@ -53,7 +54,8 @@ def advice(cfg: Config, world: int) -> list[str]:
     expert = expert_parallel_size(cfg, world)
     knobs = {
         f"data.micro_batch={d.micro_batch}: lower it": d.micro_batch > 1,
-        f"run.recompute={r.recompute}: set full": r.recompute != "full",
+        f"run.recompute={written(r.recompute)}: set full": r.recompute != ["full"],
+        f"run.offload={written(r.offload)}: add residual": "residual" not in r.offload,
         "parallel.distributed_optimizer=false: set true": not p.distributed_optimizer
         and data_parallel_size(cfg, world) > 1,
         f"parallel.expert={expert}: raise it": expert < min(world, cfg.model.moe.experts),

@@ -187,7 +187,8 @@ class MoETransfers:
 
         That of the sums is not waited for any more.
         """
-        self.sum_grads_out.wait()
+        if self.sum_grads_out.started:
+            self.sum_grads_out.wait()
         if dx_SD is None:
             return None
         assert plan.row_index_S is not None and plan.inverse_NK is not None
@@ -202,6 +203,12 @@ class MoETransfers:
             return self.again if self.keep else self.rows(self.tokens_out.wait())
         packed = self.again if self.keep else self.packed_rows(self.tokens_out.wait())
         return self.fp8.tokens(packed, self.hidden)
+
+    def tokens_first(self) -> Rows:
+        """The same, before the gradient of the sums is read; that has come as well then, as
+        exchanges are waited for in the order of their starts."""
+        self.sum_grads_out.wait()
+        return self.tokens()
 
     def return_gradient(self, grad_ND: Tensor, grad_NK: Tensor | None) -> None:
         """Gradients of received tokens and probabilities begin to go back, if they have not yet.

@@ -9,9 +9,6 @@ from phalanx.configs.validate import ConfigError, validate
 AGAINST = {
     "run.device=cpu": "needs CUDA",
     "parallel.pipeline=2": "a graph holds one pipeline stage, and parallel.pipeline is 2",
-    "run.recompute=full": "run.recompute=full sets random states on the host",
-    "run.recompute=moe": "run.recompute=moe sets random states on the host",
-    "run.recompute=attention": "run.recompute=attention sets random states on the host",
     "kernels=megatron": "megatron experts count their rows on the host",
     "kernels.backend=reference": "reference experts count their rows on the host",
     "kernels.attention=reference": "kernels.attention=reference is for checks of eager steps",
@@ -55,6 +52,9 @@ def test_auto_is_off_for_the_reason_with_which_a_forced_graph_is_refused(given: 
         "run.deterministic=true",
         "optim.moments=bf16",
         "run.steps=1",
+        "run.recompute=full",
+        "run.recompute=[norm,attention,mlp,expert_h]",
+        "run.offload=[residual,attention,expert_h]",
     ],
 )
 def test_all_else_is_captured(given: str) -> None:

@@ -93,6 +93,17 @@ def test_unknown_option_lists_the_options() -> None:
     assert all(name in line for name in options("model"))
 
 
+def test_one_name_is_a_list_of_names() -> None:
+    for text, names in (
+        ("moe", ["moe"]),
+        ("none", []),
+        ("[]", []),
+        ("[norm,mlp]", ["norm", "mlp"]),
+    ):
+        assert load([f"run.recompute={text}"]).run.recompute == names
+    assert load(["run.offload=residual"]).run.offload == ["residual"]
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -103,6 +114,7 @@ def test_unknown_option_lists_the_options() -> None:
         ("run.deterministic=maybe", "expected true or false"),
         ("data.blend=prefix", "expected a list, as in data.blend=[a,b]"),
         ("run.profile=[a,b]", "expected a list, as in run.profile=[1,2]"),
+        ("run.recompute={a:1}", "expected a list, as in run.recompute=[norm,mla_up]"),
         ("model.moe=8", "set one of its knobs, as in model.moe.experts=..."),
         ("run.steps=1,2", "one value at a time"),
         ("data.split=98,2", "as in data.split=\"'98,2'\""),

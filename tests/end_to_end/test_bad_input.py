@@ -165,6 +165,12 @@ CASES = {
     "text for a number": Case("run.steps=many", "expected an integer", "as in run.steps=100"),
     "fraction for a whole number": Case("run.steps=2.5", "expected an integer", "as in run.steps="),
     "text for a switch": Case("run.tensorboard=maybe", "expected true or false", "=false"),
+    "name that cannot be computed again": Case(
+        "run.recompute=[norm,rope]", "has 'rope', none of norm, mla_up", "set run.recompute=[norm]"
+    ),
+    "moved and computed again": Case(
+        "run.recompute=moe run.offload=expert_h", "would be moved and computed", "run.offload=[]"
+    ),
     "text for a list": Case("run.profile=x", "expected a list", "as in run.profile=[1,2]"),
     "open bracket": Case("data.blend=[a", "cannot be read", "as in 'data.blend=[a,b]'"),
     "open quote": Case("run.name='a", "cannot be read", "quote the value twice"),

@@ -292,12 +292,14 @@ HOW: dict[str, dict[str, Any]] = {
     "unsharded": {"parallel.distributed_optimizer": False},
     "unoverlapped": {"parallel.overlap": False},
     "bf16": {"precision.recipe": "bf16", "optim.moments": "bf16"},
-    "recomputed": {"run.recompute": "full"},
+    "recomputed": {"run.recompute": ["full"]},
+    "parts": {"run.recompute": ["norm", "mla_up", "attention", "mlp", "expert_h"]},
+    "moved": {"run.recompute": ["norm"], "run.offload": ["residual", "attention", "expert_h"]},
 }
 ONE_REPLICA = ("one", "tp2", "tp2_ep2", "cp2", "cp2_ep2")
 RERUN = [
     *[("one", ""), ("dp2", "unsharded"), ("ep2", "bf16"), ("pp2_vp2", "")],
-    *[("cp2", "unoverlapped"), ("tp2_ep2", "recomputed")],
+    *[("cp2", "unoverlapped"), ("tp2_ep2", "recomputed"), ("ep2", "moved")],
 ]
 RERUN_TOO = [
     *[("pp2", "unsharded"), ("cp2_ep2", ""), ("pp2_cp2", ""), ("tp2_cp2", ""), ("pp2_vp2_cp2", "")],
@@ -306,6 +308,7 @@ RERUN_TOO = [
         ("ep2", ""),
         ("tp2", ""),
         ("pp2", "bf16"),
+        ("pp2_ep2", "parts"),
         ("cp2_ep2", "recomputed"),
         ("ep2_edp2", ""),
     ],
@@ -329,3 +332,33 @@ def test_steps_that_are_run_again_change_nothing(layout: str, how: str) -> None:
     for key, weight in roomy.after.items():
         assert torch.equal(tight.after[key], weight), key
     assert tight.left == roomy.left
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+FP8 = {"precision.recipe": "fp8_block", "parallel.dispatch": "alltoall"}
+SAVING = [
+    *[("pp2_vp2", "deepseek_4", "moved"), ("ep2", "deepseek", "parts"), ("pp2", "tiny", "moved")],
+    *[("tp2_ep2", "deepseek", "parts"), ("one", "fp8", "parts"), ("ep2", "fp8", "moved")],
+]
+SAVING_TOO = [
+    *[("pp2_vp2_ep2", "deepseek_4", "parts"), ("pp4_mtp", "deepseek", "parts")],
+    *[("tp2_pp2", "deepseek", "moved"), ("cp2_ep2", "deepseek", "parts"), ("one", "fp8", "moved")],
+    *[("pp2_ep2", "fp8", "parts"), ("pp2_vp2", "deepseek_4", "recomputed")],
+    *[("ep2", "fp8", "recomputed"), ("tp2", "glm", "moved")],
+]
+
+
+@pytest.mark.parametrize(("layout", "name", "how"), [*SAVING, *slow(SAVING_TOO)])
+def test_what_is_computed_again_or_moved_changes_nothing(layout: str, name: str, how: str) -> None:
+    """Bit for bit, with several micro-batches in flight."""
+    world, changes = LAYOUTS[layout]
+    changes = changes | (FP8 if name == "fp8" else {})
+    saving = dict(HOW[how])
+    if name in ("tiny", "glm"):
+        saving["run.recompute"] = [n for n in saving["run.recompute"] if n != "mla_up"]
+    model = MODELS["deepseek" if name == "fp8" else name]
+    kept, less = (trained(world, model, changes | more) for more in ({}, saving))
+    assert results(less) == results(kept)
+    for key, weight in kept.after.items():
+        assert torch.equal(less.after[key], weight), key

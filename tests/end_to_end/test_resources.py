@@ -218,14 +218,16 @@ def test_no_published_size_is_impossible() -> None:
 
 def test_memory_advice_leaves_out_what_cannot_help() -> None:
     cfg = load(["model=tiny", "data.micro_batch=1", "run.recompute=full", "parallel.expert=2"])
+    cfg.run.offload = ["residual"]
     assert out_of_memory.advice(cfg, world=2) == [
         "parallel.tensor=1 or parallel.pipeline=1: raise one",
         "data.sequence_length=256: lower it",
     ]
     cfg = load(["model=tiny", "parallel.expert=1", "parallel.distributed_optimizer=false"])
-    assert out_of_memory.advice(cfg, world=2)[:4] == [
+    assert out_of_memory.advice(cfg, world=2)[:5] == [
         "data.micro_batch=4: lower it",
-        "run.recompute=none: set full",
+        "run.recompute=[]: set full",
+        "run.offload=[]: add residual",
         "parallel.distributed_optimizer=false: set true",
         "parallel.expert=1: raise it",
     ]

@@ -131,7 +131,8 @@ def test_a_graph_trains_bit_for_bit_like_eager_steps(
         ("", True),
         ("kernels=torch", True),
         ("kernels=megatron", False),
-        ("run.recompute=moe", False),
+        ("run.recompute=moe", True),
+        ("run.offload=[residual,expert_h]", True),
     ],
 )
 def test_auto_captures_where_it_can(given: str, captured: bool, tmp_path: Path) -> None:

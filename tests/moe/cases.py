@@ -45,12 +45,11 @@ def model(router: dict[str, Any] | None = None, moe: dict[str, Any] | None = Non
 
 def transformer(model: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """TransformerConfig of the model as training builds it, with layout sizes and changes."""
-    from phalanx.configs.schema import Config, PrecisionConfig, RunConfig
+    from phalanx.configs.schema import Config, PrecisionConfig
     from phalanx.moe.model.gpt import Layout, transformer_config
 
     sizes = {k: changes.pop(k) for k in ("tensor", "context", "expert") if k in changes}
-    run = RunConfig(recompute=changes.pop("recompute", "none"))
-    cfg = Config(model=model, run=run, precision=PrecisionConfig("fp32"))
+    cfg = Config(model=model, precision=PrecisionConfig("fp32"))
     config = transformer_config(cfg, Layout(**sizes), on_cpu=True)
     config.params_dtype = dtype
     for name, value in changes.items():
@@ -76,6 +75,13 @@ def options(model: Any, pg: Any, backend: str = "torch") -> Any:
         transport=choose_transport("auto", pg.ep, torch.float32),
         budget=Budget(float(e.experts), torch.device("cpu")),
     )
+
+
+def recomputing(*names: str) -> Any:
+    """Context of a layer that computes these again."""
+    from phalanx.parallel.memory.layer_pass import MemoryPlan, passing
+
+    return passing(MemoryPlan(frozenset(names) - {"none"}), 1)
 
 
 def draw(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32):

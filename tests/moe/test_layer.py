@@ -8,7 +8,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.moe.cases import EXPERTS, FFN, HIDDEN, draw, fill, install, model, options, transformer
+from tests.moe.cases import (
+    EXPERTS,
+    FFN,
+    HIDDEN,
+    draw,
+    fill,
+    install,
+    model,
+    options,
+    recomputing,
+    transformer,
+)
 from tests.support.distributed import run_distributed
 from tests.support.sync_free import sync_free
 
@@ -81,11 +92,12 @@ def _run(name: str, backend: str, recompute: str = "none") -> Result:
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     pg = create(expert=ranks).pg
-    layer = build(name, pg, backend=backend, expert=ranks, recompute=recompute)
+    layer = build(name, pg, backend=backend, expert=ranks)
     fill_global(layer, rank, ranks)
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([1 / ranks]))  # replicas are averaged
     x = tokens().chunk(ranks, 1)[rank].contiguous().requires_grad_()
-    out, bias = layer(x)
+    with recomputing(recompute):
+        out, bias = layer(x)
     assert bias is None
     out.backward(upstream().chunk(ranks, 1)[rank])
     weights = {}
@@ -242,11 +254,12 @@ def _sync_free(name: str, recompute: str) -> None:
     from phalanx.parallel.groups import create
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    layer = build(name, create(expert=ranks).pg, expert=ranks, recompute=recompute)
+    layer = build(name, create(expert=ranks).pg, expert=ranks)
     fill_global(layer, rank, ranks)
     x = tokens().chunk(ranks, 1)[rank].contiguous().requires_grad_()
     with sync_free():
-        out, _ = layer(x)
+        with recomputing(recompute):
+            out, _ = layer(x)
         out.square().sum().backward()
 
 

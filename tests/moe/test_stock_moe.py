@@ -1,6 +1,7 @@
 """The stock MoELayer and ours: same routing, output, gradients, statistics and checkpoints."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.moe.cases import (
     install,
     model,
     options,
+    recomputing,
     transformer,
 )
 from tests.support.distributed import run_distributed
@@ -175,8 +177,9 @@ def pair(name: str, *, backend: str = "torch", recompute: str = "none") -> tuple
     ranks = dist.get_world_size()
     pg = create(expert=ranks).pg
     m = model(**MODELS[name])
-    config = transformer(m, expert=ranks, recompute=recompute)
-    stock = StockMoE(config, pg, options=options(m, pg, "megatron"))
+    config = transformer(m, expert=ranks)
+    again = () if recompute == "none" else (recompute,)
+    stock = StockMoE(config, pg, options=replace(options(m, pg, "megatron"), recompute=again))
     ours = MoE(config, pg, options=options(m, pg, backend))
     fill(stock)
     with torch.no_grad():
@@ -200,7 +203,8 @@ def _layers(name: str, backend: str, recompute: str) -> None:
     results = []
     for layer in (ours, stock):
         x = draw(SEQUENCE, BATCH, HIDDEN, seed=70 + dist.get_rank()).requires_grad_()
-        out, bias = layer(x)
+        with recomputing(recompute):
+            out, bias = layer(x)
         assert bias is None
         out.backward(draw(*out.shape, seed=90 + dist.get_rank()))
         results.append((out.detach(), x.grad))

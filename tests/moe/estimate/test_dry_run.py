@@ -74,7 +74,8 @@ def test_what_does_not_fit_exits_2_and_says_what_helps() -> None:
     text, code = page(*overrides, world=8)
     assert code == 2 and "does not fit" in text
     helping = re.findall(r"^  (\S.*=\S+): .*, fits$", text, re.M)
-    assert "run.recompute=full" in helping and "not enough" not in text
+    parts = [text for text in helping if "run.recompute=[" in text or "run.offload=[" in text]
+    assert len(parts) == 1 and "full" not in parts[0] and "not enough" not in text
     for helps in helping:
         world = int(dict(x.split("=") for x in helps.split()).get("parallel.world_size", 8))
         assert page(*overrides, *helps.split(), world=world)[1] == 0
@@ -132,8 +133,8 @@ def test_a_smaller_capacity_factor_is_advice_where_it_is_enough() -> None:
         ("run.graph=off", "off: run.graph=off", "exchanges on 16 SMs, experts on the others"),
         ("kernels=megatron", "off: megatron experts count their rows on the host", "off"),
         (
-            "run.recompute=moe",
-            "off: run.recompute=moe sets random states on the host",
+            "run.recompute=moe run.offload=residual",
+            "full_iteration",
             "exchanges on 16 SMs, experts on the others",
         ),
     ],
@@ -353,7 +354,11 @@ def test_records_beside_the_estimate_are_of_the_same_model() -> None:
 def test_more_load_never_takes_less_time() -> None:
     cfg, machine = load(["experiment=moonlight_8gpu"]), MACHINES["h200"]
     base = step_time(resolved(cfg, 8, 8), 8, machine).total
-    more = [("run.recompute", "full"), ("parallel.dispatch", "alltoall"), ("optim.qk_clip", 100.0)]
+    more = [
+        ("run.recompute", ["full"]),
+        ("parallel.dispatch", "alltoall"),
+        ("optim.qk_clip", 100.0),
+    ]
     for path, value in more:
         changed = load(["experiment=moonlight_8gpu"])
         put(changed, path, value)

@@ -146,14 +146,13 @@ def test_received_tokens_are_kept_in_fp8() -> None:
     assert before - after == 8 * 4096 * (2 * 2880 - (2880 + 4 * 23))
 
 
-@pytest.mark.parametrize("how", ["attention", "moe", "full"])
+@pytest.mark.parametrize("how", ["norm", "mla_up", "attention", "mlp", "expert_h", "moe", "full"])
 def test_recomputation_never_costs_memory(how: str) -> None:
     base = ["experiment=moonlight_8gpu"]
     (plain,), (less,) = (
         stage_memory(known([*base, f"run.recompute={r}"], 8), 8) for r in ("none", how)
     )
-    assert less.peak <= plain.peak
-    assert (less.saved < plain.saved) == (how != "attention")
+    assert less.peak < plain.peak and less.saved < plain.saved
 
 
 @pytest.mark.parametrize("knob", ["eval_interval", "sample_every"])

@@ -181,11 +181,11 @@ def _layer(mode: str, backend: str, recompute: str) -> None:
     install()
     from phalanx.moe.layer import MoE
     from phalanx.parallel.groups import create
-    from tests.moe.cases import model, options, transformer
+    from tests.moe.cases import model, options, recomputing, transformer
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     m = model({"rounding": mode, "rounding_tile": 8})
-    config = transformer(m, expert=ranks, recompute=recompute)
+    config = transformer(m, expert=ranks)
     pg = create(expert=ranks).pg
     layer = MoE(config, pg, options=options(m, pg, backend))
     fill(layer.router)
@@ -195,7 +195,8 @@ def _layer(mode: str, backend: str, recompute: str) -> None:
         layer.experts.w2.copy_(w2.chunk(ranks)[rank])
     x = draw(16, 4, HIDDEN, seed=3 + rank).requires_grad_()
     with sync_free():
-        out, _ = layer(x)
+        with recomputing(recompute):
+            out, _ = layer(x)
         out.sum().backward()
     exact = x.detach().double().requires_grad_()
     idx, prob = layer.router(exact.float())

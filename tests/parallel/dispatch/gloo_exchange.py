@@ -37,7 +37,7 @@ class GlooExchange:
         self._group, self.ranks, self.tokens = group, group.size(), tokens
         self.overlaps = bool(options.comm_sms)
         self._places = torch.empty(SLOTS, self.ranks * tokens, hidden, dtype=torch.bfloat16)
-        self._started, self.sent = 0, list[int]()
+        self._started, self._waited, self.sent = 0, 0, list[int]()
         """Bytes of a row, by exchange."""
 
     def start(
@@ -72,7 +72,8 @@ class GlooExchange:
         return self._back(sums_ND, (inverse_NK >= 0).any(1), side)
 
     def wait(self, sent: Any, *, side_only: bool = False) -> None:
-        pass
+        assert sent.number >= self._waited, "exchanges are waited for in the order of their starts"
+        self._waited = sent.number
 
     def wait_running(self, sent: Any) -> None:
         pass
@@ -105,7 +106,7 @@ class GlooExchange:
         self.sent.append(bytes_NB.shape[1])
         # Rows follow one another, however long they are.
         place[: bytes_NB.numel()].view(bytes_NB.shape)[written_N] = bytes_NB[written_N]
-        return SimpleNamespace(slot=slot, side=side)
+        return SimpleNamespace(slot=slot, side=side, number=self._started)
 
     def _gathered(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.ranks * len(x), *x.shape[1:])
@@ -144,6 +145,6 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
         mock.patch.object(symm, "exchange_of", exchange_of),
         mock.patch.object(torch.cuda, "current_stream", lambda: stream),
         mock.patch.object(EmulatedFP8, "rows", signalled),
-        mock.patch.object(transport_class, "waits_for_tokens", lambda backend: True),
+        mock.patch.object(transport_class, "waits_for_tokens", lambda *of: True),
     ):
         yield made

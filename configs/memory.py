@@ -1,0 +1,78 @@
+"""What of a layer can be computed again or moved to host memory, by name, and what rules what out.
+
+The names are values of `run.recompute` and `run.offload`; `parallel.memory` does it,
+`moe.estimate` knows bytes and seconds of each.
+"""
+
+from collections.abc import Iterator
+
+from phalanx.configs.knobs import repair
+from phalanx.configs.schema import Config
+
+RECOMPUTE: dict[str, str] = {
+    "norm": "results of the norms in front of attention and MLP",
+    "mla_up": "latent attention from its compressed vectors to queries, keys and values",
+    "attention": "core attention",
+    "mlp": "hidden activations of dense MLPs and shared experts",
+    "expert_h": "input of the experts' activation, by their first product",
+    "moe_act": "activation of Megatron-Core's experts; others always do",
+    "moe": "MoE layers whole, exchanges included",
+    "full": "layers whole",
+}
+"""Modules by name; `moe` and `full` contain others."""
+
+OFFLOAD: dict[str, str] = {
+    "residual": "inputs of the norms",
+    "attention": "queries, keys, values and result of core attention",
+    "expert_h": "input of the experts' activation",
+}
+
+CONTAINS: dict[str, tuple[str, ...]] = {
+    "moe": ("expert_h", "moe_act"),
+    "full": tuple(name for name in RECOMPUTE if name != "full"),
+}
+
+_AGAINST: dict[str, tuple[str, ...]] = {
+    "residual": (),
+    "attention": ("mla_up", "attention", "full"),
+    "expert_h": ("expert_h", "moe", "full"),
+}
+"""What is computed again and would be moved as well."""
+
+
+def memory_problems(cfg: Config) -> Iterator[str]:
+    """Names that repeat, contradict each other, or are of another model or backend."""
+    r = cfg.run
+    for path, names in (("run.recompute", r.recompute), ("run.offload", r.offload)):
+        if len(set(names)) < len(names):
+            yield repair(cfg, path, "names one twice", list(dict.fromkeys(names)))
+    for whole, parts in CONTAINS.items():
+        if whole in r.recompute and (beside := [n for n in r.recompute if n in parts]):
+            left = [n for n in r.recompute if n not in parts]
+            yield repair(cfg, "run.recompute", f"has {beside[0]} in {whole} already", left)
+    for name, reason in _impossible(cfg).items():
+        if name in r.recompute:
+            left = [n for n in r.recompute if n != name]
+            yield repair(cfg, "run.recompute", f"has {name}, which {reason}", left)
+    for name in list(r.offload):
+        again = [n for n in _AGAINST[name] if n in r.recompute]
+        reason = f"would be moved and computed again (run.recompute={again[0]})" if again else ""
+        if name == "expert_h" and cfg.kernels.backend == "megatron":
+            reason = "is not of Megatron-Core's experts (kernels.backend=megatron)"
+        if name == "attention" and cfg.parallel.context > 1:
+            reason = "is gathered from other ranks with parallel.context above 1"
+        if reason:
+            left = [n for n in r.offload if n != name]
+            yield repair(cfg, "run.offload", f"has {name}, which {reason}", left)
+
+
+def _impossible(cfg: Config) -> dict[str, str]:
+    """What this model or backend cannot compute again, and why."""
+    found = {}
+    if cfg.model.attention.kind != "mla":
+        found["mla_up"] = "is of model.attention.kind=mla"
+    if cfg.kernels.backend == "megatron":
+        found["expert_h"] = "is not of Megatron-Core's experts (kernels.backend=megatron)"
+    else:
+        found["moe_act"] = "is of kernels.backend=megatron; these experts always do it"
+    return found

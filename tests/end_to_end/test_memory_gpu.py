@@ -1,0 +1,66 @@
+"""Training that computes parts again or moves them: as without, eager and captured."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_train_gpu import GRAPH, _hopper, close, train, two_gpus
+
+pytestmark = pytest.mark.gpu
+__all__ = ["_hopper", "two_gpus"]
+
+PARTS = {
+    "norm": ["run.recompute=norm"],
+    "attention": ["run.recompute=attention"],
+    "mlp": ["run.recompute=mlp"],
+    "expert_h": ["run.recompute=expert_h"],
+    "parts": ["run.recompute=[norm,mlp,expert_h]"],
+    "full": ["run.recompute=full"],
+    "offload": ["run.offload=[residual,attention,expert_h]"],
+    "full_offload": ["run.recompute=full", "run.offload=residual"],
+    "both": ["run.recompute=[norm,attention]", "run.offload=[residual,expert_h]"],
+}
+MLA = {
+    "mla_up": ["run.recompute=[mla_up,norm]"],
+    "mla_up_attention": ["run.recompute=[mla_up,attention]", "run.offload=[residual]"],
+}
+NAMES = ("loss", "grad_norm", "valid_loss", "mtp_loss")
+COMMON = ["run.steps=8", "run.eval_interval=4", "run.eval_batches=1", "parallel.capacity_factor=8"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+def test_no_step_changes(model: str, precision: str, tmp_path: Path) -> None:
+    options = [*COMMON, f"model={model}", f"precision={precision}", "kernels=fused"]
+    kept = train(tmp_path, "kept", *options)
+    for name, given in (PARTS | (MLA if model == "tiny_deepseek" else {})).items():
+        eager = train(tmp_path, name, *options, *given)
+        graph = train(tmp_path, f"{name}_graph", *options, *given, GRAPH)
+        for key in NAMES:
+            assert [s.get(key) for s in eager] == [s.get(key) for s in kept], (name, key)
+            assert [s.get(key) for s in graph] == [s.get(key) for s in kept], (name, key)
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_deepseek"])
+def test_moe_layers_whole(model: str, tmp_path: Path) -> None:
+    """Their residual is added by itself, and rounded once more."""
+    options = [*COMMON, f"model={model}", "kernels=fused", "run.recompute=[moe,norm]"]
+    kept = train(tmp_path, "kept", *options, "run.recompute=none")
+    eager = train(tmp_path, "eager", *options)
+    close(eager, kept)
+    graph = train(tmp_path, "graph", *options, GRAPH)
+    assert [s["loss"] for s in graph] == [s["loss"] for s in eager]
+
+
+@pytest.mark.parametrize("sms", ["0", "16"])
+@pytest.mark.parametrize("save_x", ["redispatch", "keep"])
+def test_over_exchanges_inside_a_node(
+    sms: str, save_x: str, tmp_path: Path, two_gpus: None
+) -> None:
+    options = [*COMMON, "model=tiny_deepseek", "kernels=fused", "parallel.dispatch=symm"]
+    options += [f"parallel.save_x={save_x}", f"parallel.comm_sms={sms}"]
+    kept = train(tmp_path, "kept", *options, ranks=2)
+    for name in ("norm", "expert_h", "parts", "offload", "full"):
+        graph = train(tmp_path, name, *options, *PARTS[name], GRAPH, ranks=2)
+        for key in NAMES:
+            assert [s.get(key) for s in graph] == [s.get(key) for s in kept], (name, key)

@@ -1,0 +1,116 @@
+"""Functions whose results or insides are given up and computed again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.parallel.memory.again import Dropped, Region, checkpoint
+from phalanx.parallel.memory.layer_pass import KEEP, LayerPass, MemoryPlan, now, passing
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Body(torch.nn.Module):
+    """Two results of two inputs, by parameters; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(drawn(8, 8, seed=3))
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        z = (x @ self.weight).sin()
+        return z * y, z + x
+
+
+def results(run: Callable[[Body, Tensor, Tensor], Any]) -> tuple[list[Tensor], Body]:
+    """Loss and gradients of x, y and the weight."""
+    body, x, y = Body(), drawn(4, 8, seed=1).requires_grad_(), drawn(4, 8, seed=2).requires_grad_()
+    loss = run(body, x, y)
+    loss.backward()
+    grads = [t.grad for t in (x, y, body.weight)]
+    assert all(g is not None for g in grads)
+    return [loss.detach(), *(g for g in grads if g is not None)], body
+
+
+def after(u: Tensor, v: Tensor) -> Tensor:
+    """Reads both results, and saves them."""
+    return (u * v).sum()
+
+
+def region(body: Body, x: Tensor, y: Tensor) -> Tensor:
+    part = Region(body)
+    u, v = part(x, y)
+    out = after(u, v)
+    part.drop()
+    assert u.untyped_storage().nbytes() == v.untyped_storage().nbytes() == 0
+    out.register_hook(lambda _: part.fill())
+    return out
+
+
+def test_bits_are_those_of_what_is_kept() -> None:
+    kept, _ = results(lambda body, x, y: after(*body(x, y)))
+    for again in (lambda body, x, y: after(*checkpoint(body, x, y)), region):
+        got, body = results(again)
+        assert body.calls == 2
+        assert all(torch.equal(a, b) for a, b in zip(got, kept, strict=True))
+
+
+def test_only_what_needs_a_gradient_has_one() -> None:
+    body, x, y = Body(), drawn(4, 8).requires_grad_(), drawn(4, 8)
+    for run in (lambda: after(*checkpoint(body, x, y)), lambda: region(body, x, y)):
+        x.grad = None
+        run().backward()
+        assert x.grad is not None and y.grad is None
+
+
+def test_results_that_were_not_filled_are_an_error() -> None:
+    part = Region(Body())
+    out = after(*part(drawn(4, 8).requires_grad_(), drawn(4, 8)))
+    with pytest.raises(RuntimeError, match="have not been filled"):
+        out.backward()
+
+
+def test_dropped_tensors_come_back_where_they_were() -> None:
+    """Also for those who have saved another view of them."""
+    x = drawn(4, 8).requires_grad_()
+    y = x.exp()
+    out = (y.flatten()[3:] * 2).sin().sum() + y.sum()
+    wanted = torch.autograd.grad(out, x, retain_graph=True)[0]
+    part = Dropped([y], lambda: [x.exp()])
+    part.drop()
+    assert y.untyped_storage().nbytes() == 0
+    part.fill()
+    (again,) = torch.autograd.grad(out, x)
+    assert torch.equal(again, wanted) and torch.equal(y, x.exp())
+
+
+def test_a_pass_does_what_its_plan_names() -> None:
+    body, x = Body(), drawn(4, 8).requires_grad_()
+    with passing(MemoryPlan(frozenset({"named"})), 1) as memory:
+        assert now() is memory and memory.again("named") and not memory.again("other")
+        u, v = memory.region("other", body, x, x)
+        memory.drop("other", [u], lambda: pytest.fail("kept"))
+        w, z = memory.region("named", body, x, x)
+        out = after(u, v) + after(w, z)
+        memory.end(out)
+    assert u.untyped_storage().nbytes() and not w.untyped_storage().nbytes()
+    assert body.calls == 2
+    out.backward()
+    assert body.calls == 3 and now() is not memory
+
+
+def test_without_gradients_nothing_is_given_up() -> None:
+    everything = MemoryPlan(frozenset({"named"}), frozenset({"named"}))
+    with torch.no_grad(), passing(everything, 1) as memory:
+        u, _ = memory.region("named", Body(), drawn(4, 8), drawn(4, 8))
+        memory.move("named", u)
+        memory.end(u)
+        assert u.untyped_storage().nbytes()
+    assert not LayerPass(KEEP).again("named") and not now().moves("named")

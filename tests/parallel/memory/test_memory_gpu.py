@@ -1,0 +1,79 @@
+"""Parts of layers that are computed again or moved, on a GPU: in eager steps and in a graph."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.parallel.memory.layer_pass import MemoryPlan, passing
+
+pytestmark = pytest.mark.gpu
+
+LAYERS, TOKENS, WIDTH = 6, 4096, 2048
+PIECE = 4 * TOKENS * WIDTH
+PLANS = {
+    "kept": MemoryPlan(),
+    "again": MemoryPlan(again=frozenset({"act"})),
+    "moved": MemoryPlan(offload=frozenset({"act"})),
+}
+
+
+class Model(torch.nn.Module):
+    """Each layer keeps its input, and an activation that the plan is about."""
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        super().__init__()
+        g = torch.Generator("cuda").manual_seed(0)
+        shape = (LAYERS, WIDTH, WIDTH)
+        drawn = torch.randn(shape, device="cuda", generator=g) / WIDTH**0.5
+        self.weights, self.plan = torch.nn.Parameter(drawn), plan
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, weight in enumerate(self.weights):
+            with passing(self.plan, number) as memory:
+                a = memory.region("act", torch.sin, x)
+                memory.move("act", a)
+                x = x + a @ weight
+                memory.end(x)
+        return x
+
+
+def stepped(name: str, captured: bool) -> tuple[Tensor, Tensor, int]:
+    """Gradients of weights and input, and the most memory beside them."""
+    torch.cuda.empty_cache()
+    model = Model(PLANS[name])
+    x = torch.randn(TOKENS, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    x.requires_grad_()
+
+    def step() -> None:
+        model.weights.grad = x.grad = None
+        model(x).square().mean().backward()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                step()
+            for _ in range(20):
+                graph.replay()
+        else:
+            for _ in range(20):
+                step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert model.weights.grad is not None and x.grad is not None
+    return model.weights.grad.clone(), x.grad.clone(), peak
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", ["again", "moved"])
+def test_the_same_bits_in_less_memory(name: str, captured: bool) -> None:
+    *kept, most = stepped("kept", captured)
+    *got, less = stepped(name, captured)
+    assert all(torch.equal(a, b) for a, b in zip(got, kept, strict=True))
+    here = 2 if name == "moved" else 1  # layers whose activation is there at once
+    assert most - less >= (LAYERS - here - 1) * PIECE
