@@ -387,7 +387,8 @@ def _layer(
         attention.q_layernorm = partial(over_heads, norm, m.attention.heads)
         attention.k_layernorm = partial(over_heads, norm, m.attention.kv_heads)
     if backends.experts == "megatron":
-        moe = replace(moe, recompute=tuple(sorted(again & {"moe_act", "moe"})))
+        modules = {"moe_act": "moe_act", "moe": "moe", "mlp": "shared_experts"}
+        moe = replace(moe, recompute=tuple(m for name, m in modules.items() if name in again))
     if number >= m.moe.dense_layers:
         sub.mlp = partial(StockMoE if backends.experts == "megatron" else MoE, options=moe)
     else:
