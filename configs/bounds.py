@@ -153,7 +153,7 @@ def bound_problems(cfg: Config) -> Iterator[str]:
         if isinstance(value, list) and path in allowed:
             if wrong := [item for item in value if item not in allowed[path]]:
                 left = [item for item in value if item in allowed[path]]
-                near = difflib.get_close_matches(wrong[0], allowed[path], n=1, cutoff=0.3)
+                near = difflib.get_close_matches(str(wrong[0]), allowed[path], n=1)
                 reason = f"has {visible(str(wrong[0]))!r}, none of {', '.join(allowed[path])}"
                 yield repair(cfg, path, reason, list(dict.fromkeys(left + near)))
         elif isinstance(value, str):

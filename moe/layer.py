@@ -49,7 +49,7 @@ class MoEOptions:
     symm: SymmOptions = SymmOptions()
     """Of the transport `symm`."""
     recompute: tuple[str, ...] = ()
-    """Of `moe_act` and `moe` what Megatron-Core's own layer computes again."""
+    """What Megatron-Core's own layer computes again, by its names."""
     fp8_rows: bool = False
     """Tokens travel in FP8 where the experts take them so."""
     fp8_dense: bool = True

@@ -11,7 +11,7 @@ from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.memory import host_needed, needed
-from phalanx.moe.estimate.modules import cheapest, parts
+from phalanx.moe.estimate.modules import cheapest
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import largest_factor
 
@@ -91,19 +91,23 @@ def _by_module(
 ) -> list[tuple[str, int]]:
     """The cheapest parts of layers to compute again or to move to host memory, if these are
     enough, or with what states of the optimizer take less."""
-    known = parts(resolved(cfg, world, machine.node_gpus), world, machine)
-    for states in _STATES:
-        if any(get(cfg, path) == value for path, value in states.items()):
+    known, before = resolved(cfg, world, machine.node_gpus), None
+    for wanted in _STATES:
+        states = {path: value for path, value in wanted.items() if get(cfg, path) != value}
+        if states == before:
             continue
+        before = states
         trial = _Trial(cfg, world, need)
 
         def fits(values: Changes, states: Changes = states, trial: _Trial = trial) -> bool:
             size = trial.size(states | values)
             return size is not None and size <= room and _hosts(cfg, world, values, machine)
 
-        values = cheapest(cfg, world, known, fits)
+        values = cheapest(known, world, machine, fits)
         if values is not None:
             changes = {k: v for k, v in (states | values).items() if get(cfg, k) != v}
+            if changes == states:  # which are advice of their own
+                return []
             size = trial.size(changes)
             assert size is not None
             return [(_written(changes), size)]

@@ -4,7 +4,6 @@ cheapest set of parts with which a run fits."""
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from phalanx.configs.knobs import put
 from phalanx.configs.machines import Machine
@@ -16,8 +15,9 @@ from phalanx.moe.estimate.timing import step_time
 
 _WHOLE = ("moe", "full")
 _KNOBS = {"run.recompute": RECOMPUTE, "run.offload": OFFLOAD}
-NONE: dict[str, Any] = {"run.recompute": [], "run.offload": []}
-"""All is kept."""
+Values = dict[str, list[str]]
+"""Of both knobs."""
+_NONE: Values = {"run.recompute": [], "run.offload": []}
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ def parts(cfg: Config, world: int, machine: Machine) -> list[Part]:
         world: ranks.
         machine: its rates.
     """
-    kept = _with(cfg, NONE)
+    kept = _with(cfg, _NONE)
     memory, seconds = _peak(kept, world), step_time(kept, world, machine).total
     found = []
     for knob, name in _names():
-        other = _with(cfg, NONE | {knob: [name]})
+        other = _with(cfg, _NONE | {knob: [name]})
         if not _valid(other, world):
             continue
         saved = memory - _peak(other, world)
@@ -56,36 +56,56 @@ def parts(cfg: Config, world: int, machine: Machine) -> list[Part]:
 
 
 def cheapest(
-    cfg: Config, world: int, known: list[Part], fits: Callable[[dict[str, Any]], bool]
-) -> dict[str, Any] | None:
-    """Both knobs with names that are enough: those that cost least a byte, none of them in vain.
+    cfg: Config, world: int, machine: Machine, fits: Callable[[Values], bool]
+) -> Values | None:
+    """Both knobs with names that are enough, and cost least of what has been tried: parts one by
+    one, of which each is the cheapest a byte beside those before it, without what turns out to be
+    in vain; MoE layers or all layers whole.
 
     Args:
-        cfg: valid, as given.
-        world: ranks.
-        known: of `parts`.
+        cfg, world, machine: as of `parts`.
         fits: whether values of both knobs are enough; asked of valid ones alone.
     """
-    taken: list[Part] = []
-    for part in known:
-        if part.name in _WHOLE or not _valid(_with(cfg, _values([*taken, part])), world):
-            continue
-        taken.append(part)
-        if fits(_values(taken)):
-            for less in sorted(taken, key=lambda part: -part.seconds):
-                rest = [part for part in taken if part is not less]
-                if fits(_values(rest)):
-                    taken = rest
-            return _values(taken)
-    others = [n for n in _values(taken)["run.recompute"] if n not in ("expert_h", "moe_act")]
-    for last in (
+    taken = _by_and_by(cfg, world, machine, fits)
+    others = [n for n in taken["run.recompute"] if n not in ("expert_h", "moe_act")]
+    found = [taken] if fits(taken) else []
+    for whole in (
         {"run.recompute": [*others, "moe"], "run.offload": []},
         {"run.recompute": ["full"], "run.offload": []},
         {"run.recompute": ["full"], "run.offload": ["residual"]},
     ):
-        if _valid(_with(cfg, last), world) and fits(last):
-            return last
-    return None
+        if _valid(_with(cfg, whole), world) and fits(whole):
+            found.append(whole)
+    return min(
+        found,
+        key=lambda values: step_time(_with(cfg, values), world, machine).total,
+        default=None,
+    )
+
+
+def _by_and_by(cfg: Config, world: int, machine: Machine, fits: Callable[[Values], bool]) -> Values:
+    """Parts until they are enough, or none is left."""
+    taken: list[tuple[str, str]] = []
+    left = [pair for pair in _names() if pair[1] not in _WHOLE]
+    while not fits(_values(taken)):
+        now = _with(cfg, _values(taken))
+        peak, seconds = _peak(now, world), step_time(now, world, machine).total
+        rates = {}
+        for pair in left:
+            other = _with(cfg, _values([*taken, pair]))
+            if not _valid(other, world) or (saved := peak - _peak(other, world)) <= 0:
+                continue
+            rates[pair] = (step_time(other, world, machine).total - seconds) / saved
+        if not rates:
+            break
+        best = min(rates, key=lambda pair: rates[pair])
+        taken.append(best)
+        left.remove(best)
+    for pair in list(taken):
+        rest = [other for other in taken if other != pair]
+        if fits(_values(rest)):
+            taken = rest
+    return _values(taken)
 
 
 def _names() -> Iterator[tuple[str, str]]:
@@ -94,13 +114,12 @@ def _names() -> Iterator[tuple[str, str]]:
             yield knob, name
 
 
-def _values(taken: list[Part]) -> dict[str, Any]:
+def _values(taken: list[tuple[str, str]]) -> Values:
     """In the order of the tables."""
-    chosen = {(part.knob, part.name) for part in taken}
-    return {knob: [n for n in names if (knob, n) in chosen] for knob, names in _KNOBS.items()}
+    return {knob: [n for n in names if (knob, n) in taken] for knob, names in _KNOBS.items()}
 
 
-def _with(cfg: Config, values: dict[str, Any]) -> Config:
+def _with(cfg: Config, values: Values) -> Config:
     changed = copy.deepcopy(cfg)
     for path, value in values.items():
         put(changed, path, value)

@@ -416,7 +416,8 @@ def _layer(
 
         sub.self_attention = gated_delta_net.spec(backends.linear_attention)
     if backends.experts == "megatron":
-        moe = replace(moe, recompute=tuple(sorted(again & {"moe_act", "moe"})))
+        modules = {"moe_act": "moe_act", "moe": "moe", "mlp": "shared_experts"}
+        moe = replace(moe, recompute=tuple(m for name, m in modules.items() if name in again))
     if number >= m.moe.dense_layers:
         sub.mlp = partial(StockMoE if backends.experts == "megatron" else MoE, options=moe)
     else:

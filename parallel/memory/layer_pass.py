@@ -105,15 +105,15 @@ _STATE = threading.local()
 
 
 def now() -> LayerPass:
-    """The pass that this code is in."""
+    """The pass that this code is in; none where nothing is saved, as inside `checkpoint`."""
     found: LayerPass = getattr(_STATE, "now", _NOTHING)
-    return found
+    return found if torch.is_grad_enabled() else _NOTHING
 
 
 @contextmanager
 def passing(plan: MemoryPlan, place: int) -> Iterator[LayerPass]:
     """Inside, `now` is a pass of a layer; without gradients it is none."""
-    before = now()
+    before = getattr(_STATE, "now", _NOTHING)
     _STATE.now = LayerPass(plan, place) if torch.is_grad_enabled() else _NOTHING
     try:
         yield _STATE.now

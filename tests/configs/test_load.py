@@ -114,7 +114,7 @@ def test_one_name_is_a_list_of_names() -> None:
         ("run.deterministic=maybe", "expected true or false"),
         ("data.blend=prefix", "expected a list, as in data.blend=[a,b]"),
         ("run.profile=[a,b]", "expected a list, as in run.profile=[1,2]"),
-        ("run.recompute={a:1}", "expected a list, as in run.recompute=[norm,mla_up]"),
+        ("run.recompute=7", "expected a list, as in run.recompute=[norm,mla_up]"),
         ("model.moe=8", "set one of its knobs, as in model.moe.experts=..."),
         ("run.steps=1,2", "one value at a time"),
         ("data.split=98,2", "as in data.split=\"'98,2'\""),

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.moe.cases import (
     recomputing,
     transformer,
 )
-from tests.support.distributed import run_distributed
+from tests.support.distributed import RankFailed, run_distributed
 
 SEQUENCE, BATCH = 8, 4
 
@@ -231,8 +232,16 @@ def test_layers_agree(name: str, backend: str, ranks: int) -> None:
 
 
 @pytest.mark.dist
-def test_layers_agree_when_recomputed() -> None:
-    run_distributed(_layers, 2, "deepseek", "torch", "moe")
+@pytest.mark.parametrize("module", ["moe", "shared_experts"])
+def test_layers_agree_when_recomputed(module: str) -> None:
+    run_distributed(_layers, 2, "deepseek", "torch", module)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="it is here")
+def test_activations_of_experts_need_transformer_engine_to_be_computed_again() -> None:
+    with pytest.raises(RankFailed, match="moe_act needs Transformer Engine; set moe instead"):
+        run_distributed(_layers, 1, "deepseek", "torch", "moe_act")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -70,12 +70,12 @@ def test_work_over_packed_documents_is_a_bound() -> None:
 
 
 def test_what_does_not_fit_exits_2_and_says_what_helps() -> None:
-    overrides = ("experiment=qwen3_30b_8gpu", "run.machine=h100")
+    overrides = ("experiment=qwen3_30b_8gpu", "run.machine=h100", "run.eval_interval=0")
     text, code = page(*overrides, world=8)
     assert code == 2 and "does not fit" in text
     helping = re.findall(r"^  (\S.*=\S+): .*, fits$", text, re.M)
     parts = [text for text in helping if "run.recompute=[" in text or "run.offload=[" in text]
-    assert len(parts) == 1 and "full" not in parts[0] and "not enough" not in text
+    assert len(parts) == 1 and "not enough" not in text
     for helps in helping:
         world = int(dict(x.split("=") for x in helps.split()).get("parallel.world_size", 8))
         assert page(*overrides, *helps.split(), world=world)[1] == 0
@@ -86,8 +86,10 @@ def test_overrides_of_which_none_is_enough_are_combined() -> None:
     text, code = page(*overrides, world=128)
     assert code == 2
     helping = re.findall(r"^  (\S.*=\S+): .*, fits$", text, re.M)
-    (several,) = (helps for helps in helping if "world_size" not in helps)
-    assert " " in several and page(*overrides, *several.split(), world=128)[1] == 0
+    several = [helps for helps in helping if "world_size" not in helps]
+    assert several and all(" " in helps for helps in several)
+    for helps in several:
+        assert page(*overrides, *helps.split(), world=128)[1] == 0
 
 
 def test_no_advice_is_contained_in_other_advice() -> None:

@@ -110,7 +110,8 @@ def test_what_waits_on_the_host_is_held_by_all_micro_batches_in_flight() -> None
     moved, whole = stage_memory(cfg, 256), stage_memory(kept, 256)
     two = 2 * 2 * 2 * 4096 * 7168
     for less, more in zip(moved, whole, strict=True):
-        assert less.saved + less.host == more.saved
+        # Each at its most, which the last stage has at different times.
+        assert more.saved <= less.saved + less.host < 1.01 * more.saved
         assert less.backward == more.backward + two
     assert host_needed(cfg, 256) == max(m.host for m in moved) > 20 * two
 
@@ -146,7 +147,7 @@ def test_large_models_fit_80_gb_with_what_is_proposed(name: str) -> None:
 
 
 def test_every_part_of_a_proposal_is_needed() -> None:
-    given = ["experiment=qwen3_30b_8gpu", "run.machine=h100"]
+    given = ["experiment=qwen3_30b_8gpu", "run.machine=h100", "run.eval_interval=0"]
     found = suggestions(load(given), 8, H100, H100.room)
     ((overrides, _),) = [pair for pair in found if "run." in pair[0]]
     chosen = dict(word.split("=", 1) for word in overrides.split())
@@ -161,7 +162,7 @@ def test_every_part_of_a_proposal_is_needed() -> None:
 
 def test_hosts_without_memory_get_no_copies() -> None:
     small = replace(H100, host_gib=0.5)
-    given = ["experiment=qwen3_30b_8gpu", "run.machine=h100"]
+    given = ["experiment=qwen3_30b_8gpu", "run.machine=h100", "run.eval_interval=0"]
     found = suggestions(load(given), 8, small, small.room)
     ((overrides, _),) = [pair for pair in found if "run." in pair[0]]
     assert "run.offload" not in overrides and "run.recompute=[" in overrides

@@ -32,6 +32,7 @@ PLANS: dict[str, list[str]] = {
     **{name: [f"run.recompute={name}"] for name in (*PARTS, "moe", "full")},
     "parts": [f"run.recompute=[{','.join(PARTS)}]"],
     "moe_norm": ["run.recompute=[moe,norm,attention]"],
+    "moe_mlp": ["run.recompute=[moe,mlp]", "run.offload=[residual,attention]"],
     "offload": ["run.offload=[residual,attention,expert_h]"],
     "full_offload": ["run.recompute=full", "run.offload=residual"],
     "both": ["run.recompute=[norm,mlp]", "run.offload=[residual,attention,expert_h]"],
