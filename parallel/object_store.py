@@ -70,6 +70,10 @@ class Remote:
     def parent(self) -> "Remote":
         return Remote(self.address.rpartition("/")[0])
 
+    def resolve(self) -> "Remote":
+        """Itself: there are no links."""
+        return self
+
     def objects(self) -> dict[str, Entry]:
         """All objects below, by the rest of their names."""
         with self._asked("list") as (fs, path):

@@ -76,12 +76,7 @@ def attention(
             )
     # A window that covers every key is no window: one mask fewer to build, compile or refuse.
     window = 0 if window >= keys else window
-    given = q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H, documents
-    if backend == "fa4":  # the one whose forward pass tells which rows need no second look
-        return _fa4(*given, top)
-    if top is not None:
-        raise_(top, q_BHSd, k_BGTd, scale=scale, window=window, documents=documents)
-    return _BACKENDS[backend](*given)
+    return _BACKENDS[backend](q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H, documents, top)
 
 
 def visible_ST(
@@ -305,5 +300,30 @@ def _fa4(
     return o_SBHv.permute(1, 2, 0, 3)
 
 
-_BACKENDS: dict[str, Callable[..., torch.Tensor]]
-_BACKENDS = {"reference": _reference, "sdpa": _sdpa, "flex": _flex, "fa4": _fa4}
+def _looked_at(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """With a pass of its own that takes note of the largest logits. That of fa4 is told by the
+    forward pass which rows need none."""
+
+    def noting(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int,
+        sinks_H: torch.Tensor | None,
+        documents: Documents | None,
+        top: MaxLogit | None,
+    ) -> torch.Tensor:
+        if top is not None:
+            raise_(top, q, k, scale=scale, window=window, documents=documents)
+        return attend(q, k, v, scale, window, sinks_H, documents)
+
+    return noting
+
+
+_BACKENDS = {
+    "reference": _looked_at(_reference),
+    "sdpa": _looked_at(_sdpa),
+    "flex": _looked_at(_flex),
+    "fa4": _fa4,
+}

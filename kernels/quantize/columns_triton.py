@@ -27,10 +27,10 @@ from phalanx.kernels.quantize.tiles_triton import (
     transposed,
 )
 
-_SQUARE = dict(num_warps=8)
-_SQUARE_OF_FP8 = dict(num_warps=8, maxnreg=48)
-"""5 programs on an SM, with 80 KB on their way."""
-_VECTOR = dict(num_warps=8, maxnreg=80)
+_WARPS = 8
+_SQUARE_REGISTERS = 48
+"""Of a thread, where FP8 is transposed: 5 programs on an SM, with 80 KB on their way."""
+_VECTOR_REGISTERS = 80
 """3 programs on an SM, where 2 do not hide how long offsets and rows take to come."""
 
 
@@ -195,10 +195,11 @@ def quantize(
     if not to.data_CT.numel():
         return
     across = block_count(C, parts)
-    square = to.blocks == "square"
-    # A thread loads 16 bytes of a row, or 8 where it has to know the amax of each channel.
-    turns = 4 if square and x_scale is not None else 8
-    how = _VECTOR if not square else _SQUARE if x_scale is None else _SQUARE_OF_FP8
+    turns, registers = 8, None
+    if to.blocks == "vector":  # a thread has to know the amax of each channel: it loads 8 bytes
+        registers = _VECTOR_REGISTERS
+    elif x_scale is not None:  # and else 16 bytes of a row
+        turns, registers = 4, _SQUARE_REGISTERS
     fp8_columns[(T // BLOCK * across,)](
         x,
         x_scale,
@@ -214,7 +215,7 @@ def quantize(
         to.scale.stride(0),
         SCALED=x_scale is not None,
         INDEXED=index_S is not None,
-        SQUARE=square,
+        SQUARE=to.blocks == "square",
         PARTS=parts,
         OF_PART=across // parts,
         WHOLE=C // parts % BLOCK == 0,
@@ -224,7 +225,8 @@ def quantize(
         TURNS=turns,
         CHUNK=64 // turns,
         BLOCK=BLOCK,
-        **how,
+        num_warps=_WARPS,
+        maxnreg=registers,
     )
 
 

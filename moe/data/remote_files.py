@@ -14,7 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.configs.addresses import is_address
-from phalanx.moe.data.host_cache import DataError, built_once, cache_folder, digest, stamp
+from phalanx.moe.data.host_cache import (
+    DataError,
+    built_once,
+    cache_folder,
+    digest,
+    opened_parts,
+    stamp,
+)
 from phalanx.parallel.object_store import CHUNK, Entry, Refused, Remote, persist
 
 NAME = "corpus"
@@ -86,8 +93,9 @@ def remote_pair(address: str, cache: Path) -> RemotePair:
     def build(folder: Path) -> None:
         _copy(index, wanted, folder / f"{NAME}.idx")
         (folder / f"{NAME}.bin").touch()
-        parts = [(held.size, lambda at, count: _read(binary, at, count)), _file(folder)]
-        (folder / "stamp").write_text(stamp(parts))
+        with opened_parts(folder / f"{NAME}.idx") as (copied,):
+            tokens = held.size, lambda at, count: _read(binary, at, count)
+            (folder / "stamp").write_text(stamp([tokens, copied]))
         _unchanged(binary, held)
 
     key = [address, [held.size, held.mark], [wanted.size, wanted.mark]]
@@ -117,17 +125,6 @@ def described(address: str, cache: Path) -> str:
 
     key = [[path.address, entry.size, entry.mark] for path, entry in found]
     return str(built_once(cache / "objects" / digest([address, key]), build) / NAME)
-
-
-def _file(folder: Path) -> tuple[int, Callable[[int, int], bytes]]:
-    path = folder / f"{NAME}.idx"
-
-    def read(at: int, count: int) -> bytes:
-        with path.open("rb") as file:
-            file.seek(at)
-            return file.read(count)
-
-    return path.stat().st_size, read
 
 
 def _entry(path: Remote, optional: bool = False) -> Entry | None:

@@ -5,7 +5,6 @@ First stage of the data flow: `moe.data.loader` builds datasets only over pairs 
 embedded corpus on every host. Imports neither torch nor Megatron-Core: prepare_data starts at once.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -13,15 +12,14 @@ import os
 import platform
 import struct
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from phalanx.configs.addresses import is_address
-from phalanx.moe.data.host_cache import DataError, built_once, cache_folder, stamp
+from phalanx.moe.data.host_cache import DataError, built_once, cache_folder, opened_parts, stamp
 from phalanx.moe.data.remote_files import RemotePair, described, remote_pair
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
@@ -220,14 +218,8 @@ def _check_sidecar(corpus: Corpus, tokens: int) -> None:
 
 def _stamp(*paths: Path) -> str:
     """Of local files."""
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(path.open("rb")) for path in paths]
-
-        def part(file: BinaryIO) -> tuple[int, Callable[[int, int], bytes]]:
-            read = functools.partial(os.pread, file.fileno())
-            return os.fstat(file.fileno()).st_size, lambda at, count: read(count, at)
-
-        return stamp([part(file) for file in files])
+    with opened_parts(*paths) as parts:
+        return stamp(parts)
 
 
 def embedded(cache: Path, library: Path | None = None) -> str:

@@ -280,11 +280,7 @@ class Checkpointer:
             warn(f"{path} has random states of {world} ranks: run.seed's are kept")
         else:
             rng.set(states)
-        own = path.parent == self.folder or (
-            isinstance(path, Path)
-            and isinstance(self.folder, Path)
-            and path.resolve().parent == self.folder.resolve()
-        )
+        own = path.parent == self.folder or path.resolve().parent == self.folder.resolve()
         self._at = (record.step, self.folder / path.name if own else None)
         return saved["common"]
 

@@ -182,10 +182,10 @@ def upload(file: Path, folder: Remote) -> None:
 
 
 @contextmanager
-def metadata_of(folder: Remote) -> Iterator[Path]:
-    """A local folder with the files of a checkpoint that are no shards, checked."""
+def metadata_of(folder: Remote, files: Sums) -> Iterator[Path]:
+    """A local folder with those of a checkpoint's files that are no shards, checked."""
     with tempfile.TemporaryDirectory(prefix="phalanx-checkpoint-") as name:
-        for file, (size, crc) in _record(folder)[0].files.items():
+        for file, (size, crc) in files.items():
             if not file.endswith(".distcp"):
                 data = commit.contents(folder / file)
                 if (len(data), commit.crc32(data)) != (size, crc):

@@ -28,9 +28,11 @@ def reading(folder: Remote) -> Iterator[Path]:
         Invalid: a file of the metadata is not what was committed.
         OSError: it cannot be read.
     """
-    sizes = {name: size for name, (size, _) in commit.read_commit(folder).files.items()}
-    with remote.metadata_of(folder) as local, shards_from(lambda p: _Reader(p, folder, sizes)):
-        yield local
+    files = commit.read_commit(folder).files
+    sizes = {name: size for name, (size, _) in files.items()}
+    with remote.metadata_of(folder, files) as local:
+        with shards_from(lambda p: _Reader(p, folder, sizes)):
+            yield local
 
 
 class _Reader(FileSystemReader):

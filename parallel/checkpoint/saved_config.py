@@ -61,13 +61,14 @@ def checkpoint_of(folder: Place, step: int | None = None) -> Place:
             raise NoUsableCheckpoint(f"{folder} is one checkpoint: give its run to choose a step")
         return folder
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = dict(reversed(commit.committed(root)))  # of one step the newest
+    listed = commit.committed(root)
+    found = dict(reversed(listed))  # of one step the newest
     if not found:
         raise NoUsableCheckpoint(
             f"{folder} has no checkpoint: give the folder of a run that has saved one"
         )
     if step is None:
-        whole = next((path for _, path in commit.committed(root) if not lacking(path)), None)
+        whole = next((path for _, path in listed if not lacking(path)), None)
         if whole is None:
             raise NoUsableCheckpoint(
                 f"no checkpoint of {folder} is whole: scripts/checkpoint.py list {folder} tells why"
