@@ -84,6 +84,7 @@ def _goes_on(root: str, at: str, folder: Path, async_save: bool) -> list[str]:
         assert train(engine, groups, 3, 4) == expected
         save(second, 4, engine)
         second.close()
+        dist.barrier()  # the other rank's files are gone as well
         assert not [file for file in folder.rglob("*") if file.is_file()]
         return steps(root)
 
