@@ -9,7 +9,6 @@ import datetime
 import os
 import random
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,8 +80,6 @@ def start(
     if dist.is_initialized():
         met(dist.distributed_c10d._get_default_store())
     else:
-        if "MASTER_ADDR" not in os.environ:
-            os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(_free_port()))
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         # A CUDA error is the main thread's to tell; NCCL's thread would abort the process over it.
         os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
@@ -90,7 +87,11 @@ def start(
         # NCCL ends the process without a word of who is at fault; parallel.fault.watchdog comes
         # first.
         limit = datetime.timedelta(seconds=timeout if on_cpu else timeout + 10)
-        store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=limit))
+        store: dist.Store
+        if world > 1 or "MASTER_ADDR" in os.environ:
+            store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=limit))
+        else:
+            store = dist.TCPStore("localhost", 0, 1, is_master=True, timeout=limit)
         # torchrun may give all attempts of --max-restarts one store (torch 2.11), in which the
         # ranks would find the addresses of their dead predecessors.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -117,9 +118,3 @@ def stop() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return int(s.getsockname()[1])

@@ -104,7 +104,7 @@ class Step:
         self._stop.fill_(stop)
         if (tops := self.job.max_logits) is not None:
             tops.begin(measure_logits)
-        self._late_R[self.job.runtime.rank] = waited + self._launched
+        self._late_R[self.job.runtime.rank].fill_(waited + self._launched)  # `=` waits for a copy
         reruns: list[Rerun] = []
         while True:
             began = time.perf_counter()

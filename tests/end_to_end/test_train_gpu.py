@@ -130,12 +130,12 @@ def test_a_graph_trains_bit_for_bit_like_eager_steps(
 )
 def test_muon_and_qk_clip_in_a_graph(model: str, precision: str, tmp_path: Path) -> None:
     options = [f"model={model}", f"precision={precision}", "kernels=fused", "optim=muon"]
-    options += ["run.steps=20", "optim.qk_clip=0.5", "optim.max_logit_every=1"]
+    options += ["run.steps=20", "optim.qk_clip=0.1", "optim.max_logit_every=1"]
     options += ["parallel.capacity_factor=8"]
     eager = train(tmp_path, "eager", *options)
     graph = train(tmp_path, "graph", *options, GRAPH)
     assert eager[-1]["loss"] < eager[0]["loss"]
-    assert max(s["max_logit"] for s in eager) > 0.5  # there was something to clip
+    assert max(s["max_logit"] for s in eager) > 0.1  # there was something to clip
     for name in ("loss", "grad_norm", "max_logit"):
         assert [s[name] for s in graph] == [s[name] for s in eager], name
 
