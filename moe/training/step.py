@@ -232,7 +232,9 @@ def _read(totals: torch.Tensor) -> torch.Tensor:
         there = totals
         totals = torch.empty_like(there, device="cpu", pin_memory=True)
         totals.copy_(there, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+        arrived = torch.cuda.Event()
+        arrived.record()
+        arrived.synchronize()
         return totals
     return totals.clone()
 
