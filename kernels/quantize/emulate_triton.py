@@ -91,7 +91,7 @@ def nvfp4_values(x, amax, factor, inverse, random, STOCHASTIC: tl.constexpr, LAR
     if STOCHASTIC:
         step = ((exponent - 1) << 23).to(tl.float32, bitcast=True)
         per_step = ((255 - exponent) << 23).to(tl.float32, bitcast=True)
-        below = tl.floor(v * per_step) * step
+        below = (v * per_step).to(tl.int32).to(tl.float32) * step
         v = below + tl.where(v - below > random * step, step, 0.0)
     else:
         ulp = ((exponent + 22) << 23).to(tl.float32, bitcast=True)
