@@ -222,21 +222,26 @@ def run_backward(
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     if spec.recompute_h:
         x_ND, h_SH = _hidden(saved, fc1)
-    dy = Operand(dout, gather=plan.inverse_NK is not None)
+    dy = Operand(dout, gather=plan.inverse_NK is not None, gradient=True)
     if dy.gather and not ops.gathers and plan.row_index_S is not None:
-        dy = Operand(gather_rows(dout, plan.row_index_S, plan.offsets))
+        dy = Operand(gather_rows(dout, plan.row_index_S, plan.offsets), gradient=True)
     ready = None if overlap is None or spec.recompute_h else overlap.ready
     dy_rows = dy._replace(matrix=ops.quantize(dy.matrix, gradient=True))
     made = ops.fc2_dgrad_dact(dy_rows, fc2, h_SH, plan, act, ready=ready)
-    dh_SH, a, dprob_S, db1 = made.dh_SH, Operand(made.a_SF), made.dprob_S, made.db1_LH
-    dh = Operand(dh_SH if made.dh_columns is None else made.dh_columns, parts=fc1.parts)
+    dh_SH, dprob_S, db1 = made.dh_SH, made.dprob_S, made.db1_LH
+    dh = dh_SH if made.dh_columns is None else made.dh_columns
     dy = dy._replace(matrix=for_wgrad(dy.matrix, dy_rows.matrix, spec))
-    del made, dy_rows
-    dw1 = dw2 = db2 = dx = None
-    if need_x:
-        dx = ops.rows(dh_SH, fc1.transposed, plan)
-        if plan.inverse_NK is not None and overlap is None:
-            dx = ops.combine(dx, plan.inverse_NK)
+    x_gathers = plan.row_index_S is not None
+    of_w2 = [dy, Operand(made.a_SF)] if need_w2 else []
+    of_w1 = [Operand(dh, parts=fc1.parts, gradient=True)] if need_w1 else []
+    of_w1 += [Operand(x_ND, gather=x_gathers)] if need_w1 and x_ND is not None else []
+    dx, columns = ops.rows_and_columns(
+        dh_SH if need_x else None, fc1.transposed, plan, [*of_w2, *of_w1]
+    )
+    del made, dy_rows, dh, of_w2, of_w1
+    dw1 = dw2 = db2 = None
+    if dx is not None and plan.inverse_NK is not None and overlap is None:
+        dx = ops.combine(dx, plan.inverse_NK)
     if overlap is not None:
         assert plan.inverse_NK is not None
         dprob_NK = None if dprob_S is None else ops.plan_backward(dprob_S, plan.inverse_NK)
@@ -244,16 +249,19 @@ def run_backward(
     if any((need_w1, need_w2, need_b1, need_b2)):
         wgrads = backend_of(spec, "wgrad")
     if need_w2:
-        dw2 = wgrads.wgrad(wgrads.columns(dy, plan, gradient=True), a, plan, buffers[1])
+        d, v, *columns = columns
+        dw2 = wgrads.wgrad(d, v, plan, buffers[1])
+        del d, v
     if need_b2:
         scaled = plan.row_prob_S is not None
         db2 = wgrads.bias_grad(dy, plan, scale=scaled, into=buffers[3])
-    del a, dout, dy  # the largest buffers of the backward after dh
+    del dout, dy  # the largest buffers of the backward after dh
     if overlap is not None and x_ND is None:
-        x_ND = overlap.tokens()
+        x = Operand(overlap.tokens(), gather=x_gathers)
+        columns += [wgrads.columns(x, plan)] if need_w1 else []
     if need_w1:
-        x = wgrads.columns(Operand(x_ND, gather=plan.row_index_S is not None), plan)
-        dw1 = wgrads.wgrad(dh, x, plan, buffers[0])
+        d, v = columns
+        dw1 = wgrads.wgrad(d, v, plan, buffers[0])
     if need_b1 and db1 is not None:
         db1 = put(db1, buffers[2])
     elif need_b1:

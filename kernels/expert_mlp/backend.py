@@ -77,6 +77,8 @@ class Operand(NamedTuple):
     gather: bool = False
     parts: int = 1
     """Of its channels; see `Linear`."""
+    gradient: bool = False
+    """A recipe may have another format, or another rounding, for gradients."""
 
 
 class HiddenGrads(NamedTuple):
@@ -84,14 +86,14 @@ class HiddenGrads(NamedTuple):
 
     dh_SH: Rows
     """For the data gradient."""
-    a_SF: Columns
-    """Activations, recomputed from h, for `wgrad`."""
+    a_SF: Rows | Columns
+    """Activations, recomputed from h, for `columns`."""
     dprob_S: Tensor | None
     """fp32, exactly 0 in the padding; None if the plan has no probabilities."""
     db1_LH: Tensor | None
     """fp32 if it comes for free, None otherwise (then `bias_grad` makes it)."""
     dh_columns: Columns | None = None
-    """For `wgrad`; None: dh_SH."""
+    """For `columns`; None: dh_SH."""
 
 
 class Backend(Protocol):
@@ -112,8 +114,16 @@ class Backend(Protocol):
         """Rows as the GEMMs take them; those that are so already as they are."""
         ...
 
-    def columns(self, x: Operand, plan: ExpertPlan, *, gradient: bool = False) -> Operand:
-        """Rows as `wgrad` takes them, whose contraction runs over rows."""
+    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+        """Rows as `wgrad` takes them, whose contraction runs over rows; those that are so already
+        as they are."""
+        ...
+
+    def rows_and_columns(
+        self, a_SI: Rows | None, linear: Linear, plan: ExpertPlan, operands: Sequence[Operand]
+    ) -> tuple[Tensor | None, list[Operand]]:
+        """`rows` of a, None without, and `columns` of operands: a backend may make them at the
+        same time."""
         ...
 
     def fc1_act(
@@ -195,13 +205,27 @@ def rows_of(tensors: Sequence[Tensor]) -> Rows:
     return Quantized(*tensors) if len(tensors) == 2 else tensors[0]
 
 
-class AsTheyAre:
+class InTurn:
+    """Of a backend that does one thing at a time."""
+
+    def rows_and_columns(
+        self: Backend,
+        a_SI: Rows | None,
+        linear: Linear,
+        plan: ExpertPlan,
+        operands: Sequence[Operand],
+    ) -> tuple[Tensor | None, list[Operand]]:
+        y_SO = None if a_SI is None else self.rows(a_SI, linear, plan)
+        return y_SO, [self.columns(x, plan) for x in operands]
+
+
+class AsTheyAre(InTurn):
     """Of a backend without a recipe: operands are what they were given as."""
 
     def quantize(self, x: Tensor, *, gradient: bool = False) -> Tensor:
         return x
 
-    def columns(self, x: Operand, plan: ExpertPlan, *, gradient: bool = False) -> Operand:
+    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
         return x
 
 

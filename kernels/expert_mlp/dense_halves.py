@@ -118,15 +118,20 @@ class _First(torch.autograd.Function):
         columns: Any = dh_NH
         if ctx.spec.recipe is not None:
             made = ctx.gradient.pop()
-            dh, columns = made.dh_SH, made.dh_columns
-        dx_ND = dw1 = None
-        if ctx.needs_input_grad[0]:
-            dx_ND = backend_of(ctx.spec, "dgrad").rows(dh, fc1.transposed, ctx.plan)
-        if ctx.needs_input_grad[1]:
-            wgrad = backend_of(ctx.spec, "wgrad")
+            dh = made.dh_SH
+            columns = dh if made.dh_columns is None else made.dh_columns
+        need_x, need_w, *_ = ctx.needs_input_grad
+        dgrad, wgrad = (backend_of(ctx.spec, step) for step in ("dgrad", "wgrad"))
+        operands, dw1 = [], None
+        if need_w:
             x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
-            v = wgrad.columns(Operand(x_rows), ctx.plan)
-            dw1 = weight_gradient(ctx, wgrad, Operand(columns, parts=fc1.parts), v, w1)
+            operands = [Operand(columns, parts=fc1.parts, gradient=True), Operand(x_rows)]
+        dx_ND, operands = dgrad.rows_and_columns(
+            dh if need_x else None, fc1.transposed, ctx.plan, operands
+        )
+        if need_w:
+            d, v = operands
+            dw1 = weight_gradient(ctx, wgrad, d, v, w1)
         return dx_ND, dw1, None, None
 
 
@@ -159,8 +164,9 @@ class _Second(torch.autograd.Function):
         dh, dw2 = made.dh_SH, None
         if ctx.needs_input_grad[1]:
             wgrad = backend_of(spec, "wgrad")
-            d = wgrad.columns(Operand(for_wgrad(dout_ND, dy, spec)), ctx.plan, gradient=True)
-            dw2 = weight_gradient(ctx, wgrad, d, Operand(made.a_SF), w2)
+            given = Operand(for_wgrad(dout_ND, dy, spec), gradient=True)
+            d, a = (wgrad.columns(x, ctx.plan) for x in (given, Operand(made.a_SF)))
+            dw2 = weight_gradient(ctx, wgrad, d, a, w2)
         if spec.recipe is not None:
             ctx.gradient.append(made)
             dh = h_NH.new_empty(1).expand_as(h_NH)  # of which nobody reads more than the shape

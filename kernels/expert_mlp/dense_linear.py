@@ -60,13 +60,15 @@ class _Linear(torch.autograd.Function):
         dgrad, wgrad = (backend_of(ctx.spec, step) for step in ("dgrad", "wgrad"))
         need_x, need_w, need_b, _ = ctx.needs_input_grad
         dy = dgrad.quantize(dy_NO.contiguous(), gradient=True)
-        dx_NI = dgrad.rows(dy, Linear.alone(w_OI).transposed, ctx.plan) if need_x else None
-        dw_OI = None
+        operands, dw_OI = [], None
         if need_w:
             given = for_wgrad(dy_NO.contiguous(), dy, ctx.spec)
-            d = wgrad.columns(Operand(given), ctx.plan, gradient=True)
             x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
-            v = wgrad.columns(Operand(x_rows), ctx.plan)
+            operands = [Operand(given, gradient=True), Operand(x_rows)]
+        across = Linear.alone(w_OI).transposed
+        dx_NI, operands = dgrad.rows_and_columns(dy if need_x else None, across, ctx.plan, operands)
+        if need_w:
+            d, v = operands
             dw_OI = weight_gradient(ctx, wgrad, d, v, w_OI)
         return dx_NI, dw_OI, dy_NO.sum(0) if need_b else None, None
 

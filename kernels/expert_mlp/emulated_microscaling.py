@@ -44,10 +44,10 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
     def __init__(self, exact: Backend, recipe: Microscaling) -> None:
         self._exact, self._recipe, self._format = exact, recipe, recipe.format
 
-    def columns(self, x: Operand, plan: ExpertPlan, *, gradient: bool = False) -> Operand:
-        if self._recipe.wgrad == "bf16":
+    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+        if self._recipe.wgrad == "bf16" or isinstance(x.matrix, Values):
             return x
-        return Operand(self._columns(_gathered(x, plan), plan, gradient))
+        return Operand(self._columns(_gathered(x, plan), plan, x.gradient))
 
     def fc1_act(
         self,

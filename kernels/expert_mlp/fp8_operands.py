@@ -1,15 +1,17 @@
 """What a backend with a recipe of FP8 makes of operands, whoever multiplies them."""
 
+from typing import Any
+
 import torch
 
-from phalanx.kernels.expert_mlp.backend import Operand, Rows
+from phalanx.kernels.expert_mlp.backend import InTurn, Operand, Rows
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.quantize.blocks import Quantized
+from phalanx.kernels.quantize.blocks import Quantized, QuantizedColumns
 from phalanx.kernels.quantize.quantize import dequantize_rows, quantize_rows, transpose_rows
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
 
-class FP8Operands:
+class FP8Operands(InTurn):
     """`quantize` and `columns` of a `kernels.expert_mlp.backend.Backend` with the recipe."""
 
     def __init__(self, recipe: Fp8Block) -> None:
@@ -20,14 +22,18 @@ class FP8Operands:
             return x
         return quantize_rows(x, dtype=FORMATS[self._recipe.grad_format if gradient else "e4m3"])
 
-    def columns(self, x: Operand, plan: ExpertPlan, *, gradient: bool = False) -> Operand:
+    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+        if isinstance(x.matrix, QuantizedColumns):
+            return x
         if self._recipe.wgrad == "bf16":
             return x._replace(matrix=in_dtype(x, torch.bfloat16))
+        return Operand(transpose_rows(**self._transpose(x, plan)), parts=x.parts)
+
+    def _transpose(self, x: Operand, plan: ExpertPlan) -> dict[str, Any]:
+        """Arguments of `transpose_rows`."""
         index_S = plan.row_index_S if x.gather else None
-        made = transpose_rows(
-            x.matrix, plan.offsets, self._recipe.wgrad_blocks, index_S=index_S, parts=x.parts
-        )
-        return Operand(made, parts=x.parts)
+        how = dict(blocks=self._recipe.wgrad_blocks, index_S=index_S, parts=x.parts)
+        return dict(q=x.matrix, offsets=plan.offsets, **how)
 
 
 def in_dtype(x: Operand, dtype: torch.dtype) -> Rows:

@@ -115,6 +115,7 @@ def transpose_rows(
     *,
     index_S: Tensor | None = None,
     parts: int = 1,
+    out: QuantizedColumns | None = None,
 ) -> QuantizedColumns:
     """`quantize_columns` of what rows in FP8 stand for, in their format.
 
@@ -125,21 +126,38 @@ def transpose_rows(
         blocks: `vector` or `square`.
         index_S: int32, the table's row that each expert row is; from offsets[L] on it is not read.
         parts: of C.
+        out: where to write it, from `empty_transpose`; None: new memory.
 
     Raises:
         ValueError: another dtype, shape or stride.
     """
     _check_rows(q, parts)
+    if out is None:
+        out = empty_transpose(q, offsets, blocks, index_S=index_S, parts=parts)
     if not q.data.is_cuda:
-        return definition.transpose_rows(q, offsets, blocks, index_S=index_S, parts=parts)
+        made = definition.transpose_rows(q, offsets, blocks, index_S=index_S, parts=parts)
+        out.data_CT.copy_(made.data_CT)
+        out.scale.copy_(made.scale)
+        return out
     from phalanx.kernels.quantize import columns_triton
 
+    columns_triton.quantize(*q, index_S, offsets, out, parts)
+    return out
+
+
+def empty_transpose(
+    q: Quantized,
+    offsets: Tensor,
+    blocks: TokenBlocks,
+    *,
+    index_S: Tensor | None = None,
+    parts: int = 1,
+) -> QuantizedColumns:
+    """Memory for `transpose_rows` with the same arguments."""
     N, C = q.data.shape
     S, L = N if index_S is None else len(index_S), len(offsets) - 1
     how = dict(blocks=blocks, dtype=q.data.dtype, device=q.data.device)
-    made = empty_columns(S, C, L, parts, **how)  # type: ignore[arg-type]
-    columns_triton.quantize(*q, index_S, offsets, made, parts)
-    return made
+    return empty_columns(S, C, L, parts, **how)  # type: ignore[arg-type]
 
 
 def column_offsets(offsets: Tensor) -> Tensor:

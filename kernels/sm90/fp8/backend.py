@@ -8,6 +8,8 @@ smallest of a block underflow (`kernels.quantize.quantize.transpose_rows`).
 Shape legend as in `kernels.expert_mlp.backend`.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,9 @@ from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.kept import copies_of
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
+    empty_transpose,
     quantize_rows,
+    transpose_rows,
 )
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.sm90.experts.backend import Fused
@@ -75,6 +79,12 @@ class FusedFP8(FP8Operands, Fused):
         return h_SH, a
 
     def rows(self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+        return self._rows(a_SI, linear, plan, signal=signal)
+
+    def _rows(
+        self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None, free: int = 0
+    ) -> Tensor:
+        """With so many more SMs free."""
         from phalanx.kernels.sm90.fp8.rows import fp8_rows
 
         return fp8_rows(
@@ -85,7 +95,7 @@ class FusedFP8(FP8Operands, Fused):
             bias_LN=linear.bias_LO,
             scale_S=self._scale_of_bias(linear, plan, a_SI.data),
             signal=signal,
-            **self._how,
+            **self._how | dict(sm_margin=self._sm_margin + free),
         )
 
     def fc2_dgrad_dact(
@@ -116,11 +126,33 @@ class FusedFP8(FP8Operands, Fused):
             ready=ready,
             **self._how,
         )
-        dprob_S = self._dprob(partial_CS, dy, fc2, plan)
-        a_columns, dh_columns = (
-            self.columns(Operand(rows, parts=n), plan).matrix for rows, n in ((a, 1), (dh, parts))
+        return HiddenGrads(dh, a, self._dprob(partial_CS, dy, fc2, plan), None)
+
+    def rows_and_columns(
+        self, a_SI: Rows | None, linear: Linear, plan: ExpertPlan, operands: Sequence[Operand]
+    ) -> tuple[Tensor | None, list[Operand]]:
+        from phalanx.kernels.sm90.fp8.beside import beside
+
+        waiting = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
+        # What a margin leaves free is there for exchanges, which transposes would hold up.
+        alone = a_SI is None or self._sm_margin > 0
+        if alone or self._recipe.wgrad == "bf16" or not waiting:
+            return super().rows_and_columns(a_SI, linear, plan, operands)
+        columns, work, moved = list(operands), [], 0
+        for i in waiting:
+            given = self._transpose(operands[i], plan)
+            out = empty_transpose(**given)
+            columns[i] = Operand(out, parts=operands[i].parts)
+            work.append(partial(transpose_rows, **given, out=out))
+            moved += 2 * out.data_CT.numel()
+        y_SO = beside(
+            lambda free: self._rows(a_SI, linear, plan, free=free),
+            2.0 * len(a_SI.data) * linear.weight_LOI[0].numel(),
+            work,
+            moved,
+            a_SI.data.device,
         )
-        return HiddenGrads(dh, a_columns, dprob_S, None, dh_columns)
+        return y_SO, columns
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
         from phalanx.kernels.sm90.fp8.wgrad import fp8_wgrad
