@@ -135,8 +135,7 @@ class FusedFP8(FP8Operands, Fused):
 
         waiting = [i for i, x in enumerate(operands) if isinstance(x.matrix, Quantized)]
         # What a margin leaves free is there for exchanges, which transposes would hold up.
-        alone = a_SI is None or self._sm_margin > 0
-        if alone or self._recipe.wgrad == "bf16" or not waiting:
+        if a_SI is None or self._sm_margin or self._recipe.wgrad == "bf16" or not waiting:
             return super().rows_and_columns(a_SI, linear, plan, operands)
         columns, work, moved = list(operands), [], 0
         for i in waiting:
