@@ -334,14 +334,14 @@ class Activations:
         dh, tokens = halves * row_f, 2 * s.received * m.hidden * wide
         copies = int(k.backend != "fused")  # gathered rows, bf16 weight gradients
         around = costs(self._cfg, self._world).backward * 2 * m.hidden * wide
-        fp8 = self._keeps_fp8() and k.backend == "fused"
+        # In FP8 all operands of weight gradients are transposed beside x's gradient.
+        beside = row_f + row_d if self._keeps_fp8() and k.backend == "fused" else 0
         kept = w2 if k.backend == "megatron" or not k.gradient_accumulation_fusion else 0
         steps = (
             copies * row_d + row_f + dh + row_f * copies,
             copies * (row_d + w2) + dh + row_f,
             copies * (row_d + w1) + dh + kept,
-            # In FP8 all operands of weight gradients are transposed beside x's gradient.
-            dh + row_d + tokens + (row_f + row_d if fp8 else w1 + w2 if kept else 0),
+            dh + row_d + tokens + beside + (w1 + w2 if kept else 0),
             tokens + w1 + w2,  # placeholders for autograd, or gradients
         )
         return max(steps) + around
