@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from phalanx.configs import capture
-from phalanx.configs.formats import MICROSCALING, MULTIPLIES_FP8, is_fp8
+from phalanx.configs.formats import EMULATES, MICROSCALING, MULTIPLIES_FP8, is_fp8
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -101,16 +101,15 @@ def choose_graph(cfg: Config) -> Choice:
 
 
 def emulation(cfg: Config) -> list[Choice]:
-    """What the start page says of a recipe that no kernel here multiplies.
+    """What the start page says of a recipe that the experts' kernels do not multiply.
 
     Args:
         cfg: of `known`.
     """
     recipe, backend = cfg.precision.recipe, cfg.kernels.backend
-    if recipe not in MICROSCALING:
+    if recipe not in MICROSCALING or backend not in EMULATES:
         return []
-    reason = f"{backend} multiplies its values in bf16; no kernel here has it; slower than bf16"
-    return [Choice(recipe, "emulated", reason)]
+    return [Choice(recipe, "emulated", f"{backend} multiplies its values in bf16, which is slower")]
 
 
 def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:
