@@ -165,6 +165,11 @@ class RouterConfig:
     """Tile size, in tokens, for `rounding`."""
     force_balance: bool = False
     """Replace the chosen experts by a perfectly balanced choice. For benchmarks only."""
+    replay: str = ""
+    """File of a recorded routing (`run.record_routing`) whose choices replace the router's own.
+
+    For benchmarks with the load of a trained model, and for debugging; empty: the router chooses.
+    """
 
 
 @dataclass
@@ -591,6 +596,11 @@ class RunConfig:
     """Name of the Weights & Biases project."""
     tensorboard: bool = False
     """Write TensorBoard events to the run folder."""
+    record_routing: str = ""
+    """File to which the experts that tokens choose after the last step are written; empty: none.
+
+    `model.moe.router.replay` reads it. At most 65,536 tokens a layer are kept.
+    """
     profile: list[int] = field(default_factory=list)
     """[first, last] step that torch.profiler records on rank 0, into the run folder."""
 

@@ -112,6 +112,9 @@ class Balance:
     busiest expert over the mean load. 1 is perfect, E / K the worst."""
     idle: frozenset[tuple[int, int]] = frozenset()
     """(layer number, expert) of all that no token chose."""
+    rank_load: float = 0.0
+    """Choices of the experts of the busiest rank over the mean of ranks, on average over layers; 0
+    where the experts of a layer are on one rank."""
     losses: dict[str, float] = field(default_factory=dict)
     """Balancing losses before their coefficients, mean over layers and micro-batches."""
 
@@ -154,13 +157,14 @@ class Collector:
     Args:
         chunks: model chunks of this rank, wrapped or not.
         config: their TransformerConfig.
-        pg: process groups with `tp_cp`.
+        pg: process groups with `tp_cp` and `ep`.
     """
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], config: Any, pg: ProcessGroupCollection
     ) -> None:
         self._experts, self._replica_ranks = config.num_moe_experts, pg.tp_cp.size()
+        self._ranks = pg.ep.size()
         layers = config.num_layers + (config.mtp_num_layers or 0)
         self._of_layer: list[list[Statistics]] = [[] for _ in range(layers)]
         for router in routers(chunks):
@@ -183,7 +187,8 @@ class Collector:
 
     def read(self, table: Tensor) -> Balance:
         """What a table of all ranks says, in whichever shape it is; it lies on the host."""
-        return _summary(table.view(len(self._of_layer), -1), self._experts, self._replica_ranks)
+        table = table.view(len(self._of_layer), -1)
+        return _summary(table, self._experts, self._ranks, self._replica_ranks)
 
 
 def layer_index(router: Any, config: Any) -> int:
@@ -191,17 +196,19 @@ def layer_index(router: Any, config: Any) -> int:
     return router.layer_number - 1 + (config.num_layers if router.is_mtp_layer else 0)
 
 
-def _summary(table: Tensor, experts: int, replica_ranks: int) -> Balance:
+def _summary(table: Tensor, experts: int, ranks: int, replica_ranks: int) -> Balance:
     count, losses, micro_batches = table.split([experts, len(LOSSES), 1], dim=1)
     used = [i for i, n in enumerate(micro_batches.flatten().tolist()) if n]
     if not used:
         return Balance()
     count, losses, micro_batches = count[used], losses[used], micro_batches[used]
     load = count.amax(1) / count.mean(1)
+    rank_load = count.unflatten(1, (ranks, -1)).sum(2)
     mean = (losses / micro_batches * replica_ranks).mean(0)
     return Balance(
         load={i + 1: value for i, value in zip(used, load.tolist(), strict=True)},
         idle=frozenset((used[row] + 1, e) for row, e in (count == 0).nonzero().tolist()),
+        rank_load=float((rank_load.amax(1) / rank_load.mean(1)).mean()) if ranks > 1 else 0.0,
         losses=dict(zip(LOSSES, mean.tolist(), strict=True)),
     )
 

@@ -37,6 +37,8 @@ TEXTS_WITHOUT_CHOICES = {
     "run.checkpoints",
     "run.resume",
     "run.wandb_project",
+    "run.record_routing",
+    "model.moe.router.replay",
 }
 
 
@@ -161,6 +163,25 @@ def _texts(value: object) -> object:
             "not possible with force_balance",
             "model.moe.router.rounding=none",
         ),
+        (
+            "model.moe.router.replay=a model.moe.router.force_balance=true",
+            1,
+            "not possible with replay",
+            "model.moe.router.force_balance=false",
+        ),
+        (
+            "model.moe.router.replay=a model.moe.router.rounding=down",
+            1,
+            "not possible with replay",
+            "model.moe.router.rounding=none",
+        ),
+        (
+            "run.record_routing=a kernels=megatron",
+            1,
+            "not possible with kernels.backend=megatron",
+            "run.record_routing=",
+        ),
+        ("model.moe.router.replay=s3://a/b", 1, "is an address", "model.moe.router.replay="),
         (
             "model.moe.router.rounding=nearest kernels=megatron",
             1,
@@ -494,6 +515,7 @@ RANGES: dict[str, tuple[object, ...]] = {
     "model.moe.router.bias_rate": (0.0, 1e-3),
     "model.moe.router.rounding": ("none", "nearest"),
     "model.moe.router.force_balance": (False, True),
+    "model.moe.router.replay": ("", "", "a"),
     "data.sequence_length": (7, 32, 100),
     "data.micro_batch": (1, 3, 4),
     "data.global_batch": (0, 16, 31),
