@@ -380,6 +380,13 @@ class ParallelConfig:
 
     A step that needs more rows is run again with larger buffers; no token is dropped.
     """
+    clones: int | str = 0
+    """Guest slots of a rank for copies of other ranks' hot experts, micro-batch by micro-batch.
+
+    With uneven routing ranks then share their rows, and results are the same bit for bit
+    (docs/dispatch.md). 0 clones nothing, `auto` where the transport hides what clones send, which
+    none does yet. `alltoall` clones where a number says so. `save_x=keep` keeps guests' weights.
+    """
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     overlap: bool = True

@@ -25,9 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_EXPERTS = 512
-MAX_RANKS = 8
-"""Of the kernel, whose one program has them all in registers."""
+from phalanx.configs.transports import CLONED_EXPERTS, CLONED_RANKS
 
 
 class CloneSize(NamedTuple):
@@ -108,9 +106,9 @@ def check_size(count_E: Tensor, size: CloneSize) -> None:
         )
     if R < 1 or E < R or E % R:
         raise ValueError(f"{E} experts do not divide over {R} ranks")
-    if E > MAX_EXPERTS or R > MAX_RANKS:
+    if E > CLONED_EXPERTS or R > CLONED_RANKS:  # the kernel's one program has all in registers
         raise ValueError(
-            f"clones are planned for at most {MAX_EXPERTS} experts on {MAX_RANKS} ranks, not "
+            f"clones are planned for at most {CLONED_EXPERTS} experts on {CLONED_RANKS} ranks, not "
             f"{E} on {R}: set parallel.clones=0"
         )
     if min(size.slots, size.cost) < 0 or size.tile < 1:

@@ -349,6 +349,8 @@ class Trainer:
             record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
             record |= {"layers": load.by_layer}
             record |= {"rank_load": load.rank_load} if load.rank_load else {}
+        if load.cloned is not None:
+            record |= {"cloned": load.cloned, "rank_load_cloned": load.rank_load_cloned}
         record |= {f"balance/{name}": value for name, value in load.losses.items() if value}
         record |= self._take_max_logits()
         self.metrics.log(record)

@@ -66,7 +66,7 @@ class AllToAll(Dispatcher):
         all-to-all on the way back, in which each of a node's ranks sends its own sum."""
         ranks, nodes, size = reach.ranks, reach.nodes, reach.node_ranks
         there, back = Links(ranks - nodes, nodes - 1), Links(size - 1, ranks - size)
-        return Costs(there, back, kept=reach.received, backward=reach.received)
+        return Costs(there, reach.rows_back * back, kept=reach.received, backward=reach.received)
 
     def dispatch(
         self,

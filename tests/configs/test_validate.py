@@ -188,6 +188,40 @@ def _texts(value: object) -> object:
             "not possible with kernels.backend=megatron",
             "model.moe.router.rounding=none",
         ),
+        ("parallel.clones=2 kernels=megatron", 2, "not possible with", "parallel.clones=0"),
+        (
+            "parallel.clones=2 parallel.dispatch=symm",
+            2,
+            "not possible with parallel.dispatch=symm, only with alltoall",
+            "parallel.clones=0",
+        ),
+        (
+            "parallel.clones=1 parallel.dispatch=hier",
+            2,
+            "not possible with parallel.dispatch=hier, only with alltoall",
+            "parallel.clones=0",
+        ),
+        (
+            "parallel.clones=1 parallel.dispatch=deepep",
+            2,
+            "not possible with parallel.dispatch=deepep, only with alltoall",
+            "parallel.clones=0",
+        ),
+        (
+            "parallel.clones=1 model.moe.experts=16 parallel.expert=16",
+            16,
+            "serves 512 experts on 8 ranks, not 16 on 16",
+            "parallel.clones=0",
+        ),
+        (
+            "parallel.clones=1 precision=fp8_block precision.dispatch=fp8 "
+            "parallel.dispatch=alltoall",
+            2,
+            "not possible with precision.dispatch=fp8",
+            "parallel.clones=0",
+        ),
+        ("parallel.clones=-1", 1, "must be at least 0", "parallel.clones=0"),
+        ("parallel.clones=some", 1, "is not one of auto, and no number", "parallel.clones=auto"),
         ("kernels.sm_margin.wgrad=-8", 1, "must be at least 0", "kernels.sm_margin.wgrad=0"),
         (
             "model.moe.router.groups=8 model.moe.top_k=3",
@@ -499,6 +533,7 @@ RANGES: dict[str, tuple[object, ...]] = {
     "parallel.pipeline_layout": ("", "", "Ett|ttL", "E(tt|)*2L", "Et"),
     "parallel.expert": (0, 1, 2, 3, 4, 16),
     "parallel.dispatch": ("auto", "local", "alltoall", "symm", "hier"),
+    "parallel.clones": (0, 0, 2, "auto"),
     "model.layers": (1, 4, 6),
     "model.vocab_size": (100, 256, 258),
     "model.bias": (False, True),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.configs.machines import MACHINES
 from phalanx.kernels.routing.clone_plan import (
     ClonePlan,
     CloneSize,
@@ -322,6 +323,32 @@ def test_the_kernel_compiles_for_hopper(
     assert code.stack == 0, "it spills"
     assert code.threads <= 128
     assert not code.count(r"ATOM|RED\.")
+
+
+def test_loads_in_the_documentation() -> None:
+    """Of docs/dispatch.md; a copy costs a quarter of what it would unhidden."""
+    machine, expert = MACHINES["h200"], 3 * 2048 * 768
+    unhidden = dict(
+        bytes_per_second=machine.node_gbs * 1e9,
+        seconds_per_row=6 * expert / (machine.expert_tflops * 1e12),
+    )
+    cost = clone_cost(8 * expert, **unhidden, exposed=0.25)  # bf16 twice, and fp32
+    page = (Path(__file__).resolve().parents[3] / "docs" / "dispatch.md").read_text()
+    assert f"a copy costs {cost} rows" in page
+    of_one = [2**19 // 32] * 32 + [0] * 224
+    half = [2**15] + [(2**19 - 2**15) // 255] * 255
+    for name, rows, ranks, slots in (
+        ("balanced", [2048] * 128, 4, 2),
+        ("Zipf, exponent 1", zipf(128, 2**18, 0), 4, 2),
+        ("half of all tokens take one expert", half, 8, 2),
+        ("Zipf, exponent 1", zipf(256, 2**19, 0), 8, 2),
+        ("all to one rank, its experts alike", of_one, 8, 2),
+        ("all to one rank, its experts alike", of_one, 8, 4),
+    ):
+        before, after = clone_plan(counts(rows), CloneSize(ranks, slots, cost)).load_2R.tolist()
+        mean = sum(before) / ranks
+        loads = f"{max(before) / mean:.2f} | {max(after) / mean:.2f}"
+        assert f"| {name} | {len(rows)}, {ranks} | {slots} | {loads} |" in page
 
 
 @pytest.mark.gpu
