@@ -136,9 +136,12 @@ def _own_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[str, str]:
     return taken, f"with resident ones {storage(need)} of {storage(room)} would be needed"
 
 
-def clone_cost_here(cfg: Config, runtime: Runtime) -> int:
-    """Rows that a copy of an expert costs its two ranks, forward and backward, by measured rates
-    (configs/machines.py): weights travel once or twice and gradients back in fp32, unhidden."""
+def choose_clone_cost(cfg: Config, runtime: Runtime) -> int:
+    """Rows that a copy of an expert costs its two ranks, the same on all ranks. Collective.
+
+    Forward and backward, by measured rates (configs/machines.py): weights travel once or twice and
+    gradients back in fp32, and nothing hides them.
+    """
     e = cfg.model.moe
     weights = (ACTIVATIONS[e.activation].halves + 1) * cfg.model.hidden * e.ffn
     if runtime.device.type == "cuda":
@@ -146,11 +149,12 @@ def clone_cost_here(cfg: Config, runtime: Runtime) -> int:
     else:
         rates = CPU_RANKS
     passes = 1 if cfg.parallel.save_x == "keep" else 2
-    return clone_cost(
+    own = clone_cost(
         weights * (passes * width(cfg) + 4),
         bytes_per_second=rates.node_gbs * 1e9,
         seconds_per_row=6 * weights / (rates.expert_tflops * 1e12),
     )
+    return max(gather(own))
 
 
 def experts_of_all(backend: str) -> str:

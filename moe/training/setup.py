@@ -25,10 +25,10 @@ from phalanx.moe.model.init import initialize
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.qk_clip import QKClip
 from phalanx.moe.training.choices import (
+    choose_clone_cost,
     choose_fp8_weights,
     choose_graph,
     choose_kernels,
-    clone_cost_here,
     experts_of_all,
     known,
 )
@@ -170,7 +170,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
             p.clones,
             transport,
             ranks=expert,
-            cost=clone_cost_here(cfg, runtime),
+            cost=choose_clone_cost(cfg, runtime),
             keep=p.save_x == "keep",
         )
     resolved = known(cfg, runtime, choices, transport.name)

@@ -177,20 +177,13 @@ class Trainer:
             self.checkpoints.close()  # one may be on its way
             self.metrics.close(ended="diverged")
             raise
-        if self._batches and self.step >= self.cfg.run.steps:
-            doing(f"step {self.step}: routing is recorded")
-            self.metrics.event(
-                record_routing(
-                    cfg=self.cfg,
-                    job=self.job,
-                    compute=self.compute,
-                    step=self.step,
-                    batches=self._batches,
-                )
-            )
         if self.step > saved and self.cfg.run.save_interval >= 0:
             self._save()
         self.checkpoints.close()
+        if self._batches and self.step >= self.cfg.run.steps:
+            doing(f"step {self.step}: routing is recorded")
+            given = (self.cfg, self.job, self.compute, self._batches, self.step)
+            self.metrics.event(record_routing(*given))
         self.metrics.close(ended="done" if self.step >= self.cfg.run.steps else "stopped")
         self.loader.close()
         self.compute.close()
