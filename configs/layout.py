@@ -12,7 +12,7 @@ from phalanx.configs.formats import layout_fp8_problems
 from phalanx.configs.knobs import repair
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
-from phalanx.configs.transports import TRANSPORTS
+from phalanx.configs.transports import CLONED_EXPERTS, CLONED_RANKS, TRANSPORTS
 
 
 def stage_ranks(cfg: Config, world: int) -> int:
@@ -36,6 +36,13 @@ def expert_parallel_size(cfg: Config, world: int) -> int:
 def micro_batches(cfg: Config, world: int) -> int:
     """Forward passes of a rank in one optimizer step."""
     return cfg.data.global_batch // (cfg.data.micro_batch * data_parallel_size(cfg, world))
+
+
+def clone_slots(cfg: Config, world: int) -> int:
+    """Guest slots of a rank: `parallel.clones`; none where `auto` is left to the transport, or the
+    experts of a layer are on one rank."""
+    wanted = cfg.parallel.clones
+    return 0 if isinstance(wanted, str) or expert_parallel_size(cfg, world) == 1 else wanted
 
 
 def document_places(data: DataConfig) -> int:
@@ -188,6 +195,26 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
         reason = f"keeps tokens on their rank, and the experts are on {size} ranks"
         yield repair(cfg, "parallel.dispatch", reason, "alltoall")
     yield from layout_fp8_problems(cfg, size)
+    yield from _clones(cfg, size)
+
+
+def _clones(cfg: Config, ranks: int) -> Iterator[str]:
+    """What cannot have copies of experts; `ranks` share those of a layer."""
+    p, path, experts = cfg.parallel, "parallel.clones", cfg.model.moe.experts
+    if p.clones in (0, "auto"):
+        return
+    transport = TRANSPORTS.get(p.dispatch)  # none yet with auto
+    if cfg.kernels.backend == "megatron":
+        yield repair(cfg, path, "is not possible with kernels.backend=megatron", 0)
+    elif transport is not None and not transport.clones:
+        can = " or ".join(name for name, facts in TRANSPORTS.items() if facts.clones)
+        reason = f"is not possible with parallel.dispatch={p.dispatch}, only with {can}"
+        yield repair(cfg, path, reason, 0)
+    elif ranks > CLONED_RANKS or experts > CLONED_EXPERTS:
+        reason = f"serves {CLONED_EXPERTS} experts on {CLONED_RANKS} ranks, not {experts} on "
+        yield repair(cfg, path, f"{reason}{ranks}", 0)
+    elif cfg.precision.dispatch == "fp8":
+        yield repair(cfg, path, "is not possible with precision.dispatch=fp8", 0)
 
 
 def _sequence(cfg: Config, world: int) -> Iterator[str]:

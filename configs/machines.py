@@ -56,6 +56,26 @@ class Machine:
         return int(self.host_gib * 2**30)
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What clones of experts are weighed by."""
+
+    expert_tflops: float
+    node_gbs: float
+
+
+CPU_RANKS = Rates(expert_tflops=0.02, node_gbs=1.0)
+"""Processes of one host with gloo: a core's bf16 products in fp32, and copies by way of memory."""
+
+
+def rates_of(device: str, otherwise: str) -> Rates:
+    """Of the GPU of a name as CUDA gives it, or else of a machine; constants, so that a run that
+    is resumed clones the same experts."""
+    known = [m for m in MACHINES.values() if m.name.split()[0] in device]
+    machine = (known or [MACHINES[otherwise]])[0]
+    return Rates(machine.expert_tflops, machine.node_gbs)
+
+
 MACHINES: dict[str, Machine] = {
     "h200": Machine(
         name="H200",

@@ -58,8 +58,8 @@ def _match(cfg: Config, world: int, record: Record, source: str) -> Match | None
 
 
 def _model(cfg: Config) -> ModelConfig:
-    """Without forced balance, which a record tells apart."""
-    router = replace(cfg.model.moe.router, force_balance=False)
+    """Without forced or replayed choices, which a record tells apart."""
+    router = replace(cfg.model.moe.router, force_balance=False, replay="")
     return replace(cfg.model, moe=replace(cfg.model.moe, router=router))
 
 

@@ -56,7 +56,8 @@ class Record:
     layout: str = MISSING
     """Sizes of the parallel groups, and what is recomputed."""
     routing: str = MISSING
-    """`natural` (the router's choice) or `forced` (perfectly balanced)."""
+    """`natural` (the router's choice), `replayed` (recorded of a trained model) or `forced`
+    (perfectly balanced)."""
     data: str = MISSING
     """`real` text or `mock` tokens."""
     tokens_per_second_per_gpu: float = MISSING
@@ -101,6 +102,9 @@ class Own(Record):
     """Nats a token at step 50."""
     load_max_at_50: float = MISSING
     """Tokens of the busiest expert over the mean, in the worst layer at step 50."""
+    rank_load_at_50: float | None = None
+    """Expert rows of the busiest rank over the mean at step 50, on average over layers; null where
+    that was not recorded or the experts are on one rank."""
     dead_experts_at_50: int = MISSING
     """Experts without a token at step 50, over all layers."""
     reruns: int = MISSING

@@ -165,6 +165,11 @@ class RouterConfig:
     """Tile size, in tokens, for `rounding`."""
     force_balance: bool = False
     """Replace the chosen experts by a perfectly balanced choice. For benchmarks only."""
+    replay: str = ""
+    """File of a recorded routing (`run.record_routing`) whose choices replace the router's own.
+
+    For benchmarks with the load of a trained model, and for debugging; empty: the router chooses.
+    """
 
 
 @dataclass
@@ -377,6 +382,13 @@ class ParallelConfig:
     """Rows of the expert buffers, as a multiple of the rows under perfectly balanced routing.
 
     A step that needs more rows is run again with larger buffers; no token is dropped.
+    """
+    clones: int | str = 0
+    """Guest slots of a rank for copies of other ranks' hot experts, micro-batch by micro-batch.
+
+    With uneven routing ranks then share their rows, and results are the same bit for bit
+    (docs/dispatch.md). 0 clones nothing, `auto` where the transport hides what clones send, which
+    none does yet. `alltoall` clones where a number says so. `save_x=keep` keeps guests' weights.
     """
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
@@ -594,6 +606,11 @@ class RunConfig:
     """Name of the Weights & Biases project."""
     tensorboard: bool = False
     """Write TensorBoard events to the run folder."""
+    record_routing: str = ""
+    """File to which the experts that tokens choose after the last step are written; empty: none.
+
+    `model.moe.router.replay` reads it. At most 65,536 tokens a layer are kept.
+    """
     profile: list[int] = field(default_factory=list)
     """[first, last] step that torch.profiler records on rank 0, into the run folder."""
 

@@ -24,9 +24,14 @@ class TransportFacts:
     """`parallel.comm_sms` means something to it."""
     graph: bool = True
     """It can be captured in a CUDA graph: the host waits for nothing."""
+    clones: bool = False
+    """It can give ranks copies of hot experts (`parallel.clones`)."""
     fp8: bool = False
     """It can carry tokens and gradients in FP8 with their scales (`precision.dispatch`)."""
 
+
+CLONED_EXPERTS, CLONED_RANKS = 512, 8
+"""Most experts of a layer, and most ranks that share them, of which some can be cloned."""
 
 AUTO_SMS = 16
 """What `parallel.comm_sms=auto` takes for pushes: that of the records (docs/performance.md)."""
@@ -51,6 +56,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
     "alltoall": TransportFacts(
         "phalanx.parallel.dispatch.alltoall:AllToAll",
         "dense collectives of gloo or NCCL, which run everywhere",
+        clones=True,
         fp8=True,
     ),
     "deepep": TransportFacts(

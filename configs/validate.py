@@ -62,6 +62,7 @@ def validate(cfg: Config, world_size: int) -> None:
         _documents,
         _optim,
         _run,
+        _recorded,
         memory_problems,
         _folders,
         _addresses,
@@ -146,8 +147,11 @@ def _router(cfg: Config) -> Iterator[str]:
         yield repair(cfg, f"{at}.group_topk", reason, fits)
     if r.bias_rate and r.score != "sigmoid":
         yield repair(cfg, f"{at}.bias_rate", f"needs score=sigmoid, not {r.score}", 0)
-    if r.rounding != "none" and r.force_balance:
-        yield repair(cfg, f"{at}.rounding", "is not possible with force_balance", "none")
+    if r.replay and r.force_balance:
+        yield repair(cfg, f"{at}.force_balance", "is not possible with replay", False)
+    if r.rounding != "none" and (r.force_balance or r.replay):
+        what = "force_balance" if r.force_balance else "replay"
+        yield repair(cfg, f"{at}.rounding", f"is not possible with {what}", "none")
     if r.rounding != "none" and cfg.kernels.backend == "megatron":
         yield repair(cfg, f"{at}.rounding", "is not possible with kernels.backend=megatron", "none")
     if r.softmax_over == "topk" and r.score != "softmax":
@@ -279,9 +283,17 @@ def _run(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "run.profile", reason, [max(1, last - 2), last])
 
 
+def _recorded(cfg: Config) -> Iterator[str]:
+    """Routing that is written or read."""
+    if cfg.run.record_routing and cfg.kernels.backend == "megatron":
+        reason = "is not possible with kernels.backend=megatron"
+        yield repair(cfg, "run.record_routing", reason, "")
+
+
 def _folders(cfg: Config) -> Iterator[str]:
     """Object stores are no folders; a knob that takes one would make a folder of that name."""
     fits = {"run.dir": "runs", "data.cache": ""}
+    fits |= {"run.record_routing": "", "model.moe.router.replay": ""}
     for path, value in fits.items():
         if is_address(get(cfg, path)):
             reason = "is an address; only folders of a (mounted) file system can be used"

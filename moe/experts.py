@@ -124,6 +124,7 @@ class Experts(MegatronModule):
                 arrived=received.arrived,
                 addends=addends,
                 made_h=partial(memory.move, "expert_h") if memory.moves("expert_h") else None,
+                guests=received.guests,
             )
 
     def sharded_state_dict(

@@ -14,6 +14,7 @@ N tokens received.
 
 from dataclasses import dataclass, replace
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -155,6 +156,8 @@ class MoE(MoELayer):
         first, second = (None, None) if shared is None else shared.halves(hidden_SBD)
         with record_function("moe/dispatch"):
             received = self.dispatcher.dispatch(x_TD, topk_idx_TK, topk_prob_TK, first)
+        if received.clones is not None and self.training and torch.is_grad_enabled():
+            self.router.statistics.add_clones(received.clones)
         if self._adds:
             more = addends(second, residual_TD)
             with record_function("moe/experts"):

@@ -26,7 +26,8 @@ from phalanx.kernels.refusal import Refusal
 from phalanx.moe.layer import MoEOptions
 from phalanx.moe.router import balance
 from phalanx.moe.router.balance import KeepsPrecision, Statistics
-from phalanx.moe.router.forced_balance import ForcedBalance
+from phalanx.moe.router.replay import Replay
+from phalanx.moe.router.router import forced_choice
 from phalanx.moe.shared_experts import MEGATRON
 
 QUICK_GELU_SLOPE = 1.702
@@ -117,10 +118,16 @@ class StockRouter(KeepsPrecision, TopKRouter):
         self.statistics = Statistics(self.num_experts)
         if self.enable_expert_bias:  # fp32 there, which stops counting at 2**24
             self.local_tokens_per_expert = self.local_tokens_per_expert.long()
-        if options.force_balance:
-            self.router_replay = _ForcedReplay(
-                options, experts=self.num_experts, top_k=self.topk, group=pg_collection.ep
-            )
+        chosen = forced_choice(options, experts=self.num_experts, top_k=self.topk)
+        if chosen is not None:
+            self.router_replay = _ForcedReplay(chosen, pg_collection.ep)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """1-based number of the layer, within its kind (decoder or prediction)."""
+        super().set_layer_number(layer_number)
+        choice = getattr(self.router_replay, "choice", None)
+        if isinstance(choice, Replay):
+            choice.of_layer(layer_number, self.is_mtp_layer)
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """Megatron-Core divides the global loss by the number of replicas once too often."""
@@ -161,16 +168,16 @@ class StockRouter(KeepsPrecision, TopKRouter):
         return super().apply_z_loss(logits, padding_mask)
 
 
-class _ForcedReplay(ForcedBalance):
-    """Forced balance through the hook by which Megatron-Core's router replays recorded choices."""
+class _ForcedReplay(torch.nn.Module):
+    """Forced choices through the hook by which Megatron-Core's router replays recorded ones."""
 
-    def __init__(self, options: RouterConfig, *, experts: int, top_k: int, group: Any) -> None:
-        super().__init__(options, experts=experts, top_k=top_k)
-        self.group, self.layer_number = group, None
+    def __init__(self, choice: torch.nn.Module, group: Any) -> None:
+        super().__init__()
+        self.choice, self.group, self.layer_number = choice, group, None
 
     def get_replay_topk(self, scores: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         tokens = scores.size(0)
-        idx_TK = self(tokens, self.group.rank() * tokens)
+        idx_TK = self.choice(tokens, self.group.rank() * tokens)
         return scores.gather(1, idx_TK), idx_TK
 
 

@@ -112,6 +112,7 @@ def measured(args: argparse.Namespace) -> Own:
         versions=versions(args.version),
         loss_at_50=_rounded(last["loss"], 6),
         load_max_at_50=_rounded(last["load_max"], 4),
+        rank_load_at_50=_rounded(last["rank_load"], 4) if "rank_load" in last else None,
         dead_experts_at_50=last["dead_experts"],
         reruns=last["reruns"],
         capacity_factor=_rounded(last["capacity_factor"], 4),
@@ -157,16 +158,24 @@ def described(cfg: Config, ranks: int, overrides: Sequence[str]) -> dict[str, An
     return {
         "model": cfg.model.name,
         # How experts are chosen has a field of its own.
-        "overrides": [text for text in of_model if ".force_balance=" not in text],
+        "overrides": [text for text in of_model if text.split("=")[0] not in _CHOICE],
         "system": f"Phalanx, experts {cfg.kernels.backend}",
         "dtype": cfg.precision.recipe,
         "sequence_length": cfg.data.sequence_length,
         "micro_batch": cfg.data.micro_batch,
         "global_batch": cfg.data.global_batch,
         "layout": sizes + _memory("recompute", r.recompute) + _memory("offload", r.offload),
-        "routing": "forced" if cfg.model.moe.router.force_balance else "natural",
+        "routing": _routing(cfg),
         "data": "mock" if cfg.data.source == "synthetic" else "real",
     }
+
+
+_CHOICE = ("model.moe.router.force_balance", "model.moe.router.replay")
+
+
+def _routing(cfg: Config) -> str:
+    router = cfg.model.moe.router
+    return "forced" if router.force_balance else "replayed" if router.replay else "natural"
 
 
 def _memory(what: str, names: Sequence[str]) -> str:

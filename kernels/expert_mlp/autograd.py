@@ -28,6 +28,7 @@ from phalanx.kernels.expert_mlp.backend import (
     tensors_of,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.guests import Guests, beside, scratch, settle
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
@@ -105,8 +106,11 @@ class ExpertMLP(torch.autograd.Function):
         *addends: Tensor,
     ) -> Tensor:
         weights, overlap = MLPWeights(w1, w2, b1, b2), how.overlap
-        out, h, x_rows = run_forward(x, weights, plan, how, addends)
+        borrowed = None if how.guests is None else how.guests.borrow(weights)
+        used = weights if borrowed is None else beside(weights, borrowed)
+        out, h, x_rows = run_forward(x, used, plan, how, addends)
         ctx.how = how
+        ctx.borrowed = borrowed if how.guests is not None and how.guests.keep else None
         if how.spec.recompute_h:
             h = x.new_empty(0)
         elif how.made_h is not None:
@@ -138,9 +142,17 @@ class ExpertMLP(torch.autograd.Function):
         x = rows_of(after[:of_x]) if of_x else None
         plan = ExpertPlan(*after[of_x:]) if of_x else ctx.plan
         buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
-        given = Saved(x, MLPWeights(w1, w2, b1, b2), h, plan, ctx.how)
+        own, guests, used = MLPWeights(w1, w2, b1, b2), ctx.how.guests, buffers
+        weights = own
+        if guests is not None:
+            weights = beside(own, ctx.borrowed or guests.borrow(own))
+            used = [None if w is None else scratch(w) for w in weights]
+        given = Saved(x, weights, h, plan, ctx.how)
         out_grad = dout.contiguous() if ctx.how.arrived is None else ctx.how.arrived.gradient
-        dx, *grads, dprob = run_backward(out_grad, given, needs[:5], buffers)
+        dx, *grads, dprob = run_backward(out_grad, given, needs[:5], used)
+        if guests is not None:
+            pairs = zip(grads, own, buffers, strict=True)
+            grads = [g if g is None else settle(g, w, into, guests) for g, w, into in pairs]
         for i, p in enumerate(ctx.accumulated):
             grads[i] = grads[i] if p is None else main_grad.added(p)
         made = zip([dx, *grads, dprob], needs, strict=False)
@@ -158,6 +170,8 @@ class How(NamedTuple):
     """What to read in place of x and of the gradient of out; None: these."""
     made_h: Callable[..., None] | None = None
     """Is called with what is saved of h."""
+    guests: Guests | None = None
+    """Whose experts have places behind the own ones in the plan; None: there are no such places."""
 
 
 class Saved(NamedTuple):

@@ -1,9 +1,9 @@
-"""Forced balance of a router in Triton: experts that a table tells, and their probabilities.
+"""Experts that a table tells in place of the router, and their probabilities, in Triton.
 
-The choice is that of `moe.router.forced_balance`, the probabilities are those of `moe.router.
-scores`, in one pass over the tokens.
+The choice is that of `moe.router.forced_balance` or of `moe.router.replay`, the probabilities are
+those of `moe.router.scores`, in one pass over the tokens.
 
-Legend: T tokens, E experts in G groups of M members, K experts per token.
+Legend: T tokens, E experts in G groups of M members, K experts per token, P rows of the table.
 """
 
 import torch
@@ -22,7 +22,7 @@ WEIGHTS = ("softmax", "softmax_all", "sigmoid", "sigmoid_sum")
 @triton.jit
 def router_forced(  # type: ignore[no-untyped-def]
     logits,
-    shifts,
+    table,
     idx,
     prob,
     first,
@@ -30,7 +30,8 @@ def router_forced(  # type: ignore[no-untyped-def]
     T,
     E,
     G,
-    PATTERNS: tl.constexpr,
+    P,
+    RECORDED: tl.constexpr,
     WEIGHTS: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -42,11 +43,14 @@ def router_forced(  # type: ignore[no-untyped-def]
     here = (t < T)[:, None] & (k < K)
     n = t + first
     M = E // G
-    expert = (n % E)[:, None]
-    at = shifts + (((n // E) % PATTERNS)[:, None] * K + k) * 2
-    group = (expert // M + tl.load(at, mask=here, other=0)) % G
-    member = (expert + tl.load(at + 1, mask=here, other=0)) % M
-    chosen = group * M + member
+    if RECORDED:
+        chosen = tl.load(table + (n % P)[:, None] * K + k, mask=here, other=0).to(tl.int32)
+    else:
+        expert = (n % E)[:, None]
+        at = table + (((n // E) % P)[:, None] * K + k) * 2
+        group = (expert // M + tl.load(at, mask=here, other=0)) % G
+        member = (expert + tl.load(at + 1, mask=here, other=0)) % M
+        chosen = group * M + member
     x = tl.load(logits + t[:, None] * E + chosen, mask=here, other=0.0)
     x = tl.where(k < K, x, float("-inf"))
     if WEIGHTS == 0:
@@ -68,14 +72,15 @@ def router_forced(  # type: ignore[no-untyped-def]
 
 
 def forced(
-    logits_TE: Tensor, shifts_PK2: Tensor, first: int, *, groups: int, weights: str, scale: float
+    logits_TE: Tensor, table: Tensor, first: int, *, groups: int, weights: str, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Experts of tokens `first`, `first` + 1, ... and their probabilities.
 
     Args:
         logits_TE: fp32, contiguous.
-        shifts_PK2: int64, contiguous: groups and members by which a token's experts are apart from
-            its number, one row for every E tokens in turn.
+        table: contiguous. int64 [P, K, 2]: groups and members by which a token's experts are apart
+            from its number, one row for every E tokens in turn; or int16 [P, K]: experts, one row
+            for every token in turn.
         first: number of the first token in its expert-parallel group.
         groups: G.
         weights: one of `WEIGHTS`.
@@ -84,7 +89,7 @@ def forced(
     Returns:
         idx_TK int32 and prob_TK fp32.
     """
-    (T, E), (patterns, K, _) = logits_TE.shape, shifts_PK2.shape
+    (T, E), (P, K) = logits_TE.shape, table.shape[:2]
     idx_TK = logits_TE.new_empty(T, K, dtype=torch.int32)
     prob_TK = logits_TE.new_empty(T, K)
     slots, experts = triton.next_power_of_2(K), triton.next_power_of_2(E)
@@ -92,13 +97,13 @@ def forced(
     if T:
         router_forced[(triton.cdiv(T, rows),)](
             logits_TE,
-            shifts_PK2,
+            table,
             idx_TK,
             prob_TK,
             first,
             scale,
-            *(T, E, groups),
-            PATTERNS=patterns,
+            *(T, E, groups, P),
+            RECORDED=table.ndim == 2,
             WEIGHTS=WEIGHTS.index(weights),
             K=K,
             ROWS=rows,

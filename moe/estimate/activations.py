@@ -15,7 +15,7 @@ import torch
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import fp8_row, is_fp8, quantizes, width
-from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.layout import clone_slots, expert_parallel_size
 from phalanx.configs.linear_attention import HEAD_DIM, input_dim
 from phalanx.configs.schema import Config
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
@@ -54,12 +54,13 @@ def sizes(cfg: Config, world: int) -> Sizes:
     local = tokens // p.tensor
     ranks = expert_parallel_size(cfg, world)
     held = slots(e.router, experts=e.experts, top_k=e.top_k)
-    worst = held.most(local, ranks, e.experts // ranks)
+    places = e.experts // ranks + clone_slots(cfg, world)
+    worst = held.most(local, ranks, places)
     if cfg.kernels.backend == "megatron":  # it takes what comes; balanced here
         rows = min(worst, local * e.top_k)
     else:
         budget = Budget(max(1.0, p.capacity_factor), torch.device("cpu"))
-        rows = budget.rows(local, e.top_k, ranks, e.experts // ranks, most=worst)
+        rows = budget.rows(local, e.top_k, ranks, places, most=worst)
     return Sizes(tokens, local, ranks * local, rows, worst)
 
 
@@ -322,7 +323,20 @@ class Activations:
             resent = overlaps(self._cfg, self._world)
             kept = sent.kept if resent else max(sent.kept, s.received)
             received = kept * fp8_row(m.hidden)
-        return {"moe": routing + 8 * s.rows + received, "expert_h": h}
+        guests = self.guests().saved
+        return {"moe": routing + 8 * s.rows + received + guests, "expert_h": h}
+
+    def guests(self) -> Layer:
+        """Of a layer whose hot experts are cloned: weights of own experts and guests beside each
+        other, their gradients in fp32, and what is exchanged of the larger matrix."""
+        e, slots = self._cfg.model.moe, clone_slots(self._cfg, self._world)
+        if not slots:
+            return Layer(0, 0)
+        ranks, wide = expert_parallel_size(self._cfg, self._world), 2 * self._wide
+        halves, one = ACTIVATIONS[e.activation].halves, self._cfg.model.hidden * e.ffn
+        expert, places = (halves + 1) * one, e.experts // ranks + slots
+        kept = slots * expert * wide if self._cfg.parallel.save_x == "keep" else 0
+        return Layer(kept, places * expert * (wide + 4) + 3 * ranks * slots * halves * one * 4)
 
     def _experts_backward(self) -> int:
         """Most of the steps of `kernels.expert_mlp.custom_ops`, in their order."""
@@ -344,4 +358,4 @@ class Activations:
             dh + row_d + tokens + beside + (w1 + w2 if kept else 0),
             tokens + w1 + w2,  # placeholders for autograd, or gradients
         )
-        return max(steps) + around
+        return max(steps) + around + self.guests().backward

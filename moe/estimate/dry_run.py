@@ -7,6 +7,7 @@ from phalanx.configs import capture
 from phalanx.configs.formats import EMULATES, described, is_fp8, quantizes
 from phalanx.configs.knobs import get
 from phalanx.configs.layout import (
+    clone_slots,
     data_parallel_size,
     expert_parallel_size,
     micro_batches,
@@ -24,7 +25,7 @@ from phalanx.moe.estimate.accounting import (
     fp8_peak,
     model_size,
 )
-from phalanx.moe.estimate.activations import sizes
+from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.advice import needed, suggestions
 from phalanx.moe.estimate.memory import exchange_bytes, host_needed, stage_memory
 from phalanx.moe.estimate.modules import parts
@@ -203,6 +204,12 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
         yield (
             f"rows      {m.rows} ({case}): {storage(m.layer)} of activations kept a layer, "
             f"{storage(m.rank)} in all; dispatch buffers {storage(buffer_bytes(cfg, world))}"
+        )
+    if slots := clone_slots(cfg, world):
+        held = Activations(cfg, world).guests()
+        yield (
+            f"clones    {slots} guest slots: {storage(held.saved + held.backward)} for weights and "
+            "gradients in the backward pass of a layer"
         )
     yield (
         f"sent      {cfg.parallel.dispatch}: a token has experts on {t.ranks:.2f} ranks of "

@@ -115,7 +115,8 @@ def _validation(cfg: Config, parts: list[Layer]) -> int:
     Eager steps have given their memory back by then; a CUDA graph keeps its own.
     """
     run = cfg.run
-    beside = run.graph == CAPTURED and (run.eval_interval > 0 or run.sample_every > 0)
+    forward = run.eval_interval > 0 or run.sample_every > 0 or bool(run.record_routing)
+    beside = run.graph == CAPTURED and forward
     return max(part.saved + part.moved for part in parts) if beside else 0
 
 

@@ -12,7 +12,7 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.estimate.memory import fp8_weights
 from phalanx.moe.model.kernel_facts import facts
-from phalanx.parallel.dispatch.transport import class_of, planned, sms_of
+from phalanx.parallel.dispatch.transport import class_of, planned, sms_of, with_clones
 
 _PACKAGES = frozenset(
     {"flash_attn_4", "quack", "transformer_engine", "triton", "nvidia_cutlass_dsl"}
@@ -59,8 +59,10 @@ def _with_transport(cfg: Config, world: int, node_gpus: int) -> Config:
             node_ranks=node_gpus,
             refusals=refusals,
         )
+        taken = with_clones(cfg.parallel.clones, taken, ranks=expert, cost=0, keep=False)
     except ValueError as error:
         raise ConfigError(f"on nodes of {node_gpus} GPUs {error}") from error
     cfg.parallel.dispatch = taken.name
+    cfg.parallel.clones = 0 if taken.clones is None else taken.clones.slots
     cfg.parallel.comm_sms = sms_of(wanted, taken, k.backend, quantizes_on_arrival(cfg))
     return cfg

@@ -12,7 +12,7 @@ from math import comb
 from typing import NamedTuple
 
 from phalanx.configs.formats import in_bf16, quantizes_on_arrival, width
-from phalanx.configs.layout import expert_parallel_size
+from phalanx.configs.layout import clone_slots, expert_parallel_size
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config, MoEConfig
 from phalanx.kernels.quantize import packed
@@ -92,6 +92,7 @@ def reach(cfg: Config, world: int) -> Reach:
         other_nodes=sum(reached * (1 - held / e.experts) for reached, held in hosts),
         pushes=in_bf16(cfg) and cfg.run.device != "cpu",
         keep=p.save_x == "keep",
+        rows_back=e.top_k if clone_slots(cfg, world) else 1,
     )
 
 

@@ -249,13 +249,17 @@ def _on_gpu(record: dict[str, Any]) -> bool:
 
 
 def steady(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and standard deviation of the rates of `records`, and the last loss."""
+    """Mean and standard deviation of the rates of `records`, mean load, and the last loss."""
     totals: dict[str, Any] = {"records": len(records)}
     for key in ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "mfu_fp8", "step_time"):
         values = [record[key] for record in records if key in record]
         if values:
             totals[key] = statistics.fmean(values)
             totals[f"{key}_sd"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    for key in ("load_max", "rank_load", "rank_load_cloned", "cloned", "dead_experts"):
+        values = [record[key] for record in records if key in record]
+        if values:
+            totals[key] = statistics.fmean(values)
     for key in ("loss", "memory", "memory_total"):
         if records and key in records[-1]:
             totals[key] = records[-1][key]

@@ -18,8 +18,13 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from phalanx.kernels.routing.clone_plan import ClonePlan
+
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 """Names of the balancing losses: the RouterConfig fields that hold their coefficients."""
+
+_OF_CLONES = 4
+"""Copies; rows of all ranks; rows of the busiest one without copies, and with them."""
 
 
 def count_choices(idx_TK: Tensor, experts: int) -> Tensor:
@@ -87,6 +92,7 @@ class Statistics(KeepsPrecision):
             ("tokens_per_expert", (experts,), torch.int64),
             ("losses", (len(LOSSES),), torch.float32),
             ("micro_batches", (), torch.int64),
+            ("clones", (_OF_CLONES,), torch.int64),
         ):
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
@@ -102,6 +108,13 @@ class Statistics(KeepsPrecision):
         """Note this rank's share of one of `LOSSES`, before its coefficient."""
         self.losses[LOSSES.index(name)] += share.detach()
 
+    @torch.no_grad()
+    def add_clones(self, plan: ClonePlan) -> None:
+        """Note the clones of one micro-batch, which all ranks of a group do alike."""
+        before_R, after_R = plan.load_2R.unbind(0)
+        cloned = (plan.expert_RN >= 0).sum()
+        self.clones += torch.stack((cloned, before_R.sum(), before_R.max(), after_R.max()))
+
 
 @dataclass(frozen=True)
 class Balance:
@@ -112,6 +125,14 @@ class Balance:
     busiest expert over the mean load. 1 is perfect, E / K the worst."""
     idle: frozenset[tuple[int, int]] = frozenset()
     """(layer number, expert) of all that no token chose."""
+    rank_load: float = 0.0
+    """Choices of the experts of the busiest rank over the mean of ranks, on average over layers; 0
+    where the experts of a layer are on one rank."""
+    cloned: float | None = None
+    """Copies of experts, on average over layers and micro-batches; None of a run without."""
+    rank_load_cloned: float = 0.0
+    """As `rank_load`, of micro-batches with copies and what they cost; `rank_load` is then of these
+    without copies."""
     losses: dict[str, float] = field(default_factory=dict)
     """Balancing losses before their coefficients, mean over layers and micro-batches."""
 
@@ -154,13 +175,14 @@ class Collector:
     Args:
         chunks: model chunks of this rank, wrapped or not.
         config: their TransformerConfig.
-        pg: process groups with `tp_cp`.
+        pg: process groups with `tp_cp` and `ep`.
     """
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], config: Any, pg: ProcessGroupCollection
     ) -> None:
         self._experts, self._replica_ranks = config.num_moe_experts, pg.tp_cp.size()
+        self._ranks = pg.ep.size()
         layers = config.num_layers + (config.mtp_num_layers or 0)
         self._of_layer: list[list[Statistics]] = [[] for _ in range(layers)]
         for router in routers(chunks):
@@ -168,12 +190,12 @@ class Collector:
         self._none = Statistics(self._experts)
 
     def table(self) -> Tensor:
-        """This rank's part, fp64 [layers, counts | losses | micro-batches]; no host read.
+        """This rank's part, fp64 [layers, counts | losses | micro-batches | clones]; no host read.
 
         The sum over all ranks is the table of the model: exact for counts below 2**53, and 0 in the
         rows of layers that no rank has or that route nothing.
         """
-        columns = (self._column(n) for n in ("tokens_per_expert", "losses", "micro_batches"))
+        columns = map(self._column, ("tokens_per_expert", "losses", "micro_batches", "clones"))
         return torch.cat([column.flatten(1) for column in columns], 1)
 
     def _column(self, name: str) -> Tensor:
@@ -183,7 +205,8 @@ class Collector:
 
     def read(self, table: Tensor) -> Balance:
         """What a table of all ranks says, in whichever shape it is; it lies on the host."""
-        return _summary(table.view(len(self._of_layer), -1), self._experts, self._replica_ranks)
+        table = table.view(len(self._of_layer), -1)
+        return _summary(table, self._experts, self._ranks, self._replica_ranks)
 
 
 def layer_index(router: Any, config: Any) -> int:
@@ -191,17 +214,26 @@ def layer_index(router: Any, config: Any) -> int:
     return router.layer_number - 1 + (config.num_layers if router.is_mtp_layer else 0)
 
 
-def _summary(table: Tensor, experts: int, replica_ranks: int) -> Balance:
-    count, losses, micro_batches = table.split([experts, len(LOSSES), 1], dim=1)
+def _summary(table: Tensor, experts: int, ranks: int, replica_ranks: int) -> Balance:
+    count, losses, micro_batches, clones = table.split([experts, len(LOSSES), 1, _OF_CLONES], 1)
     used = [i for i, n in enumerate(micro_batches.flatten().tolist()) if n]
     if not used:
         return Balance()
     count, losses, micro_batches = count[used], losses[used], micro_batches[used]
     load = count.amax(1) / count.mean(1)
+    cloned, total, before, after = clones[used].unbind(1)
+    of_ranks = count.unflatten(1, (ranks, -1)).sum(2)
+    load_of_ranks, load_cloned = of_ranks.amax(1) / of_ranks.mean(1), 0.0
+    if bool(total.any()):  # of micro-batches one by one, not of their sum
+        load_of_ranks = before * ranks / total
+        load_cloned = float((after * ranks / total).mean())
     mean = (losses / micro_batches * replica_ranks).mean(0)
     return Balance(
         load={i + 1: value for i, value in zip(used, load.tolist(), strict=True)},
         idle=frozenset((used[row] + 1, e) for row, e in (count == 0).nonzero().tolist()),
+        rank_load=float(load_of_ranks.mean()) if ranks > 1 else 0.0,
+        cloned=float((cloned / micro_batches[:, 0]).mean()) if bool(total.any()) else None,
+        rank_load_cloned=load_cloned,
         losses=dict(zip(LOSSES, mean.tolist(), strict=True)),
     )
 

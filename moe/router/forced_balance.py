@@ -34,13 +34,13 @@ class ForcedBalance(torch.nn.Module):
             pairs = [(g, m) for g in allowed for m in range(self.members)]
             shifts.append(draw.sample(pairs, top_k))
         table = torch.tensor(shifts, dtype=torch.int64, device=torch.cuda.current_device())
-        self.register_buffer("shifts", table, persistent=False)
+        self.register_buffer("table", table, persistent=False)
 
     def forward(self, tokens: int, first_token: int) -> Tensor:
         """Experts of tokens `first_token`, `first_token` + 1, ... of the group: int64 [T, K]."""
-        n_T = torch.arange(first_token, first_token + tokens, device=self.shifts.device)
+        n_T = torch.arange(first_token, first_token + tokens, device=self.table.device)
         expert_T, run_T = n_T % (self.groups * self.members), n_T // (self.groups * self.members)
-        shift_TK2 = self.shifts.index_select(0, run_T % _PATTERNS)
+        shift_TK2 = self.table.index_select(0, run_T % _PATTERNS)
         group_TK = (expert_T[:, None] // self.members + shift_TK2[..., 0]) % self.groups
         member_TK = (expert_T[:, None] + shift_TK2[..., 1]) % self.members
         return group_TK * self.members + member_TK

@@ -34,7 +34,7 @@ def refuse(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
     """Why the kernel cannot route by these options."""
     if options.rounding != "none":
         return f"token rounding (rounding={options.rounding}) is not supported"
-    limited = options.group_topk < options.groups and not options.force_balance
+    limited = options.group_topk < options.groups and not given_choice(options)
     if limited and (why := _refuse_groups(options, experts, top_k)):
         return why
     if experts % 8 or experts > TOPK_EXPERTS:
@@ -44,6 +44,11 @@ def refuse(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
     if not options.scale or not math.isfinite(options.scale):
         return f"needs a scale other than {options.scale}"
     return None
+
+
+def given_choice(options: RouterConfig) -> bool:
+    """Whether a table chooses in place of the router."""
+    return options.force_balance or bool(options.replay)
 
 
 def _refuse_groups(options: RouterConfig, experts: int, top_k: int) -> str | None:
@@ -84,17 +89,17 @@ def topk(
 
 
 def forced(
-    logits_TE: Tensor, shifts_PK2: Tensor, first: int, options: RouterConfig
+    logits_TE: Tensor, table: Tensor, first: int, options: RouterConfig
 ) -> tuple[Tensor, Tensor]:
-    """As `topk`, with the experts of `moe.router.forced_balance`.
+    """As `topk`, with the experts of `moe.router.forced_balance` or `moe.router.replay`.
 
     Args:
         logits_TE: as `topk` takes it.
-        shifts_PK2: table of the module `ForcedBalance`.
+        table: of the module `ForcedBalance` or `Replay`.
         first: number of the first token in its expert-parallel group.
         options: that `refuse` does not.
     """
-    idx_TK, prob_TK = _Forced.apply(logits_TE, shifts_PK2, first, options)
+    idx_TK, prob_TK = _Forced.apply(logits_TE, table, first, options)
     return idx_TK, prob_TK
 
 
@@ -132,16 +137,16 @@ class _Forced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: Tensor, shifts_PK2: Tensor, first: int, options: RouterConfig
+        ctx: Any, logits_TE: Tensor, table: Tensor, first: int, options: RouterConfig
     ) -> tuple[Tensor, Tensor]:
         from phalanx.kernels.routing.forced_triton import forced
 
         idx_TK, prob_TK = forced(
             logits_TE,
-            shifts_PK2,
+            table,
             first,
             groups=options.groups,
-            weights=_kind(options, shifts_PK2.shape[1]),
+            weights=_kind(options, table.shape[1]),
             scale=options.scale,
         )
         return _save(ctx, logits_TE, idx_TK, prob_TK, _weights(options))

@@ -22,6 +22,7 @@ from phalanx.moe.router.balance import KeepsPrecision, Statistics
 from phalanx.moe.router.forced_balance import ForcedBalance
 from phalanx.moe.router.fused_balance import Recorder
 from phalanx.moe.router.logits import gate
+from phalanx.moe.router.replay import Replay
 from phalanx.moe.router.scores import choose, loss_scores, probabilities
 from phalanx.parallel.dispatch.base import Slots
 
@@ -51,8 +52,9 @@ def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
         raise ValueError(f"unknown {at}.rounding={options.rounding}: set it to one of {modes}")
     if options.rounding_tile < 1:
         raise ValueError(f"{at}.rounding_tile={options.rounding_tile} must be at least 1")
-    if options.rounding != "none" and options.force_balance:
-        raise ValueError(f"{at}.force_balance chooses experts itself: set {at}.rounding=none")
+    if options.rounding != "none" and fused_topk.given_choice(options):
+        what = "force_balance" if options.force_balance else "replay"
+        raise ValueError(f"{at}.{what} chooses experts itself: set {at}.rounding=none")
     if not 1 <= options.group_topk <= options.groups:
         raise ValueError(
             f"{at}.group_topk={options.group_topk} must be 1 to {at}.groups={options.groups}"
@@ -72,6 +74,15 @@ def slots(options: RouterConfig, *, experts: int, top_k: int) -> Slots:
     reachable = options.group_topk * (experts // options.groups)
     width = token_rounding.candidates(options.rounding, top_k, reachable)
     return Slots(top_k, width, token_rounding.surplus(options.rounding, options.rounding_tile))
+
+
+def forced_choice(
+    options: RouterConfig, *, experts: int, top_k: int
+) -> ForcedBalance | Replay | None:
+    """What chooses experts in place of the router; None: nothing."""
+    if options.replay:
+        return Replay(options.replay)
+    return ForcedBalance(options, experts=experts, top_k=top_k) if options.force_balance else None
 
 
 class Router(KeepsPrecision, MegatronModule):
@@ -121,11 +132,7 @@ class Router(KeepsPrecision, MegatronModule):
         self.weight = self._parameter(self.num_experts, config.hidden_size)
         self.bias = self._parameter(self.num_experts) if config.add_bias_linear else None
         self.statistics = Statistics(self.num_experts)
-        self.forced = (
-            ForcedBalance(options, experts=self.num_experts, top_k=top_k)
-            if options.force_balance
-            else None
-        )
+        self.forced = forced_choice(options, experts=self.num_experts, top_k=top_k)
         self._counter("local_tokens_per_expert", bool(options.bias_rate))
         self._counter("global_tokens_per_expert", bool(options.global_aux_loss))
         bias = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)
@@ -147,6 +154,8 @@ class Router(KeepsPrecision, MegatronModule):
     def set_layer_number(self, layer_number: int) -> None:
         """1-based number of the layer, within its kind (decoder or prediction)."""
         self.layer_number = layer_number
+        if isinstance(self.forced, Replay):
+            self.forced.of_layer(layer_number, self.is_mtp_layer)
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Start the counts of a new global batch; Megatron-Core calls it once per step."""
@@ -167,7 +176,7 @@ class Router(KeepsPrecision, MegatronModule):
         o, K, kept_TC = self.options, self.top_k, None
         if self.fused and self.forced is not None:
             first = self.ep_group.rank() * logits_TE.size(0)
-            idx_TC, prob_TC = fused_topk.forced(logits_TE, self.forced.shifts, first, o)
+            idx_TC, prob_TC = fused_topk.forced(logits_TE, self.forced.table, first, o)
         elif self.fused:
             idx_TC, prob_TC = fused_topk.topk(logits_TE, self.expert_bias, o, K)
         else:
@@ -219,7 +228,8 @@ class Router(KeepsPrecision, MegatronModule):
     def _choice_is_shaped(self) -> bool:
         """Whether the choice can differ from the K largest logits."""
         o = self.options
-        return bool(o.bias_rate or o.force_balance or o.group_topk < o.groups)
+        given = fused_topk.given_choice(o)
+        return bool(o.bias_rate or given or o.group_topk < o.groups)
 
     def _balance(
         self, logits_TE: Tensor, idx_TK: Tensor, prob_TC: Tensor, sequences: int

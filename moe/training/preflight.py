@@ -18,6 +18,7 @@ from phalanx.moe.data.blend import open_blend, parse_blend
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
 from phalanx.moe.report.units import count
+from phalanx.moe.router import recording
 from phalanx.parallel.checkpoint import commit, saved_config
 from phalanx.parallel.checkpoint.commit import Invalid
 from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch, compare
@@ -49,6 +50,7 @@ def preflight(cfg: Config) -> Findings:
     found.notes += oversized(cfg)
     checks: tuple[Callable[[Config], Iterator[str]], ...] = (
         _optimizer,
+        _replay,
         _data,
         _samples,
         _folder,
@@ -87,6 +89,21 @@ def _optimizer(cfg: Config) -> Iterator[str]:
             "project's dependencies anew, or set optim.kind=adamw"
         )
     yield from ()
+
+
+def _replay(cfg: Config) -> Iterator[str]:
+    """A recorded routing is there, and of a model of this shape."""
+    if path := cfg.model.moe.router.replay:
+        try:
+            facts = recording.read_facts(path)
+        except ValueError as error:
+            raise ConfigError(f"{error} (model.moe.router.replay)") from None
+        if reason := recording.misfit(facts, cfg.model):
+            raise ConfigError(f"model.moe.router.replay={path} {reason}")
+        yield (
+            f"routing: replayed from {path}, {facts.tokens:,} tokens of {facts.model} after step "
+            f"{facts.step}"
+        )
 
 
 def _data(cfg: Config) -> Iterator[str]:

@@ -25,6 +25,7 @@ from phalanx.moe.model.init import initialize
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.qk_clip import QKClip
 from phalanx.moe.training.choices import (
+    choose_clone_cost,
     choose_fp8_weights,
     choose_graph,
     choose_kernels,
@@ -35,7 +36,13 @@ from phalanx.moe.training.choices import (
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
 from phalanx.parallel.dispatch.transport import choices as transport_choices
-from phalanx.parallel.dispatch.transport import choose_transport, of_megatron, sms_of
+from phalanx.parallel.dispatch.transport import (
+    choose_transport,
+    clone_choices,
+    of_megatron,
+    sms_of,
+    with_clones,
+)
 from phalanx.parallel.dispatch.transport_class import Transport
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.groups import Groups, create
@@ -160,6 +167,13 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
         transport = of_megatron(p.dispatch)
     else:
         transport = choose_transport(p.dispatch, groups.pg.ep, config.params_dtype)
+        transport = with_clones(
+            p.clones,
+            transport,
+            ranks=expert,
+            cost=choose_clone_cost(cfg, runtime),
+            keep=p.save_x == "keep",
+        )
     resolved = known(cfg, runtime, choices, transport.name)
     graph = choose_graph(resolved)
     resolved.run.graph = graph.backend
@@ -170,7 +184,8 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     overlap = transport_choices(
         transport, backend=waiting, comm_sms=p.comm_sms, shared=shared, quantizes=quantizes
     )
-    choices = [*choices, *emulation(resolved), *weights, *overlap, graph]
+    cloning = clone_choices(p.clones, transport)
+    choices = [*choices, *emulation(resolved), *weights, *overlap, *cloning, graph]
     captured = graph.backend == capture.CAPTURED
     sms = sms_of(p.comm_sms, transport, waiting, quantizes)
     config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)

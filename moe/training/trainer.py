@@ -44,6 +44,7 @@ from phalanx.moe.training.launch import Launch
 from phalanx.moe.training.memory_check import check_room
 from phalanx.moe.training.out_of_memory import advised
 from phalanx.moe.training.preflight import checkpoint_root, preflight
+from phalanx.moe.training.routing_record import record_routing
 from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
 from phalanx.moe.training.step import Rerun, Step
@@ -110,6 +111,8 @@ class Trainer:
         self.health = Health(cfg.run)
         self.step = 0
         self.compute = Step(cfg, self.job)
+        self._batches: list[dict[str, torch.Tensor]] = []
+        """Of the last step, if its routing is to be recorded."""
         self.samples: Samples | None = None
         if cfg.run.sample_every:
             self.samples = Samples(cfg, self.compute, torch.from_numpy(train_set[0]).long())
@@ -177,6 +180,10 @@ class Trainer:
         if self.step > saved and self.cfg.run.save_interval >= 0:
             self._save()
         self.checkpoints.close()
+        if self._batches and self.step >= self.cfg.run.steps:
+            doing(f"step {self.step}: routing is recorded")
+            given = (self.cfg, self.job, self.compute, self._batches, self.step)
+            self.metrics.event(record_routing(*given))
         self.metrics.close(ended="done" if self.step >= self.cfg.run.steps else "stopped")
         self.loader.close()
         self.compute.close()
@@ -237,6 +244,8 @@ class Trainer:
         self._doing("data")
         with record_function("data"):
             batches = self.loader.next_step()
+        if self.cfg.run.record_routing and number == self.cfg.run.steps:
+            self._batches = batches
         waited = time.perf_counter() - began
         self._doing("forward and backward")
         before = balance.snapshot(engine.modules)
@@ -332,6 +341,9 @@ class Trainer:
         if load.load:  # none if all steps since the last record were skipped
             record |= {"load_max": load.worst, "load_p95": load.p95, "dead_experts": load.dead}
             record |= {"layers": load.by_layer}
+            record |= {"rank_load": load.rank_load} if load.rank_load else {}
+        if load.cloned is not None:
+            record |= {"cloned": load.cloned, "rank_load_cloned": load.rank_load_cloned}
         record |= {f"balance/{name}": value for name, value in load.losses.items() if value}
         record |= self._take_max_logits()
         self.metrics.log(record)

@@ -27,6 +27,7 @@ _FREE = (
     "model.moe.router.global_aux_loss",
     "model.moe.router.z_loss",
     "model.moe.router.force_balance",
+    "model.moe.router.replay",
 )
 # Zero or not is architecture (a bias rate of 0 has no bias); the value is not.
 _SWITCHES = ("model.moe.router.bias_rate",)

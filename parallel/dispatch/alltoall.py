@@ -50,6 +50,10 @@ class AllToAll(Dispatcher):
 
     @classmethod
     def build(cls, context: DispatchContext) -> "AllToAll":
+        if (clones := context.transport.clones) is not None:
+            from phalanx.parallel.dispatch.cloned_alltoall import ClonedAllToAll
+
+            return ClonedAllToAll(context, clones)
         return cls(context.group, context.plan, context.recipe)
 
     @classmethod
@@ -62,7 +66,7 @@ class AllToAll(Dispatcher):
         all-to-all on the way back, in which each of a node's ranks sends its own sum."""
         ranks, nodes, size = reach.ranks, reach.nodes, reach.node_ranks
         there, back = Links(ranks - nodes, nodes - 1), Links(size - 1, ranks - size)
-        return Costs(there, back, kept=reach.received, backward=reach.received)
+        return Costs(there, reach.rows_back * back, kept=reach.received, backward=reach.received)
 
     def dispatch(
         self,
@@ -118,14 +122,14 @@ def collect(
     return _Collect.apply(out_ND, group, fp8, *more)
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Rows of all ranks, rank-major: [T, ...] -> [R * T, ...]."""
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     dist.all_gather_into_tensor(out, x.contiguous(), group=group)
     return out
 
 
-def _sum_to_owner(x: Tensor, group: dist.ProcessGroup, addends: Sequence[Tensor] = ()) -> Tensor:
+def sum_to_owner(x: Tensor, group: dist.ProcessGroup, addends: Sequence[Tensor] = ()) -> Tensor:
     """Block r goes to rank r, which sums what it receives: [R * T, ...] -> [T, ...].
 
     Summed after the exchange rather than by a reduce-scatter: fp32, one rounding, the ranks' order.
@@ -149,10 +153,10 @@ class _Spread(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.group = group
         # One small collective instead of two: latency, not bytes, is what the routing costs.
-        routing = _gather(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), group)
+        routing = all_rows(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), group)
         idx_NK, prob_NK = routing[:, 0].contiguous(), routing[:, 1].contiguous().view(torch.float32)
         ctx.mark_non_differentiable(idx_NK)
-        gather = partial(_gather, group=group)
+        gather = partial(all_rows, group=group)
         rows_ND = gather(x_TD) if fp8 is None else fp8.bring_tokens(x_TD, gather)
         return rows_ND, idx_NK, prob_NK
 
@@ -162,8 +166,8 @@ class _Spread(torch.autograd.Function):
         ctx: Any, grad_ND: Tensor, _: Tensor, grad_NK: Tensor
     ) -> tuple[Tensor | None, ...]:
         # needs_input_grad is the same on all ranks, hence so is the sequence of collectives.
-        grad_TD = _sum_to_owner(grad_ND, ctx.group) if ctx.needs_input_grad[0] else None
-        grad_TK = _sum_to_owner(grad_NK, ctx.group) if ctx.needs_input_grad[2] else None
+        grad_TD = sum_to_owner(grad_ND, ctx.group) if ctx.needs_input_grad[0] else None
+        grad_TK = sum_to_owner(grad_NK, ctx.group) if ctx.needs_input_grad[2] else None
         return grad_TD, None, grad_TK, None, None
 
 
@@ -180,12 +184,12 @@ class _Collect(torch.autograd.Function):
         *addends: Tensor,
     ) -> Tensor:
         ctx.group, ctx.fp8, ctx.addends = group, fp8, len(addends)
-        return _sum_to_owner(out_ND, group, addends)
+        return sum_to_owner(out_ND, group, addends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        gather = partial(_gather, group=ctx.group)
+        gather = partial(all_rows, group=ctx.group)
         fp8: FP8Rows | None = ctx.fp8
         grad_ND = gather(grad_TD) if fp8 is None else fp8.bring_gradient(grad_TD, gather)
         return grad_ND, None, None, *[grad_TD] * ctx.addends

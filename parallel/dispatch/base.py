@@ -44,7 +44,10 @@ class Slots:
 
 
 class BudgetPlanner:
-    """From received routing to the plan of this rank's experts, within the budget."""
+    """From received routing to the plan of this rank's experts, within the budget.
+
+    With clones ids are those of places (`kernels.routing.clone_routing`), some of them of guests.
+    """
 
     def __init__(
         self, slots: Slots, budget: Budget, backend: str, ranks: int, first: int, local: int
@@ -118,8 +121,10 @@ def make_dispatcher(
             f"model.moe.top_k={slots.top_k} must be between 1 and the {experts} experts"
         )
     local = experts // ranks
-    first = 0 if group is None else dist.get_rank(group) * local
-    plan = BudgetPlanner(slots, budget, backend, ranks, first, local)
+    clones = transport.clones
+    places = local if clones is None else local + clones.slots
+    first = 0 if group is None else dist.get_rank(group) * places
+    plan = BudgetPlanner(slots, budget, backend, ranks, first, places)
     if group is None:
         return Local(plan)
     context = DispatchContext(transport, group, plan, experts, local, backend, symm)

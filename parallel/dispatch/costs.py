@@ -49,6 +49,10 @@ class Reach:
     keep: bool
     """`parallel.save_x=keep`: received tokens are kept for the backward pass, not sent again."""
 
+    rows_back: int = 1
+    """Rows of a token that a rank sends back by themselves, for each of its slots where experts are
+    cloned; 1: their sum."""
+
     @property
     def node_ranks(self) -> float:
         """Of the group on one node, on average."""

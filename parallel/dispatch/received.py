@@ -12,6 +12,8 @@ from torch import Tensor
 from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.autograd import Arrived, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.guests import Guests
+from phalanx.kernels.routing.clone_plan import ClonePlan
 
 Beside = Callable[[], Tensor] | None
 """What to do while rows are on their way back, and to add to them."""
@@ -34,6 +36,10 @@ class Received(NamedTuple):
     """The transport's own: what the way back needs."""
     saving: Callable[[], AbstractContextManager] = nullcontext
     """Context for what saves rows for the backward pass: rows may be in a buffer that is reused."""
+    guests: Guests | None = None
+    """Experts of other ranks, whose places in `plan` are behind those of this rank's own."""
+    clones: ClonePlan | None = None
+    """Which these are, on all ranks. None: nothing is cloned."""
 
 
 class Planner(Protocol):

@@ -16,6 +16,7 @@ from phalanx.configs.transports import AUTO_SMS, TRANSPORTS
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatch import nodes
+from phalanx.parallel.dispatch.clones import Clones
 from phalanx.parallel.dispatch.transport_class import (
     Dispatcher,
     Rank,
@@ -160,6 +161,46 @@ def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: boo
     within = (transport.inside or transport).name
     pushes = within in TRANSPORTS and class_of(within).no_overlap is None
     return AUTO_SMS if pushes and waits_for_tokens(backend, quantizes) else 0
+
+
+def with_clones(
+    wanted: int | str, transport: Transport, *, ranks: int, cost: int, keep: bool
+) -> Transport:
+    """What `parallel.clones` makes of the transport of a group.
+
+    Args:
+        wanted: a number of slots, or `auto`.
+        transport: that was chosen.
+        ranks: of the group.
+        cost: rows that a copy costs.
+        keep: weights of guests are kept for the backward pass.
+
+    Raises:
+        ValueError: slots are asked for that the transport cannot fill.
+    """
+    known = TRANSPORTS.get(transport.name)
+    if wanted in (0, "auto") or ranks == 1:
+        return transport
+    if known is None or not known.clones:
+        raise ValueError(
+            f"parallel.clones={wanted} cannot run: {transport.name} cannot clone experts; "
+            "set parallel.dispatch=alltoall or parallel.clones=0"
+        )
+    return replace(transport, clones=Clones(int(wanted), cost, keep))
+
+
+def clone_choices(wanted: int | str, transport: Transport) -> list[Choice]:
+    """A line of `kernels.registry.table` on clones, where `parallel.clones` asks for some."""
+    if wanted == 0:
+        return []
+    if transport.clones is not None:
+        of = transport.clones
+        kept = "kept for" if of.keep else "sent again in"
+        reason = f"parallel.clones={wanted}; a copy costs {of.cost:,} rows; weights are {kept}"
+        return [Choice("clones", f"{of.slots} slots", f"{reason} the backward pass")]
+    if TRANSPORTS.get(transport.name, TRANSPORTS[LOCAL.name]).one_rank:
+        return [Choice("clones", "off", f"all experts are on one rank; parallel.clones={wanted}")]
+    return [Choice("clones", "off", f"auto; {transport.name} does not hide what clones send")]
 
 
 def choices(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
+from phalanx.parallel.dispatch.clones import Clones
 from phalanx.parallel.dispatch.costs import Costs, Reach
 from phalanx.parallel.dispatch.exchange import SymmOptions
 from phalanx.parallel.dispatch.nodes import Nodes
@@ -34,6 +35,8 @@ class Transport:
     """The transport inside nodes, of one that goes over nodes itself."""
     nodes: Nodes | None = None
     """Process groups of one that has a transport inside, which `planned` does not make."""
+    clones: Clones | None = None
+    """Of hot experts; None: there are none."""
 
 
 class Rank(NamedTuple):

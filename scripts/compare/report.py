@@ -33,6 +33,9 @@ def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
         ("peak GiB", lambda r: _cell(r.memory, ".1f")),
         ("loss", lambda r: _cell(r.loss, ".4f")),
         ("to first", lambda r: _cell(r.loss_difference, "+.4f") + " (!)" * r.loss_differs),
+        ("load max", lambda r: _cell(r.load_max, ".2f")),
+        ("of ranks", lambda r: _cell(r.rank_load, ".2f")),
+        ("dead", lambda r: _cell(r.dead_experts, ".0f")),
         ("exposed comm.", lambda r: _cell(r.exposed_communication, ".1%")),
         ("note", lambda r: "; ".join(r.notes).replace("|", "\\|")),
     ]
@@ -63,6 +66,11 @@ def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
         f"the standard deviation over runs. The loss is that of step {steps}; (!) marks one more "
         f"than {facts['tolerance']:.2%} from the first point's."
     )
+    if any(row.load_max is not None for row in table):
+        how += (
+            " The load max is that of the busiest expert over the mean, in the worst layer; of "
+            "ranks that of the busiest rank, on average over layers."
+        )
     return "\n".join([", ".join(said), "", f"    {facts['command']}", "", *lines, "", how])
 
 

@@ -48,6 +48,12 @@ class Row:
     """By more than the tolerance."""
     exposed_communication: float | None = None
     """Share of the step, of 1."""
+    load_max: float | None = None
+    """Tokens of the busiest expert over the mean, in the worst layer."""
+    rank_load: float | None = None
+    """Expert rows of the busiest rank over the mean, on average over layers."""
+    dead_experts: float | None = None
+    """Experts without a token, over all layers."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -83,7 +89,10 @@ def rows(labels: Sequence[str], runs: Sequence[Run], tolerance: float) -> list[R
     return out
 
 
-_MEANS = ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "loss", "exposed_communication")
+_MEANS = (
+    *("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "loss", "exposed_communication"),
+    *("load_max", "rank_load", "dead_experts"),
+)
 
 
 def _compare(row: Row, first: Row, tolerance: float) -> None:

@@ -24,7 +24,7 @@ COMMAND = "torchrun --nproc-per-node 2 train.py model=tiny run=bench run.device=
 def check_shared(record: Record) -> None:
     """What every record must keep."""
     assert int(record.hardware.split(" x ")[0]) == record.gpus
-    assert record.routing in ("natural", "forced")
+    assert record.routing in ("natural", "replayed", "forced")
     assert record.data in ("real", "mock")
     assert record.dtype in ("bf16", "fp32")
     assert date(2025, 1, 1) < date.fromisoformat(record.date)
@@ -62,7 +62,7 @@ def test_own_record_is_what_its_command_runs(name: str) -> None:
         data.micro_batch,
         data.global_batch,
     )
-    assert record.routing == ("forced" if cfg.model.moe.router.force_balance else "natural")
+    assert record.routing == record_anchor.described(cfg, ranks, [])["routing"]
     assert record.data == ("mock" if data.source == "synthetic" else "real")
     assert record.dtype == cfg.precision.recipe
     assert f"EP{expert_parallel_size(cfg, ranks)} DP{data_parallel_size(cfg, ranks)}" in (
@@ -198,7 +198,7 @@ def test_recorded_numbers_are_those_of_steps_41_to_50(tmp_path: Path) -> None:
     assert made.tokens_per_second_per_gpu == pytest.approx(statistics.fmean(rates), rel=1e-5)
     assert made.tokens_per_second_per_gpu_sd == pytest.approx(statistics.stdev(rates), rel=1e-2)
     assert (made.loss_at_50, made.load_max_at_50, made.dead_experts_at_50) == (1.0, 1.25, 3)
-    assert made.capacity_factor == 1.75
+    assert made.capacity_factor == 1.75 and made.rank_load_at_50 is None
     assert (made.reruns, made.peak_memory_gib, made.gpus) == (2, 74.5, 2)
     assert (made.model, made.system, made.routing) == ("tiny", "Phalanx, experts torch", "natural")
     assert (made.layout, made.data) == ("TP1 CP1 PP1 VP1 EP2 DP2", "real")
@@ -222,6 +222,11 @@ def test_command_names_what_differs_from_the_model(tmp_path: Path) -> None:
     made = own(tmp_path)["own_tiny"]
     assert made.overrides == ["model.mtp_layers=0"]  # routing has a field of its own
     assert (made.routing, made.data) == ("forced", "mock")
+    replayed = f"{COMMAND} model.moe.router.replay=a"
+    source = metrics(tmp_path / "metrics.jsonl", rank_load=1.07251)
+    assert record(tmp_path, source, command=replayed) == 0
+    made = own(tmp_path)["own_tiny"]
+    assert (made.routing, made.overrides, made.rank_load_at_50) == ("replayed", [], 1.073)
 
 
 @pytest.mark.parametrize(

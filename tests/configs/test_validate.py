@@ -37,6 +37,8 @@ TEXTS_WITHOUT_CHOICES = {
     "run.checkpoints",
     "run.resume",
     "run.wandb_project",
+    "run.record_routing",
+    "model.moe.router.replay",
 }
 
 
@@ -162,11 +164,64 @@ def _texts(value: object) -> object:
             "model.moe.router.rounding=none",
         ),
         (
+            "model.moe.router.replay=a model.moe.router.force_balance=true",
+            1,
+            "not possible with replay",
+            "model.moe.router.force_balance=false",
+        ),
+        (
+            "model.moe.router.replay=a model.moe.router.rounding=down",
+            1,
+            "not possible with replay",
+            "model.moe.router.rounding=none",
+        ),
+        (
+            "run.record_routing=a kernels=megatron",
+            1,
+            "not possible with kernels.backend=megatron",
+            "run.record_routing=",
+        ),
+        ("model.moe.router.replay=s3://a/b", 1, "is an address", "model.moe.router.replay="),
+        (
             "model.moe.router.rounding=nearest kernels=megatron",
             1,
             "not possible with kernels.backend=megatron",
             "model.moe.router.rounding=none",
         ),
+        ("parallel.clones=2 kernels=megatron", 2, "not possible with", "parallel.clones=0"),
+        (
+            "parallel.clones=2 parallel.dispatch=symm",
+            2,
+            "not possible with parallel.dispatch=symm, only with alltoall",
+            "parallel.clones=0",
+        ),
+        (
+            "parallel.clones=1 parallel.dispatch=hier",
+            2,
+            "not possible with parallel.dispatch=hier, only with alltoall",
+            "parallel.clones=0",
+        ),
+        (
+            "parallel.clones=1 parallel.dispatch=deepep",
+            2,
+            "not possible with parallel.dispatch=deepep, only with alltoall",
+            "parallel.clones=0",
+        ),
+        (
+            "parallel.clones=1 model.moe.experts=16 parallel.expert=16",
+            16,
+            "serves 512 experts on 8 ranks, not 16 on 16",
+            "parallel.clones=0",
+        ),
+        (
+            "parallel.clones=1 precision=fp8_block precision.dispatch=fp8 "
+            "parallel.dispatch=alltoall",
+            2,
+            "not possible with precision.dispatch=fp8",
+            "parallel.clones=0",
+        ),
+        ("parallel.clones=-1", 1, "must be at least 0", "parallel.clones=0"),
+        ("parallel.clones=some", 1, "is not one of auto, and no number", "parallel.clones=auto"),
         ("kernels.sm_margin.wgrad=-8", 1, "must be at least 0", "kernels.sm_margin.wgrad=0"),
         (
             "model.moe.router.groups=8 model.moe.top_k=3",
@@ -515,6 +570,7 @@ RANGES: dict[str, tuple[object, ...]] = {
     "parallel.pipeline_layout": ("", "", "Ett|ttL", "E(tt|)*2L", "Et"),
     "parallel.expert": (0, 1, 2, 3, 4, 16),
     "parallel.dispatch": ("auto", "local", "alltoall", "symm", "hier"),
+    "parallel.clones": (0, 0, 2, "auto"),
     "model.layers": (1, 4, 6),
     "model.vocab_size": (100, 256, 258),
     "model.bias": (False, True),
@@ -531,6 +587,7 @@ RANGES: dict[str, tuple[object, ...]] = {
     "model.moe.router.bias_rate": (0.0, 1e-3),
     "model.moe.router.rounding": ("none", "nearest"),
     "model.moe.router.force_balance": (False, True),
+    "model.moe.router.replay": ("", "", "a"),
     "data.sequence_length": (7, 32, 100),
     "data.micro_batch": (1, 3, 4),
     "data.global_batch": (0, 16, 31),

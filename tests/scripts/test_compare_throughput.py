@@ -186,6 +186,13 @@ def test_table_has_the_columns_that_someone_fills():
     more = run(0, 0, 1, 1.0, mfu=0.301, exposed_communication=0.25)
     text = report.markdown(facts, rows("a", [more, run(0, 1, 2, 1.0)], 0.01))
     assert "MFU |" in text and "30.1%" in text and "exposed comm." in text and "25.0%" in text
+    loads = [dict(load_max=2.0, rank_load=1.1, dead_experts=n) for n in (3, 5)]
+    two = [run(0, n, 1, 1.0, **more) for n, more in enumerate(loads)]
+    text = report.markdown(facts, rows("a", two, 0.01))
+    (head, _, row) = [line for line in text.splitlines() if line.startswith("|")]
+    cells = dict(zip(*([c.strip() for c in line.split("|")] for line in (head, row)), strict=True))
+    assert (cells["load max"], cells["of ranks"], cells["dead"]) == ("2.00", "1.10", "4")
+    assert "load max is that of the busiest expert over the mean" in text
     cpu = Run(0, 0, {"tokens_per_second_per_gpu": 1, "tflops_per_gpu": 1, "memory": 1, "loss": 1})
     cpu.figures["reruns"] = 0
     assert "TFLOP" not in report.markdown(facts | {"unit": "rank"}, rows("a", [cpu], 0.01))

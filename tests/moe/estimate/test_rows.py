@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
-from phalanx.configs.validate import validate
+from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, row_memory
@@ -44,6 +44,21 @@ def test_dispatch_holds_received_tokens() -> None:
     assert buffer_bytes(keep, RANKS) == exchange_bytes(keep, RANKS) + LAYERS * received
     assert buffer_bytes(alltoall, RANKS) == LAYERS * received + received  # and their gradients
     assert local.parallel.dispatch == "local" and buffer_bytes(local, RANKS) == 0
+
+
+def test_guests_have_room() -> None:
+    """Weights of 4 own experts and 2 guests, gradients in fp32, and what is exchanged of fc1."""
+    alltoall, slots, own = "parallel.dispatch=alltoall", 2, 32 // RANKS
+    without, cloned = known(alltoall), known(alltoall, f"parallel.clones={slots}")
+    kept = known(alltoall, f"parallel.clones={slots}", "parallel.save_x=keep")
+    matrix = HIDDEN * FFN
+    held = (own + slots) * 3 * matrix * (2 + 4) + 3 * RANKS * slots * 2 * matrix * 4
+    (a,), (b,), (c,) = (stage_memory(cfg, RANKS) for cfg in (without, cloned, kept))
+    assert 0 < b.backward - a.backward <= held and b.saved == a.saved
+    assert c.saved - b.saved == LAYERS * slots * 3 * matrix * 2
+    with pytest.raises(ConfigError, match="symm cannot clone experts; set parallel.dispatch=all"):
+        known("parallel.clones=2")
+    assert known("parallel.clones=auto").parallel.clones == 0
 
 
 def test_recomputed_layers_keep_nothing_but_one_needs_all() -> None:

@@ -300,6 +300,38 @@ def _pipeline() -> Any:
     return record, empty
 
 
+def _with_clones() -> Any:
+    """Two micro-batches of a layer over two ranks, of which one has a copy."""
+    install()
+    from phalanx.kernels.routing.clone_plan import CloneSize, clone_plan
+    from phalanx.moe.router import balance
+    from phalanx.parallel.groups import create
+
+    groups = create(expert=2)
+    r = build_router({}, pg=groups.pg, expert=2)
+    r.set_layer_number(1)
+    for rows in ([600, 0, 0, 0, 0, 0, 0, 200], [100] * 8):
+        r.statistics.add_counts(torch.tensor(rows))
+        r.statistics.add_clones(
+            clone_plan(torch.tensor(rows, dtype=torch.int32), CloneSize(2, 2, 10))
+        )
+    chunk = torch.nn.ModuleList([r])
+    record = _collected([chunk], r.config, groups.pg)
+    balance.reset([chunk])
+    r.statistics.add_counts(torch.tensor([700, 100, 0, 0, 0, 0, 0, 800]))
+    return record, _collected([chunk], r.config, groups.pg)
+
+
+@pytest.mark.dist
+def test_copies_of_experts_are_counted() -> None:
+    """600 rows beside 200 become 512 + 10 beside 298, and 400 beside 400 stay."""
+    for record, without in run_distributed(_with_clones, 2):
+        assert record.cloned == 0.5
+        assert record.rank_load == pytest.approx((600 + 400) / 800)
+        assert record.rank_load_cloned == pytest.approx((522 + 400) / 800)
+        assert (without.cloned, without.rank_load_cloned, without.rank_load) == (None, 0, 1)
+
+
 @pytest.mark.dist
 def test_statistics_are_gathered_over_the_pipeline() -> None:
     first, second = run_distributed(_pipeline, 2)

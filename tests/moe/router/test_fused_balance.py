@@ -147,10 +147,16 @@ def check_forced(T: int, first: int, E: int, K: int, options: dict[str, Any], de
     module = ForcedBalance(o, experts=E, top_k=K).to(device)
     logits = torch.randn(T, E, generator=torch.Generator().manual_seed(0)).to(device)
     how: Any = dict(groups=o.groups, weights=_kind(o, K), scale=o.scale)
-    idx, prob = forced(logits, module.shifts, first, **how)
+    idx, prob = forced(logits, module.table, first, **how)
     want = module(T, first)
     assert idx.dtype == torch.int32 and torch.equal(idx.long(), want)
     exact = probabilities(logits.double(), want, o)
+    torch.testing.assert_close(prob.double(), exact, rtol=1e-5, atol=1e-7)
+    recorded = module(T // 2 + 1, 7).to(torch.int16)  # fewer tokens than there are
+    idx, prob = forced(logits, recorded, first, **how)
+    row = torch.arange(first, first + T, device=device) % len(recorded)
+    assert idx.dtype == torch.int32 and torch.equal(idx, recorded[row].int())
+    exact = probabilities(logits.double(), recorded[row].long(), o)
     torch.testing.assert_close(prob.double(), exact, rtol=1e-5, atol=1e-7)
 
 

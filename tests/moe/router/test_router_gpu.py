@@ -33,7 +33,7 @@ def test_forced_choice_and_gradient(T: int, E: int, K: int, options: dict[str, A
     module = ForcedBalance(o, experts=E, top_k=K)
     torch.manual_seed(0)
     logits = torch.randn(T, E, device="cuda", requires_grad=True)
-    idx, prob = fused_topk.forced(logits, module.shifts, T, o)
+    idx, prob = fused_topk.forced(logits, module.table, T, o)
     want = module(T, T)
     assert torch.equal(idx.long(), want)
     exact = logits.detach().double().requires_grad_()

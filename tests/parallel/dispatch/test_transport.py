@@ -10,14 +10,18 @@ import torch
 import torch.distributed as dist
 
 from phalanx.kernels.registry import table
+from phalanx.kernels.routing.clone_plan import CloneSize
+from phalanx.parallel.dispatch.clones import Clones
 from phalanx.parallel.dispatch.transport import (
     LOCAL,
     choices,
     choose_transport,
+    clone_choices,
     of_megatron,
     planned,
     resolve,
     sms_of,
+    with_clones,
 )
 from phalanx.parallel.dispatch.transport_class import Rank, Transport
 from tests.parallel.dispatch.test_hierarchical import pretended
@@ -299,6 +303,26 @@ def test_overlap_is_on_or_off_and_says_why(given: Any, state: str, reason: str) 
     asked, backend = given.get("sms", 16), given.get("backend", "fused")
     sms = sms_of(asked, given["transport"], backend, given.get("quantizes", False))
     assert given.get("sms") != "auto" or state == (f"{sms} SMs" if sms else "off")
+
+
+def test_clones_where_the_transport_has_them() -> None:
+    how = dict(cost=300, keep=False)
+    dense, pushed = Transport("alltoall", "auto"), Transport("symm", "auto")
+    with_two = with_clones(2, dense, ranks=4, **how)
+    assert with_two.clones == Clones(2, 300) and with_two.clones.size(4) == CloneSize(4, 2, 300)
+    for wanted in (0, "auto"):
+        for transport in (dense, pushed):
+            assert with_clones(wanted, transport, ranks=4, **how) == transport
+    assert with_clones(2, LOCAL, ranks=1, **how) == LOCAL
+    with pytest.raises(ValueError, match="symm cannot clone experts; set parallel.dispatch=allto"):
+        with_clones(2, pushed, ranks=4, **how)
+    assert clone_choices(0, pushed) == []
+    (line,) = clone_choices(2, with_two)
+    assert line.backend == "2 slots" and "a copy costs 300 rows" in line.reason
+    (line,) = clone_choices("auto", pushed)
+    assert (line.backend, line.reason) == ("off", "auto; symm does not hide what clones send")
+    (line,) = clone_choices(2, LOCAL)
+    assert line.backend == "off" and "all experts are on one rank" in line.reason
 
 
 def test_the_table_has_the_transport_in_a_node() -> None:

@@ -1,0 +1,133 @@
+"""`kernels.routing.clone_plan` in one launch of one program, in Triton.
+
+Legend: E experts, R ranks, L experts of a rank, N guest slots of a rank.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
+
+
+@triton.jit
+def _first(where, place, end):  # type: ignore[no-untyped-def]
+    return tl.min(tl.where(where, place, end), 0)
+
+
+@triton.jit
+def _at(x, here):  # type: ignore[no-untyped-def]
+    return tl.sum(tl.where(here, x, 0), 0)
+
+
+@triton.jit
+def clone_plan_kernel(  # type: ignore[no-untyped-def]
+    count,
+    slots,
+    kept,
+    load,
+    E,
+    cost,
+    tile,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    N: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROOM: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    e = tl.arange(0, EXPERTS)
+    r = tl.arange(0, RANKS)
+    s = tl.arange(0, SLOTS)  # slot n of rank r is r * N + n
+    rows = tl.load(count + e, mask=e < E, other=0)
+    home = e // L
+    # Of ranks that are not there -1: they are never the largest, and no guests.
+    before = tl.sum(tl.where(home[None, :] == r[:, None], rows[None, :], 0), 1)
+    loads = tl.where(r < R, before, -1)
+    used = tl.where(r < R, 0, N)
+    expert_s = tl.full([SLOTS], -1, tl.int32)
+    begin_s = tl.zeros([SLOTS], tl.int32)
+    end_s = tl.zeros([SLOTS], tl.int32)
+    best_expert, best_begin, best_end = expert_s, begin_s, end_s
+    best_rows, best_loads = rows, loads
+    best_most = tl.max(loads, 0)
+    going = 1
+    while going > 0:
+        most_load = tl.max(loads, 0)
+        owner = _first(loads == most_load, r, RANKS)
+        at_home = tl.where((home == owner) & (e < E), rows, -1)
+        held = tl.max(at_home, 0)
+        expert = _first(at_home == held, e, EXPERTS)
+        copies = (expert_s == expert)[None, :] & ((s // ROOM)[None, :] == r[:, None])
+        open_r = (used < N) & (r != owner) & (tl.max(copies.to(tl.int32), 1) == 0)
+        room = tl.where(open_r, loads, most_load + 1)
+        guest = _first(room == tl.min(room, 0), r, RANKS)
+        high = most_load + cost
+        low = _at(loads, r == guest) + cost
+        total = tl.sum(tl.where(r < R, loads, 0), 0)
+        mean = (total + 2 * cost + R - 1) // R
+        # Rows are ranks, columns the open ranks that are not behind them in the order of loads.
+        ahead = (loads[None, :] < loads[:, None]) | (
+            (loads[None, :] == loads[:, None]) & (r[None, :] <= r[:, None])
+        )
+        ahead = ahead & open_r[None, :]
+        copies_r = tl.sum(ahead.to(tl.int32), 1)
+        sum_r = tl.sum(tl.where(ahead, loads[None, :], 0), 1)
+        mean_r = (most_load + sum_r + 2 * cost * copies_r + copies_r) // (copies_r + 1)
+        level_r = tl.where(open_r, tl.maximum(mean_r, cost * copies_r), most_load)
+        level = tl.maximum(mean, tl.min(level_r, 0))
+        most = tl.minimum(held, tl.minimum(high - level, level - low))
+        begin = (held - most + tile - 1) // tile * tile
+        moved = held - begin
+        gains = tl.maximum(high - moved, low + moved) < high - cost
+        can = tl.max(open_r.to(tl.int32), 0) > 0
+        going = tl.where(can & (moved > 0) & gains, 1, 0)
+        if going > 0:
+            here = s == guest * N + _at(used, r == guest)
+            expert_s = tl.where(here, expert, expert_s)
+            begin_s = tl.where(here, begin, begin_s)
+            end_s = tl.where(here, held, end_s)
+            rows = tl.where(e == expert, begin, rows)
+            loads = tl.where(r == owner, high - moved, loads)
+            loads = tl.where(r == guest, low + moved, loads)
+            used = tl.where(r == guest, used + 1, used)
+            better = tl.max(loads, 0) < best_most
+            best_most = tl.minimum(tl.max(loads, 0), best_most)
+            best_expert = tl.where(better, expert_s, best_expert)
+            best_begin = tl.where(better, begin_s, best_begin)
+            best_end = tl.where(better, end_s, best_end)
+            best_rows = tl.where(better, rows, best_rows)
+            best_loads = tl.where(better, loads, best_loads)
+    in_use = s < R * N
+    tl.store(slots + s, best_expert, mask=in_use)
+    tl.store(slots + R * N + s, best_begin, mask=in_use)
+    tl.store(slots + 2 * R * N + s, best_end, mask=in_use)
+    tl.store(kept + e, best_rows, mask=e < E)
+    tl.store(load + r, before, mask=r < R)
+    tl.store(load + R + r, best_loads, mask=r < R)
+
+
+def clone_plan_in_triton(count_E: Tensor, size: CloneSize) -> ClonePlan:
+    """`kernels.routing.clone_plan.clone_plan`, of sizes that were checked."""
+    (R, N, cost, tile), E = size, count_E.numel()
+    slot_3RN = count_E.new_empty(3, R, N)
+    kept_E, load_2R = torch.empty_like(count_E), count_E.new_empty(2, R)
+    clone_plan_kernel[(1,)](
+        count_E.contiguous(),
+        slot_3RN,
+        kept_E,
+        load_2R,
+        *(E, cost, tile),
+        L=E // R,
+        R=R,
+        N=N,
+        EXPERTS=triton.next_power_of_2(E),
+        RANKS=triton.next_power_of_2(R),
+        ROOM=max(N, 1),
+        SLOTS=triton.next_power_of_2(R * max(N, 1)),
+        num_warps=1 if E <= 128 else 4,
+    )
+    expert_RN, begin_RN, end_RN = slot_3RN
+    return ClonePlan(expert_RN, begin_RN, end_RN, kept_E, load_2R)

@@ -1,0 +1,54 @@
+"""Routing with clones: every pair of a token and an expert gets the copy that computes it.
+
+A rank with clones has L + G places for experts: its own, and its guest slots. A pair's place is
+rank * (L + G) + own expert or L + slot. In ids of places everything behind goes on as without
+clones: `kernels.routing.plan` orders a rank's rows by place, and sends of tokens look at the ranks
+of places. The definition in tensor code, without a host read.
+
+Legend: N received rows (those of all ranks, rank-major), K slots of a token, E experts, R ranks, L
+experts and G guest slots of a rank, P = N * K pairs.
+"""
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.routing.clone_plan import ClonePlan
+
+
+def count_rows(idx_NK: Tensor, experts: int) -> Tensor:
+    """int32 [E]: rows of each expert; -1 is no expert."""
+    flat = idx_NK.flatten().long()
+    counts = flat.new_zeros(experts + 1).scatter_add_(
+        0, flat % (experts + 1), torch.ones_like(flat)
+    )
+    return counts[:experts].int()
+
+
+def place_pairs(idx_NK: Tensor, plan: ClonePlan) -> Tensor:
+    """int32 [N, K]: the place of the copy that computes each pair, -1 without an expert.
+
+    Args:
+        idx_NK: int32 ids of experts, -1 for none, of all ranks' tokens.
+        plan: of their counts.
+    """
+    (R, G), E = plan.expert_RN.shape, plan.kept_E.numel()
+    L = E // R
+    expert_P = idx_NK.flatten()
+    place_P = torch.where(expert_P >= 0, expert_P // L * (L + G) + expert_P % L, -1)
+    if G:
+        number_P = numbers(expert_P, E)
+        slots = (t.flatten() for t in (plan.expert_RN, plan.begin_RN, plan.end_RN))
+        for at, (expert, begin, end) in enumerate(zip(*map(Tensor.unbind, slots), strict=True)):
+            mine_P = (expert_P == expert) & (number_P >= begin) & (number_P < end)
+            place_P = place_P.masked_fill(mine_P, at // G * (L + G) + L + at % G)
+    return place_P.view_as(idx_NK)
+
+
+def numbers(expert_P: Tensor, experts: int) -> Tensor:
+    """int32 [P]: how many pairs of the same expert are before each; of -1 any number."""
+    key_P = torch.where(expert_P >= 0, expert_P, experts)
+    key_P, order_P = torch.sort(key_P, stable=True)
+    starts = torch.searchsorted(key_P, torch.arange(experts + 1, device=key_P.device))
+    row_P = torch.arange(key_P.numel(), device=key_P.device)
+    number_P = row_P - starts.index_select(0, key_P.long())
+    return torch.empty_like(number_P).scatter_(0, order_P, number_P).int()

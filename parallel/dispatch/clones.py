@@ -1,0 +1,35 @@
+"""Clones of hot experts for a micro-batch: what a transport needs to know of them.
+
+The plan is `kernels.routing.clone_plan`, the same for every transport, and so is what becomes of
+ids (`kernels.routing.clone_routing`), of weights and of gradients (`kernels.expert_mlp.guests`). A
+transport that clones does, in `dispatch`:
+
+1. Routing of all ranks comes first; the plan and the place of every pair are made of it.
+2. Tokens travel to the ranks of their places, and weights of cloned experts to guest slots.
+3. `Received.guests` has the weights and takes gradients back.
+
+In `combine` a token's rows of one home rank are added up as that rank would without clones: in the
+order of slots in fp32, rounded once, and then the sums of home ranks in their order. So results are
+those without clones bit for bit, wherever rows were computed, and so are gradients of tokens and
+probabilities. Shapes depend on the number of slots alone; nothing is read on the host.
+"""
+
+from dataclasses import dataclass
+
+from phalanx.kernels.routing.clone_plan import CloneSize
+
+
+@dataclass(frozen=True)
+class Clones:
+    """Of every MoE layer of a run; the same on all ranks."""
+
+    slots: int
+    """Guests of a rank at most."""
+    cost: int
+    """Rows that a copy costs its two ranks (`kernels.routing.clone_plan.clone_cost`)."""
+    keep: bool = False
+    """Weights of guests are kept for the backward pass, not sent again."""
+
+    def size(self, ranks: int) -> CloneSize:
+        """What plans are made for in a group of ranks."""
+        return CloneSize(ranks, self.slots, self.cost)

@@ -1,0 +1,104 @@
+"""Training with clones of hot experts: the steps of a run without, and what is told of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.moe.router.recording import layer_name, write
+from tests.support.runs import SMALL, records, run
+from tests.support.training import Trained, trained
+
+pytestmark = pytest.mark.dist
+
+TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic"]
+SHAPE = ["model.moe.shared_ffn=16", "data.sequence_length=64", "run.steps=3", "optim.lr=1e-3"]
+CHANGES = {
+    "bf16": ["kernels=torch"],
+    "fp8_block": ["kernels=reference", "precision=fp8_block"],
+    "computed again": ["kernels=torch", "run.recompute=moe", "parallel.save_x=keep"],
+}
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An override that replays routing of which two thirds of the tokens take one expert."""
+    path = tmp_path_factory.mktemp("routing") / "uneven"
+    scores = torch.rand(2, 512, 8, generator=torch.Generator().manual_seed(0))
+    scores[:, :, 1] += (scores[:, :, 0] < 0.6).float()
+    of = {layer_name(n + 1, False): s.topk(2).indices.numpy() for n, s in enumerate(scores)}
+    write(path, of, model="tiny", experts=8, step=0)
+    return f"model.moe.router.replay={path}"
+
+
+def of(ranks: int, *overrides: str) -> Trained:
+    return trained(ranks, [*TINY, *SHAPE, f"parallel.expert={ranks}", *overrides])
+
+
+def check(got: Trained, want: Trained) -> None:
+    """The same forward pass, and steps that differ by the order of sums of expert weights alone."""
+    assert got.steps[0]["loss"] == want.steps[0]["loss"]
+    assert got.series("loss") == pytest.approx(want.series("loss"), rel=1e-3)
+    assert got.series("grad_norm") == pytest.approx(want.series("grad_norm"), rel=1e-2)
+    assert got.series("load_max") == pytest.approx(want.series("load_max"), rel=0.05)
+    assert got.valid_loss == pytest.approx(want.valid_loss, rel=1e-3)
+    assert got.after.keys() == want.after.keys(), "guests are no parameters"
+    for name, value in want.after.items():
+        assert got.after[name].shape == value.shape
+        change = (value - want.before[name]).norm()
+        assert (got.after[name] - value).norm() <= 0.1 * change + 1e-3 * value.norm(), name
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_two_ranks(name: str, uneven: str) -> None:
+    got, want = of(2, *CHANGES[name], uneven, "parallel.clones=2"), of(2, *CHANGES[name], uneven)
+    check(got, want)
+    for step in got.steps:
+        assert 0 < step["cloned"] <= 4
+        assert 1 <= step["rank_load_cloned"] < step["rank_load"] <= 2
+    assert "cloned" not in want.steps[0] and "rank_load_cloned" not in want.steps[0]
+
+
+def test_token_rounding() -> None:
+    rounded = ["kernels=torch", "model.moe.router.rounding=up", "data.sequence_length=256"]
+    got, want = of(2, *rounded, "parallel.clones=2"), of(2, *rounded)
+    check(got, want)
+    assert max(got.series("cloned")) > 0
+
+
+def test_four_ranks_need_fewer_rows() -> None:
+    """A buffer that is too small for the router's own load is large enough for the shared one."""
+    tight = ["kernels=torch", "parallel.capacity_factor=1.25", "data.global_batch=16"]
+    got, want = of(4, *tight, "parallel.clones=2"), of(4, *tight)
+    check(got, want)
+    assert want.steps[-1]["reruns"] > got.steps[-1]["reruns"] == 0
+
+
+def test_what_a_run_tells_and_its_checkpoint(tmp_path: Path) -> None:
+    """Without clones it goes on from there, and evaluates to the same loss."""
+    common = [*TINY, *SHAPE, "parallel.expert=2", "kernels=torch", f"run.dir={tmp_path}"]
+    common += ["run.eval_interval=3", "run.eval_batches=1"]
+    main, _ = run(2, [*common, "parallel.clones=2"])
+    assert main.code == 0
+    said = " ".join(main.out.split())
+    assert "clones 2 slots parallel.clones=2 a copy costs 27 rows weights are sent again" in said
+    evaluated = records(tmp_path / "run")[-1]["valid_loss"]
+    more = ["run.steps=4", "run.resume=auto", "run.eval_interval=1"]
+    main, _ = run(2, [*common, *more])
+    assert main.code == 0 and "resumed from step 3" in main.out and "clones" not in main.out
+    assert records(tmp_path / "run")[2]["valid_loss"] == evaluated
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["parallel.clones=auto"], "clones off auto alltoall does not hide what clones send"),
+        (
+            ["parallel.expert=1", "parallel.clones=2"],
+            "clones off all experts are on one rank",
+        ),
+    ],
+)
+def test_where_nothing_is_cloned(overrides: list[str], said: str, tmp_path: Path) -> None:
+    main, _ = run(2, [*TINY, *SHAPE, "run.steps=1", *overrides, f"run.dir={tmp_path}"])
+    assert main.code == 0 and said in " ".join(main.out.split())

@@ -1,0 +1,153 @@
+"""Recorded routing: the file, what it fits, and the routers that replay it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from phalanx.configs.load import load
+from phalanx.configs.schema import ModelConfig, RouterConfig
+from phalanx.moe.router.recording import (
+    Facts,
+    Ids,
+    layer_name,
+    layer_names,
+    misfit,
+    read_facts,
+    read_layer,
+    write,
+)
+from phalanx.moe.training.routing_record import loads
+from tests.moe.cases import HIDDEN, draw, fill, install, model, transformer
+from tests.support.distributed import run_distributed
+from tests.support.sync_free import sync_free
+
+EXPERTS, TOP_K, TOKENS = 16, 4, 12
+
+
+def chosen(layers: int, experts: int = EXPERTS, tokens: int = TOKENS) -> dict[str, Ids]:
+    g = torch.Generator().manual_seed(layers)
+    return {
+        layer_name(n + 1, False): torch.rand(tokens, experts, generator=g)
+        .topk(TOP_K)
+        .indices.numpy()
+        for n in range(layers)
+    }
+
+
+@pytest.mark.parametrize("experts", [16, 256, 257, 512])
+def test_a_file_holds_what_was_written(experts: int, tmp_path: Path) -> None:
+    ids, path = chosen(3, experts), tmp_path / "new" / "routing.safetensors"
+    facts = write(path, ids, model="tiny", experts=experts, step=7)
+    assert facts == read_facts(path)
+    names = ("layer.1", "layer.2", "layer.3")
+    assert facts == Facts("tiny", experts, TOP_K, TOKENS, 7, names)
+    for name in names:
+        read = read_layer(path, name)
+        assert np.array_equal(read, ids[name])
+        assert read.itemsize == (1 if experts <= 256 else 2)
+
+
+def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="none.x cannot be read: there is no such file"):
+        read_facts(tmp_path / "none.x")
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(ValueError, match="text cannot be read"):
+        read_facts(tmp_path / "text")
+    save_file({"a": np.zeros(3)}, tmp_path / "weights")
+    with pytest.raises(ValueError, match="no recorded routing, which run.record_routing writes"):
+        read_facts(tmp_path / "weights")
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("model.layers=3", None),
+        ("model.layers=2", None),
+        ("model.layers=4", "without layer.4 of this model"),
+        ("model.mtp_layers=1", "without prediction.1 of this model"),
+        ("model.moe.top_k=3", "with model.moe.top_k=2, and here it is 3"),
+        ("model.moe.experts=16", "with model.moe.experts=8, and here it is 16"),
+    ],
+)
+def test_what_a_model_can_replay(override: str, why: str | None) -> None:
+    facts = Facts("other", 8, 2, 100, 5, ("layer.1", "layer.2", "layer.3"))
+    found = misfit(facts, load(["model=tiny", "model.layers=3", override]).model)
+    assert found == (None if why is None else found) and (why or "") in (found or "")
+
+
+def test_layers_with_experts_have_names() -> None:
+    of = ModelConfig(layers=4, mtp_layers=1)
+    of.moe.dense_layers = 2
+    assert list(layer_names(of)) == ["layer.3", "layer.4", "prediction.1"]
+
+
+def test_loads_in_words() -> None:
+    even, one = np.array([[0, 1], [2, 3]]), np.array([[0, 1], [0, 1]])
+    said = "the busiest expert has 2.00 x the mean, the busiest of 2 ranks 1.50 x, on average"
+    assert loads({"layer.1": even, "layer.2": one}, 4, 2).startswith(said)
+    assert loads({"layer.1": one}, 4, 1) == "the busiest expert has 2.00 x the mean"
+
+
+def _replays(path: str, layer: int, want: Ids, score: str) -> None:
+    install()
+    from phalanx.moe.router.router import Router
+    from phalanx.moe.router.scores import probabilities
+    from phalanx.parallel.groups import create
+
+    pg = create(expert=2).pg
+    m = model({"replay": path, "score": score}, moe={"experts": EXPERTS, "top_k": TOP_K})
+    r = Router(config=transformer(m), options=m.moe.router, top_k=TOP_K, pg_collection=pg)
+    r.set_layer_number(layer)
+    fill(r)
+    tokens = 10
+    x = draw(tokens, 1, HIDDEN, seed=50).requires_grad_()
+    with sync_free():
+        idx, prob = r(x)
+    first = pg.ep.rank() * tokens
+    rows = [(first + n) % TOKENS for n in range(tokens)]
+    assert idx.tolist() == want[rows].tolist() and torch.equal(r(x)[0], idx)
+    logits = x.view(tokens, HIDDEN) @ r.weight.T
+    torch.testing.assert_close(prob, probabilities(logits, idx.long(), m.moe.router))
+    prob.square().sum().backward()
+    assert r.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_a_router_takes_the_recorded_experts(score: str, tmp_path: Path) -> None:
+    ids, path = chosen(2), tmp_path / "routing"
+    write(path, ids, model="tiny", experts=EXPERTS, step=7)
+    run_distributed(_replays, 2, str(path), 2, ids["layer.2"], score)
+
+
+def _stock(path: str, want: Ids) -> None:
+    install()
+    from phalanx.moe.stock_moe import StockRouter
+    from phalanx.parallel.groups import create
+
+    pg = create().pg
+    m = model({"replay": path}, moe={"experts": EXPERTS, "top_k": TOP_K})
+    router = StockRouter(config=transformer(m), options=m.moe.router, pg_collection=pg)
+    router.set_layer_number(1)
+    _, chosen_TE = router(draw(TOKENS, 1, HIDDEN, seed=3))
+    found: list[list[int]] = [row.nonzero().flatten().tolist() for row in chosen_TE]
+    assert found == [sorted(row) for row in want.tolist()]
+
+
+@pytest.mark.dist
+def test_megatron_cores_router_takes_them_too(tmp_path: Path) -> None:
+    ids, path = chosen(1), tmp_path / "routing"
+    write(path, ids, model="tiny", experts=EXPERTS, step=7)
+    run_distributed(_stock, 1, str(path), ids["layer.1"])
+
+
+def test_a_rounded_choice_cannot_be_replayed() -> None:
+    from phalanx.moe.router.router import check
+
+    o: Any = dict(replay="a", rounding="up")
+    with pytest.raises(ValueError, match=r"replay chooses experts itself: set .*rounding=none"):
+        check(RouterConfig(**o), experts=8, top_k=2)
