@@ -38,7 +38,8 @@ from phalanx.kernels.routing.sort_pairs import gather_rows
 def backend_of(spec: MLPSpec, step: Literal["forward", "dgrad", "wgrad"]) -> Backend:
     """The backend of an MLP in one of its passes, with the SMs that it leaves free there."""
     margin = getattr(spec.margins, step)
-    return provider(spec.backend, margin, spec.dynamic, spec.recipe, spec.keep_fp8)
+    how = spec.recipe, spec.keep_fp8, spec.interleaved
+    return provider(spec.backend, margin, spec.dynamic, *how)
 
 
 class Overlap(Protocol):
