@@ -153,6 +153,9 @@ class GroupedMLP(nn.Module):
                 experts=self.experts,
                 slots=self.top_k,
                 activation=self.activation.kind,
+                activation_alpha=self.activation.alpha,
+                activation_limit=self.activation.limit,
+                activation_offset=self.activation.offset,
             )
             backend = resolve("grouped_mlp", self.backend, facts).backend
             spec = MLPSpec(self.activation, backend, self.margins, self.dynamic)
