@@ -22,6 +22,7 @@ from torch.profiler import record_function
 
 from phalanx.configs.schema import MoEConfig
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.experts import Experts
 from phalanx.moe.router.router import Router
 from phalanx.moe.shared_experts import SharedExperts
@@ -91,7 +92,7 @@ class MoE(MoELayer):
         super(MoELayer, self).__init__(
             config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer
         )
-        moe = options.moe
+        moe, recipe = options.moe, options.spec.recipe
         self.tp_group = pg_collection.tp
         self.router = Router(
             config=config,
@@ -109,7 +110,7 @@ class MoE(MoELayer):
             budget=options.budget,
             backend=options.spec.backend,
             symm=options.symm,
-            recipe=options.spec.recipe,
+            recipe=recipe if isinstance(recipe, Fp8Block) else None,
             fp8_rows=options.fp8_rows,
         )
         # Where nothing is sent back, the fused experts' last kernel makes the sum of a token.

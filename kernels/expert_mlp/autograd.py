@@ -245,7 +245,7 @@ def run_backward(
     if any((need_w1, need_w2, need_b1, need_b2)):
         wgrads = backend_of(spec, "wgrad")
     if need_w2:
-        dw2 = wgrads.wgrad(wgrads.columns(dy, plan), a, plan, buffers[1])
+        dw2 = wgrads.wgrad(wgrads.columns(dy, plan, gradient=True), a, plan, buffers[1])
     if need_b2:
         scaled = plan.row_prob_S is not None
         db2 = wgrads.bias_grad(dy, plan, scale=scaled, into=buffers[3])

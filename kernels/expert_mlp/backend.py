@@ -50,9 +50,12 @@ class Linear(NamedTuple):
     parts_in: int = 1
     """Of I."""
     flipped: bool = False
-    """The weights are a view of stored [L, I, O]."""
+    """The weights are a view of stored [L, I, O]: the layer is that of a data gradient."""
     source: Tensor | None = None
     """The parameter of the weights: a backend may leave something with it until they change."""
+    alpha_L: Tensor | None = None
+    """fp32: what sums are multiplied by before the bias is added; None: 1. Of `reference` and
+    `torch` alone, for operands whose tensors have scales."""
 
     @classmethod
     def alone(cls, w_OI: Tensor, bias_O: Tensor | None = None, parts: int = 1) -> "Linear":
@@ -109,7 +112,7 @@ class Backend(Protocol):
         """Rows as the GEMMs take them; those that are so already as they are."""
         ...
 
-    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+    def columns(self, x: Operand, plan: ExpertPlan, *, gradient: bool = False) -> Operand:
         """Rows as `wgrad` takes them, whose contraction runs over rows."""
         ...
 
@@ -198,7 +201,7 @@ class AsTheyAre:
     def quantize(self, x: Tensor, *, gradient: bool = False) -> Tensor:
         return x
 
-    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+    def columns(self, x: Operand, plan: ExpertPlan, *, gradient: bool = False) -> Operand:
         return x
 
 

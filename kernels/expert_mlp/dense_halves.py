@@ -34,6 +34,7 @@ from phalanx.kernels.expert_mlp.backend import (
 from phalanx.kernels.expert_mlp.dense_linear import weight_gradient
 from phalanx.kernels.expert_mlp.expert_plan import one_group
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.quantize.recipe import Fp8Block
 
 
 class FirstHalf(NamedTuple):
@@ -44,8 +45,8 @@ class FirstHalf(NamedTuple):
     a_NF: Rows
     """Its activation, which has none."""
     gradient: list[HiddenGrads]
-    """With a recipe, where the second half's backward pass leaves the gradient of h: in FP8 it has
-    a form for each of its readers, which autograd could not carry."""
+    """With a recipe, where the second half's backward pass leaves the gradient of h: quantized it
+    has a form for each of its readers, which autograd could not carry."""
     again: Callable[[], tuple[Tensor]]
     """Makes h once more, for who gives up its memory between forward and backward pass."""
 
@@ -64,7 +65,7 @@ def dense_first(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> FirstHalf:
     fits = x_ND.ndim == 2 and w1.shape == (spec.activation.width(F), x_ND.shape[-1])
     if not fits or w1.dtype != x_ND.dtype:
         raise ValueError(f"expected x [N, D] and w1 [H, D] of one dtype, got {_shapes(x_ND, w1)}")
-    if spec.recipe is not None:
+    if isinstance(spec.recipe, Fp8Block):
         spec = replace(spec, recipe=replace(spec.recipe, hidden="bf16"))
     gradient: list[HiddenGrads] = []
     x_ND = x_ND.contiguous()
@@ -158,7 +159,7 @@ class _Second(torch.autograd.Function):
         dh, dw2 = made.dh_SH, None
         if ctx.needs_input_grad[1]:
             wgrad = backend_of(spec, "wgrad")
-            d = wgrad.columns(Operand(for_wgrad(dout_ND, dy, spec)), ctx.plan)
+            d = wgrad.columns(Operand(for_wgrad(dout_ND, dy, spec)), ctx.plan, gradient=True)
             dw2 = weight_gradient(ctx, wgrad, d, Operand(made.a_SF), w2)
         if spec.recipe is not None:
             ctx.gradient.append(made)

@@ -63,7 +63,8 @@ class _Linear(torch.autograd.Function):
         dx_NI = dgrad.rows(dy, Linear.alone(w_OI).transposed, ctx.plan) if need_x else None
         dw_OI = None
         if need_w:
-            d = wgrad.columns(Operand(for_wgrad(dy_NO.contiguous(), dy, ctx.spec)), ctx.plan)
+            given = for_wgrad(dy_NO.contiguous(), dy, ctx.spec)
+            d = wgrad.columns(Operand(given), ctx.plan, gradient=True)
             x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
             v = wgrad.columns(Operand(x_rows), ctx.plan)
             dw_OI = weight_gradient(ctx, wgrad, d, v, w_OI)

@@ -38,14 +38,10 @@ from phalanx.kernels.quantize.quantize import (
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
 
-class EmulatedFP8(FP8Operands):
-    """`kernels.expert_mlp.backend.Backend` with the recipe, by one without."""
+class OverExact:
+    """What a backend with a recipe leaves to one without."""
 
-    gathers: ClassVar[bool] = True
-
-    def __init__(self, exact: Backend, recipe: Fp8Block) -> None:
-        super().__init__(recipe)
-        self._exact, self._grad = exact, FORMATS[recipe.grad_format]
+    _exact: Backend
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
         return self._exact.plan(topk_idx_NK, topk_prob_NK, size)
@@ -55,6 +51,16 @@ class EmulatedFP8(FP8Operands):
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
         return self._exact.combine(y_SD, inverse_NK, addends)
+
+
+class EmulatedFP8(FP8Operands, OverExact):
+    """`kernels.expert_mlp.backend.Backend` with the recipe, by one without."""
+
+    gathers: ClassVar[bool] = True
+
+    def __init__(self, exact: Backend, recipe: Fp8Block) -> None:
+        super().__init__(recipe)
+        self._exact, self._grad = exact, FORMATS[recipe.grad_format]
 
     def _columns(
         self, x_SC: Tensor, plan: ExpertPlan, parts: int, dtype: torch.dtype

@@ -20,7 +20,7 @@ class FP8Operands:
             return x
         return quantize_rows(x, dtype=FORMATS[self._recipe.grad_format if gradient else "e4m3"])
 
-    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+    def columns(self, x: Operand, plan: ExpertPlan, *, gradient: bool = False) -> Operand:
         if self._recipe.wgrad == "bf16":
             return x._replace(matrix=in_dtype(x, torch.bfloat16))
         index_S = plan.row_index_S if x.gather else None

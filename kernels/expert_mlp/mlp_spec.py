@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.quantize.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class MLPSpec:
     """Gradients of parameters with a `main_grad` of their shape, fp32 or of their dtype, are added
     to that, and `grad_added_to_main_grad` is set, as Megatron-Core's data parallel wrapper
     expects."""
-    recipe: Fp8Block | None = None
-    """Operands of the GEMMs are FP8; None: they are as they are given."""
+    recipe: Recipe | None = None
+    """Operands of the GEMMs are quantized; None: they are as they are given."""
     save_given: bool = False
     """With a recipe, dense layers save their inputs as they are given and quantize them once more
     in the backward pass, for callers who give up the memory of these; routed experts do not."""

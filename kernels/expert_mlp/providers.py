@@ -8,9 +8,10 @@ import functools
 
 from phalanx.kernels.expert_mlp.backend import Backend
 from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
+from phalanx.kernels.expert_mlp.emulated_microscaling import EmulatedMicroscaling
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
-from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.quantize.recipe import Microscaling, Recipe
 from phalanx.kernels.sm100.limits import ROWS as CUDNN_ROWS
 
 NAMES = ("reference", "torch", "fused", "cudnn")
@@ -32,7 +33,7 @@ def provider(
     name: str,
     sm_margin: int = 0,
     dynamic: bool = True,
-    recipe: Fp8Block | None = None,
+    recipe: Recipe | None = None,
     keep_fp8: bool = False,
     interleaved: bool = False,
 ) -> Backend:
@@ -47,8 +48,12 @@ def provider(
         interleaved: fc1 is stored as `kernels.sm100.interleave` says (cudnn only).
 
     Raises:
-        ValueError: unknown name.
+        ValueError: unknown name, or the fused backend with a recipe that it has not.
     """
+    if isinstance(recipe, Microscaling):
+        if name == "fused":
+            raise ValueError(f"kernels.backend=fused has no {recipe.format}: use kernels=torch")
+        return EmulatedMicroscaling(provider(name), recipe)
     if recipe is not None:
         if name == "fused":
             from phalanx.kernels.sm90.fp8.backend import FusedFP8

@@ -94,6 +94,7 @@ class Reference(AsTheyAre):
         a_SF = _padding(x_ND, S, width // 2 if act.gated else width)
         for e, span in enumerate(_spans(plan.offsets)):
             h = _wide(_pick(Operand(x_ND, gather=True), plan, span)) @ _wide(w1_LHD[e]).T
+            h = h * _alpha(fc1, e)
             h_SH[span] = (h if b1_LH is None else h + _wide(b1_LH[e])).to(x_ND.dtype)
             a_SF[span] = (activation(_wide(h_SH[span]), act) * _prob(plan, span)).to(x_ND.dtype)
         return h_SH if keep_h else None, a_SF
@@ -102,7 +103,7 @@ class Reference(AsTheyAre):
         w_LOI, bias_LO = linear.weight_LOI, linear.bias_LO
         y_SO = _padding(a_SI, a_SI.shape[0], w_LOI.shape[1])
         for e, span in enumerate(_spans(plan.offsets)):
-            y = _wide(a_SI[span]) @ _wide(w_LOI[e]).T
+            y = _wide(a_SI[span]) @ _wide(w_LOI[e]).T * _alpha(linear, e)
             if bias_LO is not None:
                 y = y + _wide(bias_LO[e]) * _prob(plan, span)
             y_SO[span] = y.to(a_SI.dtype)
@@ -124,7 +125,7 @@ class Reference(AsTheyAre):
         dprob_S = None if plan.row_prob_S is None else torch.zeros_like(plan.row_prob_S)
         for e, span in enumerate(_spans(plan.offsets)):
             dy_SD = _wide(_pick(dy, plan, span))
-            h, dvalue = _wide(h_SH[span]), dy_SD @ _wide(w2_LDF[e])
+            h, dvalue = _wide(h_SH[span]), dy_SD @ _wide(w2_LDF[e]) * _alpha(fc2, e)
             value, prob = activation(h, act), _prob(plan, span)
             dh_SH[span] = activation_backward(dvalue * prob, h, act).to(dtype)
             a_SF[span] = (value * prob).to(dtype)
@@ -178,6 +179,10 @@ def _pick(x: Operand, plan: ExpertPlan, span: slice) -> Tensor:
 
 def _prob(plan: ExpertPlan, span: slice) -> Tensor | float:
     return 1.0 if plan.row_prob_S is None else plan.row_prob_S[span, None]
+
+
+def _alpha(linear: Linear, expert: int) -> Tensor | float:
+    return 1.0 if linear.alpha_L is None else linear.alpha_L[expert]
 
 
 def _padding(like: Tensor, rows: int, columns: int) -> Tensor:

@@ -57,13 +57,14 @@ class Grouped(AsTheyAre):
         ready: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         w1_LDH, b1_LH = fc1.weight_LOI.transpose(1, 2), fc1.bias_LO
-        z_SH = _grouped_mm(_gather(Operand(x_ND, gather=True), plan), w1_LDH, plan)
+        x_SD = _gather(Operand(x_ND, gather=True), plan)
+        z_SH = _grouped_mm(x_SD, w1_LDH, plan, fc1.alpha_L)
         expert_S = None if b1_LH is None else expert_of_row(plan.offsets, z_SH)
         biased = (z_SH, b1_LH, expert_S, plan.row_prob_S)
         return as_one_kernel(_bias_act, *biased, act, formula(act))
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        y_SO = _grouped_mm(a_SI, linear.weight_LOI.transpose(1, 2), plan)
+        y_SO = _grouped_mm(a_SI, linear.weight_LOI.transpose(1, 2), plan, linear.alpha_L)
         if linear.bias_LO is None:
             return y_SO
         expert_S = expert_of_row(plan.offsets, y_SO)
@@ -80,7 +81,7 @@ class Grouped(AsTheyAre):
         ready: Tensor | None = None,
     ) -> HiddenGrads:
         dy_SD = _gather(dy, plan)
-        da_SF = _grouped_mm(dy_SD, fc2.weight_LOI, plan)
+        da_SF = _grouped_mm(dy_SD, fc2.weight_LOI, plan, fc2.alpha_L)
         used_S = used_rows(h_SH, plan.offsets)
         given = (da_SF, h_SH, plan.row_prob_S, used_S, act, formula(act))
         if fc2.bias_LO is None or plan.row_prob_S is None:
@@ -111,8 +112,9 @@ class Grouped(AsTheyAre):
         return plus(as_one_kernel(_sum_slots, y_SD, inverse_NK), addends)
 
 
-def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan) -> Tensor:
-    """[S, I] x [L, I, O] -> [S, O], or [O, S] x [S, I] -> [L, O, I], split along S by the offsets.
+def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan, alpha_L: Tensor | None = None) -> Tensor:
+    """[S, I] x [L, I, O] -> [S, O], times an expert's alpha, or [O, S] x [S, I] -> [L, O, I]; split
+    along S by the offsets.
 
     A weight gradient passes a transposed row-major and a row-major matrix, the one pair of layouts
     for which CUDA takes groups that end anywhere; others need multiples of 8 rows.
@@ -129,8 +131,18 @@ def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan) -> Tensor:
         # In bf16 oneDNN would compile a kernel for every count of rows that comes along: 0.5 ms,
         # and 0.6 MB that stay. MKL has one in fp32 for all of them.
         a, b, dtype = a.float(), b.float(), a.dtype
-        return torch._grouped_mm(a, b, offs=plan.offsets[1:]).to(dtype)
-    return torch._grouped_mm(a, b, offs=plan.offsets[1:])
+        made = torch._grouped_mm(a, b, offs=plan.offsets[1:])
+        return (made if alpha_L is None else _scaled(made, alpha_L, plan)).to(dtype)
+    made = torch._grouped_mm(a, b, offs=plan.offsets[1:])
+    return made if alpha_L is None else _scaled(made, alpha_L, plan)
+
+
+def _scaled(y_SO: Tensor, alpha_L: Tensor, plan: ExpertPlan) -> Tensor:
+    return as_one_kernel(_times_alpha, y_SO, alpha_L, expert_of_row(plan.offsets, y_SO))
+
+
+def _times_alpha(y_SO: Tensor, alpha_L: Tensor, expert_S: Tensor) -> Tensor:
+    return (y_SO.float() * alpha_L.index_select(0, expert_S)[:, None]).to(y_SO.dtype)
 
 
 def _gather(x: Operand, plan: ExpertPlan) -> Tensor:

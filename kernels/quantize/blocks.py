@@ -86,8 +86,8 @@ def quantize_rows(
     x_RC: Tensor, parts: int = 1, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Quantized:
     """A scale for 128 channels of a row. x is fp32 or bf16."""
-    data, scale = _quantize(_parted(x_RC, parts), (1, BLOCK), dtype)
-    return Quantized(_joined(data), _joined(scale))
+    data, scale = _quantize(parted(x_RC, parts), (1, BLOCK), dtype)
+    return Quantized(joined(data), joined(scale))
 
 
 def quantize_weights(w_LOI: Tensor, parts: int = 1) -> QuantizedWeights:
@@ -116,11 +116,10 @@ def quantize_columns(
         parts: of C.
         dtype: of the result.
     """
-    rows = column_rows(len(x_SC), len(offsets) - 1)
-    x_TC = _moved(x_SC, rows, offsets, column_offsets(offsets))
+    x_TC = padded(x_SC, offsets)
     tile = (BLOCK, BLOCK if blocks == "square" else 1)
-    data, scale = _quantize(_parted(x_TC, parts), tile, dtype)
-    return QuantizedColumns(_joined(data).T.contiguous(), _joined(scale), blocks)
+    data, scale = _quantize(parted(x_TC, parts), tile, dtype)
+    return QuantizedColumns(joined(data).T.contiguous(), joined(scale), blocks)
 
 
 def transpose_rows(
@@ -148,7 +147,7 @@ def transpose_rows(
 
 def dequantize_rows(q: Quantized, parts: int = 1) -> Tensor:
     """fp32 [R, C]."""
-    return _joined(_dequantize(_parted(q.data, parts), _parted(q.scale, parts), (1, BLOCK)))
+    return joined(_dequantize(parted(q.data, parts), parted(q.scale, parts), (1, BLOCK)))
 
 
 def dequantize_weights(q: Quantized, parts: int = 1) -> Tensor:
@@ -161,22 +160,28 @@ def dequantize_weights(q: Quantized, parts: int = 1) -> Tensor:
 def dequantize_columns(q: QuantizedColumns, offsets: Tensor, rows: int, parts: int = 1) -> Tensor:
     """fp32 [S, C] with S = `rows`; 0 from offsets[L] on."""
     tile = (BLOCK, BLOCK if q.blocks == "square" else 1)
-    x_TC = _joined(_dequantize(_parted(q.data_CT.T, parts), _parted(q.scale, parts), tile))
-    return _moved(x_TC, rows, column_offsets(offsets), offsets)
+    x_TC = joined(_dequantize(parted(q.data_CT.T, parts), parted(q.scale, parts), tile))
+    return moved(x_TC, rows, column_offsets(offsets), offsets)
 
 
-def column_offsets(offsets: Tensor) -> Tensor:
-    """int32 [L + 1]: where each expert's tokens begin in `QuantizedColumns`."""
-    counts_L = (offsets.diff() + BLOCK - 1) // BLOCK * BLOCK
+def column_offsets(offsets: Tensor, block: int = BLOCK) -> Tensor:
+    """int32 [L + 1]: where each expert's tokens begin in `QuantizedColumns`, in whole blocks."""
+    counts_L = (offsets.diff() + block - 1) // block * block
     return torch.nn.functional.pad(counts_L.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def column_rows(rows: int, experts: int) -> int:
+def column_rows(rows: int, experts: int, block: int = BLOCK) -> int:
     """T for S = `rows` expert rows of L = `experts`: enough for any routing."""
-    return (rows + (BLOCK - 1) * experts) // BLOCK * BLOCK
+    return (rows + (block - 1) * experts) // block * block
 
 
-def _moved(x: Tensor, rows: int, starts: Tensor, new_starts: Tensor) -> Tensor:
+def padded(x_SC: Tensor, offsets: Tensor, block: int = BLOCK) -> Tensor:
+    """[T, C]: expert rows from `column_offsets` on, and rows of 0 up to the next expert's."""
+    rows = column_rows(len(x_SC), len(offsets) - 1, block)
+    return moved(x_SC, rows, offsets, column_offsets(offsets, block))
+
+
+def moved(x: Tensor, rows: int, starts: Tensor, new_starts: Tensor) -> Tensor:
     """Rows of every expert from where they start in x to where they start in a matrix of `rows`
     rows, which is 0 where an expert has none."""
     L = len(starts) - 1
@@ -193,33 +198,36 @@ def _moved(x: Tensor, rows: int, starts: Tensor, new_starts: Tensor) -> Tensor:
     return torch.where(inside[:, None], picked, torch.zeros_like(picked))
 
 
-def _parted(x: Tensor, parts: int) -> Tensor:
-    """[R, C] -> [parts, R, C / parts]."""
-    return x.unflatten(1, (parts, -1)).movedim(1, 0)
+def parted(x: Tensor, parts: int) -> Tensor:
+    """[..., C] -> [parts, ..., C / parts]."""
+    return x.unflatten(-1, (parts, -1)).movedim(-2, 0)
 
 
-def _joined(x: Tensor) -> Tensor:
-    """[parts, R, C / parts] -> [R, C]."""
-    return x.movedim(0, 1).flatten(1)
+def joined(x: Tensor) -> Tensor:
+    """The inverse of `parted`."""
+    return x.movedim(0, -2).flatten(-2)
 
 
 def _quantize(x: Tensor, tile: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Data [..., R, C] and the scale of each tile; the last of a row or column may be short."""
     x = x.float()
-    missing = [-x.shape[-1] % tile[1], -x.shape[-2] % tile[0]]
-    tiles = F.pad(x.abs(), (0, missing[0], 0, missing[1]))
-    tiles = tiles.unflatten(-1, (-1, tile[1])).unflatten(-3, (-1, tile[0]))
-    amax = tiles.nan_to_num(nan=0.0, posinf=torch.inf).amax((-3, -1))
+    amax = tile_amax(x.abs().nan_to_num(nan=0.0, posinf=torch.inf), tile)
     up, scale = scales(amax, dtype)
     top = _TOP[dtype][0]
-    return (x * _spread(up, x, tile)).clamp(-top, top).to(dtype), scale
+    return (x * spread(up, x, tile)).clamp(-top, top).to(dtype), scale
 
 
 def _dequantize(data: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
-    return data.float() * _spread(scale, data, tile)
+    return data.float() * spread(scale, data, tile)
 
 
-def _spread(scale: Tensor, like: Tensor, tile: tuple[int, int]) -> Tensor:
+def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """[..., R, C] without negative numbers -> the largest of each tile, which may be short."""
+    x = F.pad(x, (0, -x.shape[-1] % tile[1], 0, -x.shape[-2] % tile[0]))
+    return x.unflatten(-1, (-1, tile[1])).unflatten(-3, (-1, tile[0])).amax((-3, -1))
+
+
+def spread(scale: Tensor, like: Tensor, tile: tuple[int, int]) -> Tensor:
     """The scale of a tile for each of its elements."""
     wide = scale.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)
     return wide[..., : like.shape[-2], : like.shape[-1]]

@@ -1,0 +1,139 @@
+"""MXFP8 and NVFP4 over any backend: its GEMMs get operands that went through the format and back.
+
+Every product is that of a GEMM in the format (`kernels.quantize.emulate`), and only the order of
+sums is the backend's: so the recipes of Blackwell train on any device. It saves neither time nor
+memory. As a block lies along what a product contracts, every product quantizes its own operands,
+from what these were computed as; the backward pass has inputs and activations as they were.
+
+Biases and their gradients, and the share of fc2's bias in the gradient of the probabilities, are
+computed from what was not quantized.
+
+Shape legend as in `kernels.expert_mlp.backend`; T rows of columns.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import (
+    AsTheyAre,
+    Backend,
+    HiddenGrads,
+    Linear,
+    Operand,
+    put,
+)
+from phalanx.kernels.expert_mlp.emulated_fp8 import OverExact
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.expert_mlp.torch_grouped import expert_of_row
+from phalanx.kernels.quantize import emulate
+from phalanx.kernels.quantize.emulate import Values
+from phalanx.kernels.quantize.nvfp4 import tensor_scale
+from phalanx.kernels.quantize.recipe import Microscaling
+from phalanx.kernels.routing.sort_pairs import gather_rows, used_rows
+
+
+class EmulatedMicroscaling(OverExact, AsTheyAre):
+    """`kernels.expert_mlp.backend.Backend` with the recipe, by one without."""
+
+    gathers: ClassVar[bool] = False
+
+    def __init__(self, exact: Backend, recipe: Microscaling) -> None:
+        self._exact, self._recipe, self._format = exact, recipe, recipe.format
+
+    def columns(self, x: Operand, plan: ExpertPlan, *, gradient: bool = False) -> Operand:
+        if self._recipe.wgrad == "bf16":
+            return x
+        return Operand(self._columns(_gathered(x, plan), plan, gradient))
+
+    def fc1_act(
+        self,
+        x_ND: Tensor,
+        fc1: Linear,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        keep_h: bool = True,
+        ready: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        x_SD = _gathered(Operand(x_ND, gather=True), plan)
+        x_SD, fc1 = self._operands(x_SD, fc1, plan, gradient=False)
+        plan = plan._replace(row_index_S=None)
+        h_SH, a_SF = self._exact.fc1_act(x_SD, fc1, plan, act, keep_h=keep_h, ready=ready)
+        return h_SH, a_SF
+
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+        a_SI, linear = self._operands(a_SI, linear, plan, gradient=linear.flipped)
+        return self._exact.rows(a_SI, linear, plan, signal=signal)
+
+    def fc2_dgrad_dact(
+        self,
+        dy: Operand,
+        fc2: Linear,
+        h_SH: Tensor,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        ready: Tensor | None = None,
+    ) -> HiddenGrads:
+        given_SD = _gathered(dy, plan)
+        dy_SD, across = self._operands(given_SD, fc2.transposed, plan, gradient=True)
+        plain = across.transposed._replace(alpha_L=across.alpha_L)
+        made = self._exact.fc2_dgrad_dact(Operand(dy_SD), plain, h_SH, plan, act, ready=ready)
+        if made.dprob_S is not None and fc2.bias_LO is not None:
+            bias_SD = fc2.bias_LO.index_select(0, expert_of_row(plan.offsets, given_SD))
+            dprob_S = made.dprob_S + (given_SD.float() * bias_SD.float()).sum(-1)
+            dprob_S = torch.where(used_rows(dprob_S, plan.offsets), dprob_S, 0.0)
+            made = made._replace(dprob_S=dprob_S)
+        if self._recipe.wgrad == "bf16":
+            return made._replace(dh_columns=made.dh_SH)
+        return made._replace(
+            a_SF=self._columns(made.a_SF, plan, gradient=False),
+            dh_columns=self._columns(made.dh_SH, plan, gradient=True),
+        )
+
+    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+        if self._recipe.wgrad == "bf16":
+            return self._exact.wgrad(d, v, plan, into)
+        of_d, of_v = d.matrix, v.matrix
+        starts = emulate.column_offsets(plan.offsets, self._format)
+        plan = plan._replace(offsets=starts, row_index_S=None)
+        d, v = Operand(of_d.matrix), Operand(of_v.matrix)
+        if of_d.amax_L is None:
+            return self._exact.wgrad(d, v, plan, into)
+        shape = (len(starts) - 1, of_d.matrix.shape[1], of_v.matrix.shape[1])
+        sums_LOI = Buffer(of_d.matrix.new_empty(shape, dtype=torch.float32), add=False)
+        dw_LOI = self._exact.wgrad(d, v, plan, sums_LOI)
+        dw_LOI.mul_(tensor_scale(of_d.amax_L, of_v.amax_L)[:, None, None])
+        return put(dw_LOI.to(of_d.matrix.dtype) if into is None else dw_LOI, into)
+
+    def bias_grad(
+        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
+    ) -> Tensor:
+        return self._exact.bias_grad(d, plan, scale=scale, into=into)
+
+    def _operands(
+        self, x_SI: Tensor, linear: Linear, plan: ExpertPlan, *, gradient: bool
+    ) -> tuple[Tensor, Linear]:
+        """Both after their quantization, the weights with the scale of the product."""
+        form, parts_in = self._format, linear.parts_in
+        random = gradient and self._recipe.stochastic
+        x = emulate.rows(x_SI, plan.offsets, form, parts_in, stochastic=random)
+        w = emulate.weights(linear.weight_LOI, form, linear.parts, parts_in)
+        both = x.amax_L is not None and w.amax_L is not None
+        alpha_L = tensor_scale(x.amax_L, w.amax_L) if both else None  # type: ignore[arg-type]
+        return x.matrix, linear._replace(weight_LOI=w.matrix, alpha_L=alpha_L)
+
+    def _columns(self, x_SC: Tensor, plan: ExpertPlan, gradient: bool) -> Values:
+        random = gradient and self._recipe.stochastic
+        return emulate.columns(x_SC, plan.offsets, self._format, stochastic=random)
+
+
+def _gathered(x: Operand, plan: ExpertPlan) -> Tensor:
+    """Expert rows."""
+    if not x.gather or plan.row_index_S is None:
+        return x.matrix
+    return gather_rows(x.matrix, plan.row_index_S, plan.offsets)

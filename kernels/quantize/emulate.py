@@ -1,0 +1,82 @@
+"""What operands are after they went through MXFP8 or NVFP4 and back, on a CPU or a GPU.
+
+The values of `kernels.quantize.mxfp8` and `kernels.quantize.nvfp4`, bit for bit, in the dtype of
+the operand: bf16 has all of them but its denormal numbers and overflows. Those of NVFP4 are e2m1 *
+scale; the fp32 scale of each expert's tensor is to be multiplied with the sum of a product
+(`nvfp4.tensor_scale`). Triton kernels on CUDA, the definition itself elsewhere. Nothing is read on
+the host.
+
+Legend: S expert rows, C channels, L experts, O and I channels out and in, T rows of columns.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.quantize import blocks, mxfp8, nvfp4
+
+type Format = Literal["mxfp8", "nvfp4"]
+
+
+class Values(NamedTuple):
+    """An operand after its quantization."""
+
+    matrix: Tensor
+    amax_L: Tensor | None
+    """fp32, of each expert's tensor; None of MXFP8."""
+
+
+@torch.no_grad()
+def rows(
+    x_SC: Tensor, offsets: Tensor, form: Format, parts: int = 1, *, stochastic: bool = False
+) -> Values:
+    """Expert rows that are contracted over their channels.
+
+    Args:
+        x_SC: bf16 or fp32, contiguous; from offsets[L] on anything may come out.
+        offsets: int32 [L + 1], first row of each expert.
+        form: MXFP8 or NVFP4.
+        parts: of C, in which blocks start anew.
+        stochastic: round NVFP4 so.
+    """
+    if form == "mxfp8":
+        return Values(mxfp8.dequantize(mxfp8.quantize(x_SC, parts), parts).to(x_SC.dtype), None)
+    q = nvfp4.quantize_rows(x_SC, offsets, parts, stochastic=stochastic)
+    return Values(nvfp4.values_of_rows(q, parts).to(x_SC.dtype), q.amax)
+
+
+@torch.no_grad()
+def columns(x_SC: Tensor, offsets: Tensor, form: Format, *, stochastic: bool = False) -> Values:
+    """Expert rows [T, C] that are contracted over tokens, from `column_offsets` on.
+
+    Args:
+        x_SC, offsets, form, stochastic: as of `rows`.
+    """
+    if form == "mxfp8":
+        values_CT = mxfp8.dequantize(mxfp8.quantize_columns(x_SC, offsets))
+        return Values(values_CT.T.to(x_SC.dtype).contiguous(), None)
+    q = nvfp4.quantize_columns(x_SC, offsets, stochastic=stochastic)
+    return Values(nvfp4.values_of_rows(q).T.to(x_SC.dtype).contiguous(), q.amax)
+
+
+def column_offsets(offsets: Tensor, form: Format) -> Tensor:
+    """int32 [L + 1]: where each expert's rows begin in `columns`."""
+    return blocks.column_offsets(offsets, {"mxfp8": mxfp8, "nvfp4": nvfp4}[form].BLOCK)
+
+
+@torch.no_grad()
+def weights(w_LOI: Tensor, form: Format, parts: int = 1, parts_in: int = 1) -> Values:
+    """Weights that are contracted over I.
+
+    Args:
+        w_LOI: bf16 or fp32, contiguous or the transpose of what is.
+        form: MXFP8 or NVFP4.
+        parts: of O, in which blocks start anew.
+        parts_in: of I.
+    """
+    if form == "mxfp8":
+        q = mxfp8.quantize(w_LOI, parts_in)
+        return Values(mxfp8.dequantize(q, parts_in).to(w_LOI.dtype), None)
+    made = nvfp4.quantize_weights(w_LOI, parts, parts_in)
+    return Values(nvfp4.values_of_weights(made, parts, parts_in).to(w_LOI.dtype), made.amax)
