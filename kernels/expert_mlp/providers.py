@@ -53,6 +53,10 @@ def provider(
     if isinstance(recipe, Microscaling):
         if name == "fused":
             raise ValueError(f"kernels.backend=fused has no {recipe.format}: use kernels=torch")
+        if name == "cudnn":
+            from phalanx.kernels.sm100.microscaling import CuDNNMicroscaling
+
+            return CuDNNMicroscaling(sm_margin, dynamic, interleaved, recipe)
         return EmulatedMicroscaling(provider(name), recipe)
     if recipe is not None:
         if name == "fused":

@@ -73,6 +73,15 @@ def offline(compiles: bool, folder: Any = None) -> Iterator[Log]:
         skip = -room.data_ptr() % 128
         return room[skip : skip + count]
 
+    def from_dlpack(tensor: torch.Tensor, assumed_align: int | None = None, **how: Any) -> Any:
+        """Of tensors that are given to the compiler, in global memory and not the host's."""
+        if tensor.dtype is not torch.uint8 or not how.get("enable_tvm_ffi"):
+            return original(tensor, assumed_align=assumed_align, **how)
+        return cute.runtime.make_fake_compact_tensor(
+            cutlass.Uint8, tuple(tensor.shape), assumed_align=assumed_align
+        )
+
+    original = cute.runtime.from_dlpack
     for name in ("glu", "dglu", "quant", "wgrad", "unfused"):  # made when they are first asked for
         getattr(cudnn, f"grouped_gemm_{name}_wrapper_sm100".replace("_unfused", ""))
     facts: dict[str, Any] = {
@@ -83,6 +92,8 @@ def offline(compiles: bool, folder: Any = None) -> Iterator[Log]:
             count, dtype=torch.uint8
         ),
         "stream_context": lambda *args: contextlib.nullcontext(),
+        "from_dlpack": from_dlpack,
+        "_raw_stream": lambda torch: lambda device: 0,
         "is_sm107_device": lambda *args: False,
     }
     with pytest.MonkeyPatch.context() as patch:
