@@ -75,7 +75,8 @@ def offline(compiles: bool, folder: Any = None) -> Iterator[Log]:
 
     def from_dlpack(tensor: torch.Tensor, assumed_align: int | None = None, **how: Any) -> Any:
         """Of tensors that are given to the compiler, in global memory and not the host's."""
-        if tensor.dtype is not torch.uint8 or not how.get("enable_tvm_ffi"):
+        passed = tensor.dtype is torch.uint8 and how.get("enable_tvm_ffi")
+        if not passed or not tensor.numel():
             return original(tensor, assumed_align=assumed_align, **how)
         return cute.runtime.make_fake_compact_tensor(
             cutlass.Uint8, tuple(tensor.shape), assumed_align=assumed_align

@@ -14,6 +14,9 @@ from tests.support.fake_cudnn.glu import (
 )
 from tests.support.fake_cudnn.glu import grouped_gemm_glu_wrapper_sm100 as _glu
 from tests.support.fake_cudnn.plain import (
+    grouped_gemm_quant_wrapper_sm100 as _quant,
+)
+from tests.support.fake_cudnn.plain import (
     grouped_gemm_wgrad_wrapper_sm100 as _wgrad,
 )
 from tests.support.fake_cudnn.plain import grouped_gemm_wrapper_sm100 as _plain
@@ -37,4 +40,5 @@ def _counted(function):
 grouped_gemm_glu_wrapper_sm100 = _counted(_glu)
 grouped_gemm_dglu_wrapper_sm100 = _counted(_dglu)
 grouped_gemm_wrapper_sm100 = _counted(_plain)
+grouped_gemm_quant_wrapper_sm100 = _counted(_quant)
 grouped_gemm_wgrad_wrapper_sm100 = _counted(_wgrad)

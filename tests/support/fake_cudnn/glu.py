@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.support.fake_cudnn.checks import BF16, apart, defaults, operand, rows, spans
+from tests.support.fake_cudnn.scaled import FP8, family, quantized, read
 
 RUN = 32
 
@@ -62,30 +63,29 @@ def grouped_gemm_glu_wrapper_sm100(
     *,
     scheduler_counter_tensor=None,
 ):
-    """bf16: A [S, k], B [L, n, k], bias (n, l) with strides (1, n), prob [S]."""
+    """A [S, k], B [L, n, k], bias (n, l) with strides (1, n), prob [S]."""
+    own = family(a_tensor, sf_vec_size)
     S, k, L = rows(a_tensor, padded_offsets)
-    n_full = b_tensor.shape[1]
+    k, n_full = k * own.wide, b_tensor.shape[1]
     assert n_full > 0 and n_full % 64 == 0 and b_major == "k"
-    defaults(
-        sfa=(sfa_tensor, None),
-        sfb=(sfb_tensor, None),
-        norm_const=(norm_const_tensor, None),
-        sf_vec_size=(sf_vec_size, 16),
-        geglu_alpha=(geglu_alpha, 1.702),
-        clamps=((glu_clamp_min, glu_clamp_max), (-7.0, 7.0)),
-        counter=(scheduler_counter_tensor, None),
-    )
-    operand("a", a_tensor, BF16, (S, k))
-    operand("b", b_tensor, BF16, (L, n_full, k))
+    defaults(counter=(scheduler_counter_tensor, None))
+    makes = outputs(own, c_dtype, d_dtype, norm_const_tensor, discrete_col_sfd)
+    if own.scale is None:
+        defaults(
+            geglu_alpha=(geglu_alpha, 1.702),
+            clamps=((glu_clamp_min, glu_clamp_max), (-7.0, 7.0)),
+        )
+    a = read("a", a_tensor, sfa_tensor, (S, k), own)
+    b = read("b", b_tensor, sfb_tensor, (L, n_full, k), own)
     operand("alpha", alpha_tensor, torch.float32, (L,))
     operand("prob", prob_tensor, torch.float32, (S,))
     if bias_tensor is not None:
         operand("bias", bias_tensor, BF16, (n_full, L), (1, n_full))
     offset = (1.0 if act_func == "geglu" else 0.0) if linear_offset is None else linear_offset
-    c = a_tensor.new_full((S, n_full), math.nan)
-    d = a_tensor.new_full((S, n_full // 2), math.nan)
+    c = torch.full((S, n_full), math.nan, dtype=BF16)
+    d = torch.full((S, n_full // 2), math.nan)
     for e, span in spans(padded_offsets, S):
-        h = a_tensor[span].float() @ b_tensor[e].float().T * alpha_tensor[e]
+        h = a[span] @ b[e].T * alpha_tensor[e]
         if bias_tensor is not None:
             h = h + bias_tensor[:, e].float()
         c[span] = h.to(BF16)
@@ -97,15 +97,36 @@ def grouped_gemm_glu_wrapper_sm100(
         else:
             assert act_func == "swiglu"
             value = gate * torch.sigmoid(gate) * up
-        d[span] = (value * prob_tensor[span, None]).to(BF16)
-    return dict(
-        c_tensor=c if generate_c else None,
-        d_tensor=d,
-        d_col_tensor=None,
-        amax_tensor=None,
-        sfd_row_tensor=None,
-        sfd_col_tensor=None,
-    )
+        d[span] = value * prob_tensor[span, None]
+    c = c if generate_c or own.scale is not None else None
+    return dict(c_tensor=c, **made("d_tensor", d, own, makes, padded_offsets, (L, 1)))
+
+
+def outputs(own, c_dtype, d_dtype, norm_const, discrete_col_sfd) -> bool:
+    """Whether an epilogue quantizes what it makes."""
+    assert c_dtype in (None, BF16) and d_dtype in (None, BF16, FP8)
+    if d_dtype == FP8:
+        assert own.data == FP8 and discrete_col_sfd
+        assert operand("norm_const", norm_const, torch.float32, (1,)).item() == 1
+        return True
+    defaults(norm_const=(norm_const, None), discrete_col_sfd=(discrete_col_sfd, False))
+    return False
+
+
+def made(name, d, own, quantizes, offsets, amax_shape):
+    """The outputs of an epilogue that computed d in fp32."""
+    missing = dict.fromkeys(("d_col_tensor", "amax_tensor", "sfd_row_tensor", "sfd_col_tensor"))
+    if quantizes:
+        q = quantized(d, offsets)
+        found = dict(d_col_tensor=q.col, sfd_row_tensor=q.sfd_row, sfd_col_tensor=q.sfd_col)
+        return {name: q.row} | missing | found
+    if own.scale is not None:  # whose amax nobody reads
+        missing["amax_tensor"] = torch.full(amax_shape, math.nan)
+        missing["d_col_tensor"] = torch.full_like(d, math.nan, dtype=BF16)
+    if own.data == FP8:  # allocated all the same
+        q = quantized(torch.zeros_like(d), offsets)
+        missing |= dict(sfd_row_tensor=q.sfd_row, sfd_col_tensor=q.sfd_col)
+    return {name: d.to(BF16)} | missing
 
 
 def grouped_gemm_dglu_wrapper_sm100(
@@ -151,20 +172,22 @@ def grouped_gemm_dglu_wrapper_sm100(
     activation_tensor=None,
     deterministic=False,
 ):
-    """bf16: A [S, k], C [S, 2 n], B [L, k, n] (n-major) or [L, n, k], prob and dprob [S]."""
+    """A [S, k], C [S, 2 n], B [L, n, k] or in bf16 n-major [L, k, n], prob and dprob [S]."""
+    own = family(a_tensor, sf_vec_size)
     S, k, L = rows(a_tensor, padded_offsets)
-    n_out = c_tensor.shape[1] // 2
+    k, n_out = k * own.wide, c_tensor.shape[1] // 2
     assert n_out > 0 and n_out % 32 == 0
-    defaults(
-        sfa=(sfa_tensor, None),
-        sfb=(sfb_tensor, None),
-        dbias=(generate_dbias, False),
-        deterministic=(deterministic, False),  # block-scaled alone
-        round_dgrad=(round_dgrad_to_input_dtype, False),
-    )
+    defaults(dbias=(generate_dbias, False), round_dgrad=(round_dgrad_to_input_dtype, False))
     assert act_func in ("dswiglu", "dgeglu")
-    operand("a", a_tensor, BF16, (S, k))
-    operand("b", b_tensor, BF16, (L, k, n_out) if b_major == "n" else (L, n_out, k))
+    makes = outputs(own, None, d_dtype, norm_const_tensor, discrete_col_sfd)
+    if own.scale is None:
+        assert not deterministic, "block-scaled alone"
+    else:
+        assert b_major == "k" and activation_tensor is None, "bf16 alone"
+        assert makes or own.data != FP8, "of e4m3 an output in e4m3"
+    a = read("a", a_tensor, sfa_tensor, (S, k), own)
+    shape = (L, k, n_out) if b_major == "n" else (L, n_out, k)
+    b = read("b", b_tensor, sfb_tensor, shape, own)
     operand("c", c_tensor, BF16, (S, 2 * n_out))
     for name, factor in (("alpha", alpha_tensor), ("beta", beta_tensor)):
         operand(name, factor, torch.float32, (L,))
@@ -182,10 +205,9 @@ def grouped_gemm_dglu_wrapper_sm100(
     offset = (1.0 if geglu else 0.0) if linear_offset is None else linear_offset
     alpha_in = geglu_alpha if geglu else 1.0
     low, high = (glu_clamp_min, glu_clamp_max) if geglu else (-math.inf, math.inf)
-    d = a_tensor.new_full((S, 2 * n_out), math.nan)
+    d = torch.full((S, 2 * n_out), math.nan)
     for e, span in spans(padded_offsets, S):
-        w = b_tensor[e].float()
-        dy = a_tensor[span].float() @ (w if b_major == "n" else w.T) * alpha_tensor[e] ** 2
+        dy = a[span] @ (b[e] if b_major == "n" else b[e].T) * alpha_tensor[e] ** 2
         x1, x2 = halves(c_tensor[span].float() * beta_tensor[e])
         gate, up = x1.clamp(max=high), x2.clamp(low, high)
         sigmoid, prob = torch.sigmoid(alpha_in * gate), prob_tensor[span, None]
@@ -195,20 +217,13 @@ def grouped_gemm_dglu_wrapper_sm100(
         d[span] = runs(
             torch.where(x1 <= high, dgate, 0.0),
             torch.where((low <= x2) & (x2 <= high), dup, 0.0),
-        ).to(BF16)
+        )
         value = gate * sigmoid * (up + offset)
         dprob_tensor[span] += (dy * value).sum(1)
         if activation_tensor is not None:
             activation_tensor[span] = (value * prob).to(BF16)
-    made = dict(
-        d_row_tensor=d,
-        d_col_tensor=None,
-        dprob_tensor=dprob_tensor,
-        dbias_tensor=None,
-        amax_tensor=None,
-        sfd_row_tensor=None,
-        sfd_col_tensor=None,
-    )
+    found = made("d_row_tensor", d, own, makes, padded_offsets, (L, 2, 1))
+    found |= dict(dprob_tensor=dprob_tensor, dbias_tensor=None)
     if activation_tensor is not None:
-        made["activation_tensor"] = activation_tensor
-    return made
+        found["activation_tensor"] = activation_tensor
+    return found
