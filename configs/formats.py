@@ -1,4 +1,4 @@
-"""What `precision` means to everything else: bytes, layers in FP8, who has FP8; and its rules.
+"""What `precision` means to everything else: bytes, layers by a recipe, who has it; and its rules.
 
 Others ask here and do not compare names of recipes. Transports say in `configs.transports` whether
 they carry FP8.
@@ -7,11 +7,15 @@ they carry FP8.
 from collections.abc import Iterator
 from dataclasses import fields
 
-from phalanx.configs.knobs import repair
+from phalanx.configs.knobs import listed, repair
 from phalanx.configs.schema import Config, PrecisionConfig
 from phalanx.configs.transports import TRANSPORTS
 
-RECIPES = ("bf16", "fp32", "fp8_block")
+RECIPES = ("bf16", "fp32", "fp8_block", "mxfp8", "nvfp4")
+
+MICROSCALING = frozenset({"mxfp8", "nvfp4"})
+"""What Blackwell multiplies. `reference` and `torch` multiply the same values in bf16, which costs
+time and saves no memory; `fused` and `megatron` have neither."""
 
 MULTIPLIES_FP8 = frozenset({"fused", "megatron"})
 """Backends whose GEMMs read FP8; `reference` and `torch` multiply the same values in bf16, which
@@ -22,8 +26,13 @@ BLOCK = 128
 
 
 def is_fp8(cfg: Config) -> bool:
-    """Linear layers multiply FP8."""
+    """Linear layers multiply FP8 in blocks of 128."""
     return cfg.precision.recipe == "fp8_block"
+
+
+def quantizes(cfg: Config) -> bool:
+    """Operands of linear layers are quantized by a recipe."""
+    return is_fp8(cfg) or cfg.precision.recipe in MICROSCALING
 
 
 def in_bf16(cfg: Config) -> bool:
@@ -36,8 +45,8 @@ def width(cfg: Config) -> int:
     return 2 if in_bf16(cfg) else 4
 
 
-def fp8_layer(cfg: Config, layer: int) -> bool:
-    """Whether a layer multiplies FP8.
+def quantized_layer(cfg: Config, layer: int) -> bool:
+    """Whether a layer follows the recipe of the run.
 
     Args:
         layer: from 0, over all pipeline stages; those of multi-token prediction come after the
@@ -45,7 +54,7 @@ def fp8_layer(cfg: Config, layer: int) -> bool:
     """
     p, layers = cfg.precision, cfg.model.layers
     last = layers - p.bf16_last_layers <= layer < layers
-    return is_fp8(cfg) and layer >= p.bf16_first_layers and not last
+    return quantizes(cfg) and layer >= p.bf16_first_layers and not last
 
 
 def quantizes_on_arrival(cfg: Config) -> bool:
@@ -71,11 +80,14 @@ def described(cfg: Config) -> str:
 
 def precision_problems(cfg: Config) -> Iterator[str]:
     """Problems of `precision` with itself, kernels and transport; repairs `cfg` on the way."""
-    if not is_fp8(cfg):
-        yield from _switches(cfg)
-        return
-    yield from _layers(cfg)
-    if cfg.kernels.backend == "megatron":
+    yield from _switches(cfg)
+    if quantizes(cfg):
+        yield from _layers(cfg)
+    backend, recipe = cfg.kernels.backend, cfg.precision.recipe
+    if recipe in MICROSCALING and backend in MULTIPLIES_FP8:
+        reason = f"has no {recipe}, which reference and torch emulate"
+        yield repair(cfg, "kernels.backend", reason, "auto")
+    elif is_fp8(cfg) and backend == "megatron":
         yield from _megatron(cfg)
 
 
@@ -91,10 +103,23 @@ def layout_fp8_problems(cfg: Config, ranks: int) -> Iterator[str]:
         yield repair(cfg, "precision.dispatch", reason, "bf16")
 
 
+_OF_ALL = ("wgrad", "dense", "bf16_first_layers", "bf16_last_layers")
+_OF_FP8_BLOCK = ("grad_format", "wgrad_blocks", "hidden", "dispatch", "weights")
+_SWITCHES = {
+    "fp8_block": (*_OF_ALL, *_OF_FP8_BLOCK),
+    "mxfp8": _OF_ALL,
+    "nvfp4": (*_OF_ALL, "stochastic_rounding"),
+}
+"""What each recipe can be told."""
+
+
 def _switches(cfg: Config) -> Iterator[str]:
+    """Switches that mean nothing to the recipe."""
+    own = _SWITCHES.get(cfg.precision.recipe, ())
     for f in fields(cfg.precision):
-        if f.name != "recipe" and getattr(cfg.precision, f.name) != f.default:
-            reason = f"is a switch of fp8_block, and precision is {cfg.precision.recipe}"
+        of = [recipe for recipe, switches in _SWITCHES.items() if f.name in switches]
+        if of and f.name not in own and getattr(cfg.precision, f.name) != f.default:
+            reason = f"is a switch of {listed(of)}, and precision is {cfg.precision.recipe}"
             yield repair(cfg, f"precision.{f.name}", reason, f.default)
 
 
@@ -103,7 +128,8 @@ def _layers(cfg: Config) -> Iterator[str]:
     for name in ("bf16_first_layers", "bf16_last_layers"):
         if p.bf16_first_layers + p.bf16_last_layers >= layers and getattr(p, name):
             others = p.bf16_first_layers + p.bf16_last_layers - getattr(p, name)
-            reason = f"leaves none of model.layers={layers} in FP8"
+            form = "FP8" if is_fp8(cfg) else p.recipe
+            reason = f"leaves none of model.layers={layers} in {form}"
             yield repair(cfg, f"precision.{name}", reason, max(0, layers - 1 - others))
 
 

@@ -46,7 +46,7 @@ class Record:
     gpus: int = MISSING
     """Number of GPUs."""
     dtype: str = MISSING
-    """Option of `precision=`: `bf16`, `fp32` or `fp8_block`."""
+    """Option of `precision=`: `bf16`, `fp32`, `fp8_block`, ..."""
     sequence_length: int = MISSING
     """Tokens in a sequence."""
     micro_batch: int | None = None

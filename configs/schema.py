@@ -272,14 +272,15 @@ class KernelsConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Formats of numbers. Knobs but `recipe` are switches of `fp8_block` (docs/precision.md)."""
+    """Formats of numbers. Knobs but `recipe` are switches of recipes (docs/precision.md)."""
 
     recipe: str = "bf16"
-    """`bf16` with fp32 master weights and an fp32 router, `fp32` throughout, or `fp8_block`.
+    """`bf16` with an fp32 router and fp32 masters, `fp32`, or `fp8_block`, `mxfp8`, `nvfp4`.
 
-    `fp8_block` is `bf16` whose linear layers multiply e4m3 with fp32 sums. Activations and
-    gradients have a scale for 128 channels of a token, weights one for 128 x 128; scales are powers
-    of two (DeepSeek-V3, arXiv 2412.19437). Set it as a group: `precision=fp8_block`.
+    These three are `bf16` whose linear layers multiply quantized operands with fp32 sums.
+    `fp8_block`: e4m3, whose scales are powers of two, for 128 channels of a token and for 128 x 128
+    of weights (DeepSeek-V3, arXiv 2412.19437). `mxfp8`: e4m3 in blocks of 32. `nvfp4`: e2m1 in
+    blocks of 16 (arXiv 2509.25149). Set it as a group: `precision=fp8_block`.
     """
     grad_format: str = "e4m3"
     """FP8 format of gradients: `e4m3`, or `e5m2`, which has one bit less.
@@ -287,7 +288,7 @@ class PrecisionConfig:
     It reaches 14 powers of two further down, for gradients that become zero within their blocks.
     """
     wgrad: str = "fp8"
-    """Operands of weight gradients: `fp8` or `bf16`.
+    """Operands of weight gradients: `fp8`, which is the recipe's format, or `bf16`.
 
     These sums run over tokens and enter the weights directly; `bf16` rules FP8 out as a cause.
     """
@@ -308,14 +309,16 @@ class PrecisionConfig:
     The experts would round them anyway. Sums travel back in bf16.
     """
     dense: str = "fp8"
-    """Attention projections, dense MLPs, shared experts: `fp8` as the routed experts, or `bf16`.
+    """Attention projections, dense MLPs, shared experts: `fp8`, as the routed experts, or `bf16`.
 
     With `kernels=megatron` they are bf16 in any case, as those of linear attention always are.
     """
     bf16_first_layers: int = 0
-    """Number of first decoder layers without FP8, as Nemotron-H has some (arXiv 2504.03624)."""
+    """Number of first decoder layers in bf16, as Nemotron-H has some (arXiv 2504.03624)."""
     bf16_last_layers: int = 0
-    """Number of last decoder layers without FP8; layers of multi-token prediction do not count."""
+    """Number of last decoder layers in bf16; layers of multi-token prediction do not count."""
+    stochastic_rounding: bool = True
+    """Of `nvfp4`: gradients are rounded up or down at random and are right in the mean."""
     weights: str = "auto"
     """Where FP8 copies of expert weights live: `resident`, `scratch`, or `auto` by what fits.
 

@@ -205,13 +205,12 @@ def _blend(cfg: Config) -> Iterator[str]:
 def _documents(cfg: Config) -> Iterator[str]:
     """What packed documents rule out."""
     d, path = cfg.data, "data.document_mask"
+    if d.document_mask and d.source == "synthetic":
+        reason = "needs documents, and random tokens (data.source=synthetic) have none"
+        yield repair(cfg, path, reason, False)
     if d.max_documents and not d.document_mask:
         yield repair(cfg, "data.max_documents", f"needs {path}=true", 0)
     if not d.document_mask:
-        return
-    if d.source == "synthetic":
-        reason = "needs documents, and random tokens (data.source=synthetic) have none"
-        yield repair(cfg, path, reason, False)
         return
     if cfg.parallel.context > 1:
         reason = f"has no documents that end inside a sequence ({path}=true)"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx.configs.activations import ACTIVATIONS
+from phalanx.configs.formats import MICROSCALING
 from phalanx.kernels.attention.limits import refuse_heads
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.norm.limits import refuse_width
@@ -61,6 +62,8 @@ class Facts:
     """Of activations and weights."""
     fp8: bool = False
     """Linear layers multiply FP8 (`precision=fp8_block`)."""
+    recipe: str = "bf16"
+    """Option of `precision=`."""
     hidden: int = 0
     """D, channels of the residual stream."""
     ffn: int = 0
@@ -218,6 +221,8 @@ def _te_experts(facts: Facts) -> Refusal:
 
 
 def _stock_experts(facts: Facts) -> Refusal:
+    if facts.recipe in MICROSCALING:
+        return f"has no {facts.recipe} here"
     why = _te(facts) if facts.fp8 else None
     return why and f"has fp8_block by Transformer Engine: {why}"
 
@@ -301,6 +306,8 @@ def _fused_experts(facts: Facts) -> Refusal:
         return f"needs CUDA capability 9.x, not {_dotted(facts.capability)}"
     if facts.dtype != torch.bfloat16:
         return f"needs bf16, not {_short(facts.dtype)}"
+    if facts.recipe in MICROSCALING:
+        return f"has no {facts.recipe}, which Hopper does not multiply"
     if facts.hidden % 64 or facts.ffn % 64:
         return (
             f"needs whole boxes of 64 channels: model.hidden={facts.hidden} and "

@@ -40,6 +40,10 @@ def rows(
         parts: of C, in which blocks start anew.
         stochastic: round NVFP4 so.
     """
+    if x_SC.is_cuda:
+        from phalanx.kernels.quantize import emulate_gpu
+
+        return Values(*emulate_gpu.rows(x_SC, offsets, form, parts, stochastic=stochastic))
     if form == "mxfp8":
         return Values(mxfp8.dequantize(mxfp8.quantize(x_SC, parts), parts).to(x_SC.dtype), None)
     q = nvfp4.quantize_rows(x_SC, offsets, parts, stochastic=stochastic)
@@ -53,6 +57,10 @@ def columns(x_SC: Tensor, offsets: Tensor, form: Format, *, stochastic: bool = F
     Args:
         x_SC, offsets, form, stochastic: as of `rows`.
     """
+    if x_SC.is_cuda:
+        from phalanx.kernels.quantize import emulate_gpu
+
+        return Values(*emulate_gpu.columns(x_SC, offsets, form, stochastic=stochastic))
     if form == "mxfp8":
         values_CT = mxfp8.dequantize(mxfp8.quantize_columns(x_SC, offsets))
         return Values(values_CT.T.to(x_SC.dtype).contiguous(), None)
@@ -75,6 +83,10 @@ def weights(w_LOI: Tensor, form: Format, parts: int = 1, parts_in: int = 1) -> V
         parts: of O, in which blocks start anew.
         parts_in: of I.
     """
+    if w_LOI.is_cuda:
+        from phalanx.kernels.quantize import emulate_gpu
+
+        return Values(*emulate_gpu.weights(w_LOI, form, parts, parts_in))
     if form == "mxfp8":
         q = mxfp8.quantize(w_LOI, parts_in)
         return Values(mxfp8.dequantize(q, parts_in).to(w_LOI.dtype), None)

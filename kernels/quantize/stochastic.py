@@ -29,13 +29,13 @@ def keys(x_SC: Tensor, group_S: Tensor, element_SC: Tensor, groups: int) -> Tens
     bits = bits ^ _shifted(bits, 16)  # bf16 has nothing in the low half
     sums_S = (bits * (_wrapped(element_SC, GOLDEN) | 1)).sum(1, dtype=torch.int64)
     total = torch.zeros(groups + 1, dtype=torch.int64, device=x_SC.device)
-    return _low(total.index_add_(0, group_S.clamp(max=groups), sums_S)[:groups])
+    return low(total.index_add_(0, group_S.clamp(max=groups), sums_S)[:groups])
 
 
 def elements(row_S: Tensor, channels: int) -> Tensor:
     """int32 [S, C]: places of elements in the tensor of their expert, from the row there."""
     channel_C = torch.arange(channels, dtype=torch.int64, device=row_S.device)
-    return _low(row_S.long()[:, None] * channels + channel_C)
+    return low(row_S.long()[:, None] * channels + channel_C)
 
 
 def uniform(key: Tensor, element: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _shifted(x: Tensor, by: int) -> Tensor:
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 
-def _low(x: Tensor) -> Tensor:
-    """int64 -> the lower half."""
-    low = x & 0xFFFFFFFF
-    return torch.where(low < 1 << 31, low, low - (1 << 32)).int()
+def low(x: Tensor) -> Tensor:
+    """int64 -> int32 of the lower half."""
+    half = x & 0xFFFFFFFF
+    return torch.where(half < 1 << 31, half, half - (1 << 32)).int()

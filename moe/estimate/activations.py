@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.formats import fp8_row, is_fp8, width
+from phalanx.configs.formats import fp8_row, is_fp8, quantizes, width
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.linear_attention import HEAD_DIM, input_dim
 from phalanx.configs.schema import Config
@@ -126,7 +126,7 @@ class Activations:
         return found
 
     def dense_layer(self, fp8: bool | None = None, linear: bool = False) -> Layer:
-        """A layer with a dense MLP; `fp8` or not, as most layers are by default."""
+        """A layer with a dense MLP; by the recipe (`fp8`) or not, as most layers are by default."""
         fp8_dense = self._fp8_dense(fp8)
         ffn = self._cfg.model.dense_ffn
         gradients = self.sizes.tokens * 2 * self._wide * 3 * ffn // self._cfg.parallel.tensor
@@ -140,9 +140,9 @@ class Activations:
         return self._layer({"dense": saved}, gradients, fp8_dense, more, linear)
 
     def moe_layer(self, fp8: bool | None = None, linear: bool = False) -> Layer:
-        """A layer with experts; `fp8` or not, as most layers are by default."""
+        """A layer with experts; by the recipe (`fp8`) or not, as most layers are by default."""
         fp8_dense, shared = self._fp8_dense(fp8), self._cfg.model.moe.shared_ffn
-        parts = self._experts(is_fp8(self._cfg) if fp8 is None else fp8)
+        parts = self._experts(is_fp8(self._cfg) and fp8 is not False)
         parts["shared"] = self._shared(fp8_dense)
         more = self._fp8_inputs(1, instead=False) if fp8_dense and shared else 0
         return self._layer(parts, self._experts_backward(), fp8_dense, more, linear)
@@ -174,19 +174,23 @@ class Activations:
         return 8 * 2 * self.sizes.local_tokens * self._cfg.model.hidden * self._wide
 
     def _fp8_dense(self, fp8: bool | None) -> bool:
-        """Whether linear layers beside the routed experts are FP8."""
+        """Whether linear layers beside the routed experts follow the recipe."""
         cfg = self._cfg
-        on = is_fp8(cfg) if fp8 is None else fp8
+        on = quantizes(cfg) if fp8 is None else fp8
         return on and cfg.precision.dense == "fp8" and cfg.kernels.backend != "megatron"
 
     def _fp8_inputs(self, readers: int, *, instead: bool) -> int:
         """What the output of a norm takes more in FP8, kept by each linear layer that reads it,
         `instead` of in bf16 or beside that. Tensor parallel ranks each keep the whole."""
-        if self._cfg.precision.wgrad == "bf16":
+        if not self._keeps_fp8():
             return 0
         hidden, s = self._cfg.model.hidden, self.sizes
         kept = s.tokens * readers * fp8_row(hidden)
         return kept - (s.local_tokens * 2 * hidden if instead else 0)
+
+    def _keeps_fp8(self) -> bool:
+        """Linear layers keep their inputs in FP8."""
+        return is_fp8(self._cfg) and self._cfg.precision.wgrad == "fp8"
 
     def _projections(self) -> int:
         """What inputs of attention's projections take more in FP8.
@@ -194,7 +198,7 @@ class Activations:
         Core attention keeps the input of the last one in bf16 too.
         """
         a, s = self._cfg.model.attention, self.sizes
-        if self._cfg.precision.wgrad == "bf16":
+        if not self._keeps_fp8():
             return 0
         readers, latents, v = 1, list[int](), a.head_dim
         if a.kind == "mla":

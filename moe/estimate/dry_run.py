@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from phalanx.configs import capture
-from phalanx.configs.formats import described, is_fp8
+from phalanx.configs.formats import described, is_fp8, quantizes
 from phalanx.configs.knobs import get
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -80,6 +80,9 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
     if is_fp8(cfg):
         yield f"weights   {_copies(cfg, world)}"
+    elif quantizes(cfg):
+        said = f"{k.backend} multiplies values of {cfg.precision.recipe} in bf16"
+        yield f"emulated  {said}; the time to quantize them is not counted"
     yield f"graph     {_graph(cfg)}"
     sms = cfg.parallel.comm_sms if overlaps(cfg, world) else 0
     yield f"overlap   {f'exchanges on {sms} SMs, experts on the others' if sms else 'off'}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.configs.activations import ACTIVATIONS
-from phalanx.configs.formats import MULTIPLIES_FP8, fp8_layer, in_bf16, width
+from phalanx.configs.formats import MULTIPLIES_FP8, in_bf16, quantized_layer, width
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -89,6 +89,7 @@ class LayerKind(NamedTuple):
     dense: bool
     """It has a dense MLP instead of experts."""
     fp8: bool
+    """Its linear layers follow the recipe of the run."""
     linear: bool = False
     """Its attention is linear."""
 
@@ -98,7 +99,7 @@ def layer_kinds(cfg: Config, letters: str, first: int) -> list[LayerKind]:
     decoder = range(first, first + letters.count("t"))
     prediction = [cfg.model.layers] * letters.count("m")
     return [
-        LayerKind(i < cfg.model.moe.dense_layers, fp8_layer(cfg, i), is_linear(cfg.model, i))
+        LayerKind(i < cfg.model.moe.dense_layers, quantized_layer(cfg, i), is_linear(cfg.model, i))
         for i in (*decoder, *prediction)
     ]
 

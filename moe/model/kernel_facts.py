@@ -21,6 +21,7 @@ def facts(
         capability=capability,
         dtype=compute_dtype(cfg),
         fp8=is_fp8(cfg),
+        recipe=cfg.precision.recipe,
         hidden=cfg.model.hidden,
         ffn=e.ffn,
         experts=e.experts // expert_parallel_size(cfg, world),

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from phalanx.configs.formats import fp8_layer, in_bf16
+from phalanx.configs.formats import MICROSCALING, in_bf16, quantized_layer
 from phalanx.configs.schema import Config
-from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling, Recipe
 from phalanx.moe.layer import MoEOptions
 
 
@@ -15,17 +15,20 @@ def compute_dtype(cfg: Config) -> torch.dtype:
     return torch.bfloat16 if in_bf16(cfg) else torch.float32
 
 
-def recipe(cfg: Config, layer: int) -> Fp8Block | None:
-    """How the linear layers of a layer multiply FP8; None: they multiply `compute_dtype`.
+def recipe(cfg: Config, layer: int) -> Recipe | None:
+    """How operands of a layer's linear layers are quantized; None: they are not.
 
     Args:
         cfg: valid.
         layer: from 0, over all pipeline stages; those of multi-token prediction come after the
             last decoder layer.
     """
-    if not fp8_layer(cfg, layer):
+    if not quantized_layer(cfg, layer):
         return None
     p = cfg.precision
+    if p.recipe in MICROSCALING:
+        form, wgrad = p.recipe, p.wgrad
+        return Microscaling(form, wgrad, p.stochastic_rounding)  # type: ignore[arg-type]
     return Fp8Block(
         grad_format=p.grad_format,  # type: ignore[arg-type]
         wgrad=p.wgrad,  # type: ignore[arg-type]
@@ -34,7 +37,7 @@ def recipe(cfg: Config, layer: int) -> Fp8Block | None:
     )
 
 
-def with_recipe(options: MoEOptions, by: Fp8Block | None, *, dense: bool) -> MoEOptions:
+def with_recipe(options: MoEOptions, by: Recipe | None, *, dense: bool) -> MoEOptions:
     """Options of a layer with this recipe.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from phalanx.configs import capture
-from phalanx.configs.formats import MULTIPLIES_FP8, is_fp8
+from phalanx.configs.formats import MICROSCALING, MULTIPLIES_FP8, is_fp8
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -98,6 +98,19 @@ def choose_graph(cfg: Config) -> Choice:
     if wanted == capture.CAPTURED:
         raise ConfigError(capture.refused(reason))
     return Choice("graph", capture.EAGER, f"{asked}; not {capture.CAPTURED}: {reason}")
+
+
+def emulation(cfg: Config) -> list[Choice]:
+    """What the start page says of a recipe that no kernel here multiplies.
+
+    Args:
+        cfg: of `known`.
+    """
+    recipe, backend = cfg.precision.recipe, cfg.kernels.backend
+    if recipe not in MICROSCALING:
+        return []
+    reason = f"{backend} multiplies its values in bf16; no kernel here has it; slower than bf16"
+    return [Choice(recipe, "emulated", reason)]
 
 
 def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:

@@ -28,6 +28,7 @@ from phalanx.moe.training.choices import (
     choose_fp8_weights,
     choose_graph,
     choose_kernels,
+    emulation,
     experts_of_all,
     known,
 )
@@ -170,7 +171,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     overlap = transport_choices(
         transport, backend=waiting, comm_sms=p.comm_sms, shared=shared, quantizes=quantizes
     )
-    choices = [*choices, *weights, *overlap, graph]
+    choices = [*choices, *emulation(resolved), *weights, *overlap, graph]
     captured = graph.backend == capture.CAPTURED
     sms = sms_of(p.comm_sms, transport, waiting, quantizes)
     config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)

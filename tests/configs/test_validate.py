@@ -397,6 +397,37 @@ def _texts(value: object) -> object:
             "cannot travel by parallel.dispatch=deepep",
             "precision.dispatch=bf16",
         ),
+        # mxfp8 and nvfp4
+        *[
+            (f"precision={recipe} kernels={k}", 1, f"has no {recipe}", "kernels.backend=auto")
+            for recipe in ("mxfp8", "nvfp4")
+            for k in ("fused", "megatron")
+        ],
+        (
+            "precision=mxfp8 precision.hidden=fp8",
+            1,
+            "is a switch of fp8_block, and precision is mxfp8",
+            "precision.hidden=bf16",
+        ),
+        (
+            f"{FP8} precision.stochastic_rounding=false",
+            1,
+            "is a switch of nvfp4, and precision is fp8_block",
+            "precision.stochastic_rounding=true",
+        ),
+        (
+            "precision.dense=bf16",
+            1,
+            "is a switch of fp8_block, mxfp8 or nvfp4, and precision is bf16",
+            "precision.dense=fp8",
+        ),
+        (
+            "precision=nvfp4 precision.bf16_last_layers=4",
+            1,
+            "leaves none of model.layers=4 in nvfp4",
+            "precision.bf16_last_layers=3",
+        ),
+        ("precision=mxfp8 precision.dispatch=fp8", 1, "precision is mxfp8", "dispatch=bf16"),
     ],
 )
 def test_problem_names_the_override_that_fixes_it(
@@ -432,6 +463,12 @@ def test_problem_names_the_override_that_fixes_it(
         (f"{FP8} precision.dispatch=fp8", 1),
         (f"{FP8} precision.dispatch=fp8 parallel.dispatch=local parallel.expert=1", 2),
         (f"{FP8} parallel.tensor=2", 2),
+        *[
+            (f"precision={recipe} precision.wgrad=bf16 kernels={k}", 1)
+            for recipe in ("mxfp8", "nvfp4")
+            for k in ("auto", "reference", "torch")
+        ],
+        ("precision=nvfp4 precision.stochastic_rounding=false precision.bf16_last_layers=1", 1),
         (f"{FP8} kernels=megatron parallel.tensor=2", 2),
         ("data.split=98 run.eval_interval=0", 1),
         (f"{MASK} data.max_documents=8 data.micro_batch=4 parallel.tensor=2", 2),
@@ -506,7 +543,8 @@ RANGES: dict[str, tuple[object, ...]] = {
     "optim.min_lr": (0.0, 1.0),
     "optim.qk_clip": (0.0, 100.0),
     "model.attention.qk_norm": (False, True),
-    "precision.recipe": ("bf16", "fp32", "fp8_block", "fp8_block"),
+    "precision.recipe": ("bf16", "fp32", "fp8_block", "fp8_block", "mxfp8", "nvfp4"),
+    "precision.stochastic_rounding": (True, False),
     "precision.hidden": ("bf16", "fp8"),
     "precision.dispatch": ("bf16", "fp8"),
     "precision.wgrad": ("bf16", "fp8"),

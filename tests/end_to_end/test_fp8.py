@@ -19,23 +19,32 @@ def products(_: int) -> Iterator[dict[str, int]]:
     """Calls by a recipe in the forward passes of a run, by what was multiplied."""
     from phalanx.kernels.expert_mlp import dense_linear
     from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
+    from phalanx.kernels.expert_mlp.emulated_microscaling import EmulatedMicroscaling
 
     calls = {"linear": 0, "fc1": 0}
-    linear, fc1 = dense_linear._Linear.forward, EmulatedFP8.fc1_act
+    linear, emulated = dense_linear._Linear.forward, (EmulatedFP8, EmulatedMicroscaling)
+    fc1s = [backend.fc1_act for backend in emulated]
 
     def of_linear(*given: Any) -> Any:
         calls["linear"] += 1
         return linear(*given)
 
-    def of_fc1(*given: Any, **how: Any) -> Any:
-        calls["fc1"] += 1
-        return fc1(*given, **how)
+    def counted(fc1: Any) -> Any:
+        def of_fc1(*given: Any, **how: Any) -> Any:
+            calls["fc1"] += 1
+            return fc1(*given, **how)
 
-    dense_linear._Linear.forward, EmulatedFP8.fc1_act = staticmethod(of_linear), of_fc1
+        return of_fc1
+
+    dense_linear._Linear.forward = staticmethod(of_linear)
+    for backend, fc1 in zip(emulated, fc1s, strict=True):
+        backend.fc1_act = counted(fc1)
     try:
         yield calls
     finally:
-        dense_linear._Linear.forward, EmulatedFP8.fc1_act = staticmethod(linear), fc1
+        dense_linear._Linear.forward = staticmethod(linear)
+        for backend, fc1 in zip(emulated, fc1s, strict=True):
+            backend.fc1_act = fc1
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,18 @@ def test_auto_takes_what_has_fp8():
     assert resolve("grouped_mlp", "auto", replace(WITH_DSL, fp8=True)).backend == "fused"
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_recipes_of_blackwell_are_emulated_and_auto_says_so(recipe):
+    here = replace(WITH_DSL, recipe=recipe)
+    choice = resolve("grouped_mlp", "auto", here)
+    assert choice.backend == "torch" and f"not fused: has no {recipe}" in choice.reason
+    for backend in ("fused", "megatron"):
+        why = f"kernels.backend={backend} cannot run here: has no {recipe}.*use kernels=torch or"
+        with pytest.raises(KernelUnavailable, match=why):
+            resolve("grouped_mlp", backend, here)
+    assert resolve("grouped_mlp", "auto", replace(CPU, recipe=recipe)).backend == "reference"
+
+
 def test_fp8_of_the_stock_layer_needs_transformer_engine():
     for facts, why in ((CPU, "needs CUDA"), (H200, "needs Transformer Engine, the extra")):
         with pytest.raises(KernelUnavailable, match=f"fp8_block by Transformer Engine: {why}"):

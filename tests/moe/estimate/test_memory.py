@@ -137,6 +137,17 @@ def test_what_dense_linear_layers_keep_in_fp8(model: str) -> None:
     assert bf16.moe_layer().saved - wide.moe_layer().saved == 4096 * (made_again + x)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_what_emulated_recipes_keep(recipe: str) -> None:
+    """Inputs as they are in bf16; dense MLPs and shared experts make their activations again."""
+    base = [*COMMON.split(), "model=moonlight_16b_a3b", "kernels=torch"]
+    narrow, wide = (Activations(known([*base, f"precision={p}"], 1), 1) for p in (recipe, "bf16"))
+    again, m = 2 * 3, narrow._cfg.model
+    assert wide.moe_layer().saved - narrow.moe_layer().saved == 4096 * again * m.moe.shared_ffn
+    assert wide.dense_layer().saved - narrow.dense_layer().saved == 4096 * again * m.dense_ffn
+    assert narrow.dense_layer(fp8=False) == wide.dense_layer()
+
+
 def test_received_tokens_are_kept_in_fp8() -> None:
     given = ["experiment=gpt_oss_20b_8gpu", "kernels=torch", "parallel.dispatch=alltoall"]
     fp8 = ["precision=fp8_block", "precision.dense=bf16"]

@@ -11,7 +11,7 @@ from phalanx.configs.formats import described, fp8_row, width
 from phalanx.configs.load import load, options
 from phalanx.configs.schema import PrecisionConfig
 from phalanx.kernels.quantize.blocks import quantize_rows
-from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.moe.model.precision import compute_dtype, recipe
 from tests.support.distributed import run_distributed
 
@@ -33,12 +33,12 @@ def test_every_option_is_a_recipe() -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("bf16", torch.bfloat16), ("fp8_block", torch.bfloat16), ("fp32", torch.float32)],
+    [(name, torch.float32 if name == "fp32" else torch.bfloat16) for name in options("precision")],
 )
 def test_dtype_of_a_recipe(name: str, dtype: torch.dtype) -> None:
     cfg = load([f"precision={name}"])
     assert compute_dtype(cfg) == dtype and width(cfg) == dtype.itemsize
-    assert (recipe(cfg, 0) is None) == (name != "fp8_block")
+    assert (recipe(cfg, 0) is None) == (name in ("bf16", "fp32"))
 
 
 def test_recipe_of_a_layer() -> None:
@@ -50,6 +50,15 @@ def test_recipe_of_a_layer() -> None:
     assert [recipe(cfg, i) for i in range(5)] == 5 * [Fp8Block(**switches)]  # type: ignore[arg-type]
     cfg.precision.bf16_first_layers, cfg.precision.bf16_last_layers = 2, 1
     assert [recipe(cfg, i) is not None for i in range(5)] == [False, False, True, False, True]
+
+
+def test_recipes_of_blackwell() -> None:
+    assert recipe(load(["precision=mxfp8"]), 0) == Microscaling("mxfp8")
+    cfg = load(["precision=nvfp4", "precision.wgrad=bf16", "precision.stochastic_rounding=false"])
+    assert recipe(cfg, 0) == Microscaling("nvfp4", wgrad="bf16", stochastic=False)
+    assert described(cfg) == "nvfp4 (wgrad bf16, stochastic_rounding False)"
+    cfg.precision.bf16_last_layers = 1
+    assert [recipe(cfg, i) is not None for i in range(4)] == [True, True, True, False]
 
 
 def test_what_differs_from_the_defaults_is_described() -> None:

@@ -1,0 +1,67 @@
+"""Training with `precision=mxfp8` and `nvfp4`: which layers, how it goes, and again."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_fp8 import products
+from tests.support.runs import SMALL, exact, records, run
+
+pytestmark = pytest.mark.dist
+
+RECIPES = pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "linear", "fc1"),
+    [
+        # As in test_fp8; routed, shared and dense experts are by the recipe's own backend.
+        (["model=tiny"], 4, 2),
+        (["model=tiny", "precision.dense=bf16"], 0, 2),
+        (["model=tiny", "precision.bf16_last_layers=1"], 2, 1),
+        (["model=tiny_deepseek", "model.moe.shared_ffn=16"], 15, 5),
+        (["model=tiny_gpt_oss"], 4, 2),
+    ],
+)
+@RECIPES
+def test_layers(recipe: str, overrides: list[str], linear: int, fc1: int, tmp_path: Path) -> None:
+    given = [*overrides, f"run.dir={tmp_path}", "run.steps=1", "data.global_batch=4"]
+    (main,) = run(1, [*SMALL, f"precision={recipe}", *given], products)
+    assert main.code == 0, main.err
+    assert main.seen == {"linear": linear, "fc1": fc1}
+    said = " ".join(main.out.split())
+    assert f"{recipe} emulated reference multiplies its values in bf16" in said
+
+
+@pytest.mark.parametrize(("recipe", "apart"), [("mxfp8", 0.02), ("nvfp4", 0.06)])
+def test_it_learns_as_in_bf16(recipe: str, apart: float, tmp_path: Path) -> None:
+    losses = {}
+    for name in ("bf16", recipe):
+        given = [f"precision={name}", f"run.dir={tmp_path / name}", "run.steps=12"]
+        (main,) = run(1, [*SMALL, *given])
+        assert main.code == 0, main.err
+        losses[name] = [r["loss"] for r in records(tmp_path / name / "run")]
+    bf16, narrow = losses["bf16"], losses[recipe]
+    assert narrow != bf16
+    assert narrow[-1] < 0.9 * narrow[0]
+    assert max(abs(a - b) / b for a, b in zip(narrow, bf16, strict=True)) < apart
+
+
+@RECIPES
+def test_the_same_on_two_ranks_and_again(recipe: str, tmp_path: Path) -> None:
+    """A resumed run changes no bit, stochastic rounding or not."""
+    given = [*SMALL, f"precision={recipe}", "parallel.expert=2", "parallel.dispatch=alltoall"]
+    for name, steps in (("whole", [4]), ("resumed", [2, 4])):
+        for count in steps:
+            main, _ = run(2, [*given, f"run.dir={tmp_path / name}", f"run.steps={count}"])
+            assert main.code == 0, main.err
+    whole, resumed = (exact(records(tmp_path / name / "run")) for name in ("whole", "resumed"))
+    assert whole == resumed
+
+
+def test_a_run_goes_on_with_another_recipe(tmp_path: Path) -> None:
+    given = [*SMALL, f"run.dir={tmp_path}"]
+    for recipe, steps in (("bf16", 2), ("nvfp4", 4), ("fp8_block", 6)):
+        (main,) = run(1, [*given, f"precision={recipe}", f"run.steps={steps}"])
+        assert main.code == 0, main.err
+    assert "precision.recipe nvfp4 -> fp8_block" in main.err
