@@ -14,8 +14,8 @@ from phalanx.configs.transports import TRANSPORTS
 RECIPES = ("bf16", "fp32", "fp8_block", "mxfp8", "nvfp4")
 
 MICROSCALING = frozenset({"mxfp8", "nvfp4"})
-"""What Blackwell multiplies. `reference` and `torch` multiply the same values in bf16, which costs
-time and saves no memory; `fused` and `megatron` have neither."""
+"""What Blackwell multiplies, in routed experts with `cudnn`. `reference` and `torch` multiply the
+same values in bf16, which costs time and saves no memory; `fused` and `megatron` have neither."""
 
 MULTIPLIES_FP8 = frozenset({"fused", "megatron"})
 """Backends whose GEMMs read FP8; `reference` and `torch` multiply the same values in bf16, which
@@ -85,7 +85,7 @@ def precision_problems(cfg: Config) -> Iterator[str]:
         yield from _layers(cfg)
     backend, recipe = cfg.kernels.backend, cfg.precision.recipe
     if recipe in MICROSCALING and backend in MULTIPLIES_FP8:
-        reason = f"has no {recipe}, which reference and torch emulate"
+        reason = f"has no {recipe}, which cudnn multiplies, and reference and torch emulate"
         yield repair(cfg, "kernels.backend", reason, "auto")
     elif is_fp8(cfg) and backend == "megatron":
         yield from _megatron(cfg)

@@ -62,6 +62,8 @@ class Facts:
     """Of activations and weights."""
     fp8: bool = False
     """Linear layers multiply FP8 (`precision=fp8_block`)."""
+    wgrad: str = "fp8"
+    """Operands of weight gradients under a recipe (`precision.wgrad`)."""
     recipe: str = "bf16"
     """Option of `precision=`."""
     hidden: int = 0
@@ -346,9 +348,12 @@ def _cudnn_runs(facts: Facts) -> Refusal:
         return "has no blocks of 128 (precision=fp8_block)"
     if why := refuse_sizes(facts.hidden, facts.ffn, facts.experts):
         return why
+    block_scaled = facts.recipe in MICROSCALING
+    if block_scaled and facts.wgrad == "bf16":
+        return f"has no weight gradients in bf16 (precision.wgrad) under {facts.recipe}"
     if facts.activation:
         constants = facts.activation_alpha, facts.activation_limit, facts.activation_offset
-        if why := glu.refuse(Activation(facts.activation, *constants), block_scaled=False):
+        if why := glu.refuse(Activation(facts.activation, *constants), block_scaled=block_scaled):
             return why
     if "nvidia_cudnn_frontend" not in facts.packages:
         return f"needs the extra `cudnn` of pyproject.toml: pip install {CUDNN_FRONTEND}"

@@ -47,7 +47,7 @@ class CuDNNMicroscaling(CuDNN):
     ) -> None:
         super().__init__(sm_margin, dynamic, interleaved)
         if recipe.wgrad == "bf16":
-            raise ValueError("kernels=cudnn has no precision.wgrad=bf16: leave it out")
+            raise ValueError("kernels=cudnn has no precision.wgrad=bf16: use kernels=torch")
         self._recipe, self._format = recipe, FORMATS[recipe.format]
         self._scaled: dict[str, Any] = dict(sf_vec_size=self._format.block)
 

@@ -22,6 +22,7 @@ def facts(
         dtype=compute_dtype(cfg),
         fp8=is_fp8(cfg),
         recipe=cfg.precision.recipe,
+        wgrad=cfg.precision.wgrad,
         hidden=cfg.model.hidden,
         ffn=e.ffn,
         experts=e.experts // expert_parallel_size(cfg, world),

@@ -109,6 +109,13 @@ def emulation(cfg: Config) -> list[Choice]:
     recipe, backend = cfg.precision.recipe, cfg.kernels.backend
     if recipe not in MICROSCALING:
         return []
+    if backend == "cudnn":
+        if cfg.precision.dense != "fp8":
+            return []
+        reason = "routed experts multiply it; other layers its values in bf16, slower than bf16; "
+        return [
+            Choice(recipe, "emulated", f"{reason}precision.dense=bf16 leaves these as they are")
+        ]
     reason = f"{backend} multiplies its values in bf16; no kernel here has it; slower than bf16"
     return [Choice(recipe, "emulated", reason)]
 

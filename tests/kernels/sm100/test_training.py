@@ -23,9 +23,12 @@ MODELS = {
 SIZES = ["model.hidden=64", "model.moe.ffn=64", "run.save_interval=-1"]
 
 
-def losses(folder: Path, world: int, kernels: str, *more: str) -> list[float]:
-    """Of the steps of a run in bf16, whose start page names the experts."""
-    command = [*SMALL, *SIZES, *more, "precision=bf16", "run.steps=4", f"run.dir={folder}"]
+def losses(
+    folder: Path, world: int, kernels: str, *more: str, precision: str = "bf16"
+) -> list[float]:
+    """Of the steps of a run, whose start page names the experts."""
+    command = [*SMALL, *SIZES, *more, f"precision={precision}", "run.steps=4"]
+    command.append(f"run.dir={folder}")
     cudnn = kernels == "cudnn"
     command.append("kernels=auto" if cudnn else f"kernels={kernels}")
     main, *_ = run(world, command, experts_on_cpu if cudnn else None)
@@ -49,6 +52,26 @@ def test_losses_are_those_of_the_reference(tmp_path: Path, model: str, world: in
     assert exact[0] - exact[-1] > 0.05
     between = (found["torch"] - exact).abs().max()
     assert (found["cudnn"] - exact).abs().max() <= max(2 * between, 2**-9 * exact.max())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+def test_losses_of_a_recipe_are_those_of_its_emulation(
+    tmp_path: Path, model: str, form: str
+) -> None:
+    """No further from them than the recipe itself is from bf16."""
+    overrides = [*MODELS[model], "optim.lr=1e-3"]
+    found = {
+        (kernels, precision): torch.tensor(
+            losses(tmp_path / kernels / precision, 1, kernels, *overrides, precision=precision)
+        )
+        for kernels, precision in (("reference", "bf16"), ("reference", form), ("cudnn", form))
+    }
+    exact = found["reference", form]
+    away = (found["reference", "bf16"] - exact).abs().max()
+    assert exact[0] - exact[-1] > 0.05
+    assert 0 < (found["cudnn", form] - exact).abs().max() <= max(away, 2**-9 * exact.max())
 
 
 @contextmanager
