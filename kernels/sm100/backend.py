@@ -29,6 +29,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped, expert_of_row
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
+from phalanx.kernels.sm90.limits import COMBINE_SLOTS
 from phalanx.kernels.sm100.glu import epilogue
 from phalanx.kernels.sm100.interleave import Interleaved
 from phalanx.kernels.sm100.library import call, ones
@@ -165,7 +166,11 @@ class CuDNN(AsTheyAre):
         return put(db_LO, into)
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
-        return self._torch.combine(y_SD, inverse_NK, addends)
+        if not y_SD.is_cuda or inverse_NK.shape[1] > COMBINE_SLOTS:
+            return self._torch.combine(y_SD, inverse_NK, addends)
+        from phalanx.kernels.sm90.experts.combine import combine
+
+        return combine(y_SD, inverse_NK, addends=addends)
 
     def _call(self, name: str, rows_SC: Tensor, plan: ExpertPlan, **more: Any) -> dict[str, Any]:
         """A grouped GEMM over expert rows."""
