@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.routing.plan import make_plan
 
 
@@ -190,8 +191,6 @@ def test_aligned_plans_equal_the_slow_statement(first: int, local: int, rows: in
 
 @pytest.mark.parametrize("local", [1, 5])
 def test_rows_for_are_enough_for_any_routing(local: int) -> None:
-    from phalanx.kernels.expert_mlp.providers import rows_for
-
     assert rows_for(120, local, "torch") == 120
     for pairs in (0, 1, 255, 256, 257, 1000):
         rows = rows_for(pairs, local, "cudnn")

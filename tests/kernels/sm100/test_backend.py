@@ -1,12 +1,18 @@
 """The adapter over cuDNN's grouped GEMMs, as the fake computes them, against exact statements."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from phalanx.kernels.expert_mlp import main_grad
 from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import Operand, PlanSize
 from phalanx.kernels.expert_mlp.mlp_spec import Margins
+from phalanx.kernels.expert_mlp.module import GroupedMLP
+from phalanx.kernels.sm100.backend import CuDNN
 from phalanx.kernels.sm100.interleave import Interleaved
+from phalanx.kernels.sm100.padding import ends, gathered, real
 from tests.kernels.problems import (
     composition,
     dense,
@@ -17,6 +23,7 @@ from tests.kernels.problems import (
     run,
 )
 from tests.kernels.sm100.problems import padded
+from tests.support.fake_cudnn.training import experts_on_cpu
 from tests.support.sync_free import sync_free
 
 SWIGLU = Activation("swiglu")
@@ -46,8 +53,6 @@ def test_error_is_that_of_plain_torch(fake, act, bias):
 
 def composition_of(p):
     """Of the rows of no token, torch's statement by experts would read the last row of x."""
-    from dataclasses import replace
-
     return composition(replace(p, index=p.index.clamp(min=0)))
 
 
@@ -129,10 +134,6 @@ def test_an_activation_without_an_epilogue_is_refused(fake):
 
 def test_nothing_is_read_on_the_host():
     """Of what the adapter does itself: the fake's loops over experts do."""
-    from phalanx.kernels.expert_mlp.backend import Operand, PlanSize
-    from phalanx.kernels.sm100.backend import CuDNN
-    from phalanx.kernels.sm100.padding import ends, gathered, real
-
     ops = CuDNN(0, True, True)
     idx, prob = torch.randint(0, 4, (50, 2)).int(), torch.rand(50, 2)
     x = torch.randn(50, 8)
@@ -142,3 +143,23 @@ def test_nothing_is_read_on_the_host():
         ops.combine(rows, plan.inverse_NK)
         ops.plan_backward(real(plan.row_prob_S, plan), plan.inverse_NK)
         assert ends(plan).data_ptr() == plan.offsets[1:].data_ptr()
+
+
+def test_the_module_for_any_model():
+    """Its weights are canonical in memory too; rows are those of whole blocks."""
+    torch.manual_seed(0)
+    ours = GroupedMLP(4, 64, 64, 2, bias=True, dtype=torch.bfloat16)
+    plain = GroupedMLP(4, 64, 64, 2, bias=True, dtype=torch.bfloat16, backend="reference")
+    plain.load_state_dict(ours.state_dict())
+    x, dout = torch.randn(2, 10, 64).bfloat16(), torch.randn(2, 10, 64).bfloat16()
+    prob, idx = torch.rand(20, 4).softmax(-1).view(2, 10, 4).topk(2)
+    made = []
+    for module in (ours, plain):
+        given = x.clone().requires_grad_()
+        with experts_on_cpu():
+            out = module(given, idx, prob)
+            out.backward(dout)
+        made.append([out, given.grad, *(p.grad for p in module.parameters())])
+    assert next(iter(ours._chosen.values()))[2] == "cudnn"
+    for got, wanted in zip(*made, strict=True):
+        assert error(got, wanted) < 1e-2
