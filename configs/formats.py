@@ -14,8 +14,10 @@ from phalanx.configs.transports import TRANSPORTS
 RECIPES = ("bf16", "fp32", "fp8_block", "mxfp8", "nvfp4")
 
 MICROSCALING = frozenset({"mxfp8", "nvfp4"})
-"""What Blackwell multiplies, in routed experts with `cudnn`. `reference` and `torch` multiply the
-same values in bf16, which costs time and saves no memory; `fused` and `megatron` have neither."""
+"""What Blackwell multiplies, in routed experts with `cudnn`."""
+
+EMULATES = frozenset({"reference", "torch"})
+"""Backends that multiply the values of a recipe in bf16, which costs time."""
 
 MULTIPLIES_FP8 = frozenset({"fused", "megatron"})
 """Backends whose GEMMs read FP8; `reference` and `torch` multiply the same values in bf16, which
@@ -84,7 +86,7 @@ def precision_problems(cfg: Config) -> Iterator[str]:
     if quantizes(cfg):
         yield from _layers(cfg)
     backend, recipe = cfg.kernels.backend, cfg.precision.recipe
-    if recipe in MICROSCALING and backend in MULTIPLIES_FP8:
+    if recipe in MICROSCALING and backend in ("fused", "megatron"):
         reason = f"has no {recipe}, which cudnn multiplies, and reference and torch emulate"
         yield repair(cfg, "kernels.backend", reason, "auto")
     elif is_fp8(cfg) and backend == "megatron":

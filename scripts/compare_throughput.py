@@ -4,6 +4,8 @@
     python scripts/compare_throughput.py --nproc 8 --repeat 3 \\
         experiment=gpt_oss_20b_8gpu kernels=megatron,torch,fused run.graph=off,full_iteration
     python scripts/compare_throughput.py --device cpu kernels=reference,torch
+    python scripts/compare_throughput.py --losses --steps 2000 \\
+        kernels=torch precision=bf16,fp8_block,mxfp8,nvfp4
     python scripts/compare_throughput.py --nproc 8 --nnodes 8 --rdzv node0:29500 \\
         --launcher 'srun --nodes 8 --ntasks-per-node 1 {command}' \\
         experiment=gpt_oss_120b_64gpu kernels=torch,fused --out /shared/compare
@@ -34,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 import torch  # noqa: E402
 
 from phalanx.configs.validate import ConfigError  # noqa: E402
+from phalanx.scripts.compare import losses  # noqa: E402
 from phalanx.scripts.compare.launch import Launch  # noqa: E402
 from phalanx.scripts.compare.points import expand  # noqa: E402
 from phalanx.scripts.compare.report import Report, read, unit_of  # noqa: E402
@@ -59,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--out", type=Path, metavar="DIR", help="results (default: runs/compare)")
     add("--tolerance", type=float, metavar="X", help="of losses, relative (default: 0.01)")
+    add("--losses", action="store_true", help="compare loss curves too, and draw losses.png")
     add("--timeout", type=float, default=3600, metavar="S", help="of a run (default: 3600)")
     add("--nnodes", type=_count, default=1, metavar="N", help="needs --launcher and --rdzv")
     add("--rdzv", metavar="HOST:PORT", help="where the nodes meet")
@@ -152,6 +156,10 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
         print(f"stopped with {left} runs to go; the same command goes on", file=sys.stderr)
         return 130
     print(f"\n{report.write(sweep.runs)}\n\n{report.chart(sweep.runs)}")
+    if args.losses:
+        folders = [sweep.folder(0, number) for number in range(len(points))]
+        labels = [point.label for point in points]
+        print(f"\n{losses.show(folders, labels, sweep.runs, facts['what'])}")
     return 1 if any(run.reason for run in sweep.runs) else 0
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from phalanx.configs import capture
-from phalanx.configs.formats import described, is_fp8, quantizes
+from phalanx.configs.formats import EMULATES, described, is_fp8, quantizes
 from phalanx.configs.knobs import get
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -80,7 +80,7 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     yield f"kernels   experts {k.backend}, attention {k.attention}, norm {k.norm}"
     if is_fp8(cfg):
         yield f"weights   {_copies(cfg, world)}"
-    elif quantizes(cfg):
+    elif quantizes(cfg) and k.backend in EMULATES:
         said = f"{k.backend} multiplies values of {cfg.precision.recipe} in bf16"
         yield f"emulated  {said}; the time to quantize them is not counted"
     yield f"graph     {_graph(cfg)}"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from phalanx.configs import capture
-from phalanx.configs.formats import MICROSCALING, MULTIPLIES_FP8, is_fp8
+from phalanx.configs.formats import EMULATES, MICROSCALING, MULTIPLIES_FP8, is_fp8
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -101,23 +101,18 @@ def choose_graph(cfg: Config) -> Choice:
 
 
 def emulation(cfg: Config) -> list[Choice]:
-    """What the start page says of a recipe that no kernel here multiplies.
+    """What the start page says of a recipe that the experts' kernels do not multiply.
 
     Args:
         cfg: of `known`.
     """
     recipe, backend = cfg.precision.recipe, cfg.kernels.backend
-    if recipe not in MICROSCALING:
+    if backend == "cudnn" and recipe in MICROSCALING and cfg.precision.dense == "fp8":
+        reason = "routed experts multiply it; other layers its values in bf16, which is slower; "
+        return [Choice(recipe, "emulated", f"{reason}precision.dense=bf16 spares that")]
+    if recipe not in MICROSCALING or backend not in EMULATES:
         return []
-    if backend == "cudnn":
-        if cfg.precision.dense != "fp8":
-            return []
-        reason = "routed experts multiply it; other layers its values in bf16, slower than bf16; "
-        return [
-            Choice(recipe, "emulated", f"{reason}precision.dense=bf16 leaves these as they are")
-        ]
-    reason = f"{backend} multiplies its values in bf16; no kernel here has it; slower than bf16"
-    return [Choice(recipe, "emulated", reason)]
+    return [Choice(recipe, "emulated", f"{backend} multiplies its values in bf16, which is slower")]
 
 
 def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:

@@ -49,14 +49,17 @@ def test_it_learns_as_in_bf16(recipe: str, apart: float, tmp_path: Path) -> None
 
 @RECIPES
 def test_the_same_on_two_ranks_and_again(recipe: str, tmp_path: Path) -> None:
-    """A resumed run changes no bit, stochastic rounding or not."""
+    """Neither a resumed run nor what is computed again changes a bit, stochastic or not."""
     given = [*SMALL, f"precision={recipe}", "parallel.expert=2", "parallel.dispatch=alltoall"]
-    for name, steps in (("whole", [4]), ("resumed", [2, 4])):
-        for count in steps:
-            main, _ = run(2, [*given, f"run.dir={tmp_path / name}", f"run.steps={count}"])
+    again = "run.recompute=[expert_h,norm]"
+    runs = {"whole": ["steps=4"], "resumed": ["steps=2", "steps=4"], "again": ["steps=4"]}
+    for name, lengths in runs.items():
+        more = [again] if name == "again" else []
+        for length in lengths:
+            main, _ = run(2, [*given, *more, f"run.dir={tmp_path / name}", f"run.{length}"])
             assert main.code == 0, main.err
-    whole, resumed = (exact(records(tmp_path / name / "run")) for name in ("whole", "resumed"))
-    assert whole == resumed
+    whole, *others = (exact(records(tmp_path / name / "run")) for name in runs)
+    assert others == [whole, whole]
 
 
 def test_a_run_goes_on_with_another_recipe(tmp_path: Path) -> None:

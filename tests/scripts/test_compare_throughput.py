@@ -1,6 +1,7 @@
 """compare_throughput: points, statistics, rows of failures, a stopped sweep, and a real one."""
 
 import gzip
+import importlib.util
 import json
 import os
 import shlex
@@ -15,7 +16,7 @@ import pytest
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.report.loggers import read
 from phalanx.scripts import compare_throughput
-from phalanx.scripts.compare import launch, report, sweep
+from phalanx.scripts.compare import launch, losses, report, sweep
 from phalanx.scripts.compare.launch import Launch, figures, reason, traced, window
 from phalanx.scripts.compare.points import Point, expand
 from phalanx.scripts.compare.results import Run, rows
@@ -447,6 +448,49 @@ def test_a_run_on_the_cpu(tmp_path, monkeypatch):
     assert row["loss"] > 4 and row["memory"] > 0.1
     rates = [step["tokens_per_second_per_gpu"] for step in steps[2:4]]
     assert row["tokens_per_second_per_gpu"] == pytest.approx(sum(rates) / 2)
+
+
+@pytest.mark.dist
+def test_recipes_over_the_same_data_and_their_curves(tmp_path, monkeypatch, capsys):
+    """One command trains a tiny model by every recipe and draws the losses."""
+
+    def train(command, folder, *, steps, **_):
+        place = command.index(os.path.relpath(launch.TRAIN))
+        (rank,) = runs.run(1, command[place + 1 :])
+        assert rank.code == 0, rank.err
+        return figures(folder / "metrics.jsonl", steps), ""
+
+    monkeypatch.setattr(sweep, "run", train)
+    recipes = ["bf16", "fp8_block", "mxfp8", "nvfp4"]
+    own = [*OPTIONS, "--losses", "--out", str(tmp_path)]
+    given = ["kernels=torch", *POINT, f"precision={','.join(recipes)}"]
+    assert compare_throughput.main([*own, *given]) == 0
+    found = [
+        [record["loss"] for record in read(path / "metrics.jsonl")]
+        for path in sorted((tmp_path / "runs").glob("point_*_repeat_1"))
+    ]
+    first = found[0]
+    # Those of FP8 may be the same: with powers of two as scales blocks hardly matter.
+    assert len({tuple(one) for one in found}) >= 3 and found[3] not in found[:3]
+    for one in found:  # the same weights and tokens to begin with
+        assert one[0] == pytest.approx(first[0], rel=0.01) and len(one) == 4
+    head, *rows = capsys.readouterr().out.split("steps")[-1].splitlines()
+    assert [f"precision={name}" in head for name in recipes] == [True] * 4
+    assert [float(row.split()[1]) for row in rows[:4]] == pytest.approx(first, abs=1e-4)
+    assert float(rows[0].split()[-1]) == pytest.approx(found[3][0] - first[0], abs=1e-4)
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_curves_of_points_that_failed(tmp_path):
+    folders = [tmp_path / "runs" / name for name in "ab"]
+    lost = [Run(0, 0, {}, "lost"), Run(1, 0, {}, "lost")]
+    assert losses.show(folders, ["a", "b"], lost, "") == "no losses: no point has a result"
+    for folder in folders:
+        folder.mkdir(parents=True)
+        metrics(folder / "metrics.jsonl", [5.0, 4.0])
+    text = losses.show(folders, ["a", "b"], [lost[0], run(1, 0, 10, 4.0)], "two")
+    assert "b" in text.splitlines()[0].split() and "a" not in text.splitlines()[0].split()
 
 
 @pytest.mark.slow

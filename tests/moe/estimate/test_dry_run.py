@@ -391,6 +391,17 @@ def test_fp8_that_is_multiplied_in_bf16_saves_no_time() -> None:
     assert (fp8.gemm, fp8.experts) == (plain.gemm, plain.experts)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_emulated_recipes_take_the_time_of_bf16_and_say_so(recipe: str) -> None:
+    text, code = page(f"precision={recipe}", FP8[1], world=8)
+    assert code == 0 and f"  ranks     8 x H200, {recipe}\n" in text
+    assert "  kernels   experts torch, " in text
+    assert f"  emulated  torch multiplies values of {recipe} in bf16; the time to quantize" in text
+    cfgs = [load([FP8[1], "kernels=torch", f"precision={p}"]) for p in ("bf16", recipe)]
+    plain, narrow = (step_time(resolved(cfg, 8, 8), 8, MACHINES["h200"]) for cfg in cfgs)
+    assert (narrow.gemm, narrow.experts) == (plain.gemm, plain.experts)
+
+
 def test_fp8_takes_the_time_of_its_rates() -> None:
     machine, f = MACHINES["h200"], (2 / 3, 1 / 3)
     seconds = {}

@@ -1,0 +1,31 @@
+"""Loss curves of a comparison's points over each other: those of their first repeats."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.scripts import plot_losses
+from phalanx.scripts.compare.results import Run
+
+
+def show(folders: Sequence[Path], labels: Sequence[str], runs: Sequence[Run], title: str) -> str:
+    """A table of losses, and losses.png two folders above the runs.
+
+    Args:
+        folders: of each point's first run.
+        labels: of the points.
+        runs: those that did not fail are shown.
+        title: of the picture.
+    """
+    done = {run.point for run in runs if not run.reason and run.repeat == 0}
+    if not done:
+        return "no losses: no point has a result"
+    curves: plot_losses.Curves = {}
+    for point in sorted(done):
+        (curve,) = plot_losses.load([folders[point]]).values()
+        curves[labels[point]] = curve
+    path, text = folders[0].parents[1] / "losses.png", plot_losses.table(curves, None)
+    try:
+        plot_losses.plot(curves, path, title)
+    except ValueError as error:  # there is no matplotlib
+        return f"{text}\n\nno picture: {error}"
+    return f"{text}\n\n{path}"

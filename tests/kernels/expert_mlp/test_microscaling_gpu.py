@@ -1,0 +1,34 @@
+"""MXFP8 and NVFP4 of the expert MLP on a GPU: against their statement, and captured."""
+
+import pytest
+import torch
+
+from phalanx.kernels.quantize.recipe import Microscaling
+from tests.kernels.capture import check_replay
+from tests.kernels.expert_mlp.test_microscaling import RECIPES, problem, run, statement
+from tests.kernels.problems import error, forward, gradients, leaves_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_are_those_of_the_format(name: str) -> None:
+    """As on a CPU with `torch`; sums of a grouped GEMM are rounded before they are scaled."""
+    p, recipe = problem(bias=False), RECIPES[name]
+    got, want, exact = run(p.to("cuda"), recipe), statement(p, recipe), run(p, None)
+    allowed = 4.5e-2 if recipe.format == "nvfp4" else 1.8e-2
+    for k in want:
+        assert error(got[k].cpu(), want[k]) < allowed, k
+        assert error(exact[k], want[k]) > 1.5 * allowed, k
+
+
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+def test_a_replay_has_the_bits_of_an_eager_step(form: str) -> None:
+    p = problem().to("cuda")
+    leaves, recipe = leaves_of(p), Microscaling(form)
+
+    def step() -> list[torch.Tensor]:
+        out = forward(p, leaves, "torch", recipe=recipe)
+        return list(gradients(out, p.dout, leaves).values())
+
+    check_replay(step, leaves["x"], leaves["x"].detach().flip(0))
