@@ -23,7 +23,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "model.moe.router.score": ("softmax", "sigmoid"),
     "model.moe.router.softmax_over": ("all", "topk"),
     "model.moe.router.rounding": ("none", "nearest", "up", "down"),
-    "kernels.backend": ("auto", "reference", "torch", "te", "fused", "megatron"),
+    "kernels.backend": ("auto", "reference", "torch", "te", "fused", "cudnn", "megatron"),
     "kernels.attention": ("auto", "reference", "sdpa", "flex", "fa4", "te"),
     "kernels.norm": ("auto", "torch", "te", "quack"),
     "precision.recipe": RECIPES,

@@ -14,7 +14,7 @@ from phalanx.configs.transports import TRANSPORTS
 RECIPES = ("bf16", "fp32", "fp8_block", "mxfp8", "nvfp4")
 
 MICROSCALING = frozenset({"mxfp8", "nvfp4"})
-"""What Blackwell multiplies."""
+"""What Blackwell multiplies, in routed experts with `cudnn`."""
 
 EMULATES = frozenset({"reference", "torch"})
 """Backends that multiply the values of a recipe in bf16, which costs time."""
@@ -87,7 +87,7 @@ def precision_problems(cfg: Config) -> Iterator[str]:
         yield from _layers(cfg)
     backend, recipe = cfg.kernels.backend, cfg.precision.recipe
     if recipe in MICROSCALING and backend in ("fused", "megatron"):
-        reason = f"has no {recipe}, which reference and torch emulate"
+        reason = f"has no {recipe}, which cudnn multiplies, and reference and torch emulate"
         yield repair(cfg, "kernels.backend", reason, "auto")
     elif is_fp8(cfg) and backend == "megatron":
         yield from _megatron(cfg)

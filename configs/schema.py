@@ -241,14 +241,16 @@ class ModelConfig:
 
 @dataclass
 class SmMarginConfig:
-    """Number of SMs (streaming multiprocessors) that the fused expert kernels leave free."""
+    """Number of SMs (streaming multiprocessors) that `fused` and `cudnn` expert kernels leave free;
+    of `cudnn` in clusters of two."""
 
     forward: int = 0
     """SMs that the fused expert kernels leave free in the forward pass, for example for NCCL."""
     dgrad: int = 0
     """SMs that the fused kernels of the data gradients leave free in the backward pass."""
     wgrad: int = 0
-    """SMs that the fused kernels of the weight gradients leave free in the backward pass."""
+    """SMs that the fused kernels of the weight gradients leave free in the backward pass; with
+    `cudnn` these leave none."""
 
 
 @dataclass
@@ -256,7 +258,8 @@ class KernelsConfig:
     """Which implementation runs each operation. A forced choice that cannot run is an error."""
 
     backend: str = "auto"
-    """Experts: `reference`, `torch`, `te`, `fused`, `megatron` (its stock MoELayer) or `auto`."""
+    """Experts: `reference`, `torch`, `te`, `fused` (Hopper), `cudnn` (Blackwell), `megatron` (its
+    stock MoELayer) or `auto`."""
     attention: str = "auto"
     """Core attention: `fa4` (flash-attn-4), `te`, `sdpa`, `flex`, `reference` or `auto`.
 

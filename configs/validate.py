@@ -322,13 +322,17 @@ def _addresses(cfg: Config) -> Iterator[str]:
 def _kernels(cfg: Config) -> Iterator[str]:
     """Choices that no machine can serve; what this machine can is the kernel registry's answer."""
     k, r = cfg.kernels, cfg.run
-    gpu_only = {"backend": ("te", "fused"), "attention": ("fa4", "te"), "norm": ("quack", "te")}
+    gpu_only = {
+        "backend": ("te", "fused", "cudnn"),
+        "attention": ("fa4", "te"),
+        "norm": ("quack", "te"),
+    }
     for knob, names in gpu_only.items():
         if r.device == "cpu" and getattr(k, knob) in names:
             yield repair(cfg, f"kernels.{knob}", "needs CUDA, and run.device is cpu", "auto")
     if in_bf16(cfg):
         return
-    if k.backend in ("fused", *(["torch"] if r.device == "cuda" else [])):
+    if k.backend in ("fused", "cudnn", *(["torch"] if r.device == "cuda" else [])):
         reason = f"is too much for kernels.backend={k.backend}, which needs bf16 on CUDA"
         yield repair(cfg, "precision.recipe", reason, "bf16")
         return

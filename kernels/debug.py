@@ -31,6 +31,7 @@ def check_plan(plan: ExpertPlan, tokens: int) -> None:
 
     Args:
         plan: as the expert MLP takes it; what `row_index_S` holds in the padding is not looked at.
+            A row of no token, with index -1, must have the probability 0.
         tokens: rows of x.
     """
     S = tokens if plan.row_index_S is None else plan.row_index_S.shape[0]
@@ -39,7 +40,10 @@ def check_plan(plan: ExpertPlan, tokens: int) -> None:
     _check("offsets.diff()", steps, 0, None, "give the experts' first rows in their order")
     used = int(plan.offsets[-1])
     if plan.row_index_S is not None:
-        _check("row_index_S", plan.row_index_S[:used], 0, tokens, f"x has {tokens} rows")
+        index = plan.row_index_S[:used]
+        if plan.row_prob_S is not None:
+            index = index.masked_fill((index == -1) & (plan.row_prob_S[:used] == 0), 0)
+        _check("row_index_S", index, 0, max(1, tokens), f"x has {tokens} rows")
     if plan.inverse_NK is not None:
         fix = f"offsets end at row {used}; -1 is for no row"
         _check("inverse_NK", plan.inverse_NK, -1, used, fix)

@@ -17,9 +17,13 @@ import torch
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import MICROSCALING
 from phalanx.kernels.attention.limits import refuse_heads
+from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.norm.limits import refuse_width
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.limits import COMBINE_SLOTS, PLAN_EXPERTS
+from phalanx.kernels.sm100 import glu
+from phalanx.kernels.sm100.limits import PACKAGE as CUDNN_FRONTEND
+from phalanx.kernels.sm100.limits import refuse_sizes
 
 
 def _installed() -> frozenset[str]:
@@ -34,6 +38,10 @@ def _installed() -> frozenset[str]:
         there.add("quack")
     if importlib.util.find_spec("fla"):
         there.add("flash_linear_attention")
+    cudnn = importlib.util.find_spec("cudnn")  # another package may have the name
+    folders = (cudnn and cudnn.submodule_search_locations) or ()
+    if any(os.path.exists(os.path.join(f, "gemm", "cutedsl", "grouped")) for f in folders):
+        there.add("nvidia_cudnn_frontend")
     return frozenset(there)
 
 
@@ -54,6 +62,8 @@ class Facts:
     """Of activations and weights."""
     fp8: bool = False
     """Linear layers multiply FP8 (`precision=fp8_block`)."""
+    wgrad: str = "fp8"
+    """Operands of weight gradients under a recipe (`precision.wgrad`)."""
     recipe: str = "bf16"
     """Option of `precision=`."""
     hidden: int = 0
@@ -66,6 +76,10 @@ class Facts:
     """Expert ids of a token: K, or with token rounding more."""
     activation: str = ""
     """Of the experts, of `configs.activations`; empty is unknown and fits everything."""
+    activation_alpha: float = 1.702
+    activation_limit: float = 0.0
+    activation_offset: float = 0.0
+    """Constants of the activation."""
     sinks: bool = False
     """Attention has learnable sinks."""
     window: int = 0
@@ -318,6 +332,34 @@ def _fused_experts(facts: Facts) -> Refusal:
     return None
 
 
+def _cudnn_experts(facts: Facts) -> Refusal:
+    if facts.device != "cuda":
+        return "needs CUDA"
+    if facts.capability is None or facts.capability[0] != 10:
+        return f"needs CUDA capability 10.x, not {_dotted(facts.capability)}"
+    return _cudnn_runs(facts)
+
+
+def _cudnn_runs(facts: Facts) -> Refusal:
+    """Of what does not depend on the GPU."""
+    if facts.dtype != torch.bfloat16:
+        return f"needs bf16, not {_short(facts.dtype)}"
+    if facts.fp8:
+        return "has no blocks of 128 (precision=fp8_block)"
+    if why := refuse_sizes(facts.hidden, facts.ffn, facts.experts):
+        return why
+    block_scaled = facts.recipe in MICROSCALING
+    if block_scaled and facts.wgrad == "bf16":
+        return f"has no weight gradients in bf16 (precision.wgrad) under {facts.recipe}"
+    if facts.activation:
+        constants = facts.activation_alpha, facts.activation_limit, facts.activation_offset
+        if why := glu.refuse(Activation(facts.activation, *constants), block_scaled=block_scaled):
+            return why
+    if "nvidia_cudnn_frontend" not in facts.packages:
+        return f"needs the extra `cudnn` of pyproject.toml: pip install {CUDNN_FRONTEND}"
+    return None
+
+
 CUTLASS_DSL = "nvidia-cutlass-dsl[cu13]==4.8.1"
 """The compiler of `kernels.sm90`, as pip knows it."""
 
@@ -390,6 +432,7 @@ _OPS = {
         group="kernels",
         backends=(
             _Backend("fused", _fused_experts),
+            _Backend("cudnn", _cudnn_experts),
             _Backend("te", _te_experts),
             _Backend("torch", _torch_experts, slower=_torch_experts_on_cpu),
             _Backend("reference", _always),

@@ -9,11 +9,16 @@ Legend: L local experts, D hidden, F expert width, N received rows.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
@@ -24,6 +29,7 @@ from phalanx.configs.schema import MoEConfig
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.sm100.interleave import RUN, Interleaved
 from phalanx.parallel.dispatch.received import Received
 from phalanx.parallel.memory.layer_pass import now
 
@@ -46,7 +52,9 @@ class Experts(MegatronModule):
     """The L experts of this rank.
 
     Parameters in `config.params_dtype`: w1 [L, 2F, D] as [gate; up], or [L, F, D] without a gate;
-    w2 [L, D, F]; with `config.add_bias_linear` b1 [L, 2F or F] and b2 [L, D].
+    w2 [L, D, F]; with `config.add_bias_linear` b1 [L, 2F or F] and b2 [L, D]. With
+    `spec.interleaved` channels of w1 and b1 lie in the order of `kernels.sm100.interleave`, and so
+    do their gradients and optimizer states; checkpoints have [gate; up].
 
     Args:
         config: Megatron-Core's config of the model.
@@ -73,6 +81,8 @@ class Experts(MegatronModule):
         self.w2 = self._parameter(local, hidden, width)
         self.b1 = self._parameter(local, fc1) if biased else None
         self.b2 = self._parameter(local, hidden) if biased else None
+        if spec.interleaved:
+            self.w1.gated_runs = RUN  # for parallel.megatron.matrices
         if config.perform_initialization:
             self._initialize()
 
@@ -146,7 +156,7 @@ class Experts(MegatronModule):
         split = (axis, self.ep_group.rank(), self.ep_group.size())
         state: ShardedStateDict = {}
         for name, parameter in self.named_parameters():
-            state[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+            whole = ShardedTensor.from_rank_offsets(
                 f"{prefix}experts.{_CHECKPOINT_NAMES[name]}",
                 parameter,  # itself: the optimizer's state is matched to parameters by identity
                 *sharded_offsets,
@@ -154,4 +164,38 @@ class Experts(MegatronModule):
                 replica_id=(0, 0, self.expert_dp_group.rank()),
                 prepend_axis_num=axis,
             )
+            ordered = not self.spec.interleaved or name not in ("w1", "b1")
+            state[f"{prefix}{name}"] = whole if ordered else _in_runs(whole, parameter)
         return state
+
+
+def _in_runs(whole: ShardedTensor, parameter: Tensor) -> ShardedTensorFactory:
+    """An interleaved parameter as pieces of the canonical tensor: views, each of one run."""
+
+    def build(key: str, stored: Tensor, replica_id: Any, flattened_range: Any) -> list[Any]:
+        assert flattened_range is None
+        axis, pieces = whole.prepend_axis_num, []
+        for expert in range(len(stored)):
+            for run in Interleaved().runs(stored.shape[1]):
+                view = stored[expert : expert + 1, run.stored : run.stored + RUN]
+                offset = list(whole.global_offset)
+                offset[axis] += expert
+                offset[axis + 1] += run.canonical
+                pieces.append(
+                    replace(
+                        whole,
+                        key=key,
+                        data=view,
+                        local_shape=tuple(view.shape),
+                        global_offset=tuple(offset),
+                        axis_fragmentations=None,
+                        replica_id=replica_id,
+                    )
+                )
+        return pieces
+
+    def merge(loaded: list[Tensor]) -> Tensor:
+        runs = [piece.reshape(-1, *parameter.shape[2:]) for piece in loaded]
+        return torch.cat(runs).view(parameter.shape)
+
+    return ShardedTensorFactory(whole.key, parameter, build, merge, whole.replica_id)

@@ -60,7 +60,10 @@ class MoEOptions:
     @property
     def dense(self) -> MLPSpec:
         """How the linear layers beside the routed experts are computed."""
-        return self.spec if self.fp8_dense else replace(self.spec, recipe=None)
+        spec = self.spec if self.fp8_dense else replace(self.spec, recipe=None)
+        if spec.backend == "cudnn":  # its rows come in blocks of an expert
+            spec = replace(spec, backend="torch", interleaved=False)
+        return spec
 
 
 class MoE(MoELayer):

@@ -39,7 +39,8 @@ from phalanx.kernels.routing.sort_pairs import gather_rows
 def backend_of(spec: MLPSpec, step: Literal["forward", "dgrad", "wgrad"]) -> Backend:
     """The backend of an MLP in one of its passes, with the SMs that it leaves free there."""
     margin = getattr(spec.margins, step)
-    return provider(spec.backend, margin, spec.dynamic, spec.recipe, spec.keep_fp8)
+    how = spec.recipe, spec.keep_fp8, spec.interleaved
+    return provider(spec.backend, margin, spec.dynamic, *how)
 
 
 class Overlap(Protocol):
@@ -249,32 +250,33 @@ def run_backward(
     of_w2 = [dy, Operand(made.a_SF)] if need_w2 else []
     of_w1 = [Operand(dh, parts=fc1.parts, gradient=True)] if need_w1 else []
     of_w1 += [Operand(x_ND, gather=x_gathers)] if need_w1 and x_ND is not None else []
-    dx, columns = ops.rows_and_columns(
-        dh_SH if need_x else None, fc1.transposed, plan, [*of_w2, *of_w1]
-    )
+    operands = [*of_w2, *of_w1]
     del made, dy_rows, dh, of_w2, of_w1
-    dw1 = dw2 = db2 = None
-    if dx is not None and plan.inverse_NK is not None and overlap is None:
-        dx = ops.combine(dx, plan.inverse_NK)
-    if overlap is not None:
+    rows = dh_SH if need_x else None
+    if overlap is None:
+        dx, operands = ops.rows_and_columns(rows, fc1.transposed, plan, operands)
+        if dx is not None and plan.inverse_NK is not None:
+            dx = ops.combine(dx, plan.inverse_NK)
+    else:
         assert plan.inverse_NK is not None
+        dx = None if rows is None else ops.rows(rows, fc1.transposed, plan)
         dprob_NK = None if dprob_S is None else ops.plan_backward(dprob_S, plan.inverse_NK)
         dx = overlap.send_gradient(dx, dprob_NK, plan)
+    dw1 = dw2 = db2 = None
     if any((need_w1, need_w2, need_b1, need_b2)):
         wgrads = backend_of(spec, "wgrad")
     if need_w2:
-        d, v, *columns = columns
+        d, v = (wgrads.columns(x, plan) for x in operands[:2])
         dw2 = wgrads.wgrad(d, v, plan, buffers[1])
-        del d, v
+        del d, v, operands[:2]
     if need_b2:
         scaled = plan.row_prob_S is not None
         db2 = wgrads.bias_grad(dy, plan, scale=scaled, into=buffers[3])
     del dout, dy  # the largest buffers of the backward after dh
     if overlap is not None and x_ND is None:
-        x = Operand(overlap.tokens(), gather=x_gathers)
-        columns += [wgrads.columns(x, plan)] if need_w1 else []
+        operands.append(Operand(overlap.tokens(), gather=x_gathers))
     if need_w1:
-        d, v = columns
+        d, v = (wgrads.columns(x, plan) for x in operands)
         dw1 = wgrads.wgrad(d, v, plan, buffers[0])
     if need_b1 and db1 is not None:
         db1 = put(db1, buffers[2])

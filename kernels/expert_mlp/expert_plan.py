@@ -12,7 +12,11 @@ from torch import Tensor
 
 
 class ExpertPlan(NamedTuple):
-    """Expert rows offsets[e] up to offsets[e + 1] are local expert e's; the rest is padding."""
+    """Expert rows offsets[e] up to offsets[e + 1] are local expert e's; the rest is padding.
+
+    Of a backend whose experts' rows are aligned (`row_multiple`), the last of an expert's may be of
+    no token: their index is -1 and their probability 0.
+    """
 
     row_index_S: Tensor | None
     """int32: row of x that expert row s reads; 0 in the padding. None: expert row s reads row s."""

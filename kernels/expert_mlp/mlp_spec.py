@@ -13,7 +13,8 @@ from phalanx.kernels.quantize.recipe import Recipe
 class Margins:
     """SMs that the kernels of each pass leave free for others, such as communication.
 
-    Only the fused backend can; a margin changes no result and compiles nothing.
+    Only `fused` and `cudnn` can; a margin changes no result. With `cudnn` each value is compiled
+    in, and weight gradients leave none free.
     """
 
     forward: int = 0
@@ -37,11 +38,11 @@ class MLPSpec:
 
     activation: Activation
     backend: str
-    """`reference`, `torch` or `fused`; see `kernels.registry`."""
+    """`reference`, `torch`, `fused` or `cudnn`; see `kernels.registry`."""
     margins: Margins = Margins()
-    """SMs that the kernels of each pass leave free (fused only)."""
+    """SMs that the kernels of each pass leave free (fused; cudnn, but for weight gradients)."""
     dynamic: bool = True
-    """Kernels claim tiles on the device rather than deal them out in turn (fused only)."""
+    """Kernels claim tiles on the device rather than deal them out in turn (fused and cudnn)."""
     accumulate: bool = False
     """Gradients of parameters with a `main_grad` of their shape, fp32 or of their dtype, are added
     to that, and `grad_added_to_main_grad` is set, as Megatron-Core's data parallel wrapper
@@ -55,6 +56,8 @@ class MLPSpec:
     """Experts save no h: the backward pass runs fc1 again."""
     keep_fp8: bool = False
     """FP8 copies of weights stay with them until they change (fused only)."""
+    interleaved: bool = False
+    """w1, b1 and their gradients are in the order of `kernels.sm100.interleave` (cudnn only)."""
 
 
 class MLPWeights(NamedTuple):

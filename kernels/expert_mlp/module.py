@@ -14,7 +14,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.custom_ops import Flat, flat, grouped_mlp
 from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
-from phalanx.kernels.expert_mlp.providers import NAMES
+from phalanx.kernels.expert_mlp.providers import NAMES, rows_for
 from phalanx.kernels.registry import Facts, resolve
 from phalanx.kernels.routing.plan import make_plan
 
@@ -43,7 +43,7 @@ class GroupedMLP(nn.Module):
         top_k: K.
         activation: its kind, or with constants an `Activation`.
         bias: biases in both layers of the experts.
-        backend: `reference`, `torch`, `fused`, or `auto` for the best where the input is.
+        backend: `reference`, `torch`, `fused`, `cudnn`, or `auto` for the best where the input is.
         device, dtype: of the parameters.
         margins, dynamic: as in `kernels.expert_mlp.mlp_spec.MLPSpec`.
 
@@ -127,7 +127,7 @@ class GroupedMLP(nn.Module):
             topk_prob.reshape(-1, self.top_k).float(),
             first_expert=0,
             local_experts=self.experts,
-            rows=max(1, x_TD.shape[0] * self.top_k),
+            rows=max(1, rows_for(x_TD.shape[0] * self.top_k, self.experts, spec[2])),
             backend=spec[2],
             experts=self.experts,
         )
@@ -153,6 +153,9 @@ class GroupedMLP(nn.Module):
                 experts=self.experts,
                 slots=self.top_k,
                 activation=self.activation.kind,
+                activation_alpha=self.activation.alpha,
+                activation_limit=self.activation.limit,
+                activation_offset=self.activation.offset,
             )
             backend = resolve("grouped_mlp", self.backend, facts).backend
             spec = MLPSpec(self.activation, backend, self.margins, self.dynamic)

@@ -12,8 +12,20 @@ from phalanx.kernels.expert_mlp.emulated_microscaling import EmulatedMicroscalin
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.quantize.recipe import Microscaling, Recipe
+from phalanx.kernels.sm100.limits import ROWS as CUDNN_ROWS
 
-NAMES = ("reference", "torch", "fused")
+NAMES = ("reference", "torch", "fused", "cudnn")
+
+
+def row_multiple(name: str) -> int:
+    """What the rows of an expert are padded to in the plans of a backend."""
+    return CUDNN_ROWS if name == "cudnn" else 1
+
+
+def rows_for(pairs: int, experts: int, name: str) -> int:
+    """Expert rows that are enough for so many pairs, however they are spread over the experts."""
+    multiple = row_multiple(name)
+    return (pairs + experts * (multiple - 1)) // multiple * multiple
 
 
 @functools.cache
@@ -23,6 +35,7 @@ def provider(
     dynamic: bool = True,
     recipe: Recipe | None = None,
     keep_fp8: bool = False,
+    interleaved: bool = False,
 ) -> Backend:
     """The backend called `name`.
 
@@ -32,6 +45,7 @@ def provider(
         dynamic: its GEMMs claim tiles on the device; otherwise tiles are dealt out in turn.
         recipe: of its operands.
         keep_fp8: FP8 copies of weights stay with them.
+        interleaved: fc1 is stored as `kernels.sm100.interleave` says (cudnn only).
 
     Raises:
         ValueError: unknown name, or the fused backend with a recipe that it has not.
@@ -39,6 +53,10 @@ def provider(
     if isinstance(recipe, Microscaling):
         if name == "fused":
             raise ValueError(f"kernels.backend=fused has no {recipe.format}: use kernels=torch")
+        if name == "cudnn":
+            from phalanx.kernels.sm100.microscaling import CuDNNMicroscaling
+
+            return CuDNNMicroscaling(sm_margin, dynamic, interleaved, recipe)
         return EmulatedMicroscaling(provider(name), recipe)
     if recipe is not None:
         if name == "fused":
@@ -55,6 +73,10 @@ def provider(
             from phalanx.kernels.sm90.experts.backend import Fused
 
             return Fused(sm_margin, dynamic)
+        case "cudnn":
+            from phalanx.kernels.sm100.backend import CuDNN
+
+            return CuDNN(sm_margin, dynamic, interleaved)
     raise ValueError(
         f"kernels.backend={name} has no expert MLP here: use kernels={' or kernels='.join(NAMES)}"
     )

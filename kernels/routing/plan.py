@@ -39,7 +39,8 @@ def make_plan(
         first_expert: global id of local expert 0.
         local_experts: L.
         rows: S. If more are needed the last experts lack rows; `needed` tells: rerun the step.
-        backend: `reference`, `torch` or `fused`, with equal results.
+        backend: `reference`, `torch` or `fused`, with equal results; `cudnn`, whose experts' rows
+            are padded (`providers.row_multiple`).
         experts: of all ranks; given, PHALANX_DEBUG=1 checks that ids are from -1 to experts - 1.
 
     Raises:

@@ -17,16 +17,20 @@ MAX_EXPERTS = torch.iinfo(_KEY).max
 """Experts of a rank that a sort key can tell apart."""
 
 
-def sort_pairs(topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
-    """`Backend.plan` in tensor code: ordered by expert, then received row, then slot."""
-    first_expert, local_experts, rows = size
-    local_NK = topk_idx_NK - first_expert
-    elsewhere_NK = (local_NK < 0) | (local_NK >= local_experts)
-    key = local_NK.masked_fill(elsewhere_NK, local_experts).flatten().to(_KEY)
-    key, order = torch.sort(key, stable=True)
+def sort_pairs(
+    topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize, *, align: int = 1
+) -> ExpertPlan:
+    """`Backend.plan` in tensor code: ordered by expert, then received row, then slot.
 
-    experts = torch.arange(local_experts + 1, dtype=_KEY, device=key.device)
-    starts = torch.searchsorted(key, experts, out_int32=True)
+    Args:
+        align: an expert's rows begin and end at multiples of it. Rows of no token in between have
+            index -1 and probability 0, and count as needed; the offsets' second entry starts at a
+            multiple of 16 bytes.
+    """
+    if align > 1:
+        return _sort_aligned(topk_idx_NK, topk_prob_NK, size, align)
+    first_expert, local_experts, rows = size
+    key, order, starts = _sorted(topk_idx_NK, first_expert, local_experts)
     offsets, needed = starts.clamp(max=rows), starts[-1].clone()
 
     row = torch.arange(key.numel(), dtype=torch.int32, device=key.device)
@@ -37,6 +41,42 @@ def sort_pairs(topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> Exp
     return ExpertPlan(
         _fit(token, rows), _fit(prob, rows), offsets, inverse.view_as(topk_idx_NK), needed, None
     )
+
+
+def _sort_aligned(
+    topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize, align: int
+) -> ExpertPlan:
+    first_expert, local_experts, rows = size
+    key, order, starts = _sorted(topk_idx_NK, first_expert, local_experts)
+    counts_L = (starts.diff() + align - 1) // align * align
+    offsets = starts.new_empty(local_experts + 4)[3:]  # the second entry is the fifth of 4 bytes
+    offsets[0] = 0
+    torch.cumsum(counts_L, 0, dtype=torch.int32, out=offsets[1:])
+    needed = offsets[-1].clone()
+
+    expert = key.long()
+    place = torch.arange(key.numel(), dtype=torch.int32, device=key.device)
+    row = place - starts[expert] + offsets[expert]
+    offsets.clamp_(max=rows // align * align)
+    used = (expert < local_experts) & (row < offsets[-1])
+    inverse = torch.empty_like(row).scatter_(0, order, row.masked_fill(~used, -1))
+    to = row.masked_fill(~used, rows).long()  # the last of one more, which is cut off
+    token = (order // topk_idx_NK.shape[1]).to(torch.int32)
+    prob = topk_prob_NK.flatten().index_select(0, order)
+    index_S = token.new_full((rows + 1,), -1).scatter_(0, to, token)[:rows]
+    prob_S = prob.new_zeros(rows + 1).scatter_(0, to, prob)[:rows]
+    return ExpertPlan(index_S, prob_S, offsets, inverse.view_as(topk_idx_NK), needed, None)
+
+
+def _sorted(topk_idx_NK: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Local experts of the pairs in order, L for those elsewhere; which pair; int32 [L + 1] where
+    each expert's begin."""
+    local_NK = topk_idx_NK - first
+    elsewhere_NK = (local_NK < 0) | (local_NK >= experts)
+    key = local_NK.masked_fill(elsewhere_NK, experts).flatten().to(_KEY)
+    key, order = torch.sort(key, stable=True)
+    numbers = torch.arange(experts + 1, dtype=_KEY, device=key.device)
+    return key, order, torch.searchsorted(key, numbers, out_int32=True)
 
 
 def gather_pairs(dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from phalanx.configs.layout import clone_slots, expert_parallel_size
 from phalanx.configs.linear_attention import HEAD_DIM, input_dim
 from phalanx.configs.schema import Config
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.estimate.traffic import costs, overlaps
 from phalanx.moe.estimate.weights import LayerKind
@@ -60,7 +61,9 @@ def sizes(cfg: Config, world: int) -> Sizes:
         rows = min(worst, local * e.top_k)
     else:
         budget = Budget(max(1.0, p.capacity_factor), torch.device("cpu"))
-        rows = budget.rows(local, e.top_k, ranks, places, most=worst)
+        pairs = budget.rows(local, e.top_k, ranks, places, most=worst)
+        backend = cfg.kernels.backend
+        rows, worst = (rows_for(n, places, backend) for n in (pairs, worst))
     return Sizes(tokens, local, ranks * local, rows, worst)
 
 

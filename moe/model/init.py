@@ -6,6 +6,7 @@ expert backend, starts from the same model. The walk is over `sharded_state_dict
 that knows global names.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,7 @@ def initialize(
         for shard in _shards(nested_values(state)):
             if shard.data.untyped_storage().data_ptr() in storages:  # not a buffer
                 _fill(shard, seed, std, layers)
+    _normal.cache_clear()
 
 
 def _shards(values: Iterable[Any]) -> Iterable[ShardedTensor]:
@@ -87,7 +89,17 @@ def _scaled(std: float, key: str, layers: int) -> float:
 def _draw(
     out: torch.Tensor, shard: ShardedTensor, index: tuple[int, ...], seed: int, std: float
 ) -> None:
-    out.copy_(_drawn(out, shard, index, seed, lambda x, by: x.normal_(0, std, generator=by)))
+    shape = tuple(shard.global_shape[-out.dim() :])
+    whole = _normal(shape, out.device, _seed(shard, index, seed), std)
+    out.copy_(_place(whole, out, shard))
+
+
+@functools.lru_cache(maxsize=1)  # pieces of one tensor follow one another
+def _normal(shape: tuple[int, ...], device: torch.device, seed: int, std: float) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.empty(shape, dtype=torch.float32, device=device).normal_(
+        0, std, generator=generator
+    )
 
 
 def _drawn(
@@ -98,8 +110,17 @@ def _drawn(
     draw: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
 ) -> torch.Tensor:
     """The part in the place of `out` of a whole tensor of random numbers, fp32."""
-    shape, offset = shard.global_shape[-out.dim() :], shard.global_offset[-out.dim() :]
-    digest = hashlib.sha256(f"{seed}/{shard.key}/{index}".encode()).digest()
-    generator = torch.Generator(out.device).manual_seed(int.from_bytes(digest[:7], "little"))
+    shape = shard.global_shape[-out.dim() :]
+    generator = torch.Generator(out.device).manual_seed(_seed(shard, index, seed))
     whole = draw(torch.empty(shape, dtype=torch.float32, device=out.device), generator)
+    return _place(whole, out, shard)
+
+
+def _seed(shard: ShardedTensor, index: tuple[int, ...], seed: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{shard.key}/{index}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def _place(whole: torch.Tensor, out: torch.Tensor, shard: ShardedTensor) -> torch.Tensor:
+    offset = shard.global_offset[-out.dim() :]
     return whole[tuple(slice(o, o + n) for o, n in zip(offset, out.shape, strict=True))]

@@ -110,6 +110,9 @@ def emulation(cfg: Config) -> list[Choice]:
         cfg: of `known`.
     """
     recipe, backend = cfg.precision.recipe, cfg.kernels.backend
+    if backend == "cudnn" and recipe in MICROSCALING and cfg.precision.dense == "fp8":
+        reason = "routed experts multiply it; other layers its values in bf16, which is slower; "
+        return [Choice(recipe, "emulated", f"{reason}precision.dense=bf16 spares that")]
     if recipe not in MICROSCALING or backend not in EMULATES:
         return []
     return [Choice(recipe, "emulated", f"{backend} multiplies its values in bf16, which is slower")]

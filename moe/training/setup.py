@@ -45,6 +45,7 @@ from phalanx.parallel.dispatch.transport import (
 )
 from phalanx.parallel.dispatch.transport_class import Transport
 from phalanx.parallel.engine import Engine
+from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.groups import Groups, create
 from phalanx.parallel.megatron import patches
 from phalanx.parallel.runtime import Runtime
@@ -193,7 +194,10 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     backends = Backends(experts, attention, norm, *linear)
     options = _moe_options(cfg, experts, transport, budget, sms)
     resident = any(choice.backend == "resident" for choice in weights)
-    options = replace(options, spec=replace(options.spec, keep_fp8=resident))
+    # Where gradients are added up over ranks these must have one order of channels.
+    interleaved = options.spec.activation.gated and set(gather(experts)) == {"cudnn"}
+    spec = replace(options.spec, keep_fp8=resident, interleaved=interleaved)
+    options = replace(options, spec=spec)
     chunks = _chunks(cfg, config, groups, backends, options)
     for chunk in chunks:
         chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device

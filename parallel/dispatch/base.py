@@ -17,6 +17,7 @@ from torch import Tensor
 
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.plan import check_routing, make_plan
 from phalanx.parallel.dispatch.capacity import Budget
@@ -68,7 +69,8 @@ class BudgetPlanner:
     def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
         tokens, slots = topk_idx_NK.shape[0] // self._ranks, self._slots
         most = slots.most(tokens, self._ranks, self._local)
-        rows = self._budget.rows(tokens, slots.top_k, self._ranks, self._local, most=most)
+        pairs = self._budget.rows(tokens, slots.top_k, self._ranks, self._local, most=most)
+        rows = rows_for(pairs, self._local, self._backend)
         plan = make_plan(
             topk_idx_NK,
             topk_prob_NK,
@@ -77,8 +79,11 @@ class BudgetPlanner:
             rows=rows,
             backend=self._backend,
         )
-        if rows < most:
-            self._budget.observe(plan.needed, rows)
+        if pairs < most:
+            assert plan.needed is not None
+            # Of the rows that are needed, without those that are kept for padding.
+            needed = plan.needed if rows == pairs else plan.needed - (rows - pairs)
+            self._budget.observe(needed, pairs)
         return plan
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.parallel.dispatch.capacity import ROW_MULTIPLE
@@ -89,12 +90,13 @@ class DeepEP(Dispatcher):
         if not N:  # experts need a row, if only one that none of them reads
             rows_ND, prob_NK = _one_more(rows_ND, 0), _one_more(prob_NK, 0)
             idx_NK = _one_more(idx_NK, -1)
+        pairs = ROW_MULTIPLE * max(1, -(-int(counts.sum()) // ROW_MULTIPLE))
         plan = make_plan(
             idx_NK.int(),  # counted from this rank's first expert on
             prob_NK,
             first_expert=0,
             local_experts=len(counts),
-            rows=ROW_MULTIPLE * max(1, -(-int(counts.sum()) // ROW_MULTIPLE)),
+            rows=rows_for(pairs, len(counts), self._backend),
             backend=self._backend,
             experts=len(counts),
         )

@@ -24,6 +24,9 @@ from tests.kernels.problems import ACTIVATIONS, make, run
 
 CPU = Facts("cpu", None, torch.bfloat16, hidden=64, ffn=48, packages=frozenset(), compiles=True)
 H200 = replace(CPU, device="cuda", capability=(9, 0), packages=frozenset({"triton"}))
+B200 = replace(CPU, device="cuda", capability=(10, 0), ffn=128)
+GPT_OSS = dict(activation="quick_geglu", activation_limit=7.0, activation_offset=1.0)
+WITH_CUDNN = replace(B200, packages=frozenset({"triton", "nvidia_cudnn_frontend"}))
 WITH_TE = replace(H200, packages=frozenset({"triton", "transformer_engine"}))
 WITH_DSL = replace(H200, ffn=128, packages=frozenset({"triton", "nvidia_cutlass_dsl"}))
 WITH_FA4 = replace(H200, packages=WITH_TE.packages | {"flash_attn_4"})
@@ -63,6 +66,28 @@ A100 = replace(H200, capability=(8, 0))
         ("grouped_mlp", replace(H200, dtype=torch.float32), "reference"),
         ("grouped_mlp", WITH_TE, "torch"),
         ("grouped_mlp", A100, "reference"),
+        ("grouped_mlp", B200, "torch"),
+        ("grouped_mlp", WITH_CUDNN, "cudnn"),
+        ("grouped_mlp", replace(WITH_CUDNN, capability=(10, 3)), "cudnn"),
+        ("grouped_mlp", replace(WITH_CUDNN, activation="swiglu"), "cudnn"),
+        ("grouped_mlp", replace(WITH_CUDNN, **GPT_OSS), "cudnn"),
+        ("grouped_mlp", replace(WITH_CUDNN, **GPT_OSS, activation_alpha=1.5), "torch"),
+        ("grouped_mlp", replace(WITH_CUDNN, activation="swiglu", activation_limit=7.0), "torch"),
+        ("grouped_mlp", replace(WITH_CUDNN, activation="squared_relu"), "torch"),
+        ("grouped_mlp", replace(WITH_CUDNN, hidden=96), "torch"),
+        ("grouped_mlp", replace(WITH_CUDNN, experts=1025), "torch"),
+        ("grouped_mlp", replace(WITH_CUDNN, fp8=True), "torch"),
+        ("grouped_mlp", replace(WITH_CUDNN, recipe="mxfp8"), "cudnn"),
+        ("grouped_mlp", replace(WITH_CUDNN, recipe="nvfp4"), "cudnn"),
+        ("grouped_mlp", replace(WITH_CUDNN, recipe="mxfp8", wgrad="bf16"), "torch"),
+        (
+            "grouped_mlp",
+            replace(WITH_CUDNN, recipe="nvfp4", **GPT_OSS, activation_alpha=1),
+            "cudnn",
+        ),
+        ("grouped_mlp", replace(WITH_CUDNN, recipe="mxfp8", activation="geglu"), "torch"),
+        ("grouped_mlp", replace(WITH_CUDNN, dtype=torch.float32), "reference"),
+        ("grouped_mlp", replace(WITH_CUDNN, capability=(9, 0)), "torch"),
         ("linear_attention", CPU, "torch"),
         ("linear_attention", WITH_FLA, "fla"),
         ("linear_attention", replace(WITH_FLA, capability=(8, 0)), "fla"),
@@ -179,6 +204,20 @@ def test_auto_says_what_it_passed_over():
             replace(WITH_DSL, experts=2048),
             "kernels.backend=fused cannot run here: needs at most 1024 experts on a rank, not "
             "2048: raise parallel.expert; use kernels=torch or kernels=auto",
+        ),
+        (
+            "grouped_mlp",
+            "cudnn",
+            replace(WITH_CUDNN, capability=(9, 0)),
+            "kernels.backend=cudnn cannot run here: needs CUDA capability 10.x, not 9.0; use "
+            "kernels=torch or kernels=auto",
+        ),
+        (
+            "grouped_mlp",
+            "cudnn",
+            B200,
+            "kernels.backend=cudnn cannot run here: needs the extra `cudnn` of pyproject.toml: pip "
+            "install nvidia-cudnn-frontend==1.32.0; use kernels=torch or kernels=auto",
         ),
         (
             "grouped_mlp",

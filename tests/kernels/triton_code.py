@@ -1,4 +1,5 @@
-"""Machine code of a Triton kernel for sm_90 as it would be launched, made without a GPU."""
+"""Machine code of a Triton kernel as it would be launched, for sm_90 unless another capability is
+named, made without a GPU."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +29,9 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg")
 class Code:
     """What a launch with certain arguments runs."""
 
-    def __init__(self, kernel: Any, given: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self, kernel: Any, given: dict[str, Any], folder: Path, capability: int = 90
+    ) -> None:
         names, options = kernel.arg_names, {k: given.pop(k) for k in _OPTIONS if k in given}
         constants = {n: v for n, v in given.items() if _type(v) == "constexpr"}
         constants |= {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
@@ -40,7 +43,7 @@ class Code:
         ]
         attributes = {at: [["tt.divisibility", 16]] for at in aligned}
         source = ASTSource(kernel, signature, constants, attributes)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         self.ptx, self.threads = made.asm["ptx"], 32 * made.metadata.num_warps
         cubin = folder / f"{kernel.__name__}.cubin"
         cubin.write_bytes(made.asm["cubin"])
@@ -56,7 +59,13 @@ class Code:
         return len(re.findall(instruction + rf"(?:{pattern})", self.text, re.MULTILINE))
 
 
-def launched(module: ModuleType, name: str, call: Callable[[], None], folder: Path) -> Code:
+def launched(
+    module: ModuleType,
+    name: str,
+    call: Callable[[], None],
+    folder: Path,
+    capability: int = 90,
+) -> Code:
     """What `call` launches of the kernel `name` of a module; its tensors may be on `meta`."""
     kernel, seen = getattr(module, name), list[dict[str, Any]]()
 
@@ -73,7 +82,7 @@ def launched(module: ModuleType, name: str, call: Callable[[], None], folder: Pa
     finally:
         setattr(module, name, kernel)
     (given,) = seen
-    return Code(kernel, given, folder)
+    return Code(kernel, given, folder, capability)
 
 
 def _type(value: Any) -> str:

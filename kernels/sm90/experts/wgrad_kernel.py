@@ -93,6 +93,7 @@ class WgradKernel:
     pointers: ClassVar[tuple[tuple[type, int], ...]] = (BF16, BF16, BF16, INT, INT, INT, INT)
     """d, v, dw (fp32 with config.wide), index, offsets, order, counter."""
     integers: ClassVar[int] = 5
+    warpgroups: ClassVar[bool] = True
 
     def __init__(self, config: WgradConfig) -> None:
         self.config = config

@@ -84,6 +84,7 @@ class Fp8WgradKernel:
         *(BF16, INT, INT, INT),
     )
     integers: ClassVar[int] = 11
+    warpgroups: ClassVar[bool] = True
 
     def __init__(self, config: Fp8WgradConfig) -> None:
         self.config = config

@@ -7,7 +7,7 @@ rows, and nothing is read or written from offsets[L] on.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -119,6 +119,8 @@ class Gemm:
     is multiplied. A kernel that `waits` looks for the wave of a tile's expert before its first load
     (`ready`); one that signals counts finished tiles for another kernel (`progress`).
     """
+
+    warpgroups: ClassVar[bool] = True
 
     def __init__(self, config: GemmConfig) -> None:
         self.config = config

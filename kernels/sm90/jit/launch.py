@@ -25,9 +25,14 @@ from torch import Tensor
 
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.kernels.cache import Cache, digest_of, folder, name_of
+from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.sm90.jit.program import Program, export
 
 ARCH = "sm_90a"
+"""What kernels are compiled for unless another target is named."""
+ARCHES = {(9, 0): ARCH, (10, 0): "sm_100a", (10, 3): "sm_103a"}
+"""Targets by CUDA capability. Kernels that multiply by warpgroup instructions have the first alone;
+all others are the same for each."""
 _ALIGN = 16
 _HERE = Path(__file__).parents[1]
 _PREFIX = "phalanx"
@@ -40,6 +45,7 @@ class Kernel(Protocol):
     """Element, and assumed alignment in bytes, of each pointer argument."""
     integers: ClassVar[int]
     """Number of Int32 arguments."""
+    # And, of kernels that are for `ARCH` alone, `warpgroups: ClassVar[bool] = True`.
 
     def __init__(self, config: Any) -> None:
         """`config` is a frozen dataclass whose repr names every compiled-in choice."""
@@ -94,11 +100,32 @@ def prepare(kernel: type[Kernel], config: Any, device: torch.device) -> None:
         _program(kernel, config).load(torch.cuda.current_device())
 
 
-def compile_kernel(kernel_type: type[Kernel], config: Any, options: str = "") -> Any:
+def refuse(kernel: type[Kernel], arch: str) -> Refusal:
+    """Why a kernel cannot be compiled for a target."""
+    if arch == ARCH or not getattr(kernel, "warpgroups", False):
+        return None
+    return (
+        f"{kernel.__name__} multiplies by warpgroup instructions, which {ARCH} has and {arch} has "
+        "not: use kernels=cudnn or kernels=torch there"
+    )
+
+
+def compile_kernel(
+    kernel_type: type[Kernel], config: Any, options: str = "", arch: str | None = None
+) -> Any:
     """What `cute.compile` makes of a kernel; needs no GPU and knows no cache.
 
-    `options` are further ones of `cute.compile`, such as `--keep-cubin`.
+    Args:
+        kernel_type: its class. config: what it is compiled for.
+        options: further ones of `cute.compile`, such as `--keep-cubin`.
+        arch: one of ARCHES; None is ARCH.
+
+    Raises:
+        ValueError: the kernel is not for this target.
     """
+    arch = arch or ARCH
+    if why := refuse(kernel_type, arch):
+        raise ValueError(why)
     pointers = [
         make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
         for dtype, align in kernel_type.pointers
@@ -108,24 +135,25 @@ def compile_kernel(kernel_type: type[Kernel], config: Any, options: str = "") ->
         *pointers,
         tuple(Int32(0) for _ in range(kernel_type.integers)),
         cuda.CUstream(0),
-        options=f"--gpu-arch {ARCH} {options}".strip(),
+        options=f"--gpu-arch {arch} {options}".strip(),
     )
 
 
-def entry_name(kernel: type[Kernel], config: Any) -> str:
+def entry_name(kernel: type[Kernel], config: Any, arch: str | None = None) -> str:
     """Name of the kernel in a `Cache`: changes with whatever its machine code depends on."""
     return name_of(
         kernel.__name__,
-        *(ARCH, platform.machine(), version("nvidia-cutlass-dsl"), _sources()),
+        *(arch or ARCH, platform.machine(), version("nvidia-cutlass-dsl"), _sources()),
         *(f"{kernel.__module__}.{kernel.__qualname__}", repr(config)),
         *_epilogues(repr(config)),
     )
 
 
-def build(kernel: type[Kernel], config: Any, cache: Cache) -> bytes:
+def build(kernel: type[Kernel], config: Any, cache: Cache, arch: str | None = None) -> bytes:
     """The kernel's object from the cache, where it is put if it is missing; needs no GPU."""
     return cache.fetch(
-        entry_name(kernel, config), lambda: export(compile_kernel(kernel, config), _PREFIX)
+        entry_name(kernel, config, arch),
+        lambda: export(compile_kernel(kernel, config, arch=arch), _PREFIX),
     )
 
 
@@ -176,10 +204,16 @@ def _program(kernel: type[Kernel], config: Any) -> Program:
     with _PREPARING:
         program = _PROGRAMS.get((kernel, config))
         if program is None:
-            data = build(kernel, config, Cache(folder()))
+            data = build(kernel, config, Cache(folder()), _arch())
             program = Program(data, _PREFIX, len(kernel.pointers), kernel.integers)
             _PROGRAMS[kernel, config] = program
         return program
+
+
+@functools.cache
+def _arch() -> str | None:
+    """The target of this process's GPU; a process has GPUs of one kind."""
+    return ARCHES.get(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 
 @functools.cache

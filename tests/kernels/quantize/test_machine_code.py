@@ -178,3 +178,23 @@ def test_amax_of_tensors(keyed: bool, tmp_path: Path) -> None:
     run = lambda: emulate_triton.amax_of_groups(x, counts(5, 4096), keyed=keyed)  # noqa: E731
     code = launched(emulate_triton, "column_amax", run, tmp_path)
     check_emulation(code, 16 * emulate_triton._CHANNELS, (r"LDG\.E ", 16), False)
+
+
+def test_quantisers_for_blackwell(tmp_path: Path) -> None:
+    """The same sources."""
+    x, offsets = x_of(65536, 2048, BF16), torch.empty(33, dtype=torch.int32, device=META)
+    rows = quantize.empty_rows(65536, 2048, 1, dtype=E4M3, device=META)
+    columns = quantize.empty_columns(65536, 2048, 32, blocks="square", device=META)
+    w = torch.empty(32, 4096, 2048, dtype=BF16, device=META)
+    weights = quantize.empty_weights(32, 4096, 2048, device=META)
+    calls = {
+        (rows_triton, "fp8_rows"): lambda: rows_triton.quantize(x, rows, 1),
+        (columns_triton, "fp8_columns"): lambda: columns_triton.quantize(
+            x, None, None, offsets, columns, 1
+        ),
+        (weights_triton, "fp8_weights"): lambda: weights_triton.quantize(w, weights, 1),
+    }
+    for (module, name), call in calls.items():
+        code = launched(module, name, call, tmp_path, capability=100)
+        assert ".target sm_100a" in code.ptx and code.stack == 0
+        assert "cvt.rn.satfinite.e4m3x2" in code.ptx

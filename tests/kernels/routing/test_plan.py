@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.routing.plan import make_plan
 
 
@@ -145,3 +146,55 @@ def test_gpu_equals_cpu_bit_for_bit(n: int, k: int, experts: int, local: int, ro
         results.append([t.detach().cpu() for t in plan[:5]] + [leaf.grad.cpu()])
     for name, cpu, gpu in zip([*ExpertPlan._fields[:5], "grad"], *results, strict=True):
         assert torch.equal(cpu, gpu), name
+
+
+def aligned(idx: Tensor, prob: Tensor, first: int, local: int, rows: int, align: int) -> dict:
+    """The slow statement with every expert's rows padded, cut off at `rows`."""
+    want = slow_plan(idx.tolist(), prob.tolist(), first, local)
+    tokens, probs, offsets, place = [], [], [0], {}
+    for e in range(local):
+        for s in range(want["offsets"][e], want["offsets"][e + 1]):
+            place[s] = len(tokens)
+            tokens.append(want["tokens"][s])
+            probs.append(want["probs"][s])
+        missing = -len(tokens) % align
+        tokens += [-1] * missing
+        probs += [0.0] * missing
+        offsets.append(len(tokens))
+    kept = rows // align * align
+    return {
+        "needed": len(tokens),
+        "tokens": tokens[:kept] + [-1] * (rows - len(tokens[:kept])),
+        "probs": probs[:kept] + [0.0] * (rows - len(probs[:kept])),
+        "offsets": [min(o, kept) for o in offsets],
+        "inverse": [
+            [place[s] if s in place and place[s] < kept else -1 for s in row]
+            for row in want["inverse"]
+        ],
+    }
+
+
+@pytest.mark.parametrize("rows", [256, 700, 1024, 4096])
+@pytest.mark.parametrize("first, local", [(0, 12), (4, 4), (3, 1)])
+def test_aligned_plans_equal_the_slow_statement(first: int, local: int, rows: int) -> None:
+    idx, prob = routing(300, 3, 12)
+    idx[7] = -1
+    plan = make_plan(idx, prob, first_expert=first, local_experts=local, rows=rows, backend="cudnn")
+    want = aligned(idx, prob, first, local, rows, 256)
+    assert plan.needed.item() == want["needed"]
+    assert plan.offsets.tolist() == want["offsets"]
+    assert plan.row_index_S.tolist() == want["tokens"]
+    assert plan.row_prob_S.tolist() == want["probs"]
+    assert plan.inverse_NK.tolist() == want["inverse"]
+    assert plan.offsets[1:].data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("local", [1, 5])
+def test_rows_for_are_enough_for_any_routing(local: int) -> None:
+    assert rows_for(120, local, "torch") == 120
+    for pairs in (0, 1, 255, 256, 257, 1000):
+        rows = rows_for(pairs, local, "cudnn")
+        counts = [min(pairs, local - 1) and 1] * (local - 1)
+        counts.append(pairs - sum(counts))
+        assert sum(-(-n // 256) * 256 for n in counts) <= rows
+        assert rows % 256 == 0

@@ -1,0 +1,210 @@
+"""nvidia-cudnn-frontend's fused grouped GEMMs as a backend of the expert MLP, in bf16.
+
+An adapter and nothing more. Rows are gathered into whole blocks of 256 an expert, in which padding
+is 0; h and its gradient have their channels in the order of `kernels.sm100.interleave`, weights too
+if they are stored so, and otherwise a copy of them is put in order for each use.
+
+The gradient of a probability is a sum of cuDNN's over column tiles by atomic additions in fp32: in
+bf16 it has no other, so that its last bits may differ from run to run. All else has a fixed order.
+
+Shape legend as in `kernels.expert_mlp.backend`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import (
+    AsTheyAre,
+    HiddenGrads,
+    Linear,
+    Operand,
+    PlanSize,
+    put,
+)
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.expert_mlp.torch_grouped import Grouped, expert_of_row
+from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
+from phalanx.kernels.sm90.limits import COMBINE_SLOTS
+from phalanx.kernels.sm100.glu import epilogue
+from phalanx.kernels.sm100.interleave import Interleaved
+from phalanx.kernels.sm100.library import call, ones
+from phalanx.kernels.sm100.limits import ROWS
+from phalanx.kernels.sm100.padding import ends, gathered, real
+
+_ACTIVATION_BYTES = 32
+"""cuDNN wants recomputed activations to start at a multiple of it, as fresh tensors on GPUs do."""
+
+
+class CuDNN(AsTheyAre):
+    """`kernels.expert_mlp.backend.Backend` on Blackwell, in bf16.
+
+    Args:
+        sm_margin: SMs that GEMMs but those of weight gradients leave free.
+        dynamic: GEMMs claim tiles on the device; otherwise they are dealt out in turn.
+        interleaved: w1, b1 and their gradients are stored in the order of the kernels.
+    """
+
+    gathers: ClassVar[bool] = True
+
+    def __init__(self, sm_margin: int, dynamic: bool, interleaved: bool) -> None:
+        self._margin, self._interleaved = sm_margin, interleaved
+        self._how: dict[str, Any] = dict(use_dynamic_sched=dynamic)
+        self._order, self._torch = Interleaved(), Grouped()
+
+    def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
+        return sort_pairs(topk_idx_NK, topk_prob_NK, size, align=ROWS)
+
+    def plan_backward(self, dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
+        return gather_pairs(dprob_S, inverse_NK)
+
+    def fc1_act(
+        self,
+        x_ND: Tensor,
+        fc1: Linear,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        keep_h: bool = True,
+        ready: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        x_SD = gathered(Operand(x_ND, gather=True), plan)
+        made = self._call(
+            "grouped_gemm_glu",
+            x_SD,
+            plan,
+            sfa_tensor=None,
+            b_tensor=self._fc1(fc1.weight_LOI, 1),
+            bias_tensor=None if fc1.bias_LO is None else self._fc1(fc1.bias_LO, 1).mT,
+            prob_tensor=_prob(plan, x_SD),
+            generate_c=keep_h,
+            **epilogue(act, block_scaled=False).forward,
+        )
+        a_SF = made["d_tensor"]
+        assert a_SF is not None
+        return made["c_tensor"], a_SF
+
+    def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+        stored, dim = linear.weight_LOI, 1
+        if linear.flipped:
+            stored = stored.mT
+        if max(linear.parts, linear.parts_in) > 1:
+            stored = self._fc1(stored, dim)
+        made = self._call(
+            "grouped_gemm",
+            a_SI,
+            plan,
+            b_tensor=stored,
+            b_major="n" if linear.flipped else "k",
+            bias_tensor=None if linear.bias_LO is None else linear.bias_LO.mT,
+            prob_tensor=_prob(plan, a_SI),
+        )
+        y_SO = made["d_tensor"]
+        assert y_SO is not None
+        return y_SO
+
+    def fc2_dgrad_dact(
+        self,
+        dy: Operand,
+        fc2: Linear,
+        h_SH: Tensor,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        ready: Tensor | None = None,
+    ) -> HiddenGrads:
+        dy_SD = gathered(dy, plan)
+        S, F = len(h_SH), fc2.weight_LOI.shape[2]
+        dprob_S = torch.zeros(S, device=h_SH.device)
+        made = self._call(
+            "grouped_gemm_dglu",
+            dy_SD,
+            plan,
+            sfa_tensor=None,
+            c_tensor=h_SH,
+            beta_tensor=ones(fc2.weight_LOI.shape[0], h_SH.device),
+            prob_tensor=_prob(plan, h_SH),
+            dprob_tensor=dprob_S,
+            b_tensor=fc2.weight_LOI,
+            b_major="n",
+            activation_tensor=_aligned(h_SH, S, F),
+            **epilogue(act, block_scaled=False).backward,
+        )
+        dh_SH, a_SF = made["d_row_tensor"], made["activation_tensor"]
+        assert dh_SH is not None and a_SF is not None
+        return HiddenGrads(dh_SH, a_SF, _dprob(dprob_S, dy_SD, fc2, plan), None)
+
+    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+        d_SO, v_SI = gathered(d, plan), gathered(v, plan)
+        ordered = d.parts == 1 or self._interleaved
+        made = call(
+            "grouped_gemm_wgrad",
+            0,
+            a_tensor=d_SO.mT,
+            b_tensor=v_SI,
+            sfa_tensor=None,
+            sfb_tensor=None,
+            offsets_tensor=ends(plan),
+            wgrad_tensor=into.out if into is not None and ordered else None,
+            wgrad_dtype=into.out.dtype if into is not None else d_SO.dtype,
+            accumulate_on_output=into is not None and into.add and ordered,
+        )
+        dw_LOI = made["wgrad_tensor"]
+        assert dw_LOI is not None
+        return dw_LOI if ordered else put(self._order.canonical(dw_LOI, 1), into)
+
+    def bias_grad(
+        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
+    ) -> Tensor:
+        db_LO = self._torch.bias_grad(Operand(gathered(d, plan)), plan, scale=scale)
+        if d.parts > 1 and not self._interleaved:
+            db_LO = self._order.canonical(db_LO, 1)
+        return put(db_LO, into)
+
+    def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
+        if not y_SD.is_cuda or inverse_NK.shape[1] > COMBINE_SLOTS:
+            return self._torch.combine(y_SD, inverse_NK, addends)
+        from phalanx.kernels.sm90.experts.combine import combine
+
+        return combine(y_SD, inverse_NK, addends=addends)
+
+    def _call(self, name: str, rows_SC: Tensor, plan: ExpertPlan, **more: Any) -> dict[str, Any]:
+        """A grouped GEMM over expert rows."""
+        return call(
+            name,
+            self._margin,
+            a_tensor=rows_SC,
+            padded_offsets=ends(plan),
+            alpha_tensor=ones(len(plan.offsets) - 1, rows_SC.device),
+            **self._how,
+            **more,
+        )
+
+    def _fc1(self, stored: Tensor, dim: int) -> Tensor:
+        """Weights or biases of fc1 with their channels, along `dim`, as the kernels want them."""
+        return stored if self._interleaved else self._order.store(stored, dim)
+
+
+def _prob(plan: ExpertPlan, rows: Tensor) -> Tensor:
+    return ones(len(rows), rows.device) if plan.row_prob_S is None else plan.row_prob_S
+
+
+def _aligned(like: Tensor, rows: int, columns: int) -> Tensor:
+    """An empty matrix. CPU tensors start anywhere."""
+    room = like.new_empty(rows * columns + _ACTIVATION_BYTES // like.element_size())
+    skip = -room.data_ptr() % _ACTIVATION_BYTES // like.element_size()
+    return room[skip : skip + rows * columns].view(rows, columns)
+
+
+def _dprob(dprob_S: Tensor, dy_SD: Tensor, fc2: Linear, plan: ExpertPlan) -> Tensor | None:
+    """Gradient of the probabilities, with what fc2's bias has in it."""
+    if plan.row_prob_S is None:
+        return None
+    if fc2.bias_LO is not None:
+        expert_S = expert_of_row(plan.offsets, dy_SD)
+        dprob_S = dprob_S + (dy_SD.float() * fc2.bias_LO.index_select(0, expert_S).float()).sum(-1)
+    return real(dprob_S, plan)

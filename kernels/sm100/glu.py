@@ -1,0 +1,63 @@
+"""Which of cuDNN's gated epilogues computes an activation, and with which constants.
+
+Its `geglu` is the gate times a sigmoid of alpha times the gate, after clamps and with an offset of
+the linear half: with alpha 1 and clamps that are never reached it is SwiGLU. In bf16 the forward
+kernel has its constants compiled in; block-scaled kernels, and all backward ones, take them.
+"""
+
+from typing import Any, NamedTuple
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.refusal import Refusal
+
+BUILT_IN = dict(alpha=1.702, limit=7.0)
+"""Constants of the forward kernel in bf16."""
+_NEVER = 3.0e38
+"""A clamp that no value reaches: clamps must be finite."""
+
+
+class Epilogue(NamedTuple):
+    """An activation's."""
+
+    forward: dict[str, Any]
+    """Keyword arguments of the forward wrapper."""
+    backward: dict[str, Any]
+    """Of the backward one, which also makes the activations once more."""
+
+
+def refuse(act: Activation, *, block_scaled: bool) -> Refusal:
+    """Why an activation has no epilogue."""
+    if act.kind not in ("swiglu", "quick_geglu"):
+        return f"has no epilogue of {act.kind}"
+    if block_scaled or (act.kind == "swiglu" and not act.limit and not act.offset):
+        return None
+    if act.kind == "quick_geglu" and (act.alpha, act.limit) == tuple(BUILT_IN.values()):
+        return None
+    return (
+        "has in bf16 epilogues of swiglu without clamp and offset, and of quick_geglu with "
+        f"model.moe.activation_alpha={BUILT_IN['alpha']} and "
+        f"model.moe.activation_limit={BUILT_IN['limit']}"
+    )
+
+
+def epilogue(act: Activation, *, block_scaled: bool) -> Epilogue:
+    """Of an activation that is not refused.
+
+    Raises:
+        ValueError: it is.
+    """
+    if why := refuse(act, block_scaled=block_scaled):
+        raise ValueError(f"kernels=cudnn {why}: set model.moe.activation, or kernels=torch")
+    limit = act.limit or _NEVER
+    constants = dict(
+        linear_offset=act.offset,
+        geglu_alpha=act.alpha if act.kind == "quick_geglu" else 1.0,
+        glu_clamp_max=limit,
+        glu_clamp_min=-limit,
+    )
+    backward = dict(act_func="dgeglu", **constants)
+    if act.kind == "swiglu" and not act.limit and not act.offset:
+        return Epilogue(dict(act_func="swiglu"), backward)
+    if not block_scaled:  # the wrapper takes these in bf16 only where they are its defaults
+        return Epilogue(dict(act_func="geglu", linear_offset=act.offset), backward)
+    return Epilogue(dict(act_func="geglu", **constants), backward)

@@ -1,0 +1,221 @@
+"""cuDNN's block-scaled grouped GEMMs as a backend of the expert MLP: MXFP8 and NVFP4.
+
+As `kernels.sm100.backend`, with operands of `kernels.sm100.operands`. In MXFP8 the gated epilogues
+quantize what they make: activations for fc2, and the gradient of h in rows for the data gradient
+and in columns for the weight gradient, each from the fp32 of the epilogue. In NVFP4 epilogues
+return bf16, as a tensor's amax must be known first, and quantization follows. Activations for the
+weight gradient are made again from h. The gradient of a probability has a fixed order of sums.
+
+Of fc1's biases the gradient is that of the gradient of h as the data gradient reads it.
+
+Shape legend as in `kernels.expert_mlp.backend`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation, Formula, formula
+from phalanx.kernels.expert_mlp.backend import HiddenGrads, Linear, Operand, put
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.expert_mlp.main_grad import Buffer
+from phalanx.kernels.expert_mlp.torch_grouped import as_one_kernel
+from phalanx.kernels.quantize import nvfp4
+from phalanx.kernels.quantize.recipe import Microscaling
+from phalanx.kernels.sm100.backend import CuDNN, _dprob, _prob
+from phalanx.kernels.sm100.glu import epilogue
+from phalanx.kernels.sm100.interleave import RUN
+from phalanx.kernels.sm100.library import call, ones
+from phalanx.kernels.sm100.operands import FORMATS, MXFP8, Packed
+from phalanx.kernels.sm100.padding import ends, gathered
+
+
+class CuDNNMicroscaling(CuDNN):
+    """`kernels.expert_mlp.backend.Backend` on Blackwell with a recipe of its tensor cores.
+
+    Args:
+        sm_margin, dynamic, interleaved: as of `CuDNN`.
+        recipe: with weight gradients in its format.
+
+    Raises:
+        ValueError: weight gradients in bf16, for whose operands there is no epilogue.
+    """
+
+    def __init__(
+        self, sm_margin: int, dynamic: bool, interleaved: bool, recipe: Microscaling
+    ) -> None:
+        super().__init__(sm_margin, dynamic, interleaved)
+        if recipe.wgrad == "bf16":
+            raise ValueError("kernels=cudnn has no precision.wgrad=bf16: use kernels=torch")
+        self._recipe, self._format = recipe, FORMATS[recipe.format]
+        self._scaled: dict[str, Any] = dict(sf_vec_size=self._format.block)
+
+    def columns(self, x: Operand, plan: ExpertPlan, *, gradient: bool = False) -> Operand:
+        return Operand(self._columns(gathered(x, plan), plan, gradient), parts=x.parts)
+
+    def fc1_act(
+        self,
+        x_ND: Tensor,
+        fc1: Linear,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        keep_h: bool = True,
+        ready: Tensor | None = None,
+    ) -> tuple[Tensor | None, Any]:
+        x_SD = gathered(Operand(x_ND, gather=True), plan)
+        x = self._format.rows(x_SD, plan.offsets, False)
+        w1 = self._format.weights(self._fc1(fc1.weight_LOI, 1))
+        made = self._product(
+            "grouped_gemm_glu",
+            x,
+            w1,
+            plan,
+            bias_tensor=None if fc1.bias_LO is None else self._fc1(fc1.bias_LO, 1).mT,
+            prob_tensor=_prob(plan, x_SD),
+            c_dtype=torch.bfloat16,
+            **self._outputs(x_SD.device),
+            **epilogue(act, block_scaled=True).forward,
+        )
+        return made["c_tensor"] if keep_h else None, self._made(made, "d_tensor")
+
+    def rows(self, a_SI: Any, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+        w_LOI = linear.weight_LOI
+        if linear.parts > 1 or linear.parts_in > 1:
+            w_LOI = self._fc1(w_LOI, 1 if linear.parts > 1 else 2)
+        gradient = linear.flipped and self._recipe.stochastic
+        a = a_SI
+        if not isinstance(a, Packed):
+            a = self._format.rows(a, plan.offsets, gradient)
+        made = self._product(
+            "grouped_gemm_quant",
+            a,
+            self._format.weights(w_LOI),
+            plan,
+            bias_tensor=None if linear.bias_LO is None else linear.bias_LO.mT,
+            # Without a bias it would multiply the product.
+            prob_tensor=None if linear.bias_LO is None else _prob(plan, a.data),
+            d_dtype=torch.bfloat16,
+            generate_amax=False,
+        )
+        y_SO: Tensor = made["d_tensor"]
+        return y_SO
+
+    def fc2_dgrad_dact(
+        self,
+        dy: Operand,
+        fc2: Linear,
+        h_SH: Tensor,
+        plan: ExpertPlan,
+        act: Activation,
+        *,
+        ready: Tensor | None = None,
+    ) -> HiddenGrads:
+        dy_SD = gathered(dy, plan)
+        dprob_S = torch.zeros(len(h_SH), device=h_SH.device)
+        made = self._product(
+            "grouped_gemm_dglu",
+            self._format.rows(dy_SD, plan.offsets, self._recipe.stochastic),
+            self._format.weights(fc2.weight_LOI.mT),
+            plan,
+            c_tensor=h_SH,
+            beta_tensor=ones(len(plan.offsets) - 1, h_SH.device),
+            prob_tensor=_prob(plan, h_SH),
+            dprob_tensor=dprob_S,
+            deterministic=True,
+            **self._outputs(h_SH.device),
+            **epilogue(act, block_scaled=True).backward,
+        )
+        dh = self._made(made, "d_row_tensor")
+        if self._format.quantized_outputs:
+            dh_columns = Packed(made["d_col_tensor"].mT, made["sfd_col_tensor"].view(-1))
+        else:
+            dh_columns = self._columns(dh, plan, True)
+        a_SF = as_one_kernel(_activations, h_SH, _prob(plan, h_SH), act, formula(act))
+        dprob = _dprob(made["dprob_tensor"], dy_SD, fc2, plan)
+        return HiddenGrads(dh, self._columns(a_SF, plan, False), dprob, None, dh_columns)
+
+    def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
+        of_d, of_v = d.matrix, v.matrix
+        ordered = d.parts == 1 or self._interleaved
+        scales: dict[str, Tensor] = {}
+        if self._format.scales_products:
+            scales = dict(
+                global_scale_a=of_d.amax_L / nvfp4.TOP, global_scale_b=of_v.amax_L / nvfp4.TOP
+            )
+        made = call(
+            "grouped_gemm_wgrad",
+            0,
+            a_tensor=of_d.data,
+            b_tensor=of_v.data.mT,
+            sfa_tensor=of_d.scale,
+            sfb_tensor=of_v.scale,
+            offsets_tensor=ends(plan),
+            wgrad_tensor=into.out if into is not None and ordered else None,
+            wgrad_dtype=into.out.dtype if into is not None else torch.bfloat16,
+            accumulate_on_output=into is not None and into.add and ordered,
+            **scales,
+            **self._scaled,
+        )
+        dw_LOI = made["wgrad_tensor"]
+        assert dw_LOI is not None
+        return dw_LOI if ordered else put(self._order.canonical(dw_LOI, 1), into)
+
+    def bias_grad(
+        self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
+    ) -> Tensor:
+        if isinstance(d.matrix, Packed):
+            values = as_one_kernel(_values, d.matrix.data, d.matrix.scale)
+            d = d._replace(matrix=values)
+        return super().bias_grad(d, plan, scale=scale, into=into)
+
+    def _product(
+        self, name: str, a: Packed, b: Packed, plan: ExpertPlan, **more: Any
+    ) -> dict[str, Any]:
+        alpha_L = ones(len(plan.offsets) - 1, a.data.device)
+        if a.amax_L is not None and b.amax_L is not None:
+            alpha_L = nvfp4.tensor_scale(a.amax_L, b.amax_L)
+            if name == "grouped_gemm_dglu":  # which squares it
+                alpha_L = alpha_L.sqrt()
+        return call(
+            name,
+            self._margin,
+            a_tensor=a.data,
+            sfa_tensor=a.scale,
+            b_tensor=b.data,
+            sfb_tensor=b.scale,
+            padded_offsets=ends(plan),
+            alpha_tensor=alpha_L,
+            **self._how,
+            **self._scaled,
+            **more,
+        )
+
+    def _outputs(self, device: torch.device) -> dict[str, Any]:
+        """What an epilogue makes; columns with the scales of an expert together."""
+        if not self._format.quantized_outputs:
+            return dict(d_dtype=torch.bfloat16)
+        return dict(
+            d_dtype=torch.float8_e4m3fn, norm_const_tensor=ones(1, device), discrete_col_sfd=True
+        )
+
+    def _made(self, made: dict[str, Any], name: str) -> Any:
+        if not self._format.quantized_outputs:
+            return made[name]
+        return Packed(made[name], made["sfd_row_tensor"].view(-1))
+
+    def _columns(self, x_SC: Tensor, plan: ExpertPlan, gradient: bool) -> Packed:
+        return self._format.columns(x_SC, plan.offsets, gradient and self._recipe.stochastic)
+
+
+def _values(data: Tensor, scale: Tensor) -> Tensor:
+    return MXFP8().values(Packed(data, scale)).to(torch.bfloat16)
+
+
+def _activations(h_SH: Tensor, prob_S: Tensor, act: Activation, how: Formula) -> Tensor:
+    """act(h) * prob in fp32, rounded, of h in runs."""
+    gate, up = (half.flatten(-2) for half in h_SH.float().unflatten(-1, (-1, 2, RUN)).unbind(-2))
+    if act.limit:
+        gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+    return (how.value(gate, act) * (up + act.offset) * prob_S[:, None]).to(h_SH.dtype)

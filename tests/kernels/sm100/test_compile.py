@@ -1,0 +1,120 @@
+"""The adapter over the package itself, compiled for sm_100a on a CPU: what each model needs.
+
+Nothing is launched; the package derives, checks and compiles what it would run on a GPU.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.configs.load import load
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.backend import PlanSize
+from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.providers import provider, rows_for
+from phalanx.kernels.quantize.recipe import Microscaling
+from phalanx.moe.experts import activation_of
+from tests.support.offline_cudnn import installed, offline
+
+pytestmark = pytest.mark.skipif(not installed(), reason="needs the extra `cudnn`")
+FOLDER = Path(__file__).parents[3] / "configs" / "model"
+RANKS = 8
+"""Over which experts are spread, if there are so many."""
+FAST = ("deepseek_v3", "gpt_oss_20b")
+
+
+def cases() -> list[object]:
+    """(hidden, ffn, experts of a rank, activation, bias) of each model, slow but for two. Weights
+    are compiled in with their sizes."""
+    found: dict[tuple, list[str]] = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        model = load([f"model={path.stem}"]).model
+        act = activation_of(model.moe)
+        local = max(1, model.moe.experts // RANKS)
+        key = model.hidden, model.moe.ffn, local, act, model.bias
+        found.setdefault(key, []).append(path.stem)
+    return [
+        pytest.param(
+            *key, id=" ".join(names), marks=() if set(names) & set(FAST) else pytest.mark.slow
+        )
+        for key, names in found.items()
+    ]
+
+
+def all_cases() -> list[object]:
+    return [pytest.param(*case.values, id=case.id) for case in cases()]
+
+
+@pytest.mark.parametrize(("hidden", "ffn", "experts", "act", "bias"), cases())
+def test_every_model(tmp_path, hidden: int, ffn: int, experts: int, act: Activation, bias: bool):
+    """Forward and backward, gradients that replace and that are added to fp32 buffers."""
+    bf16 = dict(dtype=torch.bfloat16)
+    shapes = [(experts, 2 * ffn, hidden), (experts, hidden, ffn)]
+    shapes += [(experts, 2 * ffn), (experts, hidden)] if bias else []
+    weights = [torch.empty(shape, **bf16).requires_grad_() for shape in shapes]
+    log = step(tmp_path, MLPSpec(act, "cudnn", interleaved=True, accumulate=True), weights)
+    assert log.launches == 12
+    kinds = [made.kernel for made in log.compiled]
+    assert len(kinds) == 8, kinds  # both weight gradients that replace and that add, and four more
+    check(log)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+def test_every_recipe(tmp_path, form: str, bias: bool) -> None:
+    """The kernels for MXFP8 and NVFP4 with the activations of the models in configs/model; those
+    but for weight gradients are compiled for weights of any size."""
+    act = Activation("quick_geglu", limit=7.0, offset=1.0) if bias else Activation("swiglu")
+    check(recipe(tmp_path, form, act, bias, (128, 128, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize(("hidden", "ffn", "experts", "act", "bias"), all_cases())
+def test_every_recipe_of_every_model(tmp_path, form, hidden, ffn, experts, act, bias) -> None:
+    """With one expert, as the weights are quantized for it."""
+    check(recipe(tmp_path, form, act, bias, (hidden, ffn, 1)))
+
+
+def recipe(folder, form, act, bias, sizes):
+    hidden, ffn, experts = sizes
+    shapes = [(experts, 2 * ffn, hidden), (experts, hidden, ffn)]
+    shapes += [(experts, 2 * ffn), (experts, hidden)] if bias else []
+    weights = [torch.zeros(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    spec = MLPSpec(act, "cudnn", interleaved=True, accumulate=True, recipe=Microscaling(form))
+    log = step(folder, spec, weights)
+    assert log.launches == 12
+    kinds = [made.kernel for made in log.compiled]
+    assert len(set(kinds)) == 4 and all("BlockScaled" in kind for kind in kinds), kinds
+    return log
+
+
+def step(folder, spec: MLPSpec, weights: list[torch.Tensor]):
+    """Forward and backward, gradients that replace and that are added to fp32 buffers."""
+    for w in weights:
+        w.main_grad = torch.empty(w.shape)
+        w.grad_added_to_main_grad = False
+    experts, hidden = weights[1].shape[:2]
+    x = torch.zeros(8, hidden, dtype=torch.bfloat16).requires_grad_()
+    idx = torch.zeros(8, 1, dtype=torch.int32)
+    size = PlanSize(0, experts, rows_for(8, 1, "cudnn"))
+    plan = provider("cudnn").plan(idx, torch.ones(8, 1), size)
+    plan = plan._replace(row_prob_S=plan.row_prob_S.clone().requires_grad_())
+    with offline(compiles=True, folder=folder) as log:
+        for add in (False, True):
+            for w in weights[:2]:
+                w.replaces_main_grad = not add
+            grouped_mlp(x, MLPWeights(*weights), plan, spec).backward(torch.zeros_like(x))
+    return log
+
+
+def check(log) -> None:
+    """It is machine code for Blackwell, with its tensor cores and dynamic tiles."""
+    for made in log.compiled:
+        assert ".target sm_100a" in made.ptx, made.kernel
+        assert "tcgen05.mma" in made.ptx, made.kernel
+        assert made.cubin[:4] == b"\x7fELF"
+        claims = "clusterlaunchcontrol.try_cancel" if "Wgrad" in made.kernel else "atom."
+        assert claims in made.ptx, made.kernel

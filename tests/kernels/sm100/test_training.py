@@ -1,0 +1,146 @@
+"""Whole tiny models train on a CPU with the experts of `kernels=cudnn`, and keep their checkpoints.
+
+The fake stands in the place of the package; everything else is what runs on a GPU.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.checkpoint.checkpoints import assert_equal, stored
+from tests.support.fake_cudnn.training import experts_on_cpu
+from tests.support.runs import SMALL, records, run
+
+MODELS = {
+    "tiny": ["model=tiny", "model.attention.head_dim=8"],
+    "tiny_gpt_oss": ["model=tiny_gpt_oss", "model.attention.head_dim=8"],
+}
+SIZES = ["model.hidden=64", "model.moe.ffn=64", "run.save_interval=-1"]
+
+
+def losses(
+    folder: Path, world: int, kernels: str, *more: str, precision: str = "bf16"
+) -> list[float]:
+    """Of the steps of a run, whose start page names the experts."""
+    command = [*SMALL, *SIZES, *more, f"precision={precision}", "run.steps=4"]
+    command.append(f"run.dir={folder}")
+    cudnn = kernels == "cudnn"
+    command.append("kernels=auto" if cudnn else f"kernels={kernels}")
+    main, *_ = run(world, command, experts_on_cpu if cudnn else None)
+    assert main.code == 0, main.err
+    assert re.search(rf"grouped_mlp +{kernels}\b", main.out)
+    return [r["loss"] for r in records(folder / "run") if "grad_norm" in r]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_are_those_of_the_reference(tmp_path: Path, model: str, world: int) -> None:
+    """As near as those of another backend in bf16, or as the rounding of bf16."""
+    # With small steps no token changes its experts over the noise of bf16.
+    overrides = [*MODELS[model], "optim.lr=1e-3"]
+    found = {
+        kernels: torch.tensor(losses(tmp_path / kernels, world, kernels, *overrides))
+        for kernels in ("reference", "torch", "cudnn")
+    }
+    exact = found["reference"]
+    assert exact[0] - exact[-1] > 0.05
+    between = (found["torch"] - exact).abs().max()
+    assert (found["cudnn"] - exact).abs().max() <= max(2 * between, 2**-9 * exact.max())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+def test_losses_of_a_recipe_are_those_of_its_emulation(
+    tmp_path: Path, model: str, form: str
+) -> None:
+    """No further from them than the recipe itself is from bf16."""
+    overrides = [*MODELS[model], "optim.lr=1e-3"]
+    found = {
+        (kernels, precision): torch.tensor(
+            losses(tmp_path / kernels / precision, 1, kernels, *overrides, precision=precision)
+        )
+        for kernels, precision in (("reference", "bf16"), ("reference", form), ("cudnn", form))
+    }
+    exact = found["reference", form]
+    away = (found["reference", "bf16"] - exact).abs().max()
+    assert exact[0] - exact[-1] > 0.05
+    assert 0 < (found["cudnn", form] - exact).abs().max() <= max(away, 2**-9 * exact.max())
+
+
+@contextmanager
+def saved_before_step_3(rank: int) -> Iterator[None]:
+    from phalanx.moe.training.trainer import Trainer
+
+    original = Trainer._train_step
+
+    def step(self: Any) -> bool:
+        if self.step == 2:
+            self._save()
+        return original(self)
+
+    Trainer._train_step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Trainer._train_step = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def saved_with_cudnn(rank: int) -> Iterator[None]:
+    with experts_on_cpu(rank), saved_before_step_3(rank):
+        yield
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("model", MODELS)
+def test_checkpoints_are_canonical(tmp_path: Path, model: str, optimizer: str) -> None:
+    """What torch saved cudnn saves again bit by bit, weights, masters and moments, on two ranks and
+    on one; torch goes on from that; and each finds the next loss."""
+    before, first, losses = "never", None, []
+    for i, (kernels, world) in enumerate((("torch", 1), ("auto", 2), ("auto", 1), ("torch", 1))):
+        folder = tmp_path / str(i)
+        command = [*SMALL, *SIZES, *MODELS[model], f"kernels={kernels}", f"optim={optimizer}"]
+        command += ["precision=bf16", "run.steps=3", f"run.resume={before}", f"run.dir={folder}"]
+        change = saved_with_cudnn if kernels == "auto" else saved_before_step_3
+        main, *_ = run(world, command, change)
+        assert main.code == 0, main.err
+        assert re.search(r"grouped_mlp +cudnn\b", main.out) or kernels == "torch"
+        saved = folder / "run/checkpoints/step_00000002"
+        losses.append(records(folder / "run")[-1]["loss"])
+        first = first or stored(saved)
+        assert_equal(first, stored(saved))
+        before = str(saved)
+    assert len(first or {}) > 20 and any("optimizer" in name for name in first or {})
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=2e-3)
+
+
+@pytest.mark.dist
+def test_initial_weights_are_those_of_other_kernels(tmp_path: Path) -> None:
+    found = []
+    for kernels, change in (("torch", None), ("auto", experts_on_cpu)):
+        folder = tmp_path / kernels
+        command = [*SMALL, *SIZES, *MODELS["tiny"], f"kernels={kernels}", f"run.dir={folder}"]
+        command += [
+            "precision=bf16",
+            "run.steps=1",
+            "optim.lr=1e-20",
+            "optim.min_lr=0",
+            "run.save_interval=1",
+        ]
+        (main,) = run(1, command, change)
+        assert main.code == 0, main.err
+        found.append(stored(folder / "run/checkpoints/step_00000001"))
+    weights = [
+        {k: v for k, v in saved.items() if "optimizer" not in k and ".experts." in k}
+        for saved in found
+    ]
+    assert weights[0]
+    assert_equal(*weights)

@@ -1,0 +1,32 @@
+"""Training on a CPU with the experts of `kernels=cudnn`, which `kernels=auto` then takes."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tests.support import fake_cudnn
+
+
+@contextmanager
+def experts_on_cpu(rank: int = 0) -> Iterator[None]:
+    """In a process of a run: the fake in the place of the package, and no refusal of the CPU."""
+    from phalanx.kernels import registry
+
+    def refuse(facts: registry.Facts) -> str | None:
+        return registry._cudnn_runs(
+            replace(facts, packages=facts.packages | {"nvidia_cudnn_frontend"})
+        )
+
+    op = registry._OPS["grouped_mlp"]
+    backends = tuple(replace(b, refuse=refuse) if b.name == "cudnn" else b for b in op.backends)
+    before = sys.modules.get("cudnn")
+    sys.modules["cudnn"] = fake_cudnn
+    registry._OPS["grouped_mlp"] = replace(op, backends=backends)
+    try:
+        yield
+    finally:
+        registry._OPS["grouped_mlp"] = op
+        del sys.modules["cudnn"]
+        if before is not None:
+            sys.modules["cudnn"] = before
