@@ -201,6 +201,13 @@ def argument(text: str) -> Place:
     return place(text)
 
 
+def folder_argument(text: str) -> Path:
+    """A path, as the type of an argument that takes no address."""
+    if is_address(text):
+        raise ArgumentTypeError(f"{redacted(text)} is an address: give a folder or file here")
+    return Path(text)
+
+
 def persist[T](work: Callable[[], T]) -> T:
     """`work()`, tried again for half a minute while the store does not answer as it should.
 

@@ -22,11 +22,13 @@ from phalanx.configs.knobs import get, put, written  # noqa: E402
 from phalanx.configs.load import load, options  # noqa: E402
 from phalanx.configs.schema import Config  # noqa: E402
 from phalanx.configs.validate import ConfigError, validate  # noqa: E402
-from phalanx.parallel.object_store import Remote, argument  # noqa: E402
+from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of  # noqa: E402
+from phalanx.parallel.object_store import argument, folder_argument  # noqa: E402
 
 EXAMPLES = """examples:
   convert_hf.py import DeepSeek-V3 imported/deepseek_v3
   convert_hf.py export runs/mine/checkpoints/step_00001000 exported --tokenizer DeepSeek-V3
+  convert_hf.py export s3://bucket/runs/mine exported
 
 A run starts from an imported checkpoint with the overrides that import prints and
 run.resume=<folder>, on any layout. MXFP4 and block-scaled FP8 become bf16."""
@@ -55,12 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         (import_ if args.command == "import" else export)(args)
-    except (ConversionError, ConfigError) as error:
+    except (ConversionError, ConfigError, CheckpointError) as error:
         for line in str(error).splitlines():
             print(f"convert_hf: {line}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"convert_hf: {error.filename or args.out}: {error.strerror}", file=sys.stderr)
+        where = f"{error.filename or args.out}: " if error.strerror else ""
+        print(f"convert_hf: {where}{error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("convert_hf: interrupted; nothing was written", file=sys.stderr)
@@ -78,8 +81,8 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = p.add_subparsers(dest="command", required=True)
     p_in = commands.add_parser("import", help="a Hugging Face folder to a checkpoint")
-    p_in.add_argument("folder", type=Path, help="with config.json and safetensors")
-    p_in.add_argument("out", type=Path, help="the checkpoint; must not exist")
+    p_in.add_argument("folder", type=folder_argument, help="with config.json and safetensors")
+    p_in.add_argument("out", type=folder_argument, help="the checkpoint; must not exist")
     p_in.add_argument(
         "--model",
         metavar="OPTION",
@@ -90,10 +93,17 @@ def parser() -> argparse.ArgumentParser:
         "--no-mtp", action="store_true", help="leave out layers of multi-token prediction"
     )
     p_out = commands.add_parser("export", help="a checkpoint to a Hugging Face folder")
-    p_out.add_argument("checkpoint", type=argument, help="folder of one checkpoint, of any layout")
-    p_out.add_argument("out", type=Path, help="the Hugging Face folder; must not exist")
     p_out.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER", help="copy the tokenizer's files from here"
+        "checkpoint",
+        type=argument,
+        help="folder or address of one checkpoint, or of a run: its newest",
+    )
+    p_out.add_argument("out", type=folder_argument, help="the Hugging Face folder; must not exist")
+    p_out.add_argument(
+        "--tokenizer",
+        type=folder_argument,
+        metavar="FOLDER",
+        help="copy the tokenizer's files from here",
     )
     p_out.add_argument("--dtype", choices=["bf16", "fp32"], help="of weights (default: as saved)")
     return p
@@ -119,23 +129,22 @@ def export(args: argparse.Namespace) -> None:
     """Export one checkpoint."""
     import torch
 
-    from phalanx.moe.hf import ConversionError
     from phalanx.moe.hf.config import TOKENS
     from phalanx.moe.hf.convert import export_checkpoint
 
-    if isinstance(args.checkpoint, Remote):
-        raise ConversionError(f"{args.checkpoint} is an address: copy it to a folder first")
+    path = checkpoint_of(args.checkpoint)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
     with bar("verifying", "B") as verifying, bar("exporting") as progress:
         config = export_checkpoint(
-            args.checkpoint,
+            path,
             args.out,
             dtype=dtypes[args.dtype],
             tokenizer=args.tokenizer,
             verifying=verifying,
             progress=progress,
         )
-    print(f"{args.out}: transformers loads it with AutoModelForCausalLM.from_pretrained")
+    print(f"{args.out}: of {path}")
+    print("  transformers loads it with AutoModelForCausalLM.from_pretrained")
     tokens = {name: config[name] for name in TOKENS}
     if known := [f"{name}={ids}" for name, ids in tokens.items() if ids is not None]:
         print(f"  {' '.join(known)}")

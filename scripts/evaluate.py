@@ -24,6 +24,7 @@ from tqdm import tqdm  # noqa: E402
 
 from phalanx.moe.inference import command  # noqa: E402
 from phalanx.moe.inference.command import positive, predictor_of, told  # noqa: E402
+from phalanx.parallel.object_store import folder_argument  # noqa: E402
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.scoring import Score
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add("--lines", action="store_true", help="each line of a .txt is a document, not each file")
     add("--max-tokens", type=int, metavar="N", help="of a file: whole documents up to so many")
     add("--batch", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
-    add("--json", type=Path, metavar="OUT", help="write the numbers")
+    add("--json", type=folder_argument, metavar="OUT", help="write the numbers")
     return p
 
 
@@ -55,6 +56,8 @@ def evaluate(args: argparse.Namespace) -> None:
         ValueError, CheckpointError, OSError: for `told`.
     """
     positive(max_tokens=args.max_tokens, batch=args.batch, context=args.context)
+    if args.json and not args.json.parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
     from phalanx.moe.inference.codec import codec_of
     from phalanx.moe.inference.scoring import Score, score, text_of
 

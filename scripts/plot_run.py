@@ -22,6 +22,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.moe.report.loggers import read, start_facts  # noqa: E402
+from phalanx.parallel.object_store import folder_argument  # noqa: E402
 from phalanx.scripts.pictures import pyplot, running, title  # noqa: E402
 
 _MEAN_OF = 20
@@ -61,8 +62,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = p.add_argument
-    add("run", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    add("--plot", type=Path, metavar="PNG", help="default: curves.png in the folder of the run")
+    add("run", type=folder_argument, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    add(
+        "--plot",
+        type=folder_argument,
+        metavar="PNG",
+        help="default: curves.png in the folder of the run",
+    )
     add("--title", metavar="TEXT", help="default: what the run is")
     add("--steps", type=int, nargs=2, metavar=("FROM", "TO"), help="default: all")
     return p

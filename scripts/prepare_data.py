@@ -49,6 +49,7 @@ from phalanx.moe.data.token_files import (
     tokenizer_beside,
     write_index,
 )
+from phalanx.parallel.object_store import folder_argument  # noqa: E402
 
 EXAMPLES = """examples:
   prepare_data.py wiki/*.jsonl --tokenizer tokenizer.json --eod '<|endoftext|>' --output data/wiki
@@ -99,7 +100,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="INPUT",
         help=".jsonl, .txt or .parquet files, or folders that are searched for them",
     )
-    p.add_argument("--output", required=True, metavar="PREFIX", help="path without .bin/.idx")
+    p.add_argument(
+        "--output",
+        type=folder_argument,
+        required=True,
+        metavar="PREFIX",
+        help="path without .bin/.idx",
+    )
     how = p.add_mutually_exclusive_group(required=True)
     how.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json of Hugging Face")
     how.add_argument("--bytes", action="store_true", help="ids are UTF-8 bytes (vocabulary 256)")

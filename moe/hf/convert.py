@@ -25,6 +25,7 @@ from phalanx.moe.hf.shards import Shards
 from phalanx.moe.hf.source import Source, read_json
 from phalanx.moe.hf.tokens import special_tokens
 from phalanx.moe.hf.weights import Region, regions
+from phalanx.parallel.object_store import Place
 
 Progress = Callable[[int, int], object]
 """Told what has been done since the last time, and how much there is in all."""
@@ -107,7 +108,7 @@ def import_folder(
 
 
 def export_checkpoint(
-    checkpoint: Path,
+    checkpoint: Place,
     out: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -119,7 +120,7 @@ def export_checkpoint(
     """Write the weights of a checkpoint as a Hugging Face folder; returns its config.json.
 
     Args:
-        checkpoint: of any run and layout; it is verified first.
+        checkpoint: folder or address, of any run and layout; it is verified first.
         out: the folder; must not exist.
         dtype: of the weights, bf16 or fp32; as they are saved by default.
         tokenizer: folder whose tokenizer files are copied.
@@ -129,7 +130,7 @@ def export_checkpoint(
 
     Raises:
         ConversionError: no valid checkpoint, or of a model that Hugging Face does not have.
-        OSError: the disk does not take it.
+        OSError: the checkpoint cannot be read, or the disk does not take the folder.
     """
     copied = _tokenizer_files(tokenizer) if tokenizer else []
     with _new(out) as unfinished:

@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from phalanx.moe.hf import ConversionError
-from phalanx.parallel.checkpoint import commit, safe_pickle
+from phalanx.parallel.checkpoint import commit, remote, safe_pickle  # noqa: F401  (addresses)
+from phalanx.parallel.object_store import Place
 
 Shape = tuple[int, ...]
 _FILE = (
@@ -113,14 +114,15 @@ class PieceReader:
     """The tensors of a checkpoint that was written on any layout.
 
     Args:
-        folder: of the checkpoint; all files are verified.
+        folder: of the checkpoint, or its address; all files are verified.
         progress: told (bytes read, bytes of all files) while they are verified.
 
     Raises:
         ConversionError: it is damaged, or no checkpoint.
+        OSError: it cannot be read.
     """
 
-    def __init__(self, folder: Path, progress: Callable[[int, int], object]) -> None:
+    def __init__(self, folder: Place, progress: Callable[[int, int], object]) -> None:
         try:
             files = commit.read_commit(folder).files
             total = sum(size for size, _ in files.values())
@@ -130,7 +132,8 @@ class PieceReader:
             self.common: dict[str, Any] = safe_pickle.read_common(folder, metadata)["common"]
         except commit.Invalid as error:
             raise ConversionError(f"{folder} is no valid checkpoint: {error}") from None
-        self._folder = folder
+        self._folder, self._files = folder, files
+        self._places: dict[tuple[str, Shape], int | None] = {}
         self._described = metadata.state_dict_metadata
         self._pieces: dict[str, list[_Piece]] = {}
         for index, place in metadata.storage_data.items():
@@ -179,19 +182,30 @@ class PieceReader:
 
     def _rows(self, key: str, piece: _Piece, start: int, stop: int) -> Tensor:
         """Rows of one piece; no more of it is read, unless it was saved with gaps."""
-        with (self._folder / piece.place.relative_path).open("rb") as file:
+        name, size = piece.place.relative_path, self._files[piece.place.relative_path][0]
+        with commit.opened(self._folder / name, size) as file:
             archive = _create_file_view(file, piece.place.offset, piece.place.length)
-            # On the meta device torch.load reads no data, but tells where in the archive it is.
-            meta = torch.load(archive, map_location="meta", weights_only=True)
-            if tuple(meta.shape) != piece.sizes or meta.dtype != self.dtype(key):
-                raise ConversionError(f"{self._folder} does not describe {key} as it is stored")
-            if not meta.is_contiguous():
-                archive.seek(0)
+            if (key, piece.offsets) not in self._places:  # an export asks for rows many times
+                self._places[key, piece.offsets] = self._data_of(key, piece, archive)
+            at = self._places[key, piece.offsets]
+            archive.seek(0)
+            if at is None:
                 return torch.load(archive, weights_only=True)[start:stop]
-            row = math.prod(piece.sizes[1:]) * meta.itemsize
-            at = meta.untyped_storage()._checkpoint_offset + meta.storage_offset() * meta.itemsize
+            dtype = self.dtype(key)
+            row = math.prod(piece.sizes[1:]) * dtype.itemsize
             data = torch.empty((stop - start) * row, dtype=torch.uint8)
             archive.seek(at + start * row)
             if archive.readinto(data.numpy()) != data.numel():
                 raise ConversionError(f"{self._folder} ends within {key}")
-        return data.view(meta.dtype).view(stop - start, *piece.sizes[1:])
+        return data.view(dtype).view(stop - start, *piece.sizes[1:])
+
+    def _data_of(self, key: str, piece: _Piece, archive: Any) -> int | None:
+        """Where the values of a piece begin in its archive; None if they lie there with gaps."""
+        # On the meta device torch.load reads no data, but tells where in the archive it is.
+        meta = torch.load(archive, map_location="meta", weights_only=True)
+        if tuple(meta.shape) != piece.sizes or meta.dtype != self.dtype(key):
+            raise ConversionError(f"{self._folder} does not describe {key} as it is stored")
+        if not meta.is_contiguous():
+            return None
+        begin: int = meta.untyped_storage()._checkpoint_offset
+        return begin + meta.storage_offset() * meta.itemsize

@@ -16,7 +16,7 @@ class Sampler:
     """Chooses a token by its logits.
 
     Raises:
-        ValueError: a temperature or share that cannot be.
+        ValueError: a temperature, share or seed that cannot be.
     """
 
     temperature: float = 0.0
@@ -34,13 +34,16 @@ class Sampler:
             raise ValueError(f"--top-p {self.top_p}: must be above 0 and at most 1")
         if self.top_p < 1 and not self.temperature:
             raise ValueError(f"--top-p {self.top_p}: needs a --temperature above 0, such as 1")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"--seed {self.seed}: must be a number from 0 to 2^63 - 1")
         self._random.manual_seed(self.seed)
 
     def __call__(self, logits_V: Tensor) -> int:
         """The token that is chosen, by fp32 logits on any device."""
         if not self.temperature:
             return int(logits_V.argmax())
-        prob_V, order_V = (logits_V.double() / self.temperature).softmax(-1).sort(descending=True)
+        below_V = logits_V.double() - logits_V.max()  # the largest is 0 at any temperature
+        prob_V, order_V = (below_V / self.temperature).softmax(-1).sort(descending=True)
         # The token that crosses the limit belongs to the nucleus.
         prob_V = prob_V.where(prob_V.cumsum(-1) - prob_V < self.top_p, 0).cpu()
         return int(order_V[torch.multinomial(prob_V, 1, generator=self._random)[0]])

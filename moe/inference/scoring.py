@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from phalanx.configs.addresses import is_address
 from phalanx.moe.data.documents import KINDS, Recipe, cut, read
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import open_corpus
@@ -91,6 +92,8 @@ def text_of(
     elif given.suffix in KINDS and given.is_file():
         recipe = Recipe("", 0, "int64", key, lines)
         found = _of_documents(path, _documents(given, recipe), codec(), limit)
+    elif is_address(path):
+        raise DataError(f"{path} is an address; evaluate copies of its files in a folder")
     else:
         state = "is none of" if given.exists() else "does not exist; expected"
         raise DataError(f"{path} {state} {', '.join(KINDS)} or a prefix of .bin and .idx")
@@ -113,6 +116,7 @@ def score(predictor: "Predictor", text: Text, context: int, batch: int) -> Itera
             "another tokenizer"
         )
     predicted = len(ids_N) - 1
+    context = min(context, predicted)  # of a short text no row is filled up at length
     for start in range(0, predicted, batch * context):
         count = min(batch * context, predicted - start)
         rows = -(-count // context)

@@ -41,15 +41,18 @@ class MaxLogits:
         self.layers = config.num_layers + (config.mtp_num_layers or 0)
         heads = config.num_attention_heads
         self.most_LH = torch.full((self.layers, heads), float("-inf"), device=device)
-        """fp32; -inf where this rank has not been, until `put` of the reduced table."""
+        """fp32; -inf where this rank has not been, until `put` of the reduced table, and always in
+        layers of linear attention, which have no logits."""
         self.measured = False
         """Whether the present step notes anything."""
         self._due = torch.zeros((), dtype=torch.int32, device=device)
         local = heads // pg.tp.size()
         first = pg.tp.rank() * local
         for layer in attention_layers(chunks):
-            most_H = self.most_LH[layer_index(layer, config), first : first + local]
-            layer.self_attention.core_attention.top = MaxLogit(most_H, self._due)
+            core = getattr(layer.self_attention, "core_attention", None)
+            if core is not None:  # linear attention has none
+                most_H = self.most_LH[layer_index(layer, config), first : first + local]
+                core.top = MaxLogit(most_H, self._due)
 
     def begin(self, due: bool) -> None:
         """A step is going to be computed, maybe as a replay, whose logits are due or not."""

@@ -87,14 +87,16 @@ def _projections(attention: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _grouped_rows(gamma_LH: Tensor, config: Any) -> dict[str, Tensor]:
-    """[L, rows]: of each group its R query heads, its key and its value."""
+    """[L, rows]: of each group its R query heads, their R gates if they have some, its key and its
+    value."""
     L, G, channels = gamma_LH.size(0), config.num_query_groups, config.kv_channels
     query_LGR = gamma_LH.view(L, G, -1)
+    gates_LGR = torch.ones_like(query_LGR if config.attention_output_gate else query_LGR[..., :0])
     value_LG1 = torch.ones_like(query_LGR[..., :1])
     key_LG1 = value_LG1
     if query_LGR.size(-1) == 1:
         query_LGR = key_LG1 = query_LGR.sqrt()
-    mixed = torch.cat((query_LGR, key_LG1, value_LG1), -1)
+    mixed = torch.cat((query_LGR, gates_LGR, key_LG1, value_LG1), -1)
     return {"linear_qkv": _spread(mixed, channels).flatten(1)}
 
 

@@ -357,13 +357,20 @@ class Trainer:
         return balance.Balance() if table is None else self.compute.collector.read(table)
 
     def _take_max_logits(self) -> dict[str, Any]:
-        """Of the same steps: the largest attention logit of all, and by layer; {} if none was."""
+        """Of the same steps: the largest attention logit of all, and by layer; {} if none was.
+
+        Layers of linear attention have none.
+        """
         measured, self._max_logits = self._max_logits, []
         if not measured:
             return {}
         by_layer = torch.stack(measured).amax(0).tolist()
-        numbered = {str(n): float(f"{x:.6g}") for n, x in enumerate(by_layer, 1)}
-        return {"max_logit": max(by_layer), "max_logits": numbered}
+        numbered = {str(n): x for n, x in enumerate(by_layer, 1) if x != -math.inf}
+        largest = max(numbered.values())
+        return {
+            "max_logit": largest,
+            "max_logits": {n: float(f"{x:.6g}") for n, x in numbered.items()},
+        }
 
     def _tokens(self) -> int:
         """That the data cursor has passed."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from phalanx.parallel.object_store import Place, by_place
 
@@ -111,6 +111,12 @@ def contents(path: Path, start: int = 0, length: int | None = None) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         return file.read(-1 if length is None else length)
+
+
+@by_place
+def opened(path: Path, size: int) -> BinaryIO:
+    """A file of `size` bytes, to read from any place in it."""
+    return path.open("rb")
 
 
 @by_place

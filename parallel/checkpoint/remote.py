@@ -10,6 +10,7 @@ prefix, and an earlier one ends when it sees that. Importing this module makes t
 `commit` take a `Remote`. Nothing here communicates.
 """
 
+import io
 import json
 import re
 import secrets
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from phalanx.parallel import object_store
 from phalanx.parallel.checkpoint import commit
@@ -29,6 +31,8 @@ from phalanx.parallel.object_store import CHUNK, Entry, Remote, persist
 OWNER = "OWNER.json"
 _FOLDER = re.compile(r"step_(\d{8,})\.[0-9a-f]{16}", re.ASCII)
 _LONG = 1 << 30
+_AROUND = 64 << 10
+"""Bytes of one request for a shorter read of a file that is not read as a whole."""
 _NOTES = {".bad": "BAD", ".old": "OLD"}
 """Why a checkpoint no longer counts: suffix of a local folder, and object in a remote one."""
 
@@ -117,6 +121,35 @@ def _(path: Remote, start: int = 0, length: int | None = None) -> bytes:
     if length is not None and length > _LONG:  # which a manifest may say of a short object
         length = max(0, min(length, path.entry().size - start))
     return persist(lambda: path.read(start, None if length is None else start + length))
+
+
+@commit.opened.register
+def _(path: Remote, size: int) -> BinaryIO:
+    return io.BufferedReader(_Ranges(path, size), _AROUND)
+
+
+class _Ranges(io.RawIOBase):
+    """An object as a file that is not there: of what is read, the range is asked for."""
+
+    def __init__(self, path: Remote, size: int) -> None:
+        self._path, self._size, self._at = path, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = max(0, min(len(buffer), self._size - self._at))
+        data = commit.contents(self._path, self._at, count)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 @commit.verify.register

@@ -58,6 +58,7 @@ def rescale_(part: Updated, factor_R: Tensor, remainder: Tensor | None = None) -
         factor_R: fp32.
         remainder: what a bf16 `part.main` lacks of its master copy, which is what is multiplied.
     """
+    assert part.parameter.size(0) == factor_R.numel()
     columns = part.parameter.numel() // factor_R.numel()
     tensors = [part.main, *(() if remainder is None else (remainder,))]
     flat = [t.detach().view(-1) for t in tensors]

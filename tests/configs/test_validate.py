@@ -387,6 +387,12 @@ def _texts(value: object) -> object:
             "optim.qk_clip=0",
         ),
         (
+            "optim.qk_clip=100 model.linear_attention.full_attention_interval=5",
+            1,
+            "all layers have linear attention",
+            "optim.qk_clip=0",
+        ),
+        (
             "optim.max_logit_every=5 kernels.attention=te parallel.context=2",
             2,
             "leaves out the largest logits",

@@ -12,6 +12,7 @@ import pytest
 from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.redact import redacted
 from phalanx.parallel import object_store
+from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
 from phalanx.parallel.object_store import Refused, Remote, argument, in_order, persist, place
 from tests.support import s3
 
@@ -42,6 +43,27 @@ def test_objects_below_a_prefix(root: Remote) -> None:
     root.delete(["a", "b/c", "gone"])
     (root / "gone").delete()
     assert root.objects() == {}
+
+
+def test_a_part_is_read_from_anywhere(root: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And little besides it; never what lies behind the end."""
+    data, asked = os.urandom(300_000), list[int]()
+    (root / "file").write(data)
+    read = Remote.read
+
+    def counting(path: Remote, start: int = 0, stop: int | None = None) -> bytes:
+        assert stop is not None and stop <= len(data)
+        asked.append(stop - start)
+        return read(path, start, stop)
+
+    monkeypatch.setattr(Remote, "read", counting)
+    with commit.opened(root / "file", len(data)) as file:
+        for start, count in ((0, 10), (5, 90_000), (250_000, 100), (250_100, 100), (299_999, 9)):
+            file.seek(start)
+            assert file.read(count) == data[start : start + count]
+        file.seek(-3, os.SEEK_END)
+        assert file.read() == data[-3:] and file.read(1) == b""
+    assert sum(asked) <= 90_000 + 5 * (64 << 10) and len(asked) < 9
 
 
 def test_reads(root: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from phalanx.scripts import convert_hf
 from tests.moe.hf.models import MODELS, index, tensors
+from tests.support import s3
 
 SCRIPT = Path(convert_hf.__file__)
 
@@ -89,9 +90,42 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().err
     assert said.startswith("convert_hf: model.moe.top_k=9 is more than experts=8")
     assert not (tmp_path / "step").exists()
-    assert convert_hf.main(["export", "s3://bucket/step", str(tmp_path / "out")]) == 1
+    assert convert_hf.main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
-    assert said == "convert_hf: s3://bucket/step is an address: copy it to a folder first\n"
+    assert said.startswith(f"convert_hf: {tmp_path} has no checkpoint: give the folder of a run")
+    with pytest.raises(SystemExit):
+        convert_hf.main(["import", str(folder), "s3://bucket/step"])
+    assert "s3://bucket/step is an address: give a folder" in capsys.readouterr().err
+
+
+def test_export_from_an_object_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run there; of a checkpoint that was copied there; and of one that is damaged."""
+    from phalanx.parallel.object_store import place
+
+    step = tmp_path / "step_00000000"
+    assert convert_hf.main(["import", str(qwen3(tmp_path / "theirs")), str(step)]) == 0
+    with s3.credentials(s3.endpoint()):
+        run = place(f"s3://{s3.BUCKET}/converted")
+        copied = run / "step_00000000.0123456789abcdef"
+        for file in step.iterdir():
+            (copied / file.name).upload(file)
+        for number, source in enumerate((run, copied)):
+            out = tmp_path / f"back{number}"
+            assert convert_hf.main(["export", str(source), str(out)]) == 0
+            assert f"{out}: of {copied}\n" in capsys.readouterr().out
+            ours, theirs = tensors(out), tensors(tmp_path / "theirs")
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        shard = copied / "__0_0.distcp"
+        shard.write(shard.read()[:-1] + b"?")
+        for source, why in (
+            (copied, "is no valid checkpoint: __0_0.distcp has "),
+            (run / "none", "has no checkpoint: give the folder of a run"),
+        ):
+            assert convert_hf.main(["export", str(source), str(tmp_path / "none")]) == 1
+            line = capsys.readouterr().err.splitlines()[-1]
+            assert line.startswith(f"convert_hf: {source} ") and why in line
+        assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("model", ["qwen3_30b_a3b", "tiny"])

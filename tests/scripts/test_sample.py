@@ -115,6 +115,9 @@ def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> No
         (sample.main, [run, "--device", "cuda"], "--device cuda: torch sees no GPU here"),
         (evaluate.main, [run, tmp_path / "x.txt"], "x.txt does not exist; expected .jsonl"),
         (evaluate.main, [run, tmp_path / "text.txt", "--batch", "-1"], "--batch -1: must be"),
+        (evaluate.main, [run, tmp_path / "text.txt", "--json", tmp_path / "x/y"], "no folder"),
+        (evaluate.main, [run, "s3://bucket/x.txt"], "is an address; evaluate copies"),
+        (sample.main, [run, "--seed", "-1"], "--seed -1: must be a number from 0"),
     ):
         said = command(main, *given)
         assert said.code == 2 and why in said.err and not said.out, said

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -52,11 +53,19 @@ def test_a_seed_gives_one_text() -> None:
         ((1.0, 0.0), "--top-p 0.0"),
         ((1.0, 1.5), "--top-p 1.5"),
         ((0.0, 0.9), "--top-p 0.9: needs a --temperature"),
+        ((1.0, 1.0, -1), "--seed -1: must be a number from 0"),
+        ((1.0, 1.0, 1 << 63), "--seed 9223372036854775808"),
     ],
 )
-def test_impossible_options_are_named(values: tuple[float, float], option: str) -> None:
+def test_impossible_options_are_named(values: tuple[Any, ...], option: str) -> None:
     with pytest.raises(ValueError, match=option):
         Sampler(*values)
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-3, 1e300])
+def test_any_temperature_can_be_drawn_from(temperature: float) -> None:
+    found = {Sampler(temperature)(LOGITS - shift) for shift in (-1e3, 0.0, 1e3)}
+    assert found == {0} or temperature > 1
 
 
 def test_a_text_ends_where_it_should() -> None:

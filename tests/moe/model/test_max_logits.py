@@ -29,6 +29,7 @@ SMALL = [
 TINY = ["model=tiny", *SMALL, "model.attention.head_dim=8"]
 GPT_OSS = ["model=tiny_gpt_oss", *SMALL, "model.attention.head_dim=8", "model.attention.window=6"]
 DEEPSEEK = ["model=tiny_deepseek", *SMALL]
+QWEN3_NEXT = ["model=tiny_qwen3_next", *SMALL, "model.layers=4", "model.attention.head_dim=8"]
 DOCUMENTS = [
     *["data=embedded", "model.vocab_size=256", "data.document_mask=true", "data.micro_batch=2"],
     "data.sequence_length=64",
@@ -189,6 +190,18 @@ def test_layouts_measure_the_same(
     for ours, theirs in zip(many.steps, one.steps, strict=True):
         assert ours["max_logits"] == pytest.approx(theirs["max_logits"], rel=2e-5)
         assert ours["max_logit"] == pytest.approx(theirs["max_logit"], rel=2e-5)
+
+
+@pytest.mark.dist
+def test_layers_of_linear_attention_have_none() -> None:
+    """Of four layers and one of multi-token prediction; also where a stage has none that counts."""
+    one = trained(1, QWEN3_NEXT, STEPS | EVERY)
+    two = trained(2, QWEN3_NEXT, STEPS | EVERY | PP2)
+    for record, split in zip(one.steps, two.steps, strict=True):
+        assert record["max_logits"].keys() == {"4", "5"}
+        largest = max(record["max_logits"].values())
+        assert record["max_logit"] == pytest.approx(largest, rel=1e-5) and largest > 0
+        assert split["max_logits"] == pytest.approx(record["max_logits"], rel=2e-5)
 
 
 # --- when it is due -------------------------------------------------------------------------------

@@ -73,6 +73,8 @@ def _clipped(cfg: Config) -> tuple[Tensor, Tensor]:
         ([*TINY, "model.bias=true"], 1, {"model.attention.kv_heads": 4} | MUON),
         (DEEPSEEK, 1, {}),
         (DEEPSEEK, 1, {"model.attention.q_lora_rank": 0} | MUON),
+        ([*TINY, "model.attention.output_gate=true"], 1, {"model.attention.kv_heads": 4}),
+        ([*TINY, "model.attention.output_gate=true"], 2, TP2 | EP1 | MUON),
         (GPT_OSS, 2, TP2 | EP1),
         (TINY, 2, TP2 | EP1 | {"model.attention.kv_heads": 1}),
         (DEEPSEEK, 2, TP2 | EP2 | MUON),
