@@ -51,8 +51,10 @@ class CuDNNMicroscaling(CuDNN):
         self._recipe, self._format = recipe, FORMATS[recipe.format]
         self._scaled: dict[str, Any] = dict(sf_vec_size=self._format.block)
 
-    def columns(self, x: Operand, plan: ExpertPlan, *, gradient: bool = False) -> Operand:
-        return Operand(self._columns(gathered(x, plan), plan, gradient), parts=x.parts)
+    def columns(self, x: Operand, plan: ExpertPlan) -> Operand:
+        if isinstance(x.matrix, Packed):  # by an epilogue
+            return x
+        return Operand(self._columns(gathered(x, plan), plan, x.gradient), parts=x.parts)
 
     def fc1_act(
         self,
