@@ -216,15 +216,15 @@ def _documents(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "data.max_documents", f"needs {path}=true", 0)
     if not d.document_mask:
         return
-    if cfg.parallel.context > 1:
-        reason = f"has no documents that end inside a sequence ({path}=true)"
-        yield repair(cfg, "parallel.context", reason, 1)
     if cfg.model.moe.router.seq_aux_loss and d.micro_batch > 1:
         reason = (
             f"is more than one sequence, of which {path}=true makes one, and "
             "model.moe.router.seq_aux_loss is of each"
         )
         yield repair(cfg, "data.micro_batch", reason, 1)
+    if cfg.kernels.attention == "fa4" and cfg.parallel.context > 1:
+        reason = f"has no documents in sequences that ranks share ({path}=true, parallel.context)"
+        yield repair(cfg, "kernels.attention", reason, "auto")
     if cfg.kernels.attention == "te":
         reason = f"has no documents that end inside a sequence ({path}=true)"
         yield repair(cfg, "kernels.attention", reason, "auto")

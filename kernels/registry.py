@@ -254,6 +254,8 @@ def _fa4(facts: Facts) -> Refusal:
         return why
     if facts.head_dim and (why := refuse_heads(facts.head_dim, facts.v_dim)):
         return why
+    if facts.documents and facts.context > 1:
+        return "has no documents in sequences that ranks share (parallel.context)"
     if "flash_attn_4" not in facts.packages:
         return f"needs flash-attn-4: pip install {FLASH_ATTN}"
     return None

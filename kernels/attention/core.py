@@ -9,7 +9,7 @@ the host. In a packed sequence a query sees its own document alone (`kernels.att
 Shape legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
 d channels of query and key, v channels of value. The queries are the last S of T positions:
 query i is at position p = T - S + i and sees keys j with p - window < j <= p (window 0: j <= p).
-Of documents there are one sequence and as many queries as keys: B = 1, S = T.
+Of documents there is one sequence, B = 1; they say how many of its keys come before the queries.
 """
 
 import functools
@@ -50,7 +50,7 @@ def attention(
         window: keys that a query sees, itself included; 0 is no limit.
         sinks_H: a logit per head that joins the softmax denominator and has no value (GPT-OSS,
             arXiv 2508.10925; "softmax off by one" is the sink 0).
-        documents: of the T = S tokens of one sequence; a query sees its own alone.
+        documents: of the S queries of one sequence; a query sees its own alone.
         top: takes note of the largest logit of each head, before sinks.
         backend: `reference`, `sdpa`, `flex` or `fa4`.
 
@@ -69,10 +69,10 @@ def attention(
         raise ValueError(f"unknown attention backend {backend!r}: use {', '.join(_BACKENDS)}")
     if documents is not None:
         batch, tokens = q_BHSd.size(0), documents.first_T.numel()
-        if (batch, queries, keys) != (1, tokens, tokens):
+        if (batch, queries, keys) != (1, tokens, documents.before + tokens):
             raise ValueError(
-                f"documents in {tokens} tokens of one sequence do not fit {queries} queries and "
-                f"{keys} keys of {batch}"
+                f"documents in {tokens} tokens of one sequence, behind {documents.before} others, "
+                f"do not fit {queries} queries and {keys} keys of {batch}"
             )
     # A window that covers every key is no window: one mask fewer to build, compile or refuse.
     window = 0 if window >= keys else window
@@ -244,21 +244,21 @@ def document_block_mask(documents: Documents, window: int) -> BlockMask:
     if window in documents.masks:
         made: BlockMask = documents.masks[window]
         return made
-    first_T = documents.first_T
-    T, device = first_T.numel(), first_T.device
+    first_S, before = documents.first_T, documents.before
+    S, device = first_S.numel(), first_S.device
     if window:
-        first_T = first_T.maximum(torch.arange(1 - window, T + 1 - window, device=device))
+        first_S = first_S.maximum(torch.arange(S, device=device) + (before + 1 - window))
 
     def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        return (j <= i) & (j >= first_T[i])
+        return (j <= i + before) & (j >= first_S[i])
 
-    first = torch.arange(0, T, BLOCK, device=device)
-    first_q, first_k = first[:, None], first[None]
+    first_q = torch.arange(0, S, BLOCK, device=device)[:, None]
+    first_k = torch.arange(0, before + S, BLOCK, device=device)[None]
     last_q, last_k = first_q + BLOCK - 1, first_k + BLOCK - 1
-    seen_by_first, seen_by_last = first_T[first_q], first_T[last_q.clamp(max=T - 1)]
-    some = (first_k <= last_q) & (last_k >= seen_by_first)
-    full = (last_k <= first_q) & (last_q < T) & (first_k >= seen_by_last)
-    documents.masks[window] = _block_mask(some, full, visible, (T, T))
+    seen_by_first, seen_by_last = first_S[first_q], first_S[last_q.clamp(max=S - 1)]
+    some = (first_k <= last_q + before) & (last_k >= seen_by_first)
+    full = (last_k <= first_q + before) & (last_q < S) & (first_k >= seen_by_last)
+    documents.masks[window] = _block_mask(some, full, visible, (S, before + S))
     return documents.masks[window]
 
 

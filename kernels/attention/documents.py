@@ -6,6 +6,9 @@ a size that does not depend on the documents, so that a CUDA graph can be replay
 the host reads nothing: boundaries for variable-length kernels are padded to a fixed number of
 places with documents of no tokens at the end.
 
+Under context parallelism a rank has some tokens of a sequence, and attends to all keys up to the
+last of them.
+
 Legend: T tokens, N places for documents.
 """
 
@@ -25,12 +28,16 @@ class Documents:
         position_T: int64, of each token in its piece; 0 begins a piece, the first token does.
         places: N, at least as many as there are pieces, for `bounds_N1`; 0 has none.
         longest: tokens that no piece exceeds.
+        before: keys before the first of the tokens; then that need not begin a piece, and there are
+            no places. A piece may begin before them.
     """
 
-    def __init__(self, position_T: Tensor, *, places: int, longest: int) -> None:
-        index_T = torch.arange(position_T.numel(), device=position_T.device)
-        self.first_T = index_T - position_T
-        """int64: the first token of each token's piece."""
+    def __init__(self, position_T: Tensor, *, places: int, longest: int, before: int = 0) -> None:
+        assert not (before and places)
+        self.before = before
+        index_T = torch.arange(before, before + position_T.numel(), device=position_T.device)
+        self.first_T = (index_T - position_T).clamp(min=0)
+        """int64: the first key of each token's piece."""
         self.last_T = position_T.roll(-1) == 0
         """bool: the token ends its piece."""
         self.longest = longest

@@ -57,7 +57,7 @@ def raise_(
         q_BHSd, k_BGTd: as `kernels.attention.core.attention` takes them.
         scale: factor on q @ k^T, above 0.
         window: keys that a query sees, itself included; 0 is no limit.
-        documents: of the T = S tokens of one sequence; a query sees its own alone.
+        documents: of the S queries of one sequence; a query sees its own alone.
         lse_BHS: fp32, contiguous: logarithm of the softmax denominator of each row, of these logits
             and maybe a sink; spares work on CUDA, and changes no result.
 

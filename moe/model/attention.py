@@ -44,6 +44,7 @@ from phalanx.kernels.attention.latent import keys_values
 from phalanx.kernels.attention.max_logit import MaxLogit, raise_
 from phalanx.kernels.attention.rope import rope_
 from phalanx.moe.model.max_logits import noting
+from phalanx.moe.model.packed import Packed
 from phalanx.parallel.memory.layer_pass import now
 
 
@@ -123,14 +124,14 @@ class CoreAttention(MegatronModule):
             [S, B, H * v] in the dtype of `query`.
         """
         assert attention_bias is None
-        documents = None if packed_seq_params is None else packed_seq_params.documents
+        packed = packed_seq_params
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             with record_function("attention/core"):
                 if self.cp_group.size() == 1:
+                    documents = None if packed is None else packed.documents
                     return self._attend(query, key, value, documents)
-                assert packed_seq_params is None
-                return self._attend_in_chunks(query, key, value)
+                return self._attend_in_chunks(query, key, value, packed)
 
         return in_pass(attend, query, key, value)
 
@@ -156,27 +157,36 @@ class CoreAttention(MegatronModule):
         return o_BHSv.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _attend_in_chunks(
-        self, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor, v_SBGv: torch.Tensor
+        self,
+        q_SBHd: torch.Tensor,
+        k_SBGd: torch.Tensor,
+        v_SBGv: torch.Tensor,
+        packed: Packed | None,
     ) -> torch.Tensor:
         """This rank's queries against the keys of all context ranks.
 
         The sequence is cut into 2 * ranks chunks and rank r holds chunks r and 2 * ranks - 1 - r,
         which balances causal work. A chunk attends the gathered keys from the start of its window
-        to its own end: plain causal attention with fewer queries than keys.
+        to its own end: plain causal attention with fewer queries than keys, within documents if the
+        sequences are packed. Packed, several sequences lie behind each other in S.
         """
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
-        size, k_width = q_SBHd.size(0) // 2, k_SBGd.size(-1)
+        sequences = 1 if packed is None else packed.sequences
+        size, k_width = q_SBHd.size(0) // (2 * sequences), k_SBGd.size(-1)
         kv = gather_from_sequence_parallel_region(
             torch.cat([k_SBGd, v_SBGv], -1), group=self.cp_group
         )
-        by_rank = kv.split(size)
-        kv = torch.cat([by_rank[_slot(c, ranks)] for c in range(2 * ranks)])
-        k_TBGd, v_TBGv = kv[..., :k_width], kv[..., k_width:]
-        outputs = []
-        for chunk, q in zip((rank, 2 * ranks - 1 - rank), q_SBHd.split(size), strict=True):
-            begin = max(0, chunk * size - self.window + 1) if self.window else 0
-            end = (chunk + 1) * size
-            outputs.append(self._attend(q, k_TBGd[begin:end], v_TBGv[begin:end]))
+        gathered, own, outputs = kv.split(size), q_SBHd.split(size), []
+        for sequence in range(sequences):
+            places = [_place(chunk, ranks) for chunk in range(2 * ranks)]
+            kv = torch.cat([gathered[2 * (r * sequences + sequence) + i] for r, i in places])
+            k_TBGd, v_TBGv = kv[..., :k_width], kv[..., k_width:]
+            for i, chunk in enumerate((rank, 2 * ranks - 1 - rank)):
+                start, end = chunk * size, (chunk + 1) * size
+                begin = max(0, start - self.window + 1) if self.window else 0
+                documents = packed and packed.of_chunk(sequence, i, start - begin)
+                keys, values = k_TBGd[begin:end], v_TBGv[begin:end]
+                outputs.append(self._attend(own[2 * sequence + i], keys, values, documents))
         return torch.cat(outputs)
 
     def sharded_state_dict(
@@ -226,9 +236,9 @@ def in_pass(
     return out
 
 
-def _slot(chunk: int, ranks: int) -> int:
-    """Where chunk `chunk` of the sequence lies after a gather in rank order."""
-    return 2 * chunk if chunk < ranks else 2 * (2 * ranks - 1 - chunk) + 1
+def _place(chunk: int, ranks: int) -> tuple[int, int]:
+    """Which rank has chunk `chunk` of a sequence, and whether as its first or second."""
+    return (chunk, 0) if chunk < ranks else (2 * ranks - 1 - chunk, 1)
 
 
 class LatentAttention(MLASelfAttention):
@@ -318,7 +328,8 @@ class LatentAttention(MLASelfAttention):
         kv, _ = self.linear_kv_up_proj(self.kv_layernorm(kv_latent))
         S, B = q.shape[:2]
         length = S * c.context_parallel_size if packed is None else packed.max_seqlen_q
-        angles = self.rotary_pos_emb(length)
+        # Of packed documents those of all positions, on any context rank.
+        angles = self.rotary_pos_emb(length, packed_seq=packed is not None)
         freqs, mscale = angles if c.rope_type == "yarn" else (angles, 1.0)
         if packed is not None:
             freqs = packed.angles(freqs)

@@ -363,6 +363,9 @@ class LanguageModel(GPTModel):
         hidden, angles, *rest = made
         if packed_seq_params is None or angles is None:  # latent attention has its own
             return made
+        # Megatron-Core's are those of this context rank's places, in sequences without documents.
+        whole = self.rotary_pos_emb(packed_seq_params.max_seqlen_q, packed_seq=True)
+        angles = whole[0] if isinstance(whole, tuple) else whole
         return hidden, packed_seq_params.angles(angles), *rest
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:

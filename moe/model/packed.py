@@ -8,10 +8,12 @@ position need nothing else, and the tokens [B, S] are that already in memory.
 Everything is on the device and of static size, and follows from the positions alone: a step that
 packs is captured in a CUDA graph as any other (`kernels.attention.documents`).
 
-Legend: B sequences of a micro-batch, S tokens of each, T = B * S.
+Under context parallelism a rank has two chunks of each sequence, as Megatron-Core deals them.
+
+Legend: B sequences of a micro-batch, S tokens of each on this rank, T = B * S.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -25,32 +27,56 @@ class Packed(PackedSeqParams):
     """Documents of a micro-batch."""
 
     documents: Any = None
-    """`Documents`, for core attention."""
+    """`Documents`, for core attention; None where context ranks share sequences."""
+    sequences: int = 1
+    """B."""
     position_T: Any = None
     """int64: of each token in its piece of a document."""
     last_T: Any = None
     """bool: tokens behind which nothing of their document follows, for
     `parallel.megatron.patches.shift_within_documents`."""
 
+    _of_chunks: dict[tuple[int, int, int], Documents] = field(default_factory=dict)
+
+    def of_chunk(self, sequence: int, chunk: int, before: int) -> Documents:
+        """The documents of one of this rank's two chunks of a sequence, for core attention, made
+        once for all layers.
+
+        Args:
+            sequence: of the B.
+            chunk: 0 or 1.
+            before: keys before it that it attends to.
+        """
+        key = sequence, chunk, before
+        if key not in self._of_chunks:
+            position_S = self.position_T.view(self.sequences, 2, -1)[sequence, chunk]
+            longest = self.max_seqlen_q
+            self._of_chunks[key] = Documents(position_S, places=0, longest=longest, before=before)
+        return self._of_chunks[key]
+
     def angles(self, freqs_S11F: Tensor) -> Tensor:
         """Rotary angles [T, 1, 1, F] of the tokens, from those of the positions of a sequence."""
         return freqs_S11F[self.position_T]
 
 
-def packed(position_BS: Tensor, *, places: int) -> Packed:
+def packed(position_BS: Tensor, *, places: int, ranks: int = 1, last_BS: Any = None) -> Packed:
     """The documents of a micro-batch.
 
     Args:
         position_BS: int64, of each token in its piece of a document; every sequence begins with 0.
         places: for documents of a sequence, where attention needs their bounds; else 0.
+        ranks: that share the sequences.
+        last_BS: bool: tokens that end a piece, if ranks share sequences; then a rank alone cannot
+            tell.
     """
     B, S = position_BS.shape
     position_T = position_BS.reshape(-1)
-    documents = Documents(position_T, places=B * places, longest=S)
+    documents = Documents(position_T, places=B * places, longest=S) if ranks == 1 else None
     return Packed(
-        max_seqlen_q=S,
-        max_seqlen_kv=S,
+        max_seqlen_q=S * ranks,
+        max_seqlen_kv=S * ranks,
         documents=documents,
+        sequences=B,
         position_T=position_T,
-        last_T=documents.last_T,
+        last_T=last_BS.reshape(-1) if documents is None else documents.last_T,
     )

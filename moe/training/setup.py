@@ -91,7 +91,7 @@ def mtp_weight(cfg: Config, groups: Groups) -> float:
     Megatron-Core averages the means of the ranks. The last tokens of a sequence have no label, and
     lie on the first context rank: without the factor its other tokens would count more.
     """
-    if groups.context == 1:
+    if groups.context == 1 or cfg.data.document_mask:  # where labels are counted on all ranks
         return 1.0
     ranks, ahead = groups.context, (cfg.model.mtp_layers + 1) / 2  # mean over prediction layers
     unlabelled = ahead if groups.pg.cp.rank() == 0 else 0.0

@@ -142,7 +142,12 @@ class Step:
         inputs = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
         if groups.context == 1:
             return inputs
-        return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp)
+        if "loss_mask" not in inputs:
+            return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp)
+        # Of packed documents, what a rank cannot tell by its own part.
+        labels_B = inputs["loss_mask"].sum(1) / groups.context
+        inputs["last"] = inputs["position_ids"].roll(-1, 1) == 0
+        return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp) | {"labels_B": labels_B}
 
     def _forward(self, inputs: Inputs) -> torch.Tensor:
         reports = self._microbatches(inputs, forward_only=True)
@@ -174,20 +179,25 @@ class Step:
         batch = next(batches)
         report = mean_loss if chunk.training else sample_losses
         if self.cfg.data.document_mask:
-            return self._packed(batch, chunk), partial(report, mask_BS=batch["loss_mask"])
+            counted = dict(mask_BS=batch["loss_mask"], labels_B=batch.get("labels_B"))
+            return self._packed(batch, chunk), partial(report, **counted)
         output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         return output, report
 
     def _packed(self, batch: Batch, chunk: torch.nn.Module) -> Any:
         """Output of a chunk for sequences of packed documents, which to the model are one."""
-        one = {name: t_BS.reshape(1, -1) for name, t_BS in batch.items()}
+        names = ("tokens", "position_ids", "labels", "loss_mask")
+        one = {name: batch[name].reshape(1, -1) for name in names}
+        places, ranks = self.job.places, self.job.groups.context
         return chunk(
             one["tokens"],
             one["position_ids"],
             None,
             labels=one["labels"],
             loss_mask=one["loss_mask"],
-            packed_seq_params=packed(batch["position_ids"], places=self.job.places),
+            packed_seq_params=packed(
+                batch["position_ids"], places=places, ranks=ranks, last_BS=batch.get("last")
+            ),
         )
 
     def _totals(
@@ -240,17 +250,23 @@ def _read(totals: torch.Tensor) -> torch.Tensor:
 
 
 def mean_loss(
-    loss_BS: torch.Tensor, mask_BS: torch.Tensor | None = None
+    loss_BS: torch.Tensor,
+    mask_BS: torch.Tensor | None = None,
+    labels_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count.
 
     Args:
         loss_BS: of each token; in any shape of as many if there is a mask.
         mask_BS: bool: which tokens count; None counts all.
+        labels_B: tokens that count in each sequence, the mean over ranks that share it: the mean of
+            their results is then that over all tokens that count. None if it is not shared.
     """
     if mask_BS is not None:
         total = (loss_BS.float().view(mask_BS.shape) * mask_BS).sum()
         count = mask_BS.sum().clamp(min=1).int()
+        if labels_B is not None:
+            total = total * (count / _at_least_one(labels_B.sum()))
         return total, count, {"loss": total.detach() / count}
     total = loss_BS.float().sum()
     count = torch.full((), loss_BS.numel(), dtype=torch.int32, device=loss_BS.device)
@@ -258,11 +274,19 @@ def mean_loss(
 
 
 def sample_losses(
-    loss_BS: torch.Tensor, mask_BS: torch.Tensor | None = None
+    loss_BS: torch.Tensor,
+    mask_BS: torch.Tensor | None = None,
+    labels_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """As `mean_loss`, with the mean loss of each sample's tokens on this rank in the report."""
-    total, count, report = mean_loss(loss_BS, mask_BS)
+    total, count, report = mean_loss(loss_BS, mask_BS, labels_B)
     if mask_BS is None:
         return total, count, report | {"samples": loss_BS.float().mean(1)}
     loss_BS = loss_BS.float().view(mask_BS.shape) * mask_BS
-    return total, count, report | {"samples": loss_BS.sum(1) / mask_BS.sum(1).clamp(min=1)}
+    labels_B = mask_BS.sum(1) if labels_B is None else labels_B
+    return total, count, report | {"samples": loss_BS.sum(1) / _at_least_one(labels_B)}
+
+
+def _at_least_one(labels: torch.Tensor) -> torch.Tensor:
+    """Where no token counts, of whose losses the sum is 0."""
+    return labels.where(labels > 0, 1)

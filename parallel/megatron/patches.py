@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
@@ -55,15 +57,26 @@ def shift_within_documents() -> None:
 
     Megatron-Core loops over bounds that it reads on the host. What it is given here as
     `packed_seq_params` has `last_T`, bool [T], where a document ends: nothing is shifted there.
+    Where context ranks share its `sequences`, what masks sum up to is the mean over these ranks, so
+    that tokens of all of them count alike.
     """
     from megatron.core.transformer import multi_token_prediction
 
     def shifted(
-        x_BT: Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
+        x_1T: Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
     ) -> tuple[Tensor, Tensor]:
         assert shifts == dims == -1
-        next_BT = x_BT.roll(-1, -1).masked_fill(packed_seq_params.last_T, 0)
-        return next_BT, next_BT.sum()
+        if cp_group is None or cp_group.size() == 1:
+            next_1T = x_1T.roll(-1, -1).masked_fill(packed_seq_params.last_T, 0)
+            return next_1T, next_1T.sum()
+        x_BS = x_1T.view(packed_seq_params.sequences, -1)
+        next_BS, _ = multi_token_prediction.roll_tensor(x_BS, cp_group=cp_group)
+        next_1T = next_BS.view(1, -1).masked_fill(packed_seq_params.last_T, 0)
+        total = next_1T.sum()
+        if x_1T.dtype == torch.bool:
+            dist.all_reduce(total, group=cp_group)
+            total = total / cp_group.size()
+        return next_1T, total
 
     multi_token_prediction._roll_tensor_packed_seq = shifted
 

@@ -356,7 +356,12 @@ def _texts(value: object) -> object:
         ("data=indexed data.blend=[0,a,0.0,b]", 1, "a weight above 0", "data.blend="),
         ("data.max_documents=8", 1, "needs data.document_mask=true", "data.max_documents=0"),
         (f"{MASK} data=synthetic", 1, "have none", "data.document_mask=false"),
-        (f"{MASK} parallel.context=2", 2, "end inside a sequence", "parallel.context=1"),
+        (
+            f"{MASK} parallel.context=2 kernels.attention=fa4",
+            2,
+            "in sequences that ranks share",
+            "kernels.attention=auto",
+        ),
         (f"{MASK} kernels.attention=te", 1, "end inside a sequence", "kernels.attention=auto"),
         (
             f"{MASK} model=tiny_deepseek",

@@ -278,7 +278,9 @@ CASES = {
         "data=synthetic data.document_mask=true", "have none", "set data.document_mask=false"
     ),
     "data: documents of ranks": Case(
-        "data.document_mask=true parallel.context=2", "has no documents that end", "set parallel."
+        "data.document_mask=true kernels.attention=fa4 parallel.context=2",
+        "kernels.attention=fa4 has no documents in sequences that ranks share",
+        "set kernels.attention=auto",
     ),
     "data: places": Case("data.max_documents=9", "needs data.document_mask=true", "=0"),
     "data: no .bin": Case(INDEXED, "text.bin does not exist", "prefixes", without("text.bin")),

@@ -15,7 +15,11 @@ DEEPSEEK = [
     *["model.attention.qk_nope_dim=8", "model.attention.qk_rope_dim=4", "model.attention.v_dim=8"],
     *["model.moe.shared_ffn=16", "model.moe.router.seq_aux_loss=0"],
 ]
-GPT_OSS = ["model=tiny_gpt_oss", "model.attention.head_dim=8", "model.moe.router.aux_loss=0"]
+GPT_OSS = [
+    *["model=tiny_gpt_oss", "model.attention.head_dim=8", "model.moe.router.aux_loss=0"],
+    *["model.attention.window=6", "kernels.attention=reference"],
+]
+QWEN3 = ["model=tiny", "model.attention.head_dim=8", "model.attention.qk_norm=true"]
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +52,14 @@ def test_a_run_stops_and_goes_on(corpus: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        (DEEPSEEK, [{"parallel.pipeline": 2}, {}]),
-        (GPT_OSS, [{"parallel.tensor": 2}]),
+        (DEEPSEEK, [{"parallel.pipeline": 2}, {}, {"parallel.context": 2}]),
+        (GPT_OSS, [{"parallel.tensor": 2}, {"parallel.context": 2}]),
+        (QWEN3, [{"parallel.context": 2}]),
     ],
-    ids=["deepseek", "gpt_oss"],
+    ids=["deepseek", "gpt_oss", "qwen3"],
 )
 def test_layouts_agree(corpus: list[str], model: list[str], layouts: list[dict[str, int]]) -> None:
-    """Stages, tensor and data parallel ranks each see where documents end."""
+    """Stages, tensor, context and data parallel ranks each see where documents end."""
     (blend,) = (x for x in corpus if x.startswith("data.blend="))
     overrides = [
         *(x for x in corpus if not x.startswith(("data=", "data.blend="))),
@@ -64,11 +69,15 @@ def test_layouts_agree(corpus: list[str], model: list[str], layouts: list[dict[s
     ]
     prefix = blend.removeprefix("data.blend=[").removesuffix("]")
     real = {"data.source": "indexed", "data.blend": [prefix]}
-    masked = {**real, "data.document_mask": True}
+    masked = {**real, "data.document_mask": True, "optim.max_logit_every": 1}
     alone, without = trained(1, overrides, masked), trained(1, overrides, real)
     assert abs(without.series("loss")[1] - alone.series("loss")[1]) > 1e-3
     for sizes in layouts:
         other = trained(2, overrides, {**masked, **sizes})
         assert other.series("loss") == pytest.approx(alone.series("loss"), rel=5e-6)
+        assert other.series("max_logit") == pytest.approx(alone.series("max_logit"), rel=2e-5)
+        if model is DEEPSEEK:
+            ahead = alone.series("mtp_loss")
+            assert other.series("mtp_loss") == pytest.approx(ahead, rel=5e-6) and min(ahead) > 0
         assert other.series("grad_norm") == pytest.approx(alone.series("grad_norm"), rel=5e-5)
         assert other.valid_loss == pytest.approx(alone.valid_loss, rel=5e-6)

@@ -228,6 +228,20 @@ def test_halves_of_sequences_in_a_graph(model: str, tmp_path: Path, two_gpus: No
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+def test_documents_over_two_halves(model: str, tmp_path: Path, two_gpus: None) -> None:
+    """Eager and captured, as on one GPU."""
+    pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
+    prefix = write_corpus(tmp_path / "corpus", pieces)
+    common = [f"model={model}", "kernels=torch", "kernels.attention=flex"]
+    common += ["data.source=indexed", f"data.blend=[{prefix}]", f"data.cache={tmp_path / 'cache'}"]
+    common += ["data.split='100'", "data.document_mask=true", "model.moe.router.seq_aux_loss=0"]
+    want = train(tmp_path, "one", *common)
+    halves = [*common, "parallel.context=2"]
+    close(train(tmp_path, "two", *halves, ranks=2), want)
+    close(train(tmp_path, "graph", *halves, GRAPH, ranks=2), want)
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
 def test_one_sided_dispatch_trains_bit_for_bit_like_collectives(
     model: str, tmp_path: Path, two_gpus: None
 ) -> None:

@@ -119,6 +119,8 @@ A100 = replace(H200, capability=(8, 0))
         ("attention", replace(WITH_FA4, documents=True, head_dim=80, v_dim=80), "flex"),
         ("attention", replace(H200, documents=True), "flex"),
         ("attention", replace(CPU, documents=True), "sdpa"),
+        ("attention", replace(WITH_FA4, documents=True, context=2), "flex"),
+        ("attention", replace(CPU, documents=True, context=2), "sdpa"),
         ("attention", replace(WITH_TE, window=8, max_logits=True), "te"),
         ("attention", replace(WITH_TE, context=2), "te"),
         ("attention", replace(WITH_TE, context=2, max_logits=True), "flex"),

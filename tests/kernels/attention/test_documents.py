@@ -90,24 +90,59 @@ def test_flex_forward(name: str) -> None:
         torch.testing.assert_close(got, alone(case, exact), rtol=1e-5, atol=2e-6, check_dtype=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        (name, backend)
+        for backend in ("reference", "sdpa", "flex")
+        for name, case in CASES.items()
+        if not (case.sinks and backend == "sdpa")
+    ],
+)
+def test_the_last_queries_alone(name: str, backend: str) -> None:
+    """As a context rank has them, with keys from the first that a window lets them see."""
+    case = CASES[name]
+    tensors = leaves(case, torch.float64)
+    q, k, v, *sinks = tensors
+    position = torch.cat([torch.arange(n) for n in LENGTHS])
+    for start, end in ((3, 12), (8, 16), (15, 16), (20, 30), (1, 30)):
+        begin = max(0, start - case.window + 1) if case.window else 0
+        before = start - begin
+        documents = Documents(position[start:end], places=0, longest=30, before=before)
+        whole = alone(case, tensors)
+        own = [q[:, :, start:end], k[:, :, begin:end], v[:, :, begin:end], *sinks]
+        if backend == "flex":  # no backward pass on a CPU
+            with torch.no_grad():
+                got = attend(case, [t.detach() for t in own], backend, documents)
+            torch.testing.assert_close(got, whole[:, :, start:end], rtol=1e-10, atol=1e-12)
+            continue
+        got = with_gradients(attend(case, own, backend, documents), tensors)
+        expected = with_gradients(whole[:, :, start:end], tensors)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("window", [0, 1, 100, 300])
 @pytest.mark.parametrize(
     "lengths", [(700,), (128, 256, 128), (100, 300, 1, 1, 298), (127, 2, 383), (1,) * 260]
 )
-def test_tiles_of_flex_are_those_of_the_mask(lengths: tuple[int, ...], window: int) -> None:
-    documents = of(*lengths)
-    tokens = sum(lengths)
-    window = 0 if window >= tokens else window
+@pytest.mark.parametrize("before", [0, 128, 300])
+def test_tiles_of_flex_are_those_of_the_mask(
+    lengths: tuple[int, ...], window: int, before: int
+) -> None:
+    keys, before = sum(lengths), before if before < sum(lengths) else 1
+    position = torch.cat([torch.arange(n) for n in lengths])[before:]
+    documents = Documents(position, places=0, longest=max(lengths), before=before)
+    window = 0 if window >= keys else window
     mask = core.document_block_mask(documents, window)
-    tiles = -(-tokens // core.BLOCK)
-    padded = torch.zeros(tiles * core.BLOCK, tiles * core.BLOCK, dtype=torch.bool)
-    padded[:tokens, :tokens] = visible_ST(tokens, tokens, window, "cpu", documents)
-    seen = padded.unflatten(0, (tiles, -1)).unflatten(2, (tiles, -1))
+    rows, tiles = -(-(keys - before) // core.BLOCK), -(-keys // core.BLOCK)
+    padded = torch.zeros(rows * core.BLOCK, tiles * core.BLOCK, dtype=torch.bool)
+    padded[: keys - before, :keys] = visible_ST(keys - before, keys, window, "cpu", documents)
+    seen = padded.unflatten(0, (rows, -1)).unflatten(2, (tiles, -1))
     some, full = seen.any(3).any(1), seen.all(3).all(1)
 
     def dense(count: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        chosen = torch.zeros(tiles, tiles, dtype=torch.bool)
-        for row in range(tiles):
+        chosen = torch.zeros(rows, tiles, dtype=torch.bool)
+        for row in range(rows):
             chosen[row, columns[0, 0, row, : count[0, 0, row]].long()] = True
         return chosen
 
@@ -158,7 +193,9 @@ def test_nothing_is_read_on_the_host() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     case = CASES["plain"]
-    with pytest.raises(ValueError, match="documents in 29 tokens of one sequence do not fit 30"):
+    with pytest.raises(
+        ValueError, match="documents in 29 tokens of one sequence, behind 0 others, do"
+    ):
         attend(case, leaves(case, torch.float32), "reference", of(29))
     two = inputs(case._replace(queries=TOKENS, keys=TOKENS), torch.float32, batch=2)
     with pytest.raises(ValueError, match="30 keys of 2"):

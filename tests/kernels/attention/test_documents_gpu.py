@@ -36,16 +36,23 @@ def places_of(lengths: tuple[int, ...]) -> Tensor:
 
 
 def passes(
-    case: Case, tensors: list[Tensor], backend: str, position_T: Tensor, dout: Tensor
+    case: Case,
+    tensors: list[Tensor],
+    backend: str,
+    position_T: Tensor,
+    dout: Tensor,
+    start: int = 0,
 ) -> list[Tensor]:
-    """Output and gradients."""
+    """Output and gradients; of the queries from `start` on, with all keys."""
     q, k, v, *sinks = tensors
+    q, position_T, dout = q[start:], position_T[start:], dout[start:]
+    places = 0 if start else PLACES
     o_BHSv = attention(
         *(x.permute(1, 2, 0, 3) for x in (q, k, v)),
         scale=case.d**-0.5,
         window=case.window,
         sinks_H=sinks[0] if sinks else None,
-        documents=Documents(position_T, places=PLACES, longest=TOKENS),
+        documents=Documents(position_T, places=places, longest=TOKENS, before=start),
         backend=backend,
     )
     out = o_BHSv.permute(2, 0, 1, 3)
@@ -65,6 +72,18 @@ def test_documents_equal_the_reference(name: str, backend: str) -> None:
         for what, error in zip(NAMES, found, strict=False):
             print(f"{name:14} {backend:5} {len(lengths):3} documents {what:6} {error:.2e}")
             assert error < 2**-7, (lengths, what, error)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_last_queries_alone(name: str) -> None:
+    """As a context rank has them."""
+    case = CASES[name]
+    given, dout, position_T = drawn(case), upstream(case), places_of(LENGTHS[1])
+    wide = [t.detach().double().requires_grad_() for t in given]
+    for start in (128, 500, 777):
+        exact = passes(case, wide, "reference", position_T, dout, start)
+        found = errors(passes(case, given, "flex", position_T, dout, start), exact)
+        assert max(found) < 2**-7, (start, found)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss_window", "mla"])
