@@ -49,6 +49,7 @@ def preflight(cfg: Config) -> Findings:
     found.notes += oversized(cfg)
     checks: tuple[Callable[[Config], Iterator[str]], ...] = (
         _optimizer,
+        _recompute,
         _data,
         _samples,
         _folder,
@@ -85,6 +86,17 @@ def _optimizer(cfg: Config) -> Iterator[str]:
         raise ConfigError(
             "optim.kind=muon needs emerging-optimizers, which is not installed: install this "
             "project's dependencies anew, or set optim.kind=adamw"
+        )
+    yield from ()
+
+
+def _recompute(cfg: Config) -> Iterator[str]:
+    """The library that a part is computed again by is installed."""
+    if "moe_act" in cfg.run.recompute and importlib.util.find_spec("transformer_engine") is None:
+        instead = ["moe" if name == "moe_act" else name for name in cfg.run.recompute]
+        raise ConfigError(
+            "run.recompute=moe_act needs Transformer Engine, which is not installed: pip install "
+            f"-e '.[te]', or set run.recompute=[{','.join(instead)}]"
         )
     yield from ()
 

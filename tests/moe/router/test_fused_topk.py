@@ -140,6 +140,24 @@ def test_what_a_model_launches_is_shipped(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", [m for m in group_options("model") if not m.startswith("tiny")])
+def test_attention_of_a_model_is_shipped(model: str) -> None:
+    pytest.importorskip("flash_attn.cute")
+    from phalanx.kernels.attention.fa4_shipped import SHIPPED, AttentionLayer
+
+    a = load([f"model={model}"]).model.attention
+    group, d, v = a.heads // a.kv_heads, a.head_dim, a.head_dim
+    if a.kind == "mla":
+        group, d, v = 1, a.qk_nope_dim + a.qk_rope_dim, a.v_dim
+    windows = {bool(a.window), a.window > 0 and a.window_every == 1}
+    launched = {
+        AttentionLayer(group, d, v, window=window, sinks=a.sinks, deterministic=deterministic)
+        for window in windows
+        for deterministic in (False, True)
+    }
+    assert launched <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("model", [m for m in group_options("model") if not m.startswith("tiny")])
 def test_exchanges_of_a_model_are_shipped(model: str) -> None:
     """Between eight GPUs, there and back, beside the experts and not."""
     pytest.importorskip("cutlass")
