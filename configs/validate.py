@@ -188,6 +188,9 @@ def _data(cfg: Config) -> Iterator[str]:
     elif r.eval_interval and not (len(parts) > 1 and float(parts[1])):
         reason = f"validates on nothing, with data.split={d.split}"
         yield repair(cfg, "run.eval_interval", reason, 0)
+    if r.sample_every and d.source == "synthetic":
+        reason = "goes on with text, and random tokens (data.source=synthetic) are none"
+        yield repair(cfg, "run.sample_every", reason, 0)
 
 
 def _blend(cfg: Config) -> Iterator[str]:

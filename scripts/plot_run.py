@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"plot_run: {error}", file=sys.stderr)
         return 2
+    except (ArithmeticError, AttributeError, LookupError, TypeError):
+        print(f"plot_run: {path} has numbers that no run of this version writes", file=sys.stderr)
+        return 2
     return 0
 
 

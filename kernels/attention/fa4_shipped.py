@@ -42,10 +42,15 @@ class AttentionLayer:
 
 
 _LAYERS = (
-    AttentionLayer(8, 128, 128),  # Qwen3
+    AttentionLayer(1, 128, 128),  # OLMoE
+    AttentionLayer(4, 128, 128),  # Mixtral-8x7B
+    AttentionLayer(6, 128, 128),  # Mixtral-8x22B, MiniMax-M2
+    AttentionLayer(8, 128, 128),  # Qwen3-30B
+    AttentionLayer(12, 128, 128),  # GLM-4.5
+    AttentionLayer(16, 128, 128),  # Qwen3-235B
     AttentionLayer(8, 64, 64, sinks=True),  # GPT-OSS
     AttentionLayer(8, 64, 64, window=True, sinks=True),
-    AttentionLayer(1, 192, 128),  # DeepSeek-V3, Moonlight
+    AttentionLayer(1, 192, 128),  # DeepSeek, Kimi-K2, Moonlight
     AttentionLayer(8, 256, 256),  # Qwen3-Next
 )
 SHIPPED = tuple(

@@ -51,6 +51,7 @@ def preflight(cfg: Config) -> Findings:
     checks: tuple[Callable[[Config], Iterator[str]], ...] = (
         _optimizer,
         _replay,
+        _recompute,
         _data,
         _samples,
         _folder,
@@ -104,6 +105,17 @@ def _replay(cfg: Config) -> Iterator[str]:
             f"routing: replayed from {path}, {facts.tokens:,} tokens of {facts.model} after step "
             f"{facts.step}"
         )
+
+
+def _recompute(cfg: Config) -> Iterator[str]:
+    """The library that a part is computed again by is installed."""
+    if "moe_act" in cfg.run.recompute and importlib.util.find_spec("transformer_engine") is None:
+        instead = ["moe" if name == "moe_act" else name for name in cfg.run.recompute]
+        raise ConfigError(
+            "run.recompute=moe_act needs Transformer Engine, which is not installed: pip install "
+            f"-e '.[te]', or set run.recompute=[{','.join(instead)}]"
+        )
+    yield from ()
 
 
 def _data(cfg: Config) -> Iterator[str]:

@@ -265,8 +265,8 @@ CASES = {
         written("optim/bad.yaml", b"lr: \xff\xfe\n"),
     ),
     # data
-    "data: no tokenizer for samples": Case(
-        f"{RANDOM} run.sample_every=1", "the data names no tokenizer", "set run.sample_every=0"
+    "data: no text for samples": Case(
+        f"{RANDOM} run.sample_every=1", "goes on with text, and random", "set run.sample_every=0"
     ),
     "data: none": Case("data=indexed", "names no .bin/.idx files", "set data.blend=[prefix]"),
     "data: unused": Case("data.blend=[a]", "is not read with data.source", "data.source=indexed"),
@@ -277,9 +277,9 @@ CASES = {
     "data: no documents": Case(
         "data=synthetic data.document_mask=true", "have none", "set data.document_mask=false"
     ),
-    "data: documents of ranks": Case(
-        "data.document_mask=true kernels.attention=fa4 parallel.context=2",
-        "kernels.attention=fa4 has no documents in sequences that ranks share",
+    "data: documents of a backend": Case(
+        "data.document_mask=true kernels.attention=te run.device=auto",
+        "kernels.attention=te has no documents that end",
         "set kernels.attention=auto",
     ),
     "data: places": Case("data.max_documents=9", "needs data.document_mask=true", "=0"),

@@ -124,11 +124,15 @@ def test_mistakes_are_one_line(
     run = _run(tmp_path / "run", 3)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").write_text(json.dumps(FACTS))
+    (tmp_path / "other").mkdir()
+    other = {"step": 1, "loss": 1.0, "layers": {"1": [1.0]}}
+    (tmp_path / "other" / "metrics.jsonl").write_text(json.dumps(other))
     for given, why in (
         ([tmp_path / "none"], "none: No such file or directory"),
         ([tmp_path], "metrics.jsonl: No such file or directory"),
         ([tmp_path / "empty"], "has no steps: give the folder of a run"),
         ([run, "--steps", "8", "9"], "--steps 8 9: the run has steps 1 to 3"),
+        ([tmp_path / "other"], "has numbers that no run of this version writes"),
         ([run, "--plot", tmp_path / "no" / "x.png"], "x.png: No such file or directory"),
     ):
         assert plot_run.main([str(word) for word in given]) == 2

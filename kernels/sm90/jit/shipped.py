@@ -154,7 +154,7 @@ def _routing() -> Iterator[tuple[type, Any]]:
 
 
 def _exchanges() -> Iterator[tuple[type, Any]]:
-    """Between eight GPUs, for the widths of the models in configs/model."""
+    """Between eight GPUs, for the widths and experts of a token of the models in configs/model."""
     from phalanx.kernels.sm90.exchange.combine_push import CombinePushConfig, CombinePushKernel
     from phalanx.kernels.sm90.exchange.push import (
         PushConfig,
@@ -163,10 +163,17 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
         WaitPeersKernel,
     )
 
-    sizes = ((2048, 8), (2048, 10), (2880, 4), (7168, 8))
-    for (hidden, slots), back in product(sizes, EITHER):
-        yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
-    for slots, side in product((4, 8, 10), EITHER):
+    sizes = {
+        2: (4096, 6144),
+        4: (2880,),
+        6: (2048,),
+        8: (2048, 3072, 4096, 5120, 7168),
+        10: (2048,),
+    }
+    for slots, widths in sizes.items():
+        for hidden, back in product(widths, EITHER):
+            yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
+    for slots, side in product(sizes, EITHER):
         yield CombinePushKernel, CombinePushConfig(slots, 8, side)
     yield WaitPeersKernel, WaitPeersConfig(8)
 

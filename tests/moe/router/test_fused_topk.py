@@ -13,6 +13,7 @@ from phalanx.configs.load import options as group_options
 from phalanx.configs.schema import RouterConfig
 from phalanx.moe.router import fused_topk
 from phalanx.moe.router.fused_topk import refuse
+from phalanx.moe.router.router import slots
 from tests.moe.cases import EXPERTS, LOSSES, TOP_K, build_router, draw, hidden, install
 from tests.support.distributed import run_distributed
 
@@ -136,3 +137,39 @@ def test_what_a_model_launches_is_shipped(model: str) -> None:
     assert logits_TE.grad is not None
     launched = [call.args[:2] for call in launch.call_args_list]
     assert len(launched) == 3 and set(launched) <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("model", [m for m in group_options("model") if not m.startswith("tiny")])
+def test_attention_of_a_model_is_shipped(model: str) -> None:
+    pytest.importorskip("flash_attn.cute")
+    from phalanx.kernels.attention.fa4_shipped import SHIPPED, AttentionLayer
+
+    a = load([f"model={model}"]).model.attention
+    group, d, v = a.heads // a.kv_heads, a.head_dim, a.head_dim
+    if a.kind == "mla":
+        group, d, v = 1, a.qk_nope_dim + a.qk_rope_dim, a.v_dim
+    windows = {bool(a.window), a.window > 0 and a.window_every == 1}
+    launched = {
+        AttentionLayer(group, d, v, window=window, sinks=a.sinks, deterministic=deterministic)
+        for window in windows
+        for deterministic in (False, True)
+    }
+    assert launched <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("model", [m for m in group_options("model") if not m.startswith("tiny")])
+def test_exchanges_of_a_model_are_shipped(model: str) -> None:
+    """Between eight GPUs, there and back, beside the experts and not."""
+    pytest.importorskip("cutlass")
+    from phalanx.kernels.sm90.exchange.combine_push import CombinePushConfig
+    from phalanx.kernels.sm90.exchange.push import PushConfig
+    from phalanx.kernels.sm90.experts.combine import CombineConfig
+    from phalanx.kernels.sm90.jit.shipped import SHIPPED
+
+    m = load([f"model={model}"]).model
+    width = slots(m.moe.router, experts=m.moe.experts, top_k=m.moe.top_k).width
+    launched: set[object] = {CombineConfig(width)}
+    for other in (False, True):
+        launched |= {PushConfig(2 * m.hidden, 8, width, other)}
+        launched |= {CombinePushConfig(width, 8, side=other)}
+    assert launched <= {config for _, config in SHIPPED}

@@ -133,10 +133,13 @@ def test_a_check_imports_neither_torch_nor_megatron_core(tmp_path: Path) -> None
     assert done.stdout == "0 []\n", done.stderr
 
 
-def test_muon_without_its_library_is_refused(
+def test_what_needs_a_library_that_is_not_here_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (line,) = errors(config(tmp_path, "optim=muon"))
     assert "needs emerging-optimizers" in line and "set optim.kind=adamw" in line
+    stock = ["kernels=megatron", "run.recompute=[norm,moe_act]"]
+    (line,) = errors(config(tmp_path, *stock))
+    assert "moe_act needs Transformer Engine" in line and "set run.recompute=[norm,moe]" in line
     assert errors(config(tmp_path, "optim=adamw")) == []
