@@ -268,7 +268,8 @@ def column_amax(  # type: ignore[no-untyped-def]
         tl.store(keys + tl.program_id(0), tl.sum(total, 0).to(tl.int32, bitcast=True))
 
 
-@triton.jit
+# 32 rows take four seconds to compile, which a model's dozen widths share.
+@triton.jit(do_not_specialize=["tiles", "of_part", "width"])
 def column_blocks(  # type: ignore[no-untyped-def]
     x,
     out,
@@ -277,6 +278,8 @@ def column_blocks(  # type: ignore[no-untyped-def]
     inverses,
     keys,
     G,
+    tiles,
+    of_part,
     width,
     C,
     x_row,
@@ -286,8 +289,6 @@ def column_blocks(  # type: ignore[no-untyped-def]
     ROTATED: tl.constexpr,
     SQUARE: tl.constexpr,
     ALL_ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    OF_PART: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     NEGATIVE: tl.constexpr,
@@ -296,10 +297,10 @@ def column_blocks(  # type: ignore[no-untyped-def]
     SECOND: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    number, tile = tl.program_id(0) // (PARTS * OF_PART), tl.program_id(0) % (PARTS * OF_PART)
-    of_part = tile % OF_PART * CHANNELS + tl.arange(0, CHANNELS)
-    known = of_part < width
-    channel = tile // OF_PART * width + of_part
+    number, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    in_part = tile % of_part * CHANNELS + tl.arange(0, CHANNELS)
+    known = in_part < width
+    channel = tile // of_part * width + in_part
     rows = group_of(x, table, number, G, channel, known, x_row, NEGATIVE, ROTATED, ROWS)
     amax = tl.zeros([CHANNELS], tl.float32)
     for i in tl.static_range(ROWS):
@@ -464,6 +465,8 @@ def columns(
         inverse,
         to_TC if key is None else key,
         G,
+        parts * of_part,
+        of_part,
         width,
         C,
         x_SC.stride(0),
@@ -473,8 +476,6 @@ def columns(
         ROTATED=scales is not None and not of_weights,
         SQUARE=scales is not None and of_weights,
         ALL_ROWS=not of_weights,
-        PARTS=parts,
-        OF_PART=of_part,
         ROWS=block,
         CHANNELS=_CHANNELS,
         NEGATIVE=_NEGATIVE,

@@ -13,10 +13,15 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_products_are_those_of_the_format(name: str) -> None:
-    """As on a CPU with `torch`; sums of a grouped GEMM are rounded before they are scaled."""
+    """As on a CPU with `torch`, where the gradient of h is rounded to bf16 before it is quantised.
+
+    That takes a hundredth of it to the other side of a boundary of e2m1, whose values are a third
+    apart: 0.033 in the norm. Here sums of a grouped GEMM are rounded once more, before they are
+    scaled, so that it is about the square root of two as much, and more where they cancel.
+    """
     p, recipe = problem(bias=False), RECIPES[name]
     got, want, exact = run(p.to("cuda"), recipe), statement(p, recipe), run(p, None)
-    allowed = 4.5e-2 if recipe.format == "nvfp4" else 1.8e-2
+    allowed = 6e-2 if recipe.format == "nvfp4" else 1.8e-2
     for k in want:
         assert error(got[k].cpu(), want[k]) < allowed, k
         assert error(exact[k], want[k]) > 1.5 * allowed, k
