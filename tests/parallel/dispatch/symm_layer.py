@@ -2,14 +2,15 @@
 
     torchrun --nproc-per-node R tests/parallel/dispatch/symm_layer.py
     PHALANX_NODE_GPUS=2 torchrun --nproc-per-node 4 tests/parallel/dispatch/symm_layer.py hier
+    PHALANX_ONE_GPU=1 torchrun --nproc-per-node R tests/parallel/dispatch/symm_layer.py small8
 
 The second compares them as the transports inside the nodes of `hier`, and rows that travel in FP8
-with rows that the experts make FP8. With and without pushes beside the experts, tokens kept or sent
-again, in bf16 and in FP8, eager and captured; prints what was compared, raises at the first
-difference.
+with rows that the experts make FP8. The third has all ranks on one GPU (`gpu_ranks`). With and
+without pushes beside the experts, tokens kept or sent again, in bf16 and in FP8, eager and
+captured; prints what was compared, raises at the first difference. Names of shapes with SMs, or of
+precisions, restrict it to these.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +34,7 @@ from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions, begin_exchanges
 from phalanx.parallel.dispatch.transport import choose_transport
 from phalanx.parallel.dispatch.transport_class import Transport
+from tests.parallel.dispatch.gpu_ranks import join, on_one_gpu
 
 SHAPES = {"small": (96, 128, 128, 8, 2), "wide": (1024, 2880, 960, 32, 4)}
 """Tokens of a rank, hidden, width, experts, top-k."""
@@ -149,8 +151,9 @@ def compare(ours: list[Tensor], theirs: list[Tensor], what: Any) -> None:
 
 
 def main() -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    if "hier" in sys.argv and on_one_gpu():
+        raise SystemExit("hier captures collectives, which gloo cannot: unset PHALANX_ONE_GPU")
+    join()
     only = {*sys.argv[1:]} - {"hier"}
     pair = ways("hier" in sys.argv)
     for label, precision, keep, sms in product(SHAPES, SPECS, (False, True), (0, 8)):
