@@ -51,12 +51,22 @@ class Overlap(Protocol):
         """What kernels wait for that read rows of x, or of out's gradient in the backward pass."""
         ...
 
+    def wait_rows(self) -> None:
+        """All those rows have arrived for what the current stream does from here on."""
+        ...
+
     def start_sums(self, a_SF: Rows, hidden: int, plan: ExpertPlan, training: bool) -> Any:
-        """All rows of x have been read. Returns the `signal` of fc2 of a, which comes next."""
+        """All rows of x have been read. Returns the `signal` of fc2 of a, which comes next: of own
+        experts alone where there are guests."""
         ...
 
     def finish_sums(self) -> Tensor:
-        """Send what fc2 has made. Returns [N, D] that only the end of this overlap may read."""
+        """Send what fc2 has made of own experts. Returns [N, D] that only the end of this overlap
+        may read."""
+        ...
+
+    def guest_sums(self, y_SD: Tensor, plan: ExpertPlan) -> None:
+        """Where there are guests: fc2 has made their rows too, behind those of own experts."""
         ...
 
     def send_gradient(

@@ -7,6 +7,7 @@ transport's (`Guests`); shapes are the same in every micro-batch, whether a gues
 Legend: L own experts, G guest slots.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -17,22 +18,42 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 
 
 class Guests(Protocol):
-    """Guests of one micro-batch in one layer. All ranks of a group call each method together."""
+    """Guests of one micro-batch in one layer. All ranks of a group call each method together, in
+    this order: once in the forward pass up to `wait`, and once in the backward pass, which begins
+    with `room` if weights were kept."""
 
     keep: bool
-    """The weights of guests stay until the backward pass; otherwise they come again."""
+    """Weights stay from the forward pass to the backward pass; otherwise they are lent again."""
 
-    def borrow(self, own: MLPWeights) -> MLPWeights:
-        """Weights [G, ...] of this rank's guests for its own [L, ...]; any in an empty slot."""
+    def lend(self, own: MLPWeights) -> MLPWeights:
+        """Own experts [L, ...] start on their way to the ranks that borrow them.
+
+        Returns:
+            Where this rank's guests [G, ...] arrive, not to be read before `wait`; any numbers in
+            an empty slot. What is None in `own` is None.
+        """
         ...
 
-    def give_back(self, grad_G: Tensor, own_L: Tensor) -> None:
-        """Add the gradients of guests to those of their owners, in place and in the order of ranks.
+    def wait(self) -> None:
+        """What the current stream does from here on finds the guests there."""
+        ...
+
+    def room(self, own: MLPWeights) -> MLPWeights:
+        """fp32 [G, ...] for the gradients of this rank's guests; anything may be in it. What is
+        None in `own` is None."""
+        ...
+
+    def give_back(self) -> None:
+        """The gradients in `room` are complete, of those weights that have some, and start on their
+        way to the owners."""
+        ...
+
+    def take_back(self, own: Sequence[Tensor | None]) -> None:
+        """Add what other ranks made for this rank's experts, in place and in the order of ranks.
 
         Args:
-            grad_G: fp32 [G, ...], of this rank's guests; anything in an empty slot.
-            own_L: fp32 or narrower [L, ...], of this rank's experts: what other ranks made for them
-                is added in fp32, and rounded once for each rank.
+            own: gradients [L, ...] of w1, w2, b1 and b2, fp32 or narrower: added to in fp32, and
+                rounded once for each rank. None: of that there are none.
         """
         ...
 
