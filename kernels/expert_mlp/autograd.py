@@ -10,6 +10,7 @@ an order that depends on timing: x's is a gather-and-sum through the inverse map
 Shape legend as in `kernels.backend`; out is [N, D], or [S, D] in expert order without `inverse_NK`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -23,15 +24,15 @@ from phalanx.kernels.expert_mlp.backend import (
     Linear,
     Operand,
     Rows,
-    put,
     rows_of,
     tensors_of,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.guests import Guests, beside, scratch, settle
+from phalanx.kernels.expert_mlp.guests import Guests, Lent, lent, shared_grads
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.routing.sort_pairs import gather_rows
 
@@ -116,12 +117,14 @@ class ExpertMLP(torch.autograd.Function):
         how: "How",
         *addends: Tensor,
     ) -> Tensor:
-        weights, overlap = MLPWeights(w1, w2, b1, b2), how.overlap
-        borrowed = None if how.guests is None else how.guests.borrow(weights)
-        used = weights if borrowed is None else beside(weights, borrowed)
-        out, h, x_rows = run_forward(x, used, plan, how, addends)
-        ctx.how = how
-        ctx.borrowed = borrowed if how.guests is not None and how.guests.keep else None
+        weights, overlap, guests = MLPWeights(w1, w2, b1, b2), how.overlap, None
+        if how.guests is not None:
+            rows = None if overlap is None else overlap.wait_rows
+            guests = lent(how.guests, weights, None, rows)
+        out, h, x_rows = run_forward(x, weights, plan, how, addends, guests)
+        ctx.how, ctx.kept_guests = how, None
+        if guests is not None and how.guests is not None and how.guests.keep:
+            ctx.kept_guests = guests.weights
         if how.spec.recompute_h:
             h = x.new_empty(0)
         elif how.made_h is not None:
@@ -153,17 +156,14 @@ class ExpertMLP(torch.autograd.Function):
         x = rows_of(after[:of_x]) if of_x else None
         plan = ExpertPlan(*after[of_x:]) if of_x else ctx.plan
         buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
-        own, guests, used = MLPWeights(w1, w2, b1, b2), ctx.how.guests, buffers
-        weights = own
-        if guests is not None:
-            weights = beside(own, ctx.borrowed or guests.borrow(own))
-            used = [None if w is None else scratch(w) for w in weights]
-        given = Saved(x, weights, h, plan, ctx.how)
-        out_grad = dout.contiguous() if ctx.how.arrived is None else ctx.how.arrived.gradient
-        dx, *grads, dprob = run_backward(out_grad, given, needs[:5], used)
-        if guests is not None:
-            pairs = zip(grads, own, buffers, strict=True)
-            grads = [g if g is None else settle(g, w, into, guests) for g, w, into in pairs]
+        how, weights, guests = ctx.how, MLPWeights(w1, w2, b1, b2), None
+        if how.guests is not None:
+            arriving = how.overlap is not None and not how.spec.recompute_h
+            rows = how.overlap.wait_rows if arriving else None
+            guests = lent(how.guests, weights, ctx.kept_guests, rows)
+        given = Saved(x, weights, h, plan, how, guests)
+        out_grad = dout.contiguous() if how.arrived is None else how.arrived.gradient
+        dx, *grads, dprob = run_backward(out_grad, given, needs[:5], buffers)
         for i, p in enumerate(ctx.accumulated):
             grads[i] = grads[i] if p is None else main_grad.added(p)
         made = zip([dx, *grads, dprob], needs, strict=False)
@@ -195,6 +195,7 @@ class Saved(NamedTuple):
     """Empty with `how.spec.recompute_h`."""
     plan: ExpertPlan
     how: How
+    guests: Lent | None = None
 
 
 def run_forward(
@@ -203,11 +204,12 @@ def run_forward(
     plan: ExpertPlan,
     how: How,
     addends: Sequence[Tensor] = (),
+    guests: Lent | None = None,
 ) -> tuple[Tensor, Rows, Rows]:
     """(out, h, x as it is to be saved); h is empty without `keep_h`."""
     spec, overlap = how.spec, how.overlap
     ops, act = backend_of(spec, "forward"), spec.activation
-    fc1, fc2 = _layers(weights, spec)
+    fc1, fc2 = _layers(weights, spec, guests)
     ready = None if overlap is None else overlap.ready
     given: Rows = x if how.arrived is None else how.arrived.tokens
     x_rows = ops.quantize(given)
@@ -217,8 +219,12 @@ def run_forward(
     x_rows = for_wgrad(given, x_rows, spec)
     if overlap is not None:
         signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, how.keep_h)
-        ops.rows(a_SF, fc2, plan, signal=signal)
-        return overlap.finish_sums(), h_SH, x_rows
+        sums = functools.cache(overlap.finish_sums)  # of own experts, before it is guests' turn
+        y_SD = ops.rows(a_SF, fc2.after(sums), plan, signal=signal)
+        out = sums()
+        if guests is not None:
+            overlap.guest_sums(y_SD, plan)
+        return out, h_SH, x_rows
     y_SD = ops.rows(a_SF, fc2, plan)
     if plan.inverse_NK is None:
         return y_SD, h_SH, x_rows
@@ -240,10 +246,10 @@ def run_backward(
 
     The data gradient comes first, so that it can be sent under the others.
     """
-    x_ND, weights, h_SH, plan, how = saved
+    x_ND, weights, h_SH, plan, how, guests = saved
     spec, act, overlap = how.spec, how.spec.activation, how.overlap
     ops = backend_of(spec, "dgrad")
-    fc1, fc2 = _layers(weights, spec)
+    fc1, fc2 = _layers(weights, spec, guests)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     if spec.recompute_h:
         x_ND, h_SH = _hidden(saved, fc1)
@@ -272,36 +278,24 @@ def run_backward(
         dx = None if rows is None else ops.rows(rows, fc1.transposed, plan)
         dprob_NK = None if dprob_S is None else ops.plan_backward(dprob_S, plan.inverse_NK)
         dx = overlap.send_gradient(dx, dprob_NK, plan)
-    dw1 = dw2 = db2 = None
-    if any((need_w1, need_w2, need_b1, need_b2)):
-        wgrads = backend_of(spec, "wgrad")
-    if need_w2:
-        d, v = (wgrads.columns(x, plan) for x in operands[:2])
-        dw2 = wgrads.wgrad(d, v, plan, buffers[1])
-        del d, v, operands[:2]
-    if need_b2:
-        scaled = plan.row_prob_S is not None
-        db2 = wgrads.bias_grad(dy, plan, scale=scaled, into=buffers[3])
-    del dout, dy  # the largest buffers of the backward after dh
-    if overlap is not None and x_ND is None:
-        operands.append(Operand(overlap.tokens(), gather=x_gathers))
-    if need_w1:
-        d, v = (wgrads.columns(x, plan) for x in operands)
-        dw1 = wgrads.wgrad(d, v, plan, buffers[0])
-    if need_b1 and db1 is not None:
-        db1 = put(db1, buffers[2])
-    elif need_b1:
-        of_h = Operand(dh_SH, parts=fc1.parts)
-        db1 = wgrads.bias_grad(of_h, plan, scale=False, into=buffers[2])
-    w1, w2 = weights.w1, weights.w2
-    return (
-        dx,
-        _like(dw1, w1, buffers[0]),
-        _like(dw2, w2, buffers[1]),
-        _like(db1 if need_b1 else None, w1, buffers[2]),
-        _like(db2, w2, buffers[3]),
-        dprob_S,
+    work = WeightGrads(
+        backend_of(spec, "wgrad"),
+        plan,
+        needs[1:],
+        of_w1=operands[2 * need_w2 :],
+        of_w2=operands[: 2 * need_w2],
+        of_b1=Operand(dh_SH, parts=fc1.parts) if need_b1 else None,
+        of_b2=dy if need_b2 else None,
+        db1_LH=db1,
+        tokens=None if overlap is None or x_ND is not None else overlap.tokens,
     )
+    del dout, dy, operands  # the largest buffers of the backward after dh, but for their last use
+    if how.guests is None or not any(needs[1:]):
+        grads = work.make(plan, buffers)
+    else:
+        grads = shared_grads(work, how.guests, weights, buffers)
+    made = zip(grads, (weights.w1, weights.w2) * 2, buffers, strict=True)
+    return dx, *(_like(*one) for one in made), dprob_S
 
 
 def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:
@@ -316,11 +310,16 @@ def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:
     return x_ND, h_SH
 
 
-def _layers(weights: MLPWeights, spec: MLPSpec) -> tuple[Linear, Linear]:
+def _layers(own: MLPWeights, spec: MLPSpec, guests: Lent | None) -> tuple[Linear, Linear]:
     """Fc1 and fc2."""
-    w1, w2, b1, b2 = weights
-    fc1 = Linear(w1, b1, parts=spec.activation.facts.halves, source=w1)
-    return fc1, Linear(w2, b2, source=w2)
+    w1, w2, b1, b2 = own
+    parts = spec.activation.facts.halves
+    fc1, fc2 = Linear(w1, b1, parts, source=w1), Linear(w2, b2, source=w2)
+    if guests is None:
+        return fc1, fc2
+    w1, w2, b1, b2 = guests.weights
+    behind = Linear(w1, b1, parts), Linear(w2, b2)
+    return fc1.before(behind[0], guests.arrive), fc2.before(behind[1], guests.arrive)
 
 
 def for_wgrad(given: Any, rows: Any, spec: MLPSpec) -> Any:

@@ -9,13 +9,18 @@ any sum.
 A recipe (`kernels.quantize.recipe`) is a matter of the backend: what `quantize` and `columns` make,
 fc1_act, rows and wgrad take. Without one they return what they are given.
 
+Where experts of other ranks are guests, a plan has places for both, and a `Linear` leads to theirs:
+fc1_act, rows and fc2_dgrad_dact make rows of own experts first and then, into the same tensors,
+those of guests. wgrad and bias_grad are called for either with its part of the plan.
+
 Shape legend: N rows of x, K experts per token, S expert rows, L local experts, D hidden, F expert
 width, H = 2F or F rows of W1, e(s) the expert of row s. GEMMs accumulate in fp32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
@@ -56,6 +61,9 @@ class Linear(NamedTuple):
     alpha_L: Tensor | None = None
     """fp32: what sums are multiplied by before the bias is added; None: 1. Of `reference` and
     `torch` alone, for operands whose tensors have scales."""
+    guests: "Callable[[], Linear] | None" = None
+    """That of the guests, at the places behind these experts'; called when the work of these has
+    been launched, as they may be on their way until then. None: there are none."""
 
     @classmethod
     def alone(cls, w_OI: Tensor, bias_O: Tensor | None = None, parts: int = 1) -> "Linear":
@@ -65,8 +73,68 @@ class Linear(NamedTuple):
     @property
     def transposed(self) -> "Linear":
         """The data gradient's: a view of the weights, without the biases."""
-        w_LIO = self.weight_LOI.transpose(1, 2)
-        return Linear(w_LIO, None, self.parts_in, self.parts, not self.flipped, self.source)
+
+        def one(linear: Linear) -> Linear:
+            w_LIO, source, alpha_L = linear.weight_LOI.mT, linear.source, linear.alpha_L
+            parts = linear.parts_in, linear.parts
+            return Linear(w_LIO, None, *parts, not linear.flipped, source, alpha_L)
+
+        return self.mapped(one)
+
+    def mapped(self, fn: "Callable[[Linear], Linear]") -> "Linear":
+        """`fn` of these experts, and of the guests when it is their turn."""
+        guests, made = self.guests, fn(self)
+        return made if guests is None else made._replace(guests=lambda: fn(guests()))
+
+    def before(self, guests: "Linear", arrive: Callable[[], None]) -> "Linear":
+        """With guests behind these experts, which have come when `arrive` has been called."""
+        return self._replace(guests=lambda: guests).after(arrive)
+
+    def after(self, fn: Callable[[], Any]) -> "Linear":
+        """The same, where `fn` is called before it is the guests' turn."""
+        guests = self.guests
+        if guests is None:
+            return self
+
+        def then() -> Linear:
+            fn()
+            return guests()
+
+        return self._replace(guests=then)
+
+    def runs(self, plan: ExpertPlan) -> "Iterator[tuple[Linear, ExpertPlan]]":
+        """Layer and part of the plan of own experts, and then of guests if there are any."""
+        if self.guests is None:
+            yield self, plan
+            return
+        own, of_guests = plan.split(len(self.weight_LOI))
+        yield self, own
+        guests = self.guests()
+        if len(guests.weight_LOI):
+            yield guests, of_guests
+
+    @property
+    def whole(self) -> "Linear":
+        """Own experts and guests in one layer, which copies all weights: for a backend that has
+        one call for all experts of a plan."""
+        if self.guests is None:
+            return self
+        both = self, self.guests()
+        stored = torch.cat([x.weight_LOI.mT if x.flipped else x.weight_LOI for x in both])
+        return self._replace(
+            weight_LOI=stored.mT if self.flipped else stored,
+            bias_LO=_together([x.bias_LO for x in both]),
+            source=None,
+            alpha_L=_together([x.alpha_L for x in both]),
+            guests=None,
+        )
+
+    @property
+    def biases_PO(self) -> Tensor | None:
+        """Of own experts and guests."""
+        if self.guests is None or self.bias_LO is None:
+            return self.bias_LO
+        return _together([self.bias_LO, self.guests().bias_LO])
 
 
 class Operand(NamedTuple):
@@ -172,7 +240,8 @@ class Backend(Protocol):
         """dw_LOI = sum over the rows of each expert of d^T v; 0 for an expert without rows.
 
         Args:
-            d, v: of O and I channels; not both are gathered.
+            d, v: of O and I channels; not both are gathered. What `columns` has made is of all
+                places, also where the plan is a part.
             into: [L, O, I], fp32 or as d; None: a new tensor in the dtype of d.
 
         Returns:
@@ -193,6 +262,12 @@ class Backend(Protocol):
         """out[n] = sum of y[inverse[n, k]] in the order k = 0 .. K - 1, in fp32, rounded once; and
         then `plus` addends [N, D], which a backend may add before it rounds."""
         ...
+
+
+def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Of all parts, or of none."""
+    given = [part for part in parts if part is not None]
+    return torch.cat(given) if given else None
 
 
 def tensors_of(rows: Rows) -> tuple[Tensor, ...]:

@@ -128,13 +128,17 @@ def _plain(x: Operand, dtype: torch.dtype, plan: ExpertPlan) -> Tensor:
     if not isinstance(q, QuantizedColumns):
         return in_dtype(x, dtype)
     rows = q.data_CT.shape[1]  # no less than expert rows
-    return dequantize_columns(q, plan.offsets, rows, x.parts).to(dtype)
+    return dequantize_columns(q, plan.all_offsets, rows, x.parts).to(dtype)
 
 
 def _through_fp8(linear: Linear) -> Linear:
     """The layer with the values that its weights have in FP8."""
+    return linear.mapped(_values)
+
+
+def _values(linear: Linear) -> Linear:
     if linear.flipped:  # blocks are the same of a matrix and of its transpose
-        return linear._replace(weight_LOI=_through_fp8(linear.transposed).weight_LOI.mT)
+        return linear._replace(weight_LOI=_values(linear.transposed).weight_LOI.mT)
     w_LOI = linear.weight_LOI
     values = dequantize_weights(quantize_weights(w_LOI, linear.parts).forward, linear.parts)
     return linear._replace(weight_LOI=values.to(w_LOI.dtype))

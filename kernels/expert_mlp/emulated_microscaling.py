@@ -81,10 +81,10 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
     ) -> HiddenGrads:
         given_SD = _gathered(dy, plan)
         dy_SD, across = self._operands(given_SD, fc2.transposed, plan, gradient=True)
-        plain = across.transposed._replace(alpha_L=across.alpha_L)
+        plain = across.transposed
         made = self._exact.fc2_dgrad_dact(Operand(dy_SD), plain, h_SH, plan, act, ready=ready)
-        if made.dprob_S is not None and fc2.bias_LO is not None:
-            bias_SD = fc2.bias_LO.index_select(0, expert_of_row(plan.offsets, given_SD))
+        if made.dprob_S is not None and (biases_PD := fc2.biases_PO) is not None:
+            bias_SD = biases_PD.index_select(0, expert_of_row(plan.offsets, given_SD))
             dprob_S = made.dprob_S + (given_SD.float() * bias_SD.float()).sum(-1)
             dprob_S = torch.where(used_rows(dprob_S, plan.offsets), dprob_S, 0.0)
             made = made._replace(dprob_S=dprob_S)
@@ -99,15 +99,16 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
         if self._recipe.wgrad == "bf16":
             return self._exact.wgrad(d, v, plan, into)
         of_d, of_v = d.matrix, v.matrix
-        starts = emulate.column_offsets(plan.offsets, self._format)
-        plan = plan._replace(offsets=starts, row_index_S=None)
+        plan = plan.moved(lambda offsets: emulate.column_offsets(offsets, self._format))
+        plan = plan._replace(row_index_S=None)
         d, v = Operand(of_d.matrix), Operand(of_v.matrix)
         if of_d.amax_L is None:
             return self._exact.wgrad(d, v, plan, into)
-        shape = (len(starts) - 1, of_d.matrix.shape[1], of_v.matrix.shape[1])
+        shape = (len(plan.offsets) - 1, of_d.matrix.shape[1], of_v.matrix.shape[1])
         sums_LOI = Buffer(of_d.matrix.new_empty(shape, dtype=torch.float32), add=False)
         dw_LOI = self._exact.wgrad(d, v, plan, sums_LOI)
-        dw_LOI.mul_(tensor_scale(of_d.amax_L, of_v.amax_L)[:, None, None])
+        scale_L = plan.of_these(tensor_scale(of_d.amax_L, of_v.amax_L))
+        dw_LOI.mul_(scale_L[:, None, None])
         return put(dw_LOI.to(of_d.matrix.dtype) if into is None else dw_LOI, into)
 
     def bias_grad(
@@ -122,10 +123,20 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
         form, parts_in = self._format, linear.parts_in
         random = gradient and self._recipe.stochastic
         x = emulate.rows(x_SI, plan.offsets, form, parts_in, stochastic=random)
-        w = emulate.weights(linear.weight_LOI, form, linear.parts, parts_in)
-        both = x.amax_L is not None and w.amax_L is not None
-        alpha_L = tensor_scale(x.amax_L, w.amax_L) if both else None  # type: ignore[arg-type]
-        return x.matrix, linear._replace(weight_LOI=w.matrix, alpha_L=alpha_L)
+        amax_P, guests = x.amax_L, linear.guests
+
+        def through(layer: Linear, first: int) -> Linear:
+            """Of the experts whose places begin at `first`."""
+            w = emulate.weights(layer.weight_LOI, form, layer.parts, layer.parts_in)
+            alpha_L = None
+            if amax_P is not None and w.amax_L is not None:
+                alpha_L = tensor_scale(amax_P[first : first + len(w.amax_L)], w.amax_L)
+            return layer._replace(weight_LOI=w.matrix, alpha_L=alpha_L)
+
+        own = through(linear, 0)
+        if guests is not None:
+            own = own._replace(guests=lambda: through(guests(), len(own.weight_LOI)))
+        return x.matrix, own
 
     def _columns(self, x_SC: Tensor, plan: ExpertPlan, gradient: bool) -> Values:
         random = gradient and self._recipe.stochastic

@@ -1,10 +1,14 @@
 """The routing plan of one rank as a value: which rows its experts read, and who reads theirs back.
 
-Made by `kernels.routing.plan`, read by every backend of the expert MLP.
+Made by `kernels.routing.plan`, read by every backend of the expert MLP. Where experts of other
+ranks are guests, it has places for them behind those of a rank's own, and is split in two for
+operations that take the weights of either.
 
-Legend: N rows of x, K slots for experts of a row, L local experts, S expert rows kept (static).
+Legend: N rows of x, K slots for experts of a row, L local experts, S expert rows kept (static), P
+places, of own experts and guests.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +36,39 @@ class ExpertPlan(NamedTuple):
     order_L: Tensor | None = None
     """int32: local experts in the order in which the fused scheduler takes them; None leaves it
     to it."""
+    places_P: Tensor | None = None
+    """int32 [P + 1], of guests alone: offsets of all places, whose last ones are theirs; expert
+    rows before offsets[0] are others'. None: there are none."""
+
+    def split(self, own: int) -> "tuple[ExpertPlan, ExpertPlan]":
+        """The first `own` experts with their rows, and the guests behind them, neither in an
+        order."""
+        first, behind = self.offsets[: own + 1], self.offsets[own:]
+        return (
+            self._replace(offsets=first, order_L=None),
+            self._replace(offsets=behind, order_L=None, places_P=self.offsets),
+        )
+
+    @property
+    def all_offsets(self) -> Tensor:
+        """Offsets of all places up to the last of these experts."""
+        return self.offsets if self.places_P is None else self.places_P
+
+    def moved(self, starts: Callable[[Tensor], Tensor]) -> "ExpertPlan":
+        """The same experts at the rows where `starts` of the offsets of all places puts them."""
+        all_P = starts(self.all_offsets)
+        of_these = all_P[len(all_P) - len(self.offsets) :]
+        return self._replace(offsets=of_these, places_P=all_P if self.behind else None)
+
+    @property
+    def behind(self) -> bool:
+        """Rows of others lie before those of these experts."""
+        return self.places_P is not None
+
+    def of_these(self, value_P: Tensor) -> Tensor:
+        """Of a value of each place those of these experts."""
+        L = len(self.offsets) - 1
+        return value_P[len(value_P) - L :] if self.behind else value_P[:L]
 
 
 def one_group(x_ND: Tensor) -> ExpertPlan:

@@ -1,20 +1,26 @@
 """Experts of other ranks beside a rank's own: their weights come for a micro-batch, and the
 gradients of these go back.
 
-A plan has then places for L own experts and G guests. What brings weights and gradients is a
-transport's (`Guests`); shapes are the same in every micro-batch, whether a guest has come or not.
+A plan has then places for L own experts and, behind them, G guests. What brings weights and
+gradients is a transport's (`Guests`); shapes are the same in every micro-batch, whether a guest has
+come or not. Every operation is run for own experts and then for guests, into the same tensors of
+rows: no weight is copied to lie beside others, no gradient either, and what own experts do hides
+the guests' way.
 
-Legend: L own experts, G guest slots.
+Legend: L own experts, G guest slots, P = L + G places.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
 
 
 class Guests(Protocol):
@@ -58,34 +64,75 @@ class Guests(Protocol):
         ...
 
 
-def beside(own: MLPWeights, guests: MLPWeights) -> MLPWeights:
-    """[L + G, ...] of each."""
-    w1, w2 = torch.cat((own.w1, guests.w1)), torch.cat((own.w2, guests.w2))
-    b1, b2 = (
-        None if own_bias is None or bias is None else torch.cat((own_bias, bias))
-        for own_bias, bias in ((own.b1, guests.b1), (own.b2, guests.b2))
-    )
-    return MLPWeights(w1, w2, b1, b2)
+class Lent(NamedTuple):
+    """Guests of one pass."""
+
+    weights: MLPWeights
+    """Not to be read before `arrive`."""
+    arrive: Callable[[], None]
+    """Waits for them and their rows; only the first call does anything."""
 
 
-def scratch(weight: Tensor) -> Buffer:
-    """fp32 for gradients of own experts and guests, before they part."""
-    return Buffer(torch.empty_like(weight, dtype=torch.float32), add=False)
-
-
-def settle(grad: Tensor, own: Tensor, into: Buffer | None, guests: Guests) -> Tensor:
-    """Gradients [L, ...] of own experts, complete.
+def lent(
+    guests: Guests, own: MLPWeights, kept: MLPWeights | None, rows: Callable[[], None] | None
+) -> Lent:
+    """The guests' weights for a pass.
 
     Args:
-        grad: fp32 [L + G, ...], of this rank's rows.
-        own: the parameter.
-        into: where they go; None: to a new tensor of the parameter's dtype.
         guests: of the micro-batch.
+        own: parameters.
+        kept: weights that are here since the forward pass; None: they are lent.
+        rows: waits for rows that guests' kernels read; None: all are here.
     """
-    own_L, grad_G = grad.split([len(own), len(grad) - len(own)])
-    if into is None:
-        out = own_L
-    else:
-        out = into.out.add_(own_L) if into.add else into.out.copy_(own_L)
-    guests.give_back(grad_G, out)
-    return out if into is not None else out.to(own.dtype)
+    weights = guests.lend(own) if kept is None else kept
+
+    @functools.cache
+    def arrive() -> None:
+        if kept is None:
+            guests.wait()
+        if rows is not None:
+            rows()
+
+    return Lent(weights, arrive)
+
+
+def in_turn(plan: ExpertPlan, own: int) -> tuple[ExpertPlan, ExpertPlan]:
+    """`ExpertPlan.split`, each part in the order of the whole."""
+    first, behind = plan.split(own)
+    if plan.order_L is None:
+        return first, behind
+    # Own places before those of guests, and in both as they were.
+    apart = (plan.order_L >= own).to(torch.uint8).sort(stable=True).indices
+    order_P = plan.order_L.index_select(0, apart)
+    return first._replace(order_L=order_P[:own]), behind._replace(order_L=order_P[own:] - own)
+
+
+def shared_grads(
+    work: WeightGrads, guests: Guests, own: MLPWeights, buffers: Sequence[Buffer | None]
+) -> list[Tensor | None]:
+    """Gradients of a rank's own weights and biases, complete: with what other ranks made of them.
+
+    Those of guests are made first, so that they travel under the rest.
+
+    Args:
+        work: of all places.
+        guests: of the micro-batch.
+        own: parameters.
+        buffers: where gradients go; None: to a new tensor in fp32.
+    """
+    first, behind = in_turn(work.plan, len(own.w1))
+    room = guests.room(own)
+    if len(room.w1):
+        into = [None if w is None else Buffer(w, add=False) for w in room]
+        work.make(behind, into, last=False)
+    guests.give_back()
+    grads = work.make(first, [b or _scratch(w) for b, w in zip(buffers, own, strict=True)])
+    guests.take_back(grads)
+    return grads
+
+
+def _scratch(weight: Tensor | None) -> Buffer | None:
+    """fp32, as a gradient is added to."""
+    if weight is None:
+        return None
+    return Buffer(torch.empty_like(weight, dtype=torch.float32), add=False)

@@ -133,7 +133,7 @@ class GroupedMLP(nn.Module):
         )
         weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
         check(x_TD, weights, plan, self.activation)
-        index, prob, offsets, inverse, _, order = plan
+        index, prob, offsets, inverse, _, order, _ = plan
         given = (x_TD.contiguous(), *weights, index, prob, offsets, inverse, order)
         # As a custom op, which torch.compile does not look into.
         out_TD, _ = grouped_mlp(*given, *spec, differentiates(x_TD, weights, plan))

@@ -5,7 +5,7 @@ rounded to the input's dtype exactly where `kernels.backend` says so, and paddin
 that a consumer that reads them is found out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -88,24 +88,23 @@ class Reference(AsTheyAre):
         keep_h: bool = True,
         ready: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        w1_LHD, b1_LH, S = fc1.weight_LOI, fc1.bias_LO, _count(x_ND, plan)
-        width = w1_LHD.shape[1]
+        S, width = _count(x_ND, plan), fc1.weight_LOI.shape[1]
         h_SH = _padding(x_ND, S, width)
         a_SF = _padding(x_ND, S, width // 2 if act.gated else width)
-        for e, span in enumerate(_spans(plan.offsets)):
-            h = _wide(_pick(Operand(x_ND, gather=True), plan, span)) @ _wide(w1_LHD[e]).T
-            h = h * _alpha(fc1, e)
+        for linear, e, span in _experts(fc1, plan):
+            w1_HD, b1_LH = linear.weight_LOI[e], linear.bias_LO
+            h = _wide(_pick(Operand(x_ND, gather=True), plan, span)) @ _wide(w1_HD).T
+            h = h * _alpha(linear, e)
             h_SH[span] = (h if b1_LH is None else h + _wide(b1_LH[e])).to(x_ND.dtype)
             a_SF[span] = (activation(_wide(h_SH[span]), act) * _prob(plan, span)).to(x_ND.dtype)
         return h_SH if keep_h else None, a_SF
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        w_LOI, bias_LO = linear.weight_LOI, linear.bias_LO
-        y_SO = _padding(a_SI, a_SI.shape[0], w_LOI.shape[1])
-        for e, span in enumerate(_spans(plan.offsets)):
-            y = _wide(a_SI[span]) @ _wide(w_LOI[e]).T * _alpha(linear, e)
-            if bias_LO is not None:
-                y = y + _wide(bias_LO[e]) * _prob(plan, span)
+        y_SO = _padding(a_SI, a_SI.shape[0], linear.weight_LOI.shape[1])
+        for layer, e, span in _experts(linear, plan):
+            y = _wide(a_SI[span]) @ _wide(layer.weight_LOI[e]).T * _alpha(layer, e)
+            if layer.bias_LO is not None:
+                y = y + _wide(layer.bias_LO[e]) * _prob(plan, span)
             y_SO[span] = y.to(a_SI.dtype)
         return y_SO
 
@@ -119,13 +118,12 @@ class Reference(AsTheyAre):
         *,
         ready: Tensor | None = None,
     ) -> HiddenGrads:
-        w2_LDF, b2_LD = fc2.weight_LOI, fc2.bias_LO
-        S, ffn, dtype = h_SH.shape[0], w2_LDF.shape[2], dy.matrix.dtype
+        S, ffn, dtype = h_SH.shape[0], fc2.weight_LOI.shape[2], dy.matrix.dtype
         dh_SH, a_SF = _padding(dy.matrix, S, h_SH.shape[1]), _padding(dy.matrix, S, ffn)
         dprob_S = None if plan.row_prob_S is None else torch.zeros_like(plan.row_prob_S)
-        for e, span in enumerate(_spans(plan.offsets)):
-            dy_SD = _wide(_pick(dy, plan, span))
-            h, dvalue = _wide(h_SH[span]), dy_SD @ _wide(w2_LDF[e]) * _alpha(fc2, e)
+        for linear, e, span in _experts(fc2, plan):
+            dy_SD, w2_DF, b2_LD = _wide(_pick(dy, plan, span)), linear.weight_LOI[e], linear.bias_LO
+            h, dvalue = _wide(h_SH[span]), dy_SD @ _wide(w2_DF) * _alpha(linear, e)
             value, prob = activation(h, act), _prob(plan, span)
             dh_SH[span] = activation_backward(dvalue * prob, h, act).to(dtype)
             a_SF[span] = (value * prob).to(dtype)
@@ -187,6 +185,13 @@ def _alpha(linear: Linear, expert: int) -> Tensor | float:
 
 def _padding(like: Tensor, rows: int, columns: int) -> Tensor:
     return like.new_full((rows, columns), float("nan"))
+
+
+def _experts(linear: Linear, plan: ExpertPlan) -> Iterator[tuple[Linear, int, slice]]:
+    """Layer, number in it and expert rows of each expert."""
+    for layer, part in linear.runs(plan):
+        for e, span in enumerate(_spans(part.offsets)):
+            yield layer, e, span
 
 
 def _spans(offsets: Tensor) -> list[slice]:

@@ -35,7 +35,8 @@ class Grouped(AsTheyAre):
     """`kernels.expert_mlp.backend.Backend` on torch._grouped_mm: bf16 on CUDA, bf16 and fp32 on
     CPU.
 
-    On a CPU every GEMM is one in fp32, whose result is rounded.
+    On a CPU every GEMM is one in fp32, whose result is rounded. Weights of guests are put behind
+    own ones for each use.
     """
 
     gathers: ClassVar[bool] = False
@@ -56,6 +57,7 @@ class Grouped(AsTheyAre):
         keep_h: bool = True,
         ready: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
+        fc1 = fc1.whole
         w1_LDH, b1_LH = fc1.weight_LOI.transpose(1, 2), fc1.bias_LO
         x_SD = _gather(Operand(x_ND, gather=True), plan)
         z_SH = _grouped_mm(x_SD, w1_LDH, plan, fc1.alpha_L)
@@ -64,6 +66,7 @@ class Grouped(AsTheyAre):
         return as_one_kernel(_bias_act, *biased, act, formula(act))
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
+        linear = linear.whole
         y_SO = _grouped_mm(a_SI, linear.weight_LOI.transpose(1, 2), plan, linear.alpha_L)
         if linear.bias_LO is None:
             return y_SO
@@ -80,7 +83,7 @@ class Grouped(AsTheyAre):
         *,
         ready: Tensor | None = None,
     ) -> HiddenGrads:
-        dy_SD = _gather(dy, plan)
+        dy_SD, fc2 = _gather(dy, plan), fc2.whole
         da_SF = _grouped_mm(dy_SD, fc2.weight_LOI, plan, fc2.alpha_L)
         used_S = used_rows(h_SH, plan.offsets)
         given = (da_SF, h_SH, plan.row_prob_S, used_S, act, formula(act))
@@ -117,7 +120,8 @@ def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan, alpha_L: Tensor | None =
     along S by the offsets.
 
     A weight gradient passes a transposed row-major and a row-major matrix, the one pair of layouts
-    for which CUDA takes groups that end anywhere; others need multiples of 8 rows.
+    for which CUDA takes groups that end anywhere; others need multiples of 8 rows. The first group
+    begins at row 0, so that of guests it is one of the rows before theirs, which is dropped.
     """
     if a.is_cuda and a.dtype != torch.bfloat16:  # torch would copy the offsets to the host
         raise ValueError(
@@ -127,13 +131,18 @@ def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan, alpha_L: Tensor | None =
     if not a.numel():
         groups = () if b.ndim == 3 else (plan.offsets.shape[0] - 1,)
         return a.new_zeros(*groups, a.shape[0], b.shape[-1])
+    contracts_rows = b.ndim == 2
+    ends = plan.offsets if contracts_rows and plan.behind else plan.offsets[1:]
+    first = len(ends) - (len(plan.offsets) - 1)
     if not a.is_cuda:
         # In bf16 oneDNN would compile a kernel for every count of rows that comes along: 0.5 ms,
         # and 0.6 MB that stay. MKL has one in fp32 for all of them.
         a, b, dtype = a.float(), b.float(), a.dtype
-        made = torch._grouped_mm(a, b, offs=plan.offsets[1:])
+        made = torch._grouped_mm(a, b, offs=ends)
+        made = made[first:] if contracts_rows else made
         return (made if alpha_L is None else _scaled(made, alpha_L, plan)).to(dtype)
-    made = torch._grouped_mm(a, b, offs=plan.offsets[1:])
+    made = torch._grouped_mm(a, b, offs=ends)
+    made = made[first:] if contracts_rows else made
     return made if alpha_L is None else _scaled(made, alpha_L, plan)
 
 

@@ -8,6 +8,7 @@ Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N 
 rows, S expert rows, L own experts, G guest slots, P = L + G places of a rank.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -180,12 +181,28 @@ class _Guests:
         self._own_RG = torch.where(lent_RG, held_RG - rank * local, 0)
         """Own expert in each rank's slots."""
 
-    def borrow(self, own: MLPWeights) -> MLPWeights:
-        w1, w2, b1, b2 = (None if w is None else self._borrow(w) for w in own)
-        assert w1 is not None and w2 is not None
-        return MLPWeights(w1, w2, b1, b2)
+        self._room: MLPWeights
 
-    def _borrow(self, own_L: Tensor) -> Tensor:
+    def lend(self, own: MLPWeights) -> MLPWeights:
+        return _each(own, self._lend)
+
+    def wait(self) -> None:
+        """They came with the collective."""
+
+    def room(self, own: MLPWeights) -> MLPWeights:
+        slots = self._own_RG.shape[1]
+        self._room = _each(own, lambda w: w.new_empty(slots, *w.shape[1:], dtype=torch.float32))
+        return self._room
+
+    def give_back(self) -> None:
+        """`take_back` sends them."""
+
+    def take_back(self, own: Sequence[Tensor | None]) -> None:
+        for grad_G, own_L in zip(self._room, own, strict=True):
+            if grad_G is not None and own_L is not None:
+                self._take_back(grad_G, own_L)
+
+    def _lend(self, own_L: Tensor) -> Tensor:
         ranks, slots = self._own_RG.shape
         lent_RG = own_L.index_select(0, self._own_RG.flatten()).unflatten(0, (ranks, slots))
         came_RG = torch.empty_like(lent_RG)
@@ -193,7 +210,7 @@ class _Guests:
         at_G = self._home_G.clamp(min=0) * slots + torch.arange(slots, device=own_L.device)
         return came_RG.flatten(0, 1).index_select(0, at_G)
 
-    def give_back(self, grad_G: Tensor, own_L: Tensor) -> None:
+    def _take_back(self, grad_G: Tensor, own_L: Tensor) -> None:
         ranks, slots = self._own_RG.shape
         rank_R1 = torch.arange(ranks, device=grad_G.device)[:, None]
         shape = (ranks, slots, *[1] * (grad_G.ndim - 1))
@@ -207,3 +224,11 @@ class _Guests:
                 at_1 = self._own_RG[guest, slot].view(1)
                 sum_1 = own_L.index_select(0, at_1).float() + came_RG[guest, slot]
                 own_L.index_copy_(0, at_1, sum_1.to(own_L.dtype))
+
+
+def _each(weights: MLPWeights, fn: Callable[[Tensor], Tensor]) -> MLPWeights:
+    """`fn` of all that are there."""
+    w1, w2, b1, b2 = weights
+    return MLPWeights(
+        fn(w1), fn(w2), None if b1 is None else fn(b1), None if b2 is None else fn(b2)
+    )
