@@ -294,8 +294,9 @@ def run_backward(
         grads = work.make(plan, buffers)
     else:
         grads = shared_grads(work, how.guests, weights, buffers)
-    made = zip(grads, (weights.w1, weights.w2) * 2, buffers, strict=True)
-    return dx, *(_like(*one) for one in made), dprob_S
+    dtype = weights.w1.dtype
+    own = [_like(grad, dtype, buffer) for grad, buffer in zip(grads, buffers, strict=True)]
+    return dx, *own, dprob_S
 
 
 def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:
@@ -338,6 +339,6 @@ def input_for_wgrad(saved: Rows, ops: Backend, spec: MLPSpec) -> Rows:
     return ops.quantize(saved) if again else saved
 
 
-def _like(grad: Tensor | None, weight: Tensor, buffer: Buffer | None) -> Tensor | None:
+def _like(grad: Tensor | None, dtype: torch.dtype, buffer: Buffer | None) -> Tensor | None:
     """A gradient in the dtype of the weights, unless it is in a buffer, where nobody reads it."""
-    return grad if grad is None or buffer is not None else grad.to(weight.dtype)
+    return grad if grad is None or buffer is not None else grad.to(dtype)

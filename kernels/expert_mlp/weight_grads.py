@@ -51,7 +51,9 @@ class WeightGrads:
         dw1 = dw2 = db1 = db2 = None
         if need_w2:
             self.of_w2 = self._columns(self.of_w2)
-            dw2 = self.ops.wgrad(*self.of_w2, plan, buffers[1])
+            dy, a = self.of_w2
+            dw2 = self.ops.wgrad(dy, a, plan, buffers[1])
+            del dy, a
         if last:
             self.of_w2 = []
         if need_b2 and self.of_b2 is not None:
@@ -64,7 +66,8 @@ class WeightGrads:
             self.of_w1, self.tokens = [*self.of_w1, x], None
         if need_w1:
             self.of_w1 = self._columns(self.of_w1)
-            dw1 = self.ops.wgrad(*self.of_w1, plan, buffers[0])
+            dh, x = self.of_w1
+            dw1 = self.ops.wgrad(dh, x, plan, buffers[0])
         if need_b1 and self.db1_LH is not None:
             db1 = put(plan.of_these(self.db1_LH), buffers[2])
         elif need_b1 and self.of_b1 is not None:

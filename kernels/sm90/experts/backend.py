@@ -53,33 +53,43 @@ class Fused(AsTheyAre):
     ) -> tuple[Tensor | None, Tensor]:
         from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 
-        return fc1_act(
-            x_ND,
-            fc1.weight_LOI,
-            plan.offsets,
-            act,
-            index_S=plan.row_index_S,
-            prob_S=plan.row_prob_S,
-            bias_LH=fc1.bias_LO,
-            keep_h=keep_h,
-            ready=ready,
-            sm_margin=self._sm_margin,
-            dynamic=self._dynamic,
-        )
+        made = None
+        for layer, part in fc1.runs(plan):
+            made = fc1_act(
+                x_ND,
+                layer.weight_LOI,
+                part.offsets,
+                act,
+                index_S=plan.row_index_S,
+                prob_S=plan.row_prob_S,
+                bias_LH=layer.bias_LO,
+                keep_h=keep_h,
+                ready=None if part.behind else ready,
+                out=made,
+                sm_margin=self._sm_margin,
+                dynamic=self._dynamic,
+            )
+        assert made is not None
+        return made
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         from phalanx.kernels.sm90.experts.rows import rows as grouped_gemm
 
-        return grouped_gemm(
-            a_SI,
-            linear.weight_LOI,
-            plan.offsets,
-            bias_LN=linear.bias_LO,
-            scale_S=self._scale_of_bias(linear, plan, a_SI),
-            sm_margin=self._sm_margin,
-            dynamic=self._dynamic,
-            signal=signal,
-        )
+        y_SO, scale_S = None, self._scale_of_bias(linear, plan, a_SI)
+        for layer, part in linear.runs(plan):
+            y_SO = grouped_gemm(
+                a_SI,
+                layer.weight_LOI,
+                part.offsets,
+                bias_LN=layer.bias_LO,
+                scale_S=scale_S,
+                out_SN=y_SO,
+                sm_margin=self._sm_margin,
+                dynamic=self._dynamic,
+                signal=None if part.behind else signal,
+            )
+        assert y_SO is not None
+        return y_SO
 
     def fc2_dgrad_dact(
         self,
@@ -93,19 +103,23 @@ class Fused(AsTheyAre):
     ) -> HiddenGrads:
         from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 
-        index_S = plan.row_index_S if dy.gather else None
-        dh_SH, a_SF, partial_CS = fc2_dgrad_dact(
-            dy.matrix,
-            fc2.weight_LOI,
-            h_SH,
-            plan.offsets,
-            act,
-            index_S=index_S,
-            prob_S=plan.row_prob_S,
-            ready=ready,
-            sm_margin=self._sm_margin,
-            dynamic=self._dynamic,
-        )
+        made, index_S = None, plan.row_index_S if dy.gather else None
+        for layer, part in fc2.runs(plan):
+            made = fc2_dgrad_dact(
+                dy.matrix,
+                layer.weight_LOI,
+                h_SH,
+                part.offsets,
+                act,
+                index_S=index_S,
+                prob_S=plan.row_prob_S,
+                ready=None if part.behind else ready,
+                out=made,
+                sm_margin=self._sm_margin,
+                dynamic=self._dynamic,
+            )
+        assert made is not None
+        dh_SH, a_SF, partial_CS = made
         return HiddenGrads(dh_SH, a_SF, self._dprob(partial_CS, dy, fc2, plan), None)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
@@ -137,6 +151,7 @@ class Fused(AsTheyAre):
             out_LO=None if into is None else into.out,
             dtype=torch.float32,
             accumulate=into is not None and into.add,
+            behind=plan.behind,
         )
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
@@ -166,8 +181,9 @@ class Fused(AsTheyAre):
         if partial_CS is None:
             return None
         table_NL = None
-        if fc2.bias_LO is not None and len(matrix := self._in_bf16(dy)):
-            table_NL = _with_every_bias(matrix, fc2.bias_LO)
+        biases_PO = fc2.biases_PO
+        if biases_PO is not None and len(matrix := self._in_bf16(dy)):
+            table_NL = _with_every_bias(matrix, biases_PO)
         index_S = plan.row_index_S if dy.gather else None
         return dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)
 

@@ -44,6 +44,8 @@ class BiasGradConfig:
     """Rows are multiplied by scale."""
     indexed: bool = False
     """An index names the rows of d."""
+    behind: bool = False
+    """Rows before offsets[0] are others', in slots that nobody reads."""
 
 
 class BiasGradKernel:
@@ -180,6 +182,8 @@ class BiasGradKernel:
                 high = middle - 1
         begin, end = offsets[low], offsets[low + 1]
         row = begin + (slot - (begin // CHUNK + low)) * CHUNK
+        if cutlass.const_expr(self.config.behind):
+            row = cutlass.select_(row < begin, end, row)
         return cutlass.min(row, end), end
 
     @cute.jit
@@ -233,6 +237,7 @@ def bias_grad(
     out_LO: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     accumulate: bool = False,
+    behind: bool = False,
 ) -> Tensor:
     """db[e] (+)= sum over expert e's rows s of scale[s] * d[s], in fp32, rounded once.
 
@@ -244,6 +249,7 @@ def bias_grad(
         scale_S: fp32 [S]; default: ones. index_S: int32 [S]. Neither is read from offsets[L] on.
         out_LO: bf16 or fp32, contiguous; default: a new one of `dtype`.
         accumulate: add to out_LO instead of writing it.
+        behind: offsets[0] need not be 0; rows before it are not read.
 
     Returns:
         db_LO; experts without rows have zeros, or with `accumulate` what they had.
@@ -271,7 +277,8 @@ def bias_grad(
     if S == 0 or N == 0:
         return out if accumulate else out.zero_()
     config = BiasGradConfig(
-        out.dtype == torch.float32, accumulate, scale_S is not None, index_S is not None
+        *(out.dtype == torch.float32, accumulate, scale_S is not None, index_S is not None),
+        behind=behind,
     )
     slots = d.new_empty(S // CHUNK + L, O, dtype=torch.float32)
     launch(BiasGradKernel, config, (d, scale_S, index_S, offsets, slots, out), (S, O, L))

@@ -101,6 +101,7 @@ def fc1_act(
     bias_LH: Tensor | None = None,
     keep_h: bool = True,
     ready: Tensor | None = None,
+    out: tuple[Tensor | None, Tensor] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
     dynamic: bool = True,
@@ -119,6 +120,8 @@ def fc1_act(
         keep_h: return h too; without it, it is not written.
         ready: int64 [6] of `ready.ready_words`, on the device: rows of x, picked by an index, are
             still being pushed.
+        out: h_SH (None without keep_h) and a_SF to write to; rows of other experts are left alone.
+            Default: new ones.
         counter, sm_margin, dynamic, loop: as in `rows`.
 
     Returns:
@@ -143,7 +146,13 @@ def fc1_act(
         ready=(ready, torch.int64, (WORDS,)),
         counter=(counter, torch.int32, (1,)),
     )
-    h, a = x.new_empty(S, H) if keep_h else None, x.new_empty(S, F)
+    if out is None:
+        out = x.new_empty(S, H) if keep_h else None, x.new_empty(S, F)
+    elif (out[0] is not None) != keep_h:
+        raise ValueError(f"out: with keep_h={keep_h} h must {'' if keep_h else 'not '}be given")
+    else:
+        require(x.device, h=(out[0], torch.bfloat16, (S, H)), a=(out[1], torch.bfloat16, (S, F)))
+    h, a = out
     if loop is None:
         gather, halves = index_S is not None, H // F
         loop = tiles.choose("fc1_act", F, D, gather=gather, transposed=False, halves=halves)

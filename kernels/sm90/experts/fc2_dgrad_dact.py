@@ -100,6 +100,7 @@ def fc2_dgrad_dact(
     index_S: Tensor | None = None,
     prob_S: Tensor | None = None,
     ready: Tensor | None = None,
+    out: tuple[Tensor, Tensor, Tensor | None] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
     dynamic: bool = True,
@@ -113,6 +114,8 @@ def fc2_dgrad_dact(
         h_SH: bf16, as from `fc1_act`.
         offsets: int32 [L + 1], as in `rows`.
         act, index_S, prob_S, ready: as in `fc1_act`.
+        out: what is returned, to be written to; rows of other experts are left alone. Default: new
+            tensors.
         counter, sm_margin, dynamic, loop: as in `rows`.
 
     Returns:
@@ -142,8 +145,20 @@ def fc2_dgrad_dact(
         loop = tiles.choose("fc2_dgrad_dact", F, D, **how)
         if act.kind == "geglu":  # the error function would not leave enough registers for more
             loop = tiles.configured("pp128", **how)
-    dh, a = torch.empty_like(h_SH), h_SH.new_empty(S, F)
-    dprob = None if prob_S is None else prob_S.new_empty(-(-F // loop.columns), S)
+    column_tiles = -(-F // loop.columns)
+    if out is None:
+        dh, a = torch.empty_like(h_SH), h_SH.new_empty(S, F)
+        out = dh, a, None if prob_S is None else prob_S.new_empty(column_tiles, S)
+    elif (out[2] is None) != (prob_S is None):
+        raise ValueError("out: dprob is given if prob is, and not otherwise")
+    else:
+        require(
+            dy.device,
+            dh=(out[0], torch.bfloat16, (S, H)),
+            a=(out[1], torch.bfloat16, (S, F)),
+            dprob=(out[2], torch.float32, (column_tiles, S)),
+        )
+    dh, a, dprob = out
     config = GemmConfig(ActGrad(act, prob_S is not None), loop, dynamic, ready is not None)
     if S and dy.shape[0]:
         counter = counter_of(dy.device) if counter is None else counter

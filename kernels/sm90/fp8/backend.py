@@ -62,18 +62,23 @@ class FusedFP8(FP8Operands, Fused):
     ) -> tuple[Rows | None, Rows]:
         from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 
-        h_SH, a = fp8_fc1_act(
-            x_ND,
-            self._weights(fc1),
-            plan.offsets,
-            act,
-            index_S=plan.row_index_S,
-            prob_S=plan.row_prob_S,
-            bias_LH=fc1.bias_LO,
-            keep_h=keep_h,
-            ready=ready,
-            **self._how,
-        )
+        made = None
+        for layer, part in fc1.runs(plan):
+            made = fp8_fc1_act(
+                x_ND,
+                self._weights(layer),
+                part.offsets,
+                act,
+                index_S=plan.row_index_S,
+                prob_S=plan.row_prob_S,
+                bias_LH=layer.bias_LO,
+                keep_h=keep_h,
+                ready=None if part.behind else ready,
+                out=made,
+                **self._how,
+            )
+        assert made is not None
+        h_SH, a = made
         if h_SH is not None and self._recipe.hidden == "fp8":
             return quantize_rows(h_SH, fc1.parts), a
         return h_SH, a
@@ -87,16 +92,21 @@ class FusedFP8(FP8Operands, Fused):
         """With so many more SMs free."""
         from phalanx.kernels.sm90.fp8.rows import fp8_rows
 
-        return fp8_rows(
-            a_SI,
-            self._weights(linear),
-            plan.offsets,
-            parts=linear.parts_in,
-            bias_LN=linear.bias_LO,
-            scale_S=self._scale_of_bias(linear, plan, a_SI.data),
-            signal=signal,
-            **self._how | dict(sm_margin=self._sm_margin + free),
-        )
+        y_SO, scale_S = None, self._scale_of_bias(linear, plan, a_SI.data)
+        for layer, part in linear.runs(plan):
+            y_SO = fp8_rows(
+                a_SI,
+                self._weights(layer),
+                part.offsets,
+                parts=layer.parts_in,
+                bias_LN=layer.bias_LO,
+                scale_S=scale_S,
+                out_SN=y_SO,
+                signal=None if part.behind else signal,
+                **self._how | dict(sm_margin=self._sm_margin + free),
+            )
+        assert y_SO is not None
+        return y_SO
 
     def fc2_dgrad_dact(
         self,
@@ -115,17 +125,22 @@ class FusedFP8(FP8Operands, Fused):
         parts = act.facts.halves
         h_SH = self._in_bf16(Operand(h_SH, parts=parts))
         index_S = plan.row_index_S if dy.gather else None
-        dh, a, partial_CS = fp8_fc2_dgrad_dact(
-            dy.matrix,
-            self._weights(fc2.transposed),
-            h_SH,
-            plan.offsets,
-            act,
-            index_S=index_S,
-            prob_S=plan.row_prob_S,
-            ready=ready,
-            **self._how,
-        )
+        made = None
+        for layer, part in fc2.transposed.runs(plan):
+            made = fp8_fc2_dgrad_dact(
+                dy.matrix,
+                self._weights(layer),
+                h_SH,
+                part.offsets,
+                act,
+                index_S=index_S,
+                prob_S=plan.row_prob_S,
+                ready=None if part.behind else ready,
+                out=made,
+                **self._how,
+            )
+        assert made is not None
+        dh, a, partial_CS = made
         return HiddenGrads(dh, a, self._dprob(partial_CS, dy, fc2, plan), None)
 
     def rows_and_columns(
@@ -161,7 +176,7 @@ class FusedFP8(FP8Operands, Fused):
         return fp8_wgrad(
             d.matrix,
             v.matrix,
-            column_offsets(plan.offsets),
+            plan.moved(column_offsets).offsets,
             parts=d.parts,
             out_LOI=None if into is None else into.out,
             accumulate=into is not None and into.add,

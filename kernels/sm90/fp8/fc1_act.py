@@ -104,6 +104,7 @@ def fp8_fc1_act(
     bias_LH: Tensor | None = None,
     keep_h: bool = True,
     ready: Tensor | None = None,
+    out: tuple[Tensor | None, Quantized] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
     dynamic: bool = True,
@@ -124,6 +125,8 @@ def fp8_fc1_act(
         keep_h: return h too; without it, it is not written.
         ready: int64 [6] of `ready.ready_words`, on the device: rows of x and their scales, picked
             by an index, are still being pushed.
+        out: h_SH (None without keep_h) and a_SF to write to; rows of other experts are left alone.
+            Default: new ones.
         counter, sm_margin, dynamic: as in `rows`.
 
     Returns:
@@ -151,8 +154,19 @@ def fp8_fc1_act(
         ready=(ready, torch.int64, (WORDS,)),
         counter=(counter, torch.int32, (1,)),
     )
-    h = x.scale.new_empty(S, H, dtype=torch.bfloat16) if keep_h else None
-    a = Quantized(x.data.new_empty(S, F), x.scale.new_empty(S, block_count(F)))
+    if out is None:
+        h = x.scale.new_empty(S, H, dtype=torch.bfloat16) if keep_h else None
+        out = h, Quantized(x.data.new_empty(S, F), x.scale.new_empty(S, block_count(F)))
+    elif (out[0] is not None) != keep_h:
+        raise ValueError(f"out: with keep_h={keep_h} h must {'' if keep_h else 'not '}be given")
+    else:
+        require(
+            device,
+            h=(out[0], torch.bfloat16, (S, H)),
+            a=(out[1].data, torch.float8_e4m3fn, (S, F)),
+            a_scale=(out[1].scale, torch.float32, (S, block_count(F))),
+        )
+    h, a = out
     loop: Fp8Mainloop = choose(COLUMNS, x.data, gather=index_S is not None)
     epilogue = Fp8Act(act, bias_LH is not None, keep_h, prob_S is not None)
     config = GemmConfig(epilogue, loop, dynamic, ready is not None)

@@ -120,6 +120,7 @@ def fp8_fc2_dgrad_dact(
     index_S: Tensor | None = None,
     prob_S: Tensor | None = None,
     ready: Tensor | None = None,
+    out: tuple[Quantized, Quantized, Tensor | None] | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
     dynamic: bool = True,
@@ -136,6 +137,8 @@ def fp8_fc2_dgrad_dact(
         h_SH: bf16, as from `fc1_act`.
         offsets: int32 [L + 1], as in `rows`.
         act, index_S, prob_S, ready: as in `fc1_act`.
+        out: what is returned, to be written to; rows of other experts are left alone. Default: new
+            tensors.
         counter, sm_margin, dynamic: as in `rows`.
 
     Returns:
@@ -163,10 +166,24 @@ def fp8_fc2_dgrad_dact(
         counter=(counter, torch.int32, (1,)),
     )
     halves, fp8 = H // F, dict(dtype=torch.float8_e4m3fn)
-    dh = Quantized(dy.data.new_empty(S, H), dy.scale.new_empty(S, block_count(H, halves)))
-    a = Quantized(dy.data.new_empty(S, F, **fp8), dy.scale.new_empty(S, block_count(F)))
     loop = choose(COLUMNS, dy.data, gather=index_S is not None)
-    dprob = None if prob_S is None else prob_S.new_empty(-(-F // loop.columns), S)
+    tiles, of_dh, of_a = -(-F // loop.columns), block_count(H, halves), block_count(F)
+    if out is None:
+        dh = Quantized(dy.data.new_empty(S, H), dy.scale.new_empty(S, of_dh))
+        a = Quantized(dy.data.new_empty(S, F, **fp8), dy.scale.new_empty(S, of_a))
+        out = dh, a, None if prob_S is None else prob_S.new_empty(tiles, S)
+    elif (out[2] is None) != (prob_S is None):
+        raise ValueError("out: dprob is given if prob is, and not otherwise")
+    else:
+        require(
+            device,
+            dh=(out[0].data, dy.data.dtype, (S, H)),
+            dh_scale=(out[0].scale, torch.float32, (S, of_dh)),
+            a=(out[1].data, torch.float8_e4m3fn, (S, F)),
+            a_scale=(out[1].scale, torch.float32, (S, of_a)),
+            dprob=(out[2], torch.float32, (tiles, S)),
+        )
+    dh, a, dprob = out
     epilogue = Fp8ActGrad(act, prob_S is not None, rows_format("dy", dy.data))
     config = GemmConfig(epilogue, loop, dynamic, ready is not None)
     if S and N:
