@@ -204,8 +204,9 @@ def _clones(cfg: Config, ranks: int) -> Iterator[str]:
     if p.clones in (0, "auto"):
         return
     transport = TRANSPORTS.get(p.dispatch)  # none yet with auto
-    if cfg.kernels.backend == "megatron":
-        yield repair(cfg, path, "is not possible with kernels.backend=megatron", 0)
+    if cfg.kernels.backend in ("megatron", "cudnn"):
+        reason = f"is not possible with kernels.backend={cfg.kernels.backend}"
+        yield repair(cfg, path, reason, 0)
     elif transport is not None and not transport.clones:
         can = " or ".join(name for name, facts in TRANSPORTS.items() if facts.clones)
         reason = f"is not possible with parallel.dispatch={p.dispatch}, only with {can}"

@@ -70,6 +70,8 @@ def grouped_mlp(
     check(x_ND, weights, plan, spec.activation, guests=guests is not None)
     if overlap is not None and spec.backend != "fused":
         raise ValueError(f"overlap: only the fused kernels wait for rows, not {spec.backend}")
+    if guests is not None and spec.backend == "cudnn":
+        raise ValueError("guests: kernels=cudnn has none: set parallel.clones=0 or kernels=torch")
     if addends and (overlap is not None or plan.inverse_NK is None):
         raise ValueError("addends: only the sums of tokens have some, not what is sent or rows")
     if len(addends) > MOST_ADDENDS:

@@ -330,16 +330,22 @@ class Activations:
         return {"moe": routing + 8 * s.rows + received + guests, "expert_h": h}
 
     def guests(self) -> Layer:
-        """Of a layer whose hot experts are cloned: weights of own experts and guests beside each
-        other, their gradients in fp32, and what is exchanged of the larger matrix."""
+        """Of a layer whose hot experts are cloned: guests' weights, their gradients in fp32, and
+        what is exchanged of the larger matrix; own gradients in fp32 if they have no buffer, and,
+        where one call takes all experts, their larger matrix once more."""
         e, slots = self._cfg.model.moe, clone_slots(self._cfg, self._world)
         if not slots:
             return Layer(0, 0)
         ranks, wide = expert_parallel_size(self._cfg, self._world), 2 * self._wide
         halves, one = ACTIVATIONS[e.activation].halves, self._cfg.model.hidden * e.ffn
-        expert, places = (halves + 1) * one, e.experts // ranks + slots
+        expert, own, k = (halves + 1) * one, e.experts // ranks, self._cfg.kernels
         kept = slots * expert * wide if self._cfg.parallel.save_x == "keep" else 0
-        return Layer(kept, places * expert * (wide + 4) + 3 * ranks * slots * halves * one * 4)
+        backward = slots * expert * (wide + 4) + 3 * ranks * slots * halves * one * 4
+        if not k.gradient_accumulation_fusion:
+            backward += own * expert * 4
+        if k.backend != "fused":
+            backward += (own + slots) * halves * one * wide
+        return Layer(kept, backward)
 
     def _experts_backward(self) -> int:
         """Most of the steps of `kernels.expert_mlp.custom_ops`, in their order."""

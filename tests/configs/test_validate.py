@@ -189,6 +189,7 @@ def _texts(value: object) -> object:
             "model.moe.router.rounding=none",
         ),
         ("parallel.clones=2 kernels=megatron", 2, "not possible with", "parallel.clones=0"),
+        ("parallel.clones=2 kernels=cudnn", 2, "not possible with", "parallel.clones=0"),
         (
             "parallel.clones=2 parallel.dispatch=symm",
             2,

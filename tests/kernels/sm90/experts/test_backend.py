@@ -25,7 +25,9 @@ from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.sm90.experts import backend
+from tests.kernels.guests import Copied, compare, experts_of, with_guests
 from tests.kernels.problems import (
+    Problem,
     error,
     forward,
     gradients,
@@ -40,6 +42,15 @@ ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
 TILES = 3
 reference = Reference()
 launches: list[tuple[str, int, bool]] = []
+
+
+def written(out: Tensor | None, made: Tensor, offsets: Tensor, dim: int = 0) -> Tensor:
+    """What is there after a launch for the experts of `offsets`, into `out` if it is given."""
+    if out is None:
+        return made
+    begin, end = int(offsets[0]), int(offsets[-1])
+    out.narrow(dim, begin, end - begin).copy_(made.narrow(dim, begin, end - begin))
+    return out
 
 
 def plan_of(offsets: Tensor, index: Tensor | None = None, prob: Tensor | None = None) -> ExpertPlan:
@@ -64,32 +75,52 @@ class Kernels:
     class fc1_act:
         @staticmethod
         def fc1_act(
-            x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, sm_margin, dynamic
+            x,
+            w1_LHD,
+            offsets,
+            act,
+            *,
+            index_S,
+            prob_S,
+            bias_LH,
+            keep_h,
+            ready,
+            out,
+            sm_margin,
+            dynamic,
         ):
             launches.append(("fc1_act", sm_margin, dynamic))
+            assert ready is None or out is None, "all rows have come before it is guests' turn"
             plan = plan_of(offsets, index_S, prob_S)
-            return reference.fc1_act(x, Linear(w1_LHD, bias_LH), plan, act, keep_h=keep_h)
+            h, a = reference.fc1_act(x, Linear(w1_LHD, bias_LH), plan, act, keep_h=keep_h)
+            to_h, to_a = out or (None, None)
+            return None if h is None else written(to_h, h, offsets), written(to_a, a, offsets)
 
     class rows:
         @staticmethod
-        def rows(a, w_LNK, offsets, *, bias_LN, scale_S, sm_margin, dynamic, signal):
+        def rows(a, w_LNK, offsets, *, bias_LN, scale_S, out_SN, sm_margin, dynamic, signal):
             assert (bias_LN is None) == (scale_S is None)
+            assert signal is None or out_SN is None, "own experts alone signal"
             launches.append(("rows", sm_margin, dynamic))
-            return reference.rows(a, Linear(w_LNK, bias_LN), plan_of(offsets, None, scale_S))
+            y = reference.rows(a, Linear(w_LNK, bias_LN), plan_of(offsets, None, scale_S))
+            return written(out_SN, y, offsets)
 
     class fc2_dgrad_dact:
         @staticmethod
         def fc2_dgrad_dact(
-            dy, w2_LDF, h_SH, offsets, act, *, index_S, prob_S, ready, sm_margin, dynamic
+            dy, w2_LDF, h_SH, offsets, act, *, index_S, prob_S, ready, out, sm_margin, dynamic
         ):
             launches.append(("fc2_dgrad_dact", sm_margin, dynamic))
+            assert ready is None or out is None, "all rows have come before it is guests' turn"
+            to_dh, to_a, to_parts = out or (None, None, None)
             plan, operand = plan_of(offsets, index_S, prob_S), Operand(dy, index_S is not None)
             dh, a, dprob, *_ = reference.fc2_dgrad_dact(operand, Linear(w2_LDF), h_SH, plan, act)
+            dh, a = written(to_dh, dh, offsets), written(to_a, a, offsets)
             if dprob is None:
                 return dh, a, None
             parts = torch.stack([dprob / TILES] * TILES)
             parts[:, int(offsets[-1]) :] = float("nan")
-            return dh, a, parts
+            return dh, a, written(to_parts, parts, offsets, 1)
 
     class dprob:
         @staticmethod
@@ -129,8 +160,8 @@ class Kernels:
 
     class bias_grad:
         @staticmethod
-        def bias_grad(d, offsets, *, scale_S, index_S, out_LO, dtype, accumulate):
-            assert dtype == torch.float32
+        def bias_grad(d, offsets, *, scale_S, index_S, out_LO, dtype, accumulate, behind):
+            assert dtype == torch.float32 and (behind or not offsets[0])
             plan, operand = plan_of(offsets, index_S, scale_S), Operand(d, index_S is not None)
             into = None if out_LO is None else Buffer(out_LO, accumulate)
             return reference.bias_grad(operand, plan, scale=scale_S is not None, into=into)
@@ -260,3 +291,92 @@ def test_without_gradients_h_is_not_written() -> None:
     with torch.no_grad():
         out = forward(p, leaves_of(p), "fused")
     assert error(out, run(p, "reference")["out"]) < 1e-6
+
+
+def guests_problem(act: Activation = ACT, *, bias: bool) -> Problem:
+    """Six places, of which one guest's is empty."""
+    choice = random_choice(60, 3, [0, 1, 3, 5])
+    return make(act, torch.float32, bias=bias, choice=choice, L=6, rows=200)
+
+
+ORDER = torch.tensor([5, 1, 0, 4, 3, 2], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("act", [ACT, Activation("squared_relu")], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_guests_are_a_second_launch(bias: bool, act: Activation) -> None:
+    margins = Margins(8, 16, 24)
+    spec = MLPSpec(act, "fused", margins, accumulate=True)
+    compare(guests_problem(act, bias=bias), 4, spec, order=ORDER)
+    names = ["fc1_act", "rows", "fc2_dgrad_dact", "rows", "wgrad", "wgrad"]
+    alone = [(name, margin) for name, margin, _ in launches[12:]]
+    assert alone == list(zip(names, (8, 8, 16, 16, 24, 24), strict=True))
+    twice = [(name, margin) for name, margin, _ in launches[:12]]
+    assert twice == [one for pair in alone[:4] for one in (pair, pair)] + alone[4:] * 2
+
+
+class Recorded:
+    """An `Overlap` that tells the order of calls, of one rank to itself."""
+
+    ready = torch.zeros(6, dtype=torch.int64)
+
+    def __init__(self, x: Tensor, log: list) -> None:
+        self._x, self._log = x, log
+
+    def wait_rows(self) -> None:
+        self._log.append("wait_rows")
+
+    def start_sums(self, a_SF: Tensor, hidden: int, plan: ExpertPlan, training: bool) -> str:
+        self._log.append("start_sums")
+        self._sums = a_SF.new_full((len(self._x), hidden), torch.nan)
+        return "signal"
+
+    def finish_sums(self) -> Tensor:
+        self._log.append("finish_sums")
+        return self._sums
+
+    def guest_sums(self, y_SD: Tensor, plan: ExpertPlan) -> None:
+        self._log.append("guest_sums")
+        self._sums.copy_(reference.combine(y_SD, plan.inverse_NK))
+
+    def send_gradient(self, dx_SD: Tensor, dprob_NK: Tensor, plan: ExpertPlan) -> Tensor:
+        self._log.append("send_gradient")
+        self.dprob_NK = dprob_NK
+        return reference.combine(dx_SD, plan.inverse_NK)
+
+    def tokens(self) -> Tensor:
+        self._log.append("tokens")
+        return self._x
+
+    def tokens_first(self) -> Tensor:
+        self._log.append("tokens_first")
+        return self._x
+
+
+FORWARD = "lend fc1_act wait wait_rows fc1_act start_sums rows finish_sums rows guest_sums"
+BACKWARD = """lend {} fc2_dgrad_dact rows rows send_gradient
+    room wgrad {} wgrad give_back wgrad wgrad take_back"""
+AGAIN = {
+    False: BACKWARD.format("fc2_dgrad_dact wait wait_rows", "tokens"),
+    True: BACKWARD.format("tokens_first fc1_act wait fc1_act fc2_dgrad_dact", ""),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_guests_come_and_go_beside_exchanges(
+    recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list = []
+    monkeypatch.setattr(sys.modules[__name__], "launches", log)
+    p, how = guests_problem(bias=True), dict(accumulate=True, recompute_h=recompute)
+    spec = MLPSpec(ACT, "fused", **how)
+    want, _ = compare(p, 4, spec)
+    log.clear()
+    guests, overlap = Copied(experts_of(p, slice(4, None)), log=log), Recorded(p.x, log)
+    got = with_guests(p, 4, spec, guests=guests, overlap=overlap)
+    names = [one if isinstance(one, str) else one[0] for one in log]
+    assert names == [*FORWARD.split(), *AGAIN[recompute].split()]
+    dprob_NK = gather_pairs(want["dprob"], p.inverse)
+    assert torch.equal(overlap.dprob_NK, dprob_NK)
+    for name in got.keys() - {"dprob"}:
+        assert torch.equal(got[name], want[name]), name

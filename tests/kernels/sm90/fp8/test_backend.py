@@ -24,6 +24,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.quantize import kept
 from phalanx.kernels.quantize.blocks import (
+    Quantized,
     dequantize_columns,
     dequantize_rows,
     dequantize_weights,
@@ -31,43 +32,56 @@ from phalanx.kernels.quantize.blocks import (
 )
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.sm90.experts import backend
+from tests.kernels.guests import compare
 from tests.kernels.problems import error, forward, gradients, leaves_of, make, random_choice
-from tests.kernels.sm90.experts.test_backend import Kernels
+from tests.kernels.sm90.experts.test_backend import Kernels, written
 
 reference = Reference()
 
 
+def written_fp8(out: Quantized | None, made: Quantized, offsets: Tensor) -> Quantized:
+    if out is not None:
+        for to, of in zip(out, made, strict=True):
+            written(to.view(of.dtype), of, offsets)
+    return out or made
+
+
 def fp8_fc1_act(
-    x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, sm_margin, dynamic
+    x, w1_LHD, offsets, act, *, index_S, prob_S, bias_LH, keep_h, ready, out, sm_margin, dynamic
 ):
     plan = ExpertPlan(index_S, prob_S, offsets, None)
     values = dequantize_weights(w1_LHD, act.facts.halves)
     given = dequantize_rows(x).bfloat16(), Linear(values.bfloat16(), bias_LH)
     h, a = reference.fc1_act(*given, plan, act)
-    return h if keep_h else None, quantize_rows(a)
+    to_h, to_a = out or (None, None)
+    a = written_fp8(to_a, quantize_rows(a), offsets)
+    return written(to_h, h, offsets) if keep_h else None, a
 
 
-def fp8_rows(a, w_LNK, offsets, *, parts, bias_LN, scale_S, signal, sm_margin, dynamic):
+def fp8_rows(a, w_LNK, offsets, *, parts, bias_LN, scale_S, out_SN, signal, sm_margin, dynamic):
     plan = ExpertPlan(None, scale_S, offsets, None)
     values = dequantize_weights(type(w_LNK)(w_LNK.data.mT, w_LNK.scale.mT), parts).mT
     given = dequantize_rows(a, parts).bfloat16(), Linear(values.bfloat16(), bias_LN)
-    return reference.rows(*given, plan)
+    return written(out_SN, reference.rows(*given, plan), offsets)
 
 
 def fp8_fc2_dgrad_dact(
-    dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, sm_margin, dynamic
+    dy, w2_LFD, h_SH, offsets, act, *, index_S, prob_S, ready, out, sm_margin, dynamic
 ):
     plan = ExpertPlan(index_S, prob_S, offsets, None)
     values = dequantize_weights(w2_LFD).bfloat16().mT
     given = Operand(dequantize_rows(dy).bfloat16(), index_S is not None), Linear(values), h_SH
     dh, a, dprob, *_ = reference.fc2_dgrad_dact(*given, plan, act)
-    dh = quantize_rows(dh, act.facts.halves, dy.data.dtype)
-    return dh, quantize_rows(a), None if dprob is None else dprob[None]
+    to_dh, to_a, to_parts = out or (None, None, None)
+    dh = written_fp8(to_dh, quantize_rows(dh, act.facts.halves, dy.data.dtype), offsets)
+    a = written_fp8(to_a, quantize_rows(a), offsets)
+    return dh, a, None if dprob is None else written(to_parts, dprob[None], offsets, 1)
 
 
 def fp8_wgrad(d, v, column_offsets, *, parts, out_LOI, accumulate, order_L, sm_margin, dynamic):
     T = d.data_CT.shape[1]
-    operands = (dequantize_columns(q, column_offsets, T, n) for q, n in ((d, parts), (v, 1)))
+    all_T = torch.tensor([0, T], dtype=torch.int32)  # experts begin at whole blocks
+    operands = (dequantize_columns(q, all_T, T, n) for q, n in ((d, parts), (v, 1)))
     plan = ExpertPlan(None, None, column_offsets, None)
     into = None if out_LOI is None else Buffer(out_LOI, accumulate)
     return reference.wgrad(*(Operand(t.bfloat16()) for t in operands), plan, into)
@@ -178,3 +192,22 @@ def test_copies_of_a_dense_mlp_stay_with_its_parameters() -> None:
     spec = replace(spec, keep_fp8=False)
     dense_first(x, w1, spec)
     assert not hasattr(w1, "fp8_copies")
+
+
+@pytest.mark.parametrize("act", [Activation("swiglu"), Activation("squared_relu")], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_guests_have_the_bits_of_own_experts(recipe: Fp8Block, bias: bool, act: Activation) -> None:
+    choice = random_choice(200, 2, [0, 1, 3, 5])
+    p = make(act, torch.bfloat16, bias=bias, choice=choice, L=6, D=192, width=160, rows=420)
+    order = torch.tensor([5, 1, 0, 4, 3, 2], dtype=torch.int32)
+    compare(p, 4, MLPSpec(act, "fused", accumulate=True, recipe=recipe), order=order)
+
+
+def test_copies_of_guests_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are others in the next micro-batch."""
+    made, quantize = [], kept.quantize_weights
+    monkeypatch.setattr(kept, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
+    p = make(Activation("swiglu"), torch.bfloat16, L=6, D=192, width=160)
+    compare(p, 4, MLPSpec(p.act, "fused", accumulate=True, recipe=Fp8Block(), keep_fp8=True))
+    assert len(made) == 2 + 4 + 2  # own experts', guests' for each use; all experts' of the other
