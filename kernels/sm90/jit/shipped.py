@@ -116,6 +116,9 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
     for add, scaled in product(EITHER, EITHER):
         yield BiasGradKernel, BiasGradConfig(wide=True, add=add, scaled=scaled, indexed=scaled)
     yield from ((BiasGradKernel, BiasGradConfig(True, add, scaled=True)) for add in EITHER)
+    for scaled in EITHER:  # of guests
+        config = BiasGradConfig(True, False, scaled=scaled, indexed=scaled, behind=True)
+        yield BiasGradKernel, config
     for table, gather in ((False, False), (True, False), (True, True)):
         yield DprobKernel, DprobConfig(table, gather)
 

@@ -5,6 +5,7 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.estimate.activations import Activations
 from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, row_memory
@@ -57,6 +58,9 @@ def test_guests_have_room() -> None:
     (a,), (b,), (c,) = (stage_memory(cfg, RANKS) for cfg in (without, cloned, kept))
     assert 0 < b.backward - a.backward <= held and b.saved == a.saved
     assert c.saved - b.saved == LAYERS * slots * 3 * matrix * 2
+    torch = known(alltoall, "kernels=torch", f"parallel.clones={slots}")
+    both = [Activations(cfg, RANKS).guests().backward for cfg in (cloned, torch)]
+    assert both == [held, held + (own + slots) * 2 * matrix * 2]
     with pytest.raises(ConfigError, match="symm cannot clone experts; set parallel.dispatch=all"):
         known("parallel.clones=2")
     assert known("parallel.clones=auto").parallel.clones == 0

@@ -62,6 +62,19 @@ class Problem:
         return torch.stack([scaled[rows].sum(0) for rows in self.rows])
 
 
+@pytest.mark.parametrize("indexed", [False, True], ids=["dense", "indexed"])
+@pytest.mark.parametrize("first", [2, 4, 6])
+def test_rows_before_the_first_expert_are_not_read(first, indexed):
+    p = Problem(COUNTS["ragged"], 320, scaled=True, indexed=indexed)
+    want = bias_grad(**p.given, dtype=FP32)[first:]
+    before = int(p.offsets[first])
+    p.given["scale_S"][:before] = float("nan")
+    if indexed:
+        p.given["index_S"][:before] = 2**31 - 1
+    p.given["offsets"] = p.offsets[first:]
+    assert torch.equal(bias_grad(**p.given, dtype=FP32, behind=True), want)
+
+
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("indexed", [False, True], ids=["dense", "indexed"])
 @pytest.mark.parametrize("O", [64, 320, 2880])
