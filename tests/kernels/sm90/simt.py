@@ -351,6 +351,7 @@ def _cutlass() -> Any:
         Boolean=bool,
         Int64=int,
         Float32=np.float32,
+        BFloat16=None,  # of pointers alone
         Constexpr=int,
         range=_range,
         range_constexpr=range,
