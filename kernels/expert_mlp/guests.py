@@ -25,8 +25,8 @@ from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
 
 class Guests(Protocol):
     """Guests of one micro-batch in one layer. All ranks of a group call each method together, in
-    this order: once in the forward pass up to `wait`, and once in the backward pass, which begins
-    with `room` if weights were kept."""
+    this order: in the forward pass up to `wait`, and all in the backward pass, but for the first
+    two if weights were kept and for the rest if no weight has a gradient."""
 
     keep: bool
     """Weights stay from the forward pass to the backward pass; otherwise they are lent again."""
@@ -126,13 +126,14 @@ def shared_grads(
         into = [None if w is None else Buffer(w, add=False) for w in room]
         work.make(behind, into, last=False)
     guests.give_back()
-    grads = work.make(first, [b or _scratch(w) for b, w in zip(buffers, own, strict=True)])
+    wanted = zip(work.needs, buffers, own, strict=True)
+    grads = work.make(first, [into or _scratch(w) if need else None for need, into, w in wanted])
     guests.take_back(grads)
     return grads
 
 
 def _scratch(weight: Tensor | None) -> Buffer | None:
-    """fp32, as a gradient is added to."""
+    """fp32 for a gradient that is added to before it is rounded."""
     if weight is None:
         return None
     return Buffer(torch.empty_like(weight, dtype=torch.float32), add=False)
