@@ -118,13 +118,12 @@ class ExpertMLP(torch.autograd.Function):
         *addends: Tensor,
     ) -> Tensor:
         weights, overlap, guests = MLPWeights(w1, w2, b1, b2), how.overlap, None
+        ctx.how, ctx.kept_guests = how, None
         if how.guests is not None:
             rows = None if overlap is None else overlap.wait_rows
             guests = lent(how.guests, weights, None, rows)
+            ctx.kept_guests = guests.weights if how.guests.keep else None
         out, h, x_rows = run_forward(x, weights, plan, how, addends, guests)
-        ctx.how, ctx.kept_guests = how, None
-        if guests is not None and how.guests is not None and how.guests.keep:
-            ctx.kept_guests = guests.weights
         if how.spec.recompute_h:
             h = x.new_empty(0)
         elif how.made_h is not None:
@@ -196,6 +195,7 @@ class Saved(NamedTuple):
     plan: ExpertPlan
     how: How
     guests: Lent | None = None
+    """Of this pass."""
 
 
 def run_forward(
@@ -289,7 +289,7 @@ def run_backward(
         db1_LH=db1,
         tokens=None if overlap is None or x_ND is not None else overlap.tokens,
     )
-    del dout, dy, operands  # the largest buffers of the backward after dh, but for their last use
+    del dout, dy, operands  # the largest buffers of the backward after dh: `work` lets go of them
     if how.guests is None or not any(needs[1:]):
         grads = work.make(plan, buffers)
     else:
