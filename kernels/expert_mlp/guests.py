@@ -21,6 +21,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
+from phalanx.kernels.routing.split_order import split_order
 
 
 class Guests(Protocol):
@@ -101,10 +102,8 @@ def in_turn(plan: ExpertPlan, own: int) -> tuple[ExpertPlan, ExpertPlan]:
     first, behind = plan.split(own)
     if plan.order_L is None:
         return first, behind
-    # Own places before those of guests, and in both as they were.
-    apart = (plan.order_L >= own).to(torch.uint8).sort(stable=True).indices
-    order_P = plan.order_L.index_select(0, apart)
-    return first._replace(order_L=order_P[:own]), behind._replace(order_L=order_P[own:] - own)
+    of_own, of_guests = split_order(plan.order_L, own)
+    return first._replace(order_L=of_own), behind._replace(order_L=of_guests)
 
 
 def shared_grads(
