@@ -148,7 +148,7 @@ def plan(
     if not -(1 << 31) <= first_expert < 1 << 31:
         raise ValueError(f"first_expert={first_expert}: must be an int32")
     blocks, span = chunks(pairs, local_experts, sms(where))
-    made = ExpertPlan(
+    made = (
         topk_idx_NK.new_empty(rows),
         topk_prob_NK.new_empty(rows),
         topk_idx_NK.new_empty(local_experts + 1),
@@ -160,7 +160,7 @@ def plan(
     config = PlanConfig(next(c for c in CAPACITIES if c >= local_experts))
     sizes = (pairs, K, first_expert, local_experts, rows, blocks, span)
     launch(PlanKernel, config, (topk_idx_NK, topk_prob_NK, *made, counts), sizes)
-    return made
+    return ExpertPlan(*made)
 
 
 def plan_backward(dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 from phalanx.kernels.routing.plan import make_plan
+from phalanx.kernels.sm90.routing import plan as host
 from phalanx.kernels.sm90.routing.place import MAX_PAIRS, WARPS, PlanConfig, PlanKernel
 from phalanx.kernels.sm90.routing.plan import (
     MAX_EXPERTS,
@@ -106,6 +107,17 @@ def test_plan_compiles_without_a_stack(config, tmp_path):
 
 def test_gather_compiles_without_a_stack(tmp_path):
     Sass(GatherKernel, GatherConfig(), tmp_path).check_no_stack()
+
+
+def test_the_kernel_gets_all_its_arguments(monkeypatch):
+    launched = []
+    monkeypatch.setattr(host, "launch", lambda *given: launched.append(given))
+    monkeypatch.setattr(host, "check", lambda *_: None)
+    monkeypatch.setattr(host, "sms", lambda _: 132)
+    made = plan(*routing(4, 2, range(3)), first_expert=0, local_experts=3, rows=8)
+    ((kernel, _, tensors, sizes),) = launched
+    assert len(tensors) == len(kernel.pointers) and len(sizes) == kernel.integers
+    assert all(a is b for a, b in zip(tensors[2:8], made, strict=False))
 
 
 def test_arguments_are_checked():
