@@ -3,12 +3,16 @@
 Nothing is launched; the package derives, checks and compiles what it would run on a GPU.
 """
 
+import pickle
+import zlib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
 from phalanx.configs.load import load
+from phalanx.kernels.cache import digest_of
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
@@ -16,10 +20,13 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider, rows_for
 from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.moe.experts import activation_of
-from tests.support.offline_cudnn import installed, offline
+from tests.kernels.sm90 import remembered
+from tests.support import offline_cudnn
+from tests.support.offline_cudnn import Log, installed, offline
 
 pytestmark = pytest.mark.skipif(not installed(), reason="needs the extra `cudnn`")
-FOLDER = Path(__file__).parents[3] / "configs" / "model"
+ROOT = Path(__file__).parents[3]
+FOLDER, KERNELS = ROOT / "configs" / "model", ROOT / "kernels"
 RANKS = 8
 """Over which experts are spread, if there are so many."""
 FAST = ("deepseek_v3", "gpt_oss_20b")
@@ -91,7 +98,21 @@ def recipe(folder, form, act, bias, sizes):
     return log
 
 
-def step(folder, spec: MLPSpec, weights: list[torch.Tensor]):
+def step(folder, spec: MLPSpec, weights: list[torch.Tensor]) -> Log:
+    """What `compiled_step` asked for, remembered for as long as all of its sources are the same."""
+    shapes = [(w.dtype, w.shape, w.stride()) for w in weights]
+    # Our own kernels, in the folders of sm90, are for Hopper.
+    sources = {*KERNELS.rglob("*.py")} - {*KERNELS.glob("sm90/*/**/*.py")}
+    own = [Path(__file__), Path(offline_cudnn.__file__)]
+    packages = [version(name) for name in ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl")]
+    name = remembered.named(
+        "cudnn", [repr(spec), repr(shapes), digest_of({*sources, *own}), *packages]
+    )
+    make = lambda: zlib.compress(pickle.dumps(compiled_step(folder, spec, weights)), 1)  # noqa: E731
+    return pickle.loads(zlib.decompress(remembered.cache().fetch(name, make)))
+
+
+def compiled_step(folder, spec: MLPSpec, weights: list[torch.Tensor]) -> Log:
     """Forward and backward, gradients that replace and that are added to fp32 buffers."""
     for w in weights:
         w.main_grad = torch.empty(w.shape)
