@@ -7,10 +7,11 @@ with importing_megatron():
     import phalanx.moe.training.trainer
     import phalanx.train  # noqa: F401
 
-    # What is imported only where it is used, in every run.
-    import megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader  # noqa: F401, I001
-    import megatron.core.dist_checkpointing.strategies.filesystem_async  # noqa: F401
+# What every run imports or looks for, only where it needs it.
+with importing_megatron():
+    import megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader
+    import megatron.core.dist_checkpointing.strategies.filesystem_async
     import megatron.core.models.mimo.optimizer  # noqa: F401
-    import phalanx.parallel.dispatch.alltoall  # noqa: F401
 
-phalanx.configs.load.load([])  # Hydra looks for its plugins
+    import phalanx.parallel.dispatch.alltoall  # noqa: F401
+phalanx.configs.load.load([])  # with Hydra's plugins

@@ -29,34 +29,27 @@ ROOT = Path(__file__).parents[3]
 FOLDER, KERNELS = ROOT / "configs" / "model", ROOT / "kernels"
 RANKS = 8
 """Over which experts are spread, if there are so many."""
-FAST = ("deepseek_v3", "gpt_oss_20b")
 
 
-def cases() -> list[object]:
-    """(hidden, ffn, experts of a rank, activation, bias) of each model, slow but for two. Weights
-    are compiled in with their sizes."""
-    found: dict[tuple, list[str]] = {}
-    for path in sorted(FOLDER.glob("*.yaml")):
-        model = load([f"model={path.stem}"]).model
-        act = activation_of(model.moe)
-        local = max(1, model.moe.experts // RANKS)
-        key = model.hidden, model.moe.ffn, local, act, model.bias
-        found.setdefault(key, []).append(path.stem)
-    return [
-        pytest.param(
-            *key, id=" ".join(names), marks=() if set(names) & set(FAST) else pytest.mark.slow
-        )
-        for key, names in found.items()
-    ]
+def models(*fast: str) -> list[object]:
+    """Names of all models, those that are not named here slow. What several of them need alike is
+    compiled for the first alone."""
+    names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in names]
 
 
-def all_cases() -> list[object]:
-    return [pytest.param(*case.values, id=case.id) for case in cases()]
+def needed(name: str) -> tuple[int, int, int, Activation, bool]:
+    """(hidden, ffn, experts of a rank, activation, bias) of a model. Weights are compiled in with
+    their sizes."""
+    model = load([f"model={name}"]).model
+    local = max(1, model.moe.experts // RANKS)
+    return model.hidden, model.moe.ffn, local, activation_of(model.moe), model.bias
 
 
-@pytest.mark.parametrize(("hidden", "ffn", "experts", "act", "bias"), cases())
-def test_every_model(tmp_path, hidden: int, ffn: int, experts: int, act: Activation, bias: bool):
+@pytest.mark.parametrize("name", models("deepseek_v3", "gpt_oss_20b"))
+def test_every_model(tmp_path, name: str):
     """Forward and backward, gradients that replace and that are added to fp32 buffers."""
+    hidden, ffn, experts, act, bias = needed(name)
     bf16 = dict(dtype=torch.bfloat16)
     shapes = [(experts, 2 * ffn, hidden), (experts, hidden, ffn)]
     shapes += [(experts, 2 * ffn), (experts, hidden)] if bias else []
@@ -79,9 +72,10 @@ def test_every_recipe(tmp_path, form: str, bias: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
-@pytest.mark.parametrize(("hidden", "ffn", "experts", "act", "bias"), all_cases())
-def test_every_recipe_of_every_model(tmp_path, form, hidden, ffn, experts, act, bias) -> None:
+@pytest.mark.parametrize("name", models())
+def test_every_recipe_of_every_model(tmp_path, form: str, name: str) -> None:
     """With one expert, as the weights are quantized for it."""
+    hidden, ffn, _, act, bias = needed(name)
     check(recipe(tmp_path, form, act, bias, (hidden, ffn, 1)))
 
 
