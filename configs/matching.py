@@ -1,5 +1,6 @@
 """Which throughput records (configs.records) a run may be compared with: those of its model."""
 
+import functools
 from dataclasses import dataclass, replace
 
 from phalanx.configs.layout import expert_parallel_size
@@ -44,7 +45,9 @@ def alike(cfg: Config, world: int, gpu: str) -> list[Match]:
     return [m for kind in kinds for m in [m for m in near if isinstance(m.record, kind)][:1]]
 
 
+@functools.cache
 def _everything() -> list[tuple[str, Record]]:
+    """Read once, as a report asks for many runs."""
     theirs: list[tuple[str, Record]] = [(r.source, r) for r in published()]
     return theirs + [(f"docs/measured/training/{name}.yaml", r) for name, r in own().items()]
 

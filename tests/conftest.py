@@ -13,6 +13,8 @@ import torch  # noqa: E402  (reads OMP_NUM_THREADS when it is imported)
 
 from tests.support.turns import in_order, shared  # noqa: E402
 
+gc.disable()  # until all test files are imported, little of which is garbage
+
 if not torch.cuda.is_available():
     os.environ.setdefault(
         "TORCHDYNAMO_DISABLE", "1"
@@ -30,6 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Spare all later collections of garbage what was imported by now; a fifth of the time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.kernels.interpreter_speed import hasten
+
 
 def interpret(module: str) -> None:
     """Call `interpreted` of a test module there, and raise what it raises.
@@ -33,14 +35,6 @@ def _begin() -> None:
     from triton.runtime import interpreter
 
     interpreter._convert_float = _convert
-    tensors = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        tensors(tensor, scope)
-        # Of an array of one number, which NumPy 2.5 no longer takes for that number.
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_maxnumf = _maxnum
     patch = interpreter._patch_lang_tensor
 
@@ -50,6 +44,7 @@ def _begin() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor
+    hasten()
 
 
 def count_in_tensors(module: Any) -> None:

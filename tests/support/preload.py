@@ -6,3 +6,12 @@ with importing_megatron():
     import phalanx.configs.load
     import phalanx.moe.training.trainer
     import phalanx.train  # noqa: F401
+
+# What every run imports or looks for, only where it needs it.
+with importing_megatron():
+    import megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader
+    import megatron.core.dist_checkpointing.strategies.filesystem_async
+    import megatron.core.models.mimo.optimizer  # noqa: F401
+
+    import phalanx.parallel.dispatch.alltoall  # noqa: F401
+phalanx.configs.load.load([])  # with Hydra's plugins

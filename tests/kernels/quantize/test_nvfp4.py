@@ -25,16 +25,13 @@ def draws(x: np.ndarray) -> np.ndarray:
 def check(x: Tensor, counts: list[int], parts: int = 1, *, random: bool = False) -> nvfp4.NVFP4:
     offsets = offsets_of(counts)
     got = nvfp4.quantize_rows(x, offsets, parts, stochastic=random)
-    for e, (begin, end) in enumerate(spans(offsets)):
-        mine = x[begin:end].float().numpy()
-        amax = np.max(np.abs(mine), initial=np.float32(0))
-        assert_same(got.amax[e : e + 1], np.array([amax], np.float32))
-        if begin == end:
-            continue
-        drawn = draws(mine) if random else None
-        want = microscaling.nvfp4(mine, np.full(end - begin, amax), parts, random=drawn)
-        assert_same(got.code[begin:end], want.codes)
-        assert_same(got.scale[begin:end].view(torch.uint8), want.scale)
+    tensors = np.split(x[: sum(counts)].float().numpy(), offsets[1:-1])
+    amax = np.array([np.max(np.abs(mine), initial=0) for mine in tensors], np.float32)
+    assert_same(got.amax, amax)
+    drawn = np.concatenate([draws(mine) for mine in tensors]) if random else None
+    want = microscaling.nvfp4(np.concatenate(tensors), np.repeat(amax, counts), parts, random=drawn)
+    assert_same(got.code[: sum(counts)], want.codes)
+    assert_same(got.scale[: sum(counts)].view(torch.uint8), want.scale)
     assert not got.code[offsets[-1] :].any()
     return got
 

@@ -3,12 +3,16 @@
 Nothing is launched; the package derives, checks and compiles what it would run on a GPU.
 """
 
+import pickle
+import zlib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
 from phalanx.configs.load import load
+from phalanx.kernels.cache import digest_of
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import PlanSize
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
@@ -16,40 +20,36 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider, rows_for
 from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.moe.experts import activation_of
-from tests.support.offline_cudnn import installed, offline
+from tests.kernels.sm90 import remembered
+from tests.support import offline_cudnn
+from tests.support.offline_cudnn import Log, installed, offline
 
 pytestmark = pytest.mark.skipif(not installed(), reason="needs the extra `cudnn`")
-FOLDER = Path(__file__).parents[3] / "configs" / "model"
+ROOT = Path(__file__).parents[3]
+FOLDER, KERNELS = ROOT / "configs" / "model", ROOT / "kernels"
 RANKS = 8
 """Over which experts are spread, if there are so many."""
-FAST = ("deepseek_v3", "gpt_oss_20b")
 
 
-def cases() -> list[object]:
-    """(hidden, ffn, experts of a rank, activation, bias) of each model, slow but for two. Weights
-    are compiled in with their sizes."""
-    found: dict[tuple, list[str]] = {}
-    for path in sorted(FOLDER.glob("*.yaml")):
-        model = load([f"model={path.stem}"]).model
-        act = activation_of(model.moe)
-        local = max(1, model.moe.experts // RANKS)
-        key = model.hidden, model.moe.ffn, local, act, model.bias
-        found.setdefault(key, []).append(path.stem)
-    return [
-        pytest.param(
-            *key, id=" ".join(names), marks=() if set(names) & set(FAST) else pytest.mark.slow
-        )
-        for key, names in found.items()
-    ]
+def models(*fast: str) -> list[object]:
+    """Names of all models, those that are not named here slow. What several of them need alike is
+    compiled for the first alone."""
+    names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in names]
 
 
-def all_cases() -> list[object]:
-    return [pytest.param(*case.values, id=case.id) for case in cases()]
+def needed(name: str) -> tuple[int, int, int, Activation, bool]:
+    """(hidden, ffn, experts of a rank, activation, bias) of a model. Weights are compiled in with
+    their sizes."""
+    model = load([f"model={name}"]).model
+    local = max(1, model.moe.experts // RANKS)
+    return model.hidden, model.moe.ffn, local, activation_of(model.moe), model.bias
 
 
-@pytest.mark.parametrize(("hidden", "ffn", "experts", "act", "bias"), cases())
-def test_every_model(tmp_path, hidden: int, ffn: int, experts: int, act: Activation, bias: bool):
+@pytest.mark.parametrize("name", models("deepseek_v3", "gpt_oss_20b"))
+def test_every_model(tmp_path, name: str):
     """Forward and backward, gradients that replace and that are added to fp32 buffers."""
+    hidden, ffn, experts, act, bias = needed(name)
     bf16 = dict(dtype=torch.bfloat16)
     shapes = [(experts, 2 * ffn, hidden), (experts, hidden, ffn)]
     shapes += [(experts, 2 * ffn), (experts, hidden)] if bias else []
@@ -72,9 +72,10 @@ def test_every_recipe(tmp_path, form: str, bias: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
-@pytest.mark.parametrize(("hidden", "ffn", "experts", "act", "bias"), all_cases())
-def test_every_recipe_of_every_model(tmp_path, form, hidden, ffn, experts, act, bias) -> None:
+@pytest.mark.parametrize("name", models())
+def test_every_recipe_of_every_model(tmp_path, form: str, name: str) -> None:
     """With one expert, as the weights are quantized for it."""
+    hidden, ffn, _, act, bias = needed(name)
     check(recipe(tmp_path, form, act, bias, (hidden, ffn, 1)))
 
 
@@ -91,7 +92,21 @@ def recipe(folder, form, act, bias, sizes):
     return log
 
 
-def step(folder, spec: MLPSpec, weights: list[torch.Tensor]):
+def step(folder, spec: MLPSpec, weights: list[torch.Tensor]) -> Log:
+    """What `compiled_step` asked for, remembered for as long as all of its sources are the same."""
+    shapes = [(w.dtype, w.shape, w.stride()) for w in weights]
+    # Our own kernels, in the folders of sm90, are for Hopper.
+    sources = {*KERNELS.rglob("*.py")} - {*KERNELS.glob("sm90/*/**/*.py")}
+    own = [Path(__file__), Path(offline_cudnn.__file__)]
+    packages = [version(name) for name in ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl")]
+    name = remembered.named(
+        "cudnn", [repr(spec), repr(shapes), digest_of({*sources, *own}), *packages]
+    )
+    make = lambda: zlib.compress(pickle.dumps(compiled_step(folder, spec, weights)), 1)  # noqa: E731
+    return pickle.loads(zlib.decompress(remembered.cache().fetch(name, make)))
+
+
+def compiled_step(folder, spec: MLPSpec, weights: list[torch.Tensor]) -> Log:
     """Forward and backward, gradients that replace and that are added to fp32 buffers."""
     for w in weights:
         w.main_grad = torch.empty(w.shape)

@@ -3,51 +3,53 @@
 The fake stands in the place of the package; everything else is what runs on a GPU.
 """
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.parallel.checkpoint.checkpoints import assert_equal, stored
+from tests.parallel.checkpoint.test_checkpoint_kernels import MODELS, saved_before_step_3
 from tests.support.fake_cudnn.training import experts_on_cpu
 from tests.support.runs import SMALL, records, run
 
-MODELS = {
-    "tiny": ["model=tiny", "model.attention.head_dim=8"],
-    "tiny_gpt_oss": ["model=tiny_gpt_oss", "model.attention.head_dim=8"],
-}
 SIZES = ["model.hidden=64", "model.moe.ffn=64", "run.save_interval=-1"]
 
 
-def losses(
-    folder: Path, world: int, kernels: str, *more: str, precision: str = "bf16"
-) -> list[float]:
-    """Of the steps of a run, whose start page names the experts."""
-    command = [*SMALL, *SIZES, *more, f"precision={precision}", "run.steps=4"]
-    command.append(f"run.dir={folder}")
-    cudnn = kernels == "cudnn"
-    command.append("kernels=auto" if cudnn else f"kernels={kernels}")
-    main, *_ = run(world, command, experts_on_cpu if cudnn else None)
-    assert main.code == 0, main.err
-    assert re.search(rf"grouped_mlp +{kernels}\b", main.out)
-    return [r["loss"] for r in records(folder / "run") if "grad_norm" in r]
+Losses = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """(ranks, kernels, model, precision) -> those of the steps of a run, trained once for all
+    tests, whose start page names the experts."""
+
+    @functools.cache
+    def of(world: int, kernels: str, model: str, precision: str = "bf16") -> torch.Tensor:
+        folder = tmp_path_factory.mktemp("losses")
+        # With small steps no token changes its experts over the noise of bf16.
+        command = [*SMALL, *SIZES, *MODELS[model], "optim.lr=1e-3", f"precision={precision}"]
+        command += ["run.steps=4", f"run.dir={folder}"]
+        cudnn = kernels == "cudnn"
+        command.append("kernels=auto" if cudnn else f"kernels={kernels}")
+        main, *_ = run(world, command, experts_on_cpu if cudnn else None)
+        assert main.code == 0, main.err
+        assert re.search(rf"grouped_mlp +{kernels}\b", main.out)
+        return torch.tensor([r["loss"] for r in records(folder / "run") if "grad_norm" in r])
+
+    return of
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
-def test_losses_are_those_of_the_reference(tmp_path: Path, model: str, world: int) -> None:
+def test_losses_are_those_of_the_reference(losses: Losses, model: str, world: int) -> None:
     """As near as those of another backend in bf16, or as the rounding of bf16."""
-    # With small steps no token changes its experts over the noise of bf16.
-    overrides = [*MODELS[model], "optim.lr=1e-3"]
-    found = {
-        kernels: torch.tensor(losses(tmp_path / kernels, world, kernels, *overrides))
-        for kernels in ("reference", "torch", "cudnn")
-    }
+    found = {kernels: losses(world, kernels, model) for kernels in ("reference", "torch", "cudnn")}
     exact = found["reference"]
     assert exact[0] - exact[-1] > 0.05
     between = (found["torch"] - exact).abs().max()
@@ -58,38 +60,15 @@ def test_losses_are_those_of_the_reference(tmp_path: Path, model: str, world: in
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
 def test_losses_of_a_recipe_are_those_of_its_emulation(
-    tmp_path: Path, model: str, form: str
+    losses: Losses, model: str, form: str
 ) -> None:
     """No further from them than the recipe itself is from bf16."""
-    overrides = [*MODELS[model], "optim.lr=1e-3"]
-    found = {
-        (kernels, precision): torch.tensor(
-            losses(tmp_path / kernels / precision, 1, kernels, *overrides, precision=precision)
-        )
-        for kernels, precision in (("reference", "bf16"), ("reference", form), ("cudnn", form))
-    }
-    exact = found["reference", form]
-    away = (found["reference", "bf16"] - exact).abs().max()
+    exact = losses(1, "reference", model, form)
+    away = (losses(1, "reference", model) - exact).abs().max()
     assert exact[0] - exact[-1] > 0.05
-    assert 0 < (found["cudnn", form] - exact).abs().max() <= max(away, 2**-9 * exact.max())
-
-
-@contextmanager
-def saved_before_step_3(rank: int) -> Iterator[None]:
-    from phalanx.moe.training.trainer import Trainer
-
-    original = Trainer._train_step
-
-    def step(self: Any) -> bool:
-        if self.step == 2:
-            self._save()
-        return original(self)
-
-    Trainer._train_step = step  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Trainer._train_step = original  # type: ignore[method-assign]
+    assert (
+        0 < (losses(1, "cudnn", model, form) - exact).abs().max() <= max(away, 2**-9 * exact.max())
+    )
 
 
 @contextmanager

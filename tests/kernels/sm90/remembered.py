@@ -38,9 +38,16 @@ def name(kernel: type, config: Any, made_by: Sequence[str | Path]) -> str:
         made_by: whatever else it depends on: options, and paths of sources and programs.
     """
     source = Path(inspect.getsourcefile(kernel) or "")
+    own = [entry_name(kernel, config), digest_of([source, *_OWN])]
+    return named(kernel.__name__, [*own, *made_by])
+
+
+def named(label: str, made_by: Sequence[str | Path]) -> str:
+    """Of an entry of whatever else is compiled; `made_by` is all that it depends on but versions
+    of Python, CUDA's bindings and torch, and settings of CuTe DSL."""
     return name_of(
-        kernel.__name__,
-        *(entry_name(kernel, config), digest_of([source, *_OWN]), *map(_fact, made_by)),
+        label,
+        *map(_fact, made_by),
         *(platform.python_version(), version("cuda-bindings"), version("torch")),
         *sorted(f"{k}={v}" for k, v in os.environ.items() if _is_setting(k)),
     )

@@ -11,6 +11,7 @@ import math
 import zlib
 from typing import Any
 
+import megatron.core.distributed  # noqa: F401  (imported once for all ranks, which are forked)
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,8 +68,19 @@ def tokens(vocab: int = VOCAB, batch: int = BATCH) -> tuple[torch.Tensor, torch.
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def built(overrides: list[str], *, tensor: int = 1, context: int = 1, expert: int = 1) -> Any:
-    """(config of the run, model on this rank) in fp32 on the reference backends."""
+def built(
+    overrides: list[str],
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    groups: Any = None,
+) -> Any:
+    """(config of the run, model on this rank) in fp32 on the reference backends.
+
+    Args:
+        groups: those of the layout, of a model before; gloo takes most of a second for new ones.
+    """
     install()
     from phalanx.configs.load import load
     from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
@@ -80,7 +92,7 @@ def built(overrides: list[str], *, tensor: int = 1, context: int = 1, expert: in
     from phalanx.parallel.groups import create
 
     cfg = load([*overrides, "precision=fp32", f"data.sequence_length={SEQUENCE}"])
-    groups = create(tensor=tensor, context=context, expert=expert)
+    groups = groups or create(tensor=tensor, context=context, expert=expert)
     config = transformer_config(
         cfg, Layout(tensor=tensor, context=context, expert=expert), on_cpu=True
     )

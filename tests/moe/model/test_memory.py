@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.moe.cases import install
 from tests.moe.model.test_features import (
     MLA,
     SMALL,
@@ -17,15 +18,18 @@ from tests.moe.model.test_features import (
 )
 from tests.support.distributed import run_distributed
 
+SIZES = ["model.hidden=32", "model.dense_ffn=48", "model.moe.ffn=24"]
+DEEPSEEK = [*TINY_DEEPSEEK, "model.mtp_layers=1"]
+GPT_OSS = [*TINY_GPT_OSS, *SIZES]
 MODELS = {
     "gqa": SMALL,
     "gqa_norms": [*SMALL, "model.attention.qk_norm=true", "model.attention.kv_heads=2"],
-    "bias_sinks_window": TINY_GPT_OSS,
+    "bias_sinks_window": GPT_OSS,
     "mla": MLA,
     "mla_direct_query": [*MLA, "model.attention.q_lora_rank=0"],
-    "mla_dense_shared_mtp": [*TINY_DEEPSEEK, "model.mtp_layers=1"],
+    "mla_dense_shared_mtp": [*DEEPSEEK, *SIZES, "model.moe.shared_ffn=24"],
     "dense": [*SMALL, "model.moe.dense_layers=1"],
-    "dense_bias": [*TINY_GPT_OSS, "model.moe.dense_layers=1"],
+    "dense_bias": [*GPT_OSS, "model.moe.dense_layers=1"],
 }
 PARTS = ("norm", "attention", "mlp", "expert_h")
 PLANS: dict[str, list[str]] = {
@@ -46,9 +50,9 @@ MLA_PLANS: dict[str, list[str]] = {
 }
 
 
-def _gradients(overrides: list[str], layout: dict[str, int] | None = None) -> dict[str, Any]:
+def _gradients(overrides: list[str], layout: dict[str, int], groups: Any) -> dict[str, Any]:
     """Losses of two micro-batches, and gradients."""
-    cfg, model = built(overrides, **(layout or {}))
+    cfg, model = built(overrides, **layout, groups=groups)
     fill(model)
     ids, labels = tokens(cfg.model.vocab_size)
     places = torch.arange(ids.shape[1]).expand(ids.shape)
@@ -67,9 +71,14 @@ def _compare(
     overrides: list[str], plans: dict[str, list[str]], layout: dict[str, int] | None = None
 ) -> list[str]:
     """What differs from the model that keeps all."""
-    kept, wrong = _gradients(overrides, layout), []
+    from phalanx.parallel.groups import create
+
+    install()
+    layout = layout or {}
+    groups = create(**layout)
+    kept, wrong = _gradients(overrides, layout, groups), []
     for name, plan in plans.items():
-        got = _gradients([*overrides, *plan], layout)
+        got = _gradients([*overrides, *plan], layout, groups)
         assert got.keys() == kept.keys()
         wrong += [f"{name}: {k}" for k, value in kept.items() if not torch.equal(got[k], value)]
     return wrong
@@ -152,7 +161,7 @@ def _freed(overrides: list[str], plans: dict[str, list[str]]) -> dict[str, int]:
 def test_memory_is_given_back() -> None:
     """Of 96 tokens in fp32: five layers of width 128, the first of them dense, one a prediction."""
     plans = PLANS | MLA_PLANS
-    (freed,) = run_distributed(_freed, 1, MODELS["mla_dense_shared_mtp"], plans)
+    (freed,) = run_distributed(_freed, 1, DEEPSEEK, plans)
     row = 96 * 4
     assert freed["norm"] == row * 5 * 2 * 128
     assert freed["attention"] >= row * 5 * 4 * 32  # the result, and what reference kernels save

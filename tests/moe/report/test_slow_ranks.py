@@ -80,6 +80,7 @@ def slow_data(rank: int) -> Iterator[None]:
 
 
 @pytest.mark.dist
+@pytest.mark.alone
 def test_a_run_names_the_rank_whose_data_comes_late(tmp_path: Path) -> None:
     steps = PATIENCE + 4
     given = [*TINY, "data=synthetic", f"run.dir={tmp_path}", f"run.steps={steps}"]
