@@ -68,7 +68,11 @@ def lend(own_L: Tensor, expert_RG: Tensor, memory_R: Tensor, *, rank: int, sms: 
         memory_R: int64, addresses of [G, ...] of each rank.
         rank: this one.
         sms: SMs that it takes.
+
+    Raises:
+        ValueError: weights that do not lie one after the other.
     """
+    _check(own_L)
     (R, G), words = expert_RG.shape, own_L[0].numel() * own_L.element_size() // 4
     lend_kernel[(sms,)](
         *(own_L.view(len(own_L), -1).view(torch.int32), expert_RG, memory_R),
@@ -81,6 +85,7 @@ def lend(own_L: Tensor, expert_RG: Tensor, memory_R: Tensor, *, rank: int, sms: 
 def take_back(own_L: Tensor, expert_RG: Tensor, memory_R: Tensor, *, rank: int, sms: int) -> None:
     """`kernels.clones.weights.take_back`; arguments as of `lend`."""
     R, G = expert_RG.shape
+    _check(own_L)
     take_back_kernel[(sms,)](
         *(own_L, expert_RG, memory_R),
         *(own_L[0].numel(), rank, len(own_L), G, R * G),
@@ -88,3 +93,12 @@ def take_back(own_L: Tensor, expert_RG: Tensor, memory_R: Tensor, *, rank: int, 
         SIZE=_ADDED,
         num_warps=_WARPS,
     )
+
+
+def _check(own_L: Tensor) -> None:
+    size = own_L[0].numel() * own_L.element_size()
+    if not own_L.is_contiguous() or size % 16:
+        raise ValueError(
+            f"weights of experts are copied by address: they must be contiguous and of a multiple "
+            f"of 16 bytes each, not {list(own_L.shape)} with strides {list(own_L.stride())}"
+        )

@@ -9,11 +9,13 @@ Legend: T tokens per rank, D hidden, K slots of a token.
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, BufferLayout
 
@@ -33,6 +35,54 @@ class SymmOptions:
     """Seconds that a wait for a peer may take."""
 
 
+class PeerMemory:
+    """Memory of this rank that the others of its group can read and write.
+
+    Args:
+        group: expert-parallel, on one node.
+        size: bytes.
+        clear: writes its first contents.
+
+    All ranks of the group make it together.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        size: int,
+        clear: Callable[[Tensor], Any] = Tensor.zero_,
+    ) -> None:
+        # NVLink multicast is not used; torch reads this when it first makes symmetric memory.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        import torch.distributed._symmetric_memory as symmetric
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+        """uint8 [size]."""
+        clear(self.memory)
+        torch.cuda.synchronize()
+        self.handle = symmetric.rendezvous(self.memory, group)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the memory of all ranks, as this one's GPU sees them."""
+        return list(self.handle.buffer_ptrs)
+
+
+class Connected(Protocol):
+    """What ranks have made together and leave together."""
+
+    def begin(self) -> None:
+        """All ranks meet on their streams, if it matters to them."""
+
+    def release(self) -> None:
+        """Give the memory back, though something may still refer to this."""
+
+    def missing(self) -> str:
+        """Who did not come within the timeout, if that ended the run; empty if all did."""
+        ...
+
+
 class Connection:
     """An exchange, and the symmetric memory that connects the ranks of its group.
 
@@ -40,6 +90,7 @@ class Connection:
         group: expert-parallel; one node, at most 16 ranks.
         tokens, hidden, slots: T, D and K.
         options: SMs and timeout.
+        beside: whose stream of pushes it takes.
 
     All ranks of the group make it together.
 
@@ -54,32 +105,26 @@ class Connection:
         hidden: int,
         slots: int,
         options: SymmOptions,
+        beside: "Exchange | None" = None,
     ) -> None:
         if group.size() > MAX_RANKS:
             raise ValueError(
                 f"parallel.dispatch=symm serves {MAX_RANKS} ranks, but parallel.expert is "
                 f"{group.size()}: set parallel.dispatch=alltoall"
             )
-        # NVLink multicast is not used; torch reads this when it first makes symmetric memory.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        import torch.distributed._symmetric_memory as symmetric
-
         from phalanx.kernels.sm90.exchange.exchange import Exchange
 
         layout = BufferLayout(group.size(), tokens, hidden, slots)
-        device = torch.device("cuda", torch.cuda.current_device())
-        memory = symmetric.empty(layout.total, dtype=torch.uint8, device=device)
-        layout.clear(memory)
-        torch.cuda.synchronize()
-        self.group = group
-        self._handle = symmetric.rendezvous(memory, group)
+        peers = PeerMemory(group, layout.total, layout.clear)
+        self.group, self._handle = group, peers.handle
         self.exchange = Exchange(
-            memory,
-            self._handle.buffer_ptrs,
+            peers.memory,
+            peers.addresses,
             rank=group.rank(),
             layout=layout,
             comm_sms=options.comm_sms,
             timeout=options.timeout,
+            beside=beside,
         )
         dist.barrier(group)
 
@@ -103,7 +148,11 @@ class Connection:
         return f"rank {peer} has not reached exchange {epoch} of experts, only {reached}"
 
 
-_CONNECTIONS: dict[tuple[Any, ...], Connection] = {}
+CONTROL_HIDDEN = 8
+"""Columns of the row of a control exchange, which is never sent: the fewest that there are."""
+
+_CONNECTIONS: dict[tuple[Any, ...], Any] = {}
+"""`Connected`, by what they are for."""
 
 
 def exchange_of(
@@ -111,9 +160,29 @@ def exchange_of(
 ) -> "Exchange":
     """The exchange of a group and a shape: one, as its buffers are taken in turn by all layers."""
     key = (group, tokens, hidden, slots, options)
+    return connected(key, lambda: Connection(*key)).exchange
+
+
+def control_of(
+    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
+) -> "Exchange":
+    """A second exchange beside that of a group and a shape, for side data alone.
+
+    It has one token with as many slots as side data have pairs, and pushes in turn with the other.
+    """
+    beside = exchange_of(group, tokens, hidden, slots, options)
+    key = ("control", group, tokens, hidden, slots, options)
+    sizes = (1, CONTROL_HIDDEN, tokens * slots)
+    return connected(key, lambda: Connection(group, *sizes, options, beside)).exchange
+
+
+def connected[C: Connected](key: tuple[Any, ...], make: Callable[[], C]) -> C:
+    """What a key stands for: one until the process leaves the job, made when it is first asked
+    for, by all ranks of a group together."""
     if key not in _CONNECTIONS:
-        _CONNECTIONS[key] = Connection(*key)
-    return _CONNECTIONS[key].exchange
+        _CONNECTIONS[key] = make()
+    found: C = _CONNECTIONS[key]
+    return found
 
 
 def begin_exchanges() -> None:

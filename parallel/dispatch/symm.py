@@ -73,6 +73,12 @@ class Symm(Dispatcher):
     @classmethod
     def build(cls, context: DispatchContext) -> "Symm":
         c = context
+        if (clones := c.transport.clones) is not None:
+            from phalanx.parallel.dispatch.cloned_symm import ClonedSymm
+
+            return ClonedSymm(
+                c.group, c.plan, clones, local=c.local, options=c.options, waits=c.waits
+            )
         return cls(
             c.group, c.plan, local=c.local, options=c.options, waits=c.waits, recipe=c.recipe
         )
