@@ -111,14 +111,16 @@ class Symm(Dispatcher):
 
     @classmethod
     def costs(cls, reach: Reach) -> Costs:
-        """A token and a sum once for each rank that wants the token."""
-        rows = reach.once_a_rank
+        """A token and a sum once for each rank that wants the token; with clones room for all rows
+        of a rank's tokens, though few come by themselves."""
+        rows, single = reach.once_a_rank, reach.rows_back * reach.tokens
+        several = reach.ranks > 1
         return Costs(
             there=rows,
             back=rows,
             again=NOTHING if reach.keep else rows,
             kept=reach.received if reach.keep else 0,
-            buffers=SLOTS * reach.received if reach.ranks > 1 else 0,
+            buffers=SLOTS * reach.received + single * (reach.rows_back > 1) if several else 0,
             exposed=EXPOSED,
         )
 
