@@ -27,6 +27,8 @@ has read for the calls before this one:
     gradients   B adds those in A's room to its own before its experts' backward pass returns; A
                 writes to its room again in the next backward pass
 
+A model of this is tests/parallel/dispatch/clone_protocol.py.
+
 Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows, S expert
 rows, L own experts, G guest slots, P = L + G places of a rank.
 """
