@@ -12,12 +12,14 @@ from phalanx.kernels.routing.clone_routing import clone_routing
 from phalanx.kernels.routing.plan import make_plan
 from tests.kernels.interpreter import interpret
 
-T, D, E, K = 96, 24, 8, 3
+T, D, E, K = 48, 24, 8, 3
 KINDS = ("one hot expert", "one rank with all", "even", "nothing")
 
 
 def routed(kind: str, ranks: int) -> Tensor:
     """int32 [R * T, K] of all ranks."""
+    if kind == "even":
+        return (torch.arange(ranks * T)[:, None] + torch.arange(K)).remainder(E).int()
     g = torch.Generator().manual_seed(ranks)
     scores = torch.rand(ranks * T, E, generator=g)
     scores[:, 5] += 0.8 * (kind == "one hot expert")
