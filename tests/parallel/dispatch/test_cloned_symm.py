@@ -181,5 +181,15 @@ def test_evaluation_gives_the_same() -> None:
     run_distributed(forward_only, 2)
 
 
-def test_it_is_allowed() -> None:
+def test_it_is_allowed_with_rows_in_bf16() -> None:
     assert TRANSPORTS["symm"].clones
+    with pytest.raises(ValueError, match="set precision.dispatch=bf16"):
+        make_dispatcher(
+            Transport("symm", "wanted", clones=Clones(2, 10)),
+            group=None,
+            experts=EXPERTS,
+            slots=Slots(TOP_K, TOP_K),
+            budget=Budget(1.0, torch.device("cpu")),
+            recipe=Fp8Block(),
+            fp8_rows=True,
+        )
