@@ -93,13 +93,16 @@ class GuestMemory(_Kept):
         group: expert-parallel.
         slots: G.
         own: weights of the shape and dtype of a layer's.
+        comm_sms: SMs on which weights leave beside other kernels; 0: all.
     """
 
-    def __init__(self, group: dist.ProcessGroup, slots: int, own: MLPWeights) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, slots: int, own: MLPWeights, comm_sms: int
+    ) -> None:
         sizes = [0 if w is None else slots * w[0].numel() for w in own]
         layout = GuestLayout.of(sizes, own.w1.element_size())
         super().__init__(group, layout.total)
-        self._rank = group.rank()
+        self._rank, self._comm_sms = group.rank(), comm_sms
 
         def views(begins: Sequence[int], dtype: torch.dtype) -> MLPWeights:
             made = []
@@ -115,13 +118,14 @@ class GuestMemory(_Kept):
         self._weights_R = [self._addresses(begin) for begin in layout.weights]
         self._grads_R = [self._addresses(begin) for begin in layout.grads]
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor, sms: int) -> None:
-        """Write own experts to the slots that hold them, on so many SMs."""
+    def lend(self, own: MLPWeights, expert_RG: Tensor) -> None:
+        """Write own experts to the slots that hold them."""
         from phalanx.kernels.clones.weights_triton import lend
 
         for w, memory_R in zip(own, self._weights_R, strict=True):
             if w is not None:
-                lend(w.detach(), expert_RG, memory_R, rank=self._rank, sms=sms)
+                how = dict(rank=self._rank, sms=self._comm_sms or _sms(w))
+                lend(w.detach(), expert_RG, memory_R, **how)
 
     def take_back(self, own: Sequence[Tensor | None], expert_RG: Tensor) -> None:
         """Add gradients of guests everywhere to those of own experts, in place."""
@@ -142,11 +146,13 @@ def single_rows_of(group: dist.ProcessGroup, tokens: int, hidden: int, slots: in
     return connected(key, lambda: SingleRows(*key[1:]))
 
 
-def guest_memory_of(group: dist.ProcessGroup, slots: int, own: MLPWeights) -> GuestMemory:
+def guest_memory_of(
+    group: dist.ProcessGroup, slots: int, own: MLPWeights, comm_sms: int
+) -> GuestMemory:
     """That of a group, shared by all layers whose experts have a shape."""
     shapes = tuple(None if w is None else tuple(w.shape[1:]) for w in own)
-    key = ("guests", group, slots, own.w1.dtype, *shapes)
-    return connected(key, lambda: GuestMemory(group, slots, own))
+    key = ("guests", group, slots, comm_sms, own.w1.dtype, *shapes)
+    return connected(key, lambda: GuestMemory(group, slots, own, comm_sms))
 
 
 def _sms(where: Tensor) -> int:

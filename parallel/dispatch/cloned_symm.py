@@ -91,4 +91,5 @@ class ClonedSymm(Symm):
 
     def _memory(self, own: MLPWeights) -> Memory:
         """Of guests of such weights."""
-        return clone_memory.guest_memory_of(self._group, self._clones.slots, own)
+        sms = self._options.comm_sms
+        return clone_memory.guest_memory_of(self._group, self._clones.slots, own, sms)

@@ -10,7 +10,10 @@ Those of `parallel.dispatch.transfers`, and beside them (`Peers`):
 
 Control has buffers and flags of its own, since places of the main exchanges are taken in turn by an
 order that has tokens, sums and their gradients alone (`kernels.sm90.exchange.peer_buffers.SLOTS`).
-Its pushes take turns with the others on one stream, hence come after what was written before them.
+Where pushes run beside the experts it has a stream of its own too: weights that took their turn
+after the tokens would come too late for the SMs that these leave, which go to CTAs of fc1 that are
+waiting for some, and would then be sent when own experts have finished.
+
 Kernels of one stream follow each other, and a push makes a fence of system scope before it raises
 its flags (`kernels.sm90.exchange.push.last_of_all`), which therefore show all that kernels before
 it have written, of whatever kind their stores were. Whoever waits for flags does so in a kernel of
@@ -33,6 +36,7 @@ Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T rece
 rows, L own experts, G guest slots, P = L + G places of a rank.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -87,11 +91,15 @@ class Control:
         self._row = torch.zeros(1, CONTROL_HIDDEN, dtype=torch.bfloat16, device=device)
         self._nobody = torch.full((1, 1), -1, dtype=torch.int32, device=device)
 
-    def send(self, side: Tensor | None = None) -> "Transfer":
-        """After what the current stream and that of pushes have been given."""
-        nothing = self._row.new_empty(0)
-        side = nothing if side is None else side
-        return self._exchange.start(self._row, self._nobody, side, 1, all_sms=side is not nothing)
+    def send(
+        self, side: Tensor | None = None, *, first: Callable[[], None] | None = None
+    ) -> "Transfer":
+        """After what the current stream has been given; `first` launches what has to be done before
+        it, beside that stream too."""
+        if first is not None:
+            self._exchange.aside(first)
+        sent = self._row.new_empty(0) if side is None else side
+        return self._exchange.start(self._row, self._nobody, sent, 1, all_sms=side is not None)
 
     def wait(self, transfer: "Transfer") -> None:
         """What all ranks have written before they sent it is there."""

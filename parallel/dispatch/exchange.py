@@ -10,7 +10,7 @@ Legend: T tokens per rank, D hidden, K slots of a token.
 import gc
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -90,7 +90,6 @@ class Connection:
         group: expert-parallel; one node, at most 16 ranks.
         tokens, hidden, slots: T, D and K.
         options: SMs and timeout.
-        beside: whose stream of pushes it takes.
 
     All ranks of the group make it together.
 
@@ -105,7 +104,6 @@ class Connection:
         hidden: int,
         slots: int,
         options: SymmOptions,
-        beside: "Exchange | None" = None,
     ) -> None:
         if group.size() > MAX_RANKS:
             raise ValueError(
@@ -124,7 +122,6 @@ class Connection:
             layout=layout,
             comm_sms=options.comm_sms,
             timeout=options.timeout,
-            beside=beside,
         )
         dist.barrier(group)
 
@@ -168,12 +165,13 @@ def control_of(
 ) -> "Exchange":
     """A second exchange beside that of a group and a shape, for side data alone.
 
-    It has one token with as many slots as side data have pairs, and pushes in turn with the other.
+    It has one token with as many slots as side data have pairs, and a stream of its own if the
+    other has, on which a push has one SM unless it gets all.
     """
-    beside = exchange_of(group, tokens, hidden, slots, options)
     key = ("control", group, tokens, hidden, slots, options)
     sizes = (1, CONTROL_HIDDEN, tokens * slots)
-    return connected(key, lambda: Connection(group, *sizes, options, beside)).exchange
+    how = replace(options, comm_sms=min(options.comm_sms, 1))
+    return connected(key, lambda: Connection(group, *sizes, how)).exchange
 
 
 def connected[C: Connected](key: tuple[Any, ...], make: Callable[[], C]) -> C:

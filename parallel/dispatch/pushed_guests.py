@@ -23,7 +23,7 @@ class Memory(Protocol):
     weights: MLPWeights
     grads: MLPWeights
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor, sms: int) -> None: ...
+    def lend(self, own: MLPWeights, expert_RG: Tensor) -> None: ...
 
     def take_back(self, own: Sequence[Tensor | None], expert_RG: Tensor) -> None: ...
 
@@ -40,17 +40,16 @@ class PushedGuests:
     def __init__(
         self, call: ClonedTransfers, memory: Callable[[MLPWeights], Memory], *, keep: bool
     ) -> None:
-        self._control, self._exchange, self._memory_of = call.control, call.exchange, memory
+        self._control, self._memory_of = call.control, memory
         self._expert_RG, self.keep = call.clones.expert_RN, keep
         self._memory: Memory
         self._sent: Transfer
         self._kept: MLPWeights | None = None
 
     def lend(self, own: MLPWeights) -> MLPWeights:
-        """They leave after the tokens of this call, in the order of pushes."""
+        """They leave beside tokens and what own experts do."""
         memory = self._memory = self._memory_of(own)
-        self._exchange.aside(lambda sms: memory.lend(own, self._expert_RG, sms))
-        self._sent = self._control.send()
+        self._sent = self._control.send(first=lambda: memory.lend(own, self._expert_RG))
         if not self.keep:
             return memory.weights
         # Slots are for the next layer when this one has gone forward.

@@ -15,7 +15,7 @@ With SMs set aside (`comm_sms`) pushes run on a stream of their own beside other
 
     tile_signal, send_sums   sums leave as fc2 finishes experts
     send_gradient            the gradient of tokens leaves under the weight gradients
-    aside                    what else is sent takes its turn among the pushes
+    aside                    what else is sent takes its turn among them
 
 Legend: T tokens of a rank, D hidden, K slots of a token, R ranks, N = R * T received rows, S expert
 rows.
@@ -79,7 +79,6 @@ class Exchange:
         layout: of the memory.
         comm_sms: SMs that push beside other kernels; 0: pushes take all SMs, on the current stream.
         timeout: seconds that a wait for a peer may take.
-        beside: whose stream of pushes it takes.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class Exchange:
         layout: BufferLayout,
         comm_sms: int,
         timeout: float,
-        beside: "Exchange | None" = None,
     ) -> None:
         self.ranks, self.tokens = layout.ranks, layout.tokens
         self._memory, self._comm_sms = memory, comm_sms
@@ -99,8 +97,7 @@ class Exchange:
         self._ready_words: dict[int, Tensor] = {}
         device = memory.device
         # Pushes beside other kernels come before those that wait for SMs.
-        own = torch.cuda.Stream(device, priority=-1) if comm_sms and beside is None else None
-        self._stream: torch.cuda.Stream | None = own if beside is None else beside._stream
+        self._stream = torch.cuda.Stream(device, priority=-1) if comm_sms else None
         # Tiles of fc2, and, always complete, of the gradient of expert rows.
         self._progress, self._complete = torch.zeros(2, PROGRESS, dtype=torch.int32, device=device)
         bases, slots = torch.tensor(addresses, dtype=torch.int64), range(SLOTS)
@@ -232,16 +229,16 @@ class Exchange:
 
         return self._begin(send, 1, (dx_SD, *sources, side))
 
-    def aside(self, send: Callable[[int], None]) -> None:
-        """Call `send` with the SMs that it may take: what it launches runs after all that the
-        current stream has been given so far, and before the next exchange. What it reads has to be
-        kept until that has been waited for."""
+    def aside(self, send: Callable[[], None]) -> None:
+        """Call `send`: what it launches runs after all that the current stream has been given so
+        far, and before the next exchange. What it reads has to be kept until that has been waited
+        for."""
         current = torch.cuda.current_stream()
         stream = self._stream or current
         if stream != current:
             stream.wait_event(current.record_event())
         with torch.cuda.stream(stream):
-            send(self._ctas(False))
+            send()
 
     def _ctas(self, all_sms: bool) -> int:
         """Of a kernel that sends."""

@@ -1,11 +1,12 @@
 """Model of what orders the memory of clones over `symm`: events on streams, in any order they
 allow.
 
-As in `protocol`, every rank runs the same program on two streams, and which stream is next is drawn
-at random. Exchanges are no more than their flags here, which are raised at once when a push begins:
-no real push raises them earlier. Memory is what `parallel.dispatch.cloned_transfers` says that no
-flag protects: rows that travel by themselves and weights, which ranks write to each other, and
-gradients, which a rank writes to memory of its own and all others read. Checked is that
+As in `protocol`, every rank runs the same program on streams, those of compute, of pushes and of
+control, and which is next is drawn at random. Exchanges are no more than their flags here, which
+are raised at once when a push begins: no real push raises them earlier. Memory is what
+`parallel.dispatch.cloned_transfers` says that no flag protects: rows that travel by themselves and
+weights, which ranks write to each other, and gradients, which a rank writes to memory of its own
+and all others read. Checked is that
 
     nothing is written while what was there before is, or will be, read, and
     nothing is read that has not come.
@@ -35,35 +36,38 @@ class Program:
 
     Args:
         ranks: R.
-        overlaps: pushes have a stream of their own.
+        overlaps: pushes and control have streams of their own.
     """
 
     def __init__(self, ranks: int, *, overlaps: bool) -> None:
         self.ranks = ranks
         self.compute: list[Event] = []
-        self.comm: list[Event] = [] if overlaps else self.compute
-        self.streams = [self.compute, self.comm] if overlaps else [self.compute]
+        self.streams = [self.compute, [], []] if overlaps else [self.compute]
         self._started, self._contents = 0, Counter[str]()
 
     def start(self, *, last: bool = False) -> int:
-        """An exchange, after what both streams were given; with `last` its flags are raised by a
-        kernel of the compute stream, as those of sums that leave under fc2 are."""
-        u = self._begin()
-        flags = self.compute if last else self.comm
-        flags += [Event("raise", u, rank=r) for r in range(self.ranks)]
-        return u
+        """An exchange, after what its stream and that of compute were given; with `last` its flags
+        are raised by a kernel of the compute stream, as those of sums that leave under fc2 are."""
+        stream = self.streams[:2][-1]
+        return self._raise(self._begin(stream), self.compute if last else stream)
+
+    def signal(self) -> int:
+        """An exchange of control."""
+        stream = self.streams[-1]
+        return self._raise(self._begin(stream), stream)
 
     def wait(self, u: int) -> None:
         """For its flags of all ranks."""
         self.compute.append(Event("wait", u))
 
     def put(self, what: str, *, aside: bool = False) -> None:
-        """New contents for all ranks, `aside` in the stream of pushes."""
+        """New contents for all ranks, `aside` in the stream of control."""
+        stream = self.compute
         if aside:
-            self._begin()
+            stream = self.streams[-1]
+            self._begin(stream)
         self._contents[what] += 1
         to = range(1 if what == OWN else self.ranks)
-        stream = self.comm if aside else self.compute
         stream += [Event("put", self._contents[what], what, r) for r in to]
 
     def get(self, what: str) -> None:
@@ -71,20 +75,23 @@ class Program:
         number = self._contents[what]
         self.compute += [Event("get", number, what, r) for r in range(self.ranks)]
 
-    def _begin(self) -> int:
+    def _begin(self, stream: list[Event]) -> int:
         self._started += 1
         self.compute.append(Event("start", self._started))
-        self.comm.append(Event("after", self._started))
+        stream.append(Event("after", self._started))
         return self._started
+
+    def _raise(self, u: int, stream: list[Event]) -> int:
+        stream += [Event("raise", u, rank=r) for r in range(self.ranks)]
+        return u
 
 
 def forward(p: Program, *, overlaps: bool) -> None:
     """One layer."""
-    p.wait(p.start())  # routing
+    p.wait(p.signal())  # routing
     tokens = p.start()
     p.put("weights", aside=True)
-    lent = p.start()
-    p.wait(lent)
+    p.wait(p.signal())
     p.wait(tokens)
     p.get("weights")
     way_back(p, overlaps=overlaps)
@@ -110,12 +117,12 @@ def backward(p: Program, *, keep: bool, meets: bool = True, signal: bool = True)
     if not keep:
         p.start()  # tokens once more
         p.put("weights", aside=True)
-        p.wait(p.start())
+        p.wait(p.signal())
         p.get("weights")
     p.put("rows")
     back = p.start()
     p.put(OWN)
-    complete = p.start()
+    complete = p.signal()
     if signal:
         p.wait(complete)
     p.get(OWN)
@@ -175,7 +182,7 @@ def explore(p: Program, runs: int) -> None:
 def _run(p: Program, draw: random.Random) -> None:
     world = _World(p)
     streams = [(rank, iter(events)) for rank in range(p.ranks) for events in p.streams]
-    heads = {i: next(events) for i, (_, events) in enumerate(streams)}
+    heads = {i: event for i, (_, events) in enumerate(streams) if (event := next(events, None))}
     speeds: list[float] = []
     while heads:
         if not speeds or draw.random() < 0.02:

@@ -56,7 +56,7 @@ class GlooGuestMemory:
 
         self.weights, self.grads = made(own.w1.dtype), made(torch.float32)
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor, sms: int) -> None:
+    def lend(self, own: MLPWeights, expert_RG: Tensor) -> None:
         rank, local = self._group.rank(), len(own.w1)
         for w, slots_G in zip(own, self.weights, strict=True):
             if w is None:
@@ -86,7 +86,7 @@ def cloning(exchange_of: Callable[..., Any]) -> list[Any]:
 
     memories: dict[Any, GlooGuestMemory] = {}
 
-    def guest_memory_of(group: Any, slots: int, own: MLPWeights) -> GlooGuestMemory:
+    def guest_memory_of(group: Any, slots: int, own: MLPWeights, sms: int) -> GlooGuestMemory:
         key = (slots, *(None if w is None else w.shape for w in own))
         if key not in memories:
             memories[key] = GlooGuestMemory(group, slots, own)

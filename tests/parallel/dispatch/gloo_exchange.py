@@ -81,8 +81,8 @@ class GlooExchange:
         sums_ND = provider("torch").combine(dx_SD, inverse_NK)
         return self._back(sums_ND, (inverse_NK >= 0).any(1), side)
 
-    def aside(self, send: Callable[[int], None]) -> None:
-        send(1)
+    def aside(self, send: Callable[[], None]) -> None:
+        send()
 
     def wait(self, sent: Any, *, side_only: bool = False) -> None:
         assert sent.number >= self._waited, "exchanges are waited for in the order of their starts"
