@@ -18,7 +18,8 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.parallel.dispatch import clone_memory
 from phalanx.parallel.dispatch.cloned_transfers import ClonedTransfers, InOrder, Peers
 from phalanx.parallel.dispatch.clones import Clones
-from phalanx.parallel.dispatch.exchange import SymmOptions, control_of, exchange_of
+from phalanx.parallel.dispatch.control import control_of
+from phalanx.parallel.dispatch.exchange import SymmOptions, exchange_of
 from phalanx.parallel.dispatch.fp8_rows import FP8Rows
 from phalanx.parallel.dispatch.pushed_guests import Memory, PushedGuests
 from phalanx.parallel.dispatch.received import Meanwhile, Planner, Received

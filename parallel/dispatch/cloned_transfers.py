@@ -36,7 +36,6 @@ Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T rece
 rows, L own experts, G guest slots, P = L + G places of a rank.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -50,9 +49,8 @@ from phalanx.kernels.routing.clone_plan import ClonePlan
 from phalanx.kernels.routing.clone_routing import clone_routing
 from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
-from phalanx.kernels.sm90.exchange.peer_buffers import unpadded
 from phalanx.parallel.dispatch.clones import Clones
-from phalanx.parallel.dispatch.exchange import CONTROL_HIDDEN
+from phalanx.parallel.dispatch.control import Control
 from phalanx.parallel.dispatch.fp8_rows import without_data
 from phalanx.parallel.dispatch.transfers import MoETransfers
 
@@ -73,41 +71,9 @@ class Singles(Protocol):
 class Peers(NamedTuple):
     """What a call needs beside the main exchange."""
 
-    control: "Exchange"
+    control: Control
     singles: Singles
     group: dist.ProcessGroup
-
-
-class Control:
-    """Side data to all ranks, and signals to them, without rows.
-
-    Args:
-        exchange: of one token with one slot, as many pairs of side data as the main one.
-        device: of the ranks' tokens.
-    """
-
-    def __init__(self, exchange: "Exchange", device: torch.device) -> None:
-        self._exchange = exchange
-        self._row = torch.zeros(1, CONTROL_HIDDEN, dtype=torch.bfloat16, device=device)
-        self._nobody = torch.full((1, 1), -1, dtype=torch.int32, device=device)
-
-    def send(
-        self, side: Tensor | None = None, *, first: Callable[[], None] | None = None
-    ) -> "Transfer":
-        """After what the current stream has been given; `first` launches what has to be done before
-        it, beside that stream too."""
-        if first is not None:
-            self._exchange.aside(first)
-        sent = self._row.new_empty(0) if side is None else side
-        return self._exchange.start(self._row, self._nobody, sent, 1, all_sms=side is not None)
-
-    def wait(self, transfer: "Transfer") -> None:
-        """What all ranks have written before they sent it is there."""
-        self._exchange.wait(transfer)
-
-    def side(self, transfer: "Transfer", size: int) -> Tensor:
-        """Blocks of `size` int32 from all ranks: [R, size]."""
-        return unpadded(self._exchange.side(transfer), self._exchange.ranks, size)
 
 
 class ClonedTransfers(MoETransfers):
@@ -135,7 +101,7 @@ class ClonedTransfers(MoETransfers):
     ) -> None:
         super().__init__(exchange, idx_TK, local + clones.slots, overlaps=overlaps, keep=keep)
         self.home = Home(peers.group.rank(), local, self.local)
-        self.control = Control(peers.control, idx_TK.device)
+        self.control = peers.control
         self.clones: ClonePlan
         """Of the micro-batch."""
         self._singles, self._size = peers.singles, clones.size(exchange.ranks)

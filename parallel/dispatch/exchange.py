@@ -10,7 +10,7 @@ Legend: T tokens per rank, D hidden, K slots of a token.
 import gc
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -145,9 +145,6 @@ class Connection:
         return f"rank {peer} has not reached exchange {epoch} of experts, only {reached}"
 
 
-CONTROL_HIDDEN = 8
-"""Columns of the row of a control exchange, which is never sent: the fewest that there are."""
-
 _CONNECTIONS: dict[tuple[Any, ...], Any] = {}
 """`Connected`, by what they are for."""
 
@@ -158,20 +155,6 @@ def exchange_of(
     """The exchange of a group and a shape: one, as its buffers are taken in turn by all layers."""
     key = (group, tokens, hidden, slots, options)
     return connected(key, lambda: Connection(*key)).exchange
-
-
-def control_of(
-    group: dist.ProcessGroup, tokens: int, hidden: int, slots: int, options: SymmOptions
-) -> "Exchange":
-    """A second exchange beside that of a group and a shape, for side data alone.
-
-    It has one token with as many slots as side data have pairs, and a stream of its own if the
-    other has, on which a push has one SM unless it gets all.
-    """
-    key = ("control", group, tokens, hidden, slots, options)
-    sizes = (1, CONTROL_HIDDEN, tokens * slots)
-    how = replace(options, comm_sms=min(options.comm_sms, 1))
-    return connected(key, lambda: Connection(group, *sizes, how)).exchange
 
 
 def connected[C: Connected](key: tuple[Any, ...], make: Callable[[], C]) -> C:

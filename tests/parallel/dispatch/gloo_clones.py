@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.kernels.clones import rows, weights
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.parallel.dispatch import clone_memory, cloned_symm
-from phalanx.parallel.dispatch.exchange import CONTROL_HIDDEN
+from phalanx.parallel.dispatch.control import HIDDEN, Control
 
 EMPTY = 7.0
 """In a slot without a guest."""
@@ -82,7 +82,8 @@ def cloning(exchange_of: Callable[..., Any]) -> list[Any]:
     """Patches with which `symm` clones over them, and over the exchanges of a cache."""
 
     def control_of(group: Any, tokens: int, hidden: int, slots: int, options: Any) -> Any:
-        return exchange_of(group, 1, CONTROL_HIDDEN, tokens * slots, options)
+        exchange = exchange_of(group, 1, HIDDEN, tokens * slots, options)
+        return Control(exchange, torch.device("cpu"))
 
     memories: dict[Any, GlooGuestMemory] = {}
 
