@@ -147,7 +147,7 @@ class ClonedTransfers(MoETransfers):
         return rows if self.keep else None
 
     def send_back(self, rows_ND: Tensor, side: Tensor, *, all_sms: bool) -> "Transfer":
-        """Push expert rows, though the name has another shape: singles first, then sums."""
+        """Push expert rows [S, D]: some by themselves, then sums, which are made on the way."""
         rows_SD = rows_ND.contiguous()
         self._singles.send(rows_SD, self._parting)
         return self.exchange.send_gradient(rows_SD, *self._sums, side, all_sms=all_sms)
