@@ -47,6 +47,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "phalanx.parallel.dispatch.symm:Symm",
         "pushes each token once to a GPU's memory over NVLink: bf16, one node, Hopper",
         comm_sms=True,
+        clones=True,
     ),
     "hier": TransportFacts(
         "phalanx.parallel.dispatch.hierarchical:Hier",

@@ -3,7 +3,8 @@
 A rank with clones has L + G places for experts: its own, and its guest slots. A pair's place is
 rank * (L + G) + own expert or L + slot. In ids of places everything behind goes on as without
 clones: `kernels.routing.plan` orders a rank's rows by place, and sends of tokens look at the ranks
-of places. The definition in tensor code, without a host read.
+of places. `count_rows` and `place_pairs` are the definition in tensor code, without a host read;
+`kernels.routing.clone_routing_triton` has the same in three launches, bit for bit.
 
 Legend: N received rows (those of all ranks, rank-major), K slots of a token, E experts, R ranks, L
 experts and G guest slots of a rank, P = N * K pairs.
@@ -12,7 +13,30 @@ experts and G guest slots of a rank, P = N * K pairs.
 import torch
 from torch import Tensor
 
-from phalanx.kernels.routing.clone_plan import ClonePlan
+from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize, make_clone_plan
+
+
+def clone_routing(idx_NK: Tensor, experts: int, size: CloneSize) -> tuple[ClonePlan, Tensor]:
+    """The plan of a micro-batch and the place of every pair: by kernels on a GPU, elsewhere by the
+    definition.
+
+    Args:
+        idx_NK: int32 ids of experts, -1 for none, of all ranks' tokens.
+        experts: E.
+        size: of the plan.
+
+    Raises:
+        ValueError: as `make_clone_plan` does.
+    """
+    if not idx_NK.is_cuda:
+        plan = make_clone_plan(count_rows(idx_NK, experts), size)
+        return plan, place_pairs(idx_NK, plan)
+    from phalanx.kernels.routing import clone_routing_triton as kernels
+
+    counts_CE = kernels.count_chunks(idx_NK, experts)
+    count_E = counts_CE.sum(0, dtype=torch.int32)
+    plan = make_clone_plan(count_E, size)
+    return plan, kernels.place(idx_NK, counts_CE, plan)
 
 
 def count_rows(idx_NK: Tensor, experts: int) -> Tensor:

@@ -329,10 +329,17 @@ class Activations:
         guests = self.guests().saved
         return {"moe": routing + 8 * s.rows + received + guests, "expert_h": h}
 
+    def guest_slots(self) -> int:
+        """Bytes of guests' weights and of their gradients in fp32."""
+        e, slots = self._cfg.model.moe, clone_slots(self._cfg, self._world)
+        one = self._cfg.model.hidden * e.ffn
+        return slots * (ACTIVATIONS[e.activation].halves + 1) * one * (2 * self._wide + 4)
+
     def guests(self) -> Layer:
         """Of a layer whose hot experts are cloned: guests' weights, their gradients in fp32, and
-        what is exchanged of the larger matrix; own gradients in fp32 if they have no buffer, and,
-        where one call takes all experts, their larger matrix once more."""
+        what is exchanged of the larger matrix, unless they are in memory of the exchanges; own
+        gradients in fp32 if they have no buffer, and, where one call takes all experts, their
+        larger matrix once more."""
         e, slots = self._cfg.model.moe, clone_slots(self._cfg, self._world)
         if not slots:
             return Layer(0, 0)
@@ -340,7 +347,9 @@ class Activations:
         halves, one = ACTIVATIONS[e.activation].halves, self._cfg.model.hidden * e.ffn
         expert, own, k = (halves + 1) * one, e.experts // ranks, self._cfg.kernels
         kept = slots * expert * wide if self._cfg.parallel.save_x == "keep" else 0
-        backward = slots * expert * (wide + 4) + 3 * ranks * slots * halves * one * 4
+        backward = 0
+        if not costs(self._cfg, self._world).buffers:
+            backward = self.guest_slots() + 3 * ranks * slots * halves * one * 4
         if not k.gradient_accumulation_fusion:
             backward += own * expert * 4
         if k.backend != "fused":

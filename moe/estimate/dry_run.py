@@ -33,7 +33,7 @@ from phalanx.moe.estimate.opt_ins import opt_ins
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, largest_factor, row_memory
 from phalanx.moe.estimate.timing import bound, step_time
-from phalanx.moe.estimate.traffic import overlaps, row_bytes, traffic
+from phalanx.moe.estimate.traffic import costs, overlaps, row_bytes, traffic
 from phalanx.moe.estimate.weights import fp8_copy_bytes
 from phalanx.moe.report.units import count, storage, work
 from phalanx.parallel.dispatch.costs import Links
@@ -206,11 +206,11 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
             f"{storage(m.rank)} in all; dispatch buffers {storage(buffer_bytes(cfg, world))}"
         )
     if slots := clone_slots(cfg, world):
-        held = Activations(cfg, world).guests()
-        yield (
-            f"clones    {slots} guest slots: {storage(held.saved + held.backward)} for weights and "
-            "gradients in the backward pass of a layer"
-        )
+        held, outside = Activations(cfg, world), costs(cfg, world).buffers
+        layer = held.guests()
+        size = held.guest_slots() if outside else layer.saved + layer.backward
+        when = "of all layers" if outside else "in the backward pass of a layer"
+        yield f"clones    {slots} guest slots: {storage(size)} for weights and gradients {when}"
     yield (
         f"sent      {cfg.parallel.dispatch}: a token has experts on {t.ranks:.2f} ranks of "
         f"{t.nodes:.2f} nodes on average"

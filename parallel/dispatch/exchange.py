@@ -9,11 +9,13 @@ Legend: T tokens per rank, D hidden, K slots of a token.
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, BufferLayout
 
@@ -31,6 +33,54 @@ class SymmOptions:
     """SMs that push, beside the experts' kernels; 0 takes all, and nothing overlaps."""
     timeout: float = 600
     """Seconds that a wait for a peer may take."""
+
+
+class PeerMemory:
+    """Memory of this rank that the others of its group can read and write.
+
+    Args:
+        group: expert-parallel, on one node.
+        size: bytes.
+        clear: writes its first contents.
+
+    All ranks of the group make it together.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        size: int,
+        clear: Callable[[Tensor], Any] = Tensor.zero_,
+    ) -> None:
+        # NVLink multicast is not used; torch reads this when it first makes symmetric memory.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        import torch.distributed._symmetric_memory as symmetric
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+        """uint8 [size]."""
+        clear(self.memory)
+        torch.cuda.synchronize()
+        self.handle = symmetric.rendezvous(self.memory, group)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the memory of all ranks, as this one's GPU sees them."""
+        return list(self.handle.buffer_ptrs)
+
+
+class Connected(Protocol):
+    """What ranks have made together and leave together."""
+
+    def begin(self) -> None:
+        """All ranks meet on their streams, if it matters to them."""
+
+    def release(self) -> None:
+        """Give the memory back, though something may still refer to this."""
+
+    def missing(self) -> str:
+        """Who did not come within the timeout, if that ended the run; empty if all did."""
+        ...
 
 
 class Connection:
@@ -60,22 +110,14 @@ class Connection:
                 f"parallel.dispatch=symm serves {MAX_RANKS} ranks, but parallel.expert is "
                 f"{group.size()}: set parallel.dispatch=alltoall"
             )
-        # NVLink multicast is not used; torch reads this when it first makes symmetric memory.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        import torch.distributed._symmetric_memory as symmetric
-
         from phalanx.kernels.sm90.exchange.exchange import Exchange
 
         layout = BufferLayout(group.size(), tokens, hidden, slots)
-        device = torch.device("cuda", torch.cuda.current_device())
-        memory = symmetric.empty(layout.total, dtype=torch.uint8, device=device)
-        layout.clear(memory)
-        torch.cuda.synchronize()
-        self.group = group
-        self._handle = symmetric.rendezvous(memory, group)
+        peers = PeerMemory(group, layout.total, layout.clear)
+        self.group, self._handle = group, peers.handle
         self.exchange = Exchange(
-            memory,
-            self._handle.buffer_ptrs,
+            peers.memory,
+            peers.addresses,
             rank=group.rank(),
             layout=layout,
             comm_sms=options.comm_sms,
@@ -103,7 +145,8 @@ class Connection:
         return f"rank {peer} has not reached exchange {epoch} of experts, only {reached}"
 
 
-_CONNECTIONS: dict[tuple[Any, ...], Connection] = {}
+_CONNECTIONS: dict[tuple[Any, ...], Any] = {}
+"""`Connected`, by what they are for."""
 
 
 def exchange_of(
@@ -111,9 +154,16 @@ def exchange_of(
 ) -> "Exchange":
     """The exchange of a group and a shape: one, as its buffers are taken in turn by all layers."""
     key = (group, tokens, hidden, slots, options)
+    return connected(key, lambda: Connection(*key)).exchange
+
+
+def connected[C: Connected](key: tuple[Any, ...], make: Callable[[], C]) -> C:
+    """What a key stands for: one until the process leaves the job, made when it is first asked
+    for, by all ranks of a group together."""
     if key not in _CONNECTIONS:
-        _CONNECTIONS[key] = Connection(*key)
-    return _CONNECTIONS[key].exchange
+        _CONNECTIONS[key] = make()
+    found: C = _CONNECTIONS[key]
+    return found
 
 
 def begin_exchanges() -> None:

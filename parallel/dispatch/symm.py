@@ -73,6 +73,12 @@ class Symm(Dispatcher):
     @classmethod
     def build(cls, context: DispatchContext) -> "Symm":
         c = context
+        if (clones := c.transport.clones) is not None:
+            from phalanx.parallel.dispatch.cloned_symm import ClonedSymm
+
+            return ClonedSymm(
+                c.group, c.plan, clones, local=c.local, options=c.options, waits=c.waits
+            )
         return cls(
             c.group, c.plan, local=c.local, options=c.options, waits=c.waits, recipe=c.recipe
         )
@@ -105,14 +111,16 @@ class Symm(Dispatcher):
 
     @classmethod
     def costs(cls, reach: Reach) -> Costs:
-        """A token and a sum once for each rank that wants the token."""
-        rows = reach.once_a_rank
+        """A token and a sum once for each rank that wants the token; with clones room for all rows
+        of a rank's tokens, though few come by themselves."""
+        rows, single = reach.once_a_rank, reach.rows_back * reach.tokens
+        several = reach.ranks > 1
         return Costs(
             there=rows,
             back=rows,
             again=NOTHING if reach.keep else rows,
             kept=reach.received if reach.keep else 0,
-            buffers=SLOTS * reach.received if reach.ranks > 1 else 0,
+            buffers=SLOTS * reach.received + single * (reach.rows_back > 1) if several else 0,
             exposed=EXPOSED,
         )
 

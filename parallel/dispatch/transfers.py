@@ -15,7 +15,7 @@ Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T rece
 rows, F expert width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,46 +30,11 @@ from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
 from phalanx.kernels.sm90.exchange.peer_buffers import padded, unpadded
 from phalanx.parallel.dispatch.fp8_rows import FP8Rows, without_data
+from phalanx.parallel.dispatch.in_flight import InFlight
 
 if TYPE_CHECKING:
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
     from phalanx.kernels.sm90.exchange.tile_progress import TileSignal
-
-
-class InFlight:
-    """One of the transfers of a layer, from its start until it has been waited for."""
-
-    def __init__(self, exchange: "Exchange") -> None:
-        self._exchange = exchange
-        self._transfer: Transfer | None = None
-
-    def put(self, transfer: "Transfer") -> "Transfer":
-        """Note that it has been started."""
-        self._transfer = transfer
-        return transfer
-
-    @property
-    def started(self) -> bool:
-        """It has been started and not been waited for."""
-        return self._transfer is not None
-
-    def get(self) -> "Transfer":
-        """The transfer, which has been started and not been waited for."""
-        assert self._transfer is not None
-        return self._transfer
-
-    def wait_side(self) -> "Transfer":
-        """Wait for its side data; kernels wait for its rows from then on."""
-        transfer = self.get()
-        self._exchange.wait(transfer, side_only=True)
-        return transfer
-
-    def wait(self) -> "Transfer":
-        """Wait for all of it."""
-        transfer = self.get()
-        self._transfer = None
-        self._exchange.wait(transfer)
-        return transfer
 
 
 class MoETransfers:
@@ -108,6 +73,8 @@ class MoETransfers:
         """Gradients of tokens, and as side data of probabilities, to the tokens' ranks."""
         self.sums_TR: Tensor
         """Where a token's sums arrive."""
+        self.table_TK = idx_TK
+        """What says to which ranks this rank's tokens go."""
         self.idx_NK: Tensor
         """Experts of received rows."""
         self.again: Tensor
@@ -126,7 +93,7 @@ class MoETransfers:
     def send_out(self, rows_TD: Tensor, side: Tensor | None = None, *, all_sms: bool) -> "Transfer":
         """Push rows of tokens to their experts' ranks."""
         side = rows_TD.new_empty(0) if side is None else side
-        return self.exchange.start(rows_TD, self.idx_TK, side, self.local, all_sms=all_sms)
+        return self.exchange.start(rows_TD, self.table_TK, side, self.local, all_sms=all_sms)
 
     def send_back(self, rows_ND: Tensor, side: Tensor, *, all_sms: bool) -> "Transfer":
         """Push received rows, or what became of them, to their tokens' ranks."""
@@ -149,6 +116,47 @@ class MoETransfers:
         """Blocks of `size` int32 from all ranks: [R, size]."""
         return unpadded(self.exchange.side(transfer), self.exchange.ranks, size)
 
+    # --- what changes where experts are cloned (`parallel.dispatch.cloned_transfers`) -------------
+
+    def route(self, prob_TK: Tensor) -> Tensor | None:
+        """Before tokens leave: routing that goes with them, if any does."""
+        how = dict(ranks=self.exchange.ranks, local=self.local)
+        side, self.sums_TR = pack_routing(self.idx_TK, prob_TK.contiguous(), **how)
+        return side
+
+    def routing(self, transfer: "Transfer") -> tuple[Tensor, Tensor]:
+        """int32 and fp32 [N, K]: routing of received rows, for their plan."""
+        T, K = self.idx_TK.shape
+        self.idx_NK, prob_NK = unpack_routing(self.side(transfer, routing_size(T, K)), T, K)
+        return self.idx_NK, prob_NK
+
+    def collect(self, transfer: "Transfer", addends: Sequence[Tensor] = ()) -> Tensor:
+        """[T, D]: sums that have come, added up in the order of ranks, and what is added."""
+        from phalanx.kernels.sm90.experts.combine import combine
+
+        return combine(self.rows(transfer), self.sums_TR, addends=addends)
+
+    def for_experts(self, rows_ND: Tensor) -> Tensor:
+        """Received rows as the experts take them, where nothing overlaps."""
+        return rows_ND
+
+    def saved(self, rows: Tensor) -> Tensor | None:
+        """What the experts keep of these for the backward pass; None: they are sent again."""
+        return rows.clone() if self.keep else None
+
+    @property
+    def summed(self) -> int:
+        """Experts whose rows are sent as sums."""
+        return self.local
+
+    def sums(self, plan: ExpertPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """Of these experts' rows: received rows, expert rows of received rows, and offsets."""
+        assert plan.row_index_S is not None and plan.inverse_NK is not None
+        return plan.row_index_S, plan.inverse_NK, plan.offsets
+
+    def guest_sums(self, y_SD: Tensor, plan: ExpertPlan) -> None:
+        raise NotImplementedError("only where experts are cloned they have guests")
+
     # --- overlapped with the experts' kernels -----------------------------------------------------
 
     @property
@@ -156,22 +164,24 @@ class MoETransfers:
         """What kernels wait for that read rows of tokens, or of the gradient of their sums."""
         return self.exchange.ready_words(self.local)
 
+    def wait_rows(self) -> None:
+        """Wait for all of them."""
+        (self.sum_grads_out if self.sum_grads_out.started else self.tokens_out).wait_rows()
+
     def start_sums(self, a_SF: Rows, hidden: int, plan: ExpertPlan, training: bool) -> Any:
         """Before fc2 of a, whose sums are going to leave as it makes them; its tile signal."""
         tokens = self.tokens_out.wait()
         if self.keep and training:
             self.again = (self.rows if self.fp8 is None else self.packed_rows)(tokens).clone()
         y_SD = self.exchange.rows(tokens).new_empty(len(tensors_of(a_SF)[0]), hidden)
-        signal = self.exchange.tile_signal(y_SD, a_SF, self.local)
+        signal = self.exchange.tile_signal(y_SD, a_SF, self.summed)
         self._fc2 = signal, plan, torch.cuda.current_stream().record_event()
         return signal
 
     def finish_sums(self) -> Tensor:
         """After the launch of fc2: its sums begin to leave."""
         signal, plan, before = self._fc2
-        assert plan.row_index_S is not None and plan.inverse_NK is not None
-        how = (plan.row_index_S, plan.inverse_NK, plan.offsets, before)
-        transfer, self._send_rest = self.exchange.send_sums(signal, *how)
+        transfer, self._send_rest = self.exchange.send_sums(signal, *self.sums(plan), before)
         del self._fc2
         return self.rows(self.sums_back.put(transfer))
 
@@ -191,9 +201,8 @@ class MoETransfers:
             self.sum_grads_out.wait()
         if dx_SD is None:
             return None
-        assert plan.row_index_S is not None and plan.inverse_NK is not None
-        of = (plan.row_index_S, plan.inverse_NK, plan.offsets)
-        transfer = self.exchange.send_gradient(dx_SD, *of, self._side_of(dprob_NK))
+        side = self._side_of(dprob_NK)
+        transfer = self.exchange.send_gradient(dx_SD, *self.sums(plan), side)
         self.exchange.wait_running(self.token_grads_back.put(transfer))
         return self.rows(transfer)
 
@@ -233,8 +242,7 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, prob_TK: Tensor, call: MoETransfers) -> Tensor:
-        how = dict(ranks=call.exchange.ranks, local=call.local)
-        side, call.sums_TR = pack_routing(call.idx_TK, prob_TK.contiguous(), **how)
+        side = call.route(prob_TK)
         call.hidden, fp8 = x_TD.shape[1], call.fp8
         sent = x_TD.detach() if fp8 is None else fp8.pack_tokens(x_TD).view(torch.bfloat16)
         transfer = call.tokens_out.put(call.send_out(sent, side, all_sms=not call.overlaps))
@@ -246,13 +254,11 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        from phalanx.kernels.sm90.experts.combine import combine
-
         call: MoETransfers = ctx.call
         R, (T, K) = call.exchange.ranks, call.idx_TK.shape
         transfer = call.token_grads_back.wait()
         probs_RTK = call.side(transfer, T * K).view(torch.float32).view(R, T, K)
-        return combine(call.rows(transfer), call.sums_TR), block_sum(probs_RTK), None
+        return call.collect(transfer), block_sum(probs_RTK), None
 
 
 class Receive(torch.autograd.Function):
@@ -261,19 +267,18 @@ class Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, like_ND: Tensor, call: MoETransfers) -> tuple[Tensor, Tensor, Tensor]:
-        T, K = call.idx_TK.shape
         tokens = call.tokens_out
         transfer = tokens.wait_side() if call.overlaps else tokens.wait()
-        call.idx_NK, prob_NK = unpack_routing(call.side(transfer, routing_size(T, K)), T, K)
+        idx_NK, prob_NK = call.routing(transfer)
         ctx.call = call
-        ctx.mark_non_differentiable(call.idx_NK)
+        ctx.mark_non_differentiable(idx_NK)
         ctx.set_materialize_grads(False)
         if call.fp8 is None:
-            return call.rows(transfer), call.idx_NK, prob_NK
+            return call.rows(transfer), idx_NK, prob_NK
         packed = call.packed_rows(transfer)
         # Their place is taken by other exchanges before the backward pass.
         packed = packed if call.overlaps else packed.clone()
-        return call.fp8.tokens_came(packed, like_ND), call.idx_NK, prob_NK
+        return call.fp8.tokens_came(packed, like_ND), idx_NK, prob_NK
 
     @staticmethod
     @once_differentiable
@@ -309,7 +314,7 @@ class SendBack(torch.autograd.Function):
             grad_ND = call.fp8.gradient_came(call.packed_rows(transfer), grad_ND)
         if call.overlaps and not call.keep:
             call.tokens_out.put(call.send_out(call.again, all_sms=False))
-        return grad_ND, None, None
+        return grad_ND if call.overlaps else call.for_experts(grad_ND), None, None
 
 
 class Collect(torch.autograd.Function):
@@ -322,12 +327,10 @@ class Collect(torch.autograd.Function):
     def forward(
         ctx: Any, sums_ND: Tensor, call: MoETransfers, all_sms: bool, *addends: Tensor
     ) -> Tensor:
-        from phalanx.kernels.sm90.experts.combine import combine
-
         ctx.call, ctx.all_sms, ctx.addends = call, all_sms, len(addends)
         if call.overlaps:
             call.send_rest()
-        return combine(call.rows(call.sums_back.wait()), call.sums_TR, addends=addends)
+        return call.collect(call.sums_back.wait(), addends)
 
     @staticmethod
     @once_differentiable
@@ -341,22 +344,22 @@ class Collect(torch.autograd.Function):
 
 
 @contextmanager
-def saving(rows_ND: Tensor, call: MoETransfers) -> Iterator[None]:
+def saving(rows: Tensor, call: MoETransfers) -> Iterator[None]:
     """Context of the experts: received rows that they save are sent again when wanted, or copied.
 
     Their buffer is taken by other exchanges before the backward pass.
     """
 
     def pack(saved: Tensor) -> Tensor | None:
-        if saved.data_ptr() != rows_ND.data_ptr() or saved.shape != rows_ND.shape:
+        if saved.data_ptr() != rows.data_ptr() or saved.shape != rows.shape:
             return saved
-        return saved.clone() if call.keep else None
+        return call.saved(saved)
 
     def unpack(stored: Tensor | None) -> Tensor:
         if stored is not None:
             return stored
         call.tokens_out.put(call.send_out(call.again, all_sms=True))
-        return call.rows(call.tokens_out.wait())
+        return call.for_experts(call.rows(call.tokens_out.wait()))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -181,10 +181,11 @@ def with_clones(
     known = TRANSPORTS.get(transport.name)
     if wanted in (0, "auto") or ranks == 1:
         return transport
+    clone = [name for name, facts in TRANSPORTS.items() if facts.clones]
     if known is None or not known.clones:
         raise ValueError(
             f"parallel.clones={wanted} cannot run: {transport.name} cannot clone experts; "
-            "set parallel.dispatch=alltoall or parallel.clones=0"
+            f"set parallel.dispatch={' or '.join(clone)} or parallel.clones=0"
         )
     return replace(transport, clones=Clones(int(wanted), cost, keep))
 
@@ -200,7 +201,14 @@ def clone_choices(wanted: int | str, transport: Transport) -> list[Choice]:
         return [Choice("clones", f"{of.slots} slots", f"{reason} the backward pass")]
     if TRANSPORTS.get(transport.name, TRANSPORTS[LOCAL.name]).one_rank:
         return [Choice("clones", "off", f"all experts are on one rank; parallel.clones={wanted}")]
-    return [Choice("clones", "off", f"auto; {transport.name} does not hide what clones send")]
+    facts = TRANSPORTS.get(transport.name)
+    if facts is None or not facts.clones:
+        reason = f"{transport.name} cannot clone experts"
+    elif class_of(transport.name).no_overlap is not None:
+        reason = f"{transport.name} does not hide what clones send"
+    else:
+        reason = f"{transport.name} has not been measured with clones"
+    return [Choice("clones", "off", f"auto; {reason}")]
 
 
 def choices(

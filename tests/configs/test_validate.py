@@ -191,21 +191,15 @@ def _texts(value: object) -> object:
         ("parallel.clones=2 kernels=megatron", 2, "not possible with", "parallel.clones=0"),
         ("parallel.clones=2 kernels=cudnn", 2, "not possible with", "parallel.clones=0"),
         (
-            "parallel.clones=2 parallel.dispatch=symm",
-            2,
-            "not possible with parallel.dispatch=symm, only with alltoall",
-            "parallel.clones=0",
-        ),
-        (
             "parallel.clones=1 parallel.dispatch=hier",
             2,
-            "not possible with parallel.dispatch=hier, only with alltoall",
+            "not possible with parallel.dispatch=hier, only with symm or alltoall",
             "parallel.clones=0",
         ),
         (
             "parallel.clones=1 parallel.dispatch=deepep",
             2,
-            "not possible with parallel.dispatch=deepep, only with alltoall",
+            "not possible with parallel.dispatch=deepep, only with symm or alltoall",
             "parallel.clones=0",
         ),
         (

@@ -15,6 +15,7 @@ With SMs set aside (`comm_sms`) pushes run on a stream of their own beside other
 
     tile_signal, send_sums   sums leave as fc2 finishes experts
     send_gradient            the gradient of tokens leaves under the weight gradients
+    aside                    what else is sent takes its turn among them
 
 Legend: T tokens of a rank, D hidden, K slots of a token, R ranks, N = R * T received rows, S expert
 rows.
@@ -209,20 +210,39 @@ class Exchange:
         inverse_NK: Tensor,
         offsets: Tensor,
         side: Tensor,
+        *,
+        all_sms: bool = False,
     ) -> Transfer:
-        """Send sums of expert rows and side data back; only if pushes run beside other kernels.
+        """Send sums of expert rows, which are all there, and side data back.
 
         Args:
             dx_SD: expert rows.
             index_S, inverse_NK, offsets, side: as `combine_push` takes them.
+            all_sms: nothing is to run beside it.
         """
         sources, ready = (index_S, inverse_NK, offsets), ReadyRows(dx_SD, self._complete)
-        how = dict(tokens=self.tokens, ctas=self._comm_sms, total_ctas=self._comm_sms)
+        ctas = self._ctas(all_sms)
+        how = dict(tokens=self.tokens, ctas=ctas, total_ctas=ctas)
 
         def send(buffers: PeerBuffers) -> None:
             combine_push(ready, *sources, buffers, **how, side=side)
 
         return self._begin(send, 1, (dx_SD, *sources, side))
+
+    def aside(self, send: Callable[[], None]) -> None:
+        """Call `send`: what it launches runs after all that the current stream has been given so
+        far, and before the next exchange. What it reads has to be kept until that has been waited
+        for."""
+        current = torch.cuda.current_stream()
+        stream = self._stream or current
+        if stream != current:
+            stream.wait_event(current.record_event())
+        with torch.cuda.stream(stream):
+            send()
+
+    def _ctas(self, all_sms: bool) -> int:
+        """Of a kernel that sends."""
+        return sms(self._memory.device) if all_sms or not self._comm_sms else self._comm_sms
 
     def _begin(
         self,

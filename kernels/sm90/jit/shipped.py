@@ -176,6 +176,7 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
     for slots, widths in sizes.items():
         for hidden, back in product(widths, EITHER):
             yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
+    yield PushKernel, PushConfig(16, 8, 1, False)  # of side data alone, where experts are cloned
     for slots, side in product(sizes, EITHER):
         yield CombinePushKernel, CombinePushConfig(slots, 8, side)
     yield WaitPeersKernel, WaitPeersConfig(8)

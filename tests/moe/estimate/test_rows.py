@@ -13,10 +13,10 @@ from phalanx.moe.estimate.rows import buffer_bytes, row_memory
 LAYERS, TOKENS, TOP_K, HIDDEN, FFN, RANKS = 24, 4096, 4, 2880, 2880, 8
 
 
-def known(*overrides: str, world: int = RANKS) -> Config:
+def known(*overrides: str, world: int = RANKS, node_gpus: int = 8) -> Config:
     cfg = load(["experiment=gpt_oss_20b_8gpu", "run.eval_interval=0", *overrides])
     validate(cfg, world)
-    return resolved(cfg, world, 8)
+    return resolved(cfg, world, node_gpus)
 
 
 @pytest.mark.parametrize("dispatch", ["symm", "alltoall"])
@@ -61,9 +61,19 @@ def test_guests_have_room() -> None:
     torch = known(alltoall, "kernels=torch", f"parallel.clones={slots}")
     both = [Activations(cfg, RANKS).guests().backward for cfg in (cloned, torch)]
     assert both == [held, held + (own + slots) * 2 * matrix * 2]
-    with pytest.raises(ConfigError, match="symm cannot clone experts; set parallel.dispatch=all"):
-        known("parallel.clones=2")
+    with pytest.raises(ConfigError, match="hier cannot clone experts; set parallel.dispatch=symm"):
+        known("parallel.clones=2", node_gpus=4)
     assert known("parallel.clones=auto").parallel.clones == 0
+
+
+def test_guests_over_symm_are_outside_of_what_torch_allocates() -> None:
+    """Weights of 2 guests, gradients in fp32, and a row of every slot of a rank's tokens."""
+    symm, slots, matrix = "parallel.dispatch=symm", 2, HIDDEN * FFN
+    without, cloned = known(symm), known(symm, f"parallel.clones={slots}")
+    rows = TOP_K * TOKENS * (2 * HIDDEN + 8 * TOP_K)
+    more = exchange_bytes(cloned, RANKS) - exchange_bytes(without, RANKS)
+    assert more == slots * 3 * matrix * (2 + 4) + rows
+    assert Activations(cloned, RANKS).guests().backward == 0
 
 
 def test_recomputed_layers_keep_nothing_but_one_needs_all() -> None:

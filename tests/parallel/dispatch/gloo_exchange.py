@@ -9,8 +9,8 @@ Legend: T tokens of a rank, D hidden, R ranks, N = R * T received rows.
 
 import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,9 +21,12 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
 from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.expert_mlp.reference import Reference
+from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
 from phalanx.parallel.dispatch import symm, transport_class
 from phalanx.parallel.dispatch.exchange import SymmOptions
+from tests.parallel.dispatch.gloo_clones import cloning
 
 NAN = 0xFF
 
@@ -66,10 +69,20 @@ class GlooExchange:
         return self._back(sums_ND, (inverse_NK >= 0).any(1), none), lambda: None
 
     def send_gradient(
-        self, dx_SD: Tensor, index_S: Tensor, inverse_NK: Tensor, offsets: Tensor, side: Tensor
+        self,
+        dx_SD: Tensor,
+        index_S: Tensor,
+        inverse_NK: Tensor,
+        offsets: Tensor,
+        side: Tensor,
+        *,
+        all_sms: bool = False,
     ) -> Any:
         sums_ND = provider("torch").combine(dx_SD, inverse_NK)
         return self._back(sums_ND, (inverse_NK >= 0).any(1), side)
+
+    def aside(self, send: Callable[[], None]) -> None:
+        send()
 
     def wait(self, sent: Any, *, side_only: bool = False) -> None:
         assert sent.number >= self._waited, "exchanges are waited for in the order of their starts"
@@ -123,8 +136,8 @@ class GlooExchange:
 
 @contextmanager
 def gloo_exchanges() -> Iterator[list[GlooExchange]]:
-    """Inside, `symm` works over them, and FP8 experts of any backend beside them; yields those that
-    it has asked for."""
+    """Inside, `symm` works over them, and experts of any backend beside them; yields those that it
+    has asked for."""
     made = list[GlooExchange]()
 
     @functools.cache
@@ -132,19 +145,33 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
         made.append(GlooExchange(*key))
         return made[-1]
 
-    rows = EmulatedFP8.rows
+    def signalled(rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Writes to where sums leave, those of own experts before it is the guests' turn."""
 
-    def signalled(*given: Any, signal: Any = None, **how: Any) -> Tensor:
-        y_SD = rows(*given, **how)
-        return y_SD if signal is None else signal.out_SN.copy_(y_SD)
+        def call(
+            backend: Any, a_SF: Any, linear: Any, plan: Any, *, signal: Any = None, **how: Any
+        ) -> Tensor:
+            if signal is None:
+                return rows(backend, a_SF, linear, plan, **how)
+            for layer, part in linear.runs(plan):
+                here = slice(int(part.offsets[0]), int(part.offsets[-1]))
+                y_SD = rows(backend, a_SF, layer._replace(guests=None), part, **how)
+                signal.out_SN[here] = y_SD[here]
+            return signal.out_SN
 
+        return call
+
+    backends = (EmulatedFP8, Reference, Grouped)
     combine = SimpleNamespace(combine=provider("torch").combine)
-    stream = SimpleNamespace(record_event=lambda: None)
-    with (
-        mock.patch.dict(sys.modules, {"phalanx.kernels.sm90.experts.combine": combine}),
-        mock.patch.object(symm, "exchange_of", exchange_of),
-        mock.patch.object(torch.cuda, "current_stream", lambda: stream),
-        mock.patch.object(EmulatedFP8, "rows", signalled),
-        mock.patch.object(transport_class, "waits_for_tokens", lambda *of: True),
-    ):
+    on = SimpleNamespace(record_event=lambda: None)
+    with ExitStack() as stack:
+        for patch in (
+            mock.patch.dict(sys.modules, {"phalanx.kernels.sm90.experts.combine": combine}),
+            mock.patch.object(symm, "exchange_of", exchange_of),
+            *cloning(exchange_of),
+            mock.patch.object(torch.cuda, "current_stream", lambda: on),
+            mock.patch.object(transport_class, "waits_for_tokens", lambda *of: True),
+            *(mock.patch.object(b, "rows", signalled(b.rows)) for b in backends),
+        ):
+            stack.enter_context(patch)
         yield made

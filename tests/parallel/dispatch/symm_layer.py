@@ -7,7 +7,7 @@
 The second compares them as the transports inside the nodes of `hier`, and rows that travel in FP8
 with rows that the experts make FP8. The third has all ranks on one GPU (`gpu_ranks`). With and
 without pushes beside the experts, tokens kept or sent again, in bf16 and in FP8, eager and
-captured; prints what was compared, raises at the first difference. Names of shapes with SMs, or of
+captured; prints what was compared, raises at the first difference. Names of shapes with SMs, and of
 precisions, restrict it to these.
 """
 
@@ -79,7 +79,13 @@ class Layer:
     """One transport with weights and inputs of its own shape."""
 
     def __init__(
-        self, way: Way, shape: tuple[int, ...], top_k: int, symm: SymmOptions, spec: MLPSpec
+        self,
+        way: Way,
+        shape: tuple[int, ...],
+        top_k: int,
+        symm: SymmOptions,
+        spec: MLPSpec,
+        bias: bool = False,
     ) -> None:
         T, D, F, E, _ = shape
         self.spec = spec
@@ -94,8 +100,14 @@ class Layer:
         self.residual = draw(T, D)
         self.prob = torch.rand(T, top_k, generator=g, device="cuda")
         self.idx = torch.zeros(T, top_k, dtype=torch.int32, device="cuda")
-        for t in (self.w1, self.w2, self.x, self.prob, self.shared, self.residual):
+        biases = (draw(local, 2 * F), draw(local, D)) if bias else ()
+        self.weights = MLPWeights(self.w1, self.w2, *biases)
+        for t in (*self.own, self.x, self.prob, self.shared, self.residual):
             t.requires_grad_()
+        for w in self.own if spec.accumulate else ():
+            w.main_grad = torch.zeros_like(w, dtype=torch.float32)
+        self.clones: Tensor | None = None
+        """Experts in guest slots of all ranks, of the last call."""
         self.dispatcher = make_dispatcher(
             way.transport,
             group=dist.group.WORLD,
@@ -108,17 +120,34 @@ class Layer:
             fp8_rows=way.fp8_rows and spec.recipe is not None,
         )
 
+    @property
+    def own(self) -> list[Tensor]:
+        """Weights, and biases if there are any."""
+        return [w for w in self.weights if w is not None]
+
     def __call__(self, shared: bool, residual: bool = False) -> list[Tensor]:
         """Output, and gradients of tokens, probabilities, weights, and of what is added."""
+        for w in self.own if self.spec.accumulate else ():
+            w.main_grad.zero_()
         received = self.dispatcher.dispatch(self.x, self.idx, self.prob)
+        self.clones = None if received.clones is None else received.clones.expert_RN
         with received.saving():
-            weights = MLPWeights(self.w1, self.w2)
-            how = dict(overlap=received.overlap, arrived=received.arrived)
-            out = grouped_mlp(received.rows_ND, weights, received.plan, self.spec, **how)
+            how = dict(overlap=received.overlap, arrived=received.arrived, guests=received.guests)
+            out = grouped_mlp(received.rows_ND, self.weights, received.plan, self.spec, **how)
         beside = (lambda: self.x @ self.shared) if shared else None
         out = self.dispatcher.combine(out, received, beside, self.residual if residual else None)
-        leaves = [self.x, self.prob, self.w1, self.w2, *[self.residual] * residual]
-        return [out.detach(), *torch.autograd.grad(out, leaves, self.dout)]
+        leaves = [self.x, self.prob, *self.own, *[self.residual] * residual]
+        made = list(torch.autograd.grad(out, leaves, self.dout, allow_unused=True))
+        if self.spec.accumulate:
+            made[2 : 2 + len(self.own)] = [w.main_grad.clone() for w in self.own]
+        return [out.detach(), *made]
+
+
+def chosen(only: set[str], shape: str, precision: str) -> bool:
+    """Whether names on the command line, if there are any of its kind, have both."""
+    precisions = only & {*SPECS}
+    shapes = only - precisions
+    return shape in (shapes or {shape}) and precision in (precisions or {precision})
 
 
 def captured(call: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
@@ -160,7 +189,7 @@ def main() -> None:
         shape, symm = SHAPES[label], SymmOptions(keep=keep, comm_sms=sms, timeout=20)
         for kind in KINDS:
             top_k = shape[3] if kind == "all experts" else shape[4]
-            if top_k <= 16 and (not only or {f"{label}{sms}", precision} & only):
+            if top_k <= 16 and chosen(only, f"{label}{sms}", precision):
                 check(f"{label} in {precision}", pair, shape, top_k, kind, symm, SPECS[precision])
     torch.cuda.synchronize()
     dist.barrier()

@@ -1,5 +1,7 @@
-"""Layers over `symm` on all GPUs of this host that it serves; see `symm_layer`."""
+"""Layers over `symm`, with and without clones, on all GPUs of this host that it serves, or with
+several ranks on one; see `symm_layer` and `cloned_layer`."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,19 +11,48 @@ import torch
 
 pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).parent / "symm_layer.py"
+CLONED = PROGRAM.with_name("cloned_layer.py")
 
 
-def compare(ranks: int, *given: str, timeout: float = 300) -> None:
-    """Run the program with arguments on a number of GPUs."""
+def compare(
+    ranks: int,
+    *given: str,
+    program: Path = PROGRAM,
+    least: int = 48,
+    one_gpu: bool = False,
+    timeout: float = 300,
+) -> None:
+    """Run a program with arguments on a number of GPUs, or in as many processes on one."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", str(ranks), str(PROGRAM), *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    command = [*launcher, "--nproc-per-node", str(ranks), str(program), *given]
+    env = os.environ | {"PHALANX_ONE_GPU": str(int(one_gpu))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert done.stdout.count("equal:") >= 48
+    assert done.stdout.count("equal:") >= least
+
+
+def gpus() -> int:
+    """That are Hopper's, 8 at most."""
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return min(torch.cuda.device_count(), 8) if hopper else 0
 
 
 def test_layers_equal_those_over_collectives_bit_for_bit() -> None:
-    ranks = min(torch.cuda.device_count(), 8)
-    if ranks < 2 or torch.cuda.get_device_capability()[0] != 9:
+    if gpus() < 2:
         pytest.skip("needs two Hopper GPUs")
-    compare(ranks)
+    compare(gpus())
+
+
+def test_layers_with_clones_equal_those_without() -> None:
+    if gpus() < 2:
+        pytest.skip("needs two Hopper GPUs")
+    compare(gpus(), program=CLONED, least=192, timeout=600)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["small0", "small8"])
+def test_ranks_on_one_gpu(name: str, ranks: int) -> None:
+    if not gpus():
+        pytest.skip("needs a Hopper GPU")
+    compare(ranks, name, least=48, one_gpu=True)
+    compare(ranks, name, program=CLONED, least=32, one_gpu=True)

@@ -314,13 +314,21 @@ def test_clones_where_the_transport_has_them() -> None:
         for transport in (dense, pushed):
             assert with_clones(wanted, transport, ranks=4, **how) == transport
     assert with_clones(2, LOCAL, ranks=1, **how) == LOCAL
-    with pytest.raises(ValueError, match="symm cannot clone experts; set parallel.dispatch=allto"):
-        with_clones(2, pushed, ranks=4, **how)
+    assert with_clones(1, pushed, ranks=2, **how).clones == Clones(1, 300)
+    nodes = Transport("hier", "auto")
+    with pytest.raises(
+        ValueError, match="hier cannot clone experts; set parallel.dispatch=symm or "
+    ):
+        with_clones(2, nodes, ranks=4, **how)
     assert clone_choices(0, pushed) == []
     (line,) = clone_choices(2, with_two)
     assert line.backend == "2 slots" and "a copy costs 300 rows" in line.reason
     (line,) = clone_choices("auto", pushed)
-    assert (line.backend, line.reason) == ("off", "auto; symm does not hide what clones send")
+    assert (line.backend, line.reason) == ("off", "auto; symm has not been measured with clones")
+    (line,) = clone_choices("auto", dense)
+    assert line.reason == "auto; alltoall does not hide what clones send"
+    (line,) = clone_choices("auto", nodes)
+    assert line.reason == "auto; hier cannot clone experts"
     (line,) = clone_choices(2, LOCAL)
     assert line.backend == "off" and "all experts are on one rank" in line.reason
 

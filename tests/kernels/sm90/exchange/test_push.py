@@ -9,6 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")
 
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.torch_grouped import Grouped
 from phalanx.kernels.routing.plan import make_plan
 from tests.kernels.sm90 import simt
@@ -69,6 +70,7 @@ SHAPES = [
     (3, 9, 264, 3, 5, 8, False),
     (2, 40, 16, 2, 3, 1, True),
     (3, 7, 520, 4, 2, 1, True),
+    (3, 1, 8, 1, 1, 1, False),  # as of an exchange for side data alone
 ]
 
 
@@ -159,7 +161,7 @@ class Sums:
         self.table = routing(2 * self.T, self.K, 2 * self.local, 0.3, seed=3)
         prob = torch.ones(self.table.shape)
         where = dict(first_expert=self.local, local_experts=self.local, backend="torch")
-        self.plan = make_plan(self.table, prob, rows=self.table.numel(), **where)
+        self.plan = self.planned(make_plan(self.table, prob, rows=self.table.numel(), **where))
         g = torch.Generator().manual_seed(4)
         self.y = torch.randn(self.table.numel(), self.D, generator=g).to(BF16)
         self.y[int(self.plan.offsets[-1]) :] = float("nan")
@@ -169,6 +171,10 @@ class Sums:
             for expert, rows in enumerate(self.plan.offsets.diff().tolist())
             for wave in self._finish(expert, rows)
         ]
+
+    def planned(self, plan: ExpertPlan) -> ExpertPlan:
+        """Which of the rows go as sums: all."""
+        return plan
 
     def _finish(self, expert: int, rows: int) -> list[int]:
         """Count the tiles of an expert, in slices of as many. Returns the wave of each row."""
@@ -208,6 +214,18 @@ class Sums:
         return {self.T + n % self.T: words(sums[n : n + 1]) for n in there}
 
 
+class SumsOfOwn(Sums):
+    """The last two places are guests', whose rows, like others, go by themselves and not here."""
+
+    def planned(self, plan: ExpertPlan) -> ExpertPlan:
+        self.local -= 2
+        offsets, inverse_NK = plan.offsets[: self.local + 1], plan.inverse_NK
+        assert inverse_NK is not None and plan.offsets[-1] > offsets[-1]
+        alone_NK = (inverse_NK >= offsets[-1]) | (inverse_NK % 5 == 2)
+        assert (alone_NK & (inverse_NK < offsets[-1])).any()
+        return plan._replace(offsets=offsets, inverse_NK=inverse_NK.masked_fill(alone_NK, -1))
+
+
 WAYS = pytest.mark.parametrize(
     ("local", "bits", "waves"),
     [(37, 0, 4), pytest.param(2, 3, 7, marks=pytest.mark.slow), (3, 1, 5)],
@@ -225,6 +243,20 @@ def test_sums_are_those_of_combine_where_their_tokens_are(
     for target in range(2):
         way.ranks.check(target, way.wanted(target, waves))
         assert way.ranks.flags[target][1] == way.ranks.flags[target][PUSH.MAX_RANKS + 1] == 1
+    assert way.ranks.state[1][0] == 1 and not any(way.progress)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_sums_of_own_experts_leave_guests_rows_alone(once: bool) -> None:
+    way = SumsOfOwn(9, 0, 4)
+    if once:
+        way.progress = [0] * SUMS.PROGRESS
+        way.launch_once(list(range(8)))
+    else:
+        way.launch(way.begin)
+        way.launch(way.rest)
+    for target in range(2):
+        way.ranks.check(target, way.wanted(target, 4))
     assert way.ranks.state[1][0] == 1 and not any(way.progress)
 
 

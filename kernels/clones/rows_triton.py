@@ -1,0 +1,182 @@
+"""`kernels.clones.rows` on an NVIDIA GPU, in Triton; `send_singles` to the memory of other ranks.
+
+Legend: T tokens of a rank, K slots of a token, R ranks, N = R * T received rows, S expert rows, D
+hidden, L own experts of a rank, P places of a rank.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.clones.rows import Home, Parting
+
+_ROWS = 64
+_WORDS = 2048
+"""Of a row, that a program has under way: four accesses of 16 bytes a thread."""
+_PROGRAMS = 4
+"""Of a SM, as each has one row under way."""
+_COLUMNS = 1024
+
+
+@triton.jit
+def part_rows_kernel(  # type: ignore[no-untyped-def]
+    idx,
+    places,
+    inverse,
+    sums,
+    pairs,
+    count,
+    N,
+    rank,
+    L,
+    P,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, SLOTS)
+    at = n[:, None] * K + k[None, :]
+    inside = (n < N)[:, None] & (k < K)[None, :]
+    expert = tl.load(idx + at, mask=inside, other=-1)
+    place = tl.load(places + at, mask=inside, other=-1)
+    row = tl.load(inverse + at, mask=inside, other=-1)
+    mine = (expert >= 0) & (expert // L == rank)
+    away = mine & (place // P != rank)
+    parted = tl.max(away.to(tl.int32), 1) > 0
+    single = (row >= 0) & ((mine == 0) | parted[:, None])
+    tl.store(sums + at, tl.where(single, -1, row), mask=inside)
+    ones = tl.reshape(single.to(tl.int32), [ROWS * SLOTS])
+    some = tl.sum(ones, 0)
+    if some > 0:
+        # The order of programs may be any: rows go to places of their own.
+        first = tl.atomic_add(count, some)
+        to = first + tl.cumsum(ones, 0) - 1
+        tl.store(pairs + to, tl.reshape(at, [ROWS * SLOTS]), mask=ones > 0)
+
+
+@triton.jit
+def send_singles_kernel(  # type: ignore[no-untyped-def]
+    y,
+    inverse,
+    pairs,
+    count,
+    memory_R,
+    T,
+    words,
+    rank,
+    ranks,
+    K,
+    WORDS: tl.constexpr,
+):
+    total = tl.load(count)
+    column = tl.arange(0, WORDS)
+    for number in range(tl.program_id(0), total, tl.num_programs(0)):
+        # Every rank begins with another part: a link cannot take in what all send at once.
+        turned = (number + total // ranks * rank) % total
+        pair = tl.load(pairs + turned)
+        source = y + tl.load(inverse + pair).to(tl.int64) * words
+        n = pair // K
+        target = n // T
+        row = (pair % K) * T + n % T
+        address = tl.load(memory_R + target) + row.to(tl.int64) * words * 4
+        to = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+        for first in range(0, words, WORDS):
+            at = first + column
+            tl.store(to + at, tl.load(source + at, mask=at < words), mask=at < words)
+
+
+@triton.jit
+def sum_singles_kernel(  # type: ignore[no-untyped-def]
+    singles,
+    idx,
+    places,
+    sums,
+    T,
+    D,
+    L,
+    P,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    t = tl.program_id(0)
+    k = tl.arange(0, SLOTS)
+    expert = tl.load(idx + t * K + k, mask=k < K, other=-1)
+    place = tl.load(places + t * K + k, mask=k < K, other=-1)
+    home = tl.where(expert >= 0, expert // L, -1)
+    away = (expert >= 0) & (place // P != home)
+    if tl.max(away.to(tl.int32), 0) > 0:
+        for j in range(K):
+            rank = tl.sum(tl.where(k == j, home, 0), 0)
+            of = (home == rank) & (expert >= 0)
+            parted = tl.max((of & away).to(tl.int32), 0)
+            earlier = tl.max((of & (k < j)).to(tl.int32), 0)
+            if (rank >= 0) & (parted > 0) & (earlier == 0):
+                for first in range(0, D, COLUMNS):
+                    column = first + tl.arange(0, COLUMNS)
+                    inside = column < D
+                    total = tl.zeros([COLUMNS], tl.float32)
+                    for i in range(j, K):
+                        wanted = tl.max((of & (k == i)).to(tl.int32), 0) > 0
+                        row = singles + (i * T + t).to(tl.int64) * D
+                        x = tl.load(row + column, mask=inside & wanted, other=0.0)
+                        total += x.to(tl.float32)
+                    to = sums + (rank * T + t).to(tl.int64) * D
+                    tl.store(to + column, total.to(sums.dtype.element_ty), mask=inside)
+
+
+def part_rows(
+    idx_NK: Tensor, place_NK: Tensor, inverse_NK: Tensor, rows: int, home: Home
+) -> Parting:
+    """`kernels.clones.rows.part_rows`."""
+    N, K = idx_NK.shape
+    sums_NK, pairs_S = torch.empty_like(inverse_NK), inverse_NK.new_empty(rows)
+    count = inverse_NK.new_zeros(1)
+    if N:
+        part_rows_kernel[(triton.cdiv(N, _ROWS),)](
+            *(idx_NK, place_NK, inverse_NK, sums_NK, pairs_S, count),
+            *(N, *home),
+            K=K,
+            SLOTS=triton.next_power_of_2(K),
+            ROWS=_ROWS,
+        )
+    return Parting(sums_NK, pairs_S, count, inverse_NK)
+
+
+def send_singles(
+    y_SD: Tensor, parting: Parting, memory_R: Tensor, *, rank: int, tokens: int, sms: int
+) -> None:
+    """Rows that go by themselves, to the memory of their tokens' ranks.
+
+    Args:
+        y_SD: expert rows, bf16, contiguous, D a multiple of 8.
+        parting: of this rank's rows.
+        memory_R: int64, addresses of [K, T, D] of each rank.
+        rank: this one.
+        tokens: T.
+        sms: SMs that it takes.
+    """
+    if not tokens:
+        return
+    send_singles_kernel[(_PROGRAMS * sms,)](
+        *(y_SD.view(torch.int32), parting.inverse_NK, parting.pairs_S, parting.count, memory_R),
+        *(tokens, y_SD.shape[1] // 2, rank, len(memory_R), parting.inverse_NK.shape[1]),
+        WORDS=_WORDS,
+    )
+
+
+def sum_singles(
+    singles_KTD: Tensor, idx_TK: Tensor, place_TK: Tensor, sums_ND: Tensor, home: Home
+) -> None:
+    """`kernels.clones.rows.sum_singles`."""
+    K, T, D = singles_KTD.shape
+    if T:
+        sum_singles_kernel[(T,)](
+            *(singles_KTD, idx_TK, place_TK, sums_ND),
+            *(T, D, home.local, home.places),
+            K=K,
+            SLOTS=triton.next_power_of_2(K),
+            COLUMNS=_COLUMNS,
+        )

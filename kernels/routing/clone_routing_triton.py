@@ -1,0 +1,93 @@
+"""`kernels.routing.clone_routing` on an NVIDIA GPU, in Triton.
+
+Pairs are taken in chunks. The first launch counts the rows of each expert in every chunk, of which
+the plan is made; the second one numbers the pairs of cloned experts, which begin in a chunk where
+the chunks before it end. Counts are integers, so that no order shows.
+
+Legend: N received rows, K slots of a token, P = N * K pairs, C chunks, E experts, R ranks, L
+experts and G guest slots of a rank.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.routing.clone_plan import ClonePlan
+
+_CHUNK = 2048
+
+
+@triton.jit
+def count_chunks_kernel(idx, counts, P, E, BINS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    chunk = tl.program_id(0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(idx + at, mask=at < P, other=-1)
+    count = tl.histogram(tl.where(expert >= 0, expert, 0), BINS, mask=expert >= 0)
+    e = tl.arange(0, BINS)
+    tl.store(counts + chunk * E + e, count, mask=e < E)
+
+
+@triton.jit
+def place_kernel(  # type: ignore[no-untyped-def]
+    idx,
+    counts,
+    held,
+    begins,
+    ends,
+    places,
+    P,
+    E,
+    slots,
+    L,
+    G,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(idx + at, mask=at < P, other=-1)
+    place = tl.where(expert >= 0, expert // L * (L + G) + expert % L, -1)
+    earlier = tl.arange(0, CHUNKS)
+    for slot in range(slots):
+        of = tl.load(held + slot)
+        if of >= 0:
+            before = tl.load(counts + earlier * E + of, mask=earlier < chunk, other=0)
+            here = expert == of
+            number = tl.sum(before, 0) + tl.cumsum(here.to(tl.int32), 0) - 1
+            taken = here & (number >= tl.load(begins + slot)) & (number < tl.load(ends + slot))
+            place = tl.where(taken, slot // G * (L + G) + L + slot % G, place)
+    tl.store(places + at, place, mask=at < P)
+
+
+def count_chunks(idx_NK: Tensor, experts: int) -> Tensor:
+    """int32 [C, E]: rows of each expert among the pairs of each chunk."""
+    pairs = idx_NK.numel()
+    counts_CE = idx_NK.new_empty(triton.cdiv(pairs, _CHUNK), experts)
+    if pairs:
+        bins = triton.next_power_of_2(experts)
+        how = dict(BINS=bins, CHUNK=_CHUNK)
+        count_chunks_kernel[(len(counts_CE),)](
+            idx_NK.contiguous(), counts_CE, pairs, experts, **how
+        )
+    return counts_CE
+
+
+def place(idx_NK: Tensor, counts_CE: Tensor, plan: ClonePlan) -> Tensor:
+    """`kernels.routing.clone_routing.place_pairs`, from the counts of chunks."""
+    (R, G), (C, E), pairs = plan.expert_RN.shape, counts_CE.shape, idx_NK.numel()
+    place_NK = torch.empty_like(idx_NK, memory_format=torch.contiguous_format)
+    if pairs:
+        place_kernel[(C,)](
+            idx_NK.contiguous(),
+            counts_CE,
+            plan.expert_RN,
+            plan.begin_RN,
+            plan.end_RN,
+            place_NK,
+            *(pairs, E, R * G, E // R, G),
+            CHUNKS=triton.next_power_of_2(C),
+            CHUNK=_CHUNK,
+            num_warps=8,
+        )
+    return place_NK

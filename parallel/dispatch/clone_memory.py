@@ -1,0 +1,159 @@
+"""Memory of the ranks of a group that clones of hot experts need: of rows that travel by
+themselves, and of guests. What is written there when is `parallel.dispatch.cloned_transfers`.
+
+Legend: T tokens per rank, D hidden, K slots of a token, R ranks, S expert rows, L own experts, G
+guest slots.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.kernels.clones.rows import Parting
+from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.parallel.dispatch.exchange import PeerMemory, connected
+
+_ALIGN = 256
+
+
+class _Kept:
+    """Memory that knows no exchange: who comes late is the others' to tell."""
+
+    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
+        self._peers = PeerMemory(group, size)
+        dist.barrier(group)  # nobody writes to what another one has yet to clear
+
+    def begin(self) -> None:
+        """Nothing is taken in turn."""
+
+    def missing(self) -> str:
+        return ""
+
+    def release(self) -> None:
+        del self._peers
+
+    def _addresses(self, at: int) -> Tensor:
+        """int64 [R]: of byte `at` of the memory of all ranks."""
+        bases = torch.tensor(self._peers.addresses, dtype=torch.int64)
+        return (bases + at).to(self._peers.memory.device)
+
+
+class SingleRows(_Kept):
+    """`parallel.dispatch.cloned_transfers.Singles` over NVLink.
+
+    Args:
+        group: expert-parallel.
+        tokens, hidden, slots: T, D and K.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tokens: int, hidden: int, slots: int) -> None:
+        super().__init__(group, max(2 * slots * tokens * hidden, _ALIGN))
+        self._rank, self._tokens = group.rank(), tokens
+        rows = self._peers.memory[: 2 * slots * tokens * hidden].view(torch.bfloat16)
+        self.rows_KTD = rows.view(slots, tokens, hidden)
+        self._memory_R = self._addresses(0)
+
+    def send(self, y_SD: Tensor, parting: Parting) -> None:
+        from phalanx.kernels.clones.rows_triton import send_singles
+
+        how = dict(rank=self._rank, tokens=self._tokens, sms=_sms(y_SD))
+        send_singles(y_SD, parting, self._memory_R, **how)
+
+    def release(self) -> None:
+        del self.rows_KTD
+        super().release()
+
+
+class GuestLayout(NamedTuple):
+    """Where a rank's memory has guests and their gradients, by w1, w2, b1 and b2."""
+
+    weights: tuple[int, ...]
+    """Bytes at which those of G slots begin; 0 bytes long if there is no such weight."""
+    grads: tuple[int, ...]
+    """The same of gradients in fp32."""
+    total: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], width: int) -> "GuestLayout":
+        """Of numbers in all slots of each weight, and bytes of a number."""
+        ends = [0]
+        for size in (*(width * n for n in sizes), *(4 * n for n in sizes)):
+            ends.append(ends[-1] + -(-size // _ALIGN) * _ALIGN)
+        some = len(sizes)
+        return cls(tuple(ends[:some]), tuple(ends[some:-1]), max(ends[-1], _ALIGN))
+
+
+class GuestMemory(_Kept):
+    """Slots of every rank for weights of guests, and for their gradients.
+
+    Args:
+        group: expert-parallel.
+        slots: G.
+        own: weights of the shape and dtype of a layer's.
+        comm_sms: SMs on which weights leave beside other kernels; 0: all.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, slots: int, own: MLPWeights, comm_sms: int
+    ) -> None:
+        sizes = [0 if w is None else slots * w[0].numel() for w in own]
+        layout = GuestLayout.of(sizes, own.w1.element_size())
+        super().__init__(group, layout.total)
+        self._rank, self._comm_sms = group.rank(), comm_sms
+
+        def views(begins: Sequence[int], dtype: torch.dtype) -> MLPWeights:
+            made = []
+            for w, begin, size in zip(own, begins, sizes, strict=True):
+                bytes_ = self._peers.memory[begin : begin + size * dtype.itemsize]
+                made.append(None if w is None else bytes_.view(dtype).view(slots, *w.shape[1:]))
+            return MLPWeights(*made)  # type: ignore[arg-type]
+
+        self.weights = views(layout.weights, own.w1.dtype)
+        """[G, ...] of this rank's guests."""
+        self.grads = views(layout.grads, torch.float32)
+        """fp32 [G, ...] of this rank's guests."""
+        self._weights_R = [self._addresses(begin) for begin in layout.weights]
+        self._grads_R = [self._addresses(begin) for begin in layout.grads]
+
+    def lend(self, own: MLPWeights, expert_RG: Tensor) -> None:
+        """Write own experts to the slots that hold them."""
+        from phalanx.kernels.clones.weights_triton import lend
+
+        for w, memory_R in zip(own, self._weights_R, strict=True):
+            if w is not None:
+                how = dict(rank=self._rank, sms=self._comm_sms or _sms(w))
+                lend(w.detach(), expert_RG, memory_R, **how)
+
+    def take_back(self, own: Sequence[Tensor | None], expert_RG: Tensor) -> None:
+        """Add gradients of guests everywhere to those of own experts, in place."""
+        from phalanx.kernels.clones.weights_triton import take_back
+
+        for grad, memory_R in zip(own, self._grads_R, strict=True):
+            if grad is not None:
+                take_back(grad, expert_RG, memory_R, rank=self._rank, sms=_sms(grad))
+
+    def release(self) -> None:
+        del self.weights, self.grads
+        super().release()
+
+
+def single_rows_of(group: dist.ProcessGroup, tokens: int, hidden: int, slots: int) -> SingleRows:
+    """Those of a group and a shape, shared by all layers."""
+    key = ("single rows", group, tokens, hidden, slots)
+    return connected(key, lambda: SingleRows(*key[1:]))
+
+
+def guest_memory_of(
+    group: dist.ProcessGroup, slots: int, own: MLPWeights, comm_sms: int
+) -> GuestMemory:
+    """That of a group, shared by all layers whose experts have a shape."""
+    shapes = tuple(None if w is None else tuple(w.shape[1:]) for w in own)
+    key = ("guests", group, slots, comm_sms, own.w1.dtype, *shapes)
+    return connected(key, lambda: GuestMemory(group, slots, own, comm_sms))
+
+
+def _sms(where: Tensor) -> int:
+    return torch.cuda.get_device_properties(where.device).multi_processor_count

@@ -1,0 +1,46 @@
+"""A transfer of a layer between its start and its end, which different passes may bring about."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
+
+
+class InFlight:
+    """One of the transfers of a layer, from its start until it has been waited for."""
+
+    def __init__(self, exchange: "Exchange") -> None:
+        self._exchange = exchange
+        self._transfer: Transfer | None = None
+
+    def put(self, transfer: "Transfer") -> "Transfer":
+        """Note that it has been started."""
+        self._transfer = transfer
+        return transfer
+
+    @property
+    def started(self) -> bool:
+        """It has been started and not been waited for."""
+        return self._transfer is not None
+
+    def get(self) -> "Transfer":
+        """The transfer, which has been started and not been waited for."""
+        assert self._transfer is not None
+        return self._transfer
+
+    def wait_side(self) -> "Transfer":
+        """Wait for its side data; kernels wait for its rows from then on."""
+        transfer = self.get()
+        self._exchange.wait(transfer, side_only=True)
+        return transfer
+
+    def wait_rows(self) -> None:
+        """Wait for all of it, which `wait` may do again."""
+        self._exchange.wait(self.get())
+
+    def wait(self) -> "Transfer":
+        """Wait for all of it."""
+        transfer = self.get()
+        self._transfer = None
+        self._exchange.wait(transfer)
+        return transfer

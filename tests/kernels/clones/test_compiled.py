@@ -1,0 +1,70 @@
+"""Machine code of the kernels for clones: wide accesses, no spills."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from phalanx.kernels.clones import rows_triton, weights_triton
+from phalanx.kernels.clones.rows import Home, Parting
+from tests.kernels.triton_code import Code, launched
+
+T, D, K, R, L, G, S = 4096, 2880, 4, 4, 8, 2, 40000
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Any:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+ADDRESSES = empty(R, dtype=torch.int64)
+HOME = Home(2, L, L + G)
+
+
+def code(module: Any, name: str, call: Any, folder: Path) -> Code:
+    found = launched(module, name, call, folder)
+    assert found.stack == 0, f"{name} spills"
+    return found
+
+
+def test_rows_are_parted_and_sent(tmp_path: Path) -> None:
+    table = empty(R * T, K)
+
+    def part() -> None:
+        rows_triton.part_rows(table, table, table, S, HOME)
+
+    code(rows_triton, "part_rows_kernel", part, tmp_path)
+    parting = Parting(table, empty(S), empty(1), table)
+    y = empty(S, D, dtype=torch.bfloat16)
+
+    def send() -> None:
+        rows_triton.send_singles(y, parting, ADDRESSES, rank=2, tokens=T, sms=132)
+
+    sent = code(rows_triton, "send_singles_kernel", send, tmp_path)
+    assert sent.count(r"STG\.E\.128") and sent.count(r"LDG\.E\.128")
+    assert not sent.count(r"STG\.E(?!\.128)")
+
+
+def test_rows_are_added_up(tmp_path: Path) -> None:
+    singles, sums = (empty(n, T, D, dtype=torch.bfloat16) for n in (K, R))
+
+    def add() -> None:
+        rows_triton.sum_singles(singles, empty(T, K), empty(T, K), sums, HOME)
+
+    code(rows_triton, "sum_singles_kernel", add, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_and_their_gradients(dtype: torch.dtype, tmp_path: Path) -> None:
+    own = empty(L, D, D, dtype=dtype)
+    how = dict(rank=2, sms=132)
+    for name, call in (
+        ("lend_kernel", lambda: weights_triton.lend(own, empty(R, G), ADDRESSES, **how)),
+        ("take_back_kernel", lambda: weights_triton.take_back(own, empty(R, G), ADDRESSES, **how)),
+    ):
+        found = code(weights_triton, name, call, tmp_path)
+        assert found.threads == 512
+        assert found.count(r"STG\.E\.128") and found.count(r"LDG\.E\.128")
+        assert not found.count(r"STG\.E(?!\.128)")

@@ -1,0 +1,197 @@
+"""Model of what orders the memory of clones over `symm`: events on streams, in any order they
+allow.
+
+As in `protocol`, every rank runs the same program on streams, those of compute, of pushes and of
+control, and which is next is drawn at random. Exchanges are no more than their flags here, which
+are raised at once when a push begins: no real push raises them earlier. Memory is what
+`parallel.dispatch.cloned_transfers` says that no flag protects: rows that travel by themselves and
+weights, which ranks write to each other, and gradients, which a rank writes to memory of its own
+and all others read. Checked is that
+
+    nothing is written while what was there before is, or will be, read, and
+    nothing is read that has not come.
+"""
+
+import random
+from collections import Counter
+from typing import NamedTuple
+
+from tests.parallel.dispatch.protocol import Violation
+
+OWN = "gradients"
+"""Memory that its rank writes and all read; of others the rank reads its own, which all write."""
+
+
+class Event(NamedTuple):
+    """`number` is of an exchange, or says which contents a memory gets; `rank` is of another."""
+
+    kind: str
+    number: int
+    what: str = ""
+    rank: int = 0
+
+
+class Program:
+    """What the host of each rank gives to its streams.
+
+    Args:
+        ranks: R.
+        overlaps: pushes and control have streams of their own.
+    """
+
+    def __init__(self, ranks: int, *, overlaps: bool) -> None:
+        self.ranks = ranks
+        self.compute: list[Event] = []
+        self.streams = [self.compute, [], []] if overlaps else [self.compute]
+        self._started, self._contents = 0, Counter[str]()
+
+    def start(self, *, last: bool = False) -> int:
+        """An exchange, after what its stream and that of compute were given; with `last` its flags
+        are raised by a kernel of the compute stream, as those of sums that leave under fc2 are."""
+        stream = self.streams[:2][-1]
+        return self._raise(self._begin(stream), self.compute if last else stream)
+
+    def signal(self) -> int:
+        """An exchange of control."""
+        stream = self.streams[-1]
+        return self._raise(self._begin(stream), stream)
+
+    def wait(self, u: int) -> None:
+        """For its flags of all ranks."""
+        self.compute.append(Event("wait", u))
+
+    def put(self, what: str, *, aside: bool = False) -> None:
+        """New contents for all ranks, `aside` in the stream of control."""
+        stream = self.compute
+        if aside:
+            stream = self.streams[-1]
+            self._begin(stream)
+        self._contents[what] += 1
+        to = range(1 if what == OWN else self.ranks)
+        stream += [Event("put", self._contents[what], what, r) for r in to]
+
+    def get(self, what: str) -> None:
+        """Read what came last, of all ranks."""
+        number = self._contents[what]
+        self.compute += [Event("get", number, what, r) for r in range(self.ranks)]
+
+    def _begin(self, stream: list[Event]) -> int:
+        self._started += 1
+        self.compute.append(Event("start", self._started))
+        stream.append(Event("after", self._started))
+        return self._started
+
+    def _raise(self, u: int, stream: list[Event]) -> int:
+        stream += [Event("raise", u, rank=r) for r in range(self.ranks)]
+        return u
+
+
+def forward(p: Program, *, overlaps: bool) -> None:
+    """One layer."""
+    p.wait(p.signal())  # routing
+    tokens = p.start()
+    p.put("weights", aside=True)
+    p.wait(p.signal())
+    p.wait(tokens)
+    p.get("weights")
+    way_back(p, overlaps=overlaps)
+
+
+def way_back(p: Program, *, overlaps: bool) -> None:
+    """Its rows and sums."""
+    p.put("rows")
+    p.wait(p.start(last=overlaps))
+    p.get("rows")
+
+
+def backward(p: Program, *, keep: bool, meets: bool = True, signal: bool = True) -> None:
+    """Its gradients; weights are lent again unless they were kept.
+
+    Args:
+        meets: gradients of sums are waited for.
+        signal: owners wait until guests' gradients are complete.
+    """
+    grads = p.start()
+    if meets:
+        p.wait(grads)
+    if not keep:
+        p.start()  # tokens once more
+        p.put("weights", aside=True)
+        p.wait(p.signal())
+        p.get("weights")
+    p.put("rows")
+    back = p.start()
+    p.put(OWN)
+    complete = p.signal()
+    if signal:
+        p.wait(complete)
+    p.get(OWN)
+    p.wait(back)
+    p.get("rows")
+
+
+class _World:
+    """All ranks in the middle of a run."""
+
+    def __init__(self, p: Program) -> None:
+        self._ranks = p.ranks
+        self._started = [0 for _ in range(p.ranks)]
+        self._flags = set[tuple[int, int, int]]()  # exchange, at a rank, from another
+        self._held: dict[tuple[str, int, int], int] = {}  # memory, its rank, writer
+        gets = [e for e in p.compute if e.kind == "get"]
+        self._unread = [Counter((e.what, e.rank, e.number) for e in gets) for _ in range(p.ranks)]
+
+    def can(self, rank: int, event: Event) -> bool:
+        if event.kind == "after":
+            return self._started[rank] >= event.number
+        if event.kind == "wait":
+            return all((event.number, rank, r) in self._flags for r in range(self._ranks))
+        return True
+
+    def do(self, rank: int, event: Event) -> None:
+        kind, number, what, other = event
+        if kind == "start":
+            self._started[rank] = number
+        elif kind == "raise":
+            self._flags.add((number, other, rank))
+        elif kind == "put":
+            at = rank if what == OWN else other
+            readers = range(self._ranks) if what == OWN else (at,)
+            for reader in readers:
+                for before in range(1, number):
+                    if self._unread[reader][what, rank, before]:
+                        raise Violation(f"rank {rank} writes {what} that rank {reader} still reads")
+            self._held[what, at, rank] = number
+        elif kind == "get":
+            at = other if what == OWN else rank
+            if self._held.get((what, at, other), 0) != number:
+                raise Violation(f"rank {rank} reads {what} that rank {other} has not written")
+            self._unread[rank][what, other, number] -= 1
+
+
+def explore(p: Program, runs: int) -> None:
+    """So many orders of events, drawn at random.
+
+    Raises:
+        Violation: with the first thing that must not happen.
+    """
+    for seed in range(runs):
+        _run(p, random.Random(seed))
+
+
+def _run(p: Program, draw: random.Random) -> None:
+    world = _World(p)
+    streams = [(rank, iter(events)) for rank in range(p.ranks) for events in p.streams]
+    heads = {i: event for i, (_, events) in enumerate(streams) if (event := next(events, None))}
+    speeds: list[float] = []
+    while heads:
+        if not speeds or draw.random() < 0.02:
+            speeds = [10 ** draw.uniform(-3, 0) for _ in streams]
+        ready = [i for i, event in heads.items() if world.can(streams[i][0], event)]
+        if not ready:
+            raise Violation("deadlock")
+        (i,) = draw.choices(ready, [speeds[i] for i in ready])
+        rank, events = streams[i]
+        world.do(rank, heads.pop(i))
+        if event := next(events, None):
+            heads[i] = event

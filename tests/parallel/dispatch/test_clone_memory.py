@@ -1,0 +1,113 @@
+"""Memory of clones: where it lies, and what ranks of one process write to each other's by address,
+with the kernels in the interpreter."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.kernels.clones import rows as rows_of_clones
+from phalanx.kernels.clones.rows import Home, part_rows
+from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.parallel.dispatch import clone_memory
+from phalanx.parallel.dispatch.clone_memory import GuestLayout, GuestMemory, SingleRows
+from tests.kernels.interpreter import interpret
+
+R, L, G = 2, 3, 2
+HELD = torch.tensor([[4, -1], [2, 0]], dtype=torch.int32)
+"""Experts in slots: one of rank 1 on rank 0, and two of rank 0 on rank 1."""
+
+
+@pytest.mark.parametrize("sizes", [(96, 40, 0, 0), (96, 40, 12, 8), (1, 1, 1, 1)])
+@pytest.mark.parametrize("width", [2, 4])
+def test_guests_and_gradients_lie_one_after_the_other(sizes: tuple[int, ...], width: int) -> None:
+    layout = GuestLayout.of(sizes, width)
+    begins = (*layout.weights, *layout.grads)
+    lengths = [*(width * n for n in sizes), *(4 * n for n in sizes)]
+    ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+    assert all(begin % 256 == 0 for begin in begins)
+    assert all(end <= begin for end, begin in zip(ends[:-1], begins[1:], strict=True))
+    assert ends[-1] <= layout.total
+
+
+def weights(rank: int) -> MLPWeights:
+    g = torch.Generator().manual_seed(rank)
+    shapes = ((L, 24, 8), (L, 8, 16), (L, 24))
+    return MLPWeights(*(torch.randn(s, generator=g).bfloat16() for s in shapes))
+
+
+def on_one_process(make: Any) -> list[Any]:
+    """What `make` makes for a group, of every rank, whose memory is all in this process."""
+    memory: list[Tensor] = []
+
+    def peers(group: Any, size: int) -> Any:
+        if not memory:
+            memory.extend(torch.zeros(size, dtype=torch.uint8) for _ in range(R))
+        return SimpleNamespace(
+            memory=memory[group.rank()], addresses=[m.data_ptr() for m in memory]
+        )
+
+    with (
+        mock.patch.object(clone_memory, "PeerMemory", peers),
+        mock.patch.object(dist, "barrier", lambda group: None),
+        mock.patch.object(clone_memory, "_sms", lambda where: 2),
+    ):
+        return [make(SimpleNamespace(rank=lambda r=r: r)) for r in range(R)]
+
+
+def guests_and_gradients() -> None:
+    own = [weights(rank) for rank in range(R)]
+    memories = on_one_process(lambda group: GuestMemory(group, G, own[group.rank()], 1))
+    for rank, memory in enumerate(memories):
+        memory.lend(own[rank], HELD)
+    for rank, memory in enumerate(memories):
+        assert memory.weights.b2 is None and memory.grads.b2 is None
+        for slot, expert in enumerate(HELD[rank].tolist()):
+            for name in ("w1", "w2", "b1"):
+                got, lent = getattr(memory.weights, name)[slot], getattr(own[expert // L], name)
+                assert torch.equal(got, lent[expert % L] if expert >= 0 else torch.zeros_like(got))
+                getattr(memory.grads, name)[slot].fill_(10 * rank + slot + 1)
+    with mock.patch.object(clone_memory, "_sms", lambda where: 2):
+        grads = [torch.ones(w.shape) for w in own[0][:3]]
+        memories[0].take_back([*grads, None], HELD)  # slots 0 and 1 of rank 1: experts 2 and 0
+        for grad in grads:
+            assert torch.equal(grad.flatten(1)[:, 0], torch.tensor([13.0, 1.0, 12.0]))
+        grads = [torch.ones(w.shape) for w in own[1][:3]]
+        memories[1].take_back([grads[0], None, grads[2], None], HELD)
+        assert [float(g[1].mean()) for g in grads] == [2.0, 1.0, 2.0]
+    for memory in memories:
+        memory.release()
+
+
+def single_rows() -> None:
+    T, D, K, E = 4, 8, 2, 4
+    idx = torch.tensor([[0, 1], [1, 2], [0, 3], [2, 3]] * R, dtype=torch.int32)
+    # Expert 0 of rank 0 is computed on rank 1, where places are 3 to 5.
+    place = torch.tensor([5, 1, 3, 4], dtype=torch.int32)[idx.long()]
+    memories = on_one_process(lambda group: SingleRows(group, T, D, K))
+    wanted = [torch.zeros(K, T, D, dtype=torch.bfloat16) for _ in range(R)]
+    for rank in range(R):
+        here = place // 3 == rank
+        inverse = torch.where(here, here.flatten().cumsum(0).view_as(place) - 1, -1).int()
+        y = torch.randn(R * T * K, D).bfloat16()
+        parting = part_rows(idx, place, inverse, len(y), Home(rank, E // R, 3))
+        with mock.patch.object(clone_memory, "_sms", lambda where: 2):
+            memories[rank].send(y, parting)
+        rows_of_clones.send_singles(y, parting, wanted)
+        assert int(parting.count) > 0
+    for memory, want in zip(memories, wanted, strict=True):
+        assert torch.equal(memory.rows_KTD, want)
+        memory.release()
+
+
+def interpreted() -> None:
+    guests_and_gradients()
+    single_rows()
+
+
+def test_ranks_of_one_process_by_an_interpreter() -> None:
+    interpret(__name__)
