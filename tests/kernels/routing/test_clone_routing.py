@@ -59,7 +59,9 @@ def test_the_kernels_by_an_interpreter() -> None:
     interpret(__name__)
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts", "ranks"), [(65536, 8, 256, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "ranks"), [(65536, 8, 256, 8), (1536, 2, 8, 2)]
+)
 def test_the_kernels_compile_for_hopper(
     tokens: int, top_k: int, experts: int, ranks: int, tmp_path: Path
 ) -> None:

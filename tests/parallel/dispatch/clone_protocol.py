@@ -43,27 +43,43 @@ class Program:
         self.ranks = ranks
         self.compute: list[Event] = []
         self.streams = [self.compute, [], []] if overlaps else [self.compute]
-        self._started, self._contents = 0, Counter[str]()
+        self._pushes = self.streams[:2][-1]
+        self.calls: list[str] = []
+        """What the host does, in its order."""
+        self._started, self._contents, self._signals = 0, Counter[str](), set[int]()
 
-    def start(self, *, last: bool = False) -> int:
-        """An exchange, after what its stream and that of compute were given; with `last` its flags
-        are raised by a kernel of the compute stream, as those of sums that leave under fc2 are."""
-        stream = self.streams[:2][-1]
-        return self._raise(self._begin(stream), self.compute if last else stream)
+    def start(self) -> int:
+        """An exchange, after what its stream and that of compute were given."""
+        u = self.begin()
+        return self._raise(u, self._pushes)
+
+    def begin(self) -> int:
+        """One whose flags are raised later by a kernel of the compute stream (`end`), as those of
+        sums that leave under fc2 are."""
+        self.calls.append("start")
+        return self._begin(self._pushes)
+
+    def end(self, u: int) -> None:
+        self._raise(u, self.compute)
 
     def signal(self) -> int:
         """An exchange of control."""
-        stream = self.streams[-1]
-        return self._raise(self._begin(stream), stream)
+        self.calls.append("signal")
+        u = self._begin(self.streams[-1])
+        self._signals.add(u)
+        return self._raise(u, self.streams[-1])
 
     def wait(self, u: int) -> None:
         """For its flags of all ranks."""
+        if u in self._signals:
+            self.calls.append("wait")
         self.compute.append(Event("wait", u))
 
-    def put(self, what: str, *, aside: bool = False) -> None:
-        """New contents for all ranks, `aside` in the stream of control."""
+    def put(self, what: str) -> None:
+        """New contents for all ranks; of weights in the stream of control."""
+        self.calls.append(f"put {what}")
         stream = self.compute
-        if aside:
+        if what == "weights":
             stream = self.streams[-1]
             self._begin(stream)
         self._contents[what] += 1
@@ -72,6 +88,8 @@ class Program:
 
     def get(self, what: str) -> None:
         """Read what came last, of all ranks."""
+        if what != "weights":  # which experts read
+            self.calls.append(f"get {what}")
         number = self._contents[what]
         self.compute += [Event("get", number, what, r) for r in range(self.ranks)]
 
@@ -90,7 +108,7 @@ def forward(p: Program, *, overlaps: bool) -> None:
     """One layer."""
     p.wait(p.signal())  # routing
     tokens = p.start()
-    p.put("weights", aside=True)
+    p.put("weights")
     p.wait(p.signal())
     p.wait(tokens)
     p.get("weights")
@@ -99,33 +117,45 @@ def forward(p: Program, *, overlaps: bool) -> None:
 
 def way_back(p: Program, *, overlaps: bool) -> None:
     """Its rows and sums."""
-    p.put("rows")
-    p.wait(p.start(last=overlaps))
+    if overlaps:
+        sums = p.begin()
+        p.put("rows")
+        p.end(sums)
+    else:
+        p.put("rows")
+        sums = p.start()
+    p.wait(sums)
     p.get("rows")
 
 
-def backward(p: Program, *, keep: bool, meets: bool = True, signal: bool = True) -> None:
+def backward(
+    p: Program, *, overlaps: bool, keep: bool, meets: bool = True, signal: bool = True
+) -> None:
     """Its gradients; weights are lent again unless they were kept.
 
     Args:
         meets: gradients of sums are waited for.
         signal: owners wait until guests' gradients are complete.
     """
-    grads = p.start()
+    grads, back = p.start(), 0
     if meets:
         p.wait(grads)
     if not keep:
         p.start()  # tokens once more
-        p.put("weights", aside=True)
+        p.put("weights")
         p.wait(p.signal())
         p.get("weights")
-    p.put("rows")
-    back = p.start()
+    if overlaps:
+        p.put("rows")
+        back = p.start()
     p.put(OWN)
     complete = p.signal()
     if signal:
         p.wait(complete)
     p.get(OWN)
+    if not overlaps:
+        p.put("rows")
+        back = p.start()
     p.wait(back)
     p.get("rows")
 

@@ -135,6 +135,19 @@ class GlooExchange:
 
 
 @contextmanager
+def _standing_for(name: str, module: Any) -> Iterator[None]:
+    """A module for another; `mock.patch.dict` would drop those that are imported meanwhile."""
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
+
+
+@contextmanager
 def gloo_exchanges() -> Iterator[list[GlooExchange]]:
     """Inside, `symm` works over them, and experts of any backend beside them; yields those that it
     has asked for."""
@@ -166,7 +179,7 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
     on = SimpleNamespace(record_event=lambda: None)
     with ExitStack() as stack:
         for patch in (
-            mock.patch.dict(sys.modules, {"phalanx.kernels.sm90.experts.combine": combine}),
+            _standing_for("phalanx.kernels.sm90.experts.combine", combine),
             mock.patch.object(symm, "exchange_of", exchange_of),
             *cloning(exchange_of),
             mock.patch.object(torch.cuda, "current_stream", lambda: on),

@@ -1,11 +1,27 @@
-"""Memory of clones over `symm` needs no flags of its own, and the model of this can fail."""
+"""Memory of clones over `symm` needs no flags of its own; the model of this is what `symm` does,
+and can fail."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.parallel.dispatch import cloned_transfers
+from phalanx.parallel.dispatch.clones import Clones
+from phalanx.parallel.dispatch.control import HIDDEN
+from phalanx.parallel.dispatch.pushed_guests import PushedGuests
 from tests.parallel.dispatch.clone_protocol import Program, backward, explore, forward, way_back
+from tests.parallel.dispatch.gloo_clones import GlooGuestMemory, GlooSingles
+from tests.parallel.dispatch.gloo_exchange import GlooExchange, gloo_exchanges
 from tests.parallel.dispatch.protocol import Violation
+from tests.parallel.dispatch.test_cloned_symm import WAYS, dispatcher_of, layer
+from tests.parallel.dispatch.test_clones import problem
+from tests.support.distributed import run_distributed
 
 
 def stepped(ranks: int, overlaps: bool, keep: bool) -> Program:
@@ -15,7 +31,7 @@ def stepped(ranks: int, overlaps: bool, keep: bool) -> Program:
         for _ in range(2 * micro_batches):
             forward(p, overlaps=overlaps)
         for _ in range(2 * micro_batches):
-            backward(p, keep=keep)
+            backward(p, overlaps=overlaps, keep=keep)
     forward(p, overlaps=overlaps)
     forward(p, overlaps=overlaps)
     return p
@@ -35,11 +51,11 @@ def _without_a_way_out(p: Program) -> None:
 
 def _without_gradients_of_sums(p: Program) -> None:
     for _ in range(2):
-        backward(p, keep=True, meets=False)
+        backward(p, overlaps=True, keep=True, meets=False)
 
 
 def _without_a_signal(p: Program) -> None:
-    backward(p, keep=True, signal=False)
+    backward(p, overlaps=True, keep=True, signal=False)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +71,55 @@ def test_what_orders_it_is_needed(broken: Callable[[Program], None], message: st
     broken(p)
     with pytest.raises(Violation, match=message):
         explore(p, 300)
+
+
+@contextmanager
+def noted() -> Iterator[list[str]]:
+    """What the host does, as the model writes it down."""
+    calls: list[str] = []
+
+    def note(owner: Any, name: str, what: str, control: str = "") -> Any:
+        method = getattr(owner, name)
+
+        def called(*given: Any, **how: Any) -> Any:
+            of_control = control and given[0]._places.shape[-1] == HIDDEN
+            if said := control if of_control else what:
+                calls.append(said)
+            return method(*given, **how)
+
+        return mock.patch.object(owner, name, called)
+
+    with ExitStack() as stack:
+        for patch in (
+            note(GlooExchange, "start", "start", "signal"),
+            note(GlooExchange, "send_sums", "start"),
+            note(GlooExchange, "send_gradient", "start"),
+            note(GlooExchange, "wait", "", "wait"),
+            note(GlooSingles, "send", "put rows"),
+            note(GlooGuestMemory, "lend", "put weights"),
+            note(PushedGuests, "room", "put gradients"),
+            note(GlooGuestMemory, "take_back", "get gradients"),
+            note(cloned_transfers, "sum_singles", "get rows"),
+        ):
+            stack.enter_context(patch)
+        yield calls
+
+
+def _calls(sms: int, keep: bool) -> list[str]:
+    """Of two micro-batches of a layer."""
+    spec = MLPSpec(Activation("swiglu"), "reference", accumulate=True)
+    with gloo_exchanges(), noted() as calls:
+        dispatcher = dispatcher_of("symm", Clones(2, 10, keep), sms, keep, spec)
+        layer(problem("one hot expert", torch.bfloat16), dispatcher, spec)
+    return calls
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("sms", "keep"), WAYS)
+def test_the_model_says_what_symm_does(sms: int, keep: bool) -> None:
+    model = Program(2, overlaps=sms > 0)
+    for _ in range(2):
+        forward(model, overlaps=sms > 0)
+        backward(model, overlaps=sms > 0, keep=keep)
+    for calls in run_distributed(_calls, 2, sms, keep):
+        assert calls == model.calls
