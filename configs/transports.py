@@ -48,6 +48,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "pushes each token once to a GPU's memory over NVLink: bf16, one node, Hopper",
         comm_sms=True,
         clones=True,
+        fp8=True,
     ),
     "hier": TransportFacts(
         "phalanx.parallel.dispatch.hierarchical:Hier",

@@ -449,7 +449,7 @@ def _texts(value: object) -> object:
         (
             f"{FP8} precision.dispatch=fp8",
             2,
-            "parallel.dispatch=auto, which may take symm, ",
+            "parallel.dispatch=auto, which may take hier",
             "precision.dispatch=bf16",
         ),
         (
