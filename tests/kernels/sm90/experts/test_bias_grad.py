@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("cutlass")
 
 from phalanx.kernels.sm90.experts.bias_grad import BiasGradConfig, BiasGradKernel, bias_grad
-from tests.kernels.sm90 import simt
 from tests.kernels.sm90.sass import Sass
 
 CONFIGS = [BiasGradConfig(*flags) for flags in itertools.product((False, True), repeat=4)]
@@ -23,24 +22,6 @@ def test_machine_code(config, tmp_path):
     assert max(code.usages("REG")) <= 64  # many CTAs on an SM hide the latency of memory
     assert code.count(r"LDG\.E\.128") >= 5  # four rows at a time, and the rest one by one
     assert "ATOM" not in code.text and "RED." not in code.text
-
-
-@pytest.mark.parametrize("offsets", [[0, 0, 5, 700, 1300], [300, 300, 812, 813, 2000], [513, 513]])
-def test_slots_have_the_chunks_of_their_experts_alone(offsets):
-    module = simt.load("phalanx.kernels.sm90.experts.bias_grad")
-    kernel = module.BiasGradKernel(module.BiasGradConfig(behind=offsets[0] > 0))
-    experts, chunk = len(offsets) - 1, module.CHUNK
-    given = simt.Tensor(simt.Pointer(offsets), simt.Layout(len(offsets)))
-    found = {}
-    for slot in range(2100 // chunk + experts):
-        row, end = kernel._find(given, experts, slot)
-        if row < end:
-            found[slot] = row, end
-    want = {}
-    for e, (begin, end) in enumerate(itertools.pairwise(offsets)):
-        for i, row in enumerate(range(begin, end, chunk)):
-            want[begin // chunk + e + i] = row, end  # where the sum of the expert looks for it
-    assert found == want
 
 
 OFFSETS = torch.tensor([0, 4, 8], dtype=torch.int32)

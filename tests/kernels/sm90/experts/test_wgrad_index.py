@@ -14,7 +14,7 @@ pytest.importorskip("cutlass")
 
 from phalanx.kernels.sm90.experts import accumulate, bias_grad, contraction_loads
 from phalanx.kernels.sm90.experts.accumulate import Output, Store
-from phalanx.kernels.sm90.experts.bias_grad import CHUNK, BiasGradKernel
+from phalanx.kernels.sm90.experts.bias_grad import CHUNK, BiasGradConfig, BiasGradKernel
 from phalanx.kernels.sm90.experts.contraction import BOX, Contraction, D, V
 from phalanx.kernels.sm90.experts.contraction_loads import Clear, Gather
 from phalanx.kernels.sm90.gemm import expert_tiles
@@ -211,19 +211,21 @@ def test_rows_after_the_last_are_cleared(rows, columns, monkeypatch):
     }
 
 
+@pytest.mark.parametrize("first", [0, 300, 513])
 @pytest.mark.parametrize("experts", [1, 5, 64])
-def test_slots_of_bias_gradients_are_their_own(experts, monkeypatch):
+def test_slots_of_bias_gradients_are_their_own(experts, first, monkeypatch):
+    kernel = SimpleNamespace(config=BiasGradConfig(behind=first > 0))
     cute, cutlass = _language()
     for name, value in dict(cute=cute, cutlass=cutlass, Int32=int).items():
         monkeypatch.setattr(bias_grad, name, value)
     random = np.random.default_rng(experts)
     for _ in range(50):
         counts = random.choice([0, 0, 1, 255, 256, 257, 3000], experts)
-        offsets = [0, *np.cumsum(counts).tolist()]
+        offsets = [first, *(first + np.cumsum(counts)).tolist()]
         slots = offsets[-1] // CHUNK + experts
         chunks = []
         for slot in range(slots):
-            row, end = FIND(None, offsets, experts, slot)
+            row, end = FIND(kernel, offsets, experts, slot)
             if row < end:
                 chunks.append((row, min(end, row + CHUNK), slot))
         wanted = [
