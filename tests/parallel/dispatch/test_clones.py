@@ -66,6 +66,8 @@ def routed(kind: str) -> Tensor:
         scores[:, 1:] -= 2.0
     if kind == "one rank with all":  # the first of two, the first two of four
         scores[:, : EXPERTS // 2] += 1.0
+    if kind == "one rank of each node":  # of four, as two nodes of two
+        scores[:, [0, 1, 6, 7]] += 1.0
     if kind == "several hot experts":
         scores += torch.linspace(0.9, 0.0, EXPERTS)
     idx = scores.topk(TOP_K, dim=1).indices.int()
