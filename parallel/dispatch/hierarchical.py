@@ -239,6 +239,6 @@ def _of_all_nodes(plan: ClonePlan, nodes: Nodes, experts: int) -> ClonePlan:
     first_M1 = torch.arange(nodes.count, dtype=torch.int32, device=made.device)[:, None] * experts
     expert_MS = torch.where(expert_MS >= 0, expert_MS + first_M1, -1)
     slots = plan.expert_RN.shape[1]
-    guests = (of.reshape(-1, slots) for of in (expert_MS, begin_MS, end_MS))
+    expert_RC, begin_RC, end_RC = (of.reshape(-1, slots) for of in (expert_MS, begin_MS, end_MS))
     load_2R = load_M2G.unflatten(1, (2, -1)).transpose(0, 1).flatten(1)
-    return ClonePlan(*guests, kept_ME.flatten(), load_2R)
+    return ClonePlan(expert_RC, begin_RC, end_RC, kept_ME.flatten(), load_2R)

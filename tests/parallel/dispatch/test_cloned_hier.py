@@ -107,36 +107,55 @@ def test_torch_experts() -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_variants(name: str) -> None:
-    """Of experts in FP8 too gradients differ by the order of sums alone: blocks are the same."""
     options = dict(CHANGES[name])
     near = 4e-3 if name == "gradients returned" else 1e-5
-    kind = "one rank of each node"
+    kind = "several hot experts"
     same(run_distributed(ways, RANKS, kind, "reference", 2, options, SIZE), near=near)
+
+
+def cloning() -> Dispatcher:
+    spec = MLPSpec(Activation("swiglu"), "reference")
+    return dispatcher_of(over_nodes(), "alltoall", Clones(2, COST), spec)
 
 
 def told(kind: str) -> list[Tensor]:
     own = flat.parts(flat.problem(kind, torch.bfloat16), dist.get_rank(), dist.get_world_size())
-    spec = MLPSpec(Activation("swiglu"), "reference")
-    dispatcher = dispatcher_of(over_nodes(), "alltoall", Clones(2, COST), spec)
-    received = dispatcher.dispatch(own.x, own.idx, own.prob)
+    received = cloning().dispatch(own.x, own.idx, own.prob)
     assert received.clones is not None
     return list(received.clones)
 
 
-@pytest.mark.parametrize("kind", ["one hot expert", "one rank of each node"])
-def test_every_rank_knows_the_plans_of_all_nodes(kind: str) -> None:
-    """As one, in the numbers of the group: what is logged is of its busiest rank."""
+def planned(kind: str) -> ClonePlan:
+    """Of both nodes, in the numbers of the group."""
     here = EXPERTS // 2
     counts = count_rows(flat.routed(kind), EXPERTS).split(here)
     plans = [clone_plan(count, CloneSize(SIZE, 2, COST)) for count in counts]
     second = plans[1].expert_RN
     plans[1] = plans[1]._replace(expert_RN=torch.where(second >= 0, second + here, -1))
     want = [torch.cat(of) for of in zip(*(p[:4] for p in plans), strict=True)]
-    want.append(torch.cat([p.load_2R for p in plans], dim=1))
+    return ClonePlan(*want, torch.cat([p.load_2R for p in plans], dim=1))
+
+
+@pytest.mark.parametrize("kind", ["one hot expert", "one rank of each node"])
+def test_every_rank_knows_the_plans_of_all_nodes(kind: str) -> None:
+    """What is logged is of the busiest rank of the group."""
+    want = planned(kind)
     for got in run_distributed(told, RANKS, kind):
         for name, a, b in zip(ClonePlan._fields, got, want, strict=True):
             assert torch.equal(a, b), name
             assert a.dtype == torch.int32
+
+
+def gradients(kind: str) -> list[Tensor]:
+    return flat.gradients(flat.problem(kind, torch.bfloat16), cloning())
+
+
+@pytest.mark.parametrize("kind", ["one expert with all", "several hot experts"])
+def test_rows_of_an_expert_are_parted_in_the_order_of_ranks(kind: str) -> None:
+    """As they lie without clones, so that blocks of FP8 are the same, though they have arrived in
+    another order: gradients are the sums that this predicts, bit for bit."""
+    grads = run_distributed(gradients, RANKS, kind)
+    flat.as_planned(flat.problem(kind, torch.bfloat16), planned(kind), grads)
 
 
 def refused() -> str:
