@@ -204,6 +204,8 @@ def _clones(cfg: Config, ranks: int) -> Iterator[str]:
     if p.clones in (0, "auto"):
         return
     transport = TRANSPORTS.get(p.dispatch)  # none yet with auto
+    # The ranks of a node are known when the transport is (parallel.dispatch.transport).
+    group_shares = transport is not None and not transport.over_nodes
     if cfg.kernels.backend in ("megatron", "cudnn"):
         reason = f"is not possible with kernels.backend={cfg.kernels.backend}"
         yield repair(cfg, path, reason, 0)
@@ -211,7 +213,7 @@ def _clones(cfg: Config, ranks: int) -> Iterator[str]:
         can = " or ".join(name for name, facts in TRANSPORTS.items() if facts.clones)
         reason = f"is not possible with parallel.dispatch={p.dispatch}, only with {can}"
         yield repair(cfg, path, reason, 0)
-    elif ranks > CLONED_RANKS or experts > CLONED_EXPERTS:
+    elif group_shares and (ranks > CLONED_RANKS or experts > CLONED_EXPERTS):
         reason = f"serves {CLONED_EXPERTS} experts on {CLONED_RANKS} ranks, not {experts} on "
         yield repair(cfg, path, f"{reason}{ranks}", 0)
     elif cfg.precision.dispatch == "fp8":

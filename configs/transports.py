@@ -26,6 +26,8 @@ class TransportFacts:
     """It can be captured in a CUDA graph: the host waits for nothing."""
     clones: bool = False
     """It can give ranks copies of hot experts (`parallel.clones`)."""
+    over_nodes: bool = False
+    """It takes another transport inside each node, where experts are cloned by that one."""
     fp8: bool = False
     """It can carry tokens and gradients in FP8 with their scales (`precision.dispatch`)."""
 
@@ -54,6 +56,8 @@ TRANSPORTS: dict[str, TransportFacts] = {
         "phalanx.parallel.dispatch.hierarchical:Hier",
         "sends it once to each of several nodes, and inside by `symm` or `alltoall`",
         comm_sms=True,
+        clones=True,
+        over_nodes=True,
     ),
     "alltoall": TransportFacts(
         "phalanx.parallel.dispatch.alltoall:AllToAll",

@@ -18,10 +18,11 @@ from phalanx.configs.formats import fp8_row, is_fp8, quantizes, width
 from phalanx.configs.layout import clone_slots, expert_parallel_size
 from phalanx.configs.linear_attention import HEAD_DIM, input_dim
 from phalanx.configs.schema import Config
+from phalanx.configs.transports import TRANSPORTS
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.moe.estimate.traffic import costs, overlaps
+from phalanx.moe.estimate.traffic import costs, nodes, overlaps
 from phalanx.moe.estimate.weights import LayerKind
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.dense_mlp import takes
@@ -349,7 +350,9 @@ class Activations:
         kept = slots * expert * wide if self._cfg.parallel.save_x == "keep" else 0
         backward = 0
         if not costs(self._cfg, self._world).buffers:
-            backward = self.guest_slots() + 3 * ranks * slots * halves * one * 4
+            over_nodes = TRANSPORTS[self._cfg.parallel.dispatch].over_nodes
+            lenders = ranks // nodes(self._cfg, self._world) if over_nodes else ranks
+            backward = self.guest_slots() + 3 * lenders * slots * halves * one * 4
         if not k.gradient_accumulation_fusion:
             backward += own * expert * 4
         if k.backend != "fused":

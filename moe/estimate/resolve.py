@@ -59,10 +59,18 @@ def _with_transport(cfg: Config, world: int, node_gpus: int) -> Config:
             node_ranks=node_gpus,
             refusals=refusals,
         )
-        taken = with_clones(cfg.parallel.clones, taken, ranks=expert, cost=0, keep=False)
+        taken = with_clones(
+            cfg.parallel.clones,
+            taken,
+            ranks=expert if taken.inside is None else node_gpus,
+            local=cfg.model.moe.experts // expert,
+            cost=0,
+            keep=False,
+        )
     except ValueError as error:
         raise ConfigError(f"on nodes of {node_gpus} GPUs {error}") from error
     cfg.parallel.dispatch = taken.name
-    cfg.parallel.clones = 0 if taken.clones is None else taken.clones.slots
+    clones = (taken.inside or taken).clones
+    cfg.parallel.clones = 0 if clones is None else clones.slots
     cfg.parallel.comm_sms = sms_of(wanted, taken, k.backend, quantizes_on_arrival(cfg))
     return cfg

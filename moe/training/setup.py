@@ -171,7 +171,8 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
         transport = with_clones(
             p.clones,
             transport,
-            ranks=expert,
+            ranks=expert if transport.nodes is None else transport.nodes.size,
+            local=cfg.model.moe.experts // expert,
             cost=choose_clone_cost(cfg, runtime),
             keep=p.save_x == "keep",
         )

@@ -19,6 +19,8 @@ from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.providers import rows_for
 from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
+from phalanx.kernels.routing.clone_routing import clone_routing
 from phalanx.kernels.routing.plan import check_routing, make_plan
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.exchange import SymmOptions
@@ -86,6 +88,11 @@ class BudgetPlanner:
             self._budget.observe(needed, pairs)
         return plan
 
+    def clone_routing(
+        self, idx_NK: Tensor, experts: int, size: CloneSize
+    ) -> tuple[ClonePlan, Tensor]:
+        return clone_routing(idx_NK, experts, size)
+
 
 def make_dispatcher(
     transport: Transport,
@@ -118,7 +125,8 @@ def make_dispatcher(
             rows would travel in FP8.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
-    if transport.clones is not None and recipe is not None and fp8_rows:
+    clones = (transport.inside or transport).clones
+    if clones is not None and recipe is not None and fp8_rows:
         raise ValueError("rows of clones travel as they are: set precision.dispatch=bf16")
     if experts % ranks:
         raise ValueError(
@@ -129,7 +137,6 @@ def make_dispatcher(
             f"model.moe.top_k={slots.top_k} must be between 1 and the {experts} experts"
         )
     local = experts // ranks
-    clones = transport.clones
     places = local if clones is None else local + clones.slots
     first = 0 if group is None else dist.get_rank(group) * places
     plan = BudgetPlanner(slots, budget, backend, ranks, first, places)

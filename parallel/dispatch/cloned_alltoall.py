@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from phalanx.kernels.elementwise.block_sum import block_sum
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.routing.clone_plan import ClonePlan
-from phalanx.kernels.routing.clone_routing import clone_routing
 from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.parallel.dispatch.alltoall import AllToAll, all_rows, sum_to_owner
 from phalanx.parallel.dispatch.clones import Clones
@@ -52,7 +51,7 @@ class ClonedAllToAll(AllToAll):
         assert fp8 is None, "rows of clones travel as they are"
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         idx_NK, prob_NK = _Routing.apply(topk_idx_TK, topk_prob_TK, self._group)
-        clones, place_NK = clone_routing(idx_NK, self._experts, self._size)
+        clones, place_NK = self._plan.clone_routing(idx_NK, self._experts, self._size)
         plan = self._plan(place_NK, prob_NK)
         assert plan.row_index_S is not None and plan.inverse_NK is not None
         places = self._local + self._clones.slots

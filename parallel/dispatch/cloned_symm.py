@@ -71,6 +71,7 @@ class ClonedSymm(Symm):
             topk_idx_TK.contiguous(),
             self._local,
             self._clones,
+            self._plan,
             overlaps=exchange.overlaps and self._waits,
             keep=self._options.keep,
         )

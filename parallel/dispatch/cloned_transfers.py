@@ -46,12 +46,12 @@ from torch.autograd.function import once_differentiable
 from phalanx.kernels.clones.rows import Home, Parting, part_rows, sum_singles
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.routing.clone_plan import ClonePlan
-from phalanx.kernels.routing.clone_routing import clone_routing
 from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
 from phalanx.parallel.dispatch.clones import Clones
 from phalanx.parallel.dispatch.control import Control
 from phalanx.parallel.dispatch.fp8_rows import without_data
+from phalanx.parallel.dispatch.received import Planner
 from phalanx.parallel.dispatch.transfers import MoETransfers
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class ClonedTransfers(MoETransfers):
         idx_TK: experts of this rank's tokens.
         local: L.
         clones: how many, and what they cost.
+        planner: makes the plan of clones.
         overlaps, keep: as of `MoETransfers`.
     """
 
@@ -95,6 +96,7 @@ class ClonedTransfers(MoETransfers):
         idx_TK: Tensor,
         local: int,
         clones: Clones,
+        planner: Planner,
         *,
         overlaps: bool,
         keep: bool,
@@ -104,7 +106,8 @@ class ClonedTransfers(MoETransfers):
         self.control = peers.control
         self.clones: ClonePlan
         """Of the micro-batch."""
-        self._singles, self._size = peers.singles, clones.size(exchange.ranks)
+        self._singles, self._planner = peers.singles, planner
+        self._size = clones.size(exchange.ranks)
         self._routing: tuple[Tensor, Tensor]
         self._parting: Parting
         self._rows: tuple[Tensor, Tensor]
@@ -121,7 +124,8 @@ class ClonedTransfers(MoETransfers):
         self.control.wait(transfer)
         blocks = self.control.side(transfer, routing_size(T, K))
         experts_NK, prob_NK = unpack_routing(blocks, T, K)
-        self.clones, self.idx_NK = clone_routing(experts_NK, ranks * local, self._size)
+        placed = self._planner.clone_routing(experts_NK, ranks * local, self._size)
+        self.clones, self.idx_NK = placed
         self._routing = experts_NK, prob_NK
         self.table_TK = self.idx_NK.narrow(0, self.home.rank * T, T)
         return None

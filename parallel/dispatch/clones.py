@@ -12,6 +12,8 @@ In `combine` a token's rows of one home rank are added up as that rank would wit
 order of slots in fp32, rounded once, and then the sums of home ranks in their order. So results are
 those without clones bit for bit, wherever rows were computed, and so are gradients of tokens and
 probabilities. Shapes depend on the number of slots alone; nothing is read on the host.
+
+`hier` leaves all this to the transport inside a node, whose group is the node.
 """
 
 from dataclasses import dataclass
@@ -31,5 +33,5 @@ class Clones:
     """Weights of guests are kept for the backward pass, not sent again."""
 
     def size(self, ranks: int) -> CloneSize:
-        """What plans are made for in a group of ranks."""
+        """What plans are made for among ranks that share experts."""
         return CloneSize(ranks, self.slots, self.cost)

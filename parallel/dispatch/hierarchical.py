@@ -15,8 +15,11 @@ What the transport inside receives lies in the order of (place in the node, node
 ranks. The plan is made of routing in the order of ranks, so that expert rows are those of every
 other transport, and then names rows where they lie.
 
+Hot experts are cloned by the transport inside, in each node by itself: its ranks have all rows of
+their experts then. Weights do not pass the network.
+
 Legend: T tokens per rank, D hidden, K slots for experts of a token, M nodes, G ranks of each,
-R = M * G, A = M * T tokens of a rail, N = R * T received rows.
+R = M * G, A = M * T tokens of a rail, N = R * T received rows, C guest slots of a rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +31,9 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
-from phalanx.parallel.dispatch.alltoall import AllToAll, collect, spread
+from phalanx.parallel.dispatch.alltoall import AllToAll, all_rows, collect, spread
 from phalanx.parallel.dispatch.costs import NOTHING, Costs, Links, Reach
 from phalanx.parallel.dispatch.fp8_rows import FirstLeg, SecondLeg
 from phalanx.parallel.dispatch.nodes import Nodes, refuse
@@ -64,6 +68,7 @@ class Hier(Dispatcher):
         nodes: of the expert-parallel group.
         plan: makes plans of received routing.
         local: experts of a rank.
+        guests: C.
         inside: builds the transport inside a node, the same on all nodes, from its plans.
         recipe: of rows that travel in FP8, inside nodes too.
     """
@@ -74,6 +79,7 @@ class Hier(Dispatcher):
         plan: Planner,
         *,
         local: int,
+        guests: int = 0,
         inside: Callable[[Planner], Inside],
         recipe: Fp8Block | None = None,
     ) -> None:
@@ -81,19 +87,21 @@ class Hier(Dispatcher):
         self._here = nodes.size * local
         """Experts of a node."""
         self._first = nodes.index * self._here
-        self._inside = inside(_InNodes(plan, nodes, self._first))
+        first_place = nodes.index * nodes.size * (local + guests)
+        self._inside = inside(_InNodes(plan, nodes, first_place))
 
     @classmethod
     def build(cls, context: DispatchContext) -> "Hier":
         taken, nodes = context.transport.inside, context.transport.nodes
         assert taken is not None and nodes is not None
+        c, experts = context, nodes.size * context.local
 
         def inside(plan: Planner) -> Inside:
-            there = context._replace(transport=taken, group=nodes.inside, plan=plan)
+            there = c._replace(transport=taken, group=nodes.inside, plan=plan, experts=experts)
             return _INSIDE[taken.name].build(there)
 
-        c = context
-        return cls(nodes, c.plan, local=c.local, inside=inside, recipe=c.recipe)
+        guests = 0 if taken.clones is None else taken.clones.slots
+        return cls(nodes, c.plan, local=c.local, guests=guests, inside=inside, recipe=c.recipe)
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
@@ -122,7 +130,10 @@ class Hier(Dispatcher):
         sent = 2 * rail
         """To other nodes and received from them."""
         if not reach.pushes:
-            return Costs(rows, rows, kept=reach.received, backward=reach.received + sent)
+            back = Links(reach.rows_back * rows.near, rows.far)
+            return Costs(rows, back, kept=reach.received, backward=reach.received + sent)
+        single = reach.rows_back * rail * (reach.rows_back > 1)
+        """Those of clones, for which there is room as with `symm`."""
         return Costs(
             there=rows,
             back=rows,
@@ -130,7 +141,7 @@ class Hier(Dispatcher):
             again=NOTHING if reach.keep else Links(rows.near, 0),
             kept=rail + (reach.received if reach.keep else 0),
             backward=sent,
-            buffers=SLOTS * reach.received,
+            buffers=SLOTS * reach.received + single,
             exposed=EXPOSED,
         )
 
@@ -152,7 +163,11 @@ class Hier(Dispatcher):
         in_node = (idx_AK >= 0) & (idx_AK < self._here)
         idx_AK = torch.where(in_node, idx_AK, -1)
         received = self._inside.dispatch(x_AD, idx_AK, prob_AK, meanwhile, onward)
-        return received._replace(route=_Route(received.route, over_rail))
+        route = _Route(received.route, over_rail)
+        if received.clones is None:
+            return received._replace(route=route)
+        clones = _of_all_nodes(received.clones, self._nodes, self._here)
+        return received._replace(route=route, clones=clones)
 
     def combine(
         self,
@@ -173,28 +188,57 @@ def _nodes(ranks: Sequence[Rank]) -> list[str]:
 
 class _InNodes:
     """Plans of routing in the order of (place, node, token), with the experts of a node numbered
-    from 0, by a planner that takes the order of ranks and the numbers of the whole group."""
+    from 0, by a planner that takes the order of ranks and the numbers of the whole group.
+
+    With clones, `first` and the numbers that are planned are those of the ranks' L + C places for
+    experts.
+    """
 
     def __init__(self, plan: Planner, nodes: Nodes, first: int) -> None:
         self._plan, self._first = plan, first
-        self._nodes, self._places = nodes.count, nodes.size
+        self._by_place, self._by_node = (nodes.size, nodes.count), (nodes.count, nodes.size)
 
     def check(self, x_AD: Tensor, topk_idx_AK: Tensor, topk_prob_AK: Tensor) -> None:
         self._plan.check(x_AD, topk_idx_AK, topk_prob_AK)
 
     def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
-        by_place, by_node = (self._places, self._nodes), (self._nodes, self._places)
         # An empty slot becomes an expert of the node before, or stays negative: no row here.
-        idx_NK = _swapped(topk_idx_NK, by_place) + self._first
-        plan = self._plan(idx_NK, _swapped(topk_prob_NK, by_place))
+        idx_NK = _swapped(topk_idx_NK, self._by_place) + self._first
+        plan = self._plan(idx_NK, _swapped(topk_prob_NK, self._by_place))
         rows = torch.arange(len(idx_NK), dtype=torch.int32, device=idx_NK.device)
-        lies_N = _swapped(rows, by_place)
+        lies_N = _swapped(rows, self._by_place)
         return plan._replace(
             row_index_S=lies_N.index_select(0, plan.row_index_S),
-            inverse_NK=_swapped(plan.inverse_NK, by_node),
+            inverse_NK=_swapped(plan.inverse_NK, self._by_node),
         )
+
+    def clone_routing(
+        self, idx_NK: Tensor, experts: int, size: CloneSize
+    ) -> tuple[ClonePlan, Tensor]:
+        """An expert's rows are parted in the order in which it has them without clones, so that
+        parts keep its blocks of FP8."""
+        idx_NK = _swapped(idx_NK, self._by_place)
+        clones, place_NK = self._plan.clone_routing(idx_NK, experts, size)
+        return clones, _swapped(place_NK, self._by_node)
 
 
 def _swapped(rows: Tensor, blocks: tuple[int, int]) -> Tensor:
     """Rows in the order of (a, b, t) in that of (b, a, t): [a * b * T, ...], contiguous."""
     return rows.unflatten(0, (*blocks, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _of_all_nodes(plan: ClonePlan, nodes: Nodes, experts: int) -> ClonePlan:
+    """The plans of the nodes as one, of the ranks and `experts` a node of the whole group.
+
+    What is logged needs it, as the busiest rank may be on any node: a few hundred bytes along the
+    rail, whose ranks have just exchanged tokens.
+    """
+    made = torch.cat([of.flatten() for of in plan])[None]
+    by_field = all_rows(made, nodes.rail).split([of.numel() for of in plan], dim=1)
+    expert_MS, begin_MS, end_MS, kept_ME, load_M2G = by_field
+    first_M1 = torch.arange(nodes.count, dtype=torch.int32, device=made.device)[:, None] * experts
+    expert_MS = torch.where(expert_MS >= 0, expert_MS + first_M1, -1)
+    slots = plan.expert_RN.shape[1]
+    expert_RC, begin_RC, end_RC = (of.reshape(-1, slots) for of in (expert_MS, begin_MS, end_MS))
+    load_2R = load_M2G.unflatten(1, (2, -1)).transpose(0, 1).flatten(1)
+    return ClonePlan(expert_RC, begin_RC, end_RC, kept_ME.flatten(), load_2R)

@@ -13,7 +13,7 @@ from phalanx.kernels.elementwise import block_sum
 from phalanx.kernels.expert_mlp.autograd import Arrived, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.guests import Guests
-from phalanx.kernels.routing.clone_plan import ClonePlan
+from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
 
 Beside = Callable[[], Tensor] | None
 """What to do while rows are on their way back, and to add to them."""
@@ -51,6 +51,12 @@ class Planner(Protocol):
 
     def __call__(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor) -> ExpertPlan:
         """The plan of the routing of all received rows."""
+        ...
+
+    def clone_routing(
+        self, idx_NK: Tensor, experts: int, size: CloneSize
+    ) -> tuple[ClonePlan, Tensor]:
+        """`kernels.routing.clone_routing` of the experts of all received rows."""
         ...
 
 

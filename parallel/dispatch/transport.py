@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 import torch
 import torch.distributed as dist
 
-from phalanx.configs.transports import AUTO_SMS, TRANSPORTS
+from phalanx.configs.transports import AUTO_SMS, CLONED_EXPERTS, CLONED_RANKS, TRANSPORTS
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatch import nodes
@@ -164,19 +164,21 @@ def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: boo
 
 
 def with_clones(
-    wanted: int | str, transport: Transport, *, ranks: int, cost: int, keep: bool
+    wanted: int | str, transport: Transport, *, ranks: int, local: int, cost: int, keep: bool
 ) -> Transport:
     """What `parallel.clones` makes of the transport of a group.
 
     Args:
         wanted: a number of slots, or `auto`.
         transport: that was chosen.
-        ranks: of the group.
+        ranks: among which experts are cloned: of the group, or of each node where another
+            transport is taken inside.
+        local: experts of each.
         cost: rows that a copy costs.
         keep: weights of guests are kept for the backward pass.
 
     Raises:
-        ValueError: slots are asked for that the transport cannot fill.
+        ValueError: slots are asked for that the transport cannot fill, or too large a group.
     """
     known = TRANSPORTS.get(transport.name)
     if wanted in (0, "auto") or ranks == 1:
@@ -187,25 +189,36 @@ def with_clones(
             f"parallel.clones={wanted} cannot run: {transport.name} cannot clone experts; "
             f"set parallel.dispatch={' or '.join(clone)} or parallel.clones=0"
         )
-    return replace(transport, clones=Clones(int(wanted), cost, keep))
+    if ranks > CLONED_RANKS or ranks * local > CLONED_EXPERTS:
+        raise ValueError(
+            f"parallel.clones={wanted} serves {CLONED_EXPERTS} experts on {CLONED_RANKS} ranks, "
+            f"not {ranks * local} on {ranks}: set parallel.clones=0"
+        )
+    clones = Clones(int(wanted), cost, keep)
+    if transport.inside is not None:
+        return replace(transport, inside=replace(transport.inside, clones=clones))
+    return replace(transport, clones=clones)
 
 
 def clone_choices(wanted: int | str, transport: Transport) -> list[Choice]:
     """A line of `kernels.registry.table` on clones, where `parallel.clones` asks for some."""
     if wanted == 0:
         return []
-    if transport.clones is not None:
-        of = transport.clones
+    within = transport.inside or transport
+    if (of := within.clones) is not None:
         kept = "kept for" if of.keep else "sent again in"
-        reason = f"parallel.clones={wanted}; a copy costs {of.cost:,} rows; weights are {kept}"
+        where = "; in each node by itself" if transport.inside else ""
+        reason = (
+            f"parallel.clones={wanted}{where}; a copy costs {of.cost:,} rows; weights are {kept}"
+        )
         return [Choice("clones", f"{of.slots} slots", f"{reason} the backward pass")]
     if TRANSPORTS.get(transport.name, TRANSPORTS[LOCAL.name]).one_rank:
         return [Choice("clones", "off", f"all experts are on one rank; parallel.clones={wanted}")]
     facts = TRANSPORTS.get(transport.name)
     if facts is None or not facts.clones:
         reason = f"{transport.name} cannot clone experts"
-    elif class_of(transport.name).no_overlap is not None:
-        reason = f"{transport.name} does not hide what clones send"
+    elif class_of(within.name).no_overlap is not None:
+        reason = f"{within.name} does not hide what clones send"
     else:
         reason = f"{transport.name} has not been measured with clones"
     return [Choice("clones", "off", f"auto; {reason}")]

@@ -191,19 +191,13 @@ def _texts(value: object) -> object:
         ("parallel.clones=2 kernels=megatron", 2, "not possible with", "parallel.clones=0"),
         ("parallel.clones=2 kernels=cudnn", 2, "not possible with", "parallel.clones=0"),
         (
-            "parallel.clones=1 parallel.dispatch=hier",
-            2,
-            "not possible with parallel.dispatch=hier, only with symm or alltoall",
-            "parallel.clones=0",
-        ),
-        (
             "parallel.clones=1 parallel.dispatch=deepep",
             2,
-            "not possible with parallel.dispatch=deepep, only with symm or alltoall",
+            "not possible with parallel.dispatch=deepep, only with symm or hier or alltoall",
             "parallel.clones=0",
         ),
         (
-            "parallel.clones=1 model.moe.experts=16 parallel.expert=16",
+            "parallel.clones=1 model.moe.experts=16 parallel.expert=16 parallel.dispatch=symm",
             16,
             "serves 512 experts on 8 ranks, not 16 on 16",
             "parallel.clones=0",

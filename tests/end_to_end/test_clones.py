@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from phalanx.moe.router.recording import layer_name, write
+from tests.parallel.dispatch.test_hierarchical import SIZE, pretended
+from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, records, run
-from tests.support.training import Trained, trained
+from tests.support.training import Trained, _loaded, _train, trained
 
 pytestmark = pytest.mark.dist
 
@@ -64,6 +66,29 @@ def test_token_rounding() -> None:
     got, want = of(2, *rounded, "parallel.clones=2"), of(2, *rounded)
     check(got, want)
     assert max(got.series("cloned")) > 0
+
+
+def over_nodes(overrides: list[str]) -> list[dict[str, float]]:
+    """Steps on ranks that pretend to be nodes of two."""
+    with pretended(SIZE):
+        return [step for step in _train(_loaded(*overrides)).records if "grad_norm" in step]
+
+
+def test_over_nodes(uneven: str) -> None:
+    """Each clones by itself, and the busiest rank is that of the group."""
+    given = [*TINY, *SHAPE, "parallel.expert=4", "kernels=torch", "parallel.dispatch=hier", uneven]
+    given += ["data.global_batch=16", "run.eval_interval=0"]
+    got, want = (
+        run_distributed(over_nodes, 4, [*given, f"parallel.clones={n}"])[0] for n in (1, 0)
+    )
+    assert len(got) == 3 and got[0]["loss"] == want[0]["loss"]
+    for a, b in zip(got, want, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-2)
+        assert 0 < a["cloned"] <= 4
+        assert 1 <= a["rank_load_cloned"] < a["rank_load"]
+        # Of the only micro-batch, whose routing is replayed.
+        assert a["rank_load"] == pytest.approx(b["rank_load"], rel=1e-6)
 
 
 def test_four_ranks_need_fewer_rows() -> None:

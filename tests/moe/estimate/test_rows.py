@@ -4,11 +4,12 @@ import pytest
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
-from phalanx.configs.validate import ConfigError, validate
+from phalanx.configs.validate import validate
 from phalanx.moe.estimate.activations import Activations
 from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
 from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.rows import buffer_bytes, row_memory
+from phalanx.moe.estimate.traffic import costs
 
 LAYERS, TOKENS, TOP_K, HIDDEN, FFN, RANKS = 24, 4096, 4, 2880, 2880, 8
 
@@ -61,8 +62,6 @@ def test_guests_have_room() -> None:
     torch = known(alltoall, "kernels=torch", f"parallel.clones={slots}")
     both = [Activations(cfg, RANKS).guests().backward for cfg in (cloned, torch)]
     assert both == [held, held + (own + slots) * 2 * matrix * 2]
-    with pytest.raises(ConfigError, match="hier cannot clone experts; set parallel.dispatch=symm"):
-        known("parallel.clones=2", node_gpus=4)
     assert known("parallel.clones=auto").parallel.clones == 0
 
 
@@ -74,6 +73,24 @@ def test_guests_over_symm_are_outside_of_what_torch_allocates() -> None:
     more = exchange_bytes(cloned, RANKS) - exchange_bytes(without, RANKS)
     assert more == slots * 3 * matrix * (2 + 4) + rows
     assert Activations(cloned, RANKS).guests().backward == 0
+
+
+def test_guests_over_nodes_are_exchanged_in_a_node() -> None:
+    """Two nodes of 8: by pushes a row of every slot of a rail's tokens, by collectives the larger
+    matrix of 8 ranks, not of 16."""
+    slots, world, matrix = 2, 16, HIDDEN * FFN
+    without, cloned = (
+        known("parallel.expert=16", f"parallel.clones={n}", world=world) for n in (0, slots)
+    )
+    assert cloned.parallel.dispatch == "hier" and cloned.parallel.clones == slots
+    more = exchange_bytes(cloned, world) - exchange_bytes(without, world)
+    rows = 2 * TOP_K * TOKENS * (2 * HIDDEN + 8 * TOP_K)
+    assert more == slots * 3 * matrix * (2 + 4) + rows
+    cloned.run.device = "cpu"
+    inside = Activations(cloned, world).guests().backward
+    assert inside == slots * 3 * matrix * (2 + 4) + 3 * 8 * slots * 2 * matrix * 4
+    back = costs(cloned, world).back
+    assert (back.near, back.far) == (TOP_K * 2 * 7, 1)
 
 
 def test_recomputed_layers_keep_nothing_but_one_needs_all() -> None:

@@ -2,7 +2,9 @@
 
     torchrun --nproc-per-node R tests/parallel/dispatch/cloned_layer.py
     PHALANX_ONE_GPU=1 torchrun --nproc-per-node R tests/parallel/dispatch/cloned_layer.py small8
+    PHALANX_NODE_GPUS=2 torchrun --nproc-per-node 4 tests/parallel/dispatch/cloned_layer.py hier
 
+The last one has `symm` inside the nodes of `hier`, each of which clones by itself.
 Results and gradients of tokens, probabilities and residual have the same bits; gradients of weights
 and biases, in fp32, are sums of the same products in another order. With and without pushes beside
 the experts, tokens and weights of guests kept or sent again, in bf16 and in FP8, eager and
@@ -27,7 +29,8 @@ from phalanx.parallel import runtime
 from phalanx.parallel.dispatch.clones import Clones
 from phalanx.parallel.dispatch.exchange import SymmOptions
 from phalanx.parallel.dispatch.transport import choose_transport
-from tests.parallel.dispatch.gpu_ranks import join
+from phalanx.parallel.dispatch.transport_class import Transport
+from tests.parallel.dispatch.gpu_ranks import join, on_one_gpu
 from tests.parallel.dispatch.symm_layer import SPECS, Layer, Way, captured, chosen, compare, routed
 
 SHAPES = {
@@ -62,10 +65,23 @@ def near(ours: Tensor, plain: Tensor, what: str) -> None:
         raise SystemExit(f"rank {dist.get_rank()}: {what}: gradients of {int(far.sum())} experts")
 
 
-def check(label: str, shape: tuple[int, ...], kind: str, symm: SymmOptions, spec: MLPSpec) -> None:
-    plain = choose_transport("symm", dist.group.WORLD, torch.bfloat16)
-    cloned = replace(plain, clones=Clones(SLOTS, COST, symm.keep))
-    bias = label.startswith("wide")
+def cloning(plain: Transport, keep: bool) -> Transport:
+    """The transport with clones, inside nodes if it goes over several."""
+    if plain.inside is not None:
+        assert plain.inside.name == "symm"
+        return replace(plain, inside=cloning(plain.inside, keep))
+    return replace(plain, clones=Clones(SLOTS, COST, keep))
+
+
+def check(
+    plain: Transport,
+    label: str,
+    shape: tuple[int, ...],
+    kind: str,
+    symm: SymmOptions,
+    spec: MLPSpec,
+) -> None:
+    cloned, bias = cloning(plain, symm.keep), label.startswith("wide")
     ours, theirs = (
         Layer(Way(way, fp8_rows=False), shape, shape[4], symm, spec, bias)
         for way in (cloned, plain)
@@ -106,15 +122,19 @@ def check(label: str, shape: tuple[int, ...], kind: str, symm: SymmOptions, spec
 
 
 def main() -> None:
+    if "hier" in sys.argv and on_one_gpu():
+        raise SystemExit("hier captures collectives, which gloo cannot: unset PHALANX_ONE_GPU")
     join()
-    only = {*sys.argv[1:]}
+    only = {*sys.argv[1:]} - {"hier"}
+    name = "hier" if "hier" in sys.argv else "symm"
+    plain = choose_transport(name, dist.group.WORLD, torch.bfloat16)
     for label, precision, keep, sms in product(SHAPES, SPECS, (False, True), (0, 8)):
         if not chosen(only, f"{label}{sms}", precision):
             continue
         symm = SymmOptions(keep=keep, comm_sms=sms, timeout=20)
         spec = replace(SPECS[precision], accumulate=True)
         for kind in KINDS:
-            check(f"{label} in {precision}", SHAPES[label], kind, symm, spec)
+            check(plain, f"{label} in {precision}", SHAPES[label], kind, symm, spec)
     torch.cuda.synchronize()
     dist.barrier()
     runtime.stop()

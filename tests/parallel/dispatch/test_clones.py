@@ -17,12 +17,12 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.kernels.routing.clone_plan import CloneSize, clone_plan
+from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize, clone_plan
 from phalanx.kernels.routing.clone_routing import count_rows, numbers, place_pairs
 from phalanx.parallel.dispatch.base import Slots, make_dispatcher
 from phalanx.parallel.dispatch.capacity import Budget
 from phalanx.parallel.dispatch.clones import Clones
-from phalanx.parallel.dispatch.transport_class import Transport
+from phalanx.parallel.dispatch.transport_class import Dispatcher, Transport
 from tests.support.distributed import run_distributed
 from tests.support.sync_free import sync_free
 
@@ -66,6 +66,8 @@ def routed(kind: str) -> Tensor:
         scores[:, 1:] -= 2.0
     if kind == "one rank with all":  # the first of two, the first two of four
         scores[:, : EXPERTS // 2] += 1.0
+    if kind == "one rank of each node":  # of four, as two nodes of two
+        scores[:, [0, 1, 6, 7]] += 1.0
     if kind == "several hot experts":
         scores += torch.linspace(0.9, 0.0, EXPERTS)
     idx = scores.topk(TOP_K, dim=1).indices.int()
@@ -209,10 +211,6 @@ def part_gradient(p: Problem, pairs_TK: Tensor, expert: int) -> list[Tensor]:
 
 
 def once(kind: str, slots: int) -> list[Tensor]:
-    """Gradients of own experts, of one micro-batch, in buffers that held 0.125."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    spec = MLPSpec(Activation("swiglu"), "reference", accumulate=True)
-    own = parts(problem(kind, torch.bfloat16), rank, ranks)
     dispatcher = make_dispatcher(
         Transport("alltoall", "wanted", clones=Clones(slots, cost=10)),
         group=dist.group.WORLD,
@@ -221,6 +219,13 @@ def once(kind: str, slots: int) -> list[Tensor]:
         budget=Budget(float(EXPERTS), torch.device("cpu")),
         backend="reference",
     )
+    return gradients(problem(kind, torch.bfloat16), dispatcher)
+
+
+def gradients(p: Problem, dispatcher: Dispatcher) -> list[Tensor]:
+    """Those of own experts, of one micro-batch, in buffers that held 0.125."""
+    own = parts(p, dist.get_rank(), dist.get_world_size())
+    spec = MLPSpec(Activation("swiglu"), "reference", accumulate=True)
     weights = MLPWeights(*(w.requires_grad_() for w in own.weights[:2]))
     for w in weights[:2]:
         w.main_grad = torch.full_like(w, 0.125, dtype=torch.float32)
@@ -233,16 +238,19 @@ def once(kind: str, slots: int) -> list[Tensor]:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_that_the_plan_predicts(kind: str, ranks: int) -> None:
-    """0.125, then the owner's part, then those of its copies in the order of ranks."""
     p, slots = problem(kind, torch.bfloat16), 2
     plan = clone_plan(count_rows(p.idx, EXPERTS), CloneSize(ranks, slots, 10))
-    number = numbers(p.idx.flatten(), EXPERTS).view_as(p.idx)
     assert (place_pairs(p.idx, plan) < 0).equal(p.idx < 0)
-    grads = run_distributed(once, ranks, kind, slots)
+    as_planned(p, plan, run_distributed(once, ranks, kind, slots))
+
+
+def as_planned(p: Problem, plan: ClonePlan, grads: list[list[Tensor]]) -> None:
+    """0.125, then the owner's part, then those of its copies in the order of ranks."""
+    number = numbers(p.idx.flatten(), EXPERTS).view_as(p.idx)
     got = [torch.cat(of) for of in zip(*grads, strict=True)]
     for expert in range(EXPERTS):
         spans = [(0, int(plan.kept_E[expert]))]
-        for guest in range(ranks):
+        for guest in range(len(plan.expert_RN)):
             for slot in (plan.expert_RN[guest] == expert).nonzero().flatten().tolist():
                 spans.append((int(plan.begin_RN[guest, slot]), int(plan.end_RN[guest, slot])))
         want = [torch.full_like(w[expert], 0.125, dtype=torch.float32) for w in p.weights[:2]]

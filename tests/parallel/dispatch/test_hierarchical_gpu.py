@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.end_to_end.test_train_gpu import GRAPH, Steps, close, train
-from tests.parallel.dispatch.test_symm_gpu import compare
+from tests.parallel.dispatch.test_symm_gpu import CLONED, compare
 
 pytestmark = pytest.mark.gpu
 
@@ -64,3 +64,7 @@ def test_fp32_goes_by_collectives_inside_a_node(tmp_path: Path) -> None:
 def test_layers_equal_those_with_collectives_inside_a_node_bit_for_bit() -> None:
     """In bf16, and in FP8, where the others' rows travel in bf16."""
     compare(4, "hier", timeout=600)
+
+
+def test_layers_with_clones_in_each_node_equal_those_without() -> None:
+    compare(4, "hier", program=CLONED, least=192, timeout=600)

@@ -306,7 +306,7 @@ def test_overlap_is_on_or_off_and_says_why(given: Any, state: str, reason: str) 
 
 
 def test_clones_where_the_transport_has_them() -> None:
-    how = dict(cost=300, keep=False)
+    how = dict(local=8, cost=300, keep=False)
     dense, pushed = Transport("alltoall", "auto"), Transport("symm", "auto")
     with_two = with_clones(2, dense, ranks=4, **how)
     assert with_two.clones == Clones(2, 300) and with_two.clones.size(4) == CloneSize(4, 2, 300)
@@ -315,11 +315,14 @@ def test_clones_where_the_transport_has_them() -> None:
             assert with_clones(wanted, transport, ranks=4, **how) == transport
     assert with_clones(2, LOCAL, ranks=1, **how) == LOCAL
     assert with_clones(1, pushed, ranks=2, **how).clones == Clones(1, 300)
-    nodes = Transport("hier", "auto")
     with pytest.raises(
-        ValueError, match="hier cannot clone experts; set parallel.dispatch=symm or "
+        ValueError, match="deepep cannot clone experts; set parallel.dispatch=symm or "
     ):
-        with_clones(2, nodes, ranks=4, **how)
+        with_clones(2, Transport("deepep", "wanted"), ranks=4, **how)
+    with pytest.raises(ValueError, match="serves 512 experts on 8 ranks, not 128 on 16: set "):
+        with_clones(2, dense, ranks=16, **how)
+    with pytest.raises(ValueError, match="not 520 on 8: set parallel.clones=0"):
+        with_clones(2, dense, ranks=8, **how | {"local": 65})
     assert clone_choices(0, pushed) == []
     (line,) = clone_choices(2, with_two)
     assert line.backend == "2 slots" and "a copy costs 300 rows" in line.reason
@@ -327,10 +330,26 @@ def test_clones_where_the_transport_has_them() -> None:
     assert (line.backend, line.reason) == ("off", "auto; symm has not been measured with clones")
     (line,) = clone_choices("auto", dense)
     assert line.reason == "auto; alltoall does not hide what clones send"
-    (line,) = clone_choices("auto", nodes)
-    assert line.reason == "auto; hier cannot clone experts"
+    (line,) = clone_choices("auto", Transport("deepep", "wanted"))
+    assert line.reason == "auto; deepep cannot clone experts"
     (line,) = clone_choices(2, LOCAL)
     assert line.backend == "off" and "all experts are on one rank" in line.reason
+
+
+def test_over_nodes_the_transport_inside_clones() -> None:
+    pushed, dense = (
+        Transport("hier", "auto", Transport(name, "")) for name in ("symm", "alltoall")
+    )
+    two = with_clones(2, pushed, ranks=2, local=8, cost=300, keep=True)
+    assert two.clones is None and two.inside == Transport("symm", "", clones=Clones(2, 300, True))
+    (line,) = clone_choices(2, two)
+    assert line.backend == "2 slots"
+    assert line.reason.startswith("parallel.clones=2; in each node by itself; a copy costs 300")
+    reasons = [clone_choices("auto", of)[0].reason for of in (pushed, dense)]
+    assert reasons == [
+        "auto; hier has not been measured with clones",
+        "auto; alltoall does not hide what clones send",
+    ]
 
 
 def test_the_table_has_the_transport_in_a_node() -> None:

@@ -1,0 +1,179 @@
+"""Clones of hot experts over gloo ranks that pretend to be two nodes, each of which has its own.
+
+Everything is compared with `hier` without clones: results and gradients of tokens and probabilities
+bit for bit, whatever is taken inside; those of weights with pushes inside are those with
+collectives there, bit for bit.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.activation import Activation
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize, clone_plan
+from phalanx.kernels.routing.clone_routing import count_rows
+from phalanx.parallel.dispatch.base import Slots, make_dispatcher
+from phalanx.parallel.dispatch.capacity import Budget
+from phalanx.parallel.dispatch.clones import Clones
+from phalanx.parallel.dispatch.exchange import SymmOptions
+from phalanx.parallel.dispatch.transport import choose_transport
+from phalanx.parallel.dispatch.transport_class import Dispatcher, Transport
+from tests.parallel.dispatch import test_clones as flat
+from tests.parallel.dispatch.gloo_exchange import gloo_exchanges
+from tests.parallel.dispatch.test_cloned_symm import CHANGES, WAYS, layer, same
+from tests.parallel.dispatch.test_clones import EXPERTS, TOP_K, Made
+from tests.parallel.dispatch.test_hierarchical import RANKS, SIZE, pretended
+from tests.support.distributed import run_distributed
+
+pytestmark = pytest.mark.dist
+
+COST = 10
+KINDS = {
+    "even": False,
+    "one hot expert": True,
+    "one expert with all": True,
+    "one rank with all": False,  # which two ranks of a node share evenly
+    "one rank of each node": True,
+    "several hot experts": True,
+}
+"""Routings, and whether there must be clones."""
+
+
+def over_nodes(size: int = SIZE) -> Transport:
+    with pretended(size):
+        return choose_transport("hier", dist.group.WORLD, torch.bfloat16)
+
+
+def dispatcher_of(
+    transport: Transport,
+    inside: str,
+    clones: Clones | None,
+    spec: MLPSpec,
+    symm: SymmOptions = SymmOptions(),  # noqa: B008  (frozen)
+) -> Dispatcher:
+    return make_dispatcher(
+        replace(transport, inside=Transport(inside, "in this test", clones=clones)),
+        group=dist.group.WORLD,
+        experts=EXPERTS,
+        slots=Slots(TOP_K, TOP_K),
+        budget=Budget(float(EXPERTS), torch.device("cpu")),
+        backend=spec.backend,
+        symm=symm,
+        recipe=spec.recipe,
+    )
+
+
+def ways(kind: str, backend: str, slots: int, options: dict[str, Any], size: int) -> list[Made]:
+    """Without clones and with them by collectives inside, and with them by pushes in all ways."""
+    p = flat.problem(kind, torch.bfloat16, options.pop("bias", False))
+    how = {name: options.pop(name) for name in ("crossed", "shared") if name in options}
+    options.setdefault("accumulate", True)
+    spec = MLPSpec(Activation("swiglu"), backend, **options)
+    transport = over_nodes(size)
+    made = [
+        layer(p, dispatcher_of(transport, "alltoall", of, spec), spec, **how)
+        for of in (None, Clones(slots, COST), Clones(slots, COST, keep=True))
+    ]
+    for sms, keep in WAYS:
+        if sms and spec.recipe is not None:
+            continue  # what becomes FP8 where it arrives has to be there
+        clones, symm = Clones(slots, COST, keep), SymmOptions(keep=keep, comm_sms=sms)
+        with gloo_exchanges():
+            pushed = dispatcher_of(transport, "symm", clones, spec, symm)
+            made.append(layer(p, pushed, spec, **how))
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_of_the_layer_without_clones(kind: str) -> None:
+    made = run_distributed(ways, RANKS, kind, "reference", 2, {}, SIZE)
+    same(made, cloned=KINDS[kind], near=1e-5 if KINDS[kind] else 0.0)
+
+
+def test_nodes_of_four() -> None:
+    same(run_distributed(ways, 8, "several hot experts", "reference", 1, {}, 4))
+
+
+def test_torch_experts() -> None:
+    made = run_distributed(ways, RANKS, "one rank of each node", "torch", 1, {}, SIZE)
+    same(made, near=4e-3)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_variants(name: str) -> None:
+    options = dict(CHANGES[name])
+    near = 4e-3 if name == "gradients returned" else 1e-5
+    kind = "several hot experts"
+    same(run_distributed(ways, RANKS, kind, "reference", 2, options, SIZE), near=near)
+
+
+def cloning() -> Dispatcher:
+    spec = MLPSpec(Activation("swiglu"), "reference")
+    return dispatcher_of(over_nodes(), "alltoall", Clones(2, COST), spec)
+
+
+def told(kind: str) -> list[Tensor]:
+    own = flat.parts(flat.problem(kind, torch.bfloat16), dist.get_rank(), dist.get_world_size())
+    received = cloning().dispatch(own.x, own.idx, own.prob)
+    assert received.clones is not None
+    return list(received.clones)
+
+
+def planned(kind: str) -> ClonePlan:
+    """Of both nodes, in the numbers of the group."""
+    here = EXPERTS // 2
+    counts = count_rows(flat.routed(kind), EXPERTS).split(here)
+    plans = [clone_plan(count, CloneSize(SIZE, 2, COST)) for count in counts]
+    second = plans[1].expert_RN
+    plans[1] = plans[1]._replace(expert_RN=torch.where(second >= 0, second + here, -1))
+    want = [torch.cat(of) for of in zip(*(p[:4] for p in plans), strict=True)]
+    return ClonePlan(*want, torch.cat([p.load_2R for p in plans], dim=1))
+
+
+@pytest.mark.parametrize("kind", ["one hot expert", "one rank of each node"])
+def test_every_rank_knows_the_plans_of_all_nodes(kind: str) -> None:
+    """What is logged is of the busiest rank of the group."""
+    want = planned(kind)
+    for got in run_distributed(told, RANKS, kind):
+        for name, a, b in zip(ClonePlan._fields, got, want, strict=True):
+            assert torch.equal(a, b), name
+            assert a.dtype == torch.int32
+
+
+def gradients(kind: str) -> list[Tensor]:
+    return flat.gradients(flat.problem(kind, torch.bfloat16), cloning())
+
+
+@pytest.mark.parametrize("kind", ["one expert with all", "several hot experts"])
+def test_rows_of_an_expert_are_parted_in_the_order_of_ranks(kind: str) -> None:
+    """As they lie without clones, so that blocks of FP8 are the same, though they have arrived in
+    another order: gradients are the sums that this predicts, bit for bit."""
+    grads = run_distributed(gradients, RANKS, kind)
+    flat.as_planned(flat.problem(kind, torch.bfloat16), planned(kind), grads)
+
+
+def refused() -> str:
+    try:
+        make_dispatcher(
+            replace(over_nodes(), inside=Transport("alltoall", "", clones=Clones(2, COST))),
+            group=dist.group.WORLD,
+            experts=EXPERTS,
+            slots=Slots(TOP_K, TOP_K),
+            budget=Budget(1.0, torch.device("cpu")),
+            recipe=Fp8Block(),
+            fp8_rows=True,
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_in_fp8_are_refused() -> None:
+    for error in run_distributed(refused, RANKS):
+        assert error == "rows of clones travel as they are: set precision.dispatch=bf16"
