@@ -1,0 +1,120 @@
+#!/usr/bin/env python
+"""Write docs/cards: a page for each model that was trained here, from its records.
+
+    python scripts/model_cards.py [--check]
+
+A card has what the model is, what was measured of it and how (docs/measured/training/own_*.yaml),
+and the losses of its runs over each other: every docs/measured/**/losses_MODEL*.png, drawn by
+scripts/plot_losses.py from the .json beside it. --check writes nothing, and exits with 1 if a page
+is out of date.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
+from phalanx.configs.load import load  # noqa: E402
+from phalanx.configs.records import Own, own  # noqa: E402
+from phalanx.moe.estimate.accounting import flops_per_token, model_size  # noqa: E402
+from phalanx.moe.report.units import work  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+CARDS, MEASURED = ROOT / "docs" / "cards", ROOT / "docs" / "measured"
+SEQUENCE = 4096
+
+
+def card(model: str, records: dict[str, Own]) -> str:
+    """The page of a model.
+
+    Args:
+        model: option of `model=`.
+        records: its own ones, by file name.
+    """
+    path = ROOT / "configs" / "model" / f"{model}.yaml"
+    said = [line[2:] for line in path.read_text("utf-8").splitlines() if line.startswith("# ")]
+    cfg = load([f"model={model}"]).model
+    of_token = work(flops_per_token(cfg, SEQUENCE))
+    latest = max(records.values(), key=lambda r: r.date)
+    parts = [
+        f"# {model}",
+        " ".join(said),
+        f"{model_size(cfg)}, {of_token} a token of a sequence of {SEQUENCE}. "
+        f"[Configuration](../../configs/model/{model}.yaml).",
+        "## Measured",
+        "Tokens a second and GPU are means of steps 41 to 50 from scratch, with their deviation; "
+        "each record has its command, versions and remarks.",
+        _table(records),
+        f"The latest one, at commit {latest.commit}:",
+        f"```bash\n{latest.command}\n```",
+    ]
+    pictures = sorted(MEASURED.rglob(f"losses_{model}*.png"))
+    if pictures:
+        parts.append("## Losses")
+    for picture in pictures:
+        losses = _from_cards(picture.with_suffix(".json"))
+        parts.append(f"![losses of runs of {model} over each other]({_from_cards(picture)})")
+        parts.append(f"[Losses of every step]({losses}), drawn by `scripts/plot_losses.py`.")
+    return "\n\n".join(parts) + "\n"
+
+
+def index(models: Sequence[str]) -> str:
+    """The page that lists them."""
+    links = "\n".join(f"- [{model}]({model}.md)" for model in models)
+    about = "One page for each model that was trained here, written by `scripts/model_cards.py`"
+    return f"# Model cards\n\n{about} from [records](../measured/training).\n\n{links}\n"
+
+
+def _table(records: dict[str, Own]) -> str:
+    rows = [
+        "| record | GPUs | layout | precision | routing | tokens/s/GPU | TFLOP/s/GPU | peak, GiB "
+        "| loss at 50 |",
+        "|---|---|---|---|---|---:|---:|---:|---:|",
+    ]
+    for name, r in sorted(records.items(), key=lambda item: -item[1].tokens_per_second_per_gpu):
+        speed = f"{r.tokens_per_second_per_gpu:,.0f} ± {r.tokens_per_second_per_gpu_sd:,.0f}"
+        rows.append(
+            f"| [{name}](../measured/training/{name}.yaml) | {r.hardware} | {r.layout} | {r.dtype} "
+            f"| {r.routing} | {speed} | {r.tflops_per_gpu:.0f} | {r.peak_memory_gib:.0f} "
+            f"| {r.loss_at_50:.3f} |"
+        )
+    return "\n".join(rows)
+
+
+def _from_cards(path: Path) -> str:
+    return os.path.relpath(path, CARDS)
+
+
+def pages() -> dict[Path, str]:
+    """All of them."""
+    by_model: dict[str, dict[str, Own]] = {}
+    for name, record in own().items():
+        by_model.setdefault(record.model, {})[name] = record
+    made = {CARDS / f"{model}.md": card(model, of) for model, of in by_model.items()}
+    return made | {CARDS / "README.md": index(sorted(by_model))}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--check", action="store_true", help="write nothing; 1 if something would be")
+    check = p.parse_args(words).check
+    old = [
+        (path, text)
+        for path, text in pages().items()
+        if not path.exists() or path.read_text("utf-8") != text
+    ]
+    for path, text in old:
+        print(f"{'out of date' if check else 'written'}: {path.relative_to(ROOT)}")
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return int(check and bool(old))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
