@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Lint, types and tests on the CPU, in about a quarter of an hour on two cores. --all also runs what is
-# marked slow. Other arguments go to pytest: files, -k, -x; -n 0 runs all tests in one process.
+# Lint, types and tests on the CPU, in about a quarter of an hour on two cores. --all also runs
+# what is marked slow. Other arguments go to pytest: files, -k, -x; -n 0 runs all tests in one
+# process.
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
 chosen="not gpu and not slow" rest=()
