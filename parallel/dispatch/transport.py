@@ -211,7 +211,8 @@ def clone_choices(wanted: int | str, transport: Transport) -> list[Choice]:
         reason = (
             f"parallel.clones={wanted}{where}; a copy costs {of.cost:,} rows; weights are {kept}"
         )
-        return [Choice("clones", f"{of.slots} slots", f"{reason} the backward pass")]
+        slots = f"{of.slots} slot{'s' * (of.slots > 1)}"
+        return [Choice("clones", slots, f"{reason} the backward pass")]
     if TRANSPORTS.get(transport.name, TRANSPORTS[LOCAL.name]).one_rank:
         return [Choice("clones", "off", f"all experts are on one rank; parallel.clones={wanted}")]
     facts = TRANSPORTS.get(transport.name)
