@@ -156,4 +156,6 @@ def guest_memory_of(
 
 
 def _sms(where: Tensor) -> int:
-    return torch.cuda.get_device_properties(where.device).multi_processor_count
+    from phalanx.kernels.sm90.jit.launch import sms
+
+    return sms(where.device)

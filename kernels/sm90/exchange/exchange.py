@@ -22,7 +22,8 @@ rows.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -233,12 +234,18 @@ class Exchange:
         """Call `send`: what it launches runs after all that the current stream has been given so
         far, and before the next exchange. What it reads has to be kept until that has been waited
         for."""
+        with self._turn():
+            send()
+
+    @contextmanager
+    def _turn(self, after: torch.cuda.Event | None = None) -> Iterator[torch.cuda.Stream]:
+        """Context on the stream of pushes, `after` all that the current one has been given."""
         current = torch.cuda.current_stream()
         stream = self._stream or current
         if stream != current:
-            stream.wait_event(current.record_event())
+            stream.wait_event(after or current.record_event())
         with torch.cuda.stream(stream):
-            send()
+            yield stream
 
     def _ctas(self, all_sms: bool) -> int:
         """Of a kernel that sends."""
@@ -252,13 +259,9 @@ class Exchange:
         after: torch.cuda.Event | None = None,
     ) -> Transfer:
         """The next exchange, on the stream of pushes, `after` all that this one has been given."""
-        current = torch.cuda.current_stream()
-        stream = self._stream or current
         slot = self._next
         self._next = (slot + 1) % SLOTS
-        if stream != current:
-            stream.wait_event(after or current.record_event())
-        with torch.cuda.stream(stream):
+        with self._turn(after) as stream:
             send(self._buffers[slot])
             pushed = torch.cuda.Event()
             pushed.record(stream)
