@@ -177,17 +177,13 @@ class Fused(AsTheyAre):
     ) -> Tensor | None:
         """Gradient of the probabilities from partial sums of the column tiles."""
         from phalanx.kernels.sm90.experts.dprob import dprob
+        from phalanx.kernels.sm90.experts.every_bias_triton import every_bias
 
         if partial_CS is None:
             return None
         table_NL = None
         biases_PO = fc2.biases_PO
         if biases_PO is not None and len(matrix := self._in_bf16(dy)):
-            table_NL = _with_every_bias(matrix, biases_PO)
+            table_NL = every_bias(matrix, biases_PO)
         index_S = plan.row_index_S if dy.gather else None
         return dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)
-
-
-def _with_every_bias(dy: Tensor, b2_LD: Tensor) -> Tensor:
-    """fp32 <dy[n], b2[e]> of all rows and all experts: a narrow GEMM that gathers nothing."""
-    return torch.mm(dy, b2_LD.T, out_dtype=torch.float32)

@@ -31,7 +31,6 @@ from phalanx.kernels.quantize.blocks import (
     quantize_rows,
 )
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.kernels.sm90.experts import backend
 from tests.kernels.guests import compare
 from tests.kernels.problems import error, forward, gradients, leaves_of, make, random_choice
 from tests.kernels.sm90.experts.test_backend import Kernels, written
@@ -108,10 +107,11 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
         module = ModuleType(f"phalanx.kernels.sm90.experts.{name}")
         vars(module)[name] = getattr(part, name)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    module = ModuleType("phalanx.kernels.sm90.experts.dprob")
-    vars(module)["dprob"] = dprob
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(backend, "_with_every_bias", lambda dy, b2: dy.float() @ b2.float().T)
+    every_bias = {"every_bias": lambda dy, b2: dy.float() @ b2.float().T}
+    for name, functions in (("dprob", {"dprob": dprob}), ("every_bias_triton", every_bias)):
+        module = ModuleType(f"phalanx.kernels.sm90.experts.{name}")
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def dprob(partial_CS: Tensor, offsets: Tensor, *, table_NL: Any, index_S: Any) -> Tensor:

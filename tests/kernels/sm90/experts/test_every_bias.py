@@ -1,0 +1,60 @@
+"""<dy[n], b2[e]> of all rows and experts against fp64, and its code in an interpreter."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.interpreter import interpret
+
+SHAPES = [(130, 5, 96), (1, 66, 64), (0, 3, 32)]
+"""Rows, experts, channels."""
+
+
+def drawn(rows: int, experts: int, channels: int, device: str) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(rows)
+    made = (torch.randn(n, channels, generator=g) for n in (rows, experts))
+    dy, b2 = (t.to(device, torch.bfloat16) for t in made)
+    return dy, b2
+
+
+def check(rows: int, experts: int, channels: int, device: str) -> None:
+    """Near the sum; on a GPU an expert's bits do not depend on how many there are beside it."""
+    from phalanx.kernels.sm90.experts.every_bias_triton import every_bias
+
+    dy, b2 = drawn(rows, experts, channels, device)
+    found = every_bias(dy, b2)
+    want, size = (a.double() @ b.double().T for a, b in ((dy, b2), (dy.abs(), b2.abs())))
+    assert found.dtype == torch.float32
+    assert bool(((found.double() - want).abs() <= channels * 2.0**-24 * size).all())
+    beside = () if device == "cpu" else (slice(0, 1), slice(experts // 2, experts))
+    for some in beside:
+        assert torch.equal(every_bias(dy, b2[some].contiguous()), found[:, some])
+
+
+def interpreted() -> None:
+    for shape in SHAPES:
+        check(*shape, "cpu")
+
+
+def test_in_an_interpreter() -> None:
+    interpret(__name__)
+
+
+@pytest.mark.parametrize("shape", [(130, 5, 96), (4096, 34, 2880)])
+def test_the_kernel_compiles_for_hopper(shape: tuple[int, int, int], tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from phalanx.kernels.sm90.experts import every_bias_triton
+    from tests.kernels.triton_code import launched
+
+    rows, experts, channels = shape
+    dy, b2 = (
+        torch.empty(n, channels, dtype=torch.bfloat16, device="meta") for n in (rows, experts)
+    )
+
+    def call() -> None:
+        every_bias_triton.every_bias(dy, b2)
+
+    code = launched(every_bias_triton, "every_bias_dot", call, tmp_path)
+    assert code.stack == 0 and code.count("HGMMA")

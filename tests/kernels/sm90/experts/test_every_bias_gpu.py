@@ -1,0 +1,12 @@
+"""<dy[n], b2[e]> of all rows and experts on a GPU."""
+
+import pytest
+
+from tests.kernels.sm90.experts.test_every_bias import SHAPES, check
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (1000, 34, 2880), (4096, 200, 960)])
+def test_every_bias(shape: tuple[int, int, int]) -> None:
+    check(*shape, "cuda")
