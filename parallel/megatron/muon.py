@@ -11,7 +11,8 @@ nothing of it has to be capturable.
 Legend: B matrices of a stack, M rows, N columns.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,47 +73,75 @@ class Muon(AdamW):
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         super()._update(group, [p for p in params if of(p) is None])
+        waiting: list[_Move] = []
         for p in params:
             if (matrices := of(p)) is not None:
-                self._move(p, matrices, group)
+                for move in self._moves(p, matrices):
+                    if sum(m.weight.numel() for m in [*waiting, move]) > _SLICE:
+                        self._move(waiting, group)
+                    waiting.append(move)
+        self._move(waiting, group)
 
-    def _move(self, p: Tensor, matrices: Matrices, group: dict[str, Any]) -> None:
+    def _moves(self, p: Tensor, matrices: Matrices) -> Iterator["_Move"]:
+        """A parameter in slices of whole stacks."""
         shape = (matrices.batch, -1, matrices.columns)
         state = self.state[p]
         tensors = [p, getattr(p, self._grad), state["momentum_buffer"]]
         tensors += [state["remainder"]] if "remainder" in state else []
         stacks = [t.detach().view(shape) for t in tensors]
         at_once = max(1, _SLICE * matrices.batch // p.numel())
-        how, lr = self.recipe, group["lr"]
+        how = self.recipe
         noted = dict(keep=how.momentum, nesterov=how.nesterov, clip_coef=self.clip_coef)
         for weight, grad, buffer, *rest in zip(*(s.split(at_once) for s in stacks), strict=True):
-            update = self._orthogonal(momentum(grad, buffer, **noted), matrices)
-            kept = 1 - lr * group["weight_decay"]
-            move_(weight, update, kept=kept, rate=lr, remainder=rest[0] if rest else None)
+            parts = pieces(momentum(grad, buffer, **noted), matrices)
+            yield _Move(weight, rest[0] if rest else None, matrices, parts)
 
-    def _orthogonal(self, update: Tensor, matrices: Matrices) -> Tensor:
-        """[B, ...] scaled to the update of a weight, before the learning rate."""
-        parts = [self._orthogonal_stack(part, matrices) for part in pieces(update, matrices)]
-        return joined(parts, matrices)
+    def _move(self, waiting: list["_Move"], group: dict[str, Any]) -> None:
+        """Move what waits, and let go of it. Matrices of one shape are made orthogonal together."""
+        alike = defaultdict[Any, list[tuple[_Move, int]]](list)
+        for move in waiting:
+            for i, part in enumerate(move.parts):
+                alike[part.shape[1:], move.matrices.split].append((move, i))
+        for (_, split), places in alike.items():
+            stacks = [move.parts[i] for move, i in places]
+            made = self._orthogonal(stacks[0] if len(stacks) == 1 else torch.cat(stacks), split)
+            for (move, i), stack in zip(places, made.split([len(s) for s in stacks]), strict=True):
+                move.parts[i] = stack
+        lr = group["lr"]
+        kept = 1 - lr * group["weight_decay"]
+        for move in waiting:
+            update = joined(move.parts, move.matrices)
+            move_(move.weight, update, kept=kept, rate=lr, remainder=move.remainder)
+        waiting.clear()
 
-    def _orthogonal_stack(self, stack_BMN: Tensor, matrices: Matrices) -> Tensor:
+    def _orthogonal(self, stack_BMN: Tensor, split: int | None) -> Tensor:
+        """Scaled to the update of weights, before the learning rate; contiguous."""
         how, lib = self.recipe, self._library
         rows, columns = stack_BMN.shape[-2:]
         with lib.precision(how.precision):
-            if matrices.split is None:
+            if split is None:
                 made = lib.newton_schulz(stack_BMN, how.steps, _COEFFICIENTS)
             else:
-                given = (how.steps, _COEFFICIENTS, how.tensor_group, matrices.split)
+                given = (how.steps, _COEFFICIENTS, how.tensor_group, split)
                 # Shards of rows are whole heads or a slice of a half: their order in the gathered
                 # matrix is that of the ranks, and an orthogonal factor does not depend on it.
                 made = torch.stack([lib.newton_schulz_tp(part, *given) for part in stack_BMN])
                 ranks = how.tensor_group.size()
-                rows, columns = (
-                    (rows * ranks, columns) if matrices.split == 0 else (rows, columns * ranks)
-                )
+                rows, columns = (rows * ranks, columns) if split == 0 else (rows, columns * ranks)
         # What the library made of more rows than columns is a transposed view.
         found = torch.empty(made.shape, device=made.device)
         return torch.mul(made, _RMS * lib.scale(rows, columns, mode="spectral"), out=found)
+
+
+@dataclass
+class _Move:
+    """A slice of a parameter that is to be moved."""
+
+    weight: Tensor
+    remainder: Tensor | None
+    matrices: Matrices
+    parts: list[Tensor]
+    """Its momentum as stacks of matrices, and then these made orthogonal."""
 
 
 @dataclass(frozen=True)
