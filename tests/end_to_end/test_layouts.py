@@ -148,7 +148,7 @@ CASES = {
     "pp2_vp2": ["deepseek_4"],
     "tp2": ["gpt_oss", "glm", "glm_one_group", "qwen3_next", "qwen3_next_one_group"],
     "tp2_ep2": ["balanced"],
-    "cp2": ["gpt_oss", "olmoe"],
+    "cp2": ["gpt_oss", "olmoe", "qwen3_next"],
     "cp2_ep2": ["deepseek"],
     "ep4": ["tiny"],
     "ep2_edp2": ["deepseek"],
