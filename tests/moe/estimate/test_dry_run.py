@@ -387,6 +387,9 @@ def test_largest_logits_are_products_of_queries_and_keys_once_more() -> None:
     assert fourth - none == pytest.approx((each - none) / 4)
 
 
+NEXT = ("experiment=qwen3_next_16gpu", "run.device=cuda")
+
+
 @pytest.mark.parametrize(
     ("tensor", "context", "near", "far"),
     [(1, 2, 1 / 2, 0), (2, 4, 3 / 4, 0), (1, 16, 7 / 16, 8 / 16), (16, 1, 0, 0)],
@@ -411,7 +414,6 @@ def test_heads_that_go_to_context_ranks_take_time(
         assert f"\n  heads       {once:9.3f} s" in text
 
 
-NEXT = ("experiment=qwen3_next_16gpu", "run.device=cuda")
 FP8 = ("precision=fp8_block", "experiment=deepseek_v3_l4_8gpu")
 
 
