@@ -87,9 +87,9 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
             if packed is not None:
                 sequences, position_BS = packed.sequences, packed.whole_BS
             mixed_BSI = mixed_SBI.transpose(0, 1).reshape(sequences, -1, mixed_SBI.shape[-1])
+            group = self.pg_collection.cp
             if self.cp_size > 1:
-                group, sections = self.pg_collection.cp, self.in_proj_split_sections
-                mixed_BSI = whole_sequences(mixed_BSI, sections, group)
+                mixed_BSI = whole_sequences(mixed_BSI, self.in_proj_split_sections, group)
             out_BSC = self._between(mixed_BSI, position_BS).flatten(2)
             if self.cp_size > 1:
                 out_BSC = own_tokens(out_BSC, group)
