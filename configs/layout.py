@@ -110,10 +110,24 @@ def _ranks(cfg: Config, world: int) -> Iterator[str]:
     if left % p.context:
         reason = f"does not divide {world} ranks / tensor={p.tensor} = {left}"
         yield repair(cfg, "parallel.context", reason, largest_divisor(left, p.context))
+    yield from _shared_heads(cfg, left)
     left //= p.context
     if left % p.pipeline:
         reason = f"does not divide {world} ranks / (tensor={p.tensor} x context={p.context})"
         yield repair(cfg, "parallel.pipeline", reason, _fewer_stages(cfg, left))
+
+
+def _shared_heads(cfg: Config, ranks: int) -> Iterator[str]:
+    """Heads of linear attention, which tensor and context ranks share out; context ranks are of
+    `ranks`."""
+    p, a, at = cfg.parallel, cfg.model.linear_attention, "model.linear_attention"
+    size = p.tensor * p.context
+    cut = {f"{at}.key_heads": a.key_heads, f"{at}.value_heads": a.value_heads}
+    wrong = [f"{name}={value}" for name, value in cut.items() if value % size]
+    if linear_layers(cfg.model) and wrong:
+        fits = math.gcd(ranks, *(heads // p.tensor for heads in cut.values()))
+        reason = f"x tensor={p.tensor} does not divide {', '.join(wrong)}"
+        yield repair(cfg, "parallel.context", reason, largest_divisor(fits, p.context))
 
 
 def _fewer_stages(cfg: Config, ranks: int) -> int:

@@ -354,7 +354,8 @@ class ParallelConfig:
     stage.
     """
     context: int = 1
-    """Context-parallel size: the number of ranks that share a sequence."""
+    """Context-parallel size: the number of ranks that share a sequence; in linear attention they
+    share out key and value heads."""
     expert: int = 0
     """Expert-parallel size: the number of ranks that the experts of a layer are spread over.
 

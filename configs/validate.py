@@ -126,9 +126,6 @@ def _linear_attention(cfg: Config) -> Iterator[str]:
         yield repair(cfg, f"{at}.key_heads", f"does not divide value_heads={a.value_heads}", fits)
     if m.bias:
         yield repair(cfg, "model.bias", f"is not possible with linear attention ({at})", False)
-    if cfg.parallel.context > 1:
-        reason = f"would cut sequences, along which linear attention ({at}) carries a state"
-        yield repair(cfg, "parallel.context", reason, 1)
 
 
 def _router(cfg: Config) -> Iterator[str]:

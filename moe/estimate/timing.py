@@ -1,9 +1,9 @@
 """Time of a step: work of the slowest stage over the rates of a machine, expected and at best.
 
-Expected: GEMMs, core attention, elementwise work and the exchange of experts follow one another, as
-they do in this code; of pushes beside the experts (`parallel.comm_sms`) only a part is waited for.
-Gradient reduction hides behind all that where `parallel.overlap` is on. Stragglers, uneven routing
-and the host are left out.
+Expected: GEMMs, core attention, elementwise work and the exchanges of experts and of linear
+attention follow one another, as they do in this code; of pushes beside the experts
+(`parallel.comm_sms`) only a part is waited for. Gradient reduction hides behind all that where
+`parallel.overlap` is on. Stragglers, uneven routing and the host are left out.
 
 At best: matrix products and core attention alone, with everything else behind them, whatever the
 transport. Others hide exchanges under the work on another micro-batch (DualPipe, arXiv 2412.19437;
@@ -32,6 +32,7 @@ from phalanx.moe.estimate.accounting import (
     projections,
 )
 from phalanx.moe.estimate.activations import Activations, sizes
+from phalanx.moe.estimate.heads import heads_seconds
 from phalanx.moe.estimate.pipeline import step_seconds
 from phalanx.moe.estimate.traffic import Traffic, costs, least_traffic, overlaps, traffic
 from phalanx.moe.estimate.weights import LayerKind, halves, layer_kinds, stage_weights
@@ -48,6 +49,8 @@ class StepTime:
     elementwise: float
     exchange: float
     """Tokens to experts and back."""
+    heads: float
+    """Heads of linear attention to context ranks and back."""
     offload: float
     """Copies to and from host memory that take longer than what they run beside."""
     waiting: float
@@ -73,23 +76,24 @@ class Bound:
 
 def step_time(cfg: Config, world: int, machine: Machine) -> StepTime:
     """Of a step; `cfg` has resolved kernels."""
-    exchange = _exchange(cfg, world, machine)
+    exchange, heads = _exchange(cfg, world, machine), heads_seconds(cfg, machine)
     stages = []
     for work in _stages(cfg, world, machine):
         written = _PASSES * work.written + _PASSES_AGAIN * work.filled
         elementwise = written / (machine.memory_gbs * 1e9)
-        busy = (*work.seconds, elementwise, work.tokens * work.sparse * exchange)
+        sent = (work.tokens * work.sparse * exchange, work.tokens * work.linear * heads)
+        busy = (*work.seconds, elementwise, *sent)
         stages.append((*busy, _copies(sum(busy), work.moved, machine)))
     seconds = [sum(stage) for stage in stages]
     slow, count = stages[seconds.index(max(seconds))], micro_batches(cfg, world)
-    gemm, experts, attention, elementwise, exchange, offload = (count * t for t in slow)
+    gemm, experts, attention, elementwise, exchange, heads, offload = (count * t for t in slow)
     reduction, update = _update(cfg, world, machine)
     if cfg.parallel.overlap:
         # The last micro-batch's backward pass is what there is to hide behind.
         reduction = max(0.0, reduction - 0.6 * max(seconds))
     wait = step_seconds(seconds, count, cfg.parallel.virtual_pipeline) - count * max(seconds)
     return StepTime(
-        gemm, experts, attention, elementwise, exchange, offload, wait, reduction, update
+        gemm, experts, attention, elementwise, exchange, heads, offload, wait, reduction, update
     )
 
 
@@ -170,6 +174,8 @@ class _Work(NamedTuple):
     """Bytes to host memory, and from there."""
     sparse: int
     """MoE layers."""
+    linear: int
+    """Layers of linear attention."""
     tokens: int
     """Of a rank; tensor ranks share the work on a sequence."""
 
@@ -180,7 +186,7 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
     kept, ends = _kept(cfg, world)
     filled, moved = _filled(cfg, world), _moved(cfg, world)
     rates = {fp8: _rates(cfg, machine, fp8) for fp8 in (False, True)}
-    none = _Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, tokens)
+    none = _Work((0.0, 0.0, 0.0), 0.0, 0.0, 0.0, 0, 0, tokens)
     stages = [none for _ in range(cfg.parallel.pipeline)]
     first = 0
     for i, letters in enumerate(pipeline_chunks(cfg)):
@@ -206,6 +212,7 @@ def _stages(cfg: Config, world: int, machine: Machine) -> list[_Work]:
             before.filled + sum(filled[kind] for kind in kinds),
             before.moved + sum(moved[kind] for kind in kinds),
             before.sparse + len(sparse),
+            before.linear + sum(kind.linear for kind in kinds),
             tokens,
         )
     return stages

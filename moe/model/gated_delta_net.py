@@ -6,8 +6,11 @@ needs flash-linear-attention on any device, repeats queries and keys for every v
 documents by bounds that it reads on the host. Here a backend computes what lies between the two
 projections, and documents are told apart by positions, on the device.
 
-Shape legend: S positions, B batch, D hidden, C channels of the convolution, K key heads, V value
-heads, d channels of a head.
+A state goes through all of a sequence. Ranks that share sequences (`parallel.context`) therefore
+have some of the heads over whole sequences between the projections, which go token by token.
+
+Shape legend: S positions, B batch, D hidden, I outputs of the input projection, C channels of the
+convolution, K key heads, V value heads, d channels of a head.
 """
 
 from typing import Any
@@ -25,6 +28,7 @@ from phalanx.kernels.linear_attention.gated_delta import (
     gated_rms_norm,
 )
 from phalanx.moe.model.norm import RMSNorm
+from phalanx.parallel.context import own_heads, own_tokens, whole_sequences
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.imports import gated_delta_net
 
@@ -50,7 +54,6 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
 
     def __init__(self, *given: Any, backend: str, **named: Any) -> None:
         super().__init__(*given, **named)
-        assert self.cp_size == 1
         self.backend = backend
 
     def _setup_variant_attrs(self) -> None:
@@ -67,7 +70,8 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
         """One layer's attention.
 
         Args:
-            hidden_states: [S, B, D], under sequence parallelism S / tensor of them.
+            hidden_states: [S, B, D], under sequence parallelism S / tensor of them; under context
+                parallelism S is the rank's two chunks of the sequence, as Megatron-Core deals them.
             packed_seq_params: `moe.model.packed.Packed` of the S tokens of one sequence, or None.
             attention_mask, others: of Megatron-Core's protocol, not used: rotary angles are none
                 of linear attention's, and its order is always causal.
@@ -77,31 +81,50 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
         """
         mixed_SBI, _ = self.in_proj(hidden_states)
         with record_function("attention/linear"):
-            position = None if packed_seq_params is None else packed_seq_params.position_T[None]
-            out_BSVd = self._between(mixed_SBI.transpose(0, 1), position)
-        out, bias = self.out_proj(out_BSVd.flatten(2).transpose(0, 1).contiguous())
+            batch, packed = mixed_SBI.shape[1], packed_seq_params
+            # To the model packed sequences are one, behind each other; here they are several.
+            sequences, position_BS = batch, None
+            if packed is not None:
+                sequences, position_BS = packed.sequences, packed.whole_BS
+            mixed_BSI = mixed_SBI.transpose(0, 1).reshape(sequences, -1, mixed_SBI.shape[-1])
+            group = self.pg_collection.cp
+            if self.cp_size > 1:
+                mixed_BSI = whole_sequences(mixed_BSI, self.in_proj_split_sections, group)
+            out_BSC = self._between(mixed_BSI, position_BS).flatten(2)
+            if self.cp_size > 1:
+                out_BSC = own_tokens(out_BSC, group)
+            out_SBC = out_BSC.reshape(batch, -1, out_BSC.shape[-1]).transpose(0, 1).contiguous()
+        out, bias = self.out_proj(out_SBC)
         return out, bias
 
     def _between(self, mixed_BSI: Tensor, position_BS: Tensor | None) -> Tensor:
-        """From the input projection to what the output projection reads, [B, S, V, d]."""
+        """From the input projection to what the output projection reads, [B, S, V, d]; of this
+        context rank's heads over whole sequences."""
         d = self.value_head_dim
-        keys, values = self.qk_dim_local_tp, self.v_dim_local_tp
+        keys, values = (n // self.cp_size for n in (self.qk_dim_local_tp, self.v_dim_local_tp))
         qkv_BSC, gate, beta_BSV, alpha_BSV = mixed_BSI.split(list(self.feat_dim_split), -1)
-        weight_CW = gathered(self.conv1d).weight.squeeze(1)
+        conv_CW = gathered(self.conv1d).weight.squeeze(1)
+        weight_CW = self._own(conv_CW, *self.in_proj_split_sections[:3])
         qkv_BSC = causal_conv(qkv_BSC, weight_CW, position_BS, backend=self.backend)
         q, k, v = (x.unflatten(-1, (-1, d)) for x in qkv_BSC.split([keys, keys, values], -1))
-        rate_BSV = F.softplus(alpha_BSV.float() + self.dt_bias.float())
+        rate_BSV = F.softplus(alpha_BSV.float() + self._own(self.dt_bias).float())
         out_BSVd = gated_delta_rule(
             q,
             k,
             v,
-            -self.A_log.float().exp() * rate_BSV,
+            -self._own(self.A_log).float().exp() * rate_BSV,
             beta_BSV.sigmoid(),
             position_BS,
             backend=self.backend,
         )
         norm, gate_BSVd = gathered(self.out_norm), gate.unflatten(-1, (-1, d))
         return gated_rms_norm(out_BSVd, gate_BSVd, norm.weight, norm.eps, backend=self.backend)
+
+    def _own(self, parameter: Tensor, *sections: int) -> Tensor:
+        """What this context rank's heads take of a parameter, of one section if none are given."""
+        if self.cp_size == 1:
+            return parameter
+        return own_heads(parameter, sections or (len(parameter),), self.pg_collection.cp)
 
 
 def spec(backend: str) -> ModuleSpec:

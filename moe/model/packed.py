@@ -32,6 +32,9 @@ class Packed(PackedSeqParams):
     """B."""
     position_T: Any = None
     """int64: of each token in its piece of a document."""
+    whole_BS: Any = None
+    """int64: the positions of whole sequences, those of other context ranks' tokens among them, for
+    linear attention."""
     last_T: Any = None
     """bool: tokens behind which nothing of their document follows, for
     `parallel.megatron.patches.shift_within_documents`."""
@@ -59,13 +62,21 @@ class Packed(PackedSeqParams):
         return freqs_S11F[self.position_T]
 
 
-def packed(position_BS: Tensor, *, places: int, ranks: int = 1, last_BS: Any = None) -> Packed:
+def packed(
+    position_BS: Tensor,
+    *,
+    places: int,
+    ranks: int = 1,
+    whole_BS: Any = None,
+    last_BS: Any = None,
+) -> Packed:
     """The documents of a micro-batch.
 
     Args:
         position_BS: int64, of each token in its piece of a document; every sequence begins with 0.
         places: for documents of a sequence, where attention needs their bounds; else 0.
         ranks: that share the sequences.
+        whole_BS: positions of all their tokens, if ranks share sequences.
         last_BS: bool: tokens that end a piece, if ranks share sequences; then a rank alone cannot
             tell.
     """
@@ -78,5 +89,6 @@ def packed(position_BS: Tensor, *, places: int, ranks: int = 1, last_BS: Any = N
         documents=documents,
         sequences=B,
         position_T=position_T,
+        whole_BS=position_BS if whole_BS is None else whole_BS,
         last_T=last_BS.reshape(-1) if documents is None else documents.last_T,
     )

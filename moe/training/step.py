@@ -146,8 +146,10 @@ class Step:
             return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp)
         # Of packed documents, what a rank cannot tell by its own part.
         labels_B = inputs["loss_mask"].sum(1) / groups.context
-        inputs["last"] = inputs["position_ids"].roll(-1, 1) == 0
-        return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp) | {"labels_B": labels_B}
+        whole_BS = inputs["position_ids"]
+        inputs["last"] = whole_BS.roll(-1, 1) == 0
+        own = get_batch_on_this_cp_rank(inputs, False, groups.pg.cp)
+        return own | {"labels_B": labels_B, "whole": whole_BS}
 
     def _forward(self, inputs: Inputs) -> torch.Tensor:
         reports = self._microbatches(inputs, forward_only=True)
@@ -196,7 +198,11 @@ class Step:
             labels=one["labels"],
             loss_mask=one["loss_mask"],
             packed_seq_params=packed(
-                batch["position_ids"], places=places, ranks=ranks, last_BS=batch.get("last")
+                batch["position_ids"],
+                places=places,
+                ranks=ranks,
+                whole_BS=batch.get("whole"),
+                last_BS=batch.get("last"),
             ),
         )
 

@@ -130,7 +130,27 @@ def _texts(value: object) -> object:
             "does not divide value_heads=4",
             "key_heads=2",
         ),
-        ("model=tiny_qwen3_next parallel.context=2", 2, "would cut sequences", "context=1"),
+        (
+            "model=tiny_qwen3_next parallel.context=4",
+            4,
+            "x tensor=1 does not divide model.linear_attention.key_heads=2;",
+            "parallel.context=2",
+        ),
+        (
+            "model=tiny_qwen3_next parallel.context=2 parallel.tensor=2 "
+            "model.linear_attention.value_heads=2",
+            4,
+            "x tensor=2 does not divide model.linear_attention.key_heads=2, "
+            "model.linear_attention.value_heads=2;",
+            "parallel.context=1",
+        ),
+        (
+            "model=tiny_qwen3_next parallel.context=6 model.linear_attention.key_heads=8 "
+            "model.linear_attention.value_heads=8 data.sequence_length=48",
+            6,
+            "x tensor=1 does not divide model.linear_attention.key_heads=8",
+            "parallel.context=2",
+        ),
         (
             "model=tiny_qwen3_next model.bias=true model.moe.shared_ffn=0 "
             "model.moe.shared_gate=false",

@@ -19,6 +19,10 @@ GPT_OSS = [
     *["model=tiny_gpt_oss", "model.attention.head_dim=8", "model.moe.router.aux_loss=0"],
     *["model.attention.window=6", "kernels.attention=reference"],
 ]
+QWEN3_NEXT = [
+    *["model=tiny_qwen3_next", "model.attention.head_dim=8", "model.attention.rotary_dim=4"],
+    *["model.moe.shared_ffn=16", "model.linear_attention.full_attention_interval=2"],
+]
 QWEN3 = ["model=tiny", "model.attention.head_dim=8", "model.attention.qk_norm=true"]
 
 
@@ -55,8 +59,9 @@ def test_a_run_stops_and_goes_on(corpus: list[str], tmp_path: Path) -> None:
         (DEEPSEEK, [{"parallel.pipeline": 2}, {}, {"parallel.context": 2}]),
         (GPT_OSS, [{"parallel.tensor": 2}, {"parallel.context": 2}]),
         (QWEN3, [{"parallel.context": 2}]),
+        (QWEN3_NEXT, [{"parallel.context": 2}]),
     ],
-    ids=["deepseek", "gpt_oss", "qwen3"],
+    ids=["deepseek", "gpt_oss", "qwen3", "qwen3_next"],
 )
 def test_layouts_agree(corpus: list[str], model: list[str], layouts: list[dict[str, int]]) -> None:
     """Stages, tensor, context and data parallel ranks each see where documents end."""
@@ -76,7 +81,7 @@ def test_layouts_agree(corpus: list[str], model: list[str], layouts: list[dict[s
         other = trained(2, overrides, {**masked, **sizes})
         assert other.series("loss") == pytest.approx(alone.series("loss"), rel=5e-6)
         assert other.series("max_logit") == pytest.approx(alone.series("max_logit"), rel=2e-5)
-        if model is DEEPSEEK:
+        if model in (DEEPSEEK, QWEN3_NEXT):
             ahead = alone.series("mtp_loss")
             assert other.series("mtp_loss") == pytest.approx(ahead, rel=5e-6) and min(ahead) > 0
         assert other.series("grad_norm") == pytest.approx(alone.series("grad_norm"), rel=5e-5)

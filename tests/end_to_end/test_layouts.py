@@ -104,6 +104,7 @@ MODELS = {
     "gpt_oss_4": [*GPT_OSS, "model.layers=4"],
     "deepseek_4": [*DEEPSEEK, "model.layers=4"],
     "qwen3_next": QWEN3_NEXT,
+    "qwen3_next_4_heads": [*QWEN3_NEXT, "model.linear_attention.key_heads=4"],
     "qwen3_next_one_group": [*QWEN3_NEXT, "model.attention.kv_heads=1"],
     "deepseek_tied": [*DEEPSEEK, "model.tie_embeddings=true"],
     "balanced": [
@@ -148,7 +149,7 @@ CASES = {
     "pp2_vp2": ["deepseek_4"],
     "tp2": ["gpt_oss", "glm", "glm_one_group", "qwen3_next", "qwen3_next_one_group"],
     "tp2_ep2": ["balanced"],
-    "cp2": ["gpt_oss", "olmoe"],
+    "cp2": ["gpt_oss", "olmoe", "qwen3_next"],
     "cp2_ep2": ["deepseek"],
     "ep4": ["tiny"],
     "ep2_edp2": ["deepseek"],
@@ -165,6 +166,8 @@ CASES_TOO = {
     "pp2_vp2": ["gpt_oss_4"],
     "tp2_ep2": ["gpt_oss", "deepseek"],
     "cp2_ep2": ["balanced"],
+    "pp2_cp2": ["qwen3_next"],
+    "tp2_cp2": ["qwen3_next_4_heads"],
 }
 
 Alone = Callable[[str], Trained]
@@ -345,7 +348,7 @@ SAVING_TOO = [
     *[("pp2_vp2_ep2", "deepseek_4", "parts"), ("pp4_mtp", "deepseek", "parts")],
     *[("tp2_pp2", "deepseek", "moved"), ("cp2_ep2", "deepseek", "parts"), ("one", "fp8", "moved")],
     *[("pp2_ep2", "fp8", "parts"), ("pp2_vp2", "deepseek_4", "recomputed")],
-    *[("ep2", "fp8", "recomputed"), ("tp2", "glm", "moved")],
+    *[("ep2", "fp8", "recomputed"), ("tp2", "glm", "moved"), ("cp2", "qwen3_next", "recomputed")],
 ]
 
 

@@ -41,13 +41,14 @@ def test_a_run_learns_and_goes_on_bit_for_bit(corpus: list[str], tmp_path: Path)
 
 
 def test_a_checkpoint_changes_layout(corpus: list[str], tmp_path: Path) -> None:
-    """Data and expert parallel, tensor parallel, two stages, one rank: the losses of one rank."""
+    """Data and expert, tensor, context parallel, two stages, one rank: the losses of one rank."""
     common = [*corpus, "precision=fp32", "parallel.capacity_factor=8", "data.micro_batch=2"]
     (straight,) = run(1, [*common, "run.steps=8", f"run.dir={tmp_path / 'a'}"])
     assert straight.code == 0, straight.err
     for steps, world, sizes in (
         (2, 2, []),
         (4, 2, ["parallel.tensor=2"]),
+        (5, 2, ["parallel.context=2"]),
         (6, 2, ["parallel.pipeline=2"]),
         (8, 1, []),
     ):

@@ -212,7 +212,7 @@ def test_overflows_every_ten_steps_change_nothing_in_a_graph(
         assert [s.get(name) for s in often] == [s.get(name) for s in never], name
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek", LINEAR])
 def test_halves_of_sequences_in_a_graph(model: str, tmp_path: Path, two_gpus: None) -> None:
     """With context parallelism, replays and reruns of either kind train on what eager steps do."""
     options = [f"model={model}", "kernels=fused", "run.steps=24", "run.eval_interval=24"]
@@ -227,7 +227,7 @@ def test_halves_of_sequences_in_a_graph(model: str, tmp_path: Path, two_gpus: No
             assert [s.get(name) for s in steps] == [s.get(name) for s in eager], name
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek"])
+@pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek", LINEAR])
 def test_documents_over_two_halves(model: str, tmp_path: Path, two_gpus: None) -> None:
     """Eager and captured, as on one GPU."""
     pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]

@@ -387,6 +387,33 @@ def test_largest_logits_are_products_of_queries_and_keys_once_more() -> None:
     assert fourth - none == pytest.approx((each - none) / 4)
 
 
+NEXT = ("experiment=qwen3_next_16gpu", "run.device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "near", "far"),
+    [(1, 2, 1 / 2, 0), (2, 4, 3 / 4, 0), (1, 16, 7 / 16, 8 / 16), (16, 1, 0, 0)],
+)
+def test_heads_that_go_to_context_ranks_take_time(
+    tensor: int, context: int, near: float, far: float
+) -> None:
+    """Of Qwen3-Next to each of the others its part of 12,352 channels of a token, and of 4,096
+    back; a third time where all is computed again."""
+    sizes = [f"parallel.tensor={tensor}", f"parallel.context={context}", "parallel.pipeline=1"]
+    given = [*NEXT, *sizes, "parallel.pipeline_layout=''", "parallel.world_size=16"]
+    machine, seconds = MACHINES["h200"], []
+    for recompute in ("[]", "full"):
+        cfg = load([*given, f"run.recompute={recompute}"])
+        seconds.append(step_time(resolved(cfg, 16, 8), 16, machine).heads)
+    tokens, layers = 512 * 4096 / 16, 36
+    sent = tokens * layers * 2 * 2 * (12352 + 4096)
+    once = sent * (near / machine.node_gbs + far / machine.network_gbs) / 1e9
+    assert seconds == pytest.approx([once, 3 / 2 * once])
+    if (tensor, context) == (1, 2):
+        text, _ = page(*given, world=16)
+        assert f"\n  heads       {once:9.3f} s" in text
+
+
 FP8 = ("precision=fp8_block", "experiment=deepseek_v3_l4_8gpu")
 
 

@@ -257,3 +257,8 @@ def test_what_a_layer_of_linear_attention_keeps() -> None:
     attention = 2 * (4 * heads + 2 * shared + 2 * (heads + shared)) + 4 * 16
     assert linear.saved - full.saved == 4096 * (state - attention)
     assert linear.backward >= 4096 * 2 * (2 * 32 * 128 * 128 // 64)
+    # Of two context ranks each has half of the heads at all tokens, rather than the reverse.
+    cfg.parallel.context = 2
+    act = Activations(cfg, 2)
+    linear, full = (act.moe_layer(linear=kind) for kind in (True, False))
+    assert linear.saved - full.saved == 2048 * (state - attention)
