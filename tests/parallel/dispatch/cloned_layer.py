@@ -65,6 +65,12 @@ def near(ours: Tensor, plain: Tensor, what: str) -> None:
         raise SystemExit(f"rank {dist.get_rank()}: {what}: gradients of {int(far.sum())} experts")
 
 
+def of_all_ranks(clones: Tensor) -> int:
+    """The most that a rank knows of, as nodes of `hier` have plans of their own."""
+    dist.all_reduce(clones, op=dist.ReduceOp.MAX)
+    return int(clones)
+
+
 def cloning(plain: Transport, keep: bool) -> Transport:
     """The transport with clones, inside nodes if it goes over several."""
     if plain.inside is not None:
@@ -108,7 +114,7 @@ def check(
             wanted = theirs(shared, residual)
             same(ours(shared, residual), wanted, f"{what}, turn {turn}")
             assert ours.clones is not None
-            found = int((ours.clones >= 0).sum())
+            found = of_all_ranks((ours.clones >= 0).sum())
             if KINDS[kind] and not found:
                 raise SystemExit(f"{what}: no expert was cloned")
             if turn == 1:

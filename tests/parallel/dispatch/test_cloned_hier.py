@@ -5,8 +5,10 @@ bit for bit, whatever is taken inside; those of weights with pushes inside are t
 collectives there, bit for bit.
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +36,7 @@ from tests.support.distributed import run_distributed
 pytestmark = pytest.mark.dist
 
 COST = 10
+COLLECTIVES = ("all_gather_into_tensor", "all_to_all_single", "all_reduce", "all_gather")
 KINDS = {
     "even": False,
     "one hot expert": True,
@@ -87,7 +90,14 @@ def ways(kind: str, backend: str, slots: int, options: dict[str, Any], size: int
         with gloo_exchanges():
             pushed = dispatcher_of(transport, "symm", clones, spec, symm)
             made.append(layer(p, pushed, spec, **how))
-    return made
+    return [on_any_node(of) for of in made]
+
+
+def on_any_node(made: Made) -> Made:
+    """With the clones of all ranks' nodes, as one node may have none."""
+    cloned = torch.tensor(made.cloned)
+    dist.all_reduce(cloned)
+    return made._replace(cloned=int(cloned))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,25 +135,69 @@ def told(kind: str) -> list[Tensor]:
     return list(received.clones)
 
 
+def of_node(kind: str, node: int) -> ClonePlan:
+    """In its own numbers."""
+    count = count_rows(flat.routed(kind), EXPERTS).chunk(2)[node]
+    return clone_plan(count, CloneSize(SIZE, 2, COST))
+
+
 def planned(kind: str) -> ClonePlan:
     """Of both nodes, in the numbers of the group."""
-    here = EXPERTS // 2
-    counts = count_rows(flat.routed(kind), EXPERTS).split(here)
-    plans = [clone_plan(count, CloneSize(SIZE, 2, COST)) for count in counts]
+    plans = [of_node(kind, node) for node in range(2)]
     second = plans[1].expert_RN
-    plans[1] = plans[1]._replace(expert_RN=torch.where(second >= 0, second + here, -1))
+    plans[1] = plans[1]._replace(expert_RN=torch.where(second >= 0, second + EXPERTS // 2, -1))
     want = [torch.cat(of) for of in zip(*(p[:4] for p in plans), strict=True)]
     return ClonePlan(*want, torch.cat([p.load_2R for p in plans], dim=1))
 
 
 @pytest.mark.parametrize("kind", ["one hot expert", "one rank of each node"])
-def test_every_rank_knows_the_plans_of_all_nodes(kind: str) -> None:
-    """What is logged is of the busiest rank of the group."""
-    want = planned(kind)
-    for got in run_distributed(told, RANKS, kind):
-        for name, a, b in zip(ClonePlan._fields, got, want, strict=True):
+def test_every_rank_knows_the_plan_of_its_node(kind: str) -> None:
+    for rank, got in enumerate(run_distributed(told, RANKS, kind)):
+        for name, a, b in zip(ClonePlan._fields, got, of_node(kind, rank // SIZE), strict=True):
             assert torch.equal(a, b), name
             assert a.dtype == torch.int32
+
+
+def over_the_rail(inside: str, clones: Clones | None) -> list[tuple[str, int]]:
+    """Collectives between nodes in two micro-batches of a layer, and the numbers that each gets."""
+    asked, transport = list[tuple[str, int]](), over_nodes()
+    spec, p = (
+        MLPSpec(Activation("swiglu"), "reference"),
+        flat.problem("one hot expert", torch.bfloat16),
+    )
+    assert transport.nodes is not None
+    rail = transport.nodes.rail
+
+    def noted(name: str) -> Any:
+        collective = getattr(dist, name)
+
+        def called(*given: Any, **how: Any) -> Any:
+            if rail in (*given, *how.values()):
+                asked.append((name, given[0].numel()))
+            return collective(*given, **how)
+
+        return mock.patch.object(dist, name, called)
+
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(noted(name))
+        stack.enter_context(gloo_exchanges())
+        layer(p, dispatcher_of(transport, inside, clones, spec), spec)
+    return asked
+
+
+def both_over_the_rail(inside: str) -> list[list[tuple[str, int]]]:
+    return [over_the_rail(inside, of) for of in (None, Clones(2, COST))]
+
+
+@pytest.mark.parametrize("inside", ["alltoall", "symm"])
+def test_clones_say_nothing_between_nodes(inside: str) -> None:
+    """In the calls of a layer; what is logged of them is told once a step
+    (`moe.router.balance`)."""
+    for without, cloned in run_distributed(both_over_the_rail, RANKS, inside):
+        # Routing, tokens and sums; gradients of sums, tokens and probabilities.
+        assert len(without) == 2 * 6
+        assert cloned == without
 
 
 def gradients(kind: str) -> list[Tensor]:
