@@ -50,7 +50,7 @@ from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
 from phalanx.parallel.dispatch.clones import Clones
 from phalanx.parallel.dispatch.control import Control
-from phalanx.parallel.dispatch.fp8_rows import without_data
+from phalanx.parallel.dispatch.fp8_rows import FP8Rows, without_data
 from phalanx.parallel.dispatch.received import Planner
 from phalanx.parallel.dispatch.transfers import MoETransfers
 
@@ -86,7 +86,7 @@ class ClonedTransfers(MoETransfers):
         local: L.
         clones: how many, and what they cost.
         planner: makes the plan of clones.
-        overlaps, keep: as of `MoETransfers`.
+        overlaps, keep, fp8: as of `MoETransfers`.
     """
 
     def __init__(
@@ -100,8 +100,10 @@ class ClonedTransfers(MoETransfers):
         *,
         overlaps: bool,
         keep: bool,
+        fp8: FP8Rows | None = None,
     ) -> None:
-        super().__init__(exchange, idx_TK, local + clones.slots, overlaps=overlaps, keep=keep)
+        places = local + clones.slots
+        super().__init__(exchange, idx_TK, places, overlaps=overlaps, keep=keep, fp8=fp8)
         self.home = Home(peers.group.rank(), local, self.local)
         self.control = peers.control
         self.clones: ClonePlan
