@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatch import clone_memory
 from phalanx.parallel.dispatch.cloned_transfers import ClonedTransfers, InOrder, Peers
 from phalanx.parallel.dispatch.clones import Clones
@@ -39,7 +40,7 @@ class ClonedSymm(Symm):
         plan: makes plans of received routing, of ids of places.
         clones: how many, and what they cost.
         local: L.
-        options, waits: as of `Symm`.
+        options, waits, recipe: as of `Symm`.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class ClonedSymm(Symm):
         local: int,
         options: SymmOptions,
         waits: bool = False,
+        recipe: Fp8Block | None = None,
     ) -> None:
-        super().__init__(group, plan, local=local, options=options, waits=waits)
+        super().__init__(group, plan, local=local, options=options, waits=waits, recipe=recipe)
         self._clones = clones
 
     def dispatch(
@@ -63,19 +65,22 @@ class ClonedSymm(Symm):
         meanwhile: Meanwhile = None,
         fp8: FP8Rows | None = None,
     ) -> Received:
-        assert fp8 is None, "rows of clones travel as they are"
         given = x_TD, topk_idx_TK, topk_prob_TK
         call, rows_ND, plan = self._bring(given, meanwhile, fp8, self._transfers)
         call.planned(plan)
         keep = self._clones.keep and torch.is_grad_enabled()
         guests = PushedGuests(call, self._memory, keep=keep)
-        received = Received(rows_ND, plan, route=call, guests=guests, clones=call.clones)
+        arrived = None if call.fp8 is None else call.fp8.arrived
+        received = Received(rows_ND, plan, None, arrived, call, guests=guests, clones=call.clones)
         if call.overlaps:
             return received._replace(overlap=call)
         rows_SD = InOrder.apply(rows_ND, call)
         in_order = plan._replace(row_index_S=None, inverse_NK=None)
+        received = received._replace(rows_ND=rows_SD, plan=in_order)
+        if arrived is not None:
+            return received
         hooks = functools.partial(saving, rows_SD.detach(), call)
-        return received._replace(rows_ND=rows_SD, plan=in_order, saving=hooks)
+        return received._replace(saving=hooks)
 
     def _transfers(
         self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **how: Any

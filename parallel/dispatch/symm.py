@@ -78,15 +78,12 @@ class Symm(Dispatcher):
     @classmethod
     def build(cls, context: DispatchContext) -> "Symm":
         c = context
+        how: dict[str, Any] = dict(local=c.local, options=c.options, waits=c.waits, recipe=c.recipe)
         if (clones := c.transport.clones) is not None:
             from phalanx.parallel.dispatch.cloned_symm import ClonedSymm
 
-            return ClonedSymm(
-                c.group, c.plan, clones, local=c.local, options=c.options, waits=c.waits
-            )
-        return cls(
-            c.group, c.plan, local=c.local, options=c.options, waits=c.waits, recipe=c.recipe
-        )
+            return ClonedSymm(c.group, c.plan, clones, **how)
+        return cls(c.group, c.plan, **how)
 
     @classmethod
     def refuse_here(cls, dtype: torch.dtype) -> Refusal:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize, clone_plan
 from phalanx.kernels.routing.clone_routing import count_rows
 from phalanx.parallel.dispatch.base import Slots, make_dispatcher
@@ -59,6 +58,7 @@ def dispatcher_of(
     clones: Clones | None,
     spec: MLPSpec,
     symm: SymmOptions = SymmOptions(),  # noqa: B008  (frozen)
+    fp8_rows: bool = False,
 ) -> Dispatcher:
     return make_dispatcher(
         replace(transport, inside=Transport(inside, "in this test", clones=clones)),
@@ -69,6 +69,7 @@ def dispatcher_of(
         backend=spec.backend,
         symm=symm,
         recipe=spec.recipe,
+        fp8_rows=fp8_rows,
     )
 
 
@@ -76,19 +77,20 @@ def ways(kind: str, backend: str, slots: int, options: dict[str, Any], size: int
     """Without clones and with them by collectives inside, and with them by pushes in all ways."""
     p = flat.problem(kind, torch.bfloat16, options.pop("bias", False))
     how = {name: options.pop(name) for name in ("crossed", "shared") if name in options}
+    fp8_rows = options.pop("fp8_rows", False)
     options.setdefault("accumulate", True)
     spec = MLPSpec(Activation("swiglu"), backend, **options)
     transport = over_nodes(size)
     made = [
-        layer(p, dispatcher_of(transport, "alltoall", of, spec), spec, **how)
+        layer(p, dispatcher_of(transport, "alltoall", of, spec, fp8_rows=fp8_rows), spec, **how)
         for of in (None, Clones(slots, COST), Clones(slots, COST, keep=True))
     ]
     for sms, keep in WAYS:
-        if sms and spec.recipe is not None:
+        if sms and spec.recipe is not None and not fp8_rows:
             continue  # what becomes FP8 where it arrives has to be there
         clones, symm = Clones(slots, COST, keep), SymmOptions(keep=keep, comm_sms=sms)
         with gloo_exchanges():
-            pushed = dispatcher_of(transport, "symm", clones, spec, symm)
+            pushed = dispatcher_of(transport, "symm", clones, spec, symm, fp8_rows)
             made.append(layer(p, pushed, spec, **how))
     return [on_any_node(of) for of in made]
 
@@ -210,24 +212,3 @@ def test_rows_of_an_expert_are_parted_in_the_order_of_ranks(kind: str) -> None:
     another order: gradients are the sums that this predicts, bit for bit."""
     grads = run_distributed(gradients, RANKS, kind)
     flat.as_planned(flat.problem(kind, torch.bfloat16), planned(kind), grads)
-
-
-def refused() -> str:
-    try:
-        make_dispatcher(
-            replace(over_nodes(), inside=Transport("alltoall", "", clones=Clones(2, COST))),
-            group=dist.group.WORLD,
-            experts=EXPERTS,
-            slots=Slots(TOP_K, TOP_K),
-            budget=Budget(1.0, torch.device("cpu")),
-            recipe=Fp8Block(),
-            fp8_rows=True,
-        )
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_rows_in_fp8_are_refused() -> None:
-    for error in run_distributed(refused, RANKS):
-        assert error == "rows of clones travel as they are: set precision.dispatch=bf16"
