@@ -302,7 +302,8 @@ def _pipeline() -> Any:
 
 
 def _with_clones() -> Any:
-    """Two micro-batches of a layer over two ranks, of which one has a copy."""
+    """Two micro-batches of a layer over two ranks, of which one has a copy; one more is taken
+    back."""
     install()
     from phalanx.kernels.routing.clone_plan import CloneSize, clone_plan
     from phalanx.moe.router import balance
@@ -311,13 +312,21 @@ def _with_clones() -> Any:
     groups = create(expert=2)
     r = build_router({}, pg=groups.pg, expert=2)
     r.set_layer_number(1)
-    for rows in ([600, 0, 0, 0, 0, 0, 0, 200], [100] * 8):
-        r.statistics.add_counts(torch.tensor(rows))
-        r.statistics.add_clones(
-            clone_plan(torch.tensor(rows, dtype=torch.int32), CloneSize(2, 2, 10))
-        )
-    chunk = torch.nn.ModuleList([r])
+
+    def add(rows: list[int]) -> None:
+        count = torch.tensor(rows, dtype=torch.int32)
+        r.statistics.add_counts(count)
+        r.statistics.add_clones(clone_plan(count, CloneSize(2, 2, 10)))
+
+    uneven, chunk = [600, 0, 0, 0, 0, 0, 0, 200], torch.nn.ModuleList([r])
+    add(uneven)
+    add([100] * 8)
     record = _collected([chunk], r.config, groups.pg)
+    saved = balance.snapshot([chunk])
+    add(uneven)
+    assert _collected([chunk], r.config, groups.pg) != record
+    balance.restore([chunk], saved)
+    assert _collected([chunk], r.config, groups.pg) == record
     balance.reset([chunk])
     r.statistics.add_counts(torch.tensor([700, 100, 0, 0, 0, 0, 0, 800]))
     return record, _collected([chunk], r.config, groups.pg)
