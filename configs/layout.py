@@ -230,8 +230,6 @@ def _clones(cfg: Config, ranks: int) -> Iterator[str]:
     elif group_shares and (ranks > CLONED_RANKS or experts > CLONED_EXPERTS):
         reason = f"serves {CLONED_EXPERTS} experts on {CLONED_RANKS} ranks, not {experts} on "
         yield repair(cfg, path, f"{reason}{ranks}", 0)
-    elif cfg.precision.dispatch == "fp8":
-        yield repair(cfg, path, "is not possible with precision.dispatch=fp8", 0)
 
 
 def _sequence(cfg: Config, world: int) -> Iterator[str]:

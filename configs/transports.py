@@ -29,7 +29,7 @@ class TransportFacts:
     over_nodes: bool = False
     """It takes another transport inside each node, where experts are cloned by that one."""
     fp8: bool = False
-    """It can carry tokens and gradients in FP8 with their scales (`precision.dispatch`)."""
+    """`precision.dispatch=fp8` is allowed: it carries tokens and gradients in FP8 with scales."""
 
 
 CLONED_EXPERTS, CLONED_RANKS = 512, 8
@@ -58,6 +58,7 @@ TRANSPORTS: dict[str, TransportFacts] = {
         comm_sms=True,
         clones=True,
         over_nodes=True,
+        # Without fp8, though the class carries it: that has run on CPU ranks alone.
     ),
     "alltoall": TransportFacts(
         "phalanx.parallel.dispatch.alltoall:AllToAll",

@@ -145,7 +145,8 @@ def row_amax(  # type: ignore[no-untyped-def]
         tl.store(keys + row, tl.sum(total, 0).to(tl.int32, bitcast=True))
 
 
-@triton.jit
+# A second to compile, which all widths share that are whole blocks.
+@triton.jit(do_not_specialize=["blocks", "of_part"])
 def row_blocks(  # type: ignore[no-untyped-def]
     x,
     out,
@@ -156,13 +157,13 @@ def row_blocks(  # type: ignore[no-untyped-def]
     keys,
     blocks,
     width,
+    of_part,
     C,
     x_row,
     out_row,
     NVFP4: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     PARTS: tl.constexpr,
-    OF_PART: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -172,7 +173,7 @@ def row_blocks(  # type: ignore[no-untyped-def]
     LARGEST: tl.constexpr,
 ):
     number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row, _, channel, here = place(number, blocks, width, PARTS, OF_PART, WHOLE, BLOCK)
+    row, _, channel, here = place(number, blocks, width, of_part, PARTS, WHOLE, BLOCK)
     i = tl.arange(0, BLOCK)[None, :]
     at = (row * x_row + channel)[:, None] + i
     values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
@@ -268,8 +269,9 @@ def column_amax(  # type: ignore[no-untyped-def]
         tl.store(keys + tl.program_id(0), tl.sum(total, 0).to(tl.int32, bitcast=True))
 
 
-# 32 rows take four seconds to compile, which a model's dozen widths share.
-@triton.jit(do_not_specialize=["tiles", "of_part", "width"])
+# 32 rows take four seconds to compile, which a model's dozen widths share if all are multiples of
+# 16: only of such a width is it known that channels can be loaded in twos.
+@triton.jit(do_not_specialize=["tiles", "of_part"])
 def column_blocks(  # type: ignore[no-untyped-def]
     x,
     out,
@@ -410,13 +412,13 @@ def rows(
         made if key is None else key,
         blocks,
         width,
+        of_part,
         C,
         x_SC.stride(0),
         C,
         NVFP4=scales is not None,
         STOCHASTIC=key is not None,
         PARTS=parts,
-        OF_PART=of_part,
         WHOLE=width % block == 0,
         BLOCKS=in_program,
         BLOCK=block,

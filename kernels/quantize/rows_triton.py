@@ -25,19 +25,20 @@ def place(  # type: ignore[no-untyped-def]
     number,
     blocks,
     width,
+    of_part,
     PARTS: tl.constexpr,
-    OF_PART: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row, number in it, first channel and elements that exist, of blocks by their numbers."""
-    row = (number // (PARTS * OF_PART)).to(tl.int64)
-    of_row = number % (PARTS * OF_PART)
-    of_part = of_row % OF_PART * BLOCK
+    """Row, number in it, first channel and elements that exist, of blocks by their numbers;
+    `of_part` of them are in a part."""
+    row = (number // (PARTS * of_part)).to(tl.int64)
+    of_row = number % (PARTS * of_part)
+    in_part = of_row % of_part * BLOCK
     here = (number < blocks)[:, None]
     if not WHOLE:
-        here = here & (of_part[:, None] + tl.arange(0, BLOCK)[None, :] < width)
-    return row, of_row, of_row // OF_PART * width + of_part, here
+        here = here & (in_part[:, None] + tl.arange(0, BLOCK)[None, :] < width)
+    return row, of_row, of_row // of_part * width + in_part, here
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def fp8_rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row, of_row, channel, here = place(number, blocks, width, PARTS, OF_PART, WHOLE, BLOCK)
+    row, of_row, channel, here = place(number, blocks, width, OF_PART, PARTS, WHOLE, BLOCK)
     i = tl.arange(0, BLOCK)[None, :]
     at = (row * x_row + channel)[:, None] + i
     values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
@@ -87,7 +88,7 @@ def wide_rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row, of_row, channel, here = place(number, blocks, width, PARTS, OF_PART, WHOLE, BLOCK)
+    row, of_row, channel, here = place(number, blocks, width, OF_PART, PARTS, WHOLE, BLOCK)
     i = tl.arange(0, BLOCK)[None, :]
     at = scale + row * scale_row + of_row * scale_block
     scales = tl.load(at, mask=number < blocks, other=0.0)[:, None]

@@ -4,9 +4,11 @@ A router counts its choices and hands its balancing losses to its `Statistics`, 
 without a host read. Every step makes one table of them (`Collector`), which is summed over all
 ranks with the step's other totals; once it is logged the trainer calls `reset`. Invariants: counts
 are int64; a loss is held as this rank's share, so that the sum over tensor and context parallel
-ranks is the loss of one replica, on any layout.
+ranks is the loss of one replica, on any layout. Plans of clones wait for the step's end, as those
+of nodes that clone by themselves are compared then, once for all layers and micro-batches.
 
-Legend: T tokens of this rank, B sequences, E experts, K experts per token.
+Legend: T tokens of this rank, B sequences, E experts, K experts per token, P plans of a step, R
+ranks that a plan is of.
 """
 
 from collections import Counter
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -96,6 +99,8 @@ class Statistics(KeepsPrecision):
         ):
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
+        self.plans: list[ClonePlan] = []
+        """Of micro-batches since the last table, which adds what they say to `clones`."""
 
     @torch.no_grad()
     def add_counts(self, count_E: Tensor) -> None:
@@ -108,12 +113,9 @@ class Statistics(KeepsPrecision):
         """Note this rank's share of one of `LOSSES`, before its coefficient."""
         self.losses[LOSSES.index(name)] += share.detach()
 
-    @torch.no_grad()
     def add_clones(self, plan: ClonePlan) -> None:
-        """Note the clones of one micro-batch, which all ranks of a group do alike."""
-        before_R, after_R = plan.load_2R.unbind(0)
-        cloned = (plan.expert_RN >= 0).sum()
-        self.clones += torch.stack((cloned, before_R.sum(), before_R.max(), after_R.max()))
+        """Note the clones of one micro-batch, which all ranks that share experts do alike."""
+        self.plans.append(plan)
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Collector:
         self, chunks: Sequence[torch.nn.Module], config: Any, pg: ProcessGroupCollection
     ) -> None:
         self._experts, self._replica_ranks = config.num_moe_experts, pg.tp_cp.size()
-        self._ranks = pg.ep.size()
+        self._ep, self._ranks = pg.ep, pg.ep.size()
         layers = config.num_layers + (config.mtp_num_layers or 0)
         self._of_layer: list[list[Statistics]] = [[] for _ in range(layers)]
         for router in routers(chunks):
@@ -193,8 +195,9 @@ class Collector:
         """This rank's part, fp64 [layers, counts | losses | micro-batches | clones]; no host read.
 
         The sum over all ranks is the table of the model: exact for counts below 2**53, and 0 in the
-        rows of layers that no rank has or that route nothing.
+        rows of layers that no rank has or that route nothing. All ranks make it together.
         """
+        self._count_clones()
         columns = map(self._column, ("tokens_per_expert", "losses", "micro_batches", "clones"))
         return torch.cat([column.flatten(1) for column in columns], 1)
 
@@ -202,6 +205,29 @@ class Collector:
         found = [[getattr(s, name) for s in here or [self._none]] for here in self._of_layer]
         column = torch.stack([sum(parts[1:], parts[0]) for parts in found]).double()
         return column if column.ndim > 1 else column[:, None]
+
+    @torch.no_grad()
+    def _count_clones(self) -> None:
+        """Add the plans of the step to the counts of their layers.
+
+        Where a plan is of one node (`hier`), the ranks of the group tell each other which rank of
+        a micro-batch was the busiest, and each stands for its place on all nodes in sums.
+        """
+        planned = [s for here in self._of_layer for s in here if s.plans]
+        if not planned:
+            return
+        plans = [plan for s in planned for plan in s.plans]
+        before_PR, after_PR = torch.stack([plan.load_2R for plan in plans], 1).long().unbind(0)
+        copies_P = torch.stack([plan.expert_RN for plan in plans]).ge(0).sum((1, 2))
+        busiest_2P = torch.stack((before_PR.amax(1), after_PR.amax(1)))
+        nodes = self._ranks // before_PR.shape[1]
+        if nodes > 1:
+            dist.all_reduce(busiest_2P, op=dist.ReduceOp.MAX, group=self._ep)
+        count_P4 = torch.stack((nodes * copies_P, nodes * before_PR.sum(1), *busiest_2P), 1)
+        by_layer = count_P4.split([len(s.plans) for s in planned])
+        for s, of_layer in zip(planned, by_layer, strict=True):
+            s.clones += of_layer.sum(0)
+            s.plans.clear()
 
     def read(self, table: Tensor) -> Balance:
         """What a table of all ranks says, in whichever shape it is; it lies on the host."""

@@ -121,13 +121,10 @@ def make_dispatcher(
         fp8_rows: with a recipe, rows travel in FP8; on one rank nothing travels.
 
     Raises:
-        ValueError: experts that do not divide over the ranks, top_k above experts, or clones whose
-            rows would travel in FP8.
+        ValueError: experts that do not divide over the ranks, or top_k above experts.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     clones = (transport.inside or transport).clones
-    if clones is not None and recipe is not None and fp8_rows:
-        raise ValueError("rows of clones travel as they are: set precision.dispatch=bf16")
     if experts % ranks:
         raise ValueError(
             f"{experts} experts do not divide over {ranks} ranks: set parallel.expert to a divisor"

@@ -9,6 +9,7 @@ rows, S expert rows, L own experts, G guest slots, P = L + G places of a rank.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class ClonedAllToAll(AllToAll):
     """
 
     def __init__(self, context: DispatchContext, clones: Clones) -> None:
-        super().__init__(context.group, context.plan)
+        super().__init__(context.group, context.plan, context.recipe)
         self._local, self._experts, self._clones = context.local, context.experts, clones
         self._size = clones.size(dist.get_world_size(context.group))
 
@@ -48,8 +49,9 @@ class ClonedAllToAll(AllToAll):
         meanwhile: Meanwhile = None,
         fp8: FP8Rows | None = None,
     ) -> Received:
-        assert fp8 is None, "rows of clones travel as they are"
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        if fp8 is None and self._recipe is not None:
+            fp8 = FP8Rows(self._recipe)
         idx_NK, prob_NK = _Routing.apply(topk_idx_TK, topk_prob_TK, self._group)
         clones, place_NK = self._plan.clone_routing(idx_NK, self._experts, self._size)
         plan = self._plan(place_NK, prob_NK)
@@ -63,12 +65,14 @@ class ClonedAllToAll(AllToAll):
             plan.offsets,
             (place_TK // places).clamp(min=0),
             topk_idx_TK // self._local,
+            fp8,
         )
         x_SD = _Fetch.apply(x_TD, route)
         during(meanwhile)
         in_order = plan._replace(row_index_S=None, inverse_NK=None)
         guests = _Guests(self._group, clones, self._local, self._clones.keep)
-        return Received(x_SD, in_order, route=route, guests=guests, clones=clones)
+        arrived = None if fp8 is None else fp8.arrived
+        return Received(x_SD, in_order, None, arrived, route, guests=guests, clones=clones)
 
     def combine(
         self,
@@ -93,10 +97,13 @@ class _Route(NamedTuple):
     """Rank that computes each pair of this rank's tokens; any without an expert."""
     home_TK: Tensor
     """Rank of its expert; negative without one."""
+    fp8: FP8Rows | None
+    """In which tokens and gradients of sums travel; None: as they are."""
 
 
 def _send(x_TD: Tensor, route: _Route) -> Tensor:
-    """Tokens of all ranks that this one computes with: [S, D] in the order of its rows."""
+    """Tokens of all ranks that this one computes with, packed or not: [S, ...] in the order of its
+    rows."""
     return gather_rows(all_rows(x_TD, route.group), route.row_index_S, route.offsets)
 
 
@@ -143,8 +150,8 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, route: _Route) -> Tensor:
-        ctx.route = route
-        return _send(x_TD, route)
+        ctx.route, send = route, partial(_send, route=route)
+        return send(x_TD) if route.fp8 is None else route.fp8.bring_tokens(x_TD, send)
 
     @staticmethod
     @once_differentiable
@@ -163,7 +170,10 @@ class _Return(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        return _send(grad_TD, ctx.route), None, *[grad_TD] * ctx.addends
+        route: _Route = ctx.route
+        send = partial(_send, route=route)
+        grad = send(grad_TD) if route.fp8 is None else route.fp8.bring_gradient(grad_TD, send)
+        return grad, None, *[grad_TD] * ctx.addends
 
 
 class _Guests:

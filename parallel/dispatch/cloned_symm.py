@@ -9,22 +9,27 @@ experts, G guest slots.
 """
 
 import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatch import clone_memory
 from phalanx.parallel.dispatch.cloned_transfers import ClonedTransfers, InOrder, Peers
 from phalanx.parallel.dispatch.clones import Clones
 from phalanx.parallel.dispatch.control import control_of
-from phalanx.parallel.dispatch.exchange import SymmOptions, exchange_of
+from phalanx.parallel.dispatch.exchange import SymmOptions
 from phalanx.parallel.dispatch.fp8_rows import FP8Rows
 from phalanx.parallel.dispatch.pushed_guests import Memory, PushedGuests
 from phalanx.parallel.dispatch.received import Meanwhile, Planner, Received
 from phalanx.parallel.dispatch.symm import Symm
-from phalanx.parallel.dispatch.transfers import Dispatch, Receive, saving
+from phalanx.parallel.dispatch.transfers import saving
+
+if TYPE_CHECKING:
+    from phalanx.kernels.sm90.exchange.exchange import Exchange
 
 
 class ClonedSymm(Symm):
@@ -35,7 +40,7 @@ class ClonedSymm(Symm):
         plan: makes plans of received routing, of ids of places.
         clones: how many, and what they cost.
         local: L.
-        options, waits: as of `Symm`.
+        options, waits, recipe: as of `Symm`.
     """
 
     def __init__(
@@ -47,8 +52,9 @@ class ClonedSymm(Symm):
         local: int,
         options: SymmOptions,
         waits: bool = False,
+        recipe: Fp8Block | None = None,
     ) -> None:
-        super().__init__(group, plan, local=local, options=options, waits=waits)
+        super().__init__(group, plan, local=local, options=options, waits=waits, recipe=recipe)
         self._clones = clones
 
     def dispatch(
@@ -59,37 +65,33 @@ class ClonedSymm(Symm):
         meanwhile: Meanwhile = None,
         fp8: FP8Rows | None = None,
     ) -> Received:
-        assert fp8 is None, "rows of clones travel as they are"
-        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        (T, D), K = x_TD.shape, topk_idx_TK.shape[1]
-        exchange = exchange_of(self._group, T, D, K, self._options)
-        control = control_of(self._group, T, D, K, self._options)
-        singles = clone_memory.single_rows_of(self._group, T, D, K)
-        call = ClonedTransfers(
-            exchange,
-            Peers(control, singles, self._group),
-            topk_idx_TK.contiguous(),
-            self._local,
-            self._clones,
-            self._plan,
-            overlaps=exchange.overlaps and self._waits,
-            keep=self._options.keep,
-        )
-        pushed_ND = Dispatch.apply(x_TD, topk_prob_TK, call)
-        if meanwhile is not None:
-            meanwhile()
-        rows_ND, place_NK, prob_NK = Receive.apply(pushed_ND, call)
-        plan = self._plan(place_NK, prob_NK)
+        given = x_TD, topk_idx_TK, topk_prob_TK
+        call, rows_ND, plan = self._bring(given, meanwhile, fp8, self._transfers)
         call.planned(plan)
         keep = self._clones.keep and torch.is_grad_enabled()
         guests = PushedGuests(call, self._memory, keep=keep)
-        received = Received(rows_ND, plan, route=call, guests=guests, clones=call.clones)
+        arrived = None if call.fp8 is None else call.fp8.arrived
+        received = Received(rows_ND, plan, None, arrived, call, guests=guests, clones=call.clones)
         if call.overlaps:
             return received._replace(overlap=call)
         rows_SD = InOrder.apply(rows_ND, call)
         in_order = plan._replace(row_index_S=None, inverse_NK=None)
+        received = received._replace(rows_ND=rows_SD, plan=in_order)
+        if arrived is not None:
+            return received
         hooks = functools.partial(saving, rows_SD.detach(), call)
-        return received._replace(rows_ND=rows_SD, plan=in_order, saving=hooks)
+        return received._replace(saving=hooks)
+
+    def _transfers(
+        self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **how: Any
+    ) -> ClonedTransfers:
+        (T, D), K = x_TD.shape, idx_TK.shape[1]
+        control = control_of(self._group, T, D, K, self._options)
+        singles = clone_memory.single_rows_of(self._group, T, D, K)
+        peers = Peers(control, singles, self._group)
+        return ClonedTransfers(
+            exchange, peers, idx_TK, self._local, self._clones, self._plan, **how
+        )
 
     def _memory(self, own: MLPWeights) -> Memory:
         """Of guests of such weights."""

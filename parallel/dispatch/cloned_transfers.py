@@ -8,6 +8,9 @@ Those of `parallel.dispatch.transfers`, and beside them (`Peers`):
                 rank, where they are before the flags of the sums that go with them are raised
     guests      weights that owners write to slots of other ranks; gradients that they read there
 
+Tokens and gradients of sums travel in FP8 if those without clones do; rows that come back, singles
+too, are bf16 in any case.
+
 Control has buffers and flags of its own, since places of the main exchanges are taken in turn by an
 order that has tokens, sums and their gradients alone (`kernels.sm90.exchange.peer_buffers.SLOTS`).
 Where pushes run beside the experts it has a stream of its own too: weights that took their turn
@@ -50,7 +53,7 @@ from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.kernels.routing.wire import pack_routing, routing_size, unpack_routing
 from phalanx.parallel.dispatch.clones import Clones
 from phalanx.parallel.dispatch.control import Control
-from phalanx.parallel.dispatch.fp8_rows import without_data
+from phalanx.parallel.dispatch.fp8_rows import FP8Rows, without_data
 from phalanx.parallel.dispatch.received import Planner
 from phalanx.parallel.dispatch.transfers import MoETransfers
 
@@ -86,7 +89,7 @@ class ClonedTransfers(MoETransfers):
         local: L.
         clones: how many, and what they cost.
         planner: makes the plan of clones.
-        overlaps, keep: as of `MoETransfers`.
+        overlaps, keep, fp8: as of `MoETransfers`.
     """
 
     def __init__(
@@ -100,8 +103,10 @@ class ClonedTransfers(MoETransfers):
         *,
         overlaps: bool,
         keep: bool,
+        fp8: FP8Rows | None = None,
     ) -> None:
-        super().__init__(exchange, idx_TK, local + clones.slots, overlaps=overlaps, keep=keep)
+        places = local + clones.slots
+        super().__init__(exchange, idx_TK, places, overlaps=overlaps, keep=keep, fp8=fp8)
         self.home = Home(peers.group.rank(), local, self.local)
         self.control = peers.control
         self.clones: ClonePlan
@@ -109,6 +114,8 @@ class ClonedTransfers(MoETransfers):
         self._singles, self._planner = peers.singles, planner
         self._size = clones.size(exchange.ranks)
         self._routing: tuple[Tensor, Tensor]
+        self._packed: Tensor
+        """Received tokens in FP8, before their order is known."""
         self._parting: Parting
         self._rows: tuple[Tensor, Tensor]
         """Received rows of expert rows, and offsets. Not the plan, which leads back to this."""
@@ -142,9 +149,24 @@ class ClonedTransfers(MoETransfers):
         self._parting = part_rows(*given, len(plan.row_index_S), self.home)
         del self._routing
 
-    def for_experts(self, rows_ND: Tensor) -> Tensor:
+    def packed_tokens(self, transfer: "Transfer", like_ND: Tensor) -> Tensor:
+        """Where nothing overlaps `in_order` copies them from their place."""
+        if self.overlaps:
+            return super().packed_tokens(transfer, like_ND)
+        self._packed = self.packed_rows(transfer)
+        return without_data(like_ND, self.count)
+
+    def for_experts(self, rows: Tensor) -> Tensor:
         """Rows in the order of experts, who give theirs back in that order too."""
-        return gather_rows(rows_ND, *self._rows)
+        return gather_rows(rows, *self._rows)
+
+    def in_order(self, rows_ND: Tensor) -> Tensor:
+        """Received tokens in that order; without data if they have come in FP8."""
+        if self.fp8 is None:
+            return self.for_experts(rows_ND)
+        packed = self.for_experts(self._packed)
+        del self._packed
+        return self.fp8.tokens_came(packed, rows_ND)
 
     def saved(self, rows: Tensor) -> Tensor | None:
         """Rows in the order of experts have no place that others take."""
@@ -209,7 +231,7 @@ class InOrder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, call: ClonedTransfers) -> Tensor:
         ctx.call = call
-        return call.for_experts(rows_ND)
+        return call.in_order(rows_ND)
 
     @staticmethod
     @once_differentiable

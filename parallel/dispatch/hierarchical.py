@@ -16,7 +16,7 @@ ranks. The plan is made of routing in the order of ranks, so that expert rows ar
 other transport, and then names rows where they lie.
 
 Hot experts are cloned by the transport inside, in each node by itself: its ranks have all rows of
-their experts then. Weights do not pass the network.
+their experts then. Neither weights nor plans pass the network.
 
 Legend: T tokens per rank, D hidden, K slots for experts of a token, M nodes, G ranks of each,
 R = M * G, A = M * T tokens of a rail, N = R * T received rows, C guest slots of a rank.
@@ -33,7 +33,7 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
 from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
-from phalanx.parallel.dispatch.alltoall import AllToAll, all_rows, collect, spread
+from phalanx.parallel.dispatch.alltoall import AllToAll, collect, spread
 from phalanx.parallel.dispatch.costs import NOTHING, Costs, Links, Reach
 from phalanx.parallel.dispatch.fp8_rows import FirstLeg, SecondLeg
 from phalanx.parallel.dispatch.nodes import Nodes, refuse
@@ -163,11 +163,7 @@ class Hier(Dispatcher):
         in_node = (idx_AK >= 0) & (idx_AK < self._here)
         idx_AK = torch.where(in_node, idx_AK, -1)
         received = self._inside.dispatch(x_AD, idx_AK, prob_AK, meanwhile, onward)
-        route = _Route(received.route, over_rail)
-        if received.clones is None:
-            return received._replace(route=route)
-        clones = _of_all_nodes(received.clones, self._nodes, self._here)
-        return received._replace(route=route, clones=clones)
+        return received._replace(route=_Route(received.route, over_rail))
 
     def combine(
         self,
@@ -225,20 +221,3 @@ class _InNodes:
 def _swapped(rows: Tensor, blocks: tuple[int, int]) -> Tensor:
     """Rows in the order of (a, b, t) in that of (b, a, t): [a * b * T, ...], contiguous."""
     return rows.unflatten(0, (*blocks, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def _of_all_nodes(plan: ClonePlan, nodes: Nodes, experts: int) -> ClonePlan:
-    """The plans of the nodes as one, of the ranks and `experts` a node of the whole group.
-
-    What is logged needs it, as the busiest rank may be on any node: a few hundred bytes along the
-    rail, whose ranks have just exchanged tokens.
-    """
-    made = torch.cat([of.flatten() for of in plan])[None]
-    by_field = all_rows(made, nodes.rail).split([of.numel() for of in plan], dim=1)
-    expert_MS, begin_MS, end_MS, kept_ME, load_M2G = by_field
-    first_M1 = torch.arange(nodes.count, dtype=torch.int32, device=made.device)[:, None] * experts
-    expert_MS = torch.where(expert_MS >= 0, expert_MS + first_M1, -1)
-    slots = plan.expert_RN.shape[1]
-    expert_RC, begin_RC, end_RC = (of.reshape(-1, slots) for of in (expert_MS, begin_MS, end_MS))
-    load_2R = load_M2G.unflatten(1, (2, -1)).transpose(0, 1).flatten(1)
-    return ClonePlan(expert_RC, begin_RC, end_RC, kept_ME.flatten(), load_2R)

@@ -39,7 +39,8 @@ class Received(NamedTuple):
     guests: Guests | None = None
     """Experts of other ranks, whose places in `plan` are behind those of this rank's own."""
     clones: ClonePlan | None = None
-    """Which these are, on all ranks. None: nothing is cloned."""
+    """Which these are, on all ranks that share experts: with `hier` those of a node, by its own
+    numbers. None: nothing is cloned."""
 
 
 class Planner(Protocol):

@@ -13,13 +13,15 @@ Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T rece
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import CUTLASS_DSL
@@ -37,6 +39,9 @@ from phalanx.parallel.dispatch.transfers import (
     saving,
 )
 from phalanx.parallel.dispatch.transport_class import DispatchContext, Dispatcher, Rank
+
+if TYPE_CHECKING:
+    from phalanx.kernels.sm90.exchange.exchange import Exchange
 
 EXPOSED = 0.25
 """Part of an overlapped exchange that a layer waits for, as measured (docs/kernels/log.md)."""
@@ -73,15 +78,12 @@ class Symm(Dispatcher):
     @classmethod
     def build(cls, context: DispatchContext) -> "Symm":
         c = context
+        how: dict[str, Any] = dict(local=c.local, options=c.options, waits=c.waits, recipe=c.recipe)
         if (clones := c.transport.clones) is not None:
             from phalanx.parallel.dispatch.cloned_symm import ClonedSymm
 
-            return ClonedSymm(
-                c.group, c.plan, clones, local=c.local, options=c.options, waits=c.waits
-            )
-        return cls(
-            c.group, c.plan, local=c.local, options=c.options, waits=c.waits, recipe=c.recipe
-        )
+            return ClonedSymm(c.group, c.plan, clones, **how)
+        return cls(c.group, c.plan, **how)
 
     @classmethod
     def refuse_here(cls, dtype: torch.dtype) -> Refusal:
@@ -133,31 +135,50 @@ class Symm(Dispatcher):
         fp8: FP8Rows | None = None,
     ) -> Received:
         """With `fp8`, rows travel as it says: they may have come a leg in FP8 already."""
-        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
-        if fp8 is None and self._recipe is not None:
-            fp8 = FP8Rows(self._recipe)
-        (T, D), K = x_TD.shape, topk_idx_TK.shape[1]
-        exchange = exchange_of(self._group, T, D, K, self._options)
-        call = MoETransfers(
-            exchange,
-            topk_idx_TK.contiguous(),
-            self._local,
-            overlaps=exchange.overlaps and self._waits,
-            keep=self._options.keep,
-            fp8=fp8,
-        )
-        pushed_ND = Dispatch.apply(x_TD, topk_prob_TK, call)
-        if meanwhile is not None:
-            meanwhile()
-        rows_ND, idx_NK, prob_NK = Receive.apply(pushed_ND, call)
-        plan = self._plan(idx_NK, prob_NK)
-        arrived = None if fp8 is None else fp8.arrived
+        given = x_TD, topk_idx_TK, topk_prob_TK
+        call, rows_ND, plan = self._bring(given, meanwhile, fp8, self._transfers)
+        arrived = None if call.fp8 is None else call.fp8.arrived
         if call.overlaps:
             return Received(rows_ND, plan, call, arrived, route=call)
         if arrived is not None:
             return Received(rows_ND, plan, arrived=arrived, route=call)
         hooks = functools.partial(saving, rows_ND.detach(), call)
         return Received(rows_ND, plan, route=call, saving=hooks)
+
+    def _transfers(
+        self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **how: Any
+    ) -> MoETransfers:
+        """Of one call."""
+        return MoETransfers(exchange, idx_TK, self._local, **how)
+
+    def _bring[C: MoETransfers](
+        self,
+        given: tuple[Tensor, Tensor, Tensor],
+        meanwhile: Meanwhile,
+        fp8: FP8Rows | None,
+        transfers: Callable[..., C],
+    ) -> tuple[C, Tensor, ExpertPlan]:
+        """Tokens to their experts: the transfers of the call, received rows, and their plan.
+
+        Args:
+            given: tokens, experts and probabilities.
+            meanwhile, fp8: as of `dispatch`.
+            transfers: makes those of a call, as `_transfers`.
+        """
+        self._plan.check(*given)
+        x_TD, idx_TK, prob_TK = given
+        if fp8 is None and self._recipe is not None:
+            fp8 = FP8Rows(self._recipe)
+        (T, D), K = x_TD.shape, idx_TK.shape[1]
+        exchange = exchange_of(self._group, T, D, K, self._options)
+        overlaps, keep = exchange.overlaps and self._waits, self._options.keep
+        how = dict(overlaps=overlaps, keep=keep, fp8=fp8)
+        call = transfers(exchange, x_TD, idx_TK.contiguous(), **how)
+        pushed_ND = Dispatch.apply(x_TD, prob_TK, call)
+        if meanwhile is not None:
+            meanwhile()
+        rows_ND, idx_NK, prob_NK = Receive.apply(pushed_ND, call)
+        return call, rows_ND, self._plan(idx_NK, prob_NK)
 
     def combine(
         self,

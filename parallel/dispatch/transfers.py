@@ -136,9 +136,16 @@ class MoETransfers:
 
         return combine(self.rows(transfer), self.sums_TR, addends=addends)
 
-    def for_experts(self, rows_ND: Tensor) -> Tensor:
-        """Received rows as the experts take them, where nothing overlaps."""
-        return rows_ND
+    def packed_tokens(self, transfer: "Transfer", like_ND: Tensor) -> Tensor:
+        """Received tokens in FP8 are there, or where kernels wait for them: [N, D] without data."""
+        assert self.fp8 is not None
+        packed = self.packed_rows(transfer)
+        # Their place is taken by other exchanges before the backward pass.
+        return self.fp8.tokens_came(packed if self.overlaps else packed.clone(), like_ND)
+
+    def for_experts(self, rows: Tensor) -> Tensor:
+        """Received rows [N, ...] as the experts take them, where nothing overlaps."""
+        return rows
 
     def saved(self, rows: Tensor) -> Tensor | None:
         """What the experts keep of these for the backward pass; None: they are sent again."""
@@ -273,12 +280,8 @@ class Receive(torch.autograd.Function):
         ctx.call = call
         ctx.mark_non_differentiable(idx_NK)
         ctx.set_materialize_grads(False)
-        if call.fp8 is None:
-            return call.rows(transfer), idx_NK, prob_NK
-        packed = call.packed_rows(transfer)
-        # Their place is taken by other exchanges before the backward pass.
-        packed = packed if call.overlaps else packed.clone()
-        return call.fp8.tokens_came(packed, like_ND), idx_NK, prob_NK
+        rows_ND = call.rows(transfer) if call.fp8 is None else call.packed_tokens(transfer, like_ND)
+        return rows_ND, idx_NK, prob_NK
 
     @staticmethod
     @once_differentiable
@@ -310,11 +313,13 @@ class SendBack(torch.autograd.Function):
         call: MoETransfers = ctx.call
         grads = call.sum_grads_out
         transfer = grads.wait_side() if call.overlaps else grads.wait()
+        rows = grad_ND if call.fp8 is None else call.packed_rows(transfer)
+        rows = rows if call.overlaps else call.for_experts(rows)
         if call.fp8 is not None:
-            grad_ND = call.fp8.gradient_came(call.packed_rows(transfer), grad_ND)
+            rows = call.fp8.gradient_came(rows, grad_ND)
         if call.overlaps and not call.keep:
             call.tokens_out.put(call.send_out(call.again, all_sms=False))
-        return grad_ND if call.overlaps else call.for_experts(grad_ND), None, None
+        return rows, None, None
 
 
 class Collect(torch.autograd.Function):

@@ -222,13 +222,6 @@ def _texts(value: object) -> object:
             "serves 512 experts on 8 ranks, not 16 on 16",
             "parallel.clones=0",
         ),
-        (
-            "parallel.clones=1 precision=fp8_block precision.dispatch=fp8 "
-            "parallel.dispatch=alltoall",
-            2,
-            "not possible with precision.dispatch=fp8",
-            "parallel.clones=0",
-        ),
         ("parallel.clones=-1", 1, "must be at least 0", "parallel.clones=0"),
         ("parallel.clones=some", 1, "is not one of auto, and no number", "parallel.clones=auto"),
         ("kernels.sm_margin.wgrad=-8", 1, "must be at least 0", "kernels.sm_margin.wgrad=0"),
@@ -466,12 +459,15 @@ def _texts(value: object) -> object:
             "parallel.dispatch=auto, which may take hier",
             "precision.dispatch=bf16",
         ),
-        (
-            f"{FP8} precision.dispatch=fp8 parallel.dispatch=deepep",
-            2,
-            "cannot travel by parallel.dispatch=deepep",
-            "precision.dispatch=bf16",
-        ),
+        *[
+            (
+                f"{FP8} precision.dispatch=fp8 parallel.dispatch={name}{clones}",
+                2,
+                f"cannot travel by parallel.dispatch={name}",
+                "precision.dispatch=bf16",
+            )
+            for name, clones in (("deepep", ""), ("hier", ""), ("hier", " parallel.clones=2"))
+        ],
         # mxfp8 and nvfp4
         *[
             (f"precision={recipe} kernels={k}", 1, f"has no {recipe}", "kernels.backend=auto")
@@ -537,6 +533,11 @@ def test_problem_names_the_override_that_fixes_it(
         (f"{FP8} precision.bf16_first_layers=1 precision.bf16_last_layers=2", 1),
         (f"{FP8} precision.dispatch=fp8", 1),
         (f"{FP8} precision.dispatch=fp8 parallel.dispatch=local parallel.expert=1", 2),
+        *[
+            (f"{FP8} precision.dispatch=fp8 parallel.dispatch={name} parallel.clones={slots}", 2)
+            for name in ("alltoall", "symm")
+            for slots in (0, 2)
+        ],
         (f"{FP8} parallel.tensor=2", 2),
         *[
             (f"precision={recipe} precision.wgrad=bf16 kernels={k}", 1)

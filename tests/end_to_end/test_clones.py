@@ -18,6 +18,12 @@ SHAPE = ["model.moe.shared_ffn=16", "data.sequence_length=64", "run.steps=3", "o
 CHANGES = {
     "bf16": ["kernels=torch"],
     "fp8_block": ["kernels=reference", "precision=fp8_block"],
+    "rows in FP8": [
+        "kernels=reference",
+        "precision=fp8_block",
+        "precision.dispatch=fp8",
+        "parallel.dispatch=alltoall",
+    ],
     "computed again": ["kernels=torch", "run.recompute=moe", "parallel.save_x=keep"],
 }
 

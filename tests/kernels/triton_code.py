@@ -33,13 +33,15 @@ class Code:
         self, kernel: Any, given: dict[str, Any], folder: Path, capability: int = 90
     ) -> None:
         names, options = kernel.arg_names, {k: given.pop(k) for k in _OPTIONS if k in given}
-        constants = {n: v for n, v in given.items() if _type(v) == "constexpr"}
+        alike = {p.name for p in kernel.params if p.do_not_specialize}
+        constants = {n: v for n, v in given.items() if _type(v) == "constexpr" and n not in alike}
         constants |= {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
-        signature = {n: "constexpr" if n in constants else _type(given[n]) for n in names}
+        types = {n: "i32" if n in alike else _type(given[n]) for n in names}
+        signature = {n: "constexpr" if n in constants else types[n] for n in names}
         aligned = [
             (names.index(n),)
             for n, v in given.items()
-            if n not in constants and (isinstance(v, Tensor) or v % 16 == 0)
+            if n not in constants and n not in alike and (isinstance(v, Tensor) or v % 16 == 0)
         ]
         attributes = {at: [["tt.divisibility", 16]] for at in aligned}
         source = ASTSource(kernel, signature, constants, attributes)

@@ -148,6 +148,17 @@ def test_emulated_rows(form: str, C: int, parts: int, tmp_path: Path) -> None:
     assert ("div.rn.f32" in code.ptx) == (form != "mxfp8")
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_emulated_rows_of_any_width_have_one_code(parts: int, tmp_path: Path) -> None:
+    def code(width: int) -> str:
+        x = x_of(4096, parts * width, BF16)
+        run = lambda: emulate_triton.rows(x, parts, block=32)  # noqa: E731
+        return launched(emulate_triton, "row_blocks", run, tmp_path).text
+
+    assert code(2048) == code(1408) == code(32)
+    assert code(2048) != code(2050)
+
+
 @pytest.mark.parametrize(
     ("form", "of_weights"),
     [("mxfp8", False), ("mxfp8", True), ("nvfp4", False), ("nvfp4", True), ("random", False)],

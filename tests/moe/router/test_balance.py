@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -301,7 +302,8 @@ def _pipeline() -> Any:
 
 
 def _with_clones() -> Any:
-    """Two micro-batches of a layer over two ranks, of which one has a copy."""
+    """Two micro-batches of a layer over two ranks, of which one has a copy; one more is taken
+    back."""
     install()
     from phalanx.kernels.routing.clone_plan import CloneSize, clone_plan
     from phalanx.moe.router import balance
@@ -310,13 +312,21 @@ def _with_clones() -> Any:
     groups = create(expert=2)
     r = build_router({}, pg=groups.pg, expert=2)
     r.set_layer_number(1)
-    for rows in ([600, 0, 0, 0, 0, 0, 0, 200], [100] * 8):
-        r.statistics.add_counts(torch.tensor(rows))
-        r.statistics.add_clones(
-            clone_plan(torch.tensor(rows, dtype=torch.int32), CloneSize(2, 2, 10))
-        )
-    chunk = torch.nn.ModuleList([r])
+
+    def add(rows: list[int]) -> None:
+        count = torch.tensor(rows, dtype=torch.int32)
+        r.statistics.add_counts(count)
+        r.statistics.add_clones(clone_plan(count, CloneSize(2, 2, 10)))
+
+    uneven, chunk = [600, 0, 0, 0, 0, 0, 0, 200], torch.nn.ModuleList([r])
+    add(uneven)
+    add([100] * 8)
     record = _collected([chunk], r.config, groups.pg)
+    saved = balance.snapshot([chunk])
+    add(uneven)
+    assert _collected([chunk], r.config, groups.pg) != record
+    balance.restore([chunk], saved)
+    assert _collected([chunk], r.config, groups.pg) == record
     balance.reset([chunk])
     r.statistics.add_counts(torch.tensor([700, 100, 0, 0, 0, 0, 0, 800]))
     return record, _collected([chunk], r.config, groups.pg)
@@ -330,6 +340,61 @@ def test_copies_of_experts_are_counted() -> None:
         assert record.rank_load == pytest.approx((600 + 400) / 800)
         assert record.rank_load_cloned == pytest.approx((522 + 400) / 800)
         assert (without.cloned, without.rank_load_cloned, without.rank_load) == (None, 0, 1)
+
+
+ROWS = {
+    1: ([600, 0, 0, 0, 0, 0, 0, 200], [0, 0, 100, 100, 700, 0, 0, 0]),
+    2: ([100] * 8, [0, 900, 0, 0, 800, 0, 0, 0]),
+}
+"""Of experts, by layer and micro-batch: now the one node has the busiest rank, now the other."""
+
+
+def _plans_of_nodes() -> Any:
+    """What is logged of two layers over two nodes of two ranks, from the plans of a rank's own node
+    and from those of the group; and how many collectives the first table made."""
+    install()
+    from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize, clone_plan
+    from phalanx.parallel.groups import create
+
+    groups, m = create(expert=4), model({})
+    m.layers = len(ROWS)
+    config = transformer(m)
+
+    def planned(rows: list[int], whole: bool) -> ClonePlan:
+        nodes = torch.tensor(rows, dtype=torch.int32).chunk(2)
+        plans = [clone_plan(count, CloneSize(2, 2, 10)) for count in nodes]
+        if not whole:
+            return plans[dist.get_rank() // 2]
+        expert, *_ = (torch.cat(of) for of in zip(*(p[:1] for p in plans), strict=True))
+        return plans[0]._replace(
+            expert_RN=expert, load_2R=torch.cat([p.load_2R for p in plans], dim=1)
+        )
+
+    def logged(whole: bool) -> tuple[Any, int]:
+        chunk = torch.nn.ModuleList()
+        for layer, micro_batches in ROWS.items():
+            r = build_router({}, pg=groups.pg, expert=4)
+            r.set_layer_number(layer)
+            for rows in micro_batches:
+                r.statistics.add_counts(torch.tensor(rows))
+                r.statistics.add_clones(planned(rows, whole))
+            chunk.append(r)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            record = _collected([chunk], config, groups.pg)
+        return record, reduced.call_count - 1  # the sum of all tables
+
+    return logged(whole=False), logged(whole=True)
+
+
+@pytest.mark.dist
+def test_clones_of_nodes_are_counted_once_a_step() -> None:
+    """The busiest rank of a micro-batch is that of all nodes."""
+    for (of_nodes, asked), (of_group, alone) in run_distributed(_plans_of_nodes, 4):
+        assert of_nodes == of_group
+        assert (asked, alone) == (1, 0)
+        first, second = (600 + 700) / (800 + 900), (200 + 900) / (800 + 1700)
+        assert of_nodes.rank_load == pytest.approx(4 * (first + second) / 2)
+        assert of_nodes.cloned > 0 and of_nodes.rank_load_cloned < of_nodes.rank_load
 
 
 @pytest.mark.dist

@@ -129,11 +129,18 @@ def way_back(p: Program, *, overlaps: bool) -> None:
 
 
 def backward(
-    p: Program, *, overlaps: bool, keep: bool, meets: bool = True, signal: bool = True
+    p: Program,
+    *,
+    overlaps: bool,
+    keep: bool,
+    fp8: bool = False,
+    meets: bool = True,
+    signal: bool = True,
 ) -> None:
     """Its gradients; weights are lent again unless they were kept.
 
     Args:
+        fp8: rows travel in FP8: what has come of tokens is kept where nothing overlaps.
         meets: gradients of sums are waited for.
         signal: owners wait until guests' gradients are complete.
     """
@@ -141,7 +148,8 @@ def backward(
     if meets:
         p.wait(grads)
     if not keep:
-        p.start()  # tokens once more
+        if overlaps or not fp8:
+            p.start()  # tokens once more
         p.put("weights")
         p.wait(p.signal())
         p.get("weights")

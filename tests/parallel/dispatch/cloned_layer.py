@@ -7,10 +7,10 @@
 The last one has `symm` inside the nodes of `hier`, each of which clones by itself.
 Results and gradients of tokens, probabilities and residual have the same bits; gradients of weights
 and biases, in fp32, are sums of the same products in another order. With and without pushes beside
-the experts, tokens and weights of guests kept or sent again, in bf16 and in FP8, eager and
-captured, with routing that changes under the graph; prints what was compared, raises at the first
-difference. Names of shapes with SMs, and of precisions, restrict it to these; with PHALANX_ONE_GPU
-all ranks share a GPU (`gpu_ranks`).
+the experts, tokens and weights of guests kept or sent again, in bf16, in FP8, and in FP8 with rows
+that travel so (`fp8rows`), eager and captured, with routing that changes under the graph; prints
+what was compared, raises at the first difference. Names of shapes with SMs, and of precisions,
+restrict it to these; with PHALANX_ONE_GPU all ranks share a GPU (`gpu_ranks`).
 """
 
 import sys
@@ -41,6 +41,11 @@ SHAPES = {
 """Tokens of a rank, hidden, width, experts, top-k; `wide` has biases."""
 KINDS = {"random": False, "one rank": True, "one expert": True, "none here": False}
 """Routings, and whether there must be clones."""
+PRECISIONS = {
+    **{name: (spec, False) for name, spec in SPECS.items()},
+    "fp8rows": (SPECS["fp8"], True),
+}
+"""How experts compute, and whether rows travel in FP8."""
 SLOTS, COST = 2, 8
 NEAR = 1e-5
 """Of an expert's gradient, in its norm: fp32 sums of the same products in another order."""
@@ -65,6 +70,12 @@ def near(ours: Tensor, plain: Tensor, what: str) -> None:
         raise SystemExit(f"rank {dist.get_rank()}: {what}: gradients of {int(far.sum())} experts")
 
 
+def of_all_ranks(clones: Tensor) -> int:
+    """The most that a rank knows of, as nodes of `hier` have plans of their own."""
+    dist.all_reduce(clones, op=dist.ReduceOp.MAX)
+    return int(clones)
+
+
 def cloning(plain: Transport, keep: bool) -> Transport:
     """The transport with clones, inside nodes if it goes over several."""
     if plain.inside is not None:
@@ -80,11 +91,11 @@ def check(
     kind: str,
     symm: SymmOptions,
     spec: MLPSpec,
+    fp8_rows: bool,
 ) -> None:
     cloned, bias = cloning(plain, symm.keep), label.startswith("wide")
     ours, theirs = (
-        Layer(Way(way, fp8_rows=False), shape, shape[4], symm, spec, bias)
-        for way in (cloned, plain)
+        Layer(Way(way, fp8_rows), shape, shape[4], symm, spec, bias) for way in (cloned, plain)
     )
     own = len(ours.own)
     g = torch.Generator("cuda").manual_seed(100 + dist.get_rank())
@@ -108,7 +119,7 @@ def check(
             wanted = theirs(shared, residual)
             same(ours(shared, residual), wanted, f"{what}, turn {turn}")
             assert ours.clones is not None
-            found = int((ours.clones >= 0).sum())
+            found = of_all_ranks((ours.clones >= 0).sum())
             if KINDS[kind] and not found:
                 raise SystemExit(f"{what}: no expert was cloned")
             if turn == 1:
@@ -128,13 +139,14 @@ def main() -> None:
     only = {*sys.argv[1:]} - {"hier"}
     name = "hier" if "hier" in sys.argv else "symm"
     plain = choose_transport(name, dist.group.WORLD, torch.bfloat16)
-    for label, precision, keep, sms in product(SHAPES, SPECS, (False, True), (0, 8)):
-        if not chosen(only, f"{label}{sms}", precision):
+    for label, precision, keep, sms in product(SHAPES, PRECISIONS, (False, True), (0, 8)):
+        if not chosen(only, f"{label}{sms}", precision, PRECISIONS):
             continue
         symm = SymmOptions(keep=keep, comm_sms=sms, timeout=20)
-        spec = replace(SPECS[precision], accumulate=True)
+        spec, fp8_rows = PRECISIONS[precision]
+        spec = replace(spec, accumulate=True)
         for kind in KINDS:
-            check(plain, f"{label} in {precision}", SHAPES[label], kind, symm, spec)
+            check(plain, f"{label} in {precision}", SHAPES[label], kind, symm, spec, fp8_rows)
     torch.cuda.synchronize()
     dist.barrier()
     runtime.stop()

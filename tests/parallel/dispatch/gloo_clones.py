@@ -94,7 +94,6 @@ def cloning(exchange_of: Callable[..., Any]) -> list[Any]:
         return memories[key]
 
     return [
-        mock.patch.object(cloned_symm, "exchange_of", exchange_of),
         mock.patch.object(cloned_symm, "control_of", control_of),
         mock.patch.object(clone_memory, "single_rows_of", functools.cache(GlooSingles)),
         mock.patch.object(clone_memory, "guest_memory_of", guest_memory_of),

@@ -12,7 +12,7 @@ precisions, restrict it to these.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -143,9 +143,10 @@ class Layer:
         return [out.detach(), *made]
 
 
-def chosen(only: set[str], shape: str, precision: str) -> bool:
-    """Whether names on the command line, if there are any of its kind, have both."""
-    precisions = only & {*SPECS}
+def chosen(only: set[str], shape: str, precision: str, known: Iterable[str] = SPECS) -> bool:
+    """Whether names on the command line, if there are any of its kind, have both; `known` are the
+    precisions."""
+    precisions = only & {*known}
     shapes = only - precisions
     return shape in (shapes or {shape}) and precision in (precisions or {precision})
 

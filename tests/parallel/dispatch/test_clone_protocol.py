@@ -11,6 +11,7 @@ import torch
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatch import cloned_transfers
 from phalanx.parallel.dispatch.clones import Clones
 from phalanx.parallel.dispatch.control import HIDDEN
@@ -24,14 +25,14 @@ from tests.parallel.dispatch.test_clones import problem
 from tests.support.distributed import run_distributed
 
 
-def stepped(ranks: int, overlaps: bool, keep: bool) -> Program:
+def stepped(ranks: int, overlaps: bool, keep: bool, fp8: bool = False) -> Program:
     """Two steps of two layers, the second with two micro-batches under way and one evaluation."""
     p = Program(ranks, overlaps=overlaps)
     for micro_batches in (1, 2):
         for _ in range(2 * micro_batches):
             forward(p, overlaps=overlaps)
         for _ in range(2 * micro_batches):
-            backward(p, overlaps=overlaps, keep=keep)
+            backward(p, overlaps=overlaps, keep=keep, fp8=fp8)
     forward(p, overlaps=overlaps)
     forward(p, overlaps=overlaps)
     return p
@@ -42,6 +43,11 @@ def stepped(ranks: int, overlaps: bool, keep: bool) -> Program:
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_no_order_of_events_breaks_it(overlaps: bool, keep: bool, ranks: int, runs: int) -> None:
     explore(stepped(ranks, overlaps, keep), runs)
+
+
+@pytest.mark.parametrize(("ranks", "runs"), [(2, 100), (3, 30)])
+def test_nor_where_tokens_in_fp8_are_kept_and_weights_lent_again(ranks: int, runs: int) -> None:
+    explore(stepped(ranks, overlaps=False, keep=False, fp8=True), runs)
 
 
 def _without_a_way_out(p: Program) -> None:
@@ -105,21 +111,23 @@ def noted() -> Iterator[list[str]]:
         yield calls
 
 
-def _calls(sms: int, keep: bool) -> list[str]:
+def _calls(sms: int, keep: bool, fp8: bool) -> list[str]:
     """Of two micro-batches of a layer."""
-    spec = MLPSpec(Activation("swiglu"), "reference", accumulate=True)
+    recipe = Fp8Block() if fp8 else None
+    spec = MLPSpec(Activation("swiglu"), "reference", accumulate=True, recipe=recipe)
     with gloo_exchanges(), noted() as calls:
-        dispatcher = dispatcher_of("symm", Clones(2, 10, keep), sms, keep, spec)
+        dispatcher = dispatcher_of("symm", Clones(2, 10, keep), sms, keep, spec, fp8_rows=fp8)
         layer(problem("one hot expert", torch.bfloat16), dispatcher, spec)
     return calls
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("sms", "keep"), WAYS)
-def test_the_model_says_what_symm_does(sms: int, keep: bool) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_model_says_what_symm_does(fp8: bool, sms: int, keep: bool) -> None:
     model = Program(2, overlaps=sms > 0)
     for _ in range(2):
         forward(model, overlaps=sms > 0)
-        backward(model, overlaps=sms > 0, keep=keep)
-    for calls in run_distributed(_calls, 2, sms, keep):
+        backward(model, overlaps=sms > 0, keep=keep, fp8=fp8)
+    for calls in run_distributed(_calls, 2, sms, keep, fp8):
         assert calls == model.calls

@@ -5,8 +5,10 @@ bit for bit, whatever is taken inside; those of weights with pushes inside are t
 collectives there, bit for bit.
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,6 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
-from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize, clone_plan
 from phalanx.kernels.routing.clone_routing import count_rows
 from phalanx.parallel.dispatch.base import Slots, make_dispatcher
@@ -34,6 +35,7 @@ from tests.support.distributed import run_distributed
 pytestmark = pytest.mark.dist
 
 COST = 10
+COLLECTIVES = ("all_gather_into_tensor", "all_to_all_single", "all_reduce", "all_gather")
 KINDS = {
     "even": False,
     "one hot expert": True,
@@ -56,6 +58,7 @@ def dispatcher_of(
     clones: Clones | None,
     spec: MLPSpec,
     symm: SymmOptions = SymmOptions(),  # noqa: B008  (frozen)
+    fp8_rows: bool = False,
 ) -> Dispatcher:
     return make_dispatcher(
         replace(transport, inside=Transport(inside, "in this test", clones=clones)),
@@ -66,6 +69,7 @@ def dispatcher_of(
         backend=spec.backend,
         symm=symm,
         recipe=spec.recipe,
+        fp8_rows=fp8_rows,
     )
 
 
@@ -73,21 +77,29 @@ def ways(kind: str, backend: str, slots: int, options: dict[str, Any], size: int
     """Without clones and with them by collectives inside, and with them by pushes in all ways."""
     p = flat.problem(kind, torch.bfloat16, options.pop("bias", False))
     how = {name: options.pop(name) for name in ("crossed", "shared") if name in options}
+    fp8_rows = options.pop("fp8_rows", False)
     options.setdefault("accumulate", True)
     spec = MLPSpec(Activation("swiglu"), backend, **options)
     transport = over_nodes(size)
     made = [
-        layer(p, dispatcher_of(transport, "alltoall", of, spec), spec, **how)
+        layer(p, dispatcher_of(transport, "alltoall", of, spec, fp8_rows=fp8_rows), spec, **how)
         for of in (None, Clones(slots, COST), Clones(slots, COST, keep=True))
     ]
     for sms, keep in WAYS:
-        if sms and spec.recipe is not None:
+        if sms and spec.recipe is not None and not fp8_rows:
             continue  # what becomes FP8 where it arrives has to be there
         clones, symm = Clones(slots, COST, keep), SymmOptions(keep=keep, comm_sms=sms)
         with gloo_exchanges():
-            pushed = dispatcher_of(transport, "symm", clones, spec, symm)
+            pushed = dispatcher_of(transport, "symm", clones, spec, symm, fp8_rows)
             made.append(layer(p, pushed, spec, **how))
-    return made
+    return [on_any_node(of) for of in made]
+
+
+def on_any_node(made: Made) -> Made:
+    """With the clones of all ranks' nodes, as one node may have none."""
+    cloned = torch.tensor(made.cloned)
+    dist.all_reduce(cloned)
+    return made._replace(cloned=int(cloned))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,25 +137,69 @@ def told(kind: str) -> list[Tensor]:
     return list(received.clones)
 
 
+def of_node(kind: str, node: int) -> ClonePlan:
+    """In its own numbers."""
+    count = count_rows(flat.routed(kind), EXPERTS).chunk(2)[node]
+    return clone_plan(count, CloneSize(SIZE, 2, COST))
+
+
 def planned(kind: str) -> ClonePlan:
     """Of both nodes, in the numbers of the group."""
-    here = EXPERTS // 2
-    counts = count_rows(flat.routed(kind), EXPERTS).split(here)
-    plans = [clone_plan(count, CloneSize(SIZE, 2, COST)) for count in counts]
+    plans = [of_node(kind, node) for node in range(2)]
     second = plans[1].expert_RN
-    plans[1] = plans[1]._replace(expert_RN=torch.where(second >= 0, second + here, -1))
+    plans[1] = plans[1]._replace(expert_RN=torch.where(second >= 0, second + EXPERTS // 2, -1))
     want = [torch.cat(of) for of in zip(*(p[:4] for p in plans), strict=True)]
     return ClonePlan(*want, torch.cat([p.load_2R for p in plans], dim=1))
 
 
 @pytest.mark.parametrize("kind", ["one hot expert", "one rank of each node"])
-def test_every_rank_knows_the_plans_of_all_nodes(kind: str) -> None:
-    """What is logged is of the busiest rank of the group."""
-    want = planned(kind)
-    for got in run_distributed(told, RANKS, kind):
-        for name, a, b in zip(ClonePlan._fields, got, want, strict=True):
+def test_every_rank_knows_the_plan_of_its_node(kind: str) -> None:
+    for rank, got in enumerate(run_distributed(told, RANKS, kind)):
+        for name, a, b in zip(ClonePlan._fields, got, of_node(kind, rank // SIZE), strict=True):
             assert torch.equal(a, b), name
             assert a.dtype == torch.int32
+
+
+def over_the_rail(inside: str, clones: Clones | None) -> list[tuple[str, int]]:
+    """Collectives between nodes in two micro-batches of a layer, and the numbers that each gets."""
+    asked, transport = list[tuple[str, int]](), over_nodes()
+    spec, p = (
+        MLPSpec(Activation("swiglu"), "reference"),
+        flat.problem("one hot expert", torch.bfloat16),
+    )
+    assert transport.nodes is not None
+    rail = transport.nodes.rail
+
+    def noted(name: str) -> Any:
+        collective = getattr(dist, name)
+
+        def called(*given: Any, **how: Any) -> Any:
+            if rail in (*given, *how.values()):
+                asked.append((name, given[0].numel()))
+            return collective(*given, **how)
+
+        return mock.patch.object(dist, name, called)
+
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(noted(name))
+        stack.enter_context(gloo_exchanges())
+        layer(p, dispatcher_of(transport, inside, clones, spec), spec)
+    return asked
+
+
+def both_over_the_rail(inside: str) -> list[list[tuple[str, int]]]:
+    return [over_the_rail(inside, of) for of in (None, Clones(2, COST))]
+
+
+@pytest.mark.parametrize("inside", ["alltoall", "symm"])
+def test_clones_say_nothing_between_nodes(inside: str) -> None:
+    """In the calls of a layer; what is logged of them is told once a step
+    (`moe.router.balance`)."""
+    for without, cloned in run_distributed(both_over_the_rail, RANKS, inside):
+        # Routing, tokens and sums; gradients of sums, tokens and probabilities.
+        assert len(without) == 2 * 6
+        assert cloned == without
 
 
 def gradients(kind: str) -> list[Tensor]:
@@ -156,24 +212,3 @@ def test_rows_of_an_expert_are_parted_in_the_order_of_ranks(kind: str) -> None:
     another order: gradients are the sums that this predicts, bit for bit."""
     grads = run_distributed(gradients, RANKS, kind)
     flat.as_planned(flat.problem(kind, torch.bfloat16), planned(kind), grads)
-
-
-def refused() -> str:
-    try:
-        make_dispatcher(
-            replace(over_nodes(), inside=Transport("alltoall", "", clones=Clones(2, COST))),
-            group=dist.group.WORLD,
-            experts=EXPERTS,
-            slots=Slots(TOP_K, TOP_K),
-            budget=Budget(1.0, torch.device("cpu")),
-            recipe=Fp8Block(),
-            fp8_rows=True,
-        )
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_rows_in_fp8_are_refused() -> None:
-    for error in run_distributed(refused, RANKS):
-        assert error == "rows of clones travel as they are: set precision.dispatch=bf16"

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.configs.transports import TRANSPORTS
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.autograd import ExpertMLP, How
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatch.base import Slots, make_dispatcher
 from phalanx.parallel.dispatch.capacity import Budget
@@ -24,7 +24,15 @@ from phalanx.parallel.dispatch.received import Received
 from phalanx.parallel.dispatch.transport_class import Dispatcher, Transport
 from tests.parallel.dispatch import test_clones as flat
 from tests.parallel.dispatch.gloo_exchange import gloo_exchanges
-from tests.parallel.dispatch.test_clones import EXPERTS, KINDS, TOP_K, Made, Problem, check
+from tests.parallel.dispatch.test_clones import (
+    EXPERTS,
+    HIDDEN,
+    KINDS,
+    TOP_K,
+    Made,
+    Problem,
+    check,
+)
 from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.dist
@@ -33,7 +41,9 @@ WAYS = [(0, False), (0, True), (8, False), (8, True)]
 """SMs that push beside the experts, and whether tokens and weights of guests are kept."""
 
 
-def dispatcher_of(name: str, clones: Clones | None, sms: int, keep: bool, spec: Any) -> Dispatcher:
+def dispatcher_of(
+    name: str, clones: Clones | None, sms: int, keep: bool, spec: Any, fp8_rows: bool = False
+) -> Dispatcher:
     return make_dispatcher(
         Transport(name, "wanted", clones=clones),
         group=dist.group.WORLD,
@@ -43,13 +53,14 @@ def dispatcher_of(name: str, clones: Clones | None, sms: int, keep: bool, spec: 
         backend=spec.backend,
         symm=SymmOptions(keep=keep, comm_sms=sms),
         recipe=spec.recipe,
+        fp8_rows=fp8_rows,
     )
 
 
 def experts(received: Received, weights: MLPWeights, spec: MLPSpec) -> Tensor:
     """`grouped_mlp`, which refuses overlap on a CPU."""
     plan, overlap = received.plan, received.overlap
-    how = How(spec, torch.is_grad_enabled(), overlap, guests=received.guests)
+    how = How(spec, torch.is_grad_enabled(), overlap, received.arrived, guests=received.guests)
     prob_S = plan.row_prob_S if overlap is None else None
     with received.saving():
         return ExpertMLP.apply(received.rows_ND, *weights, prob_S, plan, how)
@@ -98,20 +109,30 @@ def ways(kind: str, backend: str, slots: int, options: dict[str, Any]) -> list[M
     """Without clones and with them over collectives, and with them over pushes in all ways."""
     p = flat.problem(kind, torch.bfloat16, options.pop("bias", False))
     how = {name: options.pop(name) for name in ("crossed", "shared") if name in options}
+    fp8_rows = options.pop("fp8_rows", False)
     options.setdefault("accumulate", True)
     spec = MLPSpec(Activation("swiglu"), backend, **options)
     clones = Clones(slots, cost=10)
     made = [
-        layer(p, dispatcher_of("alltoall", of, 0, False, spec), spec, **how)
+        layer(p, dispatcher_of("alltoall", of, 0, False, spec, fp8_rows), spec, **how)
         for of in (None, clones)
     ]
     for sms, keep in WAYS:
-        if sms and spec.recipe is not None:
+        if sms and spec.recipe is not None and not fp8_rows:
             continue  # what becomes FP8 where it arrives has to be there
-        with gloo_exchanges():
+        with gloo_exchanges() as exchanges:
             of = Clones(slots, cost=10, keep=keep)
-            made.append(layer(p, dispatcher_of("symm", of, sms, keep, spec), spec, **how))
+            pushed = dispatcher_of("symm", of, sms, keep, spec, fp8_rows)
+            made.append(layer(p, pushed, spec, **how))
+        if fp8_rows:
+            sent_in_fp8(exchanges[0].sent, again=sms > 0 and not keep)
     return made
+
+
+def sent_in_fp8(sent: list[int], again: bool) -> None:
+    """Of the two micro-batches: tokens and gradients of sums, and tokens again."""
+    small, whole = row_bytes(HIDDEN), 2 * HIDDEN
+    assert sorted(sent) == sorted(2 * [small, whole, small, *again * [small], whole])
 
 
 def same(by_rank: list[list[Made]], *, cloned: bool = True, near: float = 1e-5) -> None:
@@ -144,6 +165,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     "two micro-batches under way": {"crossed": True},
     "a shared expert": {"shared": True},
     "rows that become FP8 where they arrive": {"recipe": Fp8Block()},
+    "rows in FP8": {"recipe": Fp8Block(), "fp8_rows": True},
+    "rows in FP8, two micro-batches": {"recipe": Fp8Block(), "fp8_rows": True, "crossed": True},
+    "rows in FP8, biases, h again": {
+        "recipe": Fp8Block(grad_format="e5m2"),
+        "fp8_rows": True,
+        "bias": True,
+        "recompute_h": True,
+    },
+    "rows in FP8, other switches": {
+        "recipe": Fp8Block(hidden="fp8", wgrad="bf16"),
+        "fp8_rows": True,
+        "shared": True,
+    },
 }
 
 
@@ -152,6 +186,13 @@ def test_variants(name: str) -> None:
     options = dict(CHANGES[name])
     near = 4e-3 if name == "gradients returned" else 1e-5
     same(run_distributed(ways, 2, "several hot experts", "reference", 2, options), near=near)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "even"])
+def test_rows_in_fp8(kind: str) -> None:
+    options = {"recipe": Fp8Block(), "fp8_rows": True}
+    made = run_distributed(ways, 4, kind, "reference", 2, options)
+    same(made, cloned=kind != "even", near=1e-5 if kind != "even" else 0.0)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -179,17 +220,3 @@ def forward_only() -> None:
 
 def test_evaluation_gives_the_same() -> None:
     run_distributed(forward_only, 2)
-
-
-def test_it_is_allowed_with_rows_in_bf16() -> None:
-    assert TRANSPORTS["symm"].clones
-    with pytest.raises(ValueError, match="set precision.dispatch=bf16"):
-        make_dispatcher(
-            Transport("symm", "wanted", clones=Clones(2, 10)),
-            group=None,
-            experts=EXPERTS,
-            slots=Slots(TOP_K, TOP_K),
-            budget=Budget(1.0, torch.device("cpu")),
-            recipe=Fp8Block(),
-            fp8_rows=True,
-        )
