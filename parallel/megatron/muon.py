@@ -74,7 +74,7 @@ class Muon(AdamW):
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         super()._update(group, [p for p in params if of(p) is None])
         waiting: list[_Move] = []
-        for p in params:
+        for p in sorted(params, key=torch.numel):  # small ones of all layers together
             if (matrices := of(p)) is not None:
                 for move in self._moves(p, matrices):
                     if sum(m.weight.numel() for m in [*waiting, move]) > _SLICE:
