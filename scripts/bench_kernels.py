@@ -11,7 +11,7 @@ Suites (default: all, without peers):
   skew       Zipf-skewed routing against balanced rows, dynamic and static scheduling
   gather     rows picked by an index against the same rows side by side
   host       host time of a call
-  fp8        expert MLP in FP8 against bf16
+  fp8        expert MLP in FP8 against bf16      peer: te, in its blockwise recipe
   fp8_gemms  the grouped GEMMs in FP8 against those in bf16
 
 Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each; a ratio is
@@ -65,6 +65,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--peers", default="", metavar="LIST", help=f"all, or some of {','.join(PEERS)}")
     add("--rounds", type=int, default=20, metavar="N", help="default: %(default)s")
+    add(
+        "--warm",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds of rounds before those that count, for clocks and power of a long run",
+    )
     add("--json", type=Path, metavar="PATH", help="write the results, after every shape")
     add("--plot", type=Path, metavar="PATH", help="draw the ratios; needs matplotlib")
     add("--from-json", type=Path, metavar="PATH", help="measure nothing, show these results")
@@ -87,6 +94,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--shape {error}")
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
+    if not 0 <= args.warm < 60:
+        parser.error(f"--warm {args.warm:g}: seconds, below 60")
     if args.dry and not args.tune:
         parser.error("--dry: goes with --tune")
     if args.tune and (args.suites or args.shape):
@@ -180,7 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("this script measures on a CUDA device, and there is none", file=sys.stderr)
         return 1
-    bench = Bench(Gpu(), args.rounds, args.peers, args.demanded, shapes=args.selected)
+    how = dict(shapes=args.selected, warm=args.warm)
+    bench = Bench(Gpu(), args.rounds, args.peers, args.demanded, **how)
     report = Report(args)
     report.facts = facts(bench.clock.device, sys.argv[1:] if argv is None else list(argv))
     print(", ".join(f"{k} {v}" for k, v in report.facts.items() if isinstance(v, str)))

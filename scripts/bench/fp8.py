@@ -1,24 +1,26 @@
 """Suite `fp8`: the expert MLP in FP8 against the same in bf16, interleaved.
 
 Rows are quantised and transposed inside what is timed; FP8 copies of weights are kept, as they are
-made once a step. Weight gradients are added to fp32 buffers on both sides.
+made once a step. Weight gradients are added to fp32 buffers on all sides. Peer: Transformer
+Engine's GroupedLinear in its blockwise recipe, with a compiled SwiGLU * prob between.
 """
 
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.scripts.bench.measure import Bench, Call, Sides
-from phalanx.scripts.bench.mlp import with_backward
+from phalanx.scripts.bench.measure import Bench, Call, Sides, reason
+from phalanx.scripts.bench.mlp import swiglu_prob, with_backward
 from phalanx.scripts.bench.problems import SWIGLU, Experts, dirichlet, error, experts
 from phalanx.scripts.bench.records import Record
-from phalanx.scripts.bench.shapes import FP8, Shape
+from phalanx.scripts.bench.shapes import FP8, FP8_TE, Shape
 
-BF16, EIGHT = "bf16", "fp8"
+BF16, EIGHT, PEER = "bf16", "fp8", "te"
 RECIPES = {BF16: None, EIGHT: Fp8Block()}
 TOLERANCE = 0.08
 """Of the recipe: rounding to e4m3 costs 2 to 6 % of the norm."""
@@ -28,6 +30,33 @@ def mlp(p: Experts, spec: MLPSpec) -> Call:
     """The forward pass, without gathering."""
     plan = ExpertPlan(None, p.prob_S, p.offsets, None, None, p.order_L)
     return lambda: grouped_mlp(p.x_SD, MLPWeights(p.w1, p.w2), plan, spec)
+
+
+def transformer_engine(p: Experts) -> tuple[Call, list[Tensor]]:
+    """Forward pass of Transformer Engine's, with weights of its own, and its leaves.
+
+    FP8 copies of the weights are made by the first call.
+    """
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    options = dict(bias=False, params_dtype=torch.bfloat16, device=p.device)
+    fc1 = te.GroupedLinear(p.L, p.D, 2 * p.F, fuse_wgrad_accumulation=True, **options)
+    fc2 = te.GroupedLinear(p.L, p.F, p.D, fuse_wgrad_accumulation=True, **options)
+    weights = [*fc1.parameters(), *fc2.parameters()]
+    for w in weights:
+        w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
+    x, prob, counts = p.x_SD, p.prob_S[:, None], p.counts
+    act = torch.compile(swiglu_prob, dynamic=False)
+    first = True
+
+    def forward() -> Tensor:
+        nonlocal first
+        how, first = dict(is_first_microbatch=first), False
+        with te.autocast(enabled=True, recipe=Float8BlockScaling()):
+            return fc2(act(fc1(x, counts, **how), prob), counts, **how)
+
+    return forward, [x, *weights]
 
 
 def suite(bench: Bench, shape: Shape) -> list[Record]:
@@ -45,10 +74,30 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
         sides.add(side, "forward", forward)
         both = with_backward(forward, [p.x_SD, p.w1, p.w2], p.dy_SD)
         sides.add(side, "both", both)
+    if PEER in bench.peers:
+        _add_peer(sides, p)
     sides.run()
     for what, flops in (("forward", p.forward_flops), ("backward", 2 * p.forward_flops)):
         made += _compared(sides, what, flops)
-    return [*made, *sides.lost]
+    return [*made, *_against_peer(sides, 3 * p.forward_flops), *sides.lost]
+
+
+def _add_peer(sides: Sides, p: Experts) -> None:
+    try:
+        forward, leaves = transformer_engine(p)
+    except Exception as why:
+        sides.lose(PEER, "both", "graph", reason(why), failed=sides.bench.demanded)
+        return
+    sides.add(PEER, "both", with_backward(forward, leaves, p.dy_SD), ours=False)
+
+
+def _against_peer(sides: Sides, flops: float) -> list[Record]:
+    """Forward and backward pass together."""
+    made = sides.record(PEER, "both", flops=flops)
+    if not made:
+        return []
+    bars, peer = FP8_TE.get(sides.shape), made[0].ms
+    return sides.record(EIGHT, "both", flops=flops, other=peer, bars=bars, note="of te") + made
 
 
 def _compared(sides: Sides, what: str, flops: float) -> list[Record]:

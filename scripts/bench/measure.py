@@ -1,8 +1,9 @@
 """Medians of interleaved rounds on one GPU, the L2 cache flushed before every run.
 
 A round runs every side once, beginning with another one each time, so that a falling clock meets
-all of them. The host waits only in the end: an eager side whose launches keep ahead of the GPU is
-not charged for them.
+all of them. Rounds before those that count warm up, for `Bench.warm` seconds if they are to find
+the clocks and the power of a long run. The host waits only in the end: an eager side whose launches
+keep ahead of the GPU is not charged for them.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -217,6 +219,8 @@ class Bench:
     backend: str = "fused"
     shapes: Mapping[str, Sequence[Shape]] = field(default_factory=dict)
     """All shapes that each suite will see."""
+    warm: float = 0.0
+    """Seconds of rounds that do not count, before the others."""
 
     def sides(self, suite: str, shape: Shape) -> "Sides":
         return Sides(self, suite, shape)
@@ -272,22 +276,34 @@ class Sides:
         """Measure all sides: milliseconds of each round, in the order of the rounds."""
         clock, keys = self.bench.clock, list(self._calls)
         stamps: dict[Key, list[tuple[Any, Any]]] = {key: [] for key in keys}
-        for round_ in range(self.bench.rounds + WARM_ROUNDS):
-            for i in range(len(keys)):
-                key = keys[(i + round_) % len(keys)]
-                call, company = self._calls[key]
-                clock.flush()
-                if company is not None:
-                    company.start()
-                begin = clock.stamp()
-                call()
-                end = clock.stamp()
-                if company is not None:
-                    company.join(end)
-                if round_ >= WARM_ROUNDS:
-                    stamps[key].append((begin, end))
+        for round_ in range(WARM_ROUNDS):
+            self._round(round_)
+        until = monotonic() + self.bench.warm
+        while keys and monotonic() < until:
+            self._round(0)
+            clock.wait()
+        for round_ in range(WARM_ROUNDS, WARM_ROUNDS + self.bench.rounds):
+            for key, pair in self._round(round_):
+                stamps[key].append(pair)
         clock.wait()
         self.times = {k: [clock.between(*pair) for pair in v] for k, v in stamps.items()}
+
+    def _round(self, number: int) -> list[tuple[Key, tuple[Any, Any]]]:
+        """Begin and end of each side."""
+        clock, keys, found = self.bench.clock, list(self._calls), []
+        for i in range(len(keys)):
+            key = keys[(i + number) % len(keys)]
+            call, company = self._calls[key]
+            clock.flush()
+            if company is not None:
+                company.start()
+            begin = clock.stamp()
+            call()
+            end = clock.stamp()
+            if company is not None:
+                company.join(end)
+            found.append((key, (begin, end)))
+        return found
 
     def time(self, side: str, what: str, mode: str = "graph") -> Time | None:
         """Of a side that took part. `backward` is the difference of `both` and `forward`."""

@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("cutlass")
 
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.sm90.gemm import tiles
 from phalanx.scripts import bench_kernels
 from phalanx.scripts.bench import (
@@ -155,6 +156,7 @@ def test_arguments():
         (["--shape", "1,x"], "--shape"),
         (["mlp", "--shape", "5"], "no suite that was named has such a shape"),
         (["--rounds", "0"], "must be at least 1"),
+        (["--warm", "-1"], "seconds, below 60"),
         (["--dry"], "--dry: goes with --tune"),
         (["mlp", "--tune"], "runs no suite"),
     ],
@@ -261,6 +263,33 @@ def test_fp8_is_compared_with_bf16(monkeypatch):
     bf16, eight = (found[side, "forward", "graph"] for side in ("bf16", "fp8"))
     assert eight.ratio == pytest.approx(bf16.ms / eight.ms) and eight.met and bf16.ratio is None
     assert eight.tflops == pytest.approx(6 * 256 * 128 * 64 / eight.ms * 1e-9)
+
+
+def test_a_peer_in_fp8_is_compared_over_both_passes(monkeypatch):
+    shape = (256, 128, 64, 4)
+    b = bench(peers=("te",), backend="torch")
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    assert "transformer_engine" in by_side(fp8.suite(b, shape))["te", "both", "graph"].note
+
+    def theirs(p):
+        leaves = [p.x_SD, p.w1, p.w2]
+        return fp8.mlp(p, MLPSpec(problems.SWIGLU, "torch")), leaves
+
+    monkeypatch.setattr(fp8, "transformer_engine", theirs)
+    monkeypatch.setitem(shapes.FP8_TE, shape, (1e-9, 1e9))
+    found = by_side(fp8.suite(b, shape))
+    ours, peer = found["fp8", "both", "graph"], found["te", "both", "graph"]
+    assert ours.ratio == pytest.approx(peer.ms / ours.ms) and ours.met and peer.ratio is None
+    assert ours.tflops == pytest.approx(18 * 256 * 128 * 64 / ours.ms * 1e-9)
+
+
+def test_rounds_that_warm_up_do_not_count():
+    calls = []
+    sides = bench(warm=0.02).sides("mlp", (1,))
+    sides.add("ours", "forward", lambda: calls.append(1), modes=("eager",))
+    sides.run()
+    (times,) = sides.times.values()
+    assert len(times) == 2 and len(calls) > 1 + measure.WARM_ROUNDS + 2
 
 
 def test_wrong_results_fail():
