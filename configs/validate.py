@@ -254,6 +254,11 @@ def _optim(cfg: Config) -> Iterator[str]:
     if 0 < o.decay_steps <= o.warmup_steps:
         reason = f"ends within the warm-up of {o.warmup_steps} steps"
         yield repair(cfg, "optim.decay_steps", reason, o.warmup_steps + 1)
+    a, ranks = cfg.model.attention, cfg.parallel.tensor
+    if o.kind == "muon" and a.kind == "gqa" and ranks > a.kv_heads:
+        reason = f"cuts one head's keys and values (model.attention.kv_heads={a.kv_heads}), which "
+        reason += "optim.kind=muon updates whole"
+        yield repair(cfg, "parallel.tensor", reason, a.kv_heads)
     if o.qk_clip and cfg.model.attention.qk_norm:
         reason = "rescales weights in front of a norm that undoes it (model.attention.qk_norm=true)"
         yield repair(cfg, "optim.qk_clip", reason, 0)

@@ -383,6 +383,12 @@ def _texts(value: object) -> object:
             "rounds decay away",
             "optim.momentum=0.99",
         ),
+        (
+            "optim=muon parallel.tensor=2 model.attention.kv_heads=1",
+            2,
+            "updates whole",
+            "parallel.tensor=1",
+        ),
         ("optim=muon optim.ns_steps=0", 1, "must be at least 1", "optim.ns_steps=5"),
         ("optim.qk_clip=-1", 1, "must be at least 0", "optim.qk_clip=0"),
         ("optim.qk_clip=inf", 1, "must be finite", "optim.qk_clip=0.0"),
