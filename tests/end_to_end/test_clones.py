@@ -81,7 +81,7 @@ def test_a_replay_has_the_load_that_was_counted_before(slots: int, uneven: str) 
         tokens=4 * 64,
         clones=Clones(slots, cost_of_copy(CPU_RANKS, width=2, keep=False)),
     )
-    assert want.micro_batches == 1 and want.capacity_factor > 1.01
+    assert want.micro_batches == 1 and want.capacity_factor > 1
     common = ["kernels=torch", "run.steps=1", uneven, f"parallel.clones={slots}"]
     factors = want.capacity_factor, want.capacity_factor - 0.01
     got, tight = (of(2, *common, f"parallel.capacity_factor={f:.2f}").steps[-1] for f in factors)
