@@ -2,9 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
 
 from phalanx.configs.machines import CPU_RANKS, rates_of
-from phalanx.moe.router.recorded_load import RecordedLoad, least_factor, recorded_load
+from phalanx.kernels.routing.clone_plan import CloneSize, make_clone_plan
+from phalanx.moe.router.recorded_load import (
+    RecordedLoad,
+    least_factor,
+    recorded_load,
+    rows_of_ranks,
+)
 from phalanx.moe.router.recording import Ids
 from phalanx.parallel.dispatch.clones import Clones, cost_of_copy
 
@@ -38,6 +45,11 @@ def test_with_a_clone(cost: int) -> None:
     assert (found.load_max, found.cloned) == (3.0, 1.0)
     assert found.rank_load == (576 + cost) / 512
     assert (found.layers["layer.1"].rows, found.capacity_factor) == (576, 1.01)
+
+
+def test_rows_of_guests_are_those_of_their_rank() -> None:
+    plan = make_clone_plan(torch.tensor(UNEVEN, dtype=torch.int32), CloneSize(2, slots=1, cost=100))
+    assert rows_of_ranks(plan).tolist() == [832 - 256, 192 + 256]
 
 
 def test_micro_batches_count_one_by_one() -> None:
