@@ -21,7 +21,6 @@ from torch import Tensor
 
 from phalanx.kernels.routing.clone_plan import ClonePlan, make_clone_plan
 from phalanx.moe.router.recording import Ids
-from phalanx.parallel.dispatch.base import Slots
 from phalanx.parallel.dispatch.capacity import ROW_MULTIPLE, Budget
 from phalanx.parallel.dispatch.clones import Clones
 
@@ -106,13 +105,8 @@ def recorded_load(
         taken = ids_NK[np.arange(M * ranks * tokens) % recorded].reshape(M, -1)
         count_ME = np.stack([np.bincount(one, minlength=experts) for one in taken])
         layers[name] = layer_load(torch.from_numpy(count_ME).int(), ranks, clones)
-    factor = least_factor(
-        max(of.rows for of in layers.values()),
-        tokens=tokens,
-        top_k=top_k,
-        ranks=ranks,
-        places=experts // ranks + clones.slots,
-    )
+    rows = max(of.rows for of in layers.values())
+    factor = least_factor(rows, tokens=tokens, top_k=top_k)
     return RecordedLoad(ranks, clones.slots, M, factor, layers)
 
 
@@ -141,19 +135,17 @@ def rows_of_ranks(plan: ClonePlan) -> Tensor:
     return kept_R + (plan.end_RN - plan.begin_RN).sum(1)
 
 
-def least_factor(rows: int, *, tokens: int, top_k: int, ranks: int, places: int) -> float:
+def least_factor(rows: int, *, tokens: int, top_k: int) -> float:
     """The least `parallel.capacity_factor`, in hundredths, whose budget has so many rows.
 
     Args:
         rows: of a rank that needs most.
-        tokens, ranks: T and R.
+        tokens: T.
         top_k: K.
-        places: for experts on a rank: L, and guest slots.
     """
-    most = Slots(top_k, top_k).most(tokens, ranks, places)
     begin = (rows - ROW_MULTIPLE) * 100 // (tokens * top_k)  # what is kept is rounded up to it
     for hundredths in count(max(100, begin)):
         budget = Budget(hundredths / 100, torch.device("cpu"))
-        if budget.rows(tokens, top_k, ranks, places, most=most) >= rows:
+        if budget.rows(tokens, top_k, 1, 1, most=rows) == rows:
             return budget.capacity_factor
-    raise AssertionError("some budget has the rows of all tokens")
+    raise AssertionError("some budget has them")

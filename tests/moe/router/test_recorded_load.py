@@ -68,10 +68,13 @@ def test_few_tokens_are_taken_again() -> None:
     assert load(tokens_of(half)) == load(tokens_of(half, half))
 
 
-def test_a_factor_needs_no_more_than_all_rows() -> None:
-    """All tokens on one rank of two: 2 x the balanced rows, and no rounding up beyond them."""
-    assert least_factor(2 * 100, tokens=100, top_k=1, ranks=2, places=2) == 1.29
-    assert least_factor(2 * 4096, tokens=4096, top_k=1, ranks=2, places=2) == 1.97
+@pytest.mark.parametrize(
+    ("rows", "factor"),
+    [(100, 1.0), (512, 1.0), (513, 1.01), (640, 1.01), (641, 1.26), (1024, 1.76)],
+)
+def test_the_least_factor_keeps_whole_tiles(rows: int, factor: float) -> None:
+    """Of 512 balanced rows: at 1.00 four tiles of 128, above that a fifth, above 1.25 a sixth."""
+    assert least_factor(rows, tokens=256, top_k=2) == factor
 
 
 def test_a_copy_costs_what_a_run_says() -> None:
