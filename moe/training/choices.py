@@ -9,20 +9,19 @@ from dataclasses import replace
 import torch
 
 from phalanx.configs import capture
-from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import EMULATES, MICROSCALING, MULTIPLIES_FP8, is_fp8, width
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.machines import CPU_RANKS, rates_of
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice, Facts, resolve
-from phalanx.kernels.routing.clone_plan import clone_cost
 from phalanx.moe.estimate.memory import needed
 from phalanx.moe.estimate.room import device_room
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import refuse
 from phalanx.parallel.cuda_graph import WARM_STEPS
+from phalanx.parallel.dispatch.clones import cost_of_copy
 from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.runtime import Runtime
@@ -154,21 +153,13 @@ def _own_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[str, str]:
 def choose_clone_cost(cfg: Config, runtime: Runtime) -> int:
     """Rows that a copy of an expert costs its two ranks, the same on all ranks. Collective.
 
-    Forward and backward, by measured rates (configs/machines.py): weights travel once or twice and
-    gradients back in fp32, and nothing hides them.
+    By measured rates (configs/machines.py).
     """
-    e = cfg.model.moe
-    weights = (ACTIVATIONS[e.activation].halves + 1) * cfg.model.hidden * e.ffn
     if runtime.device.type == "cuda":
         rates = rates_of(torch.cuda.get_device_name(runtime.device), cfg.run.machine)
     else:
         rates = CPU_RANKS
-    passes = 1 if cfg.parallel.save_x == "keep" else 2
-    own = clone_cost(
-        weights * (passes * width(cfg) + 4),
-        bytes_per_second=rates.node_gbs * 1e9,
-        seconds_per_row=6 * weights / (rates.expert_tflops * 1e12),
-    )
+    own = cost_of_copy(rates, width=width(cfg), keep=cfg.parallel.save_x == "keep")
     return max(gather(own))
 
 

@@ -18,7 +18,8 @@ probabilities. Shapes depend on the number of slots alone; nothing is read on th
 
 from dataclasses import dataclass
 
-from phalanx.kernels.routing.clone_plan import CloneSize
+from phalanx.configs.machines import Rates
+from phalanx.kernels.routing.clone_plan import CloneSize, clone_cost
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,22 @@ class Clones:
     def size(self, ranks: int) -> CloneSize:
         """What plans are made for among ranks that share experts."""
         return CloneSize(ranks, self.slots, self.cost)
+
+
+def cost_of_copy(rates: Rates, *, width: int, keep: bool) -> int:
+    """`Clones.cost` of a whole step, in which nothing hides what is sent.
+
+    A weight travels to its guest, once more for the backward pass if it is not kept, and its
+    gradient back in fp32; a row is 6 FLOP a weight in forward and backward. So the size of an
+    expert cancels.
+
+    Args:
+        rates: of a GPU.
+        width: bytes of a weight on its way.
+        keep: guests' weights are kept for the backward pass.
+    """
+    return clone_cost(
+        (1 if keep else 2) * width + 4,
+        bytes_per_second=rates.node_gbs * 1e9,
+        seconds_per_row=6 / (rates.expert_tflops * 1e12),
+    )

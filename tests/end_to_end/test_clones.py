@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.moe.router.recording import layer_name, write
+from phalanx.configs.machines import CPU_RANKS
+from phalanx.moe.router.recorded_load import recorded_load
+from phalanx.moe.router.recording import layer_name, read_facts, read_layer, write
+from phalanx.parallel.dispatch.clones import Clones, cost_of_copy
 from tests.parallel.dispatch.test_hierarchical import SIZE, pretended
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, records, run
@@ -65,6 +68,28 @@ def test_two_ranks(name: str, uneven: str) -> None:
         assert 0 < step["cloned"] <= 4
         assert 1 <= step["rank_load_cloned"] < step["rank_load"] <= 2
     assert "cloned" not in want.steps[0] and "rank_load_cloned" not in want.steps[0]
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+def test_a_replay_has_the_load_that_was_counted_before(slots: int, uneven: str) -> None:
+    """And fits the rows that were counted, but not a hundredth less."""
+    facts = read_facts(path := uneven.partition("=")[2])
+    want = recorded_load(
+        {name: read_layer(path, name) for name in facts.layers},
+        facts.experts,
+        ranks=2,
+        tokens=4 * 64,
+        clones=Clones(slots, cost_of_copy(CPU_RANKS, width=2, keep=False)),
+    )
+    assert want.micro_batches == 1 and want.capacity_factor > 1
+    common = ["kernels=torch", "run.steps=1", uneven, f"parallel.clones={slots}"]
+    factors = want.capacity_factor, want.capacity_factor - 0.01
+    got, tight = (of(2, *common, f"parallel.capacity_factor={f:.2f}").steps[-1] for f in factors)
+    assert got["load_max"] == pytest.approx(want.load_max)
+    rank_load = got["rank_load_cloned"] if slots else got["rank_load"]
+    assert rank_load == pytest.approx(want.rank_load)
+    assert got.get("cloned", 0) == want.cloned and (want.cloned > 0) == (slots > 0)
+    assert got["reruns"] == 0 and tight["reruns"] > 0
 
 
 def test_token_rounding() -> None:

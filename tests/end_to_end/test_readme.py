@@ -32,6 +32,7 @@ from phalanx.scripts import (
     plot_run,
     prepare_data,
     record_anchor,
+    routing_load,
     sample,
     timeline,
 )
@@ -62,6 +63,7 @@ PARSERS = {
     "plot_run": plot_run.parser().parse_args,
     "prepare_data": prepare_data.parser().parse_args,
     "record_anchor": record_anchor.parser().parse_args,
+    "routing_load": routing_load.parser().parse_args,
     "sample": sample.parser().parse_args,
     "timeline": timeline.parser().parse_args,
 }

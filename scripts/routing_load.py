@@ -1,0 +1,128 @@
+#!/usr/bin/env python
+"""How uneven a recorded routing is over expert-parallel ranks, and what clones do about it.
+
+    python scripts/routing_load.py FILE [--expert 2 4 8] [--clones 0 1 2 4] [--tokens 4096]
+        [--micro-batches M] [--cost ROWS] [--json OUT]
+
+FILE is what run.record_routing wrote. Its tokens are one step, cut into micro-batches of --tokens a
+rank; with --micro-batches 1 the numbers are those that a replay logs (model.moe.router.replay). For
+each number of ranks and of guest slots the table has
+
+  busiest expert   its tokens over the mean in the worst layer (`load_max` of a run), and on average
+                   over layers
+  busiest rank     its rows over the mean, on average over layers (`rank_load` of a run, and
+                   `rank_load_cloned` with what copies cost), and in the worst layer
+  cloned           copies of experts, of a layer and micro-batch
+  capacity_factor  the least parallel.capacity_factor with which no step is run again
+
+It needs no GPU. A copy of an expert costs as many rows as in a run in bf16 on H200s, unless --cost
+names another number, as the start page of a run does.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from phalanx.configs.machines import rates_of
+from phalanx.moe.router.recorded_load import RecordedLoad, recorded_load
+from phalanx.moe.router.recording import Facts, read_facts, read_layer
+from phalanx.parallel.dispatch.clones import Clones, cost_of_copy
+
+_COST = cost_of_copy(rates_of("", "h200"), width=2, keep=False)
+_HEADS = (
+    "ranks",
+    "clones",
+    "micro-batches",
+    "busiest expert, worst layer",
+    "busiest expert, mean",
+    "busiest rank, mean",
+    "busiest rank, worst layer",
+    "cloned",
+    "capacity_factor",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code: 0 done, 2 bad input."""
+    args = parser().parse_args(argv)
+    try:
+        facts = read_facts(args.file)
+        ids = {name: read_layer(args.file, name) for name in facts.layers}
+        loads = [
+            recorded_load(
+                ids,
+                facts.experts,
+                ranks=ranks,
+                tokens=args.tokens,
+                clones=Clones(slots, args.cost),
+                micro_batches=args.micro_batches,
+            )
+            for ranks in args.expert
+            for slots in args.clones
+        ]
+        print(f"{heading(facts, args)}\n\n{table(loads)}")
+        for ranks in args.expert:
+            if (batch := ranks * args.tokens) > facts.tokens:
+                print(f"\n{batch:,} tokens of {ranks} ranks take the recorded ones again.")
+        if args.json:
+            given = {"recorded": asdict(facts), "tokens": args.tokens, "cost": args.cost}
+            content = given | {"loads": [asdict(load) for load in loads]}
+            args.json.write_text(json.dumps(content, indent=1) + "\n")
+    except (ValueError, OSError) as error:
+        print(f"routing_load: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options; `--help` is the manual."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = p.add_argument
+    add("file", type=Path, metavar="FILE")
+    add("--expert", type=int, nargs="+", default=[2, 4, 8], metavar="R", help="ranks of a group")
+    add("--clones", type=int, nargs="+", default=[0, 1, 2, 4], metavar="N", help="slots of a rank")
+    add("--tokens", type=int, default=4096, metavar="T", help="of a rank and micro-batch")
+    add("--micro-batches", type=int, metavar="M", help="default: as many as were recorded")
+    add("--cost", type=int, default=_COST, metavar="ROWS", help=f"of a copy; default: {_COST:,}")
+    add("--json", type=Path, metavar="OUT", help="write the numbers of every layer")
+    return p
+
+
+def heading(facts: Facts, args: argparse.Namespace) -> str:
+    """What was recorded, and what is assumed."""
+    return (
+        f"{args.file.name}: {facts.tokens:,} tokens of {facts.model} after step {facts.step:,}, "
+        f"{len(facts.layers)} layers, top {facts.top_k} of {facts.experts} experts; "
+        f"{args.tokens:,} tokens a rank and micro-batch; a copy costs {args.cost:,} rows"
+    )
+
+
+def table(loads: Iterable[RecordedLoad]) -> str:
+    """A row of Markdown for each number of ranks and of clones."""
+    rows = []
+    for load in loads:
+        layers = load.layers.values()
+        ratios = (
+            load.load_max,
+            mean(of.load_max for of in layers),
+            load.rank_load,
+            max(of.rank_load for of in layers),
+            load.cloned,
+            load.capacity_factor,
+        )
+        sizes = (load.ranks, load.clones, load.micro_batches)
+        rows.append([*map(str, sizes), *(f"{ratio:.2f}" for ratio in ratios)])
+    lines = [_HEADS, ["---:"] * len(_HEADS), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

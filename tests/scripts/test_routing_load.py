@@ -1,0 +1,63 @@
+"""scripts/routing_load.py: its table, its file, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.moe.router.recording import write
+from phalanx.scripts import routing_load
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """1,024 tokens of two layers: one even, and one whose expert 0 has three quarters."""
+    even, uneven = np.repeat(np.arange(16), 64), np.repeat(np.arange(16), [784, *[16] * 15])
+    ids = {"layer.1": even[:, None], "layer.2": uneven[:, None]}
+    write(path := tmp_path / "file", ids, model="tiny", experts=16, step=7)
+    return path
+
+
+def test_table_and_file(recorded: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out.json"
+    options = "--expert 2 8 --clones 0 2 --tokens 512 --cost 0 --json".split()
+    assert routing_load.main([str(recorded), *options, str(out)]) == 0
+    head, _, names, rule, *rows, _, again = capsys.readouterr().out.splitlines()
+    assert head == (
+        "file: 1,024 tokens of tiny after step 7, 2 layers, top 1 of 16 experts; "
+        "512 tokens a rank and micro-batch; a copy costs 0 rows"
+    )
+    assert names.count("|") == rule.count("|") == rows[0].count("|")
+    cells = [row.strip("| ").split(" | ") for row in rows]
+    assert [row[:3] for row in cells] == [[r, n, "1"] for r in "28" for n in "02"]
+    # Expert 0 has 784 tokens of a mean of 64, its rank of two 896 of 512.
+    assert cells[0][3:] == ["12.25", "6.62", "1.38", "1.75", "0.00", "1.51"]
+    assert float(cells[1][6]) < 1.25 and float(cells[1][7]) > 0
+    assert again == "4,096 tokens of 8 ranks take the recorded ones again."
+    found = json.loads(out.read_text())
+    assert (found["recorded"]["step"], found["tokens"], found["cost"]) == (7, 512, 0)
+    assert found["loads"][0]["layers"]["layer.2"]["rows"] == 896
+    assert [load["clones"] for load in found["loads"]] == [0, 2, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--expert 3", "16 experts do not divide over 3 ranks"),
+        ("--expert 16 --clones 1", "at most 512 experts on 8 ranks, not 16 on 16: set parallel.cl"),
+        ("--cost -1", "must be at least 0"),
+        ("--tokens 0", "must be at least 1"),
+        ("--json /nowhere/out.json", "/nowhere/out.json"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(options: str, why: str, recorded: Path, capsys) -> None:
+    given = ["--tokens", "64", *options.split()]
+    assert routing_load.main([str(recorded), *given]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("routing_load: ") and why in err and err.count("\n") == 1
+
+
+def test_a_file_that_is_not_there(capsys) -> None:
+    assert routing_load.main(["none"]) == 2
+    assert "none cannot be read: there is no such file" in capsys.readouterr().err
