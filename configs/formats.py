@@ -102,6 +102,8 @@ def layout_fp8_problems(cfg: Config, ranks: int) -> Iterator[str]:
     if cfg.precision.dispatch == "fp8" and without:
         reason = f"cannot travel by parallel.dispatch={wanted}"
         reason += f", which may take {', '.join(without)}" if wanted == "auto" else ""
+        carry = [name for name, facts in TRANSPORTS.items() if facts.fp8 and not facts.one_rank]
+        reason += f", only by {' or '.join(carry)}"
         yield repair(cfg, "precision.dispatch", reason, "bf16")
 
 

@@ -329,10 +329,16 @@ class Activations:
             # A copy beside what router and transport have in bf16; under exchanges that overlap
             # experts, what is sent again is quantized again.
             resent = overlaps(self._cfg, self._world)
-            kept = sent.kept if resent else max(sent.kept, s.received)
+            kept = sent.kept if resent else max(sent.kept, self._arriving())
             received = kept * fp8_row(m.hidden)
         guests = self.guests().saved
         return {"moe": routing + 8 * s.rows + received + guests, "expert_h": h}
+
+    def _arriving(self) -> int:
+        """Tokens; none to compare with those of a group that sends some (`moe.estimate.rows`)."""
+        one_rank = TRANSPORTS[self._cfg.parallel.dispatch].one_rank
+        alone = expert_parallel_size(self._cfg, self._world) == 1
+        return 0 if one_rank and not alone else self.sizes.received
 
     def guest_slots(self) -> int:
         """Bytes of guests' weights and of their gradients in fp32."""

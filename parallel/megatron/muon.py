@@ -14,7 +14,7 @@ Legend: B matrices of a stack, M rows, N columns.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,13 +76,13 @@ class Muon(AdamW):
         waiting: list[_Move] = []
         for p in sorted(params, key=torch.numel):  # small ones of all layers together
             if (matrices := of(p)) is not None:
-                for move in self._moves(p, matrices):
-                    if sum(m.weight.numel() for m in [*waiting, move]) > _SLICE:
+                for part in self._slices(p, matrices):
+                    if sum(m.weight.numel() for m in waiting) + part.weight.numel() > _SLICE:
                         self._move(waiting, group)
-                    waiting.append(move)
+                    waiting.append(self._with_momentum(part, matrices))
         self._move(waiting, group)
 
-    def _moves(self, p: Tensor, matrices: Matrices) -> Iterator["_Move"]:
+    def _slices(self, p: Tensor, matrices: Matrices) -> Iterator["_Slice"]:
         """A parameter in slices of whole stacks."""
         shape = (matrices.batch, -1, matrices.columns)
         state = self.state[p]
@@ -90,11 +90,14 @@ class Muon(AdamW):
         tensors += [state["remainder"]] if "remainder" in state else []
         stacks = [t.detach().view(shape) for t in tensors]
         at_once = max(1, _SLICE * matrices.batch // p.numel())
+        for parts in zip(*(s.split(at_once) for s in stacks), strict=True):
+            yield _Slice(*parts)
+
+    def _with_momentum(self, part: "_Slice", matrices: Matrices) -> "_Move":
         how = self.recipe
         noted = dict(keep=how.momentum, nesterov=how.nesterov, clip_coef=self.clip_coef)
-        for weight, grad, buffer, *rest in zip(*(s.split(at_once) for s in stacks), strict=True):
-            parts = pieces(momentum(grad, buffer, **noted), matrices)
-            yield _Move(weight, rest[0] if rest else None, matrices, parts)
+        update = momentum(part.grad, part.buffer, **noted)
+        return _Move(part.weight, part.remainder, matrices, pieces(update, matrices))
 
     def _move(self, waiting: list["_Move"], group: dict[str, Any]) -> None:
         """Move what waits, and let go of it. Matrices of one shape are made orthogonal together."""
@@ -131,6 +134,15 @@ class Muon(AdamW):
         # What the library made of more rows than columns is a transposed view.
         found = torch.empty(made.shape, device=made.device)
         return torch.mul(made, _RMS * lib.scale(rows, columns, mode="spectral"), out=found)
+
+
+class _Slice(NamedTuple):
+    """Of a parameter and its state."""
+
+    weight: Tensor
+    grad: Tensor
+    buffer: Tensor
+    remainder: Tensor | None = None
 
 
 @dataclass

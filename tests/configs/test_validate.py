@@ -462,14 +462,14 @@ def _texts(value: object) -> object:
         (
             f"{FP8} precision.dispatch=fp8",
             2,
-            "parallel.dispatch=auto, which may take hier",
+            "parallel.dispatch=auto, which may take hier, only by symm or alltoall;",
             "precision.dispatch=bf16",
         ),
         *[
             (
                 f"{FP8} precision.dispatch=fp8 parallel.dispatch={name}{clones}",
                 2,
-                f"cannot travel by parallel.dispatch={name}",
+                f"cannot travel by parallel.dispatch={name}, only by symm or alltoall;",
                 "precision.dispatch=bf16",
             )
             for name, clones in (("deepep", ""), ("hier", ""), ("hier", " parallel.clones=2"))

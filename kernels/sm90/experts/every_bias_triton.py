@@ -45,8 +45,17 @@ def every_bias(dy_ND: Tensor, b2_LD: Tensor) -> Tensor:
 
     Returns:
         fp32 [N, L].
+
+    Raises:
+        ValueError: another dtype, not contiguous, or not of as many channels.
     """
     (N, D), L = dy_ND.shape, b2_LD.shape[0]
+    for name, matrix in (("dy", dy_ND), ("b2", b2_LD)):
+        if matrix.dtype != torch.bfloat16 or not matrix.is_contiguous() or matrix.shape[1] != D:
+            raise ValueError(
+                f"{name} must be contiguous bf16 with {D} channels, not {matrix.dtype} "
+                f"{list(matrix.shape)} of strides {matrix.stride()}"
+            )
     out_NL = dy_ND.new_empty((N, L), dtype=torch.float32)
     if out_NL.numel():
         every_bias_dot[(triton.cdiv(N, _ROWS), triton.cdiv(L, _EXPERTS))](

@@ -2,6 +2,7 @@
 
 import pytest
 
+from phalanx.configs.formats import fp8_row
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import validate
@@ -46,6 +47,35 @@ def test_dispatch_holds_received_tokens() -> None:
     assert buffer_bytes(keep, RANKS) == exchange_bytes(keep, RANKS) + LAYERS * received
     assert buffer_bytes(alltoall, RANKS) == LAYERS * received + received  # and their gradients
     assert local.parallel.dispatch == "local" and buffer_bytes(local, RANKS) == 0
+
+
+FP8 = ("precision=fp8_block", "parallel.dispatch=symm")
+
+
+def test_dispatch_holds_received_tokens_in_fp8() -> None:
+    """Where experts do not wait for rows on their way, which are sent again."""
+    received = RANKS * TOKENS * fp8_row(HIDDEN)
+    arriving, resent = known(*FP8), known(*FP8, "precision.dispatch=fp8")
+    alltoall = known(*FP8, "precision.dispatch=fp8", "parallel.dispatch=alltoall")
+    local = known(*FP8[:1], "parallel.expert=1")
+    outside = exchange_bytes(resent, RANKS)
+    assert buffer_bytes(resent, RANKS) == outside == exchange_bytes(arriving, RANKS) > 0
+    assert buffer_bytes(arriving, RANKS) == outside + LAYERS * received
+    gradients = RANKS * TOKENS * 2 * HIDDEN
+    assert buffer_bytes(alltoall, RANKS) == LAYERS * received + gradients
+    assert buffer_bytes(local, RANKS) == 0
+    moe, other = (Activations(cfg, RANKS).moe_layer().saved for cfg in (arriving, resent))
+    assert moe - other == received
+
+
+@pytest.mark.parametrize("precision", [(), FP8])
+def test_dispatch_holds_guests(precision: tuple[str, ...]) -> None:
+    for name in ("symm", "alltoall"):
+        of = (*precision, f"parallel.dispatch={name}")
+        without, cloned = known(*of), known(*of, "parallel.clones=2")
+        more = buffer_bytes(cloned, RANKS) - buffer_bytes(without, RANKS)
+        outside = exchange_bytes(cloned, RANKS) - exchange_bytes(without, RANKS)
+        assert more == outside + Activations(cloned, RANKS).guests().backward > 0
 
 
 def test_guests_have_room() -> None:

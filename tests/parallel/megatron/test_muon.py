@@ -1,8 +1,11 @@
 """Muon: one step against its statement, the same training on other layouts, checkpoints."""
 
 import math
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -121,15 +124,7 @@ def test_linear_attention_and_gates_are_matrices_of_their_own() -> None:
     assert (mixed.groups, mixed.rows) == (2, (64, 64, 32, 32))
 
 
-@pytest.mark.parametrize("sharded", ["true", "false"])
-@pytest.mark.parametrize(("model", "heads"), [(GPT_OSS, (8, 2, 8)), (DEEPSEEK, (0, 0, 0))])
-def test_two_steps_against_a_statement_of_muon(
-    model: list[str], heads: tuple[int, int, int], sharded: str
-) -> None:
-    """Fused projections by part, experts one by one; every other parameter by AdamW."""
-    overrides = [*model, MUON, f"parallel.distributed_optimizer={sharded}"]
-    (ours,) = run_distributed(_steps, 1, overrides)
-    (adamw,) = run_distributed(_steps, 1, model)
+def check_steps(ours: dict[str, Any], adamw: dict[str, Any], heads: tuple[int, int, int]) -> None:
     by_muon = set()
     for name, (before, grads, after) in ours.items():
         expected = moved(name, before, grads, heads)
@@ -141,6 +136,55 @@ def test_two_steps_against_a_statement_of_muon(
         assert error < 2e-5, f"{name}: {error:.1e}"
     assert {"mlp.experts.w1", "mlp.experts.w2", "self_attention.linear_proj.weight"} <= by_muon
     assert not any("router" in n or "embedding" in n or "output_layer" in n for n in by_muon)
+
+
+@pytest.mark.parametrize("sharded", ["true", "false"])
+@pytest.mark.parametrize(("model", "heads"), [(GPT_OSS, (8, 2, 8)), (DEEPSEEK, (0, 0, 0))])
+def test_two_steps_against_a_statement_of_muon(
+    model: list[str], heads: tuple[int, int, int], sharded: str
+) -> None:
+    """Fused projections by part, experts one by one; every other parameter by AdamW."""
+    overrides = [*model, MUON, f"parallel.distributed_optimizer={sharded}"]
+    (ours,) = run_distributed(_steps, 1, overrides)
+    (adamw,) = run_distributed(_steps, 1, model)
+    check_steps(ours, adamw, heads)
+
+
+SLICE = 12288
+"""Elements of the largest matrix; the experts of a layer have more."""
+
+
+def _steps_in_slices(overrides: list[str]) -> tuple[dict[str, Any], list[int]]:
+    """`_steps`, and how many elements waited to be moved whenever momentum was made of some."""
+    from phalanx.parallel.megatron import muon
+
+    waits, held = [0], list[int]()
+    make, move = muon.momentum, muon.Muon._move
+
+    def noted(grad: Tensor, *given: Any, **how: Any) -> Tensor:
+        waits.append(waits[-1] + grad.numel())
+        held.append(waits[-1])
+        return make(grad, *given, **how)
+
+    def moved_all(*given: Any) -> None:
+        move(*given)
+        waits.append(0)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(muon, "_SLICE", SLICE))
+        stack.enter_context(mock.patch.object(muon, "momentum", noted))
+        stack.enter_context(mock.patch.object(muon.Muon, "_move", moved_all))
+        return _steps(overrides), held
+
+
+def test_no_more_than_a_slice_is_held() -> None:
+    """Nor more is made of momentum before what waits is moved, in several turns."""
+    ((ours, held),) = run_distributed(_steps_in_slices, 1, [*DEEPSEEK, MUON])
+    (adamw,) = run_distributed(_steps, 1, DEEPSEEK)
+    check_steps(ours, adamw, (0, 0, 0))
+    assert max(held) <= SLICE
+    turns = [after - before for before, after in pairwise(held)]
+    assert min(turns) < 0 < max(turns)
 
 
 # --- layouts --------------------------------------------------------------------------------------

@@ -33,9 +33,26 @@ def check(rows: int, experts: int, channels: int, device: str) -> None:
         assert torch.equal(every_bias(dy, b2[some].contiguous()), found[:, some])
 
 
+def refused() -> None:
+    """The kernel would read other numbers."""
+    from phalanx.kernels.sm90.experts.every_bias_triton import every_bias
+
+    dy, b2 = drawn(8, 3, 32, "cpu")
+    for given, name in (
+        ((dy.T.contiguous().T, b2), "dy"),
+        ((dy, b2.repeat(1, 2)[:, ::2]), "b2"),
+        ((dy.float(), b2), "dy"),
+        ((dy, b2.float()), "b2"),
+        ((dy, b2[:, :16].contiguous()), "b2"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be contiguous bf16 with 32 channels"):
+            every_bias(*given)
+
+
 def interpreted() -> None:
     for shape in SHAPES:
         check(*shape, "cpu")
+    refused()
 
 
 def test_in_an_interpreter() -> None:
