@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from phalanx.kernels.expert_mlp.dense_halves import FirstHalf, dense_first, dense_second
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, for_widths
+from phalanx.moe.model.dense_mlp import takes
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
 from phalanx.parallel.memory.again import checkpoint
@@ -32,8 +33,8 @@ MEGATRON = partial(
 class SharedExperts(SharedExpertMLP):
     """Megatron-Core's, parameters and checkpoints included, by the kernels of the routed experts.
 
-    Where these are not the fused ones and there is no recipe, or with tensor parallelism,
-    Megatron-Core computes them whole, on the way back, their products by the recipe.
+    Where `takes` says no, Megatron-Core computes them whole, on the way back, their products by the
+    recipe.
 
     Args:
         spec: how.
@@ -42,9 +43,10 @@ class SharedExperts(SharedExpertMLP):
 
     def __init__(self, *, spec: MLPSpec, **given: Any) -> None:
         super().__init__(submodules=MEGATRON.keywords["submodules"], **given)
-        self._spec = spec
-        ours = spec.backend == "fused" or spec.recipe is not None
-        self._halves = ours and self.tp_group.size() == 1
+        ffn = self.config.moe_shared_expert_intermediate_size
+        self.spec = for_widths(spec, ffn)
+        """How they are computed, if in halves."""
+        self._halves = takes(spec, ffn=ffn, tensor=self.tp_group.size(), bias=False)
         if spec.recipe is not None and not self._halves:
             compute_by(spec, self)
 
@@ -56,7 +58,7 @@ class SharedExperts(SharedExpertMLP):
             if self._halves:
                 with record_function("moe/shared"):
                     x_ND, w1 = hidden_SBD.flatten(0, 1), gathered(self.linear_fc1).weight
-                    made = dense_first(x_ND, w1, self._spec)
+                    made = dense_first(x_ND, w1, self.spec)
                     now().drop("mlp", [made.h_NH], made.again)
                     between.append(made)
 
@@ -67,7 +69,7 @@ class SharedExperts(SharedExpertMLP):
                 if not self._halves:
                     return self(hidden_SBD).flatten(0, 1)
                 w2 = gathered(self.linear_fc2).weight
-                out_ND = dense_second(between.pop(), w2, self._spec)
+                out_ND = dense_second(between.pop(), w2, self.spec)
                 return out_ND if self.gate_weight is None else out_ND * self._gate(hidden_SBD)
 
         return first, second

@@ -1,6 +1,6 @@
 """How an expert MLP, a shared expert or a dense MLP is computed, as one value."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -58,6 +58,18 @@ class MLPSpec:
     """FP8 copies of weights stay with them until they change (fused only)."""
     interleaved: bool = False
     """w1, b1 and their gradients are in the order of `kernels.sm100.interleave` (cudnn only)."""
+
+
+FUSED_MULTIPLE = 64
+"""Of the widths that the fused kernels take."""
+
+
+def for_widths(spec: MLPSpec, *widths: int) -> MLPSpec:
+    """How a dense layer of these channels is computed: as `spec` says, or by `torch` where the
+    fused kernels do not take them, such as a part of a projection on one of many tensor ranks."""
+    if spec.backend != "fused" or all(width % FUSED_MULTIPLE == 0 for width in widths):
+        return spec
+    return replace(spec, backend="torch", margins=Margins(), keep_fp8=False)
 
 
 class MLPWeights(NamedTuple):

@@ -305,8 +305,11 @@ class Activations:
 
     def _own_shared(self, fp8: bool) -> bool:
         """Shared experts run by the kernels of the routed ones."""
-        ours = self._cfg.kernels.backend == "fused" or fp8
-        return ours and self._cfg.parallel.tensor == 1
+        cfg, ffn = self._cfg, self._cfg.model.moe.shared_ffn
+        spec = MLPSpec(
+            activation_of(cfg.model.moe), cfg.kernels.backend, recipe=Fp8Block() if fp8 else None
+        )
+        return takes(spec, ffn=ffn, tensor=cfg.parallel.tensor, bias=False)
 
     def _experts(self, fp8: bool) -> Parts:
         """Saved by route, dispatch and experts, without the input, which attention's norm saves."""

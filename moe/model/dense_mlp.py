@@ -12,14 +12,11 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
-from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
+from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE, Margins, MLPSpec, for_widths
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
 from phalanx.parallel.memory.again import checkpoint
 from phalanx.parallel.memory.layer_pass import now
-
-_MULTIPLE = 64
-"""Of the widths that the fused kernels take."""
 
 
 def takes(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> bool:
@@ -31,7 +28,7 @@ def takes(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> bool:
         tensor: ranks that share the MLP.
         bias: of its two linear layers.
     """
-    ours = spec.backend == "fused" and ffn % _MULTIPLE == 0 or spec.recipe is not None
+    ours = spec.backend == "fused" and ffn % FUSED_MULTIPLE == 0 or spec.recipe is not None
     return ours and tensor == 1 and not bias
 
 
@@ -46,13 +43,14 @@ class DenseMLP(MLP):
     def __init__(self, *, spec: MLPSpec, pg_collection: Any, **given: Any) -> None:
         given.pop("is_mtp_layer", None)
         super().__init__(tp_group=pg_collection.tp, **given)
-        self._spec = replace(spec, margins=Margins())
         c = self.config
+        self.spec = for_widths(replace(spec, margins=Margins()), c.ffn_hidden_size)
+        """How it is computed, if in halves."""
         self._fused = takes(
             spec, ffn=c.ffn_hidden_size, tensor=self.tp_group.size(), bias=c.add_bias_linear
         )
         if spec.recipe is not None and not self._fused:  # biases are Megatron-Core's to add
-            compute_by(self._spec, self)
+            compute_by(replace(spec, margins=Margins()), self)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """[s, B, D] to [s, B, D], and a bias to add or None."""
@@ -62,9 +60,9 @@ class DenseMLP(MLP):
                 return checkpoint(self._whole, hidden_states), None
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         w1, w2 = (gathered(linear).weight for linear in (self.linear_fc1, self.linear_fc2))
-        first = dense_first(hidden_states.flatten(0, 1), w1, self._spec)
+        first = dense_first(hidden_states.flatten(0, 1), w1, self.spec)
         memory.drop("mlp", [first.h_NH], first.again)
-        return dense_second(first, w2, self._spec).view_as(hidden_states), None
+        return dense_second(first, w2, self.spec).view_as(hidden_states), None
 
     def _whole(self, hidden_states: Tensor) -> Tensor:
         out, bias = super().forward(hidden_states)

@@ -4,9 +4,11 @@ Kernels are one rank's choice, the rest is agreed on: all ranks of the job ask t
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from phalanx.configs import capture
 from phalanx.configs.formats import EMULATES, MICROSCALING, MULTIPLIES_FP8, is_fp8, width
@@ -14,16 +16,20 @@ from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.machines import CPU_RANKS, rates_of
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
+from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE
 from phalanx.kernels.registry import Choice, Facts, resolve
 from phalanx.moe.estimate.memory import needed
 from phalanx.moe.estimate.room import device_room
+from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import refuse
+from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.cuda_graph import WARM_STEPS
 from phalanx.parallel.dispatch.clones import cost_of_copy
 from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 from phalanx.parallel.fault.agreement import gather
+from phalanx.parallel.megatron.recipe_linear import computes_by
 from phalanx.parallel.runtime import Runtime
 
 
@@ -115,6 +121,27 @@ def emulation(cfg: Config) -> list[Choice]:
     if recipe not in MICROSCALING or backend not in EMULATES:
         return []
     return [Choice(recipe, "emulated", f"{backend} multiplies its values in bf16, which is slower")]
+
+
+def emulated_layers(chunks: Sequence[nn.Module]) -> list[Choice]:
+    """What the start page says of dense layers whose widths the fused kernels do not take.
+
+    Args:
+        chunks: of this rank, built for the fused kernels and a recipe.
+    """
+    found: dict[str, list[int]] = {}
+    for chunk in chunks:
+        for path, module in chunk.named_modules():
+            spec, name = computes_by(module), path.rpartition(".")[2]
+            if spec is not None and spec.backend != "fused":
+                found[name] = list(module.weight.shape)
+            if isinstance(module, (DenseMLP, SharedExperts)) and module.spec.backend != "fused":
+                found[name] = [module.linear_fc2.weight.shape[1]]
+    if not found:
+        return []
+    widths = ", ".join(f"{name} ({' x '.join(map(str, n))})" for name, n in sorted(found.items()))
+    reason = f"{widths}: the fused kernels take multiples of {FUSED_MULTIPLE}"
+    return [Choice("dense layers", "torch", f"emulated, which is slower: {reason}")]
 
 
 def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:

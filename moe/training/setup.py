@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs import capture
-from phalanx.configs.formats import quantizes_on_arrival
+from phalanx.configs.formats import is_fp8, quantizes_on_arrival
 from phalanx.configs.layout import document_places, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import expert_parallel_size
@@ -29,6 +29,7 @@ from phalanx.moe.training.choices import (
     choose_fp8_weights,
     choose_graph,
     choose_kernels,
+    emulated_layers,
     emulation,
     experts_of_all,
     known,
@@ -202,6 +203,8 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     chunks = _chunks(cfg, config, groups, backends, options)
     for chunk in chunks:
         chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device
+    if experts == "fused" and is_fp8(cfg):
+        choices = [*choices, *emulated_layers(chunks)]
     places = 0
     if cfg.data.document_mask:
         patches.shift_within_documents()

@@ -6,6 +6,7 @@ Their parameters, names and checkpoints stay; only the product is another. Names
 
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -14,25 +15,25 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from phalanx.kernels.expert_mlp.dense_linear import dense_linear
-from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, for_widths
 
 
 def compute_by(spec: MLPSpec, module: nn.Module) -> None:
     """Have all parallel linear layers of a module compute by the recipe of `spec`.
 
     Args:
-        spec: with a recipe.
+        spec: with a recipe; layers of other widths than its kernels take are computed by torch's.
         module: its sums of outputs over tensor parallel ranks are Megatron-Core's. Blocks of
             weights begin anew on each rank.
     """
     for layer in module.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-            layer._forward_impl = _Product(spec)
+            layer._forward_impl = _Product(for_widths(spec, *layer.weight.shape))
 
 
 def computes_by(layer: Any) -> MLPSpec | None:
-    """What `compute_by` was told for this layer."""
-    product = layer._forward_impl
+    """How a layer that `compute_by` was told of is computed; None of others."""
+    product = getattr(layer, "_forward_impl", None)
     return product.spec if isinstance(product, _Product) else None
 
 
@@ -57,4 +58,7 @@ class _Product:
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         y_NO = dense_linear(input.flatten(0, -2), weight, bias, self.spec)
-        return y_NO.view(*input.shape[:-1], -1)
+        # No view: of one whose channels are turned in place autograd would copy the gradient, four
+        # times over. torch's own linear layer does the same.
+        y: Tensor = torch.ops.aten._unsafe_view(y_NO, [*input.shape[:-1], y_NO.shape[-1]])
+        return y

@@ -3,6 +3,7 @@
 Legend: s tokens, B sequences, I channels in, O channels out.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def _drawn() -> tuple[Tensor, Tensor, Tensor]:
     return x.bfloat16(), w.bfloat16(), dy.bfloat16()
 
 
-def _layer(kind: str) -> Any:
+def _layer(kind: str, spec: MLPSpec = SPEC, out: int = O) -> Any:
     install()
     from megatron.core.tensor_parallel import layers
 
@@ -40,10 +41,10 @@ def _layer(kind: str) -> Any:
     given = dict(config=config, init_method=lambda w: w, bias=False, tp_group=groups.tp)
     given |= dict(skip_bias_add=False)
     if kind == "column":
-        layer = layers.ColumnParallelLinear(I, O, gather_output=False, **given)
+        layer = layers.ColumnParallelLinear(I, out, gather_output=False, **given)
     else:
-        layer = layers.RowParallelLinear(I, O, input_is_parallel=True, **given)
-    compute_by(SPEC, layer)
+        layer = layers.RowParallelLinear(I, out, input_is_parallel=True, **given)
+    compute_by(spec, layer)
     return layer
 
 
@@ -59,6 +60,7 @@ def _column() -> list[Tensor]:
     x = x[some].clone().requires_grad_()
     layer.weight.data.copy_(w[mine])
     y, _ = layer(x)
+    assert not y._is_view()  # of which autograd would copy the gradient, were it turned in place
     y.backward(dy[..., mine])
     return [y.detach(), layer.weight.grad, x.grad]
 
@@ -101,3 +103,24 @@ def test_rows_of_the_input() -> None:
     _near(torch.cat([p[0] for p in parts]), y)
     assert torch.equal(torch.cat([p[1] for p in parts], -1), dw)
     assert torch.equal(torch.cat([p[2] for p in parts], -1), dx)
+
+
+def _taken(out: int) -> tuple[str, list[tuple[str, str]]]:
+    """By whom a layer is computed that is told to be fused, and what the start page says of it."""
+    from phalanx.moe.training.choices import emulated_layers
+    from phalanx.parallel.megatron.recipe_linear import computes_by
+
+    layer = _layer("column", replace(SPEC, backend="fused"), out)
+    spec = computes_by(layer)
+    assert spec is not None
+    said = emulated_layers([torch.nn.ModuleDict({"linear_kv_down_proj": layer})])
+    return spec.backend, [(choice.backend, choice.reason) for choice in said]
+
+
+@pytest.mark.dist
+def test_widths_that_the_fused_kernels_do_not_take() -> None:
+    """Parts of 48 of 96 channels, as of a projection of latents on one of several ranks."""
+    assert run_distributed(_taken, RANKS, 2 * 128) == [("fused", [])] * RANKS
+    reason = "emulated, which is slower: linear_kv_down_proj (48 x 256): the fused kernels take "
+    want = ("torch", [("torch", f"{reason}multiples of 64")])
+    assert run_distributed(_taken, RANKS, 2 * 48) == [want] * RANKS
