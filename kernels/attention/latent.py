@@ -2,15 +2,15 @@
 
 A key is a part of its head's own, from the up-projection that has the values too, and behind it a
 rotary part that all heads share. On CUDA `kernels.attention.latent_triton` turns the shared part
-and writes both to their places; backward it writes the gradient of the whole up-projection, and
-sums that of the shared part over heads in fp32 before it turns it back and rounds it. Elsewhere it
-is Megatron-Core's composition on `kernels.attention.rope`.
+and writes both to their places, and the values to theirs; backward it writes the gradient of the
+whole up-projection, and sums that of the shared part over heads in fp32 before it turns it back and
+rounds it. Elsewhere it is Megatron-Core's composition on `kernels.attention.rope`.
 
 Megatron-Core has Triton kernels for the same, `fusions.fused_mla_yarn_rope_apply`. They are allowed
-for YaRN alone, need widths that are powers of two, take cosines and sines in bf16, round the sum
-over heads before they turn it, and copy the values, which here stay where the projection wrote
-them. On an H200 they take 1.4 to 1.6 times as long forward and 0.87 to 0.96 of the time backward,
-1.12 to 1.20 times both together (docs/measured/kernels/libraries.md).
+for YaRN alone, need widths that are powers of two, take cosines and sines in bf16, and round the
+sum over heads before they turn it. On an H200 they take 0.87 to 0.96 of the time of these backward.
+Forward they took 1.4 to 1.6 times as long when these left out the values, which Megatron-Core's
+attention then copied (docs/measured/kernels/libraries.md).
 
 Legend: S positions, B batch, H heads, n channels of a key of its head's own, F shared and rotated,
 d = n + F, v channels of a value, m = n + v.
@@ -39,7 +39,7 @@ def keys_values(
         mscale: factor on the turned channels (YaRN, arXiv 2309.00071).
 
     Returns:
-        k_SBHd, contiguous, and v_SBHv, a view of kv that must not be written to.
+        k_SBHd and v_SBHv; on CUDA contiguous, as Megatron-Core's attention would make them.
 
     Raises:
         ValueError: shapes, dtypes or angles that do not fit.
@@ -62,9 +62,7 @@ def keys_values(
 
 
 class KeysValues(torch.autograd.Function):
-    """`keys_values` by the kernels. Values stay where they are, so not an operator of torch's
-    library, whose results must not be views of what it is given.
-    """
+    """`keys_values` by the kernels."""
 
     @staticmethod
     def forward(
@@ -74,10 +72,12 @@ class KeysValues(torch.autograd.Function):
 
         ctx.save_for_backward(freqs_S11F)
         ctx.mscale = mscale
-        S, B, H, _ = kv_SBHm.shape
+        S, B, H, m = kv_SBHm.shape
         k_SBHd = kv_SBHm.new_empty(S, B, H, nope + shared_SBF.shape[-1])
-        join(dense(kv_SBHm), dense(shared_SBF), freqs_S11F[:, 0, 0], k_SBHd, mscale=mscale)
-        return k_SBHd, kv_SBHm[..., nope:]
+        v_SBHv = kv_SBHm.new_empty(S, B, H, m - nope)
+        freqs_SF = freqs_S11F[:, 0, 0]
+        join(dense(kv_SBHm), dense(shared_SBF), freqs_SF, k_SBHd, v_SBHv, mscale=mscale)
+        return k_SBHd, v_SBHv
 
     @staticmethod
     @once_differentiable

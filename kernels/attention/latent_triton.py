@@ -1,4 +1,4 @@
-"""Keys of latent attention put together, and their gradients taken apart, in Triton.
+"""Keys and values of latent attention put in place, and their gradients taken apart, in Triton.
 
 A program has the heads of a few positions, so that the part they share is read and rotated once for
 many of them; backward it has all heads, in turns, and sums without atomics, in one order always.
@@ -23,6 +23,7 @@ def mla_join_keys(  # type: ignore[no-untyped-def]
     shared,
     freqs,
     k,
+    value,
     mscale,
     rows,
     B,
@@ -36,12 +37,17 @@ def mla_join_keys(  # type: ignore[no-untyped-def]
     k_s,
     k_b,
     k_h,
+    value_s,
+    value_b,
+    value_h,
     OWN: tl.constexpr,
     HALF: tl.constexpr,
+    VALUE: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     OWN_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     s = row // B
@@ -72,6 +78,11 @@ def mla_join_keys(  # type: ignore[no-untyped-def]
     c = tl.arange(0, OWN_BLOCK)[None, None, :]
     own_here = head_here & (c < OWN)
     tl.store(to + c, tl.load(from_ + c, mask=own_here), mask=own_here)
+
+    e = tl.arange(0, VALUE_BLOCK)[None, None, :]
+    value_here = head_here & (e < VALUE)
+    to_value = value + ((s * value_s + b * value_b)[:, None] + (h * value_h)[None, :])[:, :, None]
+    tl.store(to_value + e, tl.load(from_ + OWN + e, mask=value_here), mask=value_here)
 
 
 @triton.jit
@@ -145,20 +156,27 @@ def mla_split_key_gradient(  # type: ignore[no-untyped-def]
 
 
 def join(
-    kv_SBHm: Tensor, shared_SBF: Tensor, freqs_SF: Tensor, k_SBHd: Tensor, *, mscale: float
+    kv_SBHm: Tensor,
+    shared_SBF: Tensor,
+    freqs_SF: Tensor,
+    k_SBHd: Tensor,
+    v_SBHv: Tensor,
+    *,
+    mscale: float,
 ) -> None:
-    """Write the keys: n channels of kv, then the shared part, rotated; see
-    `kernels.attention.latent`.
+    """Write the keys, n channels of kv and then the shared part, rotated, and the values, the other
+    channels of kv; see `kernels.attention.latent`.
 
     Args:
-        kv_SBHm, shared_SBF, k_SBHd: any strides with contiguous channels; k apart from the others.
+        kv_SBHm, shared_SBF, k_SBHd, v_SBHv: any strides with contiguous channels; k and v apart
+            from the others.
         freqs_SF: fp32 angles; the first F / 2 columns are read.
         mscale: factor on what is rotated.
     """
     S, B, H, d = k_SBHd.shape
     if not k_SBHd.numel():
         return
-    half = shared_SBF.shape[-1] // 2
+    half, value = shared_SBF.shape[-1] // 2, v_SBHv.shape[-1]
     own = d - 2 * half
     block, heads, rows = _blocks(H, own)
     mla_join_keys[(triton.cdiv(S * B, rows), triton.cdiv(H, heads))](
@@ -166,6 +184,7 @@ def join(
         shared_SBF,
         freqs_SF,
         k_SBHd,
+        v_SBHv,
         mscale,
         S * B,
         B,
@@ -174,12 +193,15 @@ def join(
         *shared_SBF.stride()[:2],
         freqs_SF.stride(0),
         *k_SBHd.stride()[:3],
+        *v_SBHv.stride()[:3],
         OWN=own,
         HALF=half,
+        VALUE=value,
         ROWS=rows,
         HEADS=heads,
         OWN_BLOCK=block,
         HALF_BLOCK=triton.next_power_of_2(half),
+        VALUE_BLOCK=triton.next_power_of_2(value),
     )
 
 
