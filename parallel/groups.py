@@ -13,6 +13,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from phalanx.parallel.dispatch.nodes import time_limit
+from phalanx.parallel.megatron.patches import one_group_of_each_rank
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,18 @@ def create(
     limit = time_limit()
     if ps.model_parallel_is_initialized():
         ps.destroy_model_parallel()
-    ps.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
-        context_parallel_size=context,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=1,
-        get_embedding_ranks=lambda ranks: [ranks[stage] for stage in stages],
-        create_gloo_process_groups=False,
-        distributed_timeout_minutes=limit / timedelta(minutes=1),
-    )
+    with one_group_of_each_rank():
+        ps.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=1,
+            get_embedding_ranks=lambda ranks: [ranks[stage] for stage in stages],
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=limit / timedelta(minutes=1),
+        )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1)

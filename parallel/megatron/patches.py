@@ -52,6 +52,30 @@ def shards_from(reader: Callable[[Any], Any]) -> Iterator[None]:
             user._get_filesystem_reader = original
 
 
+@contextmanager
+def one_group_of_each_rank() -> Iterator[None]:
+    """Inside, all process groups of one rank alone are the same group.
+
+    Megatron-Core makes up to twenty of them, for each layout that has a size of 1, and NCCL makes a
+    communicator of each, with memory of its own on the GPU. Nothing is ever sent in them.
+    """
+    make: Callable[..., Any] = dist.new_group
+    alone: dict[int, Any] = {}
+
+    def new_group(ranks: Sequence[int] | None = None, *given: Any, **named: Any) -> Any:
+        if ranks is None or len(ranks) != 1:
+            return make(ranks, *given, **named)
+        if ranks[0] not in alone:
+            alone[ranks[0]] = make(ranks, *given, **named)
+        return alone[ranks[0]]
+
+    dist.new_group = new_group
+    try:
+        yield
+    finally:
+        dist.new_group = make
+
+
 def shift_within_documents() -> None:
     """Have multi-token prediction shift tokens, labels and masks of packed documents on the device.
 
