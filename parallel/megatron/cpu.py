@@ -66,7 +66,9 @@ def _redirect() -> None:
     def typed(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return type_(self, *args, **kwargs)
-        return type_(self).replace("torch.", "torch.cuda.", 1)
+        name = type_(self)
+        # A TorchFunctionMode, as tests have, finds and calls this function again inside of it.
+        return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
 
     tensor.to, tensor.type = moved, typed  # type: ignore[method-assign, assignment]
     tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
@@ -120,7 +122,8 @@ def install() -> bool:
     cuda.Stream = cuda.Event = _Inert  # type: ignore[assignment, misc]
     cuda.current_stream = cuda.default_stream = lambda *a, **k: inert  # type: ignore[assignment]
     cuda.stream = lambda *a, **k: contextlib.nullcontext()  # type: ignore[assignment]
-    cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    # torch.manual_seed would keep a stack trace of every call for devices that are not here.
+    cuda.manual_seed = torch.default_generator.manual_seed  # type: ignore[assignment]
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: torch.get_rng_state()  # type: ignore[assignment]
 
     import megatron.core.tensor_parallel.random as rng
