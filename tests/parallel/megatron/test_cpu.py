@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from tests.support.distributed import run_distributed
@@ -44,6 +45,9 @@ def _made() -> list[list[tuple[str, str]]]:
             assert torch.empty(2, device="meta").is_meta and here.to("meta").is_meta
             with torch.device("meta"):
                 assert torch.empty(2).is_meta
+            with torch._C.DisableTorchFunction(), FakeTensorMode():
+                assert torch.empty(2, device="cuda").is_cuda
+                assert torch.empty(2).to("cuda").is_cuda
     return found
 
 
