@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types and tests on the CPU, in about a quarter of an hour on two cores. --all also runs
-# what is marked slow. Other arguments go to pytest: files, -k, -x; -n 0 runs all tests in one
+# Lint, types and tests on the CPU, in less than a quarter of an hour on two idle cores. --all also
+# runs what is marked slow. Other arguments go to pytest: files, -k, -x; -n 0 runs all tests in one
 # process.
 set -euo pipefail
 source "$(dirname "$0")/env.sh"

@@ -105,6 +105,6 @@ def without_gpu() -> Iterator[None]:
             (utils, "from_dlpack", partial(from_dlpack, enable_tvm_ffi=True)),
         ):
             stack.enter_context(replaced(owner, name, value))
-        # Where Megatron-Core runs on this process's CPU, a mode makes "cuda" mean it.
+        # Where Megatron-Core runs on this process's CPU, "cuda" means it, but not in here.
         stack.enter_context(torch._C.DisableTorchFunction())
         yield

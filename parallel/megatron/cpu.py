@@ -7,11 +7,14 @@ it before the first import of a Megatron-Core module that builds tensors.
 """
 
 import contextlib
+import functools
 import os
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 
@@ -34,38 +37,74 @@ class _Inert:
     def __exit__(self, *exc: object) -> None: ...
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Sends `device="cuda"` and `.cuda()` to the CPU, and answers `.type()` as a CUDA tensor would.
+def _redirect() -> None:
+    """Send `device="cuda"` and `.cuda()` to the CPU, and answer `.type()` as a CUDA tensor would.
 
     Megatron-Core recognises floating-point parameters by the string `torch.cuda.FloatTensor`.
+
+    The functions that name a device are replaced one by one: a `TorchFunctionMode` would be called
+    for every operation, which costs a quarter of the training of a tiny model.
     """
+    tensor, make = torch.Tensor, _device_constructors()  # which remembers them as they are now
+    for module in (torch, torch.fft, torch.nested):
+        for name in [name for name, value in vars(module).items() if _is_one_of(value, make)]:
+            setattr(module, name, _on_cpu(getattr(module, name)))
+    for owner, names in ((torch, _LIKE), (tensor, _NEW)):
+        for name in names:
+            setattr(owner, name, _on_cpu(getattr(owner, name)))
+    to, type_ = tensor.to, tensor.type
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if not kwargs and func not in _ANSWERED:  # nearly all calls
-            return func(*args)
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to:
-            args = tuple(_CPU if _names_cuda(a) else a for a in args)
-        if kwargs.get("pin_memory"):  # needs a driver
-            kwargs = {**kwargs, "pin_memory": False}
-        if _names_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": _CPU}
-        return func(*args, **kwargs)
+    @functools.wraps(to)
+    def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and _names_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        if kwargs and _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return to(self, *args, **kwargs)
+
+    @functools.wraps(type_)
+    def typed(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return type_(self, *args, **kwargs)
+        name = type_(self)
+        # A TorchFunctionMode, as tests have, finds and calls this function again inside of it.
+        return name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
+
+    tensor.to, tensor.type = moved, typed  # type: ignore[method-assign, assignment]
+    tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
 
 
-_ANSWERED = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to})
-"""Functions that `_CudaMeansCpu` looks at even if they have no keyword arguments."""
+_LIKE = [f"{name}_like" for name in "empty zeros ones full rand randn randint".split()]
+_NEW = [f"new_{name}" for name in "tensor empty empty_strided zeros ones full".split()]
+
+
+def _is_one_of(value: Any, functions: set[Any]) -> bool:
+    return callable(value) and isinstance(value, Hashable) and value in functions
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function that makes a tensor, on the CPU where it is told to make it on CUDA."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs:
+            if kwargs.get("pin_memory"):  # needs a driver
+                kwargs["pin_memory"] = False
+            if _names_cuda(kwargs.get("device")):
+                kwargs["device"] = _CPU
+        return make(*args, **kwargs)
+
+    return made
 
 
 def _names_cuda(device: object) -> bool:
-    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+    """Whether the CPU takes a device's place: under `DisableTorchFunction` CUDA is meant, as where
+    tensors have no memory."""
+    named = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+    return named and not torch._C._is_torch_function_all_disabled()
 
 
-_installed: list[_CudaMeansCpu] = []
+_installed: list[bool] = []
 
 
 def install() -> bool:
@@ -86,14 +125,14 @@ def install() -> bool:
     cuda.Stream = cuda.Event = _Inert  # type: ignore[assignment, misc]
     cuda.current_stream = cuda.default_stream = lambda *a, **k: inert  # type: ignore[assignment]
     cuda.stream = lambda *a, **k: contextlib.nullcontext()  # type: ignore[assignment]
-    cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    # torch.manual_seed would keep a stack trace of every call for devices that are not here.
+    cuda.manual_seed = torch.default_generator.manual_seed  # type: ignore[assignment]
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *a, **k: torch.get_rng_state()  # type: ignore[assignment]
 
     import megatron.core.tensor_parallel.random as rng
 
     rng._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()  # type: ignore[assignment]
     rng._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)  # type: ignore[assignment]
-    mode = _CudaMeansCpu()
-    mode.__enter__()
-    _installed.append(mode)
+    _redirect()
+    _installed.append(True)
     return True

@@ -223,19 +223,12 @@ def host_reads(rank: int) -> Iterator[list[list[str]]]:
     from phalanx.moe.training.trainer import Trainer
 
     step, names = Trainer._train_step, ("item", "tolist", "__float__", "__int__", "__bool__")
-    real, reads, inside = {n: getattr(torch.Tensor, n) for n in names}, list[list[str]](), False
+    real, reads = {n: getattr(torch.Tensor, n) for n in names}, list[list[str]]()
 
     def noting(name: str) -> Any:
         def noted(tensor: torch.Tensor, *args: Any) -> Any:
-            nonlocal inside
-            if inside:  # parallel.megatron.cpu calls once more what it has looked at
-                return real[name](tensor, *args)
-            inside = True
             reads[-1].append(name)
-            try:
-                return real[name](tensor, *args)
-            finally:
-                inside = False
+            return real[name](tensor, *args)
 
         return noted
 

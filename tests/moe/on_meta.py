@@ -1,5 +1,7 @@
 """Models without memory."""
 
+import inspect
+
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -16,12 +18,15 @@ class OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_FACTORIES = (
-    torch.empty,
-    torch.zeros,
-    torch.ones,
-    torch.full,
-    torch.randn,
-    torch.rand,
-    torch.tensor,
+_FACTORIES = tuple(  # themselves, also where parallel.megatron.cpu stands before them
+    inspect.unwrap(make)
+    for make in (
+        torch.empty,
+        torch.zeros,
+        torch.ones,
+        torch.full,
+        torch.randn,
+        torch.rand,
+        torch.tensor,
+    )
 )

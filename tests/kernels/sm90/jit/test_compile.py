@@ -55,16 +55,20 @@ def facets(kernel: type, config: Any, at: str = "") -> Iterator[tuple[Any, ...]]
 
 
 def cases() -> list[Any]:
-    """Numbers of `KERNELS`: slow unless no kernel before has some one of its facets."""
-    seen, found = set(), list[Any]()
-    for number, (kernel, config) in enumerate(KERNELS):
-        own = set(facets(kernel, config))
+    """Numbers of `KERNELS`: all slow but a few that have all facets among them, in turn the one
+    that has most of those that are missing."""
+    own = list[set[tuple[Any, ...]]]()
+    for kernel, config in KERNELS:
+        own.append(set(facets(kernel, config)))
         if isinstance(config, GemmConfig):  # which tell at another point of the epilogue
-            own.add((kernel, getattr(config.epilogue, "signals", False), config.loop.pingpong))
-        marks = () if own - seen else pytest.mark.slow
-        seen |= own
-        found.append(pytest.param(number, marks=marks, id=LABELS[number]))
-    return found
+            signals = getattr(config.epilogue, "signals", False)
+            own[-1].add((kernel, signals, config.loop.pingpong))
+    missing, fast = set().union(*own), set()
+    while missing:
+        fast.add(most := max(range(len(own)), key=lambda number: len(own[number] & missing)))
+        missing -= own[most]
+    marks = [() if number in fast else pytest.mark.slow for number in range(len(own))]
+    return [pytest.param(n, marks=marks[n], id=LABELS[n]) for n in range(len(own))]
 
 
 @dataclass
