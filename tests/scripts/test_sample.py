@@ -91,6 +91,26 @@ def test_files_are_scored_and_a_longer_context_helps(run: Path, tmp_path: Path) 
     assert one.code == 0 and json.loads(out.read_text())["context"] == 1
 
 
+def test_documents_of_a_run_that_masks_them_are_scored_alone(run: Path, tmp_path: Path) -> None:
+    masked = train(run.parent, "masked", 1, "run.steps=6", "data.document_mask=true")
+    texts = ["def main(self):", "of", "import os, sys\n"]
+    losses, tokens = [], []
+    for name, kept in (("a", texts[:1]), ("b", texts[1:2]), ("c", texts[2:]), ("all", texts)):
+        file, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.json"
+        file.write_text("\n".join(json.dumps({"text": text}) for text in kept))
+        said = command(evaluate.main, masked, file, "--json", out, "--context", "64")
+        assert said.code == 0, said.err
+        (found,) = json.loads(out.read_text())["files"].values()
+        losses.append(found["loss"])
+        tokens.append(found["tokens"])
+    assert tokens == [15, 2, 15, 32]
+    alone = sum(x * n for x, n in zip(losses[:3], tokens[:3], strict=True))
+    assert losses[3] * 32 == pytest.approx(alone, rel=1e-5)
+    began = command(sample.main, masked)
+    assert began.code == 2 and began.err.endswith("nothing predicts a first token: give --prompt\n")
+    assert command(sample.main, masked, "--prompt", "def ", "--tokens", "2").code == 0
+
+
 def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "step_00000012"
     damaged.mkdir()
