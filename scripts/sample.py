@@ -70,7 +70,7 @@ def sample(args: argparse.Namespace) -> None:
     positive(tokens=args.tokens, context=args.context)
     import torch
 
-    from phalanx.moe.inference.codec import codec_of
+    from phalanx.moe.inference.codec import codec_of, shown
     from phalanx.moe.inference.sampling import Sampler, generate
 
     sampler = Sampler(args.temperature, args.top_p, args.seed)
@@ -87,7 +87,7 @@ def sample(args: argparse.Namespace) -> None:
             ids, began = started(codec, prompt, alone=alone), time.perf_counter()
             ends = () if args.no_stop else codec.ends
             new = generate(following, ids, args.tokens, context=args.context, ends=ends)
-            print(prompt, end="", flush=True)
+            print(shown(prompt), end="", flush=True)
             count = write(codec, new)
             rate = count / (time.perf_counter() - began)
             print(flush=True)

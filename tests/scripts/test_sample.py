@@ -47,6 +47,8 @@ def test_text_is_the_same_for_a_checkpoint_of_two_ranks(run: Path) -> None:
     assert other.code == 0 and other.out != one.out
     lines = [line for line in other.err.splitlines() if line.endswith("tokens/s")]
     assert len(lines) == 2  # of two prompts
+    bytes_alone = command(sample.main, run, "--prompt", "x\udcff", "--tokens", "1")
+    assert bytes_alone.code == 0 and bytes_alone.out.startswith("x\ufffd"), "not UTF-8"
 
 
 def _reached(at: str, main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
@@ -136,6 +138,7 @@ def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> No
         (evaluate.main, [run, tmp_path / "x.txt"], "x.txt does not exist; expected .jsonl"),
         (evaluate.main, [run, tmp_path / "text.txt", "--batch", "-1"], "--batch -1: must be"),
         (evaluate.main, [run, tmp_path / "text.txt", "--json", tmp_path / "x/y"], "no folder"),
+        (evaluate.main, [run, tmp_path / "text.txt", "--json", tmp_path], "is a folder: name a"),
         (evaluate.main, [run, "s3://bucket/x.txt"], "is an address; evaluate copies"),
         (sample.main, [run, "--seed", "-1"], "--seed -1: must be a number from 0"),
     ):
