@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 def list_run(folder: Place) -> Iterator[str]:
     """One line per checkpoint of a run, newest first; those that do not count in the end."""
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    root = saved_config.root_of(folder)
     found = [path for _, path in commit.committed(root)]
     aside = [
         (path, why) for end, why in SET_ASIDE.items() for path in commit.with_suffix(root, end)
@@ -70,7 +70,7 @@ def list_run(folder: Place) -> Iterator[str]:
     if not found and not aside:
         if isinstance(folder, Path):
             folder.stat()
-        raise Invalid("no checkpoints here")
+        raise Invalid("no checkpoints " + ("here" if isinstance(root, Path) else f"in {root}"))
     for path in found:
         yield _line(path, _quick(path))
     for path, why in aside:
