@@ -21,6 +21,7 @@ from phalanx.configs.knobs import knobs, put
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.model.packed import packed
+from phalanx.moe.router.recording import read_facts
 from phalanx.moe.training.setup import build_model
 from phalanx.parallel.checkpoint.config_diff import RENAMED, leaves
 from phalanx.parallel.checkpoint.weights import load_weights, read_common, verify
@@ -46,7 +47,8 @@ class Predictor:
 
     Raises:
         NoUsableCheckpoint, CheckpointMismatch: the checkpoint cannot be used.
-        ConfigError: its configuration is of another version, or cannot run here.
+        ConfigError: its configuration is of another version, or cannot run here; or a routing that
+            it replays is gone.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Predictor:
         self.path, self.step, self.device = path, record.step, runtime.device
         self.cfg = of_one_process(self.common)
         validate(self.cfg, 1)
+        _find_replayed(self.cfg)
         built = build_model(self.cfg, runtime)
         self.choices, self._budget = built.choices, built.budget
         self._places = built.places
@@ -172,6 +175,15 @@ def of_one_process(common: dict[str, Any]) -> Config:
     cfg.parallel.distributed_optimizer = cfg.parallel.overlap = False
     cfg.run.graph, cfg.run.save_interval = "off", -1
     return cfg
+
+
+def _find_replayed(cfg: Config) -> None:
+    if recorded := cfg.model.moe.router.replay:
+        try:
+            read_facts(recorded)
+        except ValueError as error:
+            how = "the checkpoint was trained with it (model.moe.router.replay): put it back"
+            raise ConfigError(f"{error}; {how}") from None
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -93,6 +93,18 @@ def test_files_are_scored_and_a_longer_context_helps(run: Path, tmp_path: Path) 
     assert one.code == 0 and json.loads(out.read_text())["context"] == 1
 
 
+def test_a_replayed_routing_that_is_gone_is_told(run: Path, tmp_path: Path) -> None:
+    recorded = tmp_path / "routing"
+    train(run.parent, "recorded", 1, "run.steps=1", f"run.record_routing={recorded}")
+    given = ["run.steps=1", f"model.moe.router.replay={recorded}"]
+    replaying = train(run.parent, "replaying", 1, *given)
+    recorded.unlink()
+    said = command(sample.main, replaying, "--prompt", "x")
+    assert said.code == 2 and said.err.count("\n") == 1
+    assert said.err.startswith(f"sample: {recorded} cannot be read: there is no such file; ")
+    assert said.err.endswith("(model.moe.router.replay): put it back\n")
+
+
 def test_documents_of_a_run_that_masks_them_are_scored_alone(run: Path, tmp_path: Path) -> None:
     masked = train(run.parent, "masked", 1, "run.steps=6", "data.document_mask=true")
     texts = ["def main(self):", "of", "import os, sys\n"]
