@@ -6,6 +6,7 @@ Needs neither a GPU nor torchrun, changes nothing, and runs no code from a check
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -36,11 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in args.show(args.folder):
             # What comes from the file cannot steer the terminal.
             print(line if line.isprintable() else ascii(line))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads it has enough
+        # What is still to be written must not fail at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (Invalid, OSError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         print(f"checkpoint: {args.folder}: {reason}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
         return 1
     return 0
 
