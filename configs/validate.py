@@ -39,6 +39,7 @@ __all__ = [
 _TAKEN_CODES = (1, 2, 43, 44, 45, 130)  # train.py lists them
 
 _BETA_OF_BF16 = 0.99
+_OF_ALL = "a folder for all of a run is run.dir"
 
 
 class ConfigError(ValueError):
@@ -318,10 +319,12 @@ def _addresses(cfg: Config) -> Iterator[str]:
     for path in ("run.checkpoints", "run.resume"):
         value = get(cfg, path)
         if path == "run.checkpoints" and value and not is_address(value):
-            reason = "is no address, as in s3://bucket/runs; a folder for all of a run is run.dir"
-            yield repair(cfg, path, reason, "")
+            yield repair(cfg, path, f"is no address, as in s3://bucket/runs; {_OF_ALL}", "")
         elif is_address(value) and (found := flaw(value)):
-            yield repair(cfg, path, *found)
+            reason, meant = found
+            if path == "run.checkpoints" and not is_address(meant):
+                reason, meant = f"{reason}: {_OF_ALL}", ""
+            yield repair(cfg, path, reason, meant)
     flaws = {item: fault for item in cfg.data.blend if is_address(item) and (fault := flaw(item))}
     for reason, _ in list(flaws.values())[:1]:
         better = [flaws[item][1] if item in flaws else item for item in cfg.data.blend]

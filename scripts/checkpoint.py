@@ -6,6 +6,7 @@ Needs neither a GPU nor torchrun, changes nothing, and runs no code from a check
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -36,11 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in args.show(args.folder):
             # What comes from the file cannot steer the terminal.
             print(line if line.isprintable() else ascii(line))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads it has enough
+        # What is still to be written must not fail at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (Invalid, OSError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         print(f"checkpoint: {args.folder}: {reason}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
         return 1
     return 0
 
@@ -62,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 def list_run(folder: Place) -> Iterator[str]:
     """One line per checkpoint of a run, newest first; those that do not count in the end."""
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    root = saved_config.root_of(folder)
     found = [path for _, path in commit.committed(root)]
     aside = [
         (path, why) for end, why in SET_ASIDE.items() for path in commit.with_suffix(root, end)
@@ -70,7 +74,7 @@ def list_run(folder: Place) -> Iterator[str]:
     if not found and not aside:
         if isinstance(folder, Path):
             folder.stat()
-        raise Invalid("no checkpoints here")
+        raise Invalid("no checkpoints " + ("here" if isinstance(root, Path) else f"in {root}"))
     for path in found:
         yield _line(path, _quick(path))
     for path, why in aside:

@@ -5,9 +5,9 @@
 
 Files are .txt, .jsonl or .parquet with text, or .bin/.idx pairs by their prefix. One process, on a
 GPU if there is one. Documents are joined and cut into sequences of the run's length, as in
-training; every token is predicted once, from what lies before it in its sequence. Ends of documents
-count as tokens, and their bits as bits of the text. Bits per byte compare models with different
-tokenizers.
+training; every token is predicted once, from what lies before it in its sequence, with
+data.document_mask in its document. Ends of documents count as tokens, and their bits as bits of the
+text. Bits per byte compare models with different tokenizers.
 """
 
 import argparse
@@ -43,7 +43,12 @@ def parser() -> argparse.ArgumentParser:
     add("files", nargs="+", metavar="FILE", help="text, or the prefix of a .bin/.idx pair")
     add("--key", default="text", help="JSON key or Parquet column of the text (default: text)")
     add("--lines", action="store_true", help="each line of a .txt is a document, not each file")
-    add("--max-tokens", type=int, metavar="N", help="of a file: whole documents up to so many")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="of a file: whole documents until it has so many",
+    )
     add("--batch", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
     add("--json", type=folder_argument, metavar="OUT", help="write the numbers")
     return p
@@ -58,6 +63,8 @@ def evaluate(args: argparse.Namespace) -> None:
     positive(max_tokens=args.max_tokens, batch=args.batch, context=args.context)
     if args.json and not args.json.parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
+    if args.json and args.json.is_dir():
+        raise ValueError(f"--json {args.json} is a folder: name a file in it")
     from phalanx.moe.inference.codec import codec_of
     from phalanx.moe.inference.scoring import Score, score, text_of
 
@@ -68,11 +75,10 @@ def evaluate(args: argparse.Namespace) -> None:
         def codec() -> Any:
             return codec_of(predictor.common, vocabulary, args.tokenizer, args.eod)
 
-        texts = [
-            text_of(name, codec, key=args.key, lines=args.lines, limit=args.max_tokens)
-            for name in dict.fromkeys(args.files)
-        ]
-        total = sum(len(text.ids_N) - 1 for text in texts)
+        how = dict(key=args.key, lines=args.lines, limit=args.max_tokens)
+        how["apart"] = predictor.cfg.data.document_mask
+        texts = [text_of(name, codec, **how) for name in dict.fromkeys(args.files)]
+        total = sum(text.predicted for text in texts)
         with tqdm(total=total, desc="predicting", unit=" tokens", disable=None) as bar:
             for text in texts:
                 found[text.name] = Score(0.0, 0, 0)

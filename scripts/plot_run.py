@@ -193,7 +193,8 @@ def _curve(axes: Any, records: list[Record], key: str, name: str, smooth: bool =
     if not values:
         axes.text(0.5, 0.5, "not recorded", ha="center", transform=axes.transAxes)
         return
-    mark = {"marker": "o", "markersize": 3} if len(values) <= _FEW else {}
+    # Pictures of layers end at the last step, whose points would be cut.
+    mark = dict(marker="o", markersize=3, clip_on=False) if len(values) <= _FEW else {}
     window = min(_MEAN_OF, len(values) // 10) if smooth else 1
     if window > 1:
         axes.plot(list(values), list(values.values()), color="C0", alpha=0.3, linewidth=0.8)

@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         facts = read_facts(args.file)
+        check(args, facts.experts)
         ids = {name: read_layer(args.file, name) for name in facts.layers}
         loads = [
             recorded_load(
@@ -94,6 +95,29 @@ def parser() -> argparse.ArgumentParser:
     add("--cost", type=int, default=_COST, metavar="ROWS", help=f"of a copy; default: {_COST:,}")
     add("--json", type=Path, metavar="OUT", help="write the numbers of every layer")
     return p
+
+
+def check(args: argparse.Namespace, experts: int) -> None:
+    """What each option may be, of a recording of so many experts.
+
+    Raises:
+        ValueError: one is something else.
+    """
+    parts = args.micro_batches
+    for option, least, values in (
+        ("expert", 1, args.expert),
+        ("clones", 0, args.clones),
+        ("tokens", 1, [args.tokens]),
+        ("micro-batches", 1, [] if parts is None else [parts]),
+        ("cost", 0, [args.cost]),
+    ):
+        if min(values, default=least) < least:
+            raise ValueError(f"--{option} {min(values)}: must be at least {least}")
+    for ranks in args.expert:
+        if experts % ranks:
+            raise ValueError(f"--expert {ranks}: {experts} experts do not divide over so many")
+    if args.json and not args.json.parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
 
 
 def heading(facts: Facts, args: argparse.Namespace) -> str:

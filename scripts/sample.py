@@ -70,7 +70,7 @@ def sample(args: argparse.Namespace) -> None:
     positive(tokens=args.tokens, context=args.context)
     import torch
 
-    from phalanx.moe.inference.codec import codec_of
+    from phalanx.moe.inference.codec import codec_of, shown
     from phalanx.moe.inference.sampling import Sampler, generate
 
     sampler = Sampler(args.temperature, args.top_p, args.seed)
@@ -83,23 +83,31 @@ def sample(args: argparse.Namespace) -> None:
 
         print(f"-- {predictor.path}: step {predictor.step}", file=sys.stderr)
         for prompt in args.prompt or [""]:
-            ids, began = started(codec, prompt), time.perf_counter()
+            alone = predictor.cfg.data.document_mask
+            ids, began = started(codec, prompt, alone=alone), time.perf_counter()
             ends = () if args.no_stop else codec.ends
             new = generate(following, ids, args.tokens, context=args.context, ends=ends)
-            print(prompt, end="", flush=True)
+            print(shown(prompt), end="", flush=True)
             count = write(codec, new)
             rate = count / (time.perf_counter() - began)
             print(flush=True)
             print(f"-- {count} tokens, {rate:.1f} tokens/s", file=sys.stderr)
 
 
-def started(codec: "Codec", prompt: str) -> list[int]:
+def started(codec: "Codec", prompt: str, *, alone: bool) -> list[int]:
     """Ids of a prompt, behind the end of the document before it where that is known.
+
+    Args:
+        codec: of the model.
+        prompt: may be empty.
+        alone: in training no document saw the one before it.
 
     Raises:
         ValueError: there is nothing to start from.
     """
-    ids = [*codec.ends[:1], *codec.encode(prompt)]
+    ids = [*codec.ends[: 0 if alone else 1], *codec.encode(prompt)]
+    if not ids and alone:
+        raise ValueError("with data.document_mask nothing predicts a first token: give --prompt")
     if not ids:
         raise ValueError("nothing tells which token begins a document: give --prompt or --eod")
     return ids

@@ -29,22 +29,32 @@ KINDS = (
     # A function that sends and waits has no operation below it meanwhile.
     (
         "exchange",
-        r"PushKernel|WaitPeersKernel|ArriveKernel|nccl|gloo:|c10d::|_(Spread|Collect)(Backward)?$",
+        r"PushKernel|WaitPeersKernel|ArriveKernel|nccl|gloo:|c10d::|_(Spread|Collect)(Backward)?$"
+        r"|lend_kernel|take_back_kernel|send_singles",
     ),
-    ("experts", r"Fc1Kernel|RowsKernel|DgradKernel|WgradKernel|BiasGradKernel|DprobKernel|grouped"),
+    (
+        "experts",
+        r"Fc1Kernel|RowsKernel|DgradKernel|WgradKernel|BiasGradKernel|DprobKernel|grouped"
+        r"|every_bias",
+    ),
     (
         "plan, sums",
         r"PlanKernel|GatherKernel|CombineKernel|TopkKernel|TopkGradientKernel"
-        r"|pack_routing|block_sum|moe/(route|dispatch|combine)|phalanx::plan|_plan_|Router|_Spread|_Collect",
+        r"|pack_routing|block_sum|moe/(route|dispatch|combine)|phalanx::plan|_plan_|Router|_Spread|_Collect"
+        r"|router_|part_rows|sum_singles|add_parts|count_chunks|place_kernel|split_order",
     ),
     ("norm", r"(?i)rms_?norm|layer_?norm|norm_weight_gradient"),
     ("rope", r"\brope|_rope|rotary|qkv_(part|join)"),
     ("MLA keys", r"\bmla_"),
-    ("attention", r"cudnn|fmha|flash|flex|sdpa|attention"),
+    (
+        "attention",  # linear attention's kernels are flash-linear-attention's
+        r"cudnn|fmha|flash|flex|sdpa|attention|delta_rule|gdn_|causal_conv1d|l2norm_(fwd|bwd)"
+        r"|chunk_(fwd|bwd|local|scaled)|_w_u_|wy_repr|solve_tril|_inverse_kernel",
+    ),
     ("GEMM", r"nvjet|gemm|xmma|cutlass|cublas|splitK|aten::(add|b|addb)?mm$|aten::linear$"),
     ("loss", r"cross_entropy"),
     ("Adam", r"[aA]dam"),
-    ("optimizer", r"multi_tensor|l2norm|square_sum|optimizer"),
+    ("optimizer", r"muon_|multi_tensor|l2norm|square_sum|optimizer"),
     ("other", r""),
 )
 """Kind of an event: the first whose pattern is found in its name, or in what it ran inside of."""

@@ -141,6 +141,9 @@ def _memory(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[st
         parts = (w.parameter_bytes, w.gradient_bytes, w.optimizer_bytes, m.saved)
         cells += [storage(x) for x in (*parts, m.backward + m.validation + m.cached, m.peak)]
         yield f"{i} {name}".ljust(16) + "".join(f"{c:>12}" for c in cells)
+    if worst.weights.padding_bytes:
+        pads = ", ".join(storage(stages[i].weights.padding_bytes) for i in sorted(shown))
+        yield f"of the peaks, {pads} pad buffers, in which Muon's ranks own whole matrices"
     if worst.validation:
         yield (
             f"of that, {storage(worst.validation)} for validations, which cannot use the memory of "

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from phalanx.configs.bounds import LARGEST_PUBLISHED
 from phalanx.configs.knobs import knobs
 from phalanx.moe.hf import ConversionError
 
@@ -23,6 +24,9 @@ _ABSENT = {"tie_word_embeddings": False, "swiglu_alpha": 1.702, "swiglu_limit": 
 """Values of fields that a published config.json may leave out, as transformers has them."""
 
 _SHOWN = 60  # characters of a value in a message
+_BEYOND = 100
+"""Times the largest published size: no model is so large, and a list of its layers would take all
+memory before anything else is looked at."""
 
 
 class Fields(Mapping[str, Any]):
@@ -122,6 +126,11 @@ def value_of(config: Fields, name: str, knob: str) -> Any:
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         found = f"{name}={shown(value)}" if name in config else f"no {name}"
         raise ConversionError(f"{config.where} has {found}; expected {kind.__name__}")
+    most = LARGEST_PUBLISHED.get(f"model.{knob}")
+    if most is not None and value > _BEYOND * most:
+        raise ConversionError(
+            f"{config.where} has {name}={shown(value)}; published models have at most {most:,}"
+        )
     return value
 
 

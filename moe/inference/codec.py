@@ -24,9 +24,15 @@ class Codec:
     """Ids that end a document, the usual one first; empty if none is known."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end."""
+        """Ids of a text, without an end. What Python read from other bytes than UTF-8 is these.
+
+        Raises:
+            DataError: such a text, which a tokenizer does not take.
+        """
         if self.tokenizer is None:
             return list(text.encode(errors="surrogateescape"))
+        if shown(text) != text:
+            raise DataError(f"{shown(text)!r} is not UTF-8, and its tokenizer takes nothing else")
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: list[int]) -> str:
@@ -34,6 +40,11 @@ class Codec:
         if self.tokenizer is None:
             return bytes(i if i < 256 else 0xFF for i in ids).decode(errors="replace")
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def shown(text: str) -> str:
+    """A text that can be printed; what was read from other bytes than UTF-8 becomes U+FFFD."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def codec_of(

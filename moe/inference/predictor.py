@@ -20,6 +20,8 @@ from torch import Tensor
 from phalanx.configs.knobs import knobs, put
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.model.packed import packed
+from phalanx.moe.router.recording import read_facts
 from phalanx.moe.training.setup import build_model
 from phalanx.parallel.checkpoint.config_diff import RENAMED, leaves
 from phalanx.parallel.checkpoint.weights import load_weights, read_common, verify
@@ -45,7 +47,8 @@ class Predictor:
 
     Raises:
         NoUsableCheckpoint, CheckpointMismatch: the checkpoint cannot be used.
-        ConfigError: its configuration is of another version, or cannot run here.
+        ConfigError: its configuration is of another version, or cannot run here; or a routing that
+            it replays is gone.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class Predictor:
         self.path, self.step, self.device = path, record.step, runtime.device
         self.cfg = of_one_process(self.common)
         validate(self.cfg, 1)
+        _find_replayed(self.cfg)
         built = build_model(self.cfg, runtime)
         self.choices, self._budget = built.choices, built.budget
+        self._places = built.places
         (chunk,) = built.chunks
         load_weights(path, record, [chunk], built.groups.pg.dp_cp)
         # As the engine wraps it, which casts the parameters.
@@ -74,18 +79,49 @@ class Predictor:
         """fp32 [V] of the token after the last one."""
         return self._forward(tokens_1S, None)[0, tokens_1S.size(1) - 1].float()
 
-    def losses(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        """Cross entropy of each label, fp32 [B, S], in nats."""
-        return self._forward(tokens_BS, labels_BS)[:, : tokens_BS.size(1)].float()
+    def losses(
+        self, tokens_BS: Tensor, labels_BS: Tensor, position_BS: Tensor | None = None
+    ) -> Tensor:
+        """Cross entropy of each label, fp32 [B, S], in nats.
 
-    @torch.no_grad()
+        Args:
+            tokens_BS: int64, on any device, as the others.
+            labels_BS: int64.
+            position_BS: int64, of each token in its piece of a document, of a run that was trained
+                so (`data.document_mask`): a token then sees its own alone. None: all before it.
+        """
+        if position_BS is None:
+            return self._forward(tokens_BS, labels_BS)[:, : tokens_BS.size(1)].float()
+        rows = zip(*(t.split(1) for t in (tokens_BS, labels_BS, position_BS)), strict=True)
+        return torch.cat([self._apart(*row) for row in rows])
+
+    def _apart(self, tokens_1S: Tensor, labels_1S: Tensor, position_1S: Tensor) -> Tensor:
+        """Losses [1, S] of a sequence of documents. One at a time: a mask of their attention is
+        [S, S] on a CPU."""
+        tokens, labels = self._padded(tokens_1S), self._padded(labels_1S)
+        # What fills the sequence up belongs to its last piece.
+        position, more = position_1S.to(self.device), tokens.size(1) - position_1S.size(1)
+        after = torch.arange(1, more + 1, device=self.device)
+        position = torch.cat((position, position[:, -1:] + after), 1)
+        # As in training, where it is enough: kernels are made for a number of places.
+        places = max(self._places, int((position == 0).sum())) if self._places else 0
+        documents = packed(position, places=places)
+        result = self._computed(tokens, position, labels, packed_seq_params=documents)
+        return result[:, : tokens_1S.size(1)].float()
+
     def _forward(self, tokens_BS: Tensor, labels_BS: Tensor | None) -> Tensor:
         tokens_BS = self._padded(tokens_BS)
         labels_BS = None if labels_BS is None else self._padded(labels_BS)
         positions_BS = torch.arange(tokens_BS.size(1), device=self.device).expand_as(tokens_BS)
+        return self._computed(tokens_BS, positions_BS, labels_BS)
+
+    @torch.no_grad()
+    def _computed(
+        self, tokens_BS: Tensor, position_BS: Tensor, labels_BS: Tensor | None, **more: Any
+    ) -> Tensor:
         while True:
             result: Tensor = self._model(
-                tokens_BS, positions_BS, None, labels=labels_BS, **self._as_is
+                tokens_BS, position_BS, None, labels=labels_BS, **self._as_is, **more
             )
             if not self._budget.exceeded(float(self._budget.record())):
                 return result
@@ -139,6 +175,15 @@ def of_one_process(common: dict[str, Any]) -> Config:
     cfg.parallel.distributed_optimizer = cfg.parallel.overlap = False
     cfg.run.graph, cfg.run.save_interval = "off", -1
     return cfg
+
+
+def _find_replayed(cfg: Config) -> None:
+    if recorded := cfg.model.moe.router.replay:
+        try:
+            read_facts(recorded)
+        except ValueError as error:
+            how = "the checkpoint was trained with it (model.moe.router.replay): put it back"
+            raise ConfigError(f"{error}; {how}") from None
 
 
 def _fits(value: Any, kind: Any) -> bool:

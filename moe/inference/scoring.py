@@ -4,6 +4,9 @@ Files are read as training reads them: documents one after another, an end behin
 sequences. Here an end comes before the first as well, so that every token of the text is predicted
 once; a token sees what lies before it in its sequence.
 
+Of a run that was trained with `data.document_mask` it sees its own document alone here too. Nothing
+predicts the first token of a document then, as in training.
+
 Legend: B sequences, S tokens of a sequence, N tokens of a file.
 """
 
@@ -19,6 +22,7 @@ import torch
 from phalanx.configs.addresses import is_address
 from phalanx.moe.data.documents import KINDS, Recipe, cut, read
 from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.packing import positions
 from phalanx.moe.data.token_files import open_corpus
 from phalanx.moe.inference.codec import Codec
 
@@ -32,9 +36,18 @@ class Text:
 
     name: str
     ids_N: np.ndarray
-    """All but the first are predicted."""
+    """All but the first are predicted; with `position_N` all but the first of each document."""
     text_bytes: int | None
     """UTF-8 bytes behind them; None if that is not known."""
+    position_N: np.ndarray | None = None
+    """Of each token in its document, where documents do not see each other; None if they do."""
+
+    @property
+    def predicted(self) -> int:
+        """Tokens that have one before them."""
+        if self.position_N is None:
+            return len(self.ids_N) - 1
+        return int(np.count_nonzero(self.position_N))
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,8 @@ class Score:
     """Cross entropy, summed over tokens."""
     tokens: int
     text_bytes: int | None
+    firsts: int = 0
+    """Tokens besides that begin a document and that nothing predicts."""
 
     @property
     def loss(self) -> float:
@@ -57,13 +72,19 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits a byte of text, those of ends of documents included; None if bytes are not known."""
-        return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
+        """Bits a byte of text, those of ends of documents included; None if bytes are not known.
+
+        A token that nothing predicts counts as the others do on average.
+        """
+        if not self.text_bytes:
+            return None
+        return self.loss * (self.tokens + self.firsts) / math.log(2) / self.text_bytes
 
     def __add__(self, other: "Score") -> "Score":
         known = self.text_bytes is not None and other.text_bytes is not None
         text_bytes = (self.text_bytes or 0) + (other.text_bytes or 0) if known else None
-        return Score(self.nats + other.nats, self.tokens + other.tokens, text_bytes)
+        tokens, firsts = self.tokens + other.tokens, self.firsts + other.firsts
+        return Score(self.nats + other.nats, tokens, text_bytes, firsts)
 
 
 def text_of(
@@ -73,6 +94,7 @@ def text_of(
     key: str = "text",
     lines: bool = False,
     limit: int | None = None,
+    apart: bool = False,
 ) -> Text:
     """The tokens of a .txt, .jsonl or .parquet file, or of a .bin/.idx pair without the ending.
 
@@ -82,22 +104,23 @@ def text_of(
         key: JSON key or Parquet column.
         lines: each line of a .txt is a document.
         limit: read whole documents until there are so many tokens.
+        apart: documents do not see each other.
 
     Raises:
         DataError: it cannot be read, or holds nothing to predict.
     """
     given = Path(path).expanduser()
     if Path(f"{given}.idx").is_file():
-        found = _of_corpus(path, str(given), limit)
+        found = _of_corpus(path, str(given), limit, apart)
     elif given.suffix in KINDS and given.is_file():
         recipe = Recipe("", 0, "int64", key, lines)
-        found = _of_documents(path, _documents(given, recipe), codec(), limit)
+        found = _of_documents(path, _documents(given, recipe), codec(), limit, apart)
     elif is_address(path):
         raise DataError(f"{path} is an address; evaluate copies of its files in a folder")
     else:
         state = "is none of" if given.exists() else "does not exist; expected"
         raise DataError(f"{path} {state} {', '.join(KINDS)} or a prefix of .bin and .idx")
-    if len(found.ids_N) < 2:
+    if not found.predicted:
         raise DataError(f"{path} holds no tokens to predict; give a file with text")
     return found
 
@@ -125,9 +148,20 @@ def score(predictor: "Predictor", text: Text, context: int, batch: int) -> Itera
         row_N[: count + 1] = ids_N[start : start + count + 1]
         tokens_BS = torch.from_numpy(row_N[:-1]).view(rows, context)
         labels_BS = torch.from_numpy(row_N[1:]).view(rows, context)
-        loss_N = predictor.losses(tokens_BS, labels_BS).flatten()[:count]
         share = None if text.text_bytes is None else text.text_bytes if not start else 0
-        yield Score(float(loss_N.double().sum()), count, share)
+        if text.position_N is None:
+            loss_N = predictor.losses(tokens_BS, labels_BS).flatten()[:count]
+            yield Score(float(loss_N.double().sum()), count, share)
+            continue
+        place_N = torch.full((rows * context,), context)  # of what fills up: no document begins
+        place_N[:count] = torch.from_numpy(text.position_N[start : start + count])
+        # A document that goes on in another sequence goes on as one of its own.
+        position_BS = place_N.view(rows, context).minimum(torch.arange(context))
+        loss_N = predictor.losses(tokens_BS, labels_BS, position_BS).flatten()[:count]
+        counts_N = torch.from_numpy(text.position_N[start + 1 : start + count + 1] != 0)
+        tokens, first = int(counts_N.sum()), not start  # the first of the file too is of no label
+        nats = float((loss_N.double().cpu() * counts_N).sum())
+        yield Score(nats, tokens, share, count - tokens + first)
 
 
 def _documents(path: Path, recipe: Recipe) -> Iterator[str]:
@@ -135,7 +169,9 @@ def _documents(path: Path, recipe: Recipe) -> Iterator[str]:
         yield from read(piece, recipe)
 
 
-def _of_documents(name: str, texts: Iterator[str], codec: Codec, limit: int | None) -> Text:
+def _of_documents(
+    name: str, texts: Iterator[str], codec: Codec, limit: int | None, apart: bool
+) -> Text:
     if not codec.ends:
         raise DataError("nothing tells which token ends a document: give --eod TOKEN")
     end, parts, tokens, text_bytes = codec.ends[0], [[codec.ends[0]]], 0, 0
@@ -148,17 +184,25 @@ def _of_documents(name: str, texts: Iterator[str], codec: Codec, limit: int | No
         text_bytes += len(text.encode())
         if limit is not None and tokens >= limit:
             break
-    return Text(name, np.concatenate([np.array(part, np.int64) for part in parts]), text_bytes)
+    ids_N = np.concatenate([np.array(part, np.int64) for part in parts])
+    if apart and len(parts) > 1:
+        place_N = positions(np.array([len(part) for part in parts[1:]]))
+        return Text(name, ids_N[1:], text_bytes, place_N)
+    return Text(name, ids_N, text_bytes)
 
 
-def _of_corpus(name: str, prefix: str, limit: int | None) -> Text:
+def _of_corpus(name: str, prefix: str, limit: int | None, apart: bool) -> Text:
     corpus = open_corpus(prefix)
     ids_N = np.memmap(f"{prefix}.bin", corpus.dtype, "r")
-    described, count = corpus.sidecar, len(ids_N)
+    described, count, lengths = corpus.sidecar, len(ids_N), corpus.lengths
     if limit is not None and limit < count:
-        ends = np.cumsum(corpus.lengths, dtype=np.int64)
-        count = int(ends[int(np.searchsorted(ends, limit))])
+        ends = np.cumsum(lengths, dtype=np.int64)
+        lengths = lengths[: int(np.searchsorted(ends, limit)) + 1]
+        count = int(ends[len(lengths) - 1])
     whole = described is not None and count == len(ids_N)
-    first = [] if described is None else [described.eod]
     known = described.text_bytes if described is not None and whole else 0
+    if apart:
+        place_N = positions(lengths)  # of what is read alone: it takes eight bytes a token
+        return Text(name, ids_N[:count].astype(np.int64), known or None, place_N)
+    first = [] if described is None else [described.eod]
     return Text(name, np.concatenate((np.array(first, np.int64), ids_N[:count])), known or None)

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
 from phalanx.configs.schema import Config
+from phalanx.moe.data.packing import pieces
 from phalanx.moe.inference.codec import codec_of_run
 from phalanx.moe.inference.sampling import generate
 from phalanx.moe.training.step import Batch, Rerun, Step
@@ -36,15 +38,26 @@ class Samples:
     Args:
         cfg: validated config.
         step: of the job.
-        row: tokens of the data, int64, at least [S].
+        row: tokens of the data, int64, at least [S]; the sample goes on with its beginning.
+        position: of each token in its piece of a document, in a run whose documents do not see each
+            other; the sample then goes on with the beginning of the longest one.
 
     Raises:
         DataError: the data does not tell the tokenizer.
     """
 
-    def __init__(self, cfg: Config, step: Step, row: Tensor) -> None:
+    def __init__(
+        self, cfg: Config, step: Step, row: Tensor, position: np.ndarray | None = None
+    ) -> None:
         self._cfg, self._step, self._job = cfg, step, step.job
-        self._row_S = row[: cfg.data.sequence_length]
+        S = cfg.data.sequence_length
+        self._row_S, begun = row[:S], S
+        if position is not None:
+            lengths = pieces(position[:S])
+            longest = int(lengths.argmax())
+            self._row_S = self._row_S.roll(-int(lengths[:longest].sum()))
+            begun = int(lengths[longest]) - 1  # without the end of the document
+        self._prompt = self._row_S[: max(1, min(PROMPT, S // 2, begun))].tolist()
         self._codec = codec_of_run(cfg)
         self._reruns: list[Rerun] = []
 
@@ -54,8 +67,7 @@ class Samples:
         Collective. The model is in training mode before and after it.
         """
         engine, S = self._job.engine, len(self._row_S)
-        prompt = self._row_S[: max(1, min(PROMPT, S // 2))].tolist()
-        self._reruns = []
+        prompt, self._reruns = self._prompt, []
         engine.eval()
         with torch.no_grad():
             ids = list(generate(self._next, prompt, LENGTH, context=S, ends=self._codec.ends))

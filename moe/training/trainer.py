@@ -115,7 +115,9 @@ class Trainer:
         """Of the last step, if its routing is to be recorded."""
         self.samples: Samples | None = None
         if cfg.run.sample_every:
-            self.samples = Samples(cfg, self.compute, torch.from_numpy(train_set[0]).long())
+            row = torch.from_numpy(train_set[0]).long()
+            position = train_set.positions(0) if cfg.data.document_mask else None
+            self.samples = Samples(cfg, self.compute, row, position)
         self._routed: torch.Tensor | None = None
         """Load of the experts in the steps since the last record, all ranks' table; None if all of
         them were skipped."""

@@ -14,9 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from phalanx.configs.addresses import is_address
 from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
 from phalanx.parallel.checkpoint.commit import METADATA, Commit, Invalid
-from phalanx.parallel.object_store import Place
+from phalanx.parallel.object_store import Place, Remote, place
 
 _COMMON = "common_state/shard_0_1"  # where Megatron-Core puts plain objects that all ranks share
 
@@ -45,6 +48,20 @@ def newest(root: Place) -> Place | None:
     return None
 
 
+def root_of(folder: Place) -> Place:
+    """Where the checkpoints of a run are: in its folder, or below the address that its newest
+    launch was given (`run.checkpoints`). Of what is no run, the folder or address itself."""
+    if isinstance(folder, Path):
+        try:
+            run = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["run"]
+            address, name = str(run["checkpoints"]), str(run["name"])
+        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+            address = name = ""  # no run, or one from before there was the knob
+        if is_address(address):
+            return place(address) / name
+    return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+
+
 def checkpoint_of(folder: Place, step: int | None = None) -> Place:
     """The checkpoint that a person means by the folder of a run, or of the checkpoint itself.
 
@@ -60,12 +77,13 @@ def checkpoint_of(folder: Place, step: int | None = None) -> Place:
         if step is not None:
             raise NoUsableCheckpoint(f"{folder} is one checkpoint: give its run to choose a step")
         return folder
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    root = root_of(folder)
     listed = commit.committed(root)
     found = dict(reversed(listed))  # of one step the newest
     if not found:
+        where = f" in {root}" if isinstance(root, Remote) and root != folder else ""
         raise NoUsableCheckpoint(
-            f"{folder} has no checkpoint: give the folder of a run that has saved one"
+            f"{folder} has no checkpoint{where}: give the folder of a run that has saved one"
         )
     if step is None:
         whole = next((path for _, path in listed if not lacking(path)), None)

@@ -636,6 +636,22 @@ RANGES: dict[str, tuple[object, ...]] = {
     "precision.bf16_last_layers": (0, 0, 2, 6),
     "run.device": ("auto", "cuda", "cpu"),
     "kernels.backend": ("auto", "torch", "te", "fused", "megatron"),
+    "optim.kind": ("adamw", "muon"),
+    "optim.moments": ("fp32", "bf16"),
+    "optim.momentum": (0.95, 0.995),
+    "optim.max_logit_every": (0, 2),
+    "run.recompute": ([], ["norm"], ["mla_up", "full"], ["moe", "expert_h"], ["moe_act", "mlp"]),
+    "run.offload": ([], ["residual", "residual"], ["attention"], ["expert_h", "attention"]),
+    "run.checkpoints": ("", "s3://b/x", "file:///tmp/x", "runs", "s3://u:p@b/x", "s3://"),
+    "run.sample_every": (0, 5),
+    "model.attention.qk_norm_over": ("head", "projection"),
+    "model.attention.rotary_dim": (0, 4, 5, 500),
+    "model.attention.output_gate": (False, True),
+    "model.attention.qkv_bias": (False, True),
+    "model.linear_attention.full_attention_interval": (1, 1, 2, 9),
+    "model.linear_attention.key_heads": (1, 2, 3),
+    "model.linear_attention.value_heads": (2, 4, 5),
+    "model.moe.shared_gate": (False, True),
 }
 
 
@@ -645,7 +661,7 @@ def test_the_named_overrides_together_always_fix_a_configuration() -> None:
     for _ in range(300):
         cfg, world = copy.deepcopy(TINY), draw.choice((1, 2, 3, 4, 6, 8, 12, 24))
         for path in draw.sample(list(RANGES), k=12):
-            put(cfg, path, draw.choice(RANGES[path]))
+            put(cfg, path, copy.deepcopy(draw.choice(RANGES[path])))
         lines = problems(cfg, world)
         broken += bool(lines)
         assert problems(fixed(cfg, lines), world) == [], (world, lines)

@@ -10,6 +10,7 @@ import pytest
 
 from phalanx.moe.data.token_files import BYTES, Sidecar
 from phalanx.parallel.checkpoint import commit
+from phalanx.parallel.checkpoint.saved_config import checkpoint_of
 from phalanx.parallel.object_store import Remote, place
 from phalanx.scripts import checkpoint
 from tests.support import s3
@@ -77,6 +78,10 @@ def test_a_run_goes_on_as_one_with_folders_does(
         assert checkpoint.main(["inspect", str(older)]) == 0
         out = capsys.readouterr().out
         assert out.splitlines()[0].startswith(newest.name) and ": sound" in out
+        # The run folder knows the address.
+        assert checkpoint_of(tmp_path / "a/run") == checkpoint_of(tmp_path / "c/run") == newest
+        assert checkpoint.main(["list", str(tmp_path / "a/run")]) == 0
+        assert capsys.readouterr().out.splitlines() == out.splitlines()[:2]
         assert "step 6, written by 2 ranks" in out and f"data.blend={[address]}" in out
         (newest / "__0_0.distcp").write(b"")
         assert checkpoint.main(["verify", str(newest)]) == 1

@@ -40,6 +40,23 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F
 
 
 @pytest.mark.dist
+def test_a_reader_that_has_enough_is_no_error(run: Path) -> None:  # noqa: F811
+    for command in ("list", "inspect"):
+        read, write = os.pipe()
+        os.close(read)
+        folder = run if command == "list" else run / "step_00000002"
+        said = subprocess.run(
+            [sys.executable, str(SCRIPT), command, str(folder)],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+        os.close(write)
+        assert (said.returncode, said.stderr) == (1, "")
+
+
+@pytest.mark.dist
 def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     code, lines, errors = call(capsys, "verify", run / "step_00000002")
     assert (code, errors, len(lines)) == (0, "", 1) and lines[0].endswith("sound")

@@ -53,6 +53,7 @@ def test_six_panels_show_the_numbers_of_the_run(
     found = panels(figure)
     rate = found["learning rate"].lines[0]
     assert np.allclose(rate.get_ydata(), 1e-3 * np.arange(1, steps + 1))
+    assert rate.get_clip_on() == (steps > 50), "points on the frame are whole"
     assert found["loss"].get_yscale() == ("log" if steps > 12 else "linear")
     (load,) = found["load of the busiest expert"].collections
     cells = load.get_array()

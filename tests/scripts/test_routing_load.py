@@ -44,11 +44,14 @@ def test_table_and_file(recorded: Path, tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ("--expert 3", "16 experts do not divide over 3 ranks"),
+        ("--expert 3", "--expert 3: 16 experts do not divide over so many"),
+        ("--expert 2 0", "--expert 0: must be at least 1"),
         ("--expert 16 --clones 1", "at most 512 experts on 8 ranks, not 16 on 16: set parallel.cl"),
-        ("--cost -1", "must be at least 0"),
-        ("--tokens 0", "must be at least 1"),
-        ("--json /nowhere/out.json", "/nowhere/out.json"),
+        ("--cost -1", "--cost -1: must be at least 0"),
+        ("--clones 1 -2", "--clones -2: must be at least 0"),
+        ("--tokens 0", "--tokens 0: must be at least 1"),
+        ("--micro-batches 0", "--micro-batches 0: must be at least 1"),
+        ("--json /nowhere/out.json", "--json /nowhere/out.json: there is no folder /nowhere"),
     ],
 )
 def test_bad_input_is_told_in_a_line(options: str, why: str, recorded: Path, capsys) -> None:

@@ -47,6 +47,8 @@ def test_text_is_the_same_for_a_checkpoint_of_two_ranks(run: Path) -> None:
     assert other.code == 0 and other.out != one.out
     lines = [line for line in other.err.splitlines() if line.endswith("tokens/s")]
     assert len(lines) == 2  # of two prompts
+    bytes_alone = command(sample.main, run, "--prompt", "x\udcff", "--tokens", "1")
+    assert bytes_alone.code == 0 and bytes_alone.out.startswith("x\ufffd"), "not UTF-8"
 
 
 def _reached(at: str, main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
@@ -91,6 +93,38 @@ def test_files_are_scored_and_a_longer_context_helps(run: Path, tmp_path: Path) 
     assert one.code == 0 and json.loads(out.read_text())["context"] == 1
 
 
+def test_a_replayed_routing_that_is_gone_is_told(run: Path, tmp_path: Path) -> None:
+    recorded = tmp_path / "routing"
+    train(run.parent, "recorded", 1, "run.steps=1", f"run.record_routing={recorded}")
+    given = ["run.steps=1", f"model.moe.router.replay={recorded}"]
+    replaying = train(run.parent, "replaying", 1, *given)
+    recorded.unlink()
+    said = command(sample.main, replaying, "--prompt", "x")
+    assert said.code == 2 and said.err.count("\n") == 1
+    assert said.err.startswith(f"sample: {recorded} cannot be read: there is no such file; ")
+    assert said.err.endswith("(model.moe.router.replay): put it back\n")
+
+
+def test_documents_of_a_run_that_masks_them_are_scored_alone(run: Path, tmp_path: Path) -> None:
+    masked = train(run.parent, "masked", 1, "run.steps=6", "data.document_mask=true")
+    texts = ["def main(self):", "of", "import os, sys\n"]
+    losses, tokens = [], []
+    for name, kept in (("a", texts[:1]), ("b", texts[1:2]), ("c", texts[2:]), ("all", texts)):
+        file, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.json"
+        file.write_text("\n".join(json.dumps({"text": text}) for text in kept))
+        said = command(evaluate.main, masked, file, "--json", out, "--context", "64")
+        assert said.code == 0, said.err
+        (found,) = json.loads(out.read_text())["files"].values()
+        losses.append(found["loss"])
+        tokens.append(found["tokens"])
+    assert tokens == [15, 2, 15, 32]
+    alone = sum(x * n for x, n in zip(losses[:3], tokens[:3], strict=True))
+    assert losses[3] * 32 == pytest.approx(alone, rel=1e-5)
+    began = command(sample.main, masked)
+    assert began.code == 2 and began.err.endswith("nothing predicts a first token: give --prompt\n")
+    assert command(sample.main, masked, "--prompt", "def ", "--tokens", "2").code == 0
+
+
 def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "step_00000012"
     damaged.mkdir()
@@ -116,6 +150,7 @@ def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> No
         (evaluate.main, [run, tmp_path / "x.txt"], "x.txt does not exist; expected .jsonl"),
         (evaluate.main, [run, tmp_path / "text.txt", "--batch", "-1"], "--batch -1: must be"),
         (evaluate.main, [run, tmp_path / "text.txt", "--json", tmp_path / "x/y"], "no folder"),
+        (evaluate.main, [run, tmp_path / "text.txt", "--json", tmp_path], "is a folder: name a"),
         (evaluate.main, [run, "s3://bucket/x.txt"], "is an address; evaluate copies"),
         (sample.main, [run, "--seed", "-1"], "--seed -1: must be a number from 0"),
     ):

@@ -26,6 +26,25 @@ TRITON = {
     "routing.wire_triton.pack_routing": "plan, sums",
     "routing.wire_triton.unpack_routing": "plan, sums",
     "elementwise.block_sum_triton.block_sum": "plan, sums",
+    "elementwise.muon_triton.muon_momentum": "optimizer",
+    "elementwise.muon_triton.muon_move": "optimizer",
+    "elementwise.part_sum_triton.add_parts": "plan, sums",
+    "attention.max_logit_triton.attention_max_logit": "attention",
+    "linear_attention.gradients_triton.delta_rule_gradients": "attention",
+    "routing.balance_triton.router_tally": "plan, sums",
+    "routing.balance_triton.router_losses": "plan, sums",
+    "routing.forced_triton.router_forced": "plan, sums",
+    "routing.gate_triton.router_gradient_split": "plan, sums",
+    "routing.clone_plan_triton.clone_plan_kernel": "plan, sums",
+    "routing.clone_routing_triton.count_chunks_kernel": "plan, sums",
+    "routing.clone_routing_triton.place_kernel": "plan, sums",
+    "routing.split_order_triton.split_order_kernel": "plan, sums",
+    "clones.rows_triton.part_rows_kernel": "plan, sums",
+    "clones.rows_triton.send_singles_kernel": "exchange",
+    "clones.rows_triton.sum_singles_kernel": "plan, sums",
+    "clones.weights_triton.lend_kernel": "exchange",
+    "clones.weights_triton.take_back_kernel": "exchange",
+    "sm90.experts.every_bias_triton.every_bias_dot": "experts",
 }
 
 
@@ -56,6 +75,9 @@ def test_of_several_kinds_the_first_counts_and_each_has_a_colour() -> None:
     assert Event(0, 1, 1, "fused_rope_forward").kind == "rope"
     assert Event(0, 1, 1, "multi_tensor_apply_kernel<FusedAdamMathFunctor>").kind == "Adam"
     assert Event(0, 1, 1, "elementwise_kernel").kind == "other"
+    assert Event(0, 1, 1, "chunk_gated_delta_rule_fwd_kernel_h_blockdim64").kind == "attention"
+    assert Event(0, 1, 1, "l2norm_fwd_kernel").kind == "attention"
+    assert Event(0, 1, 1, "multi_tensor_apply_kernel<L2NormFunctor>").kind == "optimizer"
     flash = (
         "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at_"
     )

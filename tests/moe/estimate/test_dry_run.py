@@ -48,6 +48,19 @@ def test_guests_are_told() -> None:
     assert "guest slots" not in text
 
 
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_what_a_stage_holds_is_told_in_full(optim: str) -> None:
+    text, _ = page("experiment=deepseek_v3_256gpu", f"optim.kind={optim}", world=256)
+    rows = [re.findall(r"([\d.]+) GiB", line) for line in text.splitlines() if " B  " in line]
+    assert len(rows) == 3
+    told = re.findall(r"of the peaks, (.*) pad buffers", text)
+    assert len(told) == (optim == "muon")
+    pads = re.findall(r"[\d.]+", *told) if told else ["0"] * 3
+    for pad, row in zip(pads, rows, strict=True):
+        *parts, peak = map(float, row)
+        assert sum(parts) + float(pad) == pytest.approx(peak, abs=0.4)
+
+
 @pytest.mark.parametrize("name", options("experiment"))
 def test_every_experiment_fits_its_machines(name: str) -> None:
     text, code = page(f"experiment={name}", world=WORLDS.get(name, 8))

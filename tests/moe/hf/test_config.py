@@ -92,6 +92,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"attention_dropout": 0.1}, "attention_dropout=0.1; only 0.0"),
     ("gpt_oss", {"attention_dropout": None}, "attention_dropout=None; only 0.0"),
     ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu'; only 'silu'"),
+    ("gpt_oss", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000; published models"),
     ("gpt_oss", {"num_key_value_heads": 7}, "num_key_value_heads=7, which does not divide"),
     ("qwen3_moe", {"num_key_value_heads": 0}, "num_key_value_heads=0, which does not divide"),
     ("deepseek_v3", {"num_key_value_heads": 64}, "num_key_value_heads=64; only 128"),

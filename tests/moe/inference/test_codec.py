@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.inference.codec import codec_of
+from phalanx.moe.inference.codec import codec_of, shown
 from phalanx.scripts import prepare_data
 
 
@@ -39,6 +39,7 @@ def corpus(tmp_path: Path, tokenizer: Path) -> str:
 def test_the_embedded_corpus_is_of_bytes() -> None:
     codec = codec_of(common(source="embedded"), 256, None)
     assert codec.encode("né") == [110, 0xC3, 0xA9] and codec.ends == (0,)
+    assert codec.encode("n\udcff") == [110, 0xFF] and shown("né\udcff") == "né\ufffd"
     assert codec.decode([110, 0xC3, 0xA9]) == "né" and codec.decode([110, 300]) == "n\ufffd"
 
 
@@ -56,6 +57,8 @@ def test_a_tokenizer_and_its_end_of_document(tokenizer: Path, corpus: str) -> No
         codec = codec_of(data, 4, given)
         assert codec.encode("b a z") == [2, 1, 3] and codec.ends == (0,)
         assert codec.decode([2, 1]).split() == ["b", "a"]
+    with pytest.raises(DataError, match="'a \ufffd' is not UTF-8, and its tokenizer takes nothing"):
+        codec.encode("a \udcff")
     assert codec_of(common(source="synthetic"), 4, str(tokenizer)).ends == ()
     assert codec_of(common(source="synthetic"), 4, str(tokenizer), "<end>").ends == (0,)
     base = {"huggingface": {"eos_token_id": [2, 1]}}

@@ -97,8 +97,9 @@ def test_two_ranks_save_what_one_rank_reads(tmp_path: Path) -> None:
                 assert torch.allclose(ours[1], losses, rtol=1e-5)
 
 
-def causal(checkpoint: Path, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Inside a rank: logits of tokens, and of them padded as on a GPU."""
+def causal(checkpoint: Path, tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """Inside a rank: logits of tokens, and of them padded as on a GPU; losses of two documents in
+    each sequence, of these padded, and of the second one alone."""
     from phalanx.moe.inference import predictor as module
 
     with module.opened(checkpoint) as predictor:
@@ -108,14 +109,23 @@ def causal(checkpoint: Path, tokens: Tensor) -> tuple[Tensor, Tensor]:
         predictor._padded = lambda ids: torch.nn.functional.pad(ids, (0, -ids.size(1) % 128))
         padded = predictor.logits(tokens)
         assert [tuple(shape) for shape in seen] == [(2, 128)]
-        return plain, padded
+        position = torch.tensor([*range(5), *range(S - 5)]).expand(2, S)
+        apart = predictor.losses(tokens, labels, position)
+        del predictor._padded
+        whole = predictor.losses(tokens, labels, position)
+        second = predictor.losses(tokens[:, 5:], labels[:, 5:])
+        return plain, padded, whole, apart, second
 
 
 def test_padding_changes_no_logits(tmp_path: Path) -> None:
     folder = train(tmp_path, "run", 1, "run.steps=2", "data=synthetic")
-    plain, padded = run_distributed(causal, 1, step_of(folder, 2), words()[0])[0]
+    plain, padded, whole, apart, second = run_distributed(causal, 1, step_of(folder, 2), *words())[
+        0
+    ]
     assert plain.shape == padded.shape == (2, S, 256)
     assert torch.allclose(plain, padded, rtol=1e-4, atol=1e-5)
+    assert whole.shape == (2, S) and torch.allclose(whole, apart, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(whole[:, 5:], second, rtol=1e-4, atol=1e-5)
 
 
 def of_one(saved: dict[str, Any], huggingface: dict[str, Any]) -> Config:

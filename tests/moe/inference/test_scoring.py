@@ -51,6 +51,45 @@ def test_every_token_is_predicted_once(count: int, batch: int) -> None:
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / 9, rel=1e-6)
 
 
+class Apart(Table):
+    """The same, where it is told where documents lie."""
+
+    def losses(self, tokens_BS: Tensor, labels_BS: Tensor, position_BS: Any = None) -> Tensor:
+        self.positions = [*getattr(self, "positions", []), *position_BS.tolist()]
+        return super().losses(tokens_BS, labels_BS)
+
+
+def test_documents_that_do_not_see_each_other(tmp_path: Path) -> None:
+    """Every token but the first of a document is predicted once, from its own document."""
+    texts = ["abc", "d", "efghij"]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    given = [str(tmp_path / "t.jsonl"), "--bytes", "--workers", "1"]
+    assert prepare_data.main([*given, "--output", str(tmp_path / "ids")]) == 0
+    for name in ("t.jsonl", "ids"):
+        text = text_of(str(tmp_path / name), lambda: Codec(None, (0,)), apart=True)
+        assert bytes(text.ids_N.tolist()) == b"abc\0d\0efghij\0" and text.predicted == 10
+        assert text.position_N is not None
+        assert text.position_N.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4, 5, 6]
+        model: Any = Apart()
+        found = total(list(score(model, text, 5, 1)))
+        assert model.positions[:2] == [[0, 1, 2, 3, 0], [0, 0, 1, 2, 3]]  # pieces begin sequences
+        assert model.positions[2][:2] == [0, 1] and 0 not in model.positions[2][1:]
+        pairs = list(zip(text.ids_N[:-1].tolist(), text.ids_N[1:].tolist(), strict=True))
+        inside = [pair for pair in pairs if pair[0] != 0]
+        assert found.tokens == len(inside) == 10 and found.firsts == 3 and found.text_bytes == 10
+        assert found.nats == pytest.approx(sum(y + x / 100 for x, y in inside), rel=1e-6)
+        assert found.bits_per_byte == pytest.approx(found.loss * 13 / math.log(2) / 10)
+        whole = total(list(score(model, text, 100, 4)))
+        assert whole == found
+    for name in ("t.jsonl", "ids"):
+        cut = text_of(str(tmp_path / name), lambda: Codec(None, (0,)), limit=5, apart=True)
+        assert bytes(cut.ids_N.tolist()) == b"abc\0d\0" and cut.position_N is not None
+        assert cut.position_N.tolist() == [0, 1, 2, 3, 0, 1]
+    (tmp_path / "one.jsonl").write_text('{"text": ""}')
+    with pytest.raises(DataError, match="holds no tokens to predict"):
+        text_of(str(tmp_path / "one.jsonl"), lambda: Codec(None, (0,)), apart=True)
+
+
 def test_scores_add_up_as_far_as_bytes_are_known() -> None:
     one, two, unknown = Score(2.0, 4, 3), Score(1.0, 1, 5), Score(1.0, 2, None)
     assert one + two == Score(3.0, 5, 8) and one + unknown == Score(3.0, 6, None)

@@ -2,7 +2,10 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -13,6 +16,7 @@ from phalanx.moe.inference.codec import codec_of_run
 from phalanx.moe.inference.sampling import generate
 from phalanx.moe.report.loggers import read
 from phalanx.moe.training.preflight import preflight
+from phalanx.moe.training.samples import Samples
 from phalanx.scripts import prepare_data
 from tests.support.distributed import run_distributed
 from tests.support.looking import TINY, step_of
@@ -90,6 +94,17 @@ def test_samples_do_not_change_the_training(tmp_path: Path) -> None:
         names = ("loss", "mtp_loss", "grad_norm", "layers")
         found.append([[record[name] for name in names] for record in records])
     assert found[0] == found[1]
+
+
+def test_of_packed_documents_the_longest_is_gone_on_with() -> None:
+    cfg = load([*TINY, "data.document_mask=true"])
+    step: Any = SimpleNamespace(job=None)
+    row, place = torch.arange(100, 117), np.array([0, 1, 0, *range(11), 0, 1, 2])
+    assert Samples(cfg, step, row, place)._prompt == list(range(103, 111))
+    place = np.array([0, 1, 0, 1, 0, 1, 2, 3, *[0, 1, 2] * 3])
+    assert Samples(cfg, step, row, place)._prompt == [104, 105, 106], "without its end"
+    assert Samples(cfg, step, row, np.zeros(17, np.int64))._prompt == [100]
+    assert Samples(cfg, step, row)._prompt == list(range(100, 108))
 
 
 def test_data_without_its_tokenizer_is_told_before_the_run(tmp_path: Path) -> None:
