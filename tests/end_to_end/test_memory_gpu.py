@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_train_gpu import GRAPH, _hopper, close, train, two_gpus
+from tests.end_to_end.test_train_gpu import (
+    GRAPH,
+    _hopper,
+    close,
+    train,
+    train_side_by_side,
+    two_gpus,
+)
 
 pytestmark = pytest.mark.gpu
 __all__ = ["_hopper", "two_gpus"]
@@ -33,9 +40,10 @@ COMMON = ["run.steps=8", "run.eval_interval=4", "run.eval_batches=1", "parallel.
 )
 def test_no_step_changes(model: str, precision: str, tmp_path: Path) -> None:
     options = [*COMMON, f"model={model}", f"precision={precision}", "kernels=fused"]
-    kept = train(tmp_path, "kept", *options)
-    for name, given in (PARTS | (MLA if model == "tiny_deepseek" else {})).items():
-        got = train(tmp_path, name, *options, *given, GRAPH)  # its first steps are eager
+    parts = PARTS | (MLA if model == "tiny_deepseek" else {})
+    runs = {"kept": options} | {name: [*options, *p, GRAPH] for name, p in parts.items()}
+    kept, *others = train_side_by_side(tmp_path, runs).values()
+    for name, got in zip(parts, others, strict=True):  # of which the first steps are eager
         for key in NAMES:
             assert [s.get(key) for s in got] == [s.get(key) for s in kept], (name, key)
 
@@ -44,10 +52,9 @@ def test_no_step_changes(model: str, precision: str, tmp_path: Path) -> None:
 def test_moe_layers_whole(model: str, tmp_path: Path) -> None:
     """Their residual is added by itself, and rounded once more."""
     options = [*COMMON, f"model={model}", "kernels=fused", "run.recompute=[moe,norm]"]
-    kept = train(tmp_path, "kept", *options, "run.recompute=none")
-    eager = train(tmp_path, "eager", *options)
+    runs = {"kept": [*options, "run.recompute=none"], "eager": options, "graph": [*options, GRAPH]}
+    kept, eager, graph = train_side_by_side(tmp_path, runs).values()
     close(eager, kept)
-    graph = train(tmp_path, "graph", *options, GRAPH)
     assert [s["loss"] for s in graph] == [s["loss"] for s in eager]
 
 

@@ -3,7 +3,8 @@
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def train(
     return read(folder / name / "metrics.jsonl")
 
 
+def train_side_by_side(folder: Path, runs: Mapping[str, Sequence[str]]) -> dict[str, Steps]:
+    """Several runs by their names, some at a time: most of what a small one takes is its start."""
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        started = {name: pool.submit(train, folder, name, *given) for name, given in runs.items()}
+        return {name: run.result() for name, run in started.items()}
+
+
+_AT_A_TIME = 4
+
+
 def close(ours: Steps, theirs: Steps) -> None:
     for name, tolerance in (("loss", 5e-3), ("grad_norm", 5e-2)):
         want = pytest.approx([step[name] for step in theirs], rel=tolerance)
@@ -60,14 +71,19 @@ def close(ours: Steps, theirs: Steps) -> None:
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
 def test_fused_kernels_train_like_torch(model: str, tmp_path: Path) -> None:
-    theirs = train(tmp_path, "torch", f"model={model}", "kernels=torch")
-    ours = train(tmp_path, "fused", f"model={model}", "kernels=fused")
-    close(ours, theirs)
     margins = ["kernels.sm_margin.forward=8", "kernels.sm_margin.dgrad=16"]
     margins += ["kernels.sm_margin.wgrad=24", "kernels.dynamic=false"]
-    close(train(tmp_path, "margins", f"model={model}", "kernels=fused", *margins), ours)
-    unfused = "kernels.gradient_accumulation_fusion=false"
-    close(train(tmp_path, "unfused", f"model={model}", "kernels=fused", unfused), ours)
+    fused = [f"model={model}", "kernels=fused"]
+    runs = {
+        "torch": [f"model={model}", "kernels=torch"],
+        "fused": fused,
+        "margins": [*fused, *margins],
+        "unfused": [*fused, "kernels.gradient_accumulation_fusion=false"],
+    }
+    got = train_side_by_side(tmp_path, runs)
+    close(got["fused"], got["torch"])
+    close(got["margins"], got["fused"])
+    close(got["unfused"], got["fused"])
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
@@ -78,11 +94,11 @@ def test_packed_documents(model: str, tmp_path: Path) -> None:
     common = [f"model={model}", "kernels=torch", "model.attention.head_dim=64"]
     common += ["data.source=indexed", f"data.blend=[{prefix}]", f"data.cache={tmp_path / 'cache'}"]
     common += ["data.split='100'", "data.document_mask=true"]
-    want = train(tmp_path, "reference", *common, "kernels.attention=reference")
-    close(train(tmp_path, "fa4", *common, "kernels.attention=fa4"), want)
-    close(train(tmp_path, "flex", *common, "kernels.attention=flex"), want)
-    close(train(tmp_path, "graph", *common, "kernels.attention=fa4", GRAPH), want)
-    close(train(tmp_path, "flex_graph", *common, "kernels.attention=flex", GRAPH), want)
+    runs = {name: [*common, f"kernels.attention={name}"] for name in ("reference", "fa4", "flex")}
+    runs |= {f"{name}_graph": [*runs[name], GRAPH] for name in ("fa4", "flex")}
+    want, *others = train_side_by_side(tmp_path, runs).values()
+    for got in others:
+        close(got, want)
 
 
 LINEAR = "tiny_qwen3_next"
@@ -91,18 +107,19 @@ LINEAR = "tiny_qwen3_next"
 def test_linear_attention(tmp_path: Path) -> None:
     """By flash-linear-attention, eager and captured, as by the statement in torch."""
     common = [f"model={LINEAR}", "kernels=fused", "model.attention.head_dim=64"]
-    want = train(tmp_path, "torch", *common, "kernels.attention=reference")
-    close(train(tmp_path, "fla", *common), want)
-    page = (tmp_path / "fla" / "console.log").read_text()
-    assert re.search(r"^  linear_attention +(\S+) +auto$", page, re.M)[1] == "fla"  # type: ignore[index]
-    close(train(tmp_path, "graph", *common, GRAPH), want)
     pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
     prefix = write_corpus(tmp_path / "corpus", pieces)
-    common += ["data.source=indexed", f"data.blend=[{prefix}]", f"data.cache={tmp_path / 'cache'}"]
-    common += ["data.split='100'", "data.document_mask=true"]
-    want = train(tmp_path, "documents", *common, "kernels.attention=reference")
-    close(train(tmp_path, "documents_fla", *common), want)
-    close(train(tmp_path, "documents_graph", *common, GRAPH), want)
+    packed = ["data.source=indexed", f"data.blend=[{prefix}]", f"data.cache={tmp_path / 'cache'}"]
+    packed += ["data.split='100'", "data.document_mask=true"]
+    ways = {"torch": ["kernels.attention=reference"], "fla": [], "graph": [GRAPH]}
+    runs = {name: [*common, *way] for name, way in ways.items()}
+    runs |= {f"documents_{name}": [*given, *packed] for name, given in runs.items()}
+    got = train_side_by_side(tmp_path, runs)
+    for data in ("", "documents_"):
+        for name in ("fla", "graph"):
+            close(got[data + name], got[f"{data}torch"])
+    page = (tmp_path / "fla" / "console.log").read_text()
+    assert re.search(r"^  linear_attention +(\S+) +auto$", page, re.M)[1] == "fla"  # type: ignore[index]
 
 
 @pytest.mark.parametrize("mode", ["nearest", "up", "down"])
@@ -119,8 +136,8 @@ def test_a_graph_trains_bit_for_bit_like_eager_steps(
 ) -> None:
     options = [f"model={model}", f"kernels={kernels}", "run.steps=200"]
     options += ["run.eval_interval=70", "run.eval_batches=1", "parallel.capacity_factor=8"]
-    eager = train(tmp_path, "eager", *options)
-    graph = train(tmp_path, "graph", *options, GRAPH)
+    runs = {"eager": options, "graph": [*options, GRAPH]}
+    eager, graph = train_side_by_side(tmp_path, runs).values()
     for name in ("loss", "grad_norm", "valid_loss", "load_max", "mtp_loss"):
         assert [s.get(name) for s in graph] == [s.get(name) for s in eager], name
 
@@ -132,8 +149,8 @@ def test_muon_and_qk_clip_in_a_graph(model: str, precision: str, tmp_path: Path)
     options = [f"model={model}", f"precision={precision}", "kernels=fused", "optim=muon"]
     options += ["run.steps=20", "optim.qk_clip=0.1", "optim.max_logit_every=1"]
     options += ["parallel.capacity_factor=8"]
-    eager = train(tmp_path, "eager", *options)
-    graph = train(tmp_path, "graph", *options, GRAPH)
+    runs = {"eager": options, "graph": [*options, GRAPH]}
+    eager, graph = train_side_by_side(tmp_path, runs).values()
     assert eager[-1]["loss"] < eager[0]["loss"]
     assert max(s["max_logit"] for s in eager) > 0.1  # there was something to clip
     for name in ("loss", "grad_norm", "max_logit"):
