@@ -4,12 +4,14 @@
     python scripts/model_cards.py [--check]
 
 A card has what the model is, what was measured of it and how (docs/measured/training/own_*.yaml),
-and the losses of its runs over each other: every docs/measured/**/losses_MODEL*.png, drawn by
-scripts/plot_losses.py from the .json beside it. --check writes nothing, and exits with 1 if a page
-is out of date.
+the losses of its runs over each other: every docs/measured/**/losses_MODEL*.png, drawn by
+scripts/plot_losses.py from the .json beside it; and how far logits of a small model of its parts
+are from those of transformers (docs/measured/parity_transformers.json). --check writes nothing, and
+exits with 1 if a page is out of date.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -20,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 from phalanx.configs.load import load  # noqa: E402
 from phalanx.configs.records import Own, own  # noqa: E402
 from phalanx.moe.estimate.accounting import flops_per_token, model_size  # noqa: E402
+from phalanx.moe.hf.families import family_of  # noqa: E402
 from phalanx.moe.report.units import work  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 CARDS, MEASURED = ROOT / "docs" / "cards", ROOT / "docs" / "measured"
+PARITY = MEASURED / "parity_transformers.json"
 SEQUENCE = 4096
 
 
@@ -58,6 +62,7 @@ def card(model: str, records: dict[str, Own]) -> str:
         losses = _from_cards(picture.with_suffix(".json"))
         parts.append(f"![losses of runs of {model} over each other]({_from_cards(picture)})")
         parts.append(f"[Losses of every step]({losses}), drawn by `scripts/plot_losses.py`.")
+    parts += ["## Parity with transformers", _parity(model, family_of(cfg))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -82,6 +87,20 @@ def _table(records: dict[str, Own]) -> str:
             f"| {r.loss_at_50:.3f} |"
         )
     return "\n".join(rows)
+
+
+def _parity(model: str, family: str) -> str:
+    """Of the small model that is closest to it."""
+    record = json.loads(PARITY.read_text("utf-8"))
+    name = next((name for name in record["errors"] if model.startswith(name)), family)
+    found = record["errors"][name]
+    return (
+        f"Logits of a small model of these parts with random weights, imported from transformers "
+        f"{record['transformers']} and computed on a CPU, differ from its own by at most "
+        f"{found['fp32']:.1e} of a token's in fp32. In bf16 they are {found['bf16']:.2g} from "
+        f"those in fp32, and its own {found['transformers_bf16']:.2g} "
+        f"([all families]({_from_cards(PARITY)}), by `{record['command']}`)."
+    )
 
 
 def _from_cards(path: Path) -> str:

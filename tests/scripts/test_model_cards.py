@@ -1,11 +1,13 @@
 """Model cards are those of the records, and name what is there."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from phalanx.configs.records import own
 from phalanx.scripts import model_cards
+from tests.moe.hf.models import MODELS
 
 
 def test_cards_are_up_to_date() -> None:
@@ -28,6 +30,14 @@ def test_each_model_with_records_has_a_card_with_all_of_them(
         assert f"[{record.model}]" in (docs / "cards" / "README.md").read_text("utf-8")
     assert "out of date: docs/cards/README.md" in capsys.readouterr().out
     assert model_cards.main(["--check"]) == 0
+
+
+def test_logits_of_all_families_are_recorded() -> None:
+    errors = json.loads(model_cards.PARITY.read_text("utf-8"))["errors"]
+    assert errors.keys() == MODELS.keys()
+    assert all(0 < found["fp32"] < 1e-4 for found in errors.values())
+    text = (model_cards.CARDS / "moonlight_16b_a3b.md").read_text("utf-8")
+    assert f"{errors['moonlight']['fp32']:.1e} of a token's in fp32" in text
 
 
 def test_losses_that_were_recorded_are_shown() -> None:
