@@ -91,6 +91,11 @@ def besides(values: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def _is_over_top_k(m: ModelConfig) -> bool:
+    """Probabilities of all experts that are normalised over the best are a softmax of these."""
+    return m.moe.router.normalize and m.moe.top_k > 1
+
+
 def to_json(m: ModelConfig, context: int, dtype: str) -> dict[str, Any]:
     """config.json of a model.
 
@@ -105,7 +110,8 @@ def to_json(m: ModelConfig, context: int, dtype: str) -> dict[str, Any]:
     a, cfg, family = m.attention, Config(model=m), family_of(m)
     kind = FAMILIES[family]
     for knob, value in kind.fixed.items():
-        if (present := get(cfg, f"model.{knob}")) != value:
+        present = get(cfg, f"model.{knob}")
+        if present != value and not (knob == "moe.router.softmax_over" and _is_over_top_k(m)):
             raise refused(knob, written(present), f"{family} of Hugging Face has {written(value)}")
     result: dict[str, Any] = {"architectures": [kind.architecture], "model_type": family}
     result |= kind.demanded

@@ -278,10 +278,28 @@ def test_a_clamp_that_is_always_there_is_not_exported_as_none() -> None:
         to_json(m, 4096, "bfloat16")
 
 
+def test_what_is_normalised_over_the_best_is_a_softmax_of_these() -> None:
+    """The model that a newcomer trains first is one, too."""
+    m = changed("mixtral_8x7b", moe__router__softmax_over="all").model
+    assert to_json(m, 4096, "bfloat16") == to_json(
+        load(["model=mixtral_8x7b"]).model, 4096, "bfloat16"
+    )
+    assert to_json(load(["model=tiny"]).model, 256, "bfloat16")["model_type"] == "mixtral"
+
+
 NOT_EXPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral_8x7b", {"moe__shared_ffn": 14336}, "shared_ffn=14336 .*mixtral of .* has 0"),
     ("mixtral_8x7b", {"attention__rotary_dim": 64}, "rotary_dim=64 .*mixtral of .* has 0"),
-    ("mixtral_8x7b", {"moe__router__softmax_over": "all"}, "softmax_over=all .* has topk"),
+    (
+        "mixtral_8x7b",
+        {"moe__router__softmax_over": "all", "moe__router__normalize": False},
+        "softmax_over=all .* has topk",
+    ),
+    (
+        "mixtral_8x7b",
+        {"moe__router__softmax_over": "all", "moe__top_k": 1},
+        "softmax_over=all .* has topk",
+    ),
     ("qwen3_235b_a22b", {"attention__qkv_bias": True}, "qkv_bias=true .*qwen3_moe of .* has false"),
     ("deepseek_v2_lite", {"mtp_layers": 1}, "mtp_layers=1 .*deepseek_v2 of .* has 0"),
     ("deepseek_v2_lite", {"moe__router__normalize": True}, "normalize=true .* has false"),

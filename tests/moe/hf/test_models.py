@@ -68,6 +68,21 @@ def test_fp32_logits_are_those_of_transformers_and_export_gives_the_folder_back(
         assert torch.equal(again(ids).logits, exact)
 
 
+def test_probabilities_of_all_experts_normalised_over_the_best(tmp_path: Path) -> None:
+    """A Mixtral as our small model has it."""
+    model, ids = models.theirs("mixtral"), words()
+    model.save_pretrained(tmp_path / "theirs")
+    cfg = imported(tmp_path / "theirs", tmp_path / "step")
+    router = cfg.model.moe.router
+    router.softmax_over, router.normalize = "all", True
+    import_folder(tmp_path / "theirs", tmp_path / "all", cfg.model)
+    ((ours, _),) = run_distributed(our_logits, 1, cfg, tmp_path / "all", ids)
+    with torch.no_grad():
+        assert errors(ours, model(ids).logits).max() < 1e-4
+    export_checkpoint(tmp_path / "all", tmp_path / "back")
+    assert same(tmp_path / "theirs", tmp_path / "back")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_logits_are_as_near_as_those_of_transformers(name: str, tmp_path: Path) -> None:
     model, ids = models.theirs(name, torch.bfloat16), words()
