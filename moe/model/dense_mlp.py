@@ -43,14 +43,14 @@ class DenseMLP(MLP):
     def __init__(self, *, spec: MLPSpec, pg_collection: Any, **given: Any) -> None:
         given.pop("is_mtp_layer", None)
         super().__init__(tp_group=pg_collection.tp, **given)
-        c = self.config
-        self.spec = for_widths(replace(spec, margins=Margins()), c.ffn_hidden_size)
+        c, spec = self.config, replace(spec, margins=Margins())
+        self.spec = for_widths(spec, c.ffn_hidden_size)
         """How it is computed, if in halves."""
         self._fused = takes(
             spec, ffn=c.ffn_hidden_size, tensor=self.tp_group.size(), bias=c.add_bias_linear
         )
         if spec.recipe is not None and not self._fused:  # biases are Megatron-Core's to add
-            compute_by(replace(spec, margins=Margins()), self)
+            compute_by(spec, self)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """[s, B, D] to [s, B, D], and a bias to add or None."""
