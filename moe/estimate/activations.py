@@ -132,12 +132,10 @@ class Activations:
         fp8_dense = self._fp8_dense(fp8)
         ffn = self._cfg.model.dense_ffn
         gradients = self.sizes.tokens * 2 * self._wide * 3 * ffn // self._cfg.parallel.tensor
-        cfg, act = self._cfg, ACTIVATIONS[self._cfg.model.moe.activation]
+        act = ACTIVATIONS[self._cfg.model.moe.activation]
         saved = self._mlp(ffn)
         more = self._fp8_inputs(1, instead=True) if fp8_dense else 0
-        recipe = Fp8Block() if fp8_dense else None
-        spec = MLPSpec(activation_of(cfg.model.moe), cfg.kernels.backend, recipe=recipe)
-        if takes(spec, ffn=ffn, tensor=cfg.parallel.tensor, bias=cfg.model.bias):
+        if self._by_experts_kernels(ffn, fp8_dense):
             saved = self.sizes.tokens * 2 * self._wide * act.halves * ffn
         return self._layer({"dense": saved}, gradients, fp8_dense, more, linear)
 
@@ -299,17 +297,15 @@ class Activations:
         """Of shared experts: the projection alone by the kernels of the routed ones, which make the
         rest again."""
         ffn, act = self._cfg.model.moe.shared_ffn, ACTIVATIONS[self._cfg.model.moe.activation]
-        if not self._own_shared(fp8):
+        if not self._by_experts_kernels(ffn, fp8):
             return self._mlp(ffn)
         return self.sizes.tokens * 2 * self._wide * act.halves * ffn
 
-    def _own_shared(self, fp8: bool) -> bool:
-        """Shared experts run by the kernels of the routed ones."""
-        cfg, ffn = self._cfg, self._cfg.model.moe.shared_ffn
-        spec = MLPSpec(
-            activation_of(cfg.model.moe), cfg.kernels.backend, recipe=Fp8Block() if fp8 else None
-        )
-        return takes(spec, ffn=ffn, tensor=cfg.parallel.tensor, bias=False)
+    def _by_experts_kernels(self, ffn: int, fp8: bool) -> bool:
+        """A dense MLP or shared experts run by the kernels of the routed ones."""
+        cfg, recipe = self._cfg, Fp8Block() if fp8 else None
+        spec = MLPSpec(activation_of(cfg.model.moe), cfg.kernels.backend, recipe=recipe)
+        return takes(spec, ffn=ffn, tensor=cfg.parallel.tensor, bias=cfg.model.bias)
 
     def _experts(self, fp8: bool) -> Parts:
         """Saved by route, dispatch and experts, without the input, which attention's norm saves."""
