@@ -14,6 +14,9 @@ Suites (default: all):
   flash     forward pass of FlashDMoE's layer at 4096, 8192 and 16384 tokens a GPU
   scaling   forward pass of these layers on pairs of GPUs, against all of them
   skew      all tokens to one GPU, against the time of its experts
+  clones    layers with uneven routing, with clones of hot experts and without, against balanced
+            routing; symm alone, or the first of --dispatch
+  rows      dispatch of rows in FP8, with their quantisation, against that in bf16; as clones
 
 Without torchrun one GPU measures what needs no other. All is bf16, dropless, deterministic, and
 captured in CUDA graphs. Times are medians of interleaved rounds, the L2 cache flushed before each,
@@ -50,6 +53,8 @@ RUNS = {
     "flash": "whole",
     "scaling": "whole",
     "skew": "whole",
+    "clones": "clones",
+    "rows": "clones",
 }
 """Module of each suite, which is a function of the same name."""
 

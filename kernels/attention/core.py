@@ -207,7 +207,10 @@ def _compiled_flex() -> Callable[..., torch.Tensor]:
             "kernels.attention=flex needs torch.compile: unset TORCHDYNAMO_DISABLE "
             "and TORCH_COMPILE_DISABLE"
         )
-    return torch.compile(_flex_with_sinks, dynamic=False, fullgraph=True)
+    # Without the option inductor takes the kernel of a sum that is fastest when first run, so that
+    # bits would depend on what else the GPU did then.
+    options = {"deterministic": True}
+    return torch.compile(_flex_with_sinks, dynamic=False, fullgraph=True, options=options)
 
 
 @functools.lru_cache(maxsize=64)

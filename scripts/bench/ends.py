@@ -4,6 +4,7 @@ Legend: T tokens of a rank, D hidden, K experts of a token, N received rows.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatch.base import Dispatcher, Slots, make_dispatcher
 from phalanx.parallel.dispatch.capacity import Budget
+from phalanx.parallel.dispatch.clones import Clones
 from phalanx.parallel.dispatch.exchange import SymmOptions
 from phalanx.parallel.dispatch.received import Received
 from phalanx.parallel.dispatch.transport import choose_transport
@@ -55,17 +58,25 @@ def dispatcher(
     given: Inputs,
     group: dist.ProcessGroup,
     comm_sms: int = 0,
+    clones: Clones | None = None,
+    recipe: Fp8Block | None = None,
 ) -> Dispatcher:
-    """A transport with room for every token of this routing; ValueError if it cannot run."""
+    """A transport with room for every token of this routing; with a recipe rows travel in FP8.
+
+    Raises:
+        ValueError: it cannot run.
+    """
     factor = max(ROOM, fullest(given.idx_TK, model.experts, group))
     return make_dispatcher(
-        choose_transport(name, group, BF16),
+        replace(choose_transport(name, group, BF16), clones=clones),
         group=group,
         experts=model.experts,
         slots=Slots(model.top_k, model.top_k),
         budget=Budget(factor, bench.clock.device),
         backend=bench.backend,
         symm=SymmOptions(comm_sms=comm_sms, timeout=TIMEOUT),
+        recipe=recipe,
+        fp8_rows=recipe is not None,
     )
 
 

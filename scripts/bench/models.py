@@ -88,6 +88,15 @@ SCALING_ASKED = 0.90
 """Time on two ranks over that on all."""
 SKEW_ASKED = 1 / 1.15
 """Time of the experts alone over that of the layer, all tokens on one rank."""
+CLONES_ASKED = {
+    "balanced": (1 / 1.01, 1.0),
+    "Zipf": (1 / 1.12, 1 / 1.05),
+    "half to one expert": (1 / 1.35, 1 / 1.15),
+    "one rank": (1 / 1.5, 1 / 1.2),
+}
+"""Time of balanced routing without clones over that of a routing with them: asked, and the goal."""
+ROWS_ASKED = (1.7, 1.9)
+"""Time of a dispatch in bf16 over that in FP8: asked, and the goal."""
 
 Case = tuple[Model, int]
 """A layer and the tokens of a rank."""
@@ -107,4 +116,5 @@ def cases(suite: str, tokens: int | None, *, tiny: bool) -> list[Case]:
         return [(FLASH, t) for t in ([tokens] if tokens else FLASH_TOKENS)]
     models = (DEEPSEEK, QWEN3, GPT_OSS)
     layers = {"plan": (DEEPSEEK,), "scaling": (FLASH, *models), "skew": (DEEPSEEK,)}
+    layers |= {"clones": (QWEN3, DEEPSEEK), "rows": (DEEPSEEK, QWEN3)}
     return [(m, tokens or TOKENS) for m in layers.get(suite, models)]

@@ -36,6 +36,36 @@ def routed(
     return scores.topk(top_k, dim=1).indices.to(torch.int32)
 
 
+UNEVEN = ("balanced", "Zipf", "half to one expert", "one rank")
+"""What clones of hot experts are measured with."""
+
+
+def uneven(
+    kind: str, tokens: int, experts: int, top_k: int, *, rank: int, device: torch.device
+) -> Tensor:
+    """int32 [T, K] of a rank, of a kind of UNEVEN.
+
+    `Zipf`: drawn without replacement by weights 1 / n, the n-th expert of a random order that all
+    ranks share. `half to one expert`: drawn evenly, but half of all tokens take the second expert.
+    `one rank`: drawn evenly of the first rank's.
+    """
+    where = dict(rank=rank, device=device)
+    if kind == "balanced":
+        return routed(kind, tokens, experts, top_k, **where)
+    if kind == "one rank":
+        return routed(kind, tokens, experts // dist.get_world_size(), top_k, **where)
+    generator = torch.Generator(device).manual_seed(rank)
+    if kind == "half to one expert":
+        idx = routed("random", tokens, experts, top_k, **where)
+        takes = torch.rand(tokens, generator=generator, device=device) < 0.5
+        idx[:, 0] = torch.where(takes & (idx != 1).all(1), 1, idx[:, 0])
+        return idx
+    order = torch.randperm(experts, generator=torch.Generator().manual_seed(0)).to(device)
+    # The largest of log weight + Gumbel noise are a draw without replacement.
+    noise = -torch.log(-torch.log(torch.rand(tokens, experts, generator=generator, device=device)))
+    return (noise - torch.log(order + 1.0)).topk(top_k, dim=1).indices.to(torch.int32)
+
+
 def probabilities(tokens: int, top_k: int, *, rank: int, device: torch.device) -> Tensor:
     """fp32 [T, K] that sum to 1."""
     generator = torch.Generator(device).manual_seed(rank)

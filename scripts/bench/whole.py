@@ -67,9 +67,14 @@ def fitted(bench: RankBench, model: Model) -> Model:
 
 
 class Layer:
-    """The experts of this rank in a group, and passes of the layer over them."""
+    """The experts of this rank in a group, and passes of the layer over them.
 
-    def __init__(self, bench: RankBench, model: Model, group: dist.ProcessGroup) -> None:
+    With `accumulate` gradients of parameters are added to fp32 buffers, not returned.
+    """
+
+    def __init__(
+        self, bench: RankBench, model: Model, group: dist.ProcessGroup, *, accumulate: bool = False
+    ) -> None:
         self.bench, self.model, self.group = bench, model, group
         config = TransformerConfig(
             num_layers=1,
@@ -82,7 +87,7 @@ class Layer:
             params_dtype=BF16,
             perform_initialization=False,
         )
-        self.spec = MLPSpec(model.activation, bench.backend)
+        self.spec = MLPSpec(model.activation, bench.backend, accumulate=accumulate)
         self.experts = Experts(
             config=config,
             spec=self.spec,
@@ -102,6 +107,8 @@ class Layer:
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.normal_(std=_W)
+                if accumulate:
+                    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
 
     def beside(self, given: Inputs) -> Tensor:
         """What the shared expert makes of this rank's tokens."""
@@ -122,10 +129,12 @@ class Layer:
         out_ND = self.experts(received)
         return transport.combine(out_ND, received, lambda: dense_second(*made, w2, self.spec))
 
-    def both(self, transport: Dispatcher, given: Inputs) -> tuple[Tensor, ...]:
-        """Gradients of inputs and parameters."""
+    def both(self, transport: Dispatcher, given: Inputs) -> tuple[Any, ...]:
+        """Gradients of inputs and parameters; None of those that are added to buffers."""
         leaves = [given.x_TD, given.prob_TK, *self.parameters]
-        return torch.autograd.grad(self.forward(transport, given), leaves, given.dout_TD)
+        out_TD = self.forward(transport, given)
+        added = self.spec.accumulate
+        return torch.autograd.grad(out_TD, leaves, given.dout_TD, allow_unused=added)
 
     def take_part(
         self, sides: RankSides, given: Inputs, label: str, *, backward: bool

@@ -1,0 +1,142 @@
+"""Suites `clones` and `rows`: uneven routing with copies of hot experts and without, and FP8 rows.
+
+`clones` runs the layers of `layer`, without a shared expert and with gradients of weights added to
+fp32 buffers, over `symm`. Every time is compared with balanced routing without clones. Slots are
+two of a rank; where all tokens go to one rank's experts, as many as spread these over all ranks. A
+copy costs the rows that a run takes it to cost, of which nothing is hidden, or a quarter:
+`<slots> slots at <rows>`.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.configs.machines import CPU_RANKS, rates_of
+from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.parallel.dispatch.base import Dispatcher
+from phalanx.parallel.dispatch.clones import Clones, cost_of_copy
+from phalanx.parallel.dispatch.transport import refuse
+from phalanx.scripts.bench.ends import Inputs, dispatcher, inputs
+from phalanx.scripts.bench.models import CLONES_ASKED, ROWS_ASKED, Model
+from phalanx.scripts.bench.problems import BF16
+from phalanx.scripts.bench.ranks import RankBench, differing
+from phalanx.scripts.bench.records import Record
+from phalanx.scripts.bench.routing import KINDS, UNEVEN, fullest, routed, uneven
+from phalanx.scripts.bench.whole import Layer, fitted
+
+_SLOTS = 2
+_WIDTH = 2
+"""Bytes of a weight on its way to a guest slot."""
+
+
+def clones(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+    model = model._replace(shared=0)
+    whole, shape = fitted(bench, model), model.shape(tokens)
+    if why := _cannot(bench):
+        return [Record("clones", shape, "-", "-", bench.mode, note=why)]
+    sides, taking = bench.sides("clones", shape), []
+    problem = Layer(bench, whole, dist.group.WORLD, accumulate=True)
+    local = whole.experts // bench.ranks
+    for kind in UNEVEN:
+        where = dict(rank=bench.rank, device=bench.clock.device)
+        idx = uneven(kind, tokens, whole.experts, whole.top_k, **where)
+        given = inputs(bench, whole, idx)
+        load = fullest(idx, whole.experts, dist.group.WORLD)
+        plain = _dispatcher(bench, whole, given, None)
+        results = [problem.forward(plain, given).detach(), *problem.both(plain, given)[:2]]
+        slots = local - local // bench.ranks if kind == "one rank" else _SLOTS
+        ways = {"without clones": plain}
+        for cost in _costs(bench):
+            label = f"{slots} slots at {cost}"
+            ways[label] = _dispatcher(bench, whole, given, Clones(slots, cost))
+        for label, transport in ways.items():
+            side = f"{kind}, {label}"
+            taking.append((kind, side, load))
+            forward = functools.partial(problem.forward, transport, given)
+            both = functools.partial(problem.both, transport, given)
+            sides.take(side, "forward", forward, functools.partial(_wrong, results[:1]))
+            sides.take(side, "both", both, functools.partial(_wrong, results[1:]))
+    sides.run()
+    fewer = f", {whole.experts} of {model.experts} experts" if whole != model else ""
+    made = []
+    for kind, side, load in taking:
+        for what in ("forward", "both"):
+            balanced = sides.time(taking[0][1], what)
+            cloned = what == "both" and not side.endswith("without clones")
+            made += sides.record(
+                side,
+                what,
+                other=balanced and balanced.ms,
+                bars=CLONES_ASKED[kind] if cloned else None,
+                note=f"load {load:.2f}{fewer}",
+            )
+    return made + sides.lost
+
+
+def rows(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+    """Dispatch of rows that are quantised first, against that of rows in bf16."""
+    shape = model.shape(tokens)
+    if why := _cannot(bench):
+        return [Record("rows", shape, "-", "-", bench.mode, note=why)]
+    sides, made = bench.sides("rows", shape), []
+    for kind in KINDS:
+        where = dict(rank=bench.rank, device=bench.clock.device)
+        given = inputs(bench, model, routed(kind, tokens, model.experts, model.top_k, **where))
+        for name, recipe in (("bf16", None), ("FP8", Fp8Block())):
+            ready = dispatcher(
+                bench.transports[0],
+                bench,
+                model,
+                given,
+                dist.group.WORLD,
+                recipe=recipe,
+            )
+            sides.take(f"{name}, {kind}", "dispatch", functools.partial(_dispatch, ready, given))
+    sides.run()
+    for kind in KINDS:
+        plain = sides.time(f"bf16, {kind}", "dispatch")
+        made += sides.record(f"bf16, {kind}", "dispatch")
+        other = plain and plain.ms
+        made += sides.record(f"FP8, {kind}", "dispatch", other=other, bars=ROWS_ASKED)
+    return made + sides.lost
+
+
+def _wrong(expected: list[Tensor], found: Tensor | tuple[Tensor, ...]) -> str:
+    """Why an output, or gradients of tokens and probabilities, have not the bits of no clones."""
+    of = [found] if isinstance(found, Tensor) else found[: len(expected)]
+    return differing(of, expected, ["out"] if isinstance(found, Tensor) else ["dx", "dprob"])
+
+
+@torch.no_grad()
+def _dispatch(ready: Dispatcher, given: Inputs) -> object:
+    return ready.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
+
+
+def _cannot(bench: RankBench) -> str:
+    if bench.ranks == 1:
+        return "needs several ranks"
+    return refuse(bench.transports[0], dist.group.WORLD, BF16) or ""
+
+
+def _costs(bench: RankBench) -> tuple[int, int]:
+    """Rows that a copy costs in a run, and a quarter."""
+    device = bench.clock.device
+    rates = CPU_RANKS
+    if device.type == "cuda":
+        rates = rates_of(torch.cuda.get_device_name(device), "h200")
+    cost = cost_of_copy(rates, width=_WIDTH, keep=False)
+    return cost, -(-cost // 4)
+
+
+def _dispatcher(bench: RankBench, model: Model, given: Inputs, of: Clones | None) -> Dispatcher:
+    return dispatcher(
+        bench.transports[0],
+        bench,
+        model,
+        given,
+        dist.group.WORLD,
+        bench.comm_sms,
+        of,
+    )
