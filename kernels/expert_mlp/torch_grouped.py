@@ -185,8 +185,8 @@ def as_one_kernel(fn: Callable[..., Any], x: Tensor, *args: Any) -> Any:
 @functools.cache
 def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     # Without the option inductor drops the rounding of h inside a kernel, and the activations of
-    # the forward pass would not be those that the backward pass recomputes. With `deterministic` the
-    # kernel of a sum is not the one that is fastest when first run, which differs between processes.
+    # the forward pass would not be those that the backward pass recomputes. And without the other
+    # the kernel of a sum is the one that is fastest when first run, which may be another each time.
     return torch.compile(fn, options={"emulate_precision_casts": True, "deterministic": True})
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.quantize.blocks import Quantized, block_count
+from phalanx.kernels.quantize.quantize import quantize_rows
 
 _ALIGN = 16
 """Bytes: what the widest copies on a GPU want of rows."""
@@ -17,12 +18,11 @@ def row_bytes(channels: int) -> int:
     return _aligned(channels) + _aligned(4 * block_count(channels))
 
 
-def pack_rows(q: Quantized) -> Tensor:
-    """uint8 [R, row_bytes(C)]."""
-    (R, C), (_, B) = q.data.shape, q.scale.shape
-    packed = q.data.new_zeros(R, row_bytes(C), dtype=torch.uint8)
-    packed[:, :C] = q.data.view(torch.uint8)
-    packed[:, _aligned(C) : _aligned(C) + 4 * B] = q.scale.view(torch.uint8)
+def quantize_packed(x_RC: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `quantize_rows` makes of x, uint8 [R, row_bytes(C)]. Bytes that only align are any."""
+    R, C = x_RC.shape
+    packed = x_RC.new_empty(R, row_bytes(C), dtype=torch.uint8)
+    quantize_rows(x_RC, dtype=dtype, out=unpack_rows(packed, C, dtype))
     return packed
 
 

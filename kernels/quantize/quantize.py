@@ -27,26 +27,38 @@ _NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @torch.no_grad()
-def quantize_rows(x_RC: Tensor, parts: int = 1, dtype: torch.dtype = E4M3) -> Quantized:
+def quantize_rows(
+    x_RC: Tensor, parts: int = 1, dtype: torch.dtype = E4M3, *, out: Quantized | None = None
+) -> Quantized:
     """A scale for 128 channels of a row.
 
     Args:
         x_RC: bf16 or fp32, with contiguous channels.
         parts: equal runs of channels in which blocks start anew.
         dtype: float8_e4m3fn or float8_e5m2.
+        out: is written and returned: data of that dtype, with contiguous channels, and scales.
 
     Raises:
         ValueError: another dtype, shape or stride.
     """
     _check("x", x_RC, _WIDE, parts)
+    if out is not None:
+        _check_rows(out, parts)
+        if out.data.shape != x_RC.shape or out.data.dtype != dtype:
+            raise ValueError(f"out must be {dtype} {list(x_RC.shape)}, not {_told(out.data)}")
     if not x_RC.is_cuda:
-        return definition.quantize_rows(x_RC, parts, dtype)
+        made = definition.quantize_rows(x_RC, parts, dtype)
+        if out is None:
+            return made
+        for to, values in zip(out, made, strict=True):
+            to.copy_(values)
+        return out
     from phalanx.kernels.quantize import rows_triton
 
     R, C = x_RC.shape
-    made = empty_rows(R, C, parts, dtype=dtype, device=x_RC.device)
-    rows_triton.quantize(x_RC, made, parts)
-    return made
+    to = empty_rows(R, C, parts, dtype=dtype, device=x_RC.device) if out is None else out
+    rows_triton.quantize(x_RC, to, parts)
+    return to
 
 
 @torch.no_grad()

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.autograd import Arrived
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.quantize.packed import pack_rows, unpack_rows
-from phalanx.kernels.quantize.quantize import quantize_rows
+from phalanx.kernels.quantize.packed import quantize_packed, unpack_rows
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
 Move = Callable[[Tensor], Tensor]
@@ -45,11 +44,11 @@ class FP8Rows:
 
     def pack_tokens(self, x_TD: Tensor) -> Tensor:
         """uint8 [T, ...], to be sent."""
-        return pack_rows(quantize_rows(x_TD, dtype=self._tokens))
+        return quantize_packed(x_TD, self._tokens)
 
     def pack_gradient(self, grad_TD: Tensor) -> Tensor:
         """uint8 [T, ...], to be sent."""
-        return pack_rows(quantize_rows(grad_TD, dtype=self._gradient))
+        return quantize_packed(grad_TD, self._gradient)
 
     def tokens_came(self, packed: Tensor, like_TD: Tensor) -> Tensor:
         """Put packed rows [N, ...] into `arrived`; returns [N, D] without data."""

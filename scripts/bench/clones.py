@@ -1,4 +1,4 @@
-"""Suites `clones` and `rows`: uneven routing with copies of hot experts and without, and FP8 rows.
+"""Suites `clones` and `rows`: uneven routing with copies of hot experts or none, and rows in FP8.
 
 `clones` runs the layers of `layer`, without a shared expert and with gradients of weights added to
 fp32 buffers, over `symm`. Every time is compared with balanced routing without clones. Slots are
@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.configs.machines import CPU_RANKS, rates_of
+from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatch.base import Dispatcher
 from phalanx.parallel.dispatch.clones import Clones, cost_of_copy
+from phalanx.parallel.dispatch.received import Received
 from phalanx.parallel.dispatch.transport import refuse
 from phalanx.scripts.bench.ends import Inputs, dispatcher, inputs
 from phalanx.scripts.bench.models import CLONES_ASKED, ROWS_ASKED, Model
@@ -76,7 +78,7 @@ def clones(bench: RankBench, model: Model, tokens: int) -> list[Record]:
 
 
 def rows(bench: RankBench, model: Model, tokens: int) -> list[Record]:
-    """Dispatch of rows that are quantised first, against that of rows in bf16."""
+    """Dispatch of rows that are quantised first, against rows in bf16; and these quantised last."""
     shape = model.shape(tokens)
     if why := _cannot(bench):
         return [Record("rows", shape, "-", "-", bench.mode, note=why)]
@@ -84,21 +86,24 @@ def rows(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     for kind in KINDS:
         where = dict(rank=bench.rank, device=bench.clock.device)
         given = inputs(bench, model, routed(kind, tokens, model.experts, model.top_k, **where))
-        for name, recipe in (("bf16", None), ("FP8", Fp8Block())):
-            ready = dispatcher(
-                bench.transports[0],
-                bench,
-                model,
-                given,
-                dist.group.WORLD,
-                recipe=recipe,
-            )
-            sides.take(f"{name}, {kind}", "dispatch", functools.partial(_dispatch, ready, given))
+        plain, fp8 = (
+            dispatcher(bench.transports[0], bench, model, given, dist.group.WORLD, recipe=recipe)
+            for recipe in (None, Fp8Block())
+        )
+
+        def quantized(ready: Dispatcher = plain, given: Inputs = given) -> object:
+            received = _dispatch(ready, given)
+            return received, quantize_rows(received.rows_ND)
+
+        sides.take(f"bf16, {kind}", "dispatch", functools.partial(_dispatch, plain, given))
+        sides.take(f"bf16, then FP8, {kind}", "dispatch", quantized)
+        sides.take(f"FP8, {kind}", "dispatch", functools.partial(_dispatch, fp8, given))
     sides.run()
     for kind in KINDS:
-        plain = sides.time(f"bf16, {kind}", "dispatch")
+        time = sides.time(f"bf16, {kind}", "dispatch")
+        other = time and time.ms
         made += sides.record(f"bf16, {kind}", "dispatch")
-        other = plain and plain.ms
+        made += sides.record(f"bf16, then FP8, {kind}", "dispatch", other=other)
         made += sides.record(f"FP8, {kind}", "dispatch", other=other, bars=ROWS_ASKED)
     return made + sides.lost
 
@@ -110,7 +115,7 @@ def _wrong(expected: list[Tensor], found: Tensor | tuple[Tensor, ...]) -> str:
 
 
 @torch.no_grad()
-def _dispatch(ready: Dispatcher, given: Inputs) -> object:
+def _dispatch(ready: Dispatcher, given: Inputs) -> Received:
     return ready.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
 
 

@@ -159,6 +159,57 @@ def test_wire() -> None:
 
 
 @pytest.mark.dist
+def test_clones_and_rows(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    options = ["clones", "rows", "--dispatch", "alltoall", "--json", str(path)]
+    (code, out), other = run_distributed(program, 2, options)
+    assert code == 0 and other == (0, "") and out.splitlines()[-1].endswith("0 failures")
+    _, made = records.read(path)
+    cloned = [r for r in made if r.suite == "clones"]
+    ways = ("without clones", "2 slots at 27", "2 slots at 7")  # 2 of 4 local experts spread all
+    assert {(r.side, r.what) for r in cloned} == {
+        (f"{kind}, {way}", what)
+        for kind in routing.UNEVEN
+        for way in ways
+        for what in ("forward", "both")
+    }
+    assert all("load 2.00" in r.note for r in cloned if r.side.startswith("one rank"))
+    assert all("load 1.00" in r.note for r in cloned if r.side.startswith("balanced"))
+    judged = {(r.side, r.what): r.bar for r in cloned if r.bar}
+    assert len(judged) == 8 and judged["one rank, 2 slots at 7", "both"] == 0.6667
+    balanced = {r.what: r.ms for r in cloned if r.side == "balanced, without clones"}
+    assert all(r.ratio == pytest.approx(balanced[r.what] / r.ms, rel=1e-2) for r in cloned)
+    of_rows = {(r.side, r.bar) for r in made if r.suite == "rows"}
+    bars = {"bf16": None, "bf16, then FP8": None, "FP8": 1.7}
+    assert of_rows == {(f"{way}, {k}", bar) for way, bar in bars.items() for k in routing.KINDS}
+
+
+def _uneven() -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
+    return {k: routing.uneven(k, 4096, 32, 4, rank=rank, device=CPU) for k in routing.UNEVEN}
+
+
+@pytest.mark.dist
+def test_uneven_routing() -> None:
+    found = run_distributed(_uneven, 2)
+    for kind in routing.UNEVEN:
+        both = torch.cat([ranks[kind] for ranks in found])
+        assert both.dtype == torch.int32
+        assert (both.sort(1).values.diff(dim=1) > 0).all(), kind  # distinct experts
+        share_E = torch.bincount(both.flatten(), minlength=32) / len(both)
+        most = share_E.max()
+        if kind == "balanced":
+            assert (share_E == 4 / 32).all()
+        elif kind == "one rank":
+            assert share_E[:16].sum() == 4 and most < 0.3
+        elif kind == "half to one expert":
+            assert share_E.argmax() == 1 and abs(most - (0.5 + 0.5 * 4 / 32)) < 0.03
+        else:  # the two most wanted, of weights 1 and 1 / 2
+            first, second = share_E.topk(2).values
+            assert 0.4 < second < first < 0.85 and share_E.min() < 0.06
+
+
+@pytest.mark.dist
 def test_pairs_against_all_ranks() -> None:
     (code, out), *others = run_distributed(program, 4, ["scaling", "--dispatch", "alltoall"])
     assert code == 0 and "of 2 bars met" in out and out.count("0.900") == 2

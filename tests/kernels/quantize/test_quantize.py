@@ -7,6 +7,7 @@ from torch import Tensor
 from phalanx.kernels.quantize import blocks as definition
 from phalanx.kernels.quantize import quantize
 from phalanx.kernels.quantize.blocks import Quantized, QuantizedWeights
+from phalanx.kernels.quantize.packed import row_bytes, unpack_rows
 from tests.kernels.interpreter import interpret
 from tests.kernels.quantize import problems
 from tests.kernels.quantize.problems import BF16, FP32, WIDTHS, expert_rows, offsets_of
@@ -33,6 +34,20 @@ def check_rows(x: Tensor, parts: int = 1, dtype: torch.dtype = E4M3) -> None:
     back = torch.full_like(x, -7.0)
     rows_triton.dequantize(got, back, parts)
     assert_same_numbers(back, definition.dequantize_rows(want, parts).to(x.dtype))
+
+
+def check_packed(x: Tensor) -> None:
+    """Into rows of bytes that have scales behind them."""
+    from phalanx.kernels.quantize import rows_triton
+
+    (R, C), want = x.shape, definition.quantize_rows(x)
+    packed = torch.full((R, row_bytes(C)), 0x55, dtype=torch.uint8)
+    got = unpack_rows(packed, C, E4M3)
+    rows_triton.quantize(x, got, 1)
+    same(got, want)
+    first = got.scale.storage_offset() * 4
+    assert bool((packed[:, C:first] == 0x55).all())
+    assert bool((packed[:, first + 4 * want.scale.shape[1] :] == 0x55).all())
 
 
 def check_weights(w: Tensor, parts: int = 1) -> None:
@@ -68,6 +83,7 @@ def interpreted() -> None:
     for channels, parts in WIDTHS.values():
         for rows in (0, 1, 3):
             check_rows(problems.spread(rows, channels + 8)[:, :channels], parts)
+        check_packed(problems.spread(3, channels))
     check_weights(problems.special()[None, :, :70].contiguous())
     for O, I, parts in ((130, 127, 1), (258, 1, 2), (4, 129, 2)):  # noqa: E741
         for kind in (BF16, FP32):
