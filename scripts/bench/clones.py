@@ -71,7 +71,7 @@ def clones(bench: RankBench, model: Model, tokens: int) -> list[Record]:
                 side,
                 what,
                 other=balanced and balanced.ms,
-                bars=CLONES_ASKED[kind] if cloned else None,
+                bars=CLONES_ASKED.get(kind) if cloned else None,
                 note=f"load {load:.2f}{fewer}",
             )
     return made + sides.lost

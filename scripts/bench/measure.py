@@ -11,6 +11,7 @@ import gc
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from statistics import median
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
@@ -289,10 +290,10 @@ class Sides:
         self.times = {k: [clock.between(*pair) for pair in v] for k, v in stamps.items()}
 
     def _round(self, number: int) -> list[tuple[Key, tuple[Any, Any]]]:
-        """Begin and end of each side."""
+        """Begin and end of each side, in an order of the round's own, the same on all ranks: what
+        ran before a side has drawn power, of which it has more or less for that."""
         clock, keys, found = self.bench.clock, list(self._calls), []
-        for i in range(len(keys)):
-            key = keys[(i + number) % len(keys)]
+        for key in Random(number).sample(keys, len(keys)):
             call, company = self._calls[key]
             clock.flush()
             if company is not None:

@@ -36,8 +36,8 @@ def routed(
     return scores.topk(top_k, dim=1).indices.to(torch.int32)
 
 
-UNEVEN = ("balanced", "Zipf", "half to one expert", "one rank")
-"""What clones of hot experts are measured with."""
+UNEVEN = (*reversed(KINDS), "Zipf", "half to one expert", "one rank")
+"""What clones of hot experts are measured with, balanced first."""
 
 
 def uneven(
@@ -50,7 +50,7 @@ def uneven(
     `one rank`: drawn evenly of the first rank's.
     """
     where = dict(rank=rank, device=device)
-    if kind == "balanced":
+    if kind in KINDS:
         return routed(kind, tokens, experts, top_k, **where)
     if kind == "one rank":
         return routed(kind, tokens, experts // dist.get_world_size(), top_k, **where)

@@ -200,6 +200,8 @@ def test_uneven_routing() -> None:
         most = share_E.max()
         if kind == "balanced":
             assert (share_E == 4 / 32).all()
+        elif kind == "random":
+            assert most < 0.15
         elif kind == "one rank":
             assert share_E[:16].sum() == 4 and most < 0.3
         elif kind == "half to one expert":
