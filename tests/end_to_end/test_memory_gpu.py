@@ -50,11 +50,11 @@ def test_no_step_changes(model: str, precision: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_deepseek"])
 def test_moe_layers_whole(model: str, tmp_path: Path) -> None:
-    """Their residual is added by itself, and rounded once more: later steps drift apart."""
+    """Their residual is added by itself, and rounded once more."""
     options = [*COMMON, f"model={model}", "kernels=fused", "run.recompute=[moe,norm]"]
     runs = {"kept": [*options, "run.recompute=none"], "eager": options, "graph": [*options, GRAPH]}
     kept, eager, graph = train_side_by_side(tmp_path, runs).values()
-    close(eager[:4], kept[:4])
+    close(eager, kept)
     assert [s["loss"] for s in graph] == [s["loss"] for s in eager]
 
 
