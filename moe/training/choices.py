@@ -13,7 +13,6 @@ from torch import nn
 from phalanx.configs import capture
 from phalanx.configs.formats import EMULATES, MICROSCALING, MULTIPLIES_FP8, is_fp8, width
 from phalanx.configs.linear_attention import linear_layers
-from phalanx.configs.machines import CPU_RANKS, rates_of
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE
@@ -26,7 +25,7 @@ from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import refuse
 from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.cuda_graph import WARM_STEPS
-from phalanx.parallel.dispatch.clones import cost_of_copy
+from phalanx.parallel.dispatch.clones import cost_of_copy, rates_on
 from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.megatron.recipe_linear import computes_by
@@ -182,10 +181,7 @@ def choose_clone_cost(cfg: Config, runtime: Runtime) -> int:
 
     By measured rates (configs/machines.py).
     """
-    if runtime.device.type == "cuda":
-        rates = rates_of(torch.cuda.get_device_name(runtime.device), cfg.run.machine)
-    else:
-        rates = CPU_RANKS
+    rates = rates_on(runtime.device, cfg.run.machine)
     own = cost_of_copy(rates, width=width(cfg), keep=cfg.parallel.save_x == "keep")
     return max(gather(own))
 

@@ -18,7 +18,9 @@ probabilities. Shapes depend on the number of slots alone; nothing is read on th
 
 from dataclasses import dataclass
 
-from phalanx.configs.machines import Rates
+import torch
+
+from phalanx.configs.machines import CPU_RANKS, Rates, rates_of
 from phalanx.kernels.routing.clone_plan import CloneSize, clone_cost
 
 
@@ -36,6 +38,13 @@ class Clones:
     def size(self, ranks: int) -> CloneSize:
         """What plans are made for among ranks that share experts."""
         return CloneSize(ranks, self.slots, self.cost)
+
+
+def rates_on(device: torch.device, otherwise: str) -> Rates:
+    """Of a device; of the machine `otherwise` if it is a GPU that configs/machines.py lacks."""
+    if device.type != "cuda":
+        return CPU_RANKS
+    return rates_of(torch.cuda.get_device_name(device), otherwise)
 
 
 def cost_of_copy(rates: Rates, *, width: int, keep: bool) -> int:

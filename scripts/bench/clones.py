@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.configs.machines import CPU_RANKS, rates_of
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatch.base import Dispatcher
-from phalanx.parallel.dispatch.clones import Clones, cost_of_copy
+from phalanx.parallel.dispatch.clones import Clones, cost_of_copy, rates_on
 from phalanx.parallel.dispatch.received import Received
 from phalanx.parallel.dispatch.transport import refuse
 from phalanx.scripts.bench.ends import Inputs, dispatcher, inputs
@@ -127,11 +126,7 @@ def _cannot(bench: RankBench) -> str:
 
 def _costs(bench: RankBench) -> tuple[int, int]:
     """Rows that a copy costs in a run, and a quarter."""
-    device = bench.clock.device
-    rates = CPU_RANKS
-    if device.type == "cuda":
-        rates = rates_of(torch.cuda.get_device_name(device), "h200")
-    cost = cost_of_copy(rates, width=_WIDTH, keep=False)
+    cost = cost_of_copy(rates_on(bench.clock.device, "h200"), width=_WIDTH, keep=False)
     return cost, -(-cost // 4)
 
 

@@ -21,8 +21,8 @@ and what a GPU writes to itself share its SMs."""
 def routed(
     kind: str, tokens: int, experts: int, top_k: int, *, rank: int, device: torch.device
 ) -> Tensor:
-    """int32 [T, K] of a rank. `one rank`: `experts` are all the first rank's; OF_EIGHT: of a group
-    of `dist`'s size, at most eight."""
+    """int32 [T, K] of a rank, of a kind of KINDS, or OF_EIGHT of a group of `dist`'s size, at most
+    eight."""
     if kind == "balanced":
         choice = ForcedBalance(RouterConfig(), experts=experts, top_k=top_k)
         return choice(tokens, rank * tokens).to(torch.int32)
@@ -53,7 +53,7 @@ def uneven(
     if kind in KINDS:
         return routed(kind, tokens, experts, top_k, **where)
     if kind == "one rank":
-        return routed(kind, tokens, experts // dist.get_world_size(), top_k, **where)
+        return routed("random", tokens, experts // dist.get_world_size(), top_k, **where)
     generator = torch.Generator(device).manual_seed(rank)
     if kind == "half to one expert":
         idx = routed("random", tokens, experts, top_k, **where)

@@ -34,7 +34,7 @@ from phalanx.scripts.bench.models import (
 from phalanx.scripts.bench.problems import BF16
 from phalanx.scripts.bench.ranks import RankBench, RankSides, differing
 from phalanx.scripts.bench.records import Record
-from phalanx.scripts.bench.routing import KINDS, routed
+from phalanx.scripts.bench.routing import KINDS, routed, uneven
 
 _W = 0.02
 _COPIES, _SHARE = 5, 0.7
@@ -302,8 +302,7 @@ def skew(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     sides = bench.sides("skew", shape)
     problem = Layer(bench, whole, dist.group.WORLD)
     where = dict(rank=bench.rank, device=bench.clock.device)
-    local = whole.experts // bench.ranks
-    given = inputs(bench, whole, routed("one rank", tokens, local, whole.top_k, **where))
+    given = inputs(bench, whole, uneven("one rank", tokens, whole.experts, whole.top_k, **where))
     taking = problem.take_part(sides, given, "one rank", backward=True)
     alone = problem.alone(sides, given, "one rank")
     sides.run()
