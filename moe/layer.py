@@ -145,9 +145,7 @@ class MoE(MoELayer):
         if intermediate_tensors is not None or padding_mask is not None:
             raise ValueError("the MoE layer takes hidden states only: pad with tokens, not a mask")
         if now().again("moe"):
-            # The residual stays outside: computed anew it would be read and its gradient copied.
-            out = checkpoint(self._forward, hidden_states)
-            return out if residual is None else residual + out, None
+            return checkpoint(self._forward, hidden_states, addend=residual), None
         return self._forward(hidden_states, residual), None
 
     def _forward(self, hidden_SBD: Tensor, residual_SBD: Tensor | None = None) -> Tensor:

@@ -16,6 +16,8 @@ _WORDS = 2048
 """Of a row, that a program has under way: four accesses of 16 bytes a thread."""
 _PROGRAMS = 4
 """Of a SM, as each has one row under way."""
+_TOKENS = 8
+"""Of a program that adds rows up: most have none that do."""
 _COLUMNS = 1024
 
 
@@ -99,9 +101,36 @@ def sum_singles_kernel(  # type: ignore[no-untyped-def]
     P,
     K: tl.constexpr,
     SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    t = tl.program_id(0)
+    begin = tl.program_id(0) * TOKENS
+    n = begin + tl.arange(0, TOKENS)
+    k = tl.arange(0, SLOTS)
+    inside = (n < T)[:, None] & (k < K)[None, :]
+    experts = tl.load(idx + n[:, None] * K + k[None, :], mask=inside, other=-1)
+    ranks = tl.load(places + n[:, None] * K + k[None, :], mask=inside, other=-1) // P
+    some = tl.max(tl.max(((experts >= 0) & (ranks != experts // L)).to(tl.int32), 1), 0)
+    if some > 0:
+        for t in range(begin, tl.minimum(begin + TOKENS, T)):
+            _sum_singles(singles, idx, places, sums, t, T, D, L, P, K, SLOTS, COLUMNS)
+
+
+@triton.jit
+def _sum_singles(  # type: ignore[no-untyped-def]
+    singles,
+    idx,
+    places,
+    sums,
+    t,
+    T,
+    D,
+    L,
+    P,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     k = tl.arange(0, SLOTS)
     expert = tl.load(idx + t * K + k, mask=k < K, other=-1)
     place = tl.load(places + t * K + k, mask=k < K, other=-1)
@@ -173,10 +202,11 @@ def sum_singles(
     """`kernels.clones.rows.sum_singles`."""
     K, T, D = singles_KTD.shape
     if T:
-        sum_singles_kernel[(T,)](
+        sum_singles_kernel[(triton.cdiv(T, _TOKENS),)](
             *(singles_KTD, idx_TK, place_TK, sums_ND),
             *(T, D, home.local, home.places),
             K=K,
             SLOTS=triton.next_power_of_2(K),
+            TOKENS=_TOKENS,
             COLUMNS=_COLUMNS,
         )

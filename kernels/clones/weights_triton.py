@@ -12,14 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 _WARPS = 16
-_LENT = 16384
-"""int32 that a program has under way: eight accesses of 16 bytes a thread."""
-_ADDED = 8192
-"""Gradients that a program has under way."""
+_LENT = 8192
+"""int32 of a piece that a program copies."""
+_ADDED = 4096
+"""Gradients of a piece that a program adds."""
+_AHEAD = 4
+"""Pieces under way, in shared memory: beside a GEMM a few SMs fill a link only if they need not
+wait for each (docs/kernels/log.md)."""
 
 
 @triton.jit
-def lend_kernel(own, held, memory_R, words, rank, L, G, slots, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+def lend_kernel(  # type: ignore[no-untyped-def]
+    own, held, memory_R, words, rank, L, G, slots, WORDS: tl.constexpr, AHEAD: tl.constexpr
+):
     piece = tl.arange(0, WORDS)
     for slot in range(slots):
         expert = tl.load(held + slot)
@@ -28,35 +33,32 @@ def lend_kernel(own, held, memory_R, words, rank, L, G, slots, WORDS: tl.constex
             at_slot = (slot % G).to(tl.int64) * words * 4
             address = tl.load(memory_R + slot // G) + at_slot
             to = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-            for first in range(tl.program_id(0) * WORDS, words, tl.num_programs(0) * WORDS):
-                at = first + piece
+            first, step = tl.program_id(0) * WORDS, tl.num_programs(0) * WORDS
+            for begin in tl.range(first, words, step, num_stages=AHEAD):
+                at = begin + piece
                 tl.store(to + at, tl.load(source + at, mask=at < words), mask=at < words)
 
 
 @triton.jit
 def take_back_kernel(  # type: ignore[no-untyped-def]
-    own, held, memory_R, size, rank, L, G, slots, SLOTS: tl.constexpr, SIZE: tl.constexpr
+    own, held, memory_R, size, rank, L, G, slots, SIZE: tl.constexpr, AHEAD: tl.constexpr
 ):
     piece = tl.arange(0, SIZE)
-    s = tl.arange(0, SLOTS)
-    held_s = tl.load(held + s, mask=s < slots, other=-1)
     for slot in range(slots):
         expert = tl.load(held + slot)
         if (expert >= 0) & (expert // L == rank):
-            # The first of an expert's slots stands for all of them.
-            if tl.sum(((held_s == expert) & (s < slot)).to(tl.int32), 0) == 0:
-                to = own + (expert - rank * L).to(tl.int64) * size
-                for first in range(tl.program_id(0) * SIZE, size, tl.num_programs(0) * SIZE):
-                    at = first + piece
-                    total = tl.load(to + at, mask=at < size)
-                    for other in range(slot, slots):
-                        if tl.load(held + other) == expert:
-                            at_slot = (other % G).to(tl.int64) * size * 4
-                            address = tl.load(memory_R + other // G) + at_slot
-                            room = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
-                            grad = tl.load(room + at, mask=at < size, other=0.0)
-                            total = (total.to(tl.float32) + grad).to(own.dtype.element_ty)
-                    tl.store(to + at, total, mask=at < size)
+            to = own + (expert - rank * L).to(tl.int64) * size
+            at_slot = (slot % G).to(tl.int64) * size * 4
+            address = tl.load(memory_R + slot // G) + at_slot
+            room = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+            first, step = tl.program_id(0) * SIZE, tl.num_programs(0) * SIZE
+            for begin in tl.range(first, size, step, num_stages=AHEAD):
+                at = begin + piece
+                grad = tl.load(room + at, mask=at < size, other=0.0)
+                total = tl.load(to + at, mask=at < size, other=0.0).to(tl.float32) + grad
+                tl.store(to + at, total.to(own.dtype.element_ty), mask=at < size)
+            # Another slot may have the same expert, whose pieces other threads may have read.
+            tl.debug_barrier()
 
 
 def lend(own_L: Tensor, expert_RG: Tensor, memory_R: Tensor, *, rank: int, sms: int) -> None:
@@ -78,6 +80,7 @@ def lend(own_L: Tensor, expert_RG: Tensor, memory_R: Tensor, *, rank: int, sms: 
         *(own_L.view(len(own_L), -1).view(torch.int32), expert_RG, memory_R),
         *(words, rank, len(own_L), G, R * G),
         WORDS=_LENT,
+        AHEAD=_AHEAD,
         num_warps=_WARPS,
     )
 
@@ -89,8 +92,8 @@ def take_back(own_L: Tensor, expert_RG: Tensor, memory_R: Tensor, *, rank: int, 
     take_back_kernel[(sms,)](
         *(own_L, expert_RG, memory_R),
         *(own_L[0].numel(), rank, len(own_L), G, R * G),
-        SLOTS=triton.next_power_of_2(R * G),
         SIZE=_ADDED,
+        AHEAD=_AHEAD,
         num_warps=_WARPS,
     )
 

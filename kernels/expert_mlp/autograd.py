@@ -28,7 +28,7 @@ from phalanx.kernels.expert_mlp.backend import (
     tensors_of,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.guests import Guests, Lent, lent, shared_grads
+from phalanx.kernels.expert_mlp.guests import LAYERS, Guests, Layer, Lent, lent, shared_grads
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
@@ -121,7 +121,7 @@ class ExpertMLP(torch.autograd.Function):
         ctx.how, ctx.kept_guests = how, None
         if how.guests is not None:
             rows = None if overlap is None else overlap.wait_rows
-            guests = lent(how.guests, weights, None, rows)
+            guests = lent(how.guests, weights, None, rows, "fc1")
             ctx.kept_guests = guests.weights if how.guests.keep else None
         out, h, x_rows = run_forward(x, weights, plan, how, addends, guests)
         if how.spec.recompute_h:
@@ -158,8 +158,9 @@ class ExpertMLP(torch.autograd.Function):
         how, weights, guests = ctx.how, MLPWeights(w1, w2, b1, b2), None
         if how.guests is not None:
             arriving = how.overlap is not None and not how.spec.recompute_h
+            first: Layer = "fc1" if how.spec.recompute_h else "fc2"
             rows = how.overlap.wait_rows if arriving else None
-            guests = lent(how.guests, weights, ctx.kept_guests, rows)
+            guests = lent(how.guests, weights, ctx.kept_guests, rows, first)
         given = Saved(x, weights, h, plan, how, guests)
         out_grad = dout.contiguous() if how.arrived is None else how.arrived.gradient
         dx, *grads, dprob = run_backward(out_grad, given, needs[:5], buffers)
@@ -291,7 +292,7 @@ def run_backward(
     )
     del dout, dy, operands  # the largest buffers of the backward after dh: `work` lets go of them
     if how.guests is None or not any(needs[1:]):
-        grads = work.make(plan, buffers)
+        grads = work.all(buffers)
     else:
         grads = shared_grads(work, how.guests, weights, buffers)
     dtype = weights.w1.dtype
@@ -319,8 +320,9 @@ def _layers(own: MLPWeights, spec: MLPSpec, guests: Lent | None) -> tuple[Linear
     if guests is None:
         return fc1, fc2
     w1, w2, b1, b2 = guests.weights
-    behind = Linear(w1, b1, parts), Linear(w2, b2)
-    return fc1.before(behind[0], guests.arrive), fc2.before(behind[1], guests.arrive)
+    of_fc1, of_fc2 = Linear(w1, b1, parts), Linear(w2, b2)
+    first, second = (functools.partial(guests.arrive, layer) for layer in LAYERS)
+    return fc1.before(of_fc1, first), fc2.before(of_fc2, second)
 
 
 def for_wgrad(given: Any, rows: Any, spec: MLPSpec) -> Any:

@@ -5,14 +5,16 @@ A plan has then places for L own experts and, behind them, G guests. What brings
 gradients is a transport's (`Guests`); shapes are the same in every micro-batch, whether a guest has
 come or not. Every operation is run for own experts and then for guests, into the same tensors of
 rows: no weight is copied to lie beside others, no gradient either, and what own experts do hides
-the guests' way.
+the guests' way. Of the two layers of an expert the one whose turn is first comes first, and guests'
+gradients are made and taken back layer by layer, so that the way of one is under the work of the
+other.
 
 Legend: L own experts, G guest slots, P = L + G places.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,17 +25,27 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
 from phalanx.kernels.routing.split_order import split_order
 
+type Layer = Literal["fc1", "fc2"]
+LAYERS: tuple[Layer, Layer] = ("fc1", "fc2")
+
+
+def of_layer[T](values: Sequence[T], layer: Layer) -> tuple[T, T]:
+    """Of values of w1, w2, b1 and b2 those of a layer's weight and bias."""
+    first = LAYERS.index(layer)
+    return values[first], values[first + 2]
+
 
 class Guests(Protocol):
-    """Guests of one micro-batch in one layer. All ranks of a group call each method together, in
-    this order: in the forward pass up to `wait`, and all in the backward pass, but for the first
-    two if weights were kept and for the rest if no weight has a gradient."""
+    """Guests of one micro-batch in one layer of the model. All ranks of a group call each method
+    together, in this order: in the forward pass up to `wait`, and all in the backward pass, but for
+    the first two if weights were kept and for the rest if no weight has a gradient."""
 
     keep: bool
     """Weights stay from the forward pass to the backward pass; otherwise they are lent again."""
 
-    def lend(self, own: MLPWeights) -> MLPWeights:
-        """Own experts [L, ...] start on their way to the ranks that borrow them.
+    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
+        """Own experts [L, ...] start on their way to the ranks that borrow them, those of layer
+        `first` before the others.
 
         Returns:
             Where this rank's guests [G, ...] arrive, not to be read before `wait`; any numbers in
@@ -41,8 +53,9 @@ class Guests(Protocol):
         """
         ...
 
-    def wait(self) -> None:
-        """What the current stream does from here on finds the guests there."""
+    def wait(self, layer: Layer) -> None:
+        """What the current stream does from here on finds the guests' weights of a layer there.
+        Those that were lent first are waited for first, or not at all."""
         ...
 
     def room(self, own: MLPWeights) -> MLPWeights:
@@ -50,16 +63,19 @@ class Guests(Protocol):
         None in `own` is None."""
         ...
 
-    def give_back(self) -> None:
-        """The gradients in `room` are complete, of those weights that have some, and start on their
-        way to the owners."""
+    def give_back(self, layer: Layer) -> None:
+        """The gradients of a layer in `room` are complete, of those weights that have some, and
+        start on their way to the owners: fc1's, then fc2's."""
         ...
 
-    def take_back(self, own: Sequence[Tensor | None]) -> None:
-        """Add what other ranks made for this rank's experts, in place and in the order of ranks.
+    def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
+        """Add what other ranks made for this rank's experts, in place and in the order of ranks:
+        fc1's, then fc2's, after which what the current stream does finds both complete. What it is
+        given in between may run beside that.
 
         Args:
-            own: gradients [L, ...] of w1, w2, b1 and b2, fp32 or narrower: added to in fp32, and
+            layer: whose.
+            own: gradients [L, ...] of its weight and bias, fp32 or narrower: added to in fp32, and
                 rounded once for each rank. None: of that there are none.
         """
         ...
@@ -70,12 +86,16 @@ class Lent(NamedTuple):
 
     weights: MLPWeights
     """Not to be read before `arrive`."""
-    arrive: Callable[[], None]
-    """Waits for them and their rows; only the first call does anything."""
+    arrive: Callable[[Layer], None]
+    """Waits for those of a layer, and for their rows; only the first call does anything."""
 
 
 def lent(
-    guests: Guests, own: MLPWeights, kept: MLPWeights | None, rows: Callable[[], None] | None
+    guests: Guests,
+    own: MLPWeights,
+    kept: MLPWeights | None,
+    rows: Callable[[], None] | None,
+    first: Layer,
 ) -> Lent:
     """The guests' weights for a pass.
 
@@ -84,13 +104,15 @@ def lent(
         own: parameters.
         kept: weights that are here since the forward pass; None: they are lent.
         rows: waits for rows that guests' kernels read; None: all are here.
+        first: layer whose turn is first.
     """
-    weights = guests.lend(own) if kept is None else kept
+    weights = guests.lend(own, first) if kept is None else kept
+    rows = None if rows is None else functools.cache(rows)
 
     @functools.cache
-    def arrive() -> None:
+    def arrive(layer: Layer) -> None:
         if kept is None:
-            guests.wait()
+            guests.wait(layer)
         if rows is not None:
             rows()
 
@@ -111,7 +133,8 @@ def shared_grads(
 ) -> list[Tensor | None]:
     """Gradients of a rank's own weights and biases, complete: with what other ranks made of them.
 
-    Those of guests are made first, so that they travel under the rest.
+    Those of guests are made first, so that they travel under the rest: fc1's, which are larger, are
+    added under the work of fc2's own ones.
 
     Args:
         work: of all places.
@@ -120,15 +143,21 @@ def shared_grads(
         buffers: where gradients go; None: to a new tensor in fp32.
     """
     first, behind = in_turn(work.plan, len(own.w1))
+    make = {"fc1": work.of_fc1, "fc2": work.of_fc2}
     room = guests.room(own)
-    if len(room.w1):
-        into = [None if w is None else Buffer(w, add=False) for w in room]
-        work.make(behind, into, last=False)
-    guests.give_back()
+    # Nobody reads the gradient of an empty slot.
+    rooms = [None if w is None else Buffer(w, add=False, zeros=False) for w in room]
+    for layer in LAYERS:
+        if len(room.w1):
+            make[layer](behind, of_layer(rooms, layer), last=False)
+        guests.give_back(layer)
     wanted = zip(work.needs, buffers, own, strict=True)
-    grads = work.make(first, [into or _scratch(w) if need else None for need, into, w in wanted])
-    guests.take_back(grads)
-    return grads
+    into = [buffer or _scratch(w) if need else None for need, buffer, w in wanted]
+    made: dict[Layer, tuple[Tensor | None, Tensor | None]] = {}
+    for layer in LAYERS:
+        made[layer] = make[layer](first, of_layer(into, layer))
+        guests.take_back(layer, made[layer])
+    return [grad for both in zip(*made.values(), strict=True) for grad in both]
 
 
 def _scratch(weight: Tensor | None) -> Buffer | None:

@@ -24,6 +24,8 @@ class Buffer(NamedTuple):
     """fp32, or of the parameter's dtype."""
     add: bool
     """Accumulate into `out`; otherwise overwrite it."""
+    zeros: bool = True
+    """Overwritten, weights of experts without rows get zeros; otherwise they may keep anything."""
 
 
 def takes(parameter: Tensor | None) -> bool:

@@ -79,31 +79,34 @@ def clone_cost(
     return math.ceil(exposed * weight_bytes / bytes_per_second / seconds_per_row)
 
 
-def make_clone_plan(count_E: Tensor, size: CloneSize) -> ClonePlan:
+def make_clone_plan(count: Tensor, size: CloneSize) -> ClonePlan:
     """The plan of a micro-batch: by the kernel on a GPU, elsewhere by the definition.
 
     Args:
-        count_E: int32, rows of each expert, of the tokens of all ranks.
+        count: int32 [E], rows of each expert, of the tokens of all ranks; or [C, E], which C chunks
+            of tokens add up to.
         size: the rest.
 
     Raises:
         ValueError: sizes that do not fit together, or too large for the kernel.
     """
-    check_size(count_E, size)
-    if not count_E.is_cuda:
-        return clone_plan(count_E, size)
+    check_size(count, size)
+    counts_CE = torch.atleast_2d(count)
+    if not counts_CE.is_cuda:
+        return clone_plan(counts_CE.sum(0, dtype=torch.int32), size)
     from phalanx.kernels.routing.clone_plan_triton import clone_plan_in_triton
 
-    return clone_plan_in_triton(count_E, size)
+    return clone_plan_in_triton(counts_CE, size)
 
 
-def check_size(count_E: Tensor, size: CloneSize) -> None:
+def check_size(count: Tensor, size: CloneSize) -> None:
     """Raise ValueError for sizes that no plan can be made of."""
-    E, R = count_E.numel(), size.ranks
-    if count_E.ndim != 1 or count_E.dtype != torch.int32:
+    if count.ndim not in (1, 2) or count.dtype != torch.int32:
         raise ValueError(
-            f"rows of experts must be int32 [experts], not {count_E.dtype} {list(count_E.shape)}"
+            "rows of experts must be int32 [experts] or [chunks, experts], not "
+            f"{count.dtype} {list(count.shape)}"
         )
+    E, R = count.shape[-1], size.ranks
     if R < 1 or E < R or E % R:
         raise ValueError(f"{E} experts do not divide over {R} ranks")
     if E > CLONED_EXPERTS or R > CLONED_RANKS:  # the kernel's one program has all in registers

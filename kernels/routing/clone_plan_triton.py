@@ -3,12 +3,14 @@
 Legend: E experts, R ranks, L experts of a rank, N guest slots of a rank.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
+
+_CHUNKS = 16
+"""That are added up at once."""
 
 
 @triton.jit
@@ -23,10 +25,11 @@ def _at(x, here):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def clone_plan_kernel(  # type: ignore[no-untyped-def]
-    count,
+    counts,
     slots,
     kept,
     load,
+    C,
     E,
     cost,
     tile,
@@ -37,11 +40,17 @@ def clone_plan_kernel(  # type: ignore[no-untyped-def]
     RANKS: tl.constexpr,
     ROOM: tl.constexpr,
     SLOTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     e = tl.arange(0, EXPERTS)
     r = tl.arange(0, RANKS)
     s = tl.arange(0, SLOTS)  # slot n of rank r is r * N + n
-    rows = tl.load(count + e, mask=e < E, other=0)
+    c = tl.arange(0, CHUNKS)
+    rows = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, C, CHUNKS):
+        at = (first + c)[:, None] * E + e[None, :]
+        inside = (first + c < C)[:, None] & (e < E)[None, :]
+        rows += tl.sum(tl.load(counts + at, mask=inside, other=0), 0)
     home = e // L
     # Of ranks that are not there -1: they are never the largest, and no guests.
     before = tl.sum(tl.where(home[None, :] == r[:, None], rows[None, :], 0), 1)
@@ -109,17 +118,17 @@ def clone_plan_kernel(  # type: ignore[no-untyped-def]
     tl.store(load + R + r, best_loads, mask=r < R)
 
 
-def clone_plan_in_triton(count_E: Tensor, size: CloneSize) -> ClonePlan:
-    """`kernels.routing.clone_plan.clone_plan`, of sizes that were checked."""
-    (R, N, cost, tile), E = size, count_E.numel()
-    slot_3RN = count_E.new_empty(3, R, N)
-    kept_E, load_2R = torch.empty_like(count_E), count_E.new_empty(2, R)
+def clone_plan_in_triton(counts_CE: Tensor, size: CloneSize) -> ClonePlan:
+    """`kernels.routing.clone_plan.make_clone_plan`, of sizes that were checked."""
+    (R, N, cost, tile), (C, E) = size, counts_CE.shape
+    slot_3RN = counts_CE.new_empty(3, R, N)
+    kept_E, load_2R = counts_CE.new_empty(E), counts_CE.new_empty(2, R)
     clone_plan_kernel[(1,)](
-        count_E.contiguous(),
+        counts_CE.contiguous(),
         slot_3RN,
         kept_E,
         load_2R,
-        *(E, cost, tile),
+        *(C, E, cost, tile),
         L=E // R,
         R=R,
         N=N,
@@ -127,6 +136,7 @@ def clone_plan_in_triton(count_E: Tensor, size: CloneSize) -> ClonePlan:
         RANKS=triton.next_power_of_2(R),
         ROOM=max(N, 1),
         SLOTS=triton.next_power_of_2(R * max(N, 1)),
+        CHUNKS=min(_CHUNKS, triton.next_power_of_2(C)),
         num_warps=1 if E <= 128 else 4,
     )
     expert_RN, begin_RN, end_RN = slot_3RN

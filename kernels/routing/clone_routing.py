@@ -29,13 +29,12 @@ def clone_routing(idx_NK: Tensor, experts: int, size: CloneSize) -> tuple[CloneP
         ValueError: as `make_clone_plan` does.
     """
     if not idx_NK.is_cuda:
-        plan = make_clone_plan(count_rows(idx_NK, experts), size)
+        plan = make_clone_plan(count_rows(idx_NK, experts)[None], size)
         return plan, place_pairs(idx_NK, plan)
     from phalanx.kernels.routing import clone_routing_triton as kernels
 
     counts_CE = kernels.count_chunks(idx_NK, experts)
-    count_E = counts_CE.sum(0, dtype=torch.int32)
-    plan = make_clone_plan(count_E, size)
+    plan = make_clone_plan(counts_CE, size)
     return plan, kernels.place(idx_NK, counts_CE, plan)
 
 

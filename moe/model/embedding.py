@@ -60,7 +60,7 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, drows_SBD: Tensor) -> tuple[Tensor | None, None, None]:
         (ids_SB,) = ctx.saved_tensors
-        table, add = main_grad.buffer(ctx.weight)
+        table, add, _ = main_grad.buffer(ctx.weight)
         if not add:
             table.zero_()
         index_add_(table, ids_SB.flatten(), drows_SBD.contiguous().flatten(0, 1))

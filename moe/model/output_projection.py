@@ -62,7 +62,7 @@ class _Biased(torch.autograd.Function):
 def _weight_grad(accumulated: Tensor | None, d_TD: Tensor, x_TI: Tensor) -> Tensor | None:
     if accumulated is None:
         return d_TD.t() @ x_TI
-    out, add = main_grad.buffer(accumulated)
+    out, add, _ = main_grad.buffer(accumulated)
     if not add:
         out.zero_()
     wide = out.dtype == torch.float32

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.clones.rows import Parting
+from phalanx.kernels.expert_mlp.guests import Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.parallel.dispatch.exchange import PeerMemory, connected
 
@@ -93,7 +94,7 @@ class GuestMemory(_Kept):
         group: expert-parallel.
         slots: G.
         own: weights of the shape and dtype of a layer's.
-        comm_sms: SMs on which weights leave beside other kernels; 0: all.
+        comm_sms: SMs that copy beside other kernels; 0: all.
     """
 
     def __init__(
@@ -118,22 +119,28 @@ class GuestMemory(_Kept):
         self._weights_R = [self._addresses(begin) for begin in layout.weights]
         self._grads_R = [self._addresses(begin) for begin in layout.grads]
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor) -> None:
-        """Write own experts to the slots that hold them."""
+    def lend(self, layer: Layer, own: MLPWeights, expert_RG: Tensor) -> None:
+        """Write own experts' weights of a layer to the slots that hold them."""
         from phalanx.kernels.clones.weights_triton import lend
 
-        for w, memory_R in zip(own, self._weights_R, strict=True):
+        pairs = of_layer(own, layer), of_layer(self._weights_R, layer)
+        for w, memory_R in zip(*pairs, strict=True):
             if w is not None:
                 how = dict(rank=self._rank, sms=self._comm_sms or _sms(w))
                 lend(w.detach(), expert_RG, memory_R, **how)
 
-    def take_back(self, own: Sequence[Tensor | None], expert_RG: Tensor) -> None:
-        """Add gradients of guests everywhere to those of own experts, in place."""
+    def take_back(
+        self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
+    ) -> None:
+        """Add gradients of guests everywhere to those of a layer's weight and bias of own experts,
+        in place; `beside` other kernels, to which it leaves most SMs."""
         from phalanx.kernels.clones.weights_triton import take_back
 
-        for grad, memory_R in zip(own, self._grads_R, strict=True):
+        sms = self._comm_sms if beside else 0
+        for grad, memory_R in zip(own, of_layer(self._grads_R, layer), strict=True):
             if grad is not None:
-                take_back(grad, expert_RG, memory_R, rank=self._rank, sms=_sms(grad))
+                how = dict(rank=self._rank, sms=sms or _sms(grad))
+                take_back(grad, expert_RG, memory_R, **how)
 
     def release(self) -> None:
         del self.weights, self.grads

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.expert_mlp.guests import Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.routing.clone_plan import ClonePlan
 from phalanx.kernels.routing.sort_pairs import gather_rows
@@ -191,10 +192,10 @@ class _Guests:
 
         self._room: MLPWeights
 
-    def lend(self, own: MLPWeights) -> MLPWeights:
+    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
         return _each(own, self._lend)
 
-    def wait(self) -> None:
+    def wait(self, layer: Layer) -> None:
         """They came with the collective."""
 
     def room(self, own: MLPWeights) -> MLPWeights:
@@ -202,11 +203,11 @@ class _Guests:
         self._room = _each(own, lambda w: w.new_empty(slots, *w.shape[1:], dtype=torch.float32))
         return self._room
 
-    def give_back(self) -> None:
+    def give_back(self, layer: Layer) -> None:
         """`take_back` sends them."""
 
-    def take_back(self, own: Sequence[Tensor | None]) -> None:
-        for grad_G, own_L in zip(self._room, own, strict=True):
+    def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
+        for grad_G, own_L in zip(of_layer(self._room, layer), own, strict=True):
             if grad_G is not None and own_L is not None:
                 self._take_back(grad_G, own_L)
 

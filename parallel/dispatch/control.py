@@ -45,6 +45,11 @@ class Control:
         sent = self._row.new_empty(0) if side is None else side
         return self._exchange.start(self._row, self._nobody, sent, 1, all_sms=side is not None)
 
+    def aside(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Call `launch` on the stream of signals, after what the current one has been given.
+        Returns what lets the current one wait for that."""
+        return self._exchange.aside(launch)
+
     def wait(self, transfer: "Transfer") -> None:
         """What all ranks have written before they sent it is there."""
         self._exchange.wait(transfer)

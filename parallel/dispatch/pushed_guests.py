@@ -5,11 +5,13 @@ Legend: R ranks, L own experts, G guest slots.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx.kernels.expert_mlp.guests import LAYERS, Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.parallel.dispatch.cloned_transfers import ClonedTransfers
 
@@ -23,9 +25,11 @@ class Memory(Protocol):
     weights: MLPWeights
     grads: MLPWeights
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor) -> None: ...
+    def lend(self, layer: Layer, own: MLPWeights, expert_RG: Tensor) -> None: ...
 
-    def take_back(self, own: Sequence[Tensor | None], expert_RG: Tensor) -> None: ...
+    def take_back(
+        self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
+    ) -> None: ...
 
 
 class PushedGuests:
@@ -43,13 +47,17 @@ class PushedGuests:
         self._control, self._memory_of = call.control, memory
         self._expert_RG, self.keep = call.clones.expert_RN, keep
         self._memory: Memory
-        self._sent: Transfer
+        self._sent: dict[Layer, Transfer] = {}
+        self._meet: Callable[[], None]
+        """Lets the current stream wait for what is added beside it."""
         self._kept: MLPWeights | None = None
 
-    def lend(self, own: MLPWeights) -> MLPWeights:
+    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
         """They leave beside tokens and what own experts do."""
         memory = self._memory = self._memory_of(own)
-        self._sent = self._control.send(first=lambda: memory.lend(own, self._expert_RG))
+        for layer in LAYERS if first == "fc1" else reversed(LAYERS):
+            push = partial(memory.lend, layer, own, self._expert_RG)
+            self._sent[layer] = self._control.send(first=push)
         if not self.keep:
             return memory.weights
         # Slots are for the next layer when this one has gone forward.
@@ -57,21 +65,28 @@ class PushedGuests:
         self._kept = MLPWeights(*copies)  # type: ignore[arg-type]
         return self._kept
 
-    def wait(self) -> None:
-        self._control.wait(self._sent)
+    def wait(self, layer: Layer) -> None:
+        self._control.wait(self._sent.pop(layer))
         if self._kept is not None:
-            for kept, came in zip(self._kept, self._memory.weights, strict=True):
+            pairs = (of_layer(w, layer) for w in (self._kept, self._memory.weights))
+            for kept, came in zip(*pairs, strict=True):
                 if kept is not None and came is not None:
                     kept.copy_(came)
-            self._kept = None
 
     def room(self, own: MLPWeights) -> MLPWeights:
         self._memory = self._memory_of(own)
         return self._memory.grads
 
-    def give_back(self) -> None:
-        self._sent = self._control.send()
+    def give_back(self, layer: Layer) -> None:
+        self._sent[layer] = self._control.send()
 
-    def take_back(self, own: Sequence[Tensor | None]) -> None:
-        self._control.wait(self._sent)
-        self._memory.take_back(own, self._expert_RG)
+    def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
+        def add(*, beside: bool) -> None:
+            self._control.wait(self._sent.pop(layer))
+            self._memory.take_back(layer, own, self._expert_RG, beside=beside)
+
+        if layer == "fc1":
+            self._meet = self._control.aside(partial(add, beside=True))
+        else:
+            self._meet()
+            add(beside=False)

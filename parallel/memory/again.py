@@ -19,25 +19,33 @@ from phalanx.parallel.memory.storages import alias, empty, fill, storages
 Function = Callable[..., Any]
 
 
-def checkpoint(function: Function, *inputs: Tensor) -> Any:
-    """`function(*inputs)`, of which only the inputs are kept; a tensor or several."""
-    return _Checkpoint.apply(function, *inputs)
+def checkpoint(function: Function, *inputs: Tensor, addend: Tensor | None = None) -> Any:
+    """`function(*inputs)`, of which only the inputs are kept; a tensor or several.
+
+    Args:
+        function: what is computed again.
+        inputs: its arguments both times.
+        addend: a last argument that `function` adds to its one result. It is not kept, and what is
+            computed again does without: its gradient is the result's.
+    """
+    return _Checkpoint.apply(function, addend, *inputs)
 
 
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Function, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, function: Function, addend: Tensor | None, *inputs: Tensor) -> Any:
         ctx.function = function
         ctx.save_for_backward(*inputs)
         with torch.no_grad():
-            return function(*inputs)
+            return function(*inputs) if addend is None else function(*inputs, addend)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = _detached(ctx.saved_tensors)
         with torch.enable_grad():
             made = _several(ctx.function(*inputs))
-        return None, *_gradients(made, gradients, inputs)
+        of_addend = gradients[0] if ctx.needs_input_grad[1] else None
+        return None, of_addend, *_gradients(made, gradients, inputs)
 
 
 class Region:

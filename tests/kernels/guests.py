@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
+from phalanx.kernels.expert_mlp.guests import LAYERS, Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from tests.kernels.problems import Problem, Result, leaves_of
 
@@ -30,14 +31,14 @@ class Copied:
         self.given: list[Tensor | None] = []
         """Gradients as they were when they left."""
 
-    def lend(self, own: MLPWeights) -> MLPWeights:
-        self.log.append("lend")
+    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
+        self.log.append(f"lend {first}")
         self._here = _each(self._theirs, lambda w: torch.full_like(w, torch.nan))
         return self._here
 
-    def wait(self) -> None:
-        self.log.append("wait")
-        for to, w in zip(self._here, self._theirs, strict=True):
+    def wait(self, layer: Layer) -> None:
+        self.log.append(f"wait {layer}")
+        for to, w in zip(of_layer(self._here, layer), of_layer(self._theirs, layer), strict=True):
             if w is not None:
                 to.copy_(w)
 
@@ -45,14 +46,16 @@ class Copied:
         self.log.append("room")
         like = dict(dtype=torch.float32)
         self._room = _each(self._theirs, lambda w: torch.full_like(w, torch.nan, **like))
+        self.given = [None] * len(NAMES)
         return self._room
 
-    def give_back(self) -> None:
-        self.log.append("give_back")
-        self.given = [None if g is None else g.clone() for g in self._room]
+    def give_back(self, layer: Layer) -> None:
+        self.log.append(f"give_back {layer}")
+        made = [None if g is None else g.clone() for g in of_layer(self._room, layer)]
+        self.given[LAYERS.index(layer) :: 2] = made
 
-    def take_back(self, own: list[Tensor | None]) -> None:
-        self.log.append("take_back")
+    def take_back(self, layer: Layer, own: list[Tensor | None]) -> None:
+        self.log.append(f"take_back {layer}")
         for grad in own:
             if grad is not None:
                 grad.add_(1)
@@ -86,8 +89,13 @@ def with_guests(
     out = grouped_mlp(leaves["x"], weights, plan, spec, guests=guests, overlap=overlap)
     out.backward(p.dout)
     made = _found(out, leaves, spec)
+    empty = p.offsets.diff()[own:] == 0  # nobody reads what is there
     given = dict(zip(NAMES, guests.given, strict=True)) if guests.given else {}
-    return made | {f"theirs {k}": g for k, g in given.items() if g is not None and k not in frozen}
+    for name, grad in given.items():
+        if grad is not None and name not in frozen:
+            grad[empty] = 0
+            made[f"theirs {name}"] = grad
+    return made
 
 
 def without(

@@ -230,12 +230,18 @@ class Exchange:
 
         return self._begin(send, 1, (dx_SD, *sources, side))
 
-    def aside(self, send: Callable[[], None]) -> None:
+    def aside(self, send: Callable[[], None]) -> Callable[[], None]:
         """Call `send`: what it launches runs after all that the current stream has been given so
-        far, and before the next exchange. What it reads has to be kept until that has been waited
-        for."""
-        with self._turn():
+        far, and before the next exchange.
+
+        Returns:
+            Lets the current stream wait for it. What it reads has to be kept until then, or until
+            the next exchange has been waited for.
+        """
+        with self._turn() as stream:
             send()
+            behind = stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(behind)
 
     @contextmanager
     def _turn(self, after: torch.cuda.Event | None = None) -> Iterator[torch.cuda.Stream]:

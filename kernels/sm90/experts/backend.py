@@ -133,6 +133,7 @@ class Fused(AsTheyAre):
             v_index_S=plan.row_index_S if v.gather else None,
             out_LOI=None if into is None else into.out,
             accumulate=into is not None and into.add,
+            zeros=into is None or into.zeros,
             order_L=plan.order_L,
             sm_margin=self._sm_margin,
             dynamic=self._dynamic,

@@ -31,6 +31,7 @@ def wgrad(
     out_LOI: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     accumulate: bool = False,
+    zeros: bool = True,
     order_L: Tensor | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
@@ -48,7 +49,8 @@ def wgrad(
         d_index_S, v_index_S: int32 [S], at most one of them; not read from offsets[L] on.
         out_LOI: bf16 or fp32, contiguous; default: a new one of `dtype`.
         accumulate: add to out_LOI instead of writing it. In bf16 what is added is rounded before,
-            and the sum after. Experts without rows are left alone; otherwise they get zeros.
+            and the sum after. Experts without rows are left alone.
+        zeros: without `accumulate` experts without rows get zeros; otherwise they are left alone.
         order_L: int32 [L], the experts in the order in which they should be started, best by
             falling number of rows.
         counter: int32 [1], 0 before the call and 0 after it; launches that may overlap must not
@@ -86,6 +88,7 @@ def wgrad(
         columns=choose(I) if tile is None else tile,
         wide=out.dtype == torch.float32,
         add=accumulate,
+        zeros=zeros or accumulate,
         gathered=gathered,
         ordered=order_L is not None,
         dynamic=dynamic,
@@ -103,7 +106,7 @@ def wgrad(
         check(d.device, "counter", counter, int32, (1,))
     ctas = persistent_clusters(sms(d.device), sm_margin)
     if S == 0 or N == 0:
-        return out if accumulate else out.zero_()
+        return out if accumulate or not zeros else out.zero_()
     if counter is None and dynamic:
         counter = counter_of(d.device)
     tensors = (d, v, out, index, offsets, order_L, counter)

@@ -2,8 +2,9 @@
 
 A tile of dw belongs to one expert and is computed over all of its rows by one CTA. Every expert has
 the same number of tiles, so tiles are numbered expert by expert and looked up by division. Experts
-without rows get zeros, or nothing where the kernel adds. The numbers of rows stay on the device:
-offsets[e] to offsets[e + 1] are expert e's, and rows from offsets[L] on have no influence.
+without rows get zeros, or nothing where the kernel adds or nobody reads them. The numbers of rows
+stay on the device: offsets[e] to offsets[e + 1] are expert e's, and rows from offsets[L] on have no
+influence.
 """
 
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ class WgradConfig:
     """Take the experts in the order that the caller gives."""
     dynamic: bool = True
     """Claim tiles from a counter; otherwise CTA i takes tiles i, i + CTAs, ...."""
+    zeros: bool = True
+    """Experts without rows get zeros, unless it adds."""
 
     def __post_init__(self) -> None:
         if self.columns not in (128, 192, 256):
@@ -300,6 +303,6 @@ class WgradKernel:
             if rows > 0:
                 store(math.acc, down, across, this)
             else:
-                if cutlass.const_expr(not self.config.add):
+                if cutlass.const_expr(self.config.zeros and not self.config.add):
                     zeros(down, across, this)
         store.finish()

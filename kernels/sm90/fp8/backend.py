@@ -180,6 +180,7 @@ class FusedFP8(FP8Operands, Fused):
             parts=d.parts,
             out_LOI=None if into is None else into.out,
             accumulate=into is not None and into.add,
+            zeros=into is None or into.zeros,
             order_L=plan.order_L,
             **self._how,
         )

@@ -24,6 +24,7 @@ def fp8_wgrad(
     out_LOI: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     accumulate: bool = False,
+    zeros: bool = True,
     order_L: Tensor | None = None,
     counter: Tensor | None = None,
     sm_margin: int = 0,
@@ -41,7 +42,8 @@ def fp8_wgrad(
             column_offsets[e] to column_offsets[e + 1], multiples of 128; those that are none of
             its own are zeros. Nothing is read from column_offsets[L] on.
         parts: of O, 1 or 2, in each of which blocks start anew.
-        out_LOI, dtype, accumulate, order_L, counter, sm_margin, dynamic: as in `experts.wgrad`.
+        out_LOI, dtype, accumulate, zeros, order_L, counter, sm_margin, dynamic: as in
+            `experts.wgrad`.
         tile: columns of a tile (128, 192, 256); default by `experts.wgrad.choose`, and 128 in
             `vector` blocks.
 
@@ -74,6 +76,7 @@ def fp8_wgrad(
         columns=tile or (BLOCK if d.blocks == "vector" else choose(I)),
         wide=out.dtype == torch.float32,
         add=accumulate,
+        zeros=zeros or accumulate,
         ordered=order_L is not None,
         dynamic=dynamic,
         rows_format=rows_format("d", d.data_CT),
@@ -94,7 +97,7 @@ def fp8_wgrad(
     if config.vector and (not v.scale.is_contiguous() or v.scale.data_ptr() % 8):
         raise ValueError("v's scale must be contiguous and start at a multiple of 8 bytes")
     if T == 0:
-        return out if accumulate else out.zero_()
+        return out if accumulate or not zeros else out.zero_()
     if counter is None and dynamic:
         counter = counter_of(device)
     ctas = persistent_clusters(sms(device), sm_margin)

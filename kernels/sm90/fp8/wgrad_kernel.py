@@ -50,6 +50,8 @@ class Fp8WgradConfig:
     """Of d."""
     vector: bool = False
     """A scale for each channel of 128 tokens, not for 128 channels."""
+    zeros: bool = True
+    """Experts without rows get zeros, unless it adds."""
 
     def __post_init__(self) -> None:
         if self.columns not in (128, 192, 256):
@@ -255,7 +257,7 @@ class Fp8WgradKernel:
             if blocks > 0:
                 made()(math.tile, down, across, this)
             else:
-                if cutlass.const_expr(not self.config.add):
+                if cutlass.const_expr(self.config.zeros and not self.config.add):
                     made().zeros(down, across, this)
         made().finish()
 

@@ -93,9 +93,13 @@ def _fp8_gemms() -> Iterator[tuple[type, Any]]:
             for ordered in EITHER:
                 config = Fp8WgradConfig(columns, wide, add, ordered, rows_format=rows_format)
                 yield Fp8WgradKernel, config
-    for rows_format, add in product(("e4m3", "e5m2"), EITHER):
-        config = Fp8WgradConfig(128, True, add, True, rows_format=rows_format, vector=True)
-        yield Fp8WgradKernel, config
+        config = Fp8WgradConfig(columns, True, False, True, rows_format=rows_format, zeros=False)
+        yield Fp8WgradKernel, config  # of guests
+    for rows_format, (add, zeros) in product(
+        ("e4m3", "e5m2"), ((True, True), (False, True), (False, False))
+    ):
+        how: dict[str, Any] = dict(rows_format=rows_format, vector=True, zeros=zeros)
+        yield Fp8WgradKernel, Fp8WgradConfig(128, True, add, True, **how)
 
 
 def _other_gradients() -> Iterator[tuple[type, Any]]:
@@ -108,8 +112,9 @@ def _other_gradients() -> Iterator[tuple[type, Any]]:
     for columns, add, operands in product((192, 256), EITHER, (None, D, V)):
         yield WgradKernel, WgradConfig(columns, add, add, operands, ordered=True)
     for columns, operands in product((192, 256), (D, V)):
-        # A step's first, which replaces; and what is added to gradients in bf16.
+        # A step's first, which replaces; guests'; and what is added to gradients in bf16.
         yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True)
+        yield WgradKernel, WgradConfig(columns, True, False, operands, ordered=True, zeros=False)
         yield WgradKernel, WgradConfig(columns, False, True, operands, ordered=True)
     for columns, wide, add in product((192, 256), EITHER, EITHER):
         yield WgradKernel, WgradConfig(columns, wide, add)

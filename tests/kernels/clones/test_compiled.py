@@ -66,5 +66,5 @@ def test_weights_and_their_gradients(dtype: torch.dtype, tmp_path: Path) -> None
     ):
         found = code(weights_triton, name, call, tmp_path)
         assert found.threads == 512
-        assert found.count(r"STG\.E\.128") and found.count(r"LDG\.E\.128")
+        assert found.count(r"STG\.E\.128") and found.count(r"LDGSTS\S*\.128")
         assert not found.count(r"STG\.E(?!\.128)")

@@ -6,7 +6,7 @@ control, and which is next is drawn at random. Exchanges are no more than their 
 are raised at once when a push begins: no real push raises them earlier. Memory is what
 `parallel.dispatch.cloned_transfers` says that no flag protects: rows that travel by themselves and
 weights, which ranks write to each other, and gradients, which a rank writes to memory of its own
-and all others read. Checked is that
+and all others read; weights and gradients of fc1 and of fc2 each. Checked is that
 
     nothing is written while what was there before is, or will be, read, and
     nothing is read that has not come.
@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 from tests.parallel.dispatch.protocol import Violation
 
-OWN = "gradients"
+FC1, FC2 = "weights fc1", "weights fc2"
+OWN_FC1, OWN_FC2 = "gradients fc1", "gradients fc2"
+OWN = (OWN_FC1, OWN_FC2)
 """Memory that its rank writes and all read; of others the rank reads its own, which all write."""
 
 
@@ -47,6 +49,7 @@ class Program:
         self.calls: list[str] = []
         """What the host does, in its order."""
         self._started, self._contents, self._signals = 0, Counter[str](), set[int]()
+        self._met = 0
 
     def start(self) -> int:
         """An exchange, after what its stream and that of compute were given."""
@@ -69,29 +72,39 @@ class Program:
         self._signals.add(u)
         return self._raise(u, self.streams[-1])
 
-    def wait(self, u: int) -> None:
-        """For its flags of all ranks."""
+    def wait(self, u: int, *, beside: bool = False) -> None:
+        """For its flags of all ranks; `beside` in the stream of control."""
         if u in self._signals:
             self.calls.append("wait")
-        self.compute.append(Event("wait", u))
+        stream = self.compute
+        if beside:
+            stream = self.streams[-1]
+            self._begin(stream)
+        stream.append(Event("wait", u))
 
     def put(self, what: str) -> None:
         """New contents for all ranks; of weights in the stream of control."""
         self.calls.append(f"put {what}")
         stream = self.compute
-        if what == "weights":
+        if what in (FC1, FC2):
             stream = self.streams[-1]
             self._begin(stream)
         self._contents[what] += 1
-        to = range(1 if what == OWN else self.ranks)
+        to = range(1 if what in OWN else self.ranks)
         stream += [Event("put", self._contents[what], what, r) for r in to]
 
-    def get(self, what: str) -> None:
-        """Read what came last, of all ranks."""
-        if what != "weights":  # which experts read
+    def get(self, what: str, *, beside: bool = False) -> None:
+        """Read what came last, of all ranks; `beside` in the stream of control."""
+        if what not in (FC1, FC2):  # which experts read
             self.calls.append(f"get {what}")
-        number = self._contents[what]
-        self.compute += [Event("get", number, what, r) for r in range(self.ranks)]
+        number, stream = self._contents[what], self.streams[-1] if beside else self.compute
+        stream += [Event("get", number, what, r) for r in range(self.ranks)]
+
+    def meet(self) -> None:
+        """The stream of compute waits for that of control."""
+        self._met += 1
+        self.streams[-1].append(Event("met", self._met))
+        self.compute.append(Event("meet", self._met))
 
     def _begin(self, stream: list[Event]) -> int:
         self._started += 1
@@ -108,21 +121,36 @@ def forward(p: Program, *, overlaps: bool) -> None:
     """One layer."""
     p.wait(p.signal())  # routing
     tokens = p.start()
-    p.put("weights")
-    p.wait(p.signal())
+    first, second = _lend(p, FC1, FC2)
+    p.wait(first)
     p.wait(tokens)
-    p.get("weights")
-    way_back(p, overlaps=overlaps)
+    p.get(FC1)
+    sums = p.begin() if overlaps else 0
+    p.wait(second)
+    p.get(FC2)
+    _way_back(p, sums)
 
 
-def way_back(p: Program, *, overlaps: bool) -> None:
-    """Its rows and sums."""
-    if overlaps:
-        sums = p.begin()
-        p.put("rows")
+def way_back(p: Program) -> None:
+    """Rows and sums of one layer alone, where pushes overlap."""
+    _way_back(p, p.begin())
+
+
+def _lend(p: Program, *layers: str) -> list[int]:
+    """Weights of layers in turn; returns what says that they are there."""
+    signals = []
+    for layer in layers:
+        p.put(layer)
+        signals.append(p.signal())
+    return signals
+
+
+def _way_back(p: Program, sums: int) -> None:
+    """`sums`: the exchange that has been begun; 0: it has not."""
+    p.put("rows")
+    if sums:
         p.end(sums)
     else:
-        p.put("rows")
         sums = p.start()
     p.wait(sums)
     p.get("rows")
@@ -150,17 +178,25 @@ def backward(
     if not keep:
         if overlaps or not fp8:
             p.start()  # tokens once more
-        p.put("weights")
-        p.wait(p.signal())
-        p.get("weights")
+        first, second = _lend(p, FC2, FC1)
+        p.wait(first)
+        p.get(FC2)
+        p.wait(second)
+        p.get(FC1)
     if overlaps:
         p.put("rows")
         back = p.start()
-    p.put(OWN)
-    complete = p.signal()
+    complete = []
+    for what in OWN:
+        p.put(what)
+        complete.append(p.signal())
     if signal:
-        p.wait(complete)
-    p.get(OWN)
+        p.wait(complete[0], beside=True)
+    p.get(OWN_FC1, beside=True)
+    p.meet()
+    if signal:
+        p.wait(complete[1])
+    p.get(OWN_FC2)
     if not overlaps:
         p.put("rows")
         back = p.start()
@@ -176,12 +212,17 @@ class _World:
         self._started = [0 for _ in range(p.ranks)]
         self._flags = set[tuple[int, int, int]]()  # exchange, at a rank, from another
         self._held: dict[tuple[str, int, int], int] = {}  # memory, its rank, writer
-        gets = [e for e in p.compute if e.kind == "get"]
+        # With one stream alone, it is named once.
+        streams = {id(s): s for s in p.streams}.values()
+        gets = [e for stream in streams for e in stream if e.kind == "get"]
+        self._met = [0 for _ in range(p.ranks)]
         self._unread = [Counter((e.what, e.rank, e.number) for e in gets) for _ in range(p.ranks)]
 
     def can(self, rank: int, event: Event) -> bool:
         if event.kind == "after":
             return self._started[rank] >= event.number
+        if event.kind == "meet":
+            return self._met[rank] >= event.number
         if event.kind == "wait":
             return all((event.number, rank, r) in self._flags for r in range(self._ranks))
         return True
@@ -190,18 +231,20 @@ class _World:
         kind, number, what, other = event
         if kind == "start":
             self._started[rank] = number
+        elif kind == "met":
+            self._met[rank] = number
         elif kind == "raise":
             self._flags.add((number, other, rank))
         elif kind == "put":
-            at = rank if what == OWN else other
-            readers = range(self._ranks) if what == OWN else (at,)
+            at = rank if what in OWN else other
+            readers = range(self._ranks) if what in OWN else (at,)
             for reader in readers:
                 for before in range(1, number):
                     if self._unread[reader][what, rank, before]:
                         raise Violation(f"rank {rank} writes {what} that rank {reader} still reads")
             self._held[what, at, rank] = number
         elif kind == "get":
-            at = other if what == OWN else rank
+            at = other if what in OWN else rank
             if self._held.get((what, at, other), 0) != number:
                 raise Violation(f"rank {rank} reads {what} that rank {other} has not written")
             self._unread[rank][what, other, number] -= 1

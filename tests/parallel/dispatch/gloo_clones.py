@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.clones import rows, weights
+from phalanx.kernels.expert_mlp.guests import Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.parallel.dispatch import clone_memory, cloned_symm
 from phalanx.parallel.dispatch.control import HIDDEN, Control
@@ -56,9 +57,9 @@ class GlooGuestMemory:
 
         self.weights, self.grads = made(own.w1.dtype), made(torch.float32)
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor) -> None:
+    def lend(self, layer: Layer, own: MLPWeights, expert_RG: Tensor) -> None:
         rank, local = self._group.rank(), len(own.w1)
-        for w, slots_G in zip(own, self.weights, strict=True):
+        for w, slots_G in zip(of_layer(own, layer), of_layer(self.weights, layer), strict=True):
             if w is None:
                 continue
             sent_RG = w.new_full((self._group.size(), *slots_G.shape), float("nan"))
@@ -67,13 +68,16 @@ class GlooGuestMemory:
             for slot, expert in enumerate(expert_RG[rank].tolist()):
                 slots_G[slot] = EMPTY if expert < 0 else came_RG[expert // local, slot]
 
-    def take_back(self, own: Sequence[Tensor | None], expert_RG: Tensor) -> None:
-        for grad, room_G in zip(own, self.grads, strict=True):
+    def take_back(
+        self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
+    ) -> None:
+        rooms = of_layer(self.grads, layer)
+        for grad, room_G in zip(own, rooms, strict=True):
             if grad is not None:
                 room_RG = room_G.new_empty(self._group.size(), *room_G.shape)
                 dist.all_gather_into_tensor(room_RG.flatten(0, 1), room_G, group=self._group)
                 weights.take_back(grad, expert_RG, room_RG.unbind(), self._group.rank())
-        for room_G in self.grads:
+        for room_G in rooms:
             if room_G is not None:
                 room_G.fill_(float("nan"))
 

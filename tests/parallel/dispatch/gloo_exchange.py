@@ -81,8 +81,9 @@ class GlooExchange:
         sums_ND = provider("torch").combine(dx_SD, inverse_NK)
         return self._back(sums_ND, (inverse_NK >= 0).any(1), side)
 
-    def aside(self, send: Callable[[], None]) -> None:
+    def aside(self, send: Callable[[], None]) -> Callable[[], None]:
         send()
+        return lambda: None
 
     def wait(self, sent: Any, *, side_only: bool = False) -> None:
         assert sent.number >= self._waited, "exchanges are waited for in the order of their starts"

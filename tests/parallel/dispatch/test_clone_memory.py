@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx.kernels.clones import rows as rows_of_clones
 from phalanx.kernels.clones.rows import Home, part_rows
+from phalanx.kernels.expert_mlp.guests import LAYERS
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.parallel.dispatch import clone_memory
 from phalanx.parallel.dispatch.clone_memory import GuestLayout, GuestMemory, SingleRows
@@ -63,7 +64,8 @@ def guests_and_gradients() -> None:
     own = [weights(rank) for rank in range(R)]
     memories = on_one_process(lambda group: GuestMemory(group, G, own[group.rank()], 1))
     for rank, memory in enumerate(memories):
-        memory.lend(own[rank], HELD)
+        for layer in LAYERS:
+            memory.lend(layer, own[rank], HELD)
     for rank, memory in enumerate(memories):
         assert memory.weights.b2 is None and memory.grads.b2 is None
         for slot, expert in enumerate(HELD[rank].tolist()):
@@ -73,11 +75,14 @@ def guests_and_gradients() -> None:
                 getattr(memory.grads, name)[slot].fill_(10 * rank + slot + 1)
     with mock.patch.object(clone_memory, "_sms", lambda where: 2):
         grads = [torch.ones(w.shape) for w in own[0][:3]]
-        memories[0].take_back([*grads, None], HELD)  # slots 0 and 1 of rank 1: experts 2 and 0
+        # Slots 0 and 1 of rank 1: experts 2 and 0.
+        memories[0].take_back("fc1", grads[::2], HELD, beside=True)
+        memories[0].take_back("fc2", [grads[1], None], HELD, beside=False)
         for grad in grads:
             assert torch.equal(grad.flatten(1)[:, 0], torch.tensor([13.0, 1.0, 12.0]))
         grads = [torch.ones(w.shape) for w in own[1][:3]]
-        memories[1].take_back([grads[0], None, grads[2], None], HELD)
+        memories[1].take_back("fc1", grads[::2], HELD, beside=True)
+        memories[1].take_back("fc2", [None, None], HELD, beside=False)
         assert [float(g[1].mean()) for g in grads] == [2.0, 1.0, 2.0]
     for memory in memories:
         memory.release()

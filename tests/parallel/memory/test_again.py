@@ -62,6 +62,24 @@ def test_bits_are_those_of_what_is_kept() -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, kept, strict=True))
 
 
+def test_what_is_added_is_not_kept() -> None:
+    def body(x: Tensor, addend: Tensor | None = None) -> Tensor:
+        made = x.sin() * x
+        return made if addend is None else made + addend
+
+    x, addend, up = (drawn(4, 8, seed=seed).requires_grad_() for seed in range(3))
+    kept = body(x, addend)
+    wanted = torch.autograd.grad(kept, (x, addend), up)
+    freed = addend * 1
+    got = checkpoint(body, x, addend=freed)
+    assert torch.equal(got, kept)
+    freed.untyped_storage().resize_(0)
+    assert all(map(torch.equal, torch.autograd.grad(got, (x, addend), up), wanted))
+    assert not checkpoint(body, x.detach(), addend=addend.detach()).requires_grad
+    only = checkpoint(body, x.detach(), addend=addend)
+    assert torch.equal(torch.autograd.grad(only, addend, up)[0], up)
+
+
 def test_only_what_needs_a_gradient_has_one() -> None:
     body, x, y = Body(), drawn(4, 8).requires_grad_(), drawn(4, 8)
     for run in (lambda: after(*checkpoint(body, x, y)), lambda: region(body, x, y)):

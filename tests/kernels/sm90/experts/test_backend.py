@@ -145,6 +145,7 @@ class Kernels:
             v_index_S,
             out_LOI,
             accumulate,
+            zeros,
             order_L,
             sm_margin,
             dynamic,
@@ -156,7 +157,10 @@ class Kernels:
             index = v_index_S if d_index_S is None else d_index_S
             operands = Operand(d, d_index_S is not None), Operand(v, v_index_S is not None)
             into = None if out_LOI is None else Buffer(out_LOI, accumulate)
-            return reference.wgrad(*operands, plan_of(offsets, index), into)
+            made = reference.wgrad(*operands, plan_of(offsets, index), into)
+            if not zeros:
+                made[offsets.diff() == 0] = torch.nan
+            return made
 
     class bias_grad:
         @staticmethod
@@ -355,12 +359,19 @@ class Recorded:
         return self._x
 
 
-FORWARD = "lend fc1_act wait wait_rows fc1_act start_sums rows finish_sums rows guest_sums"
-BACKWARD = """lend {} fc2_dgrad_dact rows rows send_gradient
-    room wgrad {} wgrad give_back wgrad wgrad take_back"""
+FORWARD = """lend_fc1 fc1_act wait_fc1 wait_rows fc1_act
+    start_sums rows finish_sums wait_fc2 rows guest_sums"""
+BACKWARD = """{} send_gradient room {} wgrad give_back_fc1 wgrad give_back_fc2
+    wgrad take_back_fc1 wgrad take_back_fc2"""
 AGAIN = {
-    False: BACKWARD.format("fc2_dgrad_dact wait wait_rows", "tokens"),
-    True: BACKWARD.format("tokens_first fc1_act wait fc1_act fc2_dgrad_dact", ""),
+    False: BACKWARD.format(
+        "lend_fc2 fc2_dgrad_dact wait_fc2 wait_rows fc2_dgrad_dact rows wait_fc1 rows", "tokens"
+    ),
+    True: BACKWARD.format(
+        """lend_fc1 tokens_first fc1_act wait_fc1 fc1_act
+        fc2_dgrad_dact wait_fc2 fc2_dgrad_dact rows rows""",
+        "",
+    ),
 }
 
 
@@ -376,7 +387,7 @@ def test_guests_come_and_go_beside_exchanges(
     log.clear()
     guests, overlap = Copied(experts_of(p, slice(4, None)), log=log), Recorded(p.x, log)
     got = with_guests(p, 4, spec, guests=guests, overlap=overlap)
-    names = [one if isinstance(one, str) else one[0] for one in log]
+    names = [one.replace(" ", "_") if isinstance(one, str) else one[0] for one in log]
     assert names == [*FORWARD.split(), *AGAIN[recompute].split()]
     dprob_NK = gather_pairs(want["dprob"], p.inverse)
     assert torch.equal(overlap.dprob_NK, dprob_NK)

@@ -21,6 +21,7 @@ ALL = [
     *(WgradConfig(columns, gathered=which) for columns in (128, 192, 256) for which in (D, V)),
     *(WgradConfig(256, True, True, gathered=which) for which in (D, V)),
     *(WgradConfig(columns, False, True, gathered=V) for columns in (192, 256)),
+    WgradConfig(256, wide=True, zeros=False),
     WgradConfig(256, dynamic=False),
 ]
 OFTEN = [
@@ -71,7 +72,9 @@ def test_loads_boxes_or_rows(code):
 def test_stores_or_adds_by_tma(code):
     blocks = code.config.columns // code.config.output.block
     assert code.count(r"UTMAREDG\.3D\.ADD") == (blocks if code.config.add else 0)
-    assert code.count(r"UTMASTG\.3D") == (0 if code.config.add else 2 * blocks)  # zeros as well
+    assert code.count(r"UTMASTG\.3D") == (
+        0 if code.config.add else (1 + code.config.zeros) * blocks
+    )
     assert "RED.E" not in code.text
 
 

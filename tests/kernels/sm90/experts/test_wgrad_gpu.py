@@ -237,6 +237,15 @@ def test_no_rows_at_all(mode, rows):
     assert torch.equal(p.ours(mode).float(), expected)
 
 
+@pytest.mark.parametrize("gathered", GATHERED)
+def test_experts_without_rows_may_be_left_alone(gathered):
+    p = Problem([130, 0, 64, 0], 192, 320, gathered=gathered)
+    want = p.ours("fp32")
+    got = torch.full_like(want, 3)
+    wgrad(**p.given, offsets=p.offsets, out_LOI=got, zeros=False)
+    assert torch.equal(got[::2], want[::2]) and (got[1::2] == 3).all()
+
+
 def test_result_is_made_if_none_is_given():
     p = Problem(COUNTS["ragged"], 192, 320)
     assert torch.equal(wgrad(p.d, p.v, p.offsets), p.ours())

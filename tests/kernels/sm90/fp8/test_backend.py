@@ -77,13 +77,18 @@ def fp8_fc2_dgrad_dact(
     return dh, a, None if dprob is None else written(to_parts, dprob[None], offsets, 1)
 
 
-def fp8_wgrad(d, v, column_offsets, *, parts, out_LOI, accumulate, order_L, sm_margin, dynamic):
+def fp8_wgrad(
+    d, v, column_offsets, *, parts, out_LOI, accumulate, zeros, order_L, sm_margin, dynamic
+):
     T = d.data_CT.shape[1]
     all_T = torch.tensor([0, T], dtype=torch.int32)  # experts begin at whole blocks
     operands = (dequantize_columns(q, all_T, T, n) for q, n in ((d, parts), (v, 1)))
     plan = ExpertPlan(None, None, column_offsets, None)
     into = None if out_LOI is None else Buffer(out_LOI, accumulate)
-    return reference.wgrad(*(Operand(t.bfloat16()) for t in operands), plan, into)
+    made = reference.wgrad(*(Operand(t.bfloat16()) for t in operands), plan, into)
+    if not zeros:
+        made[column_offsets.diff() == 0] = torch.nan
+    return made
 
 
 STAND_INS = {
