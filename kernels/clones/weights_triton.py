@@ -6,10 +6,15 @@ concern this rank, and leaves at once where there are none.
 Legend: R ranks, L own experts of a rank, G guest slots of a rank.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from phalanx.kernels.sm90.exchange.peer_buffers import EPOCH, FINISHED_CTAS, MAX_RANKS
 
 _WARPS = 16
 _LENT = 8192
@@ -23,7 +28,49 @@ wait for each (docs/kernels/log.md)."""
 
 @triton.jit
 def lend_kernel(  # type: ignore[no-untyped-def]
-    own, held, memory_R, words, rank, L, G, slots, WORDS: tl.constexpr, AHEAD: tl.constexpr
+    w,
+    b,
+    w_memory_R,
+    b_memory_R,
+    w_words,
+    b_words,
+    next_w,
+    next_b,
+    next_w_memory_R,
+    next_b_memory_R,
+    next_w_words,
+    next_b_words,
+    held,
+    flags_R,
+    state,
+    rank,
+    ranks,
+    L,
+    G,
+    BIAS: tl.constexpr,
+    NEXT_BIAS: tl.constexpr,
+    PLACES: tl.constexpr,
+    WORDS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    epoch = tl.load(state + PLACES[0]) + 1
+    slots = ranks * G
+    _lend(w, w_memory_R, w_words, held, rank, L, G, slots, WORDS, AHEAD)
+    if BIAS:
+        _lend(b, b_memory_R, b_words, held, rank, L, G, slots, WORDS, AHEAD)
+    if _last(state + PLACES[1]):
+        _raise(flags_R, rank, ranks, epoch)
+    _lend(next_w, next_w_memory_R, next_w_words, held, rank, L, G, slots, WORDS, AHEAD)
+    if NEXT_BIAS:
+        _lend(next_b, next_b_memory_R, next_b_words, held, rank, L, G, slots, WORDS, AHEAD)
+    if _last(state + PLACES[1] + 1):
+        tl.store(state + PLACES[0], epoch)
+        _raise(flags_R, PLACES[2] + rank, ranks, epoch)
+
+
+@triton.jit
+def _lend(  # type: ignore[no-untyped-def]
+    own, memory_R, words, held, rank, L, G, slots, WORDS: tl.constexpr, AHEAD: tl.constexpr
 ):
     piece = tl.arange(0, WORDS)
     for slot in range(slots):
@@ -37,6 +84,24 @@ def lend_kernel(  # type: ignore[no-untyped-def]
             for begin in tl.range(first, words, step, num_stages=AHEAD):
                 at = begin + piece
                 tl.store(to + at, tl.load(source + at, mask=at < words), mask=at < words)
+
+
+@triton.jit
+def _last(count):  # type: ignore[no-untyped-def]
+    """Whether all programs have come here, and their stores can be published."""
+    tl.debug_barrier()
+    before = tl.atomic_add(count, 1, sem="acq_rel", scope="sys")
+    last = before == tl.num_programs(0) - 1
+    if last:
+        tl.store(count, 0)
+    return last
+
+
+@triton.jit
+def _raise(flags_R, number, ranks, epoch):  # type: ignore[no-untyped-def]
+    for r in range(ranks):
+        address = tl.load(flags_R + r) + 4 * number
+        tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), epoch, sem="release", scope="sys")
 
 
 @triton.jit
@@ -61,24 +126,52 @@ def take_back_kernel(  # type: ignore[no-untyped-def]
             tl.debug_barrier()
 
 
-def lend(own_L: Tensor, expert_RG: Tensor, memory_R: Tensor, *, rank: int, sms: int) -> None:
-    """`kernels.clones.weights.lend`.
+class Flags(NamedTuple):
+    """That a rank raises at all ranks when they have their guests."""
+
+    flags_R: Tensor
+    """int64, addresses of each rank's: int32, that of part p and rank r at p * MAX_RANKS + r."""
+    state: Tensor
+    """int32 [STATE] of `kernels.sm90.exchange.peer_buffers`, 0 at first."""
+
+
+Lending = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""A layer's weights, and biases or None, as in `lend`; and int64 addresses of each rank's slots for
+either."""
+
+
+def lend(
+    layers: Sequence[Lending], expert_RG: Tensor, flags: Flags, *, rank: int, sms: int
+) -> None:
+    """`kernels.clones.weights.lend` of two layers, in one launch: kernels that follow would wait
+    for SMs. When a layer is there, its part of the flags gets the number of the call, from 1.
 
     Args:
-        own_L: contiguous; an expert's in a multiple of 16 bytes, as in all memory of slots.
+        layers: the first and the second one. Weights are contiguous, an expert's in a multiple of
+            16 bytes, as in all memory of slots.
         expert_RG: int32, contiguous.
-        memory_R: int64, addresses of [G, ...] of each rank.
+        flags: those of part 0 are the first layer's.
         rank: this one.
         sms: SMs that it takes.
 
     Raises:
         ValueError: weights that do not lie one after the other.
     """
-    _check(own_L)
-    (R, G), words = expert_RG.shape, own_L[0].numel() * own_L.element_size() // 4
+    R, G = expert_RG.shape
+    given: list[Tensor | int] = []
+    for w_L, b_L, w_memory_R, b_memory_R in layers:
+        both = [w_L, w_L if b_L is None else b_L]
+        for own_L in both:
+            _check(own_L)
+        words = [own_L[0].numel() * own_L.element_size() // 4 for own_L in both]
+        given += [own_L.view(len(own_L), -1).view(torch.int32) for own_L in both]
+        given += [w_memory_R, b_memory_R, *words]
     lend_kernel[(sms,)](
-        *(own_L.view(len(own_L), -1).view(torch.int32), expert_RG, memory_R),
-        *(words, rank, len(own_L), G, R * G),
+        *(*given, expert_RG, *flags),
+        *(rank, R, len(layers[0][0]), G),
+        BIAS=layers[0][1] is not None,
+        NEXT_BIAS=layers[1][1] is not None,
+        PLACES=(EPOCH, FINISHED_CTAS, MAX_RANKS),
         WORDS=_LENT,
         AHEAD=_AHEAD,
         num_warps=_WARPS,
@@ -86,7 +179,8 @@ def lend(own_L: Tensor, expert_RG: Tensor, memory_R: Tensor, *, rank: int, sms: 
 
 
 def take_back(own_L: Tensor, expert_RG: Tensor, memory_R: Tensor, *, rank: int, sms: int) -> None:
-    """`kernels.clones.weights.take_back`; arguments as of `lend`."""
+    """`kernels.clones.weights.take_back`; arguments as of `lend`, and `memory_R`: int64, addresses
+    of [G, ...] of each rank."""
     R, G = expert_RG.shape
     _check(own_L)
     take_back_kernel[(sms,)](

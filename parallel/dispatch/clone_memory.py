@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.clones.rows import Parting
-from phalanx.kernels.expert_mlp.guests import Layer, of_layer
+from phalanx.kernels.expert_mlp.guests import LAYERS, Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.parallel.dispatch.exchange import PeerMemory, connected
+from phalanx.kernels.sm90.exchange.peer_buffers import STATE, PeerBuffers
+from phalanx.parallel.dispatch.exchange import PeerMemory, SymmOptions, connected
 
 _ALIGN = 256
 
@@ -69,7 +70,7 @@ class SingleRows(_Kept):
 
 
 class GuestLayout(NamedTuple):
-    """Where a rank's memory has guests and their gradients, by w1, w2, b1 and b2."""
+    """Where a rank's memory has guests and their gradients, by w1, w2, b1 and b2, behind flags."""
 
     weights: tuple[int, ...]
     """Bytes at which those of G slots begin; 0 bytes long if there is no such weight."""
@@ -80,7 +81,7 @@ class GuestLayout(NamedTuple):
     @classmethod
     def of(cls, sizes: Sequence[int], width: int) -> "GuestLayout":
         """Of numbers in all slots of each weight, and bytes of a number."""
-        ends = [0]
+        ends = [_ALIGN]
         for size in (*(width * n for n in sizes), *(4 * n for n in sizes)):
             ends.append(ends[-1] + -(-size // _ALIGN) * _ALIGN)
         some = len(sizes)
@@ -94,16 +95,16 @@ class GuestMemory(_Kept):
         group: expert-parallel.
         slots: G.
         own: weights of the shape and dtype of a layer's.
-        comm_sms: SMs that copy beside other kernels; 0: all.
+        options: SMs that copy beside other kernels, and the timeout of a wait for the others.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, slots: int, own: MLPWeights, comm_sms: int
+        self, group: dist.ProcessGroup, slots: int, own: MLPWeights, options: SymmOptions
     ) -> None:
         sizes = [0 if w is None else slots * w[0].numel() for w in own]
         layout = GuestLayout.of(sizes, own.w1.element_size())
         super().__init__(group, layout.total)
-        self._rank, self._comm_sms = group.rank(), comm_sms
+        self._group, self._rank, self._comm_sms = group, group.rank(), options.comm_sms
 
         def views(begins: Sequence[int], dtype: torch.dtype) -> MLPWeights:
             made = []
@@ -118,16 +119,44 @@ class GuestMemory(_Kept):
         """fp32 [G, ...] of this rank's guests."""
         self._weights_R = [self._addresses(begin) for begin in layout.weights]
         self._grads_R = [self._addresses(begin) for begin in layout.grads]
+        device, report = self._peers.memory.device, torch.zeros(4, dtype=torch.int32)
+        flags_R, state = self._addresses(0), torch.zeros(STATE, dtype=torch.int32, device=device)
+        self._flags = PeerBuffers(
+            rows_R=flags_R,  # no rows and no side data
+            side_R=flags_R,
+            flags_R=flags_R,
+            state=state,
+            report=report.pin_memory() if device.type == "cuda" else report,
+            rank=self._rank,
+            limit_ms=int(1000 * options.timeout),
+        )
 
-    def lend(self, layer: Layer, own: MLPWeights, expert_RG: Tensor) -> None:
-        """Write own experts' weights of a layer to the slots that hold them."""
-        from phalanx.kernels.clones.weights_triton import lend
+    def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
+        """Write own experts to the slots that hold them, layer `first` before the other one."""
+        from phalanx.kernels.clones.weights_triton import Flags, lend
 
-        pairs = of_layer(own, layer), of_layer(self._weights_R, layer)
-        for w, memory_R in zip(*pairs, strict=True):
-            if w is not None:
-                how = dict(rank=self._rank, sms=self._comm_sms or _sms(w))
-                lend(w.detach(), expert_RG, memory_R, **how)
+        detached = [None if w is None else w.detach() for w in own]
+        layers = [
+            (*of_layer(detached, layer), *of_layer(self._weights_R, layer))
+            for layer in (LAYERS if first == "fc1" else LAYERS[::-1])
+        ]
+        flags = Flags(self._flags.flags_R, self._flags.state)
+        sms = self._comm_sms or _sms(own.w1)
+        lend(layers, expert_RG, flags, rank=self._rank, sms=sms)
+
+    def wait(self, *, second: bool) -> None:
+        """Let the current stream wait until all ranks have lent the layer that they lend first in
+        the call that is waited for, or the second one after that."""
+        from phalanx.kernels.sm90.exchange.push import wait_peers
+
+        wait_peers(self._flags, part=int(second), epochs_ahead=int(not second))
+
+    def missing(self) -> str:
+        who, epoch, reached, _ = self._flags.report.tolist()
+        if not who:
+            return ""
+        peer = dist.get_global_rank(self._group, who - 1)
+        return f"rank {peer} has not lent its experts for the {epoch}th time, only the {reached}th"
 
     def take_back(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
@@ -154,12 +183,12 @@ def single_rows_of(group: dist.ProcessGroup, tokens: int, hidden: int, slots: in
 
 
 def guest_memory_of(
-    group: dist.ProcessGroup, slots: int, own: MLPWeights, comm_sms: int
+    group: dist.ProcessGroup, slots: int, own: MLPWeights, options: SymmOptions
 ) -> GuestMemory:
     """That of a group, shared by all layers whose experts have a shape."""
     shapes = tuple(None if w is None else tuple(w.shape[1:]) for w in own)
-    key = ("guests", group, slots, comm_sms, own.w1.dtype, *shapes)
-    return connected(key, lambda: GuestMemory(group, slots, own, comm_sms))
+    key = ("guests", group, slots, options, own.w1.dtype, *shapes)
+    return connected(key, lambda: GuestMemory(group, slots, own, options))
 
 
 def _sms(where: Tensor) -> int:

@@ -95,5 +95,4 @@ class ClonedSymm(Symm):
 
     def _memory(self, own: MLPWeights) -> Memory:
         """Of guests of such weights."""
-        sms = self._options.comm_sms
-        return clone_memory.guest_memory_of(self._group, self._clones.slots, own, sms)
+        return clone_memory.guest_memory_of(self._group, self._clones.slots, own, self._options)

@@ -3,10 +3,11 @@
 Those of `parallel.dispatch.transfers`, and beside them (`Peers`):
 
     control     exchanges of side data alone: routing, before anything else is sent, and signals
-                that weights, or gradients of guests, have been written
+                that gradients of guests have been written
     singles     rows that travel by themselves (`kernels.clones.rows`), to memory of their token's
                 rank, where they are before the flags of the sums that go with them are raised
-    guests      weights that owners write to slots of other ranks; gradients that they read there
+    guests      weights that owners write to slots of other ranks, and flags that raises the kernel
+                that writes them; gradients that owners read there
 
 Tokens and gradients of sums travel in FP8 if those without clones do; rows that come back, singles
 too, are bf16 in any case.

@@ -35,19 +35,14 @@ class Control:
         self._row = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=device)
         self._nobody = torch.full((1, 1), -1, dtype=torch.int32, device=device)
 
-    def send(
-        self, side: Tensor | None = None, *, first: Callable[[], None] | None = None
-    ) -> "Transfer":
-        """After what the current stream has been given; `first` launches what has to be done before
-        it, beside that stream too."""
-        if first is not None:
-            self._exchange.aside(first)
+    def send(self, side: Tensor | None = None) -> "Transfer":
+        """After what the current stream has been given."""
         sent = self._row.new_empty(0) if side is None else side
         return self._exchange.start(self._row, self._nobody, sent, 1, all_sms=side is not None)
 
     def aside(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Call `launch` on the stream of signals, after what the current one has been given.
-        Returns what lets the current one wait for that."""
+        """Call `launch` on the stream of signals, after what the current one has been given and
+        before the next signal. Returns what lets the current one wait for that."""
         return self._exchange.aside(launch)
 
     def wait(self, transfer: "Transfer") -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.guests import LAYERS, Layer, of_layer
+from phalanx.kernels.expert_mlp.guests import Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.parallel.dispatch.cloned_transfers import ClonedTransfers
 
@@ -25,7 +25,9 @@ class Memory(Protocol):
     weights: MLPWeights
     grads: MLPWeights
 
-    def lend(self, layer: Layer, own: MLPWeights, expert_RG: Tensor) -> None: ...
+    def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None: ...
+
+    def wait(self, *, second: bool) -> None: ...
 
     def take_back(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
@@ -47,7 +49,10 @@ class PushedGuests:
         self._control, self._memory_of = call.control, memory
         self._expert_RG, self.keep = call.clones.expert_RN, keep
         self._memory: Memory
+        self._first: Layer
+        """That was lent first."""
         self._sent: dict[Layer, Transfer] = {}
+        """Signals of gradients."""
         self._meet: Callable[[], None]
         """Lets the current stream wait for what is added beside it."""
         self._kept: MLPWeights | None = None
@@ -55,9 +60,8 @@ class PushedGuests:
     def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
         """They leave beside tokens and what own experts do."""
         memory = self._memory = self._memory_of(own)
-        for layer in LAYERS if first == "fc1" else reversed(LAYERS):
-            push = partial(memory.lend, layer, own, self._expert_RG)
-            self._sent[layer] = self._control.send(first=push)
+        self._first = first
+        self._control.aside(lambda: memory.lend(own, self._expert_RG, first))
         if not self.keep:
             return memory.weights
         # Slots are for the next layer when this one has gone forward.
@@ -66,7 +70,7 @@ class PushedGuests:
         return self._kept
 
     def wait(self, layer: Layer) -> None:
-        self._control.wait(self._sent.pop(layer))
+        self._memory.wait(second=layer != self._first)
         if self._kept is not None:
             pairs = (of_layer(w, layer) for w in (self._kept, self._memory.weights))
             for kept, came in zip(*pairs, strict=True):
@@ -79,14 +83,15 @@ class PushedGuests:
 
     def give_back(self, layer: Layer) -> None:
         self._sent[layer] = self._control.send()
+        if layer == "fc2":
+            # Now, not when own gradients are complete: after a wait there would be no SM left.
+            self._control.aside(lambda: self._control.wait(self._sent["fc1"]))
 
     def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
-        def add(*, beside: bool) -> None:
-            self._control.wait(self._sent.pop(layer))
-            self._memory.take_back(layer, own, self._expert_RG, beside=beside)
-
+        add = partial(self._memory.take_back, layer, own, self._expert_RG)
         if layer == "fc1":
             self._meet = self._control.aside(partial(add, beside=True))
         else:
             self._meet()
+            self._control.wait(self._sent["fc2"])
             add(beside=False)

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from phalanx.kernels.clones import rows_triton, weights_triton
 from phalanx.kernels.clones.rows import Home, Parting
+from phalanx.kernels.sm90.exchange.peer_buffers import STATE
 from tests.kernels.triton_code import Code, launched
 
 T, D, K, R, L, G, S = 4096, 2880, 4, 4, 8, 2, 40000
@@ -60,11 +61,18 @@ def test_rows_are_added_up(tmp_path: Path) -> None:
 def test_weights_and_their_gradients(dtype: torch.dtype, tmp_path: Path) -> None:
     own = empty(L, D, D, dtype=dtype)
     how = dict(rank=2, sms=132)
-    for name, call in (
-        ("lend_kernel", lambda: weights_triton.lend(own, empty(R, G), ADDRESSES, **how)),
-        ("take_back_kernel", lambda: weights_triton.take_back(own, empty(R, G), ADDRESSES, **how)),
+    layer = own, empty(L, D, dtype=dtype), ADDRESSES, ADDRESSES
+    flags = weights_triton.Flags(ADDRESSES, empty(STATE))
+    # Besides pieces, two counts of programs and the number of the call.
+    for name, narrow, call in (
+        ("lend_kernel", 3, lambda: weights_triton.lend([layer] * 2, empty(R, G), flags, **how)),
+        (
+            "take_back_kernel",
+            0,
+            lambda: weights_triton.take_back(own, empty(R, G), ADDRESSES, **how),
+        ),
     ):
         found = code(weights_triton, name, call, tmp_path)
         assert found.threads == 512
         assert found.count(r"STG\.E\.128") and found.count(r"LDGSTS\S*\.128")
-        assert not found.count(r"STG\.E(?!\.128)")
+        assert found.count(r"STG\.E(?!\.128)") == narrow

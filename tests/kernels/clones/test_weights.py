@@ -1,10 +1,13 @@
 """Weights to guest slots and gradients back: the kernels against the definitions."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 from phalanx.kernels.clones.weights import lend, take_back
+from phalanx.kernels.sm90.exchange.peer_buffers import EPOCH, FINISHED_CTAS, MAX_RANKS, STATE
 from tests.kernels.interpreter import interpret
 
 R, L, G = 4, 2, 3
@@ -51,20 +54,49 @@ def compared(device: str) -> None:
     weights_triton._LENT, weights_triton._ADDED = 256, 256
     held = HELD.to(device)
     for dtype in (torch.bfloat16, torch.float32):
-        guests = [torch.zeros(G, *SHAPE, dtype=dtype) for _ in range(R)]
         room = [drawn(G, *SHAPE, seed=rank, dtype=torch.float32) for rank in range(R)]
-        there, rooms = ([m.to(device, copy=True) for m in ms] for ms in (guests, room))
-        addresses = [torch.tensor([m.data_ptr() for m in ms]).to(device) for ms in (there, rooms)]
+        rooms = [m.to(device, copy=True) for m in room]
         for rank in range(R):
             own = drawn(L, *SHAPE, seed=rank, dtype=dtype)
-            lend(own, HELD, guests, rank)
-            weights_triton.lend(own.to(device), held, addresses[0], rank=rank, sms=2)
             added = own.to(device, copy=True)
-            weights_triton.take_back(added, held, addresses[1], rank=rank, sms=2)
+            where = addresses(rooms).to(device)
+            weights_triton.take_back(added, held, where, rank=rank, sms=2)
             take_back(own, HELD, room, rank)
             assert torch.equal(added.cpu(), own)
-        for got, want in zip(there, guests, strict=True):
-            assert torch.equal(got.cpu(), want)
+        for biases in (False, True):
+            lend_all(held, dtype, biases)
+
+
+def addresses(memory: Sequence[Tensor]) -> Tensor:
+    return torch.tensor([m.data_ptr() for m in memory])
+
+
+def lend_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
+    """Two layers of all ranks, twice: weights of both shapes, and flags."""
+    from phalanx.kernels.clones import weights_triton
+
+    device, shapes = held.device, (SHAPE, SHAPE[:1], SHAPE[::-1], SHAPE[1:])
+    flags = torch.zeros(R, 2 * MAX_RANKS, dtype=torch.int32, device=device)
+    states = torch.zeros(R, STATE, dtype=torch.int32, device=device)
+    given = [[torch.zeros(G, *s, dtype=dtype) for _ in range(R)] for s in shapes]
+    there = [[m.to(device, copy=True) for m in ms] for ms in given]
+    where = [addresses(ms).to(device) for ms in there]
+    for call in (1, 2):
+        for rank in range(R):
+            own = [drawn(L, *s, seed=rank + call, dtype=dtype) for s in shapes]
+            w1, b1, w2, b2 = (w.to(device) for w in own)
+            layers = [(w1, b1, *where[:2]), (w2, b2, *where[2:])]
+            if not biases:
+                layers = [(w, None, *at) for w, _, *at in layers]
+            told = weights_triton.Flags(addresses(flags.unbind()).to(device), states[rank])
+            weights_triton.lend(layers, held, told, rank=rank, sms=2)
+            for w, guests in list(zip(own, given, strict=True))[:: 1 if biases else 2]:
+                lend(w, HELD, guests, rank)
+        for got, want in zip(there, given, strict=True):
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
+        parts = flags.cpu().view(R, 2, MAX_RANKS)
+        assert (parts[..., :R] == call).all() and not parts[..., R:].any()
+        assert (states[:, EPOCH] == call).all() and not states[:, FINISHED_CTAS:].any()
 
 
 def interpreted() -> None:

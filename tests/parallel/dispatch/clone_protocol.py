@@ -48,7 +48,9 @@ class Program:
         self._pushes = self.streams[:2][-1]
         self.calls: list[str] = []
         """What the host does, in its order."""
-        self._started, self._contents, self._signals = 0, Counter[str](), set[int]()
+        self._started, self._contents = 0, Counter[str]()
+        self._signals: dict[int, str] = {}
+        """What `wait` for one is called."""
         self._met = 0
 
     def start(self) -> int:
@@ -69,13 +71,25 @@ class Program:
         """An exchange of control."""
         self.calls.append("signal")
         u = self._begin(self.streams[-1])
-        self._signals.add(u)
+        self._signals[u] = "wait"
         return self._raise(u, self.streams[-1])
+
+    def lend(self, *layers: str) -> list[int]:
+        """Weights of layers in turn, by a kernel in the stream of control that raises flags as they
+        are there."""
+        self.calls.append("lend")
+        raised = []
+        for layer in layers:
+            u = self._begin(self.streams[-1])
+            self._put(layer, self.streams[-1], self.ranks)
+            self._signals[u] = "wait for guests"
+            raised.append(self._raise(u, self.streams[-1]))
+        return raised
 
     def wait(self, u: int, *, beside: bool = False) -> None:
         """For its flags of all ranks; `beside` in the stream of control."""
         if u in self._signals:
-            self.calls.append("wait")
+            self.calls.append(self._signals[u])
         stream = self.compute
         if beside:
             stream = self.streams[-1]
@@ -83,15 +97,9 @@ class Program:
         stream.append(Event("wait", u))
 
     def put(self, what: str) -> None:
-        """New contents for all ranks; of weights in the stream of control."""
+        """New contents for all ranks."""
         self.calls.append(f"put {what}")
-        stream = self.compute
-        if what in (FC1, FC2):
-            stream = self.streams[-1]
-            self._begin(stream)
-        self._contents[what] += 1
-        to = range(1 if what in OWN else self.ranks)
-        stream += [Event("put", self._contents[what], what, r) for r in to]
+        self._put(what, self.compute, 1 if what in OWN else self.ranks)
 
     def get(self, what: str, *, beside: bool = False) -> None:
         """Read what came last, of all ranks; `beside` in the stream of control."""
@@ -105,6 +113,10 @@ class Program:
         self._met += 1
         self.streams[-1].append(Event("met", self._met))
         self.compute.append(Event("meet", self._met))
+
+    def _put(self, what: str, stream: list[Event], ranks: int) -> None:
+        self._contents[what] += 1
+        stream += [Event("put", self._contents[what], what, r) for r in range(ranks)]
 
     def _begin(self, stream: list[Event]) -> int:
         self._started += 1
@@ -121,7 +133,7 @@ def forward(p: Program, *, overlaps: bool) -> None:
     """One layer."""
     p.wait(p.signal())  # routing
     tokens = p.start()
-    first, second = _lend(p, FC1, FC2)
+    first, second = p.lend(FC1, FC2)
     p.wait(first)
     p.wait(tokens)
     p.get(FC1)
@@ -134,15 +146,6 @@ def forward(p: Program, *, overlaps: bool) -> None:
 def way_back(p: Program) -> None:
     """Rows and sums of one layer alone, where pushes overlap."""
     _way_back(p, p.begin())
-
-
-def _lend(p: Program, *layers: str) -> list[int]:
-    """Weights of layers in turn; returns what says that they are there."""
-    signals = []
-    for layer in layers:
-        p.put(layer)
-        signals.append(p.signal())
-    return signals
 
 
 def _way_back(p: Program, sums: int) -> None:
@@ -178,7 +181,7 @@ def backward(
     if not keep:
         if overlaps or not fp8:
             p.start()  # tokens once more
-        first, second = _lend(p, FC2, FC1)
+        first, second = p.lend(FC2, FC1)
         p.wait(first)
         p.get(FC2)
         p.wait(second)

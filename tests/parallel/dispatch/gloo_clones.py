@@ -57,9 +57,10 @@ class GlooGuestMemory:
 
         self.weights, self.grads = made(own.w1.dtype), made(torch.float32)
 
-    def lend(self, layer: Layer, own: MLPWeights, expert_RG: Tensor) -> None:
+    def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
+        self._waits = [False, True]
         rank, local = self._group.rank(), len(own.w1)
-        for w, slots_G in zip(of_layer(own, layer), of_layer(self.weights, layer), strict=True):
+        for w, slots_G in zip(own, self.weights, strict=True):
             if w is None:
                 continue
             sent_RG = w.new_full((self._group.size(), *slots_G.shape), float("nan"))
@@ -67,6 +68,9 @@ class GlooGuestMemory:
             came_RG = _exchanged(sent_RG, self._group)
             for slot, expert in enumerate(expert_RG[rank].tolist()):
                 slots_G[slot] = EMPTY if expert < 0 else came_RG[expert // local, slot]
+
+    def wait(self, *, second: bool) -> None:
+        assert second == self._waits.pop(0), "the first layer is waited for first"
 
     def take_back(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
@@ -91,7 +95,7 @@ def cloning(exchange_of: Callable[..., Any]) -> list[Any]:
 
     memories: dict[Any, GlooGuestMemory] = {}
 
-    def guest_memory_of(group: Any, slots: int, own: MLPWeights, sms: int) -> GlooGuestMemory:
+    def guest_memory_of(group: Any, slots: int, own: MLPWeights, _: Any) -> GlooGuestMemory:
         key = (slots, *(None if w is None else w.shape for w in own))
         if key not in memories:
             memories[key] = GlooGuestMemory(group, slots, own)

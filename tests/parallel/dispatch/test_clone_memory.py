@@ -16,6 +16,7 @@ from phalanx.kernels.expert_mlp.guests import LAYERS
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.parallel.dispatch import clone_memory
 from phalanx.parallel.dispatch.clone_memory import GuestLayout, GuestMemory, SingleRows
+from phalanx.parallel.dispatch.exchange import SymmOptions
 from tests.kernels.interpreter import interpret
 
 R, L, G = 2, 3, 2
@@ -62,10 +63,11 @@ def on_one_process(make: Any) -> list[Any]:
 
 def guests_and_gradients() -> None:
     own = [weights(rank) for rank in range(R)]
-    memories = on_one_process(lambda group: GuestMemory(group, G, own[group.rank()], 1))
+    memories = on_one_process(
+        lambda group: GuestMemory(group, G, own[group.rank()], SymmOptions(comm_sms=1))
+    )
     for rank, memory in enumerate(memories):
-        for layer in LAYERS:
-            memory.lend(layer, own[rank], HELD)
+        memory.lend(own[rank], HELD, LAYERS[rank % 2])
     for rank, memory in enumerate(memories):
         assert memory.weights.b2 is None and memory.grads.b2 is None
         for slot, expert in enumerate(HELD[rank].tolist()):
