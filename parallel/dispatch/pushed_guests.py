@@ -54,14 +54,14 @@ class PushedGuests:
         self._sent: dict[Layer, Transfer] = {}
         """Signals of gradients."""
         self._meet: Callable[[], None]
-        """Lets the current stream wait for what is added beside it."""
+        """Lets the current stream wait for what has last been started beside it."""
         self._kept: MLPWeights | None = None
 
     def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
         """They leave beside tokens and what own experts do."""
         memory = self._memory = self._memory_of(own)
         self._first = first
-        self._control.aside(lambda: memory.lend(own, self._expert_RG, first))
+        self._meet = self._control.aside(lambda: memory.lend(own, self._expert_RG, first))
         if not self.keep:
             return memory.weights
         # Slots are for the next layer when this one has gone forward.
@@ -71,6 +71,8 @@ class PushedGuests:
 
     def wait(self, layer: Layer) -> None:
         self._memory.wait(second=layer != self._first)
+        if layer != self._first:
+            self._meet()
         if self._kept is not None:
             pairs = (of_layer(w, layer) for w in (self._kept, self._memory.weights))
             for kept, came in zip(*pairs, strict=True):
