@@ -54,6 +54,8 @@ def lend_kernel(  # type: ignore[no-untyped-def]
     AHEAD: tl.constexpr,
 ):
     epoch = tl.load(state + PLACES[0]) + 1
+    if tl.program_id(0) == 0:  # this rank's, that the programs have their SMs
+        _raise(flags_R + rank, 2 * PLACES[2] + rank, 1, epoch)
     slots = ranks * G
     _lend(w, w_memory_R, w_words, held, rank, L, G, slots, WORDS, AHEAD)
     if BIAS:
@@ -150,7 +152,8 @@ def lend(
         layers: the first and the second one. Weights are contiguous, an expert's in a multiple of
             16 bytes, as in all memory of slots.
         expert_RG: int32, contiguous.
-        flags: those of part 0 are the first layer's.
+        flags: those of part 0 are the first layer's; part 2 says that the kernel is running, to
+            this rank alone.
         rank: this one.
         sms: SMs that it takes.
 

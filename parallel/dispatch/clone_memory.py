@@ -144,6 +144,13 @@ class GuestMemory(_Kept):
         sms = self._comm_sms or _sms(own.w1)
         lend(layers, expert_RG, flags, rank=self._rank, sms=sms)
 
+    def wait_running(self) -> None:
+        """Let the current stream wait until `lend` has its SMs, which other kernels would take."""
+        from phalanx.kernels.sm90.exchange.push import wait_peers
+
+        if self._comm_sms:
+            wait_peers(self._flags, part=2, own_only=True)
+
     def wait(self, *, second: bool) -> None:
         """Let the current stream wait until all ranks have lent the layer that they lend first in
         the call that is waited for, or the second one after that."""

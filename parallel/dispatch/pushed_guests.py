@@ -27,6 +27,8 @@ class Memory(Protocol):
 
     def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None: ...
 
+    def wait_running(self) -> None: ...
+
     def wait(self, *, second: bool) -> None: ...
 
     def take_back(
@@ -62,6 +64,7 @@ class PushedGuests:
         memory = self._memory = self._memory_of(own)
         self._first = first
         self._meet = self._control.aside(lambda: memory.lend(own, self._expert_RG, first))
+        memory.wait_running()
         if not self.keep:
             return memory.weights
         # Slots are for the next layer when this one has gone forward.

@@ -76,7 +76,7 @@ def lend_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
     from phalanx.kernels.clones import weights_triton
 
     device, shapes = held.device, (SHAPE, SHAPE[:1], SHAPE[::-1], SHAPE[1:])
-    flags = torch.zeros(R, 2 * MAX_RANKS, dtype=torch.int32, device=device)
+    flags = torch.zeros(R, 3 * MAX_RANKS, dtype=torch.int32, device=device)
     states = torch.zeros(R, STATE, dtype=torch.int32, device=device)
     given = [[torch.zeros(G, *s, dtype=dtype) for _ in range(R)] for s in shapes]
     there = [[m.to(device, copy=True) for m in ms] for ms in given]
@@ -94,8 +94,9 @@ def lend_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
                 lend(w, HELD, guests, rank)
         for got, want in zip(there, given, strict=True):
             assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
-        parts = flags.cpu().view(R, 2, MAX_RANKS)
-        assert (parts[..., :R] == call).all() and not parts[..., R:].any()
+        parts = flags.cpu().view(R, 3, MAX_RANKS)
+        assert (parts[:, :2, :R] == call).all() and not parts[..., R:].any()
+        assert torch.equal(parts[:, 2, :R], call * torch.eye(R, dtype=torch.int32))
         assert (states[:, EPOCH] == call).all() and not states[:, FINISHED_CTAS:].any()
 
 

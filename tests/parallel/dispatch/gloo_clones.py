@@ -69,6 +69,9 @@ class GlooGuestMemory:
             for slot, expert in enumerate(expert_RG[rank].tolist()):
                 slots_G[slot] = EMPTY if expert < 0 else came_RG[expert // local, slot]
 
+    def wait_running(self) -> None:
+        """They have been lent."""
+
     def wait(self, *, second: bool) -> None:
         assert second == self._waits.pop(0), "the first layer is waited for first"
 
