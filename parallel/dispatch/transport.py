@@ -221,7 +221,7 @@ def clone_choices(wanted: int | str, transport: Transport) -> list[Choice]:
     elif class_of(within.name).no_overlap is not None:
         reason = f"{within.name} does not hide what clones send"
     else:
-        reason = "on two GPUs clones cost a step more than they save"
+        reason = "clones cost a step more than they save where ranks are nearly even"
     return [Choice("clones", "off", f"auto; {reason}")]
 
 
