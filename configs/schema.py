@@ -392,8 +392,8 @@ class ParallelConfig:
 
     With uneven routing ranks then share their rows, and results are the same bit for bit
     (docs/dispatch.md). 0 clones nothing, and `auto` nothing either: clones cost a step more than
-    they save where ranks are nearly even. `symm` and `alltoall` clone where a number says so, and `hier` in each node
-    by itself. `save_x=keep` keeps guests' weights.
+    they save where ranks are nearly even. `symm` and `alltoall` clone where a number says so, and
+    `hier` in each node by itself. `save_x=keep` keeps guests' weights.
     """
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""

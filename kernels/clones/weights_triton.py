@@ -49,25 +49,27 @@ def lend_kernel(  # type: ignore[no-untyped-def]
     G,
     BIAS: tl.constexpr,
     NEXT_BIAS: tl.constexpr,
-    PLACES: tl.constexpr,
+    EPOCH_AT: tl.constexpr,
+    COUNTS_AT: tl.constexpr,
+    PART: tl.constexpr,
     WORDS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    epoch = tl.load(state + PLACES[0]) + 1
+    epoch = tl.load(state + EPOCH_AT) + 1
     if tl.program_id(0) == 0:  # this rank's, that the programs have their SMs
-        _raise(flags_R + rank, 2 * PLACES[2] + rank, 1, epoch)
+        _raise(flags_R + rank, 2 * PART + rank, 1, epoch)
     slots = ranks * G
     _lend(w, w_memory_R, w_words, held, rank, L, G, slots, WORDS, AHEAD)
     if BIAS:
         _lend(b, b_memory_R, b_words, held, rank, L, G, slots, WORDS, AHEAD)
-    if _last(state + PLACES[1]):
+    if _last(state + COUNTS_AT):
         _raise(flags_R, rank, ranks, epoch)
     _lend(next_w, next_w_memory_R, next_w_words, held, rank, L, G, slots, WORDS, AHEAD)
     if NEXT_BIAS:
         _lend(next_b, next_b_memory_R, next_b_words, held, rank, L, G, slots, WORDS, AHEAD)
-    if _last(state + PLACES[1] + 1):
-        tl.store(state + PLACES[0], epoch)
-        _raise(flags_R, PLACES[2] + rank, ranks, epoch)
+    if _last(state + COUNTS_AT + 1):
+        tl.store(state + EPOCH_AT, epoch)
+        _raise(flags_R, PART + rank, ranks, epoch)
 
 
 @triton.jit
@@ -174,7 +176,9 @@ def lend(
         *(rank, R, len(layers[0][0]), G),
         BIAS=layers[0][1] is not None,
         NEXT_BIAS=layers[1][1] is not None,
-        PLACES=(EPOCH, FINISHED_CTAS, MAX_RANKS),
+        EPOCH_AT=EPOCH,
+        COUNTS_AT=FINISHED_CTAS,
+        PART=MAX_RANKS,
         WORDS=_LENT,
         AHEAD=_AHEAD,
         num_warps=_WARPS,
