@@ -62,9 +62,13 @@ class Rates:
 
     expert_tflops: float
     node_gbs: float
+    copies_us: float = 400
+    """What copies cost a layer however many they are: launches for few rows, and rows that travel
+    by themselves. That is by how much more time layers of Qwen3-30B-A3B and DeepSeek-V3 took on two
+    H200s than the rows that were moved, and the weights, account for (docs/dispatch.md)."""
 
 
-CPU_RANKS = Rates(expert_tflops=0.02, node_gbs=1.0)
+CPU_RANKS = Rates(expert_tflops=0.02, node_gbs=1.0, copies_us=0)
 """Processes of one host with gloo: a core's bf16 products in fp32, and copies by way of memory."""
 
 

@@ -16,7 +16,7 @@ Suites (default: all):
   skew      all tokens to one GPU, against the time of its experts
   clones    layers with uneven routing, with clones of hot experts and without, against balanced
             routing; symm alone, or the first of --dispatch
-  rows      dispatch of rows in FP8, quantised before, against that in bf16; as clones
+  rows      dispatch of rows in FP8, quantised before, against that in bf16, and layers; as clones
 
 Without torchrun one GPU measures what needs no other. All is bf16, dropless, deterministic, and
 captured in CUDA graphs. Times are medians of interleaved rounds, the L2 cache flushed before each,

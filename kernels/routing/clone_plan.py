@@ -11,7 +11,8 @@ the rank of the largest load lends its expert with most rows to the rank of the 
 has a free slot and no copy of it, with as many rows as bring one of the two to a level: that which
 the owner would reach with the 1, 2, ... such ranks of smallest loads, where that is lowest, or the
 mean load if that is higher, as other ranks want their share of them. The steps after which the
-largest load is smallest are the plan; it is empty where no step lowers the largest load. This is
+largest load is smallest are the plan; it is empty where they lower the largest load by less than
+`least`, as there is something that copies cost a layer however many they are. This is
 greedy list scheduling (Graham, 1969) of experts that can be divided; its largest load is within
 1.25 of the best one on all small cases of the tests, and within 1.015 on average. Clones that last
 for a micro-batch are those of ECHO (Megatron-LM, issue 2368).
@@ -40,6 +41,8 @@ class CloneSize(NamedTuple):
     tile: int = 128
     """A part of an expert's rows begins at a multiple of it: no tile of a GEMM and no block of FP8
     is divided, and those of all parts are those of the whole."""
+    least: int = 0
+    """Rows by which the largest load has to fall, or there are no copies."""
 
 
 class ClonePlan(NamedTuple):
@@ -114,13 +117,13 @@ def check_size(count: Tensor, size: CloneSize) -> None:
             f"clones are planned for at most {CLONED_EXPERTS} experts on {CLONED_RANKS} ranks, not "
             f"{E} on {R}: set parallel.clones=0"
         )
-    if min(size.slots, size.cost) < 0 or size.tile < 1:
-        raise ValueError(f"slots, cost and tile of {size} must be at least 0, 0 and 1")
+    if min(size.slots, size.cost, size.least) < 0 or size.tile < 1:
+        raise ValueError(f"slots, cost, least and tile of {size} must be at least 0, 0, 0 and 1")
 
 
 def clone_plan(count_E: Tensor, size: CloneSize) -> ClonePlan:
     """The definition, in tensor code without a host read."""
-    (R, N, cost, tile), device = size, count_E.device
+    (R, N, cost, tile, least), device = size, count_E.device
     E, L = count_E.numel(), count_E.numel() // R
     rank_R = torch.arange(R, device=device)
     expert_E = torch.arange(E, device=device)
@@ -130,7 +133,7 @@ def clone_plan(count_E: Tensor, size: CloneSize) -> ClonePlan:
     # Expert, begin and end of each slot.
     slot_3RN = torch.zeros(3, R, N, dtype=torch.int64, device=device)
     slot_3RN[0] = -1
-    best = [slot_3RN, rows_E, load_R]
+    none = best = [slot_3RN, rows_E, load_R]
     going = torch.ones((), dtype=torch.bool, device=device)
     for _ in range(R * N):
         # torch.argmax may return any of several: the first of them is looked for.
@@ -161,6 +164,8 @@ def clone_plan(count_E: Tensor, size: CloneSize) -> ClonePlan:
         better = load_R.max() < best[2].max()
         now = (slot_3RN, rows_E, load_R)
         best = [torch.where(better, a, b) for a, b in zip(now, best, strict=True)]
+    worth = before_R.max() - best[2].max() >= least
+    best = [torch.where(worth, a, b) for a, b in zip(best, none, strict=True)]
     slots, kept_E, after_R = (t.int() for t in best)
     expert_RN, begin_RN, end_RN = slots
     load_2R = torch.stack((before_R.int(), after_R))

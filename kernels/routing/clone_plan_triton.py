@@ -32,6 +32,7 @@ def clone_plan_kernel(  # type: ignore[no-untyped-def]
     C,
     E,
     cost,
+    least,
     tile,
     L: tl.constexpr,
     R: tl.constexpr,
@@ -60,7 +61,7 @@ def clone_plan_kernel(  # type: ignore[no-untyped-def]
     begin_s = tl.zeros([SLOTS], tl.int32)
     end_s = tl.zeros([SLOTS], tl.int32)
     best_expert, best_begin, best_end = expert_s, begin_s, end_s
-    best_rows, best_loads = rows, loads
+    best_rows, best_loads, count = rows, loads, rows
     best_most = tl.max(loads, 0)
     going = 1
     while going > 0:
@@ -109,6 +110,12 @@ def clone_plan_kernel(  # type: ignore[no-untyped-def]
             best_end = tl.where(better, end_s, best_end)
             best_rows = tl.where(better, rows, best_rows)
             best_loads = tl.where(better, loads, best_loads)
+    worth = tl.max(before, 0) - best_most >= least
+    best_expert = tl.where(worth, best_expert, -1)
+    best_begin = tl.where(worth, best_begin, 0)
+    best_end = tl.where(worth, best_end, 0)
+    best_rows = tl.where(worth, best_rows, count)
+    best_loads = tl.where(worth, best_loads, before)
     in_use = s < R * N
     tl.store(slots + s, best_expert, mask=in_use)
     tl.store(slots + R * N + s, best_begin, mask=in_use)
@@ -120,7 +127,7 @@ def clone_plan_kernel(  # type: ignore[no-untyped-def]
 
 def clone_plan_in_triton(counts_CE: Tensor, size: CloneSize) -> ClonePlan:
     """`kernels.routing.clone_plan.make_clone_plan`, of sizes that were checked."""
-    (R, N, cost, tile), (C, E) = size, counts_CE.shape
+    (R, N, cost, tile, least), (C, E) = size, counts_CE.shape
     slot_3RN = counts_CE.new_empty(3, R, N)
     kept_E, load_2R = counts_CE.new_empty(E), counts_CE.new_empty(2, R)
     clone_plan_kernel[(1,)](
@@ -128,7 +135,7 @@ def clone_plan_in_triton(counts_CE: Tensor, size: CloneSize) -> ClonePlan:
         slot_3RN,
         kept_E,
         load_2R,
-        *(C, E, cost, tile),
+        *(C, E, cost, least, tile),
         L=E // R,
         R=R,
         N=N,

@@ -12,6 +12,7 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.estimate.memory import fp8_weights
 from phalanx.moe.model.kernel_facts import facts
+from phalanx.parallel.dispatch.clones import Costs
 from phalanx.parallel.dispatch.transport import class_of, planned, sms_of, with_clones
 
 _PACKAGES = frozenset(
@@ -64,7 +65,7 @@ def _with_transport(cfg: Config, world: int, node_gpus: int) -> Config:
             taken,
             ranks=expert if taken.inside is None else node_gpus,
             local=cfg.model.moe.experts // expert,
-            cost=0,
+            costs=Costs(0, 0),
             keep=False,
         )
     except ValueError as error:

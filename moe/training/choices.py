@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from phalanx.configs import capture
+from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import EMULATES, MICROSCALING, MULTIPLIES_FP8, is_fp8, width
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
@@ -25,7 +26,7 @@ from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import refuse
 from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.cuda_graph import WARM_STEPS
-from phalanx.parallel.dispatch.clones import cost_of_copy, rates_on
+from phalanx.parallel.dispatch.clones import Costs, costs_of_copies, rates_on
 from phalanx.parallel.dispatch.transport_class import waits_for_tokens
 from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.megatron.recipe_linear import computes_by
@@ -176,13 +177,15 @@ def _own_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[str, str]:
     return taken, f"with resident ones {storage(need)} of {storage(room)} would be needed"
 
 
-def choose_clone_cost(cfg: Config, runtime: Runtime) -> int:
-    """Rows that a copy of an expert costs its two ranks, the same on all ranks. Collective.
+def choose_clone_costs(cfg: Config, runtime: Runtime) -> Costs:
+    """What copies of experts cost, the same on all ranks. Collective.
 
     By measured rates (configs/machines.py).
     """
-    rates = rates_on(runtime.device, cfg.run.machine)
-    own = cost_of_copy(rates, width=width(cfg), keep=cfg.parallel.save_x == "keep")
+    rates, moe = rates_on(runtime.device, cfg.run.machine), cfg.model.moe
+    weights = (1 + ACTIVATIONS[moe.activation].halves) * moe.ffn * cfg.model.hidden
+    keep = cfg.parallel.save_x == "keep"
+    own = costs_of_copies(rates, weights=weights, width=width(cfg), keep=keep)
     return max(gather(own))
 
 

@@ -25,7 +25,7 @@ from phalanx.moe.model.init import initialize
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.qk_clip import QKClip
 from phalanx.moe.training.choices import (
-    choose_clone_cost,
+    choose_clone_costs,
     choose_fp8_weights,
     choose_graph,
     choose_kernels,
@@ -174,7 +174,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
             transport,
             ranks=expert if transport.nodes is None else transport.nodes.size,
             local=cfg.model.moe.experts // expert,
-            cost=choose_clone_cost(cfg, runtime),
+            costs=choose_clone_costs(cfg, runtime),
             keep=p.save_x == "keep",
         )
     resolved = known(cfg, runtime, choices, transport.name)

@@ -16,7 +16,9 @@ probabilities. Shapes depend on the number of slots alone; nothing is read on th
 `hier` leaves all this to the transport inside a node, whose group is the node.
 """
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,10 +36,12 @@ class Clones:
     """Rows that a copy costs its two ranks (`kernels.routing.clone_plan.clone_cost`)."""
     keep: bool = False
     """Weights of guests are kept for the backward pass, not sent again."""
+    least: int = 0
+    """Rows by which copies must lower the largest load, or there are none."""
 
     def size(self, ranks: int) -> CloneSize:
         """What plans are made for among ranks that share experts."""
-        return CloneSize(ranks, self.slots, self.cost)
+        return CloneSize(ranks, self.slots, self.cost, least=self.least)
 
 
 def rates_on(device: torch.device, otherwise: str) -> Rates:
@@ -45,6 +49,26 @@ def rates_on(device: torch.device, otherwise: str) -> Rates:
     if device.type != "cuda":
         return CPU_RANKS
     return rates_of(torch.cuda.get_device_name(device), otherwise)
+
+
+class Costs(NamedTuple):
+    """Of copies in a step, in rows: `Clones.cost` and `Clones.least`."""
+
+    copy: int
+    any: int
+
+
+def costs_of_copies(rates: Rates, *, weights: int, width: int, keep: bool) -> Costs:
+    """Those of a whole step, in which nothing hides what is sent.
+
+    Args:
+        rates: of a GPU.
+        weights: numbers in an expert.
+        width: bytes of a weight on its way.
+        keep: guests' weights are kept for the backward pass.
+    """
+    row_us = 6 * weights / (rates.expert_tflops * 1e6)
+    return Costs(cost_of_copy(rates, width=width, keep=keep), math.ceil(rates.copies_us / row_us))
 
 
 def cost_of_copy(rates: Rates, *, width: int, keep: bool) -> int:

@@ -16,7 +16,7 @@ from phalanx.configs.transports import AUTO_SMS, CLONED_EXPERTS, CLONED_RANKS, T
 from phalanx.kernels.refusal import Refusal
 from phalanx.kernels.registry import Choice
 from phalanx.parallel.dispatch import nodes
-from phalanx.parallel.dispatch.clones import Clones
+from phalanx.parallel.dispatch.clones import Clones, Costs
 from phalanx.parallel.dispatch.transport_class import (
     Dispatcher,
     Rank,
@@ -164,7 +164,7 @@ def sms_of(wanted: int | str, transport: Transport, backend: str, quantizes: boo
 
 
 def with_clones(
-    wanted: int | str, transport: Transport, *, ranks: int, local: int, cost: int, keep: bool
+    wanted: int | str, transport: Transport, *, ranks: int, local: int, costs: Costs, keep: bool
 ) -> Transport:
     """What `parallel.clones` makes of the transport of a group.
 
@@ -174,7 +174,7 @@ def with_clones(
         ranks: among which experts are cloned: of the group, or of each node where another
             transport is taken inside.
         local: experts of each.
-        cost: rows that a copy costs.
+        costs: of copies.
         keep: weights of guests are kept for the backward pass.
 
     Raises:
@@ -194,7 +194,7 @@ def with_clones(
             f"parallel.clones={wanted} serves {CLONED_EXPERTS} experts on {CLONED_RANKS} ranks, "
             f"not {ranks * local} on {ranks}: set parallel.clones=0"
         )
-    clones = Clones(int(wanted), cost, keep)
+    clones = Clones(int(wanted), costs.copy, keep, costs.any)
     if transport.inside is not None:
         return replace(transport, inside=replace(transport.inside, clones=clones))
     return replace(transport, clones=clones)
@@ -208,11 +208,11 @@ def clone_choices(wanted: int | str, transport: Transport) -> list[Choice]:
     if (of := within.clones) is not None:
         kept = "kept for" if of.keep else "sent again in"
         where = "; in each node by itself" if transport.inside else ""
-        reason = (
-            f"parallel.clones={wanted}{where}; a copy costs {of.cost:,} rows; weights are {kept}"
-        )
+        costs = f"a copy costs {of.cost:,} rows"
+        costs += f" and a layer with copies {of.least:,}" * (of.least > 0)
+        reason = f"parallel.clones={wanted}{where}; {costs}; weights are {kept} the backward pass"
         slots = f"{of.slots} slot{'s' * (of.slots > 1)}"
-        return [Choice("clones", slots, f"{reason} the backward pass")]
+        return [Choice("clones", slots, reason)]
     if TRANSPORTS.get(transport.name, TRANSPORTS[LOCAL.name]).one_rank:
         return [Choice("clones", "off", f"all experts are on one rank; parallel.clones={wanted}")]
     facts = TRANSPORTS.get(transport.name)

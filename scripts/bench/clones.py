@@ -77,7 +77,8 @@ def clones(bench: RankBench, model: Model, tokens: int) -> list[Record]:
 
 
 def rows(bench: RankBench, model: Model, tokens: int) -> list[Record]:
-    """Dispatch of rows that are quantised first, against rows in bf16; and these quantised last."""
+    """Dispatch of rows that are quantised first, against rows in bf16; and these quantised last.
+    Then a layer of FP8 experts with rows of either kind, as of the suite `clones`."""
     shape = model.shape(tokens)
     if why := _cannot(bench):
         return [Record("rows", shape, "-", "-", bench.mode, note=why)]
@@ -104,6 +105,35 @@ def rows(bench: RankBench, model: Model, tokens: int) -> list[Record]:
         made += sides.record(f"bf16, {kind}", "dispatch")
         made += sides.record(f"bf16, then FP8, {kind}", "dispatch", other=other)
         made += sides.record(f"FP8, {kind}", "dispatch", other=other, bars=ROWS_ASKED)
+    return made + sides.lost + _layer(bench, model._replace(shared=0), tokens)
+
+
+def _layer(bench: RankBench, model: Model, tokens: int) -> list[Record]:
+    """Of FP8 experts, whose rows travel in bf16 or in FP8."""
+    whole, sides = fitted(bench, model), bench.sides("rows", model.shape(tokens))
+    problem = Layer(bench, whole, dist.group.WORLD, accumulate=True, recipe=Fp8Block())
+    where = dict(rank=bench.rank, device=bench.clock.device)
+    given = inputs(bench, whole, routed("random", tokens, whole.experts, whole.top_k, **where))
+    sent = {"layer, rows in bf16": False, "layer, rows in FP8": True}
+    for side, fp8_rows in sent.items():
+        transport = dispatcher(
+            bench.transports[0],
+            bench,
+            whole,
+            given,
+            dist.group.WORLD,
+            bench.comm_sms,
+            recipe=Fp8Block(),
+            fp8_rows=fp8_rows,
+        )
+        sides.take(side, "forward", functools.partial(problem.forward, transport, given))
+        sides.take(side, "both", functools.partial(problem.both, transport, given))
+    sides.run()
+    made = []
+    for side in sent:
+        for what in ("forward", "both"):
+            plain = sides.time("layer, rows in bf16", what)
+            made += sides.record(side, what, other=plain and plain.ms)
     return made + sides.lost
 
 

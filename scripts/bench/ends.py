@@ -60,8 +60,11 @@ def dispatcher(
     comm_sms: int = 0,
     clones: Clones | None = None,
     recipe: Fp8Block | None = None,
+    *,
+    fp8_rows: bool = True,
 ) -> Dispatcher:
-    """A transport with room for every token of this routing; with a recipe rows travel in FP8.
+    """A transport with room for every token of this routing, to experts of a recipe if there is
+    one, which rows then travel in unless `fp8_rows` is false.
 
     Raises:
         ValueError: it cannot run.
@@ -76,7 +79,7 @@ def dispatcher(
         backend=bench.backend,
         symm=SymmOptions(comm_sms=comm_sms, timeout=TIMEOUT),
         recipe=recipe,
-        fp8_rows=recipe is not None,
+        fp8_rows=fp8_rows and recipe is not None,
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.dense_halves import FirstHalf, dense_first, dense_second
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
+from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.experts import Experts
 from phalanx.parallel.dispatch.base import Dispatcher
 from phalanx.scripts.bench.ends import Ends, Inputs, dispatcher, inputs, transports
@@ -69,11 +70,18 @@ def fitted(bench: RankBench, model: Model) -> Model:
 class Layer:
     """The experts of this rank in a group, and passes of the layer over them.
 
-    With `accumulate` gradients of parameters are added to fp32 buffers, not returned.
+    With `accumulate` gradients of parameters are added to fp32 buffers, not returned; with a recipe
+    experts compute by it, and keep their weights in FP8.
     """
 
     def __init__(
-        self, bench: RankBench, model: Model, group: dist.ProcessGroup, *, accumulate: bool = False
+        self,
+        bench: RankBench,
+        model: Model,
+        group: dist.ProcessGroup,
+        *,
+        accumulate: bool = False,
+        recipe: Fp8Block | None = None,
     ) -> None:
         self.bench, self.model, self.group = bench, model, group
         config = TransformerConfig(
@@ -87,7 +95,8 @@ class Layer:
             params_dtype=BF16,
             perform_initialization=False,
         )
-        self.spec = MLPSpec(model.activation, bench.backend, accumulate=accumulate)
+        how = dict(accumulate=accumulate, recipe=recipe, keep_fp8=recipe is not None)
+        self.spec = MLPSpec(model.activation, bench.backend, **how)
         self.experts = Experts(
             config=config,
             spec=self.spec,

@@ -8,7 +8,7 @@ import torch
 from phalanx.configs.machines import CPU_RANKS
 from phalanx.moe.router.recorded_load import recorded_load
 from phalanx.moe.router.recording import layer_name, read_facts, read_layer, write
-from phalanx.parallel.dispatch.clones import Clones, cost_of_copy
+from phalanx.parallel.dispatch.clones import Clones, costs_of_copies
 from tests.parallel.dispatch.test_hierarchical import SIZE, pretended
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, records, run
@@ -73,13 +73,14 @@ def test_two_ranks(name: str, uneven: str) -> None:
 @pytest.mark.parametrize("slots", [0, 2])
 def test_a_replay_has_the_load_that_was_counted_before(slots: int, uneven: str) -> None:
     """And fits the rows that were counted, but not a hundredth less."""
+    costs = costs_of_copies(CPU_RANKS, weights=3 * 128 * 256, width=2, keep=False)  # of model=tiny
     facts = read_facts(path := uneven.partition("=")[2])
     want = recorded_load(
         {name: read_layer(path, name) for name in facts.layers},
         facts.experts,
         ranks=2,
         tokens=4 * 64,
-        clones=Clones(slots, cost_of_copy(CPU_RANKS, width=2, keep=False)),
+        clones=Clones(slots, costs.copy, least=costs.any),
     )
     assert want.micro_batches == 1 and want.capacity_factor > 1
     common = ["kernels=torch", "run.steps=1", uneven, f"parallel.clones={slots}"]

@@ -181,7 +181,8 @@ def test_clones_and_rows(tmp_path: Path) -> None:
     assert all(r.ratio == pytest.approx(balanced[r.what] / r.ms, rel=1e-2) for r in cloned)
     of_rows = {(r.side, r.bar) for r in made if r.suite == "rows"}
     bars = {"bf16": None, "bf16, then FP8": None, "FP8": 1.7}
-    assert of_rows == {(f"{way}, {k}", bar) for way, bar in bars.items() for k in routing.KINDS}
+    dispatched = {(f"{way}, {k}", bar) for way, bar in bars.items() for k in routing.KINDS}
+    assert of_rows == dispatched | {(f"layer, rows in {way}", None) for way in ("bf16", "FP8")}
 
 
 def _uneven() -> dict[str, torch.Tensor]:

@@ -52,6 +52,8 @@ CASES: dict[str, tuple[list[int], CloneSize]] = {
     "128 experts on 4 ranks": (zipf(128, 65536, 3), CloneSize(4, 3, 200)),
     "6 experts on 3 ranks": (zipf(6, 5000, 4), CloneSize(3, 2, 40, 16)),
     "64 experts on 2 ranks": (zipf(64, 30000, 5, 2.0), CloneSize(2, 1, 400)),
+    "just worth it": ([1000, 0, 0, 0], CloneSize(2, 1, 0, 1, 500)),
+    "not quite worth it": ([1000, 0, 0, 0], CloneSize(2, 1, 0, 1, 501)),
 }
 
 
@@ -61,11 +63,12 @@ def counts(rows: list[int]) -> Tensor:
 
 def slow_plan(rows: list[int], size: CloneSize) -> list[list[tuple[int, int, int]]]:
     """(expert, begin, end) of the filled slots of each rank, by loops over Python's integers."""
-    R, N, cost, tile = size
+    R, N, cost, tile, enough = size
     local, kept = len(rows) // R, list(rows)
     load = [sum(rows[r * local : (r + 1) * local]) for r in range(R)]
     slots: list[list[tuple[int, int, int]]] = [[] for _ in range(R)]
-    best = (max(load), [list(s) for s in slots])
+    before, none = max(load), [list(s) for s in slots]
+    best = (before, none)
     while True:
         owner = load.index(max(load))
         expert = max(range(owner * local, (owner + 1) * local), key=lambda e: kept[e])
@@ -93,7 +96,7 @@ def slow_plan(rows: list[int], size: CloneSize) -> list[list[tuple[int, int, int
         kept[expert], load[owner], load[guest] = begin, *after
         if max(load) < best[0]:
             best = (max(load), [list(s) for s in slots])
-    return best[1]
+    return best[1] if before - best[0] >= enough else none
 
 
 def filled(plan: ClonePlan) -> list[list[tuple[int, int, int]]]:
@@ -108,7 +111,7 @@ def filled(plan: ClonePlan) -> list[list[tuple[int, int, int]]]:
 
 def check(rows: list[int], size: CloneSize, plan: ClonePlan) -> None:
     """What holds of every plan."""
-    R, N, cost, tile = size
+    R, N, cost, tile, _ = size
     local, slots, kept = len(rows) // R, filled(plan), plan.kept_E.tolist()
     assert plan.expert_RN.shape == (R, N)
     assert all(t.dtype == torch.int32 for t in plan)
@@ -177,7 +180,7 @@ def optimum(rows: list[int], size: CloneSize) -> int:
     Of one choice it is, by Hall's theorem, the largest over sets of ranks of what only they can
     compute, with what their copies cost, over their number.
     """
-    R, N, cost, _ = size
+    R, N, cost, *_ = size
     local, best = len(rows) // R, sum(rows)
     choices = [[e for e in (-1, *range(len(rows))) if e // local != r] for r in range(R)]
     of_rank = [list(itertools.combinations_with_replacement(c, N)) for c in choices]
@@ -223,6 +226,7 @@ def test_is_near_the_optimum_of_small_cases() -> None:
         ([1] * 16, CloneSize(16, 1, 0), "not 16 on 16: set parallel.clones=0"),
         ([1] * 16, CloneSize(4, -1, 0), "must be at least"),
         ([1] * 16, CloneSize(4, 1, 0, 0), "must be at least"),
+        ([1] * 16, CloneSize(4, 1, 0, 1, -1), "must be at least"),
     ],
 )
 def test_what_cannot_be_is_named(rows: list[int], size: CloneSize, message: str) -> None:
@@ -290,6 +294,18 @@ def test_the_kernel_in_the_interpreter() -> None:
     interpret(__name__)
 
 
+@pytest.mark.parametrize("rows", [zipf(64, 60000, 1), zipf(24, 60000, 2), [4096] + [0] * 23])
+def test_there_are_copies_only_if_the_largest_load_falls_by_enough(rows: list[int]) -> None:
+    free = clone_plan(counts(rows), CloneSize(4, 2, 50))
+    before, after = free.load_2R.max(1).values.tolist()
+    assert after < before
+    for least, taken in ((before - after, free), (before - after + 1, None)):
+        plan = clone_plan(counts(rows), CloneSize(4, 2, 50, least=least))
+        taken = taken or clone_plan(counts(rows), CloneSize(4, 0, 50))
+        assert all(map(torch.equal, plan[3:], taken[3:]))
+        assert (plan.expert_RN >= 0).any() == (taken is free)
+
+
 def _in_chunks(count_E: torch.Tensor, chunks: int) -> torch.Tensor:
     """int32 [chunks, E] that add up to the counts."""
     part = torch.arange(chunks, dtype=torch.int32)[:, None]
@@ -302,7 +318,7 @@ def interpreted() -> None:
     given = list(CASES.values())
     for seed in range(6):
         ranks = (2, 4, 8)[seed % 3]
-        size = CloneSize(ranks, 1 + seed, 50 * seed, tile=(1, 128)[seed % 2])
+        size = CloneSize(ranks, 1 + seed, 50 * seed, (1, 128)[seed % 2], 5000 * (seed % 3))
         given.append((zipf(ranks * 24, 60000, seed), size))
     for number, (rows, size) in enumerate(given):
         plan = clone_plan_in_triton(_in_chunks(counts(rows), 1 + 7 * number), size)

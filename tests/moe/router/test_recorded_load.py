@@ -13,7 +13,7 @@ from phalanx.moe.router.recorded_load import (
     rows_of_ranks,
 )
 from phalanx.moe.router.recording import Ids
-from phalanx.parallel.dispatch.clones import Clones, cost_of_copy
+from phalanx.parallel.dispatch.clones import Clones, cost_of_copy, costs_of_copies
 
 UNEVEN, EVEN = (768, 64, 128, 64), (256, 256, 256, 256)
 """Tokens of each of four experts in a micro-batch of two ranks with 512 tokens each."""
@@ -82,6 +82,14 @@ def test_a_copy_costs_what_a_run_says() -> None:
     assert cost_of_copy(rates_of("", "h200"), width=2, keep=False) == 2229
     assert cost_of_copy(rates_of("", "h200"), width=2, keep=True) == 1672
     assert cost_of_copy(CPU_RANKS, width=2, keep=False) == 27
+    small, large = 3 * 2048 * 768, 3 * 7168 * 2048
+    for rates, weights, least in (
+        (rates_of("", "h200"), small, 7912),
+        (rates_of("", "h200"), large, 848),
+        (CPU_RANKS, small, 0),
+    ):
+        costs = costs_of_copies(rates, weights=weights, width=2, keep=False)
+        assert costs == (cost_of_copy(rates, width=2, keep=False), least)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from phalanx.kernels.registry import table
 from phalanx.kernels.routing.clone_plan import CloneSize
-from phalanx.parallel.dispatch.clones import Clones
+from phalanx.parallel.dispatch.clones import Clones, Costs
 from phalanx.parallel.dispatch.transport import (
     LOCAL,
     choices,
@@ -307,15 +307,16 @@ def test_overlap_is_on_or_off_and_says_why(given: Any, state: str, reason: str) 
 
 
 def test_clones_where_the_transport_has_them() -> None:
-    how = dict(local=8, cost=300, keep=False)
+    how = dict(local=8, costs=Costs(300, 40), keep=False)
     dense, pushed = Transport("alltoall", "auto"), Transport("symm", "auto")
     with_two = with_clones(2, dense, ranks=4, **how)
-    assert with_two.clones == Clones(2, 300) and with_two.clones.size(4) == CloneSize(4, 2, 300)
+    assert with_two.clones == Clones(2, 300, least=40)
+    assert with_two.clones.size(4) == CloneSize(4, 2, 300, least=40)
     for wanted in (0, "auto"):
         for transport in (dense, pushed):
             assert with_clones(wanted, transport, ranks=4, **how) == transport
     assert with_clones(2, LOCAL, ranks=1, **how) == LOCAL
-    assert with_clones(1, pushed, ranks=2, **how).clones == Clones(1, 300)
+    assert with_clones(1, pushed, ranks=2, **how).clones == Clones(1, 300, least=40)
     with pytest.raises(
         ValueError, match="deepep cannot clone experts; set parallel.dispatch=symm or "
     ):
@@ -341,11 +342,16 @@ def test_over_nodes_the_transport_inside_clones() -> None:
     pushed, dense = (
         Transport("hier", "auto", Transport(name, "")) for name in ("symm", "alltoall")
     )
-    two = with_clones(2, pushed, ranks=2, local=8, cost=300, keep=True)
-    assert two.clones is None and two.inside == Transport("symm", "", clones=Clones(2, 300, True))
+    two = with_clones(2, pushed, ranks=2, local=8, costs=Costs(300, 40), keep=True)
+    assert two.clones is None and two.inside == Transport(
+        "symm", "", clones=Clones(2, 300, True, 40)
+    )
     (line,) = clone_choices(2, two)
     assert line.backend == "2 slots"
-    assert line.reason.startswith("parallel.clones=2; in each node by itself; a copy costs 300")
+    assert line.reason.startswith(
+        "parallel.clones=2; in each node by itself; a copy costs 300 rows"
+    )
+    assert "rows and a layer with copies 40; weights are kept" in line.reason
     reasons = [clone_choices("auto", of)[0].reason for of in (pushed, dense)]
     assert reasons == [
         f"auto; {NO_GAIN}",
