@@ -2,7 +2,7 @@
 """How uneven a recorded routing is over expert-parallel ranks, and what clones do about it.
 
     python scripts/routing_load.py FILE [--expert 2 4 8] [--clones 0 1 2 4] [--tokens 4096]
-        [--micro-batches M] [--cost ROWS] [--json OUT]
+        [--micro-batches M] [--cost ROWS] [--least ROWS] [--json OUT]
 
 FILE is what run.record_routing wrote. Its tokens are one step, cut into micro-batches of --tokens a
 rank; with --micro-batches 1 the numbers are those that a replay logs (model.moe.router.replay). For
@@ -16,7 +16,8 @@ each number of ranks and of guest slots the table has
   capacity_factor  the least parallel.capacity_factor with which no step is run again
 
 It needs no GPU. A copy of an expert costs as many rows as in a run in bf16 on H200s, unless --cost
-names another number, as the start page of a run does.
+names another number, as the start page of a run does. What a layer with copies costs, of which the
+page speaks too, depends on the size of experts, and is nothing here unless --least gives it.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 facts.experts,
                 ranks=ranks,
                 tokens=args.tokens,
-                clones=Clones(slots, args.cost),
+                clones=Clones(slots, args.cost, least=args.least),
                 micro_batches=args.micro_batches,
             )
             for ranks in args.expert
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (batch := ranks * args.tokens) > facts.tokens:
                 print(f"\n{batch:,} tokens of {ranks} ranks take the recorded ones again.")
         if args.json:
-            given = {"recorded": asdict(facts), "tokens": args.tokens, "cost": args.cost}
+            given = {"recorded": asdict(facts), "tokens": args.tokens}
+            given |= {"cost": args.cost, "least": args.least}
             content = given | {"loads": [asdict(load) for load in loads]}
             args.json.write_text(json.dumps(content, indent=1) + "\n")
     except (ValueError, OSError) as error:
@@ -93,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=4096, metavar="T", help="of a rank and micro-batch")
     add("--micro-batches", type=int, metavar="M", help="default: as many as were recorded")
     add("--cost", type=int, default=_COST, metavar="ROWS", help=f"of a copy; default: {_COST:,}")
+    add("--least", type=int, default=0, metavar="ROWS", help="of a layer with copies; default: 0")
     add("--json", type=Path, metavar="OUT", help="write the numbers of every layer")
     return p
 
@@ -110,6 +113,7 @@ def check(args: argparse.Namespace, experts: int) -> None:
         ("tokens", 1, [args.tokens]),
         ("micro-batches", 1, [] if parts is None else [parts]),
         ("cost", 0, [args.cost]),
+        ("least", 0, [args.least]),
     ):
         if min(values, default=least) < least:
             raise ValueError(f"--{option} {min(values)}: must be at least {least}")
@@ -122,10 +126,11 @@ def check(args: argparse.Namespace, experts: int) -> None:
 
 def heading(facts: Facts, args: argparse.Namespace) -> str:
     """What was recorded, and what is assumed."""
+    least = f" and a layer with copies {args.least:,}" if args.least else ""
     return (
         f"{args.file.name}: {facts.tokens:,} tokens of {facts.model} after step {facts.step:,}, "
         f"{len(facts.layers)} layers, top {facts.top_k} of {facts.experts} experts; "
-        f"{args.tokens:,} tokens a rank and micro-batch; a copy costs {args.cost:,} rows"
+        f"{args.tokens:,} tokens a rank and micro-batch; a copy costs {args.cost:,} rows{least}"
     )
 
 

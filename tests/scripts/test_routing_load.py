@@ -41,6 +41,18 @@ def test_table_and_file(recorded: Path, tmp_path: Path, capsys) -> None:
     assert [load["clones"] for load in found["loads"]] == [0, 2, 0, 2]
 
 
+def test_copies_that_a_run_would_not_make(recorded: Path, capsys) -> None:
+    """Those of the layer whose rank of two has 896 of 1,024 rows lower that by less than 512."""
+    cloned = {}
+    for least in ("0", "512"):
+        options = f"--expert 2 --clones 2 --tokens 512 --cost 0 --least {least}".split()
+        assert routing_load.main([str(recorded), *options]) == 0
+        head, _, _, _, row = capsys.readouterr().out.splitlines()
+        cloned[least] = float(row.strip("| ").split(" | ")[7])
+    assert head.endswith("a copy costs 0 rows and a layer with copies 512")
+    assert cloned["0"] > 0 and cloned["512"] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -48,6 +60,7 @@ def test_table_and_file(recorded: Path, tmp_path: Path, capsys) -> None:
         ("--expert 2 0", "--expert 0: must be at least 1"),
         ("--expert 16 --clones 1", "at most 512 experts on 8 ranks, not 16 on 16: set parallel.cl"),
         ("--cost -1", "--cost -1: must be at least 0"),
+        ("--least -1", "--least -1: must be at least 0"),
         ("--clones 1 -2", "--clones -2: must be at least 0"),
         ("--tokens 0", "--tokens 0: must be at least 1"),
         ("--micro-batches 0", "--micro-batches 0: must be at least 1"),
