@@ -86,6 +86,11 @@ def guests_and_gradients() -> None:
         memories[1].take_back("fc1", grads[::2], HELD, beside=True)
         memories[1].take_back("fc2", [None, None], HELD, beside=False)
         assert [float(g[1].mean()) for g in grads] == [2.0, 1.0, 2.0]
+    assert memories[0].missing() == ""
+    memories[0]._flags.report.copy_(torch.tensor([2, 5, 4, 0]))  # as a kernel that gives up does
+    with mock.patch.object(dist, "get_global_rank", lambda group, rank: 10 + rank):
+        late = "rank 11 has not lent its experts for the 5th time, only the 4th"
+        assert memories[0].missing() == late
     for memory in memories:
         memory.release()
 
