@@ -126,11 +126,11 @@ def check(args: argparse.Namespace, experts: int) -> None:
 
 def heading(facts: Facts, args: argparse.Namespace) -> str:
     """What was recorded, and what is assumed."""
-    least = f" and a layer with copies {args.least:,}" if args.least else ""
+    clones = Clones(0, args.cost, least=args.least)
     return (
         f"{args.file.name}: {facts.tokens:,} tokens of {facts.model} after step {facts.step:,}, "
         f"{len(facts.layers)} layers, top {facts.top_k} of {facts.experts} experts; "
-        f"{args.tokens:,} tokens a rank and micro-batch; a copy costs {args.cost:,} rows{least}"
+        f"{args.tokens:,} tokens a rank and micro-batch; {clones.weighed}"
     )
 
 

@@ -29,7 +29,7 @@ def clone_routing(idx_NK: Tensor, experts: int, size: CloneSize) -> tuple[CloneP
         ValueError: as `make_clone_plan` does.
     """
     if not idx_NK.is_cuda:
-        plan = make_clone_plan(count_rows(idx_NK, experts)[None], size)
+        plan = make_clone_plan(count_rows(idx_NK, experts), size)
         return plan, place_pairs(idx_NK, plan)
     from phalanx.kernels.routing import clone_routing_triton as kernels
 

@@ -78,9 +78,9 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     state = linear_layers(m)
     linear = (dense + sparse - state) * _attention_weights(m)
     linear += state * (_linear_weights(m) + delta_rule_products(m))
-    linear += dense * _mlp_weights(m, m.dense_ffn)
-    linear += sparse * _mlp_weights(m, m.moe.ffn) * m.moe.top_k
-    linear += sparse * _mlp_weights(m, m.moe.shared_ffn)
+    linear += dense * mlp_weights(m, m.dense_ffn)
+    linear += sparse * mlp_weights(m, m.moe.ffn) * m.moe.top_k
+    linear += sparse * mlp_weights(m, m.moe.shared_ffn)
     linear += (1 + m.mtp_layers) * h * m.vocab_size + m.mtp_layers * 2 * h * h
     qk_v = 2 * a.head_dim if a.kind == "gqa" else a.qk_nope_dim + a.qk_rope_dim + a.v_dim
     full = [layer for layer in range(dense + sparse) if not is_linear(m, layer)]
@@ -138,10 +138,10 @@ def _count(m: ModelConfig, *, mtp: bool, experts: int) -> Parameters:
     return Parameters(
         embedding=m.vocab_size * h,
         attention=attention,
-        dense_mlp=dense * (_mlp_weights(m, m.dense_ffn) + bias * (up * m.dense_ffn + h)),
+        dense_mlp=dense * (mlp_weights(m, m.dense_ffn) + bias * (up * m.dense_ffn + h)),
         router=sparse * e.experts * (h + bias),
-        routed_experts=sparse * experts * (_mlp_weights(m, e.ffn) + bias * (up * e.ffn + h)),
-        shared_experts=sparse * (_mlp_weights(m, e.shared_ffn) + e.shared_gate * h),
+        routed_experts=sparse * experts * (mlp_weights(m, e.ffn) + bias * (up * e.ffn + h)),
+        shared_experts=sparse * (mlp_weights(m, e.shared_ffn) + e.shared_gate * h),
         # Two before the halves of a layer, one at the end; a prediction layer has its own end, and
         # norms both of its inputs.
         norms=(full + state) * 2 * h + inner_norms + h + predicted * 3 * h,
@@ -226,7 +226,7 @@ def _attention_vectors(m: ModelConfig) -> int:
     return (m.bias or a.qkv_bias) * inner + m.bias * m.hidden + a.heads * a.sinks
 
 
-def _mlp_weights(m: ModelConfig, ffn: int) -> int:
+def mlp_weights(m: ModelConfig, ffn: int) -> int:
     """Matrix elements of one MLP or expert."""
     return (ACTIVATIONS[m.moe.activation].halves + 1) * m.hidden * ffn
 

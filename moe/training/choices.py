@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from phalanx.configs import capture
-from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import EMULATES, MICROSCALING, MULTIPLIES_FP8, is_fp8, width
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE
 from phalanx.kernels.registry import Choice, Facts, resolve
+from phalanx.moe.estimate.accounting import mlp_weights
 from phalanx.moe.estimate.memory import needed
 from phalanx.moe.estimate.room import device_room
 from phalanx.moe.model.dense_mlp import DenseMLP
@@ -182,9 +182,8 @@ def choose_clone_costs(cfg: Config, runtime: Runtime) -> Costs:
 
     By measured rates (configs/machines.py).
     """
-    rates, moe = rates_on(runtime.device, cfg.run.machine), cfg.model.moe
-    weights = (1 + ACTIVATIONS[moe.activation].halves) * moe.ffn * cfg.model.hidden
-    keep = cfg.parallel.save_x == "keep"
+    rates, keep = rates_on(runtime.device, cfg.run.machine), cfg.parallel.save_x == "keep"
+    weights = mlp_weights(cfg.model, cfg.model.moe.ffn)
     own = costs_of_copies(rates, weights=weights, width=width(cfg), keep=keep)
     return max(gather(own))
 

@@ -6,8 +6,8 @@ Those of `parallel.dispatch.transfers`, and beside them (`Peers`):
                 that gradients of guests have been written
     singles     rows that travel by themselves (`kernels.clones.rows`), to memory of their token's
                 rank, where they are before the flags of the sums that go with them are raised
-    guests      weights that owners write to slots of other ranks, and flags that raises the kernel
-                that writes them; gradients that owners read there
+    guests      weights that owners write to slots of other ranks, and flags, which the kernel that
+                writes them raises; gradients that owners read there
 
 Tokens and gradients of sums travel in FP8 if those without clones do; rows that come back, singles
 too, are bf16 in any case.

@@ -39,6 +39,12 @@ class Clones:
     least: int = 0
     """Rows by which copies must lower the largest load, or there are none."""
 
+    @property
+    def weighed(self) -> str:
+        """What copies cost, in words."""
+        layer = f" and a layer with copies {self.least:,}" if self.least else ""
+        return f"a copy costs {self.cost:,} rows{layer}"
+
     def size(self, ranks: int) -> CloneSize:
         """What plans are made for among ranks that share experts."""
         return CloneSize(ranks, self.slots, self.cost, least=self.least)

@@ -208,11 +208,9 @@ def clone_choices(wanted: int | str, transport: Transport) -> list[Choice]:
     if (of := within.clones) is not None:
         kept = "kept for" if of.keep else "sent again in"
         where = "; in each node by itself" if transport.inside else ""
-        costs = f"a copy costs {of.cost:,} rows"
-        costs += f" and a layer with copies {of.least:,}" * (of.least > 0)
-        reason = f"parallel.clones={wanted}{where}; {costs}; weights are {kept} the backward pass"
+        reason = f"parallel.clones={wanted}{where}; {of.weighed}; weights are {kept}"
         slots = f"{of.slots} slot{'s' * (of.slots > 1)}"
-        return [Choice("clones", slots, reason)]
+        return [Choice("clones", slots, f"{reason} the backward pass")]
     if TRANSPORTS.get(transport.name, TRANSPORTS[LOCAL.name]).one_rank:
         return [Choice("clones", "off", f"all experts are on one rank; parallel.clones={wanted}")]
     facts = TRANSPORTS.get(transport.name)
