@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.sm90.exchange.peer_buffers import EPOCH, FINISHED_CTAS, MAX_RANKS
+from triton.language.extra.cuda import globaltimer
+
+from phalanx.kernels.sm90.exchange.peer_buffers import (
+    EPOCH,
+    FINISHED_CTAS,
+    MAX_RANKS,
+    MAX_WAVES,
+    SEEN,
+)
 
 _WARPS = 16
 _LENT = 8192
@@ -41,8 +49,10 @@ def lend_kernel(  # type: ignore[no-untyped-def]
     next_w_words,
     next_b_words,
     held,
+    begins,
     flags_R,
     state,
+    waves,
     rank,
     ranks,
     L,
@@ -51,43 +61,63 @@ def lend_kernel(  # type: ignore[no-untyped-def]
     NEXT_BIAS: tl.constexpr,
     EPOCH_AT: tl.constexpr,
     COUNTS_AT: tl.constexpr,
-    PART: tl.constexpr,
+    RANKS: tl.constexpr,
+    SECOND: tl.constexpr,
+    RUNNING: tl.constexpr,
     WORDS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     epoch = tl.load(state + EPOCH_AT) + 1
-    if tl.program_id(0) == 0:  # this rank's, that the programs have their SMs
-        _raise(flags_R + rank, 2 * PART + rank, 1, epoch)
-    slots = ranks * G
-    _lend(w, w_memory_R, w_words, held, rank, L, G, slots, WORDS, AHEAD)
-    if BIAS:
-        _lend(b, b_memory_R, b_words, held, rank, L, G, slots, WORDS, AHEAD)
-    if _last(state + COUNTS_AT):
-        _raise(flags_R, rank, ranks, epoch)
-    _lend(next_w, next_w_memory_R, next_w_words, held, rank, L, G, slots, WORDS, AHEAD)
+    if tl.program_id(0) == 0:
+        _raise(flags_R + rank, RUNNING * RANKS + rank, 1, epoch)
+    for wave in range(waves):
+        first, end = tl.load(begins + wave), tl.load(begins + wave + 1)
+        _lend(w, w_memory_R, w_words, held, first, end, rank, ranks, L, G, WORDS, AHEAD)
+        if BIAS:
+            _lend(b, b_memory_R, b_words, held, first, end, rank, ranks, L, G, WORDS, AHEAD)
+        if _last(state + COUNTS_AT + wave):
+            _raise(flags_R, wave * RANKS + rank, ranks, epoch)
+    _lend(next_w, next_w_memory_R, next_w_words, held, 0, G, rank, ranks, L, G, WORDS, AHEAD)
     if NEXT_BIAS:
-        _lend(next_b, next_b_memory_R, next_b_words, held, rank, L, G, slots, WORDS, AHEAD)
-    if _last(state + COUNTS_AT + 1):
+        _lend(next_b, next_b_memory_R, next_b_words, held, 0, G, rank, ranks, L, G, WORDS, AHEAD)
+    if _last(state + COUNTS_AT + SECOND):
         tl.store(state + EPOCH_AT, epoch)
-        _raise(flags_R, PART + rank, ranks, epoch)
+        _raise(flags_R, SECOND * RANKS + rank, ranks, epoch)
 
 
 @triton.jit
 def _lend(  # type: ignore[no-untyped-def]
-    own, memory_R, words, held, rank, L, G, slots, WORDS: tl.constexpr, AHEAD: tl.constexpr
+    own,
+    memory_R,
+    words,
+    held,
+    first_slot,
+    end_slot,
+    rank,
+    ranks,
+    L,
+    G,
+    WORDS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     piece = tl.arange(0, WORDS)
-    for slot in range(slots):
-        expert = tl.load(held + slot)
+    for number in range(first_slot * ranks, end_slot * ranks):
+        guest = number % ranks * G + number // ranks
+        expert = tl.load(held + guest)
         if (expert >= 0) & (expert // L == rank):
             source = own + (expert - rank * L).to(tl.int64) * words
-            at_slot = (slot % G).to(tl.int64) * words * 4
-            address = tl.load(memory_R + slot // G) + at_slot
-            to = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+            to = _slot(memory_R, guest, G, words, tl.int32)
             first, step = tl.program_id(0) * WORDS, tl.num_programs(0) * WORDS
             for begin in tl.range(first, words, step, num_stages=AHEAD):
                 at = begin + piece
                 tl.store(to + at, tl.load(source + at, mask=at < words), mask=at < words)
+
+
+@triton.jit
+def _slot(memory_R, guest, G, size, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a rank has the guest, of `size` numbers of 4 bytes."""
+    address = tl.load(memory_R + guest // G) + (guest % G).to(tl.int64) * size * 4
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -109,17 +139,83 @@ def _raise(flags_R, number, ranks, epoch):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def take_back_kernel(  # type: ignore[no-untyped-def]
-    own, held, memory_R, size, rank, L, G, slots, SIZE: tl.constexpr, AHEAD: tl.constexpr
+def _await(flags_R, part, rank, ranks, epoch, limit, report, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Until all ranks have raised a part's flag; after `limit` ns that is reported, and an error."""
+    own = tl.load(flags_R + rank) + 4 * part * RANKS
+    for r in range(ranks):
+        flag = (own + 4 * r).to(tl.pointer_type(tl.int32))
+        found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        began = tl.zeros([], tl.int64)
+        while found - epoch < 0:
+            now = globaltimer()
+            began = tl.where(began == 0, now, began)
+            if now - began > limit:
+                tl.store(report + 1, epoch)
+                tl.store(report + 2, found)
+                tl.store(report, r + 1)
+                tl.debug_barrier()
+                _stop()
+            found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _stop():  # type: ignore[no-untyped-def]
+    tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; trap; mov.b32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def give_back_kernel(  # type: ignore[no-untyped-def]
+    flags_R,
+    state,
+    part,
+    rank,
+    ranks,
+    LAST: tl.constexpr,
+    EPOCH_AT: tl.constexpr,
+    SEEN_AT: tl.constexpr,
+    RANKS: tl.constexpr,
 ):
+    epoch = tl.load(state + EPOCH_AT) + 1
+    _raise(flags_R, part * RANKS + rank, ranks, epoch)
+    if LAST:
+        tl.store(state + EPOCH_AT, epoch)
+        tl.store(state + SEEN_AT, epoch)
+
+
+@triton.jit
+def take_back_kernel(  # type: ignore[no-untyped-def]
+    own,
+    held,
+    memory_R,
+    flags_R,
+    state,
+    report,
+    part,
+    limit,
+    size,
+    rank,
+    ranks,
+    L,
+    G,
+    EPOCH_AT: tl.constexpr,
+    RANKS: tl.constexpr,
+    RUNNING: tl.constexpr,
+    SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    epoch = tl.load(state + EPOCH_AT)
+    if tl.program_id(0) == 0:
+        _raise(flags_R + rank, RUNNING * RANKS + rank, 1, epoch)
+    _await(flags_R, part, rank, ranks, epoch, limit, report, RANKS)
     piece = tl.arange(0, SIZE)
-    for slot in range(slots):
-        expert = tl.load(held + slot)
+    for guest in range(ranks * G):
+        expert = tl.load(held + guest)
         if (expert >= 0) & (expert // L == rank):
             to = own + (expert - rank * L).to(tl.int64) * size
-            at_slot = (slot % G).to(tl.int64) * size * 4
-            address = tl.load(memory_R + slot // G) + at_slot
-            room = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+            room = _slot(memory_R, guest, G, size, tl.float32)
             first, step = tl.program_id(0) * SIZE, tl.num_programs(0) * SIZE
             for begin in tl.range(first, size, step, num_stages=AHEAD):
                 at = begin + piece
@@ -131,12 +227,36 @@ def take_back_kernel(  # type: ignore[no-untyped-def]
 
 
 class Flags(NamedTuple):
-    """That a rank raises at all ranks when they have their guests."""
+    """Of lending, or of giving back: what a rank raises at all ranks, by the number of the call,
+    from 1. A call of lending has, in turn,
+
+        parts 0 to MAX_WAVES - 1   a wave of the slots has weights of the layer that is lent first
+        SECOND                     all slots have those of the other one
+        RUNNING                    of this rank alone: `lend` has its SMs
+
+    and one of giving back has
+
+        0 and 1    gradients of fc1, and of fc2, are complete
+        RUNNING    of this rank alone: `take_back` has its SMs
+    """
 
     flags_R: Tensor
-    """int64, addresses of each rank's: int32, that of part p and rank r at p * MAX_RANKS + r."""
+    """int64, addresses of each rank's: int32 [MAX_WAVES + 2, MAX_RANKS], a flag of every rank; 0
+    at first."""
     state: Tensor
     """int32 [STATE] of `kernels.sm90.exchange.peer_buffers`, 0 at first."""
+
+
+SECOND, RUNNING = MAX_WAVES, MAX_WAVES + 1
+
+
+class Waiting(NamedTuple):
+    """How `take_back` waits for the others."""
+
+    report: Tensor
+    """int32 [4] of `kernels.sm90.exchange.peer_buffers.PeerBuffers`."""
+    limit_ms: int
+    """Milliseconds after which it stops with an error."""
 
 
 Lending = tuple[Tensor, Tensor | None, Tensor, Tensor]
@@ -145,17 +265,23 @@ either."""
 
 
 def lend(
-    layers: Sequence[Lending], expert_RG: Tensor, flags: Flags, *, rank: int, sms: int
+    layers: Sequence[Lending],
+    expert_RG: Tensor,
+    begins_W: Tensor,
+    flags: Flags,
+    *,
+    rank: int,
+    sms: int,
 ) -> None:
     """`kernels.clones.weights.lend` of two layers, in one launch: kernels that follow would wait
-    for SMs. When a layer is there, its part of the flags gets the number of the call, from 1.
+    for SMs.
 
     Args:
         layers: the first and the second one. Weights are contiguous, an expert's in a multiple of
             16 bytes, as in all memory of slots.
         expert_RG: int32, contiguous.
-        flags: those of part 0 are the first layer's; part 2 says that the kernel is running, to
-            this rank alone.
+        begins_W: int32, `kernels.sm90.exchange.peer_buffers.wave_begins` of G slots.
+        flags: of lending.
         rank: this one.
         sms: SMs that it takes.
 
@@ -172,27 +298,67 @@ def lend(
         given += [own_L.view(len(own_L), -1).view(torch.int32) for own_L in both]
         given += [w_memory_R, b_memory_R, *words]
     lend_kernel[(sms,)](
-        *(*given, expert_RG, *flags),
-        *(rank, R, len(layers[0][0]), G),
+        *(*given, expert_RG, begins_W, *flags),
+        *(len(begins_W) - 1, rank, R, len(layers[0][0]), G),
         BIAS=layers[0][1] is not None,
         NEXT_BIAS=layers[1][1] is not None,
         EPOCH_AT=EPOCH,
         COUNTS_AT=FINISHED_CTAS,
-        PART=MAX_RANKS,
+        RANKS=MAX_RANKS,
+        SECOND=SECOND,
+        RUNNING=RUNNING,
         WORDS=_LENT,
         AHEAD=_AHEAD,
         num_warps=_WARPS,
     )
 
 
-def take_back(own_L: Tensor, expert_RG: Tensor, memory_R: Tensor, *, rank: int, sms: int) -> None:
-    """`kernels.clones.weights.take_back`; arguments as of `lend`, and `memory_R`: int64, addresses
-    of [G, ...] of each rank."""
+def give_back(flags: Flags, layer: int, *, rank: int) -> None:
+    """Say to all ranks that gradients of a layer, 0 for fc1 and then 1 for fc2, which kernels
+    before this one have made in this rank's slots, are complete."""
+    give_back_kernel[(1,)](
+        *(*flags, layer, rank, len(flags.flags_R)),
+        LAST=layer == 1,
+        EPOCH_AT=EPOCH,
+        SEEN_AT=SEEN,
+        RANKS=MAX_RANKS,
+        num_warps=1,
+    )
+
+
+def take_back(
+    own_L: Tensor,
+    expert_RG: Tensor,
+    memory_R: Tensor,
+    flags: Flags,
+    waiting: Waiting,
+    *,
+    layer: int,
+    rank: int,
+    sms: int,
+) -> None:
+    """`kernels.clones.weights.take_back`, once all ranks have given a layer's gradients back for
+    the last time that this one has.
+
+    It waits in the SMs that it is going to need: GEMMs of other streams would take those that are
+    free when the flags come.
+
+    Args:
+        own_L, expert_RG: as of `lend`.
+        memory_R: int64, addresses of [G, ...] of each rank.
+        flags: of giving back.
+        waiting: for how long.
+        layer: as of `give_back`.
+        rank, sms: as of `lend`.
+    """
     R, G = expert_RG.shape
     _check(own_L)
     take_back_kernel[(sms,)](
-        *(own_L, expert_RG, memory_R),
-        *(own_L[0].numel(), rank, len(own_L), G, R * G),
+        *(own_L, expert_RG, memory_R, *flags, waiting.report),
+        *(layer, 1_000_000 * waiting.limit_ms, own_L[0].numel(), rank, R, len(own_L), G),
+        EPOCH_AT=EPOCH,
+        RANKS=MAX_RANKS,
+        RUNNING=RUNNING,
         SIZE=_ADDED,
         AHEAD=_AHEAD,
         num_warps=_WARPS,

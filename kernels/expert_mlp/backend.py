@@ -61,9 +61,13 @@ class Linear(NamedTuple):
     alpha_L: Tensor | None = None
     """fp32: what sums are multiplied by before the bias is added; None: 1. Of `reference` and
     `torch` alone, for operands whose tensors have scales."""
-    guests: "Callable[[], Linear] | None" = None
+    guests: "Callable[[bool], Linear] | None" = None
     """That of the guests, at the places behind these experts'; called when the work of these has
-    been launched, as they may be on their way until then. None: there are none."""
+    been launched, as they may be on their way until then, with whether the caller's kernel waits
+    for `ready`. None: there are none."""
+    ready: Tensor | None = None
+    """Of guests: what has to be waited for before their weights are read
+    (`kernels.sm90.exchange.ready`). None: nothing."""
 
     @classmethod
     def alone(cls, w_OI: Tensor, bias_O: Tensor | None = None, parts: int = 1) -> "Linear":
@@ -84,11 +88,12 @@ class Linear(NamedTuple):
     def mapped(self, fn: "Callable[[Linear], Linear]") -> "Linear":
         """`fn` of these experts, and of the guests when it is their turn."""
         guests, made = self.guests, fn(self)
-        return made if guests is None else made._replace(guests=lambda: fn(guests()))
+        return made if guests is None else made._replace(guests=lambda _: fn(guests(False)))
 
-    def before(self, guests: "Linear", arrive: Callable[[], None]) -> "Linear":
-        """With guests behind these experts, which have come when `arrive` has been called."""
-        return self._replace(guests=lambda: guests).after(arrive)
+    def before(self, guests: "Linear", arrive: Callable[[bool], Tensor | None]) -> "Linear":
+        """With guests behind these experts. `arrive` is called before it is their turn, with
+        whether the kernel waits for what it returns."""
+        return self._replace(guests=lambda waits: guests._replace(ready=arrive(waits)))
 
     def after(self, fn: Callable[[], Any]) -> "Linear":
         """The same, where `fn` is called before it is the guests' turn."""
@@ -96,20 +101,23 @@ class Linear(NamedTuple):
         if guests is None:
             return self
 
-        def then() -> Linear:
+        def then(waits: bool) -> Linear:
             fn()
-            return guests()
+            return guests(waits)
 
         return self._replace(guests=then)
 
-    def runs(self, plan: ExpertPlan) -> "Iterator[tuple[Linear, ExpertPlan]]":
-        """Layer and part of the plan of own experts, and then of guests if there are any."""
+    def runs(
+        self, plan: ExpertPlan, *, waits: bool = False
+    ) -> "Iterator[tuple[Linear, ExpertPlan]]":
+        """Layer and part of the plan of own experts, and then of guests if there are any; `waits`:
+        kernels wait for these by `ready`."""
         if self.guests is None:
             yield self, plan
             return
         own, of_guests = plan.split(len(self.weight_LOI))
         yield self, own
-        guests = self.guests()
+        guests = self.guests(waits)
         if len(guests.weight_LOI):
             yield guests, of_guests
 
@@ -119,7 +127,7 @@ class Linear(NamedTuple):
         one call for all experts of a plan."""
         if self.guests is None:
             return self
-        both = self, self.guests()
+        both = self, self.guests(False)
         stored = torch.cat([x.weight_LOI.mT if x.flipped else x.weight_LOI for x in both])
         return self._replace(
             weight_LOI=stored.mT if self.flipped else stored,
@@ -134,7 +142,7 @@ class Linear(NamedTuple):
         """Of own experts and guests."""
         if self.guests is None or self.bias_LO is None:
             return self.bias_LO
-        return _together([self.bias_LO, self.guests().bias_LO])
+        return _together([self.bias_LO, self.guests(False).bias_LO])
 
 
 class Operand(NamedTuple):

@@ -135,7 +135,7 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
 
         own = through(linear, 0)
         if guests is not None:
-            own = own._replace(guests=lambda: through(guests(), len(own.weight_LOI)))
+            own = own._replace(guests=lambda _: through(guests(False), len(own.weight_LOI)))
         return x.matrix, own
 
     def _columns(self, x_SC: Tensor, plan: ExpertPlan, gradient: bool) -> Values:

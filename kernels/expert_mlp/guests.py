@@ -38,7 +38,7 @@ def of_layer[T](values: Sequence[T], layer: Layer) -> tuple[T, T]:
 class Guests(Protocol):
     """Guests of one micro-batch in one layer of the model. All ranks of a group call each method
     together, in this order: in the forward pass up to `wait`, and all in the backward pass, but for
-    the first two if weights were kept and for the rest if no weight has a gradient."""
+    those up to `wait` if weights were kept and for the rest if no weight has a gradient."""
 
     keep: bool
     """Weights stay from the forward pass to the backward pass; otherwise they are lent again."""
@@ -51,6 +51,12 @@ class Guests(Protocol):
             Where this rank's guests [G, ...] arrive, not to be read before `wait`; any numbers in
             an empty slot. What is None in `own` is None.
         """
+        ...
+
+    def ready(self, layer: Layer) -> Tensor | None:
+        """What a kernel has to wait for itself before it reads the guests' weights of a layer
+        (`kernels.sm90.exchange.ready`), in place of `wait`, so that it begins with those that come
+        first. None: there is `wait` alone."""
         ...
 
     def wait(self, layer: Layer) -> None:
@@ -86,8 +92,10 @@ class Lent(NamedTuple):
 
     weights: MLPWeights
     """Not to be read before `arrive`."""
-    arrive: Callable[[Layer], None]
-    """Waits for those of a layer, and for their rows; only the first call does anything."""
+    arrive: Callable[[Layer, bool], Tensor | None]
+    """Waits for those of a layer, and for their rows; only the first call does anything. Or, if the
+    caller's kernel can wait for weights itself, for the rows, and returns what it has to wait for;
+    None: nothing."""
 
 
 def lent(
@@ -109,12 +117,15 @@ def lent(
     weights = guests.lend(own, first) if kept is None else kept
     rows = None if rows is None else functools.cache(rows)
 
-    @functools.cache
-    def arrive(layer: Layer) -> None:
-        if kept is None:
-            guests.wait(layer)
+    wait = functools.cache(guests.wait)
+
+    def arrive(layer: Layer, waits: bool) -> Tensor | None:
+        ready = guests.ready(layer) if waits and kept is None else None
+        if kept is None and ready is None:
+            wait(layer)
         if rows is not None:
             rows()
+        return ready
 
     return Lent(weights, arrive)
 

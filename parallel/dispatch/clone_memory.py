@@ -6,7 +6,7 @@ guest slots.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,23 @@ from torch import Tensor
 from phalanx.kernels.clones.rows import Parting
 from phalanx.kernels.expert_mlp.guests import LAYERS, Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
-from phalanx.kernels.sm90.exchange.peer_buffers import STATE, PeerBuffers
+from phalanx.kernels.sm90.exchange.peer_buffers import (
+    MAX_RANKS,
+    MAX_WAVES,
+    SEEN_BYTES,
+    STATE,
+    WAVES,
+    PeerBuffers,
+    wave_begins,
+)
 from phalanx.parallel.dispatch.exchange import PeerMemory, SymmOptions, connected
 
+if TYPE_CHECKING:
+    from phalanx.kernels.clones.weights_triton import Flags
+
 _ALIGN = 256
+FLAG_BYTES = _ALIGN * -(-4 * MAX_RANKS * (MAX_WAVES + 2) // _ALIGN)
+"""Of `kernels.clones.weights_triton.Flags`, of lending and then of giving back."""
 
 
 class _Kept:
@@ -81,11 +94,11 @@ class GuestLayout(NamedTuple):
     @classmethod
     def of(cls, sizes: Sequence[int], width: int) -> "GuestLayout":
         """Of numbers in all slots of each weight, and bytes of a number."""
-        ends = [_ALIGN]
+        ends = [2 * FLAG_BYTES]
         for size in (*(width * n for n in sizes), *(4 * n for n in sizes)):
             ends.append(ends[-1] + -(-size // _ALIGN) * _ALIGN)
         some = len(sizes)
-        return cls(tuple(ends[:some]), tuple(ends[some:-1]), max(ends[-1], _ALIGN))
+        return cls(tuple(ends[:some]), tuple(ends[some:-1]), ends[-1])
 
 
 class GuestMemory(_Kept):
@@ -119,68 +132,124 @@ class GuestMemory(_Kept):
         """fp32 [G, ...] of this rank's guests."""
         self._weights_R = [self._addresses(begin) for begin in layout.weights]
         self._grads_R = [self._addresses(begin) for begin in layout.grads]
+        self._limit_ms = int(1000 * options.timeout)
+        self._lent, self._given_back = self._flags(0), self._flags(FLAG_BYTES)
+        # A GEMM goes by waves of the slots, which a rank without any has not.
+        waves = min(WAVES, slots)
+        begins = wave_begins(slots, waves) if slots else [0, 0]
+        self._begins_W = torch.tensor(begins, dtype=torch.int32).to(self._peers.memory.device)
+        self._last_wave = max(waves, 1) - 1
+        self.ready = self._ready_words(slots, waves) if slots else None
+        """What kernels wait for (`kernels.sm90.exchange.ready`) before they read weights of the
+        layer that was lent first in the last call."""
+
+    def _flags(self, at: int) -> PeerBuffers:
         device, report = self._peers.memory.device, torch.zeros(4, dtype=torch.int32)
-        flags_R, state = self._addresses(0), torch.zeros(STATE, dtype=torch.int32, device=device)
-        self._flags = PeerBuffers(
+        flags_R = self._addresses(at)
+        return PeerBuffers(
             rows_R=flags_R,  # no rows and no side data
             side_R=flags_R,
             flags_R=flags_R,
-            state=state,
+            state=torch.zeros(STATE, dtype=torch.int32, device=device),
             report=report.pin_memory() if device.type == "cuda" else report,
             rank=self._rank,
-            limit_ms=int(1000 * options.timeout),
+            limit_ms=self._limit_ms,
         )
+
+    def _ready_words(self, slots: int, waves: int) -> Tensor:
+        from phalanx.kernels.sm90.exchange.ready import ready_words
+
+        return ready_words(
+            self._peers.memory.data_ptr(),
+            self._lent.state.data_ptr() + SEEN_BYTES,
+            self._lent.report.data_ptr(),
+            limit_ms=self._limit_ms,
+            ranks=self._group.size(),
+            wave_stride=MAX_RANKS,
+            experts=slots,
+            waves=waves,
+        ).to(self._peers.memory.device)
 
     def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
         """Write own experts to the slots that hold them, layer `first` before the other one."""
-        from phalanx.kernels.clones.weights_triton import Flags, lend
+        from phalanx.kernels.clones.weights_triton import lend
 
         detached = [None if w is None else w.detach() for w in own]
         layers = [
             (*of_layer(detached, layer), *of_layer(self._weights_R, layer))
             for layer in (LAYERS if first == "fc1" else LAYERS[::-1])
         ]
-        flags = Flags(self._flags.flags_R, self._flags.state)
         sms = self._comm_sms or _sms(own.w1)
-        lend(layers, expert_RG, flags, rank=self._rank, sms=sms)
+        flags = self._of_kernel(self._lent)
+        lend(layers, expert_RG, self._begins_W, flags, rank=self._rank, sms=sms)
 
-    def wait_running(self) -> None:
-        """Let the current stream wait until `lend` has its SMs, which other kernels would take."""
+    def wait_lending(self) -> None:
+        """Let the current stream wait until `lend` has its SMs, which other kernels would take.
+        From here on `wait` and `ready` are about this call."""
+        from phalanx.kernels.clones.weights_triton import RUNNING
         from phalanx.kernels.sm90.exchange.push import wait_peers
 
-        if self._comm_sms:
-            wait_peers(self._flags, part=2, own_only=True)
+        wait_peers(self._lent, part=RUNNING, own_only=True, counts=True)
 
     def wait(self, *, second: bool) -> None:
-        """Let the current stream wait until all ranks have lent the layer that they lend first in
-        the call that is waited for, or the second one after that."""
+        """Let the current stream wait until all ranks have lent the layer that they lend first, or
+        the second one after that."""
+        from phalanx.kernels.clones.weights_triton import SECOND
         from phalanx.kernels.sm90.exchange.push import wait_peers
 
-        wait_peers(self._flags, part=int(second), epochs_ahead=int(not second))
+        wait_peers(self._lent, part=SECOND if second else self._last_wave, epochs_ahead=0)
 
-    def missing(self) -> str:
-        who, epoch, reached, _ = self._flags.report.tolist()
-        if not who:
-            return ""
-        peer = dist.get_global_rank(self._group, who - 1)
-        return f"rank {peer} has not lent its experts for the {epoch}th time, only the {reached}th"
+    def give_back(self, layer: Layer) -> None:
+        """Tell all ranks that what kernels before this have made in `grads` for a layer is
+        complete: fc1, then fc2."""
+        from phalanx.kernels.clones.weights_triton import give_back
+
+        give_back(self._of_kernel(self._given_back), LAYERS.index(layer), rank=self._rank)
 
     def take_back(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
     ) -> None:
         """Add gradients of guests everywhere to those of a layer's weight and bias of own experts,
-        in place; `beside` other kernels, to which it leaves most SMs."""
-        from phalanx.kernels.clones.weights_triton import take_back
+        in place, when all ranks have given them back; `beside` other kernels, to which it leaves
+        most SMs."""
+        from phalanx.kernels.clones.weights_triton import Waiting, take_back
 
         sms = self._comm_sms if beside else 0
+        flags = self._of_kernel(self._given_back)
+        waiting = Waiting(self._given_back.report, self._limit_ms)
         for grad, memory_R in zip(own, of_layer(self._grads_R, layer), strict=True):
             if grad is not None:
-                how = dict(rank=self._rank, sms=sms or _sms(grad))
-                take_back(grad, expert_RG, memory_R, **how)
+                how = dict(layer=LAYERS.index(layer), rank=self._rank, sms=sms or _sms(grad))
+                take_back(grad, expert_RG, memory_R, flags, waiting, **how)
+
+    def wait_taking(self) -> None:
+        """Let the current stream wait until `take_back` has its SMs."""
+        from phalanx.kernels.clones.weights_triton import RUNNING
+        from phalanx.kernels.sm90.exchange.push import wait_peers
+
+        if self._comm_sms:
+            wait_peers(self._given_back, part=RUNNING, epochs_ahead=0, own_only=True)
+
+    def missing(self) -> str:
+        for what, flags in (
+            ("lent its experts", self._lent),
+            ("given gradients of guests back", self._given_back),
+        ):
+            who, epoch, reached, _ = flags.report.tolist()
+            if who:
+                peer = dist.get_global_rank(self._group, who - 1)
+                return f"rank {peer} has not {what} for the {epoch}th time, only the {reached}th"
+        return ""
 
     def release(self) -> None:
         del self.weights, self.grads
         super().release()
+
+    @staticmethod
+    def _of_kernel(buffers: PeerBuffers) -> "Flags":
+        from phalanx.kernels.clones.weights_triton import Flags
+
+        return Flags(buffers.flags_R, buffers.state)
 
 
 def single_rows_of(group: dist.ProcessGroup, tokens: int, hidden: int, slots: int) -> SingleRows:

@@ -195,8 +195,11 @@ class _Guests:
     def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
         return _each(own, self._lend)
 
-    def wait(self, layer: Layer) -> None:
+    def ready(self, layer: Layer) -> None:
         """They came with the collective."""
+
+    def wait(self, layer: Layer) -> None:
+        """Likewise."""
 
     def room(self, own: MLPWeights) -> MLPWeights:
         slots = self._own_RG.shape[1]

@@ -6,7 +6,7 @@ Legend: R ranks, L own experts, G guest slots.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from torch import Tensor
 from phalanx.kernels.expert_mlp.guests import Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.parallel.dispatch.cloned_transfers import ClonedTransfers
-
-if TYPE_CHECKING:
-    from phalanx.kernels.sm90.exchange.exchange import Transfer
 
 
 class Memory(Protocol):
@@ -27,13 +24,19 @@ class Memory(Protocol):
 
     def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None: ...
 
-    def wait_running(self) -> None: ...
+    ready: Tensor | None
+
+    def wait_lending(self) -> None: ...
 
     def wait(self, *, second: bool) -> None: ...
+
+    def give_back(self, layer: Layer) -> None: ...
 
     def take_back(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
     ) -> None: ...
+
+    def wait_taking(self) -> None: ...
 
 
 class PushedGuests:
@@ -53,8 +56,6 @@ class PushedGuests:
         self._memory: Memory
         self._first: Layer
         """That was lent first."""
-        self._sent: dict[Layer, Transfer] = {}
-        """Signals of gradients."""
         self._meet: Callable[[], None]
         """Lets the current stream wait for what has last been started beside it."""
         self._kept: MLPWeights | None = None
@@ -64,13 +65,17 @@ class PushedGuests:
         memory = self._memory = self._memory_of(own)
         self._first = first
         self._meet = self._control.aside(lambda: memory.lend(own, self._expert_RG, first))
-        memory.wait_running()
+        memory.wait_lending()
         if not self.keep:
             return memory.weights
         # Slots are for the next layer when this one has gone forward.
         copies = (None if w is None else torch.empty_like(w) for w in memory.weights)
         self._kept = MLPWeights(*copies)  # type: ignore[arg-type]
         return self._kept
+
+    def ready(self, layer: Layer) -> Tensor | None:
+        # Kept weights are copied when all have come.
+        return self._memory.ready if layer == self._first and self._kept is None else None
 
     def wait(self, layer: Layer) -> None:
         self._memory.wait(second=layer != self._first)
@@ -87,16 +92,13 @@ class PushedGuests:
         return self._memory.grads
 
     def give_back(self, layer: Layer) -> None:
-        self._sent[layer] = self._control.send()
-        if layer == "fc2":
-            # Now, not when own gradients are complete: after a wait there would be no SM left.
-            self._control.aside(lambda: self._control.wait(self._sent["fc1"]))
+        self._memory.give_back(layer)
 
     def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
         add = partial(self._memory.take_back, layer, own, self._expert_RG)
         if layer == "fc1":
             self._meet = self._control.aside(partial(add, beside=True))
+            self._memory.wait_taking()
         else:
             self._meet()
-            self._control.wait(self._sent["fc2"])
             add(beside=False)

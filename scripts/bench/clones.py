@@ -2,12 +2,13 @@
 
 `clones` runs the layers of `layer`, without a shared expert and with gradients of weights added to
 fp32 buffers, over `symm`. Every time is compared with balanced routing without clones. Slots are
-two of a rank; where all tokens go to one rank's experts, as many as spread these over all ranks. A
-copy costs the rows that a run takes it to cost, of which nothing is hidden, or a quarter:
-`<slots> slots at <rows>`.
+two of a rank; where all tokens go to one rank's experts, as many as spread these over all ranks.
+Copies cost what a run takes them to cost (`<slots> slots`), or nothing but the rows of each
+(`<slots> slots, any`).
 """
 
 import functools
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.parallel.dispatch.base import Dispatcher
-from phalanx.parallel.dispatch.clones import Clones, cost_of_copy, rates_on
+from phalanx.parallel.dispatch.clones import Clones, Costs, costs_of_copies, rates_on
 from phalanx.parallel.dispatch.received import Received
 from phalanx.parallel.dispatch.transport import refuse
 from phalanx.scripts.bench.ends import Inputs, dispatcher, inputs
@@ -48,10 +49,11 @@ def clones(bench: RankBench, model: Model, tokens: int) -> list[Record]:
         plain = _dispatcher(bench, whole, given, None)
         results = [problem.forward(plain, given).detach(), *problem.both(plain, given)[:2]]
         slots = local - local // bench.ranks if kind == "one rank" else _SLOTS
+        costs = _costs(bench, whole)
+        as_run = Clones(slots, costs.copy, least=costs.any)
         ways = {"without clones": plain}
-        for cost in _costs(bench):
-            label = f"{slots} slots at {cost}"
-            ways[label] = _dispatcher(bench, whole, given, Clones(slots, cost))
+        for label, of in (("", as_run), (", any", replace(as_run, least=0))):
+            ways[f"{slots} slots{label}"] = _dispatcher(bench, whole, given, of)
         for label, transport in ways.items():
             side = f"{kind}, {label}"
             taking.append((kind, side, load))
@@ -65,7 +67,7 @@ def clones(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     for kind, side, load in taking:
         for what in ("forward", "both"):
             balanced = sides.time(taking[0][1], what)
-            cloned = what == "both" and not side.endswith("without clones")
+            cloned = what == "both" and side.endswith("slots")
             made += sides.record(
                 side,
                 what,
@@ -154,10 +156,11 @@ def _cannot(bench: RankBench) -> str:
     return refuse(bench.transports[0], dist.group.WORLD, BF16) or ""
 
 
-def _costs(bench: RankBench) -> tuple[int, int]:
-    """Rows that a copy costs in a run, and a quarter."""
-    cost = cost_of_copy(rates_on(bench.clock.device, "h200"), width=_WIDTH, keep=False)
-    return cost, -(-cost // 4)
+def _costs(bench: RankBench, model: Model) -> Costs:
+    """Of copies in a run."""
+    rates = rates_on(bench.clock.device, "h200")
+    weights = 3 * model.hidden * model.ffn
+    return costs_of_copies(rates, weights=weights, width=_WIDTH, keep=False)
 
 
 def _dispatcher(bench: RankBench, model: Model, given: Inputs, of: Clones | None) -> Dispatcher:

@@ -24,8 +24,15 @@ BEFORE = 0.125
 class Copied:
     """`kernels.expert_mlp.guests.Guests`. Whatever is read or kept too early or too long is NaN."""
 
-    def __init__(self, theirs: MLPWeights, *, keep: bool = False, log: list | None = None) -> None:
-        self._theirs, self.keep = theirs, keep
+    def __init__(
+        self,
+        theirs: MLPWeights,
+        *,
+        keep: bool = False,
+        log: list | None = None,
+        words: Tensor | None = None,
+    ) -> None:
+        self._theirs, self.keep, self._words = theirs, keep, words
         self.log: list = [] if log is None else log
         """Names of calls."""
         self.given: list[Tensor | None] = []
@@ -33,11 +40,21 @@ class Copied:
 
     def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
         self.log.append(f"lend {first}")
+        self._first = first
         self._here = _each(self._theirs, lambda w: torch.full_like(w, torch.nan))
         return self._here
 
+    def ready(self, layer: Layer) -> Tensor | None:
+        if layer != self._first or self._words is None:
+            return None
+        self._come(layer)
+        return self._words
+
     def wait(self, layer: Layer) -> None:
         self.log.append(f"wait {layer}")
+        self._come(layer)
+
+    def _come(self, layer: Layer) -> None:
         for to, w in zip(of_layer(self._here, layer), of_layer(self._theirs, layer), strict=True):
             if w is not None:
                 to.copy_(w)

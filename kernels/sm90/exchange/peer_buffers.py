@@ -108,6 +108,14 @@ class BufferLayout:
         return memory[at : at + _aligned(self.side_bytes)]
 
 
+def wave_begins(local: int, waves: int) -> list[int]:
+    """The first expert of each wave (`kernels.sm90.exchange.waves`), and behind the last one."""
+    before = range(waves + 1)
+    if waves < local:
+        before = [2**w - 1 if w <= 3 else 6 * w - 11 for w in before]
+    return [-(-local * parts // before[-1]) for parts in before]
+
+
 def padded(blocks_RX: Tensor) -> Tensor:
     """Blocks of int32 as side data take them: a multiple of SIDE_ALIGN bytes each."""
     lacking = -blocks_RX.shape[1] % (SIDE_ALIGN // 4)

@@ -437,7 +437,7 @@ class WaitPeersKernel:
     """Wait until a part of an exchange has come from all ranks, or has been sent by this one."""
 
     pointers: ClassVar[tuple[tuple[type, int], ...]] = ((Int64, 8), (Int32, 4), (Int32, 4))
-    integers: ClassVar[int] = 5
+    integers: ClassVar[int] = 6
 
     def __init__(self, config: WaitPeersConfig) -> None:
         self.config = config
@@ -448,11 +448,12 @@ class WaitPeersKernel:
         flags_R: cute.Pointer,
         state: cute.Pointer,
         report: cute.Pointer,
-        sizes: tuple[Int32, Int32, Int32, Int32, Int32],
+        sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
         stream: cuda.CUstream,
     ) -> None:
-        """Sizes: rank, limit in milliseconds, part, exchanges after the one waited for last, and
-        whether only this rank's own flag is waited for."""
+        """Sizes: rank, limit in milliseconds, part, exchanges after the one waited for last,
+        whether only this rank's own flag is waited for, and whether the exchange becomes the one
+        waited for last."""
         self.kernel(flags_R, state, report, *sizes).launch(
             grid=[1, 1, 1], block=[_WARP, 1, 1], stream=stream
         )
@@ -468,6 +469,7 @@ class WaitPeersKernel:
         part: Int32,
         epochs_ahead: Int32,
         own_only: Int32,
+        counts: Int32,
     ) -> None:
         lane = cute.arch.thread_idx()[0]
         seen = cute.make_tensor(state + SEEN, cute.make_layout(1))
@@ -477,7 +479,7 @@ class WaitPeersKernel:
             own = cute.make_tensor(flags_R, cute.make_layout(self.config.ranks))[rank]
             flag = own + 4 * Int64(part * MAX_RANKS + lane)
             peer.wait(flag, epoch, limit, report.toint(), lane)
-        if lane == 0 and own_only == 0:
+        if lane == 0 and counts == 1:
             seen[0] = epoch
 
 
@@ -536,7 +538,12 @@ def push(
 
 
 def wait_peers(
-    buffers: PeerBuffers, *, part: int = 1, epochs_ahead: int = 1, own_only: bool = False
+    buffers: PeerBuffers,
+    *,
+    part: int = 1,
+    epochs_ahead: int = 1,
+    own_only: bool = False,
+    counts: bool | None = None,
 ) -> None:
     """Let the stream wait for a part of an exchange from all ranks.
 
@@ -545,10 +552,11 @@ def wait_peers(
         part: 0 is the side data; then waves, each of which comes after those before it.
         epochs_ahead: exchanges since the one that was waited for last, in the order of their
             pushes; 0 is that one.
-        own_only: only until this rank has sent the part, hence its push is running; what was waited
-            for last stays what it was.
+        own_only: only until this rank has sent the part, hence its push is running.
+        counts: it is the exchange that was waited for last from now on; None: unless `own_only`.
     """
     ranks = buffers.rows_R.numel()
     tensors = (buffers.flags_R, buffers.state, buffers.report)
-    sizes = (buffers.rank, buffers.limit_ms, part, epochs_ahead, int(own_only))
+    counts = not own_only if counts is None else counts
+    sizes = (buffers.rank, buffers.limit_ms, part, epochs_ahead, int(own_only), int(counts))
     launch(WaitPeersKernel, WaitPeersConfig(ranks), tensors, sizes)

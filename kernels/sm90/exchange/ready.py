@@ -1,9 +1,9 @@
-"""How a GEMM waits for rows that other GPUs are still pushing, wave by wave.
+"""How a GEMM waits for what other GPUs are still writing, wave by wave: rows, or weights of guests.
 
 Rows come in waves of local experts (`push`): a row is in the wave of the first expert that reads
 it. Before the first tile of a wave, the loading warps of a kernel that `waits` look for that
 wave of every rank. Experts are taken in order, so later waves arrive while earlier ones are
-multiplied.
+multiplied. Weights of guests come in waves too (`kernels.clones.weights_triton.lend`).
 
 Legend: R ranks.
 """
@@ -78,6 +78,7 @@ class WaveWait:
                 flag = words[0] + 4 * Int64(wave * (sizes >> _HALF) + lane)
                 epoch = peer.load_acquire(words[1])
                 peer.wait(flag, epoch, Int32(words[3]), words[2], lane)
+            cute.arch.fence_proxy("async.global")  # weights that have come are loaded by TMA
             cute.arch.sync_warp()
             seen[0] = wave + 1
             cute.arch.sync_warp()

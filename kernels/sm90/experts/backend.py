@@ -54,7 +54,7 @@ class Fused(AsTheyAre):
         from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 
         made = None
-        for layer, part in fc1.runs(plan):
+        for layer, part in fc1.runs(plan, waits=plan.row_index_S is not None):
             made = fc1_act(
                 x_ND,
                 layer.weight_LOI,
@@ -64,7 +64,7 @@ class Fused(AsTheyAre):
                 prob_S=plan.row_prob_S,
                 bias_LH=layer.bias_LO,
                 keep_h=keep_h,
-                ready=None if part.behind else ready,
+                ready=layer.ready if part.behind else ready,
                 out=made,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,
@@ -104,7 +104,7 @@ class Fused(AsTheyAre):
         from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 
         made, index_S = None, plan.row_index_S if dy.gather else None
-        for layer, part in fc2.runs(plan):
+        for layer, part in fc2.runs(plan, waits=index_S is not None):
             made = fc2_dgrad_dact(
                 dy.matrix,
                 layer.weight_LOI,
@@ -113,7 +113,7 @@ class Fused(AsTheyAre):
                 act,
                 index_S=index_S,
                 prob_S=plan.row_prob_S,
-                ready=None if part.behind else ready,
+                ready=layer.ready if part.behind else ready,
                 out=made,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,

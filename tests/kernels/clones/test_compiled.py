@@ -1,5 +1,6 @@
 """Machine code of the kernels for clones: wide accesses, no spills."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,29 @@ def test_weights_and_their_gradients(dtype: torch.dtype, tmp_path: Path) -> None
     how = dict(rank=2, sms=132)
     layer = own, empty(L, D, dtype=dtype), ADDRESSES, ADDRESSES
     flags = weights_triton.Flags(ADDRESSES, empty(STATE))
-    # Besides pieces, two counts of programs and the number of the call.
+    waiting = weights_triton.Waiting(empty(4), 120_000)
+    taking = own, empty(R, G), ADDRESSES, flags, waiting
+    # Besides pieces, two counts of programs and the number of the call; and a report.
     for name, narrow, call in (
-        ("lend_kernel", 3, lambda: weights_triton.lend([layer] * 2, empty(R, G), flags, **how)),
+        (
+            "lend_kernel",
+            3,
+            lambda: weights_triton.lend([layer] * 2, empty(R, G), empty(G + 1), flags, **how),
+        ),
         (
             "take_back_kernel",
-            0,
-            lambda: weights_triton.take_back(own, empty(R, G), ADDRESSES, **how),
+            3,
+            lambda: weights_triton.take_back(*taking, layer=0, **how),
         ),
     ):
         found = code(weights_triton, name, call, tmp_path)
         assert found.threads == 512
         assert found.count(r"STG\.E\.128") and found.count(r"LDGSTS\S*\.128")
         assert found.count(r"STG\.E(?!\.128)") == narrow
+        assert found.count(r"BPT\.TRAP") == (name == "take_back_kernel")
+
+
+def test_gradients_are_given_back(tmp_path: Path) -> None:
+    flags = weights_triton.Flags(ADDRESSES, empty(STATE))
+    call = partial(weights_triton.give_back, flags, 1, rank=2)
+    assert code(weights_triton, "give_back_kernel", call, tmp_path).threads == 32

@@ -1,13 +1,23 @@
 """Weights to guest slots and gradients back: the kernels against the definitions."""
 
 from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from phalanx.kernels.clones.weights import lend, take_back
-from phalanx.kernels.sm90.exchange.peer_buffers import EPOCH, FINISHED_CTAS, MAX_RANKS, STATE
+from phalanx.kernels.sm90.exchange.peer_buffers import (
+    EPOCH,
+    FINISHED_CTAS,
+    MAX_RANKS,
+    MAX_WAVES,
+    SEEN,
+    STATE,
+    wave_begins,
+)
 from tests.kernels.interpreter import interpret
 
 R, L, G = 4, 2, 3
@@ -54,15 +64,7 @@ def compared(device: str) -> None:
     weights_triton._LENT, weights_triton._ADDED = 256, 256
     held = HELD.to(device)
     for dtype in (torch.bfloat16, torch.float32):
-        room = [drawn(G, *SHAPE, seed=rank, dtype=torch.float32) for rank in range(R)]
-        rooms = [m.to(device, copy=True) for m in room]
-        for rank in range(R):
-            own = drawn(L, *SHAPE, seed=rank, dtype=dtype)
-            added = own.to(device, copy=True)
-            where = addresses(rooms).to(device)
-            weights_triton.take_back(added, held, where, rank=rank, sms=2)
-            take_back(own, HELD, room, rank)
-            assert torch.equal(added.cpu(), own)
+        give_and_take_all(held, dtype)
         for biases in (False, True):
             lend_all(held, dtype, biases)
 
@@ -71,13 +73,55 @@ def addresses(memory: Sequence[Tensor]) -> Tensor:
     return torch.tensor([m.data_ptr() for m in memory])
 
 
+def flags_of(device: torch.device) -> tuple[Tensor, list[Any]]:
+    """Memory of flags [R, parts, MAX_RANKS], and what every rank's kernels are given of it."""
+    from phalanx.kernels.clones.weights_triton import Flags
+
+    parts_RPR = torch.zeros(R, MAX_WAVES + 2, MAX_RANKS, dtype=torch.int32, device=device)
+    where = addresses(parts_RPR.unbind()).to(device)
+    states = torch.zeros(R, STATE, dtype=torch.int32, device=device)
+    return parts_RPR, [Flags(where, state) for state in states]
+
+
+def give_and_take_all(held: Tensor, dtype: torch.dtype) -> None:
+    """Gradients of both layers of all ranks, twice: sums and flags."""
+    from phalanx.kernels.clones import weights_triton
+
+    device = held.device
+    parts, flags = flags_of(device)
+    report = torch.zeros(4, dtype=torch.int32)
+    waiting = weights_triton.Waiting(report.pin_memory() if held.is_cuda else report, 10_000)
+    for call in (1, 2):
+        room = [drawn(G, *SHAPE, seed=10 * call + rank, dtype=torch.float32) for rank in range(R)]
+        rooms = [m.to(device, copy=True) for m in room]
+        where = addresses(rooms).to(device)
+        for layer in (0, 1):
+            for rank in range(R):
+                weights_triton.give_back(flags[rank], layer, rank=rank)
+        for rank, layer in product(range(R), (0, 1)):
+            own = drawn(L, *SHAPE, seed=rank, dtype=dtype)
+            added = own.to(device, copy=True)
+            how = dict(layer=layer, rank=rank, sms=2)
+            weights_triton.take_back(added, held, where, flags[rank], waiting, **how)
+            take_back(own, HELD, room, rank)
+            assert torch.equal(added.cpu(), own)
+        given = parts.cpu()
+        assert (given[:, :2, :R] == call).all() and not given[..., R:].any()
+        running = given[:, weights_triton.RUNNING, :R]
+        assert torch.equal(running, call * torch.eye(R, dtype=torch.int32))
+        for state in (f.state.cpu() for f in flags):
+            assert state[EPOCH] == call and state[SEEN] == call
+    assert not waiting.report.any()
+
+
 def lend_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
     """Two layers of all ranks, twice: weights of both shapes, and flags."""
     from phalanx.kernels.clones import weights_triton
 
     device, shapes = held.device, (SHAPE, SHAPE[:1], SHAPE[::-1], SHAPE[1:])
-    flags = torch.zeros(R, 3 * MAX_RANKS, dtype=torch.int32, device=device)
-    states = torch.zeros(R, STATE, dtype=torch.int32, device=device)
+    parts, flags = flags_of(device)
+    waves = 2
+    begins = torch.tensor(wave_begins(G, waves), dtype=torch.int32).to(device)
     given = [[torch.zeros(G, *s, dtype=dtype) for _ in range(R)] for s in shapes]
     there = [[m.to(device, copy=True) for m in ms] for ms in given]
     where = [addresses(ms).to(device) for ms in there]
@@ -88,16 +132,19 @@ def lend_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
             layers = [(w1, b1, *where[:2]), (w2, b2, *where[2:])]
             if not biases:
                 layers = [(w, None, *at) for w, _, *at in layers]
-            told = weights_triton.Flags(addresses(flags.unbind()).to(device), states[rank])
-            weights_triton.lend(layers, held, told, rank=rank, sms=2)
+            weights_triton.lend(layers, held, begins, flags[rank], rank=rank, sms=2)
             for w, guests in list(zip(own, given, strict=True))[:: 1 if biases else 2]:
                 lend(w, HELD, guests, rank)
         for got, want in zip(there, given, strict=True):
             assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
-        parts = flags.cpu().view(R, 3, MAX_RANKS)
-        assert (parts[:, :2, :R] == call).all() and not parts[..., R:].any()
-        assert torch.equal(parts[:, 2, :R], call * torch.eye(R, dtype=torch.int32))
-        assert (states[:, EPOCH] == call).all() and not states[:, FINISHED_CTAS:].any()
+        raised = parts.cpu()
+        assert not raised[..., R:].any() and not raised[:, waves:MAX_WAVES].any()
+        for part in (*range(waves), weights_triton.SECOND):
+            assert (raised[:, part, :R] == call).all()
+        running = raised[:, weights_triton.RUNNING, :R]
+        assert torch.equal(running, call * torch.eye(R, dtype=torch.int32))
+        for state in (f.state.cpu() for f in flags):
+            assert state[EPOCH] == call and not state[FINISHED_CTAS:].any()
 
 
 def interpreted() -> None:

@@ -86,14 +86,20 @@ class Program:
             raised.append(self._raise(u, self.streams[-1]))
         return raised
 
+    def give_back(self) -> int:
+        """Flags that a kernel of the compute stream raises."""
+        self._started += 1
+        return self._raise(self._started, self.compute)
+
+    def aside(self) -> None:
+        """What comes next in the stream of control does so after what compute was given."""
+        self._begin(self.streams[-1])
+
     def wait(self, u: int, *, beside: bool = False) -> None:
         """For its flags of all ranks; `beside` in the stream of control."""
         if u in self._signals:
             self.calls.append(self._signals[u])
-        stream = self.compute
-        if beside:
-            stream = self.streams[-1]
-            self._begin(stream)
+        stream = self.streams[-1] if beside else self.compute
         stream.append(Event("wait", u))
 
     def put(self, what: str) -> None:
@@ -192,7 +198,8 @@ def backward(
     complete = []
     for what in OWN:
         p.put(what)
-        complete.append(p.signal())
+        complete.append(p.give_back())
+    p.aside()
     if signal:
         p.wait(complete[0], beside=True)
     p.get(OWN_FC1, beside=True)

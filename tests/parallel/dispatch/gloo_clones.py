@@ -69,11 +69,16 @@ class GlooGuestMemory:
             for slot, expert in enumerate(expert_RG[rank].tolist()):
                 slots_G[slot] = EMPTY if expert < 0 else came_RG[expert // local, slot]
 
-    def wait_running(self) -> None:
+    ready = None
+
+    def wait_lending(self) -> None:
         """They have been lent."""
 
     def wait(self, *, second: bool) -> None:
         assert second == self._waits.pop(0), "the first layer is waited for first"
+
+    def give_back(self, layer: Layer) -> None:
+        """They are there."""
 
     def take_back(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
@@ -87,6 +92,9 @@ class GlooGuestMemory:
         for room_G in rooms:
             if room_G is not None:
                 room_G.fill_(float("nan"))
+
+    def wait_taking(self) -> None:
+        """They have been taken back."""
 
 
 def cloning(exchange_of: Callable[..., Any]) -> list[Any]:

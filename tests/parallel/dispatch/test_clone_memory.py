@@ -14,6 +14,7 @@ from phalanx.kernels.clones import rows as rows_of_clones
 from phalanx.kernels.clones.rows import Home, part_rows
 from phalanx.kernels.expert_mlp.guests import LAYERS
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, MAX_WAVES, SEEN
 from phalanx.parallel.dispatch import clone_memory
 from phalanx.parallel.dispatch.clone_memory import GuestLayout, GuestMemory, SingleRows
 from phalanx.parallel.dispatch.exchange import SymmOptions
@@ -58,7 +59,22 @@ def on_one_process(make: Any) -> list[Any]:
         mock.patch.object(dist, "barrier", lambda group: None),
         mock.patch.object(clone_memory, "_sms", lambda where: 2),
     ):
-        return [make(SimpleNamespace(rank=lambda r=r: r)) for r in range(R)]
+        return [make(SimpleNamespace(rank=lambda r=r: r, size=lambda: R)) for r in range(R)]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8, 20])
+def test_kernels_know_which_waves_they_wait_for(slots: int) -> None:
+    pytest.importorskip("cutlass")
+    own = weights(0)
+    memory, other = on_one_process(lambda group: GuestMemory(group, slots, own, SymmOptions()))
+    assert memory.ready is not None
+    flags, epoch, report, _, ranks, experts = memory.ready.tolist()
+    assert flags == memory._lent.flags_R[0] and other.ready[0] == memory._lent.flags_R[1]
+    assert epoch == memory._lent.state[SEEN:].data_ptr() and report == memory._lent.report.data_ptr()
+    assert (ranks & 0xFFFF, ranks >> 16) == (R, MAX_RANKS)
+    waves = len(memory._begins_W) - 1
+    assert (experts & 0xFFFF, experts >> 16) == (slots, waves) and 1 <= waves <= MAX_WAVES
+    assert memory._begins_W[0] == 0 and memory._begins_W[-1] == slots
 
 
 def guests_and_gradients() -> None:
@@ -75,6 +91,9 @@ def guests_and_gradients() -> None:
                 got, lent = getattr(memory.weights, name)[slot], getattr(own[expert // L], name)
                 assert torch.equal(got, lent[expert % L] if expert >= 0 else torch.zeros_like(got))
                 getattr(memory.grads, name)[slot].fill_(10 * rank + slot + 1)
+    for layer in LAYERS:
+        for memory in memories:
+            memory.give_back(layer)
     with mock.patch.object(clone_memory, "_sms", lambda where: 2):
         grads = [torch.ones(w.shape) for w in own[0][:3]]
         # Slots 0 and 1 of rank 1: experts 2 and 0.
@@ -87,10 +106,14 @@ def guests_and_gradients() -> None:
         memories[1].take_back("fc2", [None, None], HELD, beside=False)
         assert [float(g[1].mean()) for g in grads] == [2.0, 1.0, 2.0]
     assert memories[0].missing() == ""
-    memories[0]._flags.report.copy_(torch.tensor([2, 5, 4, 0]))  # as a kernel that gives up does
+    late = torch.tensor([2, 5, 4, 0])  # as a kernel that gives up reports
     with mock.patch.object(dist, "get_global_rank", lambda group, rank: 10 + rank):
-        late = "rank 11 has not lent its experts for the 5th time, only the 4th"
-        assert memories[0].missing() == late
+        memories[0]._lent.report.copy_(late)
+        told = "rank 11 has not lent its experts for the 5th time, only the 4th"
+        assert memories[0].missing() == told
+        memories[1]._given_back.report.copy_(late)
+        told = "rank 11 has not given gradients of guests back for the 5th time, only the 4th"
+        assert memories[1].missing() == told
     for memory in memories:
         memory.release()
 

@@ -1,9 +1,12 @@
 """Waves of experts: all of them, in order, the first one smallest."""
 
+from itertools import pairwise
+
 import pytest
 
 pytest.importorskip("cutlass")
 
+from phalanx.kernels.sm90.exchange.peer_buffers import wave_begins
 from tests.kernels.sm90 import simt
 
 WAVES = simt.load("phalanx.kernels.sm90.exchange.waves")
@@ -15,6 +18,9 @@ MAX_WAVES, parts_before, wave_of = WAVES.MAX_WAVES, WAVES.parts_before, WAVES.wa
 def test_waves_grow(local: int, waves: int) -> None:
     found = [wave_of(expert, local, waves) for expert in range(local)]
     assert found == sorted(found) and found[0] == 0 and found[-1] < waves
+    if waves <= local:
+        of_waves = enumerate(pairwise(wave_begins(local, waves)))
+        assert [wave for wave, experts in of_waves for _ in range(*experts)] == found
     parts = [
         parts_before(w + 1, local, waves) - parts_before(w, local, waves) for w in range(waves)
     ]

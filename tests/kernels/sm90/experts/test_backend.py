@@ -57,6 +57,16 @@ def plan_of(offsets: Tensor, index: Tensor | None = None, prob: Tensor | None = 
     return ExpertPlan(index, prob, offsets, None)
 
 
+OF_GUESTS = torch.zeros(6, dtype=torch.int64)
+"""What kernels wait for before they read weights of guests."""
+
+
+def _check_waiting(ready: Tensor | None, out: Any) -> None:
+    if out is not None and ready is not None:
+        assert ready is OF_GUESTS, "rows have come before it is guests' turn"
+        launches.append("ready")
+
+
 class Kernels:
     """Stand-ins, each a static method called like the function, in a class called like its file."""
 
@@ -90,7 +100,7 @@ class Kernels:
             dynamic,
         ):
             launches.append(("fc1_act", sm_margin, dynamic))
-            assert ready is None or out is None, "all rows have come before it is guests' turn"
+            _check_waiting(ready, out)
             plan = plan_of(offsets, index_S, prob_S)
             h, a = reference.fc1_act(x, Linear(w1_LHD, bias_LH), plan, act, keep_h=keep_h)
             to_h, to_a = out or (None, None)
@@ -111,7 +121,7 @@ class Kernels:
             dy, w2_LDF, h_SH, offsets, act, *, index_S, prob_S, ready, out, sm_margin, dynamic
         ):
             launches.append(("fc2_dgrad_dact", sm_margin, dynamic))
-            assert ready is None or out is None, "all rows have come before it is guests' turn"
+            _check_waiting(ready, out)
             to_dh, to_a, to_parts = out or (None, None, None)
             plan, operand = plan_of(offsets, index_S, prob_S), Operand(dy, index_S is not None)
             dh, a, dprob, *_ = reference.fc2_dgrad_dact(operand, Linear(w2_LDF), h_SH, plan, act)
@@ -365,7 +375,8 @@ BACKWARD = """{} send_gradient room {} wgrad give_back_fc1 wgrad give_back_fc2
     wgrad take_back_fc1 wgrad take_back_fc2"""
 AGAIN = {
     False: BACKWARD.format(
-        "lend_fc2 fc2_dgrad_dact wait_fc2 wait_rows fc2_dgrad_dact rows wait_fc1 rows", "tokens"
+        "lend_fc2 fc2_dgrad_dact wait_fc2 wait_rows fc2_dgrad_dact rows wait_fc1 rows",
+        "tokens",
     ),
     True: BACKWARD.format(
         """lend_fc1 tokens_first fc1_act wait_fc1 fc1_act
@@ -374,10 +385,19 @@ AGAIN = {
     ),
 }
 
+WAITING = (
+    ("wait_fc1 wait_rows fc1_act", "wait_rows fc1_act ready"),
+    ("wait_fc2 wait_rows fc2_dgrad_dact", "wait_rows fc2_dgrad_dact ready wait_fc2"),
+    ("wait_fc1 fc1_act", "fc1_act ready"),
+    ("rows rows", "rows wait_fc1 rows"),
+)
+"""Where kernels wait for weights themselves; who reads biases, or fc1 again, waits for all of it."""
 
+
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_guests_come_and_go_beside_exchanges(
-    recompute: bool, monkeypatch: pytest.MonkeyPatch
+    recompute: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list = []
     monkeypatch.setattr(sys.modules[__name__], "launches", log)
@@ -385,10 +405,15 @@ def test_guests_come_and_go_beside_exchanges(
     spec = MLPSpec(ACT, "fused", **how)
     want, _ = compare(p, 4, spec)
     log.clear()
-    guests, overlap = Copied(experts_of(p, slice(4, None)), log=log), Recorded(p.x, log)
+    overlap = Recorded(p.x, log)
+    theirs = experts_of(p, slice(4, None))
+    guests = Copied(theirs, log=log, words=OF_GUESTS if waits else None)
     got = with_guests(p, 4, spec, guests=guests, overlap=overlap)
     names = [one.replace(" ", "_") if isinstance(one, str) else one[0] for one in log]
-    assert names == [*FORWARD.split(), *AGAIN[recompute].split()]
+    expected = " ".join(f"{FORWARD} {AGAIN[recompute]}".split())
+    for one, other in WAITING if waits else ():
+        expected = expected.replace(one, other)
+    assert " ".join(names) == expected
     dprob_NK = gather_pairs(want["dprob"], p.inverse)
     assert torch.equal(overlap.dprob_NK, dprob_NK)
     for name in got.keys() - {"dprob"}:
