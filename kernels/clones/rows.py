@@ -7,8 +7,8 @@ would have sent. All other rows go as sums, as without clones.
 
 `part_rows` says which are which, on the rank that computes them; `sum_singles` adds those of this
 rank's tokens up. Both by one kernel on a GPU (`kernels.clones.rows_triton`), elsewhere by the
-definition here. `send_singles` is the definition of what is sent; whoever knows the addresses of
-other ranks calls the kernel.
+definition here. `send_singles` is the definition of what is sent, by
+`kernels.sm90.exchange.combine_push` on GPUs.
 
 Legend: T tokens of a rank, K slots of a token, R ranks, N = R * T received rows, S expert rows, D
 hidden, L own experts of a rank, P places of a rank.

@@ -1,4 +1,5 @@
-"""`kernels.clones.rows` on an NVIDIA GPU, in Triton; `send_singles` to the memory of other ranks.
+"""`kernels.clones.rows` on an NVIDIA GPU, in Triton; what is sent is a matter of
+`kernels.sm90.exchange.combine_push`.
 
 Legend: T tokens of a rank, K slots of a token, R ranks, N = R * T received rows, S expert rows, D
 hidden, L own experts of a rank, P places of a rank.
@@ -12,10 +13,6 @@ from torch import Tensor
 from phalanx.kernels.clones.rows import Home, Parting
 
 _ROWS = 64
-_WORDS = 2048
-"""Of a row, that a program has under way: four accesses of 16 bytes a thread."""
-_PROGRAMS = 4
-"""Of a SM, as each has one row under way."""
 _TOKENS = 8
 """Of a program that adds rows up: most have none that do."""
 _COLUMNS = 1024
@@ -56,37 +53,6 @@ def part_rows_kernel(  # type: ignore[no-untyped-def]
         first = tl.atomic_add(count, some)
         to = first + tl.cumsum(ones, 0) - 1
         tl.store(pairs + to, tl.reshape(at, [ROWS * SLOTS]), mask=ones > 0)
-
-
-@triton.jit
-def send_singles_kernel(  # type: ignore[no-untyped-def]
-    y,
-    inverse,
-    pairs,
-    count,
-    memory_R,
-    T,
-    words,
-    rank,
-    ranks,
-    K,
-    WORDS: tl.constexpr,
-):
-    total = tl.load(count)
-    column = tl.arange(0, WORDS)
-    for number in range(tl.program_id(0), total, tl.num_programs(0)):
-        # Every rank begins with another part: a link cannot take in what all send at once.
-        turned = (number + total // ranks * rank) % total
-        pair = tl.load(pairs + turned)
-        source = y + tl.load(inverse + pair).to(tl.int64) * words
-        n = pair // K
-        target = n // T
-        row = (pair % K) * T + n % T
-        address = tl.load(memory_R + target) + row.to(tl.int64) * words * 4
-        to = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
-        for first in range(0, words, WORDS):
-            at = first + column
-            tl.store(to + at, tl.load(source + at, mask=at < words), mask=at < words)
 
 
 @triton.jit
@@ -172,28 +138,6 @@ def part_rows(
             ROWS=_ROWS,
         )
     return Parting(sums_NK, pairs_S, count, inverse_NK)
-
-
-def send_singles(
-    y_SD: Tensor, parting: Parting, memory_R: Tensor, *, rank: int, tokens: int, sms: int
-) -> None:
-    """Rows that go by themselves, to the memory of their tokens' ranks.
-
-    Args:
-        y_SD: expert rows, bf16, contiguous, D a multiple of 8.
-        parting: of this rank's rows.
-        memory_R: int64, addresses of [K, T, D] of each rank.
-        rank: this one.
-        tokens: T.
-        sms: SMs that it takes.
-    """
-    if not tokens:
-        return
-    send_singles_kernel[(_PROGRAMS * sms,)](
-        *(y_SD.view(torch.int32), parting.inverse_NK, parting.pairs_S, parting.count, memory_R),
-        *(tokens, y_SD.shape[1] // 2, rank, len(memory_R), parting.inverse_NK.shape[1]),
-        WORDS=_WORDS,
-    )
 
 
 def sum_singles(

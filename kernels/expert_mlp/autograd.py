@@ -62,12 +62,8 @@ class Overlap(Protocol):
         ...
 
     def finish_sums(self) -> Tensor:
-        """Send what fc2 has made of own experts. Returns [N, D] that only the end of this overlap
-        may read."""
-        ...
-
-    def guest_sums(self, y_SD: Tensor, plan: ExpertPlan) -> None:
-        """Where there are guests: fc2 has made their rows too, behind those of own experts."""
+        """Send what fc2 has made of own experts, and at the end of this overlap what it makes of
+        guests after that. Returns [N, D] that only that end may read."""
         ...
 
     def send_gradient(
@@ -221,11 +217,8 @@ def run_forward(
     if overlap is not None:
         signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, how.keep_h)
         sums = functools.cache(overlap.finish_sums)  # of own experts, before it is guests' turn
-        y_SD = ops.rows(a_SF, fc2.after(sums), plan, signal=signal)
-        out = sums()
-        if guests is not None:
-            overlap.guest_sums(y_SD, plan)
-        return out, h_SH, x_rows
+        ops.rows(a_SF, fc2.after(sums), plan, signal=signal)
+        return sums(), h_SH, x_rows
     y_SD = ops.rows(a_SF, fc2, plan)
     if plan.inverse_NK is None:
         return y_SD, h_SH, x_rows

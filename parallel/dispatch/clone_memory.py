@@ -28,6 +28,7 @@ from phalanx.parallel.dispatch.exchange import PeerMemory, SymmOptions, connecte
 
 if TYPE_CHECKING:
     from phalanx.kernels.clones.weights_triton import Flags
+    from phalanx.kernels.sm90.exchange.combine_push import Singles
 
 _ALIGN = 256
 FLAG_BYTES = _ALIGN * -(-4 * MAX_RANKS * (MAX_WAVES + 2) // _ALIGN)
@@ -66,16 +67,14 @@ class SingleRows(_Kept):
 
     def __init__(self, group: dist.ProcessGroup, tokens: int, hidden: int, slots: int) -> None:
         super().__init__(group, max(2 * slots * tokens * hidden, _ALIGN))
-        self._rank, self._tokens = group.rank(), tokens
         rows = self._peers.memory[: 2 * slots * tokens * hidden].view(torch.bfloat16)
         self.rows_KTD = rows.view(slots, tokens, hidden)
         self._memory_R = self._addresses(0)
 
-    def send(self, y_SD: Tensor, parting: Parting) -> None:
-        from phalanx.kernels.clones.rows_triton import send_singles
+    def sent(self, parting: Parting) -> "Singles":
+        from phalanx.kernels.sm90.exchange.combine_push import Singles
 
-        how = dict(rank=self._rank, tokens=self._tokens, sms=_sms(y_SD))
-        send_singles(y_SD, parting, self._memory_R, **how)
+        return Singles(parting.pairs_S, parting.count, parting.inverse_NK, self._memory_R)
 
     def release(self) -> None:
         del self.rows_KTD

@@ -2,12 +2,11 @@
 
 Those of `parallel.dispatch.transfers`, and beside them (`Peers`):
 
-    control     exchanges of side data alone: routing, before anything else is sent, and signals
-                that gradients of guests have been written
+    control     exchanges of side data alone: routing, before anything else is sent
     singles     rows that travel by themselves (`kernels.clones.rows`), to memory of their token's
-                rank, where they are before the flags of the sums that go with them are raised
-    guests      weights that owners write to slots of other ranks, and flags, which the kernel that
-                writes them raises; gradients that owners read there
+                rank; the kernel that sends sums writes them before it raises its flags
+    guests      weights that owners write to slots of other ranks; gradients that owners read
+                there. Kernels of memory of their own raise flags when either is there
 
 Tokens and gradients of sums travel in FP8 if those without clones do; rows that come back, singles
 too, are bf16 in any case.
@@ -68,8 +67,9 @@ class Singles(Protocol):
     rows_KTD: Tensor
     """Those of this rank's tokens."""
 
-    def send(self, y_SD: Tensor, parting: Parting) -> None:
-        """Write this rank's expert rows to the ranks of their tokens, on the current stream."""
+    def sent(self, parting: Parting) -> Any:
+        """What the exchange is told of this rank's expert rows, to write them to the ranks of
+        their tokens."""
 
 
 class Peers(NamedTuple):
@@ -175,9 +175,8 @@ class ClonedTransfers(MoETransfers):
 
     def send_back(self, rows_ND: Tensor, side: Tensor, *, all_sms: bool) -> "Transfer":
         """Push expert rows [S, D]: some by themselves, then sums, which are made on the way."""
-        rows_SD = rows_ND.contiguous()
-        self._singles.send(rows_SD, self._parting)
-        return self.exchange.send_gradient(rows_SD, *self._sums, side, all_sms=all_sms)
+        given = rows_ND.contiguous(), *self._sums, side
+        return self.exchange.send_gradient(*given, all_sms=all_sms, singles=self.singles)
 
     def collect(self, transfer: "Transfer", addends: Any = ()) -> Tensor:
         """As without clones, once rows that came by themselves are sums like the others."""
@@ -212,17 +211,9 @@ class ClonedTransfers(MoETransfers):
         index_S, offsets = self._rows
         return index_S, self._parting.sums_NK, offsets[: self.summed + 1]
 
-    def guest_sums(self, y_SD: Tensor, plan: ExpertPlan) -> None:
-        """Rows that go by themselves leave with all SMs. The rest of the sums (`send_rest`), which
-        comes after them on this stream, raises the flags."""
-        self._singles.send(y_SD, self._parting)
-
-    def send_gradient(
-        self, dx_SD: Tensor | None, dprob_NK: Tensor | None, plan: ExpertPlan
-    ) -> Tensor | None:
-        if dx_SD is not None:
-            self._singles.send(dx_SD, self._parting)
-        return super().send_gradient(dx_SD, dprob_NK, plan)
+    @property
+    def singles(self) -> Any:
+        return self._singles.sent(self._parting)
 
 
 class InOrder(torch.autograd.Function):

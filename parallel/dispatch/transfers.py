@@ -33,6 +33,7 @@ from phalanx.parallel.dispatch.fp8_rows import FP8Rows, without_data
 from phalanx.parallel.dispatch.in_flight import InFlight
 
 if TYPE_CHECKING:
+    from phalanx.kernels.sm90.exchange.combine_push import Singles
     from phalanx.kernels.sm90.exchange.exchange import Exchange, Transfer
     from phalanx.kernels.sm90.exchange.tile_progress import TileSignal
 
@@ -161,8 +162,10 @@ class MoETransfers:
         assert plan.row_index_S is not None and plan.inverse_NK is not None
         return plan.row_index_S, plan.inverse_NK, plan.offsets
 
-    def guest_sums(self, y_SD: Tensor, plan: ExpertPlan) -> None:
-        raise NotImplementedError("only where experts are cloned they have guests")
+    @property
+    def singles(self) -> "Singles | None":
+        """Expert rows that go by themselves, not as part of a sum."""
+        return None
 
     # --- overlapped with the experts' kernels -----------------------------------------------------
 
@@ -188,7 +191,8 @@ class MoETransfers:
     def finish_sums(self) -> Tensor:
         """After the launch of fc2: its sums begin to leave."""
         signal, plan, before = self._fc2
-        transfer, self._send_rest = self.exchange.send_sums(signal, *self.sums(plan), before)
+        sums = *self.sums(plan), before
+        transfer, self._send_rest = self.exchange.send_sums(signal, *sums, singles=self.singles)
         del self._fc2
         return self.rows(self.sums_back.put(transfer))
 
@@ -209,7 +213,8 @@ class MoETransfers:
         if dx_SD is None:
             return None
         side = self._side_of(dprob_NK)
-        transfer = self.exchange.send_gradient(dx_SD, *self.sums(plan), side)
+        sums = *self.sums(plan), side
+        transfer = self.exchange.send_gradient(dx_SD, *sums, singles=self.singles)
         self.exchange.wait_running(self.token_grads_back.put(transfer))
         return self.rows(transfer)
 

@@ -8,7 +8,8 @@ one of a token's expert rows sends their sum, straight from registers.
 
 In the forward pass it is launched twice: on the few SMs that `rows` yields half-way, while that
 runs; and after it on its stream with all SMs, for what is left. In the backward pass it is launched
-once, under the weight gradients, and also sends side data, before the rows.
+once, under the weight gradients, and also sends side data, before the rows. Where experts are
+cloned the last launch also sends rows that go by themselves (`Singles`), after the sums.
 
     stream of rows     [ rows: tiles of wave 0 | wave 1 | ...          ][ combine_push, all SMs ]
                           signals  v        v       yields SMs v
@@ -32,7 +33,7 @@ experts of a rank.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -89,6 +90,20 @@ def rotated(number: Int32, count: Int32, rank: Int32, ranks: cutlass.Constexpr) 
     return cutlass.select_(begin >= count, begin - count, begin)
 
 
+class Singles(NamedTuple):
+    """Expert rows that go by themselves, each to slot k and token t of its token's rank
+    (`kernels.clones.rows`)."""
+
+    pairs_S: Tensor
+    """int32: pairs n * K + k of these rows; anything behind."""
+    count: Tensor
+    """int32 [1]: how many they are."""
+    inverse_NK: Tensor
+    """int32: expert rows of all pairs."""
+    memory_R: Tensor
+    """int64, addresses of [K, T, D] of each rank."""
+
+
 @dataclass(frozen=True)
 class CombinePushConfig:
     """What is compiled into a `combine_push` kernel."""
@@ -98,6 +113,8 @@ class CombinePushConfig:
     ranks: int
     side: bool = False
     """Side data go with the sums."""
+    singles: bool = False
+    """Rows go by themselves too."""
 
     def __post_init__(self) -> None:
         check_sizes("combine_push", self.ranks, self.slots)
@@ -118,6 +135,10 @@ class CombinePushKernel:
         (Int32, 4),  # state
         (Int32, 4),  # report
         (Int32, 4),  # progress
+        (Int32, 4),  # pairs
+        (Int32, 4),  # count
+        (Int32, 4),  # inverse of all [N, K]
+        (Int64, 8),  # memory_R
     )
     integers: ClassVar[int] = 12
 
@@ -138,6 +159,10 @@ class CombinePushKernel:
         state: cute.Pointer,
         report: cute.Pointer,
         progress: cute.Pointer,
+        pairs: cute.Pointer,
+        count: cute.Pointer,
+        inverse_of_all: cute.Pointer,
+        memory_R: cute.Pointer,
         sizes: tuple[Int32, ...],
         stream: cuda.CUstream,
     ) -> None:
@@ -156,6 +181,7 @@ class CombinePushKernel:
             cute.make_tensor(state, cute.make_layout(STATE)),
             report,
             progress,
+            (pairs, count, inverse_of_all, memory_R),
             sizes,
         ).launch(
             grid=[sizes[11], 1, 1],
@@ -178,10 +204,11 @@ class CombinePushKernel:
         state: cute.Tensor,
         report: cute.Pointer,
         progress: cute.Pointer,
+        singles: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
         sizes: tuple[Int32, ...],
     ) -> None:
         slots = self.config.slots
-        T, width, local, rank, limit, waves, tile_rows, counts, bits, ctas, pieces, _ = sizes
+        T, width, local, rank, limit, waves, tile_rows, counts, bits, ctas, pieces, here = sizes
         lane = cute.arch.lane_idx()
         storage = cutlass.utils.SmemAllocator().allocate(
             struct(finished_warps=array(Int32, 2), entries=array(Int32, WARPS * _CHUNK * slots))
@@ -232,6 +259,8 @@ class CombinePushKernel:
                 self._send(y, cute.arch.shuffle_sync(to, source), of, width)
             cute.arch.sync_warp()
             claimed = cute.arch.shuffle_sync(following, 0)
+        if cutlass.const_expr(self.config.singles):
+            self._send_singles(y, *singles, T, width, rank, here)
         cute.arch.sync_warp()
         if lane == 0:
             if last_of_all(finished_warps.iterator + 1, progress + FINISHED_CTAS, ctas) == 1:
@@ -341,6 +370,53 @@ class CombinePushKernel:
                     rounded = [ptx.pack(sums[2 * w, p], sums[2 * w + 1, p]) for w in range(_WORDS)]
                     ptx.store_global(target + Int64(first + p * _WARP) * 16, *rounded)
 
+    @cute.jit
+    def _send_singles(
+        self,
+        y: cute.Pointer,
+        pairs: cute.Pointer,
+        count: cute.Pointer,
+        inverse: cute.Pointer,
+        memory_R: cute.Pointer,
+        T: Int32,
+        width: Int32,
+        rank: Int32,
+        ctas: Int32,
+    ) -> None:
+        """Rows of y that go by themselves, every so many-th to a warp."""
+        ranks, slots = cutlass.const_expr(self.config.ranks), cutlass.const_expr(self.config.slots)
+        total = cute.make_tensor(count, cute.make_layout(1))[0]
+        first = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
+        addresses = cute.make_tensor(memory_R, cute.make_layout(ranks))
+        for number in cutlass.range(first, total, ctas * WARPS):
+            # Every rank begins with another part: a link cannot take in what all send at once.
+            turned = rotated(number, total, rank, ranks)
+            pair = cute.make_tensor(pairs + turned, cute.make_layout(1))[0]
+            row = cute.make_tensor(inverse + pair, cute.make_layout(1))[0]
+            n = pair // slots
+            at = (pair - n * slots) * T + n % T
+            self._copy(
+                y.toint() + Int64(row) * width * 16,
+                addresses[n // T] + Int64(at) * width * 16,
+                width,
+            )
+
+    @cute.jit
+    def _copy(self, source: Int64, target: Int64, width: Int32) -> None:
+        """A row."""
+        for part in cutlass.range((width + _PIECES * _WARP - 1) // (_PIECES * _WARP)):
+            first = part * (_PIECES * _WARP) + cute.arch.lane_idx()
+            words = cute.make_rmem_tensor((_WORDS, _PIECES), Uint32)
+            for p in cutlass.range_constexpr(_PIECES):
+                if first + p * _WARP < width:
+                    found = peer.load_global(source + Int64(first + p * _WARP) * 16)
+                    for w in cutlass.range_constexpr(_WORDS):
+                        words[w, p] = found[w]
+            for p in cutlass.range_constexpr(_PIECES):
+                if first + p * _WARP < width:
+                    moved = [words[w, p] for w in range(_WORDS)]
+                    ptx.store_global(target + Int64(first + p * _WARP) * 16, *moved)
+
 
 def combine_push(
     ready: ReadyRows,
@@ -353,6 +429,7 @@ def combine_push(
     ctas: int,
     total_ctas: int,
     side: Tensor | None = None,
+    singles: Singles | None = None,
 ) -> None:
     """A launch of a way back, after that of `rows` which makes what it sends.
 
@@ -371,6 +448,7 @@ def combine_push(
         ctas: of this launch.
         total_ctas: of all launches.
         side: contiguous, one of R equal blocks to each rank, in multiples of 16 bytes.
+        singles: rows that go by themselves, in the last launch, behind all that `rows` makes.
 
     Raises:
         ValueError: a shape, dtype, stride, device or size that the kernel does not take.
@@ -387,11 +465,22 @@ def combine_push(
         offsets=(offsets, torch.int32, None),
         progress=(ready.progress, torch.int32, (PROGRESS,)),
     )
+    if singles is not None:
+        require(
+            where,
+            pairs=(singles.pairs_S, torch.int32, y_SD.shape[:1]),
+            count=(singles.count, torch.int32, (1,)),
+            inverse_of_all=(singles.inverse_NK, torch.int32, inverse_NK.shape),
+            memory=(singles.memory_R, torch.int64, (ranks,)),
+        )
     block = 0 if side is None else side_block(side, ranks)
     launch(
         CombinePushKernel,
-        CombinePushConfig(K, ranks, side=side is not None),
-        (y_SD, index_S, inverse_NK, offsets, side, *buffers[:5], ready.progress),
+        CombinePushConfig(K, ranks, side=side is not None, singles=singles is not None),
+        (
+            *(y_SD, index_S, inverse_NK, offsets, side, *buffers[:5], ready.progress),
+            *(singles or (None,) * len(Singles._fields)),
+        ),
         (
             *(tokens, D // _COLUMNS, offsets.numel() - 1, buffers.rank, buffers.limit_ms),
             *(*ready[2:], total_ctas, block // 16, ctas),

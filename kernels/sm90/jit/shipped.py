@@ -182,8 +182,8 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
         for hidden, back in product(widths, EITHER):
             yield PushKernel, PushConfig(2 * hidden, 8, slots, back)
     yield PushKernel, PushConfig(16, 8, 1, False)  # of side data alone, where experts are cloned
-    for slots, side in product(sizes, EITHER):
-        yield CombinePushKernel, CombinePushConfig(slots, 8, side)
+    for slots, side, singles in product(sizes, EITHER, EITHER):
+        yield CombinePushKernel, CombinePushConfig(slots, 8, side, singles)
     yield WaitPeersKernel, WaitPeersConfig(8)
 
 

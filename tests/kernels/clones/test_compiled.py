@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from phalanx.kernels.clones import rows_triton, weights_triton
-from phalanx.kernels.clones.rows import Home, Parting
+from phalanx.kernels.clones.rows import Home
 from phalanx.kernels.sm90.exchange.peer_buffers import STATE
 from tests.kernels.triton_code import Code, launched
 
@@ -31,22 +31,13 @@ def code(module: Any, name: str, call: Any, folder: Path) -> Code:
     return found
 
 
-def test_rows_are_parted_and_sent(tmp_path: Path) -> None:
+def test_rows_are_parted(tmp_path: Path) -> None:
     table = empty(R * T, K)
 
     def part() -> None:
         rows_triton.part_rows(table, table, table, S, HOME)
 
     code(rows_triton, "part_rows_kernel", part, tmp_path)
-    parting = Parting(table, empty(S), empty(1), table)
-    y = empty(S, D, dtype=torch.bfloat16)
-
-    def send() -> None:
-        rows_triton.send_singles(y, parting, ADDRESSES, rank=2, tokens=T, sms=132)
-
-    sent = code(rows_triton, "send_singles_kernel", send, tmp_path)
-    assert sent.count(r"STG\.E\.128") and sent.count(r"LDG\.E\.128")
-    assert not sent.count(r"STG\.E(?!\.128)")
 
 
 def test_rows_are_added_up(tmp_path: Path) -> None:

@@ -53,9 +53,13 @@ class Program:
         """What `wait` for one is called."""
         self._met = 0
 
-    def start(self) -> int:
-        """An exchange, after what its stream and that of compute were given."""
+    def start(self, put: str = "") -> int:
+        """An exchange, after what its stream and that of compute were given, whose kernel also
+        puts new contents for all ranks."""
         u = self.begin()
+        if put:
+            self.calls.append(f"put {put}")
+            self._put(put, self._pushes, self.ranks)
         return self._raise(u, self._pushes)
 
     def begin(self) -> int:
@@ -156,11 +160,11 @@ def way_back(p: Program) -> None:
 
 def _way_back(p: Program, sums: int) -> None:
     """`sums`: the exchange that has been begun; 0: it has not."""
-    p.put("rows")
     if sums:
+        p.put("rows")
         p.end(sums)
     else:
-        sums = p.start()
+        sums = p.start("rows")
     p.wait(sums)
     p.get("rows")
 
@@ -193,8 +197,7 @@ def backward(
         p.wait(second)
         p.get(FC1)
     if overlaps:
-        p.put("rows")
-        back = p.start()
+        back = p.start("rows")
     complete = []
     for what in OWN:
         p.put(what)
@@ -208,8 +211,7 @@ def backward(
         p.wait(complete[1])
     p.get(OWN_FC2)
     if not overlaps:
-        p.put("rows")
-        back = p.start()
+        back = p.start("rows")
     p.wait(back)
     p.get("rows")
 

@@ -32,6 +32,9 @@ class GlooSingles:
         self._group = group
         self.rows_KTD = torch.full((slots, tokens, hidden), float("nan"), dtype=torch.bfloat16)
 
+    def sent(self, parting: rows.Parting) -> Callable[[Tensor], None]:
+        return lambda y_SD: self.send(y_SD, parting)
+
     def send(self, y_SD: Tensor, parting: rows.Parting) -> None:
         sent = torch.full((self._group.size(), *self.rows_KTD.shape), float("nan"))
         sent_RKTD, named_RKT1 = sent.to(y_SD.dtype), torch.zeros(*sent.shape[:3], 1)

@@ -62,11 +62,12 @@ class GlooExchange:
         return SimpleNamespace(out_SN=y_SD)
 
     def send_sums(
-        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any
+        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any, singles: Any
     ) -> tuple[Any, Any]:
         sums_ND = provider("torch").combine(signal.out_SN, inverse_NK)
         none = inverse_NK.new_empty(0)
-        return self._back(sums_ND, (inverse_NK >= 0).any(1), none), lambda: None
+        sent = self._back(sums_ND, (inverse_NK >= 0).any(1), none)
+        return sent, lambda: singles and singles(signal.out_SN)
 
     def send_gradient(
         self,
@@ -77,7 +78,10 @@ class GlooExchange:
         side: Tensor,
         *,
         all_sms: bool = False,
+        singles: Any = None,
     ) -> Any:
+        if singles is not None:
+            singles(dx_SD)
         sums_ND = provider("torch").combine(dx_SD, inverse_NK)
         return self._back(sums_ND, (inverse_NK >= 0).any(1), side)
 

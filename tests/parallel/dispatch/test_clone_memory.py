@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.clones import rows as rows_of_clones
-from phalanx.kernels.clones.rows import Home, part_rows
+from phalanx.kernels.clones.rows import Parting
 from phalanx.kernels.expert_mlp.guests import LAYERS
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, MAX_WAVES, SEEN
@@ -77,6 +76,15 @@ def test_kernels_know_which_waves_they_wait_for(slots: int) -> None:
     assert memory._begins_W[0] == 0 and memory._begins_W[-1] == slots
 
 
+def test_exchanges_are_told_where_rows_go_by_themselves() -> None:
+    pytest.importorskip("cutlass")
+    memories = on_one_process(lambda group: SingleRows(group, 4, 8, 2))
+    parting = Parting(*(torch.zeros(1, dtype=torch.int32) for _ in range(4)))
+    sent = memories[1].sent(parting)
+    assert sent.memory_R.tolist() == [m.rows_KTD.data_ptr() for m in memories]
+    assert sent.pairs_S is parting.pairs_S and sent.inverse_NK is parting.inverse_NK
+
+
 def guests_and_gradients() -> None:
     own = [weights(rank) for rank in range(R)]
     memories = on_one_process(
@@ -118,30 +126,8 @@ def guests_and_gradients() -> None:
         memory.release()
 
 
-def single_rows() -> None:
-    T, D, K, E = 4, 8, 2, 4
-    idx = torch.tensor([[0, 1], [1, 2], [0, 3], [2, 3]] * R, dtype=torch.int32)
-    # Expert 0 of rank 0 is computed on rank 1, where places are 3 to 5.
-    place = torch.tensor([5, 1, 3, 4], dtype=torch.int32)[idx.long()]
-    memories = on_one_process(lambda group: SingleRows(group, T, D, K))
-    wanted = [torch.zeros(K, T, D, dtype=torch.bfloat16) for _ in range(R)]
-    for rank in range(R):
-        here = place // 3 == rank
-        inverse = torch.where(here, here.flatten().cumsum(0).view_as(place) - 1, -1).int()
-        y = torch.randn(R * T * K, D).bfloat16()
-        parting = part_rows(idx, place, inverse, len(y), Home(rank, E // R, 3))
-        with mock.patch.object(clone_memory, "_sms", lambda where: 2):
-            memories[rank].send(y, parting)
-        rows_of_clones.send_singles(y, parting, wanted)
-        assert int(parting.count) > 0
-    for memory, want in zip(memories, wanted, strict=True):
-        assert torch.equal(memory.rows_KTD, want)
-        memory.release()
-
-
 def interpreted() -> None:
     guests_and_gradients()
-    single_rows()
 
 
 def test_ranks_of_one_process_by_an_interpreter() -> None:

@@ -161,11 +161,20 @@ class Recorder:
         return SimpleNamespace(out_SN=y_SD)
 
     def send_gradient(
-        self, dx_SD: Tensor, index_S: Tensor, inverse_NK: Tensor, offsets: Tensor, side: Tensor
+        self,
+        dx_SD: Tensor,
+        index_S: Tensor,
+        inverse_NK: Tensor,
+        offsets: Tensor,
+        side: Tensor,
+        *,
+        singles: None,
     ) -> Any:
         return self.start(dx_SD, inverse_NK, side, E // R, back=True)
 
-    def send_sums(self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any) -> Any:
+    def send_sums(
+        self, signal: Any, index_S: Tensor, inverse_NK: Tensor, *rest: Any, singles: None
+    ) -> Any:
         sent = self.start(signal.out_SN, inverse_NK, inverse_NK.new_empty(0), E // R, back=True)
         self.made = weakref.ref(signal.out_SN)
         return sent, functools.partial(lambda _: None, signal)

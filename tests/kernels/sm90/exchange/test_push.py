@@ -3,6 +3,9 @@
 Every wait must find what it waits for: nobody runs meanwhile.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -189,20 +192,28 @@ class Sums:
                 self.progress[SUMS.COUNTS + waves[-1]] += self.counts
         return waves
 
-    def launch(self, ctas: int) -> None:
+    def launch(self, ctas: int, singles: Sequence[Any] = ()) -> None:
         made = (self.waves, self.tile_rows, self.counts, self.bits)
-        self._launch(made, [], (self.begin + self.rest, 0, ctas))
+        self._launch(made, [], (self.begin + self.rest, 0, ctas), singles)
 
-    def launch_once(self, side: list[int]) -> None:
+    def launch_once(self, side: list[int], singles: Sequence[Any] = ()) -> None:
         """All is there, and side data go along."""
-        self._launch((1, 1, 0, 0), side, (self.begin, 1, self.begin))
+        self._launch((1, 1, 0, 0), side, (self.begin, 1, self.begin), singles)
 
-    def _launch(self, made: tuple[int, ...], side: list[int], how: tuple[int, ...]) -> None:
+    def _launch(
+        self,
+        made: tuple[int, ...],
+        side: list[int],
+        how: tuple[int, ...],
+        singles: Sequence[Any],
+    ) -> None:
         plan = (self.plan.row_index_S, self.plan.inverse_NK, self.plan.offsets)
         memory = [words(self.y), *(t.flatten().tolist() for t in plan), side]
         shared = self.ranks.buffers(1, self.ranks.rows, self.ranks.side, self.ranks.flags)
         pointers = [*map(simt.Pointer, memory), *shared, simt.Pointer(self.progress)]
-        kernel = SUMS.CombinePushKernel(SUMS.CombinePushConfig(self.K, 2, side=bool(side)))
+        sent = dict(side=bool(side), singles=bool(singles))
+        kernel = SUMS.CombinePushKernel(SUMS.CombinePushConfig(self.K, 2, **sent))
+        pointers += singles or [None] * 4
         kernel(*pointers, (self.T, self.D // 8, self.local, 1, LIMIT, *made, *how), None)
 
     def wanted(self, target: int, before: int) -> dict[int, list[int]]:
@@ -219,6 +230,7 @@ class SumsOfOwn(Sums):
 
     def planned(self, plan: ExpertPlan) -> ExpertPlan:
         self.local -= 2
+        self.inverse_NK = plan.inverse_NK
         offsets, inverse_NK = plan.offsets[: self.local + 1], plan.inverse_NK
         assert inverse_NK is not None and plan.offsets[-1] > offsets[-1]
         alone_NK = (inverse_NK >= offsets[-1]) | (inverse_NK % 5 == 2)
@@ -247,17 +259,34 @@ def test_sums_are_those_of_combine_where_their_tokens_are(
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_sums_of_own_experts_leave_guests_rows_alone(once: bool) -> None:
+def test_rows_that_are_in_no_sum_go_by_themselves(once: bool) -> None:
     way = SumsOfOwn(9, 0, 4)
+    T, K, size = way.T, way.K, way.D // 2
+    every_NK, sums_NK = way.inverse_NK, way.plan.inverse_NK
+    alone = ((every_NK >= 0) & (sums_NK < 0)).flatten().nonzero().flatten()
+    pairs = alone[torch.randperm(len(alone))].tolist()
+    memory = [way.ranks.canary * (K * T) for _ in range(2)]
+    given = [*pairs, *[-1] * 5], [len(pairs)], every_NK.flatten().tolist()
+    where = [simt.Pointer(m).toint() for m in memory]
+    singles = [*map(simt.Pointer, given), simt.Pointer(where)]
     if once:
         way.progress = [0] * SUMS.PROGRESS
-        way.launch_once(list(range(8)))
+        way.launch_once(list(range(8)), singles)
     else:
         way.launch(way.begin)
-        way.launch(way.rest)
+        way.launch(way.rest, singles)
+    wanted: list[dict[int, list[int]]] = [{}, {}]
+    for pair in pairs:
+        row = int(every_NK.flatten()[pair])
+        n, k = divmod(pair, K)
+        wanted[n // T][k * T + n % T] = words(way.y[row : row + 1])
     for target in range(2):
         way.ranks.check(target, way.wanted(target, 4))
+        for at in range(K * T):
+            got = memory[target][at * size : (at + 1) * size]
+            assert got == wanted[target].get(at, way.ranks.canary), (target, at)
     assert way.ranks.state[1][0] == 1 and not any(way.progress)
+    assert len(pairs) > 2 * SUMS.WARPS * way.rest, "some warps have several"
 
 
 @WAYS
