@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
 from triton.language.extra.cuda import globaltimer
 
 from phalanx.kernels.sm90.exchange.peer_buffers import (
@@ -139,8 +138,11 @@ def _raise(flags_R, number, ranks, epoch):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _await(flags_R, part, rank, ranks, epoch, limit, report, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Until all ranks have raised a part's flag; after `limit` ns that is reported, and an error."""
+def _await(  # type: ignore[no-untyped-def]
+    flags_R, part, rank, ranks, epoch, limit, report, RANKS: tl.constexpr
+):
+    """Until all ranks have raised a part's flag; after `limit` ns it reports who has not, and stops
+    with an error."""
     own = tl.load(flags_R + rank) + 4 * part * RANKS
     for r in range(ranks):
         flag = (own + 4 * r).to(tl.pointer_type(tl.int32))

@@ -69,7 +69,9 @@ def test_kernels_know_which_waves_they_wait_for(slots: int) -> None:
     assert memory.ready is not None
     flags, epoch, report, _, ranks, experts = memory.ready.tolist()
     assert flags == memory._lent.flags_R[0] and other.ready[0] == memory._lent.flags_R[1]
-    assert epoch == memory._lent.state[SEEN:].data_ptr() and report == memory._lent.report.data_ptr()
+    assert (
+        epoch == memory._lent.state[SEEN:].data_ptr() and report == memory._lent.report.data_ptr()
+    )
     assert (ranks & 0xFFFF, ranks >> 16) == (R, MAX_RANKS)
     waves = len(memory._begins_W) - 1
     assert (experts & 0xFFFF, experts >> 16) == (slots, waves) and 1 <= waves <= MAX_WAVES

@@ -9,8 +9,7 @@ import inspect
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -394,7 +393,7 @@ WAITING = (
     ("wait_fc1 fc1_act", "fc1_act ready"),
     ("rows rows", "rows wait_fc1 rows"),
 )
-"""Where kernels wait for weights themselves; who reads biases, or fc1 again, waits for all of it."""
+"""Where kernels wait for weights themselves. Who reads biases, or fc1 again, waits for them all."""
 
 
 @pytest.mark.parametrize("waits", [False, True])
