@@ -30,7 +30,7 @@ KINDS = (
     (
         "exchange",
         r"PushKernel|WaitPeersKernel|ArriveKernel|nccl|gloo:|c10d::|_(Spread|Collect)(Backward)?$"
-        r"|lend_kernel|take_back_kernel|send_singles",
+        r"|lend_kernel|give_back_kernel|take_back_kernel",
     ),
     (
         "experts",

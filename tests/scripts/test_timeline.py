@@ -40,7 +40,7 @@ TRITON = {
     "routing.clone_routing_triton.place_kernel": "plan, sums",
     "routing.split_order_triton.split_order_kernel": "plan, sums",
     "clones.rows_triton.part_rows_kernel": "plan, sums",
-    "clones.rows_triton.send_singles_kernel": "exchange",
+    "clones.weights_triton.give_back_kernel": "exchange",
     "clones.rows_triton.sum_singles_kernel": "plan, sums",
     "clones.weights_triton.lend_kernel": "exchange",
     "clones.weights_triton.take_back_kernel": "exchange",

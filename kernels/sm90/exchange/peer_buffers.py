@@ -8,6 +8,7 @@ compiler.
 Legend: R ranks, T tokens of a rank, D hidden, K slots of a token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,7 +111,7 @@ class BufferLayout:
 
 def wave_begins(local: int, waves: int) -> list[int]:
     """The first expert of each wave (`kernels.sm90.exchange.waves`), and behind the last one."""
-    before = range(waves + 1)
+    before: Sequence[int] = range(waves + 1)
     if waves < local:
         before = [2**w - 1 if w <= 3 else 6 * w - 11 for w in before]
     return [-(-local * parts // before[-1]) for parts in before]
