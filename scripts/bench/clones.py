@@ -79,17 +79,19 @@ def clones(bench: RankBench, model: Model, tokens: int) -> list[Record]:
 
 
 def rows(bench: RankBench, model: Model, tokens: int) -> list[Record]:
-    """Dispatch of rows that are quantised first, against rows in bf16; and these quantised last.
-    Then a layer of FP8 experts with rows of either kind, as of the suite `clones`."""
+    """Dispatch of rows that are quantised first, against rows in bf16; and these quantised last:
+    until all have come, with as many SMs as beside experts. Then a layer of FP8 experts with rows
+    of either kind, as of the suite `clones`."""
     shape = model.shape(tokens)
     if why := _cannot(bench):
         return [Record("rows", shape, "-", "-", bench.mode, note=why)]
     sides, made = bench.sides("rows", shape), []
+    where_to = bench.transports[0], bench, model
     for kind in KINDS:
         where = dict(rank=bench.rank, device=bench.clock.device)
         given = inputs(bench, model, routed(kind, tokens, model.experts, model.top_k, **where))
         plain, fp8 = (
-            dispatcher(bench.transports[0], bench, model, given, dist.group.WORLD, recipe=recipe)
+            dispatcher(*where_to, given, dist.group.WORLD, bench.comm_sms, recipe=recipe)
             for recipe in (None, Fp8Block())
         )
 
@@ -147,7 +149,10 @@ def _wrong(expected: list[Tensor], found: Tensor | tuple[Tensor, ...]) -> str:
 
 @torch.no_grad()
 def _dispatch(ready: Dispatcher, given: Inputs) -> Received:
-    return ready.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
+    received = ready.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
+    if received.overlap is not None:
+        received.overlap.wait_rows()
+    return received
 
 
 def _cannot(bench: RankBench) -> str:
