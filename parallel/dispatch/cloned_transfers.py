@@ -19,8 +19,10 @@ waiting for some, and would then be sent when own experts have finished.
 
 Kernels of one stream follow each other, and a push makes a fence of system scope before it raises
 its flags (`kernels.sm90.exchange.push.last_of_all`), which therefore show all that kernels before
-it have written, of whatever kind their stores were. Whoever waits for flags does so in a kernel of
-its own (`wait_peers`), so that TMA loads of a later kernel need no fence of proxies.
+it have written, of whatever kind their stores were. Who waits for flags mostly does so in a kernel
+of its own (`wait_peers`), so that TMA loads of a later kernel need no fence of proxies. Two kernels
+wait by themselves: guests' first GEMM, which has that fence (`kernels.sm90.exchange.ready`), and
+the one that adds gradients, which loads no memory by TMA.
 
 Why each of these memories can be one for all layers, though no flag says that it has been read:
 between any two times that rank A writes to memory of rank B, or over what B reads, A waits for an

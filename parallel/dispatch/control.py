@@ -1,11 +1,10 @@
-"""Exchanges of side data alone between the GPUs of a node, and signals: what `symm` sends before it
-knows where tokens go, and when memory of others has been written (`parallel.dispatch.clones`).
+"""Exchanges of side data alone between the GPUs of a node: what `symm` sends before it knows where
+tokens go (`parallel.dispatch.clones`).
 
 Legend: T tokens per rank, D hidden, K slots of a token, R ranks.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +22,7 @@ HIDDEN = 8
 
 
 class Control:
-    """Side data to all ranks, and signals to them, without rows.
+    """Side data to all ranks, without rows, and a stream for what runs beside the experts.
 
     Args:
         exchange: of one token with one slot, as many pairs of side data as the main one.
@@ -35,18 +34,17 @@ class Control:
         self._row = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=device)
         self._nobody = torch.full((1, 1), -1, dtype=torch.int32, device=device)
 
-    def send(self, side: Tensor | None = None) -> "Transfer":
-        """After what the current stream has been given."""
-        sent = self._row.new_empty(0) if side is None else side
-        return self._exchange.start(self._row, self._nobody, sent, 1, all_sms=side is not None)
+    def send(self, side: Tensor) -> "Transfer":
+        """After what the current stream has been given, with all SMs."""
+        return self._exchange.start(self._row, self._nobody, side, 1, all_sms=True)
 
     def aside(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Call `launch` on the stream of signals, after what the current one has been given and
-        before the next signal. Returns what lets the current one wait for that."""
+        """Call `launch` on the stream of this exchange, after what the current one has been given.
+        Returns what lets the current one wait for that."""
         return self._exchange.aside(launch)
 
     def wait(self, transfer: "Transfer") -> None:
-        """What all ranks have written before they sent it is there."""
+        """Side data of all ranks have come."""
         self._exchange.wait(transfer)
 
     def side(self, transfer: "Transfer", size: int) -> Tensor:
@@ -70,8 +68,7 @@ def control_of(
 ) -> Control:
     """That of a group, beside the exchange of a shape, whose routing it can send.
 
-    It has a stream of its own if the exchange has, on which a push has one SM unless it gets all.
+    It has a stream of its own if the exchange has.
     """
     key = ("control", group, tokens, hidden, slots, options)
-    how = replace(options, comm_sms=min(options.comm_sms, 1))
-    return connected(key, lambda: _Connection(group, tokens * slots, how)).control
+    return connected(key, lambda: _Connection(group, tokens * slots, options)).control
