@@ -26,6 +26,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import (
+    Quantized,
     QuantizedColumns,
     dequantize_columns,
     dequantize_weights,
@@ -82,7 +83,10 @@ class EmulatedFP8(FP8Operands, OverExact):
         h_SH, a_SF = self._exact.fc1_act(x, fc1_, plan, act, keep_h=keep_h, ready=ready)
         if isinstance(h_SH, Tensor) and self._recipe.hidden == "fp8":
             h_SH = quantize_rows(h_SH, fc1.parts)
-        return h_SH, self.quantize(a_SF)
+        return h_SH, self._activations(a_SF, plan)
+
+    def _activations(self, a_SF: Tensor, plan: ExpertPlan) -> Quantized:
+        return self.quantize(a_SF)
 
     def rows(self, a_SI: Rows, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         a = in_dtype(Operand(a_SI, parts=linear.parts_in), linear.weight_LOI.dtype)
@@ -103,12 +107,15 @@ class EmulatedFP8(FP8Operands, OverExact):
         h = in_dtype(Operand(h_SH, parts=parts), dtype)
         made = self._exact.fc2_dgrad_dact(dy, _through_fp8(fc2), h, plan, act, ready=ready)
         dh, a = made.dh_SH, made.a_SF
-        dh_rows = quantize_rows(dh, parts, self._grad)
+        dh_rows = self._hidden_gradient(dh, parts, plan)
         if self._recipe.wgrad == "bf16":
             return made._replace(dh_SH=dh_rows, dh_columns=dh)
         a_columns = self._columns(a, plan, 1, torch.float8_e4m3fn)
         dh_columns = self._columns(dh, plan, parts, self._grad)
         return made._replace(dh_SH=dh_rows, a_SF=a_columns, dh_columns=dh_columns)
+
+    def _hidden_gradient(self, dh_SH: Tensor, parts: int, plan: ExpertPlan) -> Quantized:
+        return quantize_rows(dh_SH, parts, self._grad)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
         dtype = torch.bfloat16

@@ -1,0 +1,121 @@
+#!/usr/bin/env python
+"""Which share of the numbers that go through FP8 becomes zero in training.
+
+    python scripts/fp8_zeros.py OVERRIDES
+
+Trains as train.py does, with kernels=torch and precision=fp8_block, whose operands have the bytes
+of the fused kernels, without a graph, and counts on rank 0 what was not zero and is after it was
+quantised to rows in FP8:
+
+  x     inputs of experts and of other linear layers
+  a     activations of experts, inputs of fc2
+  dy    gradients of outputs
+  dh    gradients before the activation of experts
+
+All steps of the run count alike: to look at a trained model, resume its checkpoint for a few.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from phalanx import train
+from phalanx.kernels.expert_mlp import providers
+from phalanx.kernels.expert_mlp.backend import Rows
+from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.quantize.blocks import Quantized
+
+ADDED = ("kernels=torch", "precision=fp8_block", "run.graph=off")
+_MAGNITUDE = 0x7F
+"""Of a number in FP8, all bits but the sign."""
+
+
+class Zeros:
+    """Of each operand, numbers that were not zero, and those of them that are after it."""
+
+    def __init__(self) -> None:
+        self._some, self._lost = Counter[str](), Counter[str]()
+
+    def add(self, operand: str, x: Tensor, data: Tensor) -> None:
+        """A matrix, and what it became in FP8."""
+        some = x != 0
+        lost = some & (data.view(torch.uint8) & _MAGNITUDE == 0)
+        self._some[operand] += int(some.sum())
+        self._lost[operand] += int(lost.sum())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {name: self._lost[name] / some for name, some in self._some.items() if some}
+
+    def table(self) -> str:
+        lines = [f"{name:4}{share:12.4%}" for name, share in self.shares.items()]
+        return "\n".join(("of numbers that were not zero, in FP8 are", *lines))
+
+
+class Counting(EmulatedFP8):
+    """The recipe by a backend without, which tells `zeros` what it quantises."""
+
+    zeros: Zeros
+
+    def quantize(self, x: Rows, *, gradient: bool = False) -> Quantized:
+        made = super().quantize(x, gradient=gradient)
+        if isinstance(x, Tensor):
+            self.zeros.add("dy" if gradient else "x", x, made.data)
+        return made
+
+    def _activations(self, a_SF: Tensor, plan: ExpertPlan) -> Quantized:
+        made = super().quantize(a_SF)
+        return self._of_experts("a", a_SF, made, plan)
+
+    def _hidden_gradient(self, dh_SH: Tensor, parts: int, plan: ExpertPlan) -> Quantized:
+        made = super()._hidden_gradient(dh_SH, parts, plan)
+        return self._of_experts("dh", dh_SH, made, plan)
+
+    def _of_experts(self, operand: str, x: Tensor, made: Quantized, plan: ExpertPlan) -> Quantized:
+        rows = int(plan.offsets[-1])  # behind them are any numbers
+        self.zeros.add(operand, x[:rows], made.data[:rows])
+        return made
+
+
+@contextmanager
+def counting() -> Iterator[Zeros]:
+    """All that `kernels=torch precision=fp8_block` quantises in this process counts."""
+    zeros = Zeros()
+
+    def counted(*given: Any) -> Counting:
+        made = Counting(*given)
+        made.zeros = zeros
+        return made
+
+    providers.provider.cache_clear()
+    try:
+        with mock.patch.object(providers, "EmulatedFP8", counted):
+            yield zeros
+    finally:
+        providers.provider.cache_clear()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line. Returns the exit code of the run."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0 if argv else 2
+    with counting() as zeros:
+        code = train.main([*argv, *ADDED])
+    if not code:
+        print(zeros.table())
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
