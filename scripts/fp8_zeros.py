@@ -15,6 +15,7 @@ quantised to rows in FP8:
 All steps of the run count alike: to look at a trained model, resume its checkpoint for a few.
 """
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -112,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         return 0 if argv else 2
     with counting() as zeros:
         code = train.main([*argv, *ADDED])
-    if not code:
+    if not code and os.environ.get("RANK", "0") == "0":
         print(zeros.table())
     return code
 

@@ -7,7 +7,6 @@ Legend: R ranks, L own experts of a rank, G guest slots of a rank.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,6 +20,7 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,
     MAX_WAVES,
     SEEN,
+    PeerBuffers,
 )
 
 _WARPS = 16
@@ -228,38 +228,19 @@ def take_back_kernel(  # type: ignore[no-untyped-def]
             tl.debug_barrier()
 
 
-class Flags(NamedTuple):
-    """Of lending, or of giving back: what a rank raises at all ranks, by the number of the call,
-    from 1. A call of lending has, in turn,
-
-        parts 0 to MAX_WAVES - 1   a wave of the slots has weights of the layer that is lent first
-        SECOND                     all slots have those of the other one
-        RUNNING                    of this rank alone: `lend` has its SMs
-
-    and one of giving back has
-
-        0 and 1    gradients of fc1, and of fc2, are complete
-        RUNNING    of this rank alone: `take_back` has its SMs
-    """
-
-    flags_R: Tensor
-    """int64, addresses of each rank's: int32 [MAX_WAVES + 2, MAX_RANKS], a flag of every rank; 0
-    at first."""
-    state: Tensor
-    """int32 [STATE] of `kernels.sm90.exchange.peer_buffers`, 0 at first."""
-
-
+# A rank raises flags at all ranks, by the number of the call, from 1. `PeerBuffers` of lending and
+# of giving back have no rows and no side data, and int32 [MAX_WAVES + 2, MAX_RANKS] flags, 0 at
+# first: in a call of lending
+#
+#     parts 0 to MAX_WAVES - 1   a wave of the slots has weights of the layer that is lent first
+#     SECOND                     all slots have those of the other one
+#     RUNNING                    of this rank alone: `lend` has its SMs
+#
+# and in one of giving back
+#
+#     0 and 1    gradients of fc1, and of fc2, are complete
+#     RUNNING    of this rank alone: `take_back` has its SMs
 SECOND, RUNNING = MAX_WAVES, MAX_WAVES + 1
-
-
-class Waiting(NamedTuple):
-    """How `take_back` waits for the others."""
-
-    report: Tensor
-    """int32 [4] of `kernels.sm90.exchange.peer_buffers.PeerBuffers`."""
-    limit_ms: int
-    """Milliseconds after which it stops with an error."""
-
 
 Lending = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """A layer's weights, and biases or None, as in `lend`; and int64 addresses of each rank's slots for
@@ -270,9 +251,8 @@ def lend(
     layers: Sequence[Lending],
     expert_RG: Tensor,
     begins_W: Tensor,
-    flags: Flags,
+    buffers: PeerBuffers,
     *,
-    rank: int,
     sms: int,
 ) -> None:
     """`kernels.clones.weights.lend` of two layers, in one launch: kernels that follow would wait
@@ -283,8 +263,7 @@ def lend(
             16 bytes, as in all memory of slots.
         expert_RG: int32, contiguous.
         begins_W: int32, `kernels.sm90.exchange.peer_buffers.wave_begins` of G slots.
-        flags: of lending.
-        rank: this one.
+        buffers: of lending.
         sms: SMs that it takes.
 
     Raises:
@@ -300,8 +279,8 @@ def lend(
         given += [own_L.view(len(own_L), -1).view(torch.int32) for own_L in both]
         given += [w_memory_R, b_memory_R, *words]
     lend_kernel[(sms,)](
-        *(*given, expert_RG, begins_W, *flags),
-        *(len(begins_W) - 1, rank, R, len(layers[0][0]), G),
+        *(*given, expert_RG, begins_W, buffers.flags_R, buffers.state),
+        *(len(begins_W) - 1, buffers.rank, R, len(layers[0][0]), G),
         BIAS=layers[0][1] is not None,
         NEXT_BIAS=layers[1][1] is not None,
         EPOCH_AT=EPOCH,
@@ -315,11 +294,11 @@ def lend(
     )
 
 
-def give_back(flags: Flags, layer: int, *, rank: int) -> None:
+def give_back(buffers: PeerBuffers, layer: int) -> None:
     """Say to all ranks that gradients of a layer, 0 for fc1 and then 1 for fc2, which kernels
     before this one have made in this rank's slots, are complete."""
     give_back_kernel[(1,)](
-        *(*flags, layer, rank, len(flags.flags_R)),
+        *(buffers.flags_R, buffers.state, layer, buffers.rank, len(buffers.flags_R)),
         LAST=layer == 1,
         EPOCH_AT=EPOCH,
         SEEN_AT=SEEN,
@@ -332,11 +311,9 @@ def take_back(
     own_L: Tensor,
     expert_RG: Tensor,
     memory_R: Tensor,
-    flags: Flags,
-    waiting: Waiting,
+    buffers: PeerBuffers,
     *,
     layer: int,
-    rank: int,
     sms: int,
 ) -> None:
     """`kernels.clones.weights.take_back`, once all ranks have given a layer's gradients back for
@@ -348,16 +325,16 @@ def take_back(
     Args:
         own_L, expert_RG: as of `lend`.
         memory_R: int64, addresses of [G, ...] of each rank.
-        flags: of giving back.
-        waiting: for how long.
+        buffers: of giving back.
         layer: as of `give_back`.
-        rank, sms: as of `lend`.
+        sms: as of `lend`.
     """
     R, G = expert_RG.shape
     _check(own_L)
     take_back_kernel[(sms,)](
-        *(own_L, expert_RG, memory_R, *flags, waiting.report),
-        *(layer, 1_000_000 * waiting.limit_ms, own_L[0].numel(), rank, R, len(own_L), G),
+        *(own_L, expert_RG, memory_R, buffers.flags_R, buffers.state, buffers.report),
+        *(layer, 1_000_000 * buffers.limit_ms, own_L[0].numel()),
+        *(buffers.rank, R, len(own_L), G),
         EPOCH_AT=EPOCH,
         RANKS=MAX_RANKS,
         RUNNING=RUNNING,

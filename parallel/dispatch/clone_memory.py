@@ -27,12 +27,11 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
 from phalanx.parallel.dispatch.exchange import PeerMemory, SymmOptions, connected
 
 if TYPE_CHECKING:
-    from phalanx.kernels.clones.weights_triton import Flags
     from phalanx.kernels.sm90.exchange.combine_push import Singles
 
 _ALIGN = 256
 FLAG_BYTES = _ALIGN * -(-4 * MAX_RANKS * (MAX_WAVES + 2) // _ALIGN)
-"""Of `kernels.clones.weights_triton.Flags`, of lending and then of giving back."""
+"""Of flags of lending, and as many of giving back (`kernels.clones.weights_triton`)."""
 
 
 class _Kept:
@@ -105,7 +104,7 @@ class GuestMemory(_Kept):
 
     Args:
         group: expert-parallel.
-        slots: G.
+        slots: G, one at least.
         own: weights of the shape and dtype of a layer's.
         options: SMs that copy beside other kernels, and the timeout of a wait for the others.
     """
@@ -133,12 +132,10 @@ class GuestMemory(_Kept):
         self._grads_R = [self._addresses(begin) for begin in layout.grads]
         self._limit_ms = int(1000 * options.timeout)
         self._lent, self._given_back = self._flags(0), self._flags(FLAG_BYTES)
-        # A GEMM goes by waves of the slots, which a rank without any has not.
         waves = min(WAVES, slots)
-        begins = wave_begins(slots, waves) if slots else [0, 0]
-        self._begins_W = torch.tensor(begins, dtype=torch.int32).to(self._peers.memory.device)
-        self._last_wave = max(waves, 1) - 1
-        self.ready = self._ready_words(slots, waves) if slots else None
+        begins_W = torch.tensor(wave_begins(slots, waves), dtype=torch.int32)
+        self._begins_W, self._last_wave = begins_W.to(self._peers.memory.device), waves - 1
+        self.ready = self._ready_words(slots, waves)
         """What kernels wait for (`kernels.sm90.exchange.ready`) before they read weights of the
         layer that was lent first in the last call."""
 
@@ -179,8 +176,7 @@ class GuestMemory(_Kept):
             for layer in (LAYERS if first == "fc1" else LAYERS[::-1])
         ]
         sms = self._comm_sms or _sms(own.w1)
-        flags = self._of_kernel(self._lent)
-        lend(layers, expert_RG, self._begins_W, flags, rank=self._rank, sms=sms)
+        lend(layers, expert_RG, self._begins_W, self._lent, sms=sms)
 
     def wait_lending(self) -> None:
         """Let the current stream wait until `lend` has its SMs, which other kernels would take.
@@ -203,7 +199,7 @@ class GuestMemory(_Kept):
         complete: fc1, then fc2."""
         from phalanx.kernels.clones.weights_triton import give_back
 
-        give_back(self._of_kernel(self._given_back), LAYERS.index(layer), rank=self._rank)
+        give_back(self._given_back, LAYERS.index(layer))
 
     def take_back(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
@@ -211,15 +207,13 @@ class GuestMemory(_Kept):
         """Add gradients of guests everywhere to those of a layer's weight and bias of own experts,
         in place, when all ranks have given them back; `beside` other kernels, to which it leaves
         most SMs."""
-        from phalanx.kernels.clones.weights_triton import Waiting, take_back
+        from phalanx.kernels.clones.weights_triton import take_back
 
         sms = self._comm_sms if beside else 0
-        flags = self._of_kernel(self._given_back)
-        waiting = Waiting(self._given_back.report, self._limit_ms)
         for grad, memory_R in zip(own, of_layer(self._grads_R, layer), strict=True):
             if grad is not None:
-                how = dict(layer=LAYERS.index(layer), rank=self._rank, sms=sms or _sms(grad))
-                take_back(grad, expert_RG, memory_R, flags, waiting, **how)
+                how = dict(layer=LAYERS.index(layer), sms=sms or _sms(grad))
+                take_back(grad, expert_RG, memory_R, self._given_back, **how)
 
     def wait_taking(self) -> None:
         """Let the current stream wait until `take_back` has its SMs."""
@@ -243,12 +237,6 @@ class GuestMemory(_Kept):
     def release(self) -> None:
         del self.weights, self.grads
         super().release()
-
-    @staticmethod
-    def _of_kernel(buffers: PeerBuffers) -> "Flags":
-        from phalanx.kernels.clones.weights_triton import Flags
-
-        return Flags(buffers.flags_R, buffers.state)
 
 
 def single_rows_of(group: dist.ProcessGroup, tokens: int, hidden: int, slots: int) -> SingleRows:

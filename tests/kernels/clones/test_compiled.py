@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from phalanx.kernels.clones import rows_triton, weights_triton
 from phalanx.kernels.clones.rows import Home
-from phalanx.kernels.sm90.exchange.peer_buffers import STATE
+from phalanx.kernels.sm90.exchange.peer_buffers import STATE, PeerBuffers
 from tests.kernels.triton_code import Code, launched
 
 T, D, K, R, L, G, S = 4096, 2880, 4, 4, 8, 2, 40000
@@ -22,6 +22,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Any:
 
 
 ADDRESSES = empty(R, dtype=torch.int64)
+BUFFERS = PeerBuffers(*[ADDRESSES] * 3, empty(STATE), empty(4), rank=2, limit_ms=120_000)
 HOME = Home(2, L, L + G)
 
 
@@ -52,22 +53,19 @@ def test_rows_are_added_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_and_their_gradients(dtype: torch.dtype, tmp_path: Path) -> None:
     own = empty(L, D, D, dtype=dtype)
-    how = dict(rank=2, sms=132)
     layer = own, empty(L, D, dtype=dtype), ADDRESSES, ADDRESSES
-    flags = weights_triton.Flags(ADDRESSES, empty(STATE))
-    waiting = weights_triton.Waiting(empty(4), 120_000)
-    taking = own, empty(R, G), ADDRESSES, flags, waiting
+    taking = own, empty(R, G), ADDRESSES, BUFFERS
     # Besides pieces, two counts of programs and the number of the call; and a report.
     for name, narrow, call in (
         (
             "lend_kernel",
             3,
-            lambda: weights_triton.lend([layer] * 2, empty(R, G), empty(G + 1), flags, **how),
+            lambda: weights_triton.lend([layer] * 2, empty(R, G), empty(G + 1), BUFFERS, sms=132),
         ),
         (
             "take_back_kernel",
             3,
-            lambda: weights_triton.take_back(*taking, layer=0, **how),
+            lambda: weights_triton.take_back(*taking, layer=0, sms=132),
         ),
     ):
         found = code(weights_triton, name, call, tmp_path)
@@ -78,6 +76,5 @@ def test_weights_and_their_gradients(dtype: torch.dtype, tmp_path: Path) -> None
 
 
 def test_gradients_are_given_back(tmp_path: Path) -> None:
-    flags = weights_triton.Flags(ADDRESSES, empty(STATE))
-    call = partial(weights_triton.give_back, flags, 1, rank=2)
+    call = partial(weights_triton.give_back, BUFFERS, 1)
     assert code(weights_triton, "give_back_kernel", call, tmp_path).threads == 32

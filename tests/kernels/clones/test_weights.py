@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_WAVES,
     SEEN,
     STATE,
+    PeerBuffers,
     wave_begins,
 )
 from tests.kernels.interpreter import interpret
@@ -73,14 +73,15 @@ def addresses(memory: Sequence[Tensor]) -> Tensor:
     return torch.tensor([m.data_ptr() for m in memory])
 
 
-def flags_of(device: torch.device) -> tuple[Tensor, list[Any]]:
+def flags_of(device: torch.device) -> tuple[Tensor, list[PeerBuffers]]:
     """Memory of flags [R, parts, MAX_RANKS], and what every rank's kernels are given of it."""
-    from phalanx.kernels.clones.weights_triton import Flags
-
     parts_RPR = torch.zeros(R, MAX_WAVES + 2, MAX_RANKS, dtype=torch.int32, device=device)
     where = addresses(parts_RPR.unbind()).to(device)
     states = torch.zeros(R, STATE, dtype=torch.int32, device=device)
-    return parts_RPR, [Flags(where, state) for state in states]
+    report = torch.zeros(4, dtype=torch.int32)
+    report = report.pin_memory() if device.type == "cuda" else report
+    of_ranks = enumerate(states)
+    return parts_RPR, [PeerBuffers(*[where] * 3, state, report, r, 10_000) for r, state in of_ranks]
 
 
 def give_and_take_all(held: Tensor, dtype: torch.dtype) -> None:
@@ -89,20 +90,17 @@ def give_and_take_all(held: Tensor, dtype: torch.dtype) -> None:
 
     device = held.device
     parts, flags = flags_of(device)
-    report = torch.zeros(4, dtype=torch.int32)
-    waiting = weights_triton.Waiting(report.pin_memory() if held.is_cuda else report, 10_000)
     for call in (1, 2):
         room = [drawn(G, *SHAPE, seed=10 * call + rank, dtype=torch.float32) for rank in range(R)]
         rooms = [m.to(device, copy=True) for m in room]
         where = addresses(rooms).to(device)
         for layer in (0, 1):
             for rank in range(R):
-                weights_triton.give_back(flags[rank], layer, rank=rank)
+                weights_triton.give_back(flags[rank], layer)
         for rank, layer in product(range(R), (0, 1)):
             own = drawn(L, *SHAPE, seed=rank, dtype=dtype)
             added = own.to(device, copy=True)
-            how = dict(layer=layer, rank=rank, sms=2)
-            weights_triton.take_back(added, held, where, flags[rank], waiting, **how)
+            weights_triton.take_back(added, held, where, flags[rank], layer=layer, sms=2)
             take_back(own, HELD, room, rank)
             assert torch.equal(added.cpu(), own)
         given = parts.cpu()
@@ -111,7 +109,7 @@ def give_and_take_all(held: Tensor, dtype: torch.dtype) -> None:
         assert torch.equal(running, call * torch.eye(R, dtype=torch.int32))
         for state in (f.state.cpu() for f in flags):
             assert state[EPOCH] == call and state[SEEN] == call
-    assert not waiting.report.any()
+    assert not flags[0].report.any()
 
 
 def lend_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
@@ -132,7 +130,7 @@ def lend_all(held: Tensor, dtype: torch.dtype, biases: bool) -> None:
             layers = [(w1, b1, *where[:2]), (w2, b2, *where[2:])]
             if not biases:
                 layers = [(w, None, *at) for w, _, *at in layers]
-            weights_triton.lend(layers, held, begins, flags[rank], rank=rank, sms=2)
+            weights_triton.lend(layers, held, begins, flags[rank], sms=2)
             for w, guests in list(zip(own, given, strict=True))[:: 1 if biases else 2]:
                 lend(w, HELD, guests, rank)
         for got, want in zip(there, given, strict=True):
