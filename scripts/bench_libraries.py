@@ -7,6 +7,7 @@
   adam       a step of the optimizer   against Transformer Engine's FusedAdam
   mla        rotary part of latent attention, against Megatron-Core's fused kernels
   attention  flash-attn-4, which `kernels.attention=fa4` runs, against the other backends
+  loss       and its gradient in one pass, against QuACK's and against two passes
   quantize   rows, weights and transposes to FP8, against a copy of as many bytes
 
 Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each. A comparison
@@ -20,12 +21,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from phalanx.scripts.bench import attention, libraries, quantize
+from phalanx.scripts.bench import attention, libraries, loss, quantize
 from phalanx.scripts.bench.comparison import HEAD, Row
 from phalanx.scripts.bench.facts import facts
 from phalanx.scripts.bench.measure import Bench, Gpu, reason
 
-PARTS = libraries.PARTS | {"attention": attention.attention, "quantize": quantize.quantizing}
+PARTS = libraries.PARTS | {
+    "attention": attention.attention,
+    "loss": loss.losses,
+    "quantize": quantize.quantizing,
+}
 
 
 def run(bench: Bench, parts: Sequence[str], sizes: libraries.Sizes) -> list[Row]:

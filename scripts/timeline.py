@@ -43,6 +43,7 @@ KINDS = (
         r"|pack_routing|block_sum|moe/(route|dispatch|combine)|phalanx::plan|_plan_|Router|_Spread|_Collect"
         r"|router_|part_rows|sum_singles|add_parts|count_chunks|place_kernel|split_order",
     ),
+    ("loss", r"cross_entropy|CrossEntropy"),
     ("norm", r"(?i)rms_?norm|layer_?norm|norm_weight_gradient"),
     ("rope", r"\brope|_rope|rotary|qkv_(part|join)"),
     ("MLA keys", r"\bmla_"),
@@ -52,15 +53,14 @@ KINDS = (
         r"|chunk_(fwd|bwd|local|scaled)|_w_u_|wy_repr|solve_tril|_inverse_kernel",
     ),
     ("GEMM", r"nvjet|gemm|xmma|cutlass|cublas|splitK|aten::(add|b|addb)?mm$|aten::linear$"),
-    ("loss", r"cross_entropy"),
     ("Adam", r"[aA]dam"),
     ("optimizer", r"muon_|multi_tensor|l2norm|square_sum|optimizer"),
     ("other", r""),
 )
 """Kind of an event: the first whose pattern is found in its name, or in what it ran inside of."""
 COLOURS = (
-    *("#c44e52", "#4c72b0", "#64b5cd", "#b8860b", "#da8bc3", "#937860", "#8172b3", "#55a868"),
-    *("#dd8452", "#ccb974", "#8c8c3c", "#b0b0b0"),
+    *("#c44e52", "#4c72b0", "#64b5cd", "#dd8452", "#b8860b", "#da8bc3", "#937860", "#8172b3"),
+    *("#55a868", "#ccb974", "#8c8c3c", "#b0b0b0"),
 )
 _SHORT = 72
 

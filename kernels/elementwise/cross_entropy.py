@@ -4,6 +4,9 @@ Logits are read once for the loss and once for the gradient, which takes their p
 their size is written in fp32 or kept beside them. Statistics of a row are combined over the ranks
 by the caller (`moe.model.loss`). The online softmax is that of arXiv 1805.02867.
 
+Where the gradient of every loss is known beforehand, `kernels.sm90.loss` needs one pass on Hopper,
+and `rescale_` corrects what was not as foretold.
+
 Megatron-Core's own loss takes the logits to fp32. Transformer Engine's `parallel_cross_entropy`
 writes the gradient forward and reads and writes it once more backward, to scale it, and is there
 only where Transformer Engine is.
@@ -50,6 +53,18 @@ def cross_entropy_gradient(logits, target, lse, grad, V, first, BLOCK: tl.conste
     tl.store(where, (p * tl.load(grad + row)).to(logits.dtype.element_ty), mask=at < V)
 
 
+@triton.jit
+def cross_entropy_rescale(gradient, grad, foretold, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(grad + row) / tl.load(foretold)
+    if tl.abs(factor - 1.0) > 1e-6:  # so far only sums of fp32 differ; NaN is none of them
+        start = gradient + row * V
+        for begin in range(0, V, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            x = tl.load(start + at, mask=at < V, other=0.0).to(tl.float32)
+            tl.store(start + at, (x * factor).to(gradient.dtype.element_ty), mask=at < V)
+
+
 def statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row: largest logit, sum of exp(logit - largest), logit of the target.
 
@@ -84,3 +99,18 @@ def gradient_(
     if N:
         grid = (N, triton.cdiv(V, _BLOCK))
         cross_entropy_gradient[grid](logits_NV, target_N, lse_N, grad_N, V, first, BLOCK=_BLOCK)
+
+
+def rescale_(gradient_NV: Tensor, grad_N: Tensor, foretold: Tensor) -> None:
+    """Multiply gradients of logits that were made with `foretold`, so that they are of `grad_N`.
+
+    Rows whose gradient is what was foretold are not touched.
+
+    Args:
+        gradient_NV: contiguous.
+        grad_N: fp32 gradient of each loss.
+        foretold: fp32, of one element, not 0.
+    """
+    N, V = gradient_NV.shape
+    if N:
+        cross_entropy_rescale[(N,)](gradient_NV, grad_N, foretold, V, BLOCK=_BLOCK)

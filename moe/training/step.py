@@ -18,6 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from phalanx.configs.schema import Config
+from phalanx.moe.model.loss import foretold
 from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
 from phalanx.moe.training.setup import Job
@@ -167,7 +168,7 @@ class Step:
     def _microbatches(self, inputs: Inputs, forward_only: bool = False) -> list[Any]:
         data = self.cfg.data
         return self.job.engine.forward_backward(
-            self.forward_step,
+            partial(self.forward_step, microbatches=len(inputs)),
             [iter(inputs) for _ in self.job.engine.chunks],
             microbatches=len(inputs),
             sequence=data.sequence_length * (data.micro_batch if data.document_mask else 1),
@@ -175,16 +176,31 @@ class Step:
             forward_only=forward_only,
         )
 
-    def forward_step(self, batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Any, Any]:
-        """Loss of the next micro-batch in a chunk, as Megatron-Core's schedules ask for it."""
+    def forward_step(
+        self, batches: Iterator[Batch], chunk: torch.nn.Module, *, microbatches: int
+    ) -> tuple[Any, Any]:
+        """Loss of the next of so many micro-batches in a chunk, as Megatron-Core's schedules ask
+        for it."""
         moving()
         batch = next(batches)
-        report = mean_loss if chunk.training else sample_losses
-        if self.cfg.data.document_mask:
-            counted = dict(mask_BS=batch["loss_mask"], labels_B=batch.get("labels_B"))
-            return self._packed(batch, chunk), partial(report, **counted)
-        output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        return output, report
+        report = partial(mean_loss if chunk.training else sample_losses, **_counted(batch))
+        with foretold(self._loss_gradient(batch, microbatches), batch["labels"]):
+            if self.cfg.data.document_mask:
+                return self._packed(batch, chunk), report
+            output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+            return output, report
+
+    def _loss_gradient(self, batch: Batch, microbatches: int) -> torch.Tensor:
+        """What `mean_loss` and the schedules make the gradient of each loss that counts."""
+        scale = self.job.engine.config.grad_scale_func or (lambda loss: loss)
+        counted, labels = _counted(batch), batch["labels"]
+        if not counted:
+            each = scale(1.0) / (labels.numel() * microbatches)
+            return torch.full((), each, dtype=torch.float32, device=labels.device)
+        labels_B = counted["labels_B"]
+        count = (counted["mask_BS"] if labels_B is None else labels_B).sum()
+        each_count: torch.Tensor = scale(1.0) / (_at_least_one(count) * microbatches)
+        return each_count
 
     def _packed(self, batch: Batch, chunk: torch.nn.Module) -> Any:
         """Output of a chunk for sequences of packed documents, which to the model are one."""
@@ -291,6 +307,13 @@ def sample_losses(
     loss_BS = loss_BS.float().view(mask_BS.shape) * mask_BS
     labels_B = mask_BS.sum(1) if labels_B is None else labels_B
     return total, count, report | {"samples": loss_BS.sum(1) / _at_least_one(labels_B)}
+
+
+def _counted(batch: Batch) -> dict[str, Any]:
+    """What `mean_loss` counts a micro-batch by, if not all its tokens count."""
+    if "loss_mask" not in batch:
+        return {}
+    return dict(mask_BS=batch["loss_mask"], labels_B=batch.get("labels_B"))
 
 
 def _at_least_one(labels: torch.Tensor) -> torch.Tensor:

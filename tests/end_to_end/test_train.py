@@ -252,12 +252,12 @@ def tokens_seen(rank: int) -> Iterator[list[tuple[int, str]]]:
     def step(self: Any) -> bool:
         forward = self.compute.forward_step
 
-        def watched(batches: Any, chunk: Any) -> Any:
+        def watched(batches: Any, chunk: Any, **named: Any) -> Any:
             batch = next(batches)
             for row in torch.cat((batch["tokens"], batch["labels"][:, -1:]), 1):
                 digest = hashlib.sha256(row.numpy().tobytes()).hexdigest()
                 seen.append((self.step + 1, digest))
-            return forward(iter([batch]), chunk)
+            return forward(iter([batch]), chunk, **named)
 
         self.compute.forward_step = watched
         try:

@@ -15,7 +15,7 @@ from phalanx.kernels.attention.rope import rope
 from phalanx.moe.router import fused_topk
 from phalanx.moe.router.scores import choose, probabilities
 from phalanx.scripts import bench_libraries
-from phalanx.scripts.bench import attention, libraries, quantize
+from phalanx.scripts.bench import attention, libraries, loss, quantize
 from phalanx.scripts.bench.comparison import Row, gap
 from phalanx.scripts.bench.libraries import Sizes
 from phalanx.scripts.bench.measure import Bench
@@ -175,6 +175,34 @@ def test_attention_beside_the_other_backends(there, monkeypatch, capsys):
         if row.gap is not None:
             assert row.gap.difference <= 0.02 * row.gap.largest
     assert len(capsys.readouterr().out.splitlines()) == len(made) + 3
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_loss_beside_two_passes(there, monkeypatch, capsys):
+    def stated(logits, target, factor=1.0):
+        x = logits.float().requires_grad_()
+        found = torch.nn.functional.cross_entropy(x, target, reduction="none")
+        logits.copy_(torch.autograd.grad(found.sum(), x)[0] * factor)
+        return found.detach()
+
+    def quack(logits, target, return_dx, inplace_backward):
+        assert return_dx and inplace_backward
+        return stated(logits, target, 1.5), logits
+
+    monkeypatch.setattr(loss, "VOCABULARIES", {"small": 40, "large": 72})
+    monkeypatch.setattr(loss, "_in_two_passes", stated)
+    monkeypatch.setattr(loss.one_pass, "cross_entropy_", lambda x, t, scale: stated(x, t))
+    module(monkeypatch, "quack.cross_entropy", cross_entropy_fwd=quack)
+    if not there:
+        monkeypatch.setitem(sys.modules, "quack.cross_entropy", None)
+    made = bench_libraries.run(Bench(Stopwatch(), 2), ["loss"], SMALL)
+    assert [row.library for row in made] == ["QuACK", "two passes"] * 2
+    for row in made:
+        lost = not there and row.library == "QuACK"
+        assert row.ours and (row.theirs is None) == lost == ("Error" in row.note)
+        if not lost:
+            wrong = row.library == "QuACK"
+            assert (row.gap.difference > 0.1) == wrong and row.gap.largest > 1
 
 
 def test_quantizing_beside_a_copy(monkeypatch, capsys):

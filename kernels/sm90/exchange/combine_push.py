@@ -74,6 +74,8 @@ _CHUNK = 16
 """Expert rows that a warp claims: what they are takes two loads, one after the other."""
 _PIECES = 8
 """16-byte accesses of a lane that are under way."""
+_COPIED = 6
+"""The same, where rows are only copied: with eight there are too few registers for some K."""
 _COLUMNS = 8
 """bf16 of a 16-byte access."""
 _WORDS = _COLUMNS // 2
@@ -393,26 +395,27 @@ class CombinePushKernel:
             turned = rotated(number, total, rank, ranks)
             pair = cute.make_tensor(pairs + turned, cute.make_layout(1))[0]
             row = cute.make_tensor(inverse + pair, cute.make_layout(1))[0]
-            n = pair // slots
-            at = (pair - n * slots) * T + n % T
+            n = Int32(Uint32(pair) // Uint32(slots))
+            target = Int32(Uint32(n) // Uint32(T))
+            at = (pair - n * slots - target) * T + n
             self._copy(
                 y.toint() + Int64(row) * width * 16,
-                addresses[n // T] + Int64(at) * width * 16,
+                addresses[target] + Int64(at) * width * 16,
                 width,
             )
 
     @cute.jit
     def _copy(self, source: Int64, target: Int64, width: Int32) -> None:
         """A row."""
-        for part in cutlass.range((width + _PIECES * _WARP - 1) // (_PIECES * _WARP)):
-            first = part * (_PIECES * _WARP) + cute.arch.lane_idx()
-            words = cute.make_rmem_tensor((_WORDS, _PIECES), Uint32)
-            for p in cutlass.range_constexpr(_PIECES):
+        for part in cutlass.range((width + _COPIED * _WARP - 1) // (_COPIED * _WARP)):
+            first = part * (_COPIED * _WARP) + cute.arch.lane_idx()
+            words = cute.make_rmem_tensor((_WORDS, _COPIED), Uint32)
+            for p in cutlass.range_constexpr(_COPIED):
                 if first + p * _WARP < width:
                     found = peer.load_global(source + Int64(first + p * _WARP) * 16)
                     for w in cutlass.range_constexpr(_WORDS):
                         words[w, p] = found[w]
-            for p in cutlass.range_constexpr(_PIECES):
+            for p in cutlass.range_constexpr(_COPIED):
                 if first + p * _WARP < width:
                     moved = [words[w, p] for w in range(_WORDS)]
                     ptx.store_global(target + Int64(first + p * _WARP) * 16, *moved)

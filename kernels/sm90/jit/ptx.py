@@ -61,6 +61,14 @@ def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 
 @dsl_user_op
+def multiply_add(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """a * b + c, rounded once."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [Float32(x).ir_value(**at) for x in (a, b, c)]
+    return Float32(_asm(T.f32(), values, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", at, pure=True))
+
+
+@dsl_user_op
 def lane(*, loc: Any = None, ip: Any = None) -> Int32:
     """The thread's lane, read anew: what is made of it is not kept in registers across a loop."""
     return Int32(_asm(T.i32(), [], "mov.u32 $0, %laneid;", "=r", dict(loc=loc, ip=ip)))
@@ -142,6 +150,52 @@ def cp_async_or_zero(
     values = [x.ir_value(**at) for x in (Int32(where), Int64(source), Int32(size))]
     code = "cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;"
     _asm(None, values, code, "r,l,r,~{memory}", at)
+
+
+@dsl_user_op
+def bulk_load(
+    where: Int32, source: Int64, size: Int32, barrier: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Start to copy from global to shared memory, in multiples of 16 bytes, which a barrier in
+    shared memory counts."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [x.ir_value(**at) for x in (Int32(where), Int64(source), Int32(size), Int32(barrier))]
+    kind = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    _asm(None, values, f"{kind} [$0], [$1], $2, [$3];", "r,l,r,r,~{memory}", at)
+
+
+@dsl_user_op
+def bulk_store(
+    target: Int64, where: Int32, size: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Start to copy from shared to global memory, in multiples of 16 bytes, as part of the thread's
+    next group of bulk copies."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [x.ir_value(**at) for x in (Int64(target), Int32(where), Int32(size))]
+    code = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
+    _asm(None, values, code, "l,r,r,~{memory}", at)
+
+
+@dsl_user_op
+def send_pair(
+    where: Int32,
+    barrier: Int32,
+    rank: Int32,
+    a: Float32,
+    b: Float32,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """Start to store two numbers, at a multiple of 8 bytes, in the shared memory of a CTA of the
+    cluster, whose barrier counts these bytes; both addresses are as in this CTA."""
+    at: Site = dict(loc=loc, ip=ip)
+    values = [Int32(x).ir_value(**at) for x in (where, barrier, rank)]
+    values += [Float32(x).ir_value(**at) for x in (a, b)]
+    store = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32"
+    code = "{.reg .b32 there, counted; mapa.shared::cluster.u32 there, $0, $2; "
+    code += f"mapa.shared::cluster.u32 counted, $1, $2; {store} [there], {{$3, $4}}, [counted];}}"
+    _asm(None, values, code, "r,r,r,f,f,~{memory}", at)
 
 
 @dsl_user_op

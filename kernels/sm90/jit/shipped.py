@@ -187,12 +187,23 @@ def _exchanges() -> Iterator[tuple[type, Any]]:
     yield WaitPeersKernel, WaitPeersConfig(8)
 
 
+def _loss() -> Iterator[tuple[type, Any]]:
+    from phalanx.kernels.sm90.loss.cross_entropy import (
+        CLUSTERS,
+        CrossEntropyConfig,
+        CrossEntropyKernel,
+    )
+
+    yield from ((CrossEntropyKernel, CrossEntropyConfig(cluster)) for cluster in CLUSTERS)
+
+
 def _shipped() -> Iterator[tuple[type, Any]]:
     yield from _gemms()
     yield from _fp8_gemms()
     yield from _other_gradients()
     yield from _routing()
     yield from _exchanges()
+    yield from _loss()
 
 
 def __getattr__(name: str) -> Any:

@@ -44,7 +44,7 @@ def of_training(overrides: list[str]) -> tuple[Tensor, Tensor]:
     tokens, labels = words()
     batch = {"tokens": tokens, "labels": labels, "position_ids": torch.arange(S).expand(2, S)}
     with torch.no_grad():
-        losses, _ = trainer.compute.forward_step(iter([batch]), chunk)
+        losses, _ = trainer.compute.forward_step(iter([batch]), chunk, microbatches=1)
         logits = chunk(tokens, batch["position_ids"], None)
     trainer.loader.close()
     return logits.float(), losses

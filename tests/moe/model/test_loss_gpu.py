@@ -1,10 +1,12 @@
 """The loss on a GPU against fp64, and weight gradients added inside the GEMM."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.moe.model.loss import cross_entropy
+from phalanx.moe.model.loss import cross_entropy, foretold
 from phalanx.parallel.megatron.weight_grad import Accumulate
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +42,50 @@ def test_cross_entropy(shape, dtype, group):
     rounding = 2**-8 if dtype == torch.bfloat16 else 2**-18
     bound = rounding * exact.grad.abs() + 1e-6
     assert bool(((given.grad.double() - exact.grad).abs() <= bound).all())
+
+
+def gradient(logits, labels, weight, group, told):
+    given = logits.clone().requires_grad_()
+    with nullcontext() if told is None else foretold(torch.tensor(told, device="cuda"), labels):
+        loss = cross_entropy(given, labels, group)
+    assert torch.equal(given.detach(), logits) == (told is None)
+    (loss * weight).sum().backward()
+    return loss.detach(), given.grad
+
+
+@pytest.mark.parametrize("shape", [(33, 2, 4096), (128, 1, 201088)])
+def test_gradients_that_are_foretold(shape, group):
+    S, B, V = shape
+    torch.manual_seed(1)
+    logits = (8 * torch.randn(shape, device="cuda")).bfloat16()
+    labels = torch.randint(V, (B, S), device="cuda")
+    told = 2.0**-9
+    weight = torch.full((B, S), told, device="cuda")
+    want_loss, want = gradient(logits, labels, weight, group, None)
+    loss, grad = gradient(logits, labels, weight, group, told)
+    torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=1e-5)
+    assert (grad == want).float().mean() > 0.999  # sums in another order
+    torch.testing.assert_close(grad, want, rtol=2**-7, atol=0)
+    # Tokens whose gradient is another, or none.
+    weight[0, :7] = torch.tensor([0.0, 1.0, -0.3, 2 * told, told, 0.0, 5e-7], device="cuda")
+    _, want = gradient(logits, labels, weight, group, None)
+    _, grad = gradient(logits, labels, weight, group, told)
+    torch.testing.assert_close(grad, want, rtol=2**-7, atol=0)
+    assert not grad[0, 0].any() and not grad[5, 0].any()
+
+
+def test_a_gradient_is_foretold_for_what_is_inside_alone(group):
+    logits = torch.zeros(2, 1, 64, device="cuda", dtype=torch.bfloat16)
+    labels = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
+    with foretold(torch.tensor(0.5, device="cuda"), labels):
+        cross_entropy(logits, labels, group)  # nobody asks for gradients
+        assert not logits.any()
+        given = logits.clone().requires_grad_()
+        cross_entropy(given, labels.clone(), group)  # of other labels
+        assert not given.any()
+    given = logits.clone().requires_grad_()
+    cross_entropy(given, labels, group)
+    assert not given.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,1 @@
+"""The loss of a language model in one pass over its logits."""

@@ -1,0 +1,85 @@
+"""What a step says of its losses beforehand."""
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+
+from phalanx.configs.load import load
+from tests.support.distributed import run_distributed
+from tests.support.looking import TINY
+
+pytestmark = pytest.mark.dist
+
+
+Seen = list[tuple[float | None, list[float]]]
+
+
+def gradients(overrides: list[str]) -> Seen:
+    """Inside a rank, of the losses that a step asks for: the gradient that was foretold, and the
+    different ones that came, in order."""
+    from phalanx.kernels.library_objects import replaced
+    from phalanx.moe.model import loss
+    from phalanx.moe.model.gpt import LanguageModel
+    from phalanx.moe.training.trainer import Trainer
+    from phalanx.parallel.fault.signals import StopSignal
+    from phalanx.parallel.runtime import start
+
+    seen: Seen = []
+    compute = LanguageModel.compute_language_model_loss
+
+    def watched(self: Any, labels: Any, logits: Any) -> Any:
+        told, found = loss.gradient_foretold(labels), compute(self, labels, logits)
+        value = None if told is None else told.item()
+        found.register_hook(lambda g: seen.append((value, g.unique().tolist())))
+        return found
+
+    runtime = start(seed=1, timeout=60, deterministic=False)
+    with (
+        replaced(LanguageModel, "compute_language_model_loss", watched),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        trainer = Trainer(load(overrides), runtime, StopSignal())
+        trainer._train_step()
+    trainer.loader.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("sequences", "layout"),
+    [
+        (12, ["data.micro_batch=2"]),  # 3 micro-batches of each of two data parallel ranks
+        (3, ["data.micro_batch=1", "parallel.tensor=2"]),
+        (3, ["data.micro_batch=1", "parallel.context=2"]),
+        (5, ["data.micro_batch=1", "parallel.pipeline=2", "model.layers=2"]),
+    ],
+)
+def test_gradients_are_foretold(sequences: int, layout: list[str], tmp_path: Any) -> None:
+    place = [f"run.dir={tmp_path}", f"data.cache={tmp_path}/cache", "parallel.expert=1"]
+    given = [*TINY, *place, *layout, f"data.global_batch={sequences}"]
+    first, last = run_distributed(gradients, 2, given)
+    assert bool(first) == ("parallel.pipeline=2" not in layout)
+    for seen in (first or last, last):
+        assert len(seen) == (sequences if sequences % 4 else sequences // 4)
+        for told, came in seen:
+            assert [told] == pytest.approx(came, rel=5e-7)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_gradients_of_tokens_that_count_are_foretold(context: int, tmp_path: Any) -> None:
+    place = [f"run.dir={tmp_path}", f"data.cache={tmp_path}/cache", "parallel.expert=1"]
+    given = ["data.document_mask=true", f"parallel.context={context}", "data.sequence_length=512"]
+    ranks = run_distributed(gradients, context, [*TINY, *place, *given])
+    losses = [loss for seen in ranks for loss in seen]
+    assert any(len(came) == 2 for _, came in losses)
+    for told, came in losses:
+        assert [told] == pytest.approx([g for g in came if g], rel=5e-7)
+
+
+def test_losses_of_multi_token_prediction_have_other_gradients(tmp_path: Any) -> None:
+    place = [f"run.dir={tmp_path}", f"data.cache={tmp_path}/cache", "model.mtp_layers=1"]
+    (seen,) = run_distributed(gradients, 1, [*TINY, *place])
+    assert len(seen) % 2 == 0 and sum(told is None for told, _ in seen) == len(seen) // 2
+    for told, came in seen:
+        assert told is None or [told] == pytest.approx(came, rel=5e-7)
