@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
-_PROGRAMS = 1056
-"""Of a tensor: 8 for each of a Hopper GPU's 132 SMs, and the same number everywhere."""
+_BLOCK = 2048
+_PROGRAMS = 2112
+"""Of a tensor: 16 for each of a Hopper GPU's 132 SMs, and the same number everywhere."""
 
 
 @triton.jit
