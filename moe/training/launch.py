@@ -174,9 +174,9 @@ def _yaml(value: Any) -> str:
 
 
 def _free(folder: Path, name: str) -> Path:
-    """A file of that name, numbered if there is one already."""
+    """A file of that name, numbered if there is one already, whose name comes after that one's."""
     path, number = folder / f"{name}.yaml", 1
     while path.exists():
         number += 1
-        path = folder / f"{name}-{number}.yaml"
+        path = folder / f"{name}_{number}.yaml"
     return path

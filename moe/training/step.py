@@ -193,14 +193,13 @@ class Step:
     def _loss_gradient(self, batch: Batch, microbatches: int) -> torch.Tensor:
         """What `mean_loss` and the schedules make the gradient of each loss that counts."""
         scale = self.job.engine.config.grad_scale_func or (lambda loss: loss)
-        counted, labels = _counted(batch), batch["labels"]
+        factor, counted, labels = scale(1.0) / microbatches, _counted(batch), batch["labels"]
         if not counted:
-            each = scale(1.0) / (labels.numel() * microbatches)
+            each = factor / labels.numel()
             return torch.full((), each, dtype=torch.float32, device=labels.device)
         labels_B = counted["labels_B"]
         count = (counted["mask_BS"] if labels_B is None else labels_B).sum()
-        each_count: torch.Tensor = scale(1.0) / (_at_least_one(count) * microbatches)
-        return each_count
+        return factor / _at_least_one(count).float()
 
     def _packed(self, batch: Batch, chunk: torch.nn.Module) -> Any:
         """Output of a chunk for sequences of packed documents, which to the model are one."""

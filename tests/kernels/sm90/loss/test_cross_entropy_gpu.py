@@ -6,6 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("cutlass")
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
 from phalanx.kernels.sm90.loss import cross_entropy as module
 
 pytestmark = pytest.mark.gpu
