@@ -57,7 +57,8 @@ def cross_entropy_gradient(logits, target, lse, grad, V, first, BLOCK: tl.conste
 def cross_entropy_rescale(gradient, grad, foretold, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(grad + row) / tl.load(foretold)
-    if tl.abs(factor - 1.0) > 1e-6:  # so far only sums of fp32 differ; NaN is none of them
+    same = tl.abs(factor - 1.0) <= 1e-6  # so far fp32 differs by its order; NaN is never the same
+    if not same:
         start = gradient + row * V
         for begin in range(0, V, BLOCK):
             at = begin + tl.arange(0, BLOCK)
