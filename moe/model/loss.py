@@ -9,7 +9,7 @@ Legend: N tokens, V vocabulary of this rank.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 class Foretold(NamedTuple):
     """What gradients of losses are going to be."""
 
-    gradient: Tensor
-    """fp32, of one element, not 0: of every loss that is wanted at all."""
+    gradient: Callable[[], Tensor]
+    """Makes it, fp32, of one element, not 0: of every loss that is wanted at all."""
     labels: int
     """Address of the labels that the losses are of."""
 
@@ -32,8 +32,9 @@ _FORETOLD: ContextVar[Foretold | None] = ContextVar("foretold", default=None)
 
 
 @contextlib.contextmanager
-def foretold(gradient: Tensor, labels: Tensor) -> Iterator[None]:
-    """Inside, losses of these labels are going to have this gradient.
+def foretold(gradient: Callable[[], Tensor], labels: Tensor) -> Iterator[None]:
+    """Inside, losses of these labels are going to have this gradient, which is asked for where it
+    is of use.
 
     Others are right too, to twice the rounding, but take a pass over the logits of their tokens.
     """
@@ -47,7 +48,7 @@ def foretold(gradient: Tensor, labels: Tensor) -> Iterator[None]:
 def gradient_foretold(labels: Tensor) -> Tensor | None:
     """That of losses of these labels, fp32, of one element; None if it is not known."""
     told = _FORETOLD.get()
-    return told.gradient if told is not None and told.labels == labels.data_ptr() else None
+    return told.gradient() if told is not None and told.labels == labels.data_ptr() else None
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -111,8 +112,9 @@ def cross_entropy(logits_SBV: Tensor, labels_BS: Tensor, group: dist.ProcessGrou
     """
     S, B, V = logits_SBV.shape
     target_N = labels_BS.t().reshape(-1)
-    logits_NV, gradient = logits_SBV.contiguous().view(-1, V), gradient_foretold(labels_BS)
-    if gradient is not None and _in_one_pass(logits_NV, group):
+    logits_NV = logits_SBV.contiguous().view(-1, V)
+    gradient = gradient_foretold(labels_BS) if _in_one_pass(logits_NV, group) else None
+    if gradient is not None:
         loss_N = ForetoldCrossEntropy.apply(logits_NV, target_N, gradient)
     else:
         loss_N = CrossEntropy.apply(logits_NV, target_N, group)

@@ -183,22 +183,28 @@ class Step:
         for it."""
         moving()
         batch = next(batches)
-        report = partial(mean_loss if chunk.training else sample_losses, **_counted(batch))
-        with foretold(self._loss_gradient(batch, microbatches), batch["labels"]):
+        counted, labels = _counted(batch), batch["labels"]
+        report = partial(mean_loss if chunk.training else sample_losses, **counted)
+        with foretold(partial(self._loss_gradient, labels, microbatches, **counted), labels):
             if self.cfg.data.document_mask:
                 return self._packed(batch, chunk), report
-            output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+            output = chunk(batch["tokens"], batch["position_ids"], None, labels=labels)
             return output, report
 
-    def _loss_gradient(self, batch: Batch, microbatches: int) -> torch.Tensor:
-        """What `mean_loss` and the schedules make the gradient of each loss that counts."""
+    def _loss_gradient(
+        self,
+        labels: torch.Tensor,
+        microbatches: int,
+        mask_BS: torch.Tensor | None = None,
+        labels_B: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What `mean_loss` and the schedules make the gradient of each loss that counts, fp32."""
         scale = self.job.engine.config.grad_scale_func or (lambda loss: loss)
-        factor, counted, labels = scale(1.0) / microbatches, _counted(batch), batch["labels"]
-        if not counted:
+        factor = scale(1.0) / microbatches
+        if mask_BS is None:
             each = factor / labels.numel()
             return torch.full((), each, dtype=torch.float32, device=labels.device)
-        labels_B = counted["labels_B"]
-        count = (counted["mask_BS"] if labels_B is None else labels_B).sum()
+        count = (mask_BS if labels_B is None else labels_B).sum()
         return factor / _at_least_one(count).float()
 
     def _packed(self, batch: Batch, chunk: torch.nn.Module) -> Any:

@@ -98,10 +98,15 @@ def compare(
     sides.run()
     rows = []
     for what, apart in zip(("forward", "backward"), gaps, strict=True):
-        found = [sides.time(side, what) for side in ("ours", library)]
-        ms = [None if time is None else time.ms for time in found]
+        ms = both_ms(sides, library, what)
         rows.append(Row(operation, library, what, *ms, apart, note_of(sides, note)))
     return rows
+
+
+def both_ms(sides: Sides, library: str, what: str, mode: str = "graph") -> list[float | None]:
+    """Of our side and of the library's; None of one that was not measured."""
+    found = [sides.time(side, what, mode) for side in ("ours", library)]
+    return [None if time is None else time.ms for time in found]
 
 
 def note_of(sides: Sides, note: str) -> str:

@@ -18,7 +18,7 @@ from phalanx.kernels.attention.qkv import HeadNorms, queries_keys_values
 from phalanx.kernels.attention.rope import rope_
 from phalanx.moe.router import fused_topk
 from phalanx.parallel.megatron.adam import AdamW
-from phalanx.scripts.bench.comparison import Operation, Row, compare, gap, note_of
+from phalanx.scripts.bench.comparison import Operation, Row, both_ms, compare, gap, note_of
 from phalanx.scripts.bench.measure import Bench, reason
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -344,8 +344,7 @@ def _step(
     except Exception as error:
         note = reason(error)
     sides.run()
-    times = [sides.time(side, "step", "eager") for side in ("ours", "TE")]
-    ms = [None if time is None else time.ms for time in times]
+    ms = both_ms(sides, "TE", "step", "eager")
     return Row(operation, "TE", "step", *ms, apart, note_of(sides, note))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.kernels.elementwise import cross_entropy as two_passes
 from phalanx.kernels.sm90.loss import cross_entropy as one_pass
-from phalanx.scripts.bench.comparison import Row, gap, note_of
+from phalanx.scripts.bench.comparison import Row, both_ms, gap, note_of
 from phalanx.scripts.bench.libraries import Sizes, drawn
 from phalanx.scripts.bench.measure import Bench, reason
 
@@ -56,8 +56,7 @@ def _measured(
         note = reason(error)
     sides.add("ours", "both", lambda: _in_one_pass(x, target))
     sides.run()
-    times = [sides.time(side, "both") for side in ("ours", library)]
-    ms = [None if time is None else time.ms for time in times]
+    ms = both_ms(sides, library, "both")
     return Row(at, library, "both", *ms, apart, note_of(sides, note))
 
 

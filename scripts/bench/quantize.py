@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.quantize import quantize
-from phalanx.scripts.bench.comparison import Row, note_of
+from phalanx.scripts.bench.comparison import Row, both_ms, note_of
 from phalanx.scripts.bench.libraries import Sizes, drawn
 from phalanx.scripts.bench.measure import Bench
 from phalanx.scripts.bench.problems import dirichlet
@@ -66,7 +66,6 @@ def _measured(
     sides.add("ours", "all", call)
     sides.add("copy", "all", lambda: other.copy_(half), ours=False)
     sides.run()
-    times = [sides.time(side, "all") for side in ("ours", "copy")]
-    ms = [None if time is None else time.ms for time in times]
+    ms = both_ms(sides, "copy", "all")
     rates = [f"{moved / m * 1e-9:.3g}" for m in ms if m]
     return Row(operation, "copy", "all", *ms, None, note_of(sides, f"{', '.join(rates)} TB/s"))
