@@ -11,6 +11,8 @@ Exit codes of a rank (docs/operations.md):
     130  interrupted by a third Ctrl-C, without a checkpoint
 """
 
+import atexit
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -23,8 +25,17 @@ if TYPE_CHECKING:
     from phalanx.configs.schema import Config
 
 
-def main(argv: list[str]) -> int:
-    """Compose, validate, train. Returns the exit code."""
+def main(argv: list[str], *, ends_process: bool = False) -> int:
+    """Compose, validate, train.
+
+    Args:
+        argv: overrides and options.
+        ends_process: the process is going to end with the returned code: nothing that goes with it
+            is taken apart before, which takes seconds.
+
+    Returns:
+        The exit code.
+    """
     quiet()
     from phalanx.configs.load import from_argv
 
@@ -36,10 +47,12 @@ def main(argv: list[str]) -> int:
             return _dry_run(cfg)
         if cfg.run.device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        return _train(cfg, argv, stop, guard)
+        return _train(cfg, argv, stop, guard, ends_process)
 
 
-def _train(cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard) -> int:
+def _train(
+    cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard, ends_process: bool
+) -> int:
     """Say what starts, then import what takes seconds, then train."""
     from phalanx.moe.report.console import Console
     from phalanx.moe.training.launch import Launch, announce, command_line
@@ -61,7 +74,8 @@ def _train(cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard) -> in
             from phalanx.moe.training.trainer import run
 
         try:
-            return run(cfg, stop, guard, Launch(command_line(argv), console))
+            launch = Launch(command_line(argv), console)
+            return run(cfg, stop, guard, launch, ends_process=ends_process)
         except KeyboardInterrupt:
             print("interrupted: nothing was saved", file=sys.stderr)
             return 130
@@ -116,19 +130,25 @@ def _dry_run(cfg: "Config") -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process, whatever state its collectives and threads are in."""
-    if code:
-        # The interpreter's own exit would wait for ranks that wait for this one.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(0)
+    """End this process, whatever state its collectives and threads are in.
+
+    The interpreter's own end takes seconds to take torch and its CUDA context apart, and after a
+    failure it would wait for ranks that wait for this one.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not code:
+        atexit._run_exitfuncs()  # processes of trackers and compilers
+        with contextlib.suppress(ValueError):  # absl closes the streams that it logs to
+            sys.stdout.flush()
+            sys.stderr.flush()
+    os._exit(code)
 
 
 def command() -> NoReturn:
     """`train.py`, or `phalanx-train` where the wheel is installed."""
     try:
-        _leave(main(sys.argv[1:]))
+        _leave(main(sys.argv[1:], ends_process=True))
     except ModuleNotFoundError as missing:
         if (missing.name or "?").startswith("phalanx"):
             raise

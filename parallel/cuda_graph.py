@@ -9,17 +9,27 @@ since autograd and Megatron-Core's wrapper remember where they were made (`own_s
 """
 
 import gc
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from phalanx.parallel.dispatch.exchange import begin_exchanges
+from phalanx.parallel.fault.agreement import gather
 
 Inputs = list[dict[str, Tensor]]
 """Of each micro-batch."""
 WARM_STEPS = 2
+
+
+class CaptureFailed(RuntimeError):
+    """The step cannot be captured; nothing of it was computed. Raised on all ranks alike.
+
+    The message is the first failing rank's error in one line, with the line of code that raised it.
+    """
 
 
 @contextmanager
@@ -55,6 +65,9 @@ class StepGraph:
         """Results of the step for `inputs`, whose shapes are those of the first call.
 
         The tensor is the graph's own: the next call overwrites it.
+
+        Raises:
+            CaptureFailed: on all ranks, if one of them cannot capture the step.
         """
         if self._graph is None and self._warm < WARM_STEPS:
             self._warm += 1
@@ -92,11 +105,53 @@ class StepGraph:
         # Eager steps keep their memory for no one: the graph takes its own.
         gc.collect()
         torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (checkpoints, watchdogs) may call CUDA meanwhile.
-        with torch.cuda.graph(
-            graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-        ):
-            begin_exchanges()
-            self._result = self._step(self._inputs)
-        self._graph = graph
+        graph, result, error = _captured(lambda: self._step(self._inputs))
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error  # which no eager step would spare
+        # A rank that replays would wait for one that does not.
+        reasons = gather(None if error is None else _reason(error))
+        if failing := [rank for rank, reason in enumerate(reasons) if reason is not None]:
+            self._inputs = []
+            del result
+            graph.reset()
+            begin_exchanges()  # captured ones have taken turns at the buffers, but sent nothing
+            gc.collect()
+            torch.cuda.empty_cache()
+            text = str(reasons[failing[0]])
+            raise CaptureFailed(text if failing == [0] else f"{text} (rank {failing[0]})")
+        self._graph, self._result = graph, result
+
+
+def _captured(
+    step: Callable[[], Tensor],
+) -> tuple[torch.cuda.CUDAGraph, Tensor | None, Exception | None]:
+    """Graph of a step on the current stream, and its result; or why it cannot be captured."""
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    device = torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
+    state = generator.clone_state()
+    result, failure = None, None
+    # Other threads (checkpoints, watchdogs) may call CUDA meanwhile.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        begin_exchanges()
+        result = step()
+    except Exception as error:
+        failure = error
+    try:
+        graph.capture_end()
+    except Exception as error:  # as after an error that broke the capture
+        failure = failure or error
+        # torch leaves the allocator and the generator as in a capture: memory that another stream
+        # used would never be free again, and nothing could be drawn.
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+        generator.graphsafe_set_state(state)
+    return graph, result, failure
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line, with the line of code that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first} ({Path(frame.filename).name}:{frame.lineno})"

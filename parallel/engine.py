@@ -159,6 +159,12 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def abandon_step(self) -> None:
+        """Forget what a step that ended in an error has begun."""
+        for chunk in self.chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.grad_reduce_handle = None
+
     def forward_backward(
         self,
         forward_step: Callable[..., Any],

@@ -13,6 +13,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from phalanx.parallel.dispatch.nodes import time_limit
+from phalanx.parallel.megatron import cpu
 from phalanx.parallel.megatron.patches import one_group_of_each_rank
 
 
@@ -98,7 +99,12 @@ def create(
         )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    model_parallel_cuda_manual_seed(1)
+    # Megatron-Core forks the generator wherever sequence-parallel ranks might draw, and a generator
+    # that is seeded on the host cannot be forked inside a CUDA graph. The states of an earlier
+    # layout go: the tracker keeps the kind that it was first made with.
+    model_parallel_cuda_manual_seed(
+        1, use_cudagraphable_rng=not cpu.install(), force_reset_rng=True
+    )
     data = world // (stage * pipeline)
     pg = ProcessGroupCollection.use_mpu_process_groups()
     return Groups(tensor, context, pipeline, virtual_pipeline, expert, data, pg)

@@ -9,6 +9,7 @@ import datetime
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -118,3 +119,33 @@ def stop() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def end(runtime: Runtime) -> None:
+    """Wait until no rank needs this process any more, which then ends with all that it holds.
+
+    NCCL takes four seconds to destroy the groups of a run (two H100s), and its peers may read this
+    rank's memory until the last collective is over on all of them.
+    """
+    if runtime.world == 1:
+        return
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize()
+    store = dist.distributed_c10d._get_default_store()
+    _count(store, "ended", runtime.world)
+    # The others still ask the store, which lives in rank 0, whether all have come.
+    if runtime.is_main:
+        _count(store, "left", runtime.world)
+    else:
+        store.add("left", 1)
+
+
+def _count(store: dist.Store, name: str, world: int) -> None:
+    """Wait until every rank has been counted, or for `_PATIENCE` seconds: who died is told."""
+    count, until = store.add(name, 1), time.monotonic() + _PATIENCE
+    while count < world and time.monotonic() < until:
+        time.sleep(0.01)
+        count = store.add(name, 0)
+
+
+_PATIENCE = 10.0

@@ -48,7 +48,15 @@ def start_facts(path: Path) -> dict[str, Any]:
 _GROUPS = {
     "valid": ("valid_",),
     "moe": ("balance/", "load_", "dead_experts", "reruns", "capacity_factor"),
-    "perf": ("tokens_per_second", "tflops", "mfu", "step_time", "data_time", "memory"),
+    "perf": (
+        "tokens_per_second",
+        "tflops",
+        "mfu",
+        "step_time",
+        "data_time",
+        "memory",
+        "eager_steps",
+    ),
 }
 """Group of a number in a tracking service, by how its name starts; all others are of training."""
 

@@ -19,6 +19,7 @@ from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.training.out_of_memory import OutOfMemory
 from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
+from phalanx.parallel.cuda_graph import CaptureFailed
 from phalanx.parallel.dispatch.exchange import missing
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault import launcher
@@ -67,6 +68,11 @@ def give_up(
     return code
 
 
+def not_captured(failure: CaptureFailed) -> str:
+    """What a failed capture is called, to be followed by what comes of it."""
+    return f"the step could not be captured as a CUDA graph: {failure}"
+
+
 def speak(text: str) -> None:
     """Tell an error to the user, and to the launcher for its report."""
     text = redacted(text)
@@ -83,6 +89,8 @@ def _verdict(error: Exception, training: bool) -> tuple[int, str]:
         return 2, f"error: {error}"
     if isinstance(error, OutOfMemory):
         return 1, f"error: out of memory: {error}"
+    if isinstance(error, CaptureFailed):
+        return 1, f"error: {not_captured(error)}; set run.graph=off or run.graph=auto"
     return 1, "".join(traceback.format_exception(error)).rstrip()
 
 

@@ -22,9 +22,10 @@ from phalanx.moe.model.loss import foretold
 from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
 from phalanx.moe.training.setup import Job
-from phalanx.parallel.cuda_graph import Inputs, StepGraph
+from phalanx.parallel.cuda_graph import CaptureFailed, Inputs, StepGraph
 from phalanx.parallel.engine import max_over_world, sum_over_world
 from phalanx.parallel.fault.activity import moving
+from phalanx.parallel.memory.offload import offloader
 
 Batch = dict[str, torch.Tensor]
 _SUMS = 5
@@ -69,6 +70,8 @@ class Step:
     def __init__(self, cfg: Config, job: Job) -> None:
         self.cfg, self.job = cfg, job
         self.graph = StepGraph(self.forward_backward) if job.captured else None
+        self.capture_failure: CaptureFailed | None = None
+        """Reason for which `run.graph=auto` gave up the graph; steps are eager from then on."""
         self._stop = torch.zeros((), device=job.runtime.device)
         world = job.runtime.world
         self._late_R = torch.zeros(world, dtype=torch.float64, device=job.runtime.device)
@@ -98,6 +101,9 @@ class Step:
             waited: seconds for which this rank waited for its data.
             measure_logits: this step's largest attention logits are due, of a run that has them.
             forward_only: losses alone, of a model in evaluation mode.
+
+        Raises:
+            CaptureFailed: the step cannot be captured, and `run.graph` forces it.
         """
         engine, budget, world = self.job.engine, self.job.budget, self.job.runtime.world
         inputs = [self.own_part(batch) for batch in batches]
@@ -109,7 +115,15 @@ class Step:
         reruns: list[Rerun] = []
         while True:
             began = time.perf_counter()
-            totals = compute(inputs)
+            try:
+                totals = compute(inputs)
+            except CaptureFailed as failure:
+                if self.cfg.run.graph != "auto":
+                    raise
+                self._give_up_graph(failure)
+                balance.restore(engine.modules, before)
+                compute = self.forward_backward
+                continue
             if totals.is_cuda and self.job.groups.pipeline == 1:
                 self._launched = time.perf_counter() - began
             read = _read(totals)  # the one host read of the step
@@ -132,6 +146,13 @@ class Step:
         """Buffers have another size: capture the next step anew."""
         if self.graph is not None:
             self.graph.drop()
+
+    def _give_up_graph(self, failure: CaptureFailed) -> None:
+        """Go on with eager steps, of which the failed capture must have left nothing behind."""
+        self.capture_failure, self.graph = failure, None
+        self.job.engine.abandon_step()
+        offloader(self.job.runtime.device).abandon()
+        MTPLossLoggingHelper.clean_metrics_in_tracker()
 
     def own_part(self, batch: Batch) -> Batch:
         """A micro-batch on the device, of its sequences what this context rank trains on.

@@ -39,7 +39,7 @@ from phalanx.moe.report.title import title_facts
 from phalanx.moe.router import balance
 from phalanx.moe.training.bad_steps import Health
 from phalanx.moe.training.choices import choose_graph, choose_kernels, known
-from phalanx.moe.training.failure import give_up, speak
+from phalanx.moe.training.failure import give_up, not_captured, speak
 from phalanx.moe.training.launch import Launch
 from phalanx.moe.training.memory_check import check_room
 from phalanx.moe.training.out_of_memory import advised
@@ -63,6 +63,7 @@ from phalanx.parallel.learning_rate import change
 from phalanx.parallel.object_store import Place, place
 from phalanx.parallel.run_folder import lock
 from phalanx.parallel.runtime import Runtime, launcher_world, start
+from phalanx.parallel.runtime import end as end_runtime
 from phalanx.parallel.runtime import stop as stop_runtime
 
 
@@ -111,6 +112,8 @@ class Trainer:
         self.health = Health(cfg.run)
         self.step = 0
         self.compute = Step(cfg, self.job)
+        self._eager = 0
+        """Step from which on steps are eager, as their capture failed; 0 if it did not."""
         self._batches: list[dict[str, torch.Tensor]] = []
         """Of the last step, if its routing is to be recorded."""
         self.samples: Samples | None = None
@@ -181,6 +184,8 @@ class Trainer:
             raise
         if self.step > saved and self.cfg.run.save_interval >= 0:
             self._save()
+        if self.checkpoints.unfinished:
+            self.metrics.event("waiting until that checkpoint is written")
         self.checkpoints.close()
         if self._batches and self.step >= self.cfg.run.steps:
             doing(f"step {self.step}: routing is recorded")
@@ -256,6 +261,9 @@ class Trainer:
         totals = self.compute(batches, before, stop=asked, waited=waited, measure_logits=due)
         loss, mtp_loss, norm, stopping, reruns, late, load, logits = totals
         self._tell(reruns, f"step {number}")
+        if (failure := self.compute.capture_failure) is not None and not self._eager:
+            self._eager = number
+            self.metrics.event(f"{not_captured(failure)}; steps are eager from step {number} on")
         if number > self._first:  # which compiles, and opens files
             self.slow.add(late)
         fault = self.health.fault(number, loss, norm)
@@ -337,6 +345,8 @@ class Trainer:
         record |= {"step": self.step, "tokens": self._tokens()}
         record |= {"reruns": budget.reruns} | self.health.counts()
         record["capacity_factor"] = budget.capacity_factor
+        if self._eager:
+            record["eager_steps"] = self.step - self._eager + 1
         record |= self.pace.rates(self.step)
         late, slow = self.slow.look(self.step, record["step_time"])
         record |= {"late": late} if late else {}
@@ -500,8 +510,17 @@ def _no_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run(cfg: Config, stop: StopSignal, guard: Guard, launch: Launch) -> int:
-    """Train; the process's exit code (see train.py). `stop` and `guard` are active."""
+def run(
+    cfg: Config, stop: StopSignal, guard: Guard, launch: Launch, *, ends_process: bool = False
+) -> int:
+    """Train; the process's exit code (see train.py).
+
+    Args:
+        cfg: validated config.
+        stop, guard: active.
+        launch: what the run folder keeps of this start.
+        ends_process: the process ends with the run, which leaves the process groups to it.
+    """
     trainer: Trainer | None = None
     watchdog: Watchdog | None = None
     folder = Path(cfg.run.dir) / cfg.run.name
@@ -540,5 +559,5 @@ def run(cfg: Config, stop: StopSignal, guard: Guard, launch: Launch) -> int:
     except Exception as error:
         rank, training = int(os.environ.get("RANK", "0")), trainer is not None
         return give_up(error, stop, rank=rank, training=training, watchdog=watchdog)
-    stop_runtime()
+    end_runtime(runtime) if ends_process else stop_runtime()
     return 0 if trainer.step >= cfg.run.steps else cfg.run.requeue_code

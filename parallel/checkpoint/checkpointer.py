@@ -159,6 +159,11 @@ class Checkpointer:
         """Commit a background save if all ranks have written it. Free when none is on its way."""
         self._finish(blocking=False)
 
+    @property
+    def unfinished(self) -> bool:
+        """A background save is on its way, for which `close` waits."""
+        return self._queue.get_num_unfinalized_calls() > 0
+
     def close(self) -> None:
         """Wait for a background save and commit it."""
         self._finish(blocking=True)

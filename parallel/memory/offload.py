@@ -151,6 +151,10 @@ class Offloader:
         if self._cuda and event is not None:
             torch.cuda.current_stream().wait_event(event)
 
+    def abandon(self) -> None:
+        """Forget what a step that ended in an error has sent; its host memory is not used again."""
+        self._leaving = self._last = None
+
 
 _OFFLOADERS: dict[torch.device, Offloader] = {}
 

@@ -225,7 +225,7 @@ def from_argv(argv):
         os.kill(os.getpid(), signal.SIGKILL)
     return later(argv)
 phalanx.configs.load.from_argv = from_argv
-train._leave(train.main(sys.argv[1:]))
+train._leave(train.main(sys.argv[1:], ends_process=True))
 """
 
 

@@ -38,10 +38,21 @@ def hang(*args, **how):
     return dispatch(*args, **how)
 later = before_step(12, lambda: setattr(Symm, "dispatch", hang))
 with later if os.environ["RANK"] == "1" else nullcontext():
-    train._leave(train.main(sys.argv[1:]))
+    train._leave(train.main(sys.argv[1:], ends_process=True))
 """
 
 
+READING = """
+import os, sys, torch, train
+from phalanx.moe.training import step
+mean_loss = step.mean_loss
+def read(*args, **how):
+    if torch.cuda.is_current_stream_capturing() and os.environ["RANK"] == "1":
+        args[0].sum().item()
+    return mean_loss(*args, **how)
+step.mean_loss = read
+train._leave(train.main(sys.argv[1:], ends_process=True))
+"""
 DYING = """
 import os, signal, sys, time, train
 from contextlib import nullcontext
@@ -62,7 +73,7 @@ changes = {
     "capture": lambda: mock.patch.object(StepGraph, "_capture", die),
 }
 with changes[phase]() if culprit else nullcontext():
-    train._leave(train.main(sys.argv[1:]))
+    train._leave(train.main(sys.argv[1:], ends_process=True))
 """
 
 
@@ -81,6 +92,7 @@ class Ranks:
             s.bind(("localhost", 0))
             port = s.getsockname()[1]
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder / "run"
         self.files = [folder / f"{rank}.txt" for rank in (0, 1)]
         self.ranks = []
@@ -187,3 +199,30 @@ def test_a_device_that_hangs_is_named_by_the_one_that_waits(tmp_path: Path) -> N
         (record,) = ranks.folder.glob("failures/*/rank_1.collectives.json")
         names = {entry["profiling_name"] for entry in json.loads(record.read_bytes())["entries"]}
         assert any(name.startswith("nccl:") for name in names), names
+
+
+def test_a_capture_that_fails_on_one_rank_is_given_up_by_both(tmp_path: Path) -> None:
+    """By a read of the host, which breaks the capture itself; steps after it are eager ones."""
+    programs = {"eager": "off", "auto": "auto", "forced": "full_iteration"}
+    runs = {
+        name: Ranks(tmp_path / name, ["-c", READING], f"run.graph={graph}", "run.steps=8")
+        for name, graph in programs.items()
+    }
+    try:
+        for ranks in runs.values():
+            ranks.until(lambda ranks=ranks: None not in ranks.codes(), 300)  # type: ignore[misc]
+        assert runs["eager"].codes() == runs["auto"].codes() == [0, 0], runs["auto"].said()
+        want, got = (read(runs[name].folder / "metrics.jsonl") for name in ("eager", "auto"))
+        for number in ("loss", "grad_norm"):
+            assert [step[number] for step in got] == [step[number] for step in want]
+        assert (
+            got[-1]["eager_steps"] == 6 and "(rank 1); steps are eager from" in runs["auto"].said()
+        )
+        (line,) = runs["forced"].told()
+        assert "could not be captured" in line and line.endswith("run.graph=auto")
+        assert 1 in runs["forced"].codes()
+    finally:
+        for ranks in runs.values():
+            for rank in ranks.ranks:
+                rank.kill()
+                rank.wait()

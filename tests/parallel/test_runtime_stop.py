@@ -67,6 +67,31 @@ def test_a_device_that_failed_keeps_its_memory_and_the_groups_go() -> None:
     assert events == ["device done", failed, "groups False"] and left == 2
 
 
+def _ended(dies: bool) -> float:
+    """Seconds that rank 0 takes to end where rank 1 comes half a second later, or never."""
+    rank = dist.get_rank()
+    here = runtime.Runtime(rank, dist.get_world_size(), rank, torch.device("cpu"))
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "_PATIENCE", 0.25 if dies else 20.0)
+        if rank == 1:
+            time.sleep(0.5)
+        if rank == 0 or not dies:
+            runtime.end(here)
+    return time.monotonic() - began
+
+
+@pytest.mark.dist
+def test_a_rank_ends_when_all_others_do() -> None:
+    first, second = run_distributed(_ended, 2, False, timeout=60)
+    assert first > 0.3 and second >= 0.5 and first < 5  # they begin some hundredths apart
+
+
+@pytest.mark.dist
+def test_a_rank_that_never_ends_is_not_waited_for_long() -> None:
+    assert run_distributed(_ended, 2, True, timeout=60)[0] < 5
+
+
 def test_an_exchange_gives_its_memory_back_though_something_refers_to_it() -> None:
     pytest.importorskip("cutlass")
     from phalanx.kernels.sm90.exchange.exchange import Exchange

@@ -70,4 +70,4 @@ if __name__ == "__main__":
     from phalanx import train
 
     with crowded():
-        train._leave(train.main(sys.argv[1:]))
+        train._leave(train.main(sys.argv[1:], ends_process=True))

@@ -91,7 +91,7 @@ def _main(
         from phalanx import train
 
         with change(rank) if change else contextlib.nullcontext():
-            train._leave(train.main(overrides))
+            train._leave(train.main(overrides, ends_process=True))
 
 
 def _free_port() -> int:

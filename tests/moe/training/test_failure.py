@@ -17,6 +17,7 @@ from phalanx.moe.training import failure
 from phalanx.moe.training.out_of_memory import OutOfMemory
 from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
+from phalanx.parallel.cuda_graph import CaptureFailed
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault.signals import StopSignal
 
@@ -40,6 +41,15 @@ def give_up(error: Exception, stop: StopSignal, rank: int = 0, training: bool = 
         raise error
     except Exception as raised:
         return failure.give_up(raised, stop, rank=rank, training=training)
+
+
+def test_a_failed_capture_is_one_line_with_what_to_set(
+    stop: StopSignal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert give_up(CaptureFailed("RuntimeError: no (loss.py:7)"), stop) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the step could not be captured") and "(loss.py:7)" in line
+    assert line.endswith("set run.graph=off or run.graph=auto")
 
 
 @pytest.mark.parametrize(

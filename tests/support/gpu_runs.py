@@ -1,0 +1,194 @@
+"""Many whole runs of the trainer in one pair of processes, each with a GPU.
+
+A small run takes a second or two, its start ten times that. `run_all` starts torchrun with this
+file as the program, which trains run after run, those of one rank on both GPUs at a time. A run
+that fails ends the processes, as the other rank may wait for it; the runs behind it go on in new
+ones.
+"""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 2
+_MOST_STARTS = 6
+"""After which what is left is told as it is: the tree is broken rather than a layout."""
+
+
+class Outcome(NamedTuple):
+    """End of a run."""
+
+    code: int
+    """Exit code; -1 if its processes died or were never started."""
+    text: str
+    """Output of the rank that ended first."""
+    seconds: float
+
+
+class Case(NamedTuple):
+    """A run to be made."""
+
+    ranks: int
+    """1 or 2."""
+    overrides: list[str]
+
+
+def run_all(cases: Mapping[str, Case], folder: Path, timeout: float) -> dict[str, Outcome]:
+    """Train every case, by its name; `run.dir` is `folder` and `run.name` the name.
+
+    Args:
+        cases: in the order in which they run, but those of one rank first.
+        folder: of the runs.
+        timeout: seconds for all of them.
+    """
+    done: dict[str, Outcome] = {}
+    deadline = time.monotonic() + timeout
+    for _ in range(_MOST_STARTS):
+        left = {name: case for name, case in cases.items() if name not in done}
+        if not left or time.monotonic() > deadline:
+            break
+        log = _torchrun(left, folder, deadline - time.monotonic())
+        finished = _finished(folder)
+        done |= finished
+        lost = [name for name in left if name not in finished]
+        if lost and len(lost) == len(left) - len(finished) and not _ended_by_failure(finished):
+            # Nobody wrote a word about it: processes died, or there was no time.
+            done[lost[0]] = Outcome(-1, log[-4000:], 0.0)
+    return {name: done.get(name, Outcome(-1, "was not run", 0.0)) for name in cases}
+
+
+def _ended_by_failure(finished: Mapping[str, Outcome]) -> bool:
+    return any(outcome.code for outcome in finished.values())
+
+
+def _torchrun(cases: Mapping[str, Case], folder: Path, timeout: float) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("outcomes.*"):
+        old.unlink()
+    listed = folder / "cases.json"
+    listed.write_text(json.dumps({name: list(case) for name, case in cases.items()}))
+    env = dict(os.environ)
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # every run starts a guard, which imports
+    command = [*(sys.executable, "-m", "torch.distributed.run", "--standalone")]
+    command += ["--nproc-per-node", str(RANKS), "-m", "tests.support.gpu_runs", str(listed)]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired as late:
+        return str(late)
+    return done.stdout + done.stderr
+
+
+def _finished(folder: Path) -> dict[str, Outcome]:
+    """Outcomes of all ranks; of a name, the first failure."""
+    found: dict[str, Outcome] = {}
+    for file in sorted(folder.glob("outcomes.*")):
+        for line in file.read_text().splitlines():
+            name, *outcome = json.loads(line)
+            if name not in found or (outcome[0] and not found[name].code):
+                found[name] = Outcome(*outcome)
+    return found
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+class _Groups:
+    """Process groups that runs take over from the runs before them.
+
+    NCCL takes a second to make the groups of a run and four to destroy them. Groups of one run stay
+    apart: the n-th group of the same ranks is the n-th one of every run.
+    """
+
+    def __init__(self) -> None:
+        self._make: Callable[..., Any] = dist.new_group
+        self._made: dict[tuple[int, ...], list[Any]] = {}
+        self._taken: dict[tuple[int, ...], int] = {}
+        dist.new_group = self._new
+
+    def begin(self) -> None:
+        """A run begins, of which all groups are free."""
+        self._taken = {}
+
+    def _new(self, ranks: Sequence[int] | None = None, *given: Any, **named: Any) -> Any:
+        key = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        made, taken = self._made.setdefault(key, []), self._taken.get(key, 0)
+        if taken == len(made):
+            made.append(self._make(ranks, *given, **named))
+        self._taken[key] = taken + 1
+        return made[taken]
+
+
+def _main(listed: Path) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, _, _ = next(dist.rendezvous("env://", rank, world))
+    cases = {name: Case(*case) for name, case in json.loads(listed.read_text()).items()}
+    alone = [name for name, case in cases.items() if case.ranks == 1][rank::world]
+    together = [name for name, case in cases.items() if case.ranks == world]
+    torch.cuda.set_device(rank)
+    for chosen, ranks, own in ((alone, 1, 0), (together, world, rank)):
+        if not chosen:
+            continue
+        os.environ |= {"RANK": str(own), "WORLD_SIZE": str(ranks)}
+        dist.init_process_group(
+            "nccl",
+            store=dist.PrefixStore(f"alone on {rank}" if ranks == 1 else "together", store),
+            rank=own,
+            world_size=ranks,
+            device_id=torch.device("cuda", rank),
+        )
+        groups = _Groups()
+        for name in chosen:
+            groups.begin()
+            _train(name, cases[name], store, listed.parent, rank)
+        dist.new_group = groups._make
+        dist.destroy_process_group()
+
+
+def _train(name: str, case: Case, store: dist.Store, folder: Path, process: int) -> None:
+    """Train in this process; a failure ends it."""
+    from phalanx import train
+    from phalanx.parallel.dispatch.exchange import release_exchanges
+    from tests.support.distributed import _forget_models
+
+    began = time.monotonic()
+    # What ranks tell each other is told anew in each run.
+    own = dist.PrefixStore(name if case.ranks > 1 else f"{name} on {process}", store)
+    dist.distributed_c10d._get_default_store = lambda: own  # type: ignore[assignment]
+    out = io.StringIO()
+    places = [f"run.dir={folder}", f"run.name={name}"]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = train.main([*case.overrides, *places], ends_process=True)
+    with open(folder / f"outcomes.{process}", "a") as file:
+        outcome: list[Any] = [name, code, out.getvalue()[-6000:], time.monotonic() - began]
+        file.write(json.dumps(outcome) + "\n")
+    if code:
+        os._exit(3)
+    release_exchanges()
+    parallel_state.destroy_model_parallel()
+    _forget_models()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def names(parts: Sequence[str]) -> str:
+    """Name of a case that is made of parts."""
+    return "-".join(parts)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
