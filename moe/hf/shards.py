@@ -14,6 +14,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.source import INDEX
 
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
@@ -67,13 +68,23 @@ class Shards:
             self._place[name] = (file, 8 + len(text) + start)
 
     def write(self, name: str, first: int, values: Tensor) -> int:
-        """Rows of a tensor from row `first`; returns their bytes. Each row is written once."""
+        """Rows of a tensor from row `first`; returns their bytes. Each row is written once.
+
+        Raises:
+            ConversionError: a value is NaN or infinite, in the dtype that is written.
+        """
         dtype, shape = self._tensors[name]
+        values = values.to(dtype)
+        if not values.isfinite().all():
+            raise ConversionError(
+                f"{name} has values that are NaN or infinite in {_NAMES[dtype]}: export an earlier "
+                "checkpoint"
+            )
         file, start = self._place[name]
         if self._open is None or self._open[0] != file:
             self.close()
             self._open = (file, (self._folder / file).open("r+b"))
-        data = values.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
+        data = values.contiguous().view(-1).view(torch.uint8).numpy()
         self._open[1].seek(start + first * math.prod(shape[1:]) * dtype.itemsize)
         self._open[1].write(data)
         return data.nbytes

@@ -1,7 +1,8 @@
 """Tensors of a Hugging Face folder, read in pieces: safetensors only, quantised ones as bf16.
 
 The folder may come from elsewhere. Shards are named by the index and lie directly in the folder;
-their headers are checked by the safetensors library; pickled weights are never opened.
+their headers are checked by the safetensors library; pickled weights are never opened. What two
+readers of the folder could take for different models is refused.
 """
 
 import json
@@ -19,6 +20,7 @@ from phalanx.moe.hf.quantised import from_fp8, from_mxfp4
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ADAPTER = "adapter_config.json"
 _SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 _LARGEST = 256 << 20  # bytes of an index or a configuration
 _MAPPED = 64 << 20  # bytes read of a shard before its mapping, which counts as memory, is renewed
@@ -56,7 +58,8 @@ class Source:
         config: its config.json.
 
     Raises:
-        ConversionError: there are no safetensors, or the index is not usable.
+        ConversionError: there are no safetensors, the index is not usable, or it is ambiguous which
+            tensors the model has.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
@@ -113,20 +116,21 @@ class Source:
         """Rows of a tensor; the memory is its own.
 
         Raises:
-            ConversionError: a quantised value is not finite.
+            ConversionError: a value is NaN or infinite.
         """
-        start, stop = rows
+        values = self._values(name, *rows)
+        if not values.isfinite().all():
+            raise ConversionError(f"{name} has values that are NaN or infinite")
+        return values
+
+    def _values(self, name: str, start: int, stop: int) -> Tensor:
         if self._is_mxfp4(name):
             blocks, scales = (self._rows(f"{name}_{s}", start, stop) for s in ("blocks", "scales"))
-            values = from_mxfp4(blocks, scales).transpose(1, 2)
-        elif self._stored(name) == "F8_E4M3":
+            return from_mxfp4(blocks, scales).transpose(1, 2)
+        if self._stored(name) == "F8_E4M3":
             scale = self._slice(f"{name}_scale_inv")[:]
-            values = from_fp8(self._rows(name, start, stop), scale, self._block, start)
-        else:
-            return self._rows(name, start, stop)
-        if not values.isfinite().all():
-            raise ConversionError(f"{name} has quantised values that are not finite")
-        return values
+            return from_fp8(self._rows(name, start, stop), scale, self._block, start)
+        return self._rows(name, start, stop)
 
     def _is_mxfp4(self, name: str) -> bool:
         return name not in self._files and f"{name}_blocks" in self._files
@@ -161,27 +165,69 @@ class Source:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Tensor name -> file that holds it."""
-    if (folder / INDEX).is_file():
-        files = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(files, dict):
-            raise ConversionError(f"{folder / INDEX} has no weight_map")
-        for file in files.values():
-            if not isinstance(file, str) or not _SHARD.fullmatch(file):
-                raise ConversionError(
-                    f"{folder / INDEX} names {str(file)[:80]!r}: a shard is a .safetensors file in "
-                    "the folder"
-                )
-        return files
-    if not (folder / _SINGLE).is_file():
+    """Tensor name -> file that holds it, by the headers of the files, as transformers reads them.
+
+    Raises:
+        ConversionError: there are none, one cannot be read, or readers could differ in what they
+            take: a single file beside shards, a tensor that two shards have, an adapter.
+    """
+    if (folder / _ADAPTER).is_file():
         raise ConversionError(
-            f"{folder} has neither {INDEX} nor {_SINGLE}: only safetensors are read"
+            f"{folder} has {_ADAPTER}, of an adapter that changes the weights: merge it into them, "
+            "or remove the file to import the model without it"
         )
+    named = _indexed(folder / INDEX) if (folder / INDEX).is_file() else {}
+    shards = sorted(set(named.values()))
+    if not (folder / _SINGLE).is_file():
+        if not named:
+            raise ConversionError(
+                f"{folder} has neither {INDEX} nor {_SINGLE}: only safetensors are read"
+            )
+    elif shards in ([], [_SINGLE]):
+        return dict.fromkeys(_header(folder / _SINGLE), _SINGLE)
+    else:
+        other = next(shard for shard in shards if shard != _SINGLE)
+        raise ConversionError(
+            f"{folder} has {_SINGLE} and an {INDEX} that names {other}: it is ambiguous which of "
+            "them is the model; remove the file or the index"
+        )
+    held: dict[str, str] = {}
+    for shard in shards:
+        for name in _header(folder / shard):
+            if name in held:
+                raise ConversionError(
+                    f"{folder} has {name} in {held[name]} and in {shard}: it is ambiguous which of "
+                    "them is the model's; remove one"
+                )
+            held[name] = shard
+    for name, shard in named.items():
+        if held.get(name) != shard:
+            raise ConversionError(f"{folder / INDEX} has {name} in {shard}, which lacks it")
+    return held
+
+
+def _indexed(index: Path) -> dict[str, str]:
+    """`weight_map` of an index: tensor name -> shard."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ConversionError(f"{index} has no weight_map")
+    for file in files.values():
+        if not isinstance(file, str) or not _SHARD.fullmatch(file):
+            raise ConversionError(
+                f"{index} names {str(file)[:80]!r}: a shard is a .safetensors file in the folder"
+            )
+    return files
+
+
+def _header(file: Path) -> list[str]:
+    """Names of the tensors in a file."""
     try:
-        with safe_open(folder / _SINGLE, "pt") as file:
-            return dict.fromkeys(file.keys(), _SINGLE)
+        with safe_open(file, "pt") as opened:
+            return list(opened.keys())
+    except FileNotFoundError:
+        raise ConversionError(f"{file} is missing") from None
     except SafetensorError as error:
-        raise ConversionError(f"{folder / _SINGLE} cannot be read: {error}") from None
+        raise ConversionError(f"{file} cannot be read: {error}") from None
 
 
 def _block(config: dict[str, Any]) -> tuple[int, int]:

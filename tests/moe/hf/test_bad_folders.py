@@ -1,6 +1,7 @@
 """Folders that cannot be converted: one line that names the tensor, field or knob; no result."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,37 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     index(folder)
 
 
-def change_index(folder: Path, file: str) -> None:
-    names = tensors(folder)
+def change_index(folder: Path, file: str, gone: str = "") -> None:
+    """All tensors in one file, and one more that is not there."""
+    names = [*tensors(folder), *([gone] if gone else [])]
     text = json.dumps({"weight_map": dict.fromkeys(names, file)})
     (folder / "model.safetensors.index.json").write_text(text)
 
 
+def in_another_shard(folder: Path, name: str, like: str) -> None:
+    """A tensor in a second shard that the index names for another tensor alone."""
+    found = tensors(folder)
+    save_file({name: found[like].clone(), "other": found[like].clone()}, folder / "b.safetensors")
+    change_index(folder, "a.safetensors")
+    path = folder / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    content["weight_map"] = {n: f for n, f in content["weight_map"].items() if n in found}
+    content["weight_map"]["other"] = "b.safetensors"
+    path.write_text(json.dumps(content))
+
+
+def put_number(folder: Path, number: float, dtype: torch.dtype) -> None:
+    """One value of a tensor of this dtype."""
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        found[LATE] = found[LATE].to(dtype)
+        found[LATE].view(-1)[-1] = number
+
+    change_tensors(folder, change)
+
+
 NORM = "model.layers.1.input_layernorm.weight"
+LATE = "model.layers.2.mlp.experts.7.down_proj.weight"
 FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"model_type": "llama"}, "model_type='llama'"),
     ("qwen3_moe", {"model_type": ["llama"]}, "model_type="),
@@ -133,11 +158,31 @@ FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "config.json").write_text("[" * 99999), r"config\.json is no JSON object"),
     (
         lambda f: (f / "a.safetensors").write_bytes(b"\x80" * 64),
-        r"a\.safetensors: .* cannot be read",
+        r"a\.safetensors cannot be read",
     ),
     (
         lambda f: (f / "a.safetensors").write_bytes((f / "a.safetensors").read_bytes()[:-8]),
-        r"a\.safetensors: .* cannot be read",
+        r"a\.safetensors cannot be read",
+    ),
+    (
+        lambda f: (f / "model.safetensors").write_bytes((f / "a.safetensors").read_bytes()),
+        r"theirs has model\.safetensors and an .*index\.json that names a\.safetensors: it is amb",
+    ),
+    (
+        lambda f: in_another_shard(f, NORM, NORM),
+        rf"theirs has {NORM} in a\.safetensors and in b\.safetensors: it is ambiguous",
+    ),
+    (
+        lambda f: in_another_shard(f, "model.norm.bias", "model.norm.weight"),
+        r"model\.norm\.bias is unexpected",
+    ),
+    (
+        lambda f: change_index(f, "a.safetensors", gone="gone"),
+        r"index\.json has gone in a\.safetensors, which lacks it",
+    ),
+    (
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        r"theirs has adapter_config\.json, of an adapter .* merge it",
     ),
 ]
 
@@ -149,6 +194,38 @@ def test_a_folder_that_is_damaged(
     folder = copied(saved / "qwen3_moe", tmp_path / "theirs")
     damage(folder)
     refused(folder, tmp_path, message)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers(
+    number: float, dtype: torch.dtype, saved: Path, tmp_path: Path
+) -> None:
+    folder = copied(saved / "qwen3_moe", tmp_path / "theirs")
+    put_number(folder, number, dtype)
+    refused(folder, tmp_path, rf"{LATE} has values that are NaN or infinite")
+
+
+def test_a_checkpoint_with_no_numbers_is_not_exported(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phalanx.moe.hf.source import Source
+
+    folder = copied(saved / "qwen3_moe", tmp_path / "theirs")
+    put_number(folder, math.nan, torch.bfloat16)
+    with monkeypatch.context() as m:  # as a run may have made it
+        m.setattr(Source, "read", lambda self, name, rows: self._values(name, *rows))
+        imported(folder, tmp_path / "step")
+    with pytest.raises(ConversionError, match=rf"{LATE} has .* NaN .*: export an earlier checkpoi"):
+        export_checkpoint(tmp_path / "step", tmp_path / "back")
+    assert not list(tmp_path.glob("back*"))
+
+
+def test_an_index_of_the_single_file_is_not_ambiguous(saved: Path, tmp_path: Path) -> None:
+    folder = copied(saved / "qwen3_moe", tmp_path / "theirs")
+    (folder / "a.safetensors").rename(folder / "model.safetensors")
+    change_index(folder, "model.safetensors")
+    imported(folder, tmp_path / "step")
 
 
 def test_nothing_is_overwritten(saved: Path, tmp_path: Path) -> None:
