@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ run.resume=<folder>, on any layout. MXFP4 and block-scaled FP8 become bf16."""
 
 BALANCING = tuple(f"moe.router.{loss}aux_loss" for loss in ("", "seq_", "global_"))
 """Knobs below `model.` that a config.json may hold the coefficient of."""
+
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 CHOSEN = (
     "optim.lr",
@@ -92,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     p_in.add_argument(
         "--no-mtp", action="store_true", help="leave out layers of multi-token prediction"
     )
+    _tokens(p_in, "those of its config.json and generation_config.json")
     p_out = commands.add_parser("export", help="a checkpoint to a Hugging Face folder")
     p_out.add_argument(
         "checkpoint",
@@ -106,20 +109,50 @@ def parser() -> argparse.ArgumentParser:
         help="copy the tokenizer's files from here",
     )
     p_out.add_argument("--dtype", choices=["bf16", "fp32"], help="of weights (default: as saved)")
+    _tokens(p_out, "what data, tokenizer or imported model say")
     return p
+
+
+def _tokens(p: argparse.ArgumentParser, replaced: str) -> None:
+    for name in TOKENS:
+        p.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_ids,
+            metavar="ID[,ID]",
+            help=f"in place of {replaced}; or none",
+        )
+
+
+def _ids(text: str) -> list[int]:
+    """Ids of an option; an empty list for `none`."""
+    try:
+        return [] if text == "none" else [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected ids, or none") from None
+
+
+def chosen(args: argparse.Namespace) -> dict[str, int | list[int] | None]:
+    """Special tokens that the options name."""
+    given = {name: getattr(args, name) for name in TOKENS}
+    return {
+        name: ids[0] if len(ids) == 1 else ids or None
+        for name, ids in given.items()
+        if ids is not None
+    }
 
 
 def import_(args: argparse.Namespace) -> None:
     """Import, and print the overrides of a run that starts from the result."""
     from phalanx.moe.hf.convert import determined, import_folder
 
-    found = determined(args.folder)
+    tokens = chosen(args)
+    found = determined(args.folder, tokens)
     if args.no_mtp:
         found["mtp_layers"] = 0
     cfg, overrides = configured(found, args.model)
     validate(cfg, 1)
-    with bar("importing") as progress:
-        import_folder(args.folder, args.out, cfg.model, progress)
+    with bars() as bar:
+        import_folder(args.folder, args.out, cfg.model, bar("importing"), tokens)
     print(f"{args.out}: start from it with")
     print(f"  train.py {' '.join(overrides)} run.resume={args.out}")
     print(said(load(overrides), found))
@@ -129,27 +162,28 @@ def export(args: argparse.Namespace) -> None:
     """Export one checkpoint."""
     import torch
 
-    from phalanx.moe.hf.config import TOKENS
     from phalanx.moe.hf.convert import export_checkpoint
 
     path = checkpoint_of(args.checkpoint)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
-    with bar("verifying", "B") as verifying, bar("exporting") as progress:
-        config = export_checkpoint(
+    with bars() as bar:
+        special = export_checkpoint(
             path,
             args.out,
             dtype=dtypes[args.dtype],
             tokenizer=args.tokenizer,
-            verifying=verifying,
-            progress=progress,
+            tokens=chosen(args),
+            verifying=bar("verifying", "B"),
+            progress=bar("exporting"),
         )
     print(f"{args.out}: of {path}")
     print("  transformers loads it with AutoModelForCausalLM.from_pretrained")
-    tokens = {name: config[name] for name in TOKENS}
-    if known := [f"{name}={ids}" for name, ids in tokens.items() if ids is not None]:
-        print(f"  {' '.join(known)}")
-    if unknown := [name for name, ids in tokens.items() if ids is None]:
+    if special.ids:
+        print(f"  {' '.join(f'{name}={ids}' for name, ids in special.ids.items())}")
+    if unknown := [name for name in TOKENS if name not in special.ids]:
         print(f"  not known, left empty: {', '.join(unknown)} (--tokenizer FOLDER may tell)")
+    for note in special.notes:
+        print(f"  {note}")
 
 
 def configured(found: dict[str, Any], option: str | None) -> tuple[Config, list[str]]:
@@ -210,21 +244,28 @@ def _overrides(cfg: Config, paths: Iterable[str]) -> str:
     return " ".join(f"{path}={written(get(cfg, path))}" for path in paths)
 
 
+Advance = Callable[[int, int], None]
+
+
 @contextmanager
-def bar(what: str, unit: str = " pieces") -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr that appears with the first progress."""
-    shown: list[Any] = []
+def bars() -> Iterator[Callable[..., Advance]]:
+    """Progress bars on stderr, one after the other: each appears with its first progress, and is
+    closed when the next one does, as two at a time would move the cursor, in a file as well."""
+    with ExitStack() as open_one:
 
-    def advance(done: int, total: int) -> None:
-        if not shown:
-            shown.append(tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B"))
-        shown[0].update(done)
+        def bar(what: str, unit: str = " pieces") -> Advance:
+            shown: list[Any] = []
 
-    try:
-        yield advance
-    finally:
-        for each in shown:
-            each.close()
+            def advance(done: int, total: int) -> None:
+                if not shown:
+                    open_one.close()
+                    made = tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B")
+                    shown.append(open_one.enter_context(made))
+                shown[0].update(done)
+
+            return advance
+
+        yield bar
 
 
 if __name__ == "__main__":

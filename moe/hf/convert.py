@@ -23,7 +23,14 @@ from phalanx.moe.hf.config import besides, prediction_prefix, to_json, to_knobs
 from phalanx.moe.hf.pieces import PieceReader, PieceWriter
 from phalanx.moe.hf.shards import Shards
 from phalanx.moe.hf.source import Source, read_json
-from phalanx.moe.hf.tokens import special_tokens
+from phalanx.moe.hf.tokens import (
+    GENERATION,
+    Chosen,
+    SpecialTokens,
+    check_tokenizer,
+    imported_tokens,
+    special_tokens,
+)
 from phalanx.moe.hf.weights import Region, regions
 from phalanx.parallel.object_store import Place
 
@@ -39,7 +46,6 @@ TOKENIZER = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "generation_config.json",
 )
 """Files that are copied beside exported weights, as far as they are there."""
 
@@ -47,13 +53,24 @@ _SHARD = 5 << 30  # bytes of data in an exported file
 _CONTEXT = 4096  # tokens, where nothing tells
 
 
-def determined(folder: Path) -> dict[str, Any]:
+def determined(folder: Path, tokens: Chosen | None = None) -> dict[str, Any]:
     """Knobs below `model.` that the model in a Hugging Face folder determines.
 
+    Args:
+        folder: with config.json and safetensors.
+        tokens: ids of special tokens in place of its own.
+
     Raises:
-        ConversionError: the model has no counterpart here.
+        ConversionError: the model has no counterpart here, or there is no such folder.
     """
-    config = read_json(folder / "config.json")
+    if not folder.is_dir():
+        hint = ""
+        if not folder.is_absolute() and len(folder.parts) == 2:  # as a hub names models
+            hint = f"; if you mean a hub's, first: hf download {folder} --local-dir {folder.name}"
+        raise ConversionError(
+            f"there is no folder {folder}: a model is read from a local one{hint}"
+        )
+    config = read_json(folder / "config.json") | dict(tokens or {})
     found = to_knobs(config)
     # transformers leaves out the prediction layers when it saves, but not their number.
     names, first = Source(folder, config).names, prediction_prefix(config, found["layers"])
@@ -63,7 +80,11 @@ def determined(folder: Path) -> dict[str, Any]:
 
 
 def import_folder(
-    folder: Path, out: Path, model: ModelConfig, progress: Progress = lambda done, total: None
+    folder: Path,
+    out: Path,
+    model: ModelConfig,
+    progress: Progress = lambda done, total: None,
+    tokens: Chosen | None = None,
 ) -> None:
     """Write a Hugging Face folder as a checkpoint of step 0 without an optimizer's state.
 
@@ -72,12 +93,16 @@ def import_folder(
         out: the checkpoint; must not exist.
         model: that fits `determined(folder)`; with fewer `mtp_layers`, the others are left out.
         progress: in regions.
+        tokens: as for `determined`.
 
     Raises:
-        ConversionError: a tensor is missing, unexpected or of another shape; `out` exists.
+        ConversionError: a tensor is missing, unexpected, of another shape or has values that are
+            NaN or infinite; a special token or the tokenizer is outside the vocabulary; `out`
+            exists.
         OSError: the disk does not take it.
     """
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json") | dict(tokens or {})
+    kept = imported_tokens(folder, config, model.vocab_size, tokens)
     source, depths = Source(folder, config), to_knobs(config)["mtp_layers"]
     plan = [r for r in regions(model) if not r.repeated or r.parts[0].name in source.names]
     left_out = tuple(
@@ -102,7 +127,7 @@ def import_folder(
             "step": 0,
             "data": {"consumed_samples": 0},
             "weights_only": True,
-            "huggingface": besides(config),
+            "huggingface": kept,
         }
         writer.commit(out, common)
 
@@ -114,10 +139,11 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
     shard_bytes: int = _SHARD,
+    tokens: Chosen | None = None,
     verifying: Progress = lambda done, total: None,
     progress: Progress = lambda done, total: None,
-) -> dict[str, Any]:
-    """Write the weights of a checkpoint as a Hugging Face folder; returns its config.json.
+) -> SpecialTokens:
+    """Write the weights of a checkpoint as a Hugging Face folder; returns its special tokens.
 
     Args:
         checkpoint: folder or address, of any run and layout; it is verified first.
@@ -125,11 +151,13 @@ def export_checkpoint(
         dtype: of the weights, bf16 or fp32; as they are saved by default.
         tokenizer: folder whose tokenizer files are copied.
         shard_bytes: of data in one file.
+        tokens: ids of special tokens in place of those that are known.
         verifying: progress of the verification, in bytes.
         progress: in regions.
 
     Raises:
-        ConversionError: no valid checkpoint, or of a model that Hugging Face does not have.
+        ConversionError: no valid checkpoint, of a model that Hugging Face does not have, with
+            values that are NaN or infinite, or a special token or tokenizer of another model.
         OSError: the checkpoint cannot be read, or the disk does not take the folder.
     """
     copied = _tokenizer_files(tokenizer) if tokenizer else []
@@ -138,19 +166,21 @@ def export_checkpoint(
         config = reader.common.get("config", {})
         model = _model(config.get("model"))
         data, base = config.get("data", {}), reader.common.get("huggingface")
-        base = besides(base if isinstance(base, dict) else {})
-        context = max(data.get("sequence_length", 0), base.get(_POSITIONS, 0)) or _CONTEXT
-        tokens = special_tokens(data, tokenizer, base, model.vocab_size)
+        base = base if isinstance(base, dict) else {}
+        context = max(data.get("sequence_length", 0), besides(base).get(_POSITIONS, 0)) or _CONTEXT
+        if tokenizer:
+            check_tokenizer(tokenizer, data, model.vocab_size)
+        special = special_tokens(data, tokenizer, base, model.vocab_size, tokens)
         weights = dtype or (reader.dtype(_WORDS) if _WORDS in reader.keys() else torch.bfloat16)
-        text = to_json(model, context, str(weights).removeprefix("torch.")) | tokens
+        text = to_json(model, context, str(weights).removeprefix("torch.")) | special.ids
         plan = list(regions(model))
-        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        stored: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for region in plan:
             _fits(region, reader)
             for part in region.parts:
                 kind = torch.float32 if region.exact else dtype or reader.dtype(region.key)
-                tensors[part.name] = (kind, part.shape)
-        shards = Shards(unfinished, tensors, shard_bytes)
+                stored[part.name] = (kind, part.shape)
+        shards = Shards(unfinished, stored, shard_bytes)
         for region in plan:
             values = reader.read(region.key, region.rows)
             for part in region.parts:
@@ -158,11 +188,11 @@ def export_checkpoint(
             progress(1, len(plan))
         shards.index()
         _write(unfinished / "config.json", text)
-        _write(unfinished / "generation_config.json", tokens)
+        _write(unfinished / GENERATION, special.generation)
         for file in copied:
             shutil.copyfile(file, unfinished / file.name)
         unfinished.rename(out)
-    return text
+    return special
 
 
 _WORDS = "embedding.word_embeddings.weight"
@@ -241,6 +271,10 @@ def _leaves(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _tokenizer_files(folder: Path) -> list[Path]:
     found = [folder / name for name in TOKENIZER if (folder / name).is_file()]
+    if not folder.is_dir():
+        raise ConversionError(
+            f"there is no folder {folder}: --tokenizer takes a local folder, not a name of a hub"
+        )
     if not found:
         raise ConversionError(f"{folder} has no tokenizer files ({', '.join(TOKENIZER[:3])}, ...)")
     return found

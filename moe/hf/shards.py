@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.moe.hf import ConversionError
-from phalanx.moe.hf.source import INDEX
+from phalanx.moe.hf.source import INDEX, all_finite
 
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
@@ -75,7 +75,7 @@ class Shards:
         """
         dtype, shape = self._tensors[name]
         values = values.to(dtype)
-        if not values.isfinite().all():
+        if not all_finite(values):
             raise ConversionError(
                 f"{name} has values that are NaN or infinite in {_NAMES[dtype]}: export an earlier "
                 "checkpoint"

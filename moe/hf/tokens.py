@@ -1,20 +1,86 @@
-"""Ids of the special tokens of a model that is exported: what its data, tokenizer or base knows."""
+"""Special tokens and generation_config.json: what data, tokenizer and imported model say of them.
 
+One check for import, export, sample.py and evaluate.py: an id is below the size of the vocabulary,
+a tokenizer is that of the model, and config.json and generation_config.json agree.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.remote_files import beside
-from phalanx.moe.data.token_files import BYTES_EOD, Sidecar
+from phalanx.moe.data.sidecars import check_of_data, check_of_model, sidecars
+from phalanx.moe.data.token_files import BYTES_EOD
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.config import TOKENS, besides
+from phalanx.moe.hf.fields import shown
 from phalanx.moe.hf.source import read_json
 
 Ids = dict[str, int | list[int]]
+Chosen = Mapping[str, int | list[int] | None]
+"""Ids that a person gives in place of what is known; None leaves one out."""
+
+GENERATION = "generation_config.json"
+CHOOSE = "give --{option} an id below {vocab_size}, or none"
+"""How a person of the converter gets past an id that cannot be."""
+_LISTS = ("suppress_tokens", "begin_suppress_tokens")
 
 
-def special_tokens(data: dict[str, Any], tokenizer: Path | None, base: Ids, vocab_size: int) -> Ids:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id`, as far as they are known.
+@dataclass(frozen=True)
+class SpecialTokens:
+    """What an exported folder says of them."""
+
+    ids: Ids
+    """`bos_token_id`, `eos_token_id`, `pad_token_id` of config.json, as far as they are known."""
+    generation: dict[str, Any]
+    """generation_config.json: the same ids, and all else that the model's own has. Its
+    `eos_token_id` may list more ids at which a text ends."""
+    notes: tuple[str, ...] = ()
+    """Lines on ids that a tokenizer has and that are others here."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids at which a text ends, the one of training first."""
+        several = self.ids.get("eos_token_id", []), self.generation.get("eos_token_id")
+        return tuple(dict.fromkeys(i for ids in several for i in _list(ids)))
+
+
+def imported_tokens(
+    folder: Path, config: dict[str, Any], vocab_size: int, chosen: Chosen | None = None
+) -> dict[str, Any]:
+    """What a checkpoint keeps of a folder that no knob holds: special tokens, the published context
+    and generation_config.json.
+
+    Args:
+        folder: that is imported.
+        config: its config.json, in which `chosen` are.
+        vocab_size: of the model.
+        chosen: ids in place of the folder's own.
+
+    Raises:
+        ConversionError: an id is outside the vocabulary, or the folder's tokenizer is.
+    """
+    chosen = chosen or {}
+    kept = besides(config)
+    check_ids("config.json", kept, vocab_size)
+    own = _object(folder / GENERATION)
+    own = {n: chosen.get(n, v) for n, v in own.items() if chosen.get(n, v) is not None}
+    check_ids(GENERATION, own, vocab_size)
+    aside = "move its files elsewhere to import the weights alone"
+    _of_model(folder, _ids(folder, _settings(folder)), vocab_size, aside)
+    return kept | ({"generation_config": own} if own else {})
+
+
+def special_tokens(
+    data: dict[str, Any],
+    tokenizer: Path | None,
+    base: dict[str, Any],
+    vocab_size: int,
+    chosen: Chosen | None = None,
+    way_out: str = CHOOSE,
+) -> SpecialTokens:
+    """Special tokens of a model, as far as they are known.
 
     The token that ended documents in training comes first, then the tokenizer's, then those of the
     model that was imported.
@@ -22,47 +88,103 @@ def special_tokens(data: dict[str, Any], tokenizer: Path | None, base: Ids, voca
     Args:
         data: the data section of the run's configuration.
         tokenizer: folder with the tokenizer's files.
-        base: what the imported model had.
+        base: what the imported model had, as `imported_tokens` gives it.
         vocab_size: that all ids must be below.
+        chosen: ids before all of these.
+        way_out: what a person can do about an id; `option` and `vocab_size` are filled in.
 
     Raises:
         ConversionError: an id is outside the vocabulary, or a file cannot be read.
     """
-    sources = [
+    chosen = chosen or {}
+    of_tokenizer = _of_tokenizer(tokenizer) if tokenizer else {}
+    ids = {name: given for name, given in chosen.items() if given is not None}
+    check_ids("the command line", ids, vocab_size, way_out)
+    for where, known in (
         ("the data", _of_data(data)),
-        (str(tokenizer), _of_tokenizer(tokenizer) if tokenizer else {}),
-        ("the imported model", {name: ids for name, ids in base.items() if name in TOKENS}),
-    ]
-    found: Ids = {}
-    for where, known in sources:
-        for name, ids in known.items():
-            if max(ids if isinstance(ids, list) else [ids]) >= vocab_size:
-                raise ConversionError(
-                    f"{where} has {name}={ids}, and model.vocab_size={vocab_size}: not of one model"
-                )
-            found.setdefault(name, ids)
-    return found
+        (str(tokenizer), of_tokenizer),
+        ("the imported model", {name: base[name] for name in TOKENS if name in base}),
+    ):
+        known = {name: each for name, each in known.items() if name not in chosen}
+        check_ids(where, known, vocab_size, way_out)
+        ids = known | ids
+    notes = (
+        f"{name}={ids[name]}; {tokenizer} has {of_tokenizer[name]}"
+        for name in TOKENS
+        if name in of_tokenizer and name in ids and ids[name] != of_tokenizer[name]
+    )
+    own, where = base.get("generation_config"), "the imported model's generation_config.json"
+    if not isinstance(own, dict):
+        path = tokenizer / GENERATION if tokenizer else None
+        own, where = _object(path) if path else {}, str(path)
+    generation = {n: v for n, v in own.items() if n not in chosen}
+    check_ids(where, generation, vocab_size, way_out)
+    for name, each in ids.items():
+        there = _list(generation.get(name))
+        if name != "eos_token_id" or not set(_list(each)) <= set(there):
+            generation[name] = each
+    return SpecialTokens(ids, generation, tuple(notes))
+
+
+def check_tokenizer(folder: Path, data: dict[str, Any], vocab_size: int) -> None:
+    """Refuse a folder's tokenizer that is not that of a run's data or model.
+
+    Raises:
+        ConversionError: it is not, or cannot be read.
+    """
+    way_out = "leave --tokenizer out to export without one"
+    if (file := folder / "tokenizer.json").is_file():
+        try:
+            check_of_data(file, sidecars(data), way_out)
+        except DataError as error:
+            raise ConversionError(str(error)) from None
+    _of_model(folder, _ids(folder, _settings(folder)), vocab_size, way_out)
+
+
+def check_ids(
+    where: str, values: Mapping[str, Any], vocab_size: int, way_out: str = CHOOSE
+) -> None:
+    """Refuse an id that no token of a model has, in config.json or generation_config.json.
+
+    Args:
+        where: what messages call it.
+        values: its fields; of those that are no ids nothing is asked.
+        vocab_size: of the model.
+        way_out: as of `special_tokens`.
+
+    Raises:
+        ConversionError: an id is outside the vocabulary, or is none.
+    """
+    for name, ids in values.items():
+        if ids is None or not (name.endswith("_token_id") or name in _LISTS):
+            continue
+        if not all(type(i) is int and 0 <= i < vocab_size for i in _list(ids)):
+            hint = f"correct it in {where}"
+            if name in TOKENS:
+                hint = way_out.format(option=name.replace("_", "-"), vocab_size=vocab_size)
+            raise ConversionError(
+                f"{where} has {name}={shown(ids)}, and model.vocab_size={vocab_size}: the model "
+                f"has no such token; {hint}"
+            )
+
+
+def _list(ids: Any) -> list[Any]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _of_data(data: dict[str, Any]) -> Ids:
     """The token after each document; nothing where the files are gone, or are not of one mind."""
     if data.get("source") == "embedded":
         return {"eos_token_id": BYTES_EOD}
-    ends = set()
-    for entry in data.get("blend", []) if data.get("source") == "indexed" else []:
-        path = Path(f"{beside(str(entry), str(data.get('cache', '')))}.json")
-        if path.is_file():
-            try:
-                ends.add(Sidecar.read(path).eod)
-            except DataError as error:
-                raise ConversionError(str(error)) from None
+    try:
+        ends = {sidecar.eod for sidecar in sidecars(data)}
+    except DataError as error:
+        raise ConversionError(str(error)) from None
     return {"eos_token_id": ends.pop()} if len(ends) == 1 else {}
 
 
 def _of_tokenizer(folder: Path) -> Ids:
-    settings = _object(folder / "special_tokens_map.json") | _object(
-        folder / "tokenizer_config.json"
-    )
+    settings = _settings(folder)
     ids = _ids(folder, settings)
     found: Ids = {}
     for name in TOKENS:
@@ -74,17 +196,31 @@ def _of_tokenizer(folder: Path) -> Ids:
     return {name: i for name, i in besides(beside).items() if name in TOKENS} | found
 
 
+def _settings(folder: Path) -> dict[str, Any]:
+    return _object(folder / "special_tokens_map.json") | _object(folder / "tokenizer_config.json")
+
+
 def _ids(folder: Path, settings: dict[str, Any]) -> dict[str, int]:
-    """Added tokens, among which the special ones are; else the whole vocabulary."""
+    """Ids of all tokens that the files of a tokenizer name; those of added tokens come first."""
     whole = _object(folder / "tokenizer.json")
     try:
+        words = whole.get("model", {}).get("vocab") or _object(folder / "vocab.json")
+        if isinstance(words, list):  # of a unigram model: pieces and their scores
+            words = {piece: i for i, (piece, _) in enumerate(words)}
         added = settings.get("added_tokens_decoder", {})
-        ids = {token["content"]: int(i) for i, token in added.items()}
+        ids = words | _object(folder / "added_tokens.json")
+        ids |= {token["content"]: int(i) for i, token in added.items()}
         ids |= {token["content"]: int(token["id"]) for token in whole.get("added_tokens", [])}
-        words = whole.get("model", {}).get("vocab", {})
-        return (words if isinstance(words, dict) else {}) | ids
+        return {str(token): int(i) for token, i in ids.items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ConversionError(f"{folder} has tokenizer files that cannot be read") from None
+
+
+def _of_model(folder: Path, ids: dict[str, int], vocab_size: int, way_out: str) -> None:
+    try:
+        check_of_model(folder, ids, vocab_size, way_out)
+    except DataError as error:
+        raise ConversionError(str(error)) from None
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Text to the tokens that a checkpoint was trained on, and back."""
 
-import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from tokenizers import Tokenizer
 from phalanx.configs.schema import Config
 from phalanx.moe.data.documents import load_tokenizer
 from phalanx.moe.data.host_cache import DataError
-from phalanx.moe.data.remote_files import beside
+from phalanx.moe.data.sidecars import check_of_data, check_of_model, prefixes, sidecars
 from phalanx.moe.data.token_files import BYTES, BYTES_EOD, Sidecar, tokenizer_beside
 
 
@@ -54,6 +53,7 @@ def codec_of(
     eod: str | None = None,
     *,
     way_out: str = "give --tokenizer FILE (a tokenizer.json), or --tokenizer bytes",
+    end: str = "give --eod TOKEN",
 ) -> Codec:
     """What the data of a run was tokenized with, or the tokenizer that a person gives.
 
@@ -63,12 +63,13 @@ def codec_of(
         tokenizer: `bytes`, a tokenizer.json or its folder; None if the data tells.
         eod: the token that ends a document, where nothing else tells.
         way_out: what a person can do about a tokenizer that is not known, or is wrong.
+        end: what a person can do about special tokens that the model does not have.
 
     Raises:
         DataError: the tokenizer is not known, not readable, or not that of the data.
     """
     data = common.get("config", {}).get("data", {})
-    described = _described(data)
+    described = sidecars(data)
     if tokenizer is None:
         tokenizer = _known(data, described)
     if tokenizer is None:
@@ -86,17 +87,14 @@ def codec_of(
     if not path.is_file():
         raise DataError(f"tokenizer {path} does not exist; {way_out}")
     loaded = load_tokenizer(str(path))
-    sums = {s.tokenizer_sha256 for s in described}
-    if sums and hashlib.sha256(path.read_bytes()).hexdigest() not in sums:
-        names = ", ".join(sorted({s.tokenizer for s in described}))
-        raise DataError(f"tokenizer {path} is not that of the data, which is {names}")
-    largest = max(loaded.get_vocab(with_added_tokens=True).values(), default=0)
-    if largest >= vocab_size:
-        raise DataError(
-            f"tokenizer {path} has ids up to {largest}, but model.vocab_size={vocab_size}: "
-            "it is not that of the model"
-        )
-    return Codec(loaded, _ends(loaded, path, eod, data, common.get("huggingface"), vocab_size))
+    check_of_data(path, described)
+    check_of_model(path, loaded.get_vocab(with_added_tokens=True), vocab_size)
+    if eod is None:
+        return Codec(loaded, _ends(path, data, common.get("huggingface"), vocab_size, end))
+    number = loaded.token_to_id(eod)
+    if number is None:
+        raise DataError(f"--eod {eod} is no token of {path}")
+    return Codec(loaded, (number,))
 
 
 def codec_of_run(cfg: Config) -> Codec:
@@ -110,45 +108,24 @@ def codec_of_run(cfg: Config) -> Codec:
         "run.sample_every needs it as <prefix>.tokenizer.json beside each of data.blend, where "
         "prepare_data.py keeps it; copy it there, or set run.sample_every=0"
     )
-    return codec_of(data, cfg.model.vocab_size, None, way_out=way_out)
+    end = "correct that file, or set run.sample_every=0"
+    return codec_of(data, cfg.model.vocab_size, None, way_out=way_out, end=end)
 
 
 def _known(data: dict[str, Any], described: list[Sidecar]) -> str | None:
     """`bytes`, or a tokenizer.json beside the data; None if there is none."""
     if data.get("source") == "embedded" or {s.tokenizer for s in described} == {BYTES}:
         return BYTES
-    kept = [path for prefix in _prefixes(data) if (path := tokenizer_beside(prefix)).is_file()]
+    kept = [path for prefix in prefixes(data) if (path := tokenizer_beside(prefix)).is_file()]
     return str(kept[0]) if kept else None
 
 
-def _ends(
-    tokenizer: Tokenizer, path: Path, eod: str | None, data: dict[str, Any], base: Any, vocab: int
-) -> tuple[int, ...]:
+def _ends(path: Path, data: dict[str, Any], base: Any, vocab: int, way_out: str) -> tuple[int, ...]:
     from phalanx.moe.hf import ConversionError  # these take torch, which checks before a run do not
-    from phalanx.moe.hf.config import besides
     from phalanx.moe.hf.tokens import special_tokens
 
-    if eod is not None:
-        number = tokenizer.token_to_id(eod)
-        if number is None:
-            raise DataError(f"--eod {eod} is no token of {path}")
-        return (number,)
-    imported = besides(base if isinstance(base, dict) else {})
+    imported = base if isinstance(base, dict) else {}
     try:
-        known = special_tokens(data, path.parent, imported, vocab)
+        return special_tokens(data, path.parent, imported, vocab, way_out=way_out).ends
     except ConversionError as error:
         raise DataError(str(error)) from None
-    found = known.get("eos_token_id", [])
-    return tuple(found) if isinstance(found, list) else (found,)
-
-
-def _described(data: dict[str, Any]) -> list[Sidecar]:
-    """Descriptions of the data of a run, as far as the files are still there."""
-    paths = [Path(f"{prefix}.json") for prefix in _prefixes(data)]
-    return [Sidecar.read(path) for path in paths if path.is_file()]
-
-
-def _prefixes(data: dict[str, Any]) -> list[str]:
-    if data.get("source") != "indexed":
-        return []
-    return [beside(str(entry), str(data.get("cache", ""))) for entry in data.get("blend", [])]

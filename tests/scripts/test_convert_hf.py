@@ -72,7 +72,10 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "model.moe.router.global_aux_loss=0.0" in left and "bias_rate" not in left
     export = ["export", str(tmp_path / "step"), str(tmp_path / "back"), "--dtype", "fp32"]
     assert convert_hf.main(export) == 0
-    printed = capsys.readouterr().out
+    printed, shown = capsys.readouterr()
+    assert "\x1b" not in shown, "bars one after the other need no cursor"
+    ends = [line.split("\r")[-1].split("|")[0] for line in shown.split("\n") if line]
+    assert ends == ["verifying: 100%", "exporting: 100%"]
     assert "  eos_token_id=9\n  not known, left empty: bos_token_id, pad_token_id" in printed
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
     theirs, back = tensors(folder), tensors(tmp_path / "back")
@@ -84,7 +87,15 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     step = str(tmp_path / "step")
     assert convert_hf.main(["import", str(tmp_path / "none"), step]) == 1
     said = capsys.readouterr().err
-    assert said == f"convert_hf: {tmp_path / 'none' / 'config.json'} is missing\n"
+    none = tmp_path / "none"
+    assert said == f"convert_hf: there is no folder {none}: a model is read from a local one\n"
+    assert convert_hf.main(["import", "Qwen/Qwen3-30B-A3B", step]) == 1
+    said = capsys.readouterr().err
+    assert said.endswith(": hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B\n")
+    assert said.count("\n") == 1
+    with pytest.raises(SystemExit):
+        convert_hf.main(["export", step, "out", "--pad-token-id", "last"])
+    assert "--pad-token-id: 'last': expected ids, or none" in capsys.readouterr().err
     folder = qwen3(tmp_path / "theirs", num_experts_per_tok=9)
     assert convert_hf.main(["import", str(folder), step, "--model", "tiny"]) == 1
     said = capsys.readouterr().err

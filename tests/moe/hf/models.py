@@ -475,7 +475,12 @@ def prediction_of_qwen3_next(
 
 
 def index(folder: Path) -> None:
-    """Name every tensor of every shard in an index, in place of the one that was there."""
+    """Name every tensor of every shard in an index, in place of the one that was there.
+
+    A single file gets another name: readers take it for the whole model.
+    """
+    if (single := folder / "model.safetensors").exists():
+        single.rename(folder / "main.safetensors")
     files: dict[str, str] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:

@@ -14,6 +14,7 @@ from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.convert import export_checkpoint
 from tests.moe.hf import models
 from tests.moe.hf.models import imported, index, tensors
+from tests.support.tokenizers import llama
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,7 @@ def put_number(folder: Path, number: float, dtype: torch.dtype) -> None:
 
 
 NORM = "model.layers.1.input_layernorm.weight"
+CONFIGS = ("config.json", "generation_config.json")
 LATE = "model.layers.2.mlp.experts.7.down_proj.weight"
 FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"model_type": "llama"}, "model_type='llama'"),
@@ -263,10 +265,62 @@ def test_tokenizer_files_are_copied(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="no tokenizer files"):
         export_checkpoint(saved / "qwen3_moe-step", tmp_path / "back", tokenizer=tokenizer)
     (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "generation_config.json").write_text('{"eos_token_id": 7, "top_k": 5}')
+    (tokenizer / "config.json").write_text('{"eos_token_id": 2}')
     (tokenizer / "pytorch_model.bin").write_text("not this")
     export_checkpoint(saved / "qwen3_moe-step", tmp_path / "back", tokenizer=tokenizer)
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "back" / "pytorch_model.bin").exists()
+    both = [json.loads((tmp_path / "back" / name).read_text()) for name in CONFIGS]
+    assert [each["eos_token_id"] for each in both] == [2, 2], "they agree"
+    with pytest.raises(
+        ConversionError, match="no folder .*/gone: --tokenizer takes a local folder"
+    ):
+        export_checkpoint(saved / "qwen3_moe-step", tmp_path / "again", tokenizer=tmp_path / "gone")
+
+
+def test_ids_that_the_model_does_not_have(saved: Path, tmp_path: Path) -> None:
+    """Refused at import; a run that has one is exported with another one, or none."""
+    folder = copied(saved / "qwen3_moe", tmp_path / "theirs")
+    made = llama()
+    made.save(str(tmp_path / "tokenizer.json"))
+    for name, content, message in (
+        ("config.json", {"pad_token_id": 96}, "config.json has pad_token_id=96, .* --pad-token-id"),
+        ("generation_config.json", {"eos_token_id": [1, 96]}, "generation_config.json has eos_tok"),
+        ("tokenizer.json", json.loads(made.to_str()), r"ids up to 311 .*=96: .*: move its files"),
+    ):
+        before = (folder / name).read_text() if (folder / name).exists() else "{}"
+        (folder / name).write_text(json.dumps(json.loads(before) | content))
+        refused(folder, tmp_path, message)
+        (folder / name).write_text(before)
+    with pytest.raises(ConversionError, match="ids up to 311 .*: leave --tokenizer out"):
+        export_checkpoint(saved / "qwen3_moe-step", tmp_path / "back", tokenizer=tmp_path)
+
+
+def test_a_run_whose_pad_is_outside_the_vocabulary_is_exported_without_it(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phalanx.moe.hf import tokens
+    from phalanx.scripts import convert_hf
+
+    folder = copied(saved / "qwen3_moe", tmp_path / "theirs")
+    change_config(folder, pad_token_id=96, eos_token_id=5)
+    with monkeypatch.context() as m:  # as an import of before made it
+        m.setattr(tokens, "check_ids", lambda *given: None)
+        imported(folder, tmp_path / "step")
+    with pytest.raises(ConversionError, match="imported model has pad_token_id=96, .*, or none"):
+        export_checkpoint(tmp_path / "step", tmp_path / "back")
+    for given, pad in (("none", None), ("3", 3)):
+        out = tmp_path / f"back{given}"
+        argv = ["export", str(tmp_path / "step"), str(out), "--pad-token-id", given]
+        assert convert_hf.main(argv) == 0
+        config, generation = (json.loads((out / name).read_text()) for name in CONFIGS)
+        assert config["pad_token_id"] == generation.get("pad_token_id") == pad
+        assert config["eos_token_id"] == generation["eos_token_id"] == 5
+    argv = ["import", str(folder), str(tmp_path / "again"), "--pad-token-id", "none"]
+    assert convert_hf.main(argv) == 0
+    assert convert_hf.main(["export", str(tmp_path / "again"), str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] is None
 
 
 KNOBS: list[tuple[str, dict[str, Any], str]] = [

@@ -100,6 +100,8 @@ def test_logits_on_two_expert_parallel_ranks(name: str, tmp_path: Path) -> None:
 def test_a_run_starts_from_an_import(tmp_path: Path) -> None:
     tokens = {"bos_token_id": 3, "eos_token_id": [5, 7]}
     model = models.theirs("qwen3_moe", max_position_embeddings=512, **tokens)
+    model.generation_config.update(eos_token_id=[5, 7, 9], pad_token_id=4, temperature=0.6)
+    model.generation_config.do_sample = True
     model.save_pretrained(tmp_path / "theirs")
     imported(tmp_path / "theirs", tmp_path / "step")
     _, overrides = configured(determined(tmp_path / "theirs"), None)
@@ -133,4 +135,7 @@ def test_a_run_starts_from_an_import(tmp_path: Path) -> None:
     fields = read_json(tmp_path / "back" / "config.json")
     assert {name: fields[name] for name in tokens} == tokens  # which no knob of the run holds
     assert fields["pad_token_id"] is None and fields["max_position_embeddings"] == 512
-    assert read_json(tmp_path / "back" / "generation_config.json") == tokens
+    own, exported = (
+        read_json(tmp_path / of / "generation_config.json") for of in ("theirs", "back")
+    )
+    assert exported == own and own["eos_token_id"] == [5, 7, 9] and own["temperature"] == 0.6

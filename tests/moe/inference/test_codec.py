@@ -63,6 +63,12 @@ def test_a_tokenizer_and_its_end_of_document(tokenizer: Path, corpus: str) -> No
     assert codec_of(common(source="synthetic"), 4, str(tokenizer), "<end>").ends == (0,)
     base = {"huggingface": {"eos_token_id": [2, 1]}}
     assert codec_of(base, 4, str(tokenizer)).ends == (2, 1)
+    own = {"eos_token_id": 1, "generation_config": {"eos_token_id": [2, 1]}}
+    assert codec_of({"huggingface": own}, 4, str(tokenizer)).ends == (1, 2)
+    beyond = {"huggingface": {"eos_token_id": 1, "pad_token_id": 4}}
+    with pytest.raises(DataError, match="pad_token_id=4, and .*=4: .*; give --eod TOKEN"):
+        codec_of(beyond, 4, str(tokenizer))
+    assert codec_of(beyond, 4, str(tokenizer), "<end>").ends == (0,)
 
 
 def test_the_tokenizer_is_kept_beside_the_data(tokenizer: Path, corpus: str) -> None:
@@ -78,7 +84,7 @@ def test_other_tokenizers_are_refused(tokenizer: Path, corpus: str) -> None:
         ("bytes", 4, None, "bytes do not fit model.vocab_size=4"),
         ("bytes", 256, "<end>", "--eod is for a tokenizer.json"),
         ("none.json", 4, None, "tokenizer none.json does not exist; give --tokenizer"),
-        (str(tokenizer), 2, None, "has ids up to 3, but model.vocab_size=2"),
+        (str(tokenizer), 2, None, r"has ids up to 3 \('\?'\), but model.vocab_size=2"),
         (str(tokenizer), 4, "<pad>", "--eod <pad> is no token of"),
     ):
         with pytest.raises(DataError, match=why):

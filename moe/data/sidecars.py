@@ -1,0 +1,75 @@
+"""Whether a tokenizer is that of a run's data, by what lies beside its files, and of the model.
+
+One check for import, export, sample.py, evaluate.py and run.sample_every. Imports no torch.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.remote_files import beside
+from phalanx.moe.data.token_files import Sidecar
+
+
+def prefixes(data: Mapping[str, Any]) -> list[str]:
+    """Prefixes on this host of the descriptions of a run's data.
+
+    Args:
+        data: the data section of its configuration.
+    """
+    if data.get("source") != "indexed":
+        return []
+    return [beside(str(entry), str(data.get("cache", ""))) for entry in data.get("blend", [])]
+
+
+def sidecars(data: Mapping[str, Any]) -> list[Sidecar]:
+    """Descriptions of a run's data, as far as the files are still there.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    paths = [Path(f"{prefix}.json") for prefix in prefixes(data)]
+    return [Sidecar.read(path) for path in paths if path.is_file()]
+
+
+def check_of_data(tokenizer: Path, described: list[Sidecar], way_out: str = "") -> None:
+    """Refuse a tokenizer.json that data was not made with.
+
+    Args:
+        tokenizer: the file.
+        described: descriptions of the data; any goes with none.
+        way_out: what a person can do.
+
+    Raises:
+        DataError: it is another one.
+    """
+    sums = {each.tokenizer_sha256 for each in described}
+    if sums and hashlib.sha256(tokenizer.read_bytes()).hexdigest() not in sums:
+        names = ", ".join(sorted({each.tokenizer for each in described}))
+        hint = f": {way_out}" if way_out else ""
+        raise DataError(f"tokenizer {tokenizer} is not that of the data, which is {names}{hint}")
+
+
+def check_of_model(
+    tokenizer: Path, ids: Mapping[str, int], vocab_size: int, way_out: str = ""
+) -> None:
+    """Refuse a tokenizer whose tokens a model does not have.
+
+    Args:
+        tokenizer: its file or folder.
+        ids: of its tokens; it may have fewer than the model.
+        vocab_size: of the model.
+        way_out: what a person can do.
+
+    Raises:
+        DataError: an id is outside the vocabulary.
+    """
+    token = max(ids, key=ids.__getitem__, default="")
+    if ids and ids[token] >= vocab_size:
+        hint = f": {way_out}" if way_out else ""
+        raise DataError(
+            f"tokenizer {tokenizer} has ids up to {ids[token]} ({token!r}), but "
+            f"model.vocab_size={vocab_size}: it is not that of the model{hint}"
+        )
