@@ -12,6 +12,7 @@ text. Bits per byte compare models with different tokenizers.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from tqdm import tqdm  # noqa: E402
-
 from phalanx.moe.inference import command  # noqa: E402
-from phalanx.moe.inference.command import positive, predictor_of, told  # noqa: E402
+from phalanx.moe.inference.command import positive, predictor_of, progress, told  # noqa: E402
 from phalanx.parallel.object_store import folder_argument  # noqa: E402
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.scoring import Score
+
+_BATCH = 8
+_CPU_TOKENS = 2048
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +51,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of a file: whole documents until it has so many",
     )
-    add("--batch", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
+    add(
+        "--batch",
+        type=int,
+        metavar="N",
+        help=f"sequences at a time (default: {_BATCH}; fewer of {_CPU_TOKENS:,} tokens on a CPU)",
+    )
     add("--json", type=folder_argument, metavar="OUT", help="write the numbers")
     return p
 
@@ -65,11 +72,11 @@ def evaluate(args: argparse.Namespace) -> None:
         raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
     if args.json and args.json.is_dir():
         raise ValueError(f"--json {args.json} is a folder: name a file in it")
-    from phalanx.moe.inference.codec import codec_of
-    from phalanx.moe.inference.scoring import Score, score, text_of
-
-    found: dict[str, Score] = {}
     with predictor_of(args) as predictor:
+        from phalanx.moe.inference.codec import codec_of
+        from phalanx.moe.inference.scoring import Score, score, text_of
+
+        found: dict[str, Score] = {}
         vocabulary = predictor.cfg.model.vocab_size
 
         def codec() -> Any:
@@ -77,19 +84,29 @@ def evaluate(args: argparse.Namespace) -> None:
 
         how = dict(key=args.key, lines=args.lines, limit=args.max_tokens)
         how["apart"] = predictor.cfg.data.document_mask
-        texts = [text_of(name, codec, **how) for name in dict.fromkeys(args.files)]
+        with progress("reading", unit="B", unit_scale=True) as bar:
+            names = dict.fromkeys(args.files)
+            texts = [text_of(name, codec, **how, progress=bar.update) for name in names]
         total = sum(text.predicted for text in texts)
-        with tqdm(total=total, desc="predicting", unit=" tokens", disable=None) as bar:
+        on_cpu = predictor.device.type == "cpu"
+        batch = args.batch or (_batch_on_cpu(args.context) if on_cpu else _BATCH)
+        with progress("predicting", total=total, unit=" tokens") as bar:
             for text in texts:
                 found[text.name] = Score(0.0, 0, 0)
-                for part in score(predictor, text, args.context, args.batch):
+                for part in score(predictor, text, args.context, batch):
                     found[text.name] += part
                     bar.update(part.tokens)
         where = {"checkpoint": str(predictor.path), "step": predictor.step, "context": args.context}
     print(table(found))
     if args.json:
         numbers = {name: content(each) for name, each in found.items()}
-        args.json.write_text(json.dumps(where | {"files": numbers}, indent=2) + "\n")
+        text = json.dumps(where | {"files": numbers}, indent=2, allow_nan=False)
+        args.json.write_text(text + "\n")
+
+
+def _batch_on_cpu(context: int) -> int:
+    """Sequences at a time, so few that progress is seen; more are no faster there."""
+    return max(1, min(_BATCH, _CPU_TOKENS // context))
 
 
 def table(scores: dict[str, "Score"]) -> str:
@@ -122,12 +139,12 @@ def table(scores: dict[str, "Score"]) -> str:
 
 
 def content(score: "Score") -> dict[str, Any]:
-    """Numbers of a file for --json; null where they are not known."""
+    """Numbers of a file for --json; null where they are not known, or too large for a number."""
     return {
         "tokens": score.tokens,
         "bytes": score.text_bytes,
         "loss": score.loss,
-        "perplexity": score.perplexity,
+        "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
         "bits_per_byte": score.bits_per_byte,
     }
 

@@ -6,7 +6,8 @@
 The newest checkpoint of a run, or the one of --step, is loaded as a model on one GPU, or on the CPU
 of a machine without one. Greedy unless --temperature is set. Every new token runs all that is there
 through the model, without a cache of keys and values. The tokenizer is that of the run's data where
-this tells: bytes for data=embedded and for prepare_data.py --bytes, else --tokenizer names it.
+this tells: bytes for data=embedded and for prepare_data.py --bytes, else --tokenizer names it. Of
+several prompts each text has a line before it that counts them.
 """
 
 import argparse
@@ -82,13 +83,16 @@ def sample(args: argparse.Namespace) -> None:
             return sampler(predictor.next_logits(torch.tensor([ids])))
 
         print(f"-- {predictor.path}: step {predictor.step}", file=sys.stderr)
-        for prompt in args.prompt or [""]:
+        prompts = args.prompt or [""]
+        for number, prompt in enumerate(prompts, 1):
             alone = predictor.cfg.data.document_mask
             ids, began = started(codec, prompt, alone=alone), time.perf_counter()
             ends = () if args.no_stop else codec.ends
             new = generate(following, ids, args.tokens, context=args.context, ends=ends)
+            if len(prompts) > 1:
+                print(f"-- text {number} of {len(prompts)}")
             print(shown(prompt), end="", flush=True)
-            count = write(codec, new)
+            count = write(codec, new, codec.encode(prompt))
             rate = count / (time.perf_counter() - began)
             print(flush=True)
             print(f"-- {count} tokens, {rate:.1f} tokens/s", file=sys.stderr)
@@ -113,18 +117,27 @@ def started(codec: "Codec", prompt: str, *, alone: bool) -> list[int]:
     return ids
 
 
-def write(codec: "Codec", ids: Iterable[int]) -> int:
-    """Print the text of ids as they come, whole characters at a time; how many they were."""
+def write(codec: "Codec", ids: Iterable[int], before: list[int]) -> int:
+    """Print the text of ids as they come, whole characters at a time.
+
+    Args:
+        codec: of the model.
+        ids: new ones.
+        before: those of the prompt, whose text is not printed.
+
+    Returns:
+        How many ids they were.
+    """
     seen: list[int] = []
     shown = ""
     for number in ids:
         seen.append(number)
-        text = codec.decode(seen)
+        text = codec.continuation(before, seen)
         if text.startswith(shown) and not text.endswith("\ufffd"):
             print(text[len(shown) :], end="", flush=True)
             shown = text
     # A character that the last tokens began and did not end.
-    print(codec.decode(seen)[len(shown) :], end="")
+    print(codec.continuation(before, seen)[len(shown) :], end="")
     return len(seen)
 
 

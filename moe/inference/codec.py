@@ -1,6 +1,7 @@
 """Text to the tokens that a checkpoint was trained on, and back."""
 
 from dataclasses import asdict, dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ class Codec:
         if self.tokenizer is None:
             return bytes(i if i < 256 else 0xFF for i in ids).decode(errors="replace")
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def continuation(self, before: list[int], ids: list[int]) -> str:
+        """Text of `ids` behind that of `before`, which may be empty.
+
+        Both are decoded together: alone a text loses the space that it begins with, by decoders of
+        Llama's kind.
+        """
+        whole = self.decode([*before, *ids])
+        return whole[len(commonprefix((self.decode(before), whole))) :]
 
 
 def shown(text: str) -> str:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -16,6 +16,9 @@ from phalanx.parallel.object_store import argument
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.predictor import Predictor
+
+_EVERY = 10.0
+"""Seconds between lines of progress."""
 
 
 def parser(program: str, manual: str | None) -> argparse.ArgumentParser:
@@ -55,6 +58,7 @@ def predictor_of(args: argparse.Namespace) -> Iterator["Predictor"]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("this takes one process: start it with python, not with torchrun or srun")
     path = checkpoint_of(args.run, args.step)
+    print(f"-- loading {path}", file=sys.stderr, flush=True)  # imports alone take seconds
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
@@ -67,17 +71,35 @@ def predictor_of(args: argparse.Namespace) -> Iterator["Predictor"]:
         from phalanx.moe.inference.predictor import opened
 
     files = commit.read_commit(path).files.values()
-    bar = tqdm(
-        total=sum(size for size, _ in files),
-        desc="verifying",
-        unit="B",
-        unit_scale=True,
-        disable=True if args.no_verify else None,
-    )
+    size = sum(size for size, _ in files)
+    bar = progress("verifying", total=size, unit="B", unit_scale=True, disable=args.no_verify)
     with bar, opened(path, None if args.no_verify else bar.update) as predictor:
         bar.close()
         args.context = args.context or predictor.cfg.data.sequence_length
         yield predictor
+
+
+class _Lines:
+    """stderr that is no terminal: what a bar draws over is a line of its own."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip("\r\n "):
+            print(text, file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        pass
+
+
+def progress(what: str, **options: Any) -> Any:
+    """A bar on stderr; where that is no terminal, a line every ten seconds from the tenth on.
+
+    Args:
+        what: is done.
+        options: of tqdm.
+    """
+    if not sys.stderr.isatty():
+        options |= {"file": _Lines(), "delay": _EVERY, "mininterval": _EVERY, "ncols": 80}
+    return tqdm(desc=what, **options)
 
 
 def positive(**values: int | None) -> None:

@@ -37,6 +37,10 @@ _SECTIONS = ("model.", "precision.", "data.")
 """Of a saved configuration, what the weights and their text depend on."""
 
 
+class NotFinite(ValueError):
+    """A model gave NaN or infinite numbers, of which there is no result."""
+
+
 class Predictor:
     """Next tokens by the model of a checkpoint.
 
@@ -72,12 +76,16 @@ class Predictor:
         self._as_is = {"fp32_output": False} if built.config.bf16 else {}
 
     def logits(self, tokens_BS: Tensor) -> Tensor:
-        """fp32 [B, S, V] of the token after each; `tokens_BS` are int64, on any device."""
-        return self._forward(tokens_BS, None)[:, : tokens_BS.size(1)].float()
+        """fp32 [B, S, V] of the token after each; `tokens_BS` are int64, on any device.
+
+        Raises:
+            NotFinite: a logit is NaN or infinite, as of the other methods.
+        """
+        return self._finite(self._forward(tokens_BS, None)[:, : tokens_BS.size(1)], "logits")
 
     def next_logits(self, tokens_1S: Tensor) -> Tensor:
         """fp32 [V] of the token after the last one."""
-        return self._forward(tokens_1S, None)[0, tokens_1S.size(1) - 1].float()
+        return self._finite(self._forward(tokens_1S, None)[0, tokens_1S.size(1) - 1], "logits")
 
     def losses(
         self, tokens_BS: Tensor, labels_BS: Tensor, position_BS: Tensor | None = None
@@ -91,7 +99,8 @@ class Predictor:
                 so (`data.document_mask`): a token then sees its own alone. None: all before it.
         """
         if position_BS is None:
-            return self._forward(tokens_BS, labels_BS)[:, : tokens_BS.size(1)].float()
+            losses = self._forward(tokens_BS, labels_BS)[:, : tokens_BS.size(1)]
+            return self._finite(losses, "losses")
         rows = zip(*(t.split(1) for t in (tokens_BS, labels_BS, position_BS)), strict=True)
         return torch.cat([self._apart(*row) for row in rows])
 
@@ -107,7 +116,23 @@ class Predictor:
         places = max(self._places, int((position == 0).sum())) if self._places else 0
         documents = packed(position, places=places)
         result = self._computed(tokens, position, labels, packed_seq_params=documents)
-        return result[:, : tokens_1S.size(1)].float()
+        return self._finite(result[:, : tokens_1S.size(1)], "losses")
+
+    def _finite(self, values: Tensor, what: str) -> Tensor:
+        """fp32 of a result, which is not one that anybody should see if it is NaN or infinite."""
+        values = values.float()
+        if values.isfinite().all():
+            return values
+        for name, weight in self._model.named_parameters():
+            if not weight.isfinite().all():
+                raise NotFinite(
+                    f"{self.path} has weights that are NaN or infinite, such as "
+                    f"{name.removeprefix('module.')}: choose an earlier checkpoint"
+                )
+        raise NotFinite(
+            f"{self.path} gives {what} that are NaN or infinite, with finite weights and "
+            f"precision.recipe={self.cfg.precision.recipe}: choose an earlier checkpoint"
+        )
 
     def _forward(self, tokens_BS: Tensor, labels_BS: Tensor | None) -> Tensor:
         tokens_BS = self._padded(tokens_BS)

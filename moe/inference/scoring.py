@@ -95,6 +95,7 @@ def text_of(
     lines: bool = False,
     limit: int | None = None,
     apart: bool = False,
+    progress: Callable[[int], object] = lambda n: None,
 ) -> Text:
     """The tokens of a .txt, .jsonl or .parquet file, or of a .bin/.idx pair without the ending.
 
@@ -105,6 +106,7 @@ def text_of(
         lines: each line of a .txt is a document.
         limit: read whole documents until there are so many tokens.
         apart: documents do not see each other.
+        progress: told bytes of text, or of the pair, as they are read.
 
     Raises:
         DataError: it cannot be read, or holds nothing to predict.
@@ -112,9 +114,11 @@ def text_of(
     given = Path(path).expanduser()
     if Path(f"{given}.idx").is_file():
         found = _of_corpus(path, str(given), limit, apart)
+        progress(found.ids_N.nbytes)
     elif given.suffix in KINDS and given.is_file():
         recipe = Recipe("", 0, "int64", key, lines)
-        found = _of_documents(path, _documents(given, recipe), codec(), limit, apart)
+        texts = _documents(given, recipe)
+        found = _of_documents(path, texts, codec(), limit, apart, progress)
     elif is_address(path):
         raise DataError(f"{path} is an address; evaluate copies of its files in a folder")
     else:
@@ -170,7 +174,12 @@ def _documents(path: Path, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_documents(
-    name: str, texts: Iterator[str], codec: Codec, limit: int | None, apart: bool
+    name: str,
+    texts: Iterator[str],
+    codec: Codec,
+    limit: int | None,
+    apart: bool,
+    progress: Callable[[int], object],
 ) -> Text:
     if not codec.ends:
         raise DataError("nothing tells which token ends a document: give --eod TOKEN")
@@ -181,7 +190,9 @@ def _of_documents(
             continue
         parts.append([*ids, end])
         tokens += len(ids) + 1
-        text_bytes += len(text.encode())
+        size = len(text.encode())
+        text_bytes += size
+        progress(size)
         if limit is not None and tokens >= limit:
             break
     ids_N = np.concatenate([np.array(part, np.int64) for part in parts])

@@ -74,10 +74,16 @@ class Metrics:
             with contextlib.suppress(OSError):
                 print(redacted(text), file=self._stream, flush=True)
 
-    def event(self, text: str) -> None:
-        """Print and write one line that is not a step: a checkpoint, a signal, a rerun."""
-        self.text(f"-- {text}")
-        self._write({"event": redacted(text), "at": self._step})
+    def event(self, text: str, *, shown: str = "", **facts: str) -> None:
+        """Print and write one line that is not a step: a checkpoint, a signal, a rerun.
+
+        Args:
+            text: the line.
+            shown: a block that is printed below it.
+            facts: that are written beside it.
+        """
+        self.text("\n".join(filter(None, (f"-- {text}", shown))))
+        self._write({"event": redacted(text), **redacted(facts), "at": self._step})
 
     def start(self, facts: dict[str, Any]) -> None:
         """Write what the run is (`moe.report.title`), for the titles of tables and pictures."""

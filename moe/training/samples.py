@@ -10,6 +10,7 @@ Legend: B sequences, S tokens of a sequence, V vocabulary of this rank.
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,27 @@ LENGTH = 64
 """Most new tokens of a sample."""
 PROMPT = 32
 """Most tokens of the data that it goes on with; of short sequences a half."""
+
+
+class _NotFinite(Exception):
+    """The logits of a token are NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text and how the model goes on with it."""
+
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        """Both for a console: each line behind a mark, with control characters as escapes."""
+        return f"{_marked(self.before)}\n   goes on\n{_marked(self.after)}"
+
+
+def _marked(text: str) -> str:
+    plain = (c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return "\n".join(f"   | {line}" for line in "".join(plain).split("\n"))
 
 
 class Samples:
@@ -61,19 +83,26 @@ class Samples:
         self._codec = codec_of_run(cfg)
         self._reruns: list[Rerun] = []
 
-    def __call__(self) -> tuple[str, str, list[Rerun]]:
-        """The text before, what the model goes on with; forward passes that were run again.
+    def __call__(self) -> tuple[Sample | None, list[Rerun]]:
+        """A sample, or None where logits are NaN or infinite; forward passes that were run again.
 
         Collective. The model is in training mode before and after it.
         """
         engine, S = self._job.engine, len(self._row_S)
         prompt, self._reruns = self._prompt, []
         engine.eval()
-        with torch.no_grad():
-            ids = list(generate(self._next, prompt, LENGTH, context=S, ends=self._codec.ends))
+        ids: list[int] | None
+        try:
+            with torch.no_grad():
+                ids = list(generate(self._next, prompt, LENGTH, context=S, ends=self._codec.ends))
+        except _NotFinite:  # on all ranks
+            ids = None
         engine.train()
         MTPLossLoggingHelper.clean_metrics_in_tracker()  # of passes that are no training
-        return self._codec.decode(prompt), self._codec.decode(ids), self._reruns
+        if ids is None:
+            return None, self._reruns
+        sample = Sample(self._codec.decode(prompt), self._codec.continuation(prompt, ids))
+        return sample, self._reruns
 
     def _next(self, ids: list[int]) -> int:
         """The most likely token after `ids`, at most S; the same on every rank."""
@@ -111,9 +140,14 @@ class Samples:
             logits_V = reports[0]["logits"].double()
             first = job.groups.pg.tp.rank() * len(logits_V)
             offer = torch.stack((logits_V.max(), logits_V.argmax() + first))
+            if not logits_V.isfinite().all():
+                offer[0] = math.nan
         offers = [torch.empty_like(offer) for _ in range(dist.get_world_size())]
         dist.all_gather(offers, offer)
-        _, token = max((value, -token) for value, token in torch.stack(offers).tolist())
+        found = torch.stack(offers).tolist()
+        if any(math.isnan(value) for value, _ in found):
+            raise _NotFinite
+        _, token = max((value, -token) for value, token in found)
         return -int(token)
 
 

@@ -315,9 +315,13 @@ class Trainer:
     def _sample(self, samples: Samples) -> None:
         doing(f"step {self.step}: sample")
         with record_function("sample"):
-            before, after, reruns = samples()
+            sample, reruns = samples()
         self._tell(reruns, f"the sample after step {self.step}")
-        self.metrics.event(f"sample after step {self.step}: {before!r} goes on {after!r}")
+        what = f"sample after step {self.step}"
+        if sample is None:
+            self.metrics.event(f"{what}: none, as the model's logits are NaN or infinite")
+        else:
+            self.metrics.event(what, shown=str(sample), **asdict(sample))
 
     def _loader(self, dataset: Any) -> Loader:
         data, job = self.cfg.data, self.job

@@ -9,6 +9,7 @@ plain data is all that is looked for.
 
 import io
 import pickle
+import shlex
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +82,8 @@ def checkpoint_of(folder: Place, step: int | None = None) -> Place:
     listed = commit.committed(root)
     found = dict(reversed(listed))  # of one step the newest
     if not found:
+        if hint := _of_hugging_face(folder):
+            raise NoUsableCheckpoint(f"{folder} {hint}")
         where = f" in {root}" if isinstance(root, Remote) and root != folder else ""
         raise NoUsableCheckpoint(
             f"{folder} has no checkpoint{where}: give the folder of a run that has saved one"
@@ -109,11 +112,23 @@ def none_valid(root: Place, refused: Sequence[Place]) -> NoUsableCheckpoint:
 
 def not_valid(path: Place, problem: str) -> NoUsableCheckpoint:
     """The error of a checkpoint that a person named as run.resume."""
+    if foreign := _of_hugging_face(path):
+        return NoUsableCheckpoint(f"run.resume={path} {foreign}")
     inside = commit.committed(path) or commit.committed(path / "checkpoints")
     hint = f"; did you mean run.resume={inside[0][1]}?" if inside else ""
     if not hint and not path.exists():
         hint = "; run.resume takes auto, never or a checkpoint folder"
     return NoUsableCheckpoint(f"run.resume={path} is no valid checkpoint: {problem}{hint}")
+
+
+def _of_hugging_face(folder: Place) -> str:
+    """What a person must do who named a folder of Hugging Face as a checkpoint; else empty."""
+    if not isinstance(folder, Path) or not (folder / "config.json").is_file():
+        return ""
+    if not any(folder.glob("*.safetensors")):
+        return ""
+    made = shlex.join([str(folder), f"imported/{folder.resolve().name}"])
+    return f"is a Hugging Face folder: first python scripts/convert_hf.py import {made}"
 
 
 def lacking(folder: Place) -> str:

@@ -1,6 +1,7 @@
 """sample.py and evaluate.py as a person starts them, on tiny checkpoints that the test trains."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -8,12 +9,18 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from phalanx.moe.hf.source import Source
+from phalanx.moe.inference import command as command_of_looking
 from phalanx.moe.inference.codec import Codec
+from phalanx.moe.inference.scoring import Score
 from phalanx.parallel.object_store import place
-from phalanx.scripts import evaluate, sample
+from phalanx.scripts import convert_hf, evaluate, sample
+from tests.scripts.test_convert_hf import qwen3
 from tests.support import s3
 from tests.support.looking import command, step_of, train, untrained
+from tests.support.tokenizers import llama
 
 pytestmark = pytest.mark.dist
 
@@ -47,6 +54,8 @@ def test_text_is_the_same_for_a_checkpoint_of_two_ranks(run: Path) -> None:
     assert other.code == 0 and other.out != one.out
     lines = [line for line in other.err.splitlines() if line.endswith("tokens/s")]
     assert len(lines) == 2  # of two prompts
+    assert other.out.startswith("-- text 1 of 2\nim") and "\n-- text 2 of 2\nx" in other.out
+    assert "-- text" not in earlier.out
     bytes_alone = command(sample.main, run, "--prompt", "x\udcff", "--tokens", "1")
     assert bytes_alone.code == 0 and bytes_alone.out.startswith("x\ufffd"), "not UTF-8"
 
@@ -100,8 +109,9 @@ def test_a_replayed_routing_that_is_gone_is_told(run: Path, tmp_path: Path) -> N
     replaying = train(run.parent, "replaying", 1, *given)
     recorded.unlink()
     said = command(sample.main, replaying, "--prompt", "x")
-    assert said.code == 2 and said.err.count("\n") == 1
-    assert said.err.startswith(f"sample: {recorded} cannot be read: there is no such file; ")
+    loading, line = said.err.splitlines()
+    assert said.code == 2 and loading.startswith("-- loading ")
+    assert line.startswith(f"sample: {recorded} cannot be read: there is no such file; ")
     assert said.err.endswith("(model.moe.router.replay): put it back\n")
 
 
@@ -161,5 +171,67 @@ def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> No
 
 
 def test_characters_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sample.write(Codec(None, ()), "aé€".encode() + b"\xe2") == 7
+    assert sample.write(Codec(None, ()), "aé€".encode() + b"\xe2", []) == 7
     assert capsys.readouterr().out == "aé€\ufffd"
+
+
+def test_a_space_behind_the_prompt_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Though the decoder strips one that a text begins with."""
+    codec = Codec(llama(), ())
+    for prompt, text, printed in (("a b", " c d", " c d"), ("a b", "c", "c"), ("", "c é", "c é")):
+        before = codec.encode(prompt)
+        new = codec.encode(prompt + text)[len(before) :] if text != "c" else [262]
+        assert codec.decode([262]) == "c" and sample.write(codec, new, before) == len(new)
+        assert capsys.readouterr().out == printed
+
+
+def test_a_model_that_is_no_number_has_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = qwen3(tmp_path / "theirs", vocab_size=256)
+    name = "model.layers.1.self_attn.o_proj.weight"
+
+    def read(self: Source, asked: str, rows: tuple[int, int]) -> torch.Tensor:
+        return self._values(asked, *rows) * (math.nan if asked == name else 1)
+
+    with monkeypatch.context() as m:  # as an import of before let it pass
+        m.setattr(Source, "read", read)
+        assert convert_hf.main(["import", str(folder), str(tmp_path / "step")]) == 0
+    (tmp_path / "text.txt").write_text("text")
+    tokens = ["--tokenizer", "bytes", "--context", "8"]
+    for main, more in (
+        (sample.main, ["--prompt", "x"]),
+        (sample.main, ["--prompt", "x", "--temperature", "1"]),
+        (evaluate.main, [tmp_path / "text.txt", "--json", tmp_path / "out.json"]),
+    ):
+        said = command(main, tmp_path / "step", *more, *tokens)
+        assert said.code == 2 and "nan" not in said.out, said
+        line = said.err.splitlines()[-1]
+        assert "step has weights that are NaN or infinite, such as decoder.layers.1.self_" in line
+        assert line.endswith(": choose an earlier checkpoint")
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_numbers_of_a_score_are_json() -> None:
+    found = evaluate.content(Score(8000.0, 10, 3))
+    assert found["loss"] == 800.0 and found["perplexity"] is None
+    json.dumps(found, allow_nan=False)
+
+
+def _told_at_once(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_of_looking, "_EVERY", 0.0)
+        return main(argv)
+
+
+def test_progress_is_told_where_there_is_no_terminal(run: Path, tmp_path: Path) -> None:
+    """Line by line, of all that takes long."""
+    (tmp_path / "text.txt").write_text("text" * 100)
+    said = command(partial(_told_at_once, evaluate.main), run, tmp_path / "text.txt")
+    assert said.code == 0 and "\r" not in said.err and "\x1b" not in said.err
+    first, *lines = said.err.splitlines()
+    assert first.startswith(f"-- loading {run}")
+    for what in ("verifying: 100%", "reading: 400B", "predicting: 100%"):
+        assert any(line.startswith(what) for line in lines), (what, lines)
+    quick = command(evaluate.main, run, tmp_path / "text.txt")
+    assert quick.err == f"{first}\n", "nothing took ten seconds"

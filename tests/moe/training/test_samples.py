@@ -1,6 +1,8 @@
 """`run.sample_every`: on every layout the text that the checkpoint of that step gives alone."""
 
-import ast
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from phalanx.moe.inference.codec import codec_of_run
 from phalanx.moe.inference.sampling import generate
 from phalanx.moe.report.loggers import read
 from phalanx.moe.training.preflight import preflight
-from phalanx.moe.training.samples import Samples
+from phalanx.moe.training.samples import Sample, Samples
 from phalanx.scripts import prepare_data
 from tests.support.distributed import run_distributed
 from tests.support.looking import TINY, step_of
@@ -74,8 +76,11 @@ def test_a_sample_is_the_text_of_its_checkpoint(model: str, layout: str, tmp_pat
     given = [*of(model), *SAMPLED, *more, f"run.dir={tmp_path}"]
     main = run(world, [*given, f"data.cache={tmp_path.parent}/cache"])[0]
     assert main.code == 0, main.err
-    (line,) = [text for text in main.out.splitlines() if text.startswith("-- sample after step 6")]
-    said = [ast.literal_eval(text) for text in line.split(": ", 1)[1].split(" goes on ")]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    (record,) = [each for each in records if each.get("event") == "sample after step 6"]
+    said = [record["before"], record["after"]]
+    assert f"-- sample after step 6\n{Sample(*said)}\n" in main.out
     given = [*given, f"data.cache={tmp_path.parent}/cache"]
     assert said == run_distributed(expected, 1, given, step_of(tmp_path / "run", 6))[0]
     assert len(said[0].encode()) == 8 and len(said[1]) > 10
@@ -94,6 +99,43 @@ def test_samples_do_not_change_the_training(tmp_path: Path) -> None:
         names = ("loss", "mtp_loss", "grad_norm", "layers")
         found.append([[record[name] for name in names] for record in records])
     assert found[0] == found[1]
+
+
+def test_a_sample_is_shown_line_by_line_without_control_characters() -> None:
+    shown = str(Sample("def f(x):\n", "    y\t= '\\n'\x1b[2J\r\n\u202e"))
+    assert shown.splitlines() == [
+        "   | def f(x):",
+        "   | ",
+        "   goes on",
+        "   |     y\t= '\\n'\\x1b[2J\\r",
+        "   | \\u202e",
+    ]
+
+
+@pytest.mark.dist
+def test_of_logits_that_are_no_numbers_there_is_no_sample(tmp_path: Path) -> None:
+    given = [*TINY, f"data.cache={tmp_path.parent}/cache", f"run.dir={tmp_path}", *SAMPLED]
+    given += ["run.steps=2", "run.sample_every=2", "run.save_interval=-1"]
+    main = run(2, [*given, "parallel.tensor=2", "parallel.expert=1"], _broken_when_it_samples)[0]
+    assert main.code == 0, main.err
+    assert "-- sample after step 2: none, as the model's logits are NaN or infinite\n" in main.out
+    assert "goes on" not in main.out
+
+
+@contextmanager
+def _broken_when_it_samples(rank: int) -> Iterator[None]:
+    """Weights of rank 1 become NaN with the first token."""
+    original = Samples._best
+
+    def best(self: Any, inputs: Any, place: int | None) -> int:
+        with torch.no_grad():
+            for weight in self._job.engine.chunks[-1].parameters() if rank else ():
+                weight.fill_(torch.nan)
+        return original(self, inputs, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Samples, "_best", best)
+        yield
 
 
 def test_of_packed_documents_the_longest_is_gone_on_with() -> None:
