@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = run(bench, args.parts or known, libraries.Sizes())
     known_facts = facts(bench.clock.device, sys.argv[1:] if argv is None else list(argv))
     print("\n" + ", ".join(f"{k} {v}" for k, v in known_facts.items() if isinstance(v, str)))
-    return 1 if any(row.ours is None for row in rows) else 0
+    return 1 if any(row.failed for row in rows) else 0
 
 
 if __name__ == "__main__":

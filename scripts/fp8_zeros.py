@@ -49,7 +49,7 @@ class Zeros:
 
     def add(self, operand: str, x: Tensor, data: Tensor) -> None:
         """A matrix, and what it became in FP8."""
-        some = x != 0
+        some = (x != 0) & x.isfinite()  # what is NaN or infinite is no zero, and no number either
         lost = some & (data.view(torch.uint8) & _MAGNITUDE == 0)
         self._some[operand] += int(some.sum())
         self._lost[operand] += int(lost.sum())

@@ -1,6 +1,8 @@
-"""Drawing to files, and what their titles say."""
+"""Drawing to files, what their titles say, and what of a run they leave out."""
 
 from typing import Any
+
+from phalanx.moe.report.loggers import is_finite
 
 
 def pyplot() -> Any:
@@ -45,6 +47,19 @@ def common_title(many: list[dict[str, Any]]) -> str:
     models = list(dict.fromkeys(str(facts["model"]) for facts in many))
     common["model"] = " or ".join(models) if len(models) <= 3 else f"{len(models)} models"
     return title(common)
+
+
+def not_finite(records: list[dict[str, Any]], key: str) -> list[int]:
+    """Steps of a run at which a number is NaN or infinite, for which metrics.jsonl has null."""
+    return [r["step"] for r in records if key in r and not is_finite(r[key])]
+
+
+def left_out(steps: list[int]) -> str:
+    """`3 steps with a loss that is NaN or infinite are left out: 7, 9, 10`."""
+    named = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
+    several = "step" if len(steps) == 1 else "steps"
+    are = "is" if len(steps) == 1 else "are"
+    return f"{len(steps)} {several} with a loss that is NaN or infinite {are} left out: {named}"
 
 
 def running(values: dict[int, float], window: int) -> dict[int, float]:

@@ -12,6 +12,7 @@ where there are many, drawn over the losses themselves: batches differ more than
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from phalanx.moe.report.loggers import read, start_facts
+from phalanx.moe.report.loggers import is_finite, read, start_facts
 from phalanx.moe.report.names import short_names
-from phalanx.scripts.pictures import common_title, pyplot, running
+from phalanx.scripts.pictures import common_title, left_out, not_finite, pyplot, running
 
 _MEAN_OF = 20
 """Most steps that a point of a curve is the mean of."""
@@ -39,6 +40,8 @@ class Curve(NamedTuple):
     """By step."""
     facts: dict[str, Any]
     """What the run is, for the title; empty if that is not known."""
+    lost: list[int]
+    """Steps whose loss is NaN or infinite."""
 
 
 Curves = dict[str, Curve]
@@ -51,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         curves = load(args.runs)
         print(table(curves, args.parts))
+        for name, curve in curves.items():
+            if curve.lost:
+                print(f"{name}: {left_out(curve.lost)}")
         if args.json:
             args.json.write_text(json.dumps(_content(curves), separators=(",", ":")) + "\n")
         _draw(curves, args)
@@ -103,29 +109,37 @@ def load(paths: Sequence[Path]) -> Curves:
 
 def _logged(path: Path) -> tuple[str, Curve]:
     path = path / "metrics.jsonl" if path.is_dir() else path
-    losses = {r["step"]: round(r["loss"], 5) for r in read(path) if r.get("loss") is not None}
+    records = read(path)
+    lost = not_finite(records, "loss")
+    losses = {r["step"]: round(r["loss"], 5) for r in records if is_finite(r.get("loss"))}
+    if lost and not losses:
+        raise ValueError(f"{path} has no loss that is a number: all are NaN or infinite")
     if not losses:
         raise ValueError(f"{path} has no losses: give the folder of a run that has logged steps")
     whole = path.resolve()
     name = whole.parent if path.stem == "metrics" else whole.with_suffix("")
-    return str(name), Curve(losses, start_facts(path))
+    return str(name), Curve(losses, start_facts(path), lost)
 
 
 def _stored(path: Path) -> list[tuple[str, Curve]]:
     try:
         content = json.loads(path.read_text())
         facts = content.pop("facts", {})
-        return [
-            (name, Curve({int(s): float(loss) for s, loss in run.items()}, facts.get(name, {})))
-            for name, run in content.items()
-        ]
+        found = []
+        for name, run in content.items():
+            losses = {int(s): float(loss) for s, loss in run.items() if loss is not None}
+            if not losses or not all(map(math.isfinite, losses.values())):
+                raise ValueError
+            lost = [int(s) for s, loss in run.items() if loss is None]
+            found.append((name, Curve(losses, facts.get(name, {}), lost)))
+        return found
     except (ValueError, AttributeError, TypeError):
         raise ValueError(f"{path} is no file of --json") from None
 
 
 def _content(curves: Curves) -> dict[str, Any]:
     facts = {name: curve.facts for name, curve in curves.items() if curve.facts}
-    losses = {name: curve.losses for name, curve in curves.items()}
+    losses = {name: curve.losses | dict.fromkeys(curve.lost) for name, curve in curves.items()}
     return losses | ({"facts": facts} if facts else {})
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.moe.report.loggers import read, start_facts  # noqa: E402
 from phalanx.parallel.object_store import folder_argument  # noqa: E402
-from phalanx.scripts.pictures import pyplot, running, title  # noqa: E402
+from phalanx.scripts.pictures import left_out, not_finite, pyplot, running, title  # noqa: E402
 
 _MEAN_OF = 20
 """Most steps that a point of a smooth curve is the mean of."""
@@ -122,6 +122,8 @@ def summary(records: list[Record], names: dict[str, str]) -> str:
         lines[0] += f", loss {next(iter(losses.values())):.4f} to {list(losses.values())[-1]:.4f}"
     if rates:
         lines[0] += f", {sorted(rates.values())[len(rates) // 2]:,.0f} tokens/s a rank (median)"
+    if lost := not_finite(records, "loss"):
+        lines.append(left_out(lost))
     timed = [r for r in records if "step_time" in r]
     late: dict[str, list[tuple[float, float]]] = {}
     for record in timed:
@@ -229,7 +231,11 @@ def _image(
     # A cell reaches from the record before its first one to its last.
     edges = [starts[0] - 1, *(group[-1][0] for group in groups)]
     rows = [*(n - 0.5 for n in range(1, len(names) + 1)), len(names) + 0.5]
-    found = [value for row in cells for value in row if value == value]
+    found = [value for row in cells for value in row if math.isfinite(value)]
+    axes.set_title(name, fontsize="medium", loc="left")
+    if not found:
+        axes.text(0.5, 0.5, "NaN or infinite", ha="center", transform=axes.transAxes)
+        return
     most, low = max(found), min([low, *found])
     image = axes.pcolormesh(edges, rows, cells, vmin=low, vmax=max(most, low + 1), cmap=colours)
     shown = range(0, len(names), -(-len(names) // 16))

@@ -24,7 +24,7 @@ from phalanx.configs.records import MEASURED, WINDOW, Own, launch, write  # noqa
 from phalanx.configs.schema import Config  # noqa: E402
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate  # noqa: E402
 from phalanx.moe.estimate.accounting import flops_per_token  # noqa: E402
-from phalanx.moe.report.loggers import read  # noqa: E402
+from phalanx.moe.report.loggers import is_finite, read  # noqa: E402
 
 TOLERANCE = 0.01
 """Relative difference between the metrics and what the command should give."""
@@ -128,7 +128,16 @@ def window(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"--metrics {path} lacks steps {', '.join(missing)}: use run=bench")
     if "memory_total" not in found[WINDOW[0]]:
         raise ValueError(f"--metrics {path} are of a run without a GPU")
-    return [found[step] for step in WINDOW]
+    steps = [found[step] for step in WINDOW]
+    for step in steps:
+        if wrong := [name for name in _NUMBERS if not is_finite(step.get(name))]:
+            raise ValueError(
+                f"--metrics {path} has no number for {wrong[0]} at step {step['step']}"
+            )
+    return steps
+
+
+_NUMBERS = ("loss", "step_time", "tokens_per_second_per_gpu", "tflops_per_gpu", "memory")
 
 
 def agree(cfg: Config, ranks: int, steps: Sequence[dict[str, Any]]) -> None:

@@ -33,6 +33,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
+def is_finite(value: Any) -> bool:
+    """Whether a record's value is a number; metrics.jsonl has null for NaN and infinity."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def start_facts(path: Path) -> dict[str, Any]:
     """What the run of a metrics.jsonl is, as `moe.report.title` has it; empty if it does not say.
 

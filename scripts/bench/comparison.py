@@ -4,6 +4,7 @@ Both sides run once on the same data and are compared, then `scripts.bench.measu
 turns. What a library raises becomes the note of its rows; ours is measured all the same.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -39,11 +40,21 @@ class Row:
     gap: Gap | None
     note: str = ""
 
+    @property
+    def failed(self) -> bool:
+        """Whether our side was not measured, or a result is NaN or infinite."""
+        return self.ours is None or not self._finite
+
+    @property
+    def _finite(self) -> bool:
+        return self.gap is None or all(map(math.isfinite, self.gap))
+
     def markdown(self) -> str:
         times = ["" if ms is None else f"{ms * 1000:.1f}" for ms in (self.ours, self.theirs)]
         ratio = f"{self.theirs / self.ours:.3f}" if self.ours and self.theirs else ""
         gap = ["", ""] if self.gap is None else [f"{x:.2e}" for x in self.gap]
-        note = self.note.replace("|", "/")
+        wrong = "" if self._finite else "FAILED: a result is NaN or infinite"
+        note = "; ".join(filter(None, (wrong, self.note))).replace("|", "/")
         cells = (self.operation, self.library, self.what, *times, ratio, *gap, note)
         return f"| {' | '.join(cells)} |"
 

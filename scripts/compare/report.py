@@ -119,13 +119,18 @@ def read(path: Path) -> tuple[dict[str, Any], list[str], list[Run]]:
         ValueError: it is something else.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text, parse_constant=_refuse)  # NaN and infinity, which are no JSON
         facts, runs = content["facts"], [Run(**run) for run in content["runs"]]
         if missing := {"steps", "tolerance", "command"} - set(facts):
             raise KeyError(*missing)
         return facts, list(content["points"]), runs
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a file of this script: {error!r}") from error
+
+
+def _refuse(constant: str) -> float:
+    raise TypeError(f"{constant} is no result")
 
 
 def plot(path: Path, facts: dict[str, Any], table: Sequence[Row]) -> str:

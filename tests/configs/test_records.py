@@ -241,6 +241,8 @@ def test_command_names_what_differs_from_the_model(tmp_path: Path) -> None:
         ({"model": "tiny_deepseek"}, {}, "metrics are of another run"),
         ({"steps": 47}, {}, "lacks steps 48, 49, 50"),
         ({"memory_total": None}, {}, "without a GPU"),
+        ({"loss": math.nan}, {}, "has no number for loss at step 41"),
+        ({"tokens_per_second_per_gpu": math.inf}, {}, "has no number for tokens_per_second"),
     ],
 )
 def test_what_does_not_fit_is_not_recorded(

@@ -236,6 +236,9 @@ def test_a_nan_is_not_hidden():
     assert math.isnan(gap([same, same], [strange, same]).difference)
     with pytest.raises(ValueError):
         gap([same], [same, same])
+    broken = Row("rope", "te", "forward", 1.0, 2.0, gap([strange], [same]), "slow")
+    assert broken.failed and "| FAILED: a result is NaN or infinite; slow |" in broken.markdown()
+    assert not Row("rope", "te", "forward", 1.0, 2.0, gap([same], [same])).failed
 
 
 def test_arguments(capsys, monkeypatch):

@@ -387,6 +387,11 @@ def test_earlier_results_are_shown_again(stand, capsys, monkeypatch):
     assert out.startswith(table) and "no chart: a picture needs matplotlib" in out
     assert table.startswith("tiny, bf16, sequence 256, batch 32, embedded data, on 2 x CPU process")
     assert (stand.out / "throughput.md").read_text() == table
+    content = path.read_text()
+    path.write_text(content.replace('"tolerance": 0.01', '"tolerance": NaN'))
+    assert path.read_text() != content
+    assert compare_throughput.main(["--from-json", str(path)]) == 2
+    assert "NaN is no result" in capsys.readouterr().err
     path.write_text("[]")
     assert compare_throughput.main(["--from-json", str(path)]) == 2
     assert compare_throughput.main(["--from-json", str(path) + "x"]) == 2

@@ -27,6 +27,8 @@ def test_what_a_block_is_too_wide_for_is_lost() -> None:
     zeros = Zeros()
     zeros.add("x", x, quantize_rows(x).data)
     assert zeros.shares == {"x": (127 + 63) / (128 + 64)}
+    lost = torch.full((1, 128), torch.nan)
+    zeros.add("x", lost, quantize_rows(lost).data)  # is no number that could be kept
     zeros.add("x", x[:0], quantize_rows(x[:0]).data)
     assert zeros.table().splitlines()[1:] == ["x       98.9583%"]
 

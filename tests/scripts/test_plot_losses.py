@@ -1,6 +1,7 @@
 """`scripts/plot_losses.py`: runs and files in, a table, a file and a picture out."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from phalanx.scripts import plot_losses
 FACTS = {"model": "tiny", "ranks": 2, "device": "CPU process", "sequence": 256}
 
 
-def _run(folder: Path, losses: list[float], **facts: Any) -> Path:
+def _run(folder: Path, losses: list[float | None], **facts: Any) -> Path:
     folder.mkdir(parents=True)
     lines = [json.dumps({"step": i + 1, "loss": x, "lr": 1.0}) for i, x in enumerate(losses)]
     start = json.dumps({"event": "start", "at": 0} | FACTS | facts)
@@ -92,6 +93,23 @@ def test_runs_without_a_common_step_are_refused(tmp_path: Path, capsys) -> None:
     two.write_text('{"step": 2, "loss": 1.0}\n')
     assert plot_losses.main([str(one), str(two)]) == 2
     assert "the runs have no step in common" in capsys.readouterr().err
+
+
+def test_losses_that_are_no_numbers_are_told(tmp_path: Path, capsys) -> None:
+    one = _run(tmp_path / "one", [4.0, None, 2.0, math.nan, 1.0])
+    two = _run(tmp_path / "two", [4.0, 3.0, 2.0, 1.0, 1.0])
+    out = tmp_path / "both.json"
+    assert plot_losses.main([str(one), str(two), "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "one: 2 steps with a loss that is NaN or infinite are left out: 2, 4\n" in said
+    assert "two: " not in said and "nan" not in said
+    assert plot_losses.main([str(out)]) == 0
+    assert capsys.readouterr().out == said, "what it wrote says the same"
+    assert plot_losses.main([str(_run(tmp_path / "three", [None, None]))]) == 2
+    assert "has no loss that is a number: all are NaN or infinite" in capsys.readouterr().err
+    out.write_text('{"one": {"1": NaN}}')
+    assert plot_losses.main([str(out)]) == 2
+    assert "is no file of --json" in capsys.readouterr().err
 
 
 PAIR = (("a", 0.0), ("b", 0.02))

@@ -1,6 +1,7 @@
 """`scripts/plot_run.py`: a run in, a line on it, late ranks by name, and a picture out."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,20 @@ def test_two_more_panels_where_logits_were_measured(tmp_path: Path, figures: lis
     assert image.get_array().tolist() == [[-0.5, -0.5], [30, 60]]
     assert image.get_clim() == (-0.5, 60)
     assert "dead experts" in found
+
+
+def test_numbers_that_are_none_are_told(
+    tmp_path: Path, figures: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _run(tmp_path / "run", 3, max_logits={"2": math.nan, "4": math.inf}, max_logit=None)
+    lost = {"step": 4, "loss": None, "nonfinite": {"loss": "nan"}}
+    content = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(f"{json.dumps(lost)}\n{content}")
+    assert plot_run.main([str(run)]) == 0
+    _, told, _ = capsys.readouterr().out.splitlines()
+    assert told == "1 step with a loss that is NaN or infinite is left out: 4"
+    logits = panels(figures[0])["largest attention logit of a layer"]
+    assert [text.get_text() for text in logits.texts] == ["NaN or infinite"]
 
 
 def test_a_part_of_the_steps(tmp_path: Path, figures: list[Any]) -> None:
