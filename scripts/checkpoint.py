@@ -118,6 +118,8 @@ def _commit(folder: Place) -> Commit:
     try:
         return commit.read_commit(folder)
     except Invalid as error:
+        if hint := saved_config.of_hugging_face(folder):
+            raise Invalid(hint) from None
         inside = commit.committed(folder) or commit.committed(folder / "checkpoints")
         raise Invalid(f"{error}; did you mean {inside[0][1]}?" if inside else str(error)) from None
 

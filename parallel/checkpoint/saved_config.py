@@ -82,7 +82,7 @@ def checkpoint_of(folder: Place, step: int | None = None) -> Place:
     listed = commit.committed(root)
     found = dict(reversed(listed))  # of one step the newest
     if not found:
-        if hint := _of_hugging_face(folder):
+        if hint := of_hugging_face(folder):
             raise NoUsableCheckpoint(f"{folder} {hint}")
         where = f" in {root}" if isinstance(root, Remote) and root != folder else ""
         raise NoUsableCheckpoint(
@@ -112,7 +112,7 @@ def none_valid(root: Place, refused: Sequence[Place]) -> NoUsableCheckpoint:
 
 def not_valid(path: Place, problem: str) -> NoUsableCheckpoint:
     """The error of a checkpoint that a person named as run.resume."""
-    if foreign := _of_hugging_face(path):
+    if foreign := of_hugging_face(path):
         return NoUsableCheckpoint(f"run.resume={path} {foreign}")
     inside = commit.committed(path) or commit.committed(path / "checkpoints")
     hint = f"; did you mean run.resume={inside[0][1]}?" if inside else ""
@@ -121,8 +121,8 @@ def not_valid(path: Place, problem: str) -> NoUsableCheckpoint:
     return NoUsableCheckpoint(f"run.resume={path} is no valid checkpoint: {problem}{hint}")
 
 
-def _of_hugging_face(folder: Place) -> str:
-    """What a person must do who named a folder of Hugging Face as a checkpoint; else empty."""
+def of_hugging_face(folder: Place) -> str:
+    """What a person must do who named a folder of Hugging Face as a checkpoint; else empty text."""
     if not isinstance(folder, Path) or not (folder / "config.json").is_file():
         return ""
     if not any(folder.glob("*.safetensors")):

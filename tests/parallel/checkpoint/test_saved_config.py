@@ -130,3 +130,28 @@ def test_a_crafted_one_of_plain_data_is_read(tmp_path: Path) -> None:
     plain = [{"common": {"config": {"model": {"layers": 2}}}}]
     folder = crafted(tmp_path / "new", describe=described(), plain=plain)
     assert saved_config.configuration(folder) == {"model": {"layers": 2}}
+
+
+def test_a_hugging_face_folder_is_told_how_to_become_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from phalanx.configs.load import load
+    from phalanx.moe.training.preflight import preflight
+    from phalanx.scripts import checkpoint, convert_hf
+
+    folder = tmp_path / "Qwen 3"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    way = f"first python scripts/convert_hf.py import '{folder}' 'imported/Qwen 3'"
+    cfg = load([*TINY, f"run.dir={tmp_path}/runs", f"run.resume='{folder}'"])
+    (error,) = preflight(cfg).errors
+    assert str(error) == f"run.resume={folder} is a Hugging Face folder: {way}"
+    with pytest.raises(NoUsableCheckpoint, match="is a Hugging Face folder: first python"):
+        saved_config.checkpoint_of(folder)
+    assert convert_hf.main(["export", str(folder), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.endswith(f"is a Hugging Face folder: {way}\n")
+    assert checkpoint.main(["verify", str(folder)]) != 0
+    assert way in capsys.readouterr().err
+    (folder / "model.safetensors").unlink()
+    assert "Hugging Face" not in str(preflight(cfg).errors[0])
