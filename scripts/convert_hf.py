@@ -164,7 +164,7 @@ def export(args: argparse.Namespace) -> None:
 
     from phalanx.moe.hf.convert import export_checkpoint
 
-    path = checkpoint_of(args.checkpoint)
+    path, tokens = checkpoint_of(args.checkpoint), chosen(args)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
     with bars() as bar:
         special = export_checkpoint(
@@ -172,7 +172,7 @@ def export(args: argparse.Namespace) -> None:
             args.out,
             dtype=dtypes[args.dtype],
             tokenizer=args.tokenizer,
-            tokens=chosen(args),
+            tokens=tokens,
             verifying=bar("verifying", "B"),
             progress=bar("exporting"),
         )
@@ -180,7 +180,7 @@ def export(args: argparse.Namespace) -> None:
     print("  transformers loads it with AutoModelForCausalLM.from_pretrained")
     if special.ids:
         print(f"  {' '.join(f'{name}={ids}' for name, ids in special.ids.items())}")
-    if unknown := [name for name in TOKENS if name not in special.ids]:
+    if unknown := [name for name in TOKENS if name not in {*special.ids, *tokens}]:
         print(f"  not known, left empty: {', '.join(unknown)} (--tokenizer FOLDER may tell)")
     for note in special.notes:
         print(f"  {note}")

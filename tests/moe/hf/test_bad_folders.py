@@ -298,7 +298,10 @@ def test_ids_that_the_model_does_not_have(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_whose_pad_is_outside_the_vocabulary_is_exported_without_it(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from phalanx.moe.hf import tokens
     from phalanx.scripts import convert_hf
@@ -317,6 +320,7 @@ def test_a_run_whose_pad_is_outside_the_vocabulary_is_exported_without_it(
         config, generation = (json.loads((out / name).read_text()) for name in CONFIGS)
         assert config["pad_token_id"] == generation.get("pad_token_id") == pad
         assert config["eos_token_id"] == generation["eos_token_id"] == 5
+        assert "left empty: bos_token_id (" in capsys.readouterr().out, "of pad it is no question"
     argv = ["import", str(folder), str(tmp_path / "again"), "--pad-token-id", "none"]
     assert convert_hf.main(argv) == 0
     assert convert_hf.main(["export", str(tmp_path / "again"), str(tmp_path / "out")]) == 0
