@@ -11,7 +11,8 @@
   quantize   rows, weights and transposes to FP8, against a copy of as many bytes
 
 Times are medians of interleaved rounds on the GPU, the L2 cache flushed before each. A comparison
-whose library is missing has the error as its note; exit code 1 is for ours alone.
+whose library is missing has the error as its note; exit code 1 is for ours alone, and for results
+that are NaN or infinite.
 """
 
 import argparse

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "--batch",
         type=int,
         metavar="N",
-        help=f"sequences at a time (default: {_BATCH}; fewer of {_CPU_TOKENS:,} tokens on a CPU)",
+        help=f"sequences at a time (default: {_BATCH}; on a CPU of {_CPU_TOKENS:,} tokens)",
     )
     add("--json", type=folder_argument, metavar="OUT", help="write the numbers")
     return p
