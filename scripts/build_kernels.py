@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.kernels.cache import Cache, folder
 from phalanx.kernels.refusal import Refusal
+from phalanx.scripts.reader import may_leave
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
 

@@ -6,7 +6,6 @@ Needs neither a GPU nor torchrun, changes nothing, and runs no code from a check
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from phalanx.parallel.checkpoint import commit, saved_config  # noqa: E402
 from phalanx.parallel.checkpoint.commit import Commit, Invalid  # noqa: E402
 from phalanx.parallel.checkpoint.config_diff import leaves  # noqa: E402
 from phalanx.parallel.object_store import Place, argument  # noqa: E402
+from phalanx.scripts.reader import may_leave  # noqa: E402
 
 SET_ASIDE = {
     ".bad": "failed verification",
@@ -30,6 +30,7 @@ SET_ASIDE = {
 }
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 sound, 1 damaged or unreadable, 2 wrong usage."""
     args = parser().parse_args(argv)
@@ -37,11 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in args.show(args.folder):
             # What comes from the file cannot steer the terminal.
             print(line if line.isprintable() else ascii(line))
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads it has enough
-        # What is still to be written must not fail at the end of the process.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (Invalid, OSError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         print(f"checkpoint: {args.folder}: {reason}", file=sys.stderr)

@@ -15,7 +15,8 @@ Overrides are those of train.py; a value may be a sweep of Hydra: a,b or choice(
 glob(*) for options of a group. The first point is what the others are compared with. Repeats take
 turns: all points once, then all again. On GPUs a step before those that count is traced, for the
 part of it in which exchanges ran and nothing else (set run.profile to have it otherwise). A point
-that runs out of memory or fails otherwise is a row with its reason, and has no further repeats.
+that runs out of memory or fails otherwise is a row with its reason, and has no further repeats; one
+that cannot run here at all is told of before the others run.
 What is done stays done: the same command goes on where it was stopped, also with a higher --repeat;
 to do a run again, delete its .json in DIR/runs.
 """
@@ -43,6 +44,7 @@ from phalanx.scripts.compare.report import Report, read, unit_of  # noqa: E402
 from phalanx.scripts.compare.results import Run  # noqa: E402
 from phalanx.scripts.compare.sweep import Sweep  # noqa: E402
 from phalanx.scripts.pictures import common_title  # noqa: E402
+from phalanx.scripts.reader import may_leave  # noqa: E402
 from phalanx.scripts.record_anchor import commit, versions  # noqa: E402
 
 TOLERANCE = 0.01
@@ -94,6 +96,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line.
 

@@ -24,6 +24,7 @@ from phalanx.configs.schema import Config  # noqa: E402
 from phalanx.configs.validate import ConfigError, validate  # noqa: E402
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of  # noqa: E402
 from phalanx.parallel.object_store import argument, folder_argument  # noqa: E402
+from phalanx.scripts.reader import may_leave  # noqa: E402
 
 EXAMPLES = """examples:
   convert_hf.py import DeepSeek-V3 imported/deepseek_v3
@@ -50,6 +51,7 @@ CHOSEN = (
 """Knobs of which no config.json tells, and that a run from an import should not leave to chance."""
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 1 bad input, 130 interrupted."""
     args = parser().parse_args(argv)

@@ -25,11 +25,13 @@ from tqdm import tqdm  # noqa: E402
 from phalanx.moe.inference import command  # noqa: E402
 from phalanx.moe.inference.command import positive, predictor_of, told  # noqa: E402
 from phalanx.parallel.object_store import folder_argument  # noqa: E402
+from phalanx.scripts.reader import may_leave  # noqa: E402
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.scoring import Score
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     args = parser().parse_args(argv)

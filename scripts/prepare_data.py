@@ -50,6 +50,7 @@ from phalanx.moe.data.token_files import (
     write_index,
 )
 from phalanx.parallel.object_store import folder_argument  # noqa: E402
+from phalanx.scripts.reader import may_leave  # noqa: E402
 
 EXAMPLES = """examples:
   prepare_data.py wiki/*.jsonl --tokenizer tokenizer.json --eod '<|endoftext|>' --output data/wiki
@@ -61,6 +62,7 @@ An interrupted run continues when the same command is given again. Train on the 
 The disk must hold the output twice while it is being joined."""
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 1 bad input, 130 interrupted."""
     args = parser().parse_args(argv)

@@ -34,6 +34,7 @@ from phalanx.configs.machines import rates_of
 from phalanx.moe.router.recorded_load import RecordedLoad, recorded_load
 from phalanx.moe.router.recording import Facts, read_facts, read_layer
 from phalanx.parallel.dispatch.clones import Clones, cost_of_copy
+from phalanx.scripts.reader import may_leave
 
 _COST = cost_of_copy(rates_of("", "h200"), width=2, keep=False)
 _HEADS = (
@@ -49,6 +50,7 @@ _HEADS = (
 )
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
