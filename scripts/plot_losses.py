@@ -183,11 +183,16 @@ def over_tokens(curves: Curves) -> bool:
 
 def remarks(curves: Curves) -> list[str]:
     """What the runs do not have in common, and what their losses are compared by, in lines."""
-    apart = differences([curve.facts for curve in curves.values()])
-    lines = [f"{name}: {what}" for name, what in zip(curves, apart, strict=True) if what]
+    lines = [f"{name}: {what}" for name, what in _apart_in(curves).items() if what]
     if over_tokens(curves):
         lines.append("tokens of a step differ: the runs are compared by tokens, not by steps")
     return lines
+
+
+def _apart_in(curves: Curves) -> dict[str, str]:
+    """What a run does not have in common with others, where its name does not say that."""
+    apart = differences([curve.facts for curve in curves.values()])
+    return {name: "" if what in name else what for name, what in zip(curves, apart, strict=True)}
 
 
 def heads(names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -280,7 +285,7 @@ def plot(curves: Curves, path: Path, title: str) -> None:
     )
     above, below = axes[0, 0], axes[-1, 0]
     by_tokens, window = over_tokens(curves), smoothing(fewest)
-    apart = differences([curve.facts for curve in curves.values()])
+    apart = _apart_in(curves)
     points: list[tuple[list[int], list[float]]] = []
     farthest = 0.0  # but for the first fifth, where losses fall fast and are far apart
     for i, (name, curve) in enumerate(curves.items()):
@@ -292,7 +297,7 @@ def plot(curves: Curves, path: Path, title: str) -> None:
         line |= {"marker": "o", "markersize": 4} if len(mean) <= _FEW else {}
         if window > 1:
             above.plot(places, list(losses.values()), color=colour, alpha=0.2, linewidth=0.8)
-        label = textwrap.fill(f"{name} ({apart[i]})" if apart[i] else name, 60)
+        label = textwrap.fill(f"{name} ({apart[name]})" if apart[name] else name, 60)
         above.plot(places, mean, label=label, **line)
         if several:
             common, far = _apart(*points[0], places, mean)

@@ -10,8 +10,9 @@ each number of ranks and of guest slots the table has
 
   busiest expert   its tokens over the mean in the worst layer (`load_max` of a run), and on average
                    over layers
-  busiest rank     its rows over the mean, on average over layers (`rank_load` of a run, and
-                   `rank_load_cloned` with what copies cost), and in the worst layer
+  busiest rank     its rows over the mean, micro-batch by micro-batch, with what copies cost: on
+                   average over layers (`rank_load_cloned` of a run, without clones its
+                   `rank_load_uncloned`), and in the worst layer
   cloned           copies of experts, of a layer and micro-batch
   capacity_factor  the least parallel.capacity_factor with which no step is run again
 
@@ -144,8 +145,8 @@ def table(loads: Iterable[RecordedLoad]) -> str:
         ratios = (
             load.load_max,
             mean(of.load_max for of in layers),
-            load.rank_load,
-            max(of.rank_load for of in layers),
+            load.busiest_rank,
+            max(of.busiest_rank for of in layers),
             load.cloned,
             load.capacity_factor,
         )

@@ -53,7 +53,7 @@ class Row:
     load_max: float | None = None
     """Tokens of the busiest expert over the mean, in the worst layer."""
     rank_load: float | None = None
-    """Expert rows of the busiest rank over the mean, on average over layers."""
+    """Choices of the experts of the busiest rank over the mean, on average over layers."""
     dead_experts: float | None = None
     """Experts without a token, over all layers."""
     notes: list[str] = field(default_factory=list)
