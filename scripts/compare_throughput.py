@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 import torch  # noqa: E402
 
+from phalanx.configs import programs  # noqa: E402
 from phalanx.configs.validate import ConfigError  # noqa: E402
 from phalanx.scripts.compare import losses  # noqa: E402
 from phalanx.scripts.compare.launch import Launch  # noqa: E402
@@ -53,11 +54,9 @@ TOLERANCE = 0.01
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("compare_throughput", __doc__)
     add = p.add_argument
-    add("overrides", nargs="*", metavar="OVERRIDE", help="of train.py, with sweeps")
+    add("overrides", nargs="*", metavar="OVERRIDE", help=programs.here("of train.py, with sweeps"))
     add("--nproc", type=_count, metavar="N", help="ranks of a node (default: its GPUs; 2 on a CPU)")
     add("--repeat", type=_count, default=1, metavar="N", help="runs of a point (default: 1)")
     add("--steps", type=_count, default=50, metavar="N", help="the last ten count (default: 50)")
@@ -140,7 +139,9 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
         "hardware": hardware(launch.ranks, cpu),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": versions([]),
-        "command": shlex.join(["python", "scripts/compare_throughput.py", *argv]),
+        "command": " ".join(
+            [programs.here("python scripts/compare_throughput.py"), shlex.join(argv)]
+        ),
         "steps": args.steps,
         "tolerance": tolerance,
     }

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from tqdm import tqdm  # noqa: E402
 
+from phalanx.configs import programs  # noqa: E402
 from phalanx.configs.knobs import get, put, written  # noqa: E402
 from phalanx.configs.load import load, options  # noqa: E402
 from phalanx.configs.schema import Config  # noqa: E402
@@ -75,11 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        prog="convert_hf.py",
-        description="Convert between Hugging Face safetensors and checkpoints.",
+    p = programs.parser(
+        "convert_hf",
+        "Convert between Hugging Face safetensors and checkpoints.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = p.add_subparsers(dest="command", required=True)
     p_in = commands.add_parser("import", help="a Hugging Face folder to a checkpoint")
@@ -123,7 +123,7 @@ def import_(args: argparse.Namespace) -> None:
     with bar("importing") as progress:
         import_folder(args.folder, args.out, cfg.model, progress)
     print(f"{args.out}: start from it with")
-    print(f"  train.py {' '.join(overrides)} run.resume={args.out}")
+    print(f"  {programs.here('train.py')} {' '.join(overrides)} run.resume={args.out}")
     print(said(load(overrides), found))
 
 

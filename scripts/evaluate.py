@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = command.parser("evaluate.py", __doc__)
+    p = command.parser("evaluate", __doc__)
     add = p.add_argument
     add("files", nargs="+", metavar="FILE", help="text, or the prefix of a .bin/.idx pair")
     add("--key", default="text", help="JSON key or Parquet column of the text (default: text)")

@@ -2,13 +2,15 @@
 
 from typing import Any
 
+from phalanx.configs import programs
+
 
 def pyplot() -> Any:
     """matplotlib's, without a display; ValueError if it is not installed."""
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("a picture needs matplotlib: pip install -e '.[dev]'") from None
+        raise ValueError(f"a picture needs matplotlib: {programs.install('matplotlib')}") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -23,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs
 from phalanx.moe.report.loggers import read, start_facts
 from phalanx.moe.report.names import short_names
 from phalanx.moe.report.units import count
@@ -81,9 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("plot_losses", __doc__)
     add = p.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN")
     add("--parts", type=int, metavar="N", help=f"default: {_PARTS}, or the steps if they are fewer")

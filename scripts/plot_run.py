@@ -21,6 +21,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs  # noqa: E402
 from phalanx.moe.report.loggers import read, start_facts  # noqa: E402
 from phalanx.parallel.object_store import folder_argument  # noqa: E402
 from phalanx.scripts.pictures import centred_means, pyplot, smoothing, title  # noqa: E402
@@ -59,11 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        prog="plot_run.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = programs.parser("plot_run", __doc__)
     add = p.add_argument
     add("run", type=folder_argument, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     add(

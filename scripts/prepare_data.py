@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
+from phalanx.configs import programs
 from phalanx.moe.data.documents import (
     KINDS,
     Counts,
@@ -90,11 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        prog="prepare_data.py",
-        description="Tokenize text into Megatron .bin/.idx files for data.source=indexed.",
+    p = programs.parser(
+        "prepare_data",
+        "Tokenize text into Megatron .bin/.idx files for data.source=indexed.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument(
         "inputs",

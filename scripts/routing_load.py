@@ -31,6 +31,7 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs
 from phalanx.configs.machines import rates_of
 from phalanx.moe.router.recorded_load import RecordedLoad, recorded_load
 from phalanx.moe.router.recording import Facts, read_facts, read_layer
@@ -88,9 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("routing_load", __doc__)
     add = p.add_argument
     add("file", type=Path, metavar="FILE")
     add("--expert", type=int, nargs="+", default=[2, 4, 8], metavar="R", help="ranks of a group")

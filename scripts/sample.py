@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = command.parser("sample.py", __doc__)
+    p = command.parser("sample", __doc__)
     add = p.add_argument
     add(
         "--prompt",

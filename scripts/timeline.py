@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs
 from phalanx.scripts.pictures import pyplot, title
 from phalanx.scripts.reader import may_leave
 
@@ -356,9 +357,7 @@ def plot(trace: Trace, path: Path, heading: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("timeline", __doc__)
     add = p.add_argument
     add("trace", type=Path, help="trace_*.json.gz of a run, or what --crop wrote")
     add("--top", type=int, default=15, metavar="N", help="rows of the list; default: %(default)s")
