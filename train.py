@@ -152,10 +152,19 @@ def command() -> NoReturn:
     except ModuleNotFoundError as missing:
         if (missing.name or "?").startswith("phalanx"):
             raise
-        sys.exit(
-            f"error: {sys.executable} has no package {missing.name}: start with `bash "
-            "scripts/train.sh`, which makes .venv, or `source .venv/bin/activate` where it is made"
-        )
+        sys.exit(f"error: {sys.executable} has no package {missing.name}: {_ways_out()}")
+
+
+def _ways_out() -> str:
+    """What to do where a requirement is not installed."""
+    from phalanx.configs import programs
+
+    if programs.installed():
+        return f"`{sys.executable} -m pip check` lists what is missing"
+    return (
+        "start with `bash scripts/train.sh`, which makes .venv, or `source .venv/bin/activate` "
+        "where it is made"
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from phalanx.configs import schema
+from phalanx.configs import programs, schema
 from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
 from phalanx.configs.knobs import get, knobs, sections, written
 from phalanx.configs.load import GROUPS, load
@@ -54,7 +54,7 @@ def tables() -> str:
             "\n".join([f"### {group}", "", "| knob | default | meaning |", "|---|---|---|"])
         )
         parts[-1] += "\n" + "\n".join(rows)
-    return "\n\n".join(parts)
+    return programs.here("\n\n".join(parts))
 
 
 def insert(text: str) -> str:

@@ -33,6 +33,7 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+from phalanx.configs import programs
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import RENAMED, did_you_mean, knobs, sections, suggest, visible, written
 from phalanx.configs.redact import redacted
@@ -167,12 +168,16 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
 
 
+def _folder() -> str:
+    return str(FOLDER) if programs.installed() else "configs/"
+
+
 def usage() -> str:
     """The text of `--help`."""
     lines = [
         "usage: torchrun --nproc-per-node N train.py [group=option ...] [group.knob=value ...]",
         "",
-        "Groups and their options (files in configs/):",
+        f"Groups and their options (files in {_folder()}):",
         *(f"  {group:<12}{', '.join(options(group))}" for group in GROUPS),
         "",
         "Options:",
@@ -183,10 +188,10 @@ def usage() -> str:
         "",
         "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs;",
         "run.dry_run=true says what it would take there: memory, traffic, time, and what helps.",
-        "All knobs with their meaning: docs/configuration.md, or python -m phalanx.configs.docs",
+        "All knobs with their meaning: python -m phalanx.configs.docs (docs/configuration.md)",
         "Example: train.py experiment=gpt_oss_20b_8gpu run=bench kernels=torch run.steps=20",
     ]
-    return "\n".join(lines) + "\n"
+    return programs.here("\n".join(lines) + "\n")
 
 
 class _Parser(argparse.ArgumentParser):

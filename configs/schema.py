@@ -540,7 +540,7 @@ class RunConfig:
 
     `norm`, `mla_up` (from compressed vectors to queries, keys, values), `attention`, `mlp` (dense
     and shared), `expert_h` (what experts keep), `moe_act` (of `kernels=megatron`), `moe` or `full`
-    layers; `none` is `[]`. docs/memory.md has what each saves and costs.
+    layers; `none` is `[]` (docs/memory.md has what each saves and costs).
     """
     offload: list[str] = field(default_factory=list)
     """What waits in pinned host memory for the backward pass, written as `recompute` is.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from phalanx.configs import programs
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import MICROSCALING
 from phalanx.kernels.attention.limits import refuse_heads
@@ -211,7 +212,7 @@ def _te(facts: Facts) -> Refusal:
     if facts.device != "cuda":
         return "needs CUDA"
     if "transformer_engine" not in facts.packages:
-        return "needs Transformer Engine, the extra `te` of pyproject.toml"
+        return f"needs Transformer Engine: {programs.install('transformer-engine')}"
     return None
 
 
@@ -358,7 +359,7 @@ def _cudnn_runs(facts: Facts) -> Refusal:
         if why := glu.refuse(Activation(facts.activation, *constants), block_scaled=block_scaled):
             return why
     if "nvidia_cudnn_frontend" not in facts.packages:
-        return f"needs the extra `cudnn` of pyproject.toml: pip install {CUDNN_FRONTEND}"
+        return f"needs cuDNN's frontend: pip install {CUDNN_FRONTEND}"
     return None
 
 

@@ -25,8 +25,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs
 from phalanx.kernels.cache import Cache, folder
 from phalanx.kernels.refusal import Refusal
+from phalanx.scripts.reader import may_leave
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,7 @@ def refuse(where: Path) -> Refusal:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = programs.parser("build_kernels", __doc__)
     parser.add_argument(
         "--dir",
         type=Path,
@@ -154,11 +154,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
 
+    try:
+        wanted = targets()
+    except ModuleNotFoundError as lacking:
+        if (lacking.name or "").startswith("phalanx"):
+            raise
+        needs = programs.install("nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels")
+        print(f"no package {lacking.name}, which compiles kernels: {needs}", file=sys.stderr)
+        return 1
     cache, cached, missing = Cache(args.dir), dict[int, str](), dict[int, str]()
-    for number, target in enumerate(targets()):
+    for number, target in enumerate(wanted):
         if args.only in target.label:
             there = all(cache.has(name) for name in target.entries())
             (cached if there else missing)[number] = target.label

@@ -6,7 +6,6 @@ Needs neither a GPU nor torchrun, changes nothing, and runs no code from a check
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,10 +16,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
+from phalanx.configs import programs  # noqa: E402
 from phalanx.parallel.checkpoint import commit, saved_config  # noqa: E402
 from phalanx.parallel.checkpoint.commit import Commit, Invalid  # noqa: E402
 from phalanx.parallel.checkpoint.config_diff import leaves  # noqa: E402
 from phalanx.parallel.object_store import Place, argument  # noqa: E402
+from phalanx.scripts.reader import may_leave  # noqa: E402
 
 SET_ASIDE = {
     ".bad": "failed verification",
@@ -30,6 +31,7 @@ SET_ASIDE = {
 }
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 sound, 1 damaged or unreadable, 2 wrong usage."""
     args = parser().parse_args(argv)
@@ -37,11 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in args.show(args.folder):
             # What comes from the file cannot steer the terminal.
             print(line if line.isprintable() else ascii(line))
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads it has enough
-        # What is still to be written must not fail at the end of the process.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (Invalid, OSError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         print(f"checkpoint: {args.folder}: {reason}", file=sys.stderr)
@@ -51,12 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Arguments."""
-    top = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    top = programs.parser("checkpoint", (__doc__ or "").splitlines()[0])
     commands = top.add_subparsers(required=True, metavar="list | verify | inspect")
+    one = "of a checkpoint, or of a run: "
     for show, what, folder in (
         (list_run, "steps, sizes and ages; reads names and sizes of files only", "of a run"),
-        (verify, "read every file and compare it with its checksum", "of a checkpoint"),
-        (inspect, "tensors, shapes, types, and the configuration", "of a checkpoint"),
+        (verify, "read every file and compare it with its checksum", f"{one}all that it has"),
+        (inspect, "tensors, shapes, types, and the configuration", f"{one}its newest"),
     ):
         command = commands.add_parser(show.__name__.split("_")[0], help=what, description=what)
         command.add_argument("folder", type=argument, help=f"folder or address {folder}")
@@ -82,20 +80,34 @@ def list_run(folder: Place) -> Iterator[str]:
 
 
 def verify(folder: Place) -> Iterator[str]:
-    """Read all files; raises Invalid if one is not what was written."""
-    record = _commit(folder)
+    """Read all files of a checkpoint or of all of a run; raises Invalid if one is not what was
+    written, after the others."""
+    paths = _meant(folder)
+    problems = []
+    for path in paths:
+        try:
+            yield _verified(path)
+        except Invalid as error:
+            problems.append(f"{path.name}: {error}" if len(paths) > 1 else str(error))
+    if problems:
+        raise Invalid("; ".join(problems))
+
+
+def _verified(folder: Place) -> str:
+    record = commit.read_commit(folder)
     total = sum(size for size, _ in record.files.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
         problems = commit.verify(folder, record.files, bar.update)
     if problems:
         raise Invalid("; ".join(problems))
     _contents(folder, record)
-    yield f"{folder}: step {record.step}, {len(record.files)} files, {_size(total)}: sound"
+    return f"{folder}: step {record.step}, {len(record.files)} files, {_size(total)}: sound"
 
 
 def inspect(folder: Place) -> Iterator[str]:
-    """What is in a checkpoint. Checksums are not compared: see `verify`."""
-    record = _commit(folder)
+    """What is in a checkpoint, or in a run's newest. Checksums are not compared: see `verify`."""
+    folder = _meant(folder)[0]
+    record = commit.read_commit(folder)
     tensors, state = _contents(folder, record)
     common = state["common"]
     yield f"step {record.step}, written by {record.world} ranks"
@@ -112,16 +124,15 @@ def inspect(folder: Place) -> Iterator[str]:
         yield f"  {name:<{width}}  {str(dtype).removeprefix('torch.'):<8}  {list(shape)}"
 
 
-def _commit(folder: Place) -> Commit:
+def _meant(folder: Place) -> list[Place]:
+    """The checkpoints of a run, newest first, or the one that a folder is."""
     if not folder.is_dir():
         raise Invalid("no such folder")
-    try:
-        return commit.read_commit(folder)
-    except Invalid as error:
-        if hint := saved_config.of_hugging_face(folder):
-            raise Invalid(hint) from None
-        inside = commit.committed(folder) or commit.committed(folder / "checkpoints")
-        raise Invalid(f"{error}; did you mean {inside[0][1]}?" if inside else str(error)) from None
+    if (folder / commit.COMMIT).is_file():
+        return [folder]
+    if hint := saved_config.of_hugging_face(folder):
+        raise Invalid(hint)
+    return [path for _, path in commit.committed(saved_config.root_of(folder))] or [folder]
 
 
 def _contents(folder: Place, record: Commit) -> tuple[list[tuple[str, Any, Any]], dict[str, Any]]:

@@ -15,7 +15,8 @@ Overrides are those of train.py; a value may be a sweep of Hydra: a,b or choice(
 glob(*) for options of a group. The first point is what the others are compared with. Repeats take
 turns: all points once, then all again. On GPUs a step before those that count is traced, for the
 part of it in which exchanges ran and nothing else (set run.profile to have it otherwise). A point
-that runs out of memory or fails otherwise is a row with its reason, and has no further repeats.
+that runs out of memory or fails otherwise is a row with its reason, and has no further repeats; one
+that cannot run here at all is told of before the others run.
 What is done stays done: the same command goes on where it was stopped, also with a higher --repeat;
 to do a run again, delete its .json in DIR/runs.
 """
@@ -35,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 import torch  # noqa: E402
 
+from phalanx.configs import programs  # noqa: E402
 from phalanx.configs.validate import ConfigError  # noqa: E402
 from phalanx.scripts.compare import losses  # noqa: E402
 from phalanx.scripts.compare.launch import Launch  # noqa: E402
@@ -43,6 +45,7 @@ from phalanx.scripts.compare.report import Report, read, unit_of  # noqa: E402
 from phalanx.scripts.compare.results import Run  # noqa: E402
 from phalanx.scripts.compare.sweep import Sweep  # noqa: E402
 from phalanx.scripts.pictures import common_title  # noqa: E402
+from phalanx.scripts.reader import may_leave  # noqa: E402
 from phalanx.scripts.record_anchor import commit, versions  # noqa: E402
 
 TOLERANCE = 0.01
@@ -51,11 +54,9 @@ TOLERANCE = 0.01
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("compare_throughput", __doc__)
     add = p.add_argument
-    add("overrides", nargs="*", metavar="OVERRIDE", help="of train.py, with sweeps")
+    add("overrides", nargs="*", metavar="OVERRIDE", help=programs.here("of train.py, with sweeps"))
     add("--nproc", type=_count, metavar="N", help="ranks of a node (default: its GPUs; 2 on a CPU)")
     add("--repeat", type=_count, default=1, metavar="N", help="runs of a point (default: 1)")
     add("--steps", type=_count, default=50, metavar="N", help="the last ten count (default: 50)")
@@ -94,6 +95,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line.
 
@@ -137,7 +139,9 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
         "hardware": hardware(launch.ranks, cpu),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": versions([]),
-        "command": shlex.join(["python", "scripts/compare_throughput.py", *argv]),
+        "command": " ".join(
+            [programs.here("python scripts/compare_throughput.py"), shlex.join(argv)]
+        ),
         "steps": args.steps,
         "tolerance": tolerance,
     }

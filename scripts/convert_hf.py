@@ -18,12 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from tqdm import tqdm  # noqa: E402
 
+from phalanx.configs import programs  # noqa: E402
 from phalanx.configs.knobs import get, put, written  # noqa: E402
 from phalanx.configs.load import load, options  # noqa: E402
 from phalanx.configs.schema import Config  # noqa: E402
 from phalanx.configs.validate import ConfigError, validate  # noqa: E402
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of  # noqa: E402
 from phalanx.parallel.object_store import argument, folder_argument  # noqa: E402
+from phalanx.scripts.reader import may_leave  # noqa: E402
 
 EXAMPLES = """examples:
   convert_hf.py import DeepSeek-V3 imported/deepseek_v3
@@ -52,6 +54,7 @@ CHOSEN = (
 """Knobs of which no config.json tells, and that a run from an import should not leave to chance."""
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 1 bad input, 130 interrupted."""
     args = parser().parse_args(argv)
@@ -75,11 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        prog="convert_hf.py",
-        description="Convert between Hugging Face safetensors and checkpoints.",
+    p = programs.parser(
+        "convert_hf",
+        "Convert between Hugging Face safetensors and checkpoints.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = p.add_subparsers(dest="command", required=True)
     p_in = commands.add_parser("import", help="a Hugging Face folder to a checkpoint")
@@ -154,7 +156,7 @@ def import_(args: argparse.Namespace) -> None:
     with bars() as bar:
         import_folder(args.folder, args.out, cfg.model, bar("importing"), tokens)
     print(f"{args.out}: start from it with")
-    print(f"  train.py {' '.join(overrides)} run.resume={args.out}")
+    print(f"  {programs.here('train.py')} {' '.join(overrides)} run.resume={args.out}")
     print(said(load(overrides), found))
 
 

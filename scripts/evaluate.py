@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 from phalanx.moe.inference import command  # noqa: E402
 from phalanx.moe.inference.command import positive, predictor_of, progress, told  # noqa: E402
 from phalanx.parallel.object_store import folder_argument  # noqa: E402
+from phalanx.scripts.reader import may_leave  # noqa: E402
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.scoring import Score
@@ -32,6 +33,7 @@ _BATCH = 8
 _CPU_TOKENS = 2048
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     args = parser().parse_args(argv)
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = command.parser("evaluate.py", __doc__)
+    p = command.parser("evaluate", __doc__)
     add = p.add_argument
     add("files", nargs="+", metavar="FILE", help="text, or the prefix of a .bin/.idx pair")
     add("--key", default="text", help="JSON key or Parquet column of the text (default: text)")

@@ -5,32 +5,49 @@
         [--parts N] [--json OUT]
 
 A run is its folder, its metrics.jsonl, or a file that --json wrote (which holds several). The table
-has the mean loss of each of N equal parts of the steps that all runs have. The picture goes to
-losses.png beside the first run, unless --plot says otherwise. A curve is a mean over some steps
-where there are many, drawn over the losses themselves: batches differ more than runs do.
+has the mean loss of each of N equal parts of the steps that all runs have, or of the tokens where
+runs do not read as many a step; what else differs between the runs is named. The picture goes to
+losses.png beside the first run, unless --plot says otherwise. A curve is a centred mean over some
+steps where there are many, drawn over the losses themselves: batches differ more than runs do.
 """
 
 import argparse
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs
 from phalanx.moe.report.loggers import is_finite, read, start_facts
 from phalanx.moe.report.names import short_names
-from phalanx.scripts.pictures import common_title, left_out, not_finite, pyplot, running
+from phalanx.moe.report.units import count
+from phalanx.scripts.pictures import (
+    centred_means,
+    common_title,
+    differences,
+    left_out,
+    not_finite,
+    pyplot,
+    smoothing,
+)
+from phalanx.scripts.reader import may_leave
 
-_MEAN_OF = 20
-"""Most steps that a point of a curve is the mean of."""
 _FEW = 50
 """Steps up to which each is drawn as a point."""
 _STEEP = 3
 """Largest loss over the smallest, from which on the axis is logarithmic."""
 _PARTS = 10
+_READ = "tokens read"
+"""Name of the tokens in a file of --json, beside those of runs."""
+_LONG = 24
+"""Longest name at the head of a column; longer ones have a number there."""
 
 
 class Curve(NamedTuple):
@@ -40,7 +57,9 @@ class Curve(NamedTuple):
     """By step."""
     facts: dict[str, Any]
     """What the run is, for the title; empty if that is not known."""
-    lost: list[int]
+    tokens: dict[int, int]
+    """Read up to a step, by step; empty if that is not known."""
+    lost: Sequence[int] = ()
     """Steps whose loss is NaN or infinite."""
 
 
@@ -48,15 +67,15 @@ Curves = dict[str, Curve]
 """By name of the run."""
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
     try:
         curves = load(args.runs)
         print(table(curves, args.parts))
-        for name, curve in curves.items():
-            if curve.lost:
-                print(f"{name}: {left_out(curve.lost)}")
+        for line in remarks(curves):
+            print(line)
         if args.json:
             args.json.write_text(json.dumps(_content(curves), separators=(",", ":")) + "\n")
         _draw(curves, args)
@@ -68,9 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("plot_losses", __doc__)
     add = p.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN")
     add("--parts", type=int, metavar="N", help=f"default: {_PARTS}, or the steps if they are fewer")
@@ -118,20 +135,33 @@ def _logged(path: Path) -> tuple[str, Curve]:
         raise ValueError(f"{path} has no losses: give the folder of a run that has logged steps")
     whole = path.resolve()
     name = whole.parent if path.stem == "metrics" else whole.with_suffix("")
-    return str(name), Curve(losses, start_facts(path), lost)
+    facts = start_facts(path)
+    tokens = {r["step"]: r["tokens"] for r in records if r["step"] in losses and "tokens" in r}
+    if len(tokens) < len(losses):
+        tokens = _tokens(losses, facts)
+    return str(name), Curve(losses, facts, tokens, lost)
+
+
+def _tokens(losses: dict[int, float], facts: dict[str, Any]) -> dict[int, int]:
+    """Tokens up to each step of a run that has had one batch all along."""
+    if not {"batch", "sequence"} <= set(facts):
+        return {}
+    return {step: step * facts["batch"] * facts["sequence"] for step in losses}
 
 
 def _stored(path: Path) -> list[tuple[str, Curve]]:
     try:
         content = json.loads(path.read_text())
-        facts = content.pop("facts", {})
+        facts, tokens = content.pop("facts", {}), content.pop(_READ, {})
         found = []
         for name, run in content.items():
             losses = {int(s): float(loss) for s, loss in run.items() if loss is not None}
             if not losses or not all(map(math.isfinite, losses.values())):
                 raise ValueError
             lost = [int(s) for s, loss in run.items() if loss is None]
-            found.append((name, Curve(losses, facts.get(name, {}), lost)))
+            own = facts.get(name, {})
+            read = {int(s): int(n) for s, n in tokens.get(name, {}).items()}
+            found.append((name, Curve(losses, own, read or _tokens(losses, own), lost)))
         return found
     except (ValueError, AttributeError, TypeError):
         raise ValueError(f"{path} is no file of --json") from None
@@ -139,36 +169,124 @@ def _stored(path: Path) -> list[tuple[str, Curve]]:
 
 def _content(curves: Curves) -> dict[str, Any]:
     facts = {name: curve.facts for name, curve in curves.items() if curve.facts}
-    losses = {name: curve.losses | dict.fromkeys(curve.lost) for name, curve in curves.items()}
-    return losses | ({"facts": facts} if facts else {})
+    content: dict[str, Any] = {
+        name: curve.losses | dict.fromkeys(curve.lost) for name, curve in curves.items()
+    }
+    content |= {"facts": facts} if facts else {}
+    tokens = {
+        name: curve.tokens
+        for name, curve in curves.items()
+        if curve.tokens != _tokens(curve.losses, curve.facts)
+    }
+    return content | ({_READ: tokens} if tokens else {})
+
+
+def over_tokens(curves: Curves) -> bool:
+    """Whether the runs are at the same step without having read as many tokens."""
+    first, *others = curves.values()
+    if not all(curve.tokens for curve in curves.values()):
+        return False
+    return any(
+        step in first.tokens and first.tokens[step] != tokens
+        for curve in others
+        for step, tokens in curve.tokens.items()
+    )
+
+
+def remarks(curves: Curves) -> list[str]:
+    """What the runs do not have in common, what their losses are compared by, and which steps have
+    none, in lines."""
+    lines = [f"{name}: {what}" for name, what in _apart_in(curves).items() if what]
+    if over_tokens(curves):
+        lines.append("tokens of a step differ: the runs are compared by tokens, not by steps")
+    lines += [f"{name}: {left_out(curve.lost)}" for name, curve in curves.items() if curve.lost]
+    return lines
+
+
+def _apart_in(curves: Curves) -> dict[str, str]:
+    """What a run does not have in common with others, where its name does not say that."""
+    apart = differences([curve.facts for curve in curves.values()])
+    return {name: "" if what in name else what for name, what in zip(curves, apart, strict=True)}
+
+
+def heads(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names for columns and legends, and lines that say which long name has which number."""
+    if max(map(len, names)) <= _LONG:
+        return list(names), []
+    numbers = [f"[{i}]" for i, _ in enumerate(names, 1)]
+    return numbers, [f"{number} {name}" for number, name in zip(numbers, names, strict=True)]
 
 
 def table(curves: Curves, parts: int | None) -> str:
-    """Mean loss in `parts` of the common steps; differences of the others to the first run's."""
-    steps = sorted(set.intersection(*(set(curve.losses) for curve in curves.values())))
-    if not steps:
-        raise ValueError("the runs have no step in common")
-    parts = min(_PARTS, len(steps)) if parts is None else parts
-    if not 1 <= parts <= len(steps):
-        raise ValueError(f"--parts {parts}: must be 1 to {len(steps)}, the steps of all runs")
-    first, *others = curves
-    heads = [first, *(f"{name} - {first}" for name in others)]
-    widths = [max(12, len(head)) for head in heads]
+    """Mean loss in `parts` of what the runs have in common, steps or tokens; of the others the
+    differences to the first run's."""
+    names, lines = heads(list(curves))
+    if over_tokens(curves):
+        unit, rows = "tokens", _by_tokens(list(curves.values()), parts)
+    else:
+        unit, rows = "steps", _by_steps(list(curves.values()), parts)
+    columns = [names[0], *(f"{name} - {names[0]}" for name in names[1:])]
+    widths = [max(12, len(head)) for head in columns]
 
     def row(left: str, cells: Sequence[str]) -> str:
-        return "  ".join([left, *(c.rjust(w) for c, w in zip(cells, widths, strict=True))])
+        cells = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        return "  ".join([left, *cells])
 
-    lines = [row(f"{'steps':>13}", heads)]
-    for i in range(parts):
-        some = steps[i * len(steps) // parts : (i + 1) * len(steps) // parts]
-        means = [sum(c.losses[s] for s in some) / len(some) for c in curves.values()]
+    width = max(13, *(len(left) for left, _ in rows))
+    lines.append(row(unit.rjust(width), columns))
+    for left, means in rows:
         apart = [f"{mean - means[0]:+.4f}" for mean in means[1:]]
-        lines.append(row(f"{some[0]:>6}-{some[-1]:<6}", [f"{means[0]:.4f}", *apart]))
+        lines.append(row(left.ljust(width), [f"{means[0]:.4f}", *apart]))
     return "\n".join(lines)
 
 
+_Rows = list[tuple[str, list[float]]]
+"""Of each part of the runs its bounds, and the mean loss of each run."""
+
+
+def _by_steps(curves: Sequence[Curve], parts: int | None) -> _Rows:
+    steps = sorted(set.intersection(*(set(curve.losses) for curve in curves)))
+    if not steps:
+        raise ValueError("the runs have no step in common")
+    parts = _parts(parts, len(steps), "the steps of all runs")
+    rows = []
+    for i in range(parts):
+        some = steps[i * len(steps) // parts : (i + 1) * len(steps) // parts]
+        means = [sum(curve.losses[s] for s in some) / len(some) for curve in curves]
+        rows.append((f"{some[0]:>6}-{some[-1]:<6}", means))
+    return rows
+
+
+def _by_tokens(curves: Sequence[Curve], parts: int | None) -> _Rows:
+    """Parts are equal in tokens, and begin and end where all runs have a loss."""
+    low = max(min(curve.tokens.values()) for curve in curves)
+    high = min(max(curve.tokens.values()) for curve in curves)
+    inside = [[(n, curve.losses[s]) for s, n in curve.tokens.items()] for curve in curves]
+    inside = [[(n, loss) for n, loss in each if low <= n <= high] for each in inside]
+    fewest = min(map(len, inside))
+    if not fewest:
+        raise ValueError("the runs have no tokens in common")
+    parts = _parts(parts, fewest, "the steps of the run with fewest")
+    rows = []
+    for i in range(parts):
+        begin, end = (low + (high - low) * j / parts for j in (i, i + 1))
+        means = []
+        for each in inside:
+            some = [loss for n, loss in each if begin < n <= end or (i == 0 and n == low)]
+            means.append(sum(some) / len(some) if some else float("nan"))
+        rows.append((f"{count(round(begin))} to {count(round(end))}", means))
+    return rows
+
+
+def _parts(parts: int | None, most: int, what: str) -> int:
+    parts = min(_PARTS, most) if parts is None else parts
+    if not 1 <= parts <= most:
+        raise ValueError(f"--parts {parts}: must be 1 to {most}, {what}")
+    return parts
+
+
 def plot(curves: Curves, path: Path, title: str) -> None:
-    """Losses, their running means, and below these how far they are from the first run's."""
+    """Losses, their centred means, and below these how far they are from the first run's."""
     pictures = pyplot()
     several, fewest = len(curves) > 1, min(len(curve.losses) for curve in curves.values())
     figure, axes = pictures.subplots(
@@ -180,38 +298,58 @@ def plot(curves: Curves, path: Path, title: str) -> None:
         layout="constrained",
     )
     above, below = axes[0, 0], axes[-1, 0]
-    window = min(_MEAN_OF, max(1, fewest // 10))
-    means = {name: running(curve.losses, window) for name, curve in curves.items()}
-    first, *_ = means
+    by_tokens, window = over_tokens(curves), smoothing(fewest)
+    apart = _apart_in(curves)
+    points: list[tuple[list[int], list[float]]] = []
     farthest = 0.0  # but for the first fifth, where losses fall fast and are far apart
-    for i, (name, mean) in enumerate(means.items()):
-        losses, colour = curves[name].losses, f"C{i}"
+    for i, (name, curve) in enumerate(curves.items()):
+        losses, colour = curve.losses, f"C{i}"
+        places = [curve.tokens[s] for s in losses] if by_tokens else list(losses)
+        mean = list(centred_means(losses, window).values())
+        points.append((places, mean))
         line = {"color": colour, "linestyle": "-" if i == 0 else "--"}
         line |= {"marker": "o", "markersize": 4} if len(mean) <= _FEW else {}
         if window > 1:
-            above.plot(list(losses), list(losses.values()), color=colour, alpha=0.2, linewidth=0.8)
-        above.plot(list(mean), list(mean.values()), label=name, **line)
+            above.plot(places, list(losses.values()), color=colour, alpha=0.2, linewidth=0.8)
+        label = textwrap.fill(f"{name} ({apart[name]})" if apart[name] else name, 60)
+        above.plot(places, mean, label=label, **line)
         if several:
-            common = [step for step in mean if step in means[first]]
-            apart = [mean[s] - means[first][s] for s in common]
-            below.plot(common, apart, **line)
-            farthest = max(farthest, *map(abs, apart[len(apart) // 5 :]))
+            common, far = _apart(*points[0], places, mean)
+            below.plot(common, far, **line)
+            farthest = max(farthest, *map(abs, far[len(far) // 5 :]), 0.0)
     every = [loss for curve in curves.values() for loss in curve.losses.values()]
     steep = 0 < _STEEP * min(every) < max(every)
     above.set(ylabel="loss (nats a token)", yscale="log" if steep else "linear")
-    above.legend(title=f"mean of {window} steps" if window > 1 else None)
+    smoothed = f"centred mean of {window} logged steps" if window > 1 else None
+    above.legend(title=smoothed, fontsize="small", title_fontsize="small")
     if several:
-        below.set_title(f"minus {first}", fontsize="medium", loc="left")
+        first = next(iter(curves))
+        said = first if len(first) <= 60 else "the first run"
+        below.set_title(f"minus {said}", fontsize="medium", loc="left")
         if farthest:
             below.set_ylim(-1.3 * farthest, 1.3 * farthest)
-    below.set_xlabel("step")
-    if len(means[first]) == 1:  # no range to place ticks in
-        (step,) = means[first]
-        below.set_xlim(step - 1, step + 1)
-    below.xaxis.get_major_locator().set_params(integer=True)
+    below.set_xlabel("tokens" if by_tokens else "step")
+    if by_tokens:
+        below.xaxis.set_major_formatter(lambda tokens, _: count(round(tokens)) if tokens else "0")
+    else:
+        below.xaxis.get_major_locator().set_params(integer=True)
+    (place, *others), _ = points[0]
+    if not others:  # no range to place ticks in
+        below.set_xlim(place - 1, place + 1)
     figure.suptitle(title or "training loss", fontsize="medium", wrap=True)
     figure.savefig(path, dpi=120)
     pictures.close(figure)
+
+
+def _apart(
+    first: Sequence[int], theirs: Sequence[float], places: Sequence[int], mean: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Where a curve is beside the first run's, whose points are joined by lines, and how far."""
+    inside = [(x, y) for x, y in zip(places, mean, strict=True) if first[0] <= x <= first[-1]]
+    return (
+        [x for x, _ in inside],
+        [y - float(np.interp(x, first, theirs)) for x, y in inside],
+    )
 
 
 if __name__ == "__main__":

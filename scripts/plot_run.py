@@ -21,12 +21,19 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs  # noqa: E402
 from phalanx.moe.report.loggers import read, start_facts  # noqa: E402
 from phalanx.parallel.object_store import folder_argument  # noqa: E402
-from phalanx.scripts.pictures import left_out, not_finite, pyplot, running, title  # noqa: E402
+from phalanx.scripts.pictures import (  # noqa: E402
+    centred_means,
+    left_out,
+    not_finite,
+    pyplot,
+    smoothing,
+    title,
+)
+from phalanx.scripts.reader import may_leave  # noqa: E402
 
-_MEAN_OF = 20
-"""Most steps that a point of a smooth curve is the mean of."""
 _FEW = 50
 """Steps up to which each is drawn as a point."""
 _COLUMNS = 400
@@ -35,6 +42,7 @@ _COLUMNS = 400
 Record = dict[str, Any]
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
@@ -59,11 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        prog="plot_run.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = programs.parser("plot_run", __doc__)
     add = p.add_argument
     add("run", type=folder_argument, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     add(
@@ -161,7 +165,8 @@ def plot(records: list[Record], path: Path, heading: str) -> None:
     _curve(axes[0, 0], records, "loss", "loss (nats a token)")
     valid = series(records, "valid_loss")
     if valid:
-        axes[0, 0].plot(list(valid), list(valid.values()), "o-", color="C1", label="validation")
+        line = dict(color="C1", label="validation", clip_on=False)  # the last step is on the frame
+        axes[0, 0].plot(list(valid), list(valid.values()), "o-", **line)
         axes[0, 0].legend()
     _curve(axes[0, 1], records, "grad_norm", "gradient norm")
     _curve(axes[1, 0], records, "lr", "learning rate", smooth=False)
@@ -172,7 +177,7 @@ def plot(records: list[Record], path: Path, heading: str) -> None:
         load = [(r["step"], {n: of[0] for n, of in r["layers"].items()}) for r in layers]
         dead = [(r["step"], {n: of[1] for n, of in r["layers"].items()}) for r in layers]
         _image(figure, axes[2, 0], load, "load of the busiest expert", low=1.0)
-        _image(figure, axes[2, 1], dead, "dead experts", colours="magma")
+        _image(figure, axes[2, 1], dead, "dead experts", colours="magma", counts=True)
     else:  # a run from before there were numbers of layers
         _curve(axes[2, 0], records, "load_max", "load of the busiest expert", smooth=False)
         _curve(axes[2, 1], records, "dead_experts", "dead experts", smooth=False)
@@ -196,12 +201,16 @@ def _curve(axes: Any, records: list[Record], key: str, name: str, smooth: bool =
         axes.text(0.5, 0.5, "not recorded", ha="center", transform=axes.transAxes)
         return
     # Pictures of layers end at the last step, whose points would be cut.
-    mark = dict(marker="o", markersize=3, clip_on=False) if len(values) <= _FEW else {}
-    window = min(_MEAN_OF, len(values) // 10) if smooth else 1
+    few = len(values) <= _FEW
+    mark: dict[str, Any] = dict(marker="o", markersize=3, clip_on=False) if few else {}
+    window = smoothing(len(values)) if smooth else 1
     if window > 1:
         axes.plot(list(values), list(values.values()), color="C0", alpha=0.3, linewidth=0.8)
-        values = running(values, window)
+        values = centred_means(values, window)
+        mark["label"] = f"centred mean of {window} logged steps"
     axes.plot(list(values), list(values.values()), color="C0", **mark)
+    if window > 1:
+        axes.legend()
     low, high = min(values.values()), max(values.values())
     if key in ("loss", "grad_norm") and 0 < 10 * low < high:
         axes.set_yscale("log")
@@ -215,10 +224,12 @@ def _image(
     *,
     low: float = 0.0,
     colours: str = "viridis",
+    counts: bool = False,
 ) -> None:
     """Layers over steps in colour: of each record its step, and a number of each layer.
 
-    Of several records in a column the largest counts. Colours begin at `low`, or below it.
+    Of several records in a column the largest counts. Colours begin at `low`, or below it; those of
+    `counts` are of whole numbers.
     """
     names = sorted({int(layer) for _, values in steps for layer in values})
     size = -(-len(steps) // _COLUMNS)
@@ -228,8 +239,8 @@ def _image(
         for layer in names
     ]
     starts = [group[0][0] for group in groups]
-    # A cell reaches from the record before its first one to its last.
-    edges = [starts[0] - 1, *(group[-1][0] for group in groups)]
+    # A cell reaches from behind the record before its first one to its last, whole steps.
+    edges = [starts[0] - 0.5, *(group[-1][0] + 0.5 for group in groups)]
     rows = [*(n - 0.5 for n in range(1, len(names) + 1)), len(names) + 0.5]
     found = [value for row in cells for value in row if math.isfinite(value)]
     axes.set_title(name, fontsize="medium", loc="left")
@@ -242,8 +253,12 @@ def _image(
     axes.set_yticks([i + 1 for i in shown], [str(names[i]) for i in shown])
     axes.set_ylabel("layer")
     axes.invert_yaxis()
-    axes.set_title(f"{name} (at most {most:.4g})", fontsize="medium", loc="left")
-    figure.colorbar(image, ax=axes)
+    said = "none" if counts and not most else f"at most {most:.4g}"
+    axes.set_title(f"{name} ({said})", fontsize="medium", loc="left")
+    bar = figure.colorbar(image, ax=axes)
+    if counts:
+        bar.locator.set_params(integer=True)
+        bar.update_ticks()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
+from phalanx.configs import programs
 from phalanx.moe.data.documents import (
     KINDS,
     Counts,
@@ -50,6 +51,7 @@ from phalanx.moe.data.token_files import (
     write_index,
 )
 from phalanx.parallel.object_store import folder_argument  # noqa: E402
+from phalanx.scripts.reader import may_leave  # noqa: E402
 
 EXAMPLES = """examples:
   prepare_data.py wiki/*.jsonl --tokenizer tokenizer.json --eod '<|endoftext|>' --output data/wiki
@@ -61,6 +63,7 @@ An interrupted run continues when the same command is given again. Train on the 
 The disk must hold the output twice while it is being joined."""
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 1 bad input, 130 interrupted."""
     args = parser().parse_args(argv)
@@ -88,11 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        prog="prepare_data.py",
-        description="Tokenize text into Megatron .bin/.idx files for data.source=indexed.",
+    p = programs.parser(
+        "prepare_data",
+        "Tokenize text into Megatron .bin/.idx files for data.source=indexed.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument(
         "inputs",

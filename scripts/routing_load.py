@@ -10,8 +10,9 @@ each number of ranks and of guest slots the table has
 
   busiest expert   its tokens over the mean in the worst layer (`load_max` of a run), and on average
                    over layers
-  busiest rank     its rows over the mean, on average over layers (`rank_load` of a run, and
-                   `rank_load_cloned` with what copies cost), and in the worst layer
+  busiest rank     its rows over the mean, micro-batch by micro-batch, with what copies cost: on
+                   average over layers (`rank_load_cloned` of a run, without clones its
+                   `rank_load_uncloned`), and in the worst layer
   cloned           copies of experts, of a layer and micro-batch
   capacity_factor  the least parallel.capacity_factor with which no step is run again
 
@@ -30,10 +31,12 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs
 from phalanx.configs.machines import rates_of
 from phalanx.moe.router.recorded_load import RecordedLoad, recorded_load
 from phalanx.moe.router.recording import Facts, read_facts, read_layer
 from phalanx.parallel.dispatch.clones import Clones, cost_of_copy
+from phalanx.scripts.reader import may_leave
 
 _COST = cost_of_copy(rates_of("", "h200"), width=2, keep=False)
 _HEADS = (
@@ -49,6 +52,7 @@ _HEADS = (
 )
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
@@ -85,9 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("routing_load", __doc__)
     add = p.add_argument
     add("file", type=Path, metavar="FILE")
     add("--expert", type=int, nargs="+", default=[2, 4, 8], metavar="R", help="ranks of a group")
@@ -142,8 +144,8 @@ def table(loads: Iterable[RecordedLoad]) -> str:
         ratios = (
             load.load_max,
             mean(of.load_max for of in layers),
-            load.rank_load,
-            max(of.rank_load for of in layers),
+            load.busiest_rank,
+            max(of.busiest_rank for of in layers),
             load.cloned,
             load.capacity_factor,
         )

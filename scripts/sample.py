@@ -21,11 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from phalanx.moe.inference import command  # noqa: E402
 from phalanx.moe.inference.command import positive, predictor_of, told  # noqa: E402
+from phalanx.scripts.reader import may_leave  # noqa: E402
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.codec import Codec
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     args = parser().parse_args(argv)
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = command.parser("sample.py", __doc__)
+    p = command.parser("sample", __doc__)
     add = p.add_argument
     add(
         "--prompt",

@@ -8,7 +8,8 @@ Of a run on GPUs that is what its kernels did, of one on CPU processes what rank
 operations, each without what it called. `alone` is the time in which nothing of another kind ran:
 of exchanges it is what a step waits for. --window takes milliseconds from the first kernel or
 operation on; --crop writes those of the window as a small trace, which this program reads again,
-and --plot draws them, a lane a kind.
+and --plot draws them, a lane a kind, with a line where each step begins. What is shorter than a
+pixel is drawn as one.
 """
 
 import argparse
@@ -23,7 +24,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from phalanx.configs import programs
 from phalanx.scripts.pictures import pyplot, title
+from phalanx.scripts.reader import may_leave
 
 KINDS = (
     # A function that sends and waits has no operation below it meanwhile.
@@ -63,6 +66,8 @@ COLOURS = (
     *("#55a868", "#ccb974", "#8c8c3c", "#b0b0b0"),
 )
 _SHORT = 72
+_STEP = re.compile(r"step \d+$")
+"""Annotation of a whole step (`moe.report.profiler`)."""
 
 
 class Event(NamedTuple):
@@ -96,8 +101,11 @@ class Trace(NamedTuple):
     on_gpu: bool
     facts: dict[str, Any]
     """What was run, as `moe.report.title` has it, and `steps`; empty if the file does not say."""
+    steps: tuple[tuple[float, str], ...] = ()
+    """Where steps begin, microseconds as those of events, and their names, `step 5`."""
 
 
+@may_leave
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns the exit code: 0 done, 2 bad input."""
     args = parser().parse_args(argv)
@@ -106,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.window:
             low, high = (1000 * edge for edge in args.window)
             inside = [e for e in trace.events if e.begin < high and e.end > low]
-            trace = trace._replace(events=inside)
+            trace = trace._replace(events=inside, steps=_steps_in(trace.steps, low, high))
         if not trace.events:
             raise ValueError(
                 f"{args.trace} has no kernels or operations there: check --window and run.profile"
@@ -138,7 +146,8 @@ def read(path: Path) -> Trace:
     ]
     on_gpu = bool(found)
     if not on_gpu:
-        operations = [r for r in records if r.get("cat") in ("cpu_op", "user_annotation")]
+        kinds = ("cpu_op", "user_annotation")
+        operations = [r for r in records if r.get("cat") in kinds and not _STEP.match(r["name"])]
         for number, record in enumerate(operations):
             record["args"] = {"call": number} | record.get("args", {})
         for thread in sorted({r.get("tid", 0) for r in operations}):
@@ -146,7 +155,39 @@ def read(path: Path) -> Trace:
     found.sort()
     first = found[0].begin if found else 0.0
     events = [e._replace(begin=e.begin - first, end=e.end - first) for e in found]
-    return Trace(events, on_gpu, _facts(content))
+    steps = tuple((at - first, name) for at, name in _steps(records, on_gpu))
+    return Trace(events, on_gpu, _facts(content), steps)
+
+
+def _steps(records: list[dict[str, Any]], on_gpu: bool) -> list[tuple[float, str]]:
+    """Where the steps begin that the host names: of a GPU with the first of what is launched in a
+    step, which may run much later."""
+    host = [r for r in records if r.get("cat") == "user_annotation" and _STEP.match(r["name"])]
+    begins = sorted((r["ts"], r["name"]) for r in host)
+    if not on_gpu:
+        return begins
+    launched = {
+        r["args"]["correlation"]: r["ts"]
+        for r in records
+        if r.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in r.get("args", {})
+    }
+    found: dict[str, float] = {}
+    for r in sorted((r for r in records if r.get("cat") == "kernel"), key=lambda r: -r["ts"]):
+        since = launched.get(r.get("args", {}).get("correlation"))
+        if since is not None and (named := [name for ts, name in begins if ts <= since]):
+            found[named[-1]] = r["ts"]
+    # A crop says where they are.
+    found |= {r["name"]: r["ts"] for r in host if r.get("args", {}).get("first_kernel")}
+    return sorted((at, name) for name, at in found.items())
+
+
+def _steps_in(
+    steps: Sequence[tuple[float, str]], low: float, high: float
+) -> tuple[tuple[float, str], ...]:
+    """Those of which a part is in a window, where they or the window begin."""
+    ends = [*(at for at, _ in steps[1:]), float("inf")]
+    each = zip(steps, ends, strict=False)  # without steps there is an end too
+    return tuple((max(at, low), name) for (at, name), end in each if at < high and end > low)
 
 
 def _own_times(records: list[dict[str, Any]]) -> Iterator[Event]:
@@ -204,6 +245,9 @@ def _content(trace: Trace) -> dict[str, Any]:
         where = {"stream": stream} if trace.on_gpu else {"stack": stack, "call": call}
         place = {"ts": begin, "dur": end - begin, "tid": stream, "args": where}
         records.append({"ph": "X", "cat": kind, "name": name, **place})
+    for at, name in trace.steps:
+        place = {"ts": at, "dur": 0, "tid": 0, "args": {"first_kernel": trace.on_gpu}}
+        records.append({"ph": "X", "cat": "user_annotation", "name": name, **place})
     return {"traceEvents": records} | ({"phalanx": trace.facts} if trace.facts else {})
 
 
@@ -288,24 +332,32 @@ def plot(trace: Trace, path: Path, heading: str) -> None:
     pictures, events = pyplot(), trace.events
     kinds = [kind for kind, _ in KINDS if any(e.kind == kind for e in events)]
     colours = dict(zip((kind for kind, _ in KINDS), COLOURS, strict=True))
-    figure, axes = pictures.subplots(figsize=(12, 1.2 + 0.4 * len(kinds)))
-    for lane, kind in enumerate(kinds):
-        busy = union(e for e in events if e.kind == kind)
-        bars = [(begin / 1000, (end - begin) / 1000) for begin, end in busy]
-        axes.broken_barh(bars, (-lane - 0.4, 0.8), facecolor=colours[kind])
+    figure, axes = pictures.subplots(
+        figsize=(12, 1.4 + 0.4 * len(kinds)), dpi=130, layout="constrained"
+    )
+    first, last = events[0].begin / 1000, max(e.end for e in events) / 1000
+    margin = 0.01 * (last - first)
+    axes.set_xlim(first - margin, last + margin)
+    axes.set_ylim(0.5 - len(kinds), 0.9)
     axes.set_yticks([-lane for lane in range(len(kinds))], kinds)
     axes.set_xlabel("ms from the first " + ("kernel" if trace.on_gpu else "operation"))
     axes.set_title(heading or path.stem, fontsize="medium", wrap=True)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    for at, name in trace.steps:
+        axes.axvline(at / 1000, color="black", linewidth=0.8, linestyle=":", zorder=0)
+        axes.text(at / 1000, 0.65, f" {name}", fontsize="small", va="center")
+    figure.draw_without_rendering()  # lays it out
+    pixel = (last - first + 2 * margin) / axes.bbox.width
+    for lane, kind in enumerate(kinds):
+        busy = union(e for e in events if e.kind == kind)
+        bars = [(begin / 1000, max((end - begin) / 1000, pixel)) for begin, end in busy]
+        axes.broken_barh(bars, (-lane - 0.4, 0.8), facecolor=colours[kind], linewidth=0)
+    figure.savefig(path)
     pictures.close(figure)
 
 
 def parser() -> argparse.ArgumentParser:
     """Options; `--help` is the manual."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = programs.parser("timeline", __doc__)
     add = p.add_argument
     add("trace", type=Path, help="trace_*.json.gz of a run, or what --crop wrote")
     add("--top", type=int, default=15, metavar="N", help="rows of the list; default: %(default)s")

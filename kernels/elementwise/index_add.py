@@ -10,6 +10,8 @@ Legend: V rows of the table, T indices, D channels.
 import torch
 from torch import Tensor
 
+from phalanx.kernels.narrow import as_int32
+
 
 @torch.no_grad()
 def index_add_(table_VD: Tensor, index_T: Tensor, rows_TD: Tensor) -> None:
@@ -17,7 +19,7 @@ def index_add_(table_VD: Tensor, index_T: Tensor, rows_TD: Tensor) -> None:
 
     Args:
         table_VD: fp32 or bf16, contiguous.
-        index_T: integers below 2^31; those outside 0 to V - 1 have no row here.
+        index_T: integers; those outside 0 to V - 1 have no row here.
         rows_TD: bf16 or fp32, contiguous.
 
     Raises:
@@ -33,10 +35,7 @@ def index_add_(table_VD: Tensor, index_T: Tensor, rows_TD: Tensor) -> None:
     if table_VD.is_cuda:
         from phalanx.kernels.elementwise.index_add_triton import add_rows
 
-        # Keys of 32 bits take half the passes of a radix sort. Those without a row come last.
-        key_T = index_T.to(torch.int32)
-        key_T = key_T.masked_fill_((key_T < 0) | (key_T >= V), V)
-        key_T, order_T = torch.sort(key_T, stable=True)
+        key_T, order_T = torch.sort(sort_keys(index_T, V), stable=True)
         add_rows(table_VD, key_T, order_T, rows_TD)
         return
     wide = torch.promote_types(rows_TD.dtype, torch.float32)
@@ -44,3 +43,12 @@ def index_add_(table_VD: Tensor, index_T: Tensor, rows_TD: Tensor) -> None:
     rows_TD = rows_TD.to(wide).masked_fill(~here_T[:, None], 0)
     index_T = index_T.long().masked_fill(~here_T, 0)
     table_VD.copy_(table_VD.to(wide).index_add_(0, index_T, rows_TD))
+
+
+def sort_keys(index_T: Tensor, V: int) -> Tensor:
+    """Keys that sort indices by their row, those without a row last, as V.
+
+    Of 32 bits, which take half the passes of a radix sort.
+    """
+    key_T = as_int32(index_T, V)
+    return key_T.masked_fill((key_T < 0) | (key_T >= V), V)

@@ -2,7 +2,8 @@
 torch.compile.
 
 Each op has a fake implementation, so that tracing and torch.compile see shapes and nothing else.
-What they do, save and recompute is `kernels.expert_mlp.autograd`'s.
+They compute in the dtypes of their arguments, under autocast too. What they do, save and recompute
+is `kernels.expert_mlp.autograd`'s.
 
 Shape legend as in `kernels.backend`.
 """
@@ -57,7 +58,8 @@ def grouped_mlp(
     """(out, h); h is empty without `keep_h`, of which there is no gradient."""
     spec = _spec(kind, constants, backend, margins, dynamic)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
-    out, h, _ = run_forward(x, MLPWeights(w1, w2, b1, b2), plan, How(spec, keep_h))
+    with torch.autocast(x.device.type, enabled=False):
+        out, h, _ = run_forward(x, MLPWeights(w1, w2, b1, b2), plan, How(spec, keep_h))
     return out, h
 
 
@@ -116,7 +118,8 @@ def grouped_mlp_backward(
     how = How(_spec(kind, constants, backend, margins, dynamic), keep_h=True)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
     saved = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, how)
-    grads = run_backward(dout, saved, needs, [None] * 4)
+    with torch.autocast(x.device.type, enabled=False):
+        grads = run_backward(dout, saved, needs, [None] * 4)
     dx, dw1, dw2, db1, db2, dprob = (x.new_empty(0) if g is None else g for g in grads)
     return dx, dw1, dw2, db1, db2, dprob
 

@@ -2,6 +2,7 @@
 
 It plans, runs the experts and adds up; the router is the caller's. All experts are on this device,
 so no token can be left out and nothing is read on the host, unless PHALANX_DEBUG=1 has it checked.
+Under torch.autocast it computes in autocast's dtype, as torch.nn.functional.linear does.
 
 Legend: T tokens, K experts per token, L experts, D hidden, F expert width.
 """
@@ -15,6 +16,7 @@ from phalanx.kernels.expert_mlp.custom_ops import Flat, flat, grouped_mlp
 from phalanx.kernels.expert_mlp.grouped_mlp import check, differentiates
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import NAMES, rows_for
+from phalanx.kernels.narrow import as_int32
 from phalanx.kernels.registry import Facts, resolve
 from phalanx.kernels.routing.plan import make_plan
 
@@ -97,14 +99,15 @@ class GroupedMLP(nn.Module):
         """Weighted sum of each token's experts.
 
         Args:
-            x: [..., D] in the parameters' dtype.
+            x: [..., D] in the parameters' dtype. Under torch.autocast it and the parameters have
+                any dtypes but fp64, and are cast in each call.
             topk_idx: [..., K] integers, experts of each token from 0 to L - 1; -1 for none. Any
                 other id counts as none too, and adds nothing to its token, unless PHALANX_DEBUG=1
                 is set: then it is an error, at the price of a wait for the device in every call.
             topk_prob: [..., K] their weights, used in fp32.
 
         Returns:
-            [..., D] in x's dtype.
+            [..., D] in x's dtype, under torch.autocast in that of autocast.
 
         Raises:
             ValueError: shapes or dtypes that do not fit, or a backend that cannot run here; with
@@ -119,11 +122,16 @@ class GroupedMLP(nn.Module):
         if topk_idx.is_floating_point() or topk_idx.is_complex() or topk_idx.dtype == torch.bool:
             raise ValueError(f"topk_idx must hold integers, expert ids, not {topk_idx.dtype}")
         if debug.on():
-            debug.check_expert_ids(topk_idx, self.experts)  # before they are cut to int32
+            debug.check_expert_ids(topk_idx, self.experts)  # before they become int32
         x_TD = x.reshape(-1, self.hidden)
-        spec = self._spec(x.device, x.dtype)
+        weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
+        dtype = _autocast_dtype(x.device)
+        if dtype is not None:
+            x_TD = _cast(x_TD, dtype)
+            weights = MLPWeights(*(w if w is None else _cast(w, dtype) for w in weights))
+        spec = self._spec(x.device, x_TD.dtype)
         plan = make_plan(
-            topk_idx.reshape(-1, self.top_k).to(torch.int32),
+            as_int32(topk_idx.reshape(-1, self.top_k), self.experts),
             topk_prob.reshape(-1, self.top_k).float(),
             first_expert=0,
             local_experts=self.experts,
@@ -131,7 +139,6 @@ class GroupedMLP(nn.Module):
             backend=spec[2],
             experts=self.experts,
         )
-        weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
         check(x_TD, weights, plan, self.activation)
         index, prob, offsets, inverse, _, order, _ = plan
         given = (x_TD.contiguous(), *weights, index, prob, offsets, inverse, order)
@@ -168,3 +175,17 @@ class GroupedMLP(nn.Module):
             f"experts={self.experts}, hidden={self.hidden}, ffn={self.ffn}, top_k={self.top_k}, "
             f"activation={self.activation.kind}, bias={self.b1 is not None}, backend={self.backend}"
         )
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Dtype of the autocast region that a device is in; None outside any."""
+    kind = device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # which knows no autocast
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _cast(given: Tensor, dtype: torch.dtype) -> Tensor:
+    """What autocast makes of an argument of its ops: fp64 and integers stay."""
+    casts = given.is_floating_point() and given.dtype != torch.float64
+    return given.to(dtype) if casts else given

@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from phalanx.configs import programs
 from phalanx.configs.schema import Config
 from phalanx.moe.data.documents import load_tokenizer
 from phalanx.moe.data.host_cache import DataError
@@ -114,7 +115,7 @@ def codec_of_run(cfg: Config) -> Codec:
         DataError: its data does not tell the tokenizer.
     """
     data = {"config": {"data": asdict(cfg.data)}}
-    way_out = (
+    way_out = programs.here(
         "run.sample_every needs it as <prefix>.tokenizer.json beside each of data.blend, where "
         "prepare_data.py keeps it; copy it there, or set run.sample_every=0"
     )

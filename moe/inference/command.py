@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from phalanx.configs import programs
 from phalanx.moe.report.quiet import quiet
 from phalanx.parallel.checkpoint import commit
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of
@@ -21,11 +22,9 @@ _EVERY = 10.0
 """Seconds between lines of progress."""
 
 
-def parser(program: str, manual: str | None) -> argparse.ArgumentParser:
+def parser(script: str, manual: str | None) -> argparse.ArgumentParser:
     """Options that say which checkpoint, by what tokenizer, and where."""
-    made = argparse.ArgumentParser(
-        prog=program, description=manual, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = programs.parser(script, manual)
     add = made.add_argument
     add(
         "run", type=argument, metavar="RUN", help="folder or address of a run, or of one checkpoint"

@@ -262,7 +262,8 @@ def steady(records: list[dict[str, Any]]) -> dict[str, Any]:
         if values:
             totals[key] = statistics.fmean(values)
             totals[f"{key}_sd"] = statistics.stdev(values) if len(values) > 1 else 0.0
-    for key in ("load_max", "rank_load", "rank_load_cloned", "cloned", "dead_experts"):
+    of_ranks = ("rank_load", "rank_load_uncloned", "rank_load_cloned")
+    for key in ("load_max", *of_ranks, "cloned", "dead_experts"):
         values = [record[key] for record in records if key in record]
         if values:
             totals[key] = statistics.fmean(values)

@@ -1,7 +1,8 @@
 """torch.profiler over a window of steps.
 
 The code names the stages of the data flow with `record_function`: data, moe/route, moe/dispatch,
-moe/experts, moe/combine, attention/core, optimizer, checkpoint. The trace shows them.
+moe/experts, moe/combine, attention/core, optimizer, checkpoint. The trace shows them, and each
+step as `step N`.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Profiler:
@@ -36,6 +37,7 @@ class Profiler:
         self._first, self._last = window if window else (0, -1)
         self._folder, self._facts, self._done, self._tell = folder, facts, done, tell
         self._profile: Any = None
+        self._span: Any = None
 
     def __enter__(self) -> "Profiler":
         self.step(self._done)
@@ -49,10 +51,23 @@ class Profiler:
         self._done = done
         if done >= self._last:
             self._stop()
-        elif self._profile is None and done + 1 >= self._first:
+        elif self._profile is not None or done + 1 >= self._first:
             self._start()
 
     def _start(self) -> None:
+        """Record, which may be so already, and name the step that begins."""
+        if self._profile is None:
+            self._record()
+        self._end_span()
+        self._span = record_function(f"step {self._done + 1}")
+        self._span.__enter__()
+
+    def _end_span(self) -> None:
+        span, self._span = self._span, None
+        if span is not None:
+            span.__exit__(None, None, None)
+
+    def _record(self) -> None:
         # Kineto would print an error about every host without a GPU.
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         activities = [ProfilerActivity.CPU]
@@ -65,6 +80,7 @@ class Profiler:
     def _stop(self) -> None:
         if self._profile is None:
             return
+        self._end_span()
         facts = self._facts | {"steps": [self._first, self._done]}
         self._profile.add_metadata_json("phalanx", json.dumps(facts))
         self._profile.__exit__(None, None, None)

@@ -128,13 +128,17 @@ class Balance:
     idle: frozenset[tuple[int, int]] = frozenset()
     """(layer number, expert) of all that no token chose."""
     rank_load: float = 0.0
-    """Choices of the experts of the busiest rank over the mean of ranks, on average over layers; 0
-    where the experts of a layer are on one rank."""
+    """Choices of the experts of the busiest rank over the mean of ranks, on average over layers, of
+    all micro-batches together and whoever computes them; 0 where the experts of a layer are on one
+    rank."""
     cloned: float | None = None
     """Copies of experts, on average over layers and micro-batches; None of a run without."""
+    rank_load_uncloned: float = 0.0
+    """Rows of the busiest rank of a micro-batch over the mean of ranks, had it no copies, on
+    average over layers and micro-batches; 0 of a run without. Another rank may be the busiest of
+    the next micro-batch, so that this is at least `rank_load`."""
     rank_load_cloned: float = 0.0
-    """As `rank_load`, of micro-batches with copies and what they cost; `rank_load` is then of these
-    without copies."""
+    """As `rank_load_uncloned`, with the copies and what they cost."""
     losses: dict[str, float] = field(default_factory=dict)
     """Balancing losses before their coefficients, mean over layers and micro-batches."""
 
@@ -249,17 +253,17 @@ def _summary(table: Tensor, experts: int, ranks: int, replica_ranks: int) -> Bal
     load = count.amax(1) / count.mean(1)
     cloned, total, before, after = clones[used].unbind(1)
     of_ranks = count.unflatten(1, (ranks, -1)).sum(2)
-    load_of_ranks, load_cloned = of_ranks.amax(1) / of_ranks.mean(1), 0.0
+    load_of_ranks, uncloned, with_copies = of_ranks.amax(1) / of_ranks.mean(1), 0.0, 0.0
     if bool(total.any()):  # of micro-batches one by one, not of their sum
-        load_of_ranks = before * ranks / total
-        load_cloned = float((after * ranks / total).mean())
+        uncloned, with_copies = (float((rows * ranks / total).mean()) for rows in (before, after))
     mean = (losses / micro_batches * replica_ranks).mean(0)
     return Balance(
         load={i + 1: value for i, value in zip(used, load.tolist(), strict=True)},
         idle=frozenset((used[row] + 1, e) for row, e in (count == 0).nonzero().tolist()),
         rank_load=float(load_of_ranks.mean()) if ranks > 1 else 0.0,
         cloned=float((cloned / micro_batches[:, 0]).mean()) if bool(total.any()) else None,
-        rank_load_cloned=load_cloned,
+        rank_load_uncloned=uncloned,
+        rank_load_cloned=with_copies,
         losses=dict(zip(LOSSES, mean.tolist(), strict=True)),
     )
 

@@ -31,9 +31,9 @@ class LayerLoad:
 
     load_max: float
     """Tokens of the busiest expert over the mean, in the whole step."""
-    rank_load: float
-    """Load of the busiest rank over the mean of rows, of micro-batches one by one, on average.
-    Copies count with what they cost, as in the `rank_load_cloned` of a run."""
+    busiest_rank: float
+    """Rows of the busiest rank over the mean, of micro-batches one by one, on average, with copies
+    and what they cost: the `rank_load_cloned` of a run, without copies its `rank_load_uncloned`."""
     cloned: float
     """Copies of a micro-batch, on average."""
     rows: int
@@ -61,9 +61,9 @@ class RecordedLoad:
         return max(of.load_max for of in self.layers.values())
 
     @property
-    def rank_load(self) -> float:
-        """On average over layers, as a run logs it; with clones its `rank_load_cloned`."""
-        return mean(of.rank_load for of in self.layers.values())
+    def busiest_rank(self) -> float:
+        """On average over layers, as a run logs it."""
+        return mean(of.busiest_rank for of in self.layers.values())
 
     @property
     def cloned(self) -> float:
@@ -126,7 +126,7 @@ def layer_load(count_ME: Tensor, ranks: int, clones: Clones) -> LayerLoad:
     busiest_M = load_MR.amax(1).double() * ranks / count_ME.sum(1)
     return LayerLoad(
         load_max=float(sum_E.max().double() * len(sum_E) / sum_E.sum()),
-        rank_load=float(busiest_M.mean()),
+        busiest_rank=float(busiest_M.mean()),
         cloned=cloned / len(count_ME),
         rows=int(rows_MR.max()),
     )

@@ -58,7 +58,11 @@ def write(path: Path, ids: Mapping[str, Ids], *, model: str, experts: int, step:
 
     Raises:
         OSError: it cannot be written.
+        ValueError: a choice that is no expert, which the file's dtype could cut to one; one line.
     """
+    for name, of in ids.items():
+        if of.size and not 0 <= of.min() <= of.max() < experts:
+            raise ValueError(f"{name} has ids from {of.min()} to {of.max()} of {experts} experts")
     tokens, top_k = next(iter(ids.values())).shape
     facts = Facts(model, experts, top_k, tokens, step, tuple(ids))
     dtype = np.uint8 if experts <= 256 else np.uint16

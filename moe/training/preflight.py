@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from phalanx.configs import programs
 from phalanx.configs.bounds import oversized
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
@@ -112,8 +113,8 @@ def _recompute(cfg: Config) -> Iterator[str]:
     if "moe_act" in cfg.run.recompute and importlib.util.find_spec("transformer_engine") is None:
         instead = ["moe" if name == "moe_act" else name for name in cfg.run.recompute]
         raise ConfigError(
-            "run.recompute=moe_act needs Transformer Engine, which is not installed: pip install "
-            f"-e '.[te]', or set run.recompute=[{','.join(instead)}]"
+            "run.recompute=moe_act needs Transformer Engine, which is not installed: "
+            f"{programs.install('transformer-engine')}, or set run.recompute=[{','.join(instead)}]"
         )
     yield from ()
 

@@ -359,7 +359,8 @@ class Trainer:
             record |= {"layers": load.by_layer}
             record |= {"rank_load": load.rank_load} if load.rank_load else {}
         if load.cloned is not None:
-            record |= {"cloned": load.cloned, "rank_load_cloned": load.rank_load_cloned}
+            record |= {"cloned": load.cloned, "rank_load_uncloned": load.rank_load_uncloned}
+            record |= {"rank_load_cloned": load.rank_load_cloned}
         record |= {f"balance/{name}": value for name, value in load.losses.items() if value}
         record |= self._take_max_logits()
         self.metrics.log(record)

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from phalanx.configs import programs
 from phalanx.configs.addresses import is_address
 from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
 from phalanx.parallel.checkpoint.commit import METADATA, Commit, Invalid
@@ -92,7 +93,8 @@ def checkpoint_of(folder: Place, step: int | None = None) -> Place:
         whole = next((path for _, path in listed if not lacking(path)), None)
         if whole is None:
             raise NoUsableCheckpoint(
-                f"no checkpoint of {folder} is whole: scripts/checkpoint.py list {folder} tells why"
+                f"no checkpoint of {folder} is whole: "
+                f"{programs.here('python scripts/checkpoint.py')} list {folder} tells why"
             )
         return whole
     if step not in found:

@@ -10,6 +10,8 @@ from phalanx.scripts.compare.results import Run
 def show(folders: Sequence[Path], labels: Sequence[str], runs: Sequence[Run], title: str) -> str:
     """A table of losses, and losses.png two folders above the runs.
 
+    Labels say what differs between the points, so that the curves need not.
+
     Args:
         folders: of each point's first run.
         labels: of the points.
@@ -22,8 +24,9 @@ def show(folders: Sequence[Path], labels: Sequence[str], runs: Sequence[Run], ti
     curves: plot_losses.Curves = {}
     for point in sorted(done):
         (curve,) = plot_losses.load([folders[point]]).values()
-        curves[labels[point]] = curve
-    path, text = folders[0].parents[1] / "losses.png", plot_losses.table(curves, None)
+        curves[labels[point]] = curve._replace(facts={})
+    path = folders[0].parents[1] / "losses.png"
+    text = "\n".join([plot_losses.table(curves, None), *plot_losses.remarks(curves)])
     try:
         plot_losses.plot(curves, path, title)
     except ValueError as error:  # there is no matplotlib

@@ -1,6 +1,7 @@
 """Rows of a comparison as a Markdown table, a JSON file and a bar chart."""
 
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,8 @@ def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
         ("point", lambda r: r.label),
         ("runs", lambda r: str(r.runs)),
         (f"tokens/s/{unit}", lambda r: _cell(r.tokens_per_second_per_gpu, ",.0f")),
-        ("+-", lambda r: _cell(r.tokens_per_second_per_gpu_sd, ",.0f")),
+        ("+- runs", lambda r: _cell(r.tokens_per_second_per_gpu_sd, ",.0f")),
+        ("+- steps", lambda r: _cell(r.tokens_per_second_per_gpu_steps_sd, ",.0f")),
         ("speed-up", lambda r: _cell(r.speedup, ".3f")),
         (f"TFLOP/s/{unit}", lambda r: _cell(r.tflops_per_gpu, ".1f")),
         ("MFU", lambda r: _cell(r.mfu, ".1%")),
@@ -63,8 +65,8 @@ def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
     counted = window(steps)
     how = (
         f"Rates are means of steps {counted[0]} to {counted[-1]} of {steps}, then over runs; +- is "
-        f"the standard deviation over runs. The loss is that of step {steps}; (!) marks one more "
-        f"than {facts['tolerance']:.2%} from the first point's."
+        f"the standard deviation over runs, or over these steps of a run. The loss is that of step "
+        f"{steps}; (!) marks one more than {facts['tolerance']:.2%} from the first point's."
     )
     if any(row.load_max is not None for row in table):
         how += (
@@ -141,31 +143,59 @@ def plot(path: Path, facts: dict[str, Any], table: Sequence[Row]) -> str:
         pictures = pyplot()
     except ValueError as error:
         return f"no chart: {error}"
-    figure, axes = pictures.subplots(figsize=(9, 1.4 + 0.45 * len(table)))
-    at = range(len(table))
+    labels = [_stacked(row.label) for row in table]
+    # A reason is there whole: it says what to set.
+    reasons = ["" if row.runs else textwrap.fill("; ".join(row.notes), _WRAP) for row in table]
+    lines = [
+        1 + max(text.count("\n") for text in pair) for pair in zip(labels, reasons, strict=True)
+    ]
+    sizes = [max(1.0, 0.4 * n) for n in lines]
+    at = [sum(sizes[:i]) + size / 2 for i, size in enumerate(sizes)]
+    figure, axes = pictures.subplots(figsize=(9, 1.4 + 0.45 * sum(sizes)), layout="constrained")
     rates = [row.tokens_per_second_per_gpu or 0.0 for row in table]
-    spread = [row.tokens_per_second_per_gpu_sd or 0.0 for row in table]
+    spread = [_spread(row) for row in table]
     colours = ["tab:orange" if row.loss_differs else "tab:blue" for row in table]
     axes.barh(at, rates, xerr=spread, color=colours, height=0.65, capsize=3)
     room = 0.01 * max(rates)
-    for y, row, rate, error in zip(at, table, rates, spread, strict=True):
+    for y, row, rate, error, reason in zip(at, table, rates, spread, reasons, strict=True):
         text = f"{rate:,.0f}" + (f"  x{row.speedup:.2f}" if row.speedup else "")
         text += "  another loss" if row.loss_differs else ""
-        text = text if row.runs else "; ".join(row.notes)[:60]
-        axes.text(rate + error + room, y, text, va="center", fontsize=8)
-    axes.set_yticks(
-        list(at),
-        [row.label.replace(" ", "\n") if "=" in row.label else row.label for row in table],
-        fontsize=8,
-    )
-    axes.invert_yaxis()
+        axes.text(rate + error + room, y, reason or text, va="center", fontsize=8)
+    axes.set_yticks(at, labels, fontsize=8)
+    axes.set_ylim(sum(sizes), 0)
     axes.set_xlim(0, 1.3 * max(map(sum, zip(rates, spread, strict=True))))
-    axes.set_xlabel(f"tokens/s/{facts['unit']}")
+    axes.set_xlabel(f"tokens/s/{facts['unit']}{_of_bars(table)}")
     axes.set_title(heading(facts), fontsize=9, wrap=True)
-    figure.tight_layout()
     figure.savefig(path, dpi=150)
     pictures.close(figure)
     return ""
+
+
+_WRAP = 80
+"""Characters of a line of a reason."""
+
+
+def _stacked(label: str) -> str:
+    """The overrides of a point below each other."""
+    if "=" not in label:
+        return label
+    return "\n".join(textwrap.fill(word, 40) for word in label.split())
+
+
+def _spread(row: Row) -> float:
+    """Over runs, of a single one over its steps."""
+    over_runs = row.tokens_per_second_per_gpu_sd
+    return (row.tokens_per_second_per_gpu_steps_sd or 0.0) if over_runs is None else over_runs
+
+
+def _of_bars(table: Sequence[Row]) -> str:
+    """What the error bars are, where there are any."""
+    over = []
+    if any(row.tokens_per_second_per_gpu_sd is not None for row in table):
+        over.append("runs")
+    if any(row.runs == 1 and row.tokens_per_second_per_gpu_steps_sd for row in table):
+        over.append("the steps of a single run")
+    return f" (bars: standard deviation over {', or over '.join(over)})" if over else ""
 
 
 def _cell(value: float | None, form: str) -> str:

@@ -33,6 +33,8 @@ class Row:
     tokens_per_second_per_gpu: float | None = None
     tokens_per_second_per_gpu_sd: float | None = None
     """Standard deviation over runs; None of a single one."""
+    tokens_per_second_per_gpu_steps_sd: float | None = None
+    """Standard deviation over the steps that count, within a run."""
     speedup: float | None = None
     """Over the first point."""
     tflops_per_gpu: float | None = None
@@ -51,7 +53,7 @@ class Row:
     load_max: float | None = None
     """Tokens of the busiest expert over the mean, in the worst layer."""
     rank_load: float | None = None
-    """Expert rows of the busiest rank over the mean, on average over layers."""
+    """Choices of the experts of the busiest rank over the mean, on average over layers."""
     dead_experts: float | None = None
     """Experts without a token, over all layers."""
     notes: list[str] = field(default_factory=list)
@@ -75,6 +77,9 @@ def rows(labels: Sequence[str], runs: Sequence[Run], tolerance: float) -> list[R
             values = [figures[key] for figures in good if key in figures]
             if values and (key != "tflops_per_gpu" or "memory_total" in good[0]):
                 setattr(row, key, statistics.fmean(values))
+        within = [figures[_STEPS_SD] for figures in good if _STEPS_SD in figures]
+        if within:
+            row.tokens_per_second_per_gpu_steps_sd = statistics.fmean(within)
         rates = [figures["tokens_per_second_per_gpu"] for figures in good]
         if len(rates) > 1:
             row.tokens_per_second_per_gpu_sd = statistics.stdev(rates)
@@ -93,6 +98,7 @@ _MEANS = (
     *("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "loss", "exposed_communication"),
     *("load_max", "rank_load", "dead_experts"),
 )
+_STEPS_SD = "tokens_per_second_per_gpu_sd"
 
 
 def _compare(row: Row, first: Row, tolerance: float) -> None:

@@ -22,6 +22,7 @@ from phalanx.configs.load import load
 from phalanx.configs.redact import redacted
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.estimate.accounting import parameters
+from phalanx.scripts.compare import machine
 from phalanx.scripts.compare.launch import Launch, run
 from phalanx.scripts.compare.points import Point
 from phalanx.scripts.compare.results import Run
@@ -70,7 +71,7 @@ class Sweep:
     def refuse(self) -> None:
         """Raise ConfigError, one line per mistake, for what no point can be run with.
 
-        A layout that does not suit some of the points is left to their rows.
+        What suits some of the points alone is left to the rows of the others.
         """
         mistakes: list[str] = []
         misfits: list[str] = []
@@ -123,33 +124,43 @@ class Sweep:
             write(path, plan)
 
     def go(self, done: Callable[[Run], None]) -> None:
-        """Do what is not done yet. `done` is told of every new run; a failed point is left."""
+        """Do what is not done yet. `done` is told of every new run; a failed point is left.
+
+        Points that cannot run here are told of before the others take their hours.
+        """
         self.runs = [run for turn in self.turns if (run := self._known(*turn)) is not None]
         (self.out / "runs").mkdir(parents=True, exist_ok=True)
         bar = tqdm(total=len(self.turns), initial=len(self.runs), unit="run", disable=None)
         with lock(self.out / "lock") as descriptor, bar:
+            for point in range(len(self.points)):
+                if not any(r.point == point for r in self.runs) and (why := self._misfit(point)):
+                    reason = "; ".join(why.splitlines())
+                    self._keep(Run(point, 0, {}, redacted(reason), self._commit), bar, done)
             for repeat, point in self.turns:
                 if any((r.repeat, r.point) == (repeat, point) for r in self.runs):
                     continue
                 if not any(r.point == point and r.reason for r in self.runs):
-                    made = self._run(repeat, point, descriptor, bar)
-                    write(self.folder(repeat, point).with_suffix(".json"), asdict(made))
-                    self.runs.append(made)
-                    with bar.external_write_mode():
-                        done(made)
+                    self._keep(self._run(repeat, point, descriptor, bar), bar, done)
                 bar.update()
+
+    def _keep(self, made: Run, bar: Any, done: Callable[[Run], None]) -> None:
+        write(self.folder(made.repeat, made.point).with_suffix(".json"), asdict(made))
+        self.runs.append(made)
+        with bar.external_write_mode():
+            done(made)
 
     def _overrides(self, repeat: int, point: int) -> list[str]:
         folder = self.folder(repeat, point)
         return self._launch.overrides(self.points[point].overrides, folder)
 
     def _misfit(self, point: int) -> str:
-        """Why the configuration of a point does not suit these ranks, in lines."""
+        """Why a point cannot run on these ranks, or on this machine if they are here; in lines."""
+        cfg, ranks = load(self._overrides(0, point)), self._launch.ranks
         try:
-            validate(load(self._overrides(0, point)), self._launch.ranks)
+            validate(cfg, ranks)
         except ConfigError as error:
             return str(error)
-        return ""
+        return "" if self._launch.launcher else machine.refuse(cfg, ranks, self._launch.device)
 
     def _known(self, repeat: int, point: int) -> Run | None:
         path = self.folder(repeat, point).with_suffix(".json")
@@ -157,8 +168,6 @@ class Sweep:
 
     def _run(self, repeat: int, point: int, lock: int, bar: Any) -> Run:
         steps, began = self._launch.steps, time.monotonic()
-        if misfit := self._misfit(point):
-            return Run(point, repeat, {}, "; ".join(misfit.splitlines()), self._commit)
         folder = self.folder(repeat, point)
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
 

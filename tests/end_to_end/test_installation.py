@@ -6,6 +6,7 @@ one file stands for it; ours must work with it, and must not take its name or it
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import phalanx
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["run.steps=1", "run.save_interval=-1", "data=synthetic", "data.sequence_length=32"]
@@ -109,7 +112,21 @@ def test_a_wheel_beside_another_kernels(
     declared = {e.name for e in importlib.metadata.Distribution.at(_record(site)).entry_points}
     assert declared == set(COMMANDS)
     for name, words in COMMANDS.items():
-        call([site / "bin" / name, *words], tmp_path, site)
+        said = call([site / "bin" / name, *words], tmp_path, site)
+        if words == ["--help"]:  # names what is there
+            assert f"usage: {name} " in said
+            assert not re.search(r"\.py\b|scripts/|docs/", said), said
+    usage = call([site / "bin/phalanx-train", "--help"], tmp_path, site)
+    assert "-m phalanx.train [group=option" in usage
+    assert not re.search(r"train\.py|scripts/|docs/", usage)
+    knobs = call([sys.executable, "-m", "phalanx.configs.docs"], tmp_path, site)
+    assert "docs/" not in knobs and "`run.steps`" in knobs
+    page = importlib.metadata.Distribution.at(_record(site)).metadata
+    assert page["Version"] == phalanx.__version__ and (site / "phalanx/py.typed").is_file()
+    text = page.get_payload()
+    assert text.startswith("# Phalanx as a package") and "phalanx-evaluate" in text
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert links and all(link.startswith("https://") for link in links)
     dry = ["experiment=deepseek_v3_1024gpu", "parallel.world_size=1024", "run.dry_run=true"]
     assert "published" in call([site / "bin/phalanx-train", *dry], tmp_path, site)
     out = call([sys.executable, "-m", "phalanx.train", *SMALL], tmp_path, site)

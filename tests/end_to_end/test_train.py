@@ -139,6 +139,7 @@ def test_a_profile_has_the_stages_of_the_data_flow(whole: tuple[list[str], Path,
     for stage in ("data", *flow, "optimizer"):
         assert names.count(stage) >= 2, stage
     assert names.count("optimizer") == 2  # one of each step of the window
+    assert [names.count(f"step {n}") for n in (1, 2, 3, 4)] == [0, 1, 1, 0]
     assert ("moe/shared" in names) == ("deepseek" in main.out)
 
 
@@ -150,7 +151,7 @@ def test_the_timeline_of_a_cpu_run_is_told_and_drawn(
     assert timeline.main([str(folder / "trace_2_3.json.gz"), "--plot", str(picture)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     model = overrides[overrides.index("data.split='90,10'") + 2].partition("=")[2]
-    assert first.startswith(f"{model} on 2 x CPU process, bf16, torch experts, sequence 16, ")
+    assert first.startswith(f"run: {model} on 2 x CPU process, bf16, torch experts, sequence 16, ")
     assert first.endswith(": steps 2 to 3")
     times = {
         row[:12].strip(): float(row[12:].split()[0]) for row in itertools.takewhile(bool, rest[3:])

@@ -1,6 +1,7 @@
 """PHALANX_DEBUG=1: ids and places that are taken at their word without it are errors in a line."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -66,10 +67,14 @@ def test_an_id_that_no_expert_has(
         call(good)
 
 
-def test_a_bad_id_adds_nothing_without_the_switch() -> None:
-    m, x = GroupedMLP(L, D, 8, K), torch.randn(T, D)
-    none, bad = (m(x, *routing(i)) for i in (-1, L))
-    assert torch.equal(none, bad)
+@pytest.mark.parametrize("bad", [L, -2, 1 << 31, (1 << 32) + 1, -(1 << 32) + 1, -(1 << 63)])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_bad_id_adds_nothing_without_the_switch(backend: str, bad: int) -> None:
+    m, x = GroupedMLP(L, D, 8, K, backend=backend), torch.randn(T, D)
+    none = m(x, *routing(-1))
+    with sync_free() if backend == "torch" else nullcontext():
+        out = m(x, *routing(bad))
+    assert torch.equal(out, none)
 
 
 def test_an_id_is_looked_at_before_it_is_cut_to_32_bits(switched_on: None) -> None:

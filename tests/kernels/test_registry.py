@@ -163,7 +163,7 @@ def test_recipes_of_blackwell_are_emulated_and_auto_says_so(recipe):
 
 
 def test_fp8_of_the_stock_layer_needs_transformer_engine():
-    for facts, why in ((CPU, "needs CUDA"), (H200, "needs Transformer Engine, the extra")):
+    for facts, why in ((CPU, "needs CUDA"), (H200, "needs Transformer Engine: pip")):
         with pytest.raises(KernelUnavailable, match=f"fp8_block by Transformer Engine: {why}"):
             resolve("grouped_mlp", "megatron", replace(facts, fp8=True))
     assert resolve("grouped_mlp", "megatron", replace(WITH_TE, fp8=True)).backend == "megatron"
@@ -218,8 +218,8 @@ def test_auto_says_what_it_passed_over():
             "grouped_mlp",
             "cudnn",
             B200,
-            "kernels.backend=cudnn cannot run here: needs the extra `cudnn` of pyproject.toml: pip "
-            "install nvidia-cudnn-frontend==1.32.0; use kernels=torch or kernels=auto",
+            "kernels.backend=cudnn cannot run here: needs cuDNN's frontend: pip install "
+            "nvidia-cudnn-frontend==1.32.0; use kernels=torch or kernels=auto",
         ),
         (
             "grouped_mlp",
@@ -261,8 +261,9 @@ def test_auto_says_what_it_passed_over():
             "norm",
             "te",
             H200,
-            "kernels.norm=te cannot run here: needs Transformer Engine, the extra `te` of "
-            "pyproject.toml; use kernels.norm=torch or kernels.norm=auto",
+            "kernels.norm=te cannot run here: needs Transformer Engine: pip install "
+            "'transformer-engine[pytorch,core_cu13]==2.20.2'; use kernels.norm=torch or "
+            "kernels.norm=auto",
         ),
     ],
 )

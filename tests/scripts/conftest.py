@@ -1,14 +1,17 @@
 """What tests of several commands need."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Those that are drawn, still open."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     drawn: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
-    return drawn
+    with monkeypatch.context() as patch:
+        patch.setattr(pyplot, "close", drawn.append)
+        yield drawn
+    pyplot.close("all")

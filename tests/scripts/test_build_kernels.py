@@ -82,3 +82,14 @@ def test_what_cannot_be_done_is_said_in_a_line(tmp_path, capsys):
 def test_errors_of_the_compiler_take_one_line():
     error = ValueError("\n\x1b[91merror\x1b[0m: too\n   many\n\n registers\n")
     assert build_kernels.reason(error) == "ValueError: error: too many registers"
+
+
+def test_without_the_compiler_there_is_one_line(monkeypatch, capsys):
+    def lacking():
+        raise ModuleNotFoundError("No module named 'cutlass'", name="cutlass")
+
+    monkeypatch.setattr(build_kernels, "targets", lacking)
+    assert build_kernels.main(["--list"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("no package cutlass, which compiles kernels: pip install '")
+    assert "'nvidia-cutlass-dsl[cu13]==4.8.1'" in line

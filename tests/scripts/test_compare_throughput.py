@@ -13,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx.configs.load import load
 from phalanx.configs.validate import ConfigError
+from phalanx.kernels import registry
 from phalanx.moe.report.loggers import read
 from phalanx.scripts import compare_throughput
-from phalanx.scripts.compare import launch, losses, report, sweep
+from phalanx.scripts.compare import launch, losses, machine, report, sweep
 from phalanx.scripts.compare.launch import Launch, figures, reason, traced, window
 from phalanx.scripts.compare.points import Point, expand
 from phalanx.scripts.compare.results import Run, rows
@@ -185,6 +187,9 @@ def test_table_has_the_columns_that_someone_fills():
     assert "12,345" in first and "-1.0000 (!)" in second and "steps 41 to 50 of 50" in text
     more = run(0, 0, 1, 1.0, mfu=0.301, exposed_communication=0.25)
     text = report.markdown(facts, rows("a", [more, run(0, 1, 2, 1.0)], 0.01))
+    within = run(0, 0, 1, 1.0, tokens_per_second_per_gpu_sd=0.5e3)
+    text_within = report.markdown(facts, rows("a", [within], 0.01))
+    assert "+- steps" in text_within and " 500 |" in text_within and "+- runs" not in text_within
     assert "MFU |" in text and "30.1%" in text and "exposed comm." in text and "25.0%" in text
     loads = [dict(load_max=2.0, rank_load=1.1, dead_experts=n) for n in (3, 5)]
     two = [run(0, n, 1, 1.0, **more) for n, more in enumerate(loads)]
@@ -232,6 +237,9 @@ def test_repeats_take_turns_and_failures_are_rows(stand, capsys):
     sweeps = ("kernels=reference,auto,torch", "parallel.tensor=1,16")
     assert stand(*sweeps, options=("--repeat", "3", "--nproc", "1")) == 1
     assert stand.order() == ["1.1", "3.1", "5.1", "1.2", "5.2", "1.3", "5.3"]
+    out = capsys.readouterr().out
+    refused = [line.split(",")[0] for line in out.splitlines()[:3]]
+    assert refused == [f"kernels={k} parallel.tensor=16" for k in ("reference", "auto", "torch")]
     found = stand.rows()
     assert [row["runs"] for row in found] == [3, 0, 0, 0, 3, 0]
     assert found[4]["tokens_per_second_per_gpu"] == 203.5
@@ -243,9 +251,19 @@ def test_repeats_take_turns_and_failures_are_rows(stand, capsys):
     assert "CUDA out" in (stand.out / "runs/point_03_repeat_1.log").read_text()
     for row in found[1::2]:
         assert "parallel.tensor=16" in row["notes"][0] and len(row["notes"]) == 1
-    out = capsys.readouterr().out
     assert "kernels=torch parallel.tensor=1, repeat 3: 204 tokens/s/rank, loss 4.9600" in out
     assert (stand.out / "throughput.md").read_text().strip() in out
+
+
+def test_kernels_that_this_machine_lacks_are_refused_before_a_run(monkeypatch):
+    monkeypatch.setattr(machine, "gpu_capability", lambda: (9, 0))
+    monkeypatch.setattr(registry, "_installed", frozenset)
+    cfg = load(["model=tiny", "kernels=megatron", "precision=fp8_block"])
+    assert "needs Transformer Engine" in machine.refuse(cfg, 1, "auto")
+    assert machine.refuse(load(["model=tiny", "kernels=torch"]), 1, "auto") == ""
+    assert "needs CUDA" in machine.refuse(load(["model=tiny", "kernels=fused"]), 1, "cpu")
+    monkeypatch.setattr(machine, "gpu_capability", lambda: None)  # nothing is known of the GPUs
+    assert machine.refuse(cfg, 1, "auto") == ""
 
 
 def test_a_stopped_sweep_goes_on_and_another_command_is_refused(stand, capsys):
@@ -426,14 +444,25 @@ def test_what_points_have_in_common_is_named(tmp_path):
     assert common_title([{}]) == common_title([]) == ""
 
 
-def test_chart(tmp_path):
-    pytest.importorskip("matplotlib")
-    runs = [run(0, 0, 100, 4.0), run(0, 1, 90, 4.0), run(1, 0, 200, 3.0), Run(2, 0, {}, "lost")]
+def test_chart(tmp_path, figures):
+    runs = [run(0, 0, 100, 4.0), run(0, 1, 90, 4.0), run(1, 0, 200, 3.0), Run(2, 0, {}, WHY)]
+    runs[2].figures["tokens_per_second_per_gpu_sd"] = 11.0
     table = rows(["a=1 b=2", "c=3", "d"], runs, 0.01)
     path = tmp_path / "x.png"
     assert report.plot(path, {"unit": "GPU"}, table) == ""
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    axes = figures[0].axes[0]
+    lengths = [round(abs(b - a), 1) for ((a, _), (b, _)) in axes.collections[0].get_segments()]
+    assert lengths == [round(2 * 50**0.5, 1), 22.0, 0.0], "over two runs, and within one"
+    assert axes.get_xlabel() == (
+        "tokens/s/GPU (bars: standard deviation over runs, or over the steps of a single run)"
+    )
+    reason = axes.texts[2].get_text()
+    assert " ".join(reason.split()) == f"FAILED: {WHY}" and reason.count("\n") >= 1
     assert "no point has a result" in report.plot(path, {"unit": "GPU"}, table[2:])
+
+
+WHY = "kernels.backend=megatron cannot run here: " + "needs this and that, " * 6 + "set x=y"
 
 
 POINT = [text for text in SMALL if not text.startswith("run.")]

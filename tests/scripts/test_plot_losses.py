@@ -56,7 +56,7 @@ def test_a_picture_shows_every_run_and_says_of_what(
     above, *below = figure.axes
     assert len(below) == runs - 1
     named = [entry.get_text() for entry in above.get_legend().get_texts()]
-    assert named == ["a", "b"][:runs]
+    assert named == (["a"] if runs == 1 else ["a (torch experts)", "b (reference experts)"])
     for axes in figure.axes:
         curves = [line for line in axes.lines if line.get_alpha() is None]
         assert len(curves) == runs
@@ -69,13 +69,69 @@ def test_a_picture_shows_every_run_and_says_of_what(
     assert figure.axes[-1].get_xlabel() == "step" and "loss" in above.get_ylabel()
 
 
+def test_runs_of_another_batch_are_compared_by_tokens(
+    tmp_path: Path, capsys, figures: list[Any]
+) -> None:
+    """Both have the loss 9 - tokens / 10,000; by steps they would differ."""
+    losses = {batch: [9 - 0.0256 * batch * (i + 1) for i in range(80)] for batch in (1, 2)}
+    paths = [_run(tmp_path / f"b{n}", of[: 80 // n], batch=n) for n, of in losses.items()]
+    out = tmp_path / "both.json"
+    given = ["--parts", "4", "--plot", str(tmp_path / "p.png")]
+    assert plot_losses.main([*map(str, paths), *given, "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    head, *rows = said.splitlines()
+    assert head.split() == ["tokens", "b1", "b2", "-", "b1"]
+    assert [row[:14].strip() for row in rows[:2]] == ["512 to 5.5 k", "5.5 k to 10.5"]
+    assert float(rows[0].split()[-2]) == pytest.approx(9 - 3e3 / 1e4, abs=0.02)
+    assert all(abs(float(row.split()[-1])) < 0.02 for row in rows[:4])
+    assert rows[4:7] == [
+        "b1: batch 1",
+        "b2: batch 2",
+        "tokens of a step differ: the runs are compared by tokens, not by steps",
+    ]
+    above, below = figures[0].axes
+    assert below.get_xlabel() == "tokens"
+    named = [entry.get_text() for entry in above.get_legend().get_texts()]
+    assert named == ["b1 (batch 1)", "b2 (batch 2)"]
+    apart = [line.get_ydata() for line in below.lines]
+    assert max(np.abs(line).max() for line in apart) < 1e-9
+    assert plot_losses.main([str(out), *given]) == 0  # a file of both says the same
+    assert capsys.readouterr().out == said
+
+
+def test_tokens_that_were_logged_count_and_are_kept(tmp_path: Path, capsys) -> None:
+    """A run that went on with another batch has read what it says."""
+    one, two = (_run(tmp_path / name, [3.0, 2.0, 1.0], batch=1) for name in ("one", "two"))
+    records = [{"step": n, "loss": 4.0 - n, "tokens": 100 * n * n} for n in (1, 2, 3)]
+    (two / "metrics.jsonl").write_text(
+        "\n".join(map(json.dumps, [{"event": "start", **FACTS}, *records]))
+    )
+    out, picture = tmp_path / "both.json", ["--plot", str(tmp_path / "p.png")]
+    assert plot_losses.main([str(one), str(two), "--json", str(out), *picture]) == 0
+    said = capsys.readouterr().out
+    assert "compared by tokens" in said
+    assert plot_losses.main([str(out), *picture]) == 0 and capsys.readouterr().out == said
+    assert json.loads(out.read_text())["tokens read"] == {"two": {"1": 100, "2": 400, "3": 900}}
+
+
+def test_long_names_have_numbers_in_the_table(tmp_path: Path, capsys, figures: list[Any]) -> None:
+    names = ["precision=bf16 kernels=torch run.graph=off " + end for end in "ab"]
+    curves = {name: plot_losses.Curve({1: 2.0, 2: 1.0}, {}, {}) for name in names}
+    lines = plot_losses.table(curves, None).splitlines()
+    assert lines[:2] == [f"[1] {names[0]}", f"[2] {names[1]}"]
+    assert lines[2].split() == ["steps", "[1]", "[2]", "-", "[1]"]
+    assert max(map(len, lines[2:])) < 60
+    plot_losses.plot(curves, tmp_path / "p.png", "")
+    assert figures[0].axes[1].get_title(loc="left") == f"minus {names[0]}"
+
+
 def test_without_matplotlib_the_table_is_there(
     tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = str(_run(tmp_path / "a", [2.0, 1.0]))
     assert plot_losses.main([run]) == 0
-    assert capsys.readouterr().out.endswith("pip install -e '.[dev]'\n")
+    assert capsys.readouterr().out.endswith("pip install 'matplotlib==3.11.2'\n")
     assert plot_losses.main([run, "--plot", str(tmp_path / "p.png")]) == 2
     assert "needs matplotlib" in capsys.readouterr().err
 

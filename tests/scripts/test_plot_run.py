@@ -66,6 +66,61 @@ def test_six_panels_show_the_numbers_of_the_run(
     assert [label.get_text() for label in labels] == ["2", "4"]
 
 
+def test_the_smooth_line_is_named_and_has_no_bias(tmp_path: Path, figures: list[Any]) -> None:
+    """A line remains a line up to its ends, and a steep loss is not drawn above itself."""
+    run = _run(tmp_path / "run", 200)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:-1]]
+    for record in lines:
+        record |= {"loss": 6.0 - 0.02 * record["step"], "grad_norm": 4 + 100 / record["step"]}
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert plot_run.main([str(run)]) == 0
+    found = panels(figures[0])
+    for name in ("loss", "gradient norm"):
+        raw, smooth = found[name].lines
+        assert [text.get_text() for text in found[name].get_legend().get_texts()] == [
+            "centred mean of 19 logged steps"
+        ]
+        assert smooth.get_xdata().tolist() == raw.get_xdata().tolist() == [*range(1, 201)]
+        if name == "loss":
+            assert np.allclose(smooth.get_ydata(), raw.get_ydata())
+    raw, smooth = found["gradient norm"].lines
+    assert smooth.get_ydata()[0] == raw.get_ydata()[0]
+    assert (smooth.get_ydata()[20:] - raw.get_ydata()[20:]).max() < 0.6  # of 4.8 to 9
+
+
+def test_the_run_has_its_name_in_the_title(tmp_path: Path, figures: list[Any]) -> None:
+    run = _run(tmp_path / "run", 2)
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(
+        json.dumps(FACTS | {"run": "first"}) + "\n" + text[text.index("\n") :]
+    )
+    assert plot_run.main([str(run)]) == 0
+    assert figures[0].get_suptitle() == "first: tiny on 2 x CPU process"
+
+
+@pytest.mark.parametrize("steps", [7, 60])
+def test_cells_lie_at_their_steps(steps: int, tmp_path: Path, figures: list[Any]) -> None:
+    assert plot_run.main([str(_run(tmp_path / "run", steps))]) == 0
+    (cells,) = panels(figures[0])["load of the busiest expert"].collections
+    edges = cells.get_coordinates()[0, :, 0]
+    for step in range(1, steps + 1):
+        inside = int(np.searchsorted(edges, step)) - 1
+        assert edges[inside] < step < edges[inside + 1]
+        assert cells.get_array()[0, inside] == 1 + step
+
+
+def test_no_dead_experts_have_whole_numbers_and_no_scale_of_fractions(
+    tmp_path: Path, figures: list[Any]
+) -> None:
+    layers = {"1": [1.5, 0], "2": [1.5, 0]}
+    assert plot_run.main([str(_run(tmp_path / "run", 5, layers=layers))]) == 0
+    (figure,) = figures
+    panel = panels(figure)["dead experts"]
+    assert panel.get_title(loc="left") == "dead experts (none)"
+    ticks = panel.collections[0].colorbar.get_ticks()
+    assert all(tick == int(tick) for tick in ticks) and len(ticks) <= 2
+
+
 def test_two_more_panels_where_logits_were_measured(tmp_path: Path, figures: list[Any]) -> None:
     run = _run(tmp_path / "run", 6)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:-1]]
@@ -113,6 +168,7 @@ def test_validation_and_what_older_runs_lack(tmp_path: Path, figures: list[Any])
     found = panels(figures[0])
     valid = next(line for line in found["loss"].lines if line.get_label() == "validation")
     assert list(valid.get_xdata()) == [2] and list(valid.get_ydata()) == [1.5]
+    assert not valid.get_clip_on(), "the last point is on the frame"
     assert list(found["loss"].lines[0].get_xdata()) == [1, 2]
     assert found["load of the busiest expert"].lines[0].get_ydata().tolist() == [2.5] * 3
     assert found["gradient norm"].texts[0].get_text() == "not recorded"

@@ -154,7 +154,7 @@ def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> No
         (sample.main, [run, "--tokens", "0"], "--tokens 0: must be at least 1"),
         (sample.main, [run, "--top-p", "2"], "--top-p 2.0: must be above 0"),
         (sample.main, [run, "--tokenizer", "none.json"], "tokenizer none.json does not exist"),
-        (sample.main, [tmp_path / "torn"], "torn is whole: scripts/checkpoint.py list"),
+        (sample.main, [tmp_path / "torn"], "torn is whole: python scripts/checkpoint.py list"),
         (sample.main, [damaged], "contents changed; choose another --step"),
         (sample.main, [run, "--device", "cuda"], "--device cuda: torch sees no GPU here"),
         (evaluate.main, [run, tmp_path / "x.txt"], "x.txt does not exist; expected .jsonl"),

@@ -136,6 +136,59 @@ def test_a_window_is_cropped_read_again_and_drawn(tmp_path: Path) -> None:
     assert table(read(crop), 1).startswith("0.01 ms")
 
 
+def test_what_is_narrower_than_a_pixel_is_drawn(tmp_path: Path) -> None:
+    """Events of a microsecond in two seconds, each a coloured mark in its lane."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    colours = pytest.importorskip("matplotlib.colors")
+    begins = [37_000 + 241_000 * i + 97 * i * i for i in range(8)]
+    events = [("adam_kernel", b, 1, 1) for b in begins]
+    trace = written(tmp_path / "t.json", (FC1, 0, 10, 1), *events, (FC1, 2e6, 10, 1))
+    picture = tmp_path / "p.png"
+    assert main([str(trace), "--plot", str(picture)]) == 0
+    image = pyplot.imread(picture)[:, :, :3]
+    adam = colours.to_rgb(COLOURS[[kind for kind, _ in KINDS].index("Adam")])
+    marked = (abs(image - adam).max(-1) < 0.02).any(0)  # of each column of pixels
+    runs = (marked[1:] & ~marked[:-1]).sum()
+    assert runs == 8
+
+
+def test_steps_of_a_gpu_begin_with_the_first_kernel_that_they_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    records = [
+        {"ph": "X", "cat": "user_annotation", "name": f"step {n}", "ts": ts, "dur": 90, "args": {}}
+        for n, ts in ((5, 100), (6, 200))
+    ]
+    for number, (launch, begin) in enumerate([(50, 60), (110, 1000), (150, 2000), (210, 3000)]):
+        at = {"correlation": number}
+        records.append(
+            {
+                "ph": "X",
+                "cat": "cuda_runtime",
+                "name": "cudaLaunch",
+                "ts": launch,
+                "dur": 1,
+                "args": at,
+            }
+        )
+        at = at | {"stream": 7}
+        records.append(
+            {"ph": "X", "cat": "kernel", "name": FC1, "ts": begin, "dur": 500, "args": at}
+        )
+    path, crop, picture = tmp_path / "t.json", tmp_path / "crop.json", tmp_path / "p.png"
+    path.write_text(json.dumps({"traceEvents": records}))
+    assert read(path).steps == ((940, "step 5"), (2940, "step 6"))
+    given = ["--window", "1.5", "4", "--crop", str(crop), "--plot", str(picture)]
+    assert main([str(path), *given]) == 0
+    drawn = [text.get_text().strip() for text in figures[0].axes[0].texts]
+    assert drawn == ["step 5", "step 6"]
+    assert [name for _, name in read(crop).steps] == drawn
+    assert read(crop).steps[1][0] == 2940 - 1940
+
+
 def operations(path: Path, *events: tuple[str, str, float, float, int]) -> Path:
     records = [
         {"ph": "X", "cat": cat, "name": name, "ts": 70 + begin, "dur": end - begin, "tid": tid}
@@ -185,7 +238,10 @@ def test_a_crop_of_a_cpu_trace_says_the_same(
         ("cpu_op", "aten::mul", 1000, 5000, 1),
         ("cpu_op", "aten::copy_", 2000, 4500, 1),
         ("cpu_op", "aten::sort", 6000, 6500, 1),
+        ("user_annotation", "step 5", 0, 5900, 1),
+        ("user_annotation", "step 6", 5900, 6600, 1),
     )
+    assert [name for _, name in read(trace).steps] == ["step 5", "step 6"]
     crop, picture = tmp_path / "crop.json", tmp_path / "p.png"
     given = ["--window", "0", "4.2", "--crop", str(crop)]
     assert main([str(trace), *given, "--plot", str(picture)]) == 0
@@ -195,6 +251,7 @@ def test_a_crop_of_a_cpu_trace_says_the_same(
     axes = [figure.axes[0] for figure in figures]
     assert axes[0].get_title() == "tiny on 2 x CPU process, sequence 256: steps 5 to 6"
     assert axes[1].get_title() == "two steps"
+    assert [[text.get_text() for text in one.texts] for one in axes] == [[" step 5"]] * 2
     for one in axes:
         assert [label.get_text() for label in one.get_yticklabels()] == ["other"]
         assert one.get_xlabel() == "ms from the first operation"

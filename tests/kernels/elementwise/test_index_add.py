@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.elementwise.index_add import index_add_
+from phalanx.kernels.elementwise.index_add import index_add_, sort_keys
 from tests.kernels.capture import check_replay
 from tests.kernels.interpreter import interpret
 
@@ -17,6 +17,7 @@ def given(V: int, T: int, D: int, device: str, dtype: torch.dtype) -> tuple[Tens
     g = torch.Generator().manual_seed(V + T)
     table, rows = torch.randn(V, D, generator=g), torch.randn(T, D, generator=g)
     index = (torch.rand(T, generator=g) ** 3 * (V + 2)).long() - 1
+    index[2::7] += 1 << 32  # the lower half alone is a row
     return table.to(device, dtype), index.to(device), rows.to(device, torch.bfloat16)
 
 
@@ -39,6 +40,11 @@ def check(table: Tensor, index: Tensor, rows: Tensor) -> None:
 @pytest.mark.parametrize(("V", "T", "D"), SHAPES)
 def test_adds_rows(V: int, T: int, D: int, dtype: torch.dtype, device: str) -> None:
     check(*given(V, T, D, device, dtype))
+
+
+def test_keys_leave_the_indices_alone() -> None:
+    index = torch.tensor([3, -1, 7, 6], dtype=torch.int32)
+    assert sort_keys(index, 7).tolist() == [3, 7, 7, 6] and index.tolist() == [3, -1, 7, 6]
 
 
 def test_shapes_that_do_not_fit() -> None:
@@ -73,8 +79,7 @@ def interpreted() -> None:
         table, index, rows = given(V, T, D, "cpu", torch.float32)
         want = table.clone()
         index_add_(want, index, rows)
-        key = index.int().masked_fill((index < 0) | (index >= V), V)
-        key, order = torch.sort(key, stable=True)
+        key, order = torch.sort(sort_keys(index, V), stable=True)
         add_rows(table, key, order, rows.float())
         torch.testing.assert_close(table, want, rtol=1e-6, atol=2e-5)
 

@@ -77,9 +77,13 @@ x, idx = torch.randn(9, 32, requires_grad=True), torch.randint(0, 4, (9, 2))
 prob = torch.rand(9, 2, requires_grad=True)
 leaves = [x, prob, *m.parameters()]
 whole = torch.compile(m, fullgraph=True, backend="aot_eager")
-got, want = (torch.autograd.grad(f(x, idx, prob).square().sum(), leaves) for f in (whole, m))
-for ours, eager in zip(got, want, strict=True):
-    torch.testing.assert_close(ours, eager)
+for autocast in (False, True):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out = [f(x, idx, prob) for f in (whole, m)]
+    assert all(o.dtype == (torch.bfloat16 if autocast else torch.float32) for o in out)
+    got, want = (torch.autograd.grad(o.float().square().sum(), leaves) for o in out)
+    for ours, eager in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, eager)
 """
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import doctest
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from phalanx.kernels.expert_mlp import module
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.registry import KernelUnavailable
+from tests.kernels.capture import check_replay
 from tests.kernels.problems import error, formula
 from tests.support.sync_free import sync_free
 
@@ -61,6 +63,98 @@ def test_bf16_and_dtypes_of_the_routing() -> None:
     out = m(x.bfloat16(), idx.to(torch.int32), prob.bfloat16())
     want = statement(m, x.bfloat16(), idx, prob.bfloat16())
     assert out.dtype == torch.bfloat16 and error(out, want) < 2e-2
+
+
+def autocast_pass(
+    m: GroupedMLP, x: torch.Tensor, dtype: torch.dtype, *, inside: bool = False
+) -> list[torch.Tensor]:
+    """Output and gradients of a pass under autocast, whose backward pass is inside it or after."""
+    _, idx, prob = routed(*x.shape[:-1])
+    leaves = [x.detach().requires_grad_(), prob.requires_grad_(), *m.parameters()]
+    region = torch.autocast(x.device.type, dtype=dtype)
+    with region:
+        out = m(leaves[0], idx.to(x.device), leaves[1].to(x.device))
+    with region if inside else nullcontext():
+        return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+def test_follows_autocast_as_linear_layers_do(given: torch.dtype, dtype: torch.dtype) -> None:
+    """Bits of the module that was cast by hand; gradients in the dtypes of their leaves."""
+    torch.manual_seed(0)
+    m, x = GroupedMLP(L, D, WIDTH, K, GPT_OSS, bias=True), routed(2, 5)[0].to(given)
+    linear = torch.nn.Linear(D, 4)
+    with torch.autocast("cpu", dtype=dtype):
+        assert linear(x).dtype == dtype
+    got = autocast_pass(m, x, dtype)
+    by_hand = copy.deepcopy(m).to(dtype)
+    _, idx, prob = routed(2, 5)
+    leaves = [x.to(dtype).requires_grad_(), prob.requires_grad_(), *by_hand.parameters()]
+    out = by_hand(leaves[0], idx, leaves[1])
+    want = [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+    assert [t.dtype for t in got] == [dtype, given, *[torch.float32] * 5]
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours, theirs.to(ours.dtype))
+    for ours, theirs in zip(got, autocast_pass(m, x, dtype, inside=True), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_autocast_off_inside_leaves_fp32_alone() -> None:
+    """Also its backward pass, while autocast is on again."""
+    m, given = GroupedMLP(L, D, WIDTH, K), routed(7)
+    want = torch.autograd.grad(m(*given).square().sum(), list(m.parameters()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", enabled=False):
+            out = m(*given)
+        got = torch.autograd.grad(out.square().sum(), list(m.parameters()))
+    assert out.dtype == torch.float32
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_fp64_is_not_cast() -> None:
+    m, (x, idx, prob) = GroupedMLP(L, D, WIDTH, K), routed(7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ValueError, match="w1 must be torch.float64"):
+            m(x.double(), idx, prob)
+        with pytest.raises(RuntimeError, match="dtype"):
+            F.linear(x.double(), m.w1[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "torch", "fused"])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_follows_autocast_on_a_gpu(given: torch.dtype, backend: str) -> None:
+    torch.manual_seed(0)
+    bf16, where = torch.bfloat16, dict(backend=backend, device="cuda")
+    m = GroupedMLP(L, 256, 192, K, **where)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 256, generator=g).to("cuda", given)
+    _, idx, prob = routed(64)
+    try:
+        want = copy.deepcopy(m).to(bf16)(x.to(bf16), idx.cuda(), prob.cuda())
+    except KernelUnavailable as reason:
+        pytest.skip(str(reason))
+    got = autocast_pass(m, x, bf16)
+    assert [t.dtype for t in got] == [bf16, given, *[torch.float32] * 3]
+    assert torch.equal(got[0], want)
+    for ours, theirs in zip(got, autocast_pass(m, x, bf16, inside=True), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_ids_of_64_bits_in_a_graph() -> None:
+    """Ids that no expert has are found on the device, whatever they are in a replay."""
+    m = GroupedMLP(L, 256, 192, K, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    _, idx, prob = (t.cuda() for t in routed(64))
+    none = idx.clone()
+    none[::3, 0] = -1
+    with torch.no_grad():
+        want = m(x, none, prob)
+        check_replay(lambda: [m(x, idx, prob)], idx, torch.where(none < 0, (1 << 32) + 1, idx))
+        assert torch.equal(m(x, idx, prob), want)
 
 
 @pytest.mark.parametrize("lead", [(0,), (3, 0)])

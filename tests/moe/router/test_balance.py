@@ -337,9 +337,11 @@ def test_copies_of_experts_are_counted() -> None:
     """600 rows beside 200 become 512 + 10 beside 298, and 400 beside 400 stay."""
     for record, without in run_distributed(_with_clones, 2):
         assert record.cloned == 0.5
-        assert record.rank_load == pytest.approx((600 + 400) / 800)
+        assert record.rank_load == pytest.approx(1000 / 800), "of the step, as without clones"
+        assert record.rank_load_uncloned == pytest.approx((600 + 400) / 800)
         assert record.rank_load_cloned == pytest.approx((522 + 400) / 800)
         assert (without.cloned, without.rank_load_cloned, without.rank_load) == (None, 0, 1)
+        assert without.rank_load_uncloned == 0
 
 
 ROWS = {
@@ -393,8 +395,8 @@ def test_clones_of_nodes_are_counted_once_a_step() -> None:
         assert of_nodes == of_group
         assert (asked, alone) == (1, 0)
         first, second = (600 + 700) / (800 + 900), (200 + 900) / (800 + 1700)
-        assert of_nodes.rank_load == pytest.approx(4 * (first + second) / 2)
-        assert of_nodes.cloned > 0 and of_nodes.rank_load_cloned < of_nodes.rank_load
+        assert of_nodes.rank_load_uncloned == pytest.approx(4 * (first + second) / 2)
+        assert of_nodes.cloned > 0 and of_nodes.rank_load_cloned < of_nodes.rank_load_uncloned
 
 
 @pytest.mark.dist

@@ -32,7 +32,7 @@ def load(ids: Ids, slots: int = 0, cost: int = 0, m: int | None = None) -> Recor
 def test_without_clones() -> None:
     """Ranks have 832 and 192 rows of 512; six tiles of 128 are more than 1.50 x 512 rows keep."""
     found = load(tokens_of(UNEVEN))
-    assert (found.load_max, found.rank_load, found.cloned) == (3.0, 1.625, 0.0)
+    assert (found.load_max, found.busiest_rank, found.cloned) == (3.0, 1.625, 0.0)
     assert (found.micro_batches, found.layers["layer.1"].rows) == (1, 832)
     assert found.capacity_factor == 1.51
 
@@ -43,7 +43,7 @@ def test_with_a_clone(cost: int) -> None:
     needs no row for it."""
     found = load(tokens_of(UNEVEN), 1, cost)
     assert (found.load_max, found.cloned) == (3.0, 1.0)
-    assert found.rank_load == (576 + cost) / 512
+    assert found.busiest_rank == (576 + cost) / 512
     assert (found.layers["layer.1"].rows, found.capacity_factor) == (576, 1.01)
 
 
@@ -57,10 +57,10 @@ def test_micro_batches_count_one_by_one() -> None:
     ids = tokens_of(EVEN, UNEVEN, (900, 10, 10, 10))
     found = load(ids, 1)
     assert (found.micro_batches, found.load_max) == (2, 2.0)
-    assert (found.rank_load, found.cloned) == ((1 + 1.125) / 2, 0.5)
-    assert load(ids).rank_load == (1 + 1.625) / 2 and load(ids).capacity_factor == 1.51
+    assert (found.busiest_rank, found.cloned) == ((1 + 1.125) / 2, 0.5)
+    assert load(ids).busiest_rank == (1 + 1.625) / 2 and load(ids).capacity_factor == 1.51
     first = load(ids, m=1)
-    assert (first.micro_batches, first.rank_load, first.capacity_factor) == (1, 1.0, 1.0)
+    assert (first.micro_batches, first.busiest_rank, first.capacity_factor) == (1, 1.0, 1.0)
 
 
 def test_few_tokens_are_taken_again() -> None:

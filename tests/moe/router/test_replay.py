@@ -51,6 +51,14 @@ def test_a_file_holds_what_was_written(experts: int, tmp_path: Path) -> None:
         assert read.itemsize == (1 if experts <= 256 else 2)
 
 
+@pytest.mark.parametrize("bad", [-1, EXPERTS, 256, 65_537])
+def test_a_choice_that_is_no_expert_is_not_written(bad: int, tmp_path: Path) -> None:
+    ids = chosen(2)
+    ids["layer.2"][3, 1] = bad
+    with pytest.raises(ValueError, match=rf"layer.2 has ids from .*{bad}.* of 16 experts"):
+        write(tmp_path / "routing.safetensors", ids, model="tiny", experts=EXPERTS, step=7)
+
+
 def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none.x cannot be read: there is no such file"):
         read_facts(tmp_path / "none.x")

@@ -1,0 +1,86 @@
+"""How the project's programs are called here: scripts of a checkout, or commands of a package.
+
+Texts of manuals and errors name the scripts; `here` turns them into what exists on this machine.
+Imports nothing of the project, so that every module may advise.
+"""
+
+import argparse
+import functools
+import itertools
+import re
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+COMMANDS = {
+    "train": "phalanx-train",
+    "prepare_data": "phalanx-prepare-data",
+    "convert_hf": "phalanx-convert-hf",
+    "checkpoint": "phalanx-checkpoint",
+    "build_kernels": "phalanx-build-kernels",
+    "compare_throughput": "phalanx-compare",
+    "plot_losses": "phalanx-plot-losses",
+    "plot_run": "phalanx-plot-run",
+    "routing_load": "phalanx-routing-load",
+    "sample": "phalanx-sample",
+    "evaluate": "phalanx-evaluate",
+    "timeline": "phalanx-timeline",
+}
+"""Installed command of a script, as in pyproject.toml."""
+_ROOT = Path(__file__).resolve().parents[1]
+_SCRIPT = re.compile(rf"(python )?(scripts/)?\b({'|'.join(COMMANDS)})\.py\b")
+_DOCS = re.compile(r" ?\((see )?docs/[^()]*\)")
+
+
+def installed() -> bool:
+    """Whether to speak of commands: this process is one, or there is no checkout around it."""
+    return Path(sys.argv[0]).name in COMMANDS.values() or not _checkout()
+
+
+def here(text: str) -> str:
+    """A text that names `scripts/NAME.py`, `NAME.py` and `(docs/...)`, by what is here."""
+    if not installed():
+        return text
+    text = re.sub(r"(torchrun [^\n]*?)\btrain\.py", r"\1-m phalanx.train", text)
+    return _SCRIPT.sub(lambda found: COMMANDS[found[3]], _DOCS.sub("", text))
+
+
+def parser(
+    script: str, manual: str | None, *, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """Of a script, whose usage line has the name that it was called by."""
+    return argparse.ArgumentParser(
+        prog=here(f"{script}.py"),
+        description=here(manual or ""),
+        epilog=here(epilog) if epilog else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def install(*packages: str) -> str:
+    """The command that installs some of the project's requirements, optional ones too."""
+    wanted = dict.fromkeys(r for r in requirements() if _name(r) in packages)
+    return " ".join(["pip install", *(f"'{r}'" for r in wanted or packages)])
+
+
+@functools.cache
+def requirements() -> tuple[str, ...]:
+    """Of this project, as `torch==2.11.0`, with those of its extras; none if they are not known."""
+    if _checkout():
+        project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+        extras = project["optional-dependencies"].values()
+        return (*project["dependencies"], *itertools.chain(*extras))
+    try:
+        found = metadata.requires("phalanx") or []
+    except metadata.PackageNotFoundError:
+        return ()
+    return tuple(requirement.split(";")[0].strip() for requirement in found)
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[\[=<>!~; ]", requirement, maxsplit=1)[0]
+
+
+def _checkout() -> bool:
+    return (_ROOT / "pyproject.toml").is_file()
