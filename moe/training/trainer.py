@@ -47,6 +47,7 @@ from phalanx.moe.training.preflight import checkpoint_root, preflight
 from phalanx.moe.training.routing_record import record_routing
 from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
+from phalanx.moe.training.shared import compare_settings
 from phalanx.moe.training.step import Rerun, Step
 from phalanx.moe.training.validation import Tally, scores
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
@@ -535,6 +536,8 @@ def run(
             rank, world = int(os.environ.get("RANK", "0")), launcher_world()
             limit = cfg.parallel.timeout
             watchdog = Watchdog(guard, store, rank, world, limit, folder, speak)
+            doing("start: comparison of settings")
+            compare_settings(cfg, store, rank, world)
 
         runtime = start(
             seed=cfg.run.seed,
