@@ -19,7 +19,7 @@ from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.training.launch import code, packages
-from phalanx.parallel.checkpoint.config_diff import leaves
+from phalanx.parallel.checkpoint.saved_knobs import leaves
 from phalanx.parallel.fault import alike
 
 HOST_LOCAL = ("run.dir", "run.device", "data.cache", "data.blend")
