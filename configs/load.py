@@ -119,6 +119,7 @@ def compose(overrides: Sequence[str]) -> Composed:
     Raises:
         ConfigError: one line per mistake.
     """
+    overrides = [_bracketed(word) for word in overrides]
     mistakes = [visible(line) for line in _mistakes(overrides)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
@@ -317,9 +318,20 @@ def _check_value(override: Override, tree: DictConfig) -> list[str]:
 
 def _listed(knob: str, value: Any) -> Any:
     """One name where a list of names is asked for is that list, and `none` the empty one."""
-    if knob not in choices() or knobs()[knob].type != list[str] or not isinstance(value, str):
+    if not (_takes_names(knob) and isinstance(value, str)):
         return value
     return [] if value == "none" else [value]
+
+
+def _bracketed(word: str) -> str:
+    """`<knob>=a,b` as `<knob>=[a,b]`, where a list of names is asked for."""
+    knob, _, value = word.partition("=")
+    bare = "," in value and value[0] not in "[{'\"$"
+    return f"{knob}=[{value}]" if bare and _takes_names(knob) else word
+
+
+def _takes_names(knob: str) -> bool:
+    return knob == "run.inject" or knob in choices() and knobs()[knob].type == list[str]
 
 
 def _explain(error: Exception) -> str:

@@ -22,6 +22,7 @@ COMMANDS = {
     "compare_throughput": "phalanx-compare",
     "plot_losses": "phalanx-plot-losses",
     "plot_run": "phalanx-plot-run",
+    "make_routing": "phalanx-make-routing",
     "routing_load": "phalanx-routing-load",
     "sample": "phalanx-sample",
     "evaluate": "phalanx-evaluate",

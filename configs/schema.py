@@ -616,6 +616,14 @@ class RunConfig:
 
     `model.moe.router.replay` reads it. At most 65,536 tokens a layer are kept.
     """
+    inject: list[str] = field(default_factory=list)
+    """Faults to rehearse failures with, as in `nan@7,hang@9:rank1,kill@12:rank0`.
+
+    A kind, a step and perhaps a rank: `nan` or `spike` of the gradients; `hang`, `stop`, `kill`,
+    `exit`, `raise` or `term` of the process. Each happens once in a run (docs/operations.md).
+    """
+    allow_inject: bool = True
+    """Whether `run.inject` may be set. `run=pretrain` sets false."""
     profile: list[int] = field(default_factory=list)
     """[first, last] step that torch.profiler records on rank 0, into the run folder."""
 

@@ -14,6 +14,7 @@ from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, precision_problems
+from phalanx.configs.inject import inject_problems
 from phalanx.configs.knobs import get, repair
 from phalanx.configs.layout import (
     data_parallel_size,
@@ -73,7 +74,8 @@ def validate(cfg: Config, world_size: int) -> None:
         precision_problems,
     )
     problems = [problem for rule in rules for problem in rule(cfg)]
-    problems += layout_problems(cfg, cfg.parallel.world_size or world_size)
+    ranks = cfg.parallel.world_size or world_size
+    problems += [*layout_problems(cfg, ranks), *inject_problems(cfg, ranks)]
     if problems:
         raise ConfigError("\n".join(problems))
 

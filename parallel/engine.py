@@ -200,6 +200,13 @@ class Engine:
         )
 
     @torch.no_grad()
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        """Multiply this rank's reduced gradients by a scalar on the device."""
+        for chunk in self.chunks:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.grad_data.mul_(factor)
+
+    @torch.no_grad()
     def grad_squares(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm, fp64 scalar; all ranks' sum to it.
 

@@ -4,7 +4,6 @@ Where: the engine steps the scheduler before each update; the trainer asks for `
 checkpoint is loaded. Steps count optimizer steps from 1.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from phalanx.configs.schema import OptimConfig
+from phalanx.parallel.checkpoint.saved_knobs import understood
 
 _DIGITS = ".3g"
 
@@ -65,7 +65,7 @@ class Curve:
         return float(scheduler.get_lr({}))
 
 
-def change(saved: Mapping[str, Any], optim: OptimConfig, steps: int, done: int) -> str:
+def change(saved: dict[str, Any], optim: OptimConfig, steps: int, done: int) -> str:
     """How a resumed run departs from the learning rate that it was on, and what keeps that.
 
     Args:
@@ -77,11 +77,12 @@ def change(saved: Mapping[str, Any], optim: OptimConfig, steps: int, done: int) 
     Returns:
         One line on the next step, whose learning rate is another one now; else empty.
     """
-    if "optim" not in saved or done >= steps:
+    known = understood(saved).values
+    if "optim.lr" not in known or "run.steps" not in known or done >= steps:
         return ""
-    known = {f.name for f in fields(OptimConfig)}
-    before = OptimConfig(**{k: v for k, v in saved["optim"].items() if k in known})
-    old, new = Curve.of(before, saved["run"]["steps"]), Curve.of(optim, steps)
+    names = {f.name: known.get(f"optim.{f.name}") for f in fields(OptimConfig)}
+    before = OptimConfig(**{name: value for name, value in names.items() if value is not None})
+    old, new = Curve.of(before, known["run.steps"]), Curve.of(optim, steps)
     was, now = (format(curve.at(done + 1), _DIGITS) for curve in (old, new))
     if was == now:
         return ""

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from phalanx.configs import programs  # noqa: E402
 from phalanx.parallel.checkpoint import commit, saved_config  # noqa: E402
-from phalanx.parallel.checkpoint.commit import Commit, Invalid  # noqa: E402
-from phalanx.parallel.checkpoint.config_diff import leaves  # noqa: E402
+from phalanx.parallel.checkpoint.commit import Commit, Invalid, NewerFormat  # noqa: E402
+from phalanx.parallel.checkpoint.saved_knobs import leaves, unknown  # noqa: E402
 from phalanx.parallel.object_store import Place, argument  # noqa: E402
 from phalanx.scripts.reader import may_leave  # noqa: E402
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in args.show(args.folder):
             # What comes from the file cannot steer the terminal.
             print(line if line.isprintable() else ascii(line))
-    except (Invalid, OSError) as error:
+    except (Invalid, NewerFormat, OSError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
         print(f"checkpoint: {args.folder}: {reason}", file=sys.stderr)
         return 1
@@ -114,8 +114,9 @@ def inspect(folder: Place) -> Iterator[str]:
     for name, (size, _) in sorted(record.files.items()):
         yield f"  {name}  {_size(size)}"
     yield "configuration"
+    strange = unknown(common.get("config", {}))
     for key, value in leaves(common.get("config", {})):
-        yield f"  {key}={value}"
+        yield f"  {key}={value}" + (", which this version does not know" if key in strange else "")
     yield "data " + json.dumps(common.get("data", {}))
     count = sum(shape.numel() for name, shape, _ in tensors if not name.startswith("optimizer."))
     yield f"tensors ({count:,} numbers besides the optimizer's)"
@@ -147,7 +148,10 @@ def _contents(folder: Place, record: Commit) -> tuple[list[tuple[str, Any, Any]]
 
 def _quick(folder: Place) -> str:
     """What names and sizes of the files tell."""
-    problem = saved_config.lacking(folder)
+    try:
+        problem = saved_config.lacking(folder)
+    except NewerFormat as error:
+        return str(error)
     return f"damaged: {problem}" if problem else "complete"
 
 

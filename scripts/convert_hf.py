@@ -24,6 +24,7 @@ from phalanx.configs.load import load, options  # noqa: E402
 from phalanx.configs.schema import Config  # noqa: E402
 from phalanx.configs.validate import ConfigError, validate  # noqa: E402
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of  # noqa: E402
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch  # noqa: E402
 from phalanx.parallel.object_store import argument, folder_argument  # noqa: E402
 from phalanx.scripts.reader import may_leave  # noqa: E402
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         (import_ if args.command == "import" else export)(args)
-    except (ConversionError, ConfigError, CheckpointError) as error:
+    except (ConversionError, ConfigError, CheckpointError, CheckpointMismatch) as error:
         for line in str(error).splitlines():
             print(f"convert_hf: {line}", file=sys.stderr)
         return 1

@@ -21,6 +21,8 @@ from phalanx.moe.data import datasets
 from phalanx.moe.data.host_cache import DataError, digest
 from phalanx.moe.data.packing import Packing, packing
 from phalanx.moe.data.sources import Source
+from phalanx.parallel.fault.agreement import Failed, agree, gather
+from phalanx.parallel.fault.alike import differences, told
 
 Batch = dict[str, torch.Tensor]
 
@@ -110,26 +112,26 @@ class Synthetic:
 
 def _agreed[T](work: Callable[[], T], mark: Callable[[T], str]) -> T:
     """`work()` on every rank; if it fails on one, or marks differ, all raise the same DataError."""
-    error, shown, result = None, "", None
+    error, result = None, None
     try:
         result = work()
-        shown = mark(result)
     except DataError as failure:
         error = failure
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    reports: list[tuple[str, str]] = [(str(error or ""), shown)] * ranks
-    if ranks > 1:
-        dist.all_gather_object(reports, (str(error or ""), shown))
-    for rank, (message, _) in enumerate(reports):
-        if message:
-            raise DataError(message + (f" (rank {rank})" if ranks > 1 else "")) from error
-    for rank, (_, other) in enumerate(reports):
-        if other != reports[0][1]:
-            raise DataError(
-                f"ranks 0 and {rank} have different data or data.* settings; copy the files of "
-                "data.blend to every host, or use one Python everywhere for data.source=embedded"
-            )
+    if dist.is_initialized():
+        try:
+            agree(None if error is None else str(error))
+        except Failed as failed:
+            raise DataError(str(failed)) from error
+    if error is not None:
+        raise error
     assert result is not None
+    data = {"data": mark(result)}
+    found = differences(gather(told(data, data))) if dist.is_initialized() else []
+    if found:
+        raise DataError(
+            f"hosts differ: {found[0]}: copy the files of data.blend to every host, or use one "
+            "Python everywhere for data.source=embedded"
+        )
     return result
 
 

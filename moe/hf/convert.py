@@ -6,6 +6,7 @@ when it is complete.
 """
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.configs.knobs import knobs, put
+from phalanx.configs.knobs import put
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.config import besides, prediction_prefix, to_json, to_knobs
@@ -32,7 +33,10 @@ from phalanx.moe.hf.tokens import (
     special_tokens,
 )
 from phalanx.moe.hf.weights import Region, regions
+from phalanx.parallel.checkpoint.saved_knobs import SavedKnobs, understood
 from phalanx.parallel.object_store import Place
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], object]
 """Told what has been done since the last time, and how much there is in all."""
@@ -158,14 +162,17 @@ def export_checkpoint(
     Raises:
         ConversionError: no valid checkpoint, of a model that Hugging Face does not have, with
             values that are NaN or infinite, or a special token or tokenizer of another model.
+        CheckpointMismatch: its configuration is not understood.
         OSError: the checkpoint cannot be read, or the disk does not take the folder.
     """
     copied = _tokenizer_files(tokenizer) if tokenizer else []
     with _new(out) as unfinished:
         reader = PieceReader(checkpoint, verifying)
-        config = reader.common.get("config", {})
-        model = _model(config.get("model"))
-        data, base = config.get("data", {}), reader.common.get("huggingface")
+        saved = understood(reader.common.get("config", {}))
+        if ignored := saved.told():
+            log.warning("%s: %s", checkpoint, ignored)
+        model, data = _model(saved), _section(saved, "data.")
+        base = reader.common.get("huggingface")
         base = base if isinstance(base, dict) else {}
         context = max(data.get("sequence_length", 0), besides(base).get(_POSITIONS, 0)) or _CONTEXT
         if tokenizer:
@@ -251,22 +258,19 @@ def _fits(region: Region, reader: PieceReader) -> None:
         raise ConversionError(f"{region.key} has shape {list(shape)}, not {list(region.shape)}")
 
 
-def _model(saved: Any) -> ModelConfig:
+def _model(saved: SavedKnobs) -> ModelConfig:
     """The model section that a checkpoint was saved with."""
     cfg = Config()
-    for path, value in _leaves(saved if isinstance(saved, dict) else {}, "model."):
-        if path not in knobs() or type(value) is not knobs()[path].type:
-            raise ConversionError(f"the checkpoint's configuration has {path}={value!r}")
-        put(cfg, path, value)
+    for path, value in saved.values.items():
+        if path.startswith("model."):
+            put(cfg, path, value)
     return cfg.model
 
 
-def _leaves(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _section(saved: SavedKnobs, prefix: str) -> dict[str, Any]:
+    """Knobs of a section that has no sections of its own, without its name."""
+    found = saved.values.items()
+    return {path.removeprefix(prefix): value for path, value in found if path.startswith(prefix)}
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:

@@ -6,7 +6,6 @@ experts all here. Layers of multi-token prediction are left out, as the next tok
 Legend: B sequences, S tokens of a sequence, V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +16,14 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from phalanx.configs.knobs import knobs, put
+from phalanx.configs.knobs import put
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
 from phalanx.moe.model.packed import packed
 from phalanx.moe.router.recording import read_facts
 from phalanx.moe.training.setup import build_model
-from phalanx.parallel.checkpoint.config_diff import RENAMED, leaves
+from phalanx.parallel.checkpoint.saved_knobs import understood
+from phalanx.parallel.checkpoint.verify import warn
 from phalanx.parallel.checkpoint.weights import load_weights, read_common, verify
 from phalanx.parallel.object_store import Place
 from phalanx.parallel.runtime import Runtime, start
@@ -50,9 +50,9 @@ class Predictor:
         read: progress of the verification, as `parallel.checkpoint.weights.verify` takes it.
 
     Raises:
-        NoUsableCheckpoint, CheckpointMismatch: the checkpoint cannot be used.
-        ConfigError: its configuration is of another version, or cannot run here; or a routing that
-            it replays is gone.
+        NoUsableCheckpoint, CheckpointMismatch: the checkpoint cannot be used, or its configuration
+            is not understood.
+        ConfigError: its configuration cannot run here, or a routing that it replays is gone.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class Predictor:
         """What the checkpoint holds besides tensors: `step`, `config`, `huggingface`."""
         self.path, self.step, self.device = path, record.step, runtime.device
         self.cfg = of_one_process(self.common)
+        if ignored := understood(self.common.get("config", {})).told():
+            warn(f"{path}: {ignored}")
         validate(self.cfg, 1)
         _find_replayed(self.cfg)
         built = build_model(self.cfg, runtime)
@@ -182,18 +184,14 @@ def of_one_process(common: dict[str, Any]) -> Config:
             and its context the published one.
 
     Raises:
-        ConfigError: it has a knob of the model that is not known, or a value of another type.
+        CheckpointMismatch: it is not understood.
     """
     cfg = Config()
     published = common.get("huggingface", {}).get("max_position_embeddings", _CONTEXT)
     cfg.data.sequence_length = published
-    for name, value in leaves(common.get("config", {})):
-        path = RENAMED.get(name, name)
-        if not path.startswith(_SECTIONS):
-            continue
-        if path not in knobs() or not _fits(value, knobs()[path].type):
-            raise ConfigError(f"the checkpoint has {path}={value!r}, which is of another version")
-        put(cfg, path, value)
+    for path, value in understood(common.get("config", {})).values.items():
+        if path.startswith(_SECTIONS):
+            put(cfg, path, value)
     cfg.model.mtp_layers = 0
     cfg.data.micro_batch = cfg.data.global_batch = 1
     cfg.kernels.gradient_accumulation_fusion = False
@@ -209,9 +207,3 @@ def _find_replayed(cfg: Config) -> None:
         except ValueError as error:
             how = "the checkpoint was trained with it (model.moe.router.replay): put it back"
             raise ConfigError(f"{error}; {how}") from None
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is kind if isinstance(kind, type) else isinstance(value, list)

@@ -1,14 +1,15 @@
 """A file of recorded routing: which experts the tokens of a run chose, layer by layer.
 
-Written after the last step of a run (`run.record_routing`), read by routers that replay it
-(`model.moe.router.replay`). A safetensors file: a tensor [tokens, top_k] for each layer, in uint8
-for up to 256 experts and uint16 for more, best expert first, and facts in its metadata. This module
-needs no torch, so that a file can be checked before a run starts.
+Written after the last step of a run (`run.record_routing`) or made by hand (`moe.router.by_hand`),
+read by routers that replay it (`model.moe.router.replay`). A safetensors file: a tensor
+[tokens, top_k] for each layer, in uint8 for up to 256 experts and uint16 for more, best expert
+first, and facts in its metadata. This module needs no torch, so that a file can be checked before a
+run starts.
 """
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +90,45 @@ def read_facts(path: str | Path) -> Facts:
         raise ValueError(f"{path} cannot be read: {reason}") from None
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is no recorded routing, which run.record_routing writes")
-    found = json.loads(metadata["facts"])
-    return Facts(**found | {"layers": tuple(found["layers"])})
+    try:
+        found = json.loads(metadata["facts"])
+        return Facts(**found | {"layers": tuple(found["layers"])})
+    except (ValueError, KeyError, TypeError):
+        names = ", ".join(f.name for f in fields(Facts))
+        raise ValueError(f"{path} has no facts in its metadata: JSON with {names}") from None
 
 
 def read_layer(path: str | Path, name: str) -> Ids:
-    """Choices [tokens, top_k] of a layer."""
-    with safe_open(path, framework="numpy") as file:
-        found: Ids = file.get_tensor(name)
+    """Choices [tokens, top_k] of a layer.
+
+    Raises:
+        ValueError: they are not as the facts of the file say; one line.
+    """
+    facts = read_facts(path)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            found: Ids = file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} has no {name}: {error}") from None
+    shape = (facts.tokens, facts.top_k)
+    if found.shape != shape or found.dtype.kind not in "ui":
+        has = f"{found.dtype} {list(found.shape)}"
+        raise ValueError(f"{path}: {name} is {has}, not whole numbers {list(shape)}")
+    if why := flaw(found, facts.experts):
+        raise ValueError(f"{path}: {name} {why}")
     return found
+
+
+def flaw(ids: Ids, experts: int) -> str:
+    """Why whole numbers [tokens, top_k] are no choices of so many experts; empty if they are."""
+    outside = (ids < 0) | (ids >= experts)
+    if outside.any():
+        token = int(outside.any(1).argmax())
+        wrong = int(ids[token][outside[token]][0])
+        return f"has expert {wrong} of token {token}, and experts are 0 to {experts - 1}"
+    ordered = np.sort(ids, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(1)
+    return f"has an expert twice of token {int(twice.argmax())}" if twice.any() else ""
 
 
 def misfit(facts: Facts, model: ModelConfig) -> str | None:

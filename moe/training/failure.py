@@ -17,8 +17,8 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.training.out_of_memory import OutOfMemory
-from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.cuda_graph import CaptureFailed
 from phalanx.parallel.dispatch.exchange import missing
 from phalanx.parallel.engine import Diverged

@@ -28,7 +28,11 @@ from phalanx.configs.schema import Config
 from phalanx.moe.report.console import Console
 from phalanx.parallel import devices
 
-_PACKAGES = ("megatron-core", "nvidia-cutlass-dsl", "transformer-engine", "triton", "numpy")
+_PACKAGES = (
+    *("torch", "megatron-core", "nvidia-cutlass-dsl", "transformer-engine", "triton", "numpy"),
+    *("flash-attn-4", "quack-kernels", "fla-core", "emerging-optimizers", "nvidia-cudnn-frontend"),
+)
+"""Packages whose versions matter to what a run computes."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Launch:
             "folder": os.getcwd(),
             "ranks": len(places),
             "hosts": _hosts(places),
-            "versions": facts | _versions(),
+            "versions": _versions() | facts,
             "code": {"commit": commit, "changed": changed},
         }
         launches = folder / "launches"
@@ -138,35 +142,32 @@ def code() -> tuple[str, bool]:
         return "unknown", False
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+def packages() -> dict[str, str]:
+    """Versions of the packages that matter to what a run computes, `none` if not installed."""
+    found = {}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue
+            found[name] = "none"
     return found
+
+
+def _versions() -> dict[str, str]:
+    installed = {name: version for name, version in packages().items() if version != "none"}
+    return {"python": platform.python_version()} | installed
 
 
 def _hosts(places: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     """Hosts in the order of their first rank, each with its ranks and their devices."""
+    from phalanx.parallel.fault.alike import ranges
+
     hosts: dict[str, dict[str, Any]] = {}
     for rank, (host, device) in enumerate(places):
         known = hosts.setdefault(host, {"host": host, "ranks": [], "devices": {}})
         known["ranks"].append(rank)
         known["devices"][device] = known["devices"].get(device, 0) + 1
-    return [known | {"ranks": _ranges(known["ranks"])} for known in hosts.values()]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers as `0-7, 16`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    return [known | {"ranks": ranges(known["ranks"])} for known in hosts.values()]
 
 
 def _yaml(value: Any) -> str:

@@ -22,8 +22,9 @@ from phalanx.moe.report.units import count
 from phalanx.moe.router import recording
 from phalanx.parallel.checkpoint import commit, saved_config
 from phalanx.parallel.checkpoint.commit import Invalid
-from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch, compare
+from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.object_store import Place, Refused, place
 
 _FEW_EPOCHS = 4

@@ -73,6 +73,8 @@ class Step:
         self.capture_failure: CaptureFailed | None = None
         """Reason for which `run.graph=auto` gave up the graph; steps are eager from then on."""
         self._stop = torch.zeros((), device=job.runtime.device)
+        self._spoil = torch.ones((), device=job.runtime.device) if cfg.run.inject else None
+        """Factor of this rank's gradients, in runs that inject faults."""
         world = job.runtime.world
         self._late_R = torch.zeros(world, dtype=torch.float64, device=job.runtime.device)
         self._launched = 0.0
@@ -90,6 +92,7 @@ class Step:
         stop: bool = False,
         waited: float = 0.0,
         measure_logits: bool = False,
+        spoil: float = 1.0,
         forward_only: bool = False,
     ) -> Totals:
         """Compute a step, again while experts need more rows than they have.
@@ -100,6 +103,7 @@ class Step:
             stop: this rank was asked to stop.
             waited: seconds for which this rank waited for its data.
             measure_logits: this step's largest attention logits are due, of a run that has them.
+            spoil: factor of this rank's gradients, of a run with `run.inject`.
             forward_only: losses alone, of a model in evaluation mode.
 
         Raises:
@@ -109,6 +113,8 @@ class Step:
         inputs = [self.own_part(batch) for batch in batches]
         compute = self._forward if forward_only else self.graph or self.forward_backward
         self._stop.fill_(stop)
+        if self._spoil is not None:
+            self._spoil.fill_(spoil)
         if (tops := self.job.max_logits) is not None:
             tops.begin(measure_logits)
         self._late_R[self.job.runtime.rank].fill_(waited + self._launched)  # `=` waits for a copy
@@ -184,7 +190,10 @@ class Step:
         engine.zero_grad()
         if self.job.max_logits is not None:
             self.job.max_logits.reset()
-        return self._totals(self._microbatches(inputs), engine.grad_squares())
+        reports = self._microbatches(inputs)
+        if self._spoil is not None:
+            engine.scale_gradients(self._spoil)
+        return self._totals(reports, engine.grad_squares())
 
     def _microbatches(self, inputs: Inputs, forward_only: bool = False) -> list[Any]:
         data = self.cfg.data

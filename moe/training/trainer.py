@@ -40,6 +40,7 @@ from phalanx.moe.router import balance
 from phalanx.moe.training.bad_steps import Health
 from phalanx.moe.training.choices import choose_graph, choose_kernels, known
 from phalanx.moe.training.failure import give_up, not_captured, speak
+from phalanx.moe.training.faults import Faults
 from phalanx.moe.training.launch import Launch
 from phalanx.moe.training.memory_check import check_room
 from phalanx.moe.training.out_of_memory import advised
@@ -47,6 +48,7 @@ from phalanx.moe.training.preflight import checkpoint_root, preflight
 from phalanx.moe.training.routing_record import record_routing
 from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
+from phalanx.moe.training.shared import compare_settings
 from phalanx.moe.training.step import Rerun, Step
 from phalanx.moe.training.validation import Tally, scores
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
@@ -144,6 +146,7 @@ class Trainer:
         """From the learning rate of the checkpoint, where the next step does; in a line."""
         self.imported: dict[str, Any] = {}
         """What an imported model has that no knob holds; an export of this run needs it."""
+        self.faults = Faults(cfg.run, runtime.rank, self.folder)
         doing("start: checkpoint")
         self.resumed = self._resume()
         self._first = self.step + 1
@@ -168,8 +171,9 @@ class Trainer:
         if self.runtime.is_main:
             self.metrics.text(describe(self.job, self.resumed, self.loader, self.valid_set))
             self.metrics.start(self.facts)
-            if self.departs:
-                self.metrics.event(self.departs)
+            for line in (self.departs, self.faults.told()):
+                if line:
+                    self.metrics.event(line)
         self.job.engine.train()
         try:
             run, main = self.cfg.run, self.runtime.is_main
@@ -249,6 +253,7 @@ class Trainer:
         engine, number = self.job.engine, self.step + 1
         began = time.perf_counter()
         self._doing("data")
+        self.faults.act(number)
         with record_function("data"):
             batches = self.loader.next_step()
         if self.cfg.run.record_routing and number == self.cfg.run.steps:
@@ -258,7 +263,14 @@ class Trainer:
         before = balance.snapshot(engine.modules)
         asked = self.stop.received is not None
         due = self._logits_every > 0 and number % self._logits_every == 0
-        totals = self.compute(batches, before, stop=asked, waited=waited, measure_logits=due)
+        totals = self.compute(
+            batches,
+            before,
+            stop=asked,
+            waited=waited,
+            measure_logits=due,
+            spoil=self.faults.factor(number),
+        )
         loss, mtp_loss, norm, stopping, reruns, late, load, logits = totals
         self._tell(reruns, f"step {number}")
         if (failure := self.compute.capture_failure) is not None and not self._eager:
@@ -536,6 +548,8 @@ def run(
             rank, world = int(os.environ.get("RANK", "0")), launcher_world()
             limit = cfg.parallel.timeout
             watchdog = Watchdog(guard, store, rank, world, limit, folder, speak)
+            doing("start: comparison of settings")
+            compare_settings(cfg, store, rank, world)
 
         runtime = start(
             seed=cfg.run.seed,

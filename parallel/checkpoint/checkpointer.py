@@ -44,6 +44,7 @@ from phalanx.parallel.checkpoint.optimizer_state import (
     step_count,
 )
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
+from phalanx.parallel.checkpoint.saved_knobs import understood
 from phalanx.parallel.checkpoint.target import Folder, Store
 from phalanx.parallel.checkpoint.verify import newest, told, told_aside, verified, warn
 from phalanx.parallel.checkpoint.weights import read_state
@@ -258,6 +259,8 @@ class Checkpointer:
         metadata, saved = self._described(path, record)
         if changed := compare(saved["common"].get("config", {}), config or {}):
             warn(f"changed since the checkpoint: {', '.join(changed)}")
+        if ignored := understood(saved["common"].get("config", {})).told():
+            warn(f"{path}: {ignored}")
         fresh, world = None, record.world
         if saved["common"].get("weights_only"):  # imported (moe.hf)
             fresh, optimizer, scheduler, world = optimizer, None, None, 0

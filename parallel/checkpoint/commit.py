@@ -25,12 +25,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.object_store import Place, by_place
 
 COMMIT = "COMMIT.json"
+FORMAT = (1, 0)
+"""Version of what a checkpoint's files are, as COMMIT.json has it. A reader takes any minor version
+of its own major version or an older one; checkpoints from before there was a version are 1.0."""
 METADATA = ".metadata"
 _REQUIRED = (METADATA, "metadata.json")
 _SHARD = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
+_VERSION = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}", re.ASCII)
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 _NEW = ".new"
 _CHUNK = 16 << 20
@@ -42,6 +47,13 @@ Sums = dict[str, tuple[int, int]]
 
 class Invalid(Exception):
     """A checkpoint folder is damaged; the message names the file."""
+
+
+class NewerFormat(CheckpointMismatch):
+    """A checkpoint is sound, as far as can be told, and of a format that this version cannot read.
+
+    It is left as it is: it must neither be set aside nor passed over for an older one.
+    """
 
 
 @dataclass(frozen=True)
@@ -184,13 +196,14 @@ def read_commit(folder: Path) -> Commit:
     Raises:
         Invalid: it is missing or damaged, or the folder has a file that Megatron-Core would read
             although no checkpoint of ours has it.
+        NewerFormat: only a newer version can read it.
         OSError: it cannot be read, which says nothing about the checkpoint.
     """
     path = folder / COMMIT
     try:
         if not _is_file(path) or path.stat().st_size > LARGEST:
             raise Invalid(f"{COMMIT} is not readable")
-        commit = parse(path.read_bytes())
+        commit = parse(path.read_bytes(), folder)
     except FileNotFoundError:
         raise Invalid(f"{COMMIT} is missing") from None
     if os.path.lexists(folder / "common.pt"):
@@ -198,14 +211,24 @@ def read_commit(folder: Path) -> Commit:
     return commit
 
 
-def parse(data: bytes) -> Commit:
+def parse(data: bytes, folder: Place | None = None) -> Commit:
     """The contents of a COMMIT.json.
+
+    Args:
+        data: of the file.
+        folder: that it is in, for messages.
 
     Raises:
         Invalid: it is damaged, or names a file that is none of a checkpoint.
+        NewerFormat: only a newer version can read it.
     """
     try:
         record = json.loads(data)
+        version = record.get("format", _show_format(FORMAT))
+    except (ValueError, AttributeError, RecursionError):
+        raise Invalid(f"{COMMIT} is not readable") from None
+    _check_format(version, folder)
+    try:
         seal = record.pop("seal")
         step, world, files = record["step"], record["world"], record["files"]
         expected = _seal(record)
@@ -250,7 +273,8 @@ def commit(folder: Path, final: Path, record: Commit) -> None:
 
 def sealed(record: Commit, **more: Any) -> bytes:
     """What COMMIT.json holds: the record, `more`, when it was made, and a checksum of all that."""
-    data = {**asdict(record), **more, "saved": time.strftime("%Y-%m-%d %H:%M:%S%z")}
+    data: dict[str, Any] = {"format": _show_format(FORMAT), **asdict(record), **more}
+    data["saved"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
     data["seal"] = _seal(data)
     return json.dumps(data, indent=1).encode()
 
@@ -311,6 +335,22 @@ def delete(folder: Path) -> None:
     if _STEP.fullmatch(folder.name):
         folder = set_aside(folder, ".tmp")
     shutil.rmtree(folder)
+
+
+def _check_format(text: Any, folder: Place | None) -> None:
+    """Refuse a newer major version, before anything is read that it may have changed."""
+    if not (isinstance(text, str) and _VERSION.fullmatch(text)):
+        raise Invalid(f"{COMMIT} is not readable")
+    if int(text.partition(".")[0]) > FORMAT[0]:
+        where, own = folder / COMMIT if folder else COMMIT, _show_format(FORMAT)
+        raise NewerFormat(
+            f"{where} has format {text}, and this version reads formats up to {own}: "
+            "use the version that wrote it, or a newer one"
+        )
+
+
+def _show_format(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def _is_file(path: Path) -> bool:

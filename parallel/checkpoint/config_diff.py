@@ -5,9 +5,9 @@ agree: architecture, dtype of the weights, source and order of the tokens. Layou
 of FP8, schedule, length and logging may change, and are reported.
 """
 
-import json
-from collections.abc import Iterator
 from typing import Any
+
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch, leaves, shown, understood
 
 _FIXED = (
     "model",
@@ -33,14 +33,7 @@ _FREE = (
 _SWITCHES = ("model.moe.router.bias_rate",)
 # Whose weights have a dtype of their own; all others have bf16 ones with fp32 masters.
 _WIDE = {"precision.recipe": "fp32"}
-RENAMED = {"run.precision": "precision.recipe"}
-"""Knobs of older checkpoints, and what they are now."""
-
 _FEW = 8  # differences that a person reads one by one
-
-
-class CheckpointMismatch(ValueError):
-    """The checkpoint and the configuration are not of the same model or data."""
 
 
 def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
@@ -52,13 +45,14 @@ def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
 
     Raises:
         CheckpointMismatch: a knob that must agree does not; the message is a diff with the way out.
+            Or the checkpoint has one that must be understood and is not.
     """
-    old, new = ({RENAMED.get(k, k): v for k, v in leaves(c)} for c in (saved, current))
+    old, new = understood(saved).values, dict(leaves(current))
     changed = [key for key in old if key in new and old[key] != new[key]]
     refused = [key for key in changed if _must_agree(key, old[key], new[key])]
     if refused:
         raise CheckpointMismatch(_refusal(refused, old, new))
-    return [f"{key} {_show(old[key])} -> {_show(new[key])}" for key in changed]
+    return [f"{key} {shown(old[key])} -> {shown(new[key])}" for key in changed]
 
 
 def _must_agree(key: str, old: Any, new: Any) -> bool:
@@ -72,12 +66,12 @@ def _must_agree(key: str, old: Any, new: Any) -> bool:
 
 
 def _refusal(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> str:
-    rows = [("", "checkpoint", "now"), *((k, _show(old[k]), _show(new[k])) for k in keys)]
+    rows = [("", "checkpoint", "now"), *((k, shown(old[k]), shown(new[k])) for k in keys)]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     table = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
     values = "the values of the checkpoint"
     if len(keys) <= _FEW:
-        values = " ".join(f"{k}={_show(old[k])}" for k in keys)
+        values = " ".join(f"{k}={shown(old[k])}" for k in keys)
     else:
         table[_FEW + 1 :] = [f"  and {len(keys) - _FEW} more"]
     return "\n".join(
@@ -88,16 +82,3 @@ def _refusal(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> str:
             "or start anew with another run.name or with run.resume=never",
         ]
     )
-
-
-def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every knob."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
-
-
-def _show(value: Any) -> str:
-    return value if isinstance(value, str) and value else json.dumps(value)

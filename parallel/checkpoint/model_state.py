@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.object_store import Place
 
 

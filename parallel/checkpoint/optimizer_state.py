@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from phalanx.kernels.elementwise.adam import merged, split_
-from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.megatron.adam import AdamW
 from phalanx.parallel.megatron.muon import Muon
 from phalanx.parallel.megatron.updated import parts, updated

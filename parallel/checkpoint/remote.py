@@ -251,7 +251,7 @@ def _record(folder: Remote) -> tuple[Commit, dict[str, str]]:
         data = commit.contents(folder / COMMIT)
     except FileNotFoundError:
         raise Invalid(f"{COMMIT} is missing") from None
-    record, content = commit.parse(data), json.loads(data)
+    record, content = commit.parse(data, folder), json.loads(data)
     marks = content.get("marks", {})
     if not (isinstance(marks, dict) and all(isinstance(mark, str) for mark in marks.values())):
         raise Invalid(f"{COMMIT} is not readable")

@@ -134,7 +134,11 @@ def of_hugging_face(folder: Place) -> str:
 
 
 def lacking(folder: Place) -> str:
-    """What names and sizes of files tell against a checkpoint; empty if nothing."""
+    """What names and sizes of files tell against a checkpoint; empty if nothing.
+
+    Raises:
+        NewerFormat: only a newer version can read it.
+    """
     if not folder.is_dir():
         return "no such folder"
     try:

@@ -60,9 +60,8 @@ def _digest(engine: Any) -> str:
 
 
 class Bad(NamedTuple):
-    """What is spoilt on one rank in one step."""
+    """Factor of the loss on one rank in one step; `run.inject` spoils gradients alone."""
 
-    where: str
     value: float
     rank: int
 
@@ -90,10 +89,7 @@ def spoilt(rank: int, *, bad: dict[int, Bad]) -> Iterator[list[Seen]]:
 
     def bad_loss(what: Bad, loss_BS: torch.Tensor) -> Any:
         total, count, report = mean_loss(loss_BS)
-        if what.where == "loss":
-            return total * what.value, count, {"loss": report["loss"] * what.value}
-        total.register_hook(lambda grad: grad * what.value)
-        return total, count, report
+        return total * what.value, count, {"loss": report["loss"] * what.value}
 
     def watched(self: Any) -> bool:
         what, before = bad.get(len(seen) + 1), _state(self)
@@ -112,11 +108,7 @@ def spoilt(rank: int, *, bad: dict[int, Bad]) -> Iterator[list[Seen]]:
         computing.mean_loss, trainer.Trainer._train_step = mean_loss, step  # type: ignore[method-assign]
 
 
-LOSS, NAN, INF = (
-    Bad("loss", math.nan, 1),
-    Bad("gradient", math.nan, 0),
-    Bad("gradient", math.inf, 1),
-)
+LOSS, INF = Bad(math.nan, 1), Bad(math.inf, 1)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +139,9 @@ def test_stop(command: list[str], tmp_path: Path, sound: list[Any], bad: Bad) ->
 def test_skip(command: list[str], tmp_path: Path, sound: list[Any]) -> None:
     """Three of six, with a checkpoint between them: the counts go on after a resume."""
     args = [*command, f"run.dir={tmp_path}", "run.bad_steps=skip"]
-    first = run(2, [*args, "run.steps=4"], partial(spoilt, bad={2: LOSS, 3: NAN}))
-    again = run(2, args, partial(spoilt, bad={1: INF}))
+    more = ["run.steps=4", "run.inject=nan@3:rank0"]
+    first = run(2, [*args, *more], partial(spoilt, bad={2: LOSS}))
+    again = run(2, [*args, "run.inject=nan@5:rank1"], partial(spoilt, bad={}))
     for rank in (0, 1):
         assert (first[rank].code, again[rank].code) == (0, 0)
         seen = first[rank].seen + again[rank].seen
@@ -169,7 +162,8 @@ def test_skip(command: list[str], tmp_path: Path, sound: list[Any]) -> None:
 @pytest.mark.dist
 def test_too_many_skips_end_the_run(command: list[str], tmp_path: Path) -> None:
     more = [f"run.dir={tmp_path}", "run.bad_steps=skip", "run.max_bad_steps=2"]
-    ranks = run(2, [*command, *more], partial(spoilt, bad=dict.fromkeys((1, 3, 4, 5), NAN)))
+    more += [f"run.inject={','.join(f'nan@{step}:rank0' for step in (1, 3, 4, 5))}"]
+    ranks = run(2, [*command, *more], partial(spoilt, bad={}))
     assert [r.code for r in ranks] == [43, 43]
     assert [s.before == s.after for s in ranks[1].seen] == [True, False, True, True, True]
     (line,) = ranks[0].err.splitlines()
@@ -182,7 +176,8 @@ def test_roll_back(command: list[str], tmp_path: Path, sound: list[Any], async_s
     """Step 4 is bad: back to the checkpoint of step 2, on with the samples behind step 4."""
     more = [f"run.dir={tmp_path}", "run.save_interval=2", f"run.async_save={async_save}"]
     args = [*command, *more]
-    main, other = run(2, [*args, "run.bad_steps=rollback"], partial(spoilt, bad={4: NAN}))
+    bad = ["run.bad_steps=rollback", "run.inject=nan@4:rank0"]
+    main, other = run(2, [*args, *bad], partial(spoilt, bad={}))
     for rank in (main, other):
         assert rank.code == 0
         assert [s[:2] for s in rank.seen] == [
@@ -335,7 +330,7 @@ def spike(rank: int, *, at: int, only: int) -> Iterator[list[Seen]]:
 
     window, bad_steps.WINDOW = bad_steps.WINDOW, 8
     try:
-        with spoilt(rank, bad={at: Bad("loss", 30.0, only)}) as seen:
+        with spoilt(rank, bad={at: Bad(30.0, only)}) as seen:
             yield seen
     finally:
         bad_steps.WINDOW = window

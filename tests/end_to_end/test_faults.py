@@ -23,9 +23,10 @@ import megatron.core.models.gpt.gpt_model  # noqa: F401
 import psutil
 import pytest
 
+from phalanx.moe.training.faults import FOLDER
 from phalanx.parallel.fault.watchdog import LOST
-from tests.support.launch import Launch, at_step
-from tests.support.runs import SMALL, before_step, exact, records, run
+from tests.support.launch import Launch
+from tests.support.runs import SMALL, before_step
 from tests.support.torchrun import Torchrun
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone]
@@ -41,18 +42,8 @@ def mark_and(act: Callable[[], Any], path: Path) -> None:
     act()
 
 
-def heard_then(act: Callable[[], Any]) -> None:
-    """Let the others hear of the step first: a rank tells them several times a second."""
-    time.sleep(0.4)
-    act()
-
-
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def die() -> None:
-    os._exit(41)
 
 
 def be_killed() -> None:
@@ -63,53 +54,48 @@ def hang() -> None:
     time.sleep(600)
 
 
-def fail() -> None:
-    raise LookupError("what went wrong")
-
-
 CASES = {
-    "stopped": (stop, "has not answered for", -signal.SIGKILL),
-    "exits": (die, "died; it was last heard of in step ", 41),
-    "killed": (be_killed, "died; it was last heard of in step ", -signal.SIGKILL),
-    "hangs": (hang, "hangs, ", LOST),
-    "raises": (fail, "LookupError: what went wrong", 1),
+    "stop": ("has not answered for", -signal.SIGKILL),
+    "kill": ("died; it was last heard of in step ", -signal.SIGKILL),
+    "exit": ("died; it was last heard of in step ", 1),
+    "hang": ("hangs, ", LOST),
+    "raise": ("Injected: run.inject=raise@12", 1),
 }
+"""By kind of `run.inject`: what is said, and how the culprit ends."""
 
 
 @pytest.mark.parametrize(
     ("case", "culprit"),
     [
-        *[("stopped", 1), ("exits", 1), ("killed", 0), ("hangs", 1), ("raises", 1)],
-        *[pytest.param(case, 0, marks=pytest.mark.slow) for case in CASES if case != "killed"],
+        *[("stop", 1), ("exit", 1), ("kill", 0), ("hang", 1), ("raise", 1)],
+        *[pytest.param(case, 0, marks=pytest.mark.slow) for case in CASES if case != "kill"],
     ],
 )
 def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_path: Path) -> None:
-    act, said, code = CASES[case]
-    when = tmp_path / "when"
-    command = [*TINY, f"parallel.timeout={TIMEOUT}", f"run.dir={tmp_path}"]
-    fault = partial(heard_then, partial(mark_and, act, when))
-    change = partial(at_step, only=culprit, number=3, act=fault)
-    with Launch(2, command, tmp_path / "out", change) as launch:
+    said, code = CASES[case]
+    fault = f"{case}@12:rank{culprit}"
+    command = [*TINY, f"parallel.timeout={TIMEOUT}", f"run.dir={tmp_path}", f"run.inject={fault}"]
+    with Launch(2, command, tmp_path / "out") as launch:
         codes = launch.wait(60)
-        took = max(launch.ended.values()) - float(when.read_text())
+        began = json.loads((tmp_path / "run" / FOLDER / fault).read_bytes())["monotonic"]
+        took = max(launch.ended.values()) - began
     other = 1 - culprit
     assert codes[culprit] == code and codes[other] == LOST, launch.said(0) + launch.said(1)
     assert took <= TIMEOUT + 1 + SLACK
     print(f"{case}, rank {culprit}: all ended after {took:.2f} s, timeout {TIMEOUT} s")
 
-    speaker = culprit if case == "raises" else other
+    speaker = culprit if case == "raise" else other
     told = launch.said(speaker)
     assert said in told and f"rank {culprit}" in told
-    assert sum(launch.said(rank).count("error: ") for rank in (0, 1)) == (case != "raises")
+    assert sum(launch.said(rank).count("error: ") for rank in (0, 1)) == (case != "raise")
     (folder,) = (tmp_path / "run/failures").iterdir()
     stacks = {path.stem: path.read_text() for path in folder.glob("*.txt")}
-    assert (
-        "moe/training/trainer.py" in stacks[f"rank_{other}"] and "step 3" in stacks[f"rank_{other}"]
-    )
-    if case == "stopped":
+    assert "moe/training/trainer.py" in stacks[f"rank_{other}"]
+    assert "step 12" in stacks[f"rank_{other}"]
+    if case == "stop":
         assert "its stack is unknown; it was stopped" in stacks[f"rank_{culprit}"]
-    if case == "hangs":
-        assert "in hang" in stacks[f"rank_{culprit}"]
+    if case == "hang":
+        assert "in _hang" in stacks[f"rank_{culprit}"]
     record = json.loads((folder / f"rank_{other}.collectives.json").read_bytes())
     assert "gloo:all_reduce" in {entry["profiling_name"] for entry in record["entries"]}
 
@@ -279,20 +265,3 @@ def test_a_wait_for_tokens_in_vain_names_the_rank_that_did_not_come(
     assert re.search(said, line)
     (stacks,) = (tmp_path / "run/failures").glob("*/rank_0.txt")
     assert "CUDA error: unspecified launch failure" in stacks.read_text()
-
-
-def test_torchrun_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    command = [*TINY, "run.steps=16", "run.save_interval=4"]
-    folder = tmp_path / "run"
-    script = ["train.py", *command, f"run.dir={tmp_path}"]
-    with Torchrun(2, script, tmp_path / "out", ["--max-restarts", "2"]) as launch:
-        launch.until((folder / "checkpoints/step_00000004").exists)
-        victim = launch.pid(1)
-        os.kill(victim, signal.SIGKILL)
-        code, out, err = launch.wait(), launch.out(), launch.err()
-    assert code == 0, err
-    assert f"rank 1 ({socket.gethostname()}, pid {victim}) died" in err
-    assert out.count("from scratch (no checkpoint in the run folder)") == 1
-    assert out.count(f": {folder}/checkpoints/step_") == 1
-    assert run(2, [*command, f"run.dir={tmp_path / 'straight'}"])[0].code == 0
-    assert exact(records(folder)) == exact(records(tmp_path / "straight/run"))

@@ -33,6 +33,7 @@ COMMANDS = {
     "phalanx-compare": ["--help"],
     "phalanx-plot-losses": ["--help"],
     "phalanx-plot-run": ["--help"],
+    "phalanx-make-routing": ["--help"],
     "phalanx-routing-load": ["--help"],
     "phalanx-sample": ["--help"],
     "phalanx-evaluate": ["--help"],

@@ -157,6 +157,20 @@ def test_muon_and_qk_clip_in_a_graph(model: str, precision: str, tmp_path: Path)
         assert [s[name] for s in graph] == [s[name] for s in eager], name
 
 
+def test_an_injected_fault_is_in_the_graph(tmp_path: Path) -> None:
+    """Step 5 is a replay; what is not spoilt is computed to the same bits."""
+    options = ["model=tiny", "kernels=fused", "run.steps=8", "run.bad_steps=skip"]
+    options += ["parallel.capacity_factor=8"]
+    bad = [*options, "run.inject=nan@5"]
+    eager, graph, sound = train_side_by_side(
+        tmp_path, {"eager": bad, "graph": [*bad, GRAPH], "sound": [*options, GRAPH]}
+    ).values()
+    assert [s.get("skipped", 0) for s in graph] == [0, 0, 0, 0, 1, 1, 1, 1]
+    for name in ("loss", "grad_norm", "skipped"):
+        assert [s.get(name) for s in graph] == [s.get(name) for s in eager], name
+    assert [s["loss"] for s in graph[:5]] == [s["loss"] for s in sound[:5]]
+
+
 @pytest.mark.parametrize(
     ("given", "captured"),
     [

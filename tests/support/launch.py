@@ -10,7 +10,7 @@ import faulthandler
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -98,12 +98,3 @@ def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("localhost", 0))
         return int(s.getsockname()[1])
-
-
-@contextlib.contextmanager
-def at_step(rank: int, *, only: int, number: int, act: Callable[[], Any]) -> Iterator[None]:
-    """A `Change`: rank `only` calls `act` when step `number` begins."""
-    from tests.support.runs import before_step
-
-    with before_step(number, act) if rank == only else contextlib.nullcontext():
-        yield

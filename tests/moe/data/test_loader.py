@@ -551,7 +551,10 @@ def test_hosts_without_a_shared_disk_read_the_same_rows(tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "other, missing, message",
-    [(True, False, "ranks 0 and 1 have different data"), (False, True, r"b.idx .*\(rank 1\)")],
+    [
+        (True, False, r"data is \w+ on \S+ \(rank 0\) and \w+ on \S+ \(rank 1\): copy the files"),
+        (False, True, r"b.idx .*\(rank 1\)"),
+    ],
 )
 def test_an_error_on_one_rank_ends_all(
     tmp_path: Path, other: bool, missing: bool, message: str

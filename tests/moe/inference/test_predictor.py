@@ -11,8 +11,8 @@ from torch import Tensor
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
-from phalanx.configs.validate import ConfigError
 from phalanx.parallel.checkpoint.commit import read_commit
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from tests.support.distributed import run_distributed
 from tests.support.looking import TINY, step_of, train, untrained
 
@@ -156,5 +156,5 @@ def test_a_saved_configuration_becomes_that_of_one_process() -> None:
 )
 def test_what_another_version_saved_is_refused_by_name(saved: dict[str, Any]) -> None:
     (knob,) = saved["model"]
-    with pytest.raises(ConfigError, match=rf"model\.{knob}=.*another version"):
+    with pytest.raises(CheckpointMismatch, match=rf"has model\.{knob}=.*does not know: use the"):
         of_one(saved, {})

@@ -202,11 +202,14 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 
 def record() -> list[str]:
-    """Lines logged by the checkpointer from now on."""
+    """Lines logged by the checkpointer from now on; stderr has them as well, as before."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda r: lines.append(r.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("phalanx.parallel.checkpoint.verify").handlers = [handler]
+    logging.getLogger("phalanx.parallel.checkpoint.verify").handlers = [
+        handler,
+        logging.lastResort,  # type: ignore[list-item]
+    ]
     return lines
 
 

@@ -103,7 +103,7 @@ def test_commit_lists_every_file(tmp_path: Path) -> None:
 
 
 def _refuses(folder: Path, path: Path) -> tuple[str, str, list[str]]:
-    from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch
+    from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 
     engine, groups = build(seed=4)
     checkpoints = checkpointer(folder, groups)

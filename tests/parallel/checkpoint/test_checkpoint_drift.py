@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch, compare
+from phalanx.parallel.checkpoint.config_diff import compare
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from tests.support.runs import SMALL, records, run
 
 CONFIG: dict[str, Any] = {

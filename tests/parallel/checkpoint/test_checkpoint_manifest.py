@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.parallel.checkpoint import commit
-from phalanx.parallel.checkpoint.commit import Commit, Invalid
+from phalanx.parallel.checkpoint.commit import Commit, Invalid, NewerFormat
 
 FILES = {".metadata": [9, 1], "metadata.json": [3, 2], "__0_0.distcp": [4096, 3]}
 
@@ -24,6 +24,36 @@ def written(**changes: Any) -> bytes:
 def test_what_was_written_is_read() -> None:
     files = {name: (size, crc) for name, (size, crc) in FILES.items()}
     assert commit.parse(written()) == Commit(7, 2, files)
+
+
+@pytest.mark.parametrize("version", ["0.9", "1.0", "1.7"])
+def test_older_formats_and_newer_ones_of_this_major_version_are_read(version: str) -> None:
+    assert commit.parse(written(format=version)).step == 7
+
+
+@pytest.mark.parametrize(
+    "data", [written(format="2.0"), b'{"format": "12.3", "parts": ["of another kind"]}']
+)
+def test_a_newer_format_is_refused_with_both_versions(data: bytes) -> None:
+    """Before anything else is read, which it may have changed."""
+    with pytest.raises(NewerFormat) as caught:
+        commit.parse(data, Path("runs/one/checkpoints/step_00000007"))
+    version = json.loads(data)["format"]
+    assert str(caught.value) == (
+        f"runs/one/checkpoints/step_00000007/COMMIT.json has format {version}, and this version "
+        "reads formats up to 1.0: use the version that wrote it, or a newer one"
+    )
+
+
+def test_what_is_sealed_has_a_format() -> None:
+    data = commit.sealed(Commit(7, 2, {name: (1, 1) for name in FILES}))
+    assert json.loads(data)["format"] == "1.0" and commit.parse(data).step == 7
+
+
+@pytest.mark.parametrize("version", [2, None, "", "two", "1", "1.0.0", "²", ["1.0"]])
+def test_a_format_that_is_none(version: Any) -> None:
+    with pytest.raises(Invalid, match="not readable"):
+        commit.parse(written(format=version))
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def test_checkpoints_change_layout(tmp_path: Path) -> None:
 
 
 def _of_another_kind(folder: Path) -> None:
-    from phalanx.parallel.checkpoint.config_diff import CheckpointMismatch
+    from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 
     for kind, other in (("adamw", "muon"), ("muon", "adamw")):
         engine, groups = build(kind=kind)

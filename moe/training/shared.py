@@ -1,0 +1,103 @@
+"""Settings, code and packages that all ranks of a run must share.
+
+Compared when the ranks have met, before anything that depends on them
+(`phalanx.parallel.fault.alike`); files of data are compared when they are opened
+(`phalanx.moe.data.loader`). Kernels and transports are each rank's choice, or agreed on where they
+are chosen.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx.configs.redact import redacted
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError
+from phalanx.moe.training.launch import code, packages
+from phalanx.parallel.checkpoint.saved_knobs import leaves
+from phalanx.parallel.fault import alike
+
+HOST_LOCAL = ("run.dir", "run.device", "data.cache", "data.blend")
+"""Knobs that may differ between hosts.
+
+A folder may be mounted at another path; the tokens of `data.blend` are compared instead of its
+paths, and the kind of device instead of the knob that asks for one.
+"""
+_PARTS = ("configs", "kernels", "moe", "parallel")
+"""Folders of the package whose sources take part in training."""
+_ADVICE = {
+    "code": "bring every host to the same commit and changes",
+    "device": "set run.device=cpu on every host, or see why one has no GPU",
+}
+
+
+def compare_settings(cfg: Config, store: dist.Store, rank: int, world: int) -> None:
+    """Go on if all ranks have the same settings, code and packages. Collective.
+
+    Args:
+        cfg: of this rank.
+        store: of the job.
+        rank, world: this one, of how many.
+
+    Raises:
+        ConfigError: on every rank, with the names, hosts and values that differ.
+    """
+    if world == 1:
+        return
+    values = shared_values(cfg)
+    found = alike.compare(store, rank, world, values, lambda: _shown(values))
+    if found:
+        raise ConfigError(refusal(found))
+
+
+def shared_values(cfg: Config) -> dict[str, str]:
+    """Every value that this rank must share with others, by name."""
+    knobs = {path: json.dumps(value) for path, value in leaves(asdict(cfg))}
+    values = {path: value for path, value in knobs.items() if path not in HOST_LOCAL}
+    values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    values["code"] = sources()
+    return values | {f"package {name}": version for name, version in packages().items()}
+
+
+def sources() -> str:
+    """Digest of the sources that take part in training.
+
+    It tells uncommitted changes, and hosts without git.
+    """
+    root, total = Path(phalanx.__file__).resolve().parent, hashlib.sha256()
+    for part in _PARTS:
+        folder = root / part
+        for path in sorted(folder.resolve().rglob("*")):
+            if path.suffix in (".py", ".yaml") and path.is_file():
+                total.update(f"{part}/{path.relative_to(folder.resolve())}".encode())
+                total.update(path.read_bytes())
+    return total.hexdigest()
+
+
+def refusal(found: list[alike.Difference]) -> str:
+    """One line on what differs, and what to do about the first."""
+    first, others = found[0], [one.name for one in found[1:]]
+    advice = _ADVICE.get(first.name, "start every host with the same overrides")
+    if first.name.startswith("package "):
+        advice = "install the same version on every host"
+    if len(others) > _FEW:
+        others[_FEW:] = [f"{len(others) - _FEW} more"]
+    too = f"; so {'do' if len(others) > 1 else 'does'} {', '.join(others)}" if others else ""
+    return f"hosts differ: {first}{too}: {advice}"
+
+
+def _shown(values: dict[str, str]) -> dict[str, str]:
+    """The values as users read them: texts without quotes, no secrets, the commit of the code."""
+    commit, changed = code()
+    of_git = f"{commit[:7]}{'+' * changed}, " if commit != "unknown" else ""
+    shown = {name: value.strip('"') for name, value in redacted(values).items()}
+    return shown | {"code": f"{of_git}sources {values['code'][:8]}"}
+
+
+_FEW = 4
+"""Names in a message, besides the first."""

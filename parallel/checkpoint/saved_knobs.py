@@ -1,0 +1,107 @@
+"""The knobs of a checkpoint's configuration, as this version understands them.
+
+One rule for all who read a checkpoint. What its weights, their numbers and their text depend on has
+to be understood: a knob of these sections that this version does not know, or whose value is of
+another type, is refused by name. Others are left out, and told. Imports neither torch nor YAML.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any
+
+from phalanx.configs.knobs import knobs, visible
+
+RENAMED = {"run.precision": "precision.recipe"}
+"""Knobs of older checkpoints, and their present names."""
+_NEEDED = ("model.", "precision.", "data.")
+"""Sections that have to be understood."""
+_FEW = 8
+"""Knobs that a person reads one by one."""
+
+
+class CheckpointMismatch(ValueError):
+    """The checkpoint is not of the same model or data as this run, or not of this version."""
+
+
+@dataclass(frozen=True)
+class SavedKnobs:
+    """A configuration that is understood."""
+
+    values: dict[str, Any]
+    """By dotted path, under present names."""
+    ignored: tuple[str, ...]
+    """Paths that this version does not know, in sections without which it can do."""
+
+    def told(self) -> str:
+        """One line on what is ignored; empty if nothing is."""
+        if not self.ignored:
+            return ""
+        return f"knobs that this version does not know are ignored: {_listed(self.ignored)}"
+
+
+def understood(config: Any) -> SavedKnobs:
+    """The knobs of a checkpoint's configuration.
+
+    Args:
+        config: nested, as it was saved; that of an imported model has the section `model` alone.
+
+    Raises:
+        CheckpointMismatch: a knob of `model`, `precision` or `data` is not understood; one line.
+    """
+    if not isinstance(config, dict):
+        raise CheckpointMismatch("the checkpoint has no configuration")
+    values: dict[str, Any] = {}
+    ignored, refused = list[str](), list[str]()
+    for name, value in leaves(config):
+        path = RENAMED.get(name, name)
+        if _known(path, value):
+            values[path] = value
+        elif f"{path}.".startswith(_NEEDED):
+            refused.append(visible(f"{path}={shown(value)}"))
+        else:
+            ignored.append(visible(path))
+    if refused:
+        raise CheckpointMismatch(
+            f"the checkpoint has {_listed(refused)}, which this version does not know: use the "
+            "version that wrote it, or a newer one"
+        )
+    return SavedKnobs(values, tuple(ignored))
+
+
+def unknown(config: dict[str, Any]) -> set[str]:
+    """Paths, as they were saved, that this version does not know or has another type for."""
+    return {name for name, value in leaves(config) if not _known(RENAMED.get(name, name), value)}
+
+
+def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every knob."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+
+
+def shown(value: Any) -> str:
+    """A value as users read it."""
+    return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _known(path: str, value: Any) -> bool:
+    return path in knobs() and _fits(value, knobs()[path].type)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if isinstance(kind, UnionType):
+        return type(value) in kind.__args__
+    return type(value) is kind if isinstance(kind, type) else isinstance(value, list)
+
+
+def _listed(names: list[str] | tuple[str, ...]) -> str:
+    more = [f"{len(names) - _FEW} more"] if len(names) > _FEW else []
+    return ", ".join([*names[:_FEW], *more])

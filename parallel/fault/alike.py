@@ -1,0 +1,127 @@
+"""Values that all ranks must share, compared before they have process groups.
+
+Ranks that train with different settings, code or libraries make a model of neither, or wait for
+each other in collectives that never meet. Every rank writes a digest of its values to the job's
+store, and rank 0 compares them; only if they differ does anybody write more. Values that are known
+later, when there are groups, are compared by `differences` alone.
+"""
+
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+_FEW = 3
+"""Values, and hosts of one value, that a message has."""
+_LONGEST = 80
+"""Characters of a value in a message."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """The values of one rank."""
+
+    host: str
+    marks: dict[str, str]
+    """Digest of each value, by name."""
+    shown: dict[str, str]
+    """Each value as a user reads it."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A name for which ranks have different values."""
+
+    name: str
+    text: str
+    """Values, hosts and ranks."""
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.text}"
+
+
+def told(values: Mapping[str, str], shown: Mapping[str, str]) -> Told:
+    """The values of this rank, on this host.
+
+    Args:
+        values: to compare, by name.
+        shown: the same for users, without secrets.
+    """
+    marks = {name: _digest(value) for name, value in values.items()}
+    return Told(socket.gethostname(), marks, dict(shown))
+
+
+def compare(
+    store: dist.Store,
+    rank: int,
+    world: int,
+    values: Mapping[str, str],
+    shown: Callable[[], Mapping[str, str]],
+) -> list[Difference]:
+    """Differences between the values of all ranks, the same list on each of them. Collective.
+
+    Args:
+        store: of the job, which no rank has compared values by before.
+        rank, world: this one, of how many.
+        values: to compare, by name.
+        shown: gives the same for users, without secrets; called if there is a difference.
+    """
+    store.set(f"alike/{rank}", _digest(json.dumps(values, sort_keys=True)))
+    if rank == 0:
+        alike = len({store.get(f"alike/{other}") for other in range(world)}) == 1
+        store.set("alike", json.dumps(alike))
+    if json.loads(store.get("alike")):
+        return []
+    store.set(f"alike/{rank}/values", json.dumps(asdict(told(values, shown()))))
+    if rank == 0:
+        everyone = [json.loads(store.get(f"alike/{other}/values")) for other in range(world)]
+        found = differences([Told(**one) for one in everyone])
+        store.set("alike/found", json.dumps([asdict(one) for one in found]))
+    return [Difference(**one) for one in json.loads(store.get("alike/found"))]
+
+
+def differences(everyone: Sequence[Told]) -> list[Difference]:
+    """Names for which ranks have different values, in the order of rank 0's values.
+
+    Args:
+        everyone: the values of each rank, in rank order.
+    """
+    names = dict.fromkeys(name for one in everyone for name in one.marks)
+    found = []
+    for name in names:
+        ranks: dict[str | None, list[int]] = {}
+        for rank, one in enumerate(everyone):
+            ranks.setdefault(one.marks.get(name), []).append(rank)
+        if len(ranks) > 1:
+            parts = [_part(name, same, everyone) for same in list(ranks.values())[:_FEW]]
+            more = [f"{len(ranks) - _FEW} more values"] if len(ranks) > _FEW else []
+            found.append(Difference(name, " and ".join(parts + more)))
+    return found
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers as `0-7, 16`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _part(name: str, ranks: Sequence[int], everyone: Sequence[Told]) -> str:
+    """`0.001 on node0, node1 (ranks 0-15)`."""
+    value = everyone[ranks[0]].shown.get(name, "unknown")
+    value = value if len(value) <= _LONGEST else f"{value[: _LONGEST - 3]}..."
+    hosts = list(dict.fromkeys(everyone[rank].host for rank in ranks))
+    more = f" and {len(hosts) - _FEW} more" if len(hosts) > _FEW else ""
+    where = f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+    return f"{value} on {', '.join(hosts[:_FEW])}{more} ({where})"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

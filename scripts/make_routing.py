@@ -1,0 +1,96 @@
+#!/usr/bin/env python
+"""Make a routing for model.moe.router.replay that no run has recorded.
+
+    python scripts/make_routing.py OUT model=MODEL [OVERRIDES] --choices FILE.json
+    python scripts/make_routing.py OUT model=MODEL [OVERRIDES] [--weight EXPERT=WEIGHT ...]
+        [--tokens N] [--seed N]
+
+The first makes OUT of choices that are written by hand: a JSON object with a list for each layer
+(layer.1, layer.2, ..., prediction.1 for those of multi-token prediction, "*" for all others), in it
+a list for each token of the experts that it chooses, best first:
+
+    {"layer.2": [[0, 1], [0, 2]], "*": [[0, 1], [2, 3]]}
+
+The second draws the choices of --tokens tokens: --weight 3=8 has expert 3 drawn eight times as
+readily as one that is not named. Without --weight all experts are alike.
+
+A run that replays OUT begins again with the first token after the last. scripts/routing_load.py
+tells how even it is. It needs no GPU."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from phalanx.configs import programs
+from phalanx.configs.load import load
+from phalanx.configs.validate import ConfigError
+from phalanx.moe.router.by_hand import drawn, read_choices
+from phalanx.moe.router.recording import write
+from phalanx.scripts.reader import may_leave
+
+_TOKENS = 4096
+
+
+@may_leave
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code: 0 done, 2 bad input."""
+    args = parser().parse_intermixed_args(argv)
+    try:
+        model = load(args.overrides).model
+        if args.choices:
+            if args.weight or args.tokens is not None or args.seed:
+                raise ValueError("--choices names all choices: leave out the other options")
+            ids = read_choices(args.choices, model)
+        else:
+            weights = dict(map(weight_of, args.weight))
+            tokens = _TOKENS if args.tokens is None else args.tokens
+            ids = drawn(model, weights, tokens, args.seed)
+        facts = write(args.out, ids, model=model.name, experts=model.moe.experts, step=0)
+    except (ConfigError, ValueError) as error:
+        for line in str(error).splitlines():
+            print(f"make_routing: {line}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"make_routing: {where}{error.strerror or error}", file=sys.stderr)
+        return 2
+    print(
+        f"{args.out}: {facts.tokens:,} tokens of {facts.model}, {len(facts.layers)} layers, "
+        f"top {facts.top_k} of {facts.experts} experts"
+    )
+    command = f"  train.py {' '.join(args.overrides)} model.moe.router.replay={args.out}"
+    print(programs.here(command))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options; `--help` is the manual."""
+    p = programs.parser("make_routing", __doc__)
+    add = p.add_argument
+    add("out", type=Path, metavar="OUT")
+    add("overrides", nargs="*", metavar="OVERRIDES", help="of the model, as train.py takes them")
+    add("--choices", type=Path, metavar="FILE", help="JSON with the choices")
+    add("--weight", nargs="+", default=[], metavar="EXPERT=WEIGHT", help="how readily it is drawn")
+    add("--tokens", type=int, metavar="N", help=f"tokens to draw for; default: {_TOKENS}")
+    add("--seed", type=int, default=0, metavar="N", help="of the draw; default: 0")
+    return p
+
+
+def weight_of(text: str) -> tuple[int, float]:
+    """Expert and weight of `EXPERT=WEIGHT`.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    expert, _, weight = text.partition("=")
+    try:
+        return int(expert), float(weight)
+    except ValueError:
+        raise ValueError(f"--weight {text}: write EXPERT=WEIGHT, as in 3=8") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

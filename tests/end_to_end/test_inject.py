@@ -1,0 +1,119 @@
+"""The rehearsals of docs/operations.md, by run.inject: each fault happens once in a run."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from phalanx.moe.training.faults import FOLDER
+from tests.support.runs import SMALL, exact, records, run
+from tests.support.torchrun import Torchrun
+
+pytestmark = pytest.mark.dist
+
+TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", "run.steps=6"]
+
+
+def where(folder: Path, fault: str) -> str:
+    """Host and process that a fault happened on, as they are told."""
+    (line,) = (folder / "run" / FOLDER / fault).read_text().splitlines()
+    found = json.loads(line)
+    return f"({found['host']}, pid {found['pid']})"
+
+
+def losses(folder: Path) -> list[tuple[int, str]]:
+    """(step, loss) to the last bit."""
+    return [(r["step"], r["loss"].hex()) for r in records(folder / "run")]
+
+
+def happened(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder / "run" / FOLDER))
+
+
+def test_a_number_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
+    args = [*TINY, f"run.dir={tmp_path}", "run.bad_steps=skip", "run.inject=nan@3:rank1"]
+    main, other = run(2, args)
+    assert main.code == other.code == 0
+    assert "-- warning: faults are injected (run.inject): to come nan@3:rank1\n" in main.out
+    assert main.out.count("-- skipped: the gradient norm of step 3 is nan") == 1
+    assert [r.get("skipped", 0) for r in records(tmp_path / "run")] == [0, 0, 1, 1, 1, 1]
+    assert happened(tmp_path) == ["nan@3:rank1"]
+    (line,) = (tmp_path / "run" / FOLDER / "nan@3:rank1").read_text().splitlines()
+    assert json.loads(line)["rank"] == 1
+
+
+def test_a_bad_step_is_rolled_back_once(tmp_path: Path) -> None:
+    """Step 4 is bad, and is not when it is reached again, nor after a resume to before it."""
+    args = [*TINY, f"run.dir={tmp_path}", "run.bad_steps=rollback", "run.save_interval=3"]
+    main, other = run(2, [*args, "run.inject=nan@4"])
+    assert main.code == other.code == 0
+    assert main.out.count("-- rolled back to ") == 1 and "rollbacks 1" in main.out
+    assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    again = [f"run.resume={tmp_path / 'run/checkpoints/step_00000003'}", "run.bad_steps=stop"]
+    main, _ = run(2, [*args, *again, "run.inject=nan@4,term@5:rank1"])
+    assert main.code == 0 and "stopping after step 5: a signal asked for it" in main.out
+    folder = tmp_path / "run" / FOLDER
+    assert (
+        "injected (run.inject): to come term@5:rank1; happened already nan@4 "
+        f"(delete {folder} to have them again)\n"
+    ) in main.out
+    assert happened(tmp_path) == ["nan@4", "term@5:rank1"]
+
+
+def test_a_bad_step_ends_the_run(tmp_path: Path) -> None:
+    """And the same command, given again, goes on."""
+    args = [*TINY, f"run.dir={tmp_path}", "run.save_interval=1", "run.inject=nan@3:rank0"]
+    assert [rank.code for rank in run(2, args)] == [43, 43]
+    main, _ = run(2, args)
+    assert main.code == 0 and "resumed from step 2" in main.out
+    straight = run(2, [*TINY, f"run.dir={tmp_path / 'straight'}"])
+    assert straight[0].code == 0
+    assert exact(records(tmp_path / "run")) == exact(records(tmp_path / "straight/run"))
+
+
+@contextmanager
+def short_window(rank: int) -> Iterator[None]:
+    """Four accepted steps are enough to measure a spike by."""
+    with mock.patch("phalanx.moe.training.bad_steps.WINDOW", 8):
+        yield
+
+
+def test_a_spike_is_seen(tmp_path: Path) -> None:
+    more = [f"run.dir={tmp_path}", "run.skip_spikes=6", "run.inject=spike@6"]
+    (main,) = run(1, [*TINY, *more], short_window)
+    assert main.code == 0, main.err
+    assert main.out.count("-- skipped: the gradient norm of step 6 is ") == 1
+
+
+@pytest.mark.alone
+def test_a_killed_rank_does_not_kill_itself_again(tmp_path: Path) -> None:
+    """Nor does another hang again: torchrun starts the job anew after each, from its newest
+    checkpoint, and it ends as if nothing had been."""
+    command = [*TINY, "run.steps=16", "run.save_interval=4", "parallel.timeout=3"]
+    command += ["run.bad_steps=skip"]
+    faults = "run.inject=nan@3:rank1,kill@6:rank1,hang@11:rank0"
+    script = ["train.py", *command, f"run.dir={tmp_path}", faults]
+    with Torchrun(2, script, tmp_path / "out", ["--max-restarts", "2"]) as launch:
+        code, out, err = launch.wait(), launch.out(), launch.err()
+    assert code == 0, err
+    assert happened(tmp_path) == ["hang@11:rank0", "kill@6:rank1", "nan@3:rank1"]
+    killed, hung = (where(tmp_path, fault) for fault in ("kill@6:rank1", "hang@11:rank0"))
+    assert f"rank 1 {killed} died; it was last heard of in step " in err
+    assert f"rank 0 {hung} hangs, " in err
+    assert out.count("from scratch (no checkpoint in the run folder)") == 1
+    assert out.count(f": {tmp_path}/run/checkpoints/step_") == 2
+    assert out.count("-- skipped: ") == 1 and "done: step 16" in out
+    straight = [*command, f"run.dir={tmp_path / 'straight'}", "run.inject=nan@3:rank1"]
+    assert run(2, straight)[0].code == 0
+    assert losses(tmp_path) == losses(tmp_path / "straight")
+
+
+def test_an_error_is_told_with_its_rank(tmp_path: Path) -> None:
+    args = [*TINY, f"run.dir={tmp_path}", "run.inject=raise@2"]
+    ranks = run(2, args)
+    assert [rank.code for rank in ranks] == [1, 1]
+    assert "Injected: run.inject=raise@2" in ranks[0].err
