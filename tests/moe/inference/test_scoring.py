@@ -14,6 +14,7 @@ from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.inference.codec import Codec
 from phalanx.moe.inference.scoring import Score, Text, score, text_of
 from phalanx.scripts import prepare_data
+from tests.moe.data.test_loader import write
 
 
 class Table:
@@ -88,6 +89,15 @@ def test_documents_that_do_not_see_each_other(tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text('{"text": ""}')
     with pytest.raises(DataError, match="holds no tokens to predict"):
         text_of(str(tmp_path / "one.jsonl"), lambda: Codec(None, (0,)), apart=True)
+
+
+def test_documents_of_several_sequences_are_scored_whole(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "ids", [[7, *range(1, 15)]] * 4, cuts=[5, 4, 6])
+    text = text_of(prefix, lambda: Codec(None, (0,)), apart=True)
+    assert text.position_N is not None and text.predicted == 4 * 14
+    assert text.position_N.tolist() == [*range(15)] * 4
+    cut = text_of(prefix, lambda: Codec(None, (0,)), limit=16)
+    assert len(cut.ids_N) == 30, "whole documents until there are so many tokens"
 
 
 def test_scores_add_up_as_far_as_bytes_are_known() -> None:
