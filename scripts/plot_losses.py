@@ -133,7 +133,7 @@ def _stored(path: Path) -> list[tuple[str, Curve]]:
             lost = [int(s) for s, loss in run.items() if loss is None]
             found.append((name, Curve(losses, facts.get(name, {}), lost)))
         return found
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         raise ValueError(f"{path} is no file of --json") from None
 
 

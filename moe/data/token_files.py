@@ -60,6 +60,8 @@ class Sidecar:
     """UTF-8 bytes of all documents; 0 where that is not known."""
     skipped: int = 0
     """Rows of the input that gave no document."""
+    bad_rows: int = 0
+    """Those of them that were broken."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
