@@ -38,11 +38,16 @@ def main(argv: list[str], *, ends_process: bool = False) -> int:
     """
     quiet()
     from phalanx.configs.load import from_argv
+    from phalanx.configs.redact import redacted
 
     if "--check" in argv:
         return check(from_argv(argv))
     with Guard() as guard, StopSignal() as stop:
         cfg = from_argv(argv)
+        if problem := _vocabulary(cfg):
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # on every host that lacks the data
+                print(redacted(f"error: {problem}"), file=sys.stderr)
+            return 2
         if cfg.run.dry_run:
             return _dry_run(cfg)
         if cfg.run.device == "cpu":
@@ -84,16 +89,36 @@ def _train(
 def check(cfg: "Config") -> int:
     """Say on stderr what would stop this run, as far as one process knows; the exit code."""
     from phalanx.configs.redact import redacted
+    from phalanx.moe.data.vocabulary import shown
     from phalanx.moe.training.preflight import exit_code, preflight
 
-    if cfg.run.dry_run:
+    problem = _vocabulary(cfg)
+    if cfg.run.dry_run and not problem:
         return 0
+    if problem:
+        cfg.model.vocab_size = 256  # to find what else is wrong
     found = preflight(cfg)
+    if problem:
+        found.errors = [problem, *(e for e in found.errors if str(e) != str(problem))]
+    elif not found.errors and (line := shown(cfg)):
+        found.notes.append(f"vocabulary: {line}")
     found.errors += _room(cfg)
     if os.environ.get("RANK", "0") == "0":
         for line in (*found.notes, *(f"error: {error}" for error in found.errors)):
             print(redacted(line), file=sys.stderr)
     return exit_code(found.errors[0]) if found.errors else 0
+
+
+def _vocabulary(cfg: "Config") -> Exception | None:
+    """Fill in that of the data, where the model leaves it to that; why it cannot be."""
+    from phalanx.moe.data.host_cache import DataError
+    from phalanx.moe.data.vocabulary import fill
+
+    try:
+        fill(cfg)
+    except DataError as error:
+        return error
+    return None
 
 
 def _room(cfg: "Config") -> list[Exception]:
@@ -117,12 +142,13 @@ _LARGE = 10**8
 def _dry_run(cfg: "Config") -> int:
     """Say what the run would take; 0 if it fits, 2 if not."""
     from phalanx.configs.validate import ConfigError
+    from phalanx.moe.data.host_cache import DataError
     from phalanx.moe.estimate.dry_run import dry_run
     from phalanx.parallel.runtime import launcher_world
 
     try:
         page, code = dry_run(cfg, cfg.parallel.world_size or launcher_world())
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         page, code = f"error: {error}\n", 2
     if os.environ.get("RANK", "0") == "0":
         print(page, end="", file=sys.stderr if page.startswith("error") else sys.stdout)

@@ -82,7 +82,6 @@ AT_LEAST: dict[str, int] = {
     "model.moe.router.groups": 1,
     "model.moe.router.group_topk": 1,
     "model.moe.router.rounding_tile": 1,
-    "model.vocab_size": 1,
     "model.layers": 1,
     "model.hidden": 1,
     "model.dense_ffn": 1,

@@ -47,6 +47,8 @@ from phalanx.configs.validate import (
 )
 
 FOLDER = Path(__file__).resolve().parent
+_BYTES = 256
+"""Vocabulary of bytes, and of random tokens where none is set."""
 GROUPS = ("model", "kernels", "precision", "parallel", "data", "optim", "run", "experiment")
 
 
@@ -116,6 +118,9 @@ def load(overrides: Sequence[str]) -> Config:
 def compose(overrides: Sequence[str]) -> Composed:
     """config.yaml and its groups under `overrides`.
 
+    A vocabulary that the data determines (`model.vocab_size=0`) is filled in where no file needs to
+    be read for it; else `moe.data.vocabulary` does that.
+
     Raises:
         ConfigError: one line per mistake.
     """
@@ -134,6 +139,8 @@ def compose(overrides: Sequence[str]) -> Composed:
         for word in values:  # as Hydra does it, for which they come after all groups as well
             value = _listed(word.key_or_group, word.value())
             OmegaConf.update(composed.tree, word.key_or_group, value, merge=True)
+        if composed.tree.data.source != "indexed" and not composed.tree.model.vocab_size:
+            composed.tree.model.vocab_size = _BYTES
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError) as error:
         # Hydra has plain ValueErrors for a defaults list or an encoding that is none.
         raise ConfigError(_explain(error)) from error

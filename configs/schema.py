@@ -206,8 +206,12 @@ class ModelConfig:
 
     name: str = "tiny"
     """Name of the model in logs and records."""
-    vocab_size: int = 256
-    """Number of tokens in the vocabulary; it must be a multiple of `parallel.tensor`."""
+    vocab_size: int = 0
+    """Number of tokens in the vocabulary; it must be a multiple of `parallel.tensor`.
+
+    0, as the small models have it, takes that of the data: 256 for bytes and random tokens, else
+    the number of ids of the tokenizer of `data.blend`, rounded up to a multiple of 128.
+    """
     layers: int = 2
     """Number of transformer layers, without multi-token-prediction layers."""
     hidden: int = 128

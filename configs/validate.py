@@ -180,7 +180,7 @@ def _experts(cfg: Config) -> Iterator[str]:
 
 def _data(cfg: Config) -> Iterator[str]:
     d, r = cfg.data, cfg.run
-    if d.source == "embedded" and cfg.model.vocab_size < 256:
+    if d.source == "embedded" and 0 < cfg.model.vocab_size < 256:
         yield repair(cfg, "model.vocab_size", "is too small for bytes (data.source=embedded)", 256)
     parts = d.split.split(",")
     if len(parts) > 3 or not all(map(_is_number, parts)) or not float(parts[0]):

@@ -218,7 +218,9 @@ def _chooses_by_bias(found: dict[str, Any]) -> bool:
 @functools.cache
 def _option(name: str) -> Config:
     """That of an option of configs/model, on data that goes with any vocabulary."""
-    return load([f"model={name}", "data=synthetic"])
+    cfg = load([f"model={name}", "data=indexed"])  # 0 where the vocabulary is that of the data
+    cfg.data.source = "synthetic"
+    return cfg
 
 
 def said(cfg: Config, found: dict[str, Any]) -> str:

@@ -3,11 +3,11 @@
 
     python scripts/evaluate.py runs/NAME valid.jsonl data/wiki [--max-tokens N] [--json OUT]
 
-Files are .txt, .jsonl or .parquet with text, or .bin/.idx pairs by their prefix. One process, on a
-GPU if there is one. Documents are joined and cut into sequences of the run's length, as in
-training; every token is predicted once, from what lies before it in its sequence, with
-data.document_mask in its document. Ends of documents count as tokens, and their bits as bits of the
-text. Bits per byte compare models with different tokenizers.
+Files are .jsonl, .json, .txt (or .gz, .zst of these) or .parquet with text, or .bin/.idx pairs by
+their prefix. One process, on a GPU if there is one. Documents are joined and cut into sequences of
+the run's length, as in training; every token is predicted once, from what lies before it in its
+sequence, with data.document_mask in its document. Ends of documents count as tokens, and their bits
+as bits of the text. Bits per byte compare models with different tokenizers.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
+from phalanx.moe.data.text_rows import read_keys  # noqa: E402
 from phalanx.moe.inference import command  # noqa: E402
 from phalanx.moe.inference.command import positive, predictor_of, progress, told  # noqa: E402
 from phalanx.parallel.object_store import folder_argument  # noqa: E402
@@ -45,7 +46,14 @@ def parser() -> argparse.ArgumentParser:
     p = command.parser("evaluate", __doc__)
     add = p.add_argument
     add("files", nargs="+", metavar="FILE", help="text, or the prefix of a .bin/.idx pair")
-    add("--key", default="text", help="JSON key or Parquet column of the text (default: text)")
+    add(
+        "--key",
+        action="append",
+        default=[],
+        metavar="[KIND=]NAME",
+        help="JSON key or Parquet column of the text (default: text); with KIND= of jsonl, json or "
+        "parquet files alone",
+    )
     add("--lines", action="store_true", help="each line of a .txt is a document, not each file")
     add(
         "--max-tokens",
@@ -74,6 +82,7 @@ def evaluate(args: argparse.Namespace) -> None:
         raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
     if args.json and args.json.is_dir():
         raise ValueError(f"--json {args.json} is a folder: name a file in it")
+    reading = replace(read_keys(args.key), lines=args.lines)
     with predictor_of(args) as predictor:
         from phalanx.moe.inference.codec import codec_of
         from phalanx.moe.inference.scoring import Score, score, text_of
@@ -84,7 +93,7 @@ def evaluate(args: argparse.Namespace) -> None:
         def codec() -> Any:
             return codec_of(predictor.common, vocabulary, args.tokenizer, args.eod)
 
-        how = dict(key=args.key, lines=args.lines, limit=args.max_tokens)
+        how = dict(reading=reading, limit=args.max_tokens)
         how["apart"] = predictor.cfg.data.document_mask
         with progress("reading", unit="B", unit_scale=True) as bar:
             names = dict.fromkeys(args.files)

@@ -163,7 +163,7 @@ def _stored(path: Path) -> list[tuple[str, Curve]]:
             read = {int(s): int(n) for s, n in tokens.get(name, {}).items()}
             found.append((name, Curve(losses, own, read or _tokens(losses, own), lost)))
         return found
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         raise ValueError(f"{path} is no file of --json") from None
 
 

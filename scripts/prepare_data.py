@@ -5,7 +5,8 @@ Inputs are cut into chunks; worker processes turn each into a shard (ids and doc
 prefix.parts/, and the shards are joined in input order. So the output depends neither on the number
 of workers nor on interruptions: run the same command again, and finished shards are kept. Input
 that is refused leaves nothing behind. Output files appear only when all is done. Rows without text
-or tokens are left out and counted. Imports neither torch nor Megatron-Core, which takes seconds.
+or tokens are left out and counted, and so are broken ones, up to the number of --skip-bad. Imports
+neither torch nor Megatron-Core, which takes seconds.
 """
 
 import argparse
@@ -31,9 +32,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from phalanx.configs import programs
+from phalanx.configs import programs  # noqa: E402
+from phalanx.moe.data.bad_rows import Limit, TooManyBad, by_reason, listing  # noqa: E402
 from phalanx.moe.data.documents import (
-    KINDS,
     Counts,
     Recipe,
     Shard,
@@ -42,6 +43,9 @@ from phalanx.moe.data.documents import (
     write_shard,
 )
 from phalanx.moe.data.host_cache import DataError, digest, sync  # noqa: E402
+from phalanx.moe.data.inputs import find_inputs  # noqa: E402
+from phalanx.moe.data.packed_files import NAMES  # noqa: E402
+from phalanx.moe.data.text_rows import read_keys  # noqa: E402
 from phalanx.moe.data.token_files import (
     BYTES,
     BYTES_EOD,
@@ -57,6 +61,7 @@ EXAMPLES = """examples:
   prepare_data.py wiki/*.jsonl --tokenizer tokenizer.json --eod '<|endoftext|>' --output data/wiki
   prepare_data.py books/ --bytes --output data/books        a folder of .txt files, ids are bytes
   prepare_data.py part-*.parquet --key content --tokenizer t.json --eod '</s>' --output data/code
+  prepare_data.py crawl/ --key text --key parquet=content --skip-bad 0.1% --bytes --output data/c
 
 An interrupted run continues when the same command is given again. Train on the result with
   train.py data.source=indexed data.blend=[data/wiki]
@@ -100,7 +105,8 @@ def parser() -> argparse.ArgumentParser:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help=".jsonl, .txt or .parquet files, or folders that are searched for them",
+        help=f"files, {NAMES}, or folders that are searched for them, without what is hidden and "
+        "what is like a README; what is left out is said",
     )
     p.add_argument(
         "--output",
@@ -117,11 +123,21 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--key",
-        default="text",
-        help="JSON key or Parquet column that holds the text (default: %(default)s)",
+        action="append",
+        default=[],
+        metavar="[KIND=]NAME",
+        help="JSON key or Parquet column that holds the text (default: text); with KIND= of jsonl, "
+        "json or parquet files alone",
     )
     p.add_argument(
         "--lines", action="store_true", help="each line of a .txt is a document, not each file"
+    )
+    p.add_argument(
+        "--skip-bad",
+        default="0",
+        metavar="N",
+        help="leave out up to N broken rows, or a share of all as in 0.1%%, and list their places "
+        "in PREFIX.bad_rows.tsv (default: stop at the first)",
     )
     p.add_argument(
         "--workers",
@@ -145,13 +161,18 @@ def prepare(args: argparse.Namespace) -> None:
     """Everything after the command line. Raises DataError, and leaves then no output files."""
     if args.workers < 1 or args.chunk_mb <= 0:
         raise DataError("--workers and --chunk-mb must be positive")
+    limit = Limit.read(args.skip_bad)
     recipe, described = make_recipe(args)
-    files = find_inputs(args.inputs)
-    shards = make_shards(files, recipe, max(1, int(args.chunk_mb * 2**20)))
-    stats = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path, _ in files]
+    inputs = find_inputs(args.inputs)
+    print(*inputs.report(), sep="\n")
+    shards = make_shards(inputs.files, recipe.reading, max(1, int(args.chunk_mb * 2**20)))
+    stats = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in inputs.files]
     plan = digest([stats, asdict(recipe), asdict(described), args.chunk_mb])
     output = Path(args.output).expanduser().absolute()
-    if is_done(output, plan, args.overwrite):
+    for path in map(str, output_files(output)):
+        if path in inputs.files:
+            raise DataError(f"--output {output} would replace the input {path}; give another one")
+    if is_done(output, plan, args.overwrite, limit):
         print(f"{output}.bin and .idx are complete already")
         shutil.rmtree(f"{output}.parts", ignore_errors=True)
         return
@@ -160,8 +181,10 @@ def prepare(args: argparse.Namespace) -> None:
         if len(todo) < len(shards):
             print(f"continuing: {len(shards) - len(todo)} of {len(shards)} shards are there")
         try:
-            tokenize(shards, todo, recipe, folder, args.workers)
-            join(shards, recipe, replace(described, plan=plan), folder, output)
+            tokenize(shards, todo, recipe, folder, args.workers, limit)
+            join(shards, recipe, replace(described, plan=plan), folder, output, limit)
+        except TooManyBad:  # shards fit a higher limit
+            raise
         except DataError:  # once the input is mended, no shard fits it
             shutil.rmtree(folder)
             raise
@@ -192,7 +215,8 @@ def make_recipe(args: argparse.Namespace) -> tuple[Recipe, Sidecar]:
         sha256 = hashlib.sha256(source.read_bytes()).hexdigest()
     dtype = smallest_dtype(vocab_size)
     described = Sidecar(name, sha256, vocab_size, eod, dtype, documents=0, tokens=0)
-    return Recipe(path, eod, dtype, args.key, args.lines), described
+    reading = replace(read_keys(args.key), lines=args.lines)
+    return Recipe(path, eod, dtype, reading), described
 
 
 def find_eod(tokenizer: Tokenizer, token: str | None, path: str) -> int:
@@ -209,33 +233,22 @@ def find_eod(tokenizer: Tokenizer, token: str | None, path: str) -> int:
     return number
 
 
-def find_inputs(inputs: Sequence[str]) -> list[tuple[str, str]]:
-    """Absolute path and kind of every input file, in the order given; folders are sorted."""
-    files = []
-    for entry in inputs:
-        path = Path(entry).expanduser().absolute()
-        if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix in KINDS and p.is_file())
-            if not found:
-                raise DataError(f"{path} holds no {', '.join(KINDS)} files")
-            files += [(str(p), KINDS[p.suffix]) for p in found]
-        elif not path.is_file():
-            raise DataError(f"{path} does not exist")
-        elif path.suffix not in KINDS:
-            raise DataError(f"{path} is none of {', '.join(KINDS)}")
-        else:
-            files.append((str(path), KINDS[path.suffix]))
-    return files
-
-
-def is_done(output: Path, plan: str, overwrite: bool) -> bool:
-    """True for a complete result of the same command. Files of another one are an error."""
+def is_done(output: Path, plan: str, overwrite: bool, limit: Limit) -> bool:
+    """True for a complete result of the same command. Files of another one are an error, and so is
+    a result that more broken rows were left out of than now may be."""
     there = [path for path in output_files(output) if path.exists()]
     if overwrite or not there:
         return False
+    described = None
     with contextlib.suppress(DataError, FileNotFoundError):
-        if Sidecar.read(output_files(output)[0]).plan == plan:
-            return len(there) == 3
+        described = Sidecar.read(output_files(output)[0])
+    if described is not None and described.plan == plan:
+        if not limit.allows(described.bad_rows, described.documents + described.skipped):
+            raise DataError(
+                f"{output} was made without {described.bad_rows:,} bad rows, more than --skip-bad "
+                f"{limit.text}; mend them, or give another --output, or --overwrite"
+            )
+        return len(there) == 3
     raise DataError(
         f"{there[0]} exists, of other inputs or options; give another --output, or --overwrite"
     )
@@ -273,21 +286,38 @@ def parts_folder(output: Path, plan: str, overwrite: bool) -> Iterator[Path]:
 
 
 def tokenize(
-    shards: Sequence[Shard], todo: Sequence[Shard], recipe: Recipe, folder: Path, workers: int
+    shards: Sequence[Shard],
+    todo: Sequence[Shard],
+    recipe: Recipe,
+    folder: Path,
+    workers: int,
+    limit: Limit,
 ) -> None:
     """Write all shards of `todo`, with a progress bar over the bytes of all."""
     total, left = (sum(shard.size for shard in some) for some in (shards, todo))
     bar = tqdm(total=total, initial=total - left, unit="B", unit_scale=True, desc="tokenizing")
+    missing = {shard.number for shard in todo}
+    bad = [b for s in shards if s.number not in missing for b in Counts.read(s.counts(folder)).bad]
+
+    def finished(shard: Shard, size: int) -> None:
+        bar.update(size)
+        if more := Counts.read(shard.counts(folder)).bad:
+            bad.extend(more)
+            bar.set_postfix_str(f"{len(bad):,} bad rows")
+            limit.check(bad)
+
     with bar:
+        limit.check(bad)
         if workers == 1:
             for shard in todo:
-                bar.update(write_shard(shard, recipe, folder))
+                finished(shard, write_shard(shard, recipe, folder, limit))
             return
         spawn = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(min(workers, max(1, len(todo))), spawn, watch_parent)
         try:
-            for done in as_completed([pool.submit(write_shard, s, recipe, folder) for s in todo]):
-                bar.update(done.result())
+            tasks = {pool.submit(write_shard, s, recipe, folder, limit): s for s in todo}
+            for done in as_completed(tasks):
+                finished(tasks[done], done.result())
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -309,7 +339,12 @@ def watch_parent() -> None:
 
 
 def join(
-    shards: Sequence[Shard], recipe: Recipe, described: Sidecar, folder: Path, output: Path
+    shards: Sequence[Shard],
+    recipe: Recipe,
+    described: Sidecar,
+    folder: Path,
+    output: Path,
+    limit: Limit,
 ) -> None:
     """Concatenate the shards in order; the files appear under their names when all are written."""
     print(f"joining {len(shards)} shards")
@@ -323,7 +358,11 @@ def join(
     write_index(made[2], recipe.dtype, lengths)
     counts = [Counts.read(shard.counts(folder)) for shard in shards]
     empty, without_tokens = sum(c.empty for c in counts), sum(c.without_tokens for c in counts)
+    bad = [each for c in counts for each in c.bad]
+    limit.check(bad, len(lengths) + empty + without_tokens + len(bad))
     skipped = f"rows skipped: {empty:,} empty, {without_tokens:,} without tokens"
+    for reason, some in by_reason(bad).items():
+        skipped += f", {len(some):,} bad: {reason}"
     if not len(lengths):
         raise DataError(f"the inputs hold no text; {skipped}")
     described = replace(
@@ -331,10 +370,18 @@ def join(
         documents=len(lengths),
         tokens=int(lengths.sum(dtype=np.int64)),
         text_bytes=sum(c.text_bytes for c in counts),
-        skipped=empty + without_tokens,
+        skipped=empty + without_tokens + len(bad),
+        bad_rows=len(bad),
     )
     described.write(made[0])
     keep_tokenizer(recipe, output)
+    places = Path(f"{output}.bad_rows.tsv")
+    places.unlink(missing_ok=True)  # of what this replaces
+    if bad:
+        with (folder / "bad_rows").open("w", encoding="utf-8") as stream:
+            stream.writelines(listing(bad))
+        os.replace(folder / "bad_rows", places)
+        skipped += f" (places: {places})"
     for temporary, final in zip(made, output_files(output), strict=True):
         sync(temporary)
         os.replace(temporary, final)

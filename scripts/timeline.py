@@ -136,7 +136,7 @@ def read(path: Path) -> Trace:
         try:
             content = json.load(file)
             records = [r for r in content["traceEvents"] if r.get("ph") == "X"]
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f"{path} is no trace of torch.profiler") from None
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     found = [

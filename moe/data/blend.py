@@ -14,7 +14,7 @@ import numpy as np
 from phalanx.configs.addresses import is_address
 from phalanx.configs.schema import DataConfig
 from phalanx.moe.data.host_cache import DataError, cache_folder
-from phalanx.moe.data.token_files import Corpus, open_corpus
+from phalanx.moe.data.token_files import Corpus, Sidecar, open_corpus
 
 PARTS = ("training", "validation")
 
@@ -72,17 +72,23 @@ def open_blend(
     Raises:
         DataError: a pair is missing, damaged, too short, or not made for this vocabulary.
     """
-    try:
-        corpora = [open_corpus(prefix, cache_folder(cfg.cache)) for prefix in prefixes]
-    except OSError as error:
-        reason = error.strerror or error
-        raise DataError(f"{error.filename} cannot be read (data.blend): {reason}") from None
-    _check_tokenizers(corpora, vocab_size)
+    corpora = [opened(prefix, cfg) for prefix in prefixes]
+    described = [(c.prefix, c.sidecar) for c in corpora if c.sidecar is not None]
+    check_tokenizers(described, vocab_size)
     split = parse_split(cfg.split, sizes)
     parts = [_check_length(corpus, cfg, split, sizes) for corpus in corpora]
     if len(prefixes) > 1 and weights is None:
         weights = [float(training.tokens) for training, _ in parts]
     return Blend(corpora, parts, weights, split)
+
+
+def opened(prefix: str, cfg: DataConfig) -> Corpus:
+    """One pair, checked. Raises DataError."""
+    try:
+        return open_corpus(prefix, cache_folder(cfg.cache))
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"{error.filename} cannot be read (data.blend): {reason}") from None
 
 
 def parse_blend(blend: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -140,8 +146,8 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _check_tokenizers(corpora: Sequence[Corpus], vocab_size: int) -> None:
-    described = [(c.prefix, c.sidecar) for c in corpora if c.sidecar is not None]
+def check_tokenizers(described: Sequence[tuple[str, Sidecar]], vocab_size: int) -> None:
+    """Pairs by prefix are of one tokenizer, with ids of a vocabulary. Raises DataError."""
     for prefix, sidecar in described:
         if sidecar.vocab_size > vocab_size:
             raise DataError(

@@ -33,6 +33,7 @@ from phalanx.moe.data.packing import positions
 from phalanx.moe.data.remote_files import READERS
 from phalanx.moe.data.sources import Source
 from phalanx.moe.data.token_files import BYTES, Corpus, embedded
+from phalanx.moe.data.whole_documents import WholeDocuments
 from phalanx.moe.report.names import short_names
 
 
@@ -221,13 +222,15 @@ class _Endless(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: _IndexConfig) -> IndexedDataset:
-        remote = config.corpora[dataset_path].remote
-        if remote is not None:
+        corpus = config.corpora[dataset_path]
+        if corpus.remote is not None:
             dataset = IndexedDataset(dataset_path, mmap=False)
-            dataset.bin_reader = remote.reader()
-            return dataset
-        dataset = GPTDataset.build_low_level_dataset(dataset_path, config)
-        dataset.bin_reader = BinReader(Path(f"{dataset_path}.bin"))
+            dataset.bin_reader = corpus.remote.reader()
+        else:
+            dataset = GPTDataset.build_low_level_dataset(dataset_path, config)
+            dataset.bin_reader = BinReader(Path(f"{dataset_path}.bin"))
+        if corpus.joined:
+            dataset.index = WholeDocuments(dataset.index, corpus.lengths)
         return dataset
 
     def __len__(self) -> int:

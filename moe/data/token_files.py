@@ -19,7 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.configs.addresses import is_address
-from phalanx.moe.data.host_cache import DataError, built_once, cache_folder, opened_parts, stamp
+from phalanx.moe.data.host_cache import (
+    DataError,
+    built_once,
+    cache_folder,
+    digest,
+    opened_parts,
+    stamp,
+)
 from phalanx.moe.data.remote_files import RemotePair, described, remote_pair
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
@@ -53,6 +60,8 @@ class Sidecar:
     """UTF-8 bytes of all documents; 0 where that is not known."""
     skipped: int = 0
     """Rows of the input that gave no document."""
+    bad_rows: int = 0
+    """Those of them that were broken."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -79,14 +88,20 @@ class Corpus:
 
     prefix: str
     lengths: np.ndarray
-    """int32 [sequences], tokens of each, memory-mapped."""
-    documents: int
+    """int32 [documents], tokens of each; memory-mapped where each document is one sequence."""
     dtype: str
     sidecar: Sidecar | None
     stamp: str
     """Digest of samples of both files: equal wherever the same data lies."""
     remote: RemotePair | None = None
     """Of a pair in an object store."""
+    joined: bool = False
+    """Whether documents have several sequences, or none, in the index."""
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self.lengths)
 
     @property
     def local(self) -> str:
@@ -130,8 +145,14 @@ def open_corpus(prefix: str, cache: Path | None = None) -> Corpus:
         raise DataError(
             f"{index} is {state}: {size} bytes, its header announces {expected}; make it again"
         )
-    if sequences == 0 or boundaries < 2:
-        raise DataError(f"{index} describes an empty corpus: no documents")
+    if sequences == 0:
+        raise DataError(f"{index} describes an empty corpus: no sequences")
+    if boundaries < 2:
+        raise DataError(
+            f"{index} has lost its document boundaries: {sequences} sequences and no end of a "
+            "document; make it again with scripts/prepare_data.py, or with end_document() after "
+            "each document where Megatron-Core's IndexedDatasetBuilder writes it"
+        )
     raw = np.memmap(copied, mode="r")
     lengths = np.frombuffer(raw, np.int32, sequences, HEADER.size)
     offsets = np.frombuffer(raw, np.int64, sequences, HEADER.size + 4 * sequences)
@@ -153,7 +174,10 @@ def open_corpus(prefix: str, cache: Path | None = None) -> Corpus:
     sidecar_file = Path(f"{beside}.json")
     sidecar = Sidecar.read(sidecar_file) if sidecar_file.is_file() else None
     mark = remote.stamp if remote else _stamp(Path(binary), Path(index))
-    corpus = Corpus(prefix, lengths, boundaries - 1, dtype, sidecar, mark, remote)
+    if joined := not _one_each(documents, sequences):
+        lengths = _joined(index, offsets, documents, announced, np.dtype(dtype).itemsize)
+        mark = digest([mark, "by document"])  # rows of sequences were others
+    corpus = Corpus(prefix, lengths, dtype, sidecar, mark, remote, joined)
     _check_sidecar(corpus, announced // np.dtype(dtype).itemsize)
     return corpus
 
@@ -201,6 +225,29 @@ def _check_order(
         raise DataError(
             f"{index} is damaged: its sequences or documents are out of order; make it again"
         )
+
+
+def _one_each(documents: np.ndarray, sequences: int) -> bool:
+    """Whether document i is sequence i, as it is in what prepare_data writes."""
+    return len(documents) == sequences + 1 and all(
+        (np.diff(documents[start : start + _ENTRIES + 1]) == 1).all()
+        for start in range(0, sequences, _ENTRIES)
+    )
+
+
+def _joined(
+    index: str, offsets: np.ndarray, documents: np.ndarray, size: int, width: int
+) -> np.ndarray:
+    """int32 [documents]: tokens of each, whose sequences lie one behind another in the .bin."""
+    begins = np.full(len(documents), size, np.int64)
+    inside = documents < len(offsets)
+    begins[inside] = offsets[documents[inside]]
+    lengths = np.diff(begins) // width
+    if lengths.max() > np.iinfo(np.int32).max:
+        raise DataError(
+            f"{index} has a document of {lengths.max()} tokens; the most is 2**31 - 1: cut it"
+        )
+    return lengths.astype(np.int32)
 
 
 def _check_sidecar(corpus: Corpus, tokens: int) -> None:

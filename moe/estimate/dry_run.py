@@ -18,6 +18,7 @@ from phalanx.configs.matching import Match, alike
 from phalanx.configs.records import Published
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
+from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.accounting import (
     at_most,
     bf16_peak,
@@ -75,6 +76,8 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     m, d, k = cfg.model, cfg.data, cfg.kernels
     flops = flops_per_token(m, d.sequence_length)
     yield f"model     {model_size(m)}"
+    if ids := shown(cfg):
+        yield f"vocab     {ids}"
     convention = f"Megatron convention{at_most(cfg)}"
     yield f"work      {work(flops)} a token at sequence {d.sequence_length} ({convention})"
     yield f"ranks     {world} x {machine.name}, {described(cfg)}"

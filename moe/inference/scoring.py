@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from phalanx.configs.addresses import is_address
-from phalanx.moe.data.documents import KINDS, Recipe, cut, read
 from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.packed_files import NAMES, kind_of
 from phalanx.moe.data.packing import positions
+from phalanx.moe.data.text_rows import Reading, cut, read
 from phalanx.moe.data.token_files import open_corpus
 from phalanx.moe.inference.codec import Codec
 
@@ -91,19 +92,17 @@ def text_of(
     path: str,
     codec: Callable[[], Codec],
     *,
-    key: str = "text",
-    lines: bool = False,
+    reading: Reading = Reading(),  # noqa: B008  (frozen)
     limit: int | None = None,
     apart: bool = False,
     progress: Callable[[int], object] = lambda n: None,
 ) -> Text:
-    """The tokens of a .txt, .jsonl or .parquet file, or of a .bin/.idx pair without the ending.
+    """The tokens of a file with text, or of a .bin/.idx pair without the ending.
 
     Args:
         path: of the file, or the prefix of the pair.
         codec: asked where there is text to tokenize.
-        key: JSON key or Parquet column.
-        lines: each line of a .txt is a document.
+        reading: what of a file is text.
         limit: read whole documents until there are so many tokens.
         apart: documents do not see each other.
         progress: told bytes of text, or of the pair, as they are read.
@@ -115,15 +114,14 @@ def text_of(
     if Path(f"{given}.idx").is_file():
         found = _of_corpus(path, str(given), limit, apart)
         progress(found.ids_N.nbytes)
-    elif given.suffix in KINDS and given.is_file():
-        recipe = Recipe("", 0, "int64", key, lines)
-        texts = _documents(given, recipe)
+    elif kind_of(given) and given.is_file():
+        texts = _documents(given, reading)
         found = _of_documents(path, texts, codec(), limit, apart, progress)
     elif is_address(path):
         raise DataError(f"{path} is an address; evaluate copies of its files in a folder")
     else:
         state = "is none of" if given.exists() else "does not exist; expected"
-        raise DataError(f"{path} {state} {', '.join(KINDS)} or a prefix of .bin and .idx")
+        raise DataError(f"{path} {state} {NAMES}, or a prefix of .bin and .idx")
     if not found.predicted:
         raise DataError(f"{path} holds no tokens to predict; give a file with text")
     return found
@@ -168,9 +166,9 @@ def score(predictor: "Predictor", text: Text, context: int, batch: int) -> Itera
         yield Score(nats, tokens, share, count - tokens + first)
 
 
-def _documents(path: Path, recipe: Recipe) -> Iterator[str]:
-    for piece, _ in cut(str(path), KINDS[path.suffix], recipe, 1 << 62):
-        yield from read(piece, recipe)
+def _documents(path: Path, reading: Reading) -> Iterator[str]:
+    for piece, _ in cut(str(path), reading, 1 << 62):
+        yield from read(piece, reading)
 
 
 def _of_documents(

@@ -245,7 +245,7 @@ def _lines(path: Path) -> list[tuple[str, dict[str, Any] | None]]:
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             record = None
         lines.append((text, record if isinstance(record, dict) else None))
     return lines

@@ -8,6 +8,7 @@ from phalanx.configs.formats import described
 from phalanx.kernels.registry import table
 from phalanx.moe.data.loader import Loader, Samples
 from phalanx.moe.data.sources import table as source_table
+from phalanx.moe.data.vocabulary import shown
 from phalanx.moe.estimate.accounting import at_most, flops_per_token, model_size
 from phalanx.moe.report.units import count, storage, work
 from phalanx.moe.training.launch import code
@@ -39,6 +40,8 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
     ]
     if loader.documents:
         facts.insert(-1, ("packing", str(loader.packing())))
+    if ids := shown(cfg):
+        facts.insert(4, ("vocab", ids))
     lines = ["Phalanx", *(f"  {name:<8}{text}" for name, text in facts), ""]
     read = source_table(loader.dataset.sources, valid_set.sources if valid_set else ())
     lines += ["  " + text for text in read.splitlines()] + [""] * bool(read)

@@ -90,7 +90,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
             fields["ranks"] = tuple(line.get("ranks", ()))
             records.append(Record(**{k: v for k, v in fields.items() if k not in ("pass", "met")}))
         return content["facts"], records
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a file of this script: {error}") from error
 
 

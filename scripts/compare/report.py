@@ -127,7 +127,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[str], list[Run]]:
         if missing := {"steps", "tolerance", "command"} - set(facts):
             raise KeyError(*missing)
         return facts, list(content["points"]), runs
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a file of this script: {error!r}") from error
 
 

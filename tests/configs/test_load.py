@@ -173,6 +173,8 @@ def test_what_was_composed_before_changes_nothing(overrides: list[str]) -> None:
         made = compose(overrides)
     with initialize_config_dir(version_base="1.3", config_dir=str(loading.FOLDER)):
         whole = hydra_compose("config", overrides=overrides)
+    assert whole.model.vocab_size == 0
+    whole.model.vocab_size = 256  # that of bytes, which is filled in
     assert made.tree == whole and made.choices["model"] == "tiny"
 
 

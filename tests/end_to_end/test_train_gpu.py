@@ -92,7 +92,12 @@ def test_packed_documents(model: str, tmp_path: Path) -> None:
     pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
     prefix = write_corpus(tmp_path / "corpus", pieces)
     common = [f"model={model}", "kernels=torch", "model.attention.head_dim=64"]
-    common += ["data.source=indexed", f"data.blend=[{prefix}]", f"data.cache={tmp_path / 'cache'}"]
+    common += [
+        "data.source=indexed",
+        "model.vocab_size=256",
+        f"data.blend=[{prefix}]",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
     common += ["data.split='100'", "data.document_mask=true"]
     runs = {name: [*common, f"kernels.attention={name}"] for name in ("reference", "fa4", "flex")}
     runs |= {f"{name}_graph": [*runs[name], GRAPH] for name in ("fa4", "flex")}
@@ -109,7 +114,12 @@ def test_linear_attention(tmp_path: Path) -> None:
     common = [f"model={LINEAR}", "kernels=fused", "model.attention.head_dim=64"]
     pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
     prefix = write_corpus(tmp_path / "corpus", pieces)
-    packed = ["data.source=indexed", f"data.blend=[{prefix}]", f"data.cache={tmp_path / 'cache'}"]
+    packed = [
+        "data.source=indexed",
+        "model.vocab_size=256",
+        f"data.blend=[{prefix}]",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
     packed += ["data.split='100'", "data.document_mask=true"]
     ways = {"torch": ["kernels.attention=reference"], "fla": [], "graph": [GRAPH]}
     runs = {name: [*common, *way] for name, way in ways.items()}
@@ -264,7 +274,12 @@ def test_documents_over_two_halves(model: str, tmp_path: Path, two_gpus: None) -
     pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
     prefix = write_corpus(tmp_path / "corpus", pieces)
     common = [f"model={model}", "kernels=torch", "kernels.attention=flex"]
-    common += ["data.source=indexed", f"data.blend=[{prefix}]", f"data.cache={tmp_path / 'cache'}"]
+    common += [
+        "data.source=indexed",
+        "model.vocab_size=256",
+        f"data.blend=[{prefix}]",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
     common += ["data.split='100'", "data.document_mask=true", "model.moe.router.seq_aux_loss=0"]
     want = train(tmp_path, "one", *common)
     halves = [*common, "parallel.context=2"]

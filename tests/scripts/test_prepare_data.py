@@ -19,8 +19,9 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from phalanx.configs.schema import Config, DataConfig
-from phalanx.moe.data.documents import Recipe, make_shards, read
+from phalanx.moe.data.documents import make_shards
 from phalanx.moe.data.loader import build_datasets
+from phalanx.moe.data.text_rows import Reading, read
 from phalanx.moe.data.token_files import open_corpus
 from phalanx.scripts import prepare_data
 
@@ -226,10 +227,10 @@ def test_neither_the_command_nor_its_workers_import_torch(tmp_path: Path) -> Non
 def test_every_line_is_in_one_piece_wherever_the_cuts_fall(tmp_path: Path) -> None:
     expected = [f"line {i}" for i in range(4)]
     (tmp_path / "a.txt").write_text("\n".join(expected) + "\n")
-    recipe = Recipe(tokenizer="", eod=0, dtype="uint16", key="text", lines=True)
+    lines = Reading(lines=True)
     for chunk in range(1, 40):
-        shards = make_shards([(str(tmp_path / "a.txt"), "txt")], recipe, chunk)
-        found = [text for shard in shards for piece in shard.pieces for text in read(piece, recipe)]
+        shards = make_shards([str(tmp_path / "a.txt")], lines, chunk)
+        found = [text for shard in shards for piece in shard.pieces for text in read(piece, lines)]
         assert found == expected
 
 
@@ -346,7 +347,7 @@ def touch(path: Path) -> Path:
         (lambda f: [lines(f), "--bytes"], "the inputs hold no text"),
         (lambda f: [f / "none.jsonl", "--bytes"], "none.jsonl does not exist"),
         (lambda f: [touch(f / "a.csv"), "--bytes"], "a.csv is none of .jsonl"),
-        (lambda f: [f, "--bytes"], "holds no .jsonl, .txt, .parquet files"),
+        (lambda f: [f, "--bytes"], "holds no .jsonl, .json, .txt (or .gz, .zst of these)"),
         (lambda f: [lines(f, "{}"), "--tokenizer", f / "no.json"], "no.json does not exist"),
         (lambda f: [lines(f, "{}"), "--tokenizer", touch(f / "t.json")], "t.json is not a token"),
         (lambda f: [lines(f, "{}"), "--tokenizer", "{t}"], "--eod is needed.*<eod>, <pad>"),

@@ -19,6 +19,7 @@ from tests.support.distributed import run_distributed
 SMALL = [
     "run.device=cpu",
     "run.name=run",
+    "model.vocab_size=256",
     "model.hidden=32",
     "model.layers=2",
     "model.dense_ffn=48",

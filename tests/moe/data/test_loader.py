@@ -31,10 +31,16 @@ from tests.support.distributed import run_distributed
 VOCAB = 10_000
 
 
-def write(prefix: Path, documents: Sequence[Sequence[int]], dtype: type = np.uint16) -> str:
+def write(
+    prefix: Path,
+    documents: Sequence[Sequence[int]],
+    dtype: type = np.uint16,
+    cuts: Sequence[int] | None = None,
+) -> str:
+    """A pair; `cuts` are the lengths of the sequences of every document, one of all by default."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for document in documents:
-        builder.add_document(np.array(document, dtype), [len(document)])
+        builder.add_document(np.array(document, dtype), list(cuts or [len(document)]))
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
 
@@ -401,6 +407,13 @@ def patch(path: Path, offset: int, raw: bytes) -> None:
         stream.write(raw)
 
 
+def lose_documents(path: Path) -> None:
+    """As tools leave it that copy sequences alone."""
+    raw = path.read_bytes()
+    patch(path, 26, (1).to_bytes(8, "little"))
+    os.truncate(path, len(raw) - 8)
+
+
 def sidecar(path: Path, **changes: object) -> None:
     whole = {"tokenizer": "t", "tokenizer_sha256": "0", "vocab_size": 2000, "eod": 0}
     whole |= {"dtype": "uint16", "documents": 1, "tokens": 1001, **changes}
@@ -428,6 +441,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "a.idx has dtype code 7.*integer",
     ),
     "empty": (lambda p: write(p, []), "a.idx describes an empty corpus"),
+    "no document boundaries": (
+        lambda p: lose_documents(p.with_suffix(".idx")),
+        "a.idx has lost its document boundaries: 1 sequences.*make it again with scripts/prepare",
+    ),
     "empty document": (lambda p: write(p, [[]]), "a.idx describes an empty corpus"),
     "json broken": (lambda p: p.with_suffix(".json").write_text("{"), "a.json is not a JSON obj"),
     "json foreign": (

@@ -1,15 +1,18 @@
 """Where documents lie in rows, the masks that follow from it, and how sequences are packed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.loader import Loader, Samples
 from phalanx.moe.data.packing import packing, pieces, positions
+from phalanx.moe.data.token_files import open_corpus
 from tests.moe.data.test_loader import build, numbers, write
 
 BEGINS = 10_000
@@ -62,6 +65,46 @@ def test_rows_of_a_blend_know_their_documents(tmp_path: Path) -> None:
     train, _ = build(tmp_path, ["0.5", one, "0.5", two], 24, vocab=VOCAB)
     assert {train.source(i) for i in range(24)} == {0, 1}
     for i in range(24):
+        assert train.positions(i).tolist() == expected(train[i])
+
+
+def test_documents_of_several_sequences_are_whole(tmp_path: Path) -> None:
+    """Positions, masks, counts and parts go by documents, whatever sequences an index has."""
+    texts = documents((15,) * 40)
+    many = write(tmp_path / "many", texts, cuts=[5, 4, 6])
+    one = write(tmp_path / "one", texts)
+    settings = dict(vocab=VOCAB, split="75,25")
+    train, valid = build(tmp_path, [many], 90, 28, **settings)
+    others = build(tmp_path, [one], 90, 28, **settings)
+    assert valid is not None and others[1] is not None
+    for rows, alone, held in ((train, others[0], 30), (valid, others[1], 10)):
+        (source,) = rows.sources
+        assert (source.documents, source.tokens) == (held, 15 * held)
+        assert source == replace(alone.sources[0], name="many")
+        for i in range(len(rows)):
+            assert np.array_equal(rows[i], alone[i])
+            assert rows.positions(i).tolist() == expected(rows[i])
+    begun = [
+        {t for i in range(len(r)) for t in r[i].tolist() if t >= BEGINS} for r in (train, valid)
+    ]
+    assert not begun[0] & begun[1] and begun[0] | begun[1] == {*range(BEGINS, BEGINS + 40)}
+    loader = Loader(train, 2, 2, 0, 1, documents=True)
+    for batch in loader.next_step():
+        assert torch.equal(batch["loss_mask"], batch["labels"] < BEGINS)
+    loader.close()
+
+
+def test_documents_without_sequences(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.uint16)
+    builder.end_document()
+    for document in documents((30, 25)):
+        builder.add_document(np.array(document, np.uint16), [7, len(document) - 7])
+    builder.end_document()
+    builder.finalize(str(tmp_path / "a.idx"))
+    corpus = open_corpus(str(tmp_path / "a"))
+    assert corpus.documents == 4 and corpus.lengths.tolist() == [0, 30, 25, 0]
+    train, _ = build(tmp_path, [str(tmp_path / "a")], 15, vocab=VOCAB)
+    for i in range(15):
         assert train.positions(i).tolist() == expected(train[i])
 
 

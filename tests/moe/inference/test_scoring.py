@@ -11,9 +11,11 @@ import pytest
 from torch import Tensor
 
 from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.text_rows import Reading
 from phalanx.moe.inference.codec import Codec
 from phalanx.moe.inference.scoring import Score, Text, score, text_of
 from phalanx.scripts import prepare_data
+from tests.moe.data.test_loader import write
 
 
 class Table:
@@ -90,6 +92,15 @@ def test_documents_that_do_not_see_each_other(tmp_path: Path) -> None:
         text_of(str(tmp_path / "one.jsonl"), lambda: Codec(None, (0,)), apart=True)
 
 
+def test_documents_of_several_sequences_are_scored_whole(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "ids", [[7, *range(1, 15)]] * 4, cuts=[5, 4, 6])
+    text = text_of(prefix, lambda: Codec(None, (0,)), apart=True)
+    assert text.position_N is not None and text.predicted == 4 * 14
+    assert text.position_N.tolist() == [*range(15)] * 4
+    cut = text_of(prefix, lambda: Codec(None, (0,)), limit=16)
+    assert len(cut.ids_N) == 30, "whole documents until there are so many tokens"
+
+
 def test_scores_add_up_as_far_as_bytes_are_known() -> None:
     one, two, unknown = Score(2.0, 4, 3), Score(1.0, 1, 5), Score(1.0, 2, None)
     assert one + two == Score(3.0, 5, 8) and one + unknown == Score(3.0, 6, None)
@@ -107,17 +118,17 @@ def test_text_and_its_tokens_are_the_same_file(tmp_path: Path) -> None:
     def codec() -> Codec:
         return Codec(None, (0,))
 
-    text = text_of(str(tmp_path / "t.jsonl"), codec, key="body")
+    text = text_of(str(tmp_path / "t.jsonl"), codec, reading=Reading("body"))
     pair = text_of(str(tmp_path / "ids"), codec)
     assert text.ids_N.tolist() == pair.ids_N.tolist()
     expected = b"\0" + b"\0".join(t.encode() for t in texts if t) + b"\0"
     assert bytes(text.ids_N.tolist()) == expected
     assert text.text_bytes == pair.text_bytes == 14
     (tmp_path / "t.txt").write_text("zwei\ndrei\n")
-    by_line = text_of(str(tmp_path / "t.txt"), codec, lines=True)
+    by_line = text_of(str(tmp_path / "t.txt"), codec, reading=Reading(lines=True))
     assert bytes(by_line.ids_N.tolist()) == b"\0zwei\0drei\0"
     for limit, kept in ((1, 8), (7, 8), (8, 13), (17, 18), (99, 18)):
-        some = text_of(str(tmp_path / "t.jsonl"), codec, key="body", limit=limit)
+        some = text_of(str(tmp_path / "t.jsonl"), codec, reading=Reading("body"), limit=limit)
         cut = text_of(str(tmp_path / "ids"), codec, limit=limit)
         assert some.ids_N.tolist() == cut.ids_N.tolist() == list(expected[:kept]), limit
         assert cut.text_bytes == (14 if kept == 18 else None)
@@ -130,11 +141,11 @@ def test_what_cannot_be_scored_is_named(tmp_path: Path) -> None:
         text_of(str(empty), lambda: Codec(None, (0,)))
     with pytest.raises(DataError, match="which token ends a document: give --eod TOKEN"):
         text_of(str(empty), lambda: Codec(None, ()))
-    with pytest.raises(DataError, match="none does not exist; expected .jsonl, .txt"):
+    with pytest.raises(DataError, match="none does not exist; expected .jsonl, .json, .txt"):
         text_of(str(tmp_path / "none"), lambda: Codec(None, (0,)))
     with pytest.raises(DataError, match="s3://bucket/x.txt is an address; evaluate copies"):
         text_of("s3://bucket/x.txt", lambda: Codec(None, (0,)))
-    with pytest.raises(DataError, match="is none of .jsonl, .txt"):
+    with pytest.raises(DataError, match="is none of .jsonl, .json, .txt"):
         text_of(str(tmp_path), lambda: Codec(None, (0,)))
     model: Any = Table()
     with pytest.raises(DataError, match="x has token id 300, but model.vocab_size=256"):

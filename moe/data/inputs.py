@@ -1,0 +1,117 @@
+"""Input files of a command line: which files of its folders are taken, and which are not."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.packed_files import NAMES, ending, kind_of
+
+_ABOUT = (
+    *("readme", "license", "licence", "copying", "notice", "authors", "contributing", "citation"),
+    *("changelog", "requirements", "dataset_info", "dataset_infos", "dataset_dict", "metadata"),
+)
+_OF_MODELS = (
+    *("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab"),
+    *("config", "generation_config", "preprocessor_config"),
+)
+_SHOWN = 3
+
+
+@dataclass
+class Inputs:
+    """Files in their order, and what was found beside them."""
+
+    files: list[str] = field(default_factory=list)
+    """Absolute paths."""
+    left: dict[str, list[str]] = field(default_factory=dict)
+    """What was left out of folders, by reason; folders end in a slash."""
+
+    def report(self) -> Iterator[str]:
+        """Lines on what is taken and what is not."""
+        kinds = Counter(ending(path) for path in self.files)
+        taken = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
+        size = sum(os.stat(path).st_size for path in self.files)
+        yield f"taken: {taken} ({size / 1e6:,.1f} MB)"
+        if self.left:
+            yield f"left out: {self.left_out()}"
+
+    def left_out(self) -> str:
+        """Counts by reason, each with some names."""
+        parts = []
+        for reason, names in self.left.items():
+            shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
+            parts.append(f"{len(names):,} {reason} ({shown})")
+        return ", ".join(parts) or "nothing"
+
+
+def find_inputs(inputs: Sequence[str]) -> Inputs:
+    """Files in the order given; those of folders are sorted. A file that is named is taken.
+
+    Raises:
+        DataError: one does not exist, cannot be read as text, or a folder has nothing to take.
+    """
+    found = Inputs()
+    for entry in inputs:
+        path = Path(entry).expanduser().absolute()
+        if path.is_dir():
+            before = len(found.files)
+            found.files += map(str, _of_folder(path, found.left))
+            if len(found.files) == before:
+                raise DataError(f"{path} holds no {NAMES} files; left out: {found.left_out()}")
+        elif not path.is_file():
+            raise DataError(f"{path} does not exist")
+        elif kind_of(path) is None:
+            raise DataError(f"{path} is none of {NAMES}")
+        else:
+            found.files.append(str(path))
+    return found
+
+
+def _of_folder(root: Path, left: dict[str, list[str]]) -> list[Path]:
+    taken: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        here = Path(folder)
+        entries = [(name, _of_no_use(here / name)) for name in sorted(folders)]
+        folders[:] = [name for name, reason in entries if not reason]
+        entries += [(name, _not_text(here / name)) for name in sorted(names)]
+        for name, reason in entries:
+            path = here / name
+            if reason:
+                slash = "/" * path.is_dir()
+                left.setdefault(reason, []).append(f"{path.relative_to(root)}{slash}")
+            elif name in names:
+                taken.append(path)
+    return sorted(taken)
+
+
+def _of_no_use(folder: Path) -> str:
+    """Why a folder is left out; empty if it is searched."""
+    if folder.name.startswith("."):
+        return "hidden"
+    if folder.name.endswith(".parts") and (folder / "plan").is_file():
+        return "of prepared data"
+    return "links to folders" if folder.is_symlink() else ""
+
+
+def _not_text(path: Path) -> str:
+    """Why a file of a folder is left out; empty if it is taken."""
+    name = path.name.lower()
+    stem = name.partition(".")[0]
+    if name.startswith("."):
+        return "hidden"
+    if kind_of(path) is None:
+        return "of other kinds"
+    if stem in _ABOUT and name.endswith((".txt", ".json")):
+        return "about the data"
+    if name.endswith(".tokenizer.json") or path.with_suffix(".idx").is_file() and _json(path):
+        return "of prepared data"
+    if stem in _OF_MODELS and _json(path):
+        return "of a tokenizer or model"
+    return "" if path.is_file() else "no files"
+
+
+def _json(path: Path) -> bool:
+    return path.suffix == ".json"

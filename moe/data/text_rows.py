@@ -1,0 +1,307 @@
+"""Rows of text files: texts, and what is broken about those that are none.
+
+A `Piece` is a part of a file that one worker reads. Lines belong to the piece that they begin in,
+so that every row is read once, wherever files are cut. Invariant: a fault of one row is a `Bad` in
+its place, and the next row follows; a fault of a file is a DataError.
+"""
+
+import codecs
+import io
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from phalanx.moe.data.bad_rows import ROW, Bad, BadRow
+from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.packed_files import KINDS, arrow, is_packed, kind_of, opened
+
+_BLOCK = 1 << 20
+_SPACE = re.compile(r"[ \t\r\n]*")
+_BROKEN = (ValueError, RecursionError)  # of JSON; ValueError also for integers of 4,300 digits
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows become texts."""
+
+    key: str = "text"
+    """JSON key or Parquet column of the text."""
+    keys: dict[str, str] = field(default_factory=dict)
+    """Of the kinds of files that have another one."""
+    lines: bool = False
+    """Each line of a .txt is a row, not each file."""
+
+    def key_of(self, path: str) -> str:
+        return self.keys.get(kind_of(path) or "", self.key)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an input file: bytes [start, stop), or row groups of a Parquet file."""
+
+    path: str
+    form: str
+    """`lines` of JSON, JSON `array`, `txt` or `parquet`."""
+    start: int
+    stop: int
+
+
+def read_keys(given: list[str]) -> Reading:
+    """`--key text`, `--key parquet=content`, or both. Raises DataError."""
+    kinds = [kind for kind in KINDS.values() if kind != "txt"]
+    own: dict[str, str] = {}
+    of_all: list[str] = []
+    for text in given:
+        kind, equals, name = text.partition("=")
+        if not equals or kind not in kinds:
+            of_all.append(text)
+        elif kind in own:
+            raise DataError(f"--key {text}: {kind} has the key {own[kind]} already; give one")
+        else:
+            own[kind] = name
+    if len(of_all) > 1 or "" in (*of_all, *own.values()):
+        raise DataError(
+            f"--key {' --key '.join(given)}: give one name for all files, and KIND=NAME for "
+            f"{', '.join(kinds)} where it is another"
+        )
+    return Reading(of_all[0] if of_all else "text", own)
+
+
+def cut(path: str, reading: Reading, chunk: int) -> Iterator[tuple[Piece, int]]:
+    """Pieces of one file, each with its bytes."""
+    kind, size = kind_of(path), os.stat(path).st_size
+    if kind == "parquet":
+        metadata = open_parquet(path, reading.key_of(path)).metadata
+        for group in range(metadata.num_row_groups):
+            piece = Piece(path, "parquet", group, group + 1)
+            yield piece, metadata.row_group(group).total_byte_size
+        return
+    form = "txt" if kind == "txt" else "lines"
+    if kind == "json" and _is_array(path):
+        form = "array"
+    if form == "array" or is_packed(path) or (form == "txt" and not reading.lines):
+        yield Piece(path, form, 0, size), size
+        return
+    for start in range(0, size, chunk):
+        stop = min(start + chunk, size)
+        yield Piece(path, form, start, stop), stop - start
+
+
+def read(piece: Piece, reading: Reading) -> Iterator[str]:
+    """Texts of a piece. Raises DataError that names file and line."""
+    for row in rows(piece, reading):
+        if isinstance(row, Bad):
+            raise BadRow(str(row))
+        yield row
+
+
+def rows(piece: Piece, reading: Reading) -> Iterator[str | Bad]:
+    """Texts of a piece, empty where a row has none, and what is wrong with other rows."""
+    key = reading.key_of(piece.path)
+    if piece.form == "parquet":
+        yield from _parquet(piece, key)
+        return
+    with opened(piece.path) as stream:
+        if piece.form == "array":
+            yield from _array(piece.path, stream, key)
+        elif piece.form == "txt" and not reading.lines:
+            yield _decoded(_without_mark(stream.read()), Bad(piece.path, 0, 0, ""))
+        else:
+            for number, line in enumerate(_lines(piece, stream), start=1):
+                at = Bad(piece.path, piece.start, number, "")
+                if piece.form == "txt":
+                    yield _decoded(line, at)
+                elif line.strip():
+                    yield _parsed(line, key, at)
+
+
+def _lines(piece: Piece, stream: BinaryIO) -> Iterator[bytes]:
+    """Lines that begin in a piece, without their ends and the mark that a file may begin with."""
+    at, whole = 0, is_packed(piece.path)
+    if piece.start:
+        stream.seek(piece.start - 1)
+        at = piece.start - 1 + len(stream.readline())  # ends the line that the piece before has
+    while (whole or at < piece.stop) and (line := stream.readline()):
+        yield (line if at else _without_mark(line)).rstrip(b"\r\n")
+        at += len(line)
+
+
+def _without_mark(raw: bytes) -> bytes:
+    """What follows a byte order mark, which is no text."""
+    return raw.removeprefix(codecs.BOM_UTF8)
+
+
+def _wrong(at: Bad, reason: str, detail: object = "") -> Bad:
+    return Bad(at.path, at.start, at.number, reason, f"{detail}")
+
+
+def _decoded(raw: bytes, at: Bad) -> str | Bad:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        detail = f" at byte {error.start}"
+        if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            detail += " but UTF-16; convert the file with iconv -f UTF-16 -t UTF-8"
+        return _wrong(at, "not UTF-8", detail)
+
+
+def _parsed(line: bytes, key: str, at: Bad) -> str | Bad:
+    """The text of a line of JSON."""
+    text = _decoded(line, at)
+    if isinstance(text, Bad):
+        return text
+    try:
+        return _text(json.loads(text), key, at)
+    except _BROKEN as error:
+        return _wrong(at, "not JSON", f": {error}")
+
+
+def _text(record: Any, key: str, at: Bad) -> str | Bad:
+    """The text of a JSON object; null counts as empty."""
+    if not isinstance(record, dict) or key not in record:
+        names = list(record)[:20] if isinstance(record, dict) else []
+        keys = ", ".join(name.encode("unicode_escape").decode() for name in names) or "none"
+        return _wrong(at, f"no key {key!r}", f" (keys: {keys}); give --key")
+    text = record[key]
+    if text is not None and not isinstance(text, str):
+        return _wrong(at, f"{key!r} is {type(text).__name__}, not text")
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        if "\udc80" <= error.object[error.start] <= "\udcff":  # as `_array` reads such bytes
+            return _wrong(at, f"{key!r} is not UTF-8", f" at character {error.start}")
+        reason = f"{key!r} has half of a surrogate pair"
+        return _wrong(at, reason, f" at character {error.start}")
+    return text or ""
+
+
+# --- JSON arrays ----------------------------------------------------------------------------------
+
+
+def _is_array(path: str) -> bool:
+    with opened(path) as stream:
+        return _without_mark(stream.read(_BLOCK)).lstrip()[:1] == b"["
+
+
+def _array(path: str, stream: BinaryIO, key: str) -> Iterator[str | Bad]:
+    """Rows of a JSON array, of which a part is held at a time.
+
+    Raises:
+        DataError: it is no JSON: nobody knows where the next row would begin.
+    """
+    text = _Growing(io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=""))
+    try:
+        text.take("[")
+        while text.next() != "]":
+            at = Bad(path, 0, text.line, "")
+            yield _text(text.value(), key, at)
+            if text.next() != "]":
+                text.take(",")
+                if text.next() == "]":
+                    raise ValueError("a comma before the end of the array")
+        text.take("]")
+        if text.next():
+            raise ValueError("more behind the end of the array")
+    except _BROKEN as error:
+        raise DataError(f"{path}:{text.line}: not JSON: {error}") from None
+
+
+class _Growing:
+    """A text that is read on as its values are taken."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        self._stream, self._held, self._at = stream, "", 0
+        self._decode = json.JSONDecoder().raw_decode
+        self.line = 1
+        """Of what comes next."""
+
+    def next(self) -> str:
+        """The next character that is no space; empty at the end."""
+        while True:
+            spaces = _SPACE.match(self._held, self._at)
+            assert spaces is not None
+            self._pass(len(spaces[0]))
+            if self._at < len(self._held) or not self._more():
+                return self._held[self._at : self._at + 1]
+
+    def take(self, wanted: str) -> None:
+        """Pass over a character that must come next."""
+        if (found := self.next()) != wanted:
+            raise ValueError(f"expecting {wanted!r}, found {found or 'the end of the file'!r}")
+        self._pass(1)
+
+    def value(self) -> Any:
+        """The value that comes next."""
+        while True:
+            try:
+                value, end = self._decode(self._held, self._at)
+            except json.JSONDecodeError as error:
+                # Is it at the end of what was read, or wrong wherever that ends?
+                cut = error.msg.startswith("Unterminated") or error.pos > len(self._held) - 32
+                wrong = error.pos - self._at
+                if not cut or not self._more():
+                    self._pass(wrong)
+                    raise ValueError(error.msg) from None
+                continue
+            length, whole = end - self._at, end < len(self._held)  # a number may go on
+            if whole or not self._more():
+                self._pass(length)
+                return value
+
+    def _pass(self, count: int) -> None:
+        self.line += self._held.count("\n", self._at, self._at + count)
+        self._at += count
+
+    def _more(self) -> bool:
+        """Read on; false at the end of the file. What is passed is let go."""
+        self._held, self._at = self._held[self._at :], 0
+        more = self._stream.read(max(_BLOCK, len(self._held)))
+        self._held += more
+        return bool(more)
+
+
+# --- Parquet --------------------------------------------------------------------------------------
+
+
+def open_parquet(path: str, key: str) -> Any:
+    """pyarrow.parquet.ParquetFile that has the text column."""
+    types = arrow(path).types
+    from pyarrow import ArrowException, parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a Parquet file: {error}") from None
+    names = file.schema_arrow.names
+    if key not in names:
+        raise DataError(f"{path}: no column {key!r} (columns: {', '.join(names)}); give --key")
+    kind = inner = file.schema_arrow.field(key).type
+    if types.is_dictionary(kind):
+        inner = kind.value_type
+    texts = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+    if not any(is_text(inner) for is_text in texts):
+        raise DataError(f"{path}: column {key!r} is {kind}, not text; give --key")
+    return file
+
+
+def _parquet(piece: Piece, key: str) -> Iterator[str | Bad]:
+    """Values of the text column; null counts as empty."""
+    from pyarrow import ArrowException
+
+    file, groups = open_parquet(piece.path, key), range(piece.start, piece.stop)
+    row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+    try:
+        for batch in file.iter_batches(batch_size=1024, row_groups=list(groups), columns=[key]):
+            for value in batch.column(0):
+                row += 1
+                try:
+                    yield value.as_py() or ""
+                except UnicodeDecodeError as error:
+                    at = Bad(piece.path, ROW, row, "")
+                    yield _wrong(at, "not UTF-8", f" at byte {error.start}")
+    except (ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{piece.path}: its row groups cannot be read: {reason}") from None

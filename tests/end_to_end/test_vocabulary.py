@@ -1,0 +1,161 @@
+"""A model without a vocabulary of its own has that of the data, from the dry run to the export."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from phalanx import train
+from phalanx.configs.load import load
+from phalanx.moe.data.host_cache import DataError
+from phalanx.moe.data.token_files import Sidecar
+from phalanx.moe.data.vocabulary import fill, shown
+from phalanx.parallel.checkpoint import saved_config
+from phalanx.scripts import convert_hf, evaluate, prepare_data, sample
+from tests.support.looking import command
+from tests.support.runs import SMALL, run, text, write_corpus
+
+IDS = 300
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A prefix, prepared as README says."""
+    folder = tmp_path_factory.mktemp("own")
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    end = ["<|endoftext|>"]
+    made.train_from_iterator(
+        [part.decode() for part in text()],
+        trainers.BpeTrainer(vocab_size=IDS, special_tokens=end, initial_alphabet=alphabet),
+    )
+    made.save(str(folder / "tokenizer.json"))
+    rows = [json.dumps({"text": part.decode()}) for part in text()]
+    (folder / "wiki.jsonl").write_text("\n".join(rows))
+    given = [folder / "wiki.jsonl", "--tokenizer", folder / "tokenizer.json", "--eod", *end]
+    given += ["--output", folder / "data/wiki", "--workers", 1]
+    assert prepare_data.main([*map(str, given)]) == 0
+    return str(folder / "data/wiki")
+
+
+def overrides(corpus: str, *more: str) -> list[str]:
+    """Of a run that says nothing about its vocabulary."""
+    small = [text for text in SMALL if not text.startswith("model.vocab_size")]
+    data = ["data=indexed", f"data.blend=[{corpus}]", f"data.cache={Path(corpus).parent}/cache"]
+    return [*small, "model=tiny", "model.attention.head_dim=8", *data, *more]
+
+
+def line_of(ids: int = 384) -> str:
+    return f"{ids}, of which {IDS} are ids of {{}}/tokenizer.json"
+
+
+@pytest.mark.dist
+def test_a_run_takes_the_vocabulary_of_its_data(corpus: str, tmp_path: Path) -> None:
+    shown_line = line_of().format(Path(corpus).parents[1].name)
+    given = overrides(corpus, "run.save_interval=1", f"run.dir={tmp_path}")
+    main, _ = run(2, [*given, "run.steps=2", "parallel.expert=2"])
+    assert main.code == 0, main.err
+    assert f"\n  vocab   {shown_line}\n" in main.out
+    folder = tmp_path / "run"
+    kept = yaml.safe_load((folder / "config.yaml").read_text())
+    newest = saved_config.newest(folder / "checkpoints")
+    assert newest is not None
+    for config in (kept, saved_config.configuration(newest)):
+        assert config["model"]["vocab_size"] == 384
+    main, _ = run(2, [*given, "run.steps=3", "parallel.tensor=2", "parallel.expert=1"])
+    assert main.code == 0 and "step 2" in main.out, main.err  # another layout, the same model
+    for script, words in (
+        (sample.main, ["--prompt", "def ", "--tokens", "3"]),
+        (evaluate.main, [corpus, "--max-tokens", "100"]),
+        (convert_hf.main, [tmp_path / "hf"]),
+    ):
+        argv = ["export", folder, *words] if script is convert_hf.main else [folder, *words]
+        said = command(script, *argv)
+        assert said.code == 0, said.err
+    assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 384
+
+
+def test_it_is_said_before_a_launch(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown_line = line_of().format(Path(corpus).parents[1].name)
+    given = overrides(corpus, f"run.dir={tmp_path}", "run.steps=2")
+    assert train.main([*given, "--check"]) == 0
+    assert capsys.readouterr().err == f"vocabulary: {shown_line}\n"
+    world = ["run.dry_run=true", "parallel.world_size=2"]
+    assert train.main([*given, *world]) == 0
+    assert f"\n  vocab     {shown_line}\n" in capsys.readouterr().out
+    for more in (["--check"], world):  # a vocabulary of its own that does not fit
+        assert train.main([*given, "model.vocab_size=256", *more]) == 2
+        said = capsys.readouterr()
+        (line,) = (said.err + said.out).splitlines()
+        assert line.startswith(f"error: {corpus}.json: ids of tokenizer ")
+        assert line.endswith("but model.vocab_size=256; set model.vocab_size=300 or more")
+    assert train.main([*given, "model.vocab_size=300", *world]) == 0
+    assert "\n  vocab     300, of which 300 are ids of " in capsys.readouterr().out
+
+
+def test_data_that_does_not_tell_is_refused_with_the_override(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_corpus(tmp_path / "text", [[1] * 40] * 20)
+    given = overrides(prefix, f"run.dir={tmp_path}", "run.steps=2")
+    for more in (["--check"], [], ["run.dry_run=true"]):
+        assert train.main([*given, *more]) == 2
+        said = capsys.readouterr()
+        line = next(x for x in (said.err + said.out).splitlines() if x.startswith("error: "))
+        assert line == (
+            f"error: nothing tells the vocabulary of {prefix}.bin, for want of {prefix}.json "
+            "beside it; set model.vocab_size to the number of ids of its tokenizer"
+        )
+    assert train.main([*given, "model.vocab_size=256", "--check"]) == 0
+    Path(f"{prefix}.idx").unlink()
+    assert train.main([*given, "--check"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {prefix}.idx does not exist")
+
+
+@pytest.mark.parametrize(
+    ("ids", "tensor", "expected"),
+    [
+        (1, 1, 128),
+        (128, 1, 128),
+        (129, 8, 256),
+        (50257, 8, 50304),
+        (300, 3, 384),
+        (50257, 3, 50304),
+    ],
+)
+def test_it_is_padded_for_every_layout_alike(
+    tmp_path: Path, ids: int, tensor: int, expected: int
+) -> None:
+    prefix = write_corpus(tmp_path / "text", [[0] * 40] * 20)
+    sidecar = Sidecar("t", "0", ids, 0, "uint16", documents=20, tokens=800)
+    sidecar.write(Path(f"{prefix}.json"))
+    cfg = load(overrides(prefix, f"parallel.tensor={tensor}"))
+    assert cfg.model.vocab_size == 0
+    fill(cfg)
+    assert cfg.model.vocab_size == expected and expected % tensor == 0
+    assert shown(cfg) == f"{expected:,}, of which {ids:,} are ids of t"
+    cfg.model.vocab_size = 1000
+    fill(cfg)
+    assert cfg.model.vocab_size == 1000
+
+
+def test_other_sources_are_of_bytes_and_two_tokenizers_are_refused(tmp_path: Path) -> None:
+    for source in ("embedded", "synthetic"):
+        assert load([f"data={source}"]).model.vocab_size == 256
+        assert load([f"data={source}", "model.vocab_size=512"]).model.vocab_size == 512
+    prefixes = [write_corpus(tmp_path / name, [[0] * 40] * 20) for name in "ab"]
+    for prefix in prefixes:
+        sidecar = Sidecar(prefix, prefix, 40, 0, "uint16", documents=20, tokens=800)
+        sidecar.write(Path(f"{prefix}.json"))
+    cfg = load(overrides(prefixes[0]))
+    cfg.data.blend = prefixes
+    fill(cfg)
+    with pytest.raises(DataError, match="data.blend mixes tokenizers"):
+        shown(cfg)
