@@ -55,8 +55,8 @@ def mtp_loss(
 ) -> Tensor:
     """Hidden states that predict the next token; their gradient carries that of the losses.
 
-    Args: those of `process_mtp_loss`, which this replaces; `hidden_states` are those that predict
-        the next token, and the tokens ahead of it, one after the other.
+    Arguments are those of `process_mtp_loss`. `hidden_states` has behind these, along its first
+    dimension, the ones that predict each token ahead.
     """
     next_SBD, *ahead = hidden_states.chunk(1 + config.mtp_num_layers)
     if labels is None or not is_training:

@@ -285,7 +285,8 @@ def validation_line(record: dict[str, Any]) -> str:
     for key, labels in record.items():
         if key.startswith("valid_labels/"):
             name = key.removeprefix("valid_labels/")
-            named.append(f"{name} {record[f'valid_loss/{name}']:.4f}" if labels else f"{name} none")
+            loss = f"{record[f'valid_loss/{name}']:.4f}" if labels else "no label"
+            named.append(f"{name} {loss}")
     if named:
         parts.append(", ".join(named))
     return said + (f": {'; '.join(parts)}" if parts else "")

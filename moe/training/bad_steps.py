@@ -3,9 +3,9 @@
 Between the backward and the optimizer. Both numbers are sums over all ranks that every rank reads
 to the last bit, so the verdict needs no message, and a replayed graph ends where the read begins.
 A value that is not finite is answered as `run.bad_steps` says. A step without a label that counts
-is skipped: only the balancing losses of the routers would move the parameters. A spike is skipped, an idea of
-OLMo-core's SkipStepOptimizer: a loss or norm more than `run.skip_spikes` standard deviations above
-the mean of the last 128 accepted steps.
+is skipped: only the balancing losses of the routers would move the parameters. A spike is skipped,
+an idea of OLMo-core's SkipStepOptimizer: a loss or norm more than `run.skip_spikes` standard
+deviations above the mean of the last 128 accepted steps.
 """
 
 import math

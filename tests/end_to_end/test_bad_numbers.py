@@ -88,8 +88,8 @@ def spoilt(rank: int, *, bad: dict[int, Bad]) -> Iterator[list[Seen]]:
     failure._GRACE = 0.3  # no launcher will signal these ranks
     mean_loss, step, seen = computing.mean_loss, trainer.Trainer._train_step, list[Seen]()
 
-    def bad_loss(what: Bad, loss_BS: torch.Tensor) -> Any:
-        total, count, report = mean_loss(loss_BS)
+    def bad_loss(what: Bad, loss_BS: torch.Tensor, **given: Any) -> Any:
+        total, count, report = mean_loss(loss_BS, **given)
         if what.where == "loss":
             return total * what.value, count, {"loss": report["loss"] * what.value}
         total.register_hook(lambda grad: grad * what.value)

@@ -60,7 +60,8 @@ def test_a_source_has_the_loss_that_it_has_alone(
         validated(1, [source], tmp_path, f"run.eval_batches={batches}")
         for source, batches in zip(sources, (3, 1), strict=True)
     )
-    assert set(text) == {"valid_loss", "valid_perplexity"}  # bytes of text are not known
+    # Bytes of text are not known.
+    assert set(text) == {"valid_loss", "valid_perplexity", "valid_labels"}
     assert alone["valid_loss/text"] == pytest.approx(text["valid_loss"], rel=LOSS)
     assert alone["valid_loss/one"] == pytest.approx(one["valid_loss"], rel=LOSS)
     assert abs(text["valid_loss"] - one["valid_loss"]) > 1e-2
@@ -80,5 +81,5 @@ def test_layouts_agree(
 ) -> None:
     blend = ["0.75", sources[0], "0.25", sources[1]]
     found = validated(2, blend, tmp_path, "run.eval_batches=4", *LAYOUTS[layout])
-    assert found.keys() == alone.keys() and len(found) == 6
+    assert found.keys() == alone.keys() and len(found) == 9
     assert found == pytest.approx(alone, rel=5 * LOSS)
