@@ -160,7 +160,6 @@ class Step:
         self.capture_failure, self.graph = failure, None
         self.job.engine.abandon_step()
         offloader(self.job.runtime.device).abandon()
-        MTPLossLoggingHelper.clean_metrics_in_tracker()
 
     def own_part(self, batch: Batch) -> Batch:
         """A micro-batch on the device, of its sequences what this context rank trains on.
@@ -241,8 +240,7 @@ class Step:
         moving()
         batch = next(batches)
         labels, mask = batch["labels"], batch.get("loss_mask")
-        mean, *_ = mean_K.unbind()
-        report = mean_loss if chunk.training else sample_losses
+        mean, report = mean_K[0], mean_loss if chunk.training else sample_losses
         gradient = partial(self._loss_gradient, labels, microbatches, mean, mask)
         with foretold(gradient, labels), labels_ahead(mean_K[1:]) as ahead:
             if self.cfg.data.document_mask:

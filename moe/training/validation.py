@@ -95,12 +95,11 @@ def scores(
         whole = sum(size * n for size, n in zip(known, weights, strict=True)) / sum(weights)
     found = _scores(mean, count, whole)
     for source, loss, labels, _ in read:
-        own = _scores(loss / labels, labels, source.bytes_per_token) if labels else _NO_LABELS
+        own: dict[str, float] = {"valid_labels": 0}
+        if labels:
+            own = _scores(loss / labels, labels, source.bytes_per_token)
         found |= {f"{key}/{source.name}": value for key, value in own.items()}
     return found
-
-
-_NO_LABELS = {"valid_labels": 0}
 
 
 def _scores(loss: float, labels: int, bytes_per_token: float | None) -> dict[str, float]:
