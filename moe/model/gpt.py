@@ -48,11 +48,13 @@ from phalanx.moe.model.attention import LatentAttention, core_attention
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.grouped_attention import GroupedAttention, over_heads
 from phalanx.moe.model.loss import cross_entropy
+from phalanx.moe.model.mtp_loss import mtp_loss
 from phalanx.moe.model.norm import norm_class
 from phalanx.moe.model.output_projection import OutputProjection
 from phalanx.moe.model.precision import compute_dtype, recipe, with_recipe
 from phalanx.moe.model.transformer_layer import Layer
 from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, StockMoE, router_kwargs
+from phalanx.parallel.megatron import patches
 from phalanx.parallel.memory.layer_pass import MemoryPlan
 
 
@@ -320,6 +322,7 @@ def build(
     block = TransformerBlockSubmodules(layer_specs=[layer(i) for i in ids], layer_norm=norm)
     mtp = None
     if m.mtp_layers:
+        patches.losses_ahead_by(mtp_loss)
         # Built like the last decoder layer, also where this chunk has no decoder layer.
         mtp = get_gpt_mtp_block_spec_for_backend(
             config=config,

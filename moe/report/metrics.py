@@ -282,9 +282,13 @@ def validation_line(record: dict[str, Any]) -> str:
     if "valid_bits_per_byte" in record:
         more.append(f"{record['valid_bits_per_byte']:.3f} bits a byte")
     parts = [", ".join(more)] if more else []
-    sources = [key for key in record if key.startswith("valid_loss/")]
-    if sources:
-        named = (f"{key.removeprefix('valid_loss/')} {record[key]:.4f}" for key in sources)
+    named = []
+    for key, labels in record.items():
+        if key.startswith("valid_labels/"):
+            name = key.removeprefix("valid_labels/")
+            loss = f"{record[f'valid_loss/{name}']:.4f}" if labels else "no label"
+            named.append(f"{name} {loss}")
+    if named:
         parts.append(", ".join(named))
     return said + (f": {'; '.join(parts)}" if parts else "")
 

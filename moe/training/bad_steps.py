@@ -2,9 +2,10 @@
 
 Between the backward and the optimizer. Both numbers are sums over all ranks that every rank reads
 to the last bit, so the verdict needs no message, and a replayed graph ends where the read begins.
-A value that is not finite is answered as `run.bad_steps` says. A spike is skipped, an idea of
-OLMo-core's SkipStepOptimizer: a loss or norm more than `run.skip_spikes` standard deviations above
-the mean of the last 128 accepted steps.
+A value that is not finite is answered as `run.bad_steps` says. A step without a label that counts
+is skipped: only the balancing losses of the routers would move the parameters. A spike is skipped,
+an idea of OLMo-core's SkipStepOptimizer: a loss or norm more than `run.skip_spikes` standard
+deviations above the mean of the last 128 accepted steps.
 """
 
 import math
@@ -29,12 +30,23 @@ class Health:
         self._returns = {-1: 0}  # to the checkpoint of a step, the one of the last rollback
         self.skipped = self.rollbacks = 0
 
-    def fault(self, step: int, loss: float, norm: float) -> str | None:
-        """What is wrong with a step; None if nothing is, and then later ones are measured by it."""
+    def fault(self, step: int, loss: float, norm: float, labels: int = 1) -> str | None:
+        """What is wrong with a step; None if nothing is, and then later ones are measured by it.
+
+        Args:
+            step: its number.
+            loss: mean over its labels; of no meaning without one.
+            norm: of its gradients.
+            labels: how many count.
+        """
         values = {"loss": loss, "gradient norm": norm}
+        if not labels:
+            del values["loss"]
         for name, value in values.items():
             if not math.isfinite(value):
                 return f"the {name} of step {step} is {value}"
+        if not labels:
+            return f"step {step} has no loss: none of its labels counts"
         for name, value in values.items():
             if above := self._spike(value, self._seen[name]):
                 return f"the {name} of step {step} is {value:.4g}, {above}"

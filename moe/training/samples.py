@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
 from phalanx.configs.schema import Config
 from phalanx.moe.data.packing import pieces
 from phalanx.moe.inference.codec import codec_of_run
 from phalanx.moe.inference.sampling import generate
-from phalanx.moe.training.step import Batch, Rerun, Step
+from phalanx.moe.training.labels import Batch
+from phalanx.moe.training.step import Rerun, Step
 from phalanx.parallel.fault.activity import moving
 
 LENGTH = 64
@@ -98,7 +98,6 @@ class Samples:
         except _NotFinite:  # on all ranks
             ids = None
         engine.train()
-        MTPLossLoggingHelper.clean_metrics_in_tracker()  # of passes that are no training
         if ids is None:
             return None, self._reruns
         sample = Sample(self._codec.decode(prompt), self._codec.continuation(prompt, ids))

@@ -80,25 +80,6 @@ class Job:
         """Micro-batches of a rank in one step."""
         return self.cfg.data.global_batch // (self.cfg.data.micro_batch * self.data_parallel)
 
-    @property
-    def mtp_weight(self) -> float:
-        """Factor on this rank's multi-token-prediction loss before ranks are averaged."""
-        return mtp_weight(self.cfg, self.groups)
-
-
-def mtp_weight(cfg: Config, groups: Groups) -> float:
-    """This context rank's share of the labels of multi-token prediction, times context ranks.
-
-    Megatron-Core averages the means of the ranks. The last tokens of a sequence have no label, and
-    lie on the first context rank: without the factor its other tokens would count more.
-    """
-    if groups.context == 1 or cfg.data.document_mask:  # where labels are counted on all ranks
-        return 1.0
-    ranks, ahead = groups.context, (cfg.model.mtp_layers + 1) / 2  # mean over prediction layers
-    unlabelled = ahead if groups.pg.cp.rank() == 0 else 0.0
-    length = cfg.data.sequence_length
-    return (length / ranks - unlabelled) / ((length - ahead) / ranks)
-
 
 @dataclass(frozen=True)
 class Built:
@@ -191,7 +172,6 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     choices = [*choices, *emulation(resolved), *weights, *overlap, *cloning, graph]
     captured = graph.backend == capture.CAPTURED
     sms = sms_of(p.comm_sms, transport, waiting, quantizes)
-    config.mtp_loss_scaling_factor = cfg.model.mtp_loss * mtp_weight(cfg, groups)
     budget = Budget(p.capacity_factor, device=runtime.device)
     backends = Backends(experts, attention, norm, *linear)
     options = _moe_options(cfg, experts, transport, budget, sms)

@@ -9,26 +9,26 @@ makes the update. A step that overflowed is computed again with more rows.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from phalanx.configs.schema import Config
 from phalanx.moe.model.loss import foretold
+from phalanx.moe.model.mtp_loss import labels_ahead
 from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
+from phalanx.moe.training.labels import Batch, Labels, counted, labels_of
 from phalanx.moe.training.setup import Job
 from phalanx.parallel.cuda_graph import CaptureFailed, Inputs, StepGraph
 from phalanx.parallel.engine import max_over_world, sum_over_world
 from phalanx.parallel.fault.activity import moving
 from phalanx.parallel.memory.offload import offloader
 
-Batch = dict[str, torch.Tensor]
-_SUMS = 5
+_SUMS = 6
 """Numbers that ranks add up, before the time of each rank and the load of the experts."""
 
 
@@ -45,7 +45,11 @@ class Totals(NamedTuple):
     """Totals of a step over all ranks, identical on every rank."""
 
     loss: float
+    """Mean over all labels of the global batch that count; NaN without one."""
     mtp_loss: float
+    """The same for tokens further ahead, mean over how far; NaN without a label of any of them."""
+    labels: int
+    """Labels of the global batch that count, for the next token."""
     norm: float
     """Gradient norm before clipping; 0 without gradients."""
     stopping: bool
@@ -81,8 +85,10 @@ class Step:
         """Seconds that the last step took to launch; 0 on a CPU, which computes meanwhile, and
         between pipeline stages, which wait for each other meanwhile."""
         self.collector = balance.Collector(job.engine.modules, job.engine.config, job.groups.pg)
+        self._all_labels = self._of_all_tokens()
         self.sample_losses: torch.Tensor | None = None
-        """fp32 [samples] of this rank in the last forward-only step; None but on the last stage."""
+        """fp32 [2, samples] of this rank in the last forward-only step: sum of the losses of each
+        sample, and labels that count; None but on one rank of those that have the same."""
 
     def __call__(
         self,
@@ -133,13 +139,15 @@ class Step:
             if totals.is_cuda and self.job.groups.pipeline == 1:
                 self._launched = time.perf_counter() - began
             read = _read(totals)  # the one host read of the step
-            peak, loss, ranks, mtp_loss, stopping, squares = read[: 1 + _SUMS].tolist()
+            peak, loss, ranks, mtp_loss, labels, stopping, squares = read[: 1 + _SUMS].tolist()
             if not budget.exceeded(peak):
-                losses, norm = (loss / ranks, mtp_loss / ranks), math.sqrt(squares)
+                count, norm = round(labels / ranks), math.sqrt(squares)
+                losses = (loss / ranks if count else math.nan, mtp_loss / ranks)
                 layers = tops.layers if tops is not None and not forward_only else 0
                 rest = read[1 + _SUMS :]
                 late_R, load, logits = rest.split([world, len(rest) - world - layers, layers])
-                return Totals(*losses, norm, stopping > 0, tuple(reruns), late_R, load, logits)
+                told = stopping > 0, tuple(reruns)
+                return Totals(*losses, count, norm, *told, late_R, load, logits)
             reruns.append(Rerun(budget.grow(), budget.capacity_factor))
             self.drop_graph()
             balance.restore(engine.modules, before)
@@ -158,7 +166,6 @@ class Step:
         self.capture_failure, self.graph = failure, None
         self.job.engine.abandon_step()
         offloader(self.job.runtime.device).abandon()
-        MTPLossLoggingHelper.clean_metrics_in_tracker()
 
     def own_part(self, batch: Batch) -> Batch:
         """A micro-batch on the device, of its sequences what this context rank trains on.
@@ -173,16 +180,35 @@ class Step:
         if "loss_mask" not in inputs:
             return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp)
         # Of packed documents, what a rank cannot tell by its own part.
-        labels_B = inputs["loss_mask"].sum(1) / groups.context
-        whole_BS = inputs["position_ids"]
-        inputs["last"] = whole_BS.roll(-1, 1) == 0
-        own = get_batch_on_this_cp_rank(inputs, False, groups.pg.cp)
-        return own | {"labels_B": labels_B, "whole": whole_BS}
+        whole = {"whole": inputs["position_ids"], "whole_mask": inputs["loss_mask"]}
+        inputs["last"] = whole["whole"].roll(-1, 1) == 0
+        return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp) | whole
+
+    def _of_all_tokens(self) -> Labels:
+        """Labels of a step without masks."""
+        data, device = self.cfg.data, self.job.runtime.device
+        lengths = (data.sequence_length - k for k in range(1 + self.cfg.model.mtp_layers))
+        number_K = torch.tensor([data.global_batch * max(0, n) for n in lengths], device=device)
+        return labels_of(number_K, self.job.microbatches * self._ranks)
+
+    @property
+    def _ranks(self) -> int:
+        """Ranks whose losses and gradients Megatron-Core takes the mean of."""
+        return self.job.groups.data * self.job.groups.context
+
+    def _labels(self, inputs: Inputs) -> Labels:
+        """Labels that count in a step. Collective with masks."""
+        if "loss_mask" not in inputs[0]:
+            return self._all_labels
+        parts, kinds = len(inputs) * self._ranks, len(self._all_labels.number_K)
+        return counted(inputs, kinds, parts, self.job.groups.pg.dp)
 
     def _forward(self, inputs: Inputs) -> torch.Tensor:
-        reports = self._microbatches(inputs, forward_only=True)
-        self.sample_losses = torch.cat([r["samples"] for r in reports]) if reports else None
-        return self._totals(reports, None)
+        labels = self._labels(inputs)
+        reports = self._microbatches(inputs, labels, forward_only=True)
+        first = reports and self.job.groups.pg.tp.rank() == 0
+        self.sample_losses = torch.cat([r["samples"] for r in reports], 1) if first else None
+        return self._totals(reports, labels, None)
 
     def forward_backward(self, inputs: Inputs) -> torch.Tensor:
         """All of a step on the device but the update; see `_totals`."""
@@ -190,15 +216,18 @@ class Step:
         engine.zero_grad()
         if self.job.max_logits is not None:
             self.job.max_logits.reset()
-        reports = self._microbatches(inputs)
+        labels = self._labels(inputs)
+        reports = self._microbatches(inputs, labels)
         if self._spoil is not None:
             engine.scale_gradients(self._spoil)
-        return self._totals(reports, engine.grad_squares())
+        return self._totals(reports, labels, engine.grad_squares())
 
-    def _microbatches(self, inputs: Inputs, forward_only: bool = False) -> list[Any]:
+    def _microbatches(
+        self, inputs: Inputs, labels: Labels, forward_only: bool = False
+    ) -> list[Any]:
         data = self.cfg.data
         return self.job.engine.forward_backward(
-            partial(self.forward_step, microbatches=len(inputs)),
+            partial(self.forward_step, microbatches=len(inputs), mean_K=labels.mean_K),
             [iter(inputs) for _ in self.job.engine.chunks],
             microbatches=len(inputs),
             sequence=data.sequence_length * (data.micro_batch if data.document_mask else 1),
@@ -207,26 +236,34 @@ class Step:
         )
 
     def forward_step(
-        self, batches: Iterator[Batch], chunk: torch.nn.Module, *, microbatches: int
+        self,
+        batches: Iterator[Batch],
+        chunk: torch.nn.Module,
+        *,
+        microbatches: int,
+        mean_K: torch.Tensor,
     ) -> tuple[Any, Any]:
         """Loss of the next of so many micro-batches in a chunk, as Megatron-Core's schedules ask
         for it."""
         moving()
         batch = next(batches)
-        counted, labels = _counted(batch), batch["labels"]
-        report = partial(mean_loss if chunk.training else sample_losses, **counted)
-        with foretold(partial(self._loss_gradient, labels, microbatches, **counted), labels):
+        labels, mask = batch["labels"], batch.get("loss_mask")
+        mean, report = mean_K[0], mean_loss if chunk.training else sample_losses
+        gradient = partial(self._loss_gradient, labels, microbatches, mean, mask)
+        with foretold(gradient, labels), labels_ahead(mean_K[1:]) as ahead:
             if self.cfg.data.document_mask:
-                return self._packed(batch, chunk), report
-            output = chunk(batch["tokens"], batch["position_ids"], None, labels=labels)
-            return output, report
+                output = self._packed(batch, chunk)
+            else:
+                given = batch["tokens"], batch["position_ids"], None
+                output = chunk(*given, labels=labels, loss_mask=mask)
+        return output, partial(report, mean=mean, mask_BS=mask, ahead=ahead)
 
     def _loss_gradient(
         self,
         labels: torch.Tensor,
         microbatches: int,
-        mask_BS: torch.Tensor | None = None,
-        labels_B: torch.Tensor | None = None,
+        mean: torch.Tensor,
+        mask_BS: torch.Tensor | None,
     ) -> torch.Tensor:
         """What `mean_loss` and the schedules make the gradient of each loss that counts, fp32."""
         scale = self.job.engine.config.grad_scale_func or (lambda loss: loss)
@@ -234,8 +271,7 @@ class Step:
         if mask_BS is None:
             each = factor / labels.numel()
             return torch.full((), each, dtype=torch.float32, device=labels.device)
-        count = (mask_BS if labels_B is None else labels_B).sum()
-        return factor / _at_least_one(count).float()
+        return factor / mean
 
     def _packed(self, batch: Batch, chunk: torch.nn.Module) -> Any:
         """Output of a chunk for sequences of packed documents, which to the model are one."""
@@ -258,28 +294,32 @@ class Step:
         )
 
     def _totals(
-        self, reports: list[dict[str, torch.Tensor]], grad_squares: torch.Tensor | None
+        self,
+        reports: list[dict[str, torch.Tensor]],
+        labels: Labels,
+        grad_squares: torch.Tensor | None,
     ) -> torch.Tensor:
         """Of all ranks, fp64 on the device.
 
         The largest share of the budget of expert rows; then sums: loss, ranks that have one, loss
-        of multi-token prediction, ranks asked to stop, squared gradient norm; the time of each
-        rank; and after a backward pass the load of the experts, and the largest attention logit of
-        each layer, if the run has them.
+        of multi-token prediction, labels of the global batch once for each of these ranks, ranks
+        asked to stop, squared gradient norm; the time of each rank; and after a backward pass the
+        load of the experts, and the largest attention logit of each layer, if the run has them.
         """
         totals = torch.zeros(_SUMS, dtype=torch.float64, device=self.job.runtime.device)
         if reports:  # last pipeline stage
             totals[0] = torch.stack([r["loss"] for r in reports]).mean()
             totals[1].fill_(1)  # a copy of a number could not be captured
-            mtp = MTPLossLoggingHelper.tracker.get("loss_values")
-            if mtp is not None:
-                totals[2] = mtp.mean() / len(reports) * self.job.mtp_weight
-                MTPLossLoggingHelper.clean_metrics_in_tracker()
-        totals[3] = self._stop
+            if "ahead" in reports[0]:
+                ahead_K = sum(r["ahead"] for r in reports)
+                there = (labels.number_K[1:] > 0).sum()
+                totals[2] = ahead_K.sum() / there / len(reports)
+            totals[3] = labels.number_K[0]
+        totals[4] = self._stop
         summed, largest, logits = [totals, self._late_R], [self.job.budget.record()[None]], []
         tops = None if grad_squares is None else self.job.max_logits
         if grad_squares is not None:
-            totals[4] = grad_squares
+            totals[5] = grad_squares
             summed.append(self.collector.table().flatten())
         if tops is not None:
             largest.append(tops.flat())
@@ -308,49 +348,36 @@ def _read(totals: torch.Tensor) -> torch.Tensor:
 
 def mean_loss(
     loss_BS: torch.Tensor,
+    mean: torch.Tensor,
     mask_BS: torch.Tensor | None = None,
-    labels_B: torch.Tensor | None = None,
+    ahead: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count.
 
     Args:
         loss_BS: of each token; in any shape of as many if there is a mask.
+        mean: labels that a micro-batch of a rank has on average. The sum is divided by it, so that
+            the mean over micro-batches and ranks is that over all labels, and the count is 1.
         mask_BS: bool: which tokens count; None counts all.
-        labels_B: tokens that count in each sequence, the mean over ranks that share it: the mean of
-            their results is then that over all tokens that count. None if it is not shared.
+        ahead: losses of multi-token prediction, for the report.
     """
-    if mask_BS is not None:
-        total = (loss_BS.float().view(mask_BS.shape) * mask_BS).sum()
-        count = mask_BS.sum().clamp(min=1).int()
-        if labels_B is not None:
-            total = total * (count / _at_least_one(labels_B.sum()))
-        return total, count, {"loss": total.detach() / count}
-    total = loss_BS.float().sum()
-    count = torch.full((), loss_BS.numel(), dtype=torch.int32, device=loss_BS.device)
-    return total, count, {"loss": total.detach() / loss_BS.numel()}
+    loss_BS = loss_BS.float()
+    total = (loss_BS if mask_BS is None else loss_BS.view(mask_BS.shape) * mask_BS).sum() / mean
+    report = {"loss": total.detach().clone()}  # Megatron-Core divides in place
+    if ahead:
+        report["ahead"] = torch.stack(list(ahead))
+    return total, torch.ones((), dtype=torch.int32, device=loss_BS.device), report
 
 
 def sample_losses(
     loss_BS: torch.Tensor,
+    mean: torch.Tensor,
     mask_BS: torch.Tensor | None = None,
-    labels_B: torch.Tensor | None = None,
+    ahead: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """As `mean_loss`, with the mean loss of each sample's tokens on this rank in the report."""
-    total, count, report = mean_loss(loss_BS, mask_BS, labels_B)
-    if mask_BS is None:
-        return total, count, report | {"samples": loss_BS.float().mean(1)}
+    """As `mean_loss`, with `samples` in the report, fp32 [2, B]: sums of the losses of each
+    sample's tokens on this rank, and how many count."""
+    total, count, report = mean_loss(loss_BS, mean, mask_BS, ahead)
+    mask_BS = torch.ones_like(loss_BS, dtype=torch.bool) if mask_BS is None else mask_BS
     loss_BS = loss_BS.float().view(mask_BS.shape) * mask_BS
-    labels_B = mask_BS.sum(1) if labels_B is None else labels_B
-    return total, count, report | {"samples": loss_BS.sum(1) / _at_least_one(labels_B)}
-
-
-def _counted(batch: Batch) -> dict[str, Any]:
-    """What `mean_loss` counts a micro-batch by, if not all its tokens count."""
-    if "loss_mask" not in batch:
-        return {}
-    return dict(mask_BS=batch["loss_mask"], labels_B=batch.get("labels_B"))
-
-
-def _at_least_one(labels: torch.Tensor) -> torch.Tensor:
-    """Where no token counts, of whose losses the sum is 0."""
-    return labels.where(labels > 0, 1)
+    return total, count, report | {"samples": torch.stack((loss_BS.sum(1), mask_BS.sum(1)))}

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch.profiler import record_function
 
 from phalanx.configs.capture import CAPTURED
@@ -109,7 +108,6 @@ class Trainer:
                 print(f"-- {note}", flush=True)
         doing("start: model")
         self.job: Job = setup(cfg, runtime, choices)
-        MTPLossLoggingHelper.clean_metrics_in_tracker()  # kept by Megatron-Core for the process
         self.loader = self._loader(train_set)
         self.health = Health(cfg.run)
         self.step = 0
@@ -221,8 +219,7 @@ class Trainer:
             if self.step % 500 == 0:
                 gc.collect()
             if run.eval_interval and self.step % run.eval_interval == 0:
-                seen = {"step": self.step, "tokens": self._tokens()}
-                self.metrics.log(seen | self.validate())
+                self._validate()
                 self.pace.restart(self.step)
             if self.samples is not None and self.step % run.sample_every == 0:
                 self._sample(self.samples)
@@ -271,17 +268,18 @@ class Trainer:
             measure_logits=due,
             spoil=self.faults.factor(number),
         )
-        loss, mtp_loss, norm, stopping, reruns, late, load, logits = totals
+        loss, mtp_loss, labels, norm, stopping, reruns, late, load, logits = totals
         self._tell(reruns, f"step {number}")
         if (failure := self.compute.capture_failure) is not None and not self._eager:
             self._eager = number
             self.metrics.event(f"{not_captured(failure)}; steps are eager from step {number} on")
         if number > self._first:  # which compiles, and opens files
             self.slow.add(late)
-        fault = self.health.fault(number, loss, norm)
+        fault = self.health.fault(number, loss, norm, labels)
         if fault is not None:
             balance.restore(engine.modules, before)
-            if not self.health.skips(fault, finite=math.isfinite(loss) and math.isfinite(norm)):
+            finite = math.isfinite(norm) and (math.isfinite(loss) or not labels)
+            if not self.health.skips(fault, finite=finite):
                 self._roll_back(fault)
                 return stopping
             self.metrics.event(f"skipped: {fault}")
@@ -294,35 +292,48 @@ class Trainer:
         self.step = number
         self._may_write()
         if self.step % self.cfg.run.log_interval == 0 or self.step == self.cfg.run.steps:
-            record = {"loss": loss, "grad_norm": norm, "lr": engine.lr, "data_time": waited}
-            if self.cfg.model.mtp_layers:
+            record = {"loss": loss} if labels else {}
+            record |= {"grad_norm": norm, "lr": engine.lr, "labels": labels, "data_time": waited}
+            if self.cfg.model.mtp_layers and not math.isnan(mtp_loss):
                 record["mtp_loss"] = mtp_loss
             self._log(record)
         return stopping
 
     # --- around the loop --------------------------------------------------------------------------
 
+    def _validate(self) -> None:
+        if found := self.validate():
+            self.metrics.log({"step": self.step, "tokens": self._tokens()} | found)
+        else:
+            self.metrics.event(
+                f"the validation after step {self.step} has no loss: none of its labels counts; "
+                "raise run.eval_batches or check the documents of the validation data"
+            )
+
     def validate(self) -> dict[str, float]:
-        """Scores of the validation batches: see `moe.training.validation.scores`."""
+        """Scores of the validation batches: see `moe.training.validation.scores`.
+
+        Empty if none of their labels counts.
+        """
         assert self.valid_set is not None
         rows, sources = self.valid_set, self.valid_set.sources
         engine, loader = self.job.engine, self._loader(rows)
         doing(f"step {self.step}: validation")
         engine.eval()
-        losses, before = [], balance.snapshot(engine.modules)
+        steps, before = list[tuple[float, int]](), balance.snapshot(engine.modules)
         tally = Tally(len(sources), self.runtime.device) if len(sources) > 1 else None
         with torch.no_grad(), record_function("validation"):
             for _ in range(self.cfg.run.eval_batches):
                 numbers = loader.next_rows()
                 totals = self.compute(loader.next_step(), before, forward_only=True)
                 self._tell(totals.reruns, f"the validation after step {self.step}")
-                losses.append(totals.loss)
+                steps.append((totals.loss, totals.labels))
                 if tally is not None:
                     tally.add([rows.source(n) for n in numbers], self.compute.sample_losses)
         engine.train()
         loader.close()
         by_source = tally.totals() if tally is not None else []
-        return scores(sum(losses) / len(losses), sources, by_source)
+        return scores(steps, sources, by_source)
 
     def _sample(self, samples: Samples) -> None:
         doing(f"step {self.step}: sample")

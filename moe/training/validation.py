@@ -1,19 +1,31 @@
 """A validation: the mean loss, that of each data source, and the same as perplexity and bits.
 
-A sample's source is known on the host from its number; its loss comes from the last pipeline stage.
-Losses of all samples are added up by source on the device and over the ranks once a validation, so
-that they are the same on every layout up to rounding.
+A loss is the mean over the labels that count, so that the losses of the sources, by their labels,
+add up to that of all. A sample's source is known on the host from its number; its losses come from
+the last pipeline stage. They are added up by source on the device and over the ranks once a
+validation, so that they are the same on every layout up to rounding.
 Legend: N samples of a rank in one step, P data sources.
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.moe.data.sources import Source
 from phalanx.parallel.engine import sum_over_world
+
+
+class OfSource(NamedTuple):
+    """Sums over the samples of a source."""
+
+    loss: float
+    labels: int
+    """Labels that count."""
+    samples: int
+    """Counted once by each context rank."""
 
 
 class Tally:
@@ -25,63 +37,74 @@ class Tally:
     """
 
     def __init__(self, sources: int, device: torch.device) -> None:
-        self._sums_2P = torch.zeros(2, sources, dtype=torch.float64, device=device)
+        self._sums_3P = torch.zeros(3, sources, dtype=torch.float64, device=device)
 
-    def add(self, sources_N: Sequence[int], losses_N: Tensor | None) -> None:
+    def add(self, sources_N: Sequence[int], samples_2N: Tensor | None) -> None:
         """Note the samples of a step.
 
         Args:
             sources_N: number of each sample's source.
-            losses_N: mean loss of each sample's tokens on this rank; None but on the last stage.
+            samples_2N: of each sample on this rank the sum of losses, and the labels that count;
+                None where another rank has the same.
         """
-        if losses_N is None:
+        if samples_2N is None:
             return
-        numbers_N = torch.tensor(sources_N, device=losses_N.device)
-        of_NP = torch.nn.functional.one_hot(numbers_N, self._sums_2P.shape[1]).double()
+        numbers_N = torch.tensor(sources_N, device=samples_2N.device)
+        of_NP = torch.nn.functional.one_hot(numbers_N, self._sums_3P.shape[1]).double()
         # A product, since its sums have one order; those of index_add_ have none on a GPU.
-        ones_N = torch.ones_like(losses_N)
-        self._sums_2P += torch.stack((losses_N, ones_N)).double() @ of_NP
+        sums_3N = torch.cat((samples_2N, torch.ones_like(samples_2N[:1])))
+        self._sums_3P += sums_3N.double() @ of_NP
 
-    def totals(self) -> list[tuple[float, float]]:
-        """Sum of losses and weight of the samples by source, over all ranks. Collective."""
-        sums_P, counts_P = sum_over_world(self._sums_2P).tolist()
-        return list(zip(sums_P, counts_P, strict=True))
+    def totals(self) -> list[OfSource]:
+        """By source, over all ranks. Collective."""
+        sums_P3 = sum_over_world(self._sums_3P).t().tolist()
+        return [OfSource(loss, round(labels), round(n)) for loss, labels, n in sums_P3]
 
 
 def scores(
-    mean: float, sources: Sequence[Source], totals: Sequence[tuple[float, float]]
+    steps: Sequence[tuple[float, int]], sources: Sequence[Source], totals: Sequence[OfSource]
 ) -> dict[str, float]:
     """What a validation is recorded as.
 
     Args:
-        mean: loss over all samples, in nats a token.
+        steps: mean loss of each step in nats a label, and the labels that count.
         sources: of the validation data; none for random tokens.
         totals: of `Tally`, for several sources.
 
     Returns:
-        `valid_loss` and `valid_perplexity`, and `valid_bits_per_byte` where the bytes of text are
-        known; of each of several sources that had samples the same, with / and its name behind.
-        Bits per byte are bits a token over the source's bytes a token, of its whole part.
+        `valid_loss`, `valid_perplexity` and `valid_labels`, and `valid_bits_per_byte` where the
+        bytes of text are known; of each of several sources that had samples the same, with / and
+        its name behind, and of one without labels these alone. Bits per byte are bits a token over
+        the source's bytes a token, of its whole part. Empty without any label.
     """
+    most = max(labels for _, labels in steps)
+    if not most:
+        return {}
+    # By shares of the largest step: of steps with as many labels the mean is the plain one.
+    shares = [(loss, labels / most) for loss, labels in steps if labels]
+    mean = sum(loss * share for loss, share in shares) / sum(share for _, share in shares)
+    count = sum(labels for _, labels in steps)
     if len(sources) < 2:
-        return _scores(mean, sources[0].bytes_per_token if sources else None)
-    read = [(s, loss, n) for s, (loss, n) in zip(sources, totals, strict=True) if n]
-    sizes = [s.bytes_per_token for s, _, _ in read]
+        return _scores(mean, count, sources[0].bytes_per_token if sources else None)
+    read = [(s, *of) for s, of in zip(sources, totals, strict=True) if of.samples]
+    sizes = [s.bytes_per_token for s, _, labels, _ in read if labels]
     known = [size for size in sizes if size is not None]
-    weights = [n for _, _, n in read]
+    weights = [labels for _, _, labels, _ in read if labels]
     whole = None
     if len(known) == len(sizes):
         whole = sum(size * n for size, n in zip(known, weights, strict=True)) / sum(weights)
-    found = _scores(mean, whole)
-    for source, loss, n in read:
-        own = _scores(loss / n, source.bytes_per_token)
+    found = _scores(mean, count, whole)
+    for source, loss, labels, _ in read:
+        own: dict[str, float] = {"valid_labels": 0}
+        if labels:
+            own = _scores(loss / labels, labels, source.bytes_per_token)
         found |= {f"{key}/{source.name}": value for key, value in own.items()}
     return found
 
 
-def _scores(loss: float, bytes_per_token: float | None) -> dict[str, float]:
+def _scores(loss: float, labels: int, bytes_per_token: float | None) -> dict[str, float]:
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    found = {"valid_loss": loss, "valid_perplexity": perplexity}
+    found = {"valid_loss": loss, "valid_perplexity": perplexity, "valid_labels": labels}
     if bytes_per_token:
         found["valid_bits_per_byte"] = loss / math.log(2) / bytes_per_token
     return found

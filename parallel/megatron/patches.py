@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
@@ -81,8 +80,6 @@ def shift_within_documents() -> None:
 
     Megatron-Core loops over bounds that it reads on the host. What it is given here as
     `packed_seq_params` has `last_T`, bool [T], where a document ends: nothing is shifted there.
-    Where context ranks share its `sequences`, what masks sum up to is the mean over these ranks, so
-    that tokens of all of them count alike.
     """
     from megatron.core.transformer import multi_token_prediction
 
@@ -96,13 +93,17 @@ def shift_within_documents() -> None:
         x_BS = x_1T.view(packed_seq_params.sequences, -1)
         next_BS, _ = multi_token_prediction.roll_tensor(x_BS, cp_group=cp_group)
         next_1T = next_BS.view(1, -1).masked_fill(packed_seq_params.last_T, 0)
-        total = next_1T.sum()
-        if x_1T.dtype == torch.bool:
-            dist.all_reduce(total, group=cp_group)
-            total = total / cp_group.size()
-        return next_1T, total
+        return next_1T, next_1T.sum()
 
     multi_token_prediction._roll_tensor_packed_seq = shifted
+
+
+def losses_ahead_by(function: Callable[..., Tensor]) -> None:
+    """Have models take the losses of multi-token prediction by `function`, in the place of
+    Megatron-Core's `process_mtp_loss`."""
+    from megatron.core.models.gpt import gpt_model
+
+    gpt_model.process_mtp_loss = function
 
 
 def without_masters(settings: OptimizerConfig) -> None:

@@ -87,8 +87,8 @@ def spoilt(rank: int, *, bad: dict[int, Bad]) -> Iterator[list[Seen]]:
     failure._GRACE = 0.3  # no launcher will signal these ranks
     mean_loss, step, seen = computing.mean_loss, trainer.Trainer._train_step, list[Seen]()
 
-    def bad_loss(what: Bad, loss_BS: torch.Tensor) -> Any:
-        total, count, report = mean_loss(loss_BS)
+    def bad_loss(what: Bad, loss_BS: torch.Tensor, **given: Any) -> Any:
+        total, count, report = mean_loss(loss_BS, **given)
         return total * what.value, count, {"loss": report["loss"] * what.value}
 
     def watched(self: Any) -> bool:

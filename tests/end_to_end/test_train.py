@@ -321,8 +321,8 @@ def not_finite(rank: int, *, at: int, where: str) -> Iterator[list[bool]]:
 
     mean_loss, step, unchanged = computing.mean_loss, trainer.Trainer._train_step, list[bool]()
 
-    def spoilt(loss_BS: torch.Tensor) -> Any:
-        total, count, report = mean_loss(loss_BS)
+    def spoilt(loss_BS: torch.Tensor, **given: Any) -> Any:
+        total, count, report = mean_loss(loss_BS, **given)
         if where == "loss":
             return total * math.nan, count, {"loss": report["loss"] * math.nan}
         return total + (0 * total).sqrt(), count, report  # the slope of the root at 0 is infinite
@@ -435,4 +435,11 @@ def test_forward_and_backward_never_wait_for_the_device(
 ) -> None:
     overrides = [*corpus, *MODELS[model], f"run.dir={tmp_path}", "run.steps=1", "kernels=torch"]
     for loss in run_distributed(_sync_free, world, overrides):
+        assert 4 < loss < 8
+
+
+def test_labels_are_counted_without_waiting(corpus: list[str], tmp_path: Path) -> None:
+    overrides = [*corpus, *MODELS["tiny_deepseek"], f"run.dir={tmp_path}", "run.steps=1"]
+    packed = ["kernels=torch", "data.document_mask=true", "model.moe.router.seq_aux_loss=0"]
+    for loss in run_distributed(_sync_free, 2, [*overrides, *packed]):
         assert 4 < loss < 8

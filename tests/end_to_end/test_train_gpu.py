@@ -128,6 +128,8 @@ def test_linear_attention(tmp_path: Path) -> None:
     for data in ("", "documents_"):
         for name in ("fla", "graph"):
             close(got[data + name], got[f"{data}torch"])
+    labels = [[step["labels"] for step in got[f"documents_{name}"]] for name in ways]
+    assert labels[0] == labels[1] == labels[2] and len(set(labels[0])) > 1
     page = (tmp_path / "fla" / "console.log").read_text()
     assert re.search(r"^  linear_attention +(\S+) +auto$", page, re.M)[1] == "fla"  # type: ignore[index]
 

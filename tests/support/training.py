@@ -145,17 +145,14 @@ def _inputs_watched(compute: Any) -> Iterator[None]:
 def _left(trainer: Any) -> dict[str, str]:
     """Digests of what the steps of a trainer left on this rank, for a next step to go on from."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    from megatron.core.transformer.multi_token_prediction import (
-        MTPLossAutoScaler,
-        MTPLossLoggingHelper,
-    )
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     from phalanx.moe.router.balance import routers
     from phalanx.parallel.checkpoint import rng
     from phalanx.parallel.checkpoint.model_state import sharded_state
     from phalanx.parallel.checkpoint.optimizer_state import OptimizerState
 
-    engine, tracker = trainer.job.engine, MTPLossLoggingHelper.tracker
+    engine = trainer.job.engine
     scalers = MoEAuxLossAutoScaler, MTPLossAutoScaler
     buffers = [b for c in engine.chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
     state = sharded_state(engine.chunks, trainer.job.groups.pg.dp_cp)
@@ -165,7 +162,6 @@ def _left(trainer: Any) -> dict[str, str]:
         "gradients": [buffer.grad_data for buffer in buffers],
         "optimizer": [piece.data for piece in pieces],
         "routers": [b for router in routers(engine.modules) for b in router.buffers()],
-        "losses of prediction": [t for t in tracker.values() if isinstance(t, Tensor) and t.any()],
         "loss scales": [scaler.main_loss_backward_scale for scaler in scalers],
         "random states": rng.get(),
         "schedule": [engine.scheduler.num_steps, engine.lr],

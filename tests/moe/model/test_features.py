@@ -303,22 +303,22 @@ def test_logits(name: str) -> None:
 
 
 def _training(overrides: list[str]) -> None:
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from phalanx.moe.model.mtp_loss import labels_ahead
 
     cfg, model = built(overrides)
     state = fill(model)
     ids, labels = tokens(cfg.model.vocab_size)
-    MTPLossLoggingHelper.clean_metrics_in_tracker()
-    got = model(ids, positions(), None, labels=labels).mean()
+    with labels_ahead(torch.tensor([ids.numel() - len(ids)])) as logged:
+        got = model(ids, positions(), None, labels=labels).mean()
     got.backward()
 
     leaves = {name: value.clone().requires_grad_() for name, value in state.items()}
     main, ahead = PlainModel(cfg.model, leaves).losses(ids, labels)
     (main + cfg.model.mtp_loss * ahead).backward()
     torch.testing.assert_close(got.double(), main.detach(), rtol=1e-5, atol=1e-5)
-    if cfg.model.mtp_layers:
-        logged = MTPLossLoggingHelper.tracker["loss_values"]
-        torch.testing.assert_close(logged.double(), ahead.detach()[None], rtol=1e-5, atol=1e-5)
+    assert len(logged) == cfg.model.mtp_layers
+    for value in logged:
+        torch.testing.assert_close(value.double(), ahead.detach(), rtol=1e-5, atol=1e-5)
     for name, parameter in model.named_parameters():
         expected = leaves[name].grad
         assert parameter.grad is not None and expected.norm() > 0, name

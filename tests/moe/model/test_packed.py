@@ -4,17 +4,12 @@ Rotary angles are replaced by ones that do not grow evenly, so that attention de
 document begins, which positions that differ by a constant would hide.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.library_objects import replaced
 from tests.moe.model.test_features import (
     LINEAR,
     MLA,
@@ -50,26 +45,9 @@ def unevenly(model: Any) -> None:
             module.forward = changed(module.forward)
 
 
-@contextmanager
-def weighted(shares: Sequence[float]) -> Iterator[None]:
-    """Inside, losses of tokens further ahead count by a factor each: Megatron-Core takes the mean
-    over the tokens of a call."""
-    from megatron.core.transformer import multi_token_prediction
-
-    scaler = multi_token_prediction.MTPLossAutoScaler
-    depth = itertools.cycle(shares)
-
-    def apply(hidden: Tensor, loss: Tensor) -> Tensor:
-        return scaler.apply(hidden, loss * next(depth))
-
-    with replaced(multi_token_prediction, "MTPLossAutoScaler", SimpleNamespace(apply=apply)):
-        yield
-
-
 def _packed_and_alone(overrides: list[str]) -> None:
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
     from phalanx.moe.data.packing import positions
+    from phalanx.moe.model.mtp_loss import labels_ahead
     from phalanx.moe.model.packed import packed
     from phalanx.moe.training.step import mean_loss, sample_losses
     from phalanx.parallel.megatron.patches import shift_within_documents
@@ -90,51 +68,45 @@ def _packed_and_alone(overrides: list[str]) -> None:
         loss.backward()
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    MTPLossLoggingHelper.tracker.clear()
-    losses = model(
-        text[:, :-1].reshape(1, -1),
-        place.reshape(1, -1),
-        None,
-        labels=text[:, 1:].reshape(1, -1),
-        loss_mask=mask.reshape(1, -1),
-        packed_seq_params=packed(place, places=0),
-    )
-    total, count, report = mean_loss(losses, mask)
-    got = gradients(total / count)
-    logged = MTPLossLoggingHelper.tracker.get("loss_values")
-
     lengths = [n for row in ROWS for n in row]
     documents = [d for row, ns in zip(text, ROWS, strict=True) for d in row.split(ns)]
-    predicted = sum(n - 1 for n in lengths)
-    predicted_ahead = [sum(max(0, n - 2 - k) for n in lengths) for k in range(ahead)]
-    assert count == predicted == mask.sum()
+    predicted = torch.tensor(sum(n - 1 for n in lengths))
+    ahead_K = torch.tensor([sum(max(0, n - 2 - k) for n in lengths) for k in range(ahead)])
+    assert predicted == mask.sum()
+    with labels_ahead(ahead_K) as logged:
+        losses = model(
+            text[:, :-1].reshape(1, -1),
+            place.reshape(1, -1),
+            None,
+            labels=text[:, 1:].reshape(1, -1),
+            loss_mask=mask.reshape(1, -1),
+            packed_seq_params=packed(place, places=0),
+        )
+    total, count, report = mean_loss(losses, predicted, mask)
+    got = gradients(total / count)
+
     want: dict[str, Tensor] = {}
-    sums, sums_ahead = [], torch.zeros(ahead)
+    sums, sums_ahead = [], [torch.zeros(())] * ahead
     for document in documents:
         if len(document) < 2:
             continue
-        MTPLossLoggingHelper.tracker.clear()
-        shares = [max(0, len(document) - 2 - k) / n for k, n in enumerate(predicted_ahead)]
         ids, labels = document[None, :-1], document[None, 1:]
-        with weighted(shares):
+        with labels_ahead(ahead_K) as alone:
             loss = model(ids, torch.arange(len(document) - 1)[None], None, labels=labels).sum()
         sums.append(loss.detach())
         for name, gradient in gradients(loss / predicted).items():
             want[name] = want.get(name, 0) + gradient
-        if ahead:
-            sums_ahead += MTPLossLoggingHelper.tracker["loss_values"] * torch.tensor(shares)
-    MTPLossLoggingHelper.tracker.clear()
+        sums_ahead = [a + b for a, b in zip(sums_ahead, alone, strict=True)]
 
     torch.testing.assert_close(report["loss"], sum(sums) / predicted, rtol=2e-6, atol=0)
-    assert (logged is None) == (ahead == 0)
-    if logged is not None:
-        torch.testing.assert_close(logged, sums_ahead, rtol=2e-6, atol=0)
+    torch.testing.assert_close(logged, sums_ahead, rtol=2e-6, atol=0)
     assert got.keys() == want.keys() == dict(model.named_parameters()).keys()
     for name, gradient in want.items():
         error = (got[name] - gradient).norm() / gradient.norm()
         assert gradient.norm() > 0 and error < 2e-5, f"{name}: relative error {error:.1e}"
-    samples = sample_losses(losses, mask)[2]["samples"]
-    torch.testing.assert_close(samples[1], sums[4] / TOKENS, rtol=2e-6, atol=0)
+    samples, labels = sample_losses(losses, predicted, mask)[2]["samples"]
+    torch.testing.assert_close(samples[1], sums[4], rtol=2e-6, atol=0)
+    assert labels.tolist() == mask.sum(1).tolist() and labels[1] == TOKENS
 
     whole = model(text[:, :-1], place, None, labels=text[:, 1:])
     assert (whole - losses.view(whole.shape))[mask].abs().max() > 0.1

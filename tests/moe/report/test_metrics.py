@@ -17,7 +17,7 @@ from phalanx.moe.data.sources import Source
 from phalanx.moe.report import metrics as metrics_module
 from phalanx.moe.report.loggers import read, start_facts, tag
 from phalanx.moe.report.metrics import Metrics, duration, heading, line, steady
-from phalanx.moe.training.validation import scores
+from phalanx.moe.training.validation import OfSource, scores
 
 GPU: dict[str, Any] = {
     "step": 120,
@@ -126,29 +126,43 @@ def test_a_validation_is_a_line(tmp_path: Path) -> None:
     wiki = Source("wiki", 0.75, 10, 100, 9, 6.0, 4.0)
     code = Source("code", 0.25, 10, 100, 9, 2.0, 2.0)
     absent = Source("rare", 0.001, 10, 100, 9, 0.0, None)
-    found = scores(2.5, [wiki, code, absent], [(6 * 3.0, 6), (2 * 1.0, 2), (0.0, 0)])
+    short = Source("short", 0.1, 10, 100, 9, 0.0, None)
+    totals = (
+        OfSource(60 * 3.0, 60, 6),
+        OfSource(20 * 1.0, 20, 2),
+        *[OfSource(0.0, 0, n) for n in (0, 1)],
+    )
+    steps = [(3.0, 40), (math.nan, 0), (2.0, 40)]
+    found = scores(steps, [wiki, code, absent, short], totals)
     metrics.log({"step": 60, "tokens": 960} | found)
     (said,) = stream.getvalue().splitlines()
     assert said == (
         "-- validation loss 2.5000 after step 60: perplexity 12.18, 1.030 bits a byte; "
-        "wiki 3.0000, code 1.0000"
+        "wiki 3.0000, code 1.0000, short no label"
     )
     (record,) = read(tmp_path / "metrics.jsonl")
     assert record["valid_bits_per_byte/wiki"] == pytest.approx(3 / math.log(2) / 4)
     assert record["valid_perplexity/code"] == pytest.approx(math.e)
     assert not [key for key in record if "rare" in key]
+    assert {k: n for k, n in record.items() if k.startswith("valid_labels")} == {
+        **{"valid_labels": 80, "valid_labels/wiki": 60, "valid_labels/code": 20},
+        "valid_labels/short": 0,
+    }
+    assert [key for key in record if "short" in key] == ["valid_labels/short"]
 
 
 def test_bits_per_byte_are_left_out_where_they_are_not_known() -> None:
     wiki, code = (Source(name, 0.5, 1, 100, 9, 4.0, None) for name in ("wiki", "code"))
-    assert scores(2.0, [wiki], []) == {"valid_loss": 2.0, "valid_perplexity": math.exp(2.0)}
-    assert scores(2.0, [], []).keys() == {"valid_loss", "valid_perplexity"}
+    two, names = [(2.0, 8)], {"valid_loss", "valid_perplexity", "valid_labels"}
+    assert scores(two, [wiki], []) == dict(zip(sorted(names), (8, 2.0, math.exp(2)), strict=True))
+    assert scores(two, [], []).keys() == names
     known = replace(code, bytes_per_token=1.0)
-    assert scores(2.0, [known], [])["valid_bits_per_byte"] == pytest.approx(2 / math.log(2))
-    some = scores(2.0, [wiki, known], [(8.0, 4), (8.0, 4)])
+    assert scores(two, [known], [])["valid_bits_per_byte"] == pytest.approx(2 / math.log(2))
+    some = scores(two, [wiki, known], [OfSource(8.0, 4, 1), OfSource(8.0, 4, 1)])
     assert [k for k in some if "bits" in k] == ["valid_bits_per_byte/code"]
-    assert scores(1000.0, [], [])["valid_perplexity"] == math.inf
-    assert math.isnan(scores(math.nan, [], [])["valid_loss"])
+    assert scores([(1000.0, 8)], [], [])["valid_perplexity"] == math.inf
+    assert math.isnan(scores([(math.nan, 8)], [], [])["valid_loss"])
+    assert scores([(math.nan, 0)], [wiki, known], [OfSource(0.0, 0, 1)] * 2) == {}
 
 
 @pytest.mark.parametrize(
@@ -386,8 +400,8 @@ def test_wandb_gets_numbers_and_one_id_for_a_run(
 def test_names_in_tracking_services_are_in_groups() -> None:
     """Every number that the trainer records, and what a validation gives."""
     groups = {
-        "train": "loss mtp_loss grad_norm lr tokens skipped rollbacks",
-        "valid": "loss perplexity bits_per_byte loss/wiki bits_per_byte/wiki",
+        "train": "loss mtp_loss grad_norm lr labels tokens skipped rollbacks",
+        "valid": "loss perplexity labels bits_per_byte loss/wiki bits_per_byte/wiki",
         "moe": "load_max load_p95 dead_experts reruns capacity_factor aux_loss z_loss",
         "perf": "step_time data_time tokens_per_second_per_gpu tflops_per_gpu mfu memory "
         "memory_reserved memory_total",

@@ -66,13 +66,17 @@ def test_gradients_are_foretold(sequences: int, layout: list[str], tmp_path: Any
             assert [told] == pytest.approx(came, rel=5e-7)
 
 
-@pytest.mark.parametrize("context", [1, 2])
-def test_gradients_of_tokens_that_count_are_foretold(context: int, tmp_path: Any) -> None:
+@pytest.mark.parametrize("layout", ["one", "context", "data"])
+def test_gradients_of_tokens_that_count_are_foretold(layout: str, tmp_path: Any) -> None:
+    """They are the same for every label of the global batch, on any rank."""
+    world, context = {"one": (1, 1), "context": (2, 2), "data": (2, 1)}[layout]
     place = [f"run.dir={tmp_path}", f"data.cache={tmp_path}/cache", "parallel.expert=1"]
     given = ["data.document_mask=true", f"parallel.context={context}", "data.sequence_length=512"]
-    ranks = run_distributed(gradients, context, [*TINY, *place, *given])
+    given += ["data.micro_batch=1"]
+    ranks = run_distributed(gradients, world, [*TINY, *place, *given])
     losses = [loss for seen in ranks for loss in seen]
-    assert any(len(came) == 2 for _, came in losses)
+    assert len(losses) == 8 * context and any(len(came) == 2 for _, came in losses)
+    assert len({told for told, _ in losses}) == 1
     for told, came in losses:
         assert [told] == pytest.approx([g for g in came if g], rel=5e-7)
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.end_to_end.test_layouts import LOSS
 from tests.support.runs import SMALL, records, run, text, write_corpus
@@ -60,7 +61,8 @@ def test_a_source_has_the_loss_that_it_has_alone(
         validated(1, [source], tmp_path, f"run.eval_batches={batches}")
         for source, batches in zip(sources, (3, 1), strict=True)
     )
-    assert set(text) == {"valid_loss", "valid_perplexity"}  # bytes of text are not known
+    # Bytes of text are not known.
+    assert set(text) == {"valid_loss", "valid_perplexity", "valid_labels"}
     assert alone["valid_loss/text"] == pytest.approx(text["valid_loss"], rel=LOSS)
     assert alone["valid_loss/one"] == pytest.approx(one["valid_loss"], rel=LOSS)
     assert abs(text["valid_loss"] - one["valid_loss"]) > 1e-2
@@ -80,5 +82,21 @@ def test_layouts_agree(
 ) -> None:
     blend = ["0.75", sources[0], "0.25", sources[1]]
     found = validated(2, blend, tmp_path, "run.eval_batches=4", *LAYOUTS[layout])
-    assert found.keys() == alone.keys() and len(found) == 6
+    assert found.keys() == alone.keys() and len(found) == 9
     assert found == pytest.approx(alone, rel=5 * LOSS)
+
+
+@pytest.mark.parametrize("layout", ["context", "tensor"])
+def test_sources_of_documents_add_up(layout: str, tmp_path: Path) -> None:
+    """By their labels, of which a source of short documents has few."""
+    random = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 64, (4000,), generator=random)
+    sources = {"long": ids.split(60), "short": ids.split([2, 1] * 1333 + [1])}
+    prefixes = [write_corpus(tmp_path / n, [d.tolist() for d in s]) for n, s in sources.items()]
+    blend = ["0.5", prefixes[0], "0.5", prefixes[1]]
+    more = ["data.document_mask=true", *LAYOUTS[layout]]
+    found = validated(2, blend, tmp_path, *more, "run.eval_batches=2")
+    long, short = (found[f"valid_labels/{name}"] for name in sources)
+    assert found["valid_labels"] == long + short and 0 < 2 * short < long
+    mean = (long * found["valid_loss/long"] + short * found["valid_loss/short"]) / (long + short)
+    assert found["valid_loss"] == pytest.approx(mean, rel=1e-6)
