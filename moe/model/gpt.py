@@ -115,7 +115,7 @@ def transformer_config(cfg: Config, layout: Layout, *, on_cpu: bool) -> Transfor
         **_linear_attention(m.linear_attention),
         **_experts(m),
         **_parallel(cfg, layout),
-        **_execution(cfg, on_cpu=on_cpu),
+        **_execution(cfg, layout, on_cpu=on_cpu),
         **_fp8(cfg),
         **router_kwargs(m),
         **rotary,
@@ -198,9 +198,9 @@ def _parallel(cfg: Config, layout: Layout) -> dict[str, Any]:
     )
 
 
-def _execution(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
+def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
     """Precision, and which of Megatron-Core's fusions and ways to communicate are used."""
-    dtype = compute_dtype(cfg)
+    dtype, interleaved = compute_dtype(cfg), layout.virtual_pipeline > 1
     return dict(
         bf16=in_bf16(cfg),
         params_dtype=dtype,
@@ -219,7 +219,12 @@ def _execution(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
         persist_layer_norm=False,
         cross_entropy_loss_fusion=not on_cpu,
         deallocate_pipeline_outputs=True,
-        batch_p2p_comm=not on_cpu,
+        # Interleaved stages send forward and backward in one batch. Where there are two of them both
+        # have the same peer, and NCCL matches transfers of a pair by their order in the batch: a
+        # stage would take what was meant for another chunk. Transfers by themselves have an order
+        # of their own in each direction, and overlap the compute of other micro-batches.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not on_cpu and not interleaved,
         variable_seq_lengths=False,
         deterministic_mode=False,
     )

@@ -44,17 +44,23 @@ SECONDS = 540
 
 
 def _cases() -> dict[str, Case]:
-    """Runs by name."""
+    """Runs by name.
+
+    Every model in every precision on every layout, captured where it can be; eager steps of what is
+    captured in bf16, as the kernels of FP8 are captured by themselves elsewhere; and Muon, whose
+    update is no part of a graph, with every model on every layout in one precision.
+    """
     found = {}
-    for model, recipe, kind in product(MODELS, RECIPES, OPTIMIZERS):
-        common = [f"model={model}", f"precision={recipe}", f"optim={kind}", *TRAINING]
-        found[names((model, recipe, kind, "one"))] = Case(1, [*common, "run.graph=off"])
-        for layout, how in LAYOUTS.items():
-            eager = layout in UNCAPTURED or kind == "adamw"  # the update is no part of the graph
-            graphs = [EAGER] * eager + [CAPTURED] * (layout not in UNCAPTURED)
-            for graph in graphs:
-                overrides = [*common, *how, f"run.graph={graph}"]
-                found[names((model, recipe, kind, layout, graph))] = Case(RANKS, overrides)
+    for (i, model), (j, recipe) in product(enumerate(MODELS), enumerate(RECIPES)):
+        for kind in OPTIMIZERS if i % 2 == j else OPTIMIZERS[:1]:
+            common = [f"model={model}", f"precision={recipe}", f"optim={kind}", *TRAINING]
+            found[names((model, recipe, kind, "one"))] = Case(1, [*common, f"run.graph={EAGER}"])
+            for layout, how in LAYOUTS.items():
+                captured = layout not in UNCAPTURED
+                eager = not captured or (kind, recipe) == ("adamw", "bf16")
+                for graph in [EAGER] * eager + [CAPTURED] * captured:
+                    overrides = [*common, *how, f"run.graph={graph}"]
+                    found[names((model, recipe, kind, layout, graph))] = Case(RANKS, overrides)
     return found
 
 
