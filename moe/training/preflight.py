@@ -20,7 +20,7 @@ from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
 from phalanx.moe.report.units import count
 from phalanx.moe.router import recording
-from phalanx.parallel.checkpoint import commit, saved_config
+from phalanx.parallel.checkpoint import commit, saved_config, start
 from phalanx.parallel.checkpoint.commit import Invalid
 from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
@@ -196,16 +196,19 @@ def _folder(cfg: Config) -> Iterator[str]:
 
 def _checkpoint(cfg: Config) -> Iterator[str]:
     """What the run goes on from is whole, and of the same model, dtype and data."""
-    how, root = cfg.run.resume, checkpoint_root(cfg)
-    if how == "never":
-        return
+    root = checkpoint_root(cfg)
     try:
-        if how == "auto":
-            path = saved_config.newest(root)
-        else:
-            path = place(how)
-            if problem := saved_config.lacking(path):
-                raise saved_config.not_valid(path, problem)
+        record = start.read(root)
+        over = start.starts_over(cfg.run, record)
+        newest = None if over else saved_config.newest(root)
+        begin = start.decide(cfg.run, record, newest)
+        path = begin.path
+        if newest is None and not over and cfg.run.resume in ("auto", "never"):
+            _elsewhere(cfg, root)
+        if path is not None and path != newest and (problem := saved_config.lacking(path)):
+            raise saved_config.not_valid(path, problem)
+        if begin.note:
+            yield begin.note
         if path is not None:
             compare(saved_config.configuration(path), redacted(asdict(cfg)))
     except Invalid:
@@ -217,4 +220,20 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
         raise CheckpointError(
             f"cannot read {where} (run.dir, run.resume): {error.strerror or error}"
         ) from None
-    yield from ()
+
+
+def _elsewhere(cfg: Config, root: Place) -> None:
+    """The run, which has no checkpoint in `root`, has none where its newest launch kept them.
+
+    Raises:
+        ConfigError: it has, and would start from scratch beside them.
+        OSError: that cannot be known.
+    """
+    folder = Path(cfg.run.dir) / cfg.run.name
+    before = saved_config.root_of(folder)
+    if before != root and commit.committed(before):
+        where = "" if isinstance(before, Path) else before.parent
+        raise ConfigError(
+            f"the checkpoints of {folder} are in {before}: set run.checkpoints={where} to go on "
+            f"from them, or {start.anew()} to start over and leave them"
+        )

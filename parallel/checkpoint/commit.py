@@ -313,11 +313,13 @@ def superseded[P: Place](
 
 @by_place
 def set_aside(folder: Path, suffix: str) -> Any:
-    """Rename a folder so that it no longer counts as a checkpoint; the new path."""
-    target, n = folder.with_name(folder.name + suffix), 1
+    """Rename a folder so that it no longer counts as a checkpoint, or for another reason than it
+    had; the new path."""
+    name, n = folder.name.partition(".")[0], 1
+    target = folder.with_name(name + suffix)
     while target.exists():
         n += 1
-        target = folder.with_name(f"{folder.name}{suffix}{n}")
+        target = folder.with_name(f"{name}{suffix}{n}")
     os.replace(folder, target)
     return target
 

@@ -22,6 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from phalanx.kernels.elementwise.adam import merged, split_
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
+from phalanx.parallel.checkpoint.start import anew
 from phalanx.parallel.megatron.adam import AdamW
 from phalanx.parallel.megatron.muon import Muon
 from phalanx.parallel.megatron.updated import parts, updated
@@ -129,7 +130,7 @@ def check_kind(optimizer: Any, stored: Collection[str], path: Place) -> None:
         kind = "muon" if held else "adamw"
         raise CheckpointMismatch(
             f"{path} has an optimizer of another kind: go on with optim.kind={kind}, or start "
-            "anew with another run.name or with run.resume=never"
+            f"anew with another run.name or with {anew()} run.resume=never"
         )
 
 

@@ -171,6 +171,7 @@ def _(folder: Remote, suffix: str) -> Remote:
     """It keeps its name; run.resume=<address> still starts from one that is whole."""
     note = _NOTES[suffix]
     persist(lambda: (folder / note).write(time.strftime("%Y-%m-%d %H:%M:%S%z\n").encode()))
+    persist(lambda: folder.delete([other for other in _NOTES.values() if other != note]))
     return folder
 
 

@@ -342,7 +342,11 @@ CASES = {
         f"{RANDOM} run.resume={{0}}/x", "no valid checkpoint", "run.resume=", written("x", ""), 44
     ),
     "resume: the run folder": Case(
-        f"{RANDOM} run.resume={{0}}/runs/run", "no valid", "did you mean run.resume=", trained, 44
+        f"{RANDOM} run.name=other run.resume={{0}}/runs/run",
+        "no valid",
+        "did you mean run.resume=",
+        trained,
+        44,
     ),
     "resume: a flipped bit": Case(
         f"{RANDOM} run.steps=4", "", "run.resume=never", partial(trained, change=flipped), 44

@@ -10,8 +10,10 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.moe.training.preflight import exit_code, preflight
+from phalanx.parallel.checkpoint import start
 from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
-from tests.support.runs import SMALL, write_corpus
+from phalanx.parallel.object_store import Remote
+from tests.support.runs import SMALL, write_checkpoint, write_corpus
 
 ROOT = Path(__file__).resolve().parents[3]
 TOKENS = 1_000_000
@@ -115,6 +117,53 @@ def test_an_unreadable_checkpoint_folder_is_told(
     (line,) = errors(config(tmp_path))
     where = tmp_path / "runs/tiny/checkpoints"
     assert line == f"cannot read {where} (run.dir, run.resume): Permission denied"
+
+
+# --- where a run starts -----------------------------------------------------------------------
+
+
+def test_a_repeated_command_is_told_that_it_goes_on(tmp_path: Path) -> None:
+    root = tmp_path / "runs/tiny/checkpoints"
+    write_checkpoint(root / "step_00000005")
+    start.write(root, start.Record("scratch", ("scratch",), ("a",)))
+    found = preflight(config(tmp_path, "run.resume=never"))
+    assert found.errors == [] and len(found.notes) == 1
+    assert found.notes[0].startswith("run.resume=never: an earlier launch has started this run")
+    assert errors(config(tmp_path)) == []
+    (line,) = errors(config(tmp_path, "run.resume=elsewhere"))
+    assert "has started from scratch and has checkpoints" in line and f"from {root}/step" in line
+
+
+def test_a_start_that_was_obeyed_need_not_be_there_any_more(tmp_path: Path) -> None:
+    """Weights may be deleted once the run has a checkpoint of its own."""
+    root, weights = tmp_path / "runs/tiny/checkpoints", f"run.resume={tmp_path / 'weights'}"
+    (line,) = errors(config(tmp_path, weights))
+    assert f"{weights} is no valid checkpoint" in line
+    write_checkpoint(root / "step_00000005")
+    start.write(root, start.Record(str(tmp_path / "weights")))
+    assert preflight(config(tmp_path, weights)).errors == []
+    (line,) = errors(config(tmp_path, "run.start_over=1"))
+    assert f"{weights} is no valid checkpoint" in line
+
+
+def test_checkpoints_are_not_left_in_another_place_without_a_word(tmp_path: Path) -> None:
+    store = Remote("memory://moved/runs")
+    folder = tmp_path / "runs/tiny"
+    write_checkpoint(store / "tiny" / "step_00000005.00000000aaaaaaaa")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"run: {{checkpoints: '{store}', name: tiny}}")
+    assert errors(config(tmp_path, f"run.checkpoints={store}")) == []
+    for other in ((), ("run.resume=never",), ("run.checkpoints=memory://moved/others",)):
+        (line,) = errors(config(tmp_path, *other))
+        assert line.startswith(f"the checkpoints of {folder} are in {store}/tiny: set ")
+        (fix, word) = (w.rstrip(",") for w in line.split() if w.startswith("run."))
+        assert preflight(config(tmp_path, *other, fix)).errors == []
+        assert errors(config(tmp_path, *other, word)) == []
+    write_checkpoint(folder / "checkpoints/step_00000005")
+    (folder / "config.yaml").write_text("run: {checkpoints: '', name: tiny}")
+    (line,) = errors(config(tmp_path, "run.checkpoints=memory://moved/others"))
+    (fix, _) = (w for w in line.split() if w.startswith("run."))
+    assert errors(config(tmp_path, "run.checkpoints=memory://moved/others", fix)) == []
 
 
 def test_exit_codes_are_those_of_a_run() -> None:

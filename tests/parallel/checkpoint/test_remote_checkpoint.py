@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
+from phalanx.configs.schema import RunConfig
 from phalanx.parallel import object_store
 from phalanx.parallel.checkpoint import commit, remote, saved_config
 from phalanx.parallel.checkpoint.remote import OWNER
@@ -482,6 +483,7 @@ def _starts_over(root: str, at: str, folder: Path) -> list[str]:
         train(engine, groups, 0, 1)
         old = save(saver(root, groups, folder), 5, engine)
         again = saver(root, groups, folder)
+        again.started(again.start(RunConfig(resume="never", start_over="1")))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(remote, "complete", _full)
             with pytest.raises(RuntimeError, match="no space"):
@@ -499,7 +501,7 @@ def _full(*args: object) -> None:
 @pytest.mark.dist
 def test_an_earlier_run_is_set_aside_until_there_is_another_checkpoint(tmp_path: Path) -> None:
     (left,) = run_distributed(_starts_over, 1, f"{MEMORY}/over", s3.endpoint(), tmp_path)
-    assert left == ["OWNER", "step_00000001"]
+    assert left == ["OWNER", "START", "step_00000001"]
 
 
 # --- failing stores -------------------------------------------------------------------------------
