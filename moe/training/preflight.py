@@ -20,12 +20,12 @@ from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
 from phalanx.moe.report.units import count
 from phalanx.moe.router import recording
-from phalanx.parallel.checkpoint import commit, saved_config, start
+from phalanx.parallel.checkpoint import commit, remote, saved_config, start
 from phalanx.parallel.checkpoint.commit import Invalid
 from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
-from phalanx.parallel.object_store import Place, Refused, place
+from phalanx.parallel.object_store import Place, Remote, place
 
 _FEW_EPOCHS = 4
 """Up to here repeated text is about as good as new (arXiv 2305.16264); more is told."""
@@ -186,17 +186,17 @@ def _folder(cfg: Config) -> Iterator[str]:
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot write to {folder} (run.dir, run.name): {reason}") from None
-    if cfg.run.checkpoints and cfg.run.resume != "auto":  # with auto it is looked at below
-        try:
-            commit.committed(checkpoint_root(cfg))
-        except OSError as error:
-            raise ConfigError(f"{error} (run.checkpoints)") from None
     yield from ()
 
 
 def _checkpoint(cfg: Config) -> Iterator[str]:
     """What the run goes on from is whole, and of the same model, dtype and data."""
     root = checkpoint_root(cfg)
+    if isinstance(root, Remote) and cfg.run.save_interval >= 0:
+        try:
+            remote.probe(root)
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {root} (run.checkpoints): {error}") from None
     try:
         record = start.read(root)
         over = start.starts_over(cfg.run, record)
@@ -214,12 +214,10 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
     except Invalid:
         pass  # its checksums will tell what is wrong with it; only then is it set aside
     except OSError as error:
-        if isinstance(error, Refused):
-            raise CheckpointError(f"{error} (run.checkpoints, run.resume)") from None
-        where = error.filename or root
-        raise CheckpointError(
-            f"cannot read {where} (run.dir, run.resume): {error.strerror or error}"
-        ) from None
+        knobs = f"{'run.checkpoints' if isinstance(root, Remote) else 'run.dir'}, run.resume"
+        if error.filename is None:  # a line of ours
+            raise CheckpointError(f"{error} ({knobs})") from None
+        raise CheckpointError(f"cannot read {error.filename} ({knobs}): {error.strerror}") from None
 
 
 def _elsewhere(cfg: Config, root: Place) -> None:

@@ -63,7 +63,7 @@ from phalanx.parallel.fault.watchdog import Watchdog
 from phalanx.parallel.folder_lock import FolderLock
 from phalanx.parallel.learning_rate import change
 from phalanx.parallel.object_store import Place
-from phalanx.parallel.run_folder import lock
+from phalanx.parallel.run_folder import check_shared, lock
 from phalanx.parallel.runtime import Runtime, launcher_world, start
 from phalanx.parallel.runtime import end as end_runtime
 from phalanx.parallel.runtime import stop as stop_runtime
@@ -589,6 +589,8 @@ def run(
             check_room(cfg, runtime, choices)
             doing("start: run folder")
             held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
+            if cfg.run.save_interval >= 0 and not cfg.run.checkpoints:
+                check_shared(folder)
             trainer = Trainer(
                 cfg, runtime, stop, launch, held if runtime.is_main else None, choices
             )

@@ -246,15 +246,14 @@ class Checkpointer:
             on_main(lambda: self._started(begin))
 
     def _started(self, begin: Start) -> None:
+        self._check()
         if begin.over:
             self._set_aside(begin.path)
         if begin.record != self._record:
-            self._check()
             start.write(self.folder, begin.record)
 
     def _set_aside(self, origin: Place | None) -> None:
         """All checkpoints; but if the run starts from one of them, only those after it."""
-        self._check()
         commit.recover(self.folder)
         self._earlier = commit.with_suffix(self.folder, ".old")
         for folder in commit.with_suffix(self.folder, ".bad"):

@@ -409,7 +409,7 @@ CASES = {
     ),
     "resume: a store without credentials": Case(
         f"{RANDOM} run.checkpoints=s3://bucket/runs",
-        "cannot list s3://bucket/runs/run: Unable to locate credentials",
+        "cannot write to s3://bucket/runs/run (run.checkpoints): cannot write s3://",
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         env=NO_CREDENTIALS,
     ),

@@ -4,6 +4,7 @@ for damaged files."""
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from phalanx.moe.training.preflight import exit_code, preflight
 from phalanx.parallel.checkpoint import start
 from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
 from phalanx.parallel.object_store import Remote
+from phalanx.scripts import checkpoint
+from tests.support import s3
 from tests.support.runs import SMALL, write_checkpoint, write_corpus
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,6 +95,40 @@ def test_an_impossible_size_is_told(tmp_path: Path) -> None:
 
 
 # --- folders ----------------------------------------------------------------------------------
+
+
+def test_a_store_is_written_to_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = "run.checkpoints=memory://check/runs"
+    assert errors(config(tmp_path, store)) == []
+    assert Remote("memory://check").objects() == {} and list(tmp_path.iterdir()) == []
+
+    def denied(*args: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fsspec.implementations.memory.MemoryFileSystem.pipe_file", denied)
+        for more in ([], ["run.resume=never"], ["run.start_over=1"]):
+            (line,) = errors(config(tmp_path, store, *more))
+            assert line.startswith("cannot write to memory://check/runs/tiny (run.checkpoints): ")
+            assert line.endswith(": Access Denied")
+    with s3.credentials(s3.endpoint()):
+        (line,) = errors(config(tmp_path, "run.checkpoints=s3://no-such-bucket/runs"))
+        assert "(run.checkpoints)" in line and line.endswith("the bucket does not exist")
+        assert errors(config(tmp_path, f"run.checkpoints=s3://{s3.BUCKET}/check")) == []
+        assert Remote(f"s3://{s3.BUCKET}/check").objects() == {}
+
+
+def test_a_bucket_that_is_missing_is_not_an_empty_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with s3.credentials(s3.endpoint()):
+        for what in (Remote.objects, Remote.is_dir, Remote.exists):
+            assert not what(Remote(f"s3://{s3.BUCKET}/nothing"))
+            for address in ("s3://no-such-bucket", "s3://no-such-bucket/runs"):
+                with pytest.raises(OSError, match="the bucket does not exist"):
+                    what(Remote(address))
+        assert checkpoint.main(["list", "s3://no-such-bucket/runs"]) == 1
+    assert capsys.readouterr().err.endswith("the bucket does not exist\n")
 
 
 def test_nothing_is_made_to_find_out_whether_it_could_be(tmp_path: Path) -> None:
