@@ -5,7 +5,6 @@ all end with its answer before a model is built. The command line itself has bee
 """
 
 import importlib.util
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
 from phalanx.moe.report.units import count
 from phalanx.moe.router import recording
+from phalanx.parallel import folder_lock
 from phalanx.parallel.checkpoint import commit, remote, saved_config, start
 from phalanx.parallel.checkpoint.commit import Invalid
 from phalanx.parallel.checkpoint.config_diff import compare
@@ -175,18 +175,21 @@ def _only_test_data(cfg: Config, wanted: int, limit: int, what: str, read: str) 
 
 
 def _folder(cfg: Config) -> Iterator[str]:
-    """The run folder is there and can be written, or can be made."""
+    """The run folder is there and can be written, or can be made, and no other run has it."""
     folder = Path(cfg.run.dir) / cfg.run.name
     try:
         there = folder.absolute()
         while not there.exists():
             there = there.parent
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        commit.try_to_write(there)
+        note = folder_lock.look(folder.absolute() / folder_lock.NAME)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot write to {folder} (run.dir, run.name): {reason}") from None
-    yield from ()
+    except folder_lock.InUse as error:
+        raise ConfigError(str(error)) from None
+    if note:
+        yield note
 
 
 def _checkpoint(cfg: Config) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What stops a run is told before a launch, by one process and without torch; see test_bad_input
 for damaged files."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.moe.training.preflight import exit_code, preflight
+from phalanx.parallel import folder_lock
 from phalanx.parallel.checkpoint import start
 from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
 from phalanx.parallel.object_store import Remote
 from phalanx.scripts import checkpoint
+from tests.parallel.test_folder_lock import leave, living
 from tests.support import s3
 from tests.support.runs import SMALL, write_checkpoint, write_corpus
 
@@ -95,6 +98,31 @@ def test_an_impossible_size_is_told(tmp_path: Path) -> None:
 
 
 # --- folders ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [0, 4096])
+def test_a_full_disk_is_told(tmp_path: Path, left: int) -> None:
+    """A name, or a few bytes, may fit where nothing else does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (left, limits[1]))
+    try:
+        (line,) = errors(config(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert line.startswith(f"cannot write to {tmp_path / 'runs/tiny'} (run.dir, run.name): ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_a_run_uses_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/tiny"
+    folder.mkdir(parents=True)
+    with living() as owner:
+        leave(folder / folder_lock.NAME, owner)
+        (line,) = errors(config(tmp_path))
+        assert line.startswith(f"{folder} is in use by a run that lives (host ")
+        assert errors(config(tmp_path, "run.name=other")) == []
+    assert errors(config(tmp_path)) == []
+    assert [path.name for path in folder.iterdir()] == [folder_lock.NAME]
 
 
 def test_a_store_is_written_to_and_left_as_it_was(
