@@ -207,10 +207,20 @@ class Checkpointer:
             self._target.drop(final)
             raise CheckpointError(
                 f"checkpoint of step {step} not written to {self.folder}: {error}; "
-                f"earlier checkpoints are intact ({self._target.way_out})"
+                f"{self._left()} ({self._target.way_out})"
             ) from None
         self._target.clear()
         self._at = (step, final)
+
+    def _left(self) -> str:
+        """What there is after a failed save, in words."""
+        try:
+            steps = on_main(lambda: [step for step, _ in commit.committed(self.folder)])
+        except Failed:
+            return "earlier checkpoints have not been touched"
+        if not steps:
+            return "there is no earlier checkpoint"
+        return f"earlier checkpoints are intact, the newest is of step {steps[0]}"
 
     def _commit(self, step: int, final: Any, sums: commit.Sums) -> None:
         self._check()
