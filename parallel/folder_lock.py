@@ -178,10 +178,10 @@ def look(path: Path) -> str:
     while time.monotonic() < until:
         time.sleep(BEAT / 10)
         now = _read(path)
-        if now is None or _owner(now) != owner:
+        if now is None:
             return ""
-        if now != seen:
-            raise InUse(_refusal(path, owner))
+        if now != seen and (living := _owner(now)) is not None:  # it, or one that has followed it
+            raise InUse(_refusal(path, living))
     return (
         f"{path.parent} has the lock of another run ({owner}), without a sign of its life for "
         f"{2.5 * BEAT:.0f} s: a launch takes it over after {DEAD:.0f} s"

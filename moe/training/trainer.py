@@ -52,7 +52,7 @@ from phalanx.moe.training.step import Rerun, Step
 from phalanx.moe.training.validation import Tally, scores
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
 from phalanx.parallel.checkpoint.saved_config import NoneValid
-from phalanx.parallel.checkpoint.start import anew
+from phalanx.parallel.checkpoint.start import Start, anew
 from phalanx.parallel.cuda_graph import own_stream
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault.activity import doing
@@ -146,7 +146,7 @@ class Trainer:
         self.faults = Faults(cfg.run, runtime.rank, self.folder)
         doing("start: checkpoint")
         begin = self.checkpoints.start(cfg.run)
-        self.resumed = self._resume(begin.path)
+        self.resumed = self._resume(begin)
         self._first = self.step + 1
         self._reach_the_end()
         # Nothing can refuse this launch any more: only now it replaces what earlier ones have left.
@@ -460,12 +460,12 @@ class Trainer:
         self.metrics.event(f"{how}: checkpoint of step {self.step} in {self.checkpoints.folder}")
         gc.collect()
 
-    def _resume(self, path: Place | None) -> str:
+    def _resume(self, begin: Start) -> str:
         """Load the checkpoint that this launch starts from, if there is one; in words."""
-        run = self.cfg.run
+        run, path = self.cfg.run, begin.path
         if path is None:
             why = "run.resume=never" if run.resume == "never" else "no checkpoint in the run folder"
-            return f"from scratch ({why})"
+            return f"from scratch ({f'run.start_over={run.start_over}' if begin.over else why})"
         state = self._load(path)
         self.loader.load_state_dict(state["data"])
         self.origin = path

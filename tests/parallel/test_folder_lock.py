@@ -76,7 +76,7 @@ def test_a_look_takes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_look_at_a_lock_of_another_host_waits_for_a_beat(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_lock, "BEAT", 0.2)
+    monkeypatch.setattr(folder_lock, "BEAT", 0.4)
     leave(path, distant())
     line = folder_lock.look(path)
     assert "host node7, pid 4711" in line and "without a sign of its life" in line
