@@ -19,8 +19,8 @@ from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
 from phalanx.moe.report.units import count
 from phalanx.moe.router import recording
-from phalanx.parallel import folder_lock
-from phalanx.parallel.checkpoint import commit, remote, saved_config, start
+from phalanx.parallel import folder_lock, run_start
+from phalanx.parallel.checkpoint import commit, remote, saved_config
 from phalanx.parallel.checkpoint.commit import Invalid
 from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
@@ -201,10 +201,10 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
         except OSError as error:
             raise CheckpointError(f"cannot write to {root} (run.checkpoints): {error}") from None
     try:
-        record = start.read(root)
-        over = start.starts_over(cfg.run, record)
+        record = run_start.read(root)
+        over = run_start.starts_over(cfg.run, record)
         newest = None if over else saved_config.newest(root)
-        begin = start.decide(cfg.run, record, newest)
+        begin = run_start.decide(cfg.run, record, newest)
         path = begin.path
         if newest is None and not over and cfg.run.resume in ("auto", "never"):
             _elsewhere(cfg, root)
@@ -236,5 +236,5 @@ def _elsewhere(cfg: Config, root: Place) -> None:
         where = "" if isinstance(before, Path) else before.parent
         raise ConfigError(
             f"the checkpoints of {folder} are in {before}: set run.checkpoints={where} to go on "
-            f"from them, or {start.anew()} to start over and leave them"
+            f"from them, or {run_start.anew()} to start over and leave them"
         )

@@ -52,7 +52,6 @@ from phalanx.moe.training.step import Rerun, Step
 from phalanx.moe.training.validation import Tally, scores
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
 from phalanx.parallel.checkpoint.saved_config import NoneValid
-from phalanx.parallel.checkpoint.start import Start, anew
 from phalanx.parallel.cuda_graph import own_stream
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault.activity import doing
@@ -64,6 +63,7 @@ from phalanx.parallel.folder_lock import FolderLock
 from phalanx.parallel.learning_rate import change
 from phalanx.parallel.object_store import Place
 from phalanx.parallel.run_folder import check_shared, lock
+from phalanx.parallel.run_start import Start, anew
 from phalanx.parallel.runtime import Runtime, launcher_world, start
 from phalanx.parallel.runtime import end as end_runtime
 from phalanx.parallel.runtime import stop as stop_runtime

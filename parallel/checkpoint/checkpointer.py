@@ -28,7 +28,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from phalanx.configs.schema import RunConfig
-from phalanx.parallel.checkpoint import commit, rng, safe_pickle, start
+from phalanx.parallel import run_start
+from phalanx.parallel.checkpoint import commit, rng, safe_pickle
 from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.host_buffer import Staging
 from phalanx.parallel.checkpoint.model_state import (
@@ -46,13 +47,13 @@ from phalanx.parallel.checkpoint.optimizer_state import (
 )
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
 from phalanx.parallel.checkpoint.saved_knobs import understood
-from phalanx.parallel.checkpoint.start import Start, anew
 from phalanx.parallel.checkpoint.target import Folder, Store
 from phalanx.parallel.checkpoint.verify import newest, told, told_aside, verified, warn
 from phalanx.parallel.checkpoint.weights import read_state
 from phalanx.parallel.checkpoint.writer import Writing
 from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
 from phalanx.parallel.object_store import Place, Remote
+from phalanx.parallel.run_start import Start, anew
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Checkpointer:
         # Step and folder of the checkpoint that holds this run's state, or did last.
         self._at: tuple[int, Place | None] = (0, None)
         self._saving_first = True
-        self._record = start.Record()
+        self._record = run_start.Record()
         self._target = Store(folder, staging) if isinstance(folder, Remote) else Folder(folder)
         with told(f"cannot write to {folder} ({self._target.knob})"):
             on_main(self._target.probe)
@@ -238,17 +239,17 @@ class Checkpointer:
     # --- start ------------------------------------------------------------------------------------
 
     def start(self, run: RunConfig) -> Start:
-        """Where this launch starts (parallel.checkpoint.start). Folders found to be invalid on the
+        """Where this launch starts (parallel.run_start). Folders found to be invalid on the
         way are renamed to *.bad.
 
         Raises:
             ConfigError: the run has checkpoints and did not start where `run.resume` says.
             NoneValid: it has some and none is valid, and it does not start over.
         """
-        with told(f"cannot read {self.folder / start.NAME}"):
-            self._record = on_main(lambda: start.read(self.folder))
-        over = start.starts_over(run, self._record)
-        return start.decide(run, self._record, None if over else self.newest())
+        with told(f"cannot read {self.folder / run_start.NAME}"):
+            self._record = on_main(lambda: run_start.read(self.folder))
+        over = run_start.starts_over(run, self._record)
+        return run_start.decide(run, self._record, None if over else self.newest())
 
     def started(self, begin: Start) -> None:
         """Keep where the run starts, once nothing is left that could be in its way."""
@@ -260,7 +261,7 @@ class Checkpointer:
         if begin.over:
             self._set_aside(begin.path)
         if begin.record != self._record:
-            start.write(self.folder, begin.record)
+            run_start.write(self.folder, begin.record)
 
     def _set_aside(self, origin: Place | None) -> None:
         """All checkpoints; but if the run starts from one of them, only those after it."""

@@ -8,7 +8,7 @@ of FP8, schedule, length and logging may change, and are reported.
 from typing import Any
 
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch, leaves, shown, understood
-from phalanx.parallel.checkpoint.start import anew
+from phalanx.parallel.run_start import anew
 
 _FIXED = (
     "model",

@@ -22,11 +22,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from phalanx.kernels.elementwise.adam import merged, split_
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
-from phalanx.parallel.checkpoint.start import anew
 from phalanx.parallel.megatron.adam import AdamW
 from phalanx.parallel.megatron.muon import Muon
 from phalanx.parallel.megatron.updated import parts, updated
 from phalanx.parallel.object_store import Place
+from phalanx.parallel.run_start import anew
 
 
 def rectangles(

@@ -21,8 +21,8 @@ from phalanx.configs import programs
 from phalanx.configs.addresses import is_address
 from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
 from phalanx.parallel.checkpoint.commit import METADATA, Commit, Invalid
-from phalanx.parallel.checkpoint.start import anew
 from phalanx.parallel.object_store import Place, Remote, place
+from phalanx.parallel.run_start import anew
 
 _COMMON = "common_state/shard_0_1"  # where Megatron-Core puts plain objects that all ranks share
 

@@ -102,7 +102,7 @@ def test_ranks_know_their_place(job: Job) -> None:
 
 
 def test_a_stopped_job_queues_again_with_the_same_command(job: Job) -> None:
-    """The run itself knows that it has started (parallel.checkpoint.start)."""
+    """The run itself knows that it has started (parallel.run_start)."""
     done = job.start(85, "run.resume=never", saves="00000005")
     assert done.returncode == 0 and "newest checkpoint: step_00000005" in done.stderr
     assert job.seen("scontrol") == ["requeue 30042"]

@@ -12,8 +12,7 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.moe.training.preflight import exit_code, preflight
-from phalanx.parallel import folder_lock
-from phalanx.parallel.checkpoint import start
+from phalanx.parallel import folder_lock, run_start
 from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
 from phalanx.parallel.object_store import Remote
 from phalanx.scripts import checkpoint
@@ -190,7 +189,7 @@ def test_an_unreadable_checkpoint_folder_is_told(
 def test_a_repeated_command_is_told_that_it_goes_on(tmp_path: Path) -> None:
     root = tmp_path / "runs/tiny/checkpoints"
     write_checkpoint(root / "step_00000005")
-    start.write(root, start.Record("scratch", ("scratch",), ("a",)))
+    run_start.write(root, run_start.Record("scratch", ("scratch",), ("a",)))
     found = preflight(config(tmp_path, "run.resume=never"))
     assert found.errors == [] and len(found.notes) == 1
     assert found.notes[0].startswith("run.resume=never: an earlier launch has started this run")
@@ -205,7 +204,7 @@ def test_a_start_that_was_obeyed_need_not_be_there_any_more(tmp_path: Path) -> N
     (line,) = errors(config(tmp_path, weights))
     assert f"{weights} is no valid checkpoint" in line
     write_checkpoint(root / "step_00000005")
-    start.write(root, start.Record(str(tmp_path / "weights")))
+    run_start.write(root, run_start.Record(str(tmp_path / "weights")))
     assert preflight(config(tmp_path, weights)).errors == []
     (line,) = errors(config(tmp_path, "run.start_over=1"))
     assert f"{weights} is no valid checkpoint" in line

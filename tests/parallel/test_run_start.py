@@ -9,14 +9,14 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.schema import RunConfig
 from phalanx.configs.validate import ConfigError
-from phalanx.parallel.checkpoint import start
-from phalanx.parallel.checkpoint.start import Record, Start, decide
+from phalanx.parallel import run_start
 from phalanx.parallel.object_store import Place, Remote
+from phalanx.parallel.run_start import Record, Start, decide
 
 
 def launch(record: Record, newest: Place | None = None, **knobs: str) -> Start:
     run = RunConfig(name="run", **knobs)  # type: ignore[arg-type]
-    return decide(run, record, None if start.starts_over(run, record) else newest)
+    return decide(run, record, None if run_start.starts_over(run, record) else newest)
 
 
 IMPORT = "s3://bucket/imported"
@@ -104,23 +104,23 @@ def test_a_start_is_the_same_from_every_folder(
 @pytest.mark.parametrize("store", [False, True])
 def test_the_record_is_kept_beside_the_checkpoints(tmp_path: Path, store: bool) -> None:
     root: Place = Remote("memory://starts/run") if store else tmp_path
-    assert start.read(root) == Record()
+    assert run_start.read(root) == Record()
     for record in (Record("scratch"), Record(IMPORT, ("never", IMPORT), ("a", "b"))):
-        start.write(root, record)
-        assert start.read(root) == record
-    assert store or [path.name for path in tmp_path.iterdir()] == [start.NAME]
+        run_start.write(root, record)
+        assert run_start.read(root) == record
+    assert store or [path.name for path in tmp_path.iterdir()] == [run_start.NAME]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"origin": 1, "asked": [], "words": []}', "\0"])
 def test_a_damaged_record_is_told(tmp_path: Path, text: str) -> None:
-    (tmp_path / start.NAME).write_text(text)
-    with pytest.raises(OSError, match=f"{start.NAME} is damaged: delete it") as told:
-        start.read(tmp_path)
+    (tmp_path / run_start.NAME).write_text(text)
+    with pytest.raises(OSError, match=f"{run_start.NAME} is damaged: delete it") as told:
+        run_start.read(tmp_path)
     assert "\n" not in str(told.value)
 
 
 def test_advice_names_a_new_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
-    assert start.anew() == "run.start_over=20260102-030405"
+    assert run_start.anew() == "run.start_over=20260102-030405"
     record = dataclasses.replace(Record("scratch"), words=("20260102-030404",))
-    assert start.starts_over(load([start.anew()]).run, record)
+    assert run_start.starts_over(load([run_start.anew()]).run, record)
