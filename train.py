@@ -1,4 +1,6 @@
-"""Train a mixture-of-experts model: `torchrun --nproc-per-node N train.py [overrides]`.
+"""Train a mixture-of-experts model.
+
+    torchrun --standalone --nproc-per-node N train.py [overrides]
 
 Exit codes of a rank (docs/operations.md):
 

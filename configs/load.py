@@ -183,7 +183,8 @@ def _folder() -> str:
 def usage() -> str:
     """The text of `--help`."""
     lines = [
-        "usage: torchrun --nproc-per-node N train.py [group=option ...] [group.knob=value ...]",
+        "usage: torchrun --standalone --nproc-per-node N train.py [group=option ...] "
+        "[group.knob=value ...]",
         "",
         f"Groups and their options (files in {_folder()}):",
         *(f"  {group:<12}{', '.join(options(group))}" for group in GROUPS),

@@ -561,9 +561,16 @@ class RunConfig:
     deterministic: bool = False
     """Use deterministic algorithms only; some operations become slower."""
     resume: str = "auto"
-    """`auto` resumes from the newest checkpoint of the run, if any; `never` starts from scratch.
+    """Start of a run: from scratch (`auto`, `never`), or the folder or address of a checkpoint.
 
-    Any other value is the folder or address of a checkpoint to start from.
+    The first launch decides. A run that has checkpoints goes on from the newest one, by whatever it
+    is launched again; one that names another start is refused, unless `start_over` is set.
+    """
+    start_over: str = ""
+    """Any new word starts the run over, once: its checkpoints are renamed to `.old`.
+
+    It starts where `resume` says, with `auto` where it first started. Later launches with the same
+    word go on from the newest checkpoint, as torchrun and Slurm repeat commands.
     """
     bad_steps: str = "stop"
     """Answer to a loss or gradient that is not finite: `stop`, `skip` the step, or `rollback`.

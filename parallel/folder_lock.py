@@ -115,7 +115,7 @@ class Claim:
         if gone is None:
             gone = self._is_still(seen, owner)
         elif not gone:
-            raise InUse(self._refusal(owner))
+            raise InUse(_refusal(self._path, owner))
         if gone:
             return self._replace(seen, owner)
         return False
@@ -130,17 +130,11 @@ class Claim:
                 f"waiting up to {DEAD:.0f} s for a sign of its life"
             )
         elif seen != self._seen and owner is not None:
-            raise InUse(self._refusal(owner))
+            raise InUse(_refusal(self._path, owner))
         elif seen != self._seen:  # being written
             self._since = now
         self._seen = seen
         return now - self._since >= DEAD
-
-    def _refusal(self, owner: Owner | None) -> str:
-        return (
-            f"{self._path.parent} is in use by a run that lives ({owner}): set another run.name, "
-            "or end that run first; the lock of one that died is taken over by itself"
-        )
 
     def _replace(self, seen: bytes, owner: Owner | None) -> bool:
         """Take a dead owner's lock over, unless another process does."""
@@ -158,10 +152,40 @@ class Claim:
             if _read(self._path) != seen:
                 return False
             temporary = _written(self._path, self.me)
-            os.replace(temporary, self._path)
+            try:
+                os.replace(temporary, self._path)
+            finally:
+                temporary.unlink(missing_ok=True)
             return True
         finally:
             right._path.unlink(missing_ok=True)
+
+
+def look(path: Path) -> str:
+    """See whether a run has a lock, without taking it; a line if that cannot be known for sure.
+
+    Raises:
+        InUse: its owner lives.
+        OSError: it cannot be read.
+    """
+    seen = _read(path)
+    owner = _owner(seen) if seen is not None else None
+    if owner is None or owner.is_gone(here()):
+        return ""
+    if owner.is_gone(here()) is False:
+        raise InUse(_refusal(path, owner))
+    until = time.monotonic() + 2.5 * BEAT
+    while time.monotonic() < until:
+        time.sleep(BEAT / 10)
+        now = _read(path)
+        if now is None:
+            return ""
+        if now != seen and (living := _owner(now)) is not None:  # it, or one that has followed it
+            raise InUse(_refusal(path, living))
+    return (
+        f"{path.parent} has the lock of another run ({owner}), without a sign of its life for "
+        f"{2.5 * BEAT:.0f} s: a launch takes it over after {DEAD:.0f} s"
+    )
 
 
 class FolderLock:
@@ -266,10 +290,15 @@ def _created(path: Path, contents: bytes) -> bool:
 
 def _written(path: Path, me: Owner) -> Path:
     temporary = path.with_name(f"{path.name}.{me.token}.tmp")
-    with temporary.open("wb") as file:
-        file.write(b"%0*d\n" % (_COUNTER, 0) + json.dumps(asdict(me), indent=1).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            data = json.dumps(asdict(me), indent=1).encode()
+            file.write(b"%0*d\n" % (_COUNTER, 0) + data + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # of a full disk, which has room for the name
+        temporary.unlink(missing_ok=True)
+        raise
     return temporary
 
 
@@ -300,6 +329,13 @@ def _space() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+def _refusal(path: Path, owner: Owner | None) -> str:
+    return (
+        f"{path.parent} is in use by a run that lives ({owner}): set another run.name, "
+        "or end that run first; the lock of one that died is taken over by itself"
+    )
 
 
 def _text(path: str) -> str:

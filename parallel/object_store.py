@@ -80,7 +80,9 @@ class Remote:
             try:
                 found = fs.find(path, detail=True)
             except FileNotFoundError:
-                return {}
+                found = {}
+        if not found:
+            self._look_for_bucket()
         top = path.rstrip("/") + "/"
         return {k.removeprefix(top): _entry(v) for k, v in found.items() if k.startswith(top)}
 
@@ -103,10 +105,19 @@ class Remote:
     def is_dir(self) -> bool:
         """Whether there are objects below."""
         with self._asked("list") as (fs, path):
-            try:
-                return any(fs.ls(path, detail=False)) and not fs.isfile(path)
-            except FileNotFoundError:
-                return False
+            with suppress(FileNotFoundError):
+                if any(fs.ls(path, detail=False)):
+                    return not fs.isfile(path)
+        self._look_for_bucket()
+        return False
+
+    def _look_for_bucket(self) -> None:
+        """Raise OSError if it is a bucket that does not exist in which there is nothing.
+
+        Stores list such a one as empty, and only tell when an object is asked for.
+        """
+        with suppress(FileNotFoundError), self._asked("list") as (fs, path):
+            fs.info(f"{path.rstrip('/')}/none")
 
     def exists(self) -> bool:
         """Whether there is anything of this name."""

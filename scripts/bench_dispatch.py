@@ -1,8 +1,9 @@
 """Speed of expert-parallel exchanges, and of whole MoE layers, on the GPUs of one host.
 
-    torchrun --nproc-per-node 4 scripts/bench_dispatch.py [SUITE ...] [--json PATH] [--plot PATH]
+    torchrun --standalone --nproc-per-node 4 scripts/bench_dispatch.py [SUITE ...] \\
+        [--json PATH] [--plot PATH]
     python scripts/bench_dispatch.py [SUITE ...]
-    torchrun --nproc-per-node 2 scripts/bench_dispatch.py --device cpu --rounds 2
+    torchrun --standalone --nproc-per-node 2 scripts/bench_dispatch.py --device cpu --rounds 2
 
 Suites (default: all):
   wire      GB/s that leave a GPU in the push of a dispatch, by SMs, idle and beside a GEMM; asked

@@ -53,7 +53,7 @@ def card(model: str, records: dict[str, Own]) -> str:
         "each record has its command, versions and remarks.",
         _table(records),
         f"The latest one, at commit {latest.commit}:",
-        f"```bash\n{latest.command}\n```",
+        f"```bash\n{_alone(latest.command)}\n```",
     ]
     pictures = sorted(MEASURED.rglob(f"losses_{model}*.png"))
     if pictures:
@@ -101,6 +101,13 @@ def _parity(model: str, family: str) -> str:
         f"those in fp32, and its own {found['transformers_bf16']:.2g} "
         f"([all families]({_from_cards(PARITY)}), by `{record['command']}`)."
     )
+
+
+def _alone(command: str) -> str:
+    """A recorded command, so that others of this host are not in its way."""
+    if "--nnodes" in command or "--standalone" in command:
+        return command
+    return command.replace("torchrun ", "torchrun --standalone ", 1)
 
 
 def _from_cards(path: Path) -> str:

@@ -32,7 +32,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 EXAMPLE = """example:
   record_anchor.py --metrics runs/bench_gpt_oss_20b/metrics.jsonl --name own_gpt_oss_20b_torch \\
-    --hardware "8 x H200" --command "torchrun --nproc-per-node 8 train.py \\
+    --hardware "8 x H200" --command "torchrun --standalone --nproc-per-node 8 train.py \\
     experiment=gpt_oss_20b_8gpu run=bench kernels=torch"
 
 Run it on the tree and with the packages that made the metrics, or say --commit and --version."""

@@ -15,5 +15,4 @@ WORLD_SIZE=$ranks "$bin/python" train.py --check "$@"
 if [ "$gpus" -gt 0 ]; then where="one for each GPU"; else where="on the CPU, as there is no GPU"; fi
 echo "Phalanx: torchrun starts $ranks ranks, $where"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$bin/torchrun" --nproc-per-node "$ranks" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-  train.py "$@"
+exec "$bin/torchrun" --standalone --nproc-per-node "$ranks" train.py "$@"

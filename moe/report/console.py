@@ -6,10 +6,12 @@ ranks say nothing unless they fail, and so only what they print as errors is kep
 be written costs itself, never a run.
 """
 
+import errno
+import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -30,6 +32,7 @@ class Console:
         self._path: Path | None = None
         self._file: BinaryIO | None = None
         self._early: list[str] = []
+        self._lost = 0
 
     @contextmanager
     def copied(self) -> Iterator[None]:
@@ -61,8 +64,13 @@ class Console:
     def line(self, text: str) -> None:
         """Keep a line that is being printed."""
         if self._path is not None:
-            with suppress(OSError):  # of a full disk
-                self._append([text])
+            lines = f"{self._lost} line{'s' * (self._lost > 1)}"
+            lost = [f"\n-- {lines} could not be written here\n"] if self._lost else []
+            try:
+                self._append([*lost, text])
+                self._lost = 0
+            except OSError:  # of a full disk
+                self._lost += 1
         elif self._main:
             self._early.append(text)
 
@@ -71,7 +79,9 @@ class Console:
         if self._file is None:
             assert self._path is not None
             self._file = self._path.open("ab", buffering=0)
-        self._file.write("".join(map(redacted, lines)).encode(errors="replace"))
+        data = "".join(map(redacted, lines)).encode(errors="replace")
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class _Copied:

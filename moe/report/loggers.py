@@ -9,8 +9,10 @@ import json
 import math
 import os
 import secrets
+import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -94,7 +96,10 @@ class Journal:
     """
 
     def __init__(self, path: Path, step: int, warn: Callable[[str], None]) -> None:
-        self._path, self._warn, self._failed, self._torn = path, warn, False, False
+        self._path, self._warn, self._torn = path, warn, False
+        self._failed = False
+        self.lost = 0
+        """Number of records that could not be written."""
         self._file: TextIO | None = None
         self._open(step)
 
@@ -126,6 +131,7 @@ class Journal:
             self._torn = False
         except OSError as error:
             self._torn = True
+            self.lost += 1
             self._lose(error)
 
     def close(self) -> None:
@@ -229,7 +235,8 @@ def _wandb_id(path: Path, step: int) -> str:
 def _tensorboard(folder: Path, step: int) -> tuple[Log, Callable[[], None]]:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+    with _failing_in_silence():
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(record: dict[str, Any]) -> None:
         for key, value in record.items():
@@ -237,6 +244,21 @@ def _tensorboard(folder: Path, step: int) -> tuple[Log, Callable[[], None]]:
                 writer.add_scalar(key, value, record["step"])
 
     return log, writer.close
+
+
+@contextlib.contextmanager
+def _failing_in_silence() -> Iterator[None]:
+    """Threads that are started inside print no traceback: what ends TensorBoard's writer is raised
+    again at the next record, and told there in a line."""
+    before, hook = set(threading.enumerate()), threading.excepthook
+    yield
+    silent = weakref.WeakSet(set(threading.enumerate()) - before)
+
+    def told(args: threading.ExceptHookArgs) -> None:
+        if args.thread not in silent:
+            hook(args)
+
+    threading.excepthook = told
 
 
 def _lines(path: Path) -> list[tuple[str, dict[str, Any] | None]]:

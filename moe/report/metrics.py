@@ -142,11 +142,16 @@ class Metrics:
         if not self._main:
             return
         totals = steady(list(self._recent)) | (summary or {})
+        self._write({"event": "summary", "at": self._step} | totals)
+        lost = self._journal.lost if self._journal is not None else 0
+        less = f"{lost:,} record{'s' * (lost > 1)} of {self._path} lost" if lost else ""
         if self._recent:
             elapsed = duration(time.monotonic() - self._began)
             done = f"{ended}: step {self._step}{self._resumed} after {elapsed}"
+            done += f", {less}" if less else ""
             self.text(f"\n{done} | {summary_line(totals)}")
-        self._write({"event": "summary", "at": self._step} | totals)
+        elif less:
+            self._warn(less)
         for sink in self._sinks:
             sink.close()
         if self._journal is not None:

@@ -5,7 +5,6 @@ all end with its answer before a model is built. The command line itself has bee
 """
 
 import importlib.util
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,12 +19,13 @@ from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.token_files import embedded_tokens
 from phalanx.moe.report.units import count
 from phalanx.moe.router import recording
-from phalanx.parallel.checkpoint import commit, saved_config
+from phalanx.parallel import folder_lock, run_start
+from phalanx.parallel.checkpoint import commit, remote, saved_config
 from phalanx.parallel.checkpoint.commit import Invalid
 from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
-from phalanx.parallel.object_store import Place, Refused, place
+from phalanx.parallel.object_store import Place, Remote, place
 
 _FEW_EPOCHS = 4
 """Up to here repeated text is about as good as new (arXiv 2305.16264); more is told."""
@@ -175,46 +175,66 @@ def _only_test_data(cfg: Config, wanted: int, limit: int, what: str, read: str) 
 
 
 def _folder(cfg: Config) -> Iterator[str]:
-    """The run folder is there and can be written, or can be made."""
+    """The run folder is there and can be written, or can be made, and no other run has it."""
     folder = Path(cfg.run.dir) / cfg.run.name
     try:
         there = folder.absolute()
         while not there.exists():
             there = there.parent
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        commit.try_to_write(there)
+        note = folder_lock.look(folder.absolute() / folder_lock.NAME)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot write to {folder} (run.dir, run.name): {reason}") from None
-    if cfg.run.checkpoints and cfg.run.resume != "auto":  # with auto it is looked at below
-        try:
-            commit.committed(checkpoint_root(cfg))
-        except OSError as error:
-            raise ConfigError(f"{error} (run.checkpoints)") from None
-    yield from ()
+    except folder_lock.InUse as error:
+        raise ConfigError(str(error)) from None
+    if note:
+        yield note
 
 
 def _checkpoint(cfg: Config) -> Iterator[str]:
     """What the run goes on from is whole, and of the same model, dtype and data."""
-    how, root = cfg.run.resume, checkpoint_root(cfg)
-    if how == "never":
-        return
+    root = checkpoint_root(cfg)
+    if isinstance(root, Remote) and cfg.run.save_interval >= 0:
+        try:
+            remote.probe(root)
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {root} (run.checkpoints): {error}") from None
     try:
-        if how == "auto":
-            path = saved_config.newest(root)
-        else:
-            path = place(how)
-            if problem := saved_config.lacking(path):
-                raise saved_config.not_valid(path, problem)
+        record = run_start.read(root)
+        over = run_start.starts_over(cfg.run, record)
+        newest = None if over else saved_config.newest(root)
+        begin = run_start.decide(cfg.run, record, newest)
+        path = begin.path
+        if newest is None and not over and cfg.run.resume in ("auto", "never"):
+            _elsewhere(cfg, root)
+        if path is not None and path != newest and (problem := saved_config.lacking(path)):
+            raise saved_config.not_valid(path, problem)
+        if begin.note:
+            yield begin.note
         if path is not None:
             compare(saved_config.configuration(path), redacted(asdict(cfg)))
     except Invalid:
         pass  # its checksums will tell what is wrong with it; only then is it set aside
     except OSError as error:
-        if isinstance(error, Refused):
-            raise CheckpointError(f"{error} (run.checkpoints, run.resume)") from None
-        where = error.filename or root
-        raise CheckpointError(
-            f"cannot read {where} (run.dir, run.resume): {error.strerror or error}"
-        ) from None
-    yield from ()
+        knobs = f"{'run.checkpoints' if isinstance(root, Remote) else 'run.dir'}, run.resume"
+        if error.filename is None:  # a line of ours
+            raise CheckpointError(f"{error} ({knobs})") from None
+        raise CheckpointError(f"cannot read {error.filename} ({knobs}): {error.strerror}") from None
+
+
+def _elsewhere(cfg: Config, root: Place) -> None:
+    """The run, which has no checkpoint in `root`, has none where its newest launch kept them.
+
+    Raises:
+        ConfigError: it has, and would start from scratch beside them.
+        OSError: that cannot be known.
+    """
+    folder = Path(cfg.run.dir) / cfg.run.name
+    before = saved_config.root_of(folder)
+    if before != root and commit.committed(before):
+        where = "" if isinstance(before, Path) else before.parent
+        raise ConfigError(
+            f"the checkpoints of {folder} are in {before}: set run.checkpoints={where} to go on "
+            f"from them, or {run_start.anew()} to start over and leave them"
+        )

@@ -51,7 +51,7 @@ from phalanx.moe.training.shared import compare_settings
 from phalanx.moe.training.step import Rerun, Step
 from phalanx.moe.training.validation import Tally, scores
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
-from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
+from phalanx.parallel.checkpoint.saved_config import NoneValid
 from phalanx.parallel.cuda_graph import own_stream
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault.activity import doing
@@ -61,8 +61,9 @@ from phalanx.parallel.fault.signals import StopSignal
 from phalanx.parallel.fault.watchdog import Watchdog
 from phalanx.parallel.folder_lock import FolderLock
 from phalanx.parallel.learning_rate import change
-from phalanx.parallel.object_store import Place, place
-from phalanx.parallel.run_folder import lock
+from phalanx.parallel.object_store import Place
+from phalanx.parallel.run_folder import check_shared, lock
+from phalanx.parallel.run_start import Start, anew
 from phalanx.parallel.runtime import Runtime, launcher_world, start
 from phalanx.parallel.runtime import end as end_runtime
 from phalanx.parallel.runtime import stop as stop_runtime
@@ -101,8 +102,6 @@ class Trainer:
         choices = choices or choose_kernels(cfg, runtime)
         doing("start: data")
         train_set, self.valid_set = self._datasets(cfg.run.steps * cfg.data.global_batch)
-        if launch is not None:
-            launch.keep(cfg, self.folder, device(runtime.device), versions(runtime.device))
         if runtime.is_main:
             for note in notes:
                 print(f"-- {note}", flush=True)
@@ -146,9 +145,15 @@ class Trainer:
         """What an imported model has that no knob holds; an export of this run needs it."""
         self.faults = Faults(cfg.run, runtime.rank, self.folder)
         doing("start: checkpoint")
-        self.resumed = self._resume()
+        begin = self.checkpoints.start(cfg.run)
+        self.resumed = self._resume(begin)
         self._first = self.step + 1
         self._reach_the_end()
+        # Nothing can refuse this launch any more: only now it replaces what earlier ones have left.
+        if launch is not None:
+            launch.keep(cfg, self.folder, device(runtime.device), versions(runtime.device))
+        if cfg.run.save_interval >= 0:  # else it leaves the checkpoints as they are
+            self.checkpoints.started(begin)
         self.experts = ExpertWatch(cfg.model.moe.experts / cfg.model.moe.top_k, self.step)
         where = f"rank {runtime.rank} on {socket.gethostname()}, {runtime.device}"
         self.slow = SlowRanks(gather(where), self.step)
@@ -205,9 +210,14 @@ class Trainer:
         if self.step >= run.steps:
             self.metrics.event(
                 f"nothing was left to do: resumed from step {self.step}, and all {run.steps} steps "
-                "of this run are done; a larger run.steps trains on, run.resume=never or another "
+                f"of this run are done; a larger run.steps trains on, {anew()} or another "
                 "run.name starts over"
             )
+            if run.record_routing and not Path(run.record_routing).exists():
+                self.metrics.event(
+                    f"warning: nothing is written to run.record_routing={run.record_routing}, "
+                    "which takes the tokens of a step: train at least one more"
+                )
         while self.step < run.steps:
             reached = self.step
             with told(self.metrics.event) if self.step + 1 == self._first else nullcontext():
@@ -450,19 +460,17 @@ class Trainer:
         self.metrics.event(f"{how}: checkpoint of step {self.step} in {self.checkpoints.folder}")
         gc.collect()
 
-    def _resume(self) -> str:
-        how = self.cfg.run.resume
-        if how == "never":
-            return "from scratch (run.resume=never)"
-        path = self.checkpoints.newest() if how == "auto" else place(how)
+    def _resume(self, begin: Start) -> str:
+        """Load the checkpoint that this launch starts from, if there is one; in words."""
+        run, path = self.cfg.run, begin.path
         if path is None:
-            return "from scratch (no checkpoint in the run folder)"
+            why = "run.resume=never" if run.resume == "never" else "no checkpoint in the run folder"
+            return f"from scratch ({f'run.start_over={run.start_over}' if begin.over else why})"
         state = self._load(path)
         self.loader.load_state_dict(state["data"])
         self.origin = path
         if state.get("weights_only"):
             return f"from the weights of {path}"
-        run = self.cfg.run
         self.departs = change(state.get("config", {}), self.cfg.optim, run.steps, self.step)
         return f"resumed from step {self.step}: {path}"
 
@@ -509,7 +517,7 @@ class Trainer:
         dist.broadcast_object_list(answer, src=0)
         for error in answer[0].errors:
             # If none of the run's own is whole, all ranks verify them and set them aside.
-            if not (isinstance(error, NoUsableCheckpoint) and self.cfg.run.resume == "auto"):
+            if not isinstance(error, NoneValid):
                 raise error
         return answer[0].notes
 
@@ -581,6 +589,8 @@ def run(
             check_room(cfg, runtime, choices)
             doing("start: run folder")
             held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
+            if cfg.run.save_interval >= 0 and not cfg.run.checkpoints:
+                check_shared(folder)
             trainer = Trainer(
                 cfg, runtime, stop, launch, held if runtime.is_main else None, choices
             )

@@ -27,6 +27,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from phalanx.configs.schema import RunConfig
+from phalanx.parallel import run_start
 from phalanx.parallel.checkpoint import commit, rng, safe_pickle
 from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.host_buffer import Staging
@@ -51,6 +53,7 @@ from phalanx.parallel.checkpoint.weights import read_state
 from phalanx.parallel.checkpoint.writer import Writing
 from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
 from phalanx.parallel.object_store import Place, Remote
+from phalanx.parallel.run_start import Start, anew
 
 log = logging.getLogger(__name__)
 
@@ -92,12 +95,14 @@ class Checkpointer:
             get_default_save_sharded_strategy(), dp_cp_group, do_cache_distribution=True
         )
         self._queue, self._staging = AsyncCallsQueue(), Staging()
-        self._earlier: list[Place] = []  # runs of this folder that were set aside before this one
+        # Set aside before this launch; they go once it has saved. None until that is known.
+        self._earlier: list[Place] | None = None
         self._cleaner: threading.Thread | None = None
         self._verified: dict[Place, commit.Commit] = {}
         # Step and folder of the checkpoint that holds this run's state, or did last.
         self._at: tuple[int, Place | None] = (0, None)
         self._saving_first = True
+        self._record = run_start.Record()
         self._target = Store(folder, staging) if isinstance(folder, Remote) else Folder(folder)
         with told(f"cannot write to {folder} ({self._target.knob})"):
             on_main(self._target.probe)
@@ -178,13 +183,16 @@ class Checkpointer:
     def _open(self, step: int) -> Any:
         """Make room; where the checkpoint of `step` will be. On rank 0."""
         self._check()
-        if self._saving_first:  # checkpoints that this run does not come from: an earlier one's
-            commit.recover(self.folder)
+        if self._earlier is None:
             self._earlier = commit.with_suffix(self.folder, ".old")
+        if self._saving_first:
+            commit.recover(self.folder)
             for other, folder in commit.committed(self.folder):
                 if other >= self._at[0] and folder != self._at[1]:
-                    aside = commit.set_aside(folder, ".old")
-                    log.warning("%s is of an earlier run: %s", folder, told_aside(aside, "old"))
+                    raise OSError(
+                        f"{folder} was not there when this run started; start it again to go on "
+                        f"from that, or with {anew()} to set it aside"
+                    )
         commit.remove(commit.with_suffix(self.folder, ".tmp"))
         return commit.folder_of(self.folder, step)
 
@@ -200,23 +208,80 @@ class Checkpointer:
             self._target.drop(final)
             raise CheckpointError(
                 f"checkpoint of step {step} not written to {self.folder}: {error}; "
-                f"earlier checkpoints are intact ({self._target.way_out})"
+                f"{self._left()} ({self._target.way_out})"
             ) from None
         self._target.clear()
         self._at = (step, final)
+
+    def _left(self) -> str:
+        """What there is after a failed save, in words."""
+        try:
+            steps = on_main(lambda: [step for step, _ in commit.committed(self.folder)])
+        except Failed:
+            return "earlier checkpoints have not been touched"
+        if not steps:
+            return "there is no earlier checkpoint"
+        return f"earlier checkpoints are intact, the newest is of step {steps[0]}"
 
     def _commit(self, step: int, final: Any, sums: commit.Sums) -> None:
         self._check()
         self._target.commit(final, sums, step, dist.get_world_size())
         # Only now is there a valid checkpoint besides those that go.
         own = [(other, path) for other, path in commit.committed(self.folder) if other <= step]
-        done = [*self._earlier, *commit.superseded(own, **self._keep)]
+        done = [*(self._earlier or ()), *commit.superseded(own, **self._keep)]
         self._earlier = []
         # Large files take a while to delete; a background save must not make training wait.
         self._cleaner = threading.Thread(target=commit.remove, args=(done,), daemon=True)
         self._cleaner.start()
         if not self._async:
             self._cleaner.join()
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def start(self, run: RunConfig) -> Start:
+        """Where this launch starts (parallel.run_start). Folders found to be invalid on the
+        way are renamed to *.bad.
+
+        Raises:
+            ConfigError: the run has checkpoints and did not start where `run.resume` says.
+            NoneValid: it has some and none is valid, and it does not start over.
+        """
+        with told(f"cannot read {self.folder / run_start.NAME}"):
+            self._record = on_main(lambda: run_start.read(self.folder))
+        over = run_start.starts_over(run, self._record)
+        return run_start.decide(run, self._record, None if over else self.newest())
+
+    def started(self, begin: Start) -> None:
+        """Keep where the run starts, once nothing is left that could be in its way."""
+        with told(f"cannot keep the start of the run in {self.folder} ({self._target.knob})"):
+            on_main(lambda: self._started(begin))
+
+    def _started(self, begin: Start) -> None:
+        self._check()
+        if begin.over:
+            self._set_aside(begin.path)
+        if begin.record != self._record:
+            run_start.write(self.folder, begin.record)
+
+    def _set_aside(self, origin: Place | None) -> None:
+        """All checkpoints; but if the run starts from one of them, only those after it."""
+        commit.recover(self.folder)
+        self._earlier = commit.with_suffix(self.folder, ".old")
+        for folder in commit.with_suffix(self.folder, ".bad"):
+            commit.set_aside(folder, ".old")
+        found = commit.committed(self.folder)
+        kept = [step for step, folder in found if self._own(origin) == folder]
+        for step, folder in found:
+            if not kept or step > kept[0]:
+                aside = commit.set_aside(folder, ".old")
+                log.warning("%s is of an earlier start: %s", folder, told_aside(aside, "old"))
+
+    def _own(self, path: Place | None) -> Place | None:
+        """The name that a checkpoint has in this folder, if it is there."""
+        if path is None:
+            return None
+        own = path.parent == self.folder or path.resolve().parent == self.folder.resolve()
+        return self.folder / path.name if own else None
 
     # --- load -------------------------------------------------------------------------------------
 
@@ -288,8 +353,7 @@ class Checkpointer:
             warn(f"{path} has random states of {world} ranks: run.seed's are kept")
         else:
             rng.set(states)
-        own = path.parent == self.folder or path.resolve().parent == self.folder.resolve()
-        self._at = (record.step, self.folder / path.name if own else None)
+        self._at = (record.step, self._own(path))
         return saved["common"]
 
     def _described(self, path: Place, record: commit.Commit) -> tuple[Metadata, dict[str, Any]]:

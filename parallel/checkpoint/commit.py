@@ -11,6 +11,7 @@ What is dispatched on the type of its first argument is here for folders, and fo
 object store in parallel.checkpoint.remote.
 """
 
+import errno
 import json
 import os
 import re
@@ -39,6 +40,7 @@ _VERSION = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}", re.ASCII)
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 _NEW = ".new"
 _CHUNK = 16 << 20
+_PROBE = 64 << 10
 LARGEST = 64 << 20  # bytes of a COMMIT.json: a million files
 
 Sums = dict[str, tuple[int, int]]
@@ -72,8 +74,18 @@ def probe(root: Path) -> None:
         OSError: that is not possible.
     """
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=root) as file:
-        file.write(b"probe")
+    try_to_write(root)
+
+
+def try_to_write(folder: Path) -> None:
+    """Write to a folder's disk, where nothing is left of it. Raises OSError.
+
+    A full disk may have room for the name of a file, and for what has not reached it yet.
+    """
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        if file.write(bytes(_PROBE)) < _PROBE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(file.fileno())
 
 
 @by_place
@@ -313,11 +325,13 @@ def superseded[P: Place](
 
 @by_place
 def set_aside(folder: Path, suffix: str) -> Any:
-    """Rename a folder so that it no longer counts as a checkpoint; the new path."""
-    target, n = folder.with_name(folder.name + suffix), 1
+    """Rename a folder so that it no longer counts as a checkpoint, or for another reason than it
+    had; the new path."""
+    name, n = folder.name.partition(".")[0], 1
+    target = folder.with_name(name + suffix)
     while target.exists():
         n += 1
-        target = folder.with_name(f"{folder.name}{suffix}{n}")
+        target = folder.with_name(f"{name}{suffix}{n}")
     os.replace(folder, target)
     return target
 

@@ -8,6 +8,7 @@ of FP8, schedule, length and logging may change, and are reported.
 from typing import Any
 
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch, leaves, shown, understood
+from phalanx.parallel.run_start import anew
 
 _FIXED = (
     "model",
@@ -79,6 +80,6 @@ def _refusal(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> str:
             "this run is not configured as its checkpoint:",
             *table,
             f"go on with {values},",
-            "or start anew with another run.name or with run.resume=never",
+            f"or start anew with another run.name or with {anew()} run.resume=never",
         ]
     )

@@ -37,16 +37,27 @@ _NOTES = {".bad": "BAD", ".old": "OLD"}
 """Why a checkpoint no longer counts: suffix of a local folder, and object in a remote one."""
 
 
+def probe(root: Remote) -> None:
+    """Write, read and delete an object below `root`, which leaves nothing.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    path, data = root / f"probe.{secrets.token_hex(8)}", b"probe"
+    path.write(data)
+    same = path.read() == data
+    path.delete()
+    if not same:
+        raise OSError(f"{path} is not what was written to it a moment ago")
+
+
 class Claim:
     """The right of this launch to write below the prefix of a run."""
 
     def __init__(self, root: Remote) -> None:
         """Take it, from whatever launch has it. Raises OSError if the store cannot be written."""
         self._root, self._me = root, here()
-        data = json.dumps(asdict(self._me), indent=1).encode()
-        (root / OWNER).write(data)
-        if (root / OWNER).read() != data:
-            raise OSError(f"{root / OWNER} is not what was written to it a moment ago")
+        (root / OWNER).write(json.dumps(asdict(self._me), indent=1).encode())
 
     def check(self) -> None:
         """To be called before anything counts or no longer counts as a checkpoint.
@@ -171,6 +182,7 @@ def _(folder: Remote, suffix: str) -> Remote:
     """It keeps its name; run.resume=<address> still starts from one that is whole."""
     note = _NOTES[suffix]
     persist(lambda: (folder / note).write(time.strftime("%Y-%m-%d %H:%M:%S%z\n").encode()))
+    persist(lambda: folder.delete([other for other in _NOTES.values() if other != note]))
     return folder
 
 

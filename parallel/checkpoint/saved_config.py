@@ -22,6 +22,7 @@ from phalanx.configs.addresses import is_address
 from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
 from phalanx.parallel.checkpoint.commit import METADATA, Commit, Invalid
 from phalanx.parallel.object_store import Place, Remote, place
+from phalanx.parallel.run_start import anew
 
 _COMMON = "common_state/shard_0_1"  # where Megatron-Core puts plain objects that all ranks share
 
@@ -32,6 +33,10 @@ class CheckpointError(RuntimeError):
 
 class NoUsableCheckpoint(CheckpointError):
     """There are checkpoints and none of them is valid. Starting from zero would hide that."""
+
+
+class NoneValid(NoUsableCheckpoint):
+    """It is the run's own checkpoints of which none is valid."""
 
 
 def newest(root: Place) -> Place | None:
@@ -103,12 +108,12 @@ def checkpoint_of(folder: Place, step: int | None = None) -> Place:
     return found[step]
 
 
-def none_valid(root: Place, refused: Sequence[Place]) -> NoUsableCheckpoint:
+def none_valid(root: Place, refused: Sequence[Place]) -> NoneValid:
     """The error of a run whose checkpoints are all damaged."""
     names = ", ".join(path.name for path in refused[:3])
-    return NoUsableCheckpoint(
-        f"no checkpoint in {root} is valid ({names}): run.resume=never starts from "
-        "scratch, run.resume=<folder> from another checkpoint"
+    return NoneValid(
+        f"no checkpoint in {root} is valid ({names}): {anew()} run.resume=never sets them aside "
+        "and starts from scratch, with run.resume=<folder> from another checkpoint"
     )
 
 

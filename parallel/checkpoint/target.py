@@ -71,13 +71,21 @@ class Store:
         self._claim: remote.Claim | None = None  # on rank 0
 
     def probe(self) -> None:
-        """Take the prefix for this launch, on rank 0. Raises OSError."""
-        self._claim = remote.Claim(self._root)
+        """Find out on rank 0 whether it can be written. Raises OSError."""
+        remote.probe(self._root)
 
     def check(self) -> None:
-        """On rank 0. Raises Taken if another launch has the prefix now."""
-        assert self._claim is not None
-        self._claim.check()
+        """Take the prefix for this launch, or see that no other one has taken it; on rank 0.
+
+        The first call is behind all checks: a launch that is refused takes it from nobody.
+
+        Raises:
+            Taken: another launch has it now.
+        """
+        if self._claim is None:
+            self._claim = remote.Claim(self._root)
+        else:
+            self._claim.check()
 
     def open(self, final: Remote) -> str | None:
         """Make the folder that this rank writes to; why that failed."""

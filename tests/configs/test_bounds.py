@@ -18,6 +18,7 @@ TEXTS_WITHOUT_CHOICES = {
     "run.dir",
     "run.checkpoints",
     "run.resume",
+    "run.start_over",
     "run.wandb_project",
     "run.record_routing",
     "model.moe.router.replay",

@@ -342,7 +342,11 @@ CASES = {
         f"{RANDOM} run.resume={{0}}/x", "no valid checkpoint", "run.resume=", written("x", ""), 44
     ),
     "resume: the run folder": Case(
-        f"{RANDOM} run.resume={{0}}/runs/run", "no valid", "did you mean run.resume=", trained, 44
+        f"{RANDOM} run.name=other run.resume={{0}}/runs/run",
+        "no valid",
+        "did you mean run.resume=",
+        trained,
+        44,
     ),
     "resume: a flipped bit": Case(
         f"{RANDOM} run.steps=4", "", "run.resume=never", partial(trained, change=flipped), 44
@@ -405,7 +409,7 @@ CASES = {
     ),
     "resume: a store without credentials": Case(
         f"{RANDOM} run.checkpoints=s3://bucket/runs",
-        "cannot list s3://bucket/runs/run: Unable to locate credentials",
+        "cannot write to s3://bucket/runs/run (run.checkpoints): cannot write s3://",
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
         env=NO_CREDENTIALS,
     ),
@@ -564,6 +568,7 @@ def test_bad_input(name: str, tmp_path: Path) -> None:
     elif name == "data: token":  # the only one that is not found before the first step
         names = {path.partition("/launches/")[0] for path in left(tmp_path)}
         kept = {"run/config.yaml", "run/console.log", "run", "run/metrics.jsonl"}
+        kept.add("run/checkpoints/START.json")
         assert names == kept and line in (tmp_path / "runs/run/console.log").read_text()
     else:
         assert before == [] and announced(found.out) and left(tmp_path) == set()
@@ -596,17 +601,21 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     trained(tmp_path)
     command = [*TINY, f"run.dir={tmp_path / 'runs'}", "data=synthetic"]
     files = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    (main,) = run(1, [*command, "run.steps=4", "model.moe.ffn=24", "model.moe.top_k=1"])
+    command += ["run.steps=4", "model.moe.ffn=24", "model.moe.top_k=1"]
+    (main,) = run(1, command)
     assert main.code == 2 and announced(main.out)
-    assert main.err.splitlines() == [
+    *lines, last = main.err.splitlines()
+    assert lines == [
         "error: this run is not configured as its checkpoint:",
         "                   checkpoint  now",
         "  model.moe.top_k  2           1",
         "  model.moe.ffn    16          24",
         "go on with model.moe.top_k=2 model.moe.ffn=16,",
-        "or start anew with another run.name or with run.resume=never",
     ]
+    assert last.startswith("or start anew with another run.name or with run.start_over=")
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == files
+    (main,) = run(1, [*command, *last.split()[-2:]])
+    assert main.code == 0 and "from scratch (run.start_over=" in main.out
 
 
 # --- a real process -------------------------------------------------------------------------------

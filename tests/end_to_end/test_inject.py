@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 
 from phalanx.moe.training.faults import FOLDER
+from phalanx.scripts import convert_hf
+from tests.scripts.test_convert_hf import qwen3
 from tests.support.runs import SMALL, exact, records, run
 from tests.support.torchrun import Torchrun
 
@@ -54,6 +56,7 @@ def test_a_bad_step_is_rolled_back_once(tmp_path: Path) -> None:
     assert main.out.count("-- rolled back to ") == 1 and "rollbacks 1" in main.out
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     again = [f"run.resume={tmp_path / 'run/checkpoints/step_00000003'}", "run.bad_steps=stop"]
+    again += ["run.start_over=from-3"]
     main, _ = run(2, [*args, *again, "run.inject=nan@4,term@5:rank1"])
     assert main.code == 0 and "stopping after step 5: a signal asked for it" in main.out
     folder = tmp_path / "run" / FOLDER
@@ -92,9 +95,9 @@ def test_a_spike_is_seen(tmp_path: Path) -> None:
 @pytest.mark.alone
 def test_a_killed_rank_does_not_kill_itself_again(tmp_path: Path) -> None:
     """Nor does another hang again: torchrun starts the job anew after each, from its newest
-    checkpoint, and it ends as if nothing had been."""
+    checkpoint, though the command says from scratch, and it ends as if nothing had been."""
     command = [*TINY, "run.steps=16", "run.save_interval=4", "parallel.timeout=3"]
-    command += ["run.bad_steps=skip"]
+    command += ["run.bad_steps=skip", "run.resume=never"]
     faults = "run.inject=nan@3:rank1,kill@6:rank1,hang@11:rank0"
     script = ["train.py", *command, f"run.dir={tmp_path}", faults]
     with Torchrun(2, script, tmp_path / "out", ["--max-restarts", "2"]) as launch:
@@ -104,12 +107,36 @@ def test_a_killed_rank_does_not_kill_itself_again(tmp_path: Path) -> None:
     killed, hung = (where(tmp_path, fault) for fault in ("kill@6:rank1", "hang@11:rank0"))
     assert f"rank 1 {killed} died; it was last heard of in step " in err
     assert f"rank 0 {hung} hangs, " in err
-    assert out.count("from scratch (no checkpoint in the run folder)") == 1
+    assert out.count("from scratch (run.resume=never)") == 1
+    assert out.count("-- run.resume=never: an earlier launch has started this run, which goes") == 2
     assert out.count(f": {tmp_path}/run/checkpoints/step_") == 2
+    assert not list(tmp_path.glob("run/checkpoints/*.old"))
     assert out.count("-- skipped: ") == 1 and "done: step 16" in out
     straight = [*command, f"run.dir={tmp_path / 'straight'}", "run.inject=nan@3:rank1"]
     assert run(2, straight)[0].code == 0
     assert losses(tmp_path) == losses(tmp_path / "straight")
+
+
+@pytest.mark.alone
+def test_torchrun_neither_imports_again_nor_starts_over_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first launch sets the checkpoint of an earlier start aside; what it saves, the second
+    goes on from."""
+    folder, weights = tmp_path / "run", tmp_path / "weights"
+    assert convert_hf.main(["import", str(qwen3(tmp_path / "theirs")), str(weights)]) == 0
+    *model, resume = capsys.readouterr().out.split("train.py ")[1].splitlines()[0].split()
+    command = [*SMALL[:2], *SMALL[8:], *model, "data=synthetic", f"run.dir={tmp_path}"]
+    assert run(2, [*command, "run.steps=2"])[0].code == 0
+    command += ["run.save_interval=3", "run.steps=8", resume, "run.start_over=imported"]
+    script = ["train.py", *command, "run.inject=kill@5:rank1"]
+    with Torchrun(2, script, tmp_path / "out", ["--max-restarts", "1"]) as launch:
+        code, out, err = launch.wait(), launch.out(), launch.err()
+    assert code == 0, err
+    assert out.count(f"from the weights of {weights}") == 1
+    assert out.count(f": {folder}/checkpoints/step_00000003") == 1
+    assert err.count("is of an earlier start: renamed to step_00000002.old") == 1
+    assert [r["step"] for r in records(folder)] == list(range(1, 9))
 
 
 def test_an_error_is_told_with_its_rank(tmp_path: Path) -> None:

@@ -125,6 +125,22 @@ def test_scripts_that_commands_name_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
+def test_launches_on_one_host_are_not_in_each_others_way() -> None:
+    """Without `--standalone` all of them meet at one port, which only the first gets."""
+    folders = [ROOT / name for name in ("docs", "scripts", "configs")]
+    files = [path for folder in folders for path in folder.rglob("*.*") if path.is_file()]
+    files = [p for p in files if p.suffix in (".md", ".py", ".sh", ".yaml")]
+    files = [p for p in files if "measured" not in p.parts]  # what was run, as it was
+    lines = [
+        line
+        for path in (*files, ROOT / "README.md", ROOT / "train.py")
+        for line in path.read_text("utf-8").splitlines()
+        if re.search(r'torchrun"? .*--nproc-per-node', line)
+    ]
+    assert len(lines) > 30 and any("$ranks" in line for line in lines)
+    assert [line for line in lines if ("--standalone" in line) == ("--nnodes" in line)] == []
+
+
 @pytest.mark.usefixtures("with_example_model")
 @pytest.mark.parametrize("command", pages.training_commands())
 def test_training_commands_are_valid(command: str) -> None:

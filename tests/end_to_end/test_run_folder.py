@@ -4,14 +4,19 @@ import os
 import signal
 import socket
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from phalanx.parallel import folder_lock
+from phalanx.scripts import checkpoint
+from tests.end_to_end.test_object_stores import reached
 from tests.parallel.test_folder_lock import distant
+from tests.support import s3
 from tests.support.launch import Launch
 from tests.support.runs import SMALL, before_step, exact, records, run
 
@@ -44,6 +49,53 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed(tmp_path: Path) ->
     assert len(records(folder)) == len(steps) + 10 and not list(folder.glob(f"{folder_lock.NAME}*"))
 
 
+@contextmanager
+def on_its_own_disk(rank: int, folder: Path) -> Iterator[None]:
+    """Rank 1 as the first of another host, whose folder of the same name is another one."""
+    before = Path.cwd()
+    late = mock.patch("phalanx.parallel.run_folder._SEEN", 0.3)
+    with late, mock.patch.dict(os.environ, LOCAL_RANK="0"):
+        os.chdir(folder / str(rank))
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def test_a_folder_that_hosts_do_not_share_is_told_at_the_start(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    change = partial(on_its_own_disk, folder=tmp_path)
+    ranks = run(2, [*TINY, "run.dir=runs"], change)
+    assert [rank.code for rank in ranks] == [2, 2]
+    (line,) = (ranks[0].err + ranks[1].err).splitlines()
+    assert line.startswith(f"error: {tmp_path}/1/runs/run on {socket.gethostname()} is not the ")
+    assert "run.dir that all hosts share" in line and "run.checkpoints (rank 1)" in line
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    # Nothing of a run that saves nothing has to be there.
+    ranks = run(2, [*TINY, "run.dir=runs", "run.steps=1", "run.save_interval=-1"], change)
+    assert [rank.code for rank in ranks] == [0, 0]
+
+
+def test_a_launch_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """The store cannot be written, which is an error; nothing of the run's folder changes."""
+    command = [*TINY, f"run.dir={tmp_path}", "run.steps=2"]
+    assert run(1, command)[0].code == 0
+    folder = tmp_path / "run"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    refused = {
+        "run.checkpoints=s3://no-such-bucket/runs": "the bucket does not exist",
+        "model.layers=3": "not configured as its checkpoint",
+        "optim=muon": "an optimizer of another kind",
+        "run.resume=nowhere": "has started from scratch and has checkpoints",
+    }
+    for override, why in refused.items():
+        (main,) = run(1, [*command, "run.steps=4", override], partial(reached, s3.endpoint()))
+        assert main.code == 2 and why in main.err, main.err
+        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert checkpoint.main(["list", str(folder)]) == 0
+
+
 def taken_over(path: Path) -> None:
     """What happens to a run that is suspended for long."""
     os.replace(folder_lock._written(path, distant()), path)
@@ -62,5 +114,5 @@ def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path: Path) -> None:
     (line,) = [line for line in launch.said(0).splitlines() if line.startswith("error: ")]
     assert "has lost" in line and "host node7, pid 4711" in line
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2]
-    assert not list((tmp_path / "run/checkpoints").iterdir())
+    assert not list((tmp_path / "run/checkpoints").glob("step_*"))
     assert b"node7" in path.read_bytes()

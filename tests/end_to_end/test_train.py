@@ -202,9 +202,11 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     # As another value of a sweep would find it.
     done = run(2, [*command, "optim.lr=2e-2"])
     assert [r.code for r in done] == [0, 0] and "resumed from step 6: " in done[0].out
-    assert done[0].out.endswith(
+    last = done[0].out.splitlines()[-1]
+    assert re.fullmatch(
         "-- nothing was left to do: resumed from step 6, and all 6 steps of this run are done; a "
-        "larger run.steps trains on, run.resume=never or another run.name starts over\n"
+        r"larger run.steps trains on, run.start_over=[\d-]+ or another run.name starts over",
+        last,
     )
     assert exact(records(tmp_path / "run")) == exact(records(reference))
 
@@ -237,9 +239,20 @@ def test_a_run_can_start_from_the_checkpoint_of_another(
     assert main.code == 0 and f"resumed from step 4: {saved}" in main.out
     assert exact(records(tmp_path / "run")) == exact(records(reference))[4:]
 
+    # The same command goes on; another start is refused, unless a word asks for it.
+    main, _ = run(2, [*command, f"run.resume={saved}"])
+    assert main.code == 0 and "resumed from step 6: " in main.out
+    kept = (tmp_path / "run/config.yaml").read_bytes()
     main, _ = run(2, [*command, "run.resume=never", "run.steps=2"])
-    assert main.code == 0 and "from scratch (run.resume=never)" in main.out
+    (line,) = main.err.splitlines()
+    assert main.code == 2 and f"run.resume=never: {tmp_path}/run has started from {saved}" in line
+    assert (tmp_path / "run/config.yaml").read_bytes() == kept
+    word = next(word for word in line.split() if word.startswith("run.start_over="))
+    main, _ = run(2, [*command, "run.resume=never", "run.steps=2", word])
+    assert main.code == 0 and f"from scratch ({word})" in main.out
     assert exact(records(tmp_path / "run")) == exact(records(reference))[:2]
+    left = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert left == ["START.json", "step_00000002", "step_00000006.old"]
 
 
 @contextmanager
@@ -356,7 +369,10 @@ def test_a_step_that_is_not_finite_ends_the_run_before_the_update(
     assert len(main.err.splitlines()) == 1 and main.err.startswith("error: the ")
     assert "nan" in main.err and "diverged: step 2 after" in main.out
     checkpoints = tmp_path / "spoilt/run/checkpoints"
-    assert [p.name for p in sorted(checkpoints.iterdir())] == ["step_00000001", "step_00000002"]
+    assert [p.name for p in sorted(checkpoints.glob("step_*"))] == [
+        "step_00000001",
+        "step_00000002",
+    ]
 
     (again,) = run(1, spoilt)
     assert again.code == 0 and "resumed from step 2: " in again.out

@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +57,47 @@ def living() -> Iterator[Owner]:
     with subprocess.Popen(["sleep", "60"]) as process:
         yield replace(here(), pid=process.pid, born=folder_lock._born(process.pid))
         process.kill()
+
+
+# --- a look from outside --------------------------------------------------------------------------
+
+
+def test_a_look_takes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert folder_lock.look(path) == "" and not path.exists()
+    with living() as owner:
+        leave(path, owner)
+        before = path.read_bytes()
+        with pytest.raises(InUse, match=f"pid {owner.pid}.*set another run.name"):
+            folder_lock.look(path)
+        assert path.read_bytes() == before and len(list(path.parent.iterdir())) == 1
+    assert folder_lock.look(path) == ""  # it has been killed
+
+
+def test_a_look_at_a_lock_of_another_host_waits_for_a_beat(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_lock, "BEAT", 0.4)
+    leave(path, distant())
+    line = folder_lock.look(path)
+    assert "host node7, pid 4711" in line and "without a sign of its life" in line
+    threading.Timer(0.1, beat, (path, 1)).start()
+    with pytest.raises(InUse, match="is in use by a run that lives"):
+        folder_lock.look(path)
+
+
+@pytest.mark.parametrize("size", [0, 20])
+def test_a_full_disk_keeps_no_lock(path: Path, size: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    taken = Claim(path, print)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            taken.step()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(path.parent.iterdir()) == []
+    leave(path, dead())
+    assert taken.step()
 
 
 def dead() -> Owner:

@@ -11,6 +11,7 @@ import pytest
 from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
 from phalanx.parallel.object_store import Remote
 from tests.support import s3
+from tests.support.runs import write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts/slurm.sbatch"
@@ -34,7 +35,10 @@ esac
 PYTHON = f"""#!/usr/bin/env bash
 [ "$1" = train.py ] || exec {sys.executable} "$@"
 echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT ${{*:2}}" >>"$SEEN/ranks"
-[ -z "${{SAVES:-}}" ] || mkdir -p "$RUN/checkpoints/step_$SAVES"
+if [ -n "${{SAVES:-}}" ]; then
+  mkdir -p "$RUN/checkpoints"
+  cp -rT "$SEEN/saved" "$RUN/checkpoints/step_$SAVES"
+fi
 exit "$CODE"
 """
 
@@ -49,6 +53,7 @@ class Job:
             program.parent.mkdir(exist_ok=True)
             program.write_text(text)
             program.chmod(0o755)
+        write_checkpoint(folder / "saved")
 
     def start(
         self, code: int, *overrides: str, saves: str = "", state: str = "RUNNING"
@@ -96,31 +101,24 @@ def test_ranks_know_their_place(job: Job) -> None:
     assert job.seen("scontrol") == []
 
 
-def test_a_stopped_job_queues_again_and_resumes(job: Job) -> None:
+def test_a_stopped_job_queues_again_with_the_same_command(job: Job) -> None:
+    """The run itself knows that it has started (parallel.run_start)."""
     done = job.start(85, "run.resume=never", saves="00000005")
     assert done.returncode == 0 and "newest checkpoint: step_00000005" in done.stderr
     assert job.seen("scontrol") == ["requeue 30042"]
-    job.start(0, "run.resume=never")
-    first, second = job.seen("ranks")[0], job.seen("ranks")[-1]
-    assert "run.resume=auto" not in first and second.endswith("run.resume=auto run.requeue_code=85")
+    assert "an earlier launch has started this run" in job.start(0, "run.resume=never").stderr
+    assert len({line.split(maxsplit=5)[-1] for line in job.seen("ranks")}) == 1
 
 
 def test_checkpoints_in_an_object_store_are_progress_too(job: Job) -> None:
-    root, files = Remote(f"s3://{s3.BUCKET}/slurm"), {}
+    root = Remote(f"s3://{s3.BUCKET}/slurm")
     with s3.credentials(s3.endpoint()):
         command = [f"run.checkpoints={root}", "run.resume=never", "data=synthetic"]
         assert job.start(85, *command).stderr.endswith("newest checkpoint: \n")
         folder = commit.folder_of(root / "tiny", 5)
-        for name in (".metadata", "metadata.json"):
-            (folder / name).write(b"x")
-            files[name] = (1, commit.crc32(b"x"))
-        (folder / commit.COMMIT).write(commit.sealed(commit.Commit(5, 1, files)))
+        write_checkpoint(folder)
         done = job.start(85, *command)
     assert done.returncode == 0 and f"newest checkpoint: {folder.name}" in done.stderr
-    assert job.seen("ranks")[-1].endswith("run.resume=auto run.requeue_code=85")
-
-
-NEVER = ["run.resume=never"]  # the stand-ins' checkpoints are empty folders
 
 
 def test_without_a_new_checkpoint_a_job_gives_up(job: Job) -> None:
@@ -128,9 +126,9 @@ def test_without_a_new_checkpoint_a_job_gives_up(job: Job) -> None:
         assert job.start(code).returncode == 0
     job.start(1, saves="00000001")  # progress: the count starts again
     for _ in range(3):
-        job.start(1, *NEVER, saves="00000001")
+        job.start(1, saves="00000001")
     assert job.seen("scontrol") == ["requeue 30042"] * 7
-    done = job.start(1, *NEVER, saves="00000001")
+    done = job.start(1, saves="00000001")
     assert done.returncode == 1 and "3 requeues brought no new checkpoint" in done.stderr
     assert len(job.seen("scontrol")) == 7
 

@@ -14,6 +14,8 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from phalanx.moe.report.loggers import read
+from phalanx.parallel.checkpoint import commit
+from phalanx.parallel.object_store import Place, Remote
 from tests.support.distributed import run_distributed
 
 SMALL = [
@@ -111,6 +113,19 @@ def write_corpus(prefix: Path, documents: Sequence[Sequence[int]]) -> str:
         builder.add_document(np.array(document, np.uint16), [len(document)])
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
+
+
+def write_checkpoint(folder: Place, step: int = 5) -> None:
+    """A checkpoint that is whole, as far as names and sizes of files tell."""
+    sums = {name: (1, commit.crc32(b"x")) for name in (".metadata", "metadata.json")}
+    contents = dict.fromkeys(sums, b"x")
+    contents[commit.COMMIT] = commit.sealed(commit.Commit(step, 1, sums))
+    for name, data in contents.items():
+        if isinstance(folder, Remote):
+            (folder / name).write(data)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
 
 
 def text() -> list[bytes]:

@@ -4,8 +4,12 @@ import io
 import json
 import math
 import re
+import resource
 import sys
+import threading
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,8 +306,6 @@ def test_unwritable_folder_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_loses_records_and_not_the_run(tmp_path: Path) -> None:
-    import resource
-
     metrics, stream = make(tmp_path)
     metrics.log(record(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -317,6 +319,30 @@ def test_a_full_disk_loses_records_and_not_the_run(tmp_path: Path) -> None:
     assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [1, 4]
     warnings = [t for t in stream.getvalue().splitlines() if "warning" in t]
     assert len(warnings) == 1 and "metrics.jsonl" in warnings[0]
+    metrics.close()
+    done = stream.getvalue().splitlines()[-1]
+    assert re.match(
+        rf"done: step 4 after \S+, 2 records of {tmp_path}/metrics.jsonl lost \| ", done
+    )
+
+
+def test_a_run_without_steps_tells_of_lost_records_too(tmp_path: Path) -> None:
+    metrics, stream = make(tmp_path)
+    with full_disk():
+        metrics.event("nothing was left to do")
+    metrics.close()
+    last = stream.getvalue().splitlines()[-1]
+    assert last == f"-- warning: 1 record of {tmp_path}/metrics.jsonl lost"
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 # --- sinks ----------------------------------------------------------------------------------------
@@ -431,6 +457,31 @@ def test_tensorboard_events_are_readable(tmp_path: Path) -> None:
         (3, 1.0),
     ]
     assert "warning" not in stream.getvalue()
+
+
+def test_a_full_disk_turns_tensorboard_off_in_a_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread, which meets the disk, says nothing; any other thread still does."""
+    others: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: others.append(args.exc_type))
+    before = set(threading.enumerate())
+    metrics, stream = make(tmp_path, tensorboard=True)
+    (writer,) = set(threading.enumerate()) - before
+    with full_disk():
+        metrics.log(record(1))
+        writer.join(10)
+    assert not writer.is_alive()
+    metrics.log(record(2))
+    metrics.log(record(3))
+    metrics.close()
+    told = [t for t in stream.getvalue().splitlines() if "TensorBoard" in t]
+    assert len(told) == 1 and "is off for the rest of the run" in told[0]
+    assert others == [] and capfd.readouterr().err == ""
+    thread = threading.Thread(target=lambda: 1 // 0)
+    thread.start()
+    thread.join()
+    assert others == [ZeroDivisionError]
 
 
 def test_sinks_are_off_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,24 @@
 """What stops a run is told before a launch, by one process and without torch; see test_bad_input
 for damaged files."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.moe.training.preflight import exit_code, preflight
+from phalanx.parallel import folder_lock, run_start
 from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
-from tests.support.runs import SMALL, write_corpus
+from phalanx.parallel.object_store import Remote
+from phalanx.scripts import checkpoint
+from tests.parallel.test_folder_lock import leave, living
+from tests.support import s3
+from tests.support.runs import SMALL, write_checkpoint, write_corpus
 
 ROOT = Path(__file__).resolve().parents[3]
 TOKENS = 1_000_000
@@ -92,6 +99,65 @@ def test_an_impossible_size_is_told(tmp_path: Path) -> None:
 # --- folders ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("left", [0, 4096])
+def test_a_full_disk_is_told(tmp_path: Path, left: int) -> None:
+    """A name, or a few bytes, may fit where nothing else does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (left, limits[1]))
+    try:
+        (line,) = errors(config(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert line.startswith(f"cannot write to {tmp_path / 'runs/tiny'} (run.dir, run.name): ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_a_run_uses_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/tiny"
+    folder.mkdir(parents=True)
+    with living() as owner:
+        leave(folder / folder_lock.NAME, owner)
+        (line,) = errors(config(tmp_path))
+        assert line.startswith(f"{folder} is in use by a run that lives (host ")
+        assert errors(config(tmp_path, "run.name=other")) == []
+    assert errors(config(tmp_path)) == []
+    assert [path.name for path in folder.iterdir()] == [folder_lock.NAME]
+
+
+def test_a_store_is_written_to_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = "run.checkpoints=memory://check/runs"
+    assert errors(config(tmp_path, store)) == []
+    assert Remote("memory://check").objects() == {} and list(tmp_path.iterdir()) == []
+
+    def denied(*args: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fsspec.implementations.memory.MemoryFileSystem.pipe_file", denied)
+        for more in ([], ["run.resume=never"], ["run.start_over=1"]):
+            (line,) = errors(config(tmp_path, store, *more))
+            assert line.startswith("cannot write to memory://check/runs/tiny (run.checkpoints): ")
+            assert line.endswith(": Access Denied")
+    with s3.credentials(s3.endpoint()):
+        (line,) = errors(config(tmp_path, "run.checkpoints=s3://no-such-bucket/runs"))
+        assert "(run.checkpoints)" in line and line.endswith("the bucket does not exist")
+        assert errors(config(tmp_path, f"run.checkpoints=s3://{s3.BUCKET}/check")) == []
+        assert Remote(f"s3://{s3.BUCKET}/check").objects() == {}
+
+
+def test_a_bucket_that_is_missing_is_not_an_empty_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with s3.credentials(s3.endpoint()):
+        for what in (Remote.objects, Remote.is_dir, Remote.exists):
+            assert not what(Remote(f"s3://{s3.BUCKET}/nothing"))
+            for address in ("s3://no-such-bucket", "s3://no-such-bucket/runs"):
+                with pytest.raises(OSError, match="the bucket does not exist"):
+                    what(Remote(address))
+        assert checkpoint.main(["list", "s3://no-such-bucket/runs"]) == 1
+    assert capsys.readouterr().err.endswith("the bucket does not exist\n")
+
+
 def test_nothing_is_made_to_find_out_whether_it_could_be(tmp_path: Path) -> None:
     assert errors(config(tmp_path)) == [] and list(tmp_path.iterdir()) == []
 
@@ -115,6 +181,53 @@ def test_an_unreadable_checkpoint_folder_is_told(
     (line,) = errors(config(tmp_path))
     where = tmp_path / "runs/tiny/checkpoints"
     assert line == f"cannot read {where} (run.dir, run.resume): Permission denied"
+
+
+# --- where a run starts -----------------------------------------------------------------------
+
+
+def test_a_repeated_command_is_told_that_it_goes_on(tmp_path: Path) -> None:
+    root = tmp_path / "runs/tiny/checkpoints"
+    write_checkpoint(root / "step_00000005")
+    run_start.write(root, run_start.Record("scratch", ("scratch",), ("a",)))
+    found = preflight(config(tmp_path, "run.resume=never"))
+    assert found.errors == [] and len(found.notes) == 1
+    assert found.notes[0].startswith("run.resume=never: an earlier launch has started this run")
+    assert errors(config(tmp_path)) == []
+    (line,) = errors(config(tmp_path, "run.resume=elsewhere"))
+    assert "has started from scratch and has checkpoints" in line and f"from {root}/step" in line
+
+
+def test_a_start_that_was_obeyed_need_not_be_there_any_more(tmp_path: Path) -> None:
+    """Weights may be deleted once the run has a checkpoint of its own."""
+    root, weights = tmp_path / "runs/tiny/checkpoints", f"run.resume={tmp_path / 'weights'}"
+    (line,) = errors(config(tmp_path, weights))
+    assert f"{weights} is no valid checkpoint" in line
+    write_checkpoint(root / "step_00000005")
+    run_start.write(root, run_start.Record(str(tmp_path / "weights")))
+    assert preflight(config(tmp_path, weights)).errors == []
+    (line,) = errors(config(tmp_path, "run.start_over=1"))
+    assert f"{weights} is no valid checkpoint" in line
+
+
+def test_checkpoints_are_not_left_in_another_place_without_a_word(tmp_path: Path) -> None:
+    store = Remote("memory://moved/runs")
+    folder = tmp_path / "runs/tiny"
+    write_checkpoint(store / "tiny" / "step_00000005.00000000aaaaaaaa")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"run: {{checkpoints: '{store}', name: tiny}}")
+    assert errors(config(tmp_path, f"run.checkpoints={store}")) == []
+    for other in ((), ("run.resume=never",), ("run.checkpoints=memory://moved/others",)):
+        (line,) = errors(config(tmp_path, *other))
+        assert line.startswith(f"the checkpoints of {folder} are in {store}/tiny: set ")
+        (fix, word) = (w.rstrip(",") for w in line.split() if w.startswith("run."))
+        assert preflight(config(tmp_path, *other, fix)).errors == []
+        assert errors(config(tmp_path, *other, word)) == []
+    write_checkpoint(folder / "checkpoints/step_00000005")
+    (folder / "config.yaml").write_text("run: {checkpoints: '', name: tiny}")
+    (line,) = errors(config(tmp_path, "run.checkpoints=memory://moved/others"))
+    (fix, _) = (w for w in line.split() if w.startswith("run."))
+    assert errors(config(tmp_path, "run.checkpoints=memory://moved/others", fix)) == []
 
 
 def test_exit_codes_are_those_of_a_run() -> None:

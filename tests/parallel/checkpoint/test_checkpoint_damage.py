@@ -88,7 +88,7 @@ def test_no_valid_checkpoint_is_an_error_every_time(run: Path) -> None:
     flip(run / "step_00000001")
     delete_commit(run / "step_00000002")
     for _ in range(2):
-        with pytest.raises(RankFailed, match="NoUsableCheckpoint.*run.resume=never"):
+        with pytest.raises(RankFailed, match="NoneValid.*run.start_over=.* run.resume=never"):
             run_distributed(find_newest, 1, run)
 
 

@@ -79,7 +79,8 @@ def test_precision_under_its_old_name_is_compared(before: str, refused: bool) ->
         assert compare(old, new) == ["precision.recipe bf16 -> fp8_block"]
 
 
-def test_drift_diff_reads_well() -> None:
+def test_drift_diff_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.parallel.checkpoint.config_diff.anew", lambda: "run.start_over=1")
     config = changed("model.layers", 6)
     config["data"]["seed"] = 7
     with pytest.raises(CheckpointMismatch) as caught:
@@ -90,7 +91,7 @@ def test_drift_diff_reads_well() -> None:
         "  model.layers  4           6",
         "  data.seed     1           7",
         "go on with model.layers=4 data.seed=1,",
-        "or start anew with another run.name or with run.resume=never",
+        "or start anew with another run.name or with run.start_over=1 run.resume=never",
     ]
 
 

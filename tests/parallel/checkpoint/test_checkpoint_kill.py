@@ -49,6 +49,7 @@ def test_full_disk(tmp_path: Path, victim: int, async_save: bool) -> None:
     assert messages[0] == messages[1] and len(messages[0]) == 1
     assert os.strerror(errno.EFBIG) in messages[0][0] and "\n" not in messages[0][0]
     assert str(tmp_path) in messages[0][0] and "run.dir" in messages[0][0]
+    assert "; earlier checkpoints are intact, the newest is of step 1 (" in messages[0][0]
 
 
 def _fails_on_metadata(folder: Path, name: str) -> str:
@@ -66,6 +67,7 @@ def _fails_on_metadata(folder: Path, name: str) -> str:
         save(checkpoints, 1, engine)
     dist.barrier()
     assert not list(folder.iterdir())
+    assert "; there is no earlier checkpoint (" in str(caught.value)
     return str(caught.value)
 
 

@@ -1,9 +1,12 @@
 """Which checkpoints of a run are kept, and when those that go are deleted."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from phalanx.configs.schema import RunConfig
+from phalanx.parallel.checkpoint.saved_config import CheckpointError
 from tests.parallel.checkpoint.checkpoints import build, checkpointer, load, save, train
 from tests.support.distributed import RankFailed, run_distributed
 
@@ -23,22 +26,38 @@ def _keeps(folder: Path) -> list[list[str]]:
     assert save(checkpoints, 3, engine) == path
     assert (path / "COMMIT.json").stat().st_mtime_ns == stamp  # a step is saved once
     seen.append(names(folder))
-    again = checkpointer(folder, groups, keep_last=2)  # run.resume=never in the same folder
+    other = checkpointer(folder, groups, keep_last=2)  # does not know of them
+    with pytest.raises(CheckpointError, match="step_00000003 was not there when this run started"):
+        save(other, 1, engine)
+    seen.append(names(folder))
+    again = started_over(folder, groups, "a")
     save(again, 1, engine)
     seen.append(names(folder))
-    back = checkpointer(folder, groups, keep_last=2)  # goes on from an older step
+    save(again, 2, engine)
+    back = started_over(folder, groups, "b", resume=str(folder / "step_00000001"))
+    seen.append(names(folder))
     load(back, folder / "step_00000001", engine)
-    save(back, 2, engine)
+    save(back, 3, engine)
     seen.append(names(folder))
     return seen
 
 
+def started_over(folder: Path, groups: Any, word: str, resume: str = "never") -> Any:
+    checkpoints = checkpointer(folder, groups, keep_last=2)
+    begin = checkpoints.start(RunConfig(resume=resume, start_over=word))
+    checkpoints.started(begin)
+    assert begin.over and not checkpointer(folder, groups).start(RunConfig(start_over=word)).over
+    return checkpoints
+
+
 @pytest.mark.dist
 def test_keeps_the_newest_and_sets_an_earlier_run_aside(tmp_path: Path) -> None:
-    kept, restarted, resumed = run_distributed(_keeps, 1, tmp_path)[0]
-    assert kept == ["step_00000002", "step_00000003"]
-    assert restarted == ["step_00000001", "step_00000002.old", "step_00000003.old"]
-    assert resumed == ["step_00000001", "step_00000002"]
+    kept, refused, restarted, back, resumed = run_distributed(_keeps, 1, tmp_path)[0]
+    assert kept == refused == ["step_00000002", "step_00000003"]
+    old = ["step_00000002.old", "step_00000003.old"]
+    assert restarted == ["START.json", "step_00000001", *old]
+    assert back == ["START.json", "step_00000001", *old[:1], "step_00000002.old2", *old[1:]]
+    assert resumed == ["START.json", "step_00000001", "step_00000002.old2", "step_00000003"]
 
 
 def _keeps_every(folder: Path, async_save: bool) -> list[str]:
@@ -69,8 +88,8 @@ def _restarts_twice(folder: Path) -> None:
     engine, groups = build()
     train(engine, groups, 0, 1)
     save(checkpointer(folder, groups), 5, engine)
-    save(checkpointer(folder, groups), 1, engine)
-    assert names(folder) == ["step_00000001", "step_00000005.old"]
+    save(started_over(folder, groups, "a"), 1, engine)
+    assert names(folder) == ["START.json", "step_00000001", "step_00000005.old"]
 
     def full(*args: object) -> None:
         raise OSError("no space left")
@@ -78,10 +97,10 @@ def _restarts_twice(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit, "commit", full)
         with pytest.raises(RuntimeError, match="no space left"):
-            save(checkpointer(folder, groups), 1, engine)
-    assert names(folder) == ["step_00000001.old", "step_00000005.old"]
+            save(started_over(folder, groups, "b"), 1, engine)
+    assert names(folder) == ["START.json", "step_00000001.old", "step_00000005.old"]
     save(checkpointer(folder, groups), 1, engine)
-    assert names(folder) == ["step_00000001"]
+    assert names(folder) == ["START.json", "step_00000001"]
 
 
 @pytest.mark.dist

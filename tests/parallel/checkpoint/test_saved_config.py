@@ -60,7 +60,9 @@ def test_the_newest_that_is_whole_counts(checkpoint: Path, tmp_path: Path) -> No
     root = tmp_path / "checkpoints"
     assert saved_config.newest(root) is None
     (root / "step_00000003").mkdir(parents=True)
-    with pytest.raises(NoUsableCheckpoint, match=r"\(step_00000003\): run.resume=never starts"):
+    with pytest.raises(
+        NoUsableCheckpoint, match=r"\(step_00000003\): run.start_over=.* run.resume=never sets"
+    ):
         saved_config.newest(root)
     (root / "step_00000001").symlink_to(checkpoint)
     assert saved_config.newest(root) == root / "step_00000001"
