@@ -219,10 +219,10 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
         persist_layer_norm=False,
         cross_entropy_loss_fusion=not on_cpu,
         deallocate_pipeline_outputs=True,
-        # Interleaved stages send forward and backward in one batch. Where there are two of them both
-        # have the same peer, and NCCL matches transfers of a pair by their order in the batch: a
-        # stage would take what was meant for another chunk. Transfers by themselves have an order
-        # of their own in each direction, and overlap the compute of other micro-batches.
+        # Batches of interleaved stages send in both directions. Where there are two stages both go
+        # to the same peer, and NCCL matches the transfers of a pair by their order in the batch: a
+        # stage would take what was meant for another chunk. Single transfers have an order of their
+        # own in each direction, and overlap the compute of other micro-batches.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not on_cpu and not interleaved,
         variable_seq_lengths=False,
