@@ -55,6 +55,11 @@ def logit_interval(optim: OptimConfig) -> int:
     return optim.max_logit_every or int(optim.qk_clip > 0)
 
 
+def wsd_decay_steps(steps: int) -> int:
+    """Steps at the end of so many in which the schedule `WSD` decays."""
+    return max(steps // 10, 1)
+
+
 def largest_divisor(n: int, at_most: int) -> int:
     """Largest divisor of `n` that is not above `at_most`."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]

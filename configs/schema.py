@@ -470,7 +470,10 @@ class OptimConfig:
     min_lr: float = 3e-4
     """Learning rate at the end of the decay."""
     warmup_steps: int = 10
-    """Number of steps of linear warm-up from zero; it always ends before the decay does."""
+    """Number of steps of linear warm-up from zero; it always ends before the decay does.
+
+    With `WSD` it may not reach into the decay.
+    """
     decay_steps: int = 0
     """Step at which the learning rate reaches `min_lr`; 0 takes `run.steps`.
 
@@ -479,7 +482,8 @@ class OptimConfig:
     schedule: str = "cosine"
     """Decay of the learning rate: `cosine`, `linear`, `constant`, `inverse-square-root` or `WSD`.
 
-    `WSD` (warm-up, stable, decay) decays over the last tenth of `decay_steps`.
+    All but `constant` fall to `min_lr` at `decay_steps`, `inverse-square-root` by its square root
+    shifted and scaled. `WSD` (warm-up, stable, decay) decays over the last tenth of `decay_steps`.
     """
     weight_decay: float = 0.1
     """Decoupled weight decay, of AdamW and of Muon; biases and norms have none."""

@@ -23,6 +23,7 @@ from phalanx.configs.layout import (
     layout_problems,
     logit_interval,
     micro_batches,
+    wsd_decay_steps,
 )
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.memory import memory_problems
@@ -254,9 +255,15 @@ def _optim(cfg: Config) -> Iterator[str]:
     o = cfg.optim
     if o.min_lr > o.lr:
         yield repair(cfg, "optim.min_lr", f"is above lr={o.lr}", o.lr)
-    if 0 < o.decay_steps <= o.warmup_steps:
-        reason = f"ends within the warm-up of {o.warmup_steps} steps"
-        yield repair(cfg, "optim.decay_steps", reason, o.warmup_steps + 1)
+    wsd, warmup = o.schedule == "WSD", o.warmup_steps
+    if 0 < o.decay_steps <= warmup:
+        reason = f"ends within the warm-up of {warmup} steps"
+        fits = warmup + 1 + (warmup // 9 if wsd else 0)
+        yield repair(cfg, "optim.decay_steps", reason, fits)
+    end = o.decay_steps or cfg.run.steps
+    if wsd and warmup > (room := end - wsd_decay_steps(end)):
+        reason = f"reaches into the last tenth of {end} steps, in which schedule=WSD decays"
+        yield repair(cfg, "optim.warmup_steps", reason, room)
     a, ranks = cfg.model.attention, cfg.parallel.tensor
     if o.kind == "muon" and a.kind == "gqa" and ranks > a.kv_heads:
         reason = f"cuts one head's keys and values (model.attention.kv_heads={a.kv_heads}), which "

@@ -10,10 +10,29 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from phalanx.configs.layout import wsd_decay_steps
 from phalanx.configs.schema import OptimConfig
 from phalanx.parallel.checkpoint.saved_knobs import understood
 
 _DIGITS = ".3g"
+
+
+class _Scheduler(OptimizerParamScheduler):
+    """Megatron-Core's, with an `inverse-square-root` that comes down to `min_lr` as others do.
+
+    Megatron-Core's own is still far above it at the last step of the decay, and drops after it.
+    """
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        done, last, warmup = self.num_steps, self.lr_decay_steps, self.lr_warmup_steps
+        if self.lr_decay_style != "inverse-square-root" or done <= warmup:
+            return float(super().get_lr(param_group))
+        high = param_group.get("max_lr", self.max_lr)
+        low = param_group.get("min_lr", self.min_lr)
+        if done >= last:
+            return float(low)
+        first, now, end = (n**-0.5 for n in (max(warmup, 1), done, last))
+        return float(low + (high - low) * (now - end) / (first - end))
 
 
 @dataclass(frozen=True)
@@ -40,7 +59,7 @@ class Curve:
 
     def scheduler(self, optimizer: Any, weight_decay: float = 0.0) -> OptimizerParamScheduler:
         """Megatron-Core's, which sets the rates of all parameter groups of `optimizer`."""
-        return OptimizerParamScheduler(
+        return _Scheduler(
             optimizer,
             init_lr=0.0,
             max_lr=self.lr,
@@ -52,7 +71,7 @@ class Curve:
             end_wd=weight_decay,
             wd_incr_steps=self.decay_steps,
             wd_incr_style="constant",
-            wsd_decay_steps=max(self.decay_steps // 10, 1),
+            wsd_decay_steps=wsd_decay_steps(self.decay_steps),
             lr_wsd_decay_style="cosine",
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,

@@ -351,6 +351,18 @@ def _texts(value: object) -> object:
         # optimizer, run, kernels
         ("optim.min_lr=1", 1, "is above lr=0.002", "optim.min_lr=0.002"),
         ("optim.decay_steps=10", 1, "within the warm-up of 10 steps", "optim.decay_steps=11"),
+        (
+            "optim.schedule=WSD optim.warmup_steps=95 run.steps=100",
+            1,
+            "reaches into the last tenth of 100 steps",
+            "optim.warmup_steps=90",
+        ),
+        (
+            "optim.schedule=WSD optim.warmup_steps=95 optim.decay_steps=95",
+            1,
+            "within the warm-up of 95 steps",
+            "optim.decay_steps=106",
+        ),
         ("optim.moments=bf16 optim.beta2=0.999", 1, "rounds decay away", "optim.beta2=0.99"),
         ("optim.kind=mun", 1, "is not one of adamw, muon", "optim.kind=muon"),
         ("optim=muon optim.momentum=1", 1, "must be below 1", "optim.momentum=0.95"),
@@ -509,6 +521,7 @@ def test_problem_names_the_override_that_fixes_it(
         ("data=indexed data.blend=[0.7,a,3e-1,b]", 1),
         ("run.profile=[1,80]", 1),
         ("run.steps=1", 1),  # within the warm-up
+        ("optim.schedule=WSD optim.warmup_steps=90 run.steps=100", 1),
         ("precision=fp32 kernels=torch run.device=cpu", 1),
         *[(f"{FP8} kernels={k}", 1) for k in ("auto", "reference", "torch", "te", "megatron")],
         *[(f"{FP8} run.device={device} kernels=torch", 2) for device in ("cpu", "cuda")],
@@ -602,6 +615,9 @@ RANGES: dict[str, tuple[object, ...]] = {
     "model.moe.router.seq_aux_loss": (0.0, 1e-4),
     "kernels.attention": ("auto", "te", "flex"),
     "optim.min_lr": (0.0, 1.0),
+    "optim.schedule": ("cosine", "WSD"),
+    "optim.warmup_steps": (0, 10, 75),
+    "optim.decay_steps": (0, 10, 75, 80),
     "optim.qk_clip": (0.0, 100.0),
     "model.attention.qk_norm": (False, True),
     "precision.recipe": ("bf16", "fp32", "fp8_block", "fp8_block", "mxfp8", "nvfp4"),
