@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phalanx.configs import programs, schema
 from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
-from phalanx.configs.knobs import get, knobs, sections, written
+from phalanx.configs.knobs import get, knobs, sections, shown
 from phalanx.configs.load import GROUPS, load
 from phalanx.configs.transports import TRANSPORTS, TransportFacts
 
@@ -85,7 +85,7 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _cell(value: object) -> str:
-    text = value if isinstance(value, str) else written(value)
+    text = shown(value)
     return f"`{text}`" if text else ""
 
 

@@ -35,7 +35,16 @@ from yaml import YAMLError
 
 from phalanx.configs import programs
 from phalanx.configs.bounds import choices
-from phalanx.configs.knobs import RENAMED, did_you_mean, knobs, sections, suggest, visible, written
+from phalanx.configs.knobs import (
+    RENAMED,
+    did_you_mean,
+    knobs,
+    overrides,
+    sections,
+    suggest,
+    visible,
+    written,
+)
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import (
@@ -100,13 +109,13 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
     return config
 
 
-def load(overrides: Sequence[str]) -> Config:
-    """Typed configuration of `overrides`, as in ["model=tiny", "run.steps=20"]; not yet validated.
+def load(words: Sequence[str]) -> Config:
+    """Typed configuration of overrides, as in ["model=tiny", "run.steps=20"]; not yet validated.
 
     Raises:
         ConfigError: one line per mistake: unknown option, unknown knob, wrong type.
     """
-    tree = compose(overrides).tree
+    tree = compose(words).tree
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
@@ -115,8 +124,8 @@ def load(overrides: Sequence[str]) -> Config:
     return config
 
 
-def compose(overrides: Sequence[str]) -> Composed:
-    """config.yaml and its groups under `overrides`.
+def compose(words: Sequence[str]) -> Composed:
+    """config.yaml and its groups under the overrides `words`.
 
     A vocabulary that the data determines (`model.vocab_size=0`) is filled in where no file needs to
     be read for it; else `moe.data.vocabulary` does that.
@@ -124,13 +133,13 @@ def compose(overrides: Sequence[str]) -> Composed:
     Raises:
         ConfigError: one line per mistake.
     """
-    overrides = [_bracketed(word) for word in overrides]
-    mistakes = [visible(line) for line in _mistakes(overrides)]
+    words = [_bracketed(word) for word in words]
+    mistakes = [visible(line) for line in _mistakes(words)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     try:
         groups, values = list[str](), list[Override]()
-        for word in OverridesParser.create().parse_overrides(list(overrides)):
+        for word in OverridesParser.create().parse_overrides(list(words)):
             if word.key_or_group in GROUPS or word.package is not None:
                 groups.append(word.input_line or "")
             else:
@@ -281,14 +290,25 @@ def _check(text: str, tree: DictConfig) -> list[str]:
     except HydraException:
         key, _, value = text.partition("=")
         if value.startswith("["):
-            return [f"{text}: cannot be read; write a list without spaces, as in '{key}=[a,b]'"]
-        return [f"{text}: cannot be read; quote the value twice: {key}=\"'{value}'\""]
+            example = _example(key) if key in knobs() else written(["a", "b"])
+            return [f"{text}: cannot be read; write a list without spaces, as in {key}={example}"]
+        return [f"{text}: cannot be read; quote the value twice: {overrides({key: value})}"]
     key = override.key_or_group
     if override.type != OverrideType.CHANGE:
         return [f"{text}: all knobs exist already; write <knob>=<value>, without +, ++ or ~"]
     if override.is_sweep_override():
-        return [f"{text}: one value at a time; {_expected(key) if key in knobs() else 'no sweeps'}"]
+        return [f"{text}: one value at a time; {_unswept(key, text.partition('=')[2])}"]
     return _check_option(override) if key in GROUPS else _check_value(override, tree)
+
+
+def _unswept(knob: str, text: str) -> str:
+    """What to write for a value that Hydra takes for several, as it does with commas."""
+    kind = knobs()[knob].type if knob in knobs() else None
+    if kind is str:
+        return f"quote it twice: {overrides({knob: text})}"
+    if kind in (list[str], list[int]) and "(" not in text:
+        return f"write a list: {overrides({knob: text.split(',')})}"
+    return _expected(knob) if kind else "no sweeps"
 
 
 def _check_option(override: Override) -> list[str]:
@@ -310,14 +330,16 @@ def _check_value(override: Override, tree: DictConfig) -> list[str]:
         inner = next(path for path in knobs() if path.startswith(f"{key}."))
         return [f"{key}: is a section; set one of its knobs, as in {inner}=..."]
     if key in RENAMED:
-        return [f"{override.input_line}: is now {RENAMED[key]}={written(value)}"]
+        return [f"{override.input_line}: is now {overrides({RENAMED[key]: value})}"]
     if key not in knobs() and key not in sections():
         return [f"{key}: no such knob{did_you_mean(suggest(key))}"]
+    wrong = f"{override.input_line}: {_expected(key)}" if key in knobs() else ""
+    if wrong and isinstance(value, dict):  # which OmegaConf would merge
+        return [wrong]
     try:
         OmegaConf.update(tree, key, value)
     except (ValidationError, OverflowError) as error:
-        wrong = f"{override.input_line}: {_expected(key)}"
-        return [wrong if key in knobs() else _explain(error)]
+        return [wrong or _explain(error)]
     except OmegaConfBaseException as error:
         return [_explain(error)]
     return []
@@ -361,7 +383,7 @@ def _explain(error: Exception) -> str:
     if what.startswith("Merge error"):
         what = f"is not a section; expected lines of <knob>: <value> ({what})"
     if isinstance(cause, ValidationError) and knob in knobs():
-        return f"{where}{key}: {what}; {_expected(knob)}"
+        return f"{where}{key}: {what}; {_expected(knob, in_file=bool(where))}"
     return visible(f"{where}{key}: {what}" if key else f"{where}{what}")
 
 
@@ -375,8 +397,8 @@ def _undecodable() -> str:
     return "a file of configs"
 
 
-def _expected(knob: str) -> str:
-    """`expected an integer, as in run.steps=100`."""
+def _expected(knob: str, in_file: bool = False) -> str:
+    """`expected an integer, as in run.steps=100`, or in a YAML file as in `steps: 100`."""
     names: dict[Any, str] = {
         int: "an integer",
         int | str: "an integer or auto",
@@ -384,11 +406,12 @@ def _expected(knob: str) -> str:
         bool: "true or false",
         str: "a text",
     }
-    return f"expected {names.get(knobs()[knob].type, 'a list')}, as in {knob}={_example(knob)}"
+    form = f"{knob.rpartition('.')[2]}: " if in_file else f"{knob}="
+    return f"expected {names.get(knobs()[knob].type, 'a list')}, as in {form}{_example(knob)}"
 
 
 def _example(knob: str) -> str:
     kind, default = knobs()[knob].type, knobs()[knob].default
     if default != []:
         return written(default)
-    return "[1,2]" if kind == list[int] else written(list(choices().get(knob, ("a", "b"))[:2]))
+    return written([1, 2] if kind == list[int] else list(choices().get(knob, ("a", "b"))[:2]))

@@ -272,10 +272,11 @@ def _optim(cfg: Config) -> Iterator[str]:
     if o.qk_clip and cfg.model.attention.qk_norm:
         reason = "rescales weights in front of a norm that undoes it (model.attention.qk_norm=true)"
         yield repair(cfg, "optim.qk_clip", reason, 0)
-    if logit_interval(o) and linear_layers(cfg.model) == cfg.model.layers + cfg.model.mtp_layers:
-        knob = "max_logit_every" if o.max_logit_every else "qk_clip"
+    if linear_layers(cfg.model) == cfg.model.layers + cfg.model.mtp_layers:
         reason = "is of attention logits, and all layers have linear attention, which has none"
-        yield repair(cfg, f"optim.{knob}", reason, 0)
+        for knob in ("max_logit_every", "qk_clip"):
+            if getattr(o, knob):
+                yield repair(cfg, f"optim.{knob}", reason, 0)
     if logit_interval(o) and cfg.kernels.attention == "te" and cfg.parallel.context > 1:
         reason = (
             "leaves out the largest logits (optim.qk_clip, optim.max_logit_every) of sequences "

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from phalanx.configs.knobs import overrides
 from phalanx.configs.layout import wsd_decay_steps
 from phalanx.configs.schema import OptimConfig
 from phalanx.parallel.checkpoint.saved_knobs import understood
@@ -114,7 +115,7 @@ def change(saved: dict[str, Any], optim: OptimConfig, steps: int, done: int) -> 
         if (a := getattr(before, name)) != (b := getattr(optim, name)):
             reasons.append(f"optim.{name} {a} -> {b}")
     departs = [name for name, value in asdict(old).items() if value != getattr(new, name)]
-    keep = " ".join(f"optim.{name}={getattr(old, name)}" for name in sorted(departs))
+    keep = overrides({f"optim.{name}": getattr(old, name) for name in sorted(departs)})
     return (
         f"the learning rate of step {done + 1} goes from {was} to {now}, because "
         f"{', '.join(reasons)}: set {keep} to keep the old curve"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from phalanx.configs import programs
 from phalanx.configs.bounds import oversized
+from phalanx.configs.knobs import overrides
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -115,7 +116,8 @@ def _recompute(cfg: Config) -> Iterator[str]:
         instead = ["moe" if name == "moe_act" else name for name in cfg.run.recompute]
         raise ConfigError(
             "run.recompute=moe_act needs Transformer Engine, which is not installed: "
-            f"{programs.install('transformer-engine')}, or set run.recompute=[{','.join(instead)}]"
+            f"{programs.install('transformer-engine')}, or set "
+            f"{overrides({'run.recompute': instead})}"
         )
     yield from ()
 
@@ -169,8 +171,8 @@ def _only_test_data(cfg: Config, wanted: int, limit: int, what: str, read: str) 
     raise ConfigError(
         f"data.source={cfg.data.source} is {what}, and this run of {cfg.run.steps} steps with "
         f"checkpoints on its way (run.save_interval={cfg.run.save_interval}) would read {read}; "
-        "name a corpus with data=indexed 'data.blend=[<prefix>]', or set run=bench, or "
-        f"run.steps={steps}"
+        "name a corpus with data=indexed 'data.blend=[<prefix>]', or set "
+        f"run=bench run.save_interval=-1 or run.steps={steps}"
     )
 
 

@@ -7,6 +7,7 @@ of FP8, schedule, length and logging may change, and are reported.
 
 from typing import Any
 
+from phalanx.configs.knobs import overrides
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch, leaves, shown, understood
 
 _FIXED = (
@@ -71,7 +72,7 @@ def _refusal(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> str:
     table = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
     values = "the values of the checkpoint"
     if len(keys) <= _FEW:
-        values = " ".join(f"{k}={shown(old[k])}" for k in keys)
+        values = overrides({k: old[k] for k in keys})
     else:
         table[_FEW + 1 :] = [f"  and {len(keys) - _FEW} more"]
     return "\n".join(

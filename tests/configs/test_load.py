@@ -112,12 +112,12 @@ def test_one_name_is_a_list_of_names() -> None:
         ("run.steps=", "expected an integer"),
         ("optim.lr=fast", "expected a number"),
         ("run.deterministic=maybe", "expected true or false"),
-        ("data.blend=prefix", "expected a list, as in data.blend=[a,b]"),
-        ("run.profile=[a,b]", "expected a list, as in run.profile=[1,2]"),
-        ("run.recompute=7", "expected a list, as in run.recompute=[norm,mla_up]"),
+        ("data.blend=prefix", "expected a list, as in data.blend='[a,b]'"),
+        ("run.profile=[a,b]", "expected a list, as in run.profile='[1,2]'"),
+        ("run.recompute=7", "expected a list, as in run.recompute='[norm,mla_up]'"),
         ("model.moe=8", "set one of its knobs, as in model.moe.experts=..."),
         ("run.steps=1,2", "one value at a time"),
-        ("data.split=98,2", "as in data.split=\"'98,2'\""),
+        ("data.split=98,2", "quote it twice: data.split='\"98,2\"'"),
         ("parallel.pipeline_layout=Et|(tt|)*3", "quote the value twice"),
         ("+run.steps=3", "without +, ++ or ~"),
         ("~run.steps", "without +, ++ or ~"),
@@ -156,7 +156,7 @@ def test_a_mistake_in_a_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert line == "configs/run/old.yaml: run.precision: no such knob; did you mean precision?"
     (line,) = mistakes("model=other")
     assert line.startswith("configs/model/other.yaml: model.hidden: Value 'wide'")
-    assert line.endswith("expected an integer, as in model.hidden=128")
+    assert line.endswith("expected an integer, as in hidden: 128")
 
 
 @pytest.mark.parametrize(

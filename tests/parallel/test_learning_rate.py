@@ -1,17 +1,16 @@
 """The learning rate of a run, and the line about it when a run is resumed on another curve."""
 
-import re
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from phalanx.configs.bounds import choices
-from phalanx.configs.knobs import put
 from phalanx.configs.load import load
 from phalanx.configs.schema import OptimConfig
 from phalanx.configs.validate import validate
 from phalanx.parallel.learning_rate import Curve, change
+from tests.support.advice import advised, tried
 
 OPTIM = OptimConfig(lr=2e-3, min_lr=2e-4, warmup_steps=10)
 
@@ -82,11 +81,8 @@ def test_every_knob_of_the_curve_is_told_and_can_be_kept(
     before, after = replace(OPTIM, **old), replace(OPTIM, **new)
     line = change(saved(before, 20), after, 40, done=20)
     assert f"because {reason}: set " in line
-    cfg = load([f"optim.{name}={value}" for name, value in asdict(after).items()])
-    for path, value in re.findall(r"(optim\.\w+)=(\S+)", line):
-        put(cfg, path, type(getattr(OPTIM, path.removeprefix("optim.")))(value))
-    cfg.run.steps = 40
-    validate(cfg, 1)
+    given = [f"optim.{name}={value}" for name, value in asdict(after).items()]
+    cfg = tried([*given, "run.steps=40"], *advised(line))
     kept, meant = Curve.of(cfg.optim, 40), Curve.of(before, 20)
     assert [kept.at(n) for n in range(1, 41)] == [meant.at(n) for n in range(1, 41)]
     assert not change(saved(before, 20), cfg.optim, 40, done=20)
