@@ -131,7 +131,10 @@ def _room(cfg: "Config") -> list[Exception]:
         return []
     from phalanx.moe.estimate.room import refuse_here
 
-    refusal = refuse_here(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if cfg.parallel.world_size not in (0, world):
+        return []  # it is to run elsewhere
+    refusal = refuse_here(cfg, world)
     return [ConfigError(refusal)] if refusal else []
 
 

@@ -45,6 +45,7 @@ from phalanx.configs.knobs import (
     visible,
     written,
 )
+from phalanx.configs.layout import laid_out_for
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import (
@@ -76,6 +77,19 @@ class Composed:
         except OmegaConfBaseException as error:
             raise ConfigError(_explain(error)) from error
 
+    def typed(self) -> Config:
+        """The configuration.
+
+        Raises:
+            ConfigError: a value of a YAML file is of another type than its knob.
+        """
+        try:
+            config = OmegaConf.to_object(self.tree)
+        except OmegaConfBaseException as error:
+            raise ConfigError(_explain(error)) from error
+        assert isinstance(config, Config)
+        return config
+
 
 def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
     """Configuration of the command line `argv`, valid on `world_size` ranks.
@@ -85,9 +99,9 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
         world_size: ranks; torchrun's WORLD_SIZE by default, or 1.
 
     Raises:
-        SystemExit: 0 after `--help`, `--cfg job`, or the check of a layout for other ranks than
-            these (`parallel.world_size`), which say nothing with `--check`; 2 after mistakes, each
-            on its own line on stderr. Only rank 0 prints.
+        SystemExit: 0 after `--help`, `--cfg job`, which say nothing with `--check`, or a layout
+            for other ranks than these (`parallel.world_size`) that is neither checked nor
+            estimated; 2 after mistakes, each on its own line on stderr. Only rank 0 prints.
     """
     try:
         ranks = _launched() if world_size is None else world_size
@@ -100,10 +114,14 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
         if args.cfg:
             text = compose(args.overrides).yaml()
             _leave("" if args.check else text)
-        config = load(args.overrides)
-        validate(config, ranks)
-        if config.parallel.world_size not in (0, ranks) and not config.run.dry_run:
-            _leave("" if args.check else _layout(config))
+        composed = compose(args.overrides)
+        config, experiment = composed.typed(), composed.choices.get("experiment", "")
+        only_looks = args.check or config.run.dry_run
+        if only_looks and world_size is None and "WORLD_SIZE" not in os.environ:
+            _say(_lay_out(config, experiment))
+        validate(config, ranks, experiment)
+        if config.parallel.world_size not in (0, ranks) and not only_looks:
+            _leave(_layout(config))
     except ConfigError as error:
         _leave("".join(f"error: {line}\n" for line in str(error).splitlines()), code=2)
     return config
@@ -115,13 +133,7 @@ def load(words: Sequence[str]) -> Config:
     Raises:
         ConfigError: one line per mistake: unknown option, unknown knob, wrong type.
     """
-    tree = compose(words).tree
-    try:
-        config = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error)) from error
-    assert isinstance(config, Config)
-    return config
+    return compose(words).typed()
 
 
 def compose(words: Sequence[str]) -> Composed:
@@ -205,6 +217,7 @@ def usage() -> str:
         "",
         "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs;",
         "run.dry_run=true says what it would take there: memory, traffic, time, and what helps.",
+        "Without it both take the ranks that an experiment is laid out for.",
         "All knobs with their meaning: python -m phalanx.configs.docs (docs/configuration.md)",
         "Example: train.py experiment=gpt_oss_20b_8gpu run=bench kernels=torch run.steps=20",
     ]
@@ -232,6 +245,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _lay_out(config: Config, experiment: str) -> str:
+    """Take the ranks that an experiment is laid out for, where nothing else says how many; a line
+    that says so."""
+    own = laid_out_for(experiment)
+    if not own or config.parallel.world_size:
+        return ""
+    config.parallel.world_size = own
+    taken = overrides({"parallel.world_size": own})
+    return f"experiment={experiment} is laid out for {own} ranks: {taken}\n"
+
+
 def _layout(config: Config) -> str:
     """One line on a layout that was only checked."""
     p, world = config.parallel, config.parallel.world_size
@@ -257,6 +281,11 @@ def _launched() -> int:
             f"WORLD_SIZE={numbers['WORLD_SIZE']}; unset both, or start with torchrun"
         )
     return numbers["WORLD_SIZE"]
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(redacted(text), end="", file=sys.stderr)
 
 
 def _leave(text: str, code: int = 0, everyone: bool = False) -> NoReturn:

@@ -343,7 +343,8 @@ class ParallelConfig:
     world_size: int = 0
     """Number of ranks to lay out; 0 takes the number that the launcher started.
 
-    Set it to check a layout, or to estimate it with `run.dry_run`, without its machines.
+    Set it to check a layout, or to estimate it with `run.dry_run`, without its machines. There, and
+    without a launcher, 0 takes the number that `experiment` is laid out for, by its name.
     """
     tensor: int = 1
     """Tensor-parallel size of attention and dense MLPs; above 1 with sequence parallelism."""
@@ -609,7 +610,7 @@ class RunConfig:
     dry_run: bool = False
     """Print the estimated memory, traffic and step time, and exit. It needs no GPU.
 
-    Set `parallel.world_size` to the number of ranks to estimate.
+    Set `parallel.world_size` to the number of ranks to estimate, if not that of `experiment`.
     """
     machine: str = "h200"
     """GPU that `run.dry_run` assumes: `h200` or `h100`; configs/machines.py holds their rates."""

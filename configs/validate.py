@@ -15,10 +15,12 @@ from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, precision_problems
 from phalanx.configs.inject import inject_problems
-from phalanx.configs.knobs import get, repair
+from phalanx.configs.knobs import get, overrides, repair
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
+    fitting,
+    laid_out_for,
     largest_divisor,
     layout_problems,
     logit_interval,
@@ -48,12 +50,17 @@ class ConfigError(ValueError):
     """What is wrong with a configuration, one problem a line."""
 
 
-def validate(cfg: Config, world_size: int) -> None:
+def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
     """Raise ConfigError with every problem of `cfg` on `world_size` ranks.
 
-    `parallel.world_size`, where set, is laid out instead.
+    Args:
+        cfg: stays as it is.
+        world_size: ranks; `parallel.world_size`, where set, is laid out instead.
+        experiment: that the command line took. On another number of ranks than its own all problems
+            of the layout are one, whose overrides together give a layout.
     """
     cfg = copy.deepcopy(cfg)
+    world_size = cfg.parallel.world_size or world_size
     rules = (
         bound_problems,
         _attention,
@@ -75,10 +82,22 @@ def validate(cfg: Config, world_size: int) -> None:
         precision_problems,
     )
     problems = [problem for rule in rules for problem in rule(cfg)]
-    ranks = cfg.parallel.world_size or world_size
-    problems += [*layout_problems(cfg, ranks), *inject_problems(cfg, ranks)]
+    before, own = copy.deepcopy(cfg), laid_out_for(experiment)
+    of_layout = list(layout_problems(cfg, world_size))
+    if of_layout and own not in (0, world_size):
+        of_layout = [_resized(before, world_size, experiment, own)]
+    problems += [*of_layout, *inject_problems(cfg, world_size)]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _resized(cfg: Config, world: int, experiment: str, own: int) -> str:
+    """The line on an experiment whose layout does not fit a number of ranks."""
+    shown = overrides({"run.dry_run": True, "parallel.world_size": own})
+    return (
+        f"experiment={experiment} is laid out for {own} ranks, not {world}: set "
+        f"{overrides(fitting(cfg, world))}; {shown} shows it on {own}"
+    )
 
 
 def _attention(cfg: Config) -> Iterator[str]:
