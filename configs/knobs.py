@@ -148,6 +148,12 @@ def did_you_mean(options: list[str]) -> str:
     return f"; did you mean {listed(options)}?"
 
 
+def counted(number: int | str, noun: str) -> str:
+    """`1 shard`, `2 shards`, `3 batches`."""
+    ending = "" if str(number) == "1" else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
 def listed(options: list[str]) -> str:
     """`a`, `a or b`, `a, b or c`."""
     return " or ".join(part for part in (", ".join(options[:-1]), options[-1]) if part)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.configs.formats import layout_fp8_problems
-from phalanx.configs.knobs import get, put, repair
+from phalanx.configs.knobs import counted, get, put, repair
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
 from phalanx.configs.transports import CLONED_EXPERTS, CLONED_RANKS, TRANSPORTS
@@ -188,12 +188,14 @@ def _ranks(cfg: Config, world: int) -> Iterator[str]:
     p = cfg.parallel
     left = world // p.tensor
     if left % p.context:
-        reason = f"does not divide {world} ranks / tensor={p.tensor} = {left}"
+        reason = f"does not divide {counted(world, 'rank')} / tensor={p.tensor} = {left}"
         yield repair(cfg, "parallel.context", reason, largest_divisor(left, p.context))
     yield from _shared_heads(cfg, left)
     left //= p.context
     if left % p.pipeline:
-        reason = f"does not divide {world} ranks / (tensor={p.tensor} x context={p.context})"
+        reason = (
+            f"does not divide {counted(world, 'rank')} / (tensor={p.tensor} x context={p.context})"
+        )
         yield repair(cfg, "parallel.pipeline", reason, _fewer_stages(cfg, left))
 
 
@@ -229,7 +231,7 @@ def _stages(cfg: Config, world: int) -> Iterator[str]:
         yield repair(cfg, "parallel.pipeline", reason, fits)
         yield from _one_stage(cfg)
     if m.layers // p.pipeline % p.virtual_pipeline:
-        reason = f"does not divide the {m.layers // p.pipeline} layers of a stage"
+        reason = f"does not divide the {counted(m.layers // p.pipeline, 'layer')} of a stage"
         fits = largest_divisor(m.layers // p.pipeline, p.virtual_pipeline)
         yield repair(cfg, "parallel.virtual_pipeline", reason, fits)
 
@@ -251,7 +253,7 @@ def _layout_text(cfg: Config) -> Iterator[str]:
         reason = f"must hold E, {m.layers} t, {m.mtp_layers} m and L in this order; it holds {held}"
         yield repair(cfg, path, reason, "")
     elif chunks != p.pipeline * p.virtual_pipeline:
-        reason = f"has {chunks} chunks; pipeline={p.pipeline} x virtual_pipeline"
+        reason = f"has {counted(chunks, 'chunk')}; pipeline={p.pipeline} x virtual_pipeline"
         yield repair(cfg, path, f"{reason}={p.virtual_pipeline} is another number", "")
     else:
         yield from _prediction_chunk(cfg, parts)
@@ -281,7 +283,9 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
     p, experts, stage = cfg.parallel, cfg.model.moe.experts, stage_ranks(cfg, world)
     size = expert_parallel_size(cfg, world)
     if experts % size or stage % size:
-        reason = f"must divide model.moe.experts={experts} and the {stage} ranks of a stage"
+        reason = (
+            f"must divide model.moe.experts={experts} and the {counted(stage, 'rank')} of a stage"
+        )
         fits = largest_divisor(math.gcd(experts, stage), size)
         yield repair(cfg, "parallel.expert", reason, fits)
     size = expert_parallel_size(cfg, world)
@@ -327,12 +331,13 @@ def _batch(cfg: Config, world: int) -> Iterator[str]:
     replicas = data_parallel_size(cfg, world)
     once = d.micro_batch * replicas
     if d.global_batch % once:
-        reason = f"is no multiple of micro_batch={d.micro_batch} x {replicas} data parallel ranks"
+        ranks = counted(replicas, "data parallel rank")
+        reason = f"is no multiple of micro_batch={d.micro_batch} x {ranks}"
         yield repair(cfg, path, reason, _round_up(d.global_batch, once))
     if p.virtual_pipeline > 1 and micro_batches(cfg, world) % p.pipeline:
         reason = (
-            f"makes {micro_batches(cfg, world)} micro-batches, and virtual_pipeline needs "
-            f"a multiple of pipeline={p.pipeline}"
+            f"makes {counted(micro_batches(cfg, world), 'micro-batch')}, and virtual_pipeline "
+            f"needs a multiple of pipeline={p.pipeline}"
         )
         yield repair(cfg, path, reason, _round_up(d.global_batch, once * p.pipeline))
 

@@ -37,6 +37,7 @@ from phalanx.configs import programs
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import (
     RENAMED,
+    counted,
     did_you_mean,
     knobs,
     overrides,
@@ -253,16 +254,17 @@ def _lay_out(config: Config, experiment: str) -> str:
         return ""
     config.parallel.world_size = own
     taken = overrides({"parallel.world_size": own})
-    return f"experiment={experiment} is laid out for {own} ranks: {taken}\n"
+    return f"experiment={experiment} is laid out for {counted(own, 'rank')}: {taken}\n"
 
 
 def _layout(config: Config) -> str:
     """One line on a layout that was only checked."""
     p, world = config.parallel, config.parallel.world_size
     return (
-        f"{world} ranks: tensor {p.tensor} x context {p.context} x pipeline {p.pipeline} x data "
-        f"{data_parallel_size(config, world)}, experts over {expert_parallel_size(config, world)}, "
-        f"{micro_batches(config, world)} micro-batches a step\n"
+        f"{counted(world, 'rank')}: tensor {p.tensor} x context {p.context} x pipeline "
+        f"{p.pipeline} x data {data_parallel_size(config, world)}, experts over "
+        f"{expert_parallel_size(config, world)}, "
+        f"{counted(micro_batches(config, world), 'micro-batch')} a step\n"
     )
 
 

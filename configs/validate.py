@@ -15,7 +15,7 @@ from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, precision_problems
 from phalanx.configs.inject import inject_problems
-from phalanx.configs.knobs import get, overrides, repair
+from phalanx.configs.knobs import counted, get, overrides, repair
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -95,7 +95,7 @@ def _resized(cfg: Config, world: int, experiment: str, own: int) -> str:
     """The line on an experiment whose layout does not fit a number of ranks."""
     shown = overrides({"run.dry_run": True, "parallel.world_size": own})
     return (
-        f"experiment={experiment} is laid out for {own} ranks, not {world}: set "
+        f"experiment={experiment} is laid out for {counted(own, 'rank')}, not {world}: set "
         f"{overrides(fitting(cfg, world))}; {shown} shows it on {own}"
     )
 
@@ -163,7 +163,7 @@ def _router(cfg: Config) -> Iterator[str]:
     in_reach = r.group_topk * (m.experts // r.groups)
     if in_reach < m.top_k:
         fits = -(-m.top_k * r.groups // m.experts)
-        reason = f"leaves {in_reach} experts to choose top_k={m.top_k} from"
+        reason = f"leaves {counted(in_reach, 'expert')} to choose top_k={m.top_k} from"
         yield repair(cfg, f"{at}.group_topk", reason, fits)
     if r.bias_rate and r.score != "sigmoid":
         yield repair(cfg, f"{at}.bias_rate", f"needs score=sigmoid, not {r.score}", 0)
@@ -276,12 +276,14 @@ def _optim(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "optim.min_lr", f"is above lr={o.lr}", o.lr)
     wsd, warmup = o.schedule == "WSD", o.warmup_steps
     if 0 < o.decay_steps <= warmup:
-        reason = f"ends within the warm-up of {warmup} steps"
+        reason = f"ends within the warm-up of {counted(warmup, 'step')}"
         fits = warmup + 1 + (warmup // 9 if wsd else 0)
         yield repair(cfg, "optim.decay_steps", reason, fits)
     end = o.decay_steps or cfg.run.steps
     if wsd and warmup > (room := end - wsd_decay_steps(end)):
-        reason = f"reaches into the last tenth of {end} steps, in which schedule=WSD decays"
+        reason = (
+            f"reaches into the last tenth of {counted(end, 'step')}, in which schedule=WSD decays"
+        )
         yield repair(cfg, "optim.warmup_steps", reason, room)
     a, ranks = cfg.model.attention, cfg.parallel.tensor
     if o.kind == "muon" and a.kind == "gqa" and ranks > a.kv_heads:

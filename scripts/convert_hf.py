@@ -17,13 +17,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from tqdm import tqdm  # noqa: E402
-
 from phalanx.configs import programs  # noqa: E402
 from phalanx.configs.knobs import get, overrides, put, spelled  # noqa: E402
 from phalanx.configs.load import load, options  # noqa: E402
 from phalanx.configs.schema import Config  # noqa: E402
 from phalanx.configs.validate import ConfigError, validate  # noqa: E402
+from phalanx.moe.report.progress import progress  # noqa: E402
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of  # noqa: E402
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch  # noqa: E402
 from phalanx.parallel.object_store import argument, folder_argument  # noqa: E402
@@ -256,8 +255,8 @@ Advance = Callable[[int, int], None]
 
 @contextmanager
 def bars() -> Iterator[Callable[..., Advance]]:
-    """Progress bars on stderr, one after the other: each appears with its first progress, and is
-    closed when the next one does, as two at a time would move the cursor, in a file as well."""
+    """Progress on stderr, of one thing after the other: each appears with its first progress, and
+    is closed when the next one does, as two bars at a time would move the cursor."""
     with ExitStack() as open_one:
 
         def bar(what: str, unit: str = " pieces") -> Advance:
@@ -266,7 +265,7 @@ def bars() -> Iterator[Callable[..., Advance]]:
             def advance(done: int, total: int) -> None:
                 if not shown:
                     open_one.close()
-                    made = tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B")
+                    made = progress(what, total=total, unit=unit, unit_scale=unit == "B")
                     shown.append(open_one.enter_context(made))
                 shown[0].update(done)
 

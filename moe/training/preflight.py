@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phalanx.configs import programs
 from phalanx.configs.bounds import oversized
-from phalanx.configs.knobs import overrides
+from phalanx.configs.knobs import counted, overrides
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -169,8 +169,9 @@ def _only_test_data(cfg: Config, wanted: int, limit: int, what: str, read: str) 
         return
     steps = max(1, cfg.run.steps * limit // wanted)
     raise ConfigError(
-        f"data.source={cfg.data.source} is {what}, and this run of {cfg.run.steps} steps with "
-        f"checkpoints on its way (run.save_interval={cfg.run.save_interval}) would read {read}; "
+        f"data.source={cfg.data.source} is {what}, and this run of "
+        f"{counted(cfg.run.steps, 'step')} with checkpoints on its way "
+        f"(run.save_interval={cfg.run.save_interval}) would read {read}; "
         "name a corpus with data=indexed 'data.blend=[<prefix>]', or set "
         f"run=bench run.save_interval=-1 or run.steps={steps}"
     )

@@ -204,8 +204,8 @@ class Trainer:
             return saved
         if self.step >= run.steps:
             self.metrics.event(
-                f"nothing was left to do: resumed from step {self.step}, and all {run.steps} steps "
-                "of this run are done; a larger run.steps trains on, run.resume=never or another "
+                f"nothing was left to do: resumed from step {self.step}, and this run ends at step "
+                f"{run.steps}; a larger run.steps trains on, run.resume=never or another "
                 "run.name starts over"
             )
         while self.step < run.steps:

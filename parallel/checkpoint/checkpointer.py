@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from phalanx.configs.knobs import counted
 from phalanx.parallel.checkpoint import commit, rng, safe_pickle
 from phalanx.parallel.checkpoint.config_diff import compare
 from phalanx.parallel.checkpoint.host_buffer import Staging
@@ -285,7 +286,7 @@ class Checkpointer:
         if not world:
             warn(f"{path} holds weights only: optimizer and random states are those of a new run")
         elif states is None:
-            warn(f"{path} has random states of {world} ranks: run.seed's are kept")
+            warn(f"{path} has random states of {counted(world, 'rank')}: run.seed's are kept")
         else:
             rng.set(states)
         own = path.parent == self.folder or path.resolve().parent == self.folder.resolve()

@@ -190,7 +190,7 @@ def named(line: str) -> list[str]:
         (
             "model.moe.router.groups=8 model.moe.top_k=3",
             1,
-            "leaves 1 experts to choose top_k=3 from",
+            "leaves 1 expert to choose top_k=3 from",
             "group_topk=3",
         ),
         ("model.moe.router.bias_rate=1e-3", 1, "needs score=sigmoid", "bias_rate=0"),
@@ -251,7 +251,7 @@ def named(line: str) -> list[str]:
         ),
         ("parallel.expert=3", 6, "must divide model.moe.experts=8", "parallel.expert=2"),
         ("parallel.expert=4", 2, "the 2 ranks of a stage", "parallel.expert=2"),
-        ("parallel.expert=2 parallel.pipeline=2", 2, "the 1 ranks of a stage", "expert=1"),
+        ("parallel.expert=2 parallel.pipeline=2", 2, "the 1 rank of a stage", "expert=1"),
         ("parallel.dispatch=local", 2, "the experts are on 2 ranks", "dispatch=alltoall"),
         (
             "parallel.dispatch=alltoall parallel.comm_sms=16",

@@ -203,7 +203,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     done = run(2, [*command, "optim.lr=2e-2"])
     assert [r.code for r in done] == [0, 0] and "resumed from step 6: " in done[0].out
     assert done[0].out.endswith(
-        "-- nothing was left to do: resumed from step 6, and all 6 steps of this run are done; a "
+        "-- nothing was left to do: resumed from step 6, and this run ends at step 6; a "
         "larger run.steps trains on, run.resume=never or another run.name starts over\n"
     )
     assert exact(records(tmp_path / "run")) == exact(records(reference))
