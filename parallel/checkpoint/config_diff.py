@@ -1,8 +1,8 @@
 """May a run go on from a checkpoint of another configuration?
 
 Configurations are plain nested dicts. What the saved weights and the data cursor depend on must
-agree: architecture, dtype of the weights, source and order of the tokens. Layout, kernels, recipe
-of FP8, schedule, length and logging may change, and are reported.
+agree: architecture, dtype of the weights, source and order of the tokens, kind of optimizer.
+Layout, kernels, recipe of FP8, schedule, length and logging may change, and are reported.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ _FIXED = (
     "data.split",
     "data.sequence_length",
     "data.seed",
+    "optim.kind",
 )
 # Parts of the model section that are not its architecture.
 _FREE = (
@@ -49,6 +50,8 @@ def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
             Or the checkpoint has one that must be understood and is not.
     """
     old, new = understood(saved).values, dict(leaves(current))
+    if any(key.startswith("optim.") for key in old):  # weights alone go with any optimizer
+        old.setdefault("optim.kind", "adamw")  # of versions that had no other
     changed = [key for key in old if key in new and old[key] != new[key]]
     refused = [key for key in changed if _must_agree(key, old[key], new[key])]
     if refused:
