@@ -396,10 +396,10 @@ _LOOPED_EXPERTS = 32
 
 
 def _sdpa(facts: Facts) -> Refusal:
-    if facts.sinks:
-        return "has no sinks"
     if facts.device != "cuda":
         return None
+    if facts.sinks:
+        return "has no sinks on CUDA"
     if facts.window or facts.context > 1 or facts.documents:
         return "has no sliding window, no context parallelism and no documents on CUDA"
     if facts.dtype == torch.float32:

@@ -80,6 +80,37 @@ def checkpoint_root(cfg: Config) -> Place:
     return Path(cfg.run.dir) / cfg.run.name / "checkpoints"
 
 
+def nothing_left(cfg: Config) -> str:
+    """A line on a run whose newest checkpoint is of its last step; else, or if anything is wrong
+    with that checkpoint, empty."""
+    if cfg.run.resume != "auto":
+        return ""
+    try:
+        path = saved_config.newest(checkpoint_root(cfg))
+        if path is None or (step := commit.read_commit(path).step) < cfg.run.steps:
+            return ""
+        compare(saved_config.configuration(path), redacted(asdict(cfg)))
+    except (*_WRONG, Invalid, OSError):
+        return ""
+    return (
+        f"nothing was left to do: {path} is of step {step}, and this run ends at step "
+        f"{cfg.run.steps}; a larger run.steps trains on, run.resume=never or another run.name "
+        "starts over"
+    )
+
+
+def newest_checkpoint(cfg: Config) -> str:
+    """What there is to go on from, for a person who has stopped the run."""
+    root = checkpoint_root(cfg)
+    if not isinstance(root, Path):
+        return f"checkpoints are in {root}"  # asking a store takes time that this person has not
+    try:
+        found = commit.committed(root)
+    except OSError:
+        found = []
+    return f"the newest checkpoint is {found[0][1]}" if found else "there is no checkpoint"
+
+
 def tokens_read(cfg: Config) -> int:
     """Of the whole run, from its first step to its last."""
     return cfg.run.steps * cfg.data.global_batch * cfg.data.sequence_length

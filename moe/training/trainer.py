@@ -43,7 +43,7 @@ from phalanx.moe.training.faults import Faults
 from phalanx.moe.training.launch import Launch
 from phalanx.moe.training.memory_check import check_room
 from phalanx.moe.training.out_of_memory import advised
-from phalanx.moe.training.preflight import checkpoint_root, preflight
+from phalanx.moe.training.preflight import checkpoint_root, nothing_left, preflight
 from phalanx.moe.training.routing_record import record_routing
 from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
@@ -55,7 +55,7 @@ from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
 from phalanx.parallel.cuda_graph import own_stream
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault.activity import doing
-from phalanx.parallel.fault.agreement import Failed, agree, gather
+from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
 from phalanx.parallel.fault.guard import Guard
 from phalanx.parallel.fault.signals import StopSignal
 from phalanx.parallel.fault.watchdog import Watchdog
@@ -186,6 +186,9 @@ class Trainer:
             raise
         if self.step > saved and self.cfg.run.save_interval >= 0:
             self._save()
+        elif self.step < self.cfg.run.steps and (self.step > saved or self.step < self._first):
+            start = f"goes on from step {saved}" if self.origin or saved else "starts from scratch"
+            self.metrics.event(f"no checkpoint was written: the same command {start}")
         if self.checkpoints.unfinished:
             self.metrics.event("waiting until that checkpoint is written")
         self.checkpoints.close()
@@ -571,6 +574,13 @@ def run(
         assert watchdog is not None
         if cfg.run.device == "cuda" and runtime.device.type != "cuda":
             raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
+        doing("start: what is left")
+        if line := on_main(lambda: nothing_left(cfg)):
+            if runtime.is_main:
+                print(f"-- {line}", flush=True)
+            watchdog.close()
+            end_runtime(runtime) if ends_process else stop_runtime()
+            return 0
         doing("start: kernels")
         choices = choose_kernels(cfg, runtime)
         # Before the transport is chosen: a graph needs its stream from the start.

@@ -201,11 +201,15 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 
     # As another value of a sweep would find it.
     done = run(2, [*command, "optim.lr=2e-2"])
-    assert [r.code for r in done] == [0, 0] and "resumed from step 6: " in done[0].out
-    assert done[0].out.endswith(
-        "-- nothing was left to do: resumed from step 6, and this run ends at step 6; a "
-        "larger run.steps trains on, run.resume=never or another run.name starts over\n"
+    assert [r.code for r in done] == [0, 0] and "resumed from" not in done[0].out
+    newest = tmp_path / "run/checkpoints/step_00000006"
+    line = (
+        f"-- nothing was left to do: {newest} is of step 6, and this run ends at step 6; a larger "
+        "run.steps trains on, run.resume=never or another run.name starts over\n"
     )
+    assert done[0].out.endswith(line) and "nothing was left" not in done[1].out
+    alone = run(1, [*command, "run.steps=3"])[0]
+    assert (alone.code, alone.out, alone.err) == (0, line.replace("at step 6", "at step 3"), "")
     assert exact(records(tmp_path / "run")) == exact(records(reference))
 
 

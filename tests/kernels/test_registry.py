@@ -98,7 +98,7 @@ A100 = replace(H200, capability=(8, 0))
         ("linear_attention", H200, "torch"),
         ("attention", CPU, "sdpa"),
         ("attention", replace(CPU, window=8), "sdpa"),
-        ("attention", replace(CPU, sinks=True), "reference"),
+        ("attention", replace(CPU, sinks=True), "sdpa"),
         ("attention", H200, "sdpa"),
         ("attention", replace(H200, window=8), "flex"),
         ("attention", replace(H200, sinks=True), "flex"),
