@@ -28,12 +28,12 @@ class _Scheduler(OptimizerParamScheduler):
         done, last, warmup = self.num_steps, self.lr_decay_steps, self.lr_warmup_steps
         if self.lr_decay_style != "inverse-square-root" or done <= warmup:
             return float(super().get_lr(param_group))
-        high = param_group.get("max_lr", self.max_lr)
-        low = param_group.get("min_lr", self.min_lr)
+        own = {"max_lr": self.max_lr, "min_lr": self.min_lr} | param_group
+        high, low = float(own["max_lr"]), float(own["min_lr"])
         if done >= last:
-            return float(low)
+            return low
         first, now, end = (n**-0.5 for n in (max(warmup, 1), done, last))
-        return float(low + (high - low) * (now - end) / (first - end))
+        return low + (high - low) * (now - end) / (first - end)
 
 
 @dataclass(frozen=True)
