@@ -61,8 +61,10 @@ def _train(
     cfg: "Config", argv: list[str], stop: StopSignal, guard: Guard, ends_process: bool
 ) -> int:
     """Say what starts, then import what takes seconds, then train."""
+    from phalanx.configs.redact import redacted
     from phalanx.moe.report.console import Console
     from phalanx.moe.training.launch import Launch, announce, command_line
+    from phalanx.moe.training.preflight import newest_checkpoint, nothing_left
     from phalanx.parallel.megatron.version import check_version
 
     rank, world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
@@ -74,17 +76,23 @@ def _train(
             if rank == 0:
                 print(f"error: {error}", file=sys.stderr)
             return 2
+        if world == 1 and (line := nothing_left(cfg)):  # of several ranks rank 0 asks once they met
+            print(redacted(f"-- {line}"))
+            return 0
         announce(cfg, world)
-        from phalanx.parallel.megatron.imports import importing_megatron
-
-        with importing_megatron():
-            from phalanx.moe.training.trainer import run
-
         try:
+            from phalanx.parallel.megatron.imports import importing_megatron
+
+            with importing_megatron():
+                from phalanx.moe.training.trainer import run
+
             launch = Launch(command_line(argv), console)
             return run(cfg, stop, guard, launch, ends_process=ends_process)
         except KeyboardInterrupt:
-            print("interrupted: nothing was saved", file=sys.stderr)
+            print(
+                redacted(f"interrupted: nothing was saved; {newest_checkpoint(cfg)}"),
+                file=sys.stderr,
+            )
             return 130
 
 
@@ -133,7 +141,10 @@ def _room(cfg: "Config") -> list[Exception]:
         return []
     from phalanx.moe.estimate.room import refuse_here
 
-    refusal = refuse_here(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if cfg.parallel.world_size not in (0, world):
+        return []  # it is to run elsewhere
+    refusal = refuse_here(cfg, world)
     return [ConfigError(refusal)] if refusal else []
 
 

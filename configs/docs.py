@@ -5,14 +5,15 @@ given, docs/configuration.md. Defaults are those of the composed config.yaml, wh
 without arguments.
 """
 
+import argparse
 import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from phalanx.configs import programs, schema
 from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
-from phalanx.configs.knobs import get, knobs, sections, written
+from phalanx.configs.knobs import get, knobs, sections, shown
 from phalanx.configs.load import GROUPS, load
 from phalanx.configs.transports import TRANSPORTS, TransportFacts
 
@@ -85,7 +86,7 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _cell(value: object) -> str:
-    text = value if isinstance(value, str) else written(value)
+    text = shown(value)
     return f"`{text}`" if text else ""
 
 
@@ -93,9 +94,22 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-if __name__ == "__main__":
-    if len(sys.argv) == 1:
+def main(argv: Sequence[str]) -> int:
+    """Print the tables, or write them to a page."""
+    parser = argparse.ArgumentParser("python -m phalanx.configs.docs", description=__doc__)
+    parser.add_argument("page", nargs="?", type=Path, help="Markdown with both markers in it")
+    page = parser.parse_args(argv).page
+    if page is None:
         print(tables())
-    else:
-        page = Path(sys.argv[1])
+        return 0
+    try:
         page.write_text(insert(page.read_text(encoding="utf-8")), encoding="utf-8")
+    except OSError as error:
+        parser.error(f"{page}: {error.strerror}")
+    except ValueError as error:  # of `insert`, or no UTF-8
+        parser.error(f"{page}: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -7,9 +7,12 @@ an inner dataclass a section.
 import difflib
 import functools
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
 
 from phalanx.configs.schema import Config
 
@@ -78,21 +81,45 @@ def repair(cfg: Config, path: str, reason: str, value: Any, at: str = "") -> str
     and all its overrides together give a valid configuration.
     """
     present = get(cfg, path)
-    shown = visible(present) if isinstance(present, str) else written(present)
     put(cfg, at or path, value)
-    return f"{path}={shown} {reason}; set {at or path}={written(value)}"
+    return f"{path}={shown(present)} {reason}; set {overrides({at or path: value})}"
+
+
+def overrides(values: Mapping[str, Any]) -> str:
+    """Knobs with their values as a command line takes them, which is how all advice is spelled."""
+    return " ".join(f"{path}={written(value)}" for path, value in values.items())
 
 
 def written(value: Any) -> str:
-    """A value as it is written after `<knob>=` on a command line."""
+    """A value as a shell takes it after `<knob>=`."""
+    return shlex.quote(visible(spelled(value)))
+
+
+def spelled(value: Any) -> str:
+    """A value as Hydra takes it after `<knob>=`."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list):
-        return visible(f"[{','.join(map(str, value))}]")
-    # The outer quotes are for the shell, the inner ones for Hydra.
-    if isinstance(value, str) and not re.fullmatch(r"[\w./:-]+", value):
-        return f"\"'{visible(value)}'\""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(spelled, value))}]"
+    if isinstance(value, str) and not _is_plain(value):
+        # A $ before a brace would take the value of another knob.
+        return QuotedString(value.replace("${", r"\${"), Quote.double).with_quotes()
     return str(value)
+
+
+def shown(value: Any) -> str:
+    """A value as a person reads it."""
+    return visible(value if isinstance(value, str) else spelled(value))
+
+
+def _is_plain(text: str) -> bool:
+    """Whether Hydra reads a text without quotes as that text."""
+    if text.lower() in ("true", "false", "null") or not re.fullmatch(r"[\w./:@-]+", text, re.ASCII):
+        return False
+    try:
+        return text in (repr(float(text)), str(int(float(text))))
+    except (ValueError, OverflowError):
+        return True
 
 
 def visible(text: str) -> str:
@@ -119,6 +146,12 @@ def did_you_mean(options: list[str]) -> str:
     if not options:
         return ""
     return f"; did you mean {listed(options)}?"
+
+
+def counted(number: int | str, noun: str) -> str:
+    """`1 shard`, `2 shards`, `3 batches`."""
+    ending = "" if str(number) == "1" else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
 
 
 def listed(options: list[str]) -> str:

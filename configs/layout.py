@@ -4,12 +4,14 @@ Ranks are tensor x context x pipeline x data. Within a stage the same ranks are 
 data: experts are spread over whatever ranks attention uses, and are never cut themselves.
 """
 
+import copy
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from phalanx.configs.formats import layout_fp8_problems
-from phalanx.configs.knobs import repair
+from phalanx.configs.knobs import counted, get, put, repair
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
 from phalanx.configs.transports import CLONED_EXPERTS, CLONED_RANKS, TRANSPORTS
@@ -55,6 +57,11 @@ def logit_interval(optim: OptimConfig) -> int:
     return optim.max_logit_every or int(optim.qk_clip > 0)
 
 
+def wsd_decay_steps(steps: int) -> int:
+    """Steps at the end of so many in which the schedule `WSD` decays."""
+    return max(steps // 10, 1)
+
+
 def largest_divisor(n: int, at_most: int) -> int:
     """Largest divisor of `n` that is not above `at_most`."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
@@ -74,6 +81,79 @@ def pipeline_chunks(cfg: Config) -> list[str]:
     parts[0] = "E" + parts[0]
     parts[-1] += "m" * m.mtp_layers + "L"
     return parts
+
+
+def laid_out_for(experiment: str) -> int:
+    """Ranks that an experiment is laid out for, by its name as in `qwen3_30b_8gpu`; else 0."""
+    found = re.search(r"_([0-9]+)gpu$", experiment)
+    return int(found[1]) if found else 0
+
+
+def fitting(cfg: Config, world: int) -> dict[str, Any]:
+    """Values by knob with which `cfg` fits `world` ranks, all of them together.
+
+    Parallel sizes stay as near to its own as they can, in steps of 2, and none grows; of sets that
+    are as near the one with the fewest values is taken.
+
+    Args:
+        cfg: without problems other than those of its layout; it stays as it is.
+        world: ranks.
+    """
+    found = []
+    for values in _layouts(cfg, world):
+        changed = {path: value for path, value in values.items() if get(cfg, path) != value}
+        apart = {path: _doublings(get(cfg, path), values[path]) for path in _SIZES}
+        found.append((sum(apart.values()), len(changed), apart["parallel.pipeline"], changed))
+    for *_, changed in sorted(found, key=lambda each: each[:3]):
+        trial = copy.deepcopy(cfg)
+        for path, value in changed.items():
+            put(trial, path, value)
+        if not list(layout_problems(trial, world)):
+            return changed
+    raise AssertionError("one rank of each dimension fits any number")
+
+
+_SIZES = ("parallel.tensor", "parallel.context", "parallel.pipeline", "parallel.expert")
+
+
+def _layouts(cfg: Config, world: int) -> Iterator[dict[str, Any]]:
+    """Parallel sizes whose product divides `world`, stages to go with them, and the batch."""
+    p, d = cfg.parallel, cfg.data
+    for tensor in _divisors(world, p.tensor):
+        for context in _divisors(world // tensor, p.context):
+            for pipeline in _divisors(world // (tensor * context), p.pipeline):
+                most = math.gcd(cfg.model.moe.experts, world // pipeline)
+                experts = _divisors(most, p.expert) if p.expert else [0]
+                data = world // (tensor * context * pipeline)
+                for chunks, text in _stagings(cfg, pipeline):
+                    once = d.micro_batch * data * (pipeline if chunks > 1 else 1)
+                    for expert in experts:
+                        sizes = (tensor, context, pipeline, expert)
+                        yield dict(zip(_SIZES, sizes, strict=True)) | {
+                            "parallel.virtual_pipeline": chunks,
+                            "parallel.pipeline_layout": text,
+                            "data.global_batch": _round_up(d.global_batch, once),
+                        }
+
+
+def _stagings(cfg: Config, pipeline: int) -> Iterator[tuple[int, str]]:
+    """Chunks of a stage and pipeline layouts for so many stages: its own text, or even ones."""
+    p, layers = cfg.parallel, cfg.model.layers
+    if p.pipeline_layout:
+        chunks = len(_unrolled(p.pipeline_layout))
+        if chunks % pipeline == 0 and (pipeline > 1 or chunks == 1):
+            yield chunks // pipeline, p.pipeline_layout
+    for size in {p.virtual_pipeline, 1} if pipeline > 1 else {1}:
+        if layers % (pipeline * size) == 0:
+            yield size, ""
+
+
+def _divisors(n: int, most: int) -> list[int]:
+    return [size for size in range(1, most + 1) if n % size == 0]
+
+
+def _doublings(a: int, b: int) -> float:
+    return abs(math.log2(a / b)) if a and b else 0.0
 
 
 def layout_problems(cfg: Config, world: int) -> Iterator[str]:
@@ -108,12 +188,14 @@ def _ranks(cfg: Config, world: int) -> Iterator[str]:
     p = cfg.parallel
     left = world // p.tensor
     if left % p.context:
-        reason = f"does not divide {world} ranks / tensor={p.tensor} = {left}"
+        reason = f"does not divide {counted(world, 'rank')} / tensor={p.tensor} = {left}"
         yield repair(cfg, "parallel.context", reason, largest_divisor(left, p.context))
     yield from _shared_heads(cfg, left)
     left //= p.context
     if left % p.pipeline:
-        reason = f"does not divide {world} ranks / (tensor={p.tensor} x context={p.context})"
+        reason = (
+            f"does not divide {counted(world, 'rank')} / (tensor={p.tensor} x context={p.context})"
+        )
         yield repair(cfg, "parallel.pipeline", reason, _fewer_stages(cfg, left))
 
 
@@ -149,7 +231,7 @@ def _stages(cfg: Config, world: int) -> Iterator[str]:
         yield repair(cfg, "parallel.pipeline", reason, fits)
         yield from _one_stage(cfg)
     if m.layers // p.pipeline % p.virtual_pipeline:
-        reason = f"does not divide the {m.layers // p.pipeline} layers of a stage"
+        reason = f"does not divide the {counted(m.layers // p.pipeline, 'layer')} of a stage"
         fits = largest_divisor(m.layers // p.pipeline, p.virtual_pipeline)
         yield repair(cfg, "parallel.virtual_pipeline", reason, fits)
 
@@ -171,7 +253,7 @@ def _layout_text(cfg: Config) -> Iterator[str]:
         reason = f"must hold E, {m.layers} t, {m.mtp_layers} m and L in this order; it holds {held}"
         yield repair(cfg, path, reason, "")
     elif chunks != p.pipeline * p.virtual_pipeline:
-        reason = f"has {chunks} chunks; pipeline={p.pipeline} x virtual_pipeline"
+        reason = f"has {counted(chunks, 'chunk')}; pipeline={p.pipeline} x virtual_pipeline"
         yield repair(cfg, path, f"{reason}={p.virtual_pipeline} is another number", "")
     else:
         yield from _prediction_chunk(cfg, parts)
@@ -201,7 +283,9 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
     p, experts, stage = cfg.parallel, cfg.model.moe.experts, stage_ranks(cfg, world)
     size = expert_parallel_size(cfg, world)
     if experts % size or stage % size:
-        reason = f"must divide model.moe.experts={experts} and the {stage} ranks of a stage"
+        reason = (
+            f"must divide model.moe.experts={experts} and the {counted(stage, 'rank')} of a stage"
+        )
         fits = largest_divisor(math.gcd(experts, stage), size)
         yield repair(cfg, "parallel.expert", reason, fits)
     size = expert_parallel_size(cfg, world)
@@ -247,12 +331,13 @@ def _batch(cfg: Config, world: int) -> Iterator[str]:
     replicas = data_parallel_size(cfg, world)
     once = d.micro_batch * replicas
     if d.global_batch % once:
-        reason = f"is no multiple of micro_batch={d.micro_batch} x {replicas} data parallel ranks"
+        ranks = counted(replicas, "data parallel rank")
+        reason = f"is no multiple of micro_batch={d.micro_batch} x {ranks}"
         yield repair(cfg, path, reason, _round_up(d.global_batch, once))
     if p.virtual_pipeline > 1 and micro_batches(cfg, world) % p.pipeline:
         reason = (
-            f"makes {micro_batches(cfg, world)} micro-batches, and virtual_pipeline needs "
-            f"a multiple of pipeline={p.pipeline}"
+            f"makes {counted(micro_batches(cfg, world), 'micro-batch')}, and virtual_pipeline "
+            f"needs a multiple of pipeline={p.pipeline}"
         )
         yield repair(cfg, path, reason, _round_up(d.global_batch, once * p.pipeline))
 

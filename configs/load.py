@@ -35,7 +35,18 @@ from yaml import YAMLError
 
 from phalanx.configs import programs
 from phalanx.configs.bounds import choices
-from phalanx.configs.knobs import RENAMED, did_you_mean, knobs, sections, suggest, visible, written
+from phalanx.configs.knobs import (
+    RENAMED,
+    counted,
+    did_you_mean,
+    knobs,
+    overrides,
+    sections,
+    suggest,
+    visible,
+    written,
+)
+from phalanx.configs.layout import laid_out_for
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import (
@@ -67,6 +78,19 @@ class Composed:
         except OmegaConfBaseException as error:
             raise ConfigError(_explain(error)) from error
 
+    def typed(self) -> Config:
+        """The configuration.
+
+        Raises:
+            ConfigError: a value of a YAML file is of another type than its knob.
+        """
+        try:
+            config = OmegaConf.to_object(self.tree)
+        except OmegaConfBaseException as error:
+            raise ConfigError(_explain(error)) from error
+        assert isinstance(config, Config)
+        return config
+
 
 def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
     """Configuration of the command line `argv`, valid on `world_size` ranks.
@@ -76,9 +100,9 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
         world_size: ranks; torchrun's WORLD_SIZE by default, or 1.
 
     Raises:
-        SystemExit: 0 after `--help`, `--cfg job`, or the check of a layout for other ranks than
-            these (`parallel.world_size`), which say nothing with `--check`; 2 after mistakes, each
-            on its own line on stderr. Only rank 0 prints.
+        SystemExit: 0 after `--help`, `--cfg job`, which say nothing with `--check`, or a layout
+            for other ranks than these (`parallel.world_size`) that is neither checked nor
+            estimated; 2 after mistakes, each on its own line on stderr. Only rank 0 prints.
     """
     try:
         ranks = _launched() if world_size is None else world_size
@@ -91,32 +115,30 @@ def from_argv(argv: Sequence[str], world_size: int | None = None) -> Config:
         if args.cfg:
             text = compose(args.overrides).yaml()
             _leave("" if args.check else text)
-        config = load(args.overrides)
-        validate(config, ranks)
-        if config.parallel.world_size not in (0, ranks) and not config.run.dry_run:
-            _leave("" if args.check else _layout(config))
+        composed = compose(args.overrides)
+        config, experiment = composed.typed(), composed.choices.get("experiment", "")
+        only_looks = args.check or config.run.dry_run
+        if only_looks and world_size is None and "WORLD_SIZE" not in os.environ:
+            _say(_lay_out(config, experiment))
+        validate(config, ranks, experiment)
+        if config.parallel.world_size not in (0, ranks) and not only_looks:
+            _leave(_layout(config))
     except ConfigError as error:
         _leave("".join(f"error: {line}\n" for line in str(error).splitlines()), code=2)
     return config
 
 
-def load(overrides: Sequence[str]) -> Config:
-    """Typed configuration of `overrides`, as in ["model=tiny", "run.steps=20"]; not yet validated.
+def load(words: Sequence[str]) -> Config:
+    """Typed configuration of overrides, as in ["model=tiny", "run.steps=20"]; not yet validated.
 
     Raises:
         ConfigError: one line per mistake: unknown option, unknown knob, wrong type.
     """
-    tree = compose(overrides).tree
-    try:
-        config = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_explain(error)) from error
-    assert isinstance(config, Config)
-    return config
+    return compose(words).typed()
 
 
-def compose(overrides: Sequence[str]) -> Composed:
-    """config.yaml and its groups under `overrides`.
+def compose(words: Sequence[str]) -> Composed:
+    """config.yaml and its groups under the overrides `words`.
 
     A vocabulary that the data determines (`model.vocab_size=0`) is filled in where no file needs to
     be read for it; else `moe.data.vocabulary` does that.
@@ -124,13 +146,13 @@ def compose(overrides: Sequence[str]) -> Composed:
     Raises:
         ConfigError: one line per mistake.
     """
-    overrides = [_bracketed(word) for word in overrides]
-    mistakes = [visible(line) for line in _mistakes(overrides)]
+    words = [_bracketed(word) for word in words]
+    mistakes = [visible(line) for line in _mistakes(words)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     try:
         groups, values = list[str](), list[Override]()
-        for word in OverridesParser.create().parse_overrides(list(overrides)):
+        for word in OverridesParser.create().parse_overrides(list(words)):
             if word.key_or_group in GROUPS or word.package is not None:
                 groups.append(word.input_line or "")
             else:
@@ -197,6 +219,7 @@ def usage() -> str:
         "",
         "With parallel.world_size=N the configuration is checked for N ranks, wherever that runs;",
         "run.dry_run=true says what it would take there: memory, traffic, time, and what helps.",
+        "Without it both take the ranks that an experiment is laid out for.",
         "All knobs with their meaning: python -m phalanx.configs.docs (docs/configuration.md)",
         "Example: train.py experiment=gpt_oss_20b_8gpu run=bench kernels=torch run.steps=20",
     ]
@@ -224,13 +247,25 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _lay_out(config: Config, experiment: str) -> str:
+    """Take the ranks that an experiment is laid out for, where nothing else says how many; a line
+    that says so."""
+    own = laid_out_for(experiment)
+    if not own or config.parallel.world_size:
+        return ""
+    config.parallel.world_size = own
+    taken = overrides({"parallel.world_size": own})
+    return f"experiment={experiment} is laid out for {counted(own, 'rank')}: {taken}\n"
+
+
 def _layout(config: Config) -> str:
     """One line on a layout that was only checked."""
     p, world = config.parallel, config.parallel.world_size
     return (
-        f"{world} ranks: tensor {p.tensor} x context {p.context} x pipeline {p.pipeline} x data "
-        f"{data_parallel_size(config, world)}, experts over {expert_parallel_size(config, world)}, "
-        f"{micro_batches(config, world)} micro-batches a step\n"
+        f"{counted(world, 'rank')}: tensor {p.tensor} x context {p.context} x pipeline "
+        f"{p.pipeline} x data {data_parallel_size(config, world)}, experts over "
+        f"{expert_parallel_size(config, world)}, "
+        f"{counted(micro_batches(config, world), 'micro-batch')} a step\n"
     )
 
 
@@ -249,6 +284,11 @@ def _launched() -> int:
             f"WORLD_SIZE={numbers['WORLD_SIZE']}; unset both, or start with torchrun"
         )
     return numbers["WORLD_SIZE"]
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(redacted(text), end="", file=sys.stderr)
 
 
 def _leave(text: str, code: int = 0, everyone: bool = False) -> NoReturn:
@@ -282,14 +322,25 @@ def _check(text: str, tree: DictConfig) -> list[str]:
     except HydraException:
         key, _, value = text.partition("=")
         if value.startswith("["):
-            return [f"{text}: cannot be read; write a list without spaces, as in '{key}=[a,b]'"]
-        return [f"{text}: cannot be read; quote the value twice: {key}=\"'{value}'\""]
+            example = _example(key) if key in knobs() else written(["a", "b"])
+            return [f"{text}: cannot be read; write a list without spaces, as in {key}={example}"]
+        return [f"{text}: cannot be read; quote the value twice: {overrides({key: value})}"]
     key = override.key_or_group
     if override.type != OverrideType.CHANGE:
         return [f"{text}: all knobs exist already; write <knob>=<value>, without +, ++ or ~"]
     if override.is_sweep_override():
-        return [f"{text}: one value at a time; {_expected(key) if key in knobs() else 'no sweeps'}"]
+        return [f"{text}: one value at a time; {_unswept(key, text.partition('=')[2])}"]
     return _check_option(override) if key in GROUPS else _check_value(override, tree)
+
+
+def _unswept(knob: str, text: str) -> str:
+    """What to write for a value that Hydra takes for several, as it does with commas."""
+    kind = knobs()[knob].type if knob in knobs() else None
+    if kind is str:
+        return f"quote it twice: {overrides({knob: text})}"
+    if kind in (list[str], list[int]) and "(" not in text:
+        return f"write a list: {overrides({knob: text.split(',')})}"
+    return _expected(knob) if kind else "no sweeps"
 
 
 def _check_option(override: Override) -> list[str]:
@@ -311,14 +362,16 @@ def _check_value(override: Override, tree: DictConfig) -> list[str]:
         inner = next(path for path in knobs() if path.startswith(f"{key}."))
         return [f"{key}: is a section; set one of its knobs, as in {inner}=..."]
     if key in RENAMED:
-        return [f"{override.input_line}: is now {RENAMED[key]}={written(value)}"]
+        return [f"{override.input_line}: is now {overrides({RENAMED[key]: value})}"]
     if key not in knobs() and key not in sections():
         return [f"{key}: no such knob{did_you_mean(suggest(key))}"]
+    wrong = f"{override.input_line}: {_expected(key)}" if key in knobs() else ""
+    if wrong and isinstance(value, dict):  # which OmegaConf would merge
+        return [wrong]
     try:
         OmegaConf.update(tree, key, value)
     except (ValidationError, OverflowError) as error:
-        wrong = f"{override.input_line}: {_expected(key)}"
-        return [wrong if key in knobs() else _explain(error)]
+        return [wrong or _explain(error)]
     except OmegaConfBaseException as error:
         return [_explain(error)]
     return []
@@ -362,7 +415,7 @@ def _explain(error: Exception) -> str:
     if what.startswith("Merge error"):
         what = f"is not a section; expected lines of <knob>: <value> ({what})"
     if isinstance(cause, ValidationError) and knob in knobs():
-        return f"{where}{key}: {what}; {_expected(knob)}"
+        return f"{where}{key}: {what}; {_expected(knob, in_file=bool(where))}"
     return visible(f"{where}{key}: {what}" if key else f"{where}{what}")
 
 
@@ -376,8 +429,8 @@ def _undecodable() -> str:
     return "a file of configs"
 
 
-def _expected(knob: str) -> str:
-    """`expected an integer, as in run.steps=100`."""
+def _expected(knob: str, in_file: bool = False) -> str:
+    """`expected an integer, as in run.steps=100`, or in a YAML file as in `steps: 100`."""
     names: dict[Any, str] = {
         int: "an integer",
         int | str: "an integer or auto",
@@ -385,11 +438,12 @@ def _expected(knob: str) -> str:
         bool: "true or false",
         str: "a text",
     }
-    return f"expected {names.get(knobs()[knob].type, 'a list')}, as in {knob}={_example(knob)}"
+    form = f"{knob.rpartition('.')[2]}: " if in_file else f"{knob}="
+    return f"expected {names.get(knobs()[knob].type, 'a list')}, as in {form}{_example(knob)}"
 
 
 def _example(knob: str) -> str:
     kind, default = knobs()[knob].type, knobs()[knob].default
     if default != []:
         return written(default)
-    return "[1,2]" if kind == list[int] else written(list(choices().get(knob, ("a", "b"))[:2]))
+    return written([1, 2] if kind == list[int] else list(choices().get(knob, ("a", "b"))[:2]))

@@ -343,7 +343,8 @@ class ParallelConfig:
     world_size: int = 0
     """Number of ranks to lay out; 0 takes the number that the launcher started.
 
-    Set it to check a layout, or to estimate it with `run.dry_run`, without its machines.
+    Set it to check a layout, or to estimate it with `run.dry_run`, without its machines. There, and
+    without a launcher, 0 takes the number that `experiment` is laid out for, by its name.
     """
     tensor: int = 1
     """Tensor-parallel size of attention and dense MLPs; above 1 with sequence parallelism."""
@@ -470,7 +471,10 @@ class OptimConfig:
     min_lr: float = 3e-4
     """Learning rate at the end of the decay."""
     warmup_steps: int = 10
-    """Number of steps of linear warm-up from zero; it always ends before the decay does."""
+    """Number of steps of linear warm-up from zero; it always ends before the decay does.
+
+    With `WSD` it may not reach into the decay.
+    """
     decay_steps: int = 0
     """Step at which the learning rate reaches `min_lr`; 0 takes `run.steps`.
 
@@ -479,7 +483,8 @@ class OptimConfig:
     schedule: str = "cosine"
     """Decay of the learning rate: `cosine`, `linear`, `constant`, `inverse-square-root` or `WSD`.
 
-    `WSD` (warm-up, stable, decay) decays over the last tenth of `decay_steps`.
+    All but `constant` fall to `min_lr` at `decay_steps`, `inverse-square-root` by its square root
+    shifted and scaled. `WSD` (warm-up, stable, decay) decays over the last tenth of `decay_steps`.
     """
     weight_decay: float = 0.1
     """Decoupled weight decay, of AdamW and of Muon; biases and norms have none."""
@@ -612,7 +617,7 @@ class RunConfig:
     dry_run: bool = False
     """Print the estimated memory, traffic and step time, and exit. It needs no GPU.
 
-    Set `parallel.world_size` to the number of ranks to estimate.
+    Set `parallel.world_size` to the number of ranks to estimate, if not that of `experiment`.
     """
     machine: str = "h200"
     """GPU that `run.dry_run` assumes: `h200` or `h100`; configs/machines.py holds their rates."""

@@ -15,14 +15,17 @@ from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, precision_problems
 from phalanx.configs.inject import inject_problems
-from phalanx.configs.knobs import get, repair
+from phalanx.configs.knobs import counted, get, overrides, repair
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
+    fitting,
+    laid_out_for,
     largest_divisor,
     layout_problems,
     logit_interval,
     micro_batches,
+    wsd_decay_steps,
 )
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.memory import memory_problems
@@ -47,12 +50,17 @@ class ConfigError(ValueError):
     """What is wrong with a configuration, one problem a line."""
 
 
-def validate(cfg: Config, world_size: int) -> None:
+def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
     """Raise ConfigError with every problem of `cfg` on `world_size` ranks.
 
-    `parallel.world_size`, where set, is laid out instead.
+    Args:
+        cfg: stays as it is.
+        world_size: ranks; `parallel.world_size`, where set, is laid out instead.
+        experiment: that the command line took. On another number of ranks than its own all problems
+            of the layout are one, whose overrides together give a layout.
     """
     cfg = copy.deepcopy(cfg)
+    world_size = cfg.parallel.world_size or world_size
     rules = (
         bound_problems,
         _attention,
@@ -74,10 +82,22 @@ def validate(cfg: Config, world_size: int) -> None:
         precision_problems,
     )
     problems = [problem for rule in rules for problem in rule(cfg)]
-    ranks = cfg.parallel.world_size or world_size
-    problems += [*layout_problems(cfg, ranks), *inject_problems(cfg, ranks)]
+    before, own = copy.deepcopy(cfg), laid_out_for(experiment)
+    of_layout = list(layout_problems(cfg, world_size))
+    if of_layout and own not in (0, world_size):
+        of_layout = [_resized(before, world_size, experiment, own)]
+    problems += [*of_layout, *inject_problems(cfg, world_size)]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _resized(cfg: Config, world: int, experiment: str, own: int) -> str:
+    """The line on an experiment whose layout does not fit a number of ranks."""
+    shown = overrides({"run.dry_run": True, "parallel.world_size": own})
+    return (
+        f"experiment={experiment} is laid out for {counted(own, 'rank')}, not {world}: set "
+        f"{overrides(fitting(cfg, world))}; {shown} shows it on {own}"
+    )
 
 
 def _attention(cfg: Config) -> Iterator[str]:
@@ -143,7 +163,7 @@ def _router(cfg: Config) -> Iterator[str]:
     in_reach = r.group_topk * (m.experts // r.groups)
     if in_reach < m.top_k:
         fits = -(-m.top_k * r.groups // m.experts)
-        reason = f"leaves {in_reach} experts to choose top_k={m.top_k} from"
+        reason = f"leaves {counted(in_reach, 'expert')} to choose top_k={m.top_k} from"
         yield repair(cfg, f"{at}.group_topk", reason, fits)
     if r.bias_rate and r.score != "sigmoid":
         yield repair(cfg, f"{at}.bias_rate", f"needs score=sigmoid, not {r.score}", 0)
@@ -254,9 +274,17 @@ def _optim(cfg: Config) -> Iterator[str]:
     o = cfg.optim
     if o.min_lr > o.lr:
         yield repair(cfg, "optim.min_lr", f"is above lr={o.lr}", o.lr)
-    if 0 < o.decay_steps <= o.warmup_steps:
-        reason = f"ends within the warm-up of {o.warmup_steps} steps"
-        yield repair(cfg, "optim.decay_steps", reason, o.warmup_steps + 1)
+    wsd, warmup = o.schedule == "WSD", o.warmup_steps
+    if 0 < o.decay_steps <= warmup:
+        reason = f"ends within the warm-up of {counted(warmup, 'step')}"
+        fits = warmup + 1 + (warmup // 9 if wsd else 0)
+        yield repair(cfg, "optim.decay_steps", reason, fits)
+    end = o.decay_steps or cfg.run.steps
+    if wsd and warmup > (room := end - wsd_decay_steps(end)):
+        reason = (
+            f"reaches into the last tenth of {counted(end, 'step')}, in which schedule=WSD decays"
+        )
+        yield repair(cfg, "optim.warmup_steps", reason, room)
     a, ranks = cfg.model.attention, cfg.parallel.tensor
     if o.kind == "muon" and a.kind == "gqa" and ranks > a.kv_heads:
         reason = f"cuts one head's keys and values (model.attention.kv_heads={a.kv_heads}), which "
@@ -265,10 +293,11 @@ def _optim(cfg: Config) -> Iterator[str]:
     if o.qk_clip and cfg.model.attention.qk_norm:
         reason = "rescales weights in front of a norm that undoes it (model.attention.qk_norm=true)"
         yield repair(cfg, "optim.qk_clip", reason, 0)
-    if logit_interval(o) and linear_layers(cfg.model) == cfg.model.layers + cfg.model.mtp_layers:
-        knob = "max_logit_every" if o.max_logit_every else "qk_clip"
+    if linear_layers(cfg.model) == cfg.model.layers + cfg.model.mtp_layers:
         reason = "is of attention logits, and all layers have linear attention, which has none"
-        yield repair(cfg, f"optim.{knob}", reason, 0)
+        for knob in ("max_logit_every", "qk_clip"):
+            if getattr(o, knob):
+                yield repair(cfg, f"optim.{knob}", reason, 0)
     if logit_interval(o) and cfg.kernels.attention == "te" and cfg.parallel.context > 1:
         reason = (
             "leaves out the largest logits (optim.qk_clip, optim.max_logit_every) of sequences "

@@ -134,8 +134,6 @@ class _Backend:
 @dataclass(frozen=True)
 class _Op:
     knob: str
-    group: str
-    """What a hint overrides: experts are config files, as in `kernels=torch`."""
     backends: tuple[_Backend, ...]
     """Best first."""
 
@@ -165,7 +163,7 @@ def resolve(op: str, wanted: str, facts: Facts) -> Choice:
         raise ValueError(f"{spec.knob}={wanted} is unknown: use one of {names} or auto")
     reason = backend.refuse(facts)
     if reason is not None:
-        hint = f"use {spec.group}={_best(op, facts).backend} or {spec.group}=auto"
+        hint = f"use {spec.knob}={_best(op, facts).backend} or {spec.knob}=auto"
         raise KernelUnavailable(f"{spec.knob}={wanted} cannot run here: {reason}; {hint}")
     return Choice(op, wanted, f"{spec.knob}={wanted}")
 
@@ -398,10 +396,10 @@ _LOOPED_EXPERTS = 32
 
 
 def _sdpa(facts: Facts) -> Refusal:
-    if facts.sinks:
-        return "has no sinks"
     if facts.device != "cuda":
         return None
+    if facts.sinks:
+        return "has no sinks on CUDA"
     if facts.window or facts.context > 1 or facts.documents:
         return "has no sliding window, no context parallelism and no documents on CUDA"
     if facts.dtype == torch.float32:
@@ -432,7 +430,6 @@ def _dotted(capability: tuple[int, int] | None) -> str:
 _OPS = {
     "grouped_mlp": _Op(
         knob="kernels.backend",
-        group="kernels",
         backends=(
             _Backend("fused", _fused_experts),
             _Backend("cudnn", _cudnn_experts),
@@ -444,7 +441,6 @@ _OPS = {
     ),
     "attention": _Op(
         knob="kernels.attention",
-        group="kernels.attention",
         backends=(
             _Backend("fa4", _fa4, slower=_fa4_context),
             _Backend("te", _te_attention),
@@ -455,12 +451,10 @@ _OPS = {
     ),
     "linear_attention": _Op(
         knob="kernels.attention",
-        group="kernels.attention",
         backends=(_Backend("fla", _fla), _Backend("torch", _always)),
     ),
     "norm": _Op(
         knob="kernels.norm",
-        group="kernels.norm",
         backends=(_Backend("quack", _quack), _Backend("te", _te), _Backend("torch", _always)),
     ),
 }

@@ -78,13 +78,14 @@ def refuse(options: MoEOptions) -> Refusal:
         if moe.top_k < r.group_topk:
             found.append(
                 "kernels.backend=megatron cannot rank groups by less than one expert each: "
-                f"set model.moe.router.group_topk to model.moe.top_k={moe.top_k} or less {instead}"
+                f"set model.moe.router.group_topk={moe.top_k} {instead}"
             )
         post_softmax = r.score == "softmax" and r.softmax_over == "all" and r.normalize
         if post_softmax and moe.top_k // r.group_topk > 1:
             found.append(
                 "kernels.backend=megatron ranks groups by logits if it normalises probabilities: "
-                f"set model.moe.router.softmax_over=topk or normalize=false {instead}"
+                "set model.moe.router.softmax_over=topk or model.moe.router.normalize=false "
+                f"{instead}"
             )
     a = options.spec.activation
     if a.kind == "quick_geglu" and a.alpha != QUICK_GELU_SLOPE:

@@ -10,10 +10,30 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from phalanx.configs.knobs import overrides
+from phalanx.configs.layout import wsd_decay_steps
 from phalanx.configs.schema import OptimConfig
 from phalanx.parallel.checkpoint.saved_knobs import understood
 
 _DIGITS = ".3g"
+
+
+class _Scheduler(OptimizerParamScheduler):
+    """Megatron-Core's, with an `inverse-square-root` that comes down to `min_lr` as others do.
+
+    Megatron-Core's own is still far above it at the last step of the decay, and drops after it.
+    """
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        done, last, warmup = self.num_steps, self.lr_decay_steps, self.lr_warmup_steps
+        if self.lr_decay_style != "inverse-square-root" or done <= warmup:
+            return float(super().get_lr(param_group))
+        own = {"max_lr": self.max_lr, "min_lr": self.min_lr} | param_group
+        high, low = float(own["max_lr"]), float(own["min_lr"])
+        if done >= last:
+            return low
+        first, now, end = (n**-0.5 for n in (max(warmup, 1), done, last))
+        return low + (high - low) * (now - end) / (first - end)
 
 
 @dataclass(frozen=True)
@@ -40,7 +60,7 @@ class Curve:
 
     def scheduler(self, optimizer: Any, weight_decay: float = 0.0) -> OptimizerParamScheduler:
         """Megatron-Core's, which sets the rates of all parameter groups of `optimizer`."""
-        return OptimizerParamScheduler(
+        return _Scheduler(
             optimizer,
             init_lr=0.0,
             max_lr=self.lr,
@@ -52,7 +72,7 @@ class Curve:
             end_wd=weight_decay,
             wd_incr_steps=self.decay_steps,
             wd_incr_style="constant",
-            wsd_decay_steps=max(self.decay_steps // 10, 1),
+            wsd_decay_steps=wsd_decay_steps(self.decay_steps),
             lr_wsd_decay_style="cosine",
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
@@ -95,7 +115,7 @@ def change(saved: dict[str, Any], optim: OptimConfig, steps: int, done: int) -> 
         if (a := getattr(before, name)) != (b := getattr(optim, name)):
             reasons.append(f"optim.{name} {a} -> {b}")
     departs = [name for name, value in asdict(old).items() if value != getattr(new, name)]
-    keep = " ".join(f"optim.{name}={getattr(old, name)}" for name in sorted(departs))
+    keep = overrides({f"optim.{name}": getattr(old, name) for name in sorted(departs)})
     return (
         f"the learning rate of step {done + 1} goes from {was} to {now}, because "
         f"{', '.join(reasons)}: set {keep} to keep the old curve"

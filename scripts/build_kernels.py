@@ -26,6 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.configs import programs
+from phalanx.configs.knobs import counted
 from phalanx.kernels.cache import Cache, folder
 from phalanx.kernels.refusal import Refusal
 from phalanx.scripts.reader import may_leave
@@ -186,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     failed = build_all(missing, args.dir, args.jobs) if missing else 0
     progress(
-        f"{len(missing) - failed} kernels built, {len(cached)} were cached, {failed} failed, in "
-        f"{time.monotonic() - begin:.1f} s: {args.dir}",
+        f"{counted(len(missing) - failed, 'kernel')} built, {len(cached)} were cached, "
+        f"{failed} failed, in {time.monotonic() - begin:.1f} s: {args.dir}",
         keep=True,
     )
     return 1 if failed else 0

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from phalanx.configs import programs  # noqa: E402
+from phalanx.configs.knobs import counted  # noqa: E402
+from phalanx.moe.report.progress import progress  # noqa: E402
 from phalanx.parallel.checkpoint import commit, saved_config  # noqa: E402
 from phalanx.parallel.checkpoint.commit import Commit, Invalid, NewerFormat  # noqa: E402
 from phalanx.parallel.checkpoint.saved_knobs import leaves, unknown  # noqa: E402
@@ -96,12 +96,13 @@ def verify(folder: Place) -> Iterator[str]:
 def _verified(folder: Place) -> str:
     record = commit.read_commit(folder)
     total = sum(size for size, _ in record.files.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
+    with progress("verifying", total=total, unit="B", unit_scale=True) as bar:
         problems = commit.verify(folder, record.files, bar.update)
     if problems:
         raise Invalid("; ".join(problems))
     _contents(folder, record)
-    return f"{folder}: step {record.step}, {len(record.files)} files, {_size(total)}: sound"
+    files = counted(len(record.files), "file")
+    return f"{folder}: step {record.step}, {files}, {_size(total)}: sound"
 
 
 def inspect(folder: Place) -> Iterator[str]:
@@ -110,7 +111,7 @@ def inspect(folder: Place) -> Iterator[str]:
     record = commit.read_commit(folder)
     tensors, state = _contents(folder, record)
     common = state["common"]
-    yield f"step {record.step}, written by {record.world} ranks"
+    yield f"step {record.step}, written by {counted(record.world, 'rank')}"
     for name, (size, _) in sorted(record.files.items()):
         yield f"  {name}  {_size(size)}"
     yield "configuration"
@@ -119,7 +120,7 @@ def inspect(folder: Place) -> Iterator[str]:
         yield f"  {key}={value}" + (", which this version does not know" if key in strange else "")
     yield "data " + json.dumps(common.get("data", {}))
     count = sum(shape.numel() for name, shape, _ in tensors if not name.startswith("optimizer."))
-    yield f"tensors ({count:,} numbers besides the optimizer's)"
+    yield f"tensors ({counted(f'{count:,}', 'number')} besides the optimizer's)"
     width = max((len(name) for name, *_ in tensors), default=0)
     for name, shape, dtype in tensors:
         yield f"  {name:<{width}}  {str(dtype).removeprefix('torch.'):<8}  {list(shape)}"

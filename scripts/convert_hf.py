@@ -8,6 +8,7 @@ import argparse
 import copy
 import functools
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,13 +17,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from tqdm import tqdm  # noqa: E402
-
 from phalanx.configs import programs  # noqa: E402
-from phalanx.configs.knobs import get, put, written  # noqa: E402
+from phalanx.configs.knobs import get, overrides, put, spelled  # noqa: E402
 from phalanx.configs.load import load, options  # noqa: E402
 from phalanx.configs.schema import Config  # noqa: E402
 from phalanx.configs.validate import ConfigError, validate  # noqa: E402
+from phalanx.moe.report.progress import progress  # noqa: E402
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of  # noqa: E402
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch  # noqa: E402
 from phalanx.parallel.object_store import argument, folder_argument  # noqa: E402
@@ -152,13 +152,14 @@ def import_(args: argparse.Namespace) -> None:
     found = determined(args.folder, tokens)
     if args.no_mtp:
         found["mtp_layers"] = 0
-    cfg, overrides = configured(found, args.model)
+    cfg, given = configured(found, args.model)
     validate(cfg, 1)
     with bars() as bar:
         import_folder(args.folder, args.out, cfg.model, bar("importing"), tokens)
     print(f"{args.out}: start from it with")
-    print(f"  {programs.here('train.py')} {' '.join(overrides)} run.resume={args.out}")
-    print(said(load(overrides), found))
+    words = [*given, f"run.resume={spelled(str(args.out))}"]
+    print(f"  {programs.here('train.py')} {shlex.join(words)}")
+    print(said(load(given), found))
 
 
 def export(args: argparse.Namespace) -> None:
@@ -207,7 +208,7 @@ def configured(found: dict[str, Any], option: str | None) -> tuple[Config, list[
     _, name, cfg, changed = min(tried, key=lambda each: each[:2])
     for knob, value in changed.items():
         put(cfg, knob, value)
-    return cfg, [f"model={name}", *(f"{knob}={written(v)}" for knob, v in changed.items())]
+    return cfg, [f"model={name}", *(f"{knob}={spelled(v)}" for knob, v in changed.items())]
 
 
 def _chooses_by_bias(found: dict[str, Any]) -> bool:
@@ -239,14 +240,14 @@ def said(cfg: Config, found: dict[str, Any]) -> str:
     lines = []
     if losses:
         lines.append("of training, config.json says:")
-        lines.append(f"  {_overrides(cfg, losses)}")
+        lines.append(f"  {_values(cfg, losses)}")
     lines.append("what it does not say is yours to choose; without overrides the run takes:")
-    lines.append(f"  {_overrides(cfg, chosen)}")
+    lines.append(f"  {_values(cfg, chosen)}")
     return "\n".join(lines)
 
 
-def _overrides(cfg: Config, paths: Iterable[str]) -> str:
-    return " ".join(f"{path}={written(get(cfg, path))}" for path in paths)
+def _values(cfg: Config, paths: Iterable[str]) -> str:
+    return overrides({path: get(cfg, path) for path in paths})
 
 
 Advance = Callable[[int, int], None]
@@ -254,8 +255,8 @@ Advance = Callable[[int, int], None]
 
 @contextmanager
 def bars() -> Iterator[Callable[..., Advance]]:
-    """Progress bars on stderr, one after the other: each appears with its first progress, and is
-    closed when the next one does, as two at a time would move the cursor, in a file as well."""
+    """Progress on stderr, of one thing after the other: each appears with its first progress, and
+    is closed when the next one does, as two bars at a time would move the cursor."""
     with ExitStack() as open_one:
 
         def bar(what: str, unit: str = " pieces") -> Advance:
@@ -264,7 +265,7 @@ def bars() -> Iterator[Callable[..., Advance]]:
             def advance(done: int, total: int) -> None:
                 if not shown:
                     open_one.close()
-                    made = tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B")
+                    made = progress(what, total=total, unit=unit, unit_scale=unit == "B")
                     shown.append(open_one.enter_context(made))
                 shown[0].update(done)
 

@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from phalanx.moe.data.text_rows import read_keys  # noqa: E402
 from phalanx.moe.inference import command  # noqa: E402
-from phalanx.moe.inference.command import positive, predictor_of, progress, told  # noqa: E402
+from phalanx.moe.inference.command import positive, predictor_of, told  # noqa: E402
+from phalanx.moe.report.progress import progress  # noqa: E402
 from phalanx.parallel.object_store import folder_argument  # noqa: E402
 from phalanx.scripts.reader import may_leave  # noqa: E402
 

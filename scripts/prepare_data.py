@@ -28,11 +28,11 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from phalanx.configs import programs  # noqa: E402
+from phalanx.configs.knobs import counted  # noqa: E402
 from phalanx.moe.data.bad_rows import Limit, TooManyBad, by_reason, listing  # noqa: E402
 from phalanx.moe.data.documents import (
     Counts,
@@ -54,6 +54,7 @@ from phalanx.moe.data.token_files import (
     tokenizer_beside,
     write_index,
 )
+from phalanx.moe.report.progress import progress  # noqa: E402
 from phalanx.parallel.object_store import folder_argument  # noqa: E402
 from phalanx.scripts.reader import may_leave  # noqa: E402
 
@@ -179,7 +180,8 @@ def prepare(args: argparse.Namespace) -> None:
     with parts_folder(output, plan, args.overwrite) as folder:
         todo = [shard for shard in shards if not shard.lengths(folder).exists()]
         if len(todo) < len(shards):
-            print(f"continuing: {len(shards) - len(todo)} of {len(shards)} shards are there")
+            there = len(shards) - len(todo)
+            print(f"continuing: {there} of {counted(len(shards), 'shard')} there already")
         try:
             tokenize(shards, todo, recipe, folder, args.workers, limit)
             join(shards, recipe, replace(described, plan=plan), folder, output, limit)
@@ -293,9 +295,9 @@ def tokenize(
     workers: int,
     limit: Limit,
 ) -> None:
-    """Write all shards of `todo`, with a progress bar over the bytes of all."""
+    """Write all shards of `todo`, with progress over the bytes of all."""
     total, left = (sum(shard.size for shard in some) for some in (shards, todo))
-    bar = tqdm(total=total, initial=total - left, unit="B", unit_scale=True, desc="tokenizing")
+    bar = progress("tokenizing", total=total, initial=total - left, unit="B", unit_scale=True)
     missing = {shard.number for shard in todo}
     bad = [b for s in shards if s.number not in missing for b in Counts.read(s.counts(folder)).bad]
 
@@ -347,7 +349,7 @@ def join(
     limit: Limit,
 ) -> None:
     """Concatenate the shards in order; the files appear under their names when all are written."""
-    print(f"joining {len(shards)} shards")
+    print(f"joining {counted(len(shards), 'shard')}")
     made = [folder / "joined.json", folder / "joined.bin", folder / "joined.idx"]
     with made[1].open("wb") as joined:
         for shard in shards:
@@ -386,7 +388,8 @@ def join(
         sync(temporary)
         os.replace(temporary, final)
     print(
-        f"{output}: {described.documents:,} documents, {described.tokens:,} tokens of "
+        f"{output}: {counted(f'{described.documents:,}', 'document')}, "
+        f"{counted(f'{described.tokens:,}', 'token')} of "
         f"{described.tokenizer}, {described.text_bytes:,} bytes of text; {skipped}"
     )
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
+from phalanx.configs.knobs import counted  # noqa: E402
 from phalanx.moe.inference import command  # noqa: E402
 from phalanx.moe.inference.command import positive, predictor_of, told  # noqa: E402
 from phalanx.scripts.reader import may_leave  # noqa: E402
@@ -97,7 +98,7 @@ def sample(args: argparse.Namespace) -> None:
             count = write(codec, new, codec.encode(prompt))
             rate = count / (time.perf_counter() - began)
             print(flush=True)
-            print(f"-- {count} tokens, {rate:.1f} tokens/s", file=sys.stderr)
+            print(f"-- {counted(count, 'token')}, {rate:.1f} tokens/s", file=sys.stderr)
 
 
 def started(codec: "Codec", prompt: str, *, alone: bool) -> list[int]:

@@ -128,18 +128,22 @@ def _sdpa(
     sinks_H: torch.Tensor | None,
     documents: Documents | None,
 ) -> torch.Tensor:
-    if sinks_H is not None:
-        raise ValueError("sdpa has no sinks: set kernels.attention=flex (CUDA) or reference")
     S, T, grouped = q.size(2), k.size(2), q.size(1) != k.size(1)
     if q.device.type != "cuda":
+        if sinks_H is not None:
+            seen = F.pad(visible_ST(S, T, window, q.device, documents), (0, 1), value=True)
+            q, k, v = _with_sink_key(q, k, v, sinks_H, scale)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped
+            )[..., :-1]
         whole = S == T and not window and documents is None
         mask = None if whole else visible_ST(S, T, window, q.device, documents)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
-    if window or S != T or documents is not None:
+    if window or S != T or documents is not None or sinks_H is not None:
         raise ValueError(
-            "sdpa on CUDA has no window, no context parallelism and no documents: "
+            "sdpa on CUDA has no sinks, no window, no context parallelism and no documents: "
             "set kernels.attention=flex"
         )
     # cuDNN is the only fast one with d != v; it gives way to flash or memory-efficient attention
@@ -154,6 +158,22 @@ def _sdpa(
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
         )
+
+
+def _with_sink_key(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks_H: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values with one more key: its logit is a head's sink, its value is 0.
+
+    The heads of a group share keys: the sink is a channel of the queries, in which that key has 1
+    and all others have 0. Values get a channel as well, as kernels want as many as keys have.
+    """
+    (B, H, S, _), (_, G, _, d) = q.shape, k.shape
+    channel_BHS1 = (sinks_H / scale).to(q.dtype).view(1, H, 1, 1).expand(B, H, S, 1)
+    key = torch.zeros(d + 1, dtype=k.dtype, device=k.device)
+    key[d] = 1
+    keys = torch.cat([F.pad(k, (0, 1)), key.expand(B, G, 1, -1)], 2)
+    return torch.cat([q, channel_BHS1], -1), keys, F.pad(v, (0, 1, 0, 1))
 
 
 def _flex(

@@ -12,11 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.configs.addresses import is_address
+from phalanx.configs.knobs import overrides
 from phalanx.configs.schema import DataConfig
 from phalanx.moe.data.host_cache import DataError, cache_folder
 from phalanx.moe.data.token_files import Corpus, Sidecar, open_corpus
 
 PARTS = ("training", "validation")
+
+PADDING = 128
+"""Rows of the embedding come in multiples of it. Not of it times `parallel.tensor`, as elsewhere:
+the model would change with the layout, and a checkpoint would fit one of them only."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +126,12 @@ def parse_split(split: str, sizes: Sequence[int]) -> str:
     parts = [_number(part) for part in split.split(",")]
     weights = [part for part in parts if part is not None and math.isfinite(part) and part >= 0]
     if len(weights) != len(parts) or not 1 <= len(parts) <= 3 or weights[0] <= 0:
-        raise DataError(f"data.split={split} must be one to three weights, such as 98,2")
+        example = overrides({"data.split": "98,2"})
+        raise DataError(f"data.split={split} must be one to three weights, as in {example}")
     if sizes[1] and (len(weights) < 2 or weights[1] == 0):
+        example = overrides({"data.split": "98,2"})
         raise DataError(
-            f"data.split={split} leaves nothing to validate on; set data.split=98,2 or "
+            f"data.split={split} leaves nothing to validate on; set {example} or "
             "run.eval_interval=0"
         )
     return ",".join(f"{weight:.9f}" for weight in weights)
@@ -148,12 +155,13 @@ def _number(text: str) -> float | None:
 
 def check_tokenizers(described: Sequence[tuple[str, Sidecar]], vocab_size: int) -> None:
     """Pairs by prefix are of one tokenizer, with ids of a vocabulary. Raises DataError."""
+    largest = max((sidecar.vocab_size for _, sidecar in described), default=0)
     for prefix, sidecar in described:
         if sidecar.vocab_size > vocab_size:
             raise DataError(
                 f"{prefix}.json: ids of tokenizer {sidecar.tokenizer} go up to "
                 f"{sidecar.vocab_size - 1}, but model.vocab_size={vocab_size}; "
-                f"set model.vocab_size={sidecar.vocab_size} or more"
+                f"set model.vocab_size={-(-largest // PADDING) * PADDING}"
             )
         first, other = described[0]
         if sidecar.tokenizer_sha256 != other.tokenizer_sha256:

@@ -7,14 +7,10 @@ import math
 from pathlib import Path
 
 from phalanx.configs.schema import Config
-from phalanx.moe.data.blend import check_tokenizers, opened, parse_blend
+from phalanx.moe.data.blend import PADDING, check_tokenizers, opened, parse_blend
 from phalanx.moe.data.host_cache import DataError
 from phalanx.moe.data.remote_files import beside
 from phalanx.moe.data.token_files import Sidecar
-
-PADDING = 128
-"""Rows of the embedding come in multiples of it. Not of it times `parallel.tensor`, as elsewhere:
-the model would change with the layout, and a checkpoint would fit one of them only."""
 
 
 def fill(cfg: Config) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from phalanx.configs.formats import is_fp8
-from phalanx.configs.knobs import get, put, written
+from phalanx.configs.knobs import get, overrides, put
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
@@ -75,7 +75,7 @@ def enough(
     if len(found) < _FEW and (together := _together(trial, others, room)):
         found.append(together)
     told = sorted(found or helping, key=lambda pair: pair[1])
-    return [(_written(changes), size) for changes, size in told]
+    return [(overrides(changes), size) for changes, size in told]
 
 
 _STATES: tuple[Changes, ...] = (
@@ -110,7 +110,7 @@ def _by_module(
                 return []
             size = trial.size(changes)
             assert size is not None
-            return [(_written(changes), size)]
+            return [(overrides(changes), size)]
     return []
 
 
@@ -170,10 +170,6 @@ def _together(trial: _Trial, kinds: list[list[Changes]], room: int) -> tuple[Cha
         if size <= room:
             return chosen, size
     return None
-
-
-def _written(changes: Changes) -> str:
-    return " ".join(f"{path}={written(value)}" for path, value in changes.items())
 
 
 def _layouts(cfg: Config, world: int) -> Iterator[list[Changes]]:

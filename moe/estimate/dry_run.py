@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from phalanx.configs import capture
 from phalanx.configs.formats import EMULATES, described, is_fp8, quantizes
-from phalanx.configs.knobs import get
+from phalanx.configs.knobs import counted, get
 from phalanx.configs.layout import (
     clone_slots,
     data_parallel_size,
@@ -60,12 +60,17 @@ def dry_run(cfg: Config, world: int) -> tuple[str, int]:
         ("Phalanx, dry run", _run(known, world, machine)),
         ("Process groups", _groups(known, world)),
         (f"Memory of a rank, by stage ({machine.name})", _memory(known, world, machine, room)),
-        ("Activations that can be computed again or moved", _parts(known, world, machine)),
+        (
+            "Activations that can be computed again or moved, the cheapest a byte first",
+            _parts(known, world, machine),
+        ),
         ("Experts of one layer", _experts(known, world)),
         ("Expected step", _time(known, world, machine)),
     ]
     if not fits:
-        sections.append(("What would help", _advice(cfg, world, machine, room)))
+        sections.append(
+            ("What would help, the least memory first", _advice(cfg, world, machine, room))
+        )
     elif asks := list(_opt_ins(cfg, world, machine, room)):
         sections.append(("Off unless set, as it costs accuracy or memory", iter(asks)))
     text = "\n\n".join("\n".join([head, *("  " + x for x in body)]) for head, body in sections)
@@ -91,8 +96,9 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     sms = cfg.parallel.comm_sms if overlaps(cfg, world) else 0
     yield f"overlap   {f'exchanges on {sms} SMs, experts on the others' if sms else 'off'}"
     yield (
-        f"batch     {d.global_batch} = {d.micro_batch} x {micro_batches(cfg, world)} micro-batches"
-        f" x {data_parallel_size(cfg, world)} ranks"
+        f"batch     {d.global_batch} = {d.micro_batch} x "
+        f"{counted(micro_batches(cfg, world), 'micro-batch')} x "
+        f"{counted(data_parallel_size(cfg, world), 'rank')}"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.configs.formats import is_fp8
-from phalanx.configs.knobs import put, written
+from phalanx.configs.knobs import overrides, put
 from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
@@ -40,7 +40,7 @@ def opt_ins(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[tu
         except ConfigError:
             continue
         if size != before and size <= room:
-            yield f"{path}={written(value)}", size - before, price
+            yield overrides({path: value}), size - before, price
 
 
 def _candidates(cfg: Config) -> Iterator[tuple[str, Any, str]]:

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from phalanx.configs.formats import width
-from phalanx.configs.knobs import listed
+from phalanx.configs.knobs import counted, listed, overrides
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -23,6 +23,7 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError, validate
 from phalanx.kernels.refusal import Refusal
 from phalanx.moe.estimate.accounting import parameters
 from phalanx.moe.estimate.advice import Changes, enough, halves
@@ -113,15 +114,26 @@ def refuse(cfg: Config, world: int, ranks: Sequence[int], room: Room) -> Refusal
     most = room.free + room.swap
     if need <= most:
         return None
-    who = f"{len(ranks)} ranks" if len(ranks) > 1 else "a rank"
+    who = counted(len(ranks), "rank") if len(ranks) > 1 else "a rank"
     fits = [text for text, _ in _remedies(cfg, world, ranks, most)]
     helps = listed(fits[:3] or [f"model={_small(cfg)}"])
     return (
         f"{cfg.model.name} does not fit: weights, gradients and optimizer of {who} take "
         f"{storage(need)} of {room.where}, where {storage(most)} are free; {_largest(cfg)}: set "
-        f"{helps}, or see what more ranks take with run.dry_run=true "
-        f"parallel.world_size={8 * world}"
+        f"{helps}{_more_ranks(cfg, world)}"
     )
+
+
+def _more_ranks(cfg: Config, world: int) -> str:
+    """How to see what more ranks take; empty if this layout is of no such number."""
+    for ranks in (8 * world, 4 * world, 2 * world):
+        try:
+            validate(cfg, ranks)
+        except ConfigError:
+            continue
+        number = overrides({"run.dry_run": True, "parallel.world_size": ranks})
+        return f", or see what more ranks take with {number}"
+    return ""
 
 
 def near(what: str, expected: int, room: Room, helps: str) -> str:

@@ -6,7 +6,7 @@ name. Exporting writes every field whose absence transformers would fill with a 
 
 from typing import Any
 
-from phalanx.configs.knobs import get, written
+from phalanx.configs.knobs import get, spelled
 from phalanx.configs.schema import Config, ModelConfig
 from phalanx.moe.hf import ConversionError
 from phalanx.moe.hf.families import ALIASES, FAMILIES, HARMLESS, family_of
@@ -112,7 +112,7 @@ def to_json(m: ModelConfig, context: int, dtype: str) -> dict[str, Any]:
     for knob, value in kind.fixed.items():
         present = get(cfg, f"model.{knob}")
         if present != value and not (knob == "moe.router.softmax_over" and _is_over_top_k(m)):
-            raise refused(knob, written(present), f"{family} of Hugging Face has {written(value)}")
+            raise refused(knob, spelled(present), f"{family} of Hugging Face has {spelled(value)}")
     result: dict[str, Any] = {"architectures": [kind.architecture], "model_type": family}
     result |= kind.demanded
     for name, knob in kind.fields.items():

@@ -5,11 +5,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING
 
 from phalanx.configs import programs
+from phalanx.moe.report.progress import progress
 from phalanx.moe.report.quiet import quiet
 from phalanx.parallel.checkpoint import commit
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of
@@ -17,9 +16,6 @@ from phalanx.parallel.object_store import argument
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.predictor import Predictor
-
-_EVERY = 10.0
-"""Seconds between lines of progress."""
 
 
 def parser(script: str, manual: str | None) -> argparse.ArgumentParser:
@@ -76,29 +72,6 @@ def predictor_of(args: argparse.Namespace) -> Iterator["Predictor"]:
         bar.close()
         args.context = args.context or predictor.cfg.data.sequence_length
         yield predictor
-
-
-class _Lines:
-    """stderr that is no terminal: what a bar draws over is a line of its own."""
-
-    def write(self, text: str) -> None:
-        if text := text.strip("\r\n "):
-            print(text, file=sys.stderr, flush=True)
-
-    def flush(self) -> None:
-        pass
-
-
-def progress(what: str, **options: Any) -> Any:
-    """A bar on stderr; where that is no terminal, a line every ten seconds from the tenth on.
-
-    Args:
-        what: is done.
-        options: of tqdm.
-    """
-    if not sys.stderr.isatty():
-        options |= {"file": _Lines(), "delay": _EVERY, "mininterval": _EVERY, "ncols": 80}
-    return tqdm(desc=what, **options)
 
 
 def positive(**values: int | None) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import yaml
 
+from phalanx.configs.knobs import counted
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.moe.report.console import Console
@@ -98,7 +99,7 @@ def announce(cfg: Config, world: int) -> None:
     """Say what starts before imports take their seconds: rank 0 the run, every node itself."""
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
-        ranks = f"{world} rank{'s' * (world > 1)}"
+        ranks = counted(world, "rank")
         folder = redacted(f"{cfg.run.dir}/{cfg.run.name}")
         print(f"Phalanx: run {folder} on {ranks}; importing torch and Megatron-Core", flush=True)
     if os.environ.get("LOCAL_RANK", "0") == "0":

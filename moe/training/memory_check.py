@@ -4,7 +4,7 @@ import socket
 import sys
 
 from phalanx.configs.capture import resolved_graph
-from phalanx.configs.knobs import written
+from phalanx.configs.knobs import overrides, shown
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -55,11 +55,12 @@ def check_room(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
     resolved.run.graph = resolved_graph(resolved)
     expected = needed(resolved, runtime.world)
     expected = expected if on_gpu else len(ranks) * (expected + _ON_CPU * logits_bytes(cfg))
-    warnings = [near(cfg.model.name, expected, room, "; ".join(advice(cfg, runtime.world)))]
+    warnings = [near(cfg.model.name, expected, room, advice(cfg, runtime.world))]
     if on_gpu:
         warnings.append(_pinned(cfg, runtime.world, here, host))
         moved = len(here) * host_needed(resolved, runtime.world)
-        warnings.append(near(f"run.offload={written(cfg.run.offload)}", moved, host, "shorten it"))
+        what = f"run.offload={shown(cfg.run.offload)}"
+        warnings.append(near(what, moved, host, f"set {overrides({'run.offload': []})}"))
     told = gather(warnings)
     for texts in zip(*told, strict=True):
         if runtime.is_main and any(texts):

@@ -5,17 +5,20 @@ with the knobs that help at their present values, and a snapshot of the allocato
 pytorch.org/memory_viz in the run folder.
 """
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from phalanx.configs.bounds import oversized
-from phalanx.configs.knobs import written
+from phalanx.configs.knobs import get, listed, overrides, put
+from phalanx.configs.layout import data_parallel_size, expert_parallel_size, largest_divisor
 from phalanx.configs.schema import Config
-from phalanx.configs.validate import data_parallel_size, expert_parallel_size
+from phalanx.configs.validate import ConfigError, validate
 
 _HOST = "DefaultCPUAllocator: can't allocate memory"
 
@@ -40,29 +43,62 @@ def advised(cfg: Config, world: int, folder: Path) -> Iterator[None]:
             raise
         what = (str(error).splitlines() or ["no reason given"])[0]
         where = _snapshot(folder / f"memory_rank{os.environ.get('RANK', '0')}.pickle")
-        raise OutOfMemory(f"{'; '.join(advice(cfg, world))}{where} ({what})") from error
+        raise OutOfMemory(f"{advice(cfg, world)}{where} ({what})") from error
 
 
-def advice(cfg: Config, world: int) -> list[str]:
-    """Knobs that would help, as `data.micro_batch=4: lower it`; the cheapest first.
+def advice(cfg: Config, world: int) -> str:
+    """Overrides of which each takes less memory, as `set data.micro_batch=2 or ...`; the cheapest
+    first.
 
     Where a size is impossible nothing else would help, and only that is named.
     """
     if impossible := oversized(cfg):
-        return impossible
+        return "; ".join(impossible)
+    kinds = [
+        (overrides(changes) for changes in kind if _works(cfg, world, changes))
+        for kind in _kinds(cfg, world)
+    ]
+    helps = [text for kind in kinds if (text := next(kind, ""))]
+    return f"set {listed(helps)}" if helps else "take more ranks or a smaller model"
+
+
+def _kinds(cfg: Config, world: int) -> Iterator[list[dict[str, Any]]]:
+    """Values by knob, of each kind the least change first."""
     d, p, r = cfg.data, cfg.parallel, cfg.run
-    expert = expert_parallel_size(cfg, world)
-    knobs = {
-        f"data.micro_batch={d.micro_batch}: lower it": d.micro_batch > 1,
-        f"run.recompute={written(r.recompute)}: set full": r.recompute != ["full"],
-        f"run.offload={written(r.offload)}: add residual": "residual" not in r.offload,
-        "parallel.distributed_optimizer=false: set true": not p.distributed_optimizer
-        and data_parallel_size(cfg, world) > 1,
-        f"parallel.expert={expert}: raise it": expert < min(world, cfg.model.moe.experts),
-        f"parallel.tensor={p.tensor} or parallel.pipeline={p.pipeline}: raise one": True,
-        f"data.sequence_length={d.sequence_length}: lower it": True,
-    }
-    return [text for text, helps in knobs.items() if helps]
+    if d.micro_batch > 1:
+        yield [{"data.micro_batch": largest_divisor(d.micro_batch, d.micro_batch - 1)}]
+    if r.recompute != ["full"]:
+        # What is computed again is not moved as well.
+        moved = [name for name in r.offload if name == "residual"]
+        beside = {} if moved == r.offload else {"run.offload": moved}
+        yield [{"run.recompute": ["full"]} | beside]
+    if "residual" not in r.offload:
+        yield [{"run.offload": ["residual", *r.offload]}]
+    if not p.distributed_optimizer and data_parallel_size(cfg, world) > 1:
+        yield [{"parallel.distributed_optimizer": True}]
+    yield [{"parallel.expert": size} for size in _doubles(expert_parallel_size(cfg, world), world)]
+    yield [{"parallel.tensor": size} for size in _doubles(p.tensor, world)]
+    even = {"parallel.pipeline_layout": "", "parallel.virtual_pipeline": 1}
+    even = {path: value for path, value in even.items() if get(cfg, path) != value}
+    yield [{"parallel.pipeline": size} | even for size in _doubles(p.pipeline, world)]
+    if d.sequence_length > 1:
+        yield [{"data.sequence_length": d.sequence_length // 2}]
+
+
+def _doubles(size: int, most: int) -> list[int]:
+    """2, 4, ... times a size, up to `most`."""
+    return [size << n for n in range(1, most.bit_length()) if size << n <= most]
+
+
+def _works(cfg: Config, world: int, changes: dict[str, Any]) -> bool:
+    changed = copy.deepcopy(cfg)
+    for path, value in changes.items():
+        put(changed, path, value)
+    try:
+        validate(changed, world)
+    except ConfigError:
+        return False
+    return True
 
 
 def _snapshot(path: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from phalanx.configs import programs
 from phalanx.configs.bounds import oversized
+from phalanx.configs.knobs import counted, overrides
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -79,6 +80,43 @@ def checkpoint_root(cfg: Config) -> Place:
     return Path(cfg.run.dir) / cfg.run.name / "checkpoints"
 
 
+def nothing_left(cfg: Config) -> list[str]:
+    """Lines on a run whose newest checkpoint is of its last step; none of another run, or if
+    anything is wrong with that checkpoint."""
+    root, run = checkpoint_root(cfg), cfg.run
+    try:
+        record = run_start.read(root)
+        path = None if run_start.starts_over(run, record) else saved_config.newest(root)
+        if path is None or (step := commit.read_commit(path).step) < run.steps:
+            return []
+        run_start.decide(run, record, path)
+        compare(saved_config.configuration(path), redacted(asdict(cfg)))
+    except (*_WRONG, Invalid, OSError):
+        return []
+    lines = [
+        f"nothing was left to do: {path} is of step {step}, and this run ends at step {run.steps}; "
+        f"a larger run.steps trains on, {run_start.anew()} or another run.name starts over"
+    ]
+    if run.record_routing and not Path(run.record_routing).exists():
+        lines.append(
+            f"warning: nothing is written to run.record_routing={run.record_routing}, which takes "
+            "the tokens of a step: train at least one more"
+        )
+    return lines
+
+
+def newest_checkpoint(cfg: Config) -> str:
+    """What there is to go on from, for a person who has stopped the run."""
+    root = checkpoint_root(cfg)
+    if not isinstance(root, Path):
+        return f"checkpoints are in {root}"  # asking a store takes time that this person has not
+    try:
+        found = commit.committed(root)
+    except OSError:
+        found = []
+    return f"the newest checkpoint is {found[0][1]}" if found else "there is no checkpoint"
+
+
 def tokens_read(cfg: Config) -> int:
     """Of the whole run, from its first step to its last."""
     return cfg.run.steps * cfg.data.global_batch * cfg.data.sequence_length
@@ -115,7 +153,8 @@ def _recompute(cfg: Config) -> Iterator[str]:
         instead = ["moe" if name == "moe_act" else name for name in cfg.run.recompute]
         raise ConfigError(
             "run.recompute=moe_act needs Transformer Engine, which is not installed: "
-            f"{programs.install('transformer-engine')}, or set run.recompute=[{','.join(instead)}]"
+            f"{programs.install('transformer-engine')}, or set "
+            f"{overrides({'run.recompute': instead})}"
         )
     yield from ()
 
@@ -167,10 +206,11 @@ def _only_test_data(cfg: Config, wanted: int, limit: int, what: str, read: str) 
         return
     steps = max(1, cfg.run.steps * limit // wanted)
     raise ConfigError(
-        f"data.source={cfg.data.source} is {what}, and this run of {cfg.run.steps} steps with "
-        f"checkpoints on its way (run.save_interval={cfg.run.save_interval}) would read {read}; "
-        "name a corpus with data=indexed 'data.blend=[<prefix>]', or set run=bench, or "
-        f"run.steps={steps}"
+        f"data.source={cfg.data.source} is {what}, and this run of "
+        f"{counted(cfg.run.steps, 'step')} with checkpoints on its way "
+        f"(run.save_interval={cfg.run.save_interval}) would read {read}; "
+        "name a corpus with data=indexed 'data.blend=[<prefix>]', or set "
+        f"run=bench run.save_interval=-1 or run.steps={steps}"
     )
 
 

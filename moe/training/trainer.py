@@ -43,7 +43,7 @@ from phalanx.moe.training.faults import Faults
 from phalanx.moe.training.launch import Launch
 from phalanx.moe.training.memory_check import check_room
 from phalanx.moe.training.out_of_memory import advised
-from phalanx.moe.training.preflight import checkpoint_root, preflight
+from phalanx.moe.training.preflight import checkpoint_root, nothing_left, preflight
 from phalanx.moe.training.routing_record import record_routing
 from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
@@ -55,7 +55,7 @@ from phalanx.parallel.checkpoint.saved_config import NoneValid
 from phalanx.parallel.cuda_graph import own_stream
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault.activity import doing
-from phalanx.parallel.fault.agreement import Failed, agree, gather
+from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
 from phalanx.parallel.fault.guard import Guard
 from phalanx.parallel.fault.signals import StopSignal
 from phalanx.parallel.fault.watchdog import Watchdog
@@ -191,6 +191,9 @@ class Trainer:
             raise
         if self.step > saved and self.cfg.run.save_interval >= 0:
             self._save()
+        elif self.step < self.cfg.run.steps and (self.step > saved or self.step < self._first):
+            start = f"goes on from step {saved}" if self.origin or saved else "starts from scratch"
+            self.metrics.event(f"no checkpoint was written: the same command {start}")
         if self.checkpoints.unfinished:
             self.metrics.event("waiting until that checkpoint is written")
         self.checkpoints.close()
@@ -209,15 +212,10 @@ class Trainer:
             return saved
         if self.step >= run.steps:
             self.metrics.event(
-                f"nothing was left to do: resumed from step {self.step}, and all {run.steps} steps "
-                f"of this run are done; a larger run.steps trains on, {anew()} or another "
+                f"nothing was left to do: resumed from step {self.step}, and this run ends at step "
+                f"{run.steps}; a larger run.steps trains on, {anew()} or another "
                 "run.name starts over"
             )
-            if run.record_routing and not Path(run.record_routing).exists():
-                self.metrics.event(
-                    f"warning: nothing is written to run.record_routing={run.record_routing}, "
-                    "which takes the tokens of a step: train at least one more"
-                )
         while self.step < run.steps:
             reached = self.step
             with told(self.metrics.event) if self.step + 1 == self._first else nullcontext():
@@ -579,6 +577,13 @@ def run(
         assert watchdog is not None
         if cfg.run.device == "cuda" and runtime.device.type != "cuda":
             raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
+        doing("start: what is left")
+        if lines := on_main(lambda: nothing_left(cfg)):
+            for line in lines if runtime.is_main else ():
+                print(f"-- {line}", flush=True)
+            watchdog.close()
+            end_runtime(runtime) if ends_process else stop_runtime()
+            return 0
         doing("start: kernels")
         choices = choose_kernels(cfg, runtime)
         # Before the transport is chosen: a graph needs its stream from the start.

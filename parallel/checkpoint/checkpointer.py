@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from phalanx.configs.knobs import counted
 from phalanx.configs.schema import RunConfig
 from phalanx.parallel import run_start
 from phalanx.parallel.checkpoint import commit, rng, safe_pickle
@@ -350,7 +351,7 @@ class Checkpointer:
         if not world:
             warn(f"{path} holds weights only: optimizer and random states are those of a new run")
         elif states is None:
-            warn(f"{path} has random states of {world} ranks: run.seed's are kept")
+            warn(f"{path} has random states of {counted(world, 'rank')}: run.seed's are kept")
         else:
             rng.set(states)
         self._at = (record.step, self._own(path))

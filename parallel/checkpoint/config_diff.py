@@ -1,12 +1,13 @@
 """May a run go on from a checkpoint of another configuration?
 
 Configurations are plain nested dicts. What the saved weights and the data cursor depend on must
-agree: architecture, dtype of the weights, source and order of the tokens. Layout, kernels, recipe
-of FP8, schedule, length and logging may change, and are reported.
+agree: architecture, dtype of the weights, source and order of the tokens, kind of optimizer.
+Layout, kernels, recipe of FP8, schedule, length and logging may change, and are reported.
 """
 
 from typing import Any
 
+from phalanx.configs.knobs import overrides
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch, leaves, shown, understood
 from phalanx.parallel.run_start import anew
 
@@ -17,6 +18,7 @@ _FIXED = (
     "data.split",
     "data.sequence_length",
     "data.seed",
+    "optim.kind",
 )
 # Parts of the model section that are not its architecture.
 _FREE = (
@@ -49,6 +51,8 @@ def compare(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
             Or the checkpoint has one that must be understood and is not.
     """
     old, new = understood(saved).values, dict(leaves(current))
+    if any(key.startswith("optim.") for key in old):  # weights alone go with any optimizer
+        old.setdefault("optim.kind", "adamw")  # of versions that had no other
     changed = [key for key in old if key in new and old[key] != new[key]]
     refused = [key for key in changed if _must_agree(key, old[key], new[key])]
     if refused:
@@ -72,7 +76,7 @@ def _refusal(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> str:
     table = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
     values = "the values of the checkpoint"
     if len(keys) <= _FEW:
-        values = " ".join(f"{k}={shown(old[k])}" for k in keys)
+        values = overrides({k: old[k] for k in keys})
     else:
         table[_FEW + 1 :] = [f"  and {len(keys) - _FEW} more"]
     return "\n".join(

@@ -19,6 +19,7 @@ import yaml
 
 from phalanx.configs import programs
 from phalanx.configs.addresses import is_address
+from phalanx.configs.knobs import overrides
 from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
 from phalanx.parallel.checkpoint.commit import METADATA, Commit, Invalid
 from phalanx.parallel.object_store import Place, Remote, place
@@ -122,7 +123,7 @@ def not_valid(path: Place, problem: str) -> NoUsableCheckpoint:
     if foreign := of_hugging_face(path):
         return NoUsableCheckpoint(f"run.resume={path} {foreign}")
     inside = commit.committed(path) or commit.committed(path / "checkpoints")
-    hint = f"; did you mean run.resume={inside[0][1]}?" if inside else ""
+    hint = f"; did you mean {overrides({'run.resume': str(inside[0][1])})}?" if inside else ""
     if not hint and not path.exists():
         hint = "; run.resume takes auto, never or a checkpoint folder"
     return NoUsableCheckpoint(f"run.resume={path} is no valid checkpoint: {problem}{hint}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from phalanx.configs.knobs import overrides
 from phalanx.parallel.checkpoint import commit, safe_pickle
 from phalanx.parallel.checkpoint.saved_config import (
     CheckpointError,
@@ -53,7 +54,8 @@ def newest(root: Place) -> tuple[Place, commit.Commit] | None:
     if refused:
         raise none_valid(root, refused)
     for folder in earlier:
-        warn(f"{folder} is of an earlier run: ignored (run.resume={folder} continues it)")
+        continues = overrides({"run.resume": str(folder)})
+        warn(f"{folder} is of an earlier run: ignored ({continues} continues it)")
     return None
 
 

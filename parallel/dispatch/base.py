@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.configs.knobs import counted
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.providers import rows_for
@@ -127,7 +128,8 @@ def make_dispatcher(
     clones = (transport.inside or transport).clones
     if experts % ranks:
         raise ValueError(
-            f"{experts} experts do not divide over {ranks} ranks: set parallel.expert to a divisor"
+            f"{experts} experts do not divide over {counted(ranks, 'rank')}: "
+            "set parallel.expert to a divisor"
         )
     if not 1 <= slots.top_k <= experts:
         raise ValueError(

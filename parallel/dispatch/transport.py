@@ -183,11 +183,10 @@ def with_clones(
     known = TRANSPORTS.get(transport.name)
     if wanted in (0, "auto") or ranks == 1:
         return transport
-    clone = [name for name, facts in TRANSPORTS.items() if facts.clones]
     if known is None or not known.clones:
         raise ValueError(
             f"parallel.clones={wanted} cannot run: {transport.name} cannot clone experts; "
-            f"set parallel.dispatch={' or '.join(clone)} or parallel.clones=0"
+            "set parallel.dispatch=auto or parallel.clones=0"
         )
     if ranks > CLONED_RANKS or ranks * local > CLONED_EXPERTS:
         raise ValueError(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.configs.docs import BEGIN, END, field_docs, insert, tables
+from phalanx.configs.docs import BEGIN, END, field_docs, insert, main, tables
 from phalanx.configs.knobs import knobs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -41,3 +41,28 @@ def test_tables_go_between_the_markers() -> None:
 def test_the_page_is_up_to_date() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert insert(text) == text, "run python -m phalanx.configs.docs docs/configuration.md"
+
+
+def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0 and capsys.readouterr().out == f"{tables()}\n"
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    assert main([str(page)]) == 0 and page.read_text() == f"{BEGIN}\n{tables()}\n{END}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["--help"], 0, "usage: python -m phalanx.configs.docs"),
+        (["nowhere/page.md"], 2, "nowhere/page.md: No such file or directory"),
+        ([__file__], 2, "expected the markers"),
+        (["--fast"], 2, "unrecognized arguments"),
+    ],
+)
+def test_the_command_has_no_traceback(
+    argv: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    out, err = capsys.readouterr()
+    assert left.value.code == code and said in (err if code else out)

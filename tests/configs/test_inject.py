@@ -1,5 +1,7 @@
 """run.inject: which texts are faults, and which faults a run can have."""
 
+import shlex
+
 import pytest
 
 from phalanx.configs.inject import KINDS, Fault, parse
@@ -58,7 +60,7 @@ def test_a_fault_that_cannot_be_is_one_line(value: str, ranks: int, why: str) ->
 def test_what_a_message_advises_is_valid() -> None:
     lines = refused("run.inject=nan@7,hang@9:rank3,nan@7,kill@400,boom@1", 2)
     assert len(lines) == 4
-    validate(load([lines[-1].rpartition("; set ")[2]]), 2)
+    validate(load(shlex.split(lines[-1].rpartition("; set ")[2])), 2)
 
 
 def test_a_long_run_refuses_them_unless_forced() -> None:

@@ -1,10 +1,21 @@
 """Sizes that a configuration resolves to, and the layouts of all experiments."""
 
+from dataclasses import replace
+
 import pytest
 
-from phalanx.configs.load import load, options
-from phalanx.configs.validate import data_parallel_size, expert_parallel_size, micro_batches
+from phalanx.configs.layout import laid_out_for
+from phalanx.configs.load import from_argv, load, options
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import (
+    ConfigError,
+    data_parallel_size,
+    expert_parallel_size,
+    micro_batches,
+    validate,
+)
 from tests.configs.test_validate import problems
+from tests.support.advice import advised, tried
 from tests.support.distributed import run_distributed
 
 
@@ -54,6 +65,112 @@ EXPERIMENTS = {
 
 def test_every_experiment_has_a_size() -> None:
     assert sorted(EXPERIMENTS) == options("experiment")
+    assert {name: laid_out_for(name) for name in EXPERIMENTS} == EXPERIMENTS
+    assert laid_out_for("of_my_own") == laid_out_for("") == 0
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("option", ["run.dry_run=true", "--check"])
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.usefixtures("no_launcher")
+def test_a_dry_run_takes_the_ranks_of_its_experiment(
+    option: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg, world = from_argv([option, f"experiment={name}"]), EXPERIMENTS[name]
+    assert cfg.parallel.world_size == world
+    said = f"experiment={name} is laid out for {world} ranks: parallel.world_size={world}\n"
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(
+    ("argv", "launched", "world"),
+    [
+        (["experiment=qwen3_30b_8gpu", "run.dry_run=true"], "16", 0),  # those that were started
+        (["experiment=qwen3_30b_8gpu", "run.dry_run=true", "parallel.world_size=16"], "", 16),
+        (["model=tiny", "--check"], "", 0),
+    ],
+)
+@pytest.mark.usefixtures("no_launcher")
+def test_ranks_that_are_given_are_taken(
+    argv: list[str],
+    launched: str,
+    world: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if launched:
+        monkeypatch.setenv("WORLD_SIZE", launched)
+    assert from_argv(argv).parallel.world_size == world
+    assert capsys.readouterr() == ("", "")
+
+
+def resized(name: str, world: int, *more: str) -> tuple[list[str], Config]:
+    """Overrides that an error names, or none, and the configuration with them."""
+    given = [f"experiment={name}", *more, f"parallel.world_size={world}"]
+    try:
+        validate(load(given), 1, name)
+        return [], load(given)
+    except ConfigError as error:
+        (line,) = str(error).splitlines()
+    own = EXPERIMENTS[name]
+    assert line.startswith(f"experiment={name} is laid out for {own} ranks, not {world}: set ")
+    shown = f"run.dry_run=true parallel.world_size={own} shows it on {own}"
+    assert line.endswith(shown) and tried(given, shown.split()[:2])
+    (words,) = advised(line)
+    return words, tried(given, words)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_on_other_ranks_needs_one_set_of_overrides(name: str) -> None:
+    from phalanx.moe.estimate.resolve import resolved
+
+    own = load([f"experiment={name}"]).parallel
+    for world in (1, 2, 8, 16, 64, 100, 1024):
+        words, cfg = resized(name, world)
+        resolved(cfg, world, 8)  # which a dry run asks next
+        p = cfg.parallel
+        assert words or p.expert == own.expert and p.pipeline == own.pipeline
+        assert p.tensor <= own.tensor and p.pipeline <= own.pipeline and p.expert <= own.expert
+        if world % EXPERIMENTS[name] == 0 or world >= EXPERIMENTS[name] and world != 100:
+            assert p == replace(own, world_size=world)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "words"),
+    [
+        ("qwen3_235b_64gpu", 8, ["parallel.expert=2"]),
+        ("deepseek_v3_256gpu", 64, ["parallel.expert=4"]),
+        ("glm_4_5_128gpu", 8, ["parallel.expert=1"]),
+        (
+            "deepseek_v3_256gpu",
+            8,
+            ["parallel.pipeline=8", "parallel.expert=1", "parallel.virtual_pipeline=4"],
+        ),
+        ("qwen3_30b_8gpu", 100, ["parallel.expert=4", "data.global_batch=600"]),
+    ],
+)
+def test_sizes_of_an_experiment_are_kept_where_they_can_be(
+    name: str, world: int, words: list[str]
+) -> None:
+    assert resized(name, world)[0] == words
+
+
+def test_other_mistakes_stay_lines_of_their_own() -> None:
+    given = ["experiment=qwen3_235b_64gpu", "optim.lr=0", "data.sequence_length=0"]
+    with pytest.raises(ConfigError) as error:
+        validate(load(given), 8, "qwen3_235b_64gpu")
+    lines = str(error.value).splitlines()
+    assert [line.partition("=")[0] for line in lines] == [
+        "data.sequence_length",
+        "optim.lr",
+        "experiment",
+    ]
+    validate(load([*given, *(word for line in lines for word in advised(line)[0])]), 8)
 
 
 @pytest.mark.parametrize(("name", "world"), EXPERIMENTS.items())

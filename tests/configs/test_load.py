@@ -1,5 +1,6 @@
 """From command lines to typed configurations: groups, overrides, mistakes, options of train.py."""
 
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from phalanx.configs import load as loading
+from phalanx.configs.knobs import counted
 from phalanx.configs.load import GROUPS, ConfigError, compose, from_argv, load, options, usage
 from phalanx.configs.validate import validate
 
@@ -112,12 +114,12 @@ def test_one_name_is_a_list_of_names() -> None:
         ("run.steps=", "expected an integer"),
         ("optim.lr=fast", "expected a number"),
         ("run.deterministic=maybe", "expected true or false"),
-        ("data.blend=prefix", "expected a list, as in data.blend=[a,b]"),
-        ("run.profile=[a,b]", "expected a list, as in run.profile=[1,2]"),
-        ("run.recompute=7", "expected a list, as in run.recompute=[norm,mla_up]"),
+        ("data.blend=prefix", "expected a list, as in data.blend='[a,b]'"),
+        ("run.profile=[a,b]", "expected a list, as in run.profile='[1,2]'"),
+        ("run.recompute=7", "expected a list, as in run.recompute='[norm,mla_up]'"),
         ("model.moe=8", "set one of its knobs, as in model.moe.experts=..."),
         ("run.steps=1,2", "one value at a time"),
-        ("data.split=98,2", "as in data.split=\"'98,2'\""),
+        ("data.split=98,2", "quote it twice: data.split='\"98,2\"'"),
         ("parallel.pipeline_layout=Et|(tt|)*3", "quote the value twice"),
         ("+run.steps=3", "without +, ++ or ~"),
         ("~run.steps", "without +, ++ or ~"),
@@ -156,7 +158,7 @@ def test_a_mistake_in_a_file_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert line == "configs/run/old.yaml: run.precision: no such knob; did you mean precision?"
     (line,) = mistakes("model=other")
     assert line.startswith("configs/model/other.yaml: model.hidden: Value 'wide'")
-    assert line.endswith("expected an integer, as in model.hidden=128")
+    assert line.endswith("expected an integer, as in hidden: 128")
 
 
 @pytest.mark.parametrize(
@@ -256,3 +258,31 @@ def test_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_a_configuration_is_a_plain_tree() -> None:
     assert asdict(load(["data.blend=[a]"]))["data"]["blend"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "said"),
+    [
+        (0, "rank", "0 ranks"),
+        (1, "rank", "1 rank"),
+        (2, "micro-batch", "2 micro-batches"),
+        ("1,024", "token", "1,024 tokens"),
+    ],
+)
+def test_nouns_follow_their_numbers(number: int | str, noun: str, said: str) -> None:
+    assert counted(number, noun) == said
+
+
+def test_no_message_has_a_noun_that_cannot_follow_its_number() -> None:
+    """What is counted by len() or is 1 in the smallest run is written with `counted`."""
+    may_be_one = (
+        r"(?<!of )\{(?:len\([^{}]*\)|world|ranks|cfg\.run\.steps|count)(?::,)?\} [a-z-]+s\b"
+    )
+    found = [
+        f"{path.name}: {text}"
+        for folder in ("configs", "moe", "parallel", "scripts")
+        for path in (Path(__file__).resolve().parents[2] / folder).rglob("*.py")
+        for text in re.findall(may_be_one, path.read_text(encoding="utf-8"))
+        if "bench" not in path.parts
+    ]
+    assert found == []

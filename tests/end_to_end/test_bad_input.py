@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from phalanx.configs import load
+from tests.support.advice import advised
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, announced, run, text, write_corpus
 
@@ -166,13 +167,15 @@ CASES = {
     "fraction for a whole number": Case("run.steps=2.5", "expected an integer", "as in run.steps="),
     "text for a switch": Case("run.tensorboard=maybe", "expected true or false", "=false"),
     "name that cannot be computed again": Case(
-        "run.recompute=[norm,rope]", "has 'rope', none of norm, mla_up", "set run.recompute=[norm]"
+        "run.recompute=[norm,rope]",
+        "has 'rope', none of norm, mla_up",
+        "set run.recompute='[norm]'",
     ),
     "moved and computed again": Case(
-        "run.recompute=moe run.offload=expert_h", "would be moved and computed", "run.offload=[]"
+        "run.recompute=moe run.offload=expert_h", "would be moved and computed", "run.offload='[]'"
     ),
-    "text for a list": Case("run.profile=x", "expected a list", "as in run.profile=[1,2]"),
-    "open bracket": Case("data.blend=[a", "cannot be read", "as in 'data.blend=[a,b]'"),
+    "text for a list": Case("run.profile=x", "expected a list", "as in run.profile='[1,2]'"),
+    "open bracket": Case("data.blend=[a", "cannot be read", "as in data.blend='[a,b]'"),
     "open quote": Case("run.name='a", "cannot be read", "quote the value twice"),
     "line break": Case("run.name=a\nb", "run.name=a\\nb: cannot be read", "quote the value"),
     "interpolation of nothing": Case(
@@ -195,10 +198,10 @@ CASES = {
         "run.name=../x", "must be the name of one folder", "set run.name=tiny"
     ),
     "profile beyond the run": Case(
-        "run.profile=[5,90]", "within steps 1 to 2", "run.profile=[1,2]"
+        "run.profile=[5,90]", "within steps 1 to 2", "run.profile='[1,2]'"
     ),
     "profile of three": Case(
-        "run.profile=[1,1,1]", "must be [first,last]", "set run.profile=[1,2]"
+        "run.profile=[1,1,1]", "must be [first,last]", "set run.profile='[1,2]'"
     ),
     "policy that is none": Case(
         "run.bad_steps=ignore", "is not one of stop, skip", "set run.bad_st"
@@ -268,7 +271,7 @@ CASES = {
     "data: no text for samples": Case(
         f"{RANDOM} run.sample_every=1", "goes on with text, and random", "set run.sample_every=0"
     ),
-    "data: none": Case("data=indexed", "names no .bin/.idx files", "set data.blend=[prefix]"),
+    "data: none": Case("data=indexed", "names no .bin/.idx files", "set data.blend='[prefix]'"),
     "data: unused": Case("data.blend=[a]", "is not read with data.source", "data.source=indexed"),
     "data: weights": Case(
         "data=indexed data.blend=[1,a,b]", "prefixes, or weights and", "set data."
@@ -314,7 +317,7 @@ CASES = {
         INDEXED, "says tokens 1", "make all again", with_corpus(partial(sidecar, tokens=1))
     ),
     "data: tokenizer": Case(
-        INDEXED, "token", "set model.vocab_size=999", with_corpus(partial(sidecar, vocab_size=999))
+        INDEXED, "token", "set model.vocab_size=1024", with_corpus(partial(sidecar, vocab_size=999))
     ),
     "data: tokenizers": Case(
         "data=indexed data.blend=[{0}/text,{0}/other]",
@@ -425,7 +428,7 @@ CASES = {
     "data with a query": Case(
         "data=indexed data.blend=['https://host/text?key=x']",
         "has an address that has what no address of an object may have",
-        "set data.blend=[https://host/text]",
+        "set data.blend='[https://host/text]'",
     ),
     "data: a store without credentials": Case(
         "data=indexed data.blend=[s3://bucket/text]",
@@ -499,7 +502,7 @@ def _asked(
     out, err = io.StringIO(), io.StringIO()
     os.environ.update(env)
     if folder is not None and (folder / "optim").is_dir():
-        shutil.copytree(ours, folder / "configs")
+        shutil.copytree(ours, folder / "configs", dirs_exist_ok=True)
         shutil.copytree(folder / "optim", folder / "configs/optim", dirs_exist_ok=True)
         load.FOLDER = folder / "configs"
     try:
@@ -513,12 +516,12 @@ def _asked(
         os.environ.update(before)
 
 
-def tried(case: Case, folder: Path, ask: Ask = answer) -> Answer:
-    """What a case answers."""
+def tried(case: Case, folder: Path, ask: Ask = answer, more: Sequence[str] = ()) -> Answer:
+    """What a case answers, also under more overrides than its own."""
     if case.files is not None:
         case.files(folder)
     args = [arg.format(folder) for arg in (case.args.split(" ") if case.args else [])]
-    args = [f"data.cache={folder / 'cache'}", f"run.dir={folder / 'runs'}", *args]
+    args = [f"data.cache={folder / 'cache'}", f"run.dir={folder / 'runs'}", *args, *more]
     keys = {arg.partition("=")[0] for arg in args}
     base = [arg for arg in TINY if arg.partition("=")[0] not in keys]
     unique = {arg.partition("=")[0]: arg for arg in args}
@@ -553,6 +556,10 @@ def test_a_bad_command_line(name: str, tmp_path: Path) -> None:
     (line,) = found.err.splitlines()
     assert (found.code, found.out) == (case.code, "")
     assert line.startswith("error: ") and case.cause in line and case.fix in line
+    if all(word.partition("=")[0] and "=" in word for word in case.args.split(" ")):
+        for words in advised(line):  # which takes the place of what was wrong
+            again = tried(case._replace(files=None), tmp_path, refusal, words)
+            assert case.cause not in again.err and again.code in (None, 2), words
 
 
 @pytest.mark.dist
@@ -594,6 +601,9 @@ def test_a_check_tells_it_before_a_launch(name: str, tmp_path: Path) -> None:
     assert line.startswith("error: ") and case.cause in line and case.fix in line
     assert found.code == case.code and found.out == ""
     assert not list(tmp_path.glob("runs/**/*.bad"))  # it changes nothing
+    for words in advised(line):
+        again = tried(case._replace(files=None), tmp_path, more=[*words, "--check"])
+        assert case.cause not in again.err and again.code in (0, 2, 44), words
 
 
 @pytest.mark.dist

@@ -368,7 +368,7 @@ def test_an_expert_that_stays_idle_is_told_once_in_a_while() -> None:
         for line in watch.look(balance(idle=((2, 5), *brief)), step):
             told[step] = line
     assert list(told) == [PATIENCE, PATIENCE + EVERY]
-    assert told[PATIENCE].startswith("warning: 1 experts had no token for 100 steps (layer 2 exp")
+    assert told[PATIENCE].startswith("warning: 1 expert had no token for 100 steps (layer 2 exp")
     assert "raise model.moe.router.bias_rate" in told[PATIENCE]
 
 

@@ -111,6 +111,9 @@ def test_all_ranks_stop_at_one_step_and_go_on_bit_for_bit(
         when = f"after step {reached}" if reached else "before step 1"
         told = f"-- stopping {when}: a signal asked for it ({signals[0].name} to rank {only})"
         assert [line for line in ranks[0].out.splitlines() if "signal" in line] == [told]
+    assert (
+        "-- no checkpoint was written: the same command starts from scratch\n" in ranks[0].out
+    ) == (reached == 0)
     assert exact(records(tmp_path / "run")) == straight[:reached]
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step_*"))
     assert saved[-1:] == ([f"step_{reached:08d}"] if reached else [])
@@ -154,9 +157,26 @@ def test_ranks_end_when_torchrun_is_killed() -> None:
     launcher.join()
 
 
+def test_a_stop_tells_what_the_same_command_goes_on_from(tmp_path: Path) -> None:
+    """Of runs that write no checkpoint at their end."""
+    command = [*COMMAND, f"run.dir={tmp_path}"]
+    never = [*command, "run.save_interval=-1"]
+    change = partial(signalled, only=0, during=STEP, call=2, signals=[INT])
+    told = "-- no checkpoint was written: the same command {}\n"
+    (rank,) = run(1, never, change)
+    assert told.format("starts from scratch") in rank.out
+    (rank,) = run(1, command, partial(signalled, only=0, during=STEP, call=3, signals=[INT]))
+    assert "no checkpoint was written" not in rank.out and "checkpoint of step 3" in rank.out
+    (rank,) = run(1, never, partial(signalled, only=0, during=STEP, call=1, signals=[INT]))
+    assert rank.code == 0  # that was the last step
+    (rank,) = run(1, [*never, "run.steps=9"], change)
+    assert told.format("goes on from step 3") in rank.out
+
+
 def test_a_third_interrupt_does_not_wait(tmp_path: Path) -> None:
     command = [*COMMAND, f"run.dir={tmp_path}"]
     change = partial(signalled, only=0, during=STEP, call=2, signals=[INT] * 3)
     (rank,) = run(1, command, change)
-    assert rank.code == 130 and rank.err.endswith("interrupted: nothing was saved\n")
+    told = "interrupted: nothing was saved; there is no checkpoint\n"
+    assert rank.code == 130 and rank.err.endswith(told)
     assert not list((tmp_path / "run/checkpoints").glob("step_*"))

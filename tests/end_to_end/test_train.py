@@ -201,13 +201,17 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 
     # As another value of a sweep would find it.
     done = run(2, [*command, "optim.lr=2e-2"])
-    assert [r.code for r in done] == [0, 0] and "resumed from step 6: " in done[0].out
-    last = done[0].out.splitlines()[-1]
-    assert re.fullmatch(
-        "-- nothing was left to do: resumed from step 6, and all 6 steps of this run are done; a "
-        r"larger run.steps trains on, run.start_over=[\d-]+ or another run.name starts over",
-        last,
+    assert [r.code for r in done] == [0, 0] and "resumed from" not in done[0].out
+    newest = tmp_path / "run/checkpoints/step_00000006"
+    line = (
+        f"-- nothing was left to do: {newest} is of step 6, and this run ends at step 6; a larger "
+        "run.steps trains on, run.start_over=NOW or another run.name starts over\n"
     )
+    timeless = partial(re.sub, r"start_over=[\d-]+", "start_over=NOW")
+    assert timeless(done[0].out).endswith(line) and "nothing was left" not in done[1].out
+    alone = run(1, [*command, "run.steps=3"])[0]
+    assert (alone.code, timeless(alone.out)) == (0, line.replace("at step 6", "at step 3"))
+    assert alone.err == ""
     assert exact(records(tmp_path / "run")) == exact(records(reference))
 
 

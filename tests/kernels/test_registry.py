@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.configs.knobs import get
 from phalanx.kernels.attention.core import attention
 from phalanx.kernels.registry import (
     FLASH_ATTN,
@@ -21,6 +22,7 @@ from phalanx.kernels.registry import (
     table,
 )
 from tests.kernels.problems import ACTIVATIONS, make, run
+from tests.support.advice import advised, tried
 
 CPU = Facts("cpu", None, torch.bfloat16, hidden=64, ffn=48, packages=frozenset(), compiles=True)
 H200 = replace(CPU, device="cuda", capability=(9, 0), packages=frozenset({"triton"}))
@@ -96,7 +98,7 @@ A100 = replace(H200, capability=(8, 0))
         ("linear_attention", H200, "torch"),
         ("attention", CPU, "sdpa"),
         ("attention", replace(CPU, window=8), "sdpa"),
-        ("attention", replace(CPU, sinks=True), "reference"),
+        ("attention", replace(CPU, sinks=True), "sdpa"),
         ("attention", H200, "sdpa"),
         ("attention", replace(H200, window=8), "flex"),
         ("attention", replace(H200, sinks=True), "flex"),
@@ -156,7 +158,7 @@ def test_recipes_of_blackwell_are_emulated_and_auto_says_so(recipe):
     choice = resolve("grouped_mlp", "auto", here)
     assert choice.backend == "torch" and f"not fused: has no {recipe}" in choice.reason
     for backend in ("fused", "megatron"):
-        why = f"kernels.backend={backend} cannot run here: has no {recipe}.*use kernels=torch or"
+        why = f"={backend} cannot run here: has no {recipe}.*use kernels.backend=torch or"
         with pytest.raises(KernelUnavailable, match=why):
             resolve("grouped_mlp", backend, here)
     assert resolve("grouped_mlp", "auto", replace(CPU, recipe=recipe)).backend == "reference"
@@ -190,43 +192,45 @@ def test_auto_says_what_it_passed_over():
             "fused",
             H200,
             "kernels.backend=fused cannot run here: needs whole boxes of 64 channels: "
-            "model.hidden=64 and model.moe.ffn=48 must be multiples of 64; use kernels=torch or "
-            "kernels=auto",
+            "model.hidden=64 and model.moe.ffn=48 must be multiples of 64; use "
+            "kernels.backend=torch or kernels.backend=auto",
         ),
         (
             "grouped_mlp",
             "fused",
             replace(H200, ffn=128),
             "kernels.backend=fused cannot run here: needs the compiler of its kernels: "
-            "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'; use kernels=torch or kernels=auto",
+            "pip install 'nvidia-cutlass-dsl[cu13]==4.8.1'; use "
+            "kernels.backend=torch or kernels.backend=auto",
         ),
         (
             "grouped_mlp",
             "fused",
             replace(WITH_DSL, experts=2048),
             "kernels.backend=fused cannot run here: needs at most 1024 experts on a rank, not "
-            "2048: raise parallel.expert; use kernels=torch or kernels=auto",
+            "2048: raise parallel.expert; use kernels.backend=torch or kernels.backend=auto",
         ),
         (
             "grouped_mlp",
             "cudnn",
             replace(WITH_CUDNN, capability=(9, 0)),
             "kernels.backend=cudnn cannot run here: needs CUDA capability 10.x, not 9.0; use "
-            "kernels=torch or kernels=auto",
+            "kernels.backend=torch or kernels.backend=auto",
         ),
         (
             "grouped_mlp",
             "cudnn",
             B200,
             "kernels.backend=cudnn cannot run here: needs cuDNN's frontend: pip install "
-            "nvidia-cudnn-frontend==1.32.0; use kernels=torch or kernels=auto",
+            "nvidia-cudnn-frontend==1.32.0; use kernels.backend=torch or kernels.backend=auto",
         ),
         (
             "grouped_mlp",
             "torch",
             replace(CPU, hidden=60, ffn=44),
             "kernels.backend=torch cannot run here: needs rows of whole 16 bytes: model.hidden=60 "
-            "and model.moe.ffn=44 must be multiples of 8; use kernels=reference or kernels=auto",
+            "and model.moe.ffn=44 must be multiples of 8; use "
+            "kernels.backend=reference or kernels.backend=auto",
         ),
         (
             "attention",
@@ -271,6 +275,11 @@ def test_forced_choice_that_cannot_run(op, wanted, facts, message):
     with pytest.raises(KernelUnavailable) as e:
         resolve(op, wanted, facts)
     assert str(e.value) == message
+    found = advised(message)
+    assert len(found) == 2
+    for (word,) in found:
+        knob, _, backend = word.partition("=")
+        assert resolve(op, get(tried([f"{knob}={wanted}"], [word]), knob), facts)
 
 
 @pytest.mark.parametrize("facts", [CPU, H200, WITH_TE, A100])

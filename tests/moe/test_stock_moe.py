@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.configs.knobs import get
+from phalanx.configs.load import load
 from tests.moe.cases import (
     EXPERTS,
     HIDDEN,
@@ -23,6 +25,7 @@ from tests.moe.cases import (
     recomputing,
     transformer,
 )
+from tests.support.advice import advised
 from tests.support.distributed import RankFailed, run_distributed
 
 SEQUENCE, BATCH = 8, 4
@@ -302,12 +305,12 @@ def test_checkpoints_are_interchangeable(name: str, stock_writes: bool, tmp_path
         (
             {"groups": 4, "group_topk": 2},
             {"top_k": 4},
-            "set model.moe.router.softmax_over=topk or normalize=false or",
+            "set model.moe.router.softmax_over=topk or model.moe.router.normalize=false or",
         ),
         (
             {"score": "sigmoid", "groups": 4, "group_topk": 2},
             {"top_k": 1},
-            "set model.moe.router.group_topk to model.moe.top_k=1 or less",
+            "set model.moe.router.group_topk=1",
         ),
         (
             {},
@@ -333,5 +336,15 @@ def _refused(router: dict[str, Any], moe: dict[str, Any], match: str) -> None:
     from phalanx.parallel.groups import create
 
     m, pg = model(router, moe=moe), create().pg
-    with pytest.raises(ValueError, match=re.escape(match)):
+    with pytest.raises(ValueError, match=re.escape(match)) as error:
         StockMoE(transformer(m), pg, options=options(m, pg, "megatron"))
+    for (word,) in advised(str(error.value)):
+        knob, _, value = word.partition("=")
+        if knob != "kernels.backend":
+            name = knob.rpartition(".")[2]
+            part = {name: get(load([word]), knob)}
+            of_router = knob.startswith("model.moe.router.")
+            helped = model(
+                router | part if of_router else router, moe=moe if of_router else moe | part
+            )
+            StockMoE(transformer(helped), pg, options=options(helped, pg, "megatron"))

@@ -1,16 +1,16 @@
 """The learning rate of a run, and the line about it when a run is resumed on another curve."""
 
-import re
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from phalanx.configs.knobs import put
+from phalanx.configs.bounds import choices
 from phalanx.configs.load import load
 from phalanx.configs.schema import OptimConfig
 from phalanx.configs.validate import validate
 from phalanx.parallel.learning_rate import Curve, change
+from tests.support.advice import advised, tried
 
 OPTIM = OptimConfig(lr=2e-3, min_lr=2e-4, warmup_steps=10)
 
@@ -26,13 +26,30 @@ def saved(optim: OptimConfig, steps: int) -> dict[str, Any]:
         ("linear", [2e-3, 1.1e-3, 2e-4, 2e-4]),
         ("constant", [2e-3, 2e-3, 2e-3, 2e-3]),
         ("WSD", [2e-3, 2e-3, 2e-4, 2e-4]),
-        ("inverse-square-root", [2e-3, 2e-3 / 3**0.5, 2e-3 / 5**0.5, 2e-4]),
+        ("inverse-square-root", [2e-3, 6.237550e-4, 2e-4, 2e-4]),
     ],
 )
 def test_a_curve_warms_up_and_decays(schedule: str, rates: list[float]) -> None:
     curve = Curve.of(replace(OPTIM, schedule=schedule), 50)
     assert [curve.at(n) for n in (1, 5)] == pytest.approx([2e-4, 1e-3])
     assert [curve.at(n) for n in (10, 30, 50, 51)] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("schedule", choices()["optim.schedule"])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 50, 90])
+@pytest.mark.parametrize("decay", [100, 1000])
+def test_no_seam_of_a_schedule_is_a_jump(schedule: str, warmup: int, decay: int) -> None:
+    """Warm-up to decay, stable to decay, and the last step of the decay to those after it."""
+    cfg = load([f"optim.schedule={schedule}", f"optim.warmup_steps={warmup}", "run.steps=1100"])
+    cfg.optim.lr, cfg.optim.min_lr, cfg.optim.decay_steps = 2e-3, 2e-4, decay
+    validate(cfg, 1)
+    curve = Curve.of(cfg.optim, 1100)
+    rates = [curve.at(n) for n in range(1, decay + 21)]
+    fall = [after / before for before, after in zip(rates, rates[1:], strict=False)]
+    assert min(fall) > 0.5 and max(fall[max(warmup - 1, 0) :]) <= 1 + 1e-12
+    assert rates[max(warmup - 1, 0)] == pytest.approx(2e-3, rel=0.01)
+    end = 2e-3 if schedule == "constant" else 2e-4
+    assert rates[decay - 1 :] == pytest.approx([end] * 21)
 
 
 def test_following_a_longer_run_is_told_with_what_keeps_the_curve() -> None:
@@ -64,11 +81,8 @@ def test_every_knob_of_the_curve_is_told_and_can_be_kept(
     before, after = replace(OPTIM, **old), replace(OPTIM, **new)
     line = change(saved(before, 20), after, 40, done=20)
     assert f"because {reason}: set " in line
-    cfg = load([f"optim.{name}={value}" for name, value in asdict(after).items()])
-    for path, value in re.findall(r"(optim\.\w+)=(\S+)", line):
-        put(cfg, path, type(getattr(OPTIM, path.removeprefix("optim.")))(value))
-    cfg.run.steps = 40
-    validate(cfg, 1)
+    given = [f"optim.{name}={value}" for name, value in asdict(after).items()]
+    cfg = tried([*given, "run.steps=40"], *advised(line))
     kept, meant = Curve.of(cfg.optim, 40), Curve.of(before, 20)
     assert [kept.at(n) for n in range(1, 41)] == [meant.at(n) for n in range(1, 41)]
     assert not change(saved(before, 20), cfg.optim, 40, done=20)

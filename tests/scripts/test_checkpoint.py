@@ -94,7 +94,7 @@ def test_verify_and_inspect_take_a_run(
 def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     code, lines, errors = call(capsys, "inspect", run / "step_00000002")
     assert (code, errors) == (0, "")
-    assert lines[0] == "step 2, written by 1 ranks" and "  model.layers=2" in lines
+    assert lines[0] == "step 2, written by 1 rank" and "  model.layers=2" in lines
     found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines if "[" in line}
     assert found["embedding.word_embeddings.weight"] == ["bfloat16", "[64, 32]"]
     assert found["optimizer.state.exp_avg.embedding.word_embeddings.weight"][0] == "float32"

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from phalanx.moe.hf.source import Source
-from phalanx.moe.inference import command as command_of_looking
 from phalanx.moe.inference.codec import Codec
 from phalanx.moe.inference.scoring import Score
+from phalanx.moe.report import progress
 from phalanx.parallel.object_store import place
 from phalanx.scripts import convert_hf, evaluate, sample
 from tests.scripts.test_convert_hf import qwen3
@@ -220,7 +220,7 @@ def test_numbers_of_a_score_are_json() -> None:
 
 def _told_at_once(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command_of_looking, "_EVERY", 0.0)
+        patch.setattr(progress, "_EVERY", 0.0)
         return main(argv)
 
 

@@ -58,7 +58,7 @@ def test_an_entry_without_a_function_on_registers_is_refused_by_the_fused_kernel
     monkeypatch.setitem(table.ACTIVATIONS, "plain", facts)
     hopper = Facts("cuda", (9, 0), torch.bfloat16, packages=frozenset({"nvidia_cutlass_dsl"}))
     assert resolve("grouped_mlp", "fused", hopper).backend == "fused"
-    with pytest.raises(KernelUnavailable, match="has no epilogue of plain; use kernels=torch"):
+    with pytest.raises(KernelUnavailable, match="has no epilogue of plain; use kernels."):
         resolve("grouped_mlp", "fused", dataclasses.replace(hopper, activation="plain"))
 
 

@@ -20,6 +20,7 @@ from phalanx.moe.estimate.room import (
     sure_bytes,
 )
 from phalanx.moe.estimate.weights import stage_weights
+from tests.support.advice import advised, tried
 from tests.support.distributed import run_distributed
 from tests.support.runs import run
 
@@ -66,10 +67,14 @@ def test_a_large_model_is_refused_in_a_line_and_at_once(model: str) -> None:
 )
 def test_the_overrides_that_it_names_fit(overrides: list[str]) -> None:
     text = told(*overrides)
-    (named,) = re.findall(r": set (.*), or see what more ranks", text)
-    for helps in re.split(r", | or ", named):
-        kept = overrides if not helps.startswith("model=") else []
-        assert told(*kept, *helps.split()) == "", helps
+    found = advised(text)
+    assert found
+    for helps in found:
+        kept = overrides if not helps[0].startswith("model=") else []
+        assert told(*kept, *helps) == "", helps
+    (more,) = re.findall(r"more ranks take with (.*)", text)
+    (ranks,) = re.findall(r"parallel.world_size=(\d+)", more)
+    assert tried(overrides, more.split()).parallel.world_size == int(ranks) > 1
 
 
 def test_a_size_that_is_impossible_is_named() -> None:

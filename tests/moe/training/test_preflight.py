@@ -18,6 +18,7 @@ from phalanx.parallel.object_store import Remote
 from phalanx.scripts import checkpoint
 from tests.parallel.test_folder_lock import leave, living
 from tests.support import s3
+from tests.support.advice import advised, tried
 from tests.support.runs import SMALL, write_checkpoint, write_corpus
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,17 +59,23 @@ def test_more_than_a_few_epochs_are_told(
     assert found.notes == ([f"{told} = {epochs:,.1f} epochs"] if epochs else [])
 
 
-def test_a_long_run_on_test_data_is_refused_with_what_to_set(tmp_path: Path) -> None:
-    (line,) = errors(config(tmp_path, *STEP, "run=pretrain", "run.steps=1001"))
-    assert line.startswith("data.source=embedded is a test corpus of 1.0 M tokens, and this run ")
-    assert "would read 10.0 M = 10 epochs" in line
-    assert "data=indexed 'data.blend=[<prefix>]', or set run=bench, or run.steps=1000" in line
-    (line,) = errors(config(tmp_path, *STEP, "run=pretrain", "data=synthetic"))
-    assert "data.source=synthetic is random tokens" in line and line.endswith("run.steps=25000")
-    for works in ("run.steps=1000", "run.steps=25000", "run=bench", "run.save_interval=0"):
-        source = "embedded" if works == "run.steps=1000" else "synthetic"
-        cfg = config(tmp_path, *STEP, "run=pretrain", f"data={source}", works)
-        assert preflight(cfg).errors == []
+@pytest.mark.parametrize(
+    ("source", "held", "steps"),
+    [("embedded", "a test corpus of 1.0 M tokens", 1000), ("synthetic", "random tokens", 25000)],
+)
+@pytest.mark.parametrize("saves", [["run=pretrain"], ["run.save_interval=7"]])
+def test_a_long_run_on_test_data_is_refused_with_what_to_set(
+    source: str, held: str, steps: int, saves: list[str], tmp_path: Path
+) -> None:
+    given = [*STEP, f"run.dir={tmp_path}", f"data={source}", *saves, "run.steps=99999"]
+    (line,) = errors(load(given))
+    assert line.startswith(f"data.source={source} is {held}, and this run of 99999 steps with ")
+    corpus = write_corpus(tmp_path / "text", [[1] * 100] * 400)
+    corpora, *others = advised(line.replace("<prefix>", str(corpus)))
+    assert corpora == ["data=indexed", f"data.blend=[{corpus}]"]
+    assert others == [["run=bench", "run.save_interval=-1"], [f"run.steps={steps}"]]
+    for advice in (corpora, *others):
+        assert preflight(tried(given, advice)).errors == []
 
 
 @pytest.mark.parametrize("name", ["gpt_oss_20b_8gpu", "qwen3_30b_8gpu", "moonlight_8gpu"])
@@ -251,8 +258,10 @@ def test_what_needs_a_library_that_is_not_here_is_refused(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (line,) = errors(config(tmp_path, "optim=muon"))
-    assert "needs emerging-optimizers" in line and "set optim.kind=adamw" in line
+    assert "needs emerging-optimizers" in line
+    assert errors(tried([f"run.dir={tmp_path}", "optim=muon"], *advised(line))) == []
     stock = ["kernels=megatron", "run.recompute=[norm,moe_act]"]
     (line,) = errors(config(tmp_path, *stock))
-    assert "moe_act needs Transformer Engine" in line and "set run.recompute=[norm,moe]" in line
+    assert "moe_act needs Transformer Engine" in line
+    assert errors(tried([f"run.dir={tmp_path}", *stock], *advised(line))) == []
     assert errors(config(tmp_path, "optim=adamw")) == []

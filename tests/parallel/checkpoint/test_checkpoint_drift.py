@@ -110,3 +110,15 @@ def test_a_run_goes_on_in_fp8_and_back(tmp_path: Path) -> None:
     assert len(losses) == 4
     (main,) = run(1, [*base, "precision=fp32", "run.steps=5"])
     assert main.code == 2 and "go on with precision.recipe=bf16" in main.err
+
+
+def test_the_optimizer_is_of_one_kind() -> None:
+    """Checkpoints of versions that had AdamW alone do not name it; weights alone go with any."""
+    muon = {"optim": {"kind": "muon", "lr": 1.0}}
+    for saved in ({"optim": {"kind": "adamw", "lr": 1.0}}, {"optim": {"lr": 1.0}}):
+        with pytest.raises(CheckpointMismatch, match="go on with optim.kind=adamw,"):
+            compare(saved, muon)
+        assert compare(saved, {"optim": {"kind": "adamw", "lr": 1.0}}) == []
+    with pytest.raises(CheckpointMismatch, match="go on with optim.kind=muon,"):
+        compare(muon, {"optim": {"kind": "adamw", "lr": 1.0}})
+    assert compare({"model": {"layers": 2}}, muon | {"model": {"layers": 2}}) == []

@@ -45,13 +45,14 @@ def test_a_check_compares_it_without_torch(checkpoint: Path) -> None:
     where = f"run.dir={checkpoint.parents[2]}"
     program = (
         "import sys, train\n"
-        f"for more in ('run.steps=2', 'model.moe.ffn=24', 'precision=fp32', 'data.seed=5'):\n"
+        "for more in ('run.steps=2', 'model.moe.ffn=24', 'precision=fp32', 'data.seed=5',\n"
+        "             'optim.kind=muon'):\n"
         f"    print(train.main([*{[*TINY, where]!r}, more, '--check']))\n"
         "print('torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["0", "2", "2", "2", "False"], done.stderr
-    for fix in ("model.moe.ffn=16", "precision.recipe=bf16", "data.seed=1234"):
+    assert done.stdout.split() == ["0", "2", "2", "2", "2", "False"], done.stderr
+    for fix in ("model.moe.ffn=16", "precision.recipe=bf16", "data.seed=1234", "optim.kind=adamw"):
         assert f"go on with {fix},\n" in done.stderr
 
 

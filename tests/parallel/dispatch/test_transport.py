@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.configs.transports import TRANSPORTS
 from phalanx.kernels.registry import table
 from phalanx.kernels.routing.clone_plan import CloneSize
 from phalanx.parallel.dispatch.clones import Clones, Costs
@@ -25,6 +26,7 @@ from phalanx.parallel.dispatch.transport import (
 )
 from phalanx.parallel.dispatch.transport_class import Rank, Transport
 from tests.parallel.dispatch.test_hierarchical import pretended
+from tests.support.advice import advised
 from tests.support.distributed import run_distributed
 
 BF16 = torch.bfloat16
@@ -89,6 +91,8 @@ def test_a_forced_transport_that_one_rank_lacks_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match="set parallel.dispatch=auto") as error:
         resolve(wanted, given)
+    assert advised(str(error.value)) == [["parallel.dispatch=auto"]]
+    assert resolve("auto", given).name in TRANSPORTS
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -317,9 +321,7 @@ def test_clones_where_the_transport_has_them() -> None:
             assert with_clones(wanted, transport, ranks=4, **how) == transport
     assert with_clones(2, LOCAL, ranks=1, **how) == LOCAL
     assert with_clones(1, pushed, ranks=2, **how).clones == Clones(1, 300, least=40)
-    with pytest.raises(
-        ValueError, match="deepep cannot clone experts; set parallel.dispatch=symm or "
-    ):
+    with pytest.raises(ValueError, match="deepep cannot clone experts; set parallel.dispatch=auto"):
         with_clones(2, Transport("deepep", "wanted"), ranks=4, **how)
     with pytest.raises(ValueError, match="serves 512 experts on 8 ranks, not 128 on 16: set "):
         with_clones(2, dense, ranks=16, **how)
