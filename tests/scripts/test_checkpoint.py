@@ -83,7 +83,7 @@ def test_verify_and_inspect_take_a_run(
         assert [line.split(":")[0] for line in lines] == [
             str(run / f"step_0000000{step}") for step in (2, 1)
         ]
-        assert call(capsys, "inspect", folder)[1][0] == "step 2, written by 1 ranks"
+        assert call(capsys, "inspect", folder)[1][0] == "step 2, written by 1 rank"
     os.truncate(largest(run / "step_00000002"), 100)
     code, lines, errors = call(capsys, "verify", run)
     assert code == 1 and len(lines) == 1 and "step_00000001: step 1" in lines[0]
