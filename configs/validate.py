@@ -60,7 +60,6 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
             of the layout are one, whose overrides together give a layout.
     """
     cfg = copy.deepcopy(cfg)
-    world_size = cfg.parallel.world_size or world_size
     rules = (
         bound_problems,
         _attention,
@@ -82,6 +81,7 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
         precision_problems,
     )
     problems = [problem for rule in rules for problem in rule(cfg)]
+    world_size = cfg.parallel.world_size or world_size
     before, own = copy.deepcopy(cfg), laid_out_for(experiment)
     of_layout = list(layout_problems(cfg, world_size))
     if of_layout and own not in (0, world_size):

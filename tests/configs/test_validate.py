@@ -40,6 +40,7 @@ def named(line: str) -> list[str]:
         ("optim.lr=nan", 1, "must be finite", "optim.lr="),
         ("optim.beta1=1", 1, "must be below 1", "optim.beta1=0.9"),
         ("optim.clip_grad=-1", 1, "must be at least 0", "optim.clip_grad=1.0"),
+        ("parallel.world_size=-8", 1, "must be at least 0", "parallel.world_size=0"),
         ("run.save_interval=-2", 1, "must be at least -1", "run.save_interval=0"),
         # attention
         ("model.attention.kv_heads=3", 1, "does not divide heads=4", "kv_heads=2"),
