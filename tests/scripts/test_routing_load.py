@@ -74,21 +74,6 @@ def test_bad_input_is_told_in_a_line(options: str, why: str, recorded: Path, cap
     assert err.startswith("routing_load: ") and why in err and err.count("\n") == 1
 
 
-def test_a_micro_batch_without_rows_has_no_load(tmp_path: Path, capsys) -> None:
-    """Ids of no expert choose none; the load of nothing is no number."""
-    ids = np.repeat(np.arange(16), 64)[:, None]
-    ids[512:] = 255
-    write(path := tmp_path / "file", {"layer.1": ids}, model="tiny", experts=16, step=7)
-    assert routing_load.main([str(path), "--expert", "2", "--tokens", "512"]) == 0
-    assert "nan" not in capsys.readouterr().out
-    assert routing_load.main([str(path), "--expert", "2", "--tokens", "256"]) == 2
-    said = capsys.readouterr()
-    assert said.err == (
-        "routing_load: layer.1 has a micro-batch of which no token chose an expert\n"
-    )
-    assert not said.out
-
-
 def test_a_file_that_is_not_there(capsys) -> None:
     assert routing_load.main(["none"]) == 2
     assert "none cannot be read: there is no such file" in capsys.readouterr().err
