@@ -76,8 +76,9 @@ def _train(
             if rank == 0:
                 print(f"error: {error}", file=sys.stderr)
             return 2
-        if world == 1 and (line := nothing_left(cfg)):  # of several ranks rank 0 asks once they met
-            print(redacted(f"-- {line}"))
+        if world == 1 and (lines := nothing_left(cfg)):  # rank 0 of several asks when they have met
+            for line in lines:
+                print(redacted(f"-- {line}"))
             return 0
         announce(cfg, world)
         try:

@@ -89,14 +89,15 @@ def nothing_left(cfg: Config) -> list[str]:
         path = None if run_start.starts_over(run, record) else saved_config.newest(root)
         if path is None or (step := commit.read_commit(path).step) < run.steps:
             return []
-        run_start.decide(run, record, path)
+        begin = run_start.decide(run, record, path)
         compare(saved_config.configuration(path), redacted(asdict(cfg)))
     except (*_WRONG, Invalid, OSError):
         return []
-    lines = [
+    lines = [begin.note] if begin.note else []
+    lines.append(
         f"nothing was left to do: {path} is of step {step}, and this run ends at step {run.steps}; "
         f"a larger run.steps trains on, {run_start.anew()} or another run.name starts over"
-    ]
+    )
     if run.record_routing and not Path(run.record_routing).exists():
         lines.append(
             f"warning: nothing is written to run.record_routing={run.record_routing}, which takes "

@@ -120,7 +120,7 @@ def test_a_newer_format_is_refused_and_left_as_it_is(tmp_path: Path, text: Path)
         (line,) = lines(said)
         assert f"{file} has format 2.1, and this version reads formats up to 1.0" in line, name
     names = sorted(os.listdir(folder / "checkpoints"))
-    assert names == ["step_00000001", "step_00000002"]
+    assert names == ["START.json", "step_00000001", "step_00000002"]
     listed = command(checkpoint.main, "list", folder)
     assert listed.code == 0 and "has format 2.1" in listed.out
     verified = command(checkpoint.main, "verify", file.parent)

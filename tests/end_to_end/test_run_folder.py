@@ -86,7 +86,7 @@ def test_a_launch_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -> No
     refused = {
         "run.checkpoints=s3://no-such-bucket/runs": "the bucket does not exist",
         "model.layers=3": "not configured as its checkpoint",
-        "optim=muon": "an optimizer of another kind",
+        "optim=muon": "go on with optim.kind=adamw",
         "run.resume=nowhere": "has started from scratch and has checkpoints",
     }
     for override, why in refused.items():

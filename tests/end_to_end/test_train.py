@@ -245,7 +245,8 @@ def test_a_run_can_start_from_the_checkpoint_of_another(
 
     # The same command goes on; another start is refused, unless a word asks for it.
     main, _ = run(2, [*command, f"run.resume={saved}"])
-    assert main.code == 0 and "resumed from step 6: " in main.out
+    assert main.code == 0 and f"-- run.resume={saved}: an earlier launch has started" in main.out
+    assert "run/checkpoints/step_00000006 is of step 6" in main.out
     kept = (tmp_path / "run/config.yaml").read_bytes()
     main, _ = run(2, [*command, "run.resume=never", "run.steps=2"])
     (line,) = main.err.splitlines()

@@ -94,7 +94,7 @@ def test_it_is_said_before_a_launch(
         said = capsys.readouterr()
         (line,) = (said.err + said.out).splitlines()
         assert line.startswith(f"error: {corpus}.json: ids of tokenizer ")
-        assert line.endswith("but model.vocab_size=256; set model.vocab_size=300 or more")
+        assert line.endswith("but model.vocab_size=256; set model.vocab_size=384")
     assert train.main([*given, "model.vocab_size=300", *world]) == 0
     assert "\n  vocab     300, of which 300 are ids of " in capsys.readouterr().out
 
