@@ -135,7 +135,7 @@ def _sdpa(
             q, k, v = _with_sink_key(q, k, v, sinks_H, scale)
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped
-            )[..., :-1]
+            )[..., :-2]
         whole = S == T and not window and documents is None
         mask = None if whole else visible_ST(S, T, window, q.device, documents)
         return F.scaled_dot_product_attention(
@@ -165,15 +165,19 @@ def _with_sink_key(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values with one more key: its logit is a head's sink, its value is 0.
 
-    The heads of a group share keys: the sink is a channel of the queries, in which that key has 1
-    and all others have 0. Values get a channel as well, as kernels want as many as keys have.
+    The heads of a group share keys: the sink is two channels of the queries, in which that key has
+    1 and all others have 0. The second has what the dtype of the first rounds away. Values get as
+    many channels, as kernels want.
     """
     (B, H, S, _), (_, G, _, d) = q.shape, k.shape
-    channel_BHS1 = (sinks_H / scale).to(q.dtype).view(1, H, 1, 1).expand(B, H, S, 1)
-    key = torch.zeros(d + 1, dtype=k.dtype, device=k.device)
-    key[d] = 1
-    keys = torch.cat([F.pad(k, (0, 1)), key.expand(B, G, 1, -1)], 2)
-    return torch.cat([q, channel_BHS1], -1), keys, F.pad(v, (0, 1, 0, 1))
+    sink_H = sinks_H.to(torch.promote_types(q.dtype, torch.float32)) / scale
+    high_H = sink_H.to(q.dtype)
+    channels_H2 = torch.stack([high_H, (sink_H - high_H).to(q.dtype)], -1)
+    key = torch.zeros(d + 2, dtype=k.dtype, device=k.device)
+    key[d:] = 1
+    keys = torch.cat([F.pad(k, (0, 2)), key.expand(B, G, 1, -1)], 2)
+    queries = torch.cat([q, channels_H2.view(1, H, 1, 2).expand(B, H, S, 2)], -1)
+    return queries, keys, F.pad(v, (0, 2, 0, 1))
 
 
 def _flex(

@@ -88,6 +88,9 @@ def test_bf16_logits_are_as_near_as_those_of_transformers(name: str, tmp_path: P
     model, ids = models.theirs(name, torch.bfloat16), words()
     model.save_pretrained(tmp_path / "theirs")
     cfg = imported(tmp_path / "theirs", tmp_path / "step", "bf16")
+    if cfg.model.attention.sinks:
+        # With sdpa's roundings other tokens go to other experts, as in transformers' own.
+        cfg.kernels.attention = "reference"
     ((ours, _),) = run_distributed(our_logits, 1, cfg, tmp_path / "step", ids)
     with torch.no_grad():
         rounded = model(ids).logits.float()

@@ -44,7 +44,9 @@ def of_training(overrides: list[str]) -> tuple[Tensor, Tensor]:
     tokens, labels = words()
     batch = {"tokens": tokens, "labels": labels, "position_ids": torch.arange(S).expand(2, S)}
     with torch.no_grad():
-        losses, _ = trainer.compute.forward_step(iter([batch]), chunk, microbatches=1)
+        one_K = torch.ones(1 + cfg.model.mtp_layers)  # the losses of tokens are not divided
+        how = dict(microbatches=1, mean_K=one_K)
+        losses, _ = trainer.compute.forward_step(iter([batch]), chunk, **how)
         logits = chunk(tokens, batch["position_ids"], None)
     trainer.loader.close()
     return logits.float(), losses

@@ -139,7 +139,7 @@ def test_a_run_falls_back_bit_for_bit_or_ends_with_44(tmp_path: Path, damage: An
     for path in folder.glob("step_0000000?"):
         damage(path)
     for _ in range(2):  # also when all were renamed by the start before
-        (main,) = train_run(1, command)
+        (main,) = train_run(1, [*command[:-1], "run.steps=5"])
         assert main.code == 44 and announced(main.out)
         errors = [line for line in main.err.splitlines() if line.startswith("error: ")]
         assert len(errors) == 1 and "run.resume=never" in errors[0]

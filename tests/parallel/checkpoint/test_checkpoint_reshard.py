@@ -112,7 +112,7 @@ def test_another_number_of_ranks_is_told(tmp_path: Path) -> None:
     """In bf16 too; random states are not restored, and that is said once."""
     alone = run_distributed(_save_alone, 1, tmp_path)[0]
     (first, lines), (second, silent) = run_distributed(_continue_as_two, 2, tmp_path)
-    assert len(lines) == 1 and "random states of 1 ranks" in lines[0]
+    assert len(lines) == 1 and "random states of 1 rank:" in lines[0]
     assert silent == []
     for (whole, norm), (a, _), (b, other) in zip(alone, first, second, strict=True):
         assert whole == pytest.approx(a + b, rel=1e-3)
