@@ -39,7 +39,7 @@ def test_a_run_compiles_nothing_that_was_built(tmp_path, capsys):
     assert first.returncode == 0, first.stderr
     one, summary = first.stdout.splitlines()
     assert one.startswith(f"[1/1] {LABELS[0]}  ") and one.endswith(" s")
-    assert summary.startswith("1 kernels built, 0 were cached, 0 failed")
+    assert summary.startswith("1 kernel built, 0 were cached, 0 failed")
 
     assert build_kernels.main(build) == 0
     assert capsys.readouterr().out.startswith("0 kernels built, 1 were cached, 0 failed")
