@@ -235,19 +235,24 @@ def persist[T](work: Callable[[], T]) -> T:
     return work()
 
 
+@contextmanager
 def in_order[A, T](
     work: Callable[[A], T], items: Sequence[A], size: Callable[[A], int]
-) -> Iterator[T]:
+) -> Iterator[Iterator[T]]:
     """`work` of each item in their order, some ahead of the one that is asked for.
+
+    A context, whose end waits for its threads: the garbage collector would otherwise do it, within
+    whatever thread it runs in, and hang where that one is itself being started.
 
     Args:
         work: may run in several threads.
         items: all of them.
         size: bytes of a result; no more than `TOGETHER` chunks, or one item, are held.
     """
-    waiting: deque[tuple[int, Future[T]]] = deque()
-    held, left = 0, deque(items)
-    with ThreadPoolExecutor(TOGETHER, "object-store") as threads:
+
+    def results() -> Iterator[T]:
+        waiting: deque[tuple[int, Future[T]]] = deque()
+        held, left = 0, deque(items)
         while waiting or left:
             while left and (not waiting or held + size(left[0]) <= TOGETHER * CHUNK):
                 item = left.popleft()
@@ -256,6 +261,9 @@ def in_order[A, T](
             count, future = waiting.popleft()
             yield future.result()
             held -= count
+
+    with ThreadPoolExecutor(TOGETHER, "object-store") as threads:
+        yield results()
 
 
 def _entry(info: dict[str, Any]) -> Entry:

@@ -72,7 +72,8 @@ def parser() -> argparse.ArgumentParser:
     p = programs.parser("make_routing", __doc__)
     add = p.add_argument
     add("out", type=Path, metavar="OUT")
-    add("overrides", nargs="*", metavar="OVERRIDES", help="of the model, as train.py takes them")
+    taken = programs.here("of the model, as train.py takes them")
+    add("overrides", nargs="*", metavar="OVERRIDES", help=taken)
     add("--choices", type=Path, metavar="FILE", help="JSON with the choices")
     add("--weight", nargs="+", default=[], metavar="EXPERT=WEIGHT", help="how readily it is drawn")
     add("--tokens", type=int, metavar="N", help=f"tokens to draw for; default: {_TOKENS}")

@@ -195,7 +195,7 @@ class Trainer:
             start = f"goes on from step {saved}" if self.origin or saved else "starts from scratch"
             self.metrics.event(f"no checkpoint was written: the same command {start}")
         if self.checkpoints.unfinished:
-            self.metrics.event("waiting until that checkpoint is written")
+            self.metrics.event("waiting until the last checkpoint is written")
         self.checkpoints.close()
         if self._batches and self.step >= self.cfg.run.steps:
             doing(f"step {self.step}: routing is recorded")

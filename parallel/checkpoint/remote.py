@@ -278,8 +278,9 @@ def _crc(path: Remote, size: int, read: Callable[[int], object] | None) -> int:
         return commit.contents(path, start, min(CHUNK, size - start))
 
     crc = 0
-    for data in object_store.in_order(part, starts, lambda _: CHUNK):
-        crc = commit.crc32(data, crc)
-        if read is not None:
-            read(len(data))
+    with object_store.in_order(part, starts, lambda _: CHUNK) as parts:
+        for data in parts:
+            crc = commit.crc32(data, crc)
+            if read is not None:
+                read(len(data))
     return crc

@@ -51,8 +51,8 @@ class _Reader(FileSystemReader):
             info = self.storage_data[item.storage_index]
             by_file.setdefault(info.relative_path, []).append(info)
         places = [info for infos in by_file.values() for info in infos]
-        self._ahead = in_order(self._fetch, places, lambda info: int(info.length))
-        return super().read_data(plan, planner)
+        with in_order(self._fetch, places, lambda info: int(info.length)) as self._ahead:
+            return super().read_data(plan, planner)
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
         return io.BytesIO(next(self._ahead))

@@ -164,11 +164,23 @@ def test_work_is_done_ahead_in_its_order_within_bounds(monkeypatch: pytest.Monke
             running -= 1
         return item * item
 
-    assert list(in_order(work, range(30), lambda _: 20)) == [i * i for i in range(30)]
+    with in_order(work, range(30), lambda _: 20) as results:
+        assert list(results) == [i * i for i in range(30)]
     assert 1 < most <= 4
-    assert list(in_order(work, [1, 2], lambda _: 999)) == [1, 4]
-    with pytest.raises(ZeroDivisionError):
-        list(in_order(lambda n: 1 // n, [1, 0, 1], lambda _: 1))
+    with in_order(work, [1, 2], lambda _: 999) as results:
+        assert list(results) == [1, 4]
+    with (
+        pytest.raises(ZeroDivisionError),
+        in_order(lambda n: 1 // n, [1, 0, 1], lambda _: 1) as results,
+    ):
+        list(results)
+
+
+def test_a_reader_of_shards_keeps_no_thread_when_it_has_read() -> None:
+    """It asks for as many ranges as there are, and never for the end behind the last."""
+    with in_order(lambda n: n, range(3), lambda _: 1) as results:
+        assert [next(results) for _ in range(3)] == [0, 1, 2]
+    assert not [t for t in threading.enumerate() if t.name.startswith("object-store")]
 
 
 @pytest.mark.parametrize(
