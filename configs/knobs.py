@@ -4,6 +4,7 @@
 an inner dataclass a section.
 """
 
+import copy
 import difflib
 import functools
 import re
@@ -72,6 +73,14 @@ def put(config: Config, path: str, value: Any) -> None:
     """Set the knob `path`."""
     owner, _, name = path.rpartition(".")
     setattr(get(config, owner), name, value)
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy of a configuration with other values of some knobs."""
+    config = copy.deepcopy(config)
+    for path, value in values.items():
+        put(config, path, value)
+    return config
 
 
 def repair(cfg: Config, path: str, reason: str, value: Any, at: str = "") -> str:

@@ -4,14 +4,13 @@ Ranks are tensor x context x pipeline x data. Within a stage the same ranks are 
 data: experts are spread over whatever ranks attention uses, and are never cut themselves.
 """
 
-import copy
 import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from phalanx.configs.formats import layout_fp8_problems
-from phalanx.configs.knobs import counted, get, put, repair
+from phalanx.configs.knobs import changed, counted, get, repair
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
 from phalanx.configs.transports import CLONED_EXPERTS, CLONED_RANKS, TRANSPORTS
@@ -101,15 +100,12 @@ def fitting(cfg: Config, world: int) -> dict[str, Any]:
     """
     found = []
     for values in _layouts(cfg, world):
-        changed = {path: value for path, value in values.items() if get(cfg, path) != value}
+        others = {path: value for path, value in values.items() if get(cfg, path) != value}
         apart = {path: _doublings(get(cfg, path), values[path]) for path in _SIZES}
-        found.append((sum(apart.values()), len(changed), apart["parallel.pipeline"], changed))
-    for *_, changed in sorted(found, key=lambda each: each[:3]):
-        trial = copy.deepcopy(cfg)
-        for path, value in changed.items():
-            put(trial, path, value)
-        if not list(layout_problems(trial, world)):
-            return changed
+        found.append((sum(apart.values()), len(others), apart["parallel.pipeline"], others))
+    for *_, others in sorted(found, key=lambda each: each[:3]):
+        if not list(layout_problems(changed(cfg, others), world)):
+            return others
     raise AssertionError("one rank of each dimension fits any number")
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "ConfigError",
     "data_parallel_size",
     "expert_parallel_size",
+    "is_valid",
     "micro_batches",
     "validate",
 ]
@@ -98,6 +99,15 @@ def _resized(cfg: Config, world: int, experiment: str, own: int) -> str:
         f"experiment={experiment} is laid out for {counted(own, 'rank')}, not {world}: set "
         f"{overrides(fitting(cfg, world))}; {shown} shows it on {own}"
     )
+
+
+def is_valid(cfg: Config, world_size: int) -> bool:
+    """Whether `validate` has nothing to say."""
+    try:
+        validate(cfg, world_size)
+    except ConfigError:
+        return False
+    return True
 
 
 def _attention(cfg: Config) -> Iterator[str]:

@@ -1,11 +1,10 @@
 """What to change when a run does not fit: overrides, what each comes to, and which are enough."""
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from phalanx.configs.formats import is_fp8
-from phalanx.configs.knobs import get, overrides, put
+from phalanx.configs.knobs import changed, get, overrides
 from phalanx.configs.layout import expert_parallel_size
 from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
@@ -41,8 +40,8 @@ def suggestions(cfg: Config, world: int, machine: Machine, room: int) -> list[tu
         room: bytes that a rank may need.
     """
 
-    def need(changed: Config, ranks: int) -> int:
-        return needed(resolved(changed, ranks, machine.node_gpus), ranks)
+    def need(trial: Config, ranks: int) -> int:
+        return needed(resolved(trial, ranks, machine.node_gpus), ranks)
 
     kinds = list(_layouts(cfg, world))
     known = resolved(cfg, world, machine.node_gpus)
@@ -118,10 +117,7 @@ def _hosts(cfg: Config, world: int, values: Changes, machine: Machine) -> bool:
     """Whether hosts have what is moved there."""
     if not values["run.offload"]:
         return True
-    changed = copy.deepcopy(cfg)
-    for path, value in values.items():
-        put(changed, path, value)
-    known = resolved(changed, world, machine.node_gpus)
+    known = resolved(changed(cfg, values), world, machine.node_gpus)
     return host_needed(known, world) <= machine.host_room
 
 
@@ -145,13 +141,11 @@ class _Trial:
 
     def size(self, changes: Changes) -> int | None:
         """Bytes; None for a configuration that is not valid."""
-        changed = copy.deepcopy(self._cfg)
-        for path, value in changes.items():
-            put(changed, path, value)
-        ranks = changed.parallel.world_size or self._world
+        trial = changed(self._cfg, changes)
+        ranks = trial.parallel.world_size or self._world
         try:
-            validate(changed, ranks)
-            return self._need(changed, ranks)
+            validate(trial, ranks)
+            return self._need(trial, ranks)
         except ConfigError:
             return None
 

@@ -1,15 +1,14 @@
 """What computing a part of a layer again, or moving it to host memory, saves and costs; and the
 cheapest set of parts with which a run fits."""
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from phalanx.configs.knobs import put
+from phalanx.configs.knobs import changed
 from phalanx.configs.machines import Machine
 from phalanx.configs.memory import OFFLOAD, RECOMPUTE
 from phalanx.configs.schema import Config
-from phalanx.configs.validate import ConfigError, validate
+from phalanx.configs.validate import is_valid
 from phalanx.moe.estimate.memory import stage_memory
 from phalanx.moe.estimate.timing import step_time
 
@@ -41,12 +40,12 @@ def parts(cfg: Config, world: int, machine: Machine) -> list[Part]:
         world: ranks.
         machine: its rates.
     """
-    kept = _with(cfg, _NONE)
+    kept = changed(cfg, _NONE)
     memory, seconds = _peak(kept, world), step_time(kept, world, machine).total
     found = []
     for knob, name in _names():
-        other = _with(cfg, _NONE | {knob: [name]})
-        if not _valid(other, world):
+        other = changed(cfg, _NONE | {knob: [name]})
+        if not is_valid(other, world):
             continue
         saved = memory - _peak(other, world)
         if saved > 0:
@@ -74,11 +73,11 @@ def cheapest(
         {"run.recompute": ["full"], "run.offload": []},
         {"run.recompute": ["full"], "run.offload": ["residual"]},
     ):
-        if _valid(_with(cfg, whole), world) and fits(whole):
+        if is_valid(changed(cfg, whole), world) and fits(whole):
             found.append(whole)
     return min(
         found,
-        key=lambda values: step_time(_with(cfg, values), world, machine).total,
+        key=lambda values: step_time(changed(cfg, values), world, machine).total,
         default=None,
     )
 
@@ -88,12 +87,12 @@ def _by_and_by(cfg: Config, world: int, machine: Machine, fits: Callable[[Values
     taken: list[tuple[str, str]] = []
     left = [pair for pair in _names() if pair[1] not in _WHOLE]
     while not fits(_values(taken)):
-        now = _with(cfg, _values(taken))
+        now = changed(cfg, _values(taken))
         peak, seconds = _peak(now, world), step_time(now, world, machine).total
         rates = {}
         for pair in left:
-            other = _with(cfg, _values([*taken, pair]))
-            if not _valid(other, world) or (saved := peak - _peak(other, world)) <= 0:
+            other = changed(cfg, _values([*taken, pair]))
+            if not is_valid(other, world) or (saved := peak - _peak(other, world)) <= 0:
                 continue
             rates[pair] = (step_time(other, world, machine).total - seconds) / saved
         if not rates:
@@ -117,21 +116,6 @@ def _names() -> Iterator[tuple[str, str]]:
 def _values(taken: list[tuple[str, str]]) -> Values:
     """In the order of the tables."""
     return {knob: [n for n in names if (knob, n) in taken] for knob, names in _KNOBS.items()}
-
-
-def _with(cfg: Config, values: Values) -> Config:
-    changed = copy.deepcopy(cfg)
-    for path, value in values.items():
-        put(changed, path, value)
-    return changed
-
-
-def _valid(cfg: Config, world: int) -> bool:
-    try:
-        validate(cfg, world)
-    except ConfigError:
-        return False
-    return True
 
 
 def _peak(cfg: Config, world: int) -> int:

@@ -3,12 +3,11 @@
 What costs neither is the default, or what `auto` takes.
 """
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 from phalanx.configs.formats import is_fp8
-from phalanx.configs.knobs import overrides, put
+from phalanx.configs.knobs import changed, overrides
 from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError, validate
@@ -32,11 +31,10 @@ def opt_ins(cfg: Config, world: int, machine: Machine, room: int) -> Iterator[tu
     """
     before = needed(resolved(cfg, world, machine.node_gpus), world)
     for path, value, price in _candidates(cfg):
-        changed = copy.deepcopy(cfg)
-        put(changed, path, value)
+        trial = changed(cfg, {path: value})
         try:
-            validate(changed, world)
-            size = needed(resolved(changed, world, machine.node_gpus), world)
+            validate(trial, world)
+            size = needed(resolved(trial, world, machine.node_gpus), world)
         except ConfigError:
             continue
         if size != before and size <= room:

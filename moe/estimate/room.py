@@ -23,7 +23,7 @@ from phalanx.configs.layout import (
 )
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config
-from phalanx.configs.validate import ConfigError, validate
+from phalanx.configs.validate import is_valid
 from phalanx.kernels.refusal import Refusal
 from phalanx.moe.estimate.accounting import parameters
 from phalanx.moe.estimate.advice import Changes, enough, halves
@@ -127,12 +127,9 @@ def refuse(cfg: Config, world: int, ranks: Sequence[int], room: Room) -> Refusal
 def _more_ranks(cfg: Config, world: int) -> str:
     """How to see what more ranks take; empty if this layout is of no such number."""
     for ranks in (8 * world, 4 * world, 2 * world):
-        try:
-            validate(cfg, ranks)
-        except ConfigError:
-            continue
-        number = overrides({"run.dry_run": True, "parallel.world_size": ranks})
-        return f", or see what more ranks take with {number}"
+        if is_valid(cfg, ranks):
+            number = overrides({"run.dry_run": True, "parallel.world_size": ranks})
+            return f", or see what more ranks take with {number}"
     return ""
 
 

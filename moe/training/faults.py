@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from phalanx.configs.inject import GRADIENT, Fault, parse
 from phalanx.configs.schema import RunConfig
+from phalanx.parallel.checkpoint import commit
 from phalanx.parallel.fault.agreement import gather
 
 FOLDER = "injected"
@@ -83,11 +84,7 @@ class Faults:
             file.write(json.dumps(about) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        commit.sync(self._folder)
 
 
 def _happen(fault: Fault) -> None:

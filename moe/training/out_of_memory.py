@@ -5,7 +5,6 @@ with the knobs that help at their present values, and a snapshot of the allocato
 pytorch.org/memory_viz in the run folder.
 """
 
-import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +14,10 @@ from typing import Any
 import torch
 
 from phalanx.configs.bounds import oversized
-from phalanx.configs.knobs import get, listed, overrides, put
+from phalanx.configs.knobs import changed, get, listed, overrides
 from phalanx.configs.layout import data_parallel_size, expert_parallel_size, largest_divisor
 from phalanx.configs.schema import Config
-from phalanx.configs.validate import ConfigError, validate
+from phalanx.configs.validate import is_valid
 
 _HOST = "DefaultCPUAllocator: can't allocate memory"
 
@@ -55,7 +54,7 @@ def advice(cfg: Config, world: int) -> str:
     if impossible := oversized(cfg):
         return "; ".join(impossible)
     kinds = [
-        (overrides(changes) for changes in kind if _works(cfg, world, changes))
+        (overrides(changes) for changes in kind if is_valid(changed(cfg, changes), world))
         for kind in _kinds(cfg, world)
     ]
     helps = [text for kind in kinds if (text := next(kind, ""))]
@@ -88,17 +87,6 @@ def _kinds(cfg: Config, world: int) -> Iterator[list[dict[str, Any]]]:
 def _doubles(size: int, most: int) -> list[int]:
     """2, 4, ... times a size, up to `most`."""
     return [size << n for n in range(1, most.bit_length()) if size << n <= most]
-
-
-def _works(cfg: Config, world: int, changes: dict[str, Any]) -> bool:
-    changed = copy.deepcopy(cfg)
-    for path, value in changes.items():
-        put(changed, path, value)
-    try:
-        validate(changed, world)
-    except ConfigError:
-        return False
-    return True
 
 
 def _snapshot(path: Path) -> str:

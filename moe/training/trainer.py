@@ -578,7 +578,8 @@ def run(
         if cfg.run.device == "cuda" and runtime.device.type != "cuda":
             raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
         doing("start: what is left")
-        if lines := on_main(lambda: nothing_left(cfg)):
+        # A single rank has asked before it imported torch (train.py).
+        if runtime.world > 1 and (lines := on_main(lambda: nothing_left(cfg))):
             for line in lines if runtime.is_main else ():
                 print(f"-- {line}", flush=True)
             watchdog.close()

@@ -268,19 +268,19 @@ def commit(folder: Path, final: Path, record: Commit) -> None:
     """
     for name in record.files:
         if not name.endswith(".distcp"):  # these were synced by the rank that wrote them
-            _sync(folder / name)
+            sync(folder / name)
     path = folder / COMMIT
     path.write_bytes(sealed(record))
-    _sync(path)
-    _sync(folder)
+    sync(path)
+    sync(folder)
     if final.exists():
         complete = final.with_name(final.name + _NEW)
         os.replace(folder, complete)
-        _sync(final.parent)  # the old one must not lose its name before the new one has this
+        sync(final.parent)  # the old one must not lose its name before the new one has this
         _take_place(complete, final)
     else:
         os.replace(folder, final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def sealed(record: Commit, **more: Any) -> bytes:
@@ -300,7 +300,7 @@ def recover(root: Path) -> None:
     """
     for complete in with_suffix(root, _NEW):
         _take_place(complete, complete.with_name(complete.stem))
-        _sync(root)
+        sync(root)
 
 
 def _take_place(complete: Path, final: Path) -> None:
@@ -379,7 +379,8 @@ def _seal(record: dict[str, object]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Put a file, or the names in a folder, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

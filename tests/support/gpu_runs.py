@@ -64,14 +64,10 @@ def run_all(cases: Mapping[str, Case], folder: Path, timeout: float) -> dict[str
         finished = _finished(folder)
         done |= finished
         lost = [name for name in left if name not in finished]
-        if lost and len(lost) == len(left) - len(finished) and not _ended_by_failure(finished):
+        if lost and not any(outcome.code for outcome in finished.values()):
             # Nobody wrote a word about it: processes died, or there was no time.
             done[lost[0]] = Outcome(-1, log[-4000:], 0.0)
     return {name: done.get(name, Outcome(-1, "was not run", 0.0)) for name in cases}
-
-
-def _ended_by_failure(finished: Mapping[str, Outcome]) -> bool:
-    return any(outcome.code for outcome in finished.values())
 
 
 def _torchrun(cases: Mapping[str, Case], folder: Path, timeout: float) -> str:

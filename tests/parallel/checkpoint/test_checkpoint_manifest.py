@@ -199,7 +199,7 @@ class Crash(BaseException):
     """The process ends here."""
 
 
-OPERATIONS = ("os.replace", "_sync", "shutil.rmtree")
+OPERATIONS = ("os.replace", "sync", "shutil.rmtree")
 
 
 def checkpoint(folder: Path, text: str) -> Commit:
