@@ -178,6 +178,8 @@ def _train(name: str, case: Case, store: dist.Store, folder: Path, process: int)
     parallel_state.destroy_model_parallel()
     _forget_models()
     gc.collect()
+    if not gc.get_freeze_count():
+        gc.freeze()  # what was imported: a collection would visit it, several times in every run
     torch.cuda.empty_cache()
 
 
