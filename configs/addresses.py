@@ -26,7 +26,7 @@ def flaw(text: str) -> tuple[str, str] | None:
     if cut := re.search(r"[?#\s]|[^\x20-\x7e]", rest):
         reason = "has what no address of an object may have: ? # spaces, other than ASCII"
         return reason, f"{scheme}://{rest[: cut.start()].strip('/') or 'bucket/prefix'}"
-    if not rest.strip("/") or rest.startswith("/") and scheme.lower() != "memory":
+    if not rest.strip("/") or (rest.startswith("/") and scheme.lower() != "memory"):
         return "names no bucket", f"{scheme}://bucket/{rest.strip('/') or 'prefix'}"
     parts = rest.strip("/").split("/")
     if any(part in ("", ".", "..") for part in parts):

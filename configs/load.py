@@ -392,7 +392,7 @@ def _bracketed(word: str) -> str:
 
 
 def _takes_names(knob: str) -> bool:
-    return knob == "run.inject" or knob in choices() and knobs()[knob].type == list[str]
+    return knob == "run.inject" or (knob in choices() and knobs()[knob].type == list[str])
 
 
 def _explain(error: Exception) -> str:

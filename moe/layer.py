@@ -48,7 +48,7 @@ class MoEOptions:
     """To the experts, as all ranks have agreed on it."""
     budget: Budget
     """Rows kept for the experts of a rank, shared by all layers."""
-    symm: SymmOptions = SymmOptions()
+    symm: SymmOptions = SymmOptions()  # noqa: RUF009
     """Of the transport `symm`."""
     recompute: tuple[str, ...] = ()
     """What Megatron-Core's own layer computes again, by its names."""

@@ -104,10 +104,9 @@ class Remote:
 
     def is_dir(self) -> bool:
         """Whether there are objects below."""
-        with self._asked("list") as (fs, path):
-            with suppress(FileNotFoundError):
-                if any(fs.ls(path, detail=False)):
-                    return not fs.isfile(path)
+        with self._asked("list") as (fs, path), suppress(FileNotFoundError):
+            if any(fs.ls(path, detail=False)):
+                return not fs.isfile(path)
         self._look_for_bucket()
         return False
 

@@ -14,14 +14,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from phalanx.configs import programs  # noqa: E402
-from phalanx.configs.knobs import counted  # noqa: E402
-from phalanx.moe.report.progress import progress  # noqa: E402
-from phalanx.parallel.checkpoint import commit, saved_config  # noqa: E402
-from phalanx.parallel.checkpoint.commit import Commit, Invalid, NewerFormat  # noqa: E402
-from phalanx.parallel.checkpoint.saved_knobs import leaves, unknown  # noqa: E402
-from phalanx.parallel.object_store import Place, argument  # noqa: E402
-from phalanx.scripts.reader import may_leave  # noqa: E402
+from phalanx.configs import programs
+from phalanx.configs.knobs import counted
+from phalanx.moe.report.progress import progress
+from phalanx.parallel.checkpoint import commit, saved_config
+from phalanx.parallel.checkpoint.commit import Commit, Invalid, NewerFormat
+from phalanx.parallel.checkpoint.saved_knobs import leaves, unknown
+from phalanx.parallel.object_store import Place, argument
+from phalanx.scripts.reader import may_leave
 
 SET_ASIDE = {
     ".bad": "failed verification",

@@ -34,19 +34,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-import torch  # noqa: E402
+import torch
 
-from phalanx.configs import programs  # noqa: E402
-from phalanx.configs.validate import ConfigError  # noqa: E402
-from phalanx.scripts.compare import losses  # noqa: E402
-from phalanx.scripts.compare.launch import Launch  # noqa: E402
-from phalanx.scripts.compare.points import expand  # noqa: E402
-from phalanx.scripts.compare.report import Report, read, unit_of  # noqa: E402
-from phalanx.scripts.compare.results import Run  # noqa: E402
-from phalanx.scripts.compare.sweep import Sweep  # noqa: E402
-from phalanx.scripts.pictures import common_title  # noqa: E402
-from phalanx.scripts.reader import may_leave  # noqa: E402
-from phalanx.scripts.record_anchor import commit, versions  # noqa: E402
+from phalanx.configs import programs
+from phalanx.configs.validate import ConfigError
+from phalanx.scripts.compare import losses
+from phalanx.scripts.compare.launch import Launch
+from phalanx.scripts.compare.points import expand
+from phalanx.scripts.compare.report import Report, read, unit_of
+from phalanx.scripts.compare.results import Run
+from phalanx.scripts.compare.sweep import Sweep
+from phalanx.scripts.pictures import common_title
+from phalanx.scripts.reader import may_leave
+from phalanx.scripts.record_anchor import commit, versions
 
 TOLERANCE = 0.01
 """Our own records of one model under two backends are 0.2 and 0.8 % apart after 50 steps."""

@@ -17,16 +17,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from phalanx.configs import programs  # noqa: E402
-from phalanx.configs.knobs import get, overrides, put, spelled  # noqa: E402
-from phalanx.configs.load import load, options  # noqa: E402
-from phalanx.configs.schema import Config  # noqa: E402
-from phalanx.configs.validate import ConfigError, validate  # noqa: E402
-from phalanx.moe.report.progress import progress  # noqa: E402
-from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of  # noqa: E402
-from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch  # noqa: E402
-from phalanx.parallel.object_store import argument, folder_argument  # noqa: E402
-from phalanx.scripts.reader import may_leave  # noqa: E402
+from phalanx.configs import programs
+from phalanx.configs.knobs import get, overrides, put, spelled
+from phalanx.configs.load import load, options
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import ConfigError, validate
+from phalanx.moe.report.progress import progress
+from phalanx.parallel.checkpoint.saved_config import CheckpointError, checkpoint_of
+from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
+from phalanx.parallel.object_store import argument, folder_argument
+from phalanx.scripts.reader import may_leave
 
 EXAMPLES = """examples:
   convert_hf.py import DeepSeek-V3 imported/deepseek_v3

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from phalanx.moe.data.text_rows import read_keys  # noqa: E402
-from phalanx.moe.inference import command  # noqa: E402
-from phalanx.moe.inference.command import positive, predictor_of, told  # noqa: E402
-from phalanx.moe.report.progress import progress  # noqa: E402
-from phalanx.parallel.object_store import folder_argument  # noqa: E402
-from phalanx.scripts.reader import may_leave  # noqa: E402
+from phalanx.moe.data.text_rows import read_keys
+from phalanx.moe.inference import command
+from phalanx.moe.inference.command import positive, predictor_of, told
+from phalanx.moe.report.progress import progress
+from phalanx.parallel.object_store import folder_argument
+from phalanx.scripts.reader import may_leave
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.scoring import Score

@@ -19,11 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from phalanx.configs.load import load  # noqa: E402
-from phalanx.configs.records import Own, own  # noqa: E402
-from phalanx.moe.estimate.accounting import flops_per_token, model_size  # noqa: E402
-from phalanx.moe.hf.families import family_of  # noqa: E402
-from phalanx.moe.report.units import work  # noqa: E402
+from phalanx.configs.load import load
+from phalanx.configs.records import Own, own
+from phalanx.moe.estimate.accounting import flops_per_token, model_size
+from phalanx.moe.hf.families import family_of
+from phalanx.moe.report.units import work
 
 ROOT = Path(__file__).resolve().parents[1]
 CARDS, MEASURED = ROOT / "docs" / "cards", ROOT / "docs" / "measured"

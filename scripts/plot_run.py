@@ -21,10 +21,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from phalanx.configs import programs  # noqa: E402
-from phalanx.moe.report.loggers import read, start_facts  # noqa: E402
-from phalanx.parallel.object_store import folder_argument  # noqa: E402
-from phalanx.scripts.pictures import (  # noqa: E402
+from phalanx.configs import programs
+from phalanx.moe.report.loggers import read, start_facts
+from phalanx.parallel.object_store import folder_argument
+from phalanx.scripts.pictures import (
     centred_means,
     left_out,
     not_finite,
@@ -32,7 +32,7 @@ from phalanx.scripts.pictures import (  # noqa: E402
     smoothing,
     title,
 )
-from phalanx.scripts.reader import may_leave  # noqa: E402
+from phalanx.scripts.reader import may_leave
 
 _FEW = 50
 """Steps up to which each is drawn as a point."""

@@ -31,9 +31,9 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from phalanx.configs import programs  # noqa: E402
-from phalanx.configs.knobs import counted  # noqa: E402
-from phalanx.moe.data.bad_rows import Limit, TooManyBad, by_reason, listing  # noqa: E402
+from phalanx.configs import programs
+from phalanx.configs.knobs import counted
+from phalanx.moe.data.bad_rows import Limit, TooManyBad, by_reason, listing
 from phalanx.moe.data.documents import (
     Counts,
     Recipe,
@@ -42,10 +42,10 @@ from phalanx.moe.data.documents import (
     make_shards,
     write_shard,
 )
-from phalanx.moe.data.host_cache import DataError, digest, sync  # noqa: E402
-from phalanx.moe.data.inputs import find_inputs  # noqa: E402
-from phalanx.moe.data.packed_files import NAMES  # noqa: E402
-from phalanx.moe.data.text_rows import read_keys  # noqa: E402
+from phalanx.moe.data.host_cache import DataError, digest, sync
+from phalanx.moe.data.inputs import find_inputs
+from phalanx.moe.data.packed_files import NAMES
+from phalanx.moe.data.text_rows import read_keys
 from phalanx.moe.data.token_files import (
     BYTES,
     BYTES_EOD,
@@ -54,9 +54,9 @@ from phalanx.moe.data.token_files import (
     tokenizer_beside,
     write_index,
 )
-from phalanx.moe.report.progress import progress  # noqa: E402
-from phalanx.parallel.object_store import folder_argument  # noqa: E402
-from phalanx.scripts.reader import may_leave  # noqa: E402
+from phalanx.moe.report.progress import progress
+from phalanx.parallel.object_store import folder_argument
+from phalanx.scripts.reader import may_leave
 
 EXAMPLES = """examples:
   prepare_data.py wiki/*.jsonl --tokenizer tokenizer.json --eod '<|endoftext|>' --output data/wiki

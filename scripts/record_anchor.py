@@ -19,12 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from phalanx.configs.load import load  # noqa: E402
-from phalanx.configs.records import MEASURED, WINDOW, Own, launch, write  # noqa: E402
-from phalanx.configs.schema import Config  # noqa: E402
-from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate  # noqa: E402
-from phalanx.moe.estimate.accounting import flops_per_token  # noqa: E402
-from phalanx.moe.report.loggers import is_finite, read  # noqa: E402
+from phalanx.configs.load import load
+from phalanx.configs.records import MEASURED, WINDOW, Own, launch, write
+from phalanx.configs.schema import Config
+from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate
+from phalanx.moe.estimate.accounting import flops_per_token
+from phalanx.moe.report.loggers import is_finite, read
 
 TOLERANCE = 0.01
 """Relative difference between the metrics and what the command should give."""

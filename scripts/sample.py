@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from phalanx.configs.knobs import counted  # noqa: E402
-from phalanx.moe.inference import command  # noqa: E402
-from phalanx.moe.inference.command import positive, predictor_of, told  # noqa: E402
-from phalanx.scripts.reader import may_leave  # noqa: E402
+from phalanx.configs.knobs import counted
+from phalanx.moe.inference import command
+from phalanx.moe.inference.command import positive, predictor_of, told
+from phalanx.scripts.reader import may_leave
 
 if TYPE_CHECKING:
     from phalanx.moe.inference.codec import Codec

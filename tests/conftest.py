@@ -9,9 +9,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries', once in every new rank's output
 
-import torch  # noqa: E402  (reads OMP_NUM_THREADS when it is imported)
+import torch  # reads OMP_NUM_THREADS when it is imported
 
-from tests.support.turns import in_order, shared  # noqa: E402
+from tests.support.turns import in_order, shared
 
 gc.disable()  # until all test files are imported, little of which is garbage
 

@@ -98,7 +98,7 @@ def rope_(
 def check_angles(positions: int, channels: int, freqs: Tensor) -> None:
     """Raise ValueError for rotary angles that do not fit heads of so many channels."""
     F = freqs.shape[-1]
-    if freqs.shape != (positions, 1, 1, F) or freqs.dtype != torch.float32 or F % 2 or F > channels:
+    if freqs.shape != (positions, 1, 1, F) or freqs.dtype != torch.float32 or F % 2 or channels < F:
         raise ValueError(
             f"rotary angles are {freqs.dtype} {list(freqs.shape)}: "
             f"need fp32 [{positions}, 1, 1, F] with F even and at most {channels}"

@@ -5,6 +5,7 @@ rounded to the input's dtype exactly where `kernels.backend` says so, and paddin
 that a consumer that reads them is found out.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -196,4 +197,4 @@ def _experts(linear: Linear, plan: ExpertPlan) -> Iterator[tuple[Linear, int, sl
 
 def _spans(offsets: Tensor) -> list[slice]:
     ends = offsets.tolist()
-    return [slice(begin, end) for begin, end in zip(ends, ends[1:], strict=False)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(ends)]

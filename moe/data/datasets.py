@@ -93,7 +93,7 @@ class _Tokens:
 
     eod = 0
     vocab_size = None
-    unique_identifiers: dict[str, str] = {}
+    unique_identifiers: dict[str, str] = {}  # noqa: RUF012
 
 
 @dataclass

@@ -106,7 +106,7 @@ def _not_text(path: Path) -> str:
         return "of other kinds"
     if stem in _ABOUT and name.endswith((".txt", ".json")):
         return "about the data"
-    if name.endswith(".tokenizer.json") or path.with_suffix(".idx").is_file() and _json(path):
+    if name.endswith(".tokenizer.json") or (path.with_suffix(".idx").is_file() and _json(path)):
         return "of prepared data"
     if stem in _OF_MODELS and _json(path):
         return "of a tokenizer or model"

@@ -49,7 +49,7 @@ class Codec:
         Llama's kind.
         """
         whole = self.decode([*before, *ids])
-        return whole[len(commonprefix((self.decode(before), whole))) :]
+        return whole[len(commonprefix((self.decode(before), whole))) :]  # noqa: RUF071
 
 
 def shown(text: str) -> str:

@@ -28,7 +28,7 @@ def takes(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> bool:
         tensor: ranks that share the MLP.
         bias: of its two linear layers.
     """
-    ours = spec.backend == "fused" and ffn % FUSED_MULTIPLE == 0 or spec.recipe is not None
+    ours = (spec.backend == "fused" and ffn % FUSED_MULTIPLE == 0) or spec.recipe is not None
     return ours and tensor == 1 and not bias
 
 

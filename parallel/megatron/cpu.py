@@ -74,8 +74,8 @@ def _redirect() -> None:
     tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
 
 
-_LIKE = [f"{name}_like" for name in "empty zeros ones full rand randn randint".split()]
-_NEW = [f"new_{name}" for name in "tensor empty empty_strided zeros ones full".split()]
+_LIKE = [f"{name}_like" for name in ["empty", "zeros", "ones", "full", "rand", "randn", "randint"]]
+_NEW = [f"new_{name}" for name in ["tensor", "empty", "empty_strided", "zeros", "ones", "full"]]
 
 
 def _is_one_of(value: Any, functions: set[Any]) -> bool:

@@ -134,9 +134,9 @@ def test_an_experiment_on_other_ranks_needs_one_set_of_overrides(name: str) -> N
         words, cfg = resized(name, world)
         resolved(cfg, world, 8)  # which a dry run asks next
         p = cfg.parallel
-        assert words or p.expert == own.expert and p.pipeline == own.pipeline
+        assert words or (p.expert == own.expert and p.pipeline == own.pipeline)
         assert p.tensor <= own.tensor and p.pipeline <= own.pipeline and p.expert <= own.expert
-        if world % EXPERIMENTS[name] == 0 or world >= EXPERIMENTS[name] and world != 100:
+        if world % EXPERIMENTS[name] == 0 or (world >= EXPERIMENTS[name] and world != 100):
             assert p == replace(own, world_size=world)
 
 

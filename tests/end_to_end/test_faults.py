@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import megatron.core.distributed  # noqa: F401  (imported once for all ranks, which are forked)
+import megatron.core.distributed
 import megatron.core.models.gpt.gpt_model  # noqa: F401
 import psutil
 import pytest

@@ -86,7 +86,7 @@ def with_example_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     assert f"`configs/model/{name}.yaml`" in prose(TEXTS["docs/models.md"])
     (folder / "model" / f"{name}.yaml").write_text(example)
     monkeypatch.setattr(loading, "FOLDER", folder)
-    yield
+    return
 
 
 def test_readme_is_one_page() -> None:

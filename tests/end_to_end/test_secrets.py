@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import megatron.core.distributed  # noqa: F401  (imported once for all ranks, which are forked)
+import megatron.core.distributed
 import megatron.core.models.gpt.gpt_model  # noqa: F401
 import pytest
 

@@ -82,8 +82,8 @@ def test_random_kills_change_nothing(tmp_path: Path) -> None:
                 ("", 0),
                 ("", 1),
                 ("phalanx.parallel.checkpoint.writer._write", rng.randrange(WORLD)),
+                ("phalanx.parallel.checkpoint.commit.commit", 0),
             ]
-            + [("phalanx.parallel.checkpoint.commit.commit", 0)]
         )
         if start + INTERVAL >= STEPS:
             where = ""

@@ -4,6 +4,7 @@ Shape legend: N rows of x, K slots per row, L experts, S expert rows, D hidden, 
 rows of W1.
 """
 
+import itertools
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -214,7 +215,7 @@ def composition(p: Problem) -> Result:
     leaves, dtype = leaves_of(p), p.x.dtype
     out = torch.zeros(p.x.shape, dtype=torch.float32)
     ends = p.offsets.tolist()
-    for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for e, (begin, end) in enumerate(itertools.pairwise(ends)):
         index, prob = p.index[begin:end], leaves["prob"][begin:end, None]
         h = F.linear(leaves["x"][index], leaves["w1"][e])
         h = h + leaves["b1"][e] if p.b1 is not None else h

@@ -278,7 +278,7 @@ def test_forced_choice_that_cannot_run(op, wanted, facts, message):
     found = advised(message)
     assert len(found) == 2
     for (word,) in found:
-        knob, _, backend = word.partition("=")
+        knob, _, _backend = word.partition("=")
         assert resolve(op, get(tried([f"{knob}={wanted}"], [word]), knob), facts)
 
 

@@ -339,7 +339,7 @@ def _refused(router: dict[str, Any], moe: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=re.escape(match)) as error:
         StockMoE(transformer(m), pg, options=options(m, pg, "megatron"))
     for (word,) in advised(str(error.value)):
-        knob, _, value = word.partition("=")
+        knob, _, _value = word.partition("=")
         if knob != "kernels.backend":
             name = knob.rpartition(".")[2]
             part = {name: get(load([word]), knob)}

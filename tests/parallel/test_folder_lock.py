@@ -163,7 +163,7 @@ def test_a_distant_run_that_does_not_move_is_followed(
     if contents == "half written":
         path.write_bytes(path.read_bytes()[:40])
     claim = Claim(path, said.append)
-    assert 0.5 <= until_had(claim) and len(said) == 1
+    assert until_had(claim) >= 0.5 and len(said) == 1
     assert owner_of(path) == claim.me.token and os.listdir(path.parent) == [path.name]
 
 

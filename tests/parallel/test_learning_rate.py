@@ -1,5 +1,6 @@
 """The learning rate of a run, and the line about it when a run is resumed on another curve."""
 
+import itertools
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_no_seam_of_a_schedule_is_a_jump(schedule: str, warmup: int, decay: int)
     validate(cfg, 1)
     curve = Curve.of(cfg.optim, 1100)
     rates = [curve.at(n) for n in range(1, decay + 21)]
-    fall = [after / before for before, after in zip(rates, rates[1:], strict=False)]
+    fall = [after / before for before, after in itertools.pairwise(rates)]
     assert min(fall) > 0.5 and max(fall[max(warmup - 1, 0) :]) <= 1 + 1e-12
     assert rates[max(warmup - 1, 0)] == pytest.approx(2e-3, rel=0.01)
     end = 2e-3 if schedule == "constant" else 2e-4

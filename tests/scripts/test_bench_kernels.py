@@ -36,11 +36,23 @@ from phalanx.scripts.bench.measure import Bench, Sides
 from phalanx.scripts.bench.records import Record
 from tests.scripts.stopwatch import CPU, Stopwatch
 
-MODULES = (
-    "experts.rows experts.fc1_act experts.fc2_dgrad_dact experts.wgrad experts.combine "
-    "experts.bias_grad experts.dprob routing.plan routing.topk jit.arguments jit.launch "
-    "fp8.rows fp8.fc1_act fp8.fc2_dgrad_dact fp8.wgrad".split()
-)
+MODULES = [
+    "experts.rows",
+    "experts.fc1_act",
+    "experts.fc2_dgrad_dact",
+    "experts.wgrad",
+    "experts.combine",
+    "experts.bias_grad",
+    "experts.dprob",
+    "routing.plan",
+    "routing.topk",
+    "jit.arguments",
+    "jit.launch",
+    "fp8.rows",
+    "fp8.fc1_act",
+    "fp8.fc2_dgrad_dact",
+    "fp8.wgrad",
+]
 
 
 def bench(**options) -> Bench:

@@ -62,7 +62,7 @@ def test_a_run_counts_operands_without_padding() -> None:
 
 @pytest.mark.dist
 def test_a_run_is_told_at_its_end(tmp_path: Path) -> None:
-    small = "model=tiny model.layers=1 data.sequence_length=32 data.micro_batch=1".split()
+    small = ["model=tiny", "model.layers=1", "data.sequence_length=32", "data.micro_batch=1"]
     more = ["data.global_batch=1", "run.steps=1", "run.device=cpu", f"run.dir={tmp_path}"]
     command = ["scripts/fp8_zeros.py", *small, *more]
     with Torchrun(1, command, tmp_path / "printed") as launch:

@@ -172,7 +172,7 @@ PAIR = (("a", 0.0), ("b", 0.02))
 
 
 @pytest.mark.parametrize(
-    "losses, given, why",
+    ("losses", "given", "why"),
     [
         ([], ["--parts", "1"], "has no losses: give the folder of a run"),
         ([1.0, 2.0], ["--parts", "3"], "--parts 3: must be 1 to 2"),

@@ -332,7 +332,7 @@ def touch(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "args, message",
+    ("args", "message"),
     [
         (bad_json, "a.jsonl:21: not JSON"),
         (lambda f: [lines(f, '{"text": ""}', '{"a": 1}'), "--bytes"], "a.jsonl:2: no key 'text'"),

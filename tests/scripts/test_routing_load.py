@@ -21,7 +21,19 @@ def recorded(tmp_path: Path) -> Path:
 
 def test_table_and_file(recorded: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "out.json"
-    options = "--expert 2 8 --clones 0 2 --tokens 512 --cost 0 --json".split()
+    options = [
+        "--expert",
+        "2",
+        "8",
+        "--clones",
+        "0",
+        "2",
+        "--tokens",
+        "512",
+        "--cost",
+        "0",
+        "--json",
+    ]
     assert routing_load.main([str(recorded), *options, str(out)]) == 0
     head, _, names, rule, *rows, _, again = capsys.readouterr().out.splitlines()
     assert head == (

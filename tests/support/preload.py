@@ -5,7 +5,7 @@ from phalanx.parallel.megatron.imports import importing_megatron
 with importing_megatron():
     import phalanx.configs.load
     import phalanx.moe.training.trainer
-    import phalanx.train  # noqa: F401
+    import phalanx.train
 
 # What every run imports or looks for, only where it needs it.
 with importing_megatron():
@@ -13,5 +13,5 @@ with importing_megatron():
     import megatron.core.dist_checkpointing.strategies.filesystem_async
     import megatron.core.models.mimo.optimizer  # noqa: F401
 
-    import phalanx.parallel.dispatch.alltoall  # noqa: F401
+    import phalanx.parallel.dispatch.alltoall
 phalanx.configs.load.load([])  # with Hydra's plugins

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import megatron.core.distributed  # noqa: F401  (imported once for all ranks, which are forked)
+import megatron.core.distributed
 import megatron.core.models.gpt.gpt_model  # noqa: F401
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -24,7 +24,15 @@ import psutil
 from tests.support.distributed import forkserver, keep_imports
 
 ROOT = Path(__file__).resolve().parents[2]
-_LAUNCHERS = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS WANDB_MODE".split()
+_LAUNCHERS = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "WANDB_MODE",
+]
 
 
 class Torchrun:

@@ -28,7 +28,7 @@ CASES = [
 
 def problem(case: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Any]:
     """Queries and keys in odd strides, and documents; logits that are not seen are the largest."""
-    B, H, G, S, T, d, window, lengths = case
+    B, H, G, S, T, d, _window, lengths = case
     g = torch.Generator().manual_seed(S + d)
     q = torch.randn(S, B, H, d + 2, generator=g).permute(1, 2, 0, 3)[..., 1:-1].to(dtype)
     k = torch.randn(T, B, G, d, generator=g).permute(1, 2, 0, 3).to(dtype)

@@ -7,6 +7,7 @@ by roundings that fall either way; a GEMM that missed a quantisation differs by 
 number to its neighbour: it is compared without biases and less closely.
 """
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -82,7 +83,7 @@ def statement(p: Problem, recipe: Fp8Block) -> Result:
     x, dout = p.x.double(), p.dout.double()
     made = {k: torch.zeros(v.shape, dtype=torch.float64) for k, v in leaves_of(p).items()}
     out, ends = torch.zeros_like(x), p.offsets.tolist()
-    for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for e, (begin, end) in enumerate(itertools.pairwise(ends)):
         if begin == end:
             continue
         index, prob = p.index[begin:end].long(), p.prob[begin:end, None].double()

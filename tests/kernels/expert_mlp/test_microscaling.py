@@ -7,6 +7,7 @@ of NVFP4 by 10 %. `torch` rounds the gradient of a once more, which moves number
 neighbours in the format: it is compared less closely.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -103,7 +104,7 @@ def statement(p: Problem, recipe: Microscaling, parts: int | None = None) -> Res
     x, dout = p.x.double(), p.dout.double()
     made = {k: torch.zeros(v.shape, dtype=torch.float64) for k, v in leaves_of(p).items()}
     out, ends = torch.zeros_like(x), p.offsets.tolist()
-    for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for e, (begin, end) in enumerate(itertools.pairwise(ends)):
         if begin == end:
             continue
         index, prob = p.index[begin:end].long(), p.prob[begin:end, None].double()

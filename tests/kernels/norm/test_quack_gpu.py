@@ -159,7 +159,7 @@ def test_beside_transformer_engine():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows, N", [(8192, 2048), (8192, 2880), (4096, 7168), (262144, 128)])
+@pytest.mark.parametrize(("rows", "N"), [(8192, 2048), (8192, 2880), (4096, 7168), (262144, 128)])
 def test_speed(rows, N):
     problem = gpu(rows, N)
     x, residual, weight = problem.leaves(torch.bfloat16)

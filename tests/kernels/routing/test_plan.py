@@ -52,7 +52,7 @@ def check(plan: ExpertPlan, idx: Tensor, prob: Tensor, first: int, local: int, r
 
 
 @pytest.mark.parametrize("rows", [1, 17, 60, 120, 300])
-@pytest.mark.parametrize("first, local", [(0, 12), (0, 4), (4, 4), (8, 4), (3, 1)])
+@pytest.mark.parametrize(("first", "local"), [(0, 12), (0, 4), (4, 4), (8, 4), (3, 1)])
 def test_equals_the_slow_statement(first: int, local: int, rows: int) -> None:
     """All experts local, and slices of them; buffers too small, exact (120 pairs), too large."""
     idx, prob = routing(40, 3, 12)
@@ -61,7 +61,7 @@ def test_equals_the_slow_statement(first: int, local: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "idx, first, local",
+    ("idx", "first", "local"),
     [
         pytest.param([[5, 6, 7], [7, 5, 6]], 0, 4, id="no local token"),
         pytest.param([[2, 9, 8]] * 20, 0, 4, id="all tokens to one expert"),
@@ -99,7 +99,7 @@ def test_probability_gradient_comes_from_the_row_of_the_pair(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "message"),
     [
         ({"idx": torch.zeros(4, 2, dtype=torch.int64)}, "must be int32"),
         ({"prob": torch.zeros(4, 2, dtype=torch.bfloat16)}, "float32"),
@@ -128,7 +128,7 @@ def test_bad_input_is_named(change: dict, message: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "n, k, experts, local, rows", [(64, 4, 16, 4, 128), (65536, 8, 256, 32, 98304)]
+    ("n", "k", "experts", "local", "rows"), [(64, 4, 16, 4, 128), (65536, 8, 256, 32, 98304)]
 )
 def test_gpu_equals_cpu_bit_for_bit(n: int, k: int, experts: int, local: int, rows: int) -> None:
     idx, prob = routing(n, k, experts, seed=3)
@@ -175,7 +175,7 @@ def aligned(idx: Tensor, prob: Tensor, first: int, local: int, rows: int, align:
 
 
 @pytest.mark.parametrize("rows", [256, 700, 1024, 4096])
-@pytest.mark.parametrize("first, local", [(0, 12), (4, 4), (3, 1)])
+@pytest.mark.parametrize(("first", "local"), [(0, 12), (4, 4), (3, 1)])
 def test_aligned_plans_equal_the_slow_statement(first: int, local: int, rows: int) -> None:
     idx, prob = routing(300, 3, 12)
     idx[7] = -1

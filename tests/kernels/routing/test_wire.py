@@ -15,7 +15,9 @@ def test_sums_come_from_each_rank_with_an_expert_of_the_token() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("ranks, local, T, K", [(1, 1, 1, 1), (2, 3, 5, 3), (3, 64, 130, 8)])
+@pytest.mark.parametrize(
+    ("ranks", "local", "T", "K"), [(1, 1, 1, 1), (2, 3, 5, 3), (3, 64, 130, 8)]
+)
 def test_what_leaves_all_ranks_arrives(device: str, ranks: int, local: int, T: int, K: int) -> None:
     g = torch.Generator().manual_seed(T)
     idx = torch.randint(-1, ranks * local, (ranks, T, K), generator=g, dtype=torch.int32)

@@ -46,7 +46,7 @@ def damaged(rng: random.Random, raw: bytes) -> bytes:
         return rng.randbytes(rng.randrange(200))
     if act == 4:  # a number in its place
         fields = [9, 17, 18, 26, *range(34, max(35, len(raw) - 8), 4)]
-        start, kind = rng.choice(fields), rng.choice("<Q <I <B".split())
+        start, kind = rng.choice(fields), rng.choice(["<Q", "<I", "<B"])
         number = rng.choice(NUMBERS) % (1 << 8 * struct.calcsize(kind))
         return raw[:start] + struct.pack(kind, number) + raw[start + struct.calcsize(kind) :]
     start = min(spot, len(raw) - 1)

@@ -201,7 +201,7 @@ def test_what_is_not_read_is_not_in_the_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "described, expected",
+    ("described", "expected"),
     [
         (None, None),
         ({}, None),
@@ -224,7 +224,7 @@ def test_bytes_of_text_are_known_or_left_out(
 
 
 @pytest.mark.parametrize(
-    "paths, names",
+    ("paths", "names"),
     [
         (["data/wiki", "data/code"], ["wiki", "code"]),
         (["/a/x/text", "/b/x/text", "c"], ["a/x/text", "b/x/text", "c"]),
@@ -260,7 +260,7 @@ def test_a_longer_run_sees_the_same_samples_first(tmp_path: Path, weights: tuple
 
 
 @pytest.mark.parametrize(
-    "weights, share",
+    ("weights", "share"),
     [(("7", "2", "1"), (0.7, 0.2, 0.1)), ((), (0.25, 0.25, 0.5))],
     ids=["weighted", "by size"],
 )
@@ -472,7 +472,7 @@ def test_broken_files_are_refused_by_name(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "blend, data, message",
+    ("blend", "data", "message"),
     [
         ([], {}, "needs data.blend"),
         (["0", "{a}"], {}, "weight 0.0; it must be positive"),
@@ -504,7 +504,7 @@ def test_the_longest_sequence_that_fits(tmp_path: Path) -> None:
     assert len(build(tmp_path, [a], 1, sequence_length=1000)[0][0]) == 1001
 
 
-@pytest.mark.parametrize("dtype, wrong", [(np.uint16, 9000), (np.int32, -1)])
+@pytest.mark.parametrize(("dtype", "wrong"), [(np.uint16, 9000), (np.int32, -1)])
 def test_ids_outside_the_vocabulary_are_refused_before_use(
     tmp_path: Path, dtype: type, wrong: int
 ) -> None:
@@ -513,7 +513,7 @@ def test_ids_outside_the_vocabulary_are_refused_before_use(
     loader, batches = Loader(rows, 4, 4, 0, 1), []
     with pytest.raises(DataError, match=rf"sample \d+, .*a.bin, has token id {wrong}.*model.vocab"):
         batches += [batch["tokens"] for batch in loader]
-    assert all(0 <= batch.min() and batch.max() < 2000 for batch in batches)
+    assert all(batch.min() >= 0 and batch.max() < 2000 for batch in batches)
 
 
 def test_a_blend_of_two_tokenizers_is_refused(tmp_path: Path) -> None:
@@ -567,7 +567,7 @@ def test_hosts_without_a_shared_disk_read_the_same_rows(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "other, missing, message",
+    ("other", "missing", "message"),
     [
         (True, False, r"data is \w+ on \S+ \(rank 0\) and \w+ on \S+ \(rank 1\): copy the files"),
         (False, True, r"b.idx .*\(rank 1\)"),

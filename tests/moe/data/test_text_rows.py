@@ -119,7 +119,7 @@ def test_arrays_are_read_block_by_block(
 
 
 @pytest.mark.parametrize(
-    "raw, message",
+    ("raw", "message"),
     [
         ('[\n{"text": "a"},\n{"text": b}]', "a.json:3: not JSON: Expecting value"),
         ('[\n{"text": "a"}\n{"text": "b"}]', "a.json:3: not JSON: expecting ',', found '{'"),

@@ -120,7 +120,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("name, fields, message", FIELDS)
+@pytest.mark.parametrize(("name", "fields", "message"), FIELDS)
 def test_a_config_that_does_not_fit(
     name: str, fields: dict[str, Any], message: str, saved: Path, tmp_path: Path
 ) -> None:
@@ -189,7 +189,7 @@ FOLDERS: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize("damage, message", FOLDERS)
+@pytest.mark.parametrize(("damage", "message"), FOLDERS)
 def test_a_folder_that_is_damaged(
     damage: Callable[[Path], object], message: str, saved: Path, tmp_path: Path
 ) -> None:
@@ -347,7 +347,7 @@ KNOBS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("name, changes, message", KNOBS)
+@pytest.mark.parametrize(("name", "changes", "message"), KNOBS)
 def test_a_model_that_hugging_face_does_not_have(
     name: str, changes: dict[str, Any], message: str, saved: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:

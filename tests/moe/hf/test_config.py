@@ -204,7 +204,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("family, fields, message", WRONG)
+@pytest.mark.parametrize(("family", "fields", "message"), WRONG)
 def test_a_value_without_a_counterpart_is_refused(
     family: str, fields: dict[str, Any], message: str
 ) -> None:
@@ -230,7 +230,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("family, fields, expected", LOSSES)
+@pytest.mark.parametrize(("family", "fields", "expected"), LOSSES)
 def test_coefficients_of_balancing_losses_there_and_back(
     family: str, fields: dict[str, Any], expected: dict[str, float]
 ) -> None:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import megatron.core.distributed  # noqa: F401  (imported once for all ranks, which are forked)
+import megatron.core.distributed
 import megatron.core.models.gpt.gpt_model  # noqa: F401
 import pytest
 import torch
@@ -64,7 +64,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, changes", CASES)
+@pytest.mark.parametrize(("name", "changes"), CASES)
 def test_two_ranks_hold_what_was_imported_and_export_it(
     name: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:

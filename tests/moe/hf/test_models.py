@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import megatron.core.distributed  # noqa: F401  (imported once for all ranks, which are forked)
+import megatron.core.distributed
 import megatron.core.models.gpt.gpt_model  # noqa: F401
 import pytest
 import torch

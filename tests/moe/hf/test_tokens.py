@@ -116,7 +116,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("values, message", BAD)
+@pytest.mark.parametrize(("values", "message"), BAD)
 def test_ids_that_no_token_has(values: dict[str, Any], message: str) -> None:
     check_ids("x", {"max_new_tokens": 5000, "pad_token_id": None, "suppress_tokens": [99]}, 100)
     with pytest.raises(ConversionError, match=f"^x {message}") as error:

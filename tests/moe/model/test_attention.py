@@ -74,7 +74,7 @@ def statement(
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[S, B, H * v]: attention of each head as matrices, in the dtype of the inputs."""
-    S, B, H, _ = q_SBHd.shape
+    S, _B, H, _ = q_SBHd.shape
     i, j = torch.arange(S)[:, None], torch.arange(S)[None]
     hidden = (j > i) | (j <= i - window if window else torch.zeros(S, S, dtype=torch.bool))
     heads = []

@@ -170,7 +170,7 @@ def test_bits_per_byte_are_left_out_where_they_are_not_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "seconds, text",
+    ("seconds", "text"),
     [(0.2, "0s"), (59.7, "1m00s"), (125, "2m05s"), (5964, "1h39m"), (273600, "3d04h")],
 )
 def test_duration(seconds: float, text: str) -> None:

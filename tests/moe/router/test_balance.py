@@ -45,10 +45,7 @@ def loss_statement(weight: Tensor, batches: list[Tensor], o: Any) -> dict[str, T
     seen: list[list[int]] = []
     for x in batches:
         logits = x @ weight.T
-        if o.score == "sigmoid":
-            scores = 1 / (1 + torch.exp(-logits))
-        else:
-            scores = torch.exp(logits)
+        scores = 1 / (1 + torch.exp(-logits)) if o.score == "sigmoid" else torch.exp(logits)
         scores = scores / scores.sum(-1, keepdim=True)
         chosen = [[best(row, TOP_K) for row in seq] for seq in logits.transpose(0, 1).tolist()]
         flat = [row for seq in chosen for row in seq]

@@ -61,7 +61,7 @@ def test_equals_the_composition(shape):
     assert torch.equal(best(logits, K).long(), choose(logits.detach(), K))
 
 
-@pytest.mark.parametrize("groups, group_topk", [(1, 1), (4, 2)])
+@pytest.mark.parametrize(("groups", "group_topk"), [(1, 1), (4, 2)])
 def test_graph_capture(groups, group_topk):
     logits, up = drawn(1000, 64).requires_grad_(), drawn(1000, 6, seed=1)[:, :4].contiguous()
     options = RouterConfig(score="sigmoid", bias_rate=1e-3, groups=groups, group_topk=group_topk)

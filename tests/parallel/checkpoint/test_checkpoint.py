@@ -46,7 +46,7 @@ def _resume(folder: Path, async_save: bool, kw: dict[str, Any]) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "world, async_save, kw",
+    ("world", "async_save", "kw"),
     [
         (1, False, {}),
         (1, True, {"bf16": False}),

@@ -31,7 +31,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "knob, value",
+    ("knob", "value"),
     [
         ("model.layers", 6),
         ("model.moe.router.bias_rate", 0.0),
@@ -48,7 +48,7 @@ def test_drift_refused(knob: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "knob, value",
+    ("knob", "value"),
     [
         ("model.name", "b"),
         ("model.moe.router.aux_loss", 0.2),

@@ -42,7 +42,7 @@ def _fails_on_full_disk(folder: Path, victim: int, async_save: bool) -> list[str
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("victim, async_save", [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize(("victim", "async_save"), [(0, False), (1, False), (1, True)])
 def test_full_disk(tmp_path: Path, victim: int, async_save: bool) -> None:
     """One line on every rank, the checkpoint before intact, nothing half-written left."""
     messages = run_distributed(_fails_on_full_disk, 2, tmp_path, victim, async_save)
@@ -136,7 +136,7 @@ def expected() -> list[tuple[float, float]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "phase, async_save",
+    ("phase", "async_save"),
     [(phase, False) for phase in PHASES] + [("not renamed", True), ("older one not removed", True)],
 )
 def test_killed_while_saving(

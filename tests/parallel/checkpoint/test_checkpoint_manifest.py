@@ -66,7 +66,7 @@ def test_a_format_that_is_none(version: Any) -> None:
         "",
         "common.pt",
         "__0_0.distcp\n",
-        "__٠_0.distcp",
+        "__٠_0.distcp",  # noqa: RUF001
         "__0_0.distcp\x00",
         "COMMIT.json",
     ],
@@ -276,7 +276,7 @@ def test_a_crash_while_a_checkpoint_is_replaced_loses_neither(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "steps, last, every, gone",
+    ("steps", "last", "every", "gone"),
     [
         ([1, 2, 3], 2, 0, [1]),
         ([1], 1, 0, []),

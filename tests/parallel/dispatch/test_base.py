@@ -324,7 +324,7 @@ def test_one_rank_is_local_and_copies_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "slots, tokens, ranks, local, most",
+    ("slots", "tokens", "ranks", "local", "most"),
     [
         (Slots(3, 3), 100, 1, 8, 300),
         (Slots(3, 3), 100, 4, 2, 800),  # two experts a rank: each token comes twice at most

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "factor, tokens, top_k, ranks, local, rows",
+    ("factor", "tokens", "top_k", "ranks", "local", "rows"),
     [
         (1.0, 512, 4, 8, 4, 2048),
         (1.5, 512, 4, 8, 4, 3072),
@@ -53,7 +53,7 @@ def test_exactly_full_is_not_overflow_and_one_row_more_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens, top_k, ranks, local", [(30, 1, 8, 4), (100, 2, 4, 4), (4096, 8, 8, 32)]
+    ("tokens", "top_k", "ranks", "local"), [(30, 1, 8, 4), (100, 2, 4, 4), (4096, 8, 8, 32)]
 )
 @pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
 def test_a_grown_budget_fits_the_rerun(

@@ -252,7 +252,7 @@ def taken(size: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "size, reason",
+    ("size", "reason"),
     [(3, "the nodes hold 3, 1 ranks"), (1, "every node holds one rank"), (4, "on one node")],
 )
 def test_nodes_that_do_not_fit_are_refused_and_auto_takes_collectives(

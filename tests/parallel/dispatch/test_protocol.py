@@ -56,8 +56,8 @@ def stepped(ranks: int, overlaps: bool, beside: bool, keep: bool, slots: int = S
     return program
 
 
-@pytest.mark.parametrize("ranks, runs", [(2, 60), (3, 15), (4, 5)])
-@pytest.mark.parametrize("overlaps, beside, keep", WAYS)
+@pytest.mark.parametrize(("ranks", "runs"), [(2, 60), (3, 15), (4, 5)])
+@pytest.mark.parametrize(("overlaps", "beside", "keep"), WAYS)
 def test_no_order_of_events_breaks_it(
     overlaps: bool, beside: bool, keep: bool, ranks: int, runs: int
 ) -> None:
@@ -235,7 +235,7 @@ def experts(received: Received, w1: Tensor, w2: Tensor, recipe: Fp8Block | None 
 
 
 @pytest.mark.parametrize("recipe", [None, Fp8Block()], ids=["rows as they are", "rows in FP8"])
-@pytest.mark.parametrize("overlaps, beside, keep", WAYS)
+@pytest.mark.parametrize(("overlaps", "beside", "keep"), WAYS)
 def test_the_model_says_what_symm_does(
     monkeypatch: pytest.MonkeyPatch,
     overlaps: bool,

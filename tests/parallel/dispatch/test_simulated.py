@@ -124,7 +124,7 @@ def test_a_token_comes_once_to_each_rank_that_wants_it(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype, values, total",
+    ("dtype", "values", "total"),
     [
         (torch.float32, [1e8, 1.0, -1e8, 1.0], 1.0),  # from the other end, or in pairs, 0
         (torch.bfloat16, [1e8, 1.0, -1e8, 1.0], 1.0),

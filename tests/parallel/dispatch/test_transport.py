@@ -44,7 +44,7 @@ def ranks(nodes: str, symm: Sequence[str] = (), deepep: Sequence[str] = ()) -> l
 
 
 @pytest.mark.parametrize(
-    "given, name, reason",
+    ("given", "name", "reason"),
     [
         (ranks("a"), "local", "auto; all experts are on one rank"),
         (ranks("aa"), "symm", "auto"),
@@ -77,7 +77,7 @@ def test_inside_of_nodes_a_reason_of_one_rank_is_that_of_all_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted, given, said",
+    ("wanted", "given", "said"),
     [
         ("symm", ranks("aa", ["", NO_PEER]), f"{NO_PEER} (rank 1 on a)"),
         ("symm", ranks("ab"), "on several hosts"),
@@ -222,7 +222,7 @@ UNUSED = "parallel.comm_sms=16 is not in effect"
 
 
 @pytest.mark.parametrize(
-    "given, state, reason",
+    ("given", "state", "reason"),
     [
         (dict(transport=SYMM), "16 SMs", "parallel.comm_sms=16"),
         (dict(transport=SYMM, sms=0), "off", "parallel.comm_sms=0"),

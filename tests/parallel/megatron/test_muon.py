@@ -65,7 +65,7 @@ def moved(name: str, w: Tensor, grads: list[Tensor], heads: tuple[int, int, int]
         queries, keys, d = heads
         row = torch.arange(w.size(0)).view(keys, (queries // keys + 2), d)
         rows = tuple(r.flatten() for r in (row[:, :-2], row[:, -2], row[:, -1]))
-    elif "linear" in name and name.endswith("weight") and w.dim() == 2 or "eh_proj" in name:
+    elif ("linear" in name and name.endswith("weight") and w.dim() == 2) or "eh_proj" in name:
         rows = (torch.arange(w.size(0)),)
     else:
         return None

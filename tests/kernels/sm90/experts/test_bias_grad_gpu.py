@@ -8,6 +8,8 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+import itertools
+
 from phalanx.kernels.sm90.experts.bias_grad import bias_grad
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +39,7 @@ class Problem:
         g = torch.Generator("cuda").manual_seed(sum(counts) + O)
         self.L, self.O, used = len(counts), O, sum(counts)
         ends = [sum(counts[:e]) for e in range(self.L + 1)]
-        self.rows = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+        self.rows = [slice(a, b) for a, b in itertools.pairwise(ends)]
         S = used + padding
         self.offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
         table = torch.randn(S + 50, O, generator=g, device="cuda")

@@ -43,7 +43,7 @@ def words(x: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("K", [1, 2, 3, 4, 6, 8, 9, 10, 16])
-@pytest.mark.parametrize("N, D, addends", [(5, 8, 0), (3, 40, 1), (1, 136, 1), (3, 72, 2)])
+@pytest.mark.parametrize(("N", "D", "addends"), [(5, 8, 0), (3, 40, 1), (1, 136, 1), (3, 72, 2)])
 def test_equals_tensor_code_bit_for_bit(N, D, addends, K):
     module = simt.load("phalanx.kernels.sm90.experts.combine", THREADS=32)
     S = 2 * N * K

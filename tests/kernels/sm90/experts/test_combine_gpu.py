@@ -176,7 +176,7 @@ def test_errors_name_the_argument(change, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "N, K, D",
+    ("N", "K", "D"),
     [(32768, 8, 2048), (32768, 16, 4096), (24576, 8, 1536), (8192, 8, 7168), (32768, 4, 2880)],
 )
 @pytest.mark.parametrize("addends", [0, 1, 2])

@@ -79,7 +79,7 @@ def test_clusters():
 
 @gathered
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("F, D", SIZES)
+@pytest.mark.parametrize(("F", "D"), SIZES)
 def test_sizes_that_do_not_divide_the_tile(F, D, tile, gather):
     p = DgradProblem(COUNTS["ragged"], F, D, SWIGLU, gather=gather)
     p.check(p.ours(loop=configured(tile, gather=gather, transposed=True)))

@@ -56,7 +56,7 @@ def test_other_tiles(counts, loop):
 
 @stored
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("N, K", SIZES)
+@pytest.mark.parametrize(("N", "K"), SIZES)
 def test_sizes_that_do_not_divide_the_tile(N, K, tile, transposed):
     kind = dict(transposed=transposed, bias=not transposed)
     p = RowsProblem(COUNTS["ragged"], N, K, **kind)

@@ -49,7 +49,7 @@ def _registers(code: str) -> int:
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def code(request, tmp_path_factory) -> Iterator[Code]:
-    yield Code(request.param, tmp_path_factory.mktemp("cubin"))
+    return Code(request.param, tmp_path_factory.mktemp("cubin"))
 
 
 def test_multiplies_with_wgmma(code):

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+import itertools
+
 from phalanx.kernels.sm90.experts import accumulate, bias_grad, contraction_loads
 from phalanx.kernels.sm90.experts.accumulate import Output, Store
 from phalanx.kernels.sm90.experts.bias_grad import CHUNK, BiasGradConfig, BiasGradKernel
@@ -230,7 +232,7 @@ def test_slots_of_bias_gradients_are_their_own(experts, first, monkeypatch):
                 chunks.append((row, min(end, row + CHUNK), slot))
         wanted = [
             (row, min(end, row + CHUNK), begin // CHUNK + e + i)
-            for e, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False))
+            for e, (begin, end) in enumerate(itertools.pairwise(offsets))
             for i, row in enumerate(range(begin, end, CHUNK))
         ]
         assert chunks == wanted

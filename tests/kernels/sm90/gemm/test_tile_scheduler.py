@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+import itertools
+
 from phalanx.kernels.sm90.gemm import tile_scheduler
 from phalanx.kernels.sm90.gemm.tile_scheduler import Schedule, Scheduler, raster
 from phalanx.kernels.sm90.jit.launch import persistent_clusters
@@ -32,7 +34,7 @@ def _warp(monkeypatch):
     arch = SimpleNamespace(
         lane_idx=lambda: LANES,
         shuffle_sync=lambda value, lane: int(np.broadcast_to(value, 32)[lane]),
-        shuffle_sync_up=lambda value, by: np.where(LANES >= by, np.roll(value, by), value),
+        shuffle_sync_up=lambda value, by: np.where(by <= LANES, np.roll(value, by), value),
         vote_ballot_sync=lambda pred: sum(1 << int(i) for i in LANES[pred]),
         popc=lambda bits: bits.bit_count(),
     )
@@ -142,9 +144,9 @@ def test_slices_of_an_expert_follow_each_other(columns, bits):
 def test_raster_visits_every_tile_by_neighbours(rows, columns, band):
     visited = [raster(i, rows, columns, band, min) for i in range(rows * columns)]
     assert sorted(visited) == [(m, n) for m in range(rows) for n in range(columns)]
-    for (m0, n0), (m1, n1) in zip(visited, visited[1:], strict=False):
+    for (m0, n0), (m1, n1) in itertools.pairwise(visited):
         assert abs(m1 - m0) <= 1 and abs(n1 - n0) <= band
-    for (m0, n0), (m1, n1) in zip(visited, visited[1:], strict=False):
+    for (m0, n0), (m1, n1) in itertools.pairwise(visited):
         assert m0 == m1 or n1 // band == n0 // band  # a band starts in the row where one ended
 
 

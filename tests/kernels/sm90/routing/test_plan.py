@@ -37,7 +37,7 @@ def routing(N: int, K: int, experts: range, seed: int = 0) -> tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize(
-    "N, K, experts, first, L, S, capacity, span",
+    ("N", "K", "experts", "first", "L", "S", "capacity", "span"),
     [
         pytest.param(50, 3, range(-1, 20), 2, 13, 90, 64, 32, id="some elsewhere, exact buffer"),
         pytest.param(40, 5, range(0, 9), 0, 9, 260, 64, 32, id="several chunks, padding"),

@@ -64,7 +64,8 @@ def test_every_number_of_rows(N):
 
 
 @pytest.mark.parametrize(
-    "N, K, E", [(8192, 8, 256), (32768, 8, 128), (32768, 10, 512), (32768, 16, 256), (24577, 8, 64)]
+    ("N", "K", "E"),
+    [(8192, 8, 256), (32768, 8, 128), (32768, 10, 512), (32768, 16, 256), (24577, 8, 64)],
 )
 def test_sizes_of_models(N, K, E):
     idx, prob = distinct(N, K, E)
@@ -79,7 +80,7 @@ def test_as_many_pairs_as_it_takes():
 
 @pytest.mark.parametrize("S", [1, 17, 4000, 8191, 8192, 8193, 100_000])
 @pytest.mark.parametrize(
-    "low, high, first, L",
+    ("low", "high", "first", "L"),
     [
         pytest.param(5, 6, 0, 16, id="one expert has all"),
         pytest.param(5, 6, 5, 1, id="the only expert has all"),
@@ -203,7 +204,7 @@ def test_errors_name_the_argument(change, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "N, K, E, limit", [(8192, 8, 256, 20), (32768, 8, 128, 25), (32768, 16, 512, 35)]
+    ("N", "K", "E", "limit"), [(8192, 8, 256, 20), (32768, 8, 128, 25), (32768, 16, 512, 35)]
 )
 def test_time(N, K, E, limit):
     idx, prob = distinct(N, K, E)

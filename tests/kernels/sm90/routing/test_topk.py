@@ -74,7 +74,8 @@ def run(forward, logits: Tensor, K: int, weights: str, scale=1.0, bias=None, gro
 
 @pytest.mark.parametrize("kind", ["different", "coarse", "same", "two values", "extreme"])
 @pytest.mark.parametrize(
-    "E, K, bf16", [(8, 3, False), (16, 16, True), (40, 1, False), (128, 8, True), (512, 10, False)]
+    ("E", "K", "bf16"),
+    [(8, 3, False), (16, 16, True), (40, 1, False), (128, 8, True), (512, 10, False)],
 )
 def test_the_best_come_first_and_ties_go_to_the_lower(forward, bf16, E, K, kind):
     x = draw(kind, 2, E).to(torch.bfloat16 if bf16 else torch.float32)
@@ -85,7 +86,7 @@ def test_the_best_come_first_and_ties_go_to_the_lower(forward, bf16, E, K, kind)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("E, K", [(16, 1), (136, 6)])
+@pytest.mark.parametrize(("E", "K"), [(16, 1), (136, 6)])
 def test_probabilities(forward, E, K, weights):
     x = 3 * draw("different", 2, E)
     idx, prob = run(forward, x, K, weights, scale=2.5)
@@ -129,7 +130,7 @@ def check_groups(forward, x: Tensor, K: int, groups: tuple[int, int], bias: Tens
 
 
 @pytest.mark.parametrize(
-    "E, K, groups, bf16, kind",
+    ("E", "K", "groups", "bf16", "kind"),
     [
         # Ties everywhere; of the other kinds the smallest, and the model that has groups.
         pytest.param(*case, kind, marks=() if small or kind == "coarse" else pytest.mark.slow)
@@ -157,7 +158,7 @@ def test_experts_that_are_masked(forward, left):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("E, K, bf16", [(16, 1, False), (136, 6, False), (40, 16, True)])
+@pytest.mark.parametrize(("E", "K", "bf16"), [(16, 1, False), (136, 6, False), (40, 16, True)])
 def test_gradient(backward, bf16, E, K, weights):
     dtype, T, scale = torch.bfloat16 if bf16 else torch.float32, 3, 2.5
     x = draw("different", T, E).to(dtype)

@@ -50,7 +50,7 @@ def check(x: Tensor, K: int, options: dict) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("T, E, K", SIZES)
+@pytest.mark.parametrize(("T", "E", "K"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equals_the_router(dtype, T, E, K, options):
     check(draw(T, E, dtype), K, options)
@@ -68,7 +68,7 @@ def test_every_number_of_experts(E):
         check(draw(129, E, dtype), min(E, 10), OPTIONS[1])
 
 
-@pytest.mark.parametrize("E, K", [(16, 16), (128, 8), (512, 16)])
+@pytest.mark.parametrize(("E", "K"), [(16, 16), (128, 8), (512, 16)])
 def test_ties_go_to_the_lower_expert(E, K):
     x = draw(2000, E)
     for tied in (
@@ -97,7 +97,7 @@ def test_numbers_that_are_none():
     assert (ranked[:, 1:] > ranked[:, :-1]).all() and (ranked >= 0).all() and (ranked < 128).all()
 
 
-@pytest.mark.parametrize("T, E, K", [(999, 64, 6), (32768, 256, 8), (500, 512, 16)])
+@pytest.mark.parametrize(("T", "E", "K"), [(999, 64, 6), (32768, 256, 8), (500, 512, 16)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_bias_decides_but_does_not_weigh(dtype, T, E, K):
     x, bias = draw(T, E, dtype), draw(1, E, seed=1)[0] / 4
@@ -133,7 +133,7 @@ def check_groups(x: Tensor, K: int, groups: tuple[int, int], bias: Tensor | None
     torch.testing.assert_close(prob, exact, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("E, K, groups", GROUPED)
+@pytest.mark.parametrize(("E", "K", "groups"), GROUPED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_experts_come_from_the_best_groups(dtype, E, K, groups):
     x, bias = draw(4001, E, dtype), draw(1, E, seed=1)[0] / 8
@@ -141,7 +141,7 @@ def test_experts_come_from_the_best_groups(dtype, E, K, groups):
     check_groups(x, K, groups, bias)
 
 
-@pytest.mark.parametrize("E, K, groups", GROUPED)
+@pytest.mark.parametrize(("E", "K", "groups"), GROUPED)
 def test_ties_of_groups_go_to_the_lower(E, K, groups):
     x, bias = draw(2000, E), (draw(1, E, seed=1)[0] * 2).round() / 8
     for tied in (x.round(), (x > 0).float(), torch.zeros_like(x), x.sign() * 3e38):
@@ -160,7 +160,7 @@ def test_masked_experts_of_groups(left):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("T, E, K", SIZES)
+@pytest.mark.parametrize(("T", "E", "K"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradient(dtype, T, E, K, options):
     x = draw(T, E, dtype)
@@ -232,7 +232,7 @@ def test_errors_name_the_argument(change, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "T, E, K, limit", [(32768, 128, 8, 15), (32768, 256, 16, 30), (32768, 512, 10, 40)]
+    ("T", "E", "K", "limit"), [(32768, 128, 8, 15), (32768, 256, 16, 30), (32768, 512, 10, 40)]
 )
 def test_time(T, E, K, limit):
     x, dprob = draw(T, E), draw(T, K)
