@@ -298,7 +298,7 @@ def _clones(cfg: Config, ranks: int) -> Iterator[str]:
     if p.clones in (0, "auto"):
         return
     transport = TRANSPORTS.get(p.dispatch)  # none yet with auto
-    # The ranks of a node are known when the transport is (parallel.dispatch.transport).
+    # The ranks of a node are known when the transport is (parallel.dispatcher.transport).
     group_shares = transport is not None and not transport.over_nodes
     if cfg.kernels.backend in ("megatron", "cudnn"):
         reason = f"is not possible with kernels.backend={cfg.kernels.backend}"

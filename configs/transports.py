@@ -13,7 +13,7 @@ class TransportFacts:
     """What the rules of a configuration need to know of a transport."""
 
     implementation: str
-    """`module:class`, a subclass of `parallel.dispatch.transport_class.Dispatcher`."""
+    """`module:class`, a subclass of `parallel.dispatcher.transport_class.Dispatcher`."""
     meaning: str
     """What it does and where it runs, in Markdown, for the documentation."""
     auto: bool = True
@@ -40,20 +40,20 @@ AUTO_SMS = 16
 
 TRANSPORTS: dict[str, TransportFacts] = {
     "local": TransportFacts(
-        "phalanx.parallel.dispatch.local:Local",
+        "phalanx.parallel.dispatcher.local:Local",
         "nothing is sent; needs `parallel.expert` = 1",
         one_rank=True,
         fp8=True,
     ),
     "symm": TransportFacts(
-        "phalanx.parallel.dispatch.symm:Symm",
+        "phalanx.parallel.dispatcher.symm:Symm",
         "pushes each token once to a GPU's memory over NVLink: bf16, one node, Hopper",
         comm_sms=True,
         clones=True,
         fp8=True,
     ),
     "hier": TransportFacts(
-        "phalanx.parallel.dispatch.hierarchical:Hier",
+        "phalanx.parallel.dispatcher.hierarchical:Hier",
         "sends it once to each of several nodes, and inside by `symm` or `alltoall`",
         comm_sms=True,
         clones=True,
@@ -61,13 +61,13 @@ TRANSPORTS: dict[str, TransportFacts] = {
         # Without fp8, though the class carries it: that has run on CPU ranks alone.
     ),
     "alltoall": TransportFacts(
-        "phalanx.parallel.dispatch.alltoall:AllToAll",
+        "phalanx.parallel.dispatcher.alltoall:AllToAll",
         "dense collectives of gloo or NCCL, which run everywhere",
         clones=True,
         fp8=True,
     ),
     "deepep": TransportFacts(
-        "phalanx.parallel.dispatch.deepep:DeepEP",
+        "phalanx.parallel.dispatcher.deepep:DeepEP",
         "the package of that name, if installed; never taken by `auto`",
         auto=False,
         comm_sms=True,

@@ -17,10 +17,10 @@ import torch
 from phalanx.configs import programs
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import MICROSCALING
-from phalanx.kernels.attention.limits import refuse_heads
+from phalanx.kernels.core_attention.limits import refuse_heads
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.norm.limits import refuse_width
 from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.rms_norm.limits import refuse_width
 from phalanx.kernels.sm90.limits import COMBINE_SLOTS, PLAN_EXPERTS
 from phalanx.kernels.sm100 import glu
 from phalanx.kernels.sm100.limits import PACKAGE as CUDNN_FRONTEND
@@ -261,7 +261,7 @@ def _fa4(facts: Facts) -> Refusal:
 
 
 FLASH_ATTN = "flash-attn-4==4.0.0b36 quack-kernels==0.6.5"
-"""What `kernels.attention.fa4` and `kernels.norm.quack` run, as pip knows it."""
+"""What `kernels.core_attention.fa4` and `kernels.rms_norm.quack` run, as pip knows it."""
 
 
 def _quack(facts: Facts) -> Refusal:

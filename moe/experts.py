@@ -30,7 +30,7 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.sm100.interleave import RUN, Interleaved
-from phalanx.parallel.dispatch.received import Received
+from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.memory.layer_pass import now
 
 _CHECKPOINT_NAMES = {

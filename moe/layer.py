@@ -27,11 +27,11 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.experts import Experts
 from phalanx.moe.router.router import Router
 from phalanx.moe.shared_experts import SharedExperts
-from phalanx.parallel.dispatch.base import make_dispatcher
-from phalanx.parallel.dispatch.capacity import Budget
-from phalanx.parallel.dispatch.exchange import SymmOptions
-from phalanx.parallel.dispatch.received import addends
-from phalanx.parallel.dispatch.transport_class import Transport
+from phalanx.parallel.dispatcher.base import make_dispatcher
+from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.received import addends
+from phalanx.parallel.dispatcher.transport_class import Transport
 from phalanx.parallel.memory.again import checkpoint
 from phalanx.parallel.memory.layer_pass import now
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.parallel.dispatch.exchange import begin_exchanges
+from phalanx.parallel.dispatcher.exchange import begin_exchanges
 from phalanx.parallel.fault.agreement import gather
 
 Inputs = list[dict[str, Tensor]]

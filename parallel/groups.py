@@ -13,7 +13,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from phalanx.configs.knobs import counted
-from phalanx.parallel.dispatch.nodes import time_limit
+from phalanx.parallel.dispatcher.nodes import time_limit
 from phalanx.parallel.megatron import cpu
 from phalanx.parallel.megatron.patches import one_group_of_each_rank
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.dispatch.exchange import release_exchanges
+from phalanx.parallel.dispatcher.exchange import release_exchanges
 from phalanx.parallel.fault.signals import end_with_parent
 from phalanx.parallel.megatron import cpu, weight_grad
 from phalanx.parallel.megatron.version import check_version

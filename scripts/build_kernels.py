@@ -45,8 +45,8 @@ class Target:
 
 def targets() -> list[Target]:
     """All that the library can choose, in the same order in every process."""
-    from phalanx.kernels.attention import fa4_shipped
-    from phalanx.kernels.norm import quack_library
+    from phalanx.kernels.core_attention import fa4_shipped
+    from phalanx.kernels.rms_norm import quack_library
     from phalanx.kernels.sm90.jit import launch
     from phalanx.kernels.sm90.jit.shipped import SHIPPED
 

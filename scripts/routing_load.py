@@ -36,7 +36,7 @@ from phalanx.configs.knobs import counted
 from phalanx.configs.machines import rates_of
 from phalanx.moe.router.recorded_load import RecordedLoad, recorded_load
 from phalanx.moe.router.recording import Facts, read_facts, read_layer
-from phalanx.parallel.dispatch.clones import Clones, cost_of_copy
+from phalanx.parallel.dispatcher.clones import Clones, cost_of_copy
 from phalanx.scripts.reader import may_leave
 
 _COST = cost_of_copy(rates_of("", "h200"), width=2, keep=False)

@@ -27,7 +27,7 @@ from phalanx.moe.estimate.weights import LayerKind
 from phalanx.moe.experts import activation_of
 from phalanx.moe.model.dense_mlp import takes
 from phalanx.moe.router.router import slots
-from phalanx.parallel.dispatch.capacity import Budget
+from phalanx.parallel.dispatcher.capacity import Budget
 
 _CHUNK = 64
 """Positions of a chunk of flash-linear-attention's kernels."""

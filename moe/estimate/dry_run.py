@@ -37,7 +37,7 @@ from phalanx.moe.estimate.timing import bound, step_time
 from phalanx.moe.estimate.traffic import costs, overlaps, row_bytes, traffic
 from phalanx.moe.estimate.weights import fp8_copy_bytes
 from phalanx.moe.report.units import count, storage, work
-from phalanx.parallel.dispatch.costs import Links
+from phalanx.parallel.dispatcher.costs import Links
 
 _GIB = 2**30
 

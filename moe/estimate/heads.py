@@ -8,7 +8,7 @@ from phalanx.configs.formats import width
 from phalanx.configs.linear_attention import HEAD_DIM, input_dim
 from phalanx.configs.machines import Machine
 from phalanx.configs.schema import Config
-from phalanx.parallel.dispatch.costs import Links
+from phalanx.parallel.dispatcher.costs import Links
 
 
 def heads_traffic(cfg: Config, machine: Machine) -> Links:

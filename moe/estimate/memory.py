@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from phalanx.configs.capture import CAPTURED
 from phalanx.configs.layout import document_places, pipeline_chunks
 from phalanx.configs.schema import Config
-from phalanx.kernels.attention.documents import BOUNDED
+from phalanx.kernels.core_attention.documents import BOUNDED
 from phalanx.moe.estimate.activations import Activations, Layer
 from phalanx.moe.estimate.pipeline import held
 from phalanx.moe.estimate.traffic import costs

@@ -12,8 +12,8 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import KernelUnavailable, resolve
 from phalanx.moe.estimate.memory import fp8_weights
 from phalanx.moe.model.kernel_facts import facts
-from phalanx.parallel.dispatch.clones import Costs
-from phalanx.parallel.dispatch.transport import class_of, planned, sms_of, with_clones
+from phalanx.parallel.dispatcher.clones import Costs
+from phalanx.parallel.dispatcher.transport import class_of, planned, sms_of, with_clones
 
 _PACKAGES = frozenset(
     {"flash_attn_4", "quack", "transformer_engine", "triton", "nvidia_cutlass_dsl"}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from phalanx.configs.schema import Config
 from phalanx.moe.estimate.activations import Activations, sizes
 from phalanx.moe.estimate.memory import exchange_bytes, stage_memory
-from phalanx.parallel.dispatch.capacity import ROW_MULTIPLE
+from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from phalanx.configs.layout import clone_slots, expert_parallel_size
 from phalanx.configs.machines import MACHINES
 from phalanx.configs.schema import Config, MoEConfig
 from phalanx.kernels.quantize import packed
-from phalanx.parallel.dispatch.costs import NOTHING, Costs, Links, Reach
-from phalanx.parallel.dispatch.transport import class_of
-from phalanx.parallel.dispatch.transport_class import waits_for_tokens
+from phalanx.parallel.dispatcher.costs import NOTHING, Costs, Links, Reach
+from phalanx.parallel.dispatcher.transport import class_of
+from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 
 
 @dataclass(frozen=True)

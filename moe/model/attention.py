@@ -37,12 +37,12 @@ from megatron.core.transformer.utils import (
 )
 from torch.profiler import record_function
 
-from phalanx.kernels.attention import sinks
-from phalanx.kernels.attention.core import attention
-from phalanx.kernels.attention.documents import Documents
-from phalanx.kernels.attention.latent import keys_values
-from phalanx.kernels.attention.max_logit import MaxLogit, raise_
-from phalanx.kernels.attention.rope import rope_
+from phalanx.kernels.core_attention import sinks
+from phalanx.kernels.core_attention.core import attention
+from phalanx.kernels.core_attention.documents import Documents
+from phalanx.kernels.core_attention.latent import keys_values
+from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_
+from phalanx.kernels.core_attention.rope import rope_
 from phalanx.moe.model.max_logits import noting
 from phalanx.moe.model.packed import Packed
 from phalanx.parallel.memory.layer_pass import now
@@ -254,8 +254,8 @@ class LatentAttention(MLASelfAttention):
     left out.
 
     It parts queries to turn some of their channels, and joins them again; keys it puts together of
-    their own part and the rotary part that all heads share. Here `kernels.attention.rope` and
-    `kernels.attention.latent` do either in one pass. Training only: no cache of keys.
+    their own part and the rotary part that all heads share. Here `kernels.core_attention.rope` and
+    `kernels.core_attention.latent` do either in one pass. Training only: no cache of keys.
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:

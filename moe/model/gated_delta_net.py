@@ -28,7 +28,7 @@ from phalanx.kernels.linear_attention.gated_delta import (
     gated_rms_norm,
 )
 from phalanx.moe.model.norm import RMSNorm
-from phalanx.parallel.context import own_heads, own_tokens, whole_sequences
+from phalanx.parallel.context_parallel import own_heads, own_tokens, whole_sequences
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.imports import gated_delta_net
 

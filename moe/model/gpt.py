@@ -214,7 +214,7 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        # kernels.attention.latent and kernels.attention.rope rotate, and say why.
+        # kernels.core_attention.latent and kernels.core_attention.rope rotate, and say why.
         apply_rope_fusion=False,
         persist_layer_norm=False,
         cross_entropy_loss_fusion=not on_cpu,

@@ -1,5 +1,5 @@
 """Attention of grouped queries around a core attention, with the norms and rotary embedding of
-kernels.attention.qkv.
+kernels.core_attention.qkv.
 
 Megatron-Core 0.19.2 copies the queries out of the mixed projection, norms and turns queries and
 keys by kernels of their own, and joins three gradients to one. Here a layer goes from the
@@ -18,8 +18,8 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from phalanx.kernels.attention.qkv import HeadNorms, queries_keys_values
-from phalanx.kernels.attention.rope import rope
+from phalanx.kernels.core_attention.qkv import HeadNorms, queries_keys_values
+from phalanx.kernels.core_attention.rope import rope
 from phalanx.moe.model.attention import CoreAttention
 from phalanx.parallel.megatron.gathered import gathered
 

@@ -1,7 +1,7 @@
 """The largest attention logit of every head and layer in a step, over all micro-batches and ranks.
 
 Core attention takes note of it in the forward pass of steps for which that is due
-(`kernels.attention.max_logit`): in one table on the device, which is reduced with the totals that a
+(`kernels.core_attention.max_logit`): in one table on the device, which is reduced with the totals that a
 step reduces anyway (moe.training.step). QK-clip (`moe.model.qk_clip`) reads the table there, and a
 record has the maximum of each layer. Validation does not count, and neither does a forward pass
 that is computed again for its gradients, which has been noted before.
@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from phalanx.kernels.attention.max_logit import MaxLogit
+from phalanx.kernels.core_attention.max_logit import MaxLogit
 from phalanx.moe.router.balance import layer_index
 
 

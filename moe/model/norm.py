@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.kernels.norm.rms_norm import fork, rms_norm
+from phalanx.kernels.rms_norm.rms_norm import fork, rms_norm
 
 
 class RMSNorm(torch.nn.Module):

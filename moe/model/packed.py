@@ -6,7 +6,7 @@ their [T, 1, D]. One sequence rather than several: variable-length kernels and r
 position need nothing else, and the tokens [B, S] are that already in memory.
 
 Everything is on the device and of static size, and follows from the positions alone: a step that
-packs is captured in a CUDA graph as any other (`kernels.attention.documents`).
+packs is captured in a CUDA graph as any other (`kernels.core_attention.documents`).
 
 Under context parallelism a rank has two chunks of each sequence, as Megatron-Core deals them.
 
@@ -19,7 +19,7 @@ from typing import Any
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from phalanx.kernels.attention.documents import Documents
+from phalanx.kernels.core_attention.documents import Documents
 
 
 @dataclass

@@ -22,8 +22,8 @@ from torch import Tensor
 from phalanx.configs.knobs import counted
 from phalanx.kernels.routing.clone_plan import ClonePlan, make_clone_plan
 from phalanx.moe.router.recording import Ids
-from phalanx.parallel.dispatch.capacity import ROW_MULTIPLE, Budget
-from phalanx.parallel.dispatch.clones import Clones
+from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE, Budget
+from phalanx.parallel.dispatcher.clones import Clones
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from phalanx.moe.router.fused_balance import Recorder
 from phalanx.moe.router.logits import gate
 from phalanx.moe.router.replay import Replay
 from phalanx.moe.router.scores import choose, loss_scores, probabilities
-from phalanx.parallel.dispatch.base import Slots
+from phalanx.parallel.dispatcher.base import Slots
 
 
 def check(options: RouterConfig, *, experts: int, top_k: int) -> None:

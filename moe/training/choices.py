@@ -26,8 +26,8 @@ from phalanx.moe.report.units import storage
 from phalanx.moe.router.fused_topk import refuse
 from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.cuda_graph import WARM_STEPS
-from phalanx.parallel.dispatch.clones import Costs, costs_of_copies, rates_on
-from phalanx.parallel.dispatch.transport_class import waits_for_tokens
+from phalanx.parallel.dispatcher.clones import Costs, costs_of_copies, rates_on
+from phalanx.parallel.dispatcher.transport_class import waits_for_tokens
 from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.megatron.recipe_linear import computes_by
 from phalanx.parallel.runtime import Runtime

@@ -20,7 +20,7 @@ from phalanx.moe.training.out_of_memory import OutOfMemory
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.cuda_graph import CaptureFailed
-from phalanx.parallel.dispatch.exchange import missing
+from phalanx.parallel.dispatcher.exchange import missing
 from phalanx.parallel.engine import Diverged
 from phalanx.parallel.fault import launcher
 from phalanx.parallel.fault.signals import StopSignal

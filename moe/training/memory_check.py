@@ -23,7 +23,7 @@ from phalanx.moe.estimate.room import (
 from phalanx.moe.model.precision import compute_dtype
 from phalanx.moe.training.choices import known
 from phalanx.moe.training.out_of_memory import advice
-from phalanx.parallel.dispatch.transport import planned, refusals_here
+from phalanx.parallel.dispatcher.transport import planned, refusals_here
 from phalanx.parallel.fault.agreement import Failed, agree, gather
 from phalanx.parallel.runtime import Runtime
 

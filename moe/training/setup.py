@@ -15,7 +15,7 @@ from phalanx.configs.formats import is_fp8, quantizes_on_arrival
 from phalanx.configs.layout import document_places, logit_interval
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import expert_parallel_size
-from phalanx.kernels.attention.documents import BOUNDED
+from phalanx.kernels.core_attention.documents import BOUNDED
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.registry import Choice
 from phalanx.moe.experts import activation_of
@@ -34,17 +34,17 @@ from phalanx.moe.training.choices import (
     experts_of_all,
     known,
 )
-from phalanx.parallel.dispatch.capacity import Budget
-from phalanx.parallel.dispatch.exchange import SymmOptions
-from phalanx.parallel.dispatch.transport import choices as transport_choices
-from phalanx.parallel.dispatch.transport import (
+from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.transport import choices as transport_choices
+from phalanx.parallel.dispatcher.transport import (
     choose_transport,
     clone_choices,
     of_megatron,
     sms_of,
     with_clones,
 )
-from phalanx.parallel.dispatch.transport_class import Transport
+from phalanx.parallel.dispatcher.transport_class import Transport
 from phalanx.parallel.engine import Engine
 from phalanx.parallel.fault.agreement import gather
 from phalanx.parallel.groups import Groups, create

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention import core, sinks
+from phalanx.kernels.core_attention import core, sinks
 from phalanx.scripts.bench.comparison import Operation, Row, compare
 from phalanx.scripts.bench.libraries import Sizes, drawn
 from phalanx.scripts.bench.measure import Bench, reason

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.parallel.dispatch.base import Dispatcher
-from phalanx.parallel.dispatch.clones import Clones, Costs, costs_of_copies, rates_on
-from phalanx.parallel.dispatch.received import Received
-from phalanx.parallel.dispatch.transport import refuse
+from phalanx.parallel.dispatcher.base import Dispatcher
+from phalanx.parallel.dispatcher.clones import Clones, Costs, costs_of_copies, rates_on
+from phalanx.parallel.dispatcher.received import Received
+from phalanx.parallel.dispatcher.transport import refuse
 from phalanx.scripts.bench.ends import Inputs, dispatcher, inputs
 from phalanx.scripts.bench.models import CLONES_ASKED, ROWS_ASKED, Model
 from phalanx.scripts.bench.problems import BF16

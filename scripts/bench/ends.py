@@ -13,12 +13,12 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.recipe import Fp8Block
-from phalanx.parallel.dispatch.base import Dispatcher, Slots, make_dispatcher
-from phalanx.parallel.dispatch.capacity import Budget
-from phalanx.parallel.dispatch.clones import Clones
-from phalanx.parallel.dispatch.exchange import SymmOptions
-from phalanx.parallel.dispatch.received import Received
-from phalanx.parallel.dispatch.transport import choose_transport
+from phalanx.parallel.dispatcher.base import Dispatcher, Slots, make_dispatcher
+from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.clones import Clones
+from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.received import Received
+from phalanx.parallel.dispatcher.transport import choose_transport
 from phalanx.scripts.bench.measure import reason
 from phalanx.scripts.bench.models import Model
 from phalanx.scripts.bench.problems import BF16, random

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.routing.plan import make_plan
-from phalanx.parallel.dispatch.capacity import Budget
-from phalanx.parallel.dispatch.exchange import SymmOptions, exchange_of
-from phalanx.parallel.dispatch.transport import refuse
+from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.exchange import SymmOptions, exchange_of
+from phalanx.parallel.dispatcher.transport import refuse
 from phalanx.scripts.bench.ends import PLAN_NAMES, ROOM, TIMEOUT, Ends, inputs, transports
 from phalanx.scripts.bench.measure import Company
 from phalanx.scripts.bench.models import (

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from phalanx.configs.schema import RouterConfig
-from phalanx.kernels.attention.latent import keys_values
-from phalanx.kernels.attention.qkv import HeadNorms, queries_keys_values
-from phalanx.kernels.attention.rope import rope_
+from phalanx.kernels.core_attention.latent import keys_values
+from phalanx.kernels.core_attention.qkv import HeadNorms, queries_keys_values
+from phalanx.kernels.core_attention.rope import rope_
 from phalanx.moe.router import fused_topk
 from phalanx.parallel.megatron.adam import AdamW
 from phalanx.scripts.bench.comparison import Operation, Row, both_ms, compare, gap, note_of

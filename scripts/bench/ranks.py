@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.dispatch.exchange import begin_exchanges, missing, release_exchanges
+from phalanx.parallel.dispatcher.exchange import begin_exchanges, missing, release_exchanges
 from phalanx.scripts.bench.measure import (
     Bench,
     Call,
@@ -113,7 +113,7 @@ class RankBench(Bench):
 
     clock: RankClock
     transports: tuple[str, ...] = ()
-    """Names for `parallel.dispatch.base.make_dispatcher`."""
+    """Names for `parallel.dispatcher.base.make_dispatcher`."""
     comm_sms: int = 0
     """SMs that push in a layer, as parallel.comm_sms."""
 

@@ -20,7 +20,7 @@ from phalanx.kernels.expert_mlp.dense_halves import FirstHalf, dense_first, dens
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.experts import Experts
-from phalanx.parallel.dispatch.base import Dispatcher
+from phalanx.parallel.dispatcher.base import Dispatcher
 from phalanx.scripts.bench.ends import Ends, Inputs, dispatcher, inputs, transports
 from phalanx.scripts.bench.models import (
     EXPOSED_ASKED,

@@ -26,8 +26,8 @@ from phalanx.moe.estimate.resolve import resolved
 from phalanx.moe.estimate.timing import step_time
 from phalanx.moe.estimate.traffic import traffic
 from phalanx.moe.estimate.weights import stage_weights
-from phalanx.parallel.dispatch.costs import Links
-from tests.parallel.dispatch.test_base import (
+from phalanx.parallel.dispatcher.costs import Links
+from tests.parallel.dispatcher.test_base import (
     ROUTINGS,
     Case,
     Result,

@@ -8,8 +8,8 @@ import torch
 from phalanx.configs.machines import CPU_RANKS
 from phalanx.moe.router.recorded_load import recorded_load
 from phalanx.moe.router.recording import layer_name, read_facts, read_layer, write
-from phalanx.parallel.dispatch.clones import Clones, costs_of_copies
-from tests.parallel.dispatch.test_hierarchical import SIZE, pretended
+from phalanx.parallel.dispatcher.clones import Clones, costs_of_copies
+from tests.parallel.dispatcher.test_hierarchical import SIZE, pretended
 from tests.support.distributed import run_distributed
 from tests.support.runs import SMALL, records, run
 from tests.support.training import Trained, _loaded, _train, trained

@@ -30,7 +30,7 @@ OVERRIDES = [
 HANGING = """
 import os, sys, torch, train
 from contextlib import nullcontext
-from phalanx.parallel.dispatch.symm import Symm
+from phalanx.parallel.dispatcher.symm import Symm
 from tests.support.runs import before_step
 dispatch = Symm.dispatch
 def hang(*args, **how):

@@ -13,9 +13,9 @@ from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.module import GroupedMLP
 from phalanx.kernels.routing.plan import make_plan
-from phalanx.parallel.dispatch.base import Slots, make_dispatcher
-from phalanx.parallel.dispatch.capacity import Budget
-from phalanx.parallel.dispatch.transport import LOCAL
+from phalanx.parallel.dispatcher.base import Slots, make_dispatcher
+from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.transport import LOCAL
 from tests.kernels.problems import ACTIVATIONS, Problem, make
 from tests.support.sync_free import sync_free
 

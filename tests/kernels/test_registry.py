@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.configs.knobs import get
-from phalanx.kernels.attention.core import attention
+from phalanx.kernels.core_attention.core import attention
 from phalanx.kernels.registry import (
     FLASH_ATTN,
     FLASH_LINEAR_ATTENTION,

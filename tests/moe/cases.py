@@ -65,8 +65,8 @@ def options(model: Any, pg: Any, backend: str = "torch") -> Any:
     from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
     from phalanx.moe.experts import activation_of
     from phalanx.moe.layer import MoEOptions
-    from phalanx.parallel.dispatch.capacity import Budget
-    from phalanx.parallel.dispatch.transport import choose_transport
+    from phalanx.parallel.dispatcher.capacity import Budget
+    from phalanx.parallel.dispatcher.transport import choose_transport
 
     e = model.moe
     return MoEOptions(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.parallel import runtime
-from phalanx.parallel.dispatch import exchange
+from phalanx.parallel.dispatcher import exchange
 from tests.support.distributed import run_distributed
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.moe.router.forced_balance import ForcedBalance  # noqa: F401  (imported once for all ranks, which are forked)
-from phalanx.parallel.dispatch import alltoall
+from phalanx.parallel.dispatcher import alltoall
 from phalanx.parallel.megatron import cpu
 from phalanx.scripts import bench_dispatch
 from phalanx.scripts.bench import exchange as suites

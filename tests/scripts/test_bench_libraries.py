@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.kernels.attention import core
-from phalanx.kernels.attention.latent import keys_values
-from phalanx.kernels.attention.qkv import queries_keys_values
-from phalanx.kernels.attention.rope import rope
+from phalanx.kernels.core_attention import core
+from phalanx.kernels.core_attention.latent import keys_values
+from phalanx.kernels.core_attention.qkv import queries_keys_values
+from phalanx.kernels.core_attention.rope import rope
 from phalanx.moe.router import fused_topk
 from phalanx.moe.router.scores import choose, probabilities
 from phalanx.scripts import bench_libraries

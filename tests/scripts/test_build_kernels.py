@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from phalanx.kernels.attention import fa4_shipped
 from phalanx.kernels.cache import Cache, statistics
-from phalanx.kernels.norm import quack_library
+from phalanx.kernels.core_attention import fa4_shipped
+from phalanx.kernels.rms_norm import quack_library
 from phalanx.kernels.sm90.jit import launch
 from phalanx.kernels.sm90.jit.shipped import SHIPPED
 from phalanx.scripts import build_kernels

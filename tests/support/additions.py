@@ -12,9 +12,9 @@ from torch import Tensor
 from phalanx.configs.activations import ACTIVATIONS, ActivationFacts
 from phalanx.configs.transports import TRANSPORTS, TransportFacts
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.parallel.dispatch.costs import Costs, Links, Reach
-from phalanx.parallel.dispatch.received import Beside, Meanwhile, Planner, Received, during, plus
-from phalanx.parallel.dispatch.transport_class import DispatchContext, Dispatcher
+from phalanx.parallel.dispatcher.costs import Costs, Links, Reach
+from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
 
 # --- ReGLU, and ReLU without a gate (arXiv 2002.05202) --------------------------------------------
 

@@ -158,7 +158,7 @@ def _main(listed: Path) -> None:
 def _train(name: str, case: Case, store: dist.Store, folder: Path, process: int) -> None:
     """Train in this process; a failure ends it."""
     from phalanx import train
-    from phalanx.parallel.dispatch.exchange import release_exchanges
+    from phalanx.parallel.dispatcher.exchange import release_exchanges
     from tests.support.distributed import _forget_models
 
     began = time.monotonic()

@@ -13,5 +13,5 @@ with importing_megatron():
     import megatron.core.dist_checkpointing.strategies.filesystem_async
     import megatron.core.models.mimo.optimizer  # noqa: F401
 
-    import phalanx.parallel.dispatch.alltoall
+    import phalanx.parallel.dispatcher.alltoall
 phalanx.configs.load.load([])  # with Hydra's plugins

@@ -94,7 +94,7 @@ def rotated(number: Int32, count: Int32, rank: Int32, ranks: cutlass.Constexpr) 
 
 class Singles(NamedTuple):
     """Expert rows that go by themselves, each to slot k and token t of its token's rank
-    (`kernels.clones.rows`)."""
+    (`kernels.replication.rows`)."""
 
     pairs_S: Tensor
     """int32: pairs n * K + k of these rows; anything behind."""
@@ -444,7 +444,7 @@ def combine_push(
         index_S: int32 received rows of expert rows.
         inverse_NK: int32 expert rows of received rows, -1 for none. A received row without any is
             not sent: there is nobody to wait for it, or all of them had no place in y, and the step
-            is run again (`parallel.dispatch.capacity`).
+            is run again (`parallel.dispatcher.capacity`).
         offsets: int32 [L + 1].
         buffers: where to.
         tokens: T.

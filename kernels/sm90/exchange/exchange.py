@@ -4,7 +4,7 @@ An exchange is started by every rank of a group in the same order, and waited fo
 count is read, by host or device, before rows are sent; epochs are counted on the device, so that
 exchanges can be captured in a CUDA graph. This half takes the receive buffers in turn (`SLOTS`),
 orders streams and picks the arguments of the kernels; it allocates no memory that others see and
-calls no collective (see `parallel.dispatch.exchange`).
+calls no collective (see `parallel.dispatcher.exchange`).
 
     start        push rows to the ranks that want them            -> Transfer
     wait         let the stream wait for what all ranks pushed, or for their side data alone

@@ -2,7 +2,7 @@
 
 Every rank has one block of symmetric memory: its flags, then the receive buffers of `SLOTS`
 exchanges, each [R * T, D] rows in bf16 and R blocks of side data. Whoever makes the memory known to
-all ranks (`parallel.dispatch.exchange`) passes their addresses in; nothing here needs a GPU or a
+all ranks (`parallel.dispatcher.exchange`) passes their addresses in; nothing here needs a GPU or a
 compiler.
 
 Legend: R ranks, T tokens of a rank, D hidden, K slots of a token.

@@ -235,8 +235,8 @@ def count_built(names: list[str]) -> dict[str, int]:
     from phalanx.moe.experts import activation_of
     from phalanx.moe.layer import MoEOptions
     from phalanx.moe.model.gpt import Backends, Layout, build, transformer_config
-    from phalanx.parallel.dispatch.capacity import Budget
-    from phalanx.parallel.dispatch.transport import LOCAL
+    from phalanx.parallel.dispatcher.capacity import Budget
+    from phalanx.parallel.dispatcher.transport import LOCAL
     from phalanx.parallel.groups import create
     from tests.moe.on_meta import OnMeta
 

@@ -9,7 +9,7 @@ import pytest
 from phalanx.configs.load import load
 from phalanx.configs.schema import Config
 from phalanx.moe.estimate.traffic import least_traffic, traffic
-from phalanx.parallel.dispatch.costs import Links
+from phalanx.parallel.dispatcher.costs import Links
 
 NODE = 8
 

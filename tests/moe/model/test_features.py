@@ -87,8 +87,8 @@ def built(
     from phalanx.moe.experts import activation_of
     from phalanx.moe.layer import MoEOptions
     from phalanx.moe.model.gpt import Backends, Layout, build, transformer_config
-    from phalanx.parallel.dispatch.capacity import Budget
-    from phalanx.parallel.dispatch.transport import choose_transport
+    from phalanx.parallel.dispatcher.capacity import Budget
+    from phalanx.parallel.dispatcher.transport import choose_transport
     from phalanx.parallel.groups import create
 
     cfg = load([*overrides, "precision=fp32", f"data.sequence_length={SEQUENCE}"])

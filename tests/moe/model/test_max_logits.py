@@ -85,7 +85,7 @@ def _all_logits(query: Tensor, key: Tensor, core: Any, positions: Tensor | None)
 
 def _measured(cfg: Config) -> tuple[Tensor, Tensor, Tensor, int]:
     """The table of a step, that of all logits, what the host was told, and passes over logits."""
-    from phalanx.kernels.attention import core as kernels
+    from phalanx.kernels.core_attention import core as kernels
     from phalanx.moe.model.attention import CoreAttention
     from phalanx.moe.router import balance
 

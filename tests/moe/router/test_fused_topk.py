@@ -142,7 +142,7 @@ def test_what_a_model_launches_is_shipped(model: str) -> None:
 @pytest.mark.parametrize("model", [m for m in group_options("model") if not m.startswith("tiny")])
 def test_attention_of_a_model_is_shipped(model: str) -> None:
     pytest.importorskip("flash_attn.cute")
-    from phalanx.kernels.attention.fa4_shipped import SHIPPED, AttentionLayer
+    from phalanx.kernels.core_attention.fa4_shipped import SHIPPED, AttentionLayer
 
     a = load([f"model={model}"]).model.attention
     group, d, v = a.heads // a.kv_heads, a.head_dim, a.head_dim

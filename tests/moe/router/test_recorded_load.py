@@ -13,7 +13,7 @@ from phalanx.moe.router.recorded_load import (
     rows_of_ranks,
 )
 from phalanx.moe.router.recording import Ids
-from phalanx.parallel.dispatch.clones import Clones, cost_of_copy, costs_of_copies
+from phalanx.parallel.dispatcher.clones import Clones, cost_of_copy, costs_of_copies
 
 UNEVEN, EVEN = (768, 64, 128, 64), (256, 256, 256, 256)
 """Tokens of each of four experts in a micro-batch of two ranks with 512 tokens each."""

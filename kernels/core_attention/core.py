@@ -1,0 +1,356 @@
+"""Core attention as one function: softmax(scale * q @ k^T + mask) @ v, causal, windows and sinks.
+
+moe/model/attention.py calls it between the query-key-value and the output projection. Backends:
+`reference` (explicit fp32 softmax, S x T memory: the oracle), `sdpa` (torch's fused kernels),
+`flex` (FlexAttention compiled to Triton: windows and sinks at fused speed) and `fa4` (flash-attn-4
+for Hopper). All of them differentiate through q, k, v and the sinks, and read no device value on
+the host. In a packed sequence a query sees its own document alone (`kernels.core_attention.documents`).
+
+Shape legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
+d channels of query and key, v channels of value. The queries are the last S of T positions:
+query i is at position p = T - S + i and sees keys j with p - window < j <= p (window 0: j <= p).
+Of documents there is one sequence, B = 1; they say how many of its keys come before the queries.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from phalanx.kernels.core_attention.documents import Documents
+from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_
+
+BLOCK = 128
+"""Rows and columns of a tile of FlexAttention's block mask."""
+
+
+def attention(
+    q_BHSd: torch.Tensor,
+    k_BGTd: torch.Tensor,
+    v_BGTv: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    sinks_H: torch.Tensor | None = None,
+    documents: Documents | None = None,
+    top: MaxLogit | None = None,
+    backend: str,
+) -> torch.Tensor:
+    """Causal attention with grouped queries, an optional sliding window and optional sinks.
+
+    Args:
+        q_BHSd: queries, any strides with contiguous channels, bf16 or fp32.
+        k_BGTd: keys; query head h uses key-value head h // (H / G).
+        v_BGTv: values; v may differ from d (multi-head latent attention).
+        scale: factor on q @ k^T.
+        window: keys that a query sees, itself included; 0 is no limit.
+        sinks_H: a logit per head that joins the softmax denominator and has no value (GPT-OSS,
+            arXiv 2508.10925; "softmax off by one" is the sink 0).
+        documents: of the S queries of one sequence; a query sees its own alone.
+        top: takes note of the largest logit of each head, before sinks.
+        backend: `reference`, `sdpa`, `flex` or `fa4`.
+
+    Returns:
+        o_BHSv in the dtype of q; by `fa4` contiguous as o_SBHv.
+
+    Raises:
+        ValueError: shapes that do not fit, or a backend that cannot run them.
+    """
+    heads, groups, queries, keys = q_BHSd.size(1), k_BGTd.size(1), q_BHSd.size(2), k_BGTd.size(2)
+    if heads % groups:
+        raise ValueError(f"{heads} query heads are not a multiple of {groups} key-value heads")
+    if queries > keys:
+        raise ValueError(f"{queries} queries cannot be the last of {keys} positions")
+    if backend not in _BACKENDS:
+        raise ValueError(f"unknown attention backend {backend!r}: use {', '.join(_BACKENDS)}")
+    if documents is not None:
+        batch, tokens = q_BHSd.size(0), documents.first_T.numel()
+        if (batch, queries, keys) != (1, tokens, documents.before + tokens):
+            raise ValueError(
+                f"documents in {tokens} tokens of one sequence, behind {documents.before} others, "
+                f"do not fit {queries} queries and {keys} keys of {batch}"
+            )
+    # A window that covers every key is no window: one mask fewer to build, compile or refuse.
+    window = 0 if window >= keys else window
+    return _BACKENDS[backend](q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H, documents, top)
+
+
+def visible_ST(
+    queries: int,
+    keys: int,
+    window: int,
+    device: torch.device | str,
+    documents: Documents | None = None,
+) -> torch.Tensor:
+    """Boolean [S, T]: which keys (columns) each query (rows) sees."""
+    p_S1 = torch.arange(keys - queries, keys, device=device)[:, None]
+    j_1T = torch.arange(keys, device=device)[None]
+    seen = j_1T <= p_S1
+    if documents is not None:
+        seen &= j_1T >= documents.first_T[:, None]
+    return seen & (j_1T > p_S1 - window) if window else seen
+
+
+def _reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    sinks_H: torch.Tensor | None,
+    documents: Documents | None,
+) -> torch.Tensor:
+    (_, H, S, _), (_, G, T, _) = q.shape, k.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # The H / G query heads of a group are more rows against the same keys: no key is copied.
+    q_Bgrd = q.to(wide).unflatten(1, (G, H // G)).flatten(2, 3)
+    logits_BHST = (q_Bgrd @ k.to(wide).transpose(-1, -2)).reshape(-1, H, S, T) * scale
+    visible = visible_ST(S, T, window, q.device, documents)
+    logits_BHST = logits_BHST.masked_fill(~visible, float("-inf"))
+    if sinks_H is not None:
+        column_BHS1 = sinks_H.to(wide)[:, None, None].expand(logits_BHST.size(0), H, S, 1)
+        logits_BHST = torch.cat([logits_BHST, column_BHS1], -1)
+    weights_BHST = logits_BHST.softmax(-1)[..., :T]
+    o_Bgrv = weights_BHST.reshape(-1, G, H // G * S, T) @ v.to(wide)
+    return o_Bgrv.reshape(-1, H, S, v.size(-1)).to(q.dtype)
+
+
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    sinks_H: torch.Tensor | None,
+    documents: Documents | None,
+) -> torch.Tensor:
+    S, T, grouped = q.size(2), k.size(2), q.size(1) != k.size(1)
+    if q.device.type != "cuda":
+        if sinks_H is not None:
+            seen = F.pad(visible_ST(S, T, window, q.device, documents), (0, 1), value=True)
+            q, k, v = _with_sink_key(q, k, v, sinks_H, scale)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped
+            )[..., :-2]
+        whole = S == T and not window and documents is None
+        mask = None if whole else visible_ST(S, T, window, q.device, documents)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+    if window or S != T or documents is not None or sinks_H is not None:
+        raise ValueError(
+            "sdpa on CUDA has no sinks, no window, no context parallelism and no documents: "
+            "set kernels.attention=flex"
+        )
+    # cuDNN is the only fast one with d != v; it gives way to flash or memory-efficient attention
+    # under deterministic algorithms. Without the math kernel, what none of them can run is an
+    # error, not S x T memory.
+    fused = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+    ]
+    with sdpa_kernel(fused, set_priority=True):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+
+
+def _with_sink_key(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks_H: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values with one more key: its logit is a head's sink, its value is 0.
+
+    The heads of a group share keys: the sink is two channels of the queries, in which that key has
+    1 and all others have 0. The second has what the dtype of the first rounds away. Values get as
+    many channels, as kernels want.
+    """
+    (B, H, S, _), (_, G, _, d) = q.shape, k.shape
+    sink_H = sinks_H.to(torch.promote_types(q.dtype, torch.float32)) / scale
+    high_H = sink_H.to(q.dtype)
+    channels_H2 = torch.stack([high_H, (sink_H - high_H).to(q.dtype)], -1)
+    key = torch.zeros(d + 2, dtype=k.dtype, device=k.device)
+    key[d:] = 1
+    keys = torch.cat([F.pad(k, (0, 2)), key.expand(B, G, 1, -1)], 2)
+    queries = torch.cat([q, channels_H2.view(1, H, 1, 2).expand(B, H, S, 2)], -1)
+    return queries, keys, F.pad(v, (0, 2, 0, 1))
+
+
+def _flex(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    sinks_H: torch.Tensor | None,
+    documents: Documents | None,
+) -> torch.Tensor:
+    if documents is None:
+        mask = block_mask(q.size(2), k.size(2), window, q.device)
+    else:
+        mask = document_block_mask(documents, window)
+    if q.device.type != "cuda":  # inference only: torch has no backward for it here
+        return _flex_with_sinks(q, k, v, sinks_H, mask, scale)
+    # Layers with and without a window, evaluation, recomputation and each chunk of a context
+    # parallel rank are variants of one compiled function, more than torch's usual limit of 8.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        return _compiled_flex()(q, k, v, sinks_H, mask, scale)
+
+
+def _flex_with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks_H: torch.Tensor | None,
+    mask: BlockMask,
+    scale: float,
+) -> torch.Tensor:
+    flex = functools.partial(
+        flex_attention, block_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
+    )
+    if q.device.type == "cuda":
+        # Below 128 queries torch would take its decoding kernel, which puts the queries of all
+        # heads of a group into one tile and finds no configuration where they are more than 128.
+        flex = functools.partial(flex, kernel_options={"BACKEND": "TRITON"})
+    if sinks_H is None:
+        return flex(q, k, v)
+    o_BHSv, aux = flex(q, k, v, return_aux=AuxRequest(lse=True))
+    # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that the sink leaves to the keys.
+    kept_BHS1 = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None]
+    return (o_BHSv * kept_BHS1).to(q.dtype)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., torch.Tensor]:
+    if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        raise ValueError(
+            "kernels.attention=flex needs torch.compile: unset TORCHDYNAMO_DISABLE "
+            "and TORCH_COMPILE_DISABLE"
+        )
+    # Without the option inductor takes the kernel of a sum that is fastest when first run, so that
+    # bits would depend on what else the GPU did then.
+    options = {"deterministic": True}
+    return torch.compile(_flex_with_sinks, dynamic=False, fullgraph=True, options=options)
+
+
+@functools.lru_cache(maxsize=64)
+def block_mask(queries: int, keys: int, window: int, device: torch.device) -> BlockMask:
+    """FlexAttention's sparse form of `visible_ST`, cached.
+
+    Tiles are classified by their corners, so that the S x T mask never exists: 128 tiles a side at
+    16384 tokens instead of 256 MB.
+    """
+    offset = keys - queries
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        seen = j <= i + offset
+        return seen & (j > i + offset - window) if window else seen
+
+    first_q = torch.arange(0, queries, BLOCK)[:, None] + offset
+    first_k = torch.arange(0, keys, BLOCK)[None]
+    last_q, last_k = first_q + BLOCK - 1, first_k + BLOCK - 1
+    some = first_k <= last_q.clamp(max=keys - 1)
+    # Tiles that reach past the end are never full: the rows and columns beyond must stay masked.
+    full = (last_k <= first_q) & (last_q < keys) & (last_k < keys)
+    if window:
+        some &= last_k > first_q - window
+        full &= first_k > last_q - window
+    return _block_mask(some, full, visible, (queries, keys)).to(device)
+
+
+def document_block_mask(documents: Documents, window: int) -> BlockMask:
+    """FlexAttention's sparse form of `visible_ST` within documents, made once for all layers.
+
+    First visible keys never go back from one query to the next, so corners tell of tiles here too.
+    The numbers of tiles are static, which of them are visible is known to the device alone.
+    """
+    if window in documents.masks:
+        made: BlockMask = documents.masks[window]
+        return made
+    first_S, before = documents.first_T, documents.before
+    S, device = first_S.numel(), first_S.device
+    if window:
+        first_S = first_S.maximum(torch.arange(S, device=device) + (before + 1 - window))
+
+    def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return (j <= i + before) & (j >= first_S[i])
+
+    first_q = torch.arange(0, S, BLOCK, device=device)[:, None]
+    first_k = torch.arange(0, before + S, BLOCK, device=device)[None]
+    last_q, last_k = first_q + BLOCK - 1, first_k + BLOCK - 1
+    seen_by_first, seen_by_last = first_S[first_q], first_S[last_q.clamp(max=S - 1)]
+    some = (first_k <= last_q + before) & (last_k >= seen_by_first)
+    full = (last_k <= first_q + before) & (last_q < S) & (first_k >= seen_by_last)
+    documents.masks[window] = _block_mask(some, full, visible, (S, before + S))
+    return documents.masks[window]
+
+
+def _block_mask(
+    some: torch.Tensor,
+    full: torch.Tensor,
+    visible: Callable[..., torch.Tensor],
+    size: tuple[int, int],
+) -> BlockMask:
+    """Of the tiles that are visible in part or whole, those whole, and each pair."""
+    partial_blocks, full_blocks = _rows(some & ~full), _rows(full)
+    return BlockMask.from_kv_blocks(
+        *partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=size
+    )
+
+
+def _rows(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count and indices (set columns first, in order) of each row: [1, 1, rows(, columns)]."""
+    columns = dense.int().argsort(dim=-1, descending=True, stable=True)
+    return dense.sum(-1).int()[None, None], columns.int()[None, None].contiguous()
+
+
+def _fa4(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int,
+    sinks_H: torch.Tensor | None,
+    documents: Documents | None,
+    top: MaxLogit | None,
+) -> torch.Tensor:
+    from phalanx.kernels.core_attention import fa4
+
+    q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+    o_SBHv = fa4.attention(
+        q, k, v, sinks_H, scale=scale, window=window, documents=documents, top=top
+    )
+    return o_SBHv.permute(1, 2, 0, 3)
+
+
+def _looked_at(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """With a pass of its own that takes note of the largest logits. That of fa4 is told by the
+    forward pass which rows need none."""
+
+    def noting(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int,
+        sinks_H: torch.Tensor | None,
+        documents: Documents | None,
+        top: MaxLogit | None,
+    ) -> torch.Tensor:
+        if top is not None:
+            raise_(top, q, k, scale=scale, window=window, documents=documents)
+        return attend(q, k, v, scale, window, sinks_H, documents)
+
+    return noting
+
+
+_BACKENDS = {
+    "reference": _looked_at(_reference),
+    "sdpa": _looked_at(_sdpa),
+    "flex": _looked_at(_flex),
+    "fa4": _fa4,
+}

@@ -1,0 +1,386 @@
+"""Queries, keys and values out of a mixed projection, and their gradients into it, in Triton.
+
+A program has some neighbouring heads of the projection, whichever they are, of a few positions: a
+query, a key or a value is read from where it is and written to where it goes by a pointer per head.
+Backward a program goes through several blocks of positions and sums what it has seen for the
+gradients of bias and weights in registers; `part_sum` adds the programs up in their order.
+
+Legend: S positions, B batch, G groups, N heads of a group, R = N - 2 of them queries, d channels,
+M = G * N, P programs along positions, C programs along heads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.core_attention.rope_triton import cos_sin, rotated
+from phalanx.kernels.elementwise.part_sum_triton import part_sum
+
+_ELEMENTS = 2048
+"""Channels that a program has at a time."""
+_HEADS = 8
+"""Heads that a program has, if they are as many."""
+_PROGRAMS = 528
+"""At most so many backward, in all: 4 for each of a Hopper GPU's 132 SMs, which hold them at once,
+and the same number everywhere. Each goes through its share of the positions."""
+_STAGES = 3
+"""Blocks of positions that a program backward has in flight."""
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+@triton.jit
+def qkv_part(  # type: ignore[no-untyped-def]
+    qkv,
+    bias,
+    query_weight,
+    key_weight,
+    freqs,
+    q,
+    k,
+    v,
+    eps,
+    mscale,
+    rows,
+    B,
+    G,
+    N,
+    x_s,
+    x_b,
+    x_g,
+    x_n,
+    f_s,
+    BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
+    VALUES: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    s = (row // B).to(tl.int64)
+    position = row % B
+    row = row.to(tl.int64)
+    m = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    g = m // N
+    n = m % N
+    is_key = n == N - 2
+    is_value = n == N - 1
+    i = tl.arange(0, HALF_BLOCK)
+    wanted = m < G * N
+    if not VALUES:
+        wanted = wanted & (n != N - 1)
+    known = (i < HALF)[None, :]
+    here = ((row < rows)[:, None] & wanted[None, :])[:, :, None] & known[None, :, :]
+
+    from_ = qkv + ((s * x_s + position * x_b)[:, None] + (g * x_g + n * x_n)[None, :])
+    at = from_[:, :, None] + i[None, None, :]
+    x = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    y = tl.load(at + HALF, mask=here, other=0.0).to(tl.float32)
+    if BIASED:
+        of_head = (m * (2 * HALF))[:, None] + i[None, :]
+        bias_here = wanted[:, None] & known
+        x += tl.load(bias + of_head, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
+        y += tl.load(bias + of_head + HALF, mask=bias_here, other=0.0).to(tl.float32)[None, :, :]
+    angle = tl.load(
+        freqs + s[:, None] * f_s + i[None, :], mask=(row < rows)[:, None] & known, other=0.0
+    )
+    cos, sin = cos_sin(angle)
+    cos = (cos * mscale)[:, None, :]
+    sin = (sin * mscale)[:, None, :]
+    a = x
+    b = y
+    if NORMED:
+        rstd = head_rstd(x, y, eps, HALF)
+        weight_a, weight_b = head_weights(query_weight, key_weight, is_key, i, HALF)
+        a = x * rstd * weight_a
+        b = y * rstd * weight_b
+    a, b = rotated(a, b, cos, sin)
+    if VALUES:
+        a = tl.where(is_value[None, :, None], x, a)
+        b = tl.where(is_value[None, :, None], y, b)
+
+    to = tl.where(
+        is_key[None, :],
+        k + (row[:, None] * G + g[None, :]) * (2 * HALF),
+        q + (row[:, None] * (G * (N - 2)) + (g * (N - 2) + n)[None, :]) * (2 * HALF),
+    )
+    if VALUES:
+        to = tl.where(is_value[None, :], v + (row[:, None] * G + g[None, :]) * (2 * HALF), to)
+    out = to[:, :, None] + i[None, None, :]
+    tl.store(out, a.to(q.dtype.element_ty), mask=here)
+    tl.store(out + HALF, b.to(q.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def head_rstd(x, y, eps, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 / sqrt(mean square + eps) of heads in two halves, [ROWS, HEADS, 1]."""
+    return tl.rsqrt(tl.sum(x * x + y * y, 2) / (2 * HALF) + eps)[:, :, None]
+
+
+@triton.jit
+def head_weights(query_weight, key_weight, is_key, i, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both halves of each head's weight, [1, HEADS, HALF]."""
+    qa = tl.load(query_weight + i, mask=i < HALF, other=0.0).to(tl.float32)
+    qb = tl.load(query_weight + i + HALF, mask=i < HALF, other=0.0).to(tl.float32)
+    ka = tl.load(key_weight + i, mask=i < HALF, other=0.0).to(tl.float32)
+    kb = tl.load(key_weight + i + HALF, mask=i < HALF, other=0.0).to(tl.float32)
+    is_key = is_key[None, :, None]
+    a = tl.where(is_key, ka[None, None, :], qa[None, None, :])
+    return a, tl.where(is_key, kb[None, None, :], qb[None, None, :])
+
+
+@triton.jit
+def qkv_join(  # type: ignore[no-untyped-def]
+    dq,
+    dk,
+    dv,
+    qkv,
+    bias,
+    query_weight,
+    key_weight,
+    freqs,
+    dqkv,
+    weight_parts,
+    bias_parts,
+    eps,
+    mscale,
+    rows,
+    B,
+    G,
+    N,
+    dq_s,
+    dq_b,
+    dq_h,
+    dk_s,
+    dk_b,
+    dk_h,
+    dv_s,
+    dv_b,
+    dv_h,
+    x_s,
+    x_b,
+    x_g,
+    x_n,
+    f_s,
+    SHIFTED: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
+    HALF: tl.constexpr,
+    TURNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    m = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    g = m // N
+    n = m % N
+    is_key = n == N - 2
+    is_value = n == N - 1
+    wanted = m < G * N
+    i = tl.arange(0, HALF_BLOCK)
+    known = (i < HALF)[None, :]
+    of_head = (m * (2 * HALF))[:, None] + i[None, :]
+    head_here = wanted[:, None] & known
+    if NORMED:
+        weight_a, weight_b = head_weights(query_weight, key_weight, is_key, i, HALF)
+    if SHIFTED:
+        shift_a = tl.load(bias + of_head, mask=head_here, other=0.0).to(tl.float32)
+        shift_b = tl.load(bias + of_head + HALF, mask=head_here, other=0.0).to(tl.float32)
+    of_weight_a = tl.zeros([ROWS, HEADS, HALF_BLOCK], tl.float32)
+    of_weight_b = tl.zeros([ROWS, HEADS, HALF_BLOCK], tl.float32)
+    of_bias_a = tl.zeros([ROWS, HEADS, HALF_BLOCK], tl.float32)
+    of_bias_b = tl.zeros([ROWS, HEADS, HALF_BLOCK], tl.float32)
+    for turn in tl.range(0, TURNS, num_stages=STAGES):
+        row = (tl.program_id(0) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
+        s = (row // B).to(tl.int64)
+        b = row % B
+        row = row.to(tl.int64)
+        here = ((row < rows)[:, None] & wanted[None, :])[:, :, None] & known[None, :, :]
+        from_ = tl.where(
+            is_key[None, :],
+            dk + ((s * dk_s + b * dk_b)[:, None] + (g * dk_h)[None, :]),
+            dq + ((s * dq_s + b * dq_b)[:, None] + ((g * (N - 2) + n) * dq_h)[None, :]),
+        )
+        from_ = tl.where(
+            is_value[None, :], dv + ((s * dv_s + b * dv_b)[:, None] + (g * dv_h)[None, :]), from_
+        )
+        at = from_[:, :, None] + i[None, None, :]
+        value_u = tl.load(at, mask=here, other=0.0).to(tl.float32)
+        value_v = tl.load(at + HALF, mask=here, other=0.0).to(tl.float32)
+        angle = tl.load(
+            freqs + s[:, None] * f_s + i[None, :], mask=(row < rows)[:, None] & known, other=0.0
+        )
+        cos, sin = cos_sin(angle)
+        cos = (cos * mscale)[:, None, :]
+        sin = (sin * mscale)[:, None, :]
+        u, v = rotated(value_u, value_v, cos, -sin)
+        if NORMED:
+            x_at = qkv + ((s * x_s + b * x_b)[:, None] + (g * x_g + n * x_n)[None, :])
+            turned = here & (n < N - 1)[None, :, None]
+            x_at = x_at[:, :, None] + i[None, None, :]
+            x = tl.load(x_at, mask=turned, other=0.0).to(tl.float32)
+            y = tl.load(x_at + HALF, mask=turned, other=0.0).to(tl.float32)
+            if SHIFTED:
+                x = tl.where(turned, x + shift_a[None, :, :], 0.0)
+                y = tl.where(turned, y + shift_b[None, :, :], 0.0)
+            rstd = head_rstd(x, y, eps, HALF)
+            x = x * rstd
+            y = y * rstd
+            of_weight_a += u * x
+            of_weight_b += v * y
+            u = u * weight_a
+            v = v * weight_b
+            mean = (tl.sum(u * x + v * y, 2) / (2 * HALF))[:, :, None]
+            u = rstd * (u - x * mean)
+            v = rstd * (v - y * mean)
+        u = tl.where(is_value[None, :, None], value_u, u)
+        v = tl.where(is_value[None, :, None], value_v, v)
+        if BIASED:
+            of_bias_a += u
+            of_bias_b += v
+        to = dqkv + (row[:, None] * (G * N) + m[None, :]) * (2 * HALF)
+        out = to[:, :, None] + i[None, None, :]
+        tl.store(out, u.to(dqkv.dtype.element_ty), mask=here)
+        tl.store(out + HALF, v.to(dqkv.dtype.element_ty), mask=here)
+
+    if NORMED:
+        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        to = weight_parts + program.to(tl.int64) * (4 * HALF) + i
+        for_keys = is_key[:, None]
+        a = tl.sum(of_weight_a, 0)
+        b = tl.sum(of_weight_b, 0)
+        tl.store(to, tl.sum(tl.where(for_keys, 0.0, a), 0), mask=i < HALF)
+        tl.store(to + HALF, tl.sum(tl.where(for_keys, 0.0, b), 0), mask=i < HALF)
+        tl.store(to + 2 * HALF, tl.sum(tl.where(for_keys, a, 0.0), 0), mask=i < HALF)
+        tl.store(to + 3 * HALF, tl.sum(tl.where(for_keys, b, 0.0), 0), mask=i < HALF)
+    if BIASED:
+        to = bias_parts + tl.program_id(0).to(tl.int64) * (G * N * 2 * HALF) + of_head
+        tl.store(to, tl.sum(of_bias_a, 0), mask=head_here)
+        tl.store(to + HALF, tl.sum(of_bias_b, 0), mask=head_here)
+
+
+def part(
+    qkv_SBGNd: Tensor,
+    outs: tuple[Tensor, Tensor, Tensor | None],
+    freqs_SF: Tensor,
+    *,
+    bias_GNd: Tensor | None,
+    weights: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    mscale: float,
+) -> None:
+    """Write queries, keys and values; see `kernels.core_attention.qkv`.
+
+    Args:
+        qkv_SBGNd: any strides with contiguous channels.
+        outs: q_SBHd, k_SBGd and v_SBGd, contiguous; without the last, values are not written.
+        freqs_SF: fp32 angles; the first F / 2 = d / 2 columns are read.
+        bias_GNd: contiguous.
+        weights: of the norms of queries and of keys, both or neither.
+        eps: of the norms.
+        mscale: factor on what is rotated.
+    """
+    S, B, G, N, d = qkv_SBGNd.shape
+    if not qkv_SBGNd.numel():
+        return
+    q_SBHd, k_SBGd, v_SBGd = outs
+    rows, heads, half_block = _blocks(G * N, d)
+    qkv_part[(triton.cdiv(S * B, rows), triton.cdiv(G * N, heads))](
+        qkv_SBGNd,
+        bias_GNd,
+        *weights,
+        freqs_SF,
+        q_SBHd,
+        k_SBGd,
+        v_SBGd,
+        eps,
+        mscale,
+        S * B,
+        *(B, G, N),
+        *qkv_SBGNd.stride()[:4],
+        freqs_SF.stride(0),
+        BIASED=bias_GNd is not None,
+        NORMED=weights[0] is not None,
+        VALUES=v_SBGd is not None,
+        HALF=d // 2,
+        ROWS=rows,
+        HEADS=heads,
+        HALF_BLOCK=half_block,
+    )
+
+
+def join(
+    gradients: Three,
+    dqkv_SBGNd: Tensor,
+    freqs_SF: Tensor,
+    *,
+    qkv_SBGNd: Tensor | None,
+    bias_GNd: Tensor | None,
+    bias_dtype: torch.dtype | None,
+    weights: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    mscale: float,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Write the gradient of the projection from those of what `part` wrote.
+
+    Args:
+        gradients: dq_SBHd, dk_SBGd and dv_SBGd, any strides with contiguous channels.
+        dqkv_SBGNd: contiguous.
+        freqs_SF, weights, eps, mscale: as of `part`.
+        qkv_SBGNd, bias_GNd: as of `part`, with norms alone.
+        bias_dtype: of the gradient of the bias; None for no bias.
+
+    Returns:
+        Gradients of the bias, [G, N, d], and of both norms' weights, [2, d]; None without.
+    """
+    S, B, G, N, d = dqkv_SBGNd.shape
+    normed, biased = weights[0] is not None, bias_dtype is not None
+    rows, heads, half_block = _blocks(G * N, d)
+    along = triton.cdiv(G * N, heads)
+    turns = max(1, triton.cdiv(triton.cdiv(S * B, rows), max(1, _PROGRAMS // along)))
+    programs = triton.cdiv(triton.cdiv(S * B, rows), turns), along
+    fp32 = dict(dtype=torch.float32, device=dqkv_SBGNd.device)
+    weight_parts = torch.empty(programs[0] * programs[1], 2, d, **fp32) if normed else None
+    bias_parts = torch.empty(programs[0], G, N, d, **fp32) if biased else None
+    if dqkv_SBGNd.numel():
+        qkv_join[programs](
+            *gradients,
+            qkv_SBGNd,
+            bias_GNd,
+            *weights,
+            freqs_SF,
+            dqkv_SBGNd,
+            weight_parts,
+            bias_parts,
+            eps,
+            mscale,
+            S * B,
+            *(B, G, N),
+            *(stride for x in gradients for stride in x.stride()[:3]),
+            *((0,) * 4 if qkv_SBGNd is None else qkv_SBGNd.stride()[:4]),
+            freqs_SF.stride(0),
+            SHIFTED=bias_GNd is not None,
+            BIASED=biased,
+            NORMED=normed,
+            HALF=d // 2,
+            TURNS=turns,
+            STAGES=_STAGES,
+            ROWS=rows,
+            HEADS=heads,
+            HALF_BLOCK=half_block,
+        )
+    return (
+        None if bias_parts is None else part_sum(bias_parts, bias_dtype),
+        None if weight_parts is None else part_sum(weight_parts, weights[0].dtype),  # type: ignore[union-attr]
+    )
+
+
+def _blocks(M: int, d: int) -> tuple[int, int, int]:
+    """Positions, heads and pairs of channels that a program has at a time, powers of two."""
+    half_block = triton.next_power_of_2(d // 2)
+    heads = min(M & -M, _HEADS, max(1, _ELEMENTS // (2 * half_block)))
+    return max(1, _ELEMENTS // (heads * 2 * half_block)), heads, half_block

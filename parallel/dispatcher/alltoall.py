@@ -1,0 +1,195 @@
+"""Transport `alltoall`: dense blocks by collectives, of gloo or NCCL; capturable in a CUDA graph.
+
+Every rank receives every token, so that the way to the experts is an all-gather, which moves the
+bytes of the dense all-to-all without a send buffer. The way back is the all-to-all and a sum over
+ranks. Each is the other's backward. Collectives run on the current stream.
+
+Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.refusal import Refusal
+from phalanx.parallel.dispatcher.costs import Costs, Links, Reach
+from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
+from phalanx.parallel.dispatcher.received import (
+    Beside,
+    Meanwhile,
+    Planner,
+    Received,
+    addends,
+    during,
+)
+from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
+
+
+class AllToAll(Dispatcher):
+    """The transport. See `parallel.dispatch` for its contract.
+
+    Args:
+        group: expert-parallel.
+        plan: makes plans of received routing.
+        recipe: of rows that travel in FP8.
+    """
+
+    no_overlap = "alltoall cannot overlap: it is over when it returns"
+
+    def __init__(
+        self, group: dist.ProcessGroup, plan: Planner, recipe: Fp8Block | None = None
+    ) -> None:
+        self._group, self._plan, self._recipe = group, plan, recipe
+
+    @classmethod
+    def build(cls, context: DispatchContext) -> "AllToAll":
+        if (clones := context.transport.clones) is not None:
+            from phalanx.parallel.dispatcher.cloned_alltoall import ClonedAllToAll
+
+            return ClonedAllToAll(context, clones)
+        return cls(context.group, context.plan, context.recipe)
+
+    @classmethod
+    def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
+        return None  # it runs everywhere
+
+    @classmethod
+    def costs(cls, reach: Reach) -> Costs:
+        """By an all-gather, in which a row enters a node once and is passed on inside, and by an
+        all-to-all on the way back, in which each of a node's ranks sends its own sum."""
+        ranks, nodes, size = reach.ranks, reach.nodes, reach.node_ranks
+        there, back = Links(ranks - nodes, nodes - 1), Links(size - 1, ranks - size)
+        return Costs(there, reach.rows_back * back, kept=reach.received, backward=reach.received)
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+        fp8: FP8Rows | None = None,
+    ) -> Received:
+        """With `fp8`, rows travel as it says: they may have come a leg in FP8 already."""
+        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        if fp8 is None and self._recipe is not None:
+            fp8 = FP8Rows(self._recipe)
+        rows_ND, idx_NK, prob_NK = spread(x_TD, topk_idx_TK, topk_prob_TK, self._group, fp8)
+        during(meanwhile)
+        arrived = None if fp8 is None else fp8.arrived
+        return Received(rows_ND, self._plan(idx_NK, prob_NK), arrived=arrived, route=fp8)
+
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
+        return collect(out_ND, self._group, addends(beside, residual_TD), received.route)
+
+
+def spread(
+    x_TD: Tensor,
+    idx_TK: Tensor,
+    prob_TK: Tensor,
+    group: dist.ProcessGroup,
+    fp8: FP8Rows | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens and routing of all ranks of a group, rank-major: rows_ND, idx_NK and prob_NK.
+
+    Gradients of rows and probabilities go back to their ranks and are summed there in fp32. With
+    `fp8` the rows are there.
+    """
+    rows_ND, idx_NK, prob_NK = _Spread.apply(x_TD, idx_TK, prob_TK, group, fp8)
+    return rows_ND, idx_NK, prob_NK
+
+
+def collect(
+    out_ND: Tensor,
+    group: dist.ProcessGroup,
+    more: Sequence[Tensor] = (),
+    fp8: FP8Rows | None = None,
+) -> Tensor:
+    """Rank-major partial sums back to the tokens' ranks and summed there in fp32, with more
+    addends [T, D]: out_TD. Their gradient travels in `fp8`, if it is given."""
+    return _Collect.apply(out_ND, group, fp8, *more)
+
+
+def all_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Rows of all ranks, rank-major: [T, ...] -> [R * T, ...]."""
+    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def sum_to_owner(x: Tensor, group: dist.ProcessGroup, addends: Sequence[Tensor] = ()) -> Tensor:
+    """Block r goes to rank r, which sums what it receives: [R * T, ...] -> [T, ...].
+
+    Summed after the exchange rather than by a reduce-scatter: fp32, one rounding, the ranks' order.
+    """
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    return block_sum(received.unflatten(0, (dist.get_world_size(group), -1)), addends)
+
+
+class _Spread(torch.autograd.Function):
+    """All-gather of tokens and routing; backward brings their gradients back to their rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        idx_TK: Tensor,
+        prob_TK: Tensor,
+        group: dist.ProcessGroup,
+        fp8: FP8Rows | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.group = group
+        # One small collective instead of two: latency, not bytes, is what the routing costs.
+        routing = all_rows(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), group)
+        idx_NK, prob_NK = routing[:, 0].contiguous(), routing[:, 1].contiguous().view(torch.float32)
+        ctx.mark_non_differentiable(idx_NK)
+        gather = partial(all_rows, group=group)
+        rows_ND = gather(x_TD) if fp8 is None else fp8.bring_tokens(x_TD, gather)
+        return rows_ND, idx_NK, prob_NK
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_ND: Tensor, _: Tensor, grad_NK: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        # needs_input_grad is the same on all ranks, hence so is the sequence of collectives.
+        grad_TD = sum_to_owner(grad_ND, ctx.group) if ctx.needs_input_grad[0] else None
+        grad_TK = sum_to_owner(grad_NK, ctx.group) if ctx.needs_input_grad[2] else None
+        return grad_TD, None, grad_TK, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Partial sums of all tokens back to their ranks, summed, with addends. Backward is the
+    all-gather."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out_ND: Tensor,
+        group: dist.ProcessGroup,
+        fp8: FP8Rows | None,
+        *addends: Tensor,
+    ) -> Tensor:
+        ctx.group, ctx.fp8, ctx.addends = group, fp8, len(addends)
+        return sum_to_owner(out_ND, group, addends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        gather = partial(all_rows, group=ctx.group)
+        fp8: FP8Rows | None = ctx.fp8
+        grad_ND = gather(grad_TD) if fp8 is None else fp8.bring_gradient(grad_TD, gather)
+        return grad_ND, None, None, *[grad_TD] * ctx.addends

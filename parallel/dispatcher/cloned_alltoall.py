@@ -1,0 +1,246 @@
+"""Clones of hot experts over dense collectives, as `parallel.dispatcher.clones` asks for them.
+
+It runs everywhere and shows what is computed; it is not fast. Every rank has all tokens as without
+clones, and picks its rows from them. On the way back every row travels by itself, one collective
+for each slot of a token, where a rank otherwise sends one sum a token.
+
+Legend: T tokens per rank, D hidden, K slots for experts of a token, R ranks, N = R * T received
+rows, S expert rows, L own experts, G guest slots, P = L + G places of a rank.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.kernels.elementwise.block_sum import block_sum
+from phalanx.kernels.expert_mlp.guests import Layer, of_layer
+from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.routing.clone_plan import ClonePlan
+from phalanx.kernels.routing.sort_pairs import gather_rows
+from phalanx.parallel.dispatcher.alltoall import AllToAll, all_rows, sum_to_owner
+from phalanx.parallel.dispatcher.clones import Clones
+from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
+from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Received, addends, during
+from phalanx.parallel.dispatcher.transport_class import DispatchContext
+
+
+class ClonedAllToAll(AllToAll):
+    """The transport `alltoall` with clones.
+
+    Args:
+        context: whose planner takes ids of places.
+        clones: how many, and what they cost.
+    """
+
+    def __init__(self, context: DispatchContext, clones: Clones) -> None:
+        super().__init__(context.group, context.plan, context.recipe)
+        self._local, self._experts, self._clones = context.local, context.experts, clones
+        self._size = clones.size(dist.get_world_size(context.group))
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+        fp8: FP8Rows | None = None,
+    ) -> Received:
+        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        if fp8 is None and self._recipe is not None:
+            fp8 = FP8Rows(self._recipe)
+        idx_NK, prob_NK = _Routing.apply(topk_idx_TK, topk_prob_TK, self._group)
+        clones, place_NK = self._plan.clone_routing(idx_NK, self._experts, self._size)
+        plan = self._plan(place_NK, prob_NK)
+        assert plan.row_index_S is not None and plan.inverse_NK is not None
+        places = self._local + self._clones.slots
+        place_TK = place_NK.chunk(self._size.ranks)[dist.get_rank(self._group)]
+        route = _Route(
+            self._group,
+            plan.row_index_S,
+            plan.inverse_NK,
+            plan.offsets,
+            (place_TK // places).clamp(min=0),
+            topk_idx_TK // self._local,
+            fp8,
+        )
+        x_SD = _Fetch.apply(x_TD, route)
+        during(meanwhile)
+        in_order = plan._replace(row_index_S=None, inverse_NK=None)
+        guests = _Guests(self._group, clones, self._local, self._clones.keep)
+        arrived = None if fp8 is None else fp8.arrived
+        return Received(x_SD, in_order, None, arrived, route, guests=guests, clones=clones)
+
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
+        return _Return.apply(out_ND, received.route, *addends(beside, residual_TD))
+
+
+class _Route(NamedTuple):
+    """Where rows of a micro-batch are computed."""
+
+    group: dist.ProcessGroup
+    row_index_S: Tensor
+    """Received row of each expert row."""
+    inverse_NK: Tensor
+    """Expert row of each pair of all ranks that is computed here, -1 of others."""
+    offsets: Tensor
+    holder_TK: Tensor
+    """Rank that computes each pair of this rank's tokens; any without an expert."""
+    home_TK: Tensor
+    """Rank of its expert; negative without one."""
+    fp8: FP8Rows | None
+    """In which tokens and gradients of sums travel; None: as they are."""
+
+
+def _send(x_TD: Tensor, route: _Route) -> Tensor:
+    """Tokens of all ranks that this one computes with, packed or not: [S, ...] in the order of its
+    rows."""
+    return gather_rows(all_rows(x_TD, route.group), route.row_index_S, route.offsets)
+
+
+def _bring_back(y_SD: Tensor, route: _Route, more: tuple[Tensor, ...] = ()) -> Tensor:
+    """Sums of each token's rows by their home ranks, rounded, and of these and addends: [T, D]."""
+    R, (T, K) = dist.get_world_size(route.group), route.home_TK.shape
+    ranks_R1 = torch.arange(R, device=y_SD.device)[:, None]
+    sums_RTD = y_SD.new_zeros(R, T, y_SD.shape[1], dtype=torch.float32)
+    token_T = torch.arange(T, device=y_SD.device)
+    for k in range(K):
+        row_N = route.inverse_NK[:, k]
+        sent_ND = y_SD.index_select(0, row_N.clamp(min=0))
+        sent_ND = torch.where(row_N[:, None] >= 0, sent_ND, 0.0)
+        came_ND = torch.empty_like(sent_ND)
+        dist.all_to_all_single(came_ND, sent_ND, group=route.group)
+        row_TD = came_ND.index_select(0, route.holder_TK[:, k] * T + token_T)
+        of_home_RT = route.home_TK[:, k] == ranks_R1
+        sums_RTD += torch.where(of_home_RT[..., None], row_TD.float(), 0.0)
+    return block_sum(sums_RTD.to(y_SD.dtype), more)
+
+
+class _Routing(torch.autograd.Function):
+    """Experts and probabilities of all ranks; the gradient of a pair comes from its row's rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, idx_TK: Tensor, prob_TK: Tensor, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        ctx.group = group
+        both = all_rows(torch.stack((idx_TK, prob_TK.view(torch.int32)), dim=1), group)
+        idx_NK, prob_NK = both[:, 0].contiguous(), both[:, 1].contiguous().view(torch.float32)
+        ctx.mark_non_differentiable(idx_NK)
+        return idx_NK, prob_NK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, grad_NK: Tensor) -> tuple[None, Tensor | None, None]:
+        need = ctx.needs_input_grad[1]
+        return None, sum_to_owner(grad_NK, ctx.group) if need else None, None
+
+
+class _Fetch(torch.autograd.Function):
+    """Tokens to the rows that are computed of them; backward is `_bring_back`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, route: _Route) -> Tensor:
+        ctx.route, send = route, partial(_send, route=route)
+        return send(x_TD) if route.fp8 is None else route.fp8.bring_tokens(x_TD, send)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor | None, None]:
+        return _bring_back(grad_SD, ctx.route) if ctx.needs_input_grad[0] else None, None
+
+
+class _Return(torch.autograd.Function):
+    """Rows to their tokens, summed, with addends; backward is `_send`."""
+
+    @staticmethod
+    def forward(ctx: Any, y_SD: Tensor, route: _Route, *more: Tensor) -> Tensor:
+        ctx.route, ctx.addends = route, len(more)
+        return _bring_back(y_SD, route, more)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        route: _Route = ctx.route
+        send = partial(_send, route=route)
+        grad = send(grad_TD) if route.fp8 is None else route.fp8.bring_gradient(grad_TD, send)
+        return grad, None, *[grad_TD] * ctx.addends
+
+
+class _Guests:
+    """`kernels.expert_mlp.guests.Guests` by all-to-alls of as many weights as there are slots."""
+
+    def __init__(self, group: dist.ProcessGroup, clones: ClonePlan, local: int, keep: bool) -> None:
+        self._group, self.keep = group, keep
+        rank, held_RG = dist.get_rank(group), clones.expert_RN.long()
+        self._home_G = torch.where(held_RG[rank] >= 0, held_RG[rank] // local, -1)
+        """Owners of this rank's guests, -1 of none."""
+        lent_RG = (held_RG >= 0) & (held_RG // local == rank)
+        self._lent_RG = lent_RG
+        self._own_RG = torch.where(lent_RG, held_RG - rank * local, 0)
+        """Own expert in each rank's slots."""
+
+        self._room: MLPWeights
+
+    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
+        return _each(own, self._lend)
+
+    def ready(self, layer: Layer) -> None:
+        """They came with the collective."""
+
+    def wait(self, layer: Layer) -> None:
+        """Likewise."""
+
+    def room(self, own: MLPWeights) -> MLPWeights:
+        slots = self._own_RG.shape[1]
+        self._room = _each(own, lambda w: w.new_empty(slots, *w.shape[1:], dtype=torch.float32))
+        return self._room
+
+    def give_back(self, layer: Layer) -> None:
+        """`take_back` sends them."""
+
+    def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
+        for grad_G, own_L in zip(of_layer(self._room, layer), own, strict=True):
+            if grad_G is not None and own_L is not None:
+                self._take_back(grad_G, own_L)
+
+    def _lend(self, own_L: Tensor) -> Tensor:
+        ranks, slots = self._own_RG.shape
+        lent_RG = own_L.index_select(0, self._own_RG.flatten()).unflatten(0, (ranks, slots))
+        came_RG = torch.empty_like(lent_RG)
+        dist.all_to_all_single(came_RG, lent_RG, group=self._group)
+        at_G = self._home_G.clamp(min=0) * slots + torch.arange(slots, device=own_L.device)
+        return came_RG.flatten(0, 1).index_select(0, at_G)
+
+    def _take_back(self, grad_G: Tensor, own_L: Tensor) -> None:
+        ranks, slots = self._own_RG.shape
+        rank_R1 = torch.arange(ranks, device=grad_G.device)[:, None]
+        shape = (ranks, slots, *[1] * (grad_G.ndim - 1))
+        # A slot without a guest may hold anything, so that it is masked and not multiplied.
+        sent_RG = torch.where((self._home_G == rank_R1).view(shape), grad_G, 0.0)
+        came_RG = torch.empty_like(sent_RG)
+        dist.all_to_all_single(came_RG, sent_RG, group=self._group)
+        came_RG = torch.where(self._lent_RG.view(shape), came_RG, 0.0)
+        for guest in range(ranks):
+            for slot in range(slots):
+                at_1 = self._own_RG[guest, slot].view(1)
+                sum_1 = own_L.index_select(0, at_1).float() + came_RG[guest, slot]
+                own_L.index_copy_(0, at_1, sum_1.to(own_L.dtype))
+
+
+def _each(weights: MLPWeights, fn: Callable[[Tensor], Tensor]) -> MLPWeights:
+    """`fn` of all that are there."""
+    w1, w2, b1, b2 = weights
+    return MLPWeights(
+        fn(w1), fn(w2), None if b1 is None else fn(b1), None if b2 is None else fn(b2)
+    )

@@ -1,0 +1,98 @@
+"""Clones of hot experts over `symm`, as `parallel.dispatcher.clones` asks for them.
+
+Routing travels first, then tokens to the ranks of their places, and weights to guest slots under
+the work of own experts. Sums come back as without clones; rows of a token that clones have parted
+from each other come back by themselves and are added up where they arrive.
+
+Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows, L own
+experts, G guest slots.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.parallel.dispatcher import clone_memory
+from phalanx.parallel.dispatcher.cloned_transfers import ClonedTransfers, InOrder, Peers
+from phalanx.parallel.dispatcher.clones import Clones
+from phalanx.parallel.dispatcher.control import control_of
+from phalanx.parallel.dispatcher.exchange import SymmOptions
+from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
+from phalanx.parallel.dispatcher.pushed_guests import Memory, PushedGuests
+from phalanx.parallel.dispatcher.received import Meanwhile, Planner, Received
+from phalanx.parallel.dispatcher.symm import Symm
+from phalanx.parallel.dispatcher.transfers import saving
+
+if TYPE_CHECKING:
+    from phalanx.kernels.sm90.exchange.exchange import Exchange
+
+
+class ClonedSymm(Symm):
+    """The transport `symm` with clones.
+
+    Args:
+        group: expert-parallel, all on one node.
+        plan: makes plans of received routing, of ids of places.
+        clones: how many, and what they cost.
+        local: L.
+        options, waits, recipe: as of `Symm`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        plan: Planner,
+        clones: Clones,
+        *,
+        local: int,
+        options: SymmOptions,
+        waits: bool = False,
+        recipe: Fp8Block | None = None,
+    ) -> None:
+        super().__init__(group, plan, local=local, options=options, waits=waits, recipe=recipe)
+        self._clones = clones
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+        fp8: FP8Rows | None = None,
+    ) -> Received:
+        given = x_TD, topk_idx_TK, topk_prob_TK
+        call, rows_ND, plan = self._bring(given, meanwhile, fp8, self._transfers)
+        call.planned(plan)
+        keep = self._clones.keep and torch.is_grad_enabled()
+        guests = PushedGuests(call, self._memory, keep=keep)
+        arrived = None if call.fp8 is None else call.fp8.arrived
+        received = Received(rows_ND, plan, None, arrived, call, guests=guests, clones=call.clones)
+        if call.overlaps:
+            return received._replace(overlap=call)
+        rows_SD = InOrder.apply(rows_ND, call)
+        in_order = plan._replace(row_index_S=None, inverse_NK=None)
+        received = received._replace(rows_ND=rows_SD, plan=in_order)
+        if arrived is not None:
+            return received
+        hooks = functools.partial(saving, rows_SD.detach(), call)
+        return received._replace(saving=hooks)
+
+    def _transfers(
+        self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **how: Any
+    ) -> ClonedTransfers:
+        (T, D), K = x_TD.shape, idx_TK.shape[1]
+        control = control_of(self._group, T, D, K, self._options)
+        singles = clone_memory.single_rows_of(self._group, T, D, K)
+        peers = Peers(control, singles, self._group)
+        return ClonedTransfers(
+            exchange, peers, idx_TK, self._local, self._clones, self._plan, **how
+        )
+
+    def _memory(self, own: MLPWeights) -> Memory:
+        """Of guests of such weights."""
+        return clone_memory.guest_memory_of(self._group, self._clones.slots, own, self._options)

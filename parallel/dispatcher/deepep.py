@@ -1,0 +1,118 @@
+"""Transport `deepep`: DeepEP's kernels, if that package is installed, as Megatron-Core calls them.
+
+A token goes once to each rank that holds one of its experts, within a node or between nodes. The
+host waits for the counts, so there is no CUDA graph and there are just as many expert rows as
+needed, but no budget is overflowed. Received rows are those of tokens that want this rank, in the
+order of ranks and tokens, not r * T + t; expert rows are the same as on other transports.
+
+Sources: https://github.com/deepseek-ai/DeepEP, megatron.core.transformer.moe.fused_a2a.
+
+Legend: T tokens per rank, D hidden, K slots for experts of a token, N received rows.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.providers import rows_for
+from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.routing.plan import make_plan
+from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE
+from phalanx.parallel.dispatcher.costs import Costs, Reach
+from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher
+
+
+class DeepEP(Dispatcher):
+    """The transport. See `parallel.dispatch` for its contract.
+
+    Args:
+        group: expert-parallel.
+        plan: checks routing.
+        experts: of all ranks.
+        backend: of `kernels.routing.plan`.
+        sms: that its kernels take; 0 leaves it to DeepEP.
+    """
+
+    no_overlap = "deepep cannot overlap: its counts are waited for"
+    bf16_only = True
+
+    def __init__(
+        self, group: dist.ProcessGroup, plan: Planner, *, experts: int, backend: str, sms: int
+    ) -> None:
+        from megatron.core.transformer.moe import fused_a2a
+
+        self._group, self._check, self._backend = group, plan.check, backend
+        self._experts, self._through = experts, fused_a2a
+        if sms:
+            fused_a2a.set_deepep_num_sms(sms)
+
+    @classmethod
+    def build(cls, context: DispatchContext) -> "DeepEP":
+        c, sms = context, context.options.comm_sms
+        return cls(c.group, c.plan, experts=c.experts, backend=c.backend, sms=sms)
+
+    @classmethod
+    def refuse_here(cls, dtype: torch.dtype) -> Refusal:
+        """Why this rank cannot use `deepep`. It never raises."""
+        if find_spec("deep_ep") is None:
+            return "needs the package deep_ep (https://github.com/deepseek-ai/DeepEP)"
+        try:
+            import_module("deep_ep")
+        except Exception as error:  # of whatever kind: the other ranks wait for the answer
+            first = (str(error).splitlines() or [repr(error)])[0]
+            return f"the package deep_ep cannot be imported: {first}"
+        return cls.refuse_dtype(dtype)
+
+    @classmethod
+    def costs(cls, reach: Reach) -> Costs:
+        """A row once to each node that wants it, and from there to its ranks."""
+        rows = reach.once_a_node
+        return Costs(rows, rows, kept=int(reach.tokens * reach.wanted_ranks), pipelined=True)
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+    ) -> Received:
+        self._check(x_TD, topk_idx_TK, topk_prob_TK)
+        routing = topk_idx_TK.long(), topk_prob_TK
+        rows_ND, idx_NK, prob_NK, counts, handle = self._through.fused_dispatch(
+            x_TD, *routing, self._experts, self._group
+        )
+        during(meanwhile)
+        N = len(rows_ND)
+        if not N:  # experts need a row, if only one that none of them reads
+            rows_ND, prob_NK = _one_more(rows_ND, 0), _one_more(prob_NK, 0)
+            idx_NK = _one_more(idx_NK, -1)
+        pairs = ROW_MULTIPLE * max(1, -(-int(counts.sum()) // ROW_MULTIPLE))
+        plan = make_plan(
+            idx_NK.int(),  # counted from this rank's first expert on
+            prob_NK,
+            first_expert=0,
+            local_experts=len(counts),
+            rows=rows_for(pairs, len(counts), self._backend),
+            backend=self._backend,
+            experts=len(counts),
+        )
+        return Received(rows_ND, plan, route=(handle, N))
+
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
+        handle, N = received.route
+        out_TD, _ = self._through.fused_combine(out_ND[:N], self._group, handle)
+        return plus(out_TD, beside, residual_TD)
+
+
+def _one_more(rows: Tensor, value: int) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, 0, 0, 1), value=value)

@@ -1,0 +1,55 @@
+"""Transport `local`: all experts are on one rank.
+
+Legend: T tokens of the rank, D hidden, K slots for experts of a token, N = T received rows.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from phalanx.kernels.refusal import Refusal
+from phalanx.parallel.dispatcher.costs import Costs, Reach
+from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, during, plus
+from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
+
+
+class Local(Dispatcher):
+    """All experts on this rank: nothing is copied."""
+
+    no_overlap = "nothing is exchanged"
+    sends_back = False
+
+    def __init__(self, plan: Planner) -> None:
+        self._plan = plan
+
+    @classmethod
+    def build(cls, context: DispatchContext) -> "Local":
+        return cls(context.plan)
+
+    @classmethod
+    def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
+        return None  # of several ranks the table says it
+
+    @classmethod
+    def costs(cls, reach: Reach) -> Costs:
+        return Costs()
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+    ) -> Received:
+        self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
+        during(meanwhile)
+        return Received(x_TD, self._plan(topk_idx_TK, topk_prob_TK), None)
+
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
+        return plus(out_ND, beside, residual_TD)

@@ -1,0 +1,104 @@
+"""Guests over `symm`: owners write weights to the slots of other ranks, beside whatever runs there,
+and read gradients from there. See `parallel.dispatcher.cloned_transfers` for what orders this.
+
+Legend: R ranks, L own experts, G guest slots.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.guests import Layer, of_layer
+from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.parallel.dispatcher.cloned_transfers import ClonedTransfers
+
+
+class Memory(Protocol):
+    """Slots of every rank; see `parallel.dispatcher.clone_memory.GuestMemory`."""
+
+    weights: MLPWeights
+    grads: MLPWeights
+
+    def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None: ...
+
+    ready: Tensor | None
+
+    def wait_lending(self) -> None: ...
+
+    def wait(self, *, second: bool) -> None: ...
+
+    def give_back(self, layer: Layer) -> None: ...
+
+    def take_back(
+        self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
+    ) -> None: ...
+
+    def wait_taking(self) -> None: ...
+
+
+class PushedGuests:
+    """`kernels.expert_mlp.guests.Guests` of one call.
+
+    Args:
+        call: of the layer, whose clones are known.
+        memory: of weights like those that are lent, the same on all ranks.
+        keep: weights stay for the backward pass.
+    """
+
+    def __init__(
+        self, call: ClonedTransfers, memory: Callable[[MLPWeights], Memory], *, keep: bool
+    ) -> None:
+        self._control, self._memory_of = call.control, memory
+        self._expert_RG, self.keep = call.clones.expert_RN, keep
+        self._memory: Memory
+        self._first: Layer
+        """That was lent first."""
+        self._meet: Callable[[], None]
+        """Lets the current stream wait for what has last been started beside it."""
+        self._kept: MLPWeights | None = None
+
+    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
+        """They leave beside tokens and what own experts do."""
+        memory = self._memory = self._memory_of(own)
+        self._first = first
+        self._meet = self._control.aside(lambda: memory.lend(own, self._expert_RG, first))
+        memory.wait_lending()
+        if not self.keep:
+            return memory.weights
+        # Slots are for the next layer when this one has gone forward.
+        copies = (None if w is None else torch.empty_like(w) for w in memory.weights)
+        self._kept = MLPWeights(*copies)  # type: ignore[arg-type]
+        return self._kept
+
+    def ready(self, layer: Layer) -> Tensor | None:
+        # Kept weights are copied when all have come.
+        return self._memory.ready if layer == self._first and self._kept is None else None
+
+    def wait(self, layer: Layer) -> None:
+        self._memory.wait(second=layer != self._first)
+        if layer != self._first:
+            self._meet()
+        if self._kept is not None:
+            pairs = (of_layer(w, layer) for w in (self._kept, self._memory.weights))
+            for kept, came in zip(*pairs, strict=True):
+                if kept is not None and came is not None:
+                    kept.copy_(came)
+
+    def room(self, own: MLPWeights) -> MLPWeights:
+        self._memory = self._memory_of(own)
+        return self._memory.grads
+
+    def give_back(self, layer: Layer) -> None:
+        self._memory.give_back(layer)
+
+    def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
+        add = partial(self._memory.take_back, layer, own, self._expert_RG)
+        if layer == "fc1":
+            self._meet = self._control.aside(partial(add, beside=True))
+            self._memory.wait_taking()
+        else:
+            self._meet()
+            add(beside=False)

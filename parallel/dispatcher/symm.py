@@ -1,0 +1,193 @@
+"""Transport `symm`: one-sided exchanges between the GPUs of a node, over NVLink.
+
+Tokens are pushed once to each rank that holds one of their experts, sums come back once from each
+such rank, and are added in the order of ranks in fp32 (`kernels.sm90.exchange.exchange`). With SMs
+set aside for it (`comm_sms`), pushes overlap other kernels; results are the same:
+
+    dispatch       fc1 starts with the tokens that have arrived, on the SMs that the push leaves
+    fc2            sums leave as soon as a token's last expert on a rank has finished
+    data gradient  the gradient of tokens leaves under the weight gradients
+    shared expert  runs while tokens and the rest of the sums are on their way
+
+Legend: T tokens per rank, D hidden, K slots of a token, R ranks, N = R * T received rows.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
+from phalanx.kernels.quantize.recipe import Fp8Block
+from phalanx.kernels.refusal import Refusal
+from phalanx.kernels.registry import CUTLASS_DSL
+from phalanx.kernels.sm90.exchange.peer_buffers import SLOTS
+from phalanx.parallel.dispatcher.costs import NOTHING, Costs, Reach
+from phalanx.parallel.dispatcher.exchange import SymmOptions, exchange_of
+from phalanx.parallel.dispatcher.fp8_rows import FP8Rows
+from phalanx.parallel.dispatcher.received import Beside, Meanwhile, Planner, Received, addends
+from phalanx.parallel.dispatcher.transfers import (
+    Collect,
+    Dispatch,
+    MoETransfers,
+    Receive,
+    SendBack,
+    saving,
+)
+from phalanx.parallel.dispatcher.transport_class import DispatchContext, Dispatcher, Rank
+
+if TYPE_CHECKING:
+    from phalanx.kernels.sm90.exchange.exchange import Exchange
+
+EXPOSED = 0.25
+"""Part of an overlapped exchange that a layer waits for, as measured (docs/kernels/log.md)."""
+
+
+class Symm(Dispatcher):
+    """The transport. See `parallel.dispatch` for its contract.
+
+    Args:
+        group: expert-parallel, all on one node.
+        plan: makes plans of received routing.
+        local: experts of a rank.
+        options: the rest.
+        waits: the experts' kernels can wait for rows (the fused ones).
+        recipe: of rows that travel in FP8.
+    """
+
+    no_overlap = None
+    bf16_only = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        plan: Planner,
+        *,
+        local: int,
+        options: SymmOptions,
+        waits: bool = False,
+        recipe: Fp8Block | None = None,
+    ) -> None:
+        self._group, self._plan, self._local, self._options = group, plan, local, options
+        self._waits, self._recipe = waits, recipe
+
+    @classmethod
+    def build(cls, context: DispatchContext) -> "Symm":
+        c = context
+        how: dict[str, Any] = dict(local=c.local, options=c.options, waits=c.waits, recipe=c.recipe)
+        if (clones := c.transport.clones) is not None:
+            from phalanx.parallel.dispatcher.cloned_symm import ClonedSymm
+
+            return ClonedSymm(c.group, c.plan, clones, **how)
+        return cls(c.group, c.plan, **how)
+
+    @classmethod
+    def refuse_here(cls, dtype: torch.dtype) -> Refusal:
+        """Why this rank cannot push tokens of a dtype to others of its host.
+
+        What it finds is one rank's word: `parallel.dispatcher.transport` asks those of all.
+        """
+        if not torch.cuda.is_available():
+            return "needs CUDA"
+        if torch.cuda.get_device_capability() != (9, 0):
+            return "needs a Hopper GPU"
+        if against := cls.refuse_dtype(dtype):
+            return against
+        if find_spec("nvidia_cutlass_dsl") is None:
+            return f"needs the compiler of its kernels: pip install '{CUTLASS_DSL}'"
+        here = torch.cuda.current_device()
+        others = (d for d in range(torch.cuda.device_count()) if d != here)
+        if not all(torch.cuda.can_device_access_peer(here, other) for other in others):
+            return "the GPUs of a host cannot write to each other's memory"
+        return None
+
+    @classmethod
+    def refuse(cls, ranks: Sequence[Rank]) -> Refusal:
+        several = len({rank.host for rank in ranks}) > 1
+        against = "the ranks of an expert-parallel group are on several hosts" if several else None
+        return super().refuse(ranks) or against
+
+    @classmethod
+    def costs(cls, reach: Reach) -> Costs:
+        """A token and a sum once for each rank that wants the token; with clones room for all rows
+        of a rank's tokens, though few come by themselves."""
+        rows, single = reach.once_a_rank, reach.rows_back * reach.tokens
+        several = reach.ranks > 1
+        return Costs(
+            there=rows,
+            back=rows,
+            again=NOTHING if reach.keep else rows,
+            kept=reach.received if reach.keep else 0,
+            buffers=SLOTS * reach.received + single * (reach.rows_back > 1) if several else 0,
+            exposed=EXPOSED,
+        )
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        topk_prob_TK: Tensor,
+        meanwhile: Meanwhile = None,
+        fp8: FP8Rows | None = None,
+    ) -> Received:
+        """With `fp8`, rows travel as it says: they may have come a leg in FP8 already."""
+        given = x_TD, topk_idx_TK, topk_prob_TK
+        call, rows_ND, plan = self._bring(given, meanwhile, fp8, self._transfers)
+        arrived = None if call.fp8 is None else call.fp8.arrived
+        if call.overlaps:
+            return Received(rows_ND, plan, call, arrived, route=call)
+        if arrived is not None:
+            return Received(rows_ND, plan, arrived=arrived, route=call)
+        hooks = functools.partial(saving, rows_ND.detach(), call)
+        return Received(rows_ND, plan, route=call, saving=hooks)
+
+    def _transfers(
+        self, exchange: "Exchange", x_TD: Tensor, idx_TK: Tensor, **how: Any
+    ) -> MoETransfers:
+        """Of one call."""
+        return MoETransfers(exchange, idx_TK, self._local, **how)
+
+    def _bring[C: MoETransfers](
+        self,
+        given: tuple[Tensor, Tensor, Tensor],
+        meanwhile: Meanwhile,
+        fp8: FP8Rows | None,
+        transfers: Callable[..., C],
+    ) -> tuple[C, Tensor, ExpertPlan]:
+        """Tokens to their experts: the transfers of the call, received rows, and their plan.
+
+        Args:
+            given: tokens, experts and probabilities.
+            meanwhile, fp8: as of `dispatch`.
+            transfers: makes those of a call, as `_transfers`.
+        """
+        self._plan.check(*given)
+        x_TD, idx_TK, prob_TK = given
+        if fp8 is None and self._recipe is not None:
+            fp8 = FP8Rows(self._recipe)
+        (T, D), K = x_TD.shape, idx_TK.shape[1]
+        exchange = exchange_of(self._group, T, D, K, self._options)
+        overlaps, keep = exchange.overlaps and self._waits, self._options.keep
+        how = dict(overlaps=overlaps, keep=keep, fp8=fp8)
+        call = transfers(exchange, x_TD, idx_TK.contiguous(), **how)
+        pushed_ND = Dispatch.apply(x_TD, prob_TK, call)
+        if meanwhile is not None:
+            meanwhile()
+        rows_ND, idx_NK, prob_NK = Receive.apply(pushed_ND, call)
+        return call, rows_ND, self._plan(idx_NK, prob_NK)
+
+    def combine(
+        self,
+        out_ND: Tensor,
+        received: Received,
+        beside: Beside = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
+        call: MoETransfers = received.route
+        pushed_ND = SendBack.apply(out_ND, call, beside is None)
+        more = [addend.contiguous() for addend in addends(beside, residual_TD)]
+        return Collect.apply(pushed_ND, call, beside is None, *more)

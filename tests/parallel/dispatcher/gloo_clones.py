@@ -1,0 +1,129 @@
+"""What `symm` needs where experts are cloned, by collectives of gloo, on ranks of a CPU.
+
+Rows and weights are there when they have been sent. Memory that no rank has written since is NaN,
+so that nothing may depend on it; slots without a guest are numbers, as they are on GPUs.
+
+Legend: R ranks, T tokens of a rank, K slots of a token, D hidden, S expert rows, G guest slots.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.kernels.expert_mlp.guests import Layer, of_layer
+from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.replication import rows, weights
+from phalanx.parallel.dispatcher import clone_memory, cloned_symm
+from phalanx.parallel.dispatcher.control import HIDDEN, Control
+
+EMPTY = 7.0
+"""In a slot without a guest."""
+
+
+class GlooSingles:
+    """`parallel.dispatcher.clone_memory.SingleRows`."""
+
+    def __init__(self, group: dist.ProcessGroup, tokens: int, hidden: int, slots: int) -> None:
+        self._group = group
+        self.rows_KTD = torch.full((slots, tokens, hidden), float("nan"), dtype=torch.bfloat16)
+
+    def sent(self, parting: rows.Parting) -> Callable[[Tensor], None]:
+        return lambda y_SD: self.send(y_SD, parting)
+
+    def send(self, y_SD: Tensor, parting: rows.Parting) -> None:
+        sent = torch.full((self._group.size(), *self.rows_KTD.shape), float("nan"))
+        sent_RKTD, named_RKT1 = sent.to(y_SD.dtype), torch.zeros(*sent.shape[:3], 1)
+        rows.send_singles(y_SD, parting, sent_RKTD.unbind())
+        rows.send_singles(torch.ones(len(y_SD), 1), parting, named_RKT1.unbind())
+        came_RKTD, here_RKT1 = (_exchanged(x, self._group) for x in (sent_RKTD, named_RKT1))
+        assert here_RKT1.sum(0).max() <= 1, "two ranks have written to a place"
+        self.rows_KTD.fill_(float("nan"))
+        for came_KTD, here_KT1 in zip(came_RKTD, here_RKT1, strict=True):
+            self.rows_KTD.copy_(torch.where(here_KT1 > 0, came_KTD, self.rows_KTD))
+
+
+class GlooGuestMemory:
+    """`parallel.dispatcher.clone_memory.GuestMemory`."""
+
+    def __init__(self, group: dist.ProcessGroup, slots: int, own: MLPWeights) -> None:
+        self._group = group
+
+        def made(dtype: torch.dtype) -> Any:
+            shapes = (None if w is None else (slots, *w.shape[1:]) for w in own)
+            nan = float("nan")
+            return MLPWeights(*(s and torch.full(s, nan, dtype=dtype) for s in shapes))
+
+        self.weights, self.grads = made(own.w1.dtype), made(torch.float32)
+
+    def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
+        self._waits = [False, True]
+        rank, local = self._group.rank(), len(own.w1)
+        for w, slots_G in zip(own, self.weights, strict=True):
+            if w is None:
+                continue
+            sent_RG = w.new_full((self._group.size(), *slots_G.shape), float("nan"))
+            weights.lend(w.detach(), expert_RG, sent_RG.unbind(), rank)
+            came_RG = _exchanged(sent_RG, self._group)
+            for slot, expert in enumerate(expert_RG[rank].tolist()):
+                slots_G[slot] = EMPTY if expert < 0 else came_RG[expert // local, slot]
+
+    ready = None
+
+    def wait_lending(self) -> None:
+        """They have been lent."""
+
+    def wait(self, *, second: bool) -> None:
+        assert second == self._waits.pop(0), "the first layer is waited for first"
+
+    def give_back(self, layer: Layer) -> None:
+        """They are there."""
+
+    def take_back(
+        self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
+    ) -> None:
+        rooms = of_layer(self.grads, layer)
+        for grad, room_G in zip(own, rooms, strict=True):
+            if grad is not None:
+                room_RG = room_G.new_empty(self._group.size(), *room_G.shape)
+                dist.all_gather_into_tensor(room_RG.flatten(0, 1), room_G, group=self._group)
+                weights.take_back(grad, expert_RG, room_RG.unbind(), self._group.rank())
+        for room_G in rooms:
+            if room_G is not None:
+                room_G.fill_(float("nan"))
+
+    def wait_taking(self) -> None:
+        """They have been taken back."""
+
+
+def cloning(exchange_of: Callable[..., Any]) -> list[Any]:
+    """Patches with which `symm` clones over them, and over the exchanges of a cache."""
+
+    def control_of(group: Any, tokens: int, hidden: int, slots: int, options: Any) -> Any:
+        exchange = exchange_of(group, 1, HIDDEN, tokens * slots, options)
+        return Control(exchange, torch.device("cpu"))
+
+    memories: dict[Any, GlooGuestMemory] = {}
+
+    def guest_memory_of(group: Any, slots: int, own: MLPWeights, _: Any) -> GlooGuestMemory:
+        key = (slots, *(None if w is None else w.shape for w in own))
+        if key not in memories:
+            memories[key] = GlooGuestMemory(group, slots, own)
+        return memories[key]
+
+    return [
+        mock.patch.object(cloned_symm, "control_of", control_of),
+        mock.patch.object(clone_memory, "single_rows_of", functools.cache(GlooSingles)),
+        mock.patch.object(clone_memory, "guest_memory_of", guest_memory_of),
+    ]
+
+
+def _exchanged(x_R: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Block r to rank r."""
+    out = torch.empty_like(x_R)
+    dist.all_to_all_single(out, x_R, group=group)
+    return out

@@ -1,0 +1,309 @@
+"""The transport over nodes: gloo ranks that pretend to be nodes of two, or of four.
+
+Everything is compared with the dense statement of test_dispatch, or with `alltoall`.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.dispatcher import nodes
+from phalanx.parallel.dispatcher.base import Dispatcher, Slots
+from phalanx.parallel.dispatcher.capacity import Budget
+from phalanx.parallel.dispatcher.transport import choose_transport, refuse
+from tests.parallel.dispatcher.budgets import overflowed
+from tests.parallel.dispatcher.test_base import (
+    CPU,
+    EXPERTS,
+    HIDDEN,
+    ROUTINGS,
+    SLOTS,
+    TOKENS,
+    Case,
+    Result,
+    assert_exact,
+    assert_near,
+    dense,
+    dispatcher_of,
+    experts,
+    make_case,
+    run_layer,
+)
+from tests.support.distributed import run_distributed
+
+pytestmark = pytest.mark.dist
+RANKS, SIZE = 4, 2
+NODES = pytest.mark.parametrize(("ranks", "size"), [(4, 2), (8, 2), (8, 4)])
+
+
+@contextmanager
+def pretended(size: int) -> Iterator[None]:
+    """Nodes of `size` ranks, in a rank that other tests use again."""
+    os.environ["PHALANX_NODE_GPUS"] = str(size)
+    try:
+        yield
+    finally:
+        del os.environ["PHALANX_NODE_GPUS"]
+
+
+def made(
+    name: str, slots: Slots = SLOTS, budget: Budget | None = None, size: int = SIZE
+) -> Dispatcher:
+    given: dict[str, Any] = dict(experts=EXPERTS, slots=slots, budget=budget or Budget(8.0, CPU))
+    with pretended(size):
+        return dispatcher_of(name, dist.group.WORLD, **given)
+
+
+def rank_layers(cases: list[Case], size: int) -> list[Result]:
+    rank, ranks, results = dist.get_rank(), dist.get_world_size(), []
+    dispatcher = made("hier", size=size)
+    for case in cases:
+        results.append(run_layer(dispatcher, case, rank, ranks))
+        again = run_layer(dispatcher, case, rank, ranks)
+        assert all(map(torch.equal, results[-1], again)), "not deterministic"
+    return results
+
+
+def layers(cases: list[Case], ranks: int = RANKS, size: int = SIZE) -> list[Result]:
+    """The whole layer over nodes of `size` ranks, for each case."""
+    by_rank = run_distributed(rank_layers, ranks, cases, size)
+    return [Result(*map(torch.cat, zip(*r, strict=True))) for r in zip(*by_rank, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_dense_statement(dtype: torch.dtype) -> None:
+    cases = [make_case(kind, dtype) for kind in ROUTINGS]
+    for kind, case, result in zip(ROUTINGS, cases, layers(cases), strict=True):
+        assert_near(result, case, kind)
+
+
+@NODES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_on_integers(dtype: torch.dtype, ranks: int, size: int) -> None:
+    """Over two nodes of two and of four, and over four nodes."""
+    cases = [make_case(kind, dtype, integer=True) for kind in ("even", "unequal")]
+    for case, result in zip(cases, layers(cases, ranks, size), strict=True):
+        assert_exact(result, case)
+
+
+class Planned(NamedTuple):
+    rows_SD: Tensor
+    """What the experts read."""
+    row_prob_S: Tensor
+    offsets: Tensor
+    needed: Tensor
+    row_index_S: Tensor
+    inverse_NK: Tensor
+
+
+def plans(case: Case, size: int) -> list[Planned]:
+    """Of `alltoall` and `hier` on this rank."""
+    tokens, found = TOKENS // dist.get_world_size(), []
+    own = slice(dist.get_rank() * tokens, (dist.get_rank() + 1) * tokens)
+    for name in ("alltoall", "hier"):
+        received = made(name, Slots(3, 4, 2), size=size).dispatch(
+            case.x_TD[own], case.idx_TK[own], case.prob_TK[own]
+        )
+        p = received.plan
+        rows = received.rows_ND.index_select(0, p.row_index_S)
+        shown = (p.row_prob_S, p.offsets, p.needed, p.row_index_S, p.inverse_NK)
+        found.append(Planned(rows, *shown))
+    return found
+
+
+@NODES
+def test_expert_rows_are_those_of_collectives_bit_for_bit(ranks: int, size: int) -> None:
+    """Rows lie in the order of (place, node, token), and -1 is no expert, on any node."""
+    case = make_case("even", torch.bfloat16)
+    empty = torch.full((TOKENS, 1), -1, dtype=torch.int32)
+    case = case._replace(
+        idx_TK=torch.cat((case.idx_TK[:, :1], empty, case.idx_TK[:, 1:]), 1),
+        prob_TK=torch.rand(TOKENS, 4, generator=torch.Generator().manual_seed(3)),
+    )
+    by_rank = torch.arange(TOKENS).view(ranks // size, size, -1)  # [node, place, token]
+    by_place = by_rank.transpose(0, 1).flatten()
+    lies = torch.empty_like(by_place)
+    lies[by_place] = torch.arange(TOKENS)
+    for flat, hier in run_distributed(plans, ranks, case, size):
+        used = int(flat.offsets[-1])
+        assert used
+        for name in ("row_prob_S", "offsets", "needed"):
+            assert torch.equal(getattr(hier, name), getattr(flat, name)), name
+        assert torch.equal(hier.rows_SD[:used], flat.rows_SD[:used])
+        assert torch.equal(hier.row_index_S.long(), lies[flat.row_index_S.long()])
+        assert torch.equal(hier.inverse_NK, flat.inverse_NK[by_place])
+
+
+def rank_sums(values: Tensor) -> Tensor:
+    """Each rank adds a row of its own to every token, from its one expert of four."""
+    dispatcher = made("hier", Slots(RANKS, RANKS))
+    idx = 2 * torch.arange(RANKS, dtype=torch.int32).expand(5, -1)
+    x = torch.zeros(5, 2, dtype=torch.bfloat16)
+    received = dispatcher.dispatch(x, idx, torch.ones(5, RANKS))
+    return dispatcher.combine(values[dist.get_rank()].expand(20, 2).contiguous(), received)
+
+
+def test_sums_inside_a_node_are_rounded_before_they_are_added_over_nodes() -> None:
+    """(256 + 1) + (1 + 1): 257 rounds to 256, and 258 is a number of bf16.
+
+    In fp32 over all ranks it would be 259, rounded to 260; in bf16 throughout 256 would stay."""
+    values = torch.tensor([[256.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)
+    for out in run_distributed(rank_sums, RANKS, values):
+        assert torch.equal(out, torch.full((5, 2), 258.0, dtype=torch.bfloat16))
+    values = torch.randn(4, 1, generator=torch.Generator().manual_seed(5)).bfloat16()
+    inside = (values[0::2].float() + values[1::2].float()).bfloat16()
+    want = (inside[0].float() + inside[1].float()).bfloat16().expand(5, 2)
+    for out in run_distributed(rank_sums, RANKS, values):
+        assert torch.equal(out, want)
+
+
+def overflow_and_rerun(case: Case) -> tuple[list[bool], Result]:
+    budget, group = Budget(1.0, CPU), dist.group.WORLD
+    dispatcher = made("hier", budget=budget)
+    run_layer(dispatcher, case, dist.get_rank(), RANKS)
+    found = [overflowed(budget, group)]
+    budget.grow()
+    result = run_layer(dispatcher, case, dist.get_rank(), RANKS)
+    return [*found, overflowed(budget, group)], result
+
+
+def test_an_overflowed_step_fits_when_run_again() -> None:
+    case = make_case("all to one rank", torch.float32, tokens=512)
+    overflowed, results = zip(*run_distributed(overflow_and_rerun, RANKS, case), strict=True)
+    assert overflowed == ([True, False],) * RANKS
+    for got, want in zip(map(torch.cat, zip(*results, strict=True)), dense(case), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+
+
+def told_inside(case: Case) -> tuple[Tensor, Tensor]:
+    """Tokens and experts that the transport inside a node is given on this rank."""
+    own, dispatcher = slice(dist.get_rank() * 6, dist.get_rank() * 6 + 6), made("hier")
+    given: list[tuple[Tensor, Tensor]] = []
+    inside = dispatcher._inside  # type: ignore[attr-defined]
+    dispatch = inside.dispatch
+
+    def told(x: Tensor, idx: Tensor, *rest: Any) -> Any:
+        given.append((x, idx))
+        return dispatch(x, idx, *rest)
+
+    inside.dispatch = told
+    dispatcher.dispatch(case.x_TD[own], case.idx_TK[own], case.prob_TK[own])
+    return given[0]
+
+
+def test_inside_a_node_there_are_its_experts_alone() -> None:
+    """Counted from 0, as pushes go to the rank that an expert's number gives."""
+    case = make_case("unequal", torch.bfloat16)
+    for rank, (x, idx) in enumerate(run_distributed(told_inside, RANKS, case)):
+        node, place = divmod(rank, SIZE)
+        rail = torch.cat([torch.arange(6) + 6 * r for r in (place, place + SIZE)])
+        assert torch.equal(x, case.x_TD[rail])
+        here = case.idx_TK[rail] // (EXPERTS // 2) == node
+        assert torch.equal(idx, torch.where(here, case.idx_TK[rail] % (EXPERTS // 2), -1))
+
+
+def sent(case: Case) -> list[int]:
+    """Bytes that this rank's rail all-gathers and all-to-alls take, forward."""
+    counted: list[int] = []
+    rail = [dist.get_rank() % SIZE, dist.get_rank() % SIZE + SIZE]
+    gather, exchange = dist.all_gather_into_tensor, dist.all_to_all_single
+
+    def count(function: Any) -> Any:
+        def called(out: Tensor, x: Tensor, group: Any) -> None:
+            if dist.get_process_group_ranks(group) == rail:
+                counted.append(x.nbytes)
+            function(out, x, group=group)
+
+        return called
+
+    own = slice(dist.get_rank() * 6, dist.get_rank() * 6 + 6)
+    dispatcher = made("hier")
+    dist.all_gather_into_tensor, dist.all_to_all_single = count(gather), count(exchange)
+    try:
+        received = dispatcher.dispatch(case.x_TD[own], case.idx_TK[own], case.prob_TK[own])
+        dispatcher.combine(experts(received, case.w_EDD[:2]), received)
+    finally:
+        dist.all_gather_into_tensor, dist.all_to_all_single = gather, exchange
+    return counted
+
+
+def test_a_token_crosses_the_network_once_to_each_node() -> None:
+    """Routing and T rows to the other node, and back a block of T sums for each of two nodes."""
+    case = make_case("even", torch.bfloat16)
+    routing, rows = 6 * 3 * 8, 6 * HIDDEN * 2
+    assert run_distributed(sent, RANKS, case) == [[routing, rows, 2 * rows]] * RANKS
+
+
+def taken(size: int) -> tuple[str, str]:
+    """What `auto` takes, and what `hier` says."""
+    with pretended(size):
+        given: dict[str, Any] = dict(experts=EXPERTS, slots=SLOTS, budget=Budget(1.0, CPU))
+        auto = type(dispatcher_of("auto", dist.group.WORLD, **given)).__name__
+        try:
+            return auto, type(dispatcher_of("hier", dist.group.WORLD, **given)).__name__
+        except ValueError as error:
+            return auto, str(error)
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [(3, "the nodes hold 3, 1 ranks"), (1, "every node holds one rank"), (4, "on one node")],
+)
+def test_nodes_that_do_not_fit_are_refused_and_auto_takes_collectives(
+    size: int, reason: str
+) -> None:
+    for auto, told in run_distributed(taken, RANKS, size):
+        assert auto == "AllToAll"
+        assert reason in told and "set parallel.dispatch=auto" in told and "\n" not in told
+
+
+def test_auto_takes_nodes_of_several_ranks() -> None:
+    assert run_distributed(taken, RANKS, 2) == [("Hier", "Hier")] * RANKS
+
+
+def on_this_host() -> tuple[str | None, str]:
+    against = refuse("hier", dist.group.WORLD, torch.bfloat16)
+    os.environ["PHALANX_NODE_GPUS"] = "two"
+    try:
+        nodes.names_here(dist.get_rank())
+    except ValueError as error:
+        return against, str(error)
+    finally:
+        del os.environ["PHALANX_NODE_GPUS"]
+    return against, ""
+
+
+def test_ranks_of_a_host_are_a_node() -> None:
+    for against, told in run_distributed(on_this_host, 2):
+        assert against == "all ranks are on one node"
+        assert told.startswith("PHALANX_NODE_GPUS=two must be a number")
+
+
+def test_ranks_of_a_node_must_follow_one_another() -> None:
+    assert nodes.refuse("aabb") is None
+    assert nodes.refuse("abab") == "the ranks of a node do not follow one another"
+
+
+def groups_of_eight() -> tuple[int, int, list[int], list[int]]:
+    """Two expert-parallel groups of four."""
+    halves = [dist.new_group(ranks) for ranks in (range(4), range(4, 8))]
+    group = halves[dist.get_rank() // 4]
+    with pretended(2):
+        found = choose_transport("hier", group, torch.bfloat16).nodes
+    assert found is not None
+    members = (dist.get_process_group_ranks(g) for g in (found.inside, found.rail))
+    return found.count, found.index, *members
+
+
+def test_groups_of_a_larger_job() -> None:
+    for rank, (count, index, inside, rail) in enumerate(run_distributed(groups_of_eight, 8)):
+        first, place = rank // 4 * 4, rank % 2
+        assert (count, index) == (2, rank % 4 // 2)
+        assert inside == [rank - place, rank - place + 1]
+        assert rail == [first + place, first + place + 2]

@@ -1,0 +1,84 @@
+"""The one-sided transport where no GPU is needed: what it tells, and where it cannot run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.kernels.sm90.exchange import peer_buffers
+from phalanx.parallel.dispatcher import exchange as exchanges
+from phalanx.parallel.dispatcher.base import Slots
+from phalanx.parallel.dispatcher.capacity import Budget
+from tests.parallel.dispatcher.test_base import dispatcher_of
+from tests.support.distributed import run_distributed
+
+
+def _connection(report: list[int]) -> Any:
+    """Of an exchange whose kernels have left a report."""
+    pytest.importorskip("cutlass")
+    from phalanx.kernels.sm90.exchange.exchange import Exchange
+
+    connection: Any = object.__new__(exchanges.Connection)
+    connection.group, connection.exchange = dist.group.WORLD, object.__new__(Exchange)
+    written = torch.tensor(report, dtype=torch.int32)
+    connection.exchange._buffers = [SimpleNamespace(report=written)]
+    return connection
+
+
+def _missing() -> list[str]:
+    told = []
+    for report in ([0, 0, 0, 0], [2, 41, 39, 0]):
+        exchanges._CONNECTIONS = {("a",): _connection(report)}
+        told.append(exchanges.missing())
+    exchanges._CONNECTIONS = {}
+    return told
+
+
+def test_who_did_not_come_is_named() -> None:
+    nobody, somebody = run_distributed(_missing, 2)[0]
+    assert nobody == ""
+    assert somebody == "rank 1 has not reached exchange 41 of experts, only 39"
+
+
+def _made(name: str) -> str:
+    given = dict(experts=4, slots=Slots(2, 2), budget=Budget(1.0, torch.device("cpu")))
+    try:
+        return type(dispatcher_of(name, dist.group.WORLD, **given)).__name__
+    except ValueError as error:
+        return str(error)
+
+
+def test_without_gpus_auto_takes_collectives_and_symm_is_refused() -> None:
+    assert run_distributed(_made, 2, "auto") == ["AllToAll"] * 2
+    (told, _) = run_distributed(_made, 2, "symm")
+    assert "needs CUDA" in told and "set parallel.dispatch=auto" in told
+
+
+@pytest.mark.parametrize("size", [1, 4, 6, 7])
+def test_blocks_of_side_data_come_back_as_they_were(size: int) -> None:
+    blocks = torch.arange(3 * size, dtype=torch.int32).view(3, size)
+    padded = peer_buffers.padded(blocks)
+    assert padded.shape[1] % 4 == 0
+    memory = torch.cat((padded.flatten(), torch.full((9,), -1, dtype=torch.int32)))
+    assert torch.equal(peer_buffers.unpadded(memory.view(torch.uint8), 3, size), blocks)
+
+
+def test_buffers_of_all_slots_lie_in_the_memory_one_after_the_other() -> None:
+    layout = peer_buffers.BufferLayout(ranks=3, tokens=5, hidden=24, slots=2)
+    memory = torch.full((layout.total,), 255, dtype=torch.uint8)
+    layout.clear(memory)
+    flags = memory[: 4 * peer_buffers.FLAGS].view(torch.int32)
+    assert flags[peer_buffers.ALLOWED :].tolist() == [1] * peer_buffers.MAX_RANKS
+    assert not flags[: peer_buffers.ALLOWED].any()
+    for slot in range(peer_buffers.SLOTS):
+        rows, side = layout.rows(memory, slot), layout.side(memory, slot)
+        assert rows.shape == (3 * 5, 24) and not rows.any() and not side.any()
+        assert len(side) >= 3 * (8 * 5 * 2 + peer_buffers.SIDE_ALIGN)
+        rows.fill_(slot + 1)
+        side.fill_(slot + 1)
+    for slot in range(peer_buffers.SLOTS):
+        assert (layout.rows(memory, slot) == slot + 1).all()
+        assert (layout.side(memory, slot) == slot + 1).all()
+    assert flags.sum() == peer_buffers.MAX_RANKS

@@ -1,0 +1,372 @@
+"""Which transport is taken and why: the rules, the agreement of ranks, and what the page says."""
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.configs.transports import TRANSPORTS
+from phalanx.kernels.registry import table
+from phalanx.kernels.routing.clone_plan import CloneSize
+from phalanx.parallel.dispatcher.clones import Clones, Costs
+from phalanx.parallel.dispatcher.transport import (
+    LOCAL,
+    choices,
+    choose_transport,
+    clone_choices,
+    of_megatron,
+    planned,
+    resolve,
+    sms_of,
+    with_clones,
+)
+from phalanx.parallel.dispatcher.transport_class import Rank, Transport
+from tests.parallel.dispatcher.test_hierarchical import pretended
+from tests.support.advice import advised
+from tests.support.distributed import run_distributed
+
+BF16 = torch.bfloat16
+NO_PEER = "the GPUs of a host cannot write to each other's memory"
+NO_GAIN = "clones cost a step more than they save where ranks are nearly even"
+
+
+def ranks(nodes: str, symm: Sequence[str] = (), deepep: Sequence[str] = ()) -> list[Rank]:
+    """A rank for each letter, which names its host; with reasons, if any, by rank."""
+    reasons = {"symm": symm, "deepep": deepep}
+    return [
+        Rank(i, host, host, {name: given[i] or None for name, given in reasons.items() if given})
+        for i, host in enumerate(nodes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "reason"),
+    [
+        (ranks("a"), "local", "auto; all experts are on one rank"),
+        (ranks("aa"), "symm", "auto"),
+        (
+            ranks("aa", ["needs CUDA"] * 2),
+            "alltoall",
+            "auto; not symm: needs CUDA; not hier: all ranks are on one node",
+        ),
+        (
+            ranks("aaaa", ["", "broken", "", "broken"]),
+            "alltoall",
+            "auto; not symm: broken (rank 1 on a and 1 more); not hier: all ranks are on one node",
+        ),
+        (
+            ranks("aabb"),
+            "hier",
+            "auto; not symm: the ranks of an expert-parallel group are on several hosts",
+        ),
+    ],
+)
+def test_auto_says_what_it_took_and_why(given: list[Rank], name: str, reason: str) -> None:
+    taken = resolve("auto", given)
+    assert (taken.name, taken.reason) == (name, reason)
+
+
+def test_inside_of_nodes_a_reason_of_one_rank_is_that_of_all_nodes() -> None:
+    assert resolve("hier", ranks("aabb")).inside == Transport("symm", "auto")
+    inside = resolve("hier", ranks("aabb", ["", "", "", NO_PEER])).inside
+    assert inside == Transport("alltoall", f"auto; not symm: {NO_PEER} (rank 3 on b)")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given", "said"),
+    [
+        ("symm", ranks("aa", ["", NO_PEER]), f"{NO_PEER} (rank 1 on a)"),
+        ("symm", ranks("ab"), "on several hosts"),
+        ("deepep", ranks("aa", deepep=["", "needs the package"]), "needs the package (rank 1 on a"),
+        ("deepep", ranks("a"), "needs several ranks"),
+        ("hier", ranks("abab"), "the ranks of a node do not follow one another"),
+    ],
+)
+def test_a_forced_transport_that_one_rank_lacks_is_refused(
+    wanted: str, given: list[Rank], said: str
+) -> None:
+    with pytest.raises(ValueError, match="set parallel.dispatch=auto") as error:
+        resolve(wanted, given)
+    assert advised(str(error.value)) == [["parallel.dispatch=auto"]]
+    assert resolve("auto", given).name in TRANSPORTS
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_without_ranks_the_answer_is_the_same() -> None:
+    assert planned("auto", ranks=8, node_ranks=8).name == "symm"
+    assert planned("auto", ranks=1, node_ranks=8).name == "local"
+    assert (
+        planned("auto", ranks=8, node_ranks=8, refusals={"symm": "needs CUDA"}).name == "alltoall"
+    )
+    over_nodes = planned("auto", ranks=16, node_ranks=8)
+    assert over_nodes.name == "hier" and over_nodes.inside == Transport("symm", "auto")
+    with pytest.raises(ValueError, match="all ranks are on one node"):
+        planned("hier", ranks=8, node_ranks=8)
+
+
+# --- ranks that are not alike ---------------------------------------------------------------------
+
+
+def _hopper_without_peers(monkeypatch: pytest.MonkeyPatch, broken: Sequence[int]) -> None:
+    """This process looks like one of two Hopper GPUs; those of `broken` ranks reach no other."""
+    rank = dist.get_rank()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: rank not in broken)
+
+
+def _chosen(wanted: str, broken: Sequence[int], size: int) -> tuple[str, str, str]:
+    """Transport, the one in its nodes, and the last reason; or what was raised."""
+    with pytest.MonkeyPatch.context() as patch, pretended(size):
+        _hopper_without_peers(patch, broken)
+        try:
+            taken = choose_transport(wanted, dist.group.WORLD, BF16)
+        except ValueError as error:
+            return "refused", "", str(error)
+        inside = taken.inside
+        return taken.name, inside.name if inside else "", (inside or taken).reason
+
+
+def _uneven_ranks() -> list[tuple[str, str, str]]:
+    every = [("auto", (), 4), ("auto", (1,), 4), ("symm", (2,), 4), ("hier", (), 2)]
+    return [_chosen(*case) for case in (*every, ("hier", (3,), 2))]
+
+
+@pytest.mark.dist
+def test_ranks_take_the_same_transport_though_one_cannot_reach_its_peers() -> None:
+    answers = run_distributed(_uneven_ranks, 4, timeout=60)
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    whole, broken, forced, nodes, broken_nodes = answers[0]
+    assert whole == ("symm", "", "auto")
+    assert broken[0] == "alltoall" and f"not symm: {NO_PEER} (rank 1 on " in broken[2]
+    assert forced[0] == "refused" and f"{NO_PEER} (rank 2 on " in forced[2]
+    assert nodes == ("hier", "symm", "auto")
+    assert broken_nodes[:2] == ("hier", "alltoall") and "(rank 3 on " in broken_nodes[2]
+
+
+def _package_on_one_rank(broken: bool) -> str:
+    package = ModuleType("deep_ep")
+    package.__spec__ = SimpleNamespace()  # type: ignore[assignment]
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0 or not broken:
+            patch.setitem(sys.modules, "deep_ep", package)
+        else:
+            patch.syspath_prepend(broken_package())
+        try:
+            choose_transport("deepep", dist.group.WORLD, BF16)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def broken_package() -> str:
+    """A folder with a deep_ep that cannot be imported."""
+    import tempfile
+    from pathlib import Path
+
+    folder = tempfile.mkdtemp()
+    Path(folder, "deep_ep.py").write_text("raise OSError('libnvshmem.so: no such file')\n")
+    return folder
+
+
+@pytest.mark.dist
+def test_a_package_that_one_rank_cannot_import_is_refused_by_all() -> None:
+    (said,) = set(run_distributed(_package_on_one_rank, 2, True, timeout=60))
+    assert "deep_ep cannot be imported: libnvshmem.so: no such file (rank 1 on " in said
+    assert set(run_distributed(_package_on_one_rank, 2, False, timeout=60)) == {""}
+
+
+def _groups_that_differ() -> Transport:
+    """Two expert-parallel groups of two ranks, the second of which has a rank without peers."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with pytest.MonkeyPatch.context() as patch:
+        _hopper_without_peers(patch, [3])
+        return choose_transport("auto", halves[dist.get_rank() // 2], BF16)
+
+
+@pytest.mark.dist
+def test_groups_that_differ_are_told() -> None:
+    first, second, third, fourth = run_distributed(_groups_that_differ, 4, timeout=60)
+    assert first == second and third == fourth
+    assert (first.name, third.name) == ("symm", "alltoall")
+    told = "auto; 1 of 2 groups differ: that of rank 2 takes alltoall (not symm: " + NO_PEER
+    assert first.reason.startswith(told)
+    assert third.reason.endswith("1 of 2 groups differ: that of rank 0 takes symm (auto)")
+
+
+# --- what the start page says ---------------------------------------------------------------------
+
+
+def overlap(
+    transport: Transport,
+    backend: str = "fused",
+    sms: int | str = 16,
+    shared: bool = False,
+    quantizes: bool = False,
+) -> tuple[str, str]:
+    how = dict(backend=backend, comm_sms=sms, shared=shared, quantizes=quantizes)
+    line = choices(transport, **how)[-1]
+    assert line.op == "overlap"
+    return line.backend, line.reason
+
+
+SYMM, HIER = Transport("symm", "auto"), Transport("hier", "auto", Transport("symm", "auto"))
+UNUSED = "parallel.comm_sms=16 is not in effect"
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "reason"),
+    [
+        (dict(transport=SYMM), "16 SMs", "parallel.comm_sms=16"),
+        (dict(transport=SYMM, sms=0), "off", "parallel.comm_sms=0"),
+        (dict(transport=SYMM, sms="auto"), "16 SMs", "auto"),
+        (
+            dict(transport=SYMM, sms="auto", quantizes=True),
+            "off",
+            "experts make FP8 of tokens once all are there (precision.dispatch=bf16)",
+        ),
+        (
+            dict(transport=HIER, sms="auto"),
+            "16 SMs",
+            "auto; inside nodes alone: what goes between them is waited for",
+        ),
+        (
+            dict(transport=SYMM, backend="torch", sms="auto", shared=True),
+            "off",
+            "torch experts cannot wait for tokens",
+        ),
+        (
+            dict(transport=Transport("alltoall", "auto"), sms="auto"),
+            "off",
+            "alltoall cannot overlap: it is over when it returns",
+        ),
+        (
+            dict(transport=Transport("hier", "auto", Transport("alltoall", "")), sms="auto"),
+            "off",
+            "alltoall cannot overlap: it is over when it returns",
+        ),
+        (
+            dict(transport=Transport("deepep", ""), sms="auto"),
+            "off",
+            "deepep cannot overlap: its counts are waited for",
+        ),
+        (dict(transport=LOCAL, sms="auto"), "off", "nothing is exchanged"),
+        (
+            dict(transport=of_megatron("auto"), backend="megatron", sms="auto"),
+            "off",
+            "Megatron-Core's layer waits for its exchanges",
+        ),
+        (
+            dict(transport=SYMM, backend="torch"),
+            "off",
+            f"torch experts cannot wait for tokens; {UNUSED}",
+        ),
+        (
+            dict(transport=SYMM, backend="torch", sms=0),
+            "off",
+            "torch experts cannot wait for tokens",
+        ),
+        (
+            dict(transport=SYMM, backend="torch", shared=True),
+            "16 SMs",
+            "parallel.comm_sms=16; beside the shared experts alone: "
+            "torch experts cannot wait for tokens",
+        ),
+        (
+            dict(transport=HIER),
+            "16 SMs",
+            "parallel.comm_sms=16; inside nodes alone: what goes between them is waited for",
+        ),
+        (
+            dict(transport=Transport("alltoall", "auto")),
+            "off",
+            f"alltoall cannot overlap: it is over when it returns; {UNUSED}",
+        ),
+        (dict(transport=LOCAL, sms=0), "off", "nothing is exchanged"),
+        (
+            dict(transport=Transport("deepep", "")),
+            "off",
+            "deepep cannot overlap: its counts are waited for; "
+            "parallel.comm_sms=16 are those of its kernels",
+        ),
+        (
+            dict(transport=of_megatron("auto"), backend="megatron"),
+            "off",
+            f"Megatron-Core's layer waits for its exchanges; {UNUSED}",
+        ),
+    ],
+)
+def test_overlap_is_on_or_off_and_says_why(given: Any, state: str, reason: str) -> None:
+    assert overlap(**given) == (state, reason)
+    asked, backend = given.get("sms", 16), given.get("backend", "fused")
+    sms = sms_of(asked, given["transport"], backend, given.get("quantizes", False))
+    assert given.get("sms") != "auto" or state == (f"{sms} SMs" if sms else "off")
+
+
+def test_clones_where_the_transport_has_them() -> None:
+    how = dict(local=8, costs=Costs(300, 40), keep=False)
+    dense, pushed = Transport("alltoall", "auto"), Transport("symm", "auto")
+    with_two = with_clones(2, dense, ranks=4, **how)
+    assert with_two.clones == Clones(2, 300, least=40)
+    assert with_two.clones.size(4) == CloneSize(4, 2, 300, least=40)
+    for wanted in (0, "auto"):
+        for transport in (dense, pushed):
+            assert with_clones(wanted, transport, ranks=4, **how) == transport
+    assert with_clones(2, LOCAL, ranks=1, **how) == LOCAL
+    assert with_clones(1, pushed, ranks=2, **how).clones == Clones(1, 300, least=40)
+    with pytest.raises(ValueError, match="deepep cannot clone experts; set parallel.dispatch=auto"):
+        with_clones(2, Transport("deepep", "wanted"), ranks=4, **how)
+    with pytest.raises(ValueError, match="serves 512 experts on 8 ranks, not 128 on 16: set "):
+        with_clones(2, dense, ranks=16, **how)
+    with pytest.raises(ValueError, match="not 520 on 8: set parallel.clones=0"):
+        with_clones(2, dense, ranks=8, **how | {"local": 65})
+    assert clone_choices(0, pushed) == []
+    (line,) = clone_choices(2, with_two)
+    assert line.backend == "2 slots" and "a copy costs 300 rows" in line.reason
+    (line,) = clone_choices("auto", pushed)
+    assert (line.backend, line.reason) == ("off", f"auto; {NO_GAIN}")
+    (line,) = clone_choices("auto", dense)
+    assert line.reason == "auto; alltoall does not hide what clones send"
+    (line,) = clone_choices("auto", Transport("deepep", "wanted"))
+    assert line.reason == "auto; deepep cannot clone experts"
+    (line,) = clone_choices(2, LOCAL)
+    assert line.backend == "off" and "all experts are on one rank" in line.reason
+
+
+def test_over_nodes_the_transport_inside_clones() -> None:
+    pushed, dense = (
+        Transport("hier", "auto", Transport(name, "")) for name in ("symm", "alltoall")
+    )
+    two = with_clones(2, pushed, ranks=2, local=8, costs=Costs(300, 40), keep=True)
+    assert two.clones is None and two.inside == Transport(
+        "symm", "", clones=Clones(2, 300, True, 40)
+    )
+    (line,) = clone_choices(2, two)
+    assert line.backend == "2 slots"
+    assert line.reason.startswith(
+        "parallel.clones=2; in each node by itself; a copy costs 300 rows"
+    )
+    assert "rows and a layer with copies 40; weights are kept" in line.reason
+    reasons = [clone_choices("auto", of)[0].reason for of in (pushed, dense)]
+    assert reasons == [
+        f"auto; {NO_GAIN}",
+        "auto; alltoall does not hide what clones send",
+    ]
+
+
+def test_the_table_has_the_transport_in_a_node() -> None:
+    lines = choices(resolve("hier", ranks("aabb")), backend="fused", comm_sms=0, shared=False)
+    assert [(line.op, line.backend) for line in lines] == [
+        ("transport", "hier"),
+        ("- in a node", "symm"),
+        ("overlap", "off"),
+    ]
+    assert "parallel.dispatch=hier" in table(lines)
+    assert of_megatron("symm").reason.endswith("parallel.dispatch=symm is not in effect")
