@@ -1,9 +1,9 @@
-"""Many whole runs of the trainer in one pair of processes, each with a GPU.
+"""Many whole runs of the trainer in a few pairs of processes, each process with a GPU.
 
 A small run takes a second or two, its start ten times that. `run_all` starts torchrun with this
-file as the program, which trains run after run, those of one rank on both GPUs at a time. A run
-that fails ends the processes, as the other rank may wait for it; the runs behind it go on in new
-ones.
+file as the program, which trains run after run, those of one rank on both GPUs at a time. Most of
+the time is spent on one CPU core, compiling, so that several pairs share the GPUs. A run that fails
+ends its pair, as the other rank may wait for it; the remaining runs go on in a new one.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,10 @@ from megatron.core import parallel_state
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
-_MOST_STARTS = 6
-"""After which what is left is told as it is: the tree is broken rather than a layout."""
+_PAIRS = 4
+"""Pairs of processes at a time."""
+_MOST_STARTS = 3
+"""Starts of a pair, after which its remaining runs count as failed: the tree is broken."""
 
 
 class Outcome(NamedTuple):
@@ -50,12 +53,24 @@ def run_all(cases: Mapping[str, Case], folder: Path, timeout: float) -> dict[str
     """Train every case, by its name; `run.dir` is `folder` and `run.name` the name.
 
     Args:
-        cases: in the order in which they run, but those of one rank first.
-        folder: of the runs.
+        cases: in the order in which they run, but those of one rank first. Neighbours share a pair
+            of processes, so cases that share kernels should be neighbours.
+        folder: parent of the run folders.
         timeout: seconds for all of them.
     """
-    done: dict[str, Outcome] = {}
+    listed = list(cases.items())
+    size = -(-len(listed) // _PAIRS)
+    parts = [dict(listed[i : i + size]) for i in range(0, len(listed), size)]
     deadline = time.monotonic() + timeout
+    with ThreadPoolExecutor(len(parts)) as pool:
+        done = pool.map(
+            lambda i: _run_part(parts[i], folder / f"pair{i}", deadline), range(len(parts))
+        )
+        return {name: outcome for part in done for name, outcome in part.items()}
+
+
+def _run_part(cases: Mapping[str, Case], folder: Path, deadline: float) -> dict[str, Outcome]:
+    done: dict[str, Outcome] = {}
     for _ in range(_MOST_STARTS):
         left = {name: case for name, case in cases.items() if name not in done}
         if not left or time.monotonic() > deadline:
@@ -71,6 +86,7 @@ def run_all(cases: Mapping[str, Case], folder: Path, timeout: float) -> dict[str
 
 
 def _torchrun(cases: Mapping[str, Case], folder: Path, timeout: float) -> str:
+    """Run the cases in a pair of processes, which write to `folder`; returns their output."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("outcomes.*"):
         old.unlink()
@@ -166,7 +182,7 @@ def _train(name: str, case: Case, store: dist.Store, folder: Path, process: int)
     own = dist.PrefixStore(name if case.ranks > 1 else f"{name} on {process}", store)
     dist.distributed_c10d._get_default_store = lambda: own  # type: ignore[assignment]
     out = io.StringIO()
-    places = [f"run.dir={folder}", f"run.name={name}"]
+    places = [f"run.dir={folder.parent}", f"run.name={name}"]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = train.main([*case.overrides, *places], ends_process=True)
     with open(folder / f"outcomes.{process}", "a") as file:
