@@ -63,12 +63,12 @@ def test_usage_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_packages_are_those_that_the_project_needs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    te, plots = "'transformer-engine[pytorch,core_cu13]==2.20.2'", "'matplotlib==3.11.2'"
+    te, plots = "'transformer-engine[pytorch,core_cu13]==2.20.2'", "'matplotlib>=3.11.2,<4'"
     assert programs.install("transformer-engine") == f"pip install {te}"
     assert programs.install("matplotlib") == f"pip install {plots}"
     programs.requirements.cache_clear()
     monkeypatch.setattr(programs, "_ROOT", tmp_path)  # no checkout
-    wanted = ["torch==2.11.0", 'matplotlib==3.11.2; extra == "dev"']
+    wanted = ["torch==2.11.0", 'matplotlib>=3.11.2,<4; extra == "dev"']
     monkeypatch.setattr(programs.metadata, "requires", lambda name: wanted)
     assert programs.installed() and programs.install("matplotlib") == f"pip install {plots}"
     programs.requirements.cache_clear()

@@ -131,7 +131,7 @@ def test_without_matplotlib_the_table_is_there(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = str(_run(tmp_path / "a", [2.0, 1.0]))
     assert plot_losses.main([run]) == 0
-    assert capsys.readouterr().out.endswith("pip install 'matplotlib==3.11.2'\n")
+    assert capsys.readouterr().out.endswith("pip install 'matplotlib>=3.11.2,<4'\n")
     assert plot_losses.main([run, "--plot", str(tmp_path / "p.png")]) == 2
     assert "needs matplotlib" in capsys.readouterr().err
 

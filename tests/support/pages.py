@@ -1,4 +1,4 @@
-"""README.md and docs/ as tests read them: pages, code blocks, commands, tables, links."""
+"""Pages of the root and of docs/ as tests read them: code blocks, commands, tables, links."""
 
 import re
 import shlex
@@ -7,7 +7,7 @@ from pathlib import Path
 from phalanx.configs.records import launch
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PATHS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PATHS}
 """Text of every page, by its path from the root of the repository."""
 README = TEXTS["README.md"]
