@@ -19,6 +19,16 @@ def prose(text: str) -> str:
     return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
+def without_blocks(text: str) -> str:
+    """A page with empty lines in place of its code blocks, so that lines keep their numbers."""
+    return re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL)
+
+
+def unbreakable(line: str) -> bool:
+    """A row of a table, or a line whose longest link leaves no place to break it."""
+    return line.startswith("|") or bool(re.fullmatch(r"\W*\[[^\]]*\]\([^)]*\)\W*", line))
+
+
 def blocks(language: str, text: str | None = None) -> list[str]:
     """Code blocks of a language: of one page, or of all pages."""
     every = "\n".join(TEXTS.values()) if text is None else text
