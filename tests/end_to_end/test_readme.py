@@ -226,10 +226,11 @@ def test_the_example_in_python_runs() -> None:
     assert "# [4, 16, 64]" in example
 
 
-def test_map_names_every_step_in_order() -> None:
-    table = rows("docs/design.md", "step")
-    assert [row[0] for row in table if row[0] in FLOW] == list(FLOW)
-    assert all("](" in row[2] for row in table)
+def test_diagram_names_every_step_in_order_and_its_file() -> None:
+    (diagram,) = blocks("mermaid", TEXTS["docs/design.md"])
+    nodes = re.findall(r'\["([^"<]+)<br>([^"]+)"\]', diagram)
+    assert [step for step, _ in nodes if step in FLOW] == list(FLOW)
+    assert [path for _, path in nodes if not (ROOT / path).exists()] == []
 
 
 def test_map_of_the_readme_names_every_folder_of_code() -> None:
