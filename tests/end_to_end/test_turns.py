@@ -1,4 +1,4 @@
-"""Two test processes: the order of their files, and that one may have the machine alone."""
+"""Two test processes: order of their files, and exclusive use of the machine."""
 
 import subprocess
 import sys
