@@ -11,7 +11,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries', once in every n
 
 import torch  # reads OMP_NUM_THREADS when it is imported
 
-from tests.support.turns import in_order, shared
+from tests.support.scheduling import in_order, shared
 
 gc.disable()  # until all test files are imported, which creates little garbage
 

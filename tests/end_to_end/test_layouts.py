@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.crowding import always_crowded
+from tests.support.row_overflow import overflow_always
 from tests.support.training import Trained, trained
 
 pytestmark = pytest.mark.dist
@@ -327,7 +327,7 @@ def test_steps_that_are_run_again_change_nothing(layout: str, how: str) -> None:
     changes = changes | HOW[how] | ({"model.layers": 4} if "vp2" in layout else {})
     if layout in ONE_REPLICA:  # which would have more micro-batches than the others
         changes["data.global_batch"] = 4
-    tight = trained(world, ALL_LOSSES, changes, always_crowded)
+    tight = trained(world, ALL_LOSSES, changes, overflow_always)
     roomy = trained(world, ALL_LOSSES, changes)
     reruns = [0, *tight.series("reruns")]
     assert all(map(operator.lt, reruns, reruns[1:])) and not any(roomy.series("reruns"))

@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.parallel.checkpoint import commit
 from phalanx.scripts import checkpoint, convert_hf, evaluate, sample
-from tests.support.looking import Said, command
+from tests.support.tiny_runs import CommandResult, command
 from tests.support.runs import SMALL, run
 
 pytestmark = pytest.mark.dist
@@ -50,20 +50,20 @@ def step_1(folder: Path) -> Path:
     return folder / "checkpoints" / "step_00000001"
 
 
-def resumed(folder: Path) -> Said:
+def resumed(folder: Path) -> CommandResult:
     (main,) = run(1, [*TINY, f"run.dir={folder.parent}", "run.steps=2"])
-    return Said(main.code, main.out, main.err)
+    return CommandResult(main.code, main.out, main.err)
 
 
-def looked_at(main: Callable[..., int], *more: Any) -> Callable[[Path], Said]:
+def looked_at(main: Callable[..., int], *more: Any) -> Callable[[Path], CommandResult]:
     return lambda folder: command(main, folder, *more)
 
 
-def exported(folder: Path) -> Said:
+def exported(folder: Path) -> CommandResult:
     return command(convert_hf.main, "export", folder, folder / "exported")
 
 
-def lines(output: Said) -> list[str]:
+def lines(output: CommandResult) -> list[str]:
     """Lines on stderr without progress bars."""
     progress = re.compile(r"-- loading |.*(it/s|B/s)")
     return [line for line in output.err.splitlines() if line and not progress.match(line)]
@@ -75,7 +75,7 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "text.txt"
 
 
-def readers(text: Path) -> dict[str, Callable[[Path], Said]]:
+def readers(text: Path) -> dict[str, Callable[[Path], CommandResult]]:
     return {
         "sample": looked_at(sample.main, "--prompt", "x", "--tokens", "1"),
         "evaluate": looked_at(evaluate.main, text),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from phalanx.moe.router.balance import routers
-from tests.support.crowding import EVERY, crowded
+from tests.support.row_overflow import EVERY, overflow_sometimes
 from tests.support.runs import SMALL, exact, records, run
 
 pytestmark = pytest.mark.dist
@@ -53,7 +53,7 @@ def followed(rank: int, *, tight: bool) -> Iterator[list[str]]:
 
     Trainer.fit = fit  # type: ignore[method-assign]
     try:
-        with crowded() if tight else contextlib.nullcontext():
+        with overflow_sometimes() if tight else contextlib.nullcontext():
             yield seen
     finally:
         Trainer.fit = original  # type: ignore[method-assign]

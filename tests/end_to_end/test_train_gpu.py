@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.moe.report.loggers import read
-from tests.support.crowding import EVERY
+from tests.support.row_overflow import EVERY
 from tests.support.runs import text, write_corpus
 
 pytestmark = pytest.mark.gpu
@@ -247,7 +247,7 @@ def test_overflows_every_ten_steps_change_nothing_in_a_graph(
     options += ["run.eval_batches=2", "parallel.capacity_factor=8"]
     options += ["parallel.dispatch=symm"] if ranks == 2 else []
     never = train(tmp_path, "never", *options, ranks=ranks)
-    crowding = ("-m", "tests.support.crowding")
+    crowding = ("-m", "tests.support.row_overflow")
     often = train(tmp_path, "often", *options, GRAPH, ranks=ranks, program=crowding)
     reruns = [0, *(step["reruns"] for step in often)]
     assert all(reruns[n + 1] > reruns[n] for n in range(0, 40, EVERY)) and not never[-1]["reruns"]
@@ -262,7 +262,7 @@ def test_halves_of_sequences_in_a_graph(model: str, tmp_path: Path, two_gpus: No
     options += ["run.eval_batches=2", "parallel.context=2", "parallel.capacity_factor=8"]
     eager = train(tmp_path, "eager", *options, ranks=2)
     graph = train(tmp_path, "graph", *options, GRAPH, ranks=2)
-    crowding = ("-m", "tests.support.crowding")
+    crowding = ("-m", "tests.support.row_overflow")
     often = train(tmp_path, "often", *options, GRAPH, ranks=2, program=crowding)
     assert often[-1]["reruns"] >= 3 and not eager[-1]["reruns"] and not graph[-1]["reruns"]
     for steps in (graph, often):

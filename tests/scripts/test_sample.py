@@ -19,7 +19,7 @@ from phalanx.parallel.object_store import place
 from phalanx.scripts import convert_hf, evaluate, sample
 from tests.scripts.test_convert_hf import qwen3
 from tests.support import s3
-from tests.support.looking import command, step_of, train, untrained
+from tests.support.tiny_runs import command, step_of, train, untrained
 from tests.support.tokenizers import llama
 
 pytestmark = pytest.mark.dist

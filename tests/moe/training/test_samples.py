@@ -21,7 +21,7 @@ from phalanx.moe.training.preflight import preflight
 from phalanx.moe.training.samples import Sample, Samples
 from phalanx.scripts import prepare_data
 from tests.support.distributed import run_distributed
-from tests.support.looking import TINY, step_of
+from tests.support.tiny_runs import TINY, step_of
 from tests.support.runs import run
 
 LENGTH = 64

@@ -12,7 +12,7 @@ from tests.support.runs import SMALL, run
 TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "precision=fp32", "data=embedded"]
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     """Exit code and output of a command."""
 
     code: int
@@ -28,19 +28,19 @@ def train(folder: Path, name: str, world: int, *overrides: str) -> Path:
     return folder / name
 
 
-def command(main: Callable[[Sequence[str]], int], *argv: Any) -> Said:
+def command(main: Callable[[Sequence[str]], int], *argv: Any) -> CommandResult:
     """Call the `main` of a script in a separate process with Megatron-Core imported."""
     return run_distributed(_command, 1, main, [str(word) for word in argv])[0]
 
 
-def _command(main: Callable[[Sequence[str]], int], argv: list[str]) -> Said:
+def _command(main: Callable[[Sequence[str]], int], argv: list[str]) -> CommandResult:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(argv)
         except SystemExit as left:
             code = int(left.code or 0)
-    return Said(code, out.getvalue(), err.getvalue())
+    return CommandResult(code, out.getvalue(), err.getvalue())
 
 
 def untrained(folder: Path, name: str, world: int, origin: Path, *overrides: str) -> Path:

@@ -1,6 +1,6 @@
 """A budget of expert rows that is far too small every few steps; results must not change.
 
-`python -m tests.support.crowding [overrides]`, also under torchrun, is train.py with such a budget.
+`python -m tests.support.row_overflow [overrides]` is train.py with such a budget, also in torchrun.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ EVERY = 10
 
 
 @contextlib.contextmanager
-def crowded(rank: int = 0) -> Iterator[None]:
+def overflow_sometimes(rank: int = 0) -> Iterator[None]:
     """A `runs.Change` that shrinks the row budget of all ranks every `EVERY` steps."""
     from phalanx.moe.training.trainer import Trainer
 
@@ -32,7 +32,7 @@ def crowded(rank: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def always_crowded(rank: int = 0) -> Iterator[None]:
+def overflow_always(rank: int = 0) -> Iterator[None]:
     """A `runs.Change` that shrinks it before every step and validation batch; without graphs."""
     from phalanx.moe.training.step import Step
 
@@ -69,5 +69,5 @@ def _shrink(trainer: Any) -> None:
 if __name__ == "__main__":
     from phalanx import train
 
-    with crowded():
+    with overflow_sometimes():
         train._leave(train.main(sys.argv[1:], ends_process=True))
