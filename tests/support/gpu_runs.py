@@ -1,9 +1,9 @@
 """Many runs of the trainer in a few pairs of processes, each process with a GPU.
 
 A small run takes a second or two, starting processes ten times that. `run_all` starts torchrun with
-this file as the program, which trains run after run, runs of one rank on both GPUs concurrently. Most
-of the time is spent compiling on one CPU core, so several pairs share the GPUs. A failed run ends its
-pair, as the other rank may wait for it; the remaining runs continue in a new pair.
+this file as the program, which trains run after run, runs of one rank on both GPUs concurrently.
+Most of the time is spent compiling on one CPU core, so several pairs share the GPUs. A failed run
+ends its pair, as the other rank may wait for it; the remaining runs continue in a new pair.
 """
 
 import contextlib
