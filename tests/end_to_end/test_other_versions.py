@@ -14,8 +14,8 @@ import pytest
 
 from phalanx.parallel.checkpoint import commit
 from phalanx.scripts import checkpoint, convert_hf, evaluate, sample
-from tests.support.tiny_runs import CommandResult, command
 from tests.support.runs import SMALL, run
+from tests.support.tiny_runs import CommandResult, command
 
 pytestmark = pytest.mark.dist
 

@@ -14,8 +14,8 @@ from phalanx.moe.data.token_files import Sidecar
 from phalanx.moe.data.vocabulary import fill, shown
 from phalanx.parallel.checkpoint import saved_config
 from phalanx.scripts import convert_hf, evaluate, prepare_data, sample
-from tests.support.tiny_runs import command
 from tests.support.runs import SMALL, run, text, write_corpus
+from tests.support.tiny_runs import command
 
 IDS = 300
 
