@@ -101,9 +101,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 class Report:
     """Collects records; the first rank shows and writes them as they come."""
 
-    def __init__(self, path: Path | None, known: dict[str, Any], *, shown: bool) -> None:
+    def __init__(self, path: Path | None, run_facts: dict[str, Any], *, shown: bool) -> None:
         self.records: list[Record] = []
-        self.facts, self.shown, self._path = known, shown, path
+        self.facts, self.shown, self._path = run_facts, shown, path
 
     def add(self, records: list[Record], title: str = "") -> None:
         self.records += records
@@ -125,8 +125,10 @@ def run(bench: Any, args: argparse.Namespace, report: Report) -> None:
         for model, tokens in cases(suite, args.tokens, tiny=args.device == "cpu"):
             shape = model.shape(tokens)
             report.facts["models"][shape_text(shape)] = model.name
-            made = attempt(bench, lambda m=measured, c=(model, tokens): m(bench, *c), suite, shape)
-            report.add(made, f"{model.name}: T, D, F, E, K")
+            records = attempt(
+                bench, lambda m=measured, c=(model, tokens): m(bench, *c), suite, shape
+            )
+            report.add(records, f"{model.name}: T, D, F, E, K")
             bench.clock.free()
 
 
@@ -134,13 +136,13 @@ def unsuitable(device: str) -> str:
     """Why this process has no device to measure on; empty if it has one."""
     import torch
 
-    rank, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if device == "cpu":
         return ""
     if not torch.cuda.is_available():
         return "this script measures on CUDA devices, and there is none: --device cpu tries it out"
-    if rank >= found:
-        return f"--nproc-per-node: this host has {found} GPUs, and there is a rank {rank}"
+    if rank >= gpus:
+        return f"--nproc-per-node: this host has {gpus} GPUs, and there is a rank {rank}"
     return ""
 
 
@@ -148,20 +150,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if why := unsuitable(args.device):
-        print(why, file=sys.stderr)
+    if problem := unsuitable(args.device):
+        print(problem, file=sys.stderr)
         return 1
     from phalanx.parallel import runtime
     from phalanx.scripts.bench.ends import TIMEOUT
 
-    here = runtime.start(seed=0, timeout=TIMEOUT, deterministic=False)
+    process = runtime.start(seed=0, timeout=TIMEOUT, deterministic=False)
     try:
-        return _measure(args, here, sys.argv[1:] if argv is None else list(argv))
+        return _measure(args, process, sys.argv[1:] if argv is None else list(argv))
     finally:
         runtime.stop()
 
 
-def _measure(args: argparse.Namespace, here: Any, command: list[str]) -> int:
+def _measure(args: argparse.Namespace, process: Any, command: list[str]) -> int:
     import torch
 
     from phalanx.kernels.registry import Facts, resolve
@@ -171,7 +173,7 @@ def _measure(args: argparse.Namespace, here: Any, command: list[str]) -> int:
     cuda = args.device == "cuda"
     capability = torch.cuda.get_device_capability() if cuda else None
     backend = resolve("grouped_mlp", "auto", Facts(args.device, capability, BF16)).backend
-    transports = args.dispatch if here.world > 1 or args.demanded else ("local",)
+    transports = args.dispatch if process.world > 1 or args.demanded else ("local",)
     bench = RankBench(
         Gpus() if cuda else Cpus(),
         args.rounds,
@@ -180,26 +182,26 @@ def _measure(args: argparse.Namespace, here: Any, command: list[str]) -> int:
         transports=transports,
         comm_sms=args.comm_sms,
     )
-    known = facts(bench.clock.device, command, name="" if cuda else "CPU")
-    known |= {
+    run_facts = facts(bench.clock.device, command, name="" if cuda else "CPU")
+    run_facts |= {
         "experts": backend,
         "comm_sms": str(args.comm_sms),
-        "ranks": str(here.world),
-        "gpus": here.world if cuda else 0,
+        "ranks": str(process.world),
+        "gpus": process.world if cuda else 0,
         "models": {},
     }
     if cuda:
-        known["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    report = Report(args.json, known, shown=here.is_main)
-    if here.is_main:
-        print(", ".join(f"{k} {v}" for k, v in known.items() if isinstance(v, str)))
+        run_facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    report = Report(args.json, run_facts, shown=process.is_main)
+    if process.is_main:
+        print(", ".join(f"{k} {v}" for k, v in run_facts.items() if isinstance(v, str)))
     run(bench, args, report)
     report.facts |= facts(bench.clock.device, [], after=True)
     report.save()
-    if here.is_main:
+    if process.is_main:
         print(f"\n{summary(report.records)}")
-        why = plot(args.plot, report.records, report.facts) if args.plot else ""
-        print(why, file=sys.stderr, end="\n" if why else "")
+        problem = plot(args.plot, report.records, report.facts) if args.plot else ""
+        print(problem, file=sys.stderr, end="\n" if problem else "")
     return 1 if any(r.failed for r in report.records) else 0
 
 

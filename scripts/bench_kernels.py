@@ -136,10 +136,10 @@ def run(bench: Bench, selected: dict[str, tuple[Shape, ...]], report: Report) ->
                 measured: Callable[[Bench, Shape], list[Record]] = getattr(
                     importlib.import_module(f"phalanx.scripts.bench.{module}"), function
                 )
-                made = measured(bench, shape)
+                records = measured(bench, shape)
             except Exception as error:
-                made = [Record(suite, shape, "-", "-", "", note=reason(error), failed=True)]
-            report.add(made)
+                records = [Record(suite, shape, "-", "-", "", note=reason(error), failed=True)]
+            report.add(records)
             bench.clock.free()
 
 
@@ -151,10 +151,10 @@ def tune(bench: Bench, report: Report, *, dry: bool) -> None:
     old, new = tiles.table(), {}
     for kind in old:
         try:
-            made, entry = tuning.kind(bench, kind)
+            records, entry = tuning.kind(bench, kind)
         except Exception as error:
-            made, entry = [Record("tune", (), "-", kind, note=reason(error), failed=True)], {}
-        report.add(made)
+            records, entry = [Record("tune", (), "-", kind, note=reason(error), failed=True)], {}
+        report.add(records)
         new[kind] = entry or old[kind]
         bench.clock.free()
     print("\n" + "\n".join(tuning.changes(old, new)))
@@ -168,16 +168,16 @@ def tune(bench: Bench, report: Report, *, dry: bool) -> None:
 def show(args: argparse.Namespace) -> int:
     """Table and plot of earlier results."""
     try:
-        known, records = read(args.from_json)
+        run_facts, records = read(args.from_json)
     except (OSError, ValueError) as error:
         print(f"--from-json: {error}", file=sys.stderr)
         return 1
-    print(", ".join(f"{k} {v}" for k, v in known.items() if isinstance(v, str)))
+    print(", ".join(f"{k} {v}" for k, v in run_facts.items() if isinstance(v, str)))
     print(table(records))
     print(f"\n{summary(records)}")
-    why = plot(args.plot, records, known) if args.plot else ""
-    print(why, file=sys.stderr, end="\n" if why else "")
-    return 1 if why else 0
+    problem = plot(args.plot, records, run_facts) if args.plot else ""
+    print(problem, file=sys.stderr, end="\n" if problem else "")
+    return 1 if problem else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,8 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("this script measures on a CUDA device, and there is none", file=sys.stderr)
         return 1
-    how = dict(shapes=args.selected, warm=args.warm)
-    bench = Bench(Gpu(), args.rounds, args.peers, args.demanded, **how)
+    options = dict(shapes=args.selected, warm=args.warm)
+    bench = Bench(Gpu(), args.rounds, args.peers, args.demanded, **options)
     report = Report(args)
     report.facts = facts(bench.clock.device, sys.argv[1:] if argv is None else list(argv))
     print(", ".join(f"{k} {v}" for k, v in report.facts.items() if isinstance(v, str)))
@@ -201,8 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.facts |= facts(bench.clock.device, [], after=True)
     report.save()
     print(f"\n{summary(report.records)}")
-    why = plot(args.plot, report.records, report.facts) if args.plot else ""
-    print(why, file=sys.stderr, end="\n" if why else "")
+    problem = plot(args.plot, report.records, report.facts) if args.plot else ""
+    print(problem, file=sys.stderr, end="\n" if problem else "")
     return 1 if any(r.failed for r in report.records) else 0
 
 

@@ -37,30 +37,30 @@ PARTS = libraries.PARTS | {
 def run(bench: Bench, parts: Sequence[str], sizes: libraries.Sizes) -> list[Row]:
     """Rows of all parts, printed as they come; a part that fails is one row."""
     print(f"\n{HEAD}", flush=True)
-    made: list[Row] = []
+    rows: list[Row] = []
     for part in parts:
         try:
-            for rows in PARTS[part](bench, sizes):
-                print("\n".join(row.markdown() for row in rows), flush=True)
-                made += rows
+            for batch in PARTS[part](bench, sizes):
+                print("\n".join(row.markdown() for row in batch), flush=True)
+                rows += batch
         except Exception as error:
-            made.append(Row(part, "", "", None, None, None, reason(error)))
-            print(made[-1].markdown(), flush=True)
+            rows.append(Row(part, "", "", None, None, None, reason(error)))
+            print(rows[-1].markdown(), flush=True)
         bench.clock.free()
-    return made
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = list(PARTS)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(known)}")
+    names = list(PARTS)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: %(default)s")
     args = parser.parse_args(argv)
-    unknown = [part for part in args.parts if part not in known]
+    unknown = [part for part in args.parts if part not in names]
     if unknown:
-        parser.error(f"{unknown[0]}: a part is one of {', '.join(known)}")
+        parser.error(f"{unknown[0]}: a part is one of {', '.join(names)}")
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
     import torch
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("this script measures on a CUDA device, and there is none", file=sys.stderr)
         return 1
     bench = Bench(Gpu(), args.rounds)
-    rows = run(bench, args.parts or known, libraries.Sizes())
+    rows = run(bench, args.parts or names, libraries.Sizes())
     known_facts = facts(bench.clock.device, sys.argv[1:] if argv is None else list(argv))
     print("\n" + ", ".join(f"{k} {v}" for k, v in known_facts.items() if isinstance(v, str)))
     return 1 if any(row.failed for row in rows) else 0

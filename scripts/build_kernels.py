@@ -1,12 +1,12 @@
-"""Compile all kernels that the library can choose into its cache on disk, before a run needs them.
+"""Compile all kernels that the library can choose into the on-disk cache, ahead of a run.
 
     python scripts/build_kernels.py [--dir FOLDER] [--jobs N] [--only TEXT] [--list]
 
-Needs no GPU. What is in the cache already is left alone, so a second call does nothing. A run finds
+Needs no GPU. Kernels in the cache are left alone, so a second call does nothing. A run finds
 the kernels if its $PHALANX_KERNEL_CACHE names the same folder; without it, both use the default.
-Kernels are for sm_90a, this machine type, this version of CuTe DSL and these sources: build again
-after any of them has changed. Those of flash-attn-4, several for an attention layer, and of QuACK
-are also for processors with the same instructions as this one. Exit code 1 if a kernel cannot be
+Kernels are for sm_90a, this machine type, this version of CuTe DSL and these sources: rebuild
+after any of them has changed. Kernels of flash-attn-4, several for an attention layer, and of QuACK
+are also specific to this CPU's instruction set. Exit code 1 if a kernel cannot be
 built.
 """
 
@@ -34,17 +34,17 @@ from phalanx.scripts.reader import may_leave
 
 @dataclass(frozen=True)
 class Target:
-    """A kernel, or all of an attention layer."""
+    """A kernel, or all kernels of an attention layer."""
 
     label: str
     entries: Callable[[], Iterable[str]]
-    """Names in the cache."""
+    """Returns the names of its cache entries."""
     build: Callable[[Path], object]
-    """Compiles what is missing in a folder."""
+    """Compiles the entries that a cache folder lacks."""
 
 
 def targets() -> list[Target]:
-    """All that the library can choose, in the same order in every process."""
+    """All kernels that the library can choose, in the same order in every process."""
     from phalanx.kernels.core_attention import fa4_shipped
     from phalanx.kernels.rms_norm import quack_library
     from phalanx.kernels.sm90.jit import launch
@@ -54,7 +54,9 @@ def targets() -> list[Target]:
         Target(
             f"{kernel.__name__} {config}",
             lambda kernel=kernel, config=config: [launch.entry_name(kernel, config)],
-            lambda where, kernel=kernel, config=config: launch.build(kernel, config, Cache(where)),
+            lambda cache_folder, kernel=kernel, config=config: launch.build(
+                kernel, config, Cache(cache_folder)
+            ),
         )
         for kernel, config in SHIPPED
     ]
@@ -67,46 +69,46 @@ def targets() -> list[Target]:
     return found
 
 
-def build(number: int, where: Path) -> tuple[float, str]:
-    """In a worker process, which imports the compiler once: make `targets()[number]`.
+def build(number: int, cache_folder: Path) -> tuple[float, str]:
+    """Build `targets()[number]` in a worker process, which imports the compiler once.
 
-    Returns seconds, and why it failed or an empty string.
+    Returns seconds, and the error or an empty string.
     """
-    begin, why = time.monotonic(), ""
+    started, why = time.monotonic(), ""
     try:
-        targets()[number].build(where)
-    except Exception as error:  # whatever the compiler raises, not all of which can be pickled
+        targets()[number].build(cache_folder)
+    except Exception as error:  # not every exception of the compiler can be pickled
         why = reason(error)
-    return time.monotonic() - begin, why
+    return time.monotonic() - started, why
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line, without colours."""
+    """An error as one line, without colour codes."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)[:300]}"
 
 
-def build_all(missing: dict[int, str], where: Path, jobs: int) -> int:
-    """Build targets, given as number and label, and print a line for each; how many failed."""
+def build_all(missing: dict[int, str], cache_folder: Path, jobs: int) -> int:
+    """Build targets (number to label), print a line for each, and return the number of failures."""
     failed = 0
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of tensors that have no memory
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # warnings about tensors without memory
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context) as workers:
         running: dict[Future[tuple[float, str]], str] = {
-            workers.submit(build, number, where): label for number, label in missing.items()
+            workers.submit(build, number, cache_folder): label for number, label in missing.items()
         }
         for done, future in enumerate(as_completed(running), start=1):
-            lost = future.exception()  # of a process that died
-            seconds, why = (0.0, reason(lost)) if lost else future.result()
-            failed += bool(why)
-            said = f"FAILED  {why}" if why else f"{seconds:.1f} s"
-            progress(f"[{done}/{len(missing)}] {running[future]}  {said}", keep=bool(why))
+            crash = future.exception()  # set if the worker process died
+            seconds, error = (0.0, reason(crash)) if crash else future.result()
+            failed += bool(error)
+            result = f"FAILED  {error}" if error else f"{seconds:.1f} s"
+            progress(f"[{done}/{len(missing)}] {running[future]}  {result}", keep=bool(error))
     return failed
 
 
 def progress(line: str, *, keep: bool) -> None:
-    """Print a line; on a terminal the next one overwrites it, unless it is to be kept."""
+    """Print a line; on a terminal the next line overwrites it unless `keep`."""
     if not sys.stdout.isatty():
         print(line, flush=True)
         return
@@ -114,13 +116,13 @@ def progress(line: str, *, keep: bool) -> None:
     print(f"\r\033[K{line if keep else line[:width]}", end="\n" if keep else "", flush=True)
 
 
-def refuse(where: Path) -> Refusal:
-    """Why nothing can be kept in a folder, which is made."""
+def unwritable(cache_folder: Path) -> Refusal:
+    """Create a cache folder; return why it cannot be written, or None."""
     try:
-        where.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=where).close()
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache_folder).close()
     except OSError as error:
-        return f"cannot write to {where}: {error.strerror}; --dir names another folder"
+        return f"cannot write to {cache_folder}: {error.strerror}; --dir names another folder"
     return None
 
 
@@ -147,7 +149,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="only kernels and attention layers whose line, as --list prints it, contains TEXT",
     )
     parser.add_argument(
-        "--list", action="store_true", help="say what is cached and what is missing, build nothing"
+        "--list", action="store_true", help="list cached and missing kernels, build nothing"
     )
     args = parser.parse_args(argv)
     if args.jobs < 1:
@@ -160,15 +162,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
 
     try:
-        wanted = targets()
-    except ModuleNotFoundError as lacking:
-        if (lacking.name or "").startswith("phalanx"):
+        known = targets()
+    except ModuleNotFoundError as missing_module:
+        if (missing_module.name or "").startswith("phalanx"):
             raise
         needs = programs.install("nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels")
-        print(f"no package {lacking.name}, which compiles kernels: {needs}", file=sys.stderr)
+        print(f"no package {missing_module.name}, which compiles kernels: {needs}", file=sys.stderr)
         return 1
     cache, cached, missing = Cache(args.dir), dict[int, str](), dict[int, str]()
-    for number, target in enumerate(wanted):
+    for number, target in enumerate(known):
         if args.only in target.label:
             there = all(cache.has(name) for name in target.entries())
             (cached if there else missing)[number] = target.label
@@ -181,14 +183,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not cached and not missing:
         print(f"no kernel contains {args.only!r}; --list shows them", file=sys.stderr)
         return 1
-    if missing and (why := refuse(args.dir)):
+    if missing and (why := unwritable(args.dir)):
         print(why, file=sys.stderr)
         return 1
-    begin = time.monotonic()
+    started = time.monotonic()
     failed = build_all(missing, args.dir, args.jobs) if missing else 0
     progress(
         f"{counted(len(missing) - failed, 'kernel')} built, {len(cached)} were cached, "
-        f"{failed} failed, in {time.monotonic() - begin:.1f} s: {args.dir}",
+        f"{failed} failed, in {time.monotonic() - started:.1f} s: {args.dir}",
         keep=True,
     )
     return 1 if failed else 0

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         for line in args.show(args.folder):
-            # What comes from the file cannot steer the terminal.
+            # Escape sequences from the file must not reach the terminal.
             print(line if line.isprintable() else ascii(line))
     except (Invalid, NewerFormat, OSError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
@@ -47,41 +47,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments."""
+    """Command-line parser."""
     top = programs.parser("checkpoint", (__doc__ or "").splitlines()[0])
     commands = top.add_subparsers(required=True, metavar="list | verify | inspect")
     one = "of a checkpoint, or of a run: "
-    for show, what, folder in (
+    for show, help_text, folder in (
         (list_run, "steps, sizes and ages; reads names and sizes of files only", "of a run"),
         (verify, "read every file and compare it with its checksum", f"{one}all that it has"),
         (inspect, "tensors, shapes, types, and the configuration", f"{one}its newest"),
     ):
-        command = commands.add_parser(show.__name__.split("_")[0], help=what, description=what)
+        command = commands.add_parser(
+            show.__name__.split("_")[0], help=help_text, description=help_text
+        )
         command.add_argument("folder", type=argument, help=f"folder or address {folder}")
         command.set_defaults(show=show)
     return top
 
 
 def list_run(folder: Place) -> Iterator[str]:
-    """One line per checkpoint of a run, newest first; those that do not count in the end."""
+    """One line per checkpoint of a run, newest first; incomplete and set-aside ones at the end."""
     root = saved_config.root_of(folder)
-    found = [path for _, path in commit.committed(root)]
-    aside = [
+    complete = [path for _, path in commit.committed(root)]
+    set_aside = [
         (path, why) for end, why in SET_ASIDE.items() for path in commit.with_suffix(root, end)
     ]
-    if not found and not aside:
+    if not complete and not set_aside:
         if isinstance(folder, Path):
             folder.stat()
         raise Invalid("no checkpoints " + ("here" if isinstance(root, Path) else f"in {root}"))
-    for path in found:
+    for path in complete:
         yield _line(path, _quick(path))
-    for path, why in aside:
+    for path, why in set_aside:
         yield _line(path, why)
 
 
 def verify(folder: Place) -> Iterator[str]:
-    """Read all files of a checkpoint or of all of a run; raises Invalid if one is not what was
-    written, after the others."""
+    """Read all files of one checkpoint or of all checkpoints of a run.
+
+    Raises:
+        Invalid: files differ from their checksums; raised after all have been read.
+    """
     paths = _meant(folder)
     problems = []
     for path in paths:
@@ -106,7 +111,7 @@ def _verified(folder: Place) -> str:
 
 
 def inspect(folder: Place) -> Iterator[str]:
-    """What is in a checkpoint, or in a run's newest. Checksums are not compared: see `verify`."""
+    """Contents of a checkpoint, or of a run's newest. Checksums are not compared: see `verify`."""
     folder = _meant(folder)[0]
     record = commit.read_commit(folder)
     tensors, state = _contents(folder, record)
@@ -115,9 +120,11 @@ def inspect(folder: Place) -> Iterator[str]:
     for name, (size, _) in sorted(record.files.items()):
         yield f"  {name}  {_size(size)}"
     yield "configuration"
-    strange = unknown(common.get("config", {}))
+    unknown_knobs = unknown(common.get("config", {}))
     for key, value in leaves(common.get("config", {})):
-        yield f"  {key}={value}" + (", which this version does not know" if key in strange else "")
+        yield f"  {key}={value}" + (
+            ", which this version does not know" if key in unknown_knobs else ""
+        )
     yield "data " + json.dumps(common.get("data", {}))
     count = sum(shape.numel() for name, shape, _ in tensors if not name.startswith("optimizer."))
     yield f"tensors ({counted(f'{count:,}', 'number')} besides the optimizer's)"
@@ -127,7 +134,7 @@ def inspect(folder: Place) -> Iterator[str]:
 
 
 def _meant(folder: Place) -> list[Place]:
-    """The checkpoints of a run, newest first, or the one that a folder is."""
+    """Checkpoints of a run, newest first, or the folder itself if it is a checkpoint."""
     if not folder.is_dir():
         raise Invalid("no such folder")
     if (folder / commit.COMMIT).is_file():
@@ -138,7 +145,7 @@ def _meant(folder: Place) -> list[Place]:
 
 
 def _contents(folder: Place, record: Commit) -> tuple[list[tuple[str, Any, Any]], dict[str, Any]]:
-    """([(name, shape, dtype)], common state), without running code from the files."""
+    """([(name, shape, dtype)], common state), read without running code from the files."""
     from phalanx.parallel.checkpoint import safe_pickle  # brings torch, which takes seconds
 
     metadata = safe_pickle.read_metadata(folder, record.files)
@@ -148,7 +155,7 @@ def _contents(folder: Place, record: Commit) -> tuple[list[tuple[str, Any, Any]]
 
 
 def _quick(folder: Place) -> str:
-    """What names and sizes of the files tell."""
+    """State of a checkpoint, judged by names and sizes of its files alone."""
     try:
         problem = saved_config.lacking(folder)
     except NewerFormat as error:

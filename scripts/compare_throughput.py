@@ -12,13 +12,13 @@
     python scripts/compare_throughput.py --from-json runs/compare/throughput.json
 
 Overrides are those of train.py; a value may be a sweep of Hydra: a,b or choice(a,b), range(1,5),
-glob(*) for options of a group. The first point is what the others are compared with. Repeats take
-turns: all points once, then all again. On GPUs a step before those that count is traced, for the
-part of it in which exchanges ran and nothing else (set run.profile to have it otherwise). A point
-that runs out of memory or fails otherwise is a row with its reason, and has no further repeats; one
-that cannot run here at all is told of before the others run.
-What is done stays done: the same command goes on where it was stopped, also with a higher --repeat;
-to do a run again, delete its .json in DIR/runs.
+glob(*) for options of a group. The others are compared with the first point. Repeats are
+interleaved: all points once, then all again. On GPUs a step before the counted ones is traced, for
+the share of it in which only exchanges ran (run.profile overrides that). A point
+that runs out of memory or fails otherwise is a row with its reason and is not repeated; one
+that cannot run here at all is reported before the others run.
+Results are kept: the same command continues where it was stopped, also with a higher --repeat;
+to repeat a run, delete its .json in DIR/runs.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from phalanx.scripts.reader import may_leave
 from phalanx.scripts.record_anchor import commit, versions
 
 TOLERANCE = 0.01
-"""Our own records of one model under two backends are 0.2 and 0.8 % apart after 50 steps."""
+"""Our records of one model with two backends differ by 0.2 and 0.8 % after 50 steps."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--losses", action="store_true", help="compare loss curves too, and draw losses.png")
     add("--timeout", type=float, default=3600, metavar="S", help="of a run (default: 3600)")
     add("--nnodes", type=_count, default=1, metavar="N", help="needs --launcher and --rdzv")
-    add("--rdzv", metavar="HOST:PORT", help="where the nodes meet")
+    add("--rdzv", metavar="HOST:PORT", help="rendezvous endpoint of the nodes")
     add("--launcher", default="", metavar="TEXT", help="a command around {command}")
     add("--dry", action="store_true", help="print the commands and run nothing")
     add("--from-json", type=Path, metavar="PATH", help="table and chart of earlier results")
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parsed and checked; SystemExit 2 with a line for a mistake."""
+    """Parsed and checked options; SystemExit 2 with a line for a mistake."""
     p = parser()
     args = p.parse_intermixed_args(argv)
     if args.steps < 2:
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(args: argparse.Namespace, argv: list[str]) -> int:
-    """Run what is left of the sweep and show it."""
+    """Do the remaining runs of the sweep and show the results."""
     cpu = args.device == "cpu" or not (args.launcher or torch.cuda.is_available())
     launch = Launch(
         nproc=args.nproc or per_node(args, cpu),
@@ -128,7 +128,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
     out = args.out or Path("runs/compare")
     points = expand(args.overrides)
     sweep = Sweep(out, points, args.repeat, launch, timeout=args.timeout, commit=_commit())
-    sweep.refuse()
+    sweep.check()
     if args.dry:
         for turn in sweep.turns:
             print(shlex.join(sweep.command(*turn)))
@@ -148,16 +148,16 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
     sweep.claim(facts)
     report = Report(out, facts, [point.label for point in points])
 
-    def done(run: Run) -> None:
+    def show_run(run: Run) -> None:
         print(line(run, points[run.point].label), flush=True)
         report.write(sweep.runs)
 
     try:
         with _stoppable():
-            sweep.go(done)
+            sweep.go(show_run)
     except KeyboardInterrupt:
         left = len(sweep.turns) - len(sweep.runs)
-        print(f"stopped with {left} runs to go; the same command goes on", file=sys.stderr)
+        print(f"stopped with {left} runs to go; the same command continues", file=sys.stderr)
         return 130
     print(f"\n{report.write(sweep.runs)}\n\n{report.chart(sweep.runs)}")
     if args.losses:
@@ -168,7 +168,7 @@ def compare(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Table and chart of earlier results, beside them or in --out."""
+    """Write table and chart of earlier results, next to them or in --out."""
     facts, labels, runs = read(args.from_json)
     if args.tolerance is not None:
         facts["tolerance"] = args.tolerance
@@ -178,32 +178,32 @@ def show(args: argparse.Namespace) -> int:
 
 
 def per_node(args: argparse.Namespace, cpu: bool) -> int:
-    """Ranks of a node, where --nproc does not say."""
-    here = 2 if cpu else torch.cuda.device_count()
+    """Ranks per node without --nproc."""
+    default_ranks = 2 if cpu else torch.cuda.device_count()
     if cpu and args.device == "cuda":
         raise ConfigError("--device cuda: there is no GPU here")
-    if not here:
+    if not default_ranks:
         raise ConfigError("--nproc: say how many ranks a node has, as there is no GPU here")
-    return here
+    return default_ranks
 
 
 def line(run: Run, label: str) -> str:
-    """What a run gave."""
-    what = f"FAILED: {run.reason}"
+    """One line with a run's result."""
+    result = f"FAILED: {run.reason}"
     if not run.reason:
         rate, loss = run.figures["tokens_per_second_per_gpu"], run.figures["loss"]
-        what = f"{rate:,.0f} tokens/s/{unit_of(run.figures)}, loss {loss:.4f}"
-    return f"{label}, repeat {run.repeat + 1}: {what}"
+        result = f"{rate:,.0f} tokens/s/{unit_of(run.figures)}, loss {loss:.4f}"
+    return f"{label}, repeat {run.repeat + 1}: {result}"
 
 
 def hardware(ranks: int, cpu: bool) -> str:
-    """`8 x NVIDIA H200, driver ...`; asked of nvidia-smi, as a CUDA context here costs memory."""
+    """`8 x NVIDIA H200, driver ...`, from nvidia-smi, as a CUDA context here costs memory."""
     if cpu:
         return f"{ranks} x CPU process"
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-        name, driver = done.stdout.splitlines()[0].split(", ")
+        show_run = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        name, driver = show_run.stdout.splitlines()[0].split(", ")
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):
         return f"{ranks} x unknown GPU (nvidia-smi does not answer)"
     return f"{ranks} x {name}, driver {driver}"
@@ -218,7 +218,7 @@ def _commit() -> str:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM and SIGHUP end as Ctrl-C does: the run in progress is ended first."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C: the run in progress is ended first."""
     signals = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(s, signal.default_int_handler) for s in signals]
     try:

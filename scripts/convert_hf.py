@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Weights of Hugging Face models to checkpoints and back (docs/huggingface.md).
+"""Convert weights of Hugging Face models to checkpoints and back (docs/huggingface.md).
 
-One process, no GPU, and memory for a piece of a tensor at a time, however large the model is.
+One process, no GPU, and memory for one piece of a tensor, however large the model.
 """
 
 import argparse
@@ -37,7 +37,7 @@ A run starts from an imported checkpoint with the overrides that import prints a
 run.resume=<folder>, on any layout. MXFP4 and block-scaled FP8 become bf16."""
 
 BALANCING = tuple(f"moe.router.{loss}aux_loss" for loss in ("", "seq_", "global_"))
-"""Knobs below `model.` that a config.json may hold the coefficient of."""
+"""Knobs below `model.` whose coefficient a config.json may hold."""
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -52,7 +52,7 @@ CHOSEN = (
     "data.global_batch",
     "run.steps",
 )
-"""Knobs of which no config.json tells, and that a run from an import should not leave to chance."""
+"""Knobs that no config.json determines and that a run from an import should choose on purpose."""
 
 
 @may_leave
@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
         "--model",
         metavar="OPTION",
         choices=options("model"),
-        help="option of configs/model for what config.json does not say (default: the nearest)",
+        help="option of configs/model for other knobs than config.json's (default: the nearest)",
     )
     p_in.add_argument(
         "--no-mtp", action="store_true", help="leave out layers of multi-token prediction"
@@ -134,12 +134,12 @@ def _ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected ids, or none") from None
 
 
-def chosen(args: argparse.Namespace) -> dict[str, int | list[int] | None]:
+def special_tokens(args: argparse.Namespace) -> dict[str, int | list[int] | None]:
     """Special tokens that the options name."""
-    given = {name: getattr(args, name) for name in TOKENS}
+    options_ = {name: getattr(args, name) for name in TOKENS}
     return {
         name: ids[0] if len(ids) == 1 else ids or None
-        for name, ids in given.items()
+        for name, ids in options_.items()
         if ids is not None
     }
 
@@ -148,18 +148,18 @@ def import_(args: argparse.Namespace) -> None:
     """Import, and print the overrides of a run that starts from the result."""
     from phalanx.moe.hf.convert import determined, import_folder
 
-    tokens = chosen(args)
-    found = determined(args.folder, tokens)
+    tokens = special_tokens(args)
+    determined_knobs = determined(args.folder, tokens)
     if args.no_mtp:
-        found["mtp_layers"] = 0
-    cfg, given = configured(found, args.model)
+        determined_knobs["mtp_layers"] = 0
+    cfg, model_overrides = configured(determined_knobs, args.model)
     validate(cfg, 1)
     with bars() as bar:
         import_folder(args.folder, args.out, cfg.model, bar("importing"), tokens)
     print(f"{args.out}: start from it with")
-    words = [*given, f"run.resume={spelled(str(args.out))}"]
+    words = [*model_overrides, f"run.resume={spelled(str(args.out))}"]
     print(f"  {programs.here('train.py')} {shlex.join(words)}")
-    print(said(load(given), found))
+    print(training_notes(load(model_overrides), determined_knobs))
 
 
 def export(args: argparse.Namespace) -> None:
@@ -168,7 +168,7 @@ def export(args: argparse.Namespace) -> None:
 
     from phalanx.moe.hf.convert import export_checkpoint
 
-    path, tokens = checkpoint_of(args.checkpoint), chosen(args)
+    path, tokens = checkpoint_of(args.checkpoint), special_tokens(args)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
     with bars() as bar:
         special = export_checkpoint(
@@ -190,59 +190,63 @@ def export(args: argparse.Namespace) -> None:
         print(f"  {note}")
 
 
-def configured(found: dict[str, Any], option: str | None) -> tuple[Config, list[str]]:
-    """A configuration with the knobs `found` below `model.`, and the overrides that give it.
+def configured(determined_knobs: dict[str, Any], option: str | None) -> tuple[Config, list[str]]:
+    """A configuration with the knobs `found` below `model.`, and the overrides that produce it.
 
     Args:
         found: knobs that a Hugging Face folder determines.
-        option: of configs/model that gives the others; the one with the fewest differences.
+        option: option of configs/model for the other knobs; default: the nearest one.
     """
-    tried = []
+    candidates = []
     for name in [option] if option else options("model"):
         cfg = copy.deepcopy(_option(name))
-        wanted = {f"model.{knob}": value for knob, value in found.items()}
-        if _chooses_by_bias(found) and not cfg.model.moe.router.bias_rate:
-            wanted["model.moe.router.bias_rate"] = 1e-3  # there is a bias, and this is DeepSeek's
-        changed = {knob: v for knob, v in wanted.items() if get(cfg, knob) != v}
-        tried.append((len(changed), name, cfg, changed))
-    _, name, cfg, changed = min(tried, key=lambda each: each[:2])
+        values = {f"model.{knob}": value for knob, value in determined_knobs.items()}
+        if _chooses_by_bias(determined_knobs) and not cfg.model.moe.router.bias_rate:
+            values["model.moe.router.bias_rate"] = 1e-3  # there is a bias, and this is DeepSeek's
+        changed = {knob: v for knob, v in values.items() if get(cfg, knob) != v}
+        candidates.append((len(changed), name, cfg, changed))
+    _, name, cfg, changed = min(candidates, key=lambda each: each[:2])
     for knob, value in changed.items():
         put(cfg, knob, value)
     return cfg, [f"model={name}", *(f"{knob}={spelled(v)}" for knob, v in changed.items())]
 
 
-def _chooses_by_bias(found: dict[str, Any]) -> bool:
-    """All families that score by sigmoids have a bias for the choice of experts."""
-    return bool(found["moe.router.score"] == "sigmoid")
+def _chooses_by_bias(determined_knobs: dict[str, Any]) -> bool:
+    """True if the family selects experts with a bias: all that score by sigmoids do."""
+    return bool(determined_knobs["moe.router.score"] == "sigmoid")
 
 
 @functools.cache
 def _option(name: str) -> Config:
-    """That of an option of configs/model, on data that goes with any vocabulary."""
+    """Configuration of an option of configs/model, with data that fits any vocabulary."""
     cfg = load([f"model={name}", "data=indexed"])  # 0 where the vocabulary is that of the data
     cfg.data.source = "synthetic"
     return cfg
 
 
-def said(cfg: Config, found: dict[str, Any]) -> str:
-    """Lines on the training that a config.json tells of, and on what the user is left to choose.
+def training_notes(cfg: Config, determined_knobs: dict[str, Any]) -> str:
+    """Lines on training knobs that config.json sets, and on those that are left to the user.
 
     Args:
-        cfg: of a run that starts from the import, without further overrides.
+        cfg: configuration of a run from the import, without further overrides.
         found: knobs that the Hugging Face folder determines.
     """
-    losses = [f"model.{knob}" for knob in found if knob in BALANCING and found[knob]]
-    chosen = [f"model.{knob}" for knob in BALANCING if knob not in found] + list(CHOSEN)
-    if _chooses_by_bias(found):
-        chosen.insert(0, "model.moe.router.bias_rate")
-    if found["mtp_layers"]:
-        chosen.insert(0, "model.mtp_loss")
+    losses = [
+        f"model.{knob}" for knob in determined_knobs if knob in BALANCING and determined_knobs[knob]
+    ]
+    open_knobs = [f"model.{knob}" for knob in BALANCING if knob not in determined_knobs] + list(
+        CHOSEN
+    )
+    if _chooses_by_bias(determined_knobs):
+        open_knobs.insert(0, "model.moe.router.bias_rate")
+    if determined_knobs["mtp_layers"]:
+        open_knobs.insert(0, "model.mtp_loss")
     lines = []
     if losses:
         lines.append("of training, config.json says:")
         lines.append(f"  {_values(cfg, losses)}")
     lines.append("what it does not say is yours to choose; without overrides the run takes:")
-    lines.append(f"  {_values(cfg, chosen)}")
+    lines.append(f"  {_values(cfg, open_knobs)}")
     return "\n".join(lines)
 
 
@@ -255,19 +259,19 @@ Advance = Callable[[int, int], None]
 
 @contextmanager
 def bars() -> Iterator[Callable[..., Advance]]:
-    """Progress on stderr, of one thing after the other: each appears with its first progress, and
-    is closed when the next one does, as two bars at a time would move the cursor."""
+    """Progress bars on stderr, one at a time: each appears with its first progress and is closed
+    when the next one appears, as two at a time would move the cursor."""
     with ExitStack() as open_one:
 
-        def bar(what: str, unit: str = " pieces") -> Advance:
+        def bar(label: str, unit: str = " pieces") -> Advance:
             shown: list[Any] = []
 
-            def advance(done: int, total: int) -> None:
+            def advance(completed: int, total: int) -> None:
                 if not shown:
                     open_one.close()
-                    made = progress(what, total=total, unit=unit, unit_scale=unit == "B")
-                    shown.append(open_one.enter_context(made))
-                shown[0].update(done)
+                    new_bar = progress(label, total=total, unit=unit, unit_scale=unit == "B")
+                    shown.append(open_one.enter_context(new_bar))
+                shown[0].update(completed)
 
             return advance
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""How well a checkpoint predicts files: loss, perplexity, bits per byte.
+"""Evaluate a checkpoint on files: loss, perplexity, bits per byte.
 
     python scripts/evaluate.py runs/NAME valid.jsonl data/wiki [--max-tokens N] [--json OUT]
 
 Files are .jsonl, .json, .txt (or .gz, .zst of these) or .parquet with text, or .bin/.idx pairs by
 their prefix. One process, on a GPU if there is one. Documents are joined and cut into sequences of
-the run's length, as in training; every token is predicted once, from what lies before it in its
-sequence, with data.document_mask in its document. Ends of documents count as tokens, and their bits
+the run's length, as in training; every token is predicted once, from the tokens before it in its
+sequence, or in its document with data.document_mask. Ends of documents count as tokens, their bits
 as bits of the text. Bits per byte compare models with different tokenizers.
 """
 
@@ -76,7 +76,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """Print a row for each file, and one for all of them.
 
     Raises:
-        ValueError, CheckpointError, OSError: for `told`.
+        ValueError, CheckpointError, OSError: reported by `told`.
     """
     positive(max_tokens=args.max_tokens, batch=args.batch, context=args.context)
     if args.json and not args.json.parent.is_dir():
@@ -88,47 +88,51 @@ def evaluate(args: argparse.Namespace) -> None:
         from phalanx.moe.inference.codec import codec_of
         from phalanx.moe.inference.scoring import Score, score, text_of
 
-        found: dict[str, Score] = {}
+        scored: dict[str, Score] = {}
         vocabulary = predictor.cfg.model.vocab_size
 
         def codec() -> Any:
             return codec_of(predictor.common, vocabulary, args.tokenizer, args.eod)
 
-        how = dict(reading=reading, limit=args.max_tokens)
-        how["apart"] = predictor.cfg.data.document_mask
+        options = dict(reading=reading, limit=args.max_tokens)
+        options["apart"] = predictor.cfg.data.document_mask
         with progress("reading", unit="B", unit_scale=True) as bar:
             names = dict.fromkeys(args.files)
-            texts = [text_of(name, codec, **how, progress=bar.update) for name in names]
+            texts = [text_of(name, codec, **options, progress=bar.update) for name in names]
         total = sum(text.predicted for text in texts)
         on_cpu = predictor.device.type == "cpu"
         batch = args.batch or (_batch_on_cpu(args.context) if on_cpu else _BATCH)
         with progress("predicting", total=total, unit=" tokens") as bar:
             for text in texts:
-                found[text.name] = Score(0.0, 0, 0)
+                scored[text.name] = Score(0.0, 0, 0)
                 for part in score(predictor, text, args.context, batch):
-                    found[text.name] += part
+                    scored[text.name] += part
                     bar.update(part.tokens)
-        where = {"checkpoint": str(predictor.path), "step": predictor.step, "context": args.context}
-    print(table(found))
+        header = {
+            "checkpoint": str(predictor.path),
+            "step": predictor.step,
+            "context": args.context,
+        }
+    print(table(scored))
     if args.json:
-        numbers = {name: content(each) for name, each in found.items()}
-        text = json.dumps(where | {"files": numbers}, indent=2, allow_nan=False)
+        numbers = {name: content(each) for name, each in scored.items()}
+        text = json.dumps(header | {"files": numbers}, indent=2, allow_nan=False)
         args.json.write_text(text + "\n")
 
 
 def _batch_on_cpu(context: int) -> int:
-    """Sequences at a time, so few that progress is seen; more are no faster there."""
+    """Sequences per batch: few, so that progress is visible; more are no faster on a CPU."""
     return max(1, min(_BATCH, _CPU_TOKENS // context))
 
 
 def table(scores: dict[str, "Score"]) -> str:
-    """A row for each file; with several files one for all."""
+    """A row for each file, and one for all if there are several."""
     rows = [["file", "tokens", "bytes", "loss", "perplexity", "bits/byte"]]
-    several = list(scores.items())
+    entries = list(scores.items())
     if len(scores) > 1:
         first, *others = scores.values()
-        several.append(("all", sum(others, replace(first))))
-    for name, each in several:
+        entries.append(("all", sum(others, replace(first))))
+    for name, each in entries:
         bits, text_bytes = each.bits_per_byte, each.text_bytes
         rows.append(
             [
@@ -151,7 +155,7 @@ def table(scores: dict[str, "Score"]) -> str:
 
 
 def content(score: "Score") -> dict[str, Any]:
-    """Numbers of a file for --json; null where they are not known, or too large for a number."""
+    """Numbers of a file for --json; null if unknown or infinite."""
     return {
         "tokens": score.tokens,
         "bytes": score.text_bytes,

@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""Which share of the numbers that go through FP8 becomes zero in training.
+"""Share of the numbers quantised to FP8 in training that become zero.
 
     python scripts/fp8_zeros.py OVERRIDES
 
-Trains as train.py does, with kernels=torch and precision=fp8_block, whose operands have the bytes
-of the fused kernels, without a graph, and counts on rank 0 what was not zero and is after it was
-quantised to rows in FP8:
+Trains like train.py, with kernels=torch and precision=fp8_block (whose operands have the bytes of
+the fused kernels) and without a graph, and counts on rank 0 the numbers that quantising rows to FP8
+turns into zero:
 
   x     inputs of experts and of other linear layers
   a     activations of experts, inputs of fc2
   dy    gradients of outputs
   dh    gradients before the activation of experts
 
-All steps of the run count alike: to look at a trained model, resume its checkpoint for a few.
+All steps of the run are counted: to examine a trained model, resume its checkpoint for a few steps.
 """
 
 import os
@@ -38,18 +38,18 @@ from phalanx.kernels.quantize.blocks import Quantized
 
 ADDED = ("kernels=torch", "precision=fp8_block", "run.graph=off")
 _MAGNITUDE = 0x7F
-"""Of a number in FP8, all bits but the sign."""
+"""Bit mask of an FP8 number without its sign."""
 
 
 class Zeros:
-    """Of each operand, numbers that were not zero, and those of them that are after it."""
+    """Counts per operand: numbers that were not zero, and those that are zero in FP8."""
 
     def __init__(self) -> None:
         self._some, self._lost = Counter[str](), Counter[str]()
 
     def add(self, operand: str, x: Tensor, data: Tensor) -> None:
-        """A matrix, and what it became in FP8."""
-        some = (x != 0) & x.isfinite()  # what is NaN or infinite is no zero, and no number either
+        """Count a matrix `x` and its FP8 bytes `data`."""
+        some = (x != 0) & x.isfinite()  # NaN and infinity are not counted
         lost = some & (data.view(torch.uint8) & _MAGNITUDE == 0)
         self._some[operand] += int(some.sum())
         self._lost[operand] += int(lost.sum())
@@ -64,43 +64,45 @@ class Zeros:
 
 
 class Counting(EmulatedFP8):
-    """The recipe by a backend without, which tells `zeros` what it quantises."""
+    """The emulated recipe, which reports to `zeros` what it quantises."""
 
     zeros: Zeros
 
     def quantize(self, x: Rows, *, gradient: bool = False) -> Quantized:
-        made = super().quantize(x, gradient=gradient)
+        quantized = super().quantize(x, gradient=gradient)
         if isinstance(x, Tensor):
-            self.zeros.add("dy" if gradient else "x", x, made.data)
-        return made
+            self.zeros.add("dy" if gradient else "x", x, quantized.data)
+        return quantized
 
     def _activations(self, a_SF: Tensor, plan: ExpertPlan) -> Quantized:
-        made = super().quantize(a_SF)
-        return self._of_experts("a", a_SF, made, plan)
+        quantized = super().quantize(a_SF)
+        return self._of_experts("a", a_SF, quantized, plan)
 
     def _hidden_gradient(self, dh_SH: Tensor, parts: int, plan: ExpertPlan) -> Quantized:
-        made = super()._hidden_gradient(dh_SH, parts, plan)
-        return self._of_experts("dh", dh_SH, made, plan)
+        quantized = super()._hidden_gradient(dh_SH, parts, plan)
+        return self._of_experts("dh", dh_SH, quantized, plan)
 
-    def _of_experts(self, operand: str, x: Tensor, made: Quantized, plan: ExpertPlan) -> Quantized:
-        rows = int(plan.offsets[-1])  # behind them are any numbers
-        self.zeros.add(operand, x[:rows], made.data[:rows])
-        return made
+    def _of_experts(
+        self, operand: str, x: Tensor, quantized: Quantized, plan: ExpertPlan
+    ) -> Quantized:
+        rows = int(plan.offsets[-1])  # rows after them are uninitialized
+        self.zeros.add(operand, x[:rows], quantized.data[:rows])
+        return quantized
 
 
 @contextmanager
 def counting() -> Iterator[Zeros]:
-    """All that `kernels=torch precision=fp8_block` quantises in this process counts."""
+    """Count all that `kernels=torch precision=fp8_block` quantises in this process."""
     zeros = Zeros()
 
-    def counted(*given: Any) -> Counting:
-        made = Counting(*given)
-        made.zeros = zeros
-        return made
+    def counting_backend(*args: Any) -> Counting:
+        quantized = Counting(*args)
+        quantized.zeros = zeros
+        return quantized
 
     providers.provider.cache_clear()
     try:
-        with mock.patch.object(providers, "EmulatedFP8", counted):
+        with mock.patch.object(providers, "EmulatedFP8", counting_backend):
             yield zeros
     finally:
         providers.provider.cache_clear()

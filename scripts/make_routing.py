@@ -1,21 +1,21 @@
 #!/usr/bin/env python
-"""Make a routing for model.moe.router.replay that no run has recorded.
+"""Write a routing for model.moe.router.replay by hand or by drawing.
 
     python scripts/make_routing.py OUT model=MODEL [OVERRIDES] --choices FILE.json
     python scripts/make_routing.py OUT model=MODEL [OVERRIDES] [--weight EXPERT=WEIGHT ...]
         [--tokens N] [--seed N]
 
-The first makes OUT of choices that are written by hand: a JSON object with a list for each layer
-(layer.1, layer.2, ..., prediction.1 for those of multi-token prediction, "*" for all others), in it
-a list for each token of the experts that it chooses, best first:
+The first form writes OUT from choices made by hand: a JSON object with a list for each layer
+(layer.1, layer.2, ..., prediction.1 for those of multi-token prediction, "*" for all others), which
+has a list for each token of the experts that it chooses, best first:
 
     {"layer.2": [[0, 1], [0, 2]], "*": [[0, 1], [2, 3]]}
 
-The second draws the choices of --tokens tokens: --weight 3=8 has expert 3 drawn eight times as
-readily as one that is not named. Without --weight all experts are alike.
+The second form draws the choices of --tokens tokens: --weight 3=8 makes expert 3 eight times as
+likely as one that is not named. Without --weight all experts are equally likely.
 
-A run that replays OUT begins again with the first token after the last. scripts/routing_load.py
-tells how even it is. It needs no GPU."""
+A run that replays OUT starts over with the first token after the last. scripts/routing_load.py
+shows how even it is. It needs no GPU."""
 
 import argparse
 import sys
@@ -75,7 +75,13 @@ def parser() -> argparse.ArgumentParser:
     taken = programs.here("of the model, as train.py takes them")
     add("overrides", nargs="*", metavar="OVERRIDES", help=taken)
     add("--choices", type=Path, metavar="FILE", help="JSON with the choices")
-    add("--weight", nargs="+", default=[], metavar="EXPERT=WEIGHT", help="how readily it is drawn")
+    add(
+        "--weight",
+        nargs="+",
+        default=[],
+        metavar="EXPERT=WEIGHT",
+        help="relative likelihood of an expert",
+    )
     add("--tokens", type=int, metavar="N", help=f"tokens to draw for; default: {_TOKENS}")
     add("--seed", type=int, default=0, metavar="N", help="of the draw; default: 0")
     return p

@@ -3,11 +3,11 @@
 
     python scripts/model_cards.py [--check]
 
-A card has what the model is, what was measured of it and how (docs/measured/training/own_*.yaml),
-the losses of its runs over each other: every docs/measured/**/losses_MODEL*.png, drawn by
-scripts/plot_losses.py from the .json beside it; and how far logits of a small model of its parts
-are from those of transformers (docs/measured/parity_transformers.json). --check writes nothing, and
-exits with 1 if a page is out of date.
+A card describes the model, its measurements (docs/measured/training/own_*.yaml), the losses of its
+runs: every docs/measured/**/losses_MODEL*.png, drawn by scripts/plot_losses.py from the .json next
+to it; and the difference of a small model's logits to those of transformers
+(docs/measured/parity_transformers.json). --check writes nothing, and exits with 1 if a page is out
+of date.
 """
 
 import argparse
@@ -36,16 +36,18 @@ def card(model: str, records: dict[str, Own]) -> str:
 
     Args:
         model: option of `model=`.
-        records: its own ones, by file name.
+        records: records of the model by file name.
     """
     path = ROOT / "configs" / "model" / f"{model}.yaml"
-    said = [line[2:] for line in path.read_text("utf-8").splitlines() if line.startswith("# ")]
+    about_model = [
+        line[2:] for line in path.read_text("utf-8").splitlines() if line.startswith("# ")
+    ]
     cfg = load([f"model={model}"]).model
     of_token = work(flops_per_token(cfg, SEQUENCE))
     latest = max(records.values(), key=lambda r: r.date)
     parts = [
         f"# {model}",
-        " ".join(said),
+        " ".join(about_model),
         f"{model_size(cfg)}, {of_token} a token of a sequence of {SEQUENCE}. "
         f"[Configuration](../../configs/model/{model}.yaml).",
         "## Measured",
@@ -67,7 +69,7 @@ def card(model: str, records: dict[str, Own]) -> str:
 
 
 def index(models: Sequence[str]) -> str:
-    """The page that lists them."""
+    """The page that lists all cards."""
     links = "\n".join(f"- [{model}]({model}.md)" for model in models)
     about = "One page for each model that was trained here, written by `scripts/model_cards.py`"
     return f"# Model cards\n\n{about} from [records](../measured/training).\n\n{links}\n"
@@ -90,21 +92,21 @@ def _table(records: dict[str, Own]) -> str:
 
 
 def _parity(model: str, family: str) -> str:
-    """Of the small model that is closest to it."""
+    """Parity of the small model that is closest to a model."""
     record = json.loads(PARITY.read_text("utf-8"))
     name = next((name for name in record["errors"] if model.startswith(name)), family)
-    found = record["errors"][name]
+    errors = record["errors"][name]
     return (
         f"Logits of a small model of these parts with random weights, imported from transformers "
         f"{record['transformers']} and computed on a CPU, differ from its own by at most "
-        f"{found['fp32']:.1e} of a token's in fp32. In bf16 they are {found['bf16']:.2g} from "
-        f"those in fp32, and its own {found['transformers_bf16']:.2g} "
+        f"{errors['fp32']:.1e} of a token's in fp32. In bf16 they are {errors['bf16']:.2g} from "
+        f"those in fp32, and its own {errors['transformers_bf16']:.2g} "
         f"([all families]({_from_cards(PARITY)}), by `{record['command']}`)."
     )
 
 
 def _alone(command: str) -> str:
-    """A recorded command, so that others of this host are not in its way."""
+    """A recorded command with --standalone, so that it does not share a rendezvous port."""
     if "--nnodes" in command or "--standalone" in command:
         return command
     return command.replace("torchrun ", "torchrun --standalone ", 1)
@@ -115,19 +117,23 @@ def _from_cards(path: Path) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """All of them."""
+    """Text of every page by path."""
     by_model: dict[str, dict[str, Own]] = {}
     for name, record in own().items():
         by_model.setdefault(record.model, {})[name] = record
-    made = {CARDS / f"{model}.md": card(model, of) for model, of in by_model.items()}
-    return made | {CARDS / "README.md": index(sorted(by_model))}
+    cards = {
+        CARDS / f"{model}.md": card(model, own_records) for model, own_records in by_model.items()
+    }
+    return cards | {CARDS / "README.md": index(sorted(by_model))}
 
 
 def main(words: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--check", action="store_true", help="write nothing; 1 if something would be")
+    p.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if a page is out of date"
+    )
     check = p.parse_args(words).check
     old = [
         (path, text)

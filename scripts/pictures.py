@@ -1,4 +1,4 @@
-"""Drawing to files, what their titles say, and what of a run they leave out."""
+"""Helpers of pictures: matplotlib, titles, smoothing, and steps that are left out."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from phalanx.moe.report.loggers import is_finite
 
 
 def pyplot() -> Any:
-    """matplotlib's, without a display; ValueError if it is not installed."""
+    """matplotlib.pyplot without a display; ValueError if it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -23,14 +23,14 @@ def title(facts: dict[str, Any]) -> str:
     """`first: tiny on 2 x CPU process, bf16, torch experts, sequence 256, batch 32, embedded data`.
 
     Args:
-        facts: of `moe.report.title`, some or all; empty text without a model.
+        facts: some or all facts of `moe.report.title`; without a model the title is empty.
     """
     if "model" not in facts:
         return ""
-    said = f"{facts['run']}: {facts['model']}" if "run" in facts else str(facts["model"])
+    text = f"{facts['run']}: {facts['model']}" if "run" in facts else str(facts["model"])
     if "device" in facts:
-        said += f" on {facts.get('ranks', 1)} x {facts['device']}"
-    return ", ".join([said, *(form.format(facts[k]) for k, form in _FORMS.items() if k in facts)])
+        text += f" on {facts.get('ranks', 1)} x {facts['device']}"
+    return ", ".join([text, *(form.format(facts[k]) for k, form in _FORMS.items() if k in facts)])
 
 
 _FORMS = {
@@ -43,7 +43,7 @@ _FORMS = {
 
 
 def common_title(many: list[dict[str, Any]]) -> str:
-    """`title` of what several runs have in common, with `or` between up to three models."""
+    """`title` of the facts that several runs share, with `or` between up to three models."""
     if not many or not all("model" in facts for facts in many):
         return ""
     first = many[0]
@@ -55,7 +55,7 @@ def common_title(many: list[dict[str, Any]]) -> str:
 
 
 def not_finite(records: list[dict[str, Any]], key: str) -> list[int]:
-    """Steps of a run at which a number is NaN or infinite, for which metrics.jsonl has null."""
+    """Steps of a run at which a number is NaN or infinite (null in metrics.jsonl)."""
     return [r["step"] for r in records if key in r and not is_finite(r[key])]
 
 
@@ -68,35 +68,35 @@ def left_out(steps: list[int]) -> str:
 
 
 def differences(many: list[dict[str, Any]]) -> list[str]:
-    """Of each of several runs what not all of them have: `torch experts, batch 16`.
+    """Facts of each run that not all runs share: `torch experts, batch 16`.
 
-    Facts that some runs do not tell are left out.
+    Facts that some runs do not record are left out.
     """
     forms = {"model": "{}", "ranks": "{} ranks", "device": "{}", **_FORMS}
-    told = [key for key in forms if all(key in facts for facts in many)]
-    differing = [key for key in told if len({str(facts[key]) for facts in many}) > 1]
+    known = [key for key in forms if all(key in facts for facts in many)]
+    differing = [key for key in known if len({str(facts[key]) for facts in many}) > 1]
     return [", ".join(forms[key].format(facts[key]) for key in differing) for facts in many]
 
 
 MEAN_OF = 21
-"""Most values that a point of a smooth curve is the mean of."""
+"""Largest window of a smoothed curve."""
 
 
 def smoothing(values: int) -> int:
-    """Values that a point of a smooth curve of so many is the mean of; 1 where they are too few."""
+    """Window that smooths a curve of `values` points; 1 if they are too few."""
     window = min(MEAN_OF, values // 10)
     return max(1, window - 1 + window % 2)  # odd: as many on both sides
 
 
 def centred_means(values: dict[int, float], window: int) -> dict[int, float]:
-    """Means of `window` values in a row, an odd number, by the step in their middle.
+    """Centred means of `window` consecutive values (an odd number), by step.
 
-    Near the ends of as many on both sides as there are: a line remains what it is, where means of
-    the last values would lie above a curve that falls.
+    The window shrinks near the ends and stays centred: a straight line remains unchanged, whereas
+    one-sided means would lie above a falling curve.
     """
-    found, half = list(values.values()), window // 2
+    numbers, half = list(values.values()), window // 2
     means = {}
     for i, step in enumerate(values):
-        reach = min(half, i, len(found) - 1 - i)
-        means[step] = sum(found[i - reach : i + reach + 1]) / (2 * reach + 1)
+        reach = min(half, i, len(numbers) - 1 - i)
+        means[step] = sum(numbers[i - reach : i + reach + 1]) / (2 * reach + 1)
     return means

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Loss curves of several runs over each other, and how far they are from the first one's.
+"""Loss curves of several runs in one picture, and their differences to the first run.
 
     python scripts/plot_losses.py runs/fused runs/megatron [--plot PNG] [--title TEXT]
         [--parts N] [--json OUT]
 
 A run is its folder, its metrics.jsonl, or a file that --json wrote (which holds several). The table
-has the mean loss of each of N equal parts of the steps that all runs have, or of the tokens where
-runs do not read as many a step; what else differs between the runs is named. The picture goes to
-losses.png beside the first run, unless --plot says otherwise. A curve is a centred mean over some
-steps where there are many, drawn over the losses themselves: batches differ more than runs do.
+has the mean loss of N equal parts of the steps that all runs have, or of the tokens if the runs
+read different numbers of tokens per step, and names other differences between the runs. The picture
+goes to losses.png next to the first run, unless --plot is given. Long curves are centred means,
+drawn over the losses themselves: batches differ more than runs do.
 """
 
 import argparse
@@ -45,26 +45,26 @@ _STEEP = 3
 """Largest loss over the smallest, from which on the axis is logarithmic."""
 _PARTS = 10
 _READ = "tokens read"
-"""Name of the tokens in a file of --json, beside those of runs."""
+"""Key of the token counts in a file of --json, next to names of runs."""
 _LONG = 24
-"""Longest name at the head of a column; longer ones have a number there."""
+"""Longest name at the head of a column; longer ones are replaced by a number."""
 
 
 class Curve(NamedTuple):
     """The losses of a run."""
 
     losses: dict[int, float]
-    """By step."""
+    """Loss by step."""
     facts: dict[str, Any]
-    """What the run is, for the title; empty if that is not known."""
+    """Facts of the run for the title; empty if unknown."""
     tokens: dict[int, int]
-    """Read up to a step, by step; empty if that is not known."""
+    """Tokens read up to a step, by step; empty if unknown."""
     lost: Sequence[int] = ()
     """Steps whose loss is NaN or infinite."""
 
 
 Curves = dict[str, Curve]
-"""By name of the run."""
+"""Curves by name of the run."""
 
 
 @may_leave
@@ -117,11 +117,11 @@ def load(paths: Sequence[Path]) -> Curves:
     Raises:
         ValueError: there are no losses.
     """
-    found: list[tuple[str, Curve]] = []
+    named: list[tuple[str, Curve]] = []
     for path in paths:
-        found += _stored(path) if path.suffix == ".json" else [_logged(path)]
-    names = short_names([name for name, _ in found])
-    return dict(zip(names, (curve for _, curve in found), strict=True))
+        named += _stored(path) if path.suffix == ".json" else [_logged(path)]
+    names = short_names([name for name, _ in named])
+    return dict(zip(names, (curve for _, curve in named), strict=True))
 
 
 def _logged(path: Path) -> tuple[str, Curve]:
@@ -133,8 +133,8 @@ def _logged(path: Path) -> tuple[str, Curve]:
         raise ValueError(f"{path} has no loss that is a number: all are NaN or infinite")
     if not losses:
         raise ValueError(f"{path} has no losses: give the folder of a run that has logged steps")
-    whole = path.resolve()
-    name = whole.parent if path.stem == "metrics" else whole.with_suffix("")
+    resolved = path.resolve()
+    name = resolved.parent if path.stem == "metrics" else resolved.with_suffix("")
     facts = start_facts(path)
     tokens = {r["step"]: r["tokens"] for r in records if r["step"] in losses and "tokens" in r}
     if len(tokens) < len(losses):
@@ -143,7 +143,7 @@ def _logged(path: Path) -> tuple[str, Curve]:
 
 
 def _tokens(losses: dict[int, float], facts: dict[str, Any]) -> dict[int, int]:
-    """Tokens up to each step of a run that has had one batch all along."""
+    """Tokens up to each step of a run with a constant batch."""
     if not {"batch", "sequence"} <= set(facts):
         return {}
     return {step: step * facts["batch"] * facts["sequence"] for step in losses}
@@ -153,16 +153,16 @@ def _stored(path: Path) -> list[tuple[str, Curve]]:
     try:
         content = json.loads(path.read_text())
         facts, tokens = content.pop("facts", {}), content.pop(_READ, {})
-        found = []
+        named = []
         for name, run in content.items():
             losses = {int(s): float(loss) for s, loss in run.items() if loss is not None}
             if not losses or not all(map(math.isfinite, losses.values())):
                 raise ValueError
             lost = [int(s) for s, loss in run.items() if loss is None]
-            own = facts.get(name, {})
+            own_facts = facts.get(name, {})
             read = {int(s): int(n) for s, n in tokens.get(name, {}).items()}
-            found.append((name, Curve(losses, own, read or _tokens(losses, own), lost)))
-        return found
+            named.append((name, Curve(losses, own_facts, read or _tokens(losses, own_facts), lost)))
+        return named
     except (ValueError, AttributeError, TypeError, RecursionError):
         raise ValueError(f"{path} is no file of --json") from None
 
@@ -182,7 +182,7 @@ def _content(curves: Curves) -> dict[str, Any]:
 
 
 def over_tokens(curves: Curves) -> bool:
-    """Whether the runs are at the same step without having read as many tokens."""
+    """True if runs have read different numbers of tokens at the same step."""
     first, *others = curves.values()
     if not all(curve.tokens for curve in curves.values()):
         return False
@@ -194,9 +194,10 @@ def over_tokens(curves: Curves) -> bool:
 
 
 def remarks(curves: Curves) -> list[str]:
-    """What the runs do not have in common, what their losses are compared by, and which steps have
-    none, in lines."""
-    lines = [f"{name}: {what}" for name, what in _apart_in(curves).items() if what]
+    """Lines on facts in which runs differ, the axis of the comparison, and steps without a loss."""
+    lines = [
+        f"{name}: {difference}" for name, difference in _apart_in(curves).items() if difference
+    ]
     if over_tokens(curves):
         lines.append("tokens of a step differ: the runs are compared by tokens, not by steps")
     lines += [f"{name}: {left_out(curve.lost)}" for name, curve in curves.items() if curve.lost]
@@ -204,13 +205,16 @@ def remarks(curves: Curves) -> list[str]:
 
 
 def _apart_in(curves: Curves) -> dict[str, str]:
-    """What a run does not have in common with others, where its name does not say that."""
-    apart = differences([curve.facts for curve in curves.values()])
-    return {name: "" if what in name else what for name, what in zip(curves, apart, strict=True)}
+    """Facts in which each run differs from others, unless its name says so."""
+    different = differences([curve.facts for curve in curves.values()])
+    return {
+        name: "" if difference in name else difference
+        for name, difference in zip(curves, different, strict=True)
+    }
 
 
 def heads(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names for columns and legends, and lines that say which long name has which number."""
+    """Names for columns and legends, and lines that map numbers to long names."""
     if max(map(len, names)) <= _LONG:
         return list(names), []
     numbers = [f"[{i}]" for i, _ in enumerate(names, 1)]
@@ -218,8 +222,8 @@ def heads(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def table(curves: Curves, parts: int | None) -> str:
-    """Mean loss in `parts` of what the runs have in common, steps or tokens; of the others the
-    differences to the first run's."""
+    """Mean loss of the first run in each part of the common steps or tokens, and the differences
+    of the other runs to it."""
     names, lines = heads(list(curves))
     if over_tokens(curves):
         unit, rows = "tokens", _by_tokens(list(curves.values()), parts)
@@ -235,13 +239,13 @@ def table(curves: Curves, parts: int | None) -> str:
     width = max(13, *(len(left) for left, _ in rows))
     lines.append(row(unit.rjust(width), columns))
     for left, means in rows:
-        apart = [f"{mean - means[0]:+.4f}" for mean in means[1:]]
-        lines.append(row(left.ljust(width), [f"{means[0]:.4f}", *apart]))
+        deltas = [f"{mean - means[0]:+.4f}" for mean in means[1:]]
+        lines.append(row(left.ljust(width), [f"{means[0]:.4f}", *deltas]))
     return "\n".join(lines)
 
 
 _Rows = list[tuple[str, list[float]]]
-"""Of each part of the runs its bounds, and the mean loss of each run."""
+"""Bounds of each part of the runs, and the mean loss of each run in it."""
 
 
 def _by_steps(curves: Sequence[Curve], parts: int | None) -> _Rows:
@@ -258,7 +262,7 @@ def _by_steps(curves: Sequence[Curve], parts: int | None) -> _Rows:
 
 
 def _by_tokens(curves: Sequence[Curve], parts: int | None) -> _Rows:
-    """Parts are equal in tokens, and begin and end where all runs have a loss."""
+    """Rows of parts that are equal in tokens, over the range in which all runs have losses."""
     low = max(min(curve.tokens.values()) for curve in curves)
     high = min(max(curve.tokens.values()) for curve in curves)
     inside = [[(n, curve.losses[s]) for s, n in curve.tokens.items()] for curve in curves]
@@ -278,15 +282,15 @@ def _by_tokens(curves: Sequence[Curve], parts: int | None) -> _Rows:
     return rows
 
 
-def _parts(parts: int | None, most: int, what: str) -> int:
-    parts = min(_PARTS, most) if parts is None else parts
-    if not 1 <= parts <= most:
-        raise ValueError(f"--parts {parts}: must be 1 to {most}, {what}")
+def _parts(parts: int | None, available: int, unit: str) -> int:
+    parts = min(_PARTS, available) if parts is None else parts
+    if not 1 <= parts <= available:
+        raise ValueError(f"--parts {parts}: must be 1 to {available}, {unit}")
     return parts
 
 
 def plot(curves: Curves, path: Path, title: str) -> None:
-    """Losses, their centred means, and below these how far they are from the first run's."""
+    """Draw losses, their centred means, and below them the differences to the first run."""
     pictures = pyplot()
     several, fewest = len(curves) > 1, min(len(curve.losses) for curve in curves.values())
     figure, axes = pictures.subplots(
@@ -299,22 +303,22 @@ def plot(curves: Curves, path: Path, title: str) -> None:
     )
     above, below = axes[0, 0], axes[-1, 0]
     by_tokens, window = over_tokens(curves), smoothing(fewest)
-    apart = _apart_in(curves)
+    different = _apart_in(curves)
     points: list[tuple[list[int], list[float]]] = []
-    farthest = 0.0  # but for the first fifth, where losses fall fast and are far apart
+    farthest = 0.0  # without the first fifth, where losses fall fast and differ most
     for i, (name, curve) in enumerate(curves.items()):
         losses, colour = curve.losses, f"C{i}"
-        places = [curve.tokens[s] for s in losses] if by_tokens else list(losses)
+        positions = [curve.tokens[s] for s in losses] if by_tokens else list(losses)
         mean = list(centred_means(losses, window).values())
-        points.append((places, mean))
+        points.append((positions, mean))
         line = {"color": colour, "linestyle": "-" if i == 0 else "--"}
         line |= {"marker": "o", "markersize": 4} if len(mean) <= _FEW else {}
         if window > 1:
-            above.plot(places, list(losses.values()), color=colour, alpha=0.2, linewidth=0.8)
-        label = textwrap.fill(f"{name} ({apart[name]})" if apart[name] else name, 60)
-        above.plot(places, mean, label=label, **line)
+            above.plot(positions, list(losses.values()), color=colour, alpha=0.2, linewidth=0.8)
+        label = textwrap.fill(f"{name} ({different[name]})" if different[name] else name, 60)
+        above.plot(positions, mean, label=label, **line)
         if several:
-            common, far = _apart(*points[0], places, mean)
+            common, far = _apart(*points[0], positions, mean)
             below.plot(common, far, **line)
             farthest = max(farthest, *map(abs, far[len(far) // 5 :]), 0.0)
     every = [loss for curve in curves.values() for loss in curve.losses.values()]
@@ -324,8 +328,8 @@ def plot(curves: Curves, path: Path, title: str) -> None:
     above.legend(title=smoothed, fontsize="small", title_fontsize="small")
     if several:
         first = next(iter(curves))
-        said = first if len(first) <= 60 else "the first run"
-        below.set_title(f"minus {said}", fontsize="medium", loc="left")
+        reference = first if len(first) <= 60 else "the first run"
+        below.set_title(f"minus {reference}", fontsize="medium", loc="left")
         if farthest:
             below.set_ylim(-1.3 * farthest, 1.3 * farthest)
     below.set_xlabel("tokens" if by_tokens else "step")
@@ -342,10 +346,10 @@ def plot(curves: Curves, path: Path, title: str) -> None:
 
 
 def _apart(
-    first: Sequence[int], theirs: Sequence[float], places: Sequence[int], mean: Sequence[float]
+    first: Sequence[int], theirs: Sequence[float], positions: Sequence[int], mean: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """Where a curve is beside the first run's, whose points are joined by lines, and how far."""
-    inside = [(x, y) for x, y in zip(places, mean, strict=True) if first[0] <= x <= first[-1]]
+    """Positions and distances of a curve to the first run's, interpolated linearly."""
+    inside = [(x, y) for x, y in zip(positions, mean, strict=True) if first[0] <= x <= first[-1]]
     return (
         [x for x, _ in inside],
         [y - float(np.interp(x, first, theirs)) for x, y in inside],

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""One picture of a run: loss, gradient norm, learning rate, tokens/s, load and death of experts,
-and the largest attention logits, where they were measured.
+"""One picture of a run: loss, gradient norm, learning rate, tokens/s, expert load, dead experts,
+and the largest attention logits if they were measured.
 
     python scripts/plot_run.py runs/NAME [--plot PNG] [--title TEXT] [--steps FROM TO]
 
-Reads metrics.jsonl, of a run that is over or still on. The picture goes to curves.png in its
-folder, unless --plot says otherwise. The load of a layer is that of its busiest expert over the
-mean, 1 if all are equal; a dead expert had no token between two records. A table names ranks that
-gave their devices their steps late, if there were any, and for how many of the records.
+Reads metrics.jsonl of a finished or a live run. The picture goes to curves.png in its
+folder, unless --plot is given. The load of a layer is that of its busiest expert over the
+mean, 1 if all are equal; a dead expert had no token between two records. A table lists ranks whose
+host launched steps late, and in how many of the records.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from phalanx.scripts.reader import may_leave
 _FEW = 50
 """Steps up to which each is drawn as a point."""
 _COLUMNS = 400
-"""Most columns of the picture of the load; more records are put together."""
+"""Most columns of an image; more records are grouped."""
 
 Record = dict[str, Any]
 
@@ -87,17 +87,17 @@ def chosen(records: list[Record], path: Path, steps: list[int] | None) -> list[R
     Raises:
         ValueError: there are none.
     """
-    found = [r for r in records if steps is None or steps[0] <= r["step"] <= steps[1]]
+    values = [r for r in records if steps is None or steps[0] <= r["step"] <= steps[1]]
     if not records:
         raise ValueError(f"{path} has no steps: give the folder of a run that has logged some")
-    if not found:
+    if not values:
         assert steps is not None
         known = f"{records[0]['step']} to {records[-1]['step']}"
         raise ValueError(f"--steps {steps[0]} {steps[1]}: the run has steps {known}")
-    return found
+    return values
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def hosts(folder: Path) -> dict[str, str]:
@@ -107,19 +107,19 @@ def hosts(folder: Path) -> dict[str, str]:
         return {}
     try:
         named = yaml.safe_load(launches[-1].read_text())["hosts"]
-        found = {}
+        values = {}
         for each in named:
             for part in str(each["ranks"]).split(", "):
                 first, _, last = part.partition("-")
                 ranks = range(int(first), int(last or first) + 1)
-                found |= {str(rank): str(each["host"]) for rank in ranks}
-        return found
+                values |= {str(rank): str(each["host"]) for rank in ranks}
+        return values
     except (yaml.YAMLError, LookupError, TypeError, ValueError):
-        return {}  # edited by a person, or of another version: ranks have numbers too
+        return {}  # edited by hand, or of another version: ranks are shown by number
 
 
 def summary(records: list[Record], names: dict[str, str]) -> str:
-    """Where the run is, and a row for each rank that was late; `names` are their hosts."""
+    """Newest step, loss and rate, and a row for each late rank; `names` are hosts by rank."""
     losses, rates = series(records, "loss"), series(records, "tokens_per_second_per_gpu")
     lines = [f"steps {records[0]['step']} to {records[-1]['step']}"]
     if losses:
@@ -135,18 +135,18 @@ def summary(records: list[Record], names: dict[str, str]) -> str:
             late.setdefault(rank, []).append((seconds, record["step_time"]))
     if late:
         lines.append(f"{'late rank':>9}  {'records':>8}  {'behind':>9}  {'of a step':>9}  host")
-    for rank, found in sorted(late.items(), key=lambda item: -len(item[1])):
-        behind, whole = (sum(part) / len(found) for part in zip(*found, strict=True))
-        often = f"{len(found) / len(timed):.0%}"
-        numbers = f"{often:>8}  {behind:>7.3f} s  {behind / whole:>9.0%}"
+    for rank, values in sorted(late.items(), key=lambda item: -len(item[1])):
+        behind, step_time = (sum(part) / len(values) for part in zip(*values, strict=True))
+        often = f"{len(values) / len(timed):.0%}"
+        numbers = f"{often:>8}  {behind:>7.3f} s  {behind / step_time:>9.0%}"
         lines.append(f"{rank:>9}  {numbers}  {names.get(rank, '?')}")
     return "\n".join(lines)
 
 
 def series(records: list[Record], key: str) -> dict[int, float]:
     """Finite values of a number, by step."""
-    found = {r["step"]: r[key] for r in records if isinstance(r.get(key), int | float)}
-    return {step: value for step, value in found.items() if math.isfinite(value)}
+    values = {r["step"]: r[key] for r in records if isinstance(r.get(key), int | float)}
+    return {step: value for step, value in values.items() if math.isfinite(value)}
 
 
 # --- picture --------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def plot(records: list[Record], path: Path, heading: str) -> None:
         dead = [(r["step"], {n: of[1] for n, of in r["layers"].items()}) for r in layers]
         _image(figure, axes[2, 0], load, "load of the busiest expert", low=1.0)
         _image(figure, axes[2, 1], dead, "dead experts", colours="magma", counts=True)
-    else:  # a run from before there were numbers of layers
+    else:  # an older run without numbers per layer
         _curve(axes[2, 0], records, "load_max", "load of the busiest expert", smooth=False)
         _curve(axes[2, 1], records, "dead_experts", "dead experts", smooth=False)
     if measured:
@@ -200,7 +200,7 @@ def _curve(axes: Any, records: list[Record], key: str, name: str, smooth: bool =
     if not values:
         axes.text(0.5, 0.5, "not recorded", ha="center", transform=axes.transAxes)
         return
-    # Pictures of layers end at the last step, whose points would be cut.
+    # clip_on: images end at the last step, where the marker would be cut off.
     few = len(values) <= _FEW
     mark: dict[str, Any] = dict(marker="o", markersize=3, clip_on=False) if few else {}
     window = smoothing(len(values)) if smooth else 1
@@ -226,10 +226,10 @@ def _image(
     colours: str = "viridis",
     counts: bool = False,
 ) -> None:
-    """Layers over steps in colour: of each record its step, and a number of each layer.
+    """Draw layers over steps as colours, from the step and a number per layer of each record.
 
-    Of several records in a column the largest counts. Colours begin at `low`, or below it; those of
-    `counts` are of whole numbers.
+    A column shows the largest value of its records. The colour scale starts at `low` or below; with
+    `counts` its ticks are integers.
     """
     names = sorted({int(layer) for _, values in steps for layer in values})
     size = -(-len(steps) // _COLUMNS)
@@ -239,22 +239,22 @@ def _image(
         for layer in names
     ]
     starts = [group[0][0] for group in groups]
-    # A cell reaches from behind the record before its first one to its last, whole steps.
+    # A cell spans the steps after the previous group's last record up to its own last record.
     edges = [starts[0] - 0.5, *(group[-1][0] + 0.5 for group in groups)]
     rows = [*(n - 0.5 for n in range(1, len(names) + 1)), len(names) + 0.5]
-    found = [value for row in cells for value in row if math.isfinite(value)]
+    values = [value for row in cells for value in row if math.isfinite(value)]
     axes.set_title(name, fontsize="medium", loc="left")
-    if not found:
+    if not values:
         axes.text(0.5, 0.5, "NaN or infinite", ha="center", transform=axes.transAxes)
         return
-    most, low = max(found), min([low, *found])
-    image = axes.pcolormesh(edges, rows, cells, vmin=low, vmax=max(most, low + 1), cmap=colours)
+    largest, low = max(values), min([low, *values])
+    image = axes.pcolormesh(edges, rows, cells, vmin=low, vmax=max(largest, low + 1), cmap=colours)
     shown = range(0, len(names), -(-len(names) // 16))
     axes.set_yticks([i + 1 for i in shown], [str(names[i]) for i in shown])
     axes.set_ylabel("layer")
     axes.invert_yaxis()
-    said = "none" if counts and not most else f"at most {most:.4g}"
-    axes.set_title(f"{name} ({said})", fontsize="medium", loc="left")
+    range_text = "none" if counts and not largest else f"at most {largest:.4g}"
+    axes.set_title(f"{name} ({range_text})", fontsize="medium", loc="left")
     bar = figure.colorbar(image, ax=axes)
     if counts:
         bar.locator.set_params(integer=True)

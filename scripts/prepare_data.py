@@ -2,11 +2,11 @@
 """Turn text into Megatron .bin/.idx: prefix.bin, prefix.idx, and prefix.json that describes them.
 
 Inputs are cut into chunks; worker processes turn each into a shard (ids and document lengths) in
-prefix.parts/, and the shards are joined in input order. So the output depends neither on the number
-of workers nor on interruptions: run the same command again, and finished shards are kept. Input
-that is refused leaves nothing behind. Output files appear only when all is done. Rows without text
-or tokens are left out and counted, and so are broken ones, up to the number of --skip-bad. Imports
-neither torch nor Megatron-Core, which takes seconds.
+prefix.parts/, and the shards are joined in input order. The output depends neither on the number
+of workers nor on interruptions: the same command reuses finished shards. Rejected input leaves no
+files. Output files appear only when all shards are joined. Rows without text or tokens are left out
+and counted, and so are broken ones, up to the number of --skip-bad. Importing this module imports
+neither torch nor Megatron-Core, which would take seconds.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="INPUT",
         help=f"files, {NAMES}, or folders that are searched for them, without what is hidden and "
-        "what is like a README; what is left out is said",
+        "README-like files; files left out are listed",
     )
     p.add_argument(
         "--output",
@@ -116,9 +116,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="PREFIX",
         help="path without .bin/.idx",
     )
-    how = p.add_mutually_exclusive_group(required=True)
-    how.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json of Hugging Face")
-    how.add_argument("--bytes", action="store_true", help="ids are UTF-8 bytes (vocabulary 256)")
+    vocabulary = p.add_mutually_exclusive_group(required=True)
+    vocabulary.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json of Hugging Face")
+    vocabulary.add_argument(
+        "--bytes", action="store_true", help="ids are UTF-8 bytes (vocabulary 256)"
+    )
     p.add_argument(
         "--eod", metavar="TOKEN", help="token that ends a document; needed with --tokenizer"
     )
@@ -159,7 +161,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Everything after the command line. Raises DataError, and leaves then no output files."""
+    """Tokenize and join. Raises DataError, in which case there are no output files."""
     if args.workers < 1 or args.chunk_mb <= 0:
         raise DataError("--workers and --chunk-mb must be positive")
     limit = Limit.read(args.skip_bad)
@@ -180,24 +182,24 @@ def prepare(args: argparse.Namespace) -> None:
     with parts_folder(output, plan, args.overwrite) as folder:
         todo = [shard for shard in shards if not shard.lengths(folder).exists()]
         if len(todo) < len(shards):
-            there = len(shards) - len(todo)
-            print(f"continuing: {there} of {counted(len(shards), 'shard')} there already")
+            existing = len(shards) - len(todo)
+            print(f"continuing: {existing} of {counted(len(shards), 'shard')} there already")
         try:
             tokenize(shards, todo, recipe, folder, args.workers, limit)
             join(shards, recipe, replace(described, plan=plan), folder, output, limit)
-        except TooManyBad:  # shards fit a higher limit
+        except TooManyBad:  # the shards remain valid for a higher limit
             raise
-        except DataError:  # once the input is mended, no shard fits it
+        except DataError:  # no shard is valid for the corrected input
             shutil.rmtree(folder)
             raise
         shutil.rmtree(folder)
 
 
-# --- what to do -----------------------------------------------------------------------------------
+# --- plan -----------------------------------------------------------------------------------------
 
 
 def make_recipe(args: argparse.Namespace) -> tuple[Recipe, Sidecar]:
-    """Recipe, and the description of the result but for its counts."""
+    """Recipe, and the description of the result without its counts."""
     if args.bytes:
         name, sha256, vocab_size, eod, path = BYTES, "", 256, BYTES_EOD, ""
         if args.eod is not None:
@@ -222,7 +224,7 @@ def make_recipe(args: argparse.Namespace) -> tuple[Recipe, Sidecar]:
 
 
 def find_eod(tokenizer: Tokenizer, token: str | None, path: str) -> int:
-    """Id of the token given with --eod."""
+    """Id of the --eod token."""
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
     shown = ", ".join(sorted(special)[:20]) or "none"
     if token is None:
@@ -236,10 +238,13 @@ def find_eod(tokenizer: Tokenizer, token: str | None, path: str) -> int:
 
 
 def is_done(output: Path, plan: str, overwrite: bool, limit: Limit) -> bool:
-    """True for a complete result of the same command. Files of another one are an error, and so is
-    a result that more broken rows were left out of than now may be."""
-    there = [path for path in output_files(output) if path.exists()]
-    if overwrite or not there:
+    """True if a complete result of the same command exists.
+
+    Raises:
+        DataError: files of another command, or a result without more bad rows than `limit` allows.
+    """
+    existing = [path for path in output_files(output) if path.exists()]
+    if overwrite or not existing:
         return False
     described = None
     with contextlib.suppress(DataError, FileNotFoundError):
@@ -248,22 +253,22 @@ def is_done(output: Path, plan: str, overwrite: bool, limit: Limit) -> bool:
         if not limit.allows(described.bad_rows, described.documents + described.skipped):
             raise DataError(
                 f"{output} was made without {described.bad_rows:,} bad rows, more than --skip-bad "
-                f"{limit.text}; mend them, or give another --output, or --overwrite"
+                f"{limit.text}; fix them, or give another --output, or --overwrite"
             )
-        return len(there) == 3
+        return len(existing) == 3
     raise DataError(
-        f"{there[0]} exists, of other inputs or options; give another --output, or --overwrite"
+        f"{existing[0]} exists, of other inputs or options; give another --output, or --overwrite"
     )
 
 
 def output_files(output: Path) -> tuple[Path, Path, Path]:
-    """.json, .bin, .idx, in the order of their appearance: the first says whose the others are."""
+    """.json, .bin, .idx, in the order in which they appear: the first identifies the others."""
     return Path(f"{output}.json"), Path(f"{output}.bin"), Path(f"{output}.idx")
 
 
 @contextlib.contextmanager
 def parts_folder(output: Path, plan: str, overwrite: bool) -> Iterator[Path]:
-    """The folder of shards, held by this process alone."""
+    """Folder of shards, locked by this process."""
     folder = Path(f"{output}.parts")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -295,7 +300,7 @@ def tokenize(
     workers: int,
     limit: Limit,
 ) -> None:
-    """Write all shards of `todo`, with progress over the bytes of all."""
+    """Write all shards of `todo`, with progress over the bytes of all shards."""
     total, left = (sum(shard.size for shard in some) for some in (shards, todo))
     bar = progress("tokenizing", total=total, initial=total - left, unit="B", unit_scale=True)
     missing = {shard.number for shard in todo}
@@ -325,7 +330,7 @@ def tokenize(
 
 
 def watch_parent() -> None:
-    """In a worker: leave interrupts to the parent, and end when it is gone."""
+    """Initialize a worker: ignore interrupts, and exit when the parent has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -348,16 +353,16 @@ def join(
     output: Path,
     limit: Limit,
 ) -> None:
-    """Concatenate the shards in order; the files appear under their names when all are written."""
+    """Concatenate the shards in order, then rename the written files to their final names."""
     print(f"joining {counted(len(shards), 'shard')}")
-    made = [folder / "joined.json", folder / "joined.bin", folder / "joined.idx"]
-    with made[1].open("wb") as joined:
+    joined_files = [folder / "joined.json", folder / "joined.bin", folder / "joined.idx"]
+    with joined_files[1].open("wb") as joined:
         for shard in shards:
             with shard.ids(folder).open("rb") as stream:
                 shutil.copyfileobj(stream, joined, 1 << 22)
-    # An empty file has no shard.
+    # np.zeros: without any shard the concatenation would be empty.
     lengths = np.concatenate([np.zeros(0, np.int32), *(np.load(s.lengths(folder)) for s in shards)])
-    write_index(made[2], recipe.dtype, lengths)
+    write_index(joined_files[2], recipe.dtype, lengths)
     counts = [Counts.read(shard.counts(folder)) for shard in shards]
     empty, without_tokens = sum(c.empty for c in counts), sum(c.without_tokens for c in counts)
     bad = [each for c in counts for each in c.bad]
@@ -375,16 +380,16 @@ def join(
         skipped=empty + without_tokens + len(bad),
         bad_rows=len(bad),
     )
-    described.write(made[0])
+    described.write(joined_files[0])
     keep_tokenizer(recipe, output)
-    places = Path(f"{output}.bad_rows.tsv")
-    places.unlink(missing_ok=True)  # of what this replaces
+    bad_rows_file = Path(f"{output}.bad_rows.tsv")
+    bad_rows_file.unlink(missing_ok=True)  # from a replaced output
     if bad:
         with (folder / "bad_rows").open("w", encoding="utf-8") as stream:
             stream.writelines(listing(bad))
-        os.replace(folder / "bad_rows", places)
-        skipped += f" (places: {places})"
-    for temporary, final in zip(made, output_files(output), strict=True):
+        os.replace(folder / "bad_rows", bad_rows_file)
+        skipped += f" (places: {bad_rows_file})"
+    for temporary, final in zip(joined_files, output_files(output), strict=True):
         sync(temporary)
         os.replace(temporary, final)
     print(
@@ -395,15 +400,15 @@ def join(
 
 
 def keep_tokenizer(recipe: Recipe, output: Path) -> None:
-    """The tokenizer.json beside what it has made, for text from a model that is trained on it."""
-    kept = tokenizer_beside(str(output))
+    """Copy tokenizer.json next to the output, for sampling from a model trained on it."""
+    copy = tokenizer_beside(str(output))
     if recipe.tokenizer:
-        new = Path(f"{kept}.new")
+        new = Path(f"{copy}.new")
         shutil.copyfile(recipe.tokenizer, new)
         sync(new)
-        os.replace(new, kept)
+        os.replace(new, copy)
     else:
-        kept.unlink(missing_ok=True)  # of what this replaces
+        copy.unlink(missing_ok=True)  # from a replaced output
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a program prints for a reader who may have enough before its end, as `head` has."""
+"""Output for a reader that may close the pipe early, like `head`."""
 
 import functools
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def may_leave[**P](main: Callable[P, int]) -> Callable[P, int]:
-    """A `main` that does its work to the end, and prints no more once nobody reads it."""
+    """Wrap a `main` so that it finishes its work after its output pipe was closed."""
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -25,7 +25,7 @@ def may_leave[**P](main: Callable[P, int]) -> Callable[P, int]:
 
 
 class _Output:
-    """A text stream that turns to nowhere when its pipe has no reader."""
+    """A text stream that is redirected to /dev/null once its pipe has no reader."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -47,6 +47,6 @@ class _Output:
             self._leave()
 
     def _leave(self) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, self._stream.fileno())
+        os.close(devnull)

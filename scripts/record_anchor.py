@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Make or update a throughput record: docs/measured/training/NAME.yaml, from a metrics.jsonl.
+"""Write a throughput record, docs/measured/training/NAME.yaml, from a metrics.jsonl.
 
 The settings are read from the given command, the rates from steps 41-50 of the metrics. The two
 must agree on tokens per step, and on TFLOP/s by moe.estimate.accounting. configs/records.py
@@ -27,7 +27,7 @@ from phalanx.moe.estimate.accounting import flops_per_token
 from phalanx.moe.report.loggers import is_finite, read
 
 TOLERANCE = 0.01
-"""Relative difference between the metrics and what the command should give."""
+"""Tolerated relative difference between the metrics and the values computed from the command."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 EXAMPLE = """example:
@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measured(args: argparse.Namespace) -> Own:
-    """The record. Raises ValueError where command, hardware and metrics do not fit together."""
+    """The record; ValueError if command, hardware and metrics contradict each other."""
     ranks, overrides = launch(args.command)
     cfg = load(overrides)
     validate(cfg, ranks)
@@ -123,12 +123,12 @@ def measured(args: argparse.Namespace) -> Own:
 
 def window(path: Path) -> list[dict[str, Any]]:
     """Steps 41-50 of a metrics.jsonl."""
-    found = {record["step"]: record for record in read(path) if "step_time" in record}
-    if missing := [str(step) for step in WINDOW if step not in found]:
+    by_step = {record["step"]: record for record in read(path) if "step_time" in record}
+    if missing := [str(step) for step in WINDOW if step not in by_step]:
         raise ValueError(f"--metrics {path} lacks steps {', '.join(missing)}: use run=bench")
-    if "memory_total" not in found[WINDOW[0]]:
+    if "memory_total" not in by_step[WINDOW[0]]:
         raise ValueError(f"--metrics {path} are of a run without a GPU")
-    steps = [found[step] for step in WINDOW]
+    steps = [by_step[step] for step in WINDOW]
     for step in steps:
         if wrong := [name for name in _NUMBERS if not is_finite(step.get(name))]:
             raise ValueError(
@@ -141,7 +141,7 @@ _NUMBERS = ("loss", "step_time", "tokens_per_second_per_gpu", "tflops_per_gpu", 
 
 
 def agree(cfg: Config, ranks: int, steps: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError unless the rates are those of the command."""
+    """Raise ValueError unless the rates match the command."""
     tokens = cfg.data.global_batch * cfg.data.sequence_length
     flops = flops_per_token(cfg.model, cfg.data.sequence_length)
     for step in steps:
@@ -150,23 +150,23 @@ def agree(cfg: Config, ranks: int, steps: Sequence[dict[str, Any]]) -> None:
             "tokens a step": (rate * step["step_time"] * ranks, tokens),
             "TFLOP/s a GPU": (step["tflops_per_gpu"], rate * flops / 1e12),
         }
-        for what, (value, due) in seen.items():
+        for quantity, (value, due) in seen.items():
             if abs(value / due - 1) > TOLERANCE:
                 raise ValueError(
-                    f"step {step['step']} has {value:,.1f} {what} where the command gives "
+                    f"step {step['step']} has {value:,.1f} {quantity} where the command gives "
                     f"{due:,.1f}: the metrics are of another run"
                 )
 
 
 def described(cfg: Config, ranks: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """The fields that follow from the command."""
+    """Fields that follow from the command."""
     p, r = cfg.parallel, cfg.run
     of_model = [text for text in overrides if text.startswith("model.")]
     sizes = f"TP{p.tensor} CP{p.context} PP{p.pipeline} VP{p.virtual_pipeline}"
     sizes += f" EP{expert_parallel_size(cfg, ranks)} DP{data_parallel_size(cfg, ranks)}"
     return {
         "model": cfg.model.name,
-        # How experts are chosen has a field of its own.
+        # Routing has a field of its own.
         "overrides": [text for text in of_model if text.split("=")[0] not in _CHOICE],
         "system": f"Phalanx, experts {cfg.kernels.backend}",
         "dtype": cfg.precision.recipe,
@@ -187,34 +187,34 @@ def _routing(cfg: Config) -> str:
     return "forced" if router.force_balance else "replayed" if router.replay else "natural"
 
 
-def _memory(what: str, names: Sequence[str]) -> str:
-    return f", {what} {' '.join(names)}" if names else ""
+def _memory(quantity: str, names: Sequence[str]) -> str:
+    return f", {quantity} {' '.join(names)}" if names else ""
 
 
-def versions(given: Sequence[str]) -> dict[str, str]:
-    """`given` as PACKAGE=VERSION, or what is installed here."""
-    if not given:
+def versions(words: Sequence[str]) -> dict[str, str]:
+    """Versions from words PACKAGE=VERSION, or those installed here."""
+    if not words:
         installed = {dist.name.lower().replace("_", "-") for dist in metadata.distributions()}
         return {name: metadata.version(name) for name in PACKAGES if name in installed}
-    if wrong := [text for text in given if not re.fullmatch(r"[^=]+=[^=]+", text)]:
+    if wrong := [text for text in words if not re.fullmatch(r"[^=]+=[^=]+", text)]:
         raise ValueError(f"--version {wrong[0]}: expected PACKAGE=VERSION")
-    return dict(text.split("=") for text in given)
+    return dict(text.split("=") for text in words)
 
 
 def commit() -> str:
-    """Short commit of this tree, with a + if it has changes."""
+    """Short commit of this tree, with a + if it has uncommitted changes."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         raise ValueError("this is no git checkout: say --commit") from None
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
 def _rounded(value: float, digits: int) -> float:
-    """`value` to so many significant digits."""
+    """`value` rounded to `digits` significant digits."""
     return float(f"{value:.{digits}g}")
 
 

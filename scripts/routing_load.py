@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"\n{batch:,} tokens of {counted(ranks, 'rank')} take the recorded ones again."
                 )
         if args.json:
-            given = {"recorded": asdict(facts), "tokens": args.tokens}
-            given |= {"cost": args.cost, "least": args.least}
-            content = given | {"loads": [asdict(load) for load in loads]}
+            settings = {"recorded": asdict(facts), "tokens": args.tokens}
+            settings |= {"cost": args.cost, "least": args.least}
+            content = settings | {"loads": [asdict(load) for load in loads]}
             args.json.write_text(json.dumps(content, indent=1) + "\n")
     except (ValueError, OSError) as error:
         print(f"routing_load: {error}", file=sys.stderr)
@@ -106,10 +106,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace, experts: int) -> None:
-    """What each option may be, of a recording of so many experts.
+    """Check the options against a recording of `experts` experts.
 
     Raises:
-        ValueError: one is something else.
+        ValueError: an option is out of range.
     """
     parts = args.micro_batches
     for option, least, values in (
@@ -130,7 +130,7 @@ def check(args: argparse.Namespace, experts: int) -> None:
 
 
 def heading(facts: Facts, args: argparse.Namespace) -> str:
-    """What was recorded, and what is assumed."""
+    """Heading of the table: the recording, and the assumed costs."""
     clones = Clones(0, args.cost, least=args.least)
     return (
         f"{args.file.name}: {facts.tokens:,} tokens of {facts.model} after step {facts.step:,}, "
@@ -146,9 +146,9 @@ def table(loads: Iterable[RecordedLoad]) -> str:
         layers = load.layers.values()
         ratios = (
             load.load_max,
-            mean(of.load_max for of in layers),
+            mean(layer.load_max for layer in layers),
             load.busiest_rank,
-            max(of.busiest_rank for of in layers),
+            max(layer.busiest_rank for layer in layers),
             load.cloned,
             load.capacity_factor,
         )

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Text from a checkpoint of any layout, by one process.
+"""Generate text from a checkpoint of any layout, in one process.
 
     python scripts/sample.py runs/NAME --prompt 'def main(' [--tokens 100] [--temperature 0.8]
 
 The newest checkpoint of a run, or the one of --step, is loaded as a model on one GPU, or on the CPU
-of a machine without one. Greedy unless --temperature is set. Every new token runs all that is there
-through the model, without a cache of keys and values. The tokenizer is that of the run's data where
-this tells: bytes for data=embedded and for prepare_data.py --bytes, else --tokenizer names it. Of
-several prompts each text has a line before it that counts them.
+of a machine without one. Greedy unless --temperature is set. Every new token runs the whole text
+through the model, without a KV cache. The tokenizer is that of the run's data if it is known: bytes
+for data=embedded and for prepare_data.py --bytes, else --tokenizer names it. With several prompts,
+a line before each text numbers it.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def sample(args: argparse.Namespace) -> None:
     """Print a continuation of every prompt.
 
     Raises:
-        ValueError, CheckpointError, OSError: for `told`.
+        ValueError, CheckpointError, OSError: reported by `told`.
     """
     positive(tokens=args.tokens, context=args.context)
     import torch
@@ -102,15 +102,15 @@ def sample(args: argparse.Namespace) -> None:
 
 
 def started(codec: "Codec", prompt: str, *, alone: bool) -> list[int]:
-    """Ids of a prompt, behind the end of the document before it where that is known.
+    """Ids of a prompt, preceded by an end-of-document token if one is known.
 
     Args:
         codec: of the model.
-        prompt: may be empty.
-        alone: in training no document saw the one before it.
+        prompt: text, may be empty.
+        alone: in training no document attends to the one before it.
 
     Raises:
-        ValueError: there is nothing to start from.
+        ValueError: there is no token to start from.
     """
     ids = [*codec.ends[: 0 if alone else 1], *codec.encode(prompt)]
     if not ids and alone:
@@ -125,11 +125,11 @@ def write(codec: "Codec", ids: Iterable[int], before: list[int]) -> int:
 
     Args:
         codec: of the model.
-        ids: new ones.
-        before: those of the prompt, whose text is not printed.
+        ids: new ids.
+        before: ids of the prompt, whose text is not printed.
 
     Returns:
-        How many ids they were.
+        The number of new ids.
     """
     seen: list[int] = []
     shown = ""
@@ -139,7 +139,7 @@ def write(codec: "Codec", ids: Iterable[int], before: list[int]) -> int:
         if text.startswith(shown) and not text.endswith("\ufffd"):
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    # A character that the last tokens began and did not end.
+    # The bytes of an incomplete last character.
     print(codec.continuation(before, seen)[len(shown) :], end="")
     return len(seen)
 

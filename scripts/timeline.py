@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""What a trace of `run.profile` says: time by kind of work, and what ran under what.
+"""Summarize a trace of `run.profile`: time by kind of work, and overlap between kinds.
 
     python scripts/timeline.py runs/NAME/trace_5_6.json.gz [--top N] [--window FROM TO]
         [--crop CROP.json] [--plot PICTURE.png] [--title TEXT]
 
-Of a run on GPUs that is what its kernels did, of one on CPU processes what rank 0 did in its
-operations, each without what it called. `alone` is the time in which nothing of another kind ran:
-of exchanges it is what a step waits for. --window takes milliseconds from the first kernel or
-operation on; --crop writes those of the window as a small trace, which this program reads again,
-and --plot draws them, a lane a kind, with a line where each step begins. What is shorter than a
-pixel is drawn as one.
+A run on GPUs is summarized by its kernels, a run on CPU processes by the operations of rank 0, each
+without the time of operations that it called. `alone` is the time in which no other kind ran: for
+exchanges, the exposed time. --window takes milliseconds from the first kernel or operation; --crop
+writes the events of the window as a small trace, which this program can read, and --plot draws
+them, a lane per kind, with a line at the start of each step. Events shorter than a pixel are drawn
+one pixel wide.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from phalanx.scripts.pictures import pyplot, title
 from phalanx.scripts.reader import may_leave
 
 KINDS = (
-    # A function that sends and waits has no operation below it meanwhile.
+    # A function that sends and waits has no other operation below it.
     (
         "exchange",
         r"PushKernel|WaitPeersKernel|ArriveKernel|nccl|gloo:|c10d::|_(Spread|Collect)(Backward)?$"
@@ -60,28 +60,28 @@ KINDS = (
     ("optimizer", r"muon_|multi_tensor|l2norm|square_sum|optimizer"),
     ("other", r""),
 )
-"""Kind of an event: the first whose pattern is found in its name, or in what it ran inside of."""
+"""Patterns by kind: the first that matches an event's name or its enclosing operations decides."""
 COLOURS = (
     *("#c44e52", "#4c72b0", "#64b5cd", "#dd8452", "#b8860b", "#da8bc3", "#937860", "#8172b3"),
     *("#55a868", "#ccb974", "#8c8c3c", "#b0b0b0"),
 )
 _SHORT = 72
 _STEP = re.compile(r"step \d+$")
-"""Annotation of a whole step (`moe.report.profiler`)."""
+"""Annotation of a step (`moe.report.profiler`)."""
 
 
 class Event(NamedTuple):
-    """A kernel or copy, or an operation's own time; microseconds from the first one's begin."""
+    """A kernel or copy, or an operation's self time; microseconds from the first event."""
 
     begin: float
     end: float
     stream: int
-    """Of a GPU, or thread."""
+    """GPU stream, or thread."""
     name: str
     stack: str = ""
-    """What an operation ran inside of, outermost first."""
+    """Enclosing operations, outermost first."""
     call: int = -1
-    """Number of the operation, which what it calls cuts into several events; -1 of a kernel."""
+    """Number of the operation, which nested calls cut into several events; -1 for a kernel."""
 
     @property
     def kind(self) -> str:
@@ -94,15 +94,15 @@ def _kind(text: str) -> str:
 
 
 class Trace(NamedTuple):
-    """What a file holds."""
+    """Contents of a trace file."""
 
     events: list[Event]
-    """In the order of their begins."""
+    """Events sorted by start time."""
     on_gpu: bool
     facts: dict[str, Any]
-    """What was run, as `moe.report.title` has it, and `steps`; empty if the file does not say."""
+    """Facts of `moe.report.title`, and `steps`; empty if the file has none."""
     steps: tuple[tuple[float, str], ...] = ()
-    """Where steps begin, microseconds as those of events, and their names, `step 5`."""
+    """Start of each step, microseconds on the events' clock, and its name, `step 5`."""
 
 
 @may_leave
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read(path: Path) -> Trace:
-    """A Chrome trace: its GPU's events, or the operations of a CPU; ValueError if it is none."""
+    """Read a Chrome trace: GPU events, or else CPU operations; ValueError if it is no trace."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         try:
             content = json.load(file)
@@ -139,29 +139,31 @@ def read(path: Path) -> Trace:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(f"{path} is no trace of torch.profiler") from None
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    found = [
+    events = [
         Event(r["ts"], r["ts"] + r["dur"], r.get("args", {}).get("stream", 0), r["name"])
         for r in records
         if r.get("cat") in kinds
     ]
-    on_gpu = bool(found)
+    on_gpu = bool(events)
     if not on_gpu:
         kinds = ("cpu_op", "user_annotation")
         operations = [r for r in records if r.get("cat") in kinds and not _STEP.match(r["name"])]
         for number, record in enumerate(operations):
             record["args"] = {"call": number} | record.get("args", {})
         for thread in sorted({r.get("tid", 0) for r in operations}):
-            found += _own_times([r for r in operations if r.get("tid", 0) == thread])
-    found.sort()
-    first = found[0].begin if found else 0.0
-    events = [e._replace(begin=e.begin - first, end=e.end - first) for e in found]
-    steps = tuple((at - first, name) for at, name in _steps(records, on_gpu))
+            events += _own_times([r for r in operations if r.get("tid", 0) == thread])
+    events.sort()
+    first = events[0].begin if events else 0.0
+    events = [e._replace(begin=e.begin - first, end=e.end - first) for e in events]
+    steps = tuple((time - first, name) for time, name in _steps(records, on_gpu))
     return Trace(events, on_gpu, _facts(content), steps)
 
 
 def _steps(records: list[dict[str, Any]], on_gpu: bool) -> list[tuple[float, str]]:
-    """Where the steps begin that the host names: of a GPU with the first of what is launched in a
-    step, which may run much later."""
+    """Start of each step that the host annotates.
+
+    On a GPU a step starts with the first kernel launched in it, which may run much later.
+    """
     host = [r for r in records if r.get("cat") == "user_annotation" and _STEP.match(r["name"])]
     begins = sorted((r["ts"], r["name"]) for r in host)
     if not on_gpu:
@@ -171,45 +173,45 @@ def _steps(records: list[dict[str, Any]], on_gpu: bool) -> list[tuple[float, str
         for r in records
         if r.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in r.get("args", {})
     }
-    found: dict[str, float] = {}
+    starts: dict[str, float] = {}
     for r in sorted((r for r in records if r.get("cat") == "kernel"), key=lambda r: -r["ts"]):
         since = launched.get(r.get("args", {}).get("correlation"))
         if since is not None and (named := [name for ts, name in begins if ts <= since]):
-            found[named[-1]] = r["ts"]
-    # A crop says where they are.
-    found |= {r["name"]: r["ts"] for r in host if r.get("args", {}).get("first_kernel")}
-    return sorted((at, name) for name, at in found.items())
+            starts[named[-1]] = r["ts"]
+    # A crop stores the starts.
+    starts |= {r["name"]: r["ts"] for r in host if r.get("args", {}).get("first_kernel")}
+    return sorted((time, name) for name, time in starts.items())
 
 
 def _steps_in(
     steps: Sequence[tuple[float, str]], low: float, high: float
 ) -> tuple[tuple[float, str], ...]:
-    """Those of which a part is in a window, where they or the window begin."""
-    ends = [*(at for at, _ in steps[1:]), float("inf")]
-    each = zip(steps, ends, strict=False)  # without steps there is an end too
-    return tuple((max(at, low), name) for (at, name), end in each if at < high and end > low)
+    """Steps that overlap a window, each from its start or the window's."""
+    ends = [*(time for time, _ in steps[1:]), float("inf")]
+    each = zip(steps, ends, strict=False)  # `ends` has one entry even without steps
+    return tuple((max(time, low), name) for (time, name), end in each if time < high and end > low)
 
 
 def _own_times(records: list[dict[str, Any]]) -> Iterator[Event]:
-    """Of a thread: when each operation ran itself, and not another that it called.
+    """Self times of a thread's operations, without the operations that they called.
 
-    Time of our annotations that is in no operation is Python's, and left out; gloo's are its
+    Self time of our annotations is Python's and left out; gloo's annotations are its
     exchanges.
     """
     records = sorted(records, key=lambda r: (r["ts"], -r["dur"]))
     stack: list[tuple[float, dict[str, Any]]] = []  # (end, record)
-    at = 0.0
+    clock = 0.0
 
     def until(time: float) -> Iterator[Event]:
-        """The innermost one's time from `at` on."""
-        nonlocal at
+        """Self time of the innermost operation from `clock` to `time`."""
+        nonlocal clock
         names = [r["name"] for _, r in stack]
         record = stack[-1][1]
-        if time > at and (record["cat"] == "cpu_op" or "gloo:" in names[-1]):
-            given = record["args"]
-            inside = " ".join([given.get("stack", ""), *names[:-1]]).strip()
-            yield Event(at, time, record.get("tid", 0), names[-1], inside, given["call"])
-        at = time
+        if time > clock and (record["cat"] == "cpu_op" or "gloo:" in names[-1]):
+            args = record["args"]
+            inside = " ".join([args.get("stack", ""), *names[:-1]]).strip()
+            yield Event(clock, time, record.get("tid", 0), names[-1], inside, args["call"])
+        clock = time
 
     for record in records:
         while stack and stack[-1][0] <= record["ts"]:
@@ -217,7 +219,7 @@ def _own_times(records: list[dict[str, Any]]) -> Iterator[Event]:
             stack.pop()
         if stack:
             yield from until(record["ts"])
-        at = record["ts"]
+        clock = record["ts"]
         stack.append((record["ts"] + record["dur"], record))
     while stack:
         yield from until(stack[-1][0])
@@ -230,29 +232,31 @@ def _facts(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _title(facts: dict[str, Any]) -> str:
-    said = title(facts)
+    run_title = title(facts)
     first, last = facts.get("steps", (0, 0))
-    if not said or not first:
-        return said
-    return f"{said}: step {first}" if first == last else f"{said}: steps {first} to {last}"
+    if not run_title or not first:
+        return run_title
+    return (
+        f"{run_title}: step {first}" if first == last else f"{run_title}: steps {first} to {last}"
+    )
 
 
 def _content(trace: Trace) -> dict[str, Any]:
-    """The trace as `read` takes it."""
+    """The trace in the format that `read` accepts."""
     kind = "kernel" if trace.on_gpu else "cpu_op"
     records = []
     for begin, end, stream, name, stack, call in trace.events:
-        where = {"stream": stream} if trace.on_gpu else {"stack": stack, "call": call}
-        place = {"ts": begin, "dur": end - begin, "tid": stream, "args": where}
+        event_args = {"stream": stream} if trace.on_gpu else {"stack": stack, "call": call}
+        place = {"ts": begin, "dur": end - begin, "tid": stream, "args": event_args}
         records.append({"ph": "X", "cat": kind, "name": name, **place})
-    for at, name in trace.steps:
-        place = {"ts": at, "dur": 0, "tid": 0, "args": {"first_kernel": trace.on_gpu}}
+    for time, name in trace.steps:
+        place = {"ts": time, "dur": 0, "tid": 0, "args": {"first_kernel": trace.on_gpu}}
         records.append({"ph": "X", "cat": "user_annotation", "name": name, **place})
     return {"traceEvents": records} | ({"phalanx": trace.facts} if trace.facts else {})
 
 
 def union(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Intervals in which at least one of them ran, in order."""
+    """Intervals in which at least one event ran, in order."""
     merged: list[tuple[float, float]] = []
     for e in sorted(events):
         if merged and e.begin <= merged[-1][1]:
@@ -262,73 +266,75 @@ def union(events: Iterable[Event]) -> list[tuple[float, float]]:
     return merged
 
 
-def without(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """Time in `some` that is not in `others`, both as `union` makes them."""
-    left, at = 0.0, 0
+def without(some: list[tuple[float, float]], excluded: list[tuple[float, float]]) -> float:
+    """Time in `some` but not in `others`; both are results of `union`."""
+    left, first = 0.0, 0
     for begin, end in some:
         left += end - begin
-        while at < len(others) and others[at][1] <= begin:
-            at += 1
-        i = at
-        while i < len(others) and others[i][0] < end:
-            left -= min(end, others[i][1]) - max(begin, others[i][0])
+        while first < len(excluded) and excluded[first][1] <= begin:
+            first += 1
+        i = first
+        while i < len(excluded) and excluded[i][0] < end:
+            left -= min(end, excluded[i][1]) - max(begin, excluded[i][0])
             i += 1
     return left
 
 
 def alone(events: list[Event], kind: str) -> float:
-    """Time in which kernels of a kind ran and no others."""
+    """Time in which only kernels of one kind ran."""
     return without(
         union(e for e in events if e.kind == kind), union(e for e in events if e.kind != kind)
     )
 
 
 def exposed(events: list[Event]) -> float:
-    """Share of the time in which exchanges ran and nothing else did."""
+    """Share of the time in which only exchanges ran."""
     exchange, _ = KINDS[0]
     return alone(events, exchange) / (max(e.end for e in events) - events[0].begin)
 
 
 def table(trace: Trace, top: int) -> str:
-    """Time by kind, and the kernels or operations that take most."""
-    events, what = trace.events, "kernel" if trace.on_gpu else "operation"
+    """Time by kind, and the longest-running kernels or operations."""
+    events, unit = trace.events, "kernel" if trace.on_gpu else "operation"
     span = max(e.end for e in events) - events[0].begin
     busy = sum(end - begin for begin, end in union(events))
     idle = "the GPU idle" if trace.on_gpu else "no operation"
-    lines = [said] if (said := _title(trace.facts)) else []
+    lines = [run_title] if (run_title := _title(trace.facts)) else []
     lines += [f"{span / 1000:.2f} ms, {idle} in {(span - busy) / 1000:.2f} ms of them", ""]
-    lines.append(f"{'kind':12}{'ms':>10}{'alone':>10}{what + 's':>12}")
+    lines.append(f"{'kind':12}{'ms':>10}{'alone':>10}{unit + 's':>12}")
     for kind, _ in KINDS:
-        own = [e for e in events if e.kind == kind]
-        if own:
-            took = sum(end - begin for begin, end in union(own)) / 1000
-            lines.append(f"{kind:12}{took:10.2f}{alone(events, kind) / 1000:10.2f}{_calls(own):12}")
+        of_kind = [e for e in events if e.kind == kind]
+        if of_kind:
+            took = sum(end - begin for begin, end in union(of_kind)) / 1000
+            lines.append(
+                f"{kind:12}{took:10.2f}{alone(events, kind) / 1000:10.2f}{_calls(of_kind):12}"
+            )
     by_name: dict[str, list[Event]] = {}
     for e in events:
         by_name.setdefault(e.name, []).append(e)
     took_most = sorted(by_name.items(), key=lambda item: -sum(e.end - e.begin for e in item[1]))
-    lines += ["", f"{what:{_SHORT}}{'ms':>9}{'calls':>7}{'us each':>9}"]
-    for name, own in took_most[:top]:
-        total, calls = sum(e.end - e.begin for e in own), _calls(own)
+    lines += ["", f"{unit:{_SHORT}}{'ms':>9}{'calls':>7}{'us each':>9}"]
+    for name, of_kind in took_most[:top]:
+        total, calls = sum(e.end - e.begin for e in of_kind), _calls(of_kind)
         each = total / calls
         lines.append(f"{short(name):{_SHORT}}{total / 1000:9.2f}{calls:7}{each:9.1f}")
     return "\n".join(lines)
 
 
 def _calls(events: Sequence[Event]) -> int:
-    """Kernels, or operations that are each in one event or several."""
+    """Number of kernels, or of operations, which may be cut into several events."""
     cut = {e.call for e in events if e.call >= 0}
     return len(cut) + sum(e.call < 0 for e in events)
 
 
 def short(name: str) -> str:
-    """A kernel's name without what all of its family have."""
+    """A kernel's name without common prefixes."""
     ours = re.search(r"kernelssm90\w*?([A-Z]\w*?Kernel)_object", name)
     return (f"phalanx.kernels.sm90 {ours[1]}" if ours else name.removeprefix("void "))[: _SHORT - 2]
 
 
 def plot(trace: Trace, path: Path, heading: str) -> None:
-    """A lane a kind, since a graph's branches have no streams; ValueError without matplotlib."""
+    """Draw a lane per kind (a graph's branches have no streams); ValueError without matplotlib."""
     pictures, events = pyplot(), trace.events
     kinds = [kind for kind, _ in KINDS if any(e.kind == kind for e in events)]
     colours = dict(zip((kind for kind, _ in KINDS), COLOURS, strict=True))
@@ -342,9 +348,9 @@ def plot(trace: Trace, path: Path, heading: str) -> None:
     axes.set_yticks([-lane for lane in range(len(kinds))], kinds)
     axes.set_xlabel("ms from the first " + ("kernel" if trace.on_gpu else "operation"))
     axes.set_title(heading or path.stem, fontsize="medium", wrap=True)
-    for at, name in trace.steps:
-        axes.axvline(at / 1000, color="black", linewidth=0.8, linestyle=":", zorder=0)
-        axes.text(at / 1000, 0.65, f" {name}", fontsize="small", va="center")
+    for time, name in trace.steps:
+        axes.axvline(time / 1000, color="black", linewidth=0.8, linestyle=":", zorder=0)
+        axes.text(time / 1000, 0.65, f" {name}", fontsize="small", va="center")
     figure.draw_without_rendering()  # lays it out
     pixel = (last - first + 2 * margin) / axes.bbox.width
     for lane, kind in enumerate(kinds):

@@ -11,9 +11,9 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries', once in every n
 
 import torch  # reads OMP_NUM_THREADS when it is imported
 
-from tests.support.turns import in_order, shared
+from tests.support.scheduling import in_order, shared
 
-gc.disable()  # until all test files are imported, little of which is garbage
+gc.disable()  # until all test files are imported, which creates little garbage
 
 if not torch.cuda.is_available():
     os.environ.setdefault(
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spare all later collections of garbage what was imported by now; a fifth of the time."""
+    """Exclude imported modules from later garbage collections, a fifth of the time."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -41,7 +41,7 @@ def pytest_collection_finish() -> None:
 def _turn(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Tests with ranks do not run beside a test that measures how soon something happens."""
+    """Keep tests with ranks from running next to a test that measures latencies."""
     node = request.node
     alone = node.get_closest_marker("alone") is not None
     if not alone and node.get_closest_marker("dist") is None:

@@ -1,8 +1,8 @@
-"""Core attention of the published models, by flash-attn-4 and by the others that can run it.
+"""Core attention of the published models: flash-attn-4 against the other backends that can run it.
 
-Tensors lie as the trainer's layers have them, from q, k and v [S, B, heads, channels] to the output
-[S, B, H * v]. `TE` is what `kernels.attention=te` runs; with sinks, cuDNN with our gradient of
-them. Beside passes in CUDA graphs, `host` is the time in which the host makes an eager call.
+Layouts are the trainer's: q, k and v [S, B, heads, channels], output
+[S, B, H * v]. `TE` is what `kernels.attention=te` runs; with sinks, cuDNN with our sink
+gradient. Passes run in CUDA graphs; `host` is the host time of an eager call.
 
 Legend: S positions, B batch, H query heads, G key-value heads, d channels of query and key, v of
 value.
@@ -48,16 +48,16 @@ def attention(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
     """Every layer against every library."""
     for model, layer in LAYERS.items():
         case = _Case(layer, sizes.positions, bench.clock.device)
-        at = f"attention, {model}, {sizes.positions} x {layer.B}"
+        operation = f"attention, {model}, {sizes.positions} x {layer.B}"
         for library, make in case.libraries().items():
-            yield compare(bench, at, library, case.ours, make)
-            yield [_host(bench, at, library, case.ours, make)]
+            yield compare(bench, operation, library, case.ours, make)
+            yield [_host(bench, operation, library, case.ours, make)]
         del case
         bench.clock.free()
 
 
 class _Case:
-    """Inputs of a layer, and the sides that compute it."""
+    """Inputs of a layer and its implementations."""
 
     def __init__(self, layer: Layer, S: int, device: torch.device) -> None:
         B, H, G, d, v, *_ = self.layer = layer
@@ -68,11 +68,11 @@ class _Case:
         self.dout = drawn(S, B, H * v, device=device, seed=4)
 
     def libraries(self) -> dict[str, Callable[[], Operation]]:
-        """What can run this layer."""
-        found = {"TE": self.te, "FlexAttention": lambda: self._by("flex")}
+        """Libraries that can run this layer, with the function that builds each side."""
+        builders = {"TE": self.te, "FlexAttention": lambda: self._by("flex")}
         if not self.layer.window and not self.layer.sinks:
-            found["PyTorch SDPA"] = lambda: self._by("sdpa")
-        return found
+            builders["PyTorch SDPA"] = lambda: self._by("sdpa")
+        return builders
 
     def ours(self) -> Operation:
         return self._by("fa4")
@@ -112,8 +112,8 @@ class _Case:
         return self._of(call)
 
     def _of(self, call: Callable[..., Tensor]) -> Operation:
-        own = [t.clone().requires_grad_() for t in self.tensors]
-        return Operation(lambda: [call(*own)], own, [self.dout])
+        leaves = [t.clone().requires_grad_() for t in self.tensors]
+        return Operation(lambda: [call(*leaves)], leaves, [self.dout])
 
 
 def _host(
@@ -123,7 +123,7 @@ def _host(
     make_ours: Callable[[], Operation],
     make_theirs: Callable[[], Operation],
 ) -> Row:
-    """Forward and backward of an eager call, on the host alone."""
+    """Host time of an eager forward and backward pass."""
     ms: list[float | None] = [None, None]
     notes = []
     for side, make in enumerate((make_ours, make_theirs)):
@@ -135,7 +135,7 @@ def _host(
 
 
 def _host_ms(bench: Bench, call: Callable[[], object]) -> float:
-    """Median milliseconds of a call that waits for nothing."""
+    """Median host milliseconds of a call that does not synchronize."""
     for _ in range(3):
         call()
     taken = []

@@ -1,10 +1,10 @@
-"""Suites `clones` and `rows`: uneven routing with copies of hot experts or none, and rows in FP8.
+"""Suites `clones` and `rows`: uneven routing with and without expert replication, and FP8 rows.
 
 `clones` runs the layers of `layer`, without a shared expert and with gradients of weights added to
-fp32 buffers, over `symm`. Every time is compared with balanced routing without clones. Slots are
-two of a rank; where all tokens go to one rank's experts, as many as spread these over all ranks.
-Copies cost what a run takes them to cost (`<slots> slots`), or nothing but the rows of each
-(`<slots> slots, any`).
+fp32 buffers, over `symm`. Every time is compared with balanced routing without replication. A rank
+has two replica slots; if all tokens go to one rank's experts, as many as spread these over all
+ranks. Replicas are planned with a training run's cost model (`<slots> slots`), or at the cost of
+their rows alone (`<slots> slots, any`).
 """
 
 import functools
@@ -21,7 +21,7 @@ from phalanx.parallel.dispatcher.clones import Clones, Costs, costs_of_copies, r
 from phalanx.parallel.dispatcher.received import Received
 from phalanx.parallel.dispatcher.transport import refuse
 from phalanx.scripts.bench.ends import Inputs, dispatcher, inputs
-from phalanx.scripts.bench.models import CLONES_ASKED, ROWS_ASKED, Model
+from phalanx.scripts.bench.models import REPLICATION_TARGETS, ROWS_TARGETS, Model
 from phalanx.scripts.bench.problems import BF16
 from phalanx.scripts.bench.ranks import RankBench, differing
 from phalanx.scripts.bench.records import Record
@@ -30,126 +30,136 @@ from phalanx.scripts.bench.whole import Layer, fitted
 
 _SLOTS = 2
 _WIDTH = 2
-"""Bytes of a weight on its way to a guest slot."""
+"""Bytes of a weight when it is sent to a replica slot."""
 
 
 def clones(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     model = model._replace(shared=0)
-    whole, shape = fitted(bench, model), model.shape(tokens)
+    fitted_model, shape = fitted(bench, model), model.shape(tokens)
     if why := _cannot(bench):
         return [Record("clones", shape, "-", "-", bench.mode, note=why)]
-    sides, taking = bench.sides("clones", shape), []
-    problem = Layer(bench, whole, dist.group.WORLD, accumulate=True)
-    local = whole.experts // bench.ranks
+    sides, timed_sides = bench.sides("clones", shape), []
+    problem = Layer(bench, fitted_model, dist.group.WORLD, accumulate=True)
+    local = fitted_model.experts // bench.ranks
     for kind in UNEVEN:
-        where = dict(rank=bench.rank, device=bench.clock.device)
-        idx = uneven(kind, tokens, whole.experts, whole.top_k, **where)
-        given = inputs(bench, whole, idx)
-        load = fullest(idx, whole.experts, dist.group.WORLD)
-        plain = _dispatcher(bench, whole, given, None)
-        results = [problem.forward(plain, given).detach(), *problem.both(plain, given)[:2]]
+        rank_device = dict(rank=bench.rank, device=bench.clock.device)
+        idx = uneven(kind, tokens, fitted_model.experts, fitted_model.top_k, **rank_device)
+        batch = inputs(bench, fitted_model, idx)
+        load = fullest(idx, fitted_model.experts, dist.group.WORLD)
+        plain = _dispatcher(bench, fitted_model, batch, None)
+        results = [problem.forward(plain, batch).detach(), *problem.both(plain, batch)[:2]]
         slots = local - local // bench.ranks if kind == "one rank" else _SLOTS
-        costs = _costs(bench, whole)
+        costs = _costs(bench, fitted_model)
         as_run = Clones(slots, costs.copy, least=costs.any)
-        ways = {"without clones": plain}
-        for label, of in (("", as_run), (", any", replace(as_run, least=0))):
-            ways[f"{slots} slots{label}"] = _dispatcher(bench, whole, given, of)
-        for label, transport in ways.items():
+        dispatchers = {"without clones": plain}
+        for label, replication in (("", as_run), (", any", replace(as_run, least=0))):
+            dispatchers[f"{slots} slots{label}"] = _dispatcher(
+                bench, fitted_model, batch, replication
+            )
+        for label, transport in dispatchers.items():
             side = f"{kind}, {label}"
-            taking.append((kind, side, load))
-            forward = functools.partial(problem.forward, transport, given)
-            both = functools.partial(problem.both, transport, given)
+            timed_sides.append((kind, side, load))
+            forward = functools.partial(problem.forward, transport, batch)
+            both = functools.partial(problem.both, transport, batch)
             sides.take(side, "forward", forward, functools.partial(_wrong, results[:1]))
             sides.take(side, "both", both, functools.partial(_wrong, results[1:]))
     sides.run()
-    fewer = f", {whole.experts} of {model.experts} experts" if whole != model else ""
-    made = []
-    for kind, side, load in taking:
-        for what in ("forward", "both"):
-            balanced = sides.time(taking[0][1], what)
-            cloned = what == "both" and side.endswith("slots")
-            made += sides.record(
+    fewer = f", {fitted_model.experts} of {model.experts} experts" if fitted_model != model else ""
+    records = []
+    for kind, side, load in timed_sides:
+        for pass_name in ("forward", "both"):
+            balanced = sides.time(timed_sides[0][1], pass_name)
+            cloned = pass_name == "both" and side.endswith("slots")
+            records += sides.record(
                 side,
-                what,
+                pass_name,
                 other=balanced and balanced.ms,
-                bars=CLONES_ASKED.get(kind) if cloned else None,
+                bars=REPLICATION_TARGETS.get(kind) if cloned else None,
                 note=f"load {load:.2f}{fewer}",
             )
-    return made + sides.lost
+    return records + sides.skipped
 
 
 def rows(bench: RankBench, model: Model, tokens: int) -> list[Record]:
-    """Dispatch of rows that are quantised first, against rows in bf16; and these quantised last:
-    until all have come, with as many SMs as beside experts. Then a layer of FP8 experts with rows
-    of either kind, as of the suite `clones`."""
+    """Time a dispatch of FP8 rows against bf16 rows, and bf16 rows quantised on arrival.
+
+    A dispatch ends when all rows have arrived; it uses as many SMs as it has beside experts. Then
+    a layer of FP8 experts, as in suite `clones`, with rows sent in either format.
+    """
     shape = model.shape(tokens)
     if why := _cannot(bench):
         return [Record("rows", shape, "-", "-", bench.mode, note=why)]
-    sides, made = bench.sides("rows", shape), []
+    sides, records = bench.sides("rows", shape), []
     where_to = bench.transports[0], bench, model
     for kind in KINDS:
-        where = dict(rank=bench.rank, device=bench.clock.device)
-        given = inputs(bench, model, routed(kind, tokens, model.experts, model.top_k, **where))
+        rank_device = dict(rank=bench.rank, device=bench.clock.device)
+        batch = inputs(
+            bench, model, routed(kind, tokens, model.experts, model.top_k, **rank_device)
+        )
         plain, fp8 = (
-            dispatcher(*where_to, given, dist.group.WORLD, bench.comm_sms, recipe=recipe)
+            dispatcher(*where_to, batch, dist.group.WORLD, bench.comm_sms, recipe=recipe)
             for recipe in (None, Fp8Block())
         )
 
-        def quantized(ready: Dispatcher = plain, given: Inputs = given) -> object:
-            received = _dispatch(ready, given)
+        def quantized(ready: Dispatcher = plain, batch: Inputs = batch) -> object:
+            received = _dispatch(ready, batch)
             return received, quantize_rows(received.rows_ND)
 
-        sides.take(f"bf16, {kind}", "dispatch", functools.partial(_dispatch, plain, given))
+        sides.take(f"bf16, {kind}", "dispatch", functools.partial(_dispatch, plain, batch))
         sides.take(f"bf16, then FP8, {kind}", "dispatch", quantized)
-        sides.take(f"FP8, {kind}", "dispatch", functools.partial(_dispatch, fp8, given))
+        sides.take(f"FP8, {kind}", "dispatch", functools.partial(_dispatch, fp8, batch))
     sides.run()
     for kind in KINDS:
         time = sides.time(f"bf16, {kind}", "dispatch")
         other = time and time.ms
-        made += sides.record(f"bf16, {kind}", "dispatch")
-        made += sides.record(f"bf16, then FP8, {kind}", "dispatch", other=other)
-        made += sides.record(f"FP8, {kind}", "dispatch", other=other, bars=ROWS_ASKED)
-    return made + sides.lost + _layer(bench, model._replace(shared=0), tokens)
+        records += sides.record(f"bf16, {kind}", "dispatch")
+        records += sides.record(f"bf16, then FP8, {kind}", "dispatch", other=other)
+        records += sides.record(f"FP8, {kind}", "dispatch", other=other, bars=ROWS_TARGETS)
+    return records + sides.skipped + _layer(bench, model._replace(shared=0), tokens)
 
 
 def _layer(bench: RankBench, model: Model, tokens: int) -> list[Record]:
-    """Of FP8 experts, whose rows travel in bf16 or in FP8."""
-    whole, sides = fitted(bench, model), bench.sides("rows", model.shape(tokens))
-    problem = Layer(bench, whole, dist.group.WORLD, accumulate=True, recipe=Fp8Block())
-    where = dict(rank=bench.rank, device=bench.clock.device)
-    given = inputs(bench, whole, routed("random", tokens, whole.experts, whole.top_k, **where))
+    """Time a layer of FP8 experts with rows sent in bf16 and in FP8."""
+    fitted_model, sides = fitted(bench, model), bench.sides("rows", model.shape(tokens))
+    problem = Layer(bench, fitted_model, dist.group.WORLD, accumulate=True, recipe=Fp8Block())
+    rank_device = dict(rank=bench.rank, device=bench.clock.device)
+    batch = inputs(
+        bench,
+        fitted_model,
+        routed("random", tokens, fitted_model.experts, fitted_model.top_k, **rank_device),
+    )
     sent = {"layer, rows in bf16": False, "layer, rows in FP8": True}
     for side, fp8_rows in sent.items():
         transport = dispatcher(
             bench.transports[0],
             bench,
-            whole,
-            given,
+            fitted_model,
+            batch,
             dist.group.WORLD,
             bench.comm_sms,
             recipe=Fp8Block(),
             fp8_rows=fp8_rows,
         )
-        sides.take(side, "forward", functools.partial(problem.forward, transport, given))
-        sides.take(side, "both", functools.partial(problem.both, transport, given))
+        sides.take(side, "forward", functools.partial(problem.forward, transport, batch))
+        sides.take(side, "both", functools.partial(problem.both, transport, batch))
     sides.run()
-    made = []
+    records = []
     for side in sent:
-        for what in ("forward", "both"):
-            plain = sides.time("layer, rows in bf16", what)
-            made += sides.record(side, what, other=plain and plain.ms)
-    return made + sides.lost
+        for pass_name in ("forward", "both"):
+            plain = sides.time("layer, rows in bf16", pass_name)
+            records += sides.record(side, pass_name, other=plain and plain.ms)
+    return records + sides.skipped
 
 
-def _wrong(expected: list[Tensor], found: Tensor | tuple[Tensor, ...]) -> str:
-    """Why an output, or gradients of tokens and probabilities, have not the bits of no clones."""
-    of = [found] if isinstance(found, Tensor) else found[: len(expected)]
-    return differing(of, expected, ["out"] if isinstance(found, Tensor) else ["dx", "dprob"])
+def _wrong(expected: list[Tensor], result: Tensor | tuple[Tensor, ...]) -> str:
+    """Name the results whose bits differ from those without replication; empty if none does."""
+    results = [result] if isinstance(result, Tensor) else result[: len(expected)]
+    return differing(results, expected, ["out"] if isinstance(result, Tensor) else ["dx", "dprob"])
 
 
 @torch.no_grad()
-def _dispatch(ready: Dispatcher, given: Inputs) -> Received:
-    received = ready.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
+def _dispatch(ready: Dispatcher, batch: Inputs) -> Received:
+    received = ready.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK)
     if received.overlap is not None:
         received.overlap.wait_rows()
     return received
@@ -162,19 +172,21 @@ def _cannot(bench: RankBench) -> str:
 
 
 def _costs(bench: RankBench, model: Model) -> Costs:
-    """Of copies in a run."""
+    """Cost of a replica, as a training run estimates it."""
     rates = rates_on(bench.clock.device, "h200")
     weights = 3 * model.hidden * model.ffn
     return costs_of_copies(rates, weights=weights, width=_WIDTH, keep=False)
 
 
-def _dispatcher(bench: RankBench, model: Model, given: Inputs, of: Clones | None) -> Dispatcher:
+def _dispatcher(
+    bench: RankBench, model: Model, batch: Inputs, replication: Clones | None
+) -> Dispatcher:
     return dispatcher(
         bench.transports[0],
         bench,
         model,
-        given,
+        batch,
         dist.group.WORLD,
         bench.comm_sms,
-        of,
+        replication,
     )

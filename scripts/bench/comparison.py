@@ -1,7 +1,7 @@
-"""Two sides of an operation: how far their results are apart, and the time of each.
+"""Two implementations of an operation: difference of their results, and the time of each.
 
-Both sides run once on the same data and are compared, then `scripts.bench.measure` times them in
-turns. What a library raises becomes the note of its rows; ours is measured all the same.
+Both run once on the same data and are compared, then `scripts.bench.measure` times them in
+interleaved rounds. An error of the library becomes the note of its rows; ours is still measured.
 """
 
 import math
@@ -21,7 +21,7 @@ HEAD = (
 
 
 class Gap(NamedTuple):
-    """How far two results are apart."""
+    """Difference of two results."""
 
     difference: float
     largest: float
@@ -29,11 +29,11 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; what is None was not measured."""
+    """A line of the table; None stands for values that were not measured."""
 
     operation: str
     library: str
-    what: str
+    pass_name: str
     ours: float | None
     theirs: float | None
     """Milliseconds."""
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether our side was not measured, or a result is NaN or infinite."""
+        """True if our side was not measured, or a result is NaN or infinite."""
         return self.ours is None or not self._finite
 
     @property
@@ -55,34 +55,34 @@ class Row:
         gap = ["", ""] if self.gap is None else [f"{x:.2e}" for x in self.gap]
         wrong = "" if self._finite else "FAILED: a result is NaN or infinite"
         note = "; ".join(filter(None, (wrong, self.note))).replace("|", "/")
-        cells = (self.operation, self.library, self.what, *times, ratio, *gap, note)
+        cells = (self.operation, self.library, self.pass_name, *times, ratio, *gap, note)
         return f"| {' | '.join(cells)} |"
 
 
 class Operation(NamedTuple):
-    """A differentiable operation, as one side has it, with data of its own."""
+    """One implementation of a differentiable operation, with its data."""
 
     forward: Callable[[], Sequence[Tensor]]
-    """What it returns has gradients."""
+    """Function that returns the differentiable results."""
     leaves: list[Tensor]
     grads: list[Tensor]
-    """Of the results."""
+    """Gradients of the results."""
     shown: Callable[[Tensor], Tensor] = lambda x: x
-    """A result in the form of the other side's."""
+    """Maps a result to the other side's layout."""
 
     def both(self) -> Sequence[Tensor]:
-        """Forward and backward; gradients of the leaves."""
+        """Run forward and backward; return gradients of the leaves."""
         return torch.autograd.grad(list(self.forward()), self.leaves, self.grads)
 
     def values(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Results and gradients, of a single run."""
+        """Results and gradients of a single run."""
         results = list(self.forward())
         shown = [self.shown(r).detach().clone() for r in results]
         return shown, list(torch.autograd.grad(results, self.leaves, self.grads))
 
 
 def gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Gap:
-    """The largest difference, and the largest value of ours; NaN if there is one."""
+    """Largest difference, and largest magnitude of ours; NaN if any value is NaN."""
     pairs = [(a.detach(), b.detach().reshape(a.shape)) for a, b in zip(ours, theirs, strict=True)]
     difference = torch.stack([(a - b).abs().max().float() for a, b in pairs]).max()
     largest = torch.stack([a.abs().max().float() for a, _ in pairs]).max()
@@ -96,35 +96,35 @@ def compare(
     make_ours: Callable[[], Operation],
     make_theirs: Callable[[], Operation],
 ) -> list[Row]:
-    """Forward and backward of both sides, in CUDA graphs."""
+    """Time forward and backward of both sides in CUDA graphs."""
     ours, gaps, note = make_ours(), (None, None), ""
     sides = bench.sides(operation, ())
     try:
         theirs = make_theirs()
         gaps = tuple(map(gap, ours.values(), theirs.values()))
-        _take_part(sides, library, theirs, ours=False)
+        _add_sides(sides, library, theirs, ours=False)
     except Exception as error:
         note = reason(error)
-    _take_part(sides, "ours", ours)
+    _add_sides(sides, "ours", ours)
     sides.run()
     rows = []
-    for what, apart in zip(("forward", "backward"), gaps, strict=True):
-        ms = both_ms(sides, library, what)
-        rows.append(Row(operation, library, what, *ms, apart, note_of(sides, note)))
+    for pass_name, result_gap in zip(("forward", "backward"), gaps, strict=True):
+        ms = both_ms(sides, library, pass_name)
+        rows.append(Row(operation, library, pass_name, *ms, result_gap, note_of(sides, note)))
     return rows
 
 
-def both_ms(sides: Sides, library: str, what: str, mode: str = "graph") -> list[float | None]:
-    """Of our side and of the library's; None of one that was not measured."""
-    found = [sides.time(side, what, mode) for side in ("ours", library)]
-    return [None if time is None else time.ms for time in found]
+def both_ms(sides: Sides, library: str, pass_name: str, mode: str = "graph") -> list[float | None]:
+    """Milliseconds of our side and of the library's; None for one that was not measured."""
+    timed = [sides.time(side, pass_name, mode) for side in ("ours", library)]
+    return [None if time is None else time.ms for time in timed]
 
 
 def note_of(sides: Sides, note: str) -> str:
-    """A note and why sides were lost."""
-    return "; ".join(filter(None, [note, *(record.note for record in sides.lost)]))
+    """A note, and the reasons of sides that could not run."""
+    return "; ".join(filter(None, [note, *(record.note for record in sides.skipped)]))
 
 
-def _take_part(sides: Sides, name: str, operation: Operation, *, ours: bool = True) -> None:
+def _add_sides(sides: Sides, name: str, operation: Operation, *, ours: bool = True) -> None:
     sides.add(name, "forward", operation.forward, ours=ours)
     sides.add(name, "both", operation.both, ours=ours)

@@ -1,4 +1,4 @@
-"""A layer's inputs on a rank, and the transports that take them to its experts.
+"""A layer's inputs on a rank, and the transports to its experts.
 
 Legend: T tokens of a rank, D hidden, K experts of a token, N received rows.
 """
@@ -26,15 +26,15 @@ from phalanx.scripts.bench.ranks import RankBench, RankSides, differing
 from phalanx.scripts.bench.routing import fullest, probabilities
 
 TIMEOUT = 120
-"""Seconds before a rank that does not come ends the run."""
-ROOM = 1.25
+"""Seconds after which a missing rank ends the run."""
+CAPACITY_FACTOR = 1.25
 """Least capacity factor."""
 _SCALE = 0.2
 PLAN_NAMES = ("row_index", "row_prob", "offsets", "inverse", "needed")
 
 
 class Inputs(NamedTuple):
-    """What a rank brings, and the gradient of what it gets."""
+    """Inputs of a rank, and the gradient of its output."""
 
     x_TD: Tensor
     idx_TK: Tensor
@@ -55,7 +55,7 @@ def dispatcher(
     name: str,
     bench: RankBench,
     model: Model,
-    given: Inputs,
+    batch: Inputs,
     group: dist.ProcessGroup,
     comm_sms: int = 0,
     clones: Clones | None = None,
@@ -63,13 +63,15 @@ def dispatcher(
     *,
     fp8_rows: bool = True,
 ) -> Dispatcher:
-    """A transport with room for every token of this routing, to experts of a recipe if there is
-    one, which rows then travel in unless `fp8_rows` is false.
+    """A dispatcher whose buffers hold every row of this routing.
+
+    Args:
+        recipe: recipe of the experts; their rows are sent in FP8 unless `fp8_rows` is false.
 
     Raises:
-        ValueError: it cannot run.
+        ValueError: the transport cannot run on this group.
     """
-    factor = max(ROOM, fullest(given.idx_TK, model.experts, group))
+    factor = max(CAPACITY_FACTOR, fullest(batch.idx_TK, model.experts, group))
     return make_dispatcher(
         replace(choose_transport(name, group, BF16), clones=clones),
         group=group,
@@ -86,39 +88,39 @@ def dispatcher(
 def transports(
     sides: RankSides,
     model: Model,
-    given: Inputs,
+    batch: Inputs,
     group: dist.ProcessGroup,
     label: str,
     comm_sms: int = 0,
 ) -> dict[str, Dispatcher]:
-    """Those that were asked for, by name; why one cannot run is noted.
+    """Dispatchers of the requested transports by name; one that cannot run is noted as skipped.
 
-    Without `comm_sms` an exchange has all SMs, and is over when it returns.
+    Without `comm_sms` an exchange uses all SMs and has ended when it returns.
     """
-    bench, found = sides.bench, {}
+    bench, dispatchers = sides.bench, {}
     for name in bench.transports:
         try:
-            found[name] = dispatcher(name, bench, model, given, group, comm_sms)
+            dispatchers[name] = dispatcher(name, bench, model, batch, group, comm_sms)
         except ValueError as error:
             why = reason(error).removeprefix("ValueError: ")
-            sides.lose(f"{name}, {label}", "-", bench.mode, why, failed=bench.demanded)
-    return found
+            sides.skip(f"{name}, {label}", "-", bench.mode, why, failed=bench.demanded)
+    return dispatchers
 
 
-class Ends:
+class ExchangeEnds:
     """Dispatch and combine of a routing, with the results of `alltoall` to compare with.
 
     Args:
-        sides: where they take part. given: of this rank. group: expert-parallel.
+        sides: collects the timed calls. batch: inputs of this rank. group: expert-parallel group.
     """
 
     def __init__(
-        self, sides: RankSides, model: Model, given: Inputs, group: dist.ProcessGroup
+        self, sides: RankSides, model: Model, batch: Inputs, group: dist.ProcessGroup
     ) -> None:
-        self._sides, self._given = sides, given
-        exact = dispatcher("alltoall", sides.bench, model, given, group)
-        received = exact.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
-        # Other rows are never read, and what a transport makes of them is its own business.
+        self._sides, self._batch = sides, batch
+        reference = dispatcher("alltoall", sides.bench, model, batch, group)
+        received = reference.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK)
+        # The contents of rows that no token reads are unspecified and not compared.
         self._read_N = (received.plan.inverse_NK >= 0).any(1)
         rows_ND = received.rows_ND.detach()
         self._out_ND = torch.randn_like(rows_ND).mul_(self._read_N[:, None]).requires_grad_()
@@ -126,22 +128,24 @@ class Ends:
         self._dprob_S = torch.randn_like(received.plan.row_prob_S)
         self._received = self._tensors(received)
         self._gradients = self._dispatch_backward(received)
-        out_TD = exact.combine(self._out_ND, received)
+        out_TD = reference.combine(self._out_ND, received)
         self._sums_TD = out_TD.detach()
-        (grad_ND,) = torch.autograd.grad(out_TD, self._out_ND, given.dout_TD)
+        (grad_ND,) = torch.autograd.grad(out_TD, self._out_ND, batch.dout_TD)
         self._dout_ND = grad_ND[self._read_N]
 
-    def take_part(self, side: str, transport: Dispatcher, *, backward: bool = True) -> None:
-        """Add `dispatch` and `combine` of a transport as sides `<side>`, forward and both."""
-        given, take = self._given, self._sides.take
-        self._sides.bench.clock.meet()
-        with torch.no_grad():  # a graph that lives on would tie captured backwards to this stream
-            kept = self._dispatch(transport)
+    def add_sides(self, side: str, transport: Dispatcher, *, backward: bool = True) -> None:
+        """Add `dispatch` and `combine` of a transport as side `<side>`, forward and both passes."""
+        batch, take = self._batch, self._sides.take
+        self._sides.bench.clock.align_ranks()
+        with (
+            torch.no_grad()
+        ):  # an autograd graph kept alive would tie captured backwards to this stream
+            received = self._dispatch(transport)
         passes: list[tuple[str, Callable, Callable]] = [
             ("dispatch", lambda: self._dispatch(transport), self._check_received),
             (
                 "combine",
-                lambda: transport.combine(self._out_ND, kept),
+                lambda: transport.combine(self._out_ND, received),
                 lambda out: differing([out], [self._sums_TD], ["sums"]),
             ),
         ]
@@ -155,21 +159,21 @@ class Ends:
                 (
                     "combine both",
                     lambda: torch.autograd.grad(
-                        transport.combine(self._out_ND, kept), self._out_ND, given.dout_TD
+                        transport.combine(self._out_ND, received), self._out_ND, batch.dout_TD
                     ),
                     lambda got: differing([got[0][self._read_N]], [self._dout_ND], ["gradient"]),
                 ),
             ]
-        for what, call, check in passes:
-            take(side, what, call, check)
+        for pass_name, call, check in passes:
+            take(side, pass_name, call, check)
 
     def _dispatch(self, transport: Dispatcher) -> Received:
-        return transport.dispatch(self._given.x_TD, self._given.idx_TK, self._given.prob_TK)
+        return transport.dispatch(self._batch.x_TD, self._batch.idx_TK, self._batch.prob_TK)
 
     def _dispatch_backward(self, received: Received) -> tuple[Tensor, ...]:
         return torch.autograd.grad(
             [received.rows_ND, received.plan.row_prob_S],
-            [self._given.x_TD, self._given.prob_TK],
+            [self._batch.x_TD, self._batch.prob_TK],
             [self._drows_ND, self._dprob_S],
         )
 

@@ -1,8 +1,8 @@
-"""Suites `wire`, `exchange` and `plan`: what an expert-parallel layer does beside its experts.
+"""Suites `wire`, `exchange` and `plan`: the parts of an expert-parallel layer around its experts.
 
-`wire` is the push of a dispatch alone, with few SMs and with all, also beside a grouped GEMM that
-leaves it these SMs; `exchange` is dispatch and combine of each transport, and their backwards;
-`plan` makes the routing plan of received routing.
+`wire` is the push of a dispatch, with few SMs and with all, alone and next to a grouped GEMM that
+leaves these SMs free; `exchange` is dispatch and combine of each transport, and their backwards;
+`plan` is the routing plan of received routing.
 """
 
 import functools
@@ -18,16 +18,23 @@ from phalanx.kernels.routing.plan import make_plan
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions, exchange_of
 from phalanx.parallel.dispatcher.transport import refuse
-from phalanx.scripts.bench.ends import PLAN_NAMES, ROOM, TIMEOUT, Ends, inputs, transports
-from phalanx.scripts.bench.measure import Company
+from phalanx.scripts.bench.ends import (
+    CAPACITY_FACTOR,
+    PLAN_NAMES,
+    TIMEOUT,
+    ExchangeEnds,
+    inputs,
+    transports,
+)
+from phalanx.scripts.bench.measure import BackgroundLoad
 from phalanx.scripts.bench.models import (
     DEEPSEEK,
     GPUS,
-    PLAN_ASKED,
     PLAN_RANKS,
+    PLAN_TARGET,
     TOKENS,
-    WIRE_ASKED,
     WIRE_SMS,
+    WIRE_TARGETS,
     Model,
 )
 from phalanx.scripts.bench.problems import BF16, random
@@ -36,10 +43,10 @@ from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.routing import KINDS, OF_EIGHT, bytes_sent, probabilities, routed
 
 _LASTING = 3.0
-"""The GEMM beside a push lasts this many times as long as the push alone."""
+"""Duration of the GEMM that overlaps a push, over that of the push alone."""
 
 
-def _gemms(model: Model, tokens: int, sms: int, ms: float) -> Company:
+def _gemms(model: Model, tokens: int, sms: int, ms: float) -> BackgroundLoad:
     from phalanx.scripts.bench.gemms import Gemms
 
     return Gemms(model, tokens, sms, ms)
@@ -50,11 +57,11 @@ def wire(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     against = refuse("symm", dist.group.WORLD, BF16)
     if against:
         return [Record("wire", shape, "push", "-", bench.mode, note=against)]
-    made: list[Record] = []
+    records: list[Record] = []
     kinds = KINDS if bench.ranks >= GPUS else (OF_EIGHT, *KINDS)
     for kind in kinds:
-        where = dict(rank=bench.rank, device=device)
-        idx = routed(kind, tokens, model.experts, model.top_k, **where)
+        rank_device = dict(rank=bench.rank, device=device)
+        idx = routed(kind, tokens, model.experts, model.top_k, **rank_device)
         sizes = dict(experts=model.experts, rank=bench.rank, ranks=bench.ranks)
         sent = bench.gather(bytes_sent(idx, model.hidden, **sizes))
         x = random(tokens, model.hidden, device=device)
@@ -62,37 +69,37 @@ def wire(bench: RankBench, model: Model, tokens: int) -> list[Record]:
 
         check = functools.partial(_arrived, bench, model, *_everywhere(x, idx))
         sides = bench.sides("wire", shape)
-        ways = {}
+        variants = {}
         for sms in WIRE_SMS:
-            way = Way(_push(bench, model, x, idx, side, sms), sms or None, check)
-            ways[f"{sms or 'all'} SMs"] = way
-        for name, way in ways.items():
-            sides.take(name, kind, way.call, way.check)
+            variant = Way(_push(bench, model, x, idx, side, sms), sms or None, check)
+            variants[f"{sms or 'all'} SMs"] = variant
+        for name, variant in variants.items():
+            sides.take(name, kind, variant.call, variant.check)
         sides.run()
         judged = model == DEEPSEEK and tokens == TOKENS and kind == kinds[0]
-        for name in ways:
-            made += _rate(sides, name, kind, sent, judged)
-        made += sides.lost
-        made += _beside(sides, model, kind, sent, ways, judged)
-    return made
+        for name in variants:
+            records += _rate(sides, name, kind, sent, judged)
+        records += sides.skipped
+        records += _beside(sides, model, kind, sent, variants, judged)
+    return records
 
 
 class Way(NamedTuple):
-    """How rows get to the other ranks."""
+    """A way to send rows to the other ranks."""
 
     call: Callable[[], Tensor]
     sms: int | None
-    """That it takes; None: all."""
+    """SMs that it uses; None: all."""
     check: Callable[[Tensor], str]
-    """Why what it returns is wrong; empty if it is not."""
+    """Returns why the received rows are wrong; empty if they are right."""
 
 
 def _push(
     bench: RankBench, model: Model, x: Tensor, idx: Tensor, side: Tensor, sms: int
 ) -> Callable[[], Tensor]:
-    """A call that dispatches tokens and `side` from a number of SMs, and waits for all ranks'.
+    """A call that sends tokens and `side` from a number of SMs and waits for those of all ranks.
 
-    It returns where rows arrive.
+    It returns the buffer that rows arrive in.
     """
     options, local = SymmOptions(comm_sms=sms, timeout=TIMEOUT), model.experts // bench.ranks
     exchange = exchange_of(dist.group.WORLD, len(x), model.hidden, model.top_k, options)
@@ -106,11 +113,11 @@ def _push(
 
 
 def _everywhere(x: Tensor, idx: Tensor) -> list[Tensor]:
-    """Tokens and their experts of all ranks."""
-    found = [t.new_empty(dist.get_world_size() * len(t), *t.shape[1:]) for t in (x, idx)]
-    for all_ranks, own in zip(found, (x, idx), strict=True):
-        dist.all_gather_into_tensor(all_ranks, own)
-    return found
+    """Tokens of all ranks, and their experts."""
+    gathered = [t.new_empty(dist.get_world_size() * len(t), *t.shape[1:]) for t in (x, idx)]
+    for all_ranks, local_part in zip(gathered, (x, idx), strict=True):
+        dist.all_gather_into_tensor(all_ranks, local_part)
+    return gathered
 
 
 def _arrived(bench: RankBench, model: Model, x_ND: Tensor, idx_NK: Tensor, rows_ND: Tensor) -> str:
@@ -120,18 +127,18 @@ def _arrived(bench: RankBench, model: Model, x_ND: Tensor, idx_NK: Tensor, rows_
 
 
 def _rate(sides: RankSides, side: str, kind: str, sent: list[int], judged: bool) -> list[Record]:
-    """The record of a push: the rate of the rank with the lowest."""
+    """Record of a push, with the rate of the slowest rank."""
     times = sides.medians(side, kind)
     if not times:
         return []
     rate = min(size / time.ms * 1e-6 for size, time in zip(sent, times, strict=True))
-    asked = WIRE_ASKED.get(side) if judged else None
+    asked = WIRE_TARGETS.get(side) if judged else None
     slowest = max(time.ms for time in times)
     other = None if asked is None else slowest * rate / asked
     bars = None if asked is None else (1.0, None)
     note = "" if asked is None else f"asked {asked} GB/s"
-    found = sides.record(side, kind, other=other, bars=bars, note=note)
-    return [replace(record, gbs=rate) for record in found]
+    timed = sides.record(side, kind, other=other, bars=bars, note=note)
+    return [replace(record, gbs=rate) for record in timed]
 
 
 def _beside(
@@ -139,56 +146,58 @@ def _beside(
     model: Model,
     kind: str,
     sent: list[int],
-    ways: dict[str, Way],
+    variants: dict[str, Way],
     judged: bool,
 ) -> list[Record]:
-    """With a GEMM on all other SMs, if there are any."""
+    """Time the pushes that leave SMs free again, with a GEMM on those."""
     bench, tokens = alone.bench, alone.shape[0]
-    sides, made, company = bench.sides("wire", alone.shape), [], {}
-    for name, way in ways.items():
+    sides, records, background_load = bench.sides("wire", alone.shape), [], {}
+    for name, variant in variants.items():
         time = alone.time(name, kind)
-        if way.sms is not None and time is not None:
+        if variant.sms is not None and time is not None:
             side = f"{name}, beside a GEMM"
-            company[side] = _gemms(model, tokens, way.sms, _LASTING * time.ms)
-            sides.take(side, kind, way.call, way.check, company=company[side])
+            background_load[side] = _gemms(model, tokens, variant.sms, _LASTING * time.ms)
+            sides.take(
+                side, kind, variant.call, variant.check, background_load=background_load[side]
+            )
     sides.run()
-    for side, beside in company.items():
+    for side, load in background_load.items():
         if not sides.medians(side, kind):  # lost on some rank
             continue
-        if min(bench.gather(beside.shortest_lead())) < 0:
-            sides.lose(side, kind, bench.mode, "the GEMM ended before the push", failed=True)
+        if min(bench.gather(load.shortest_lead())) < 0:
+            sides.skip(side, kind, bench.mode, "the GEMM ended before the push", failed=True)
         else:
-            made += _rate(sides, side, kind, sent, judged)
-    return made + sides.lost
+            records += _rate(sides, side, kind, sent, judged)
+    return records + sides.skipped
 
 
 def exchange(bench: RankBench, model: Model, tokens: int) -> list[Record]:
     shape = model.shape(tokens)
     if bench.ranks == 1:
         return [Record("exchange", shape, "-", "-", bench.mode, note="needs several ranks")]
-    sides, taking = bench.sides("exchange", shape), []
+    sides, timed_sides = bench.sides("exchange", shape), []
     for kind in KINDS:
-        where = dict(rank=bench.rank, device=bench.clock.device)
-        idx = routed(kind, tokens, model.experts, model.top_k, **where)
-        given = inputs(bench, model, idx)
-        ends = Ends(sides, model, given, dist.group.WORLD)
-        for name, transport in transports(sides, model, given, dist.group.WORLD, kind).items():
-            ends.take_part(f"{name}, {kind}", transport)
-            taking.append(f"{name}, {kind}")
+        rank_device = dict(rank=bench.rank, device=bench.clock.device)
+        idx = routed(kind, tokens, model.experts, model.top_k, **rank_device)
+        batch = inputs(bench, model, idx)
+        ends = ExchangeEnds(sides, model, batch, dist.group.WORLD)
+        for name, transport in transports(sides, model, batch, dist.group.WORLD, kind).items():
+            ends.add_sides(f"{name}, {kind}", transport)
+            timed_sides.append(f"{name}, {kind}")
     sides.run()
-    made = []
-    for side in taking:
-        for what in ("dispatch", "dispatch backward", "combine", "combine backward"):
-            made += sides.record(side, what)
-    return made + sides.lost
+    records = []
+    for side in timed_sides:
+        for pass_name in ("dispatch", "dispatch backward", "combine", "combine backward"):
+            records += sides.record(side, pass_name)
+    return records + sides.skipped
 
 
 def plan(bench: RankBench, model: Model, tokens: int) -> list[Record]:
-    device, made = bench.clock.device, []
+    device, records = bench.clock.device, []
     for ranks in sorted({PLAN_RANKS, bench.ranks} - {1}):
         sides = bench.sides("plan", model.shape(tokens))
         received, local = ranks * tokens, model.experts // ranks
-        rows = Budget(ROOM, device).rows(tokens, model.top_k, ranks, local)
+        rows = Budget(CAPACITY_FACTOR, device).rows(tokens, model.top_k, ranks, local)
         for kind in KINDS:
             idx = routed(kind, received, model.experts, model.top_k, rank=0, device=device)
             prob = probabilities(received, model.top_k, rank=0, device=device)
@@ -199,17 +208,17 @@ def plan(bench: RankBench, model: Model, tokens: int) -> list[Record]:
             ) -> Any:
                 return make_plan(idx, prob, **size, backend=by)
 
-            exact = call(by="reference")[:5]
+            expected = call(by="reference")[:5]
             sides.take(
                 f"EP {ranks}, {kind}",
                 "plan",
                 call,
-                lambda p, exact=exact: differing(p[:5], exact, PLAN_NAMES),
+                lambda p, expected=expected: differing(p[:5], expected, PLAN_NAMES),
             )
         sides.run()
         for kind in KINDS:
-            judged = dict(other=PLAN_ASKED, bars=(1.0, None), note=f"asked {PLAN_ASKED} ms")
+            judged = dict(other=PLAN_TARGET, bars=(1.0, None), note=f"asked {PLAN_TARGET} ms")
             asked = judged if tokens == TOKENS else {}
-            made += sides.record(f"EP {ranks}, {kind}", "plan", **asked)
-        made += sides.lost
-    return made
+            records += sides.record(f"EP {ranks}, {kind}", "plan", **asked)
+        records += sides.skipped
+    return records

@@ -1,4 +1,4 @@
-"""What a measurement was made with: device, versions, clocks and power."""
+"""Conditions of a measurement: device, versions, clocks and power."""
 
 import datetime
 import subprocess
@@ -16,7 +16,7 @@ _QUERY = ("clocks.sm", "clocks.mem", "power.draw", "power.limit", "temperature.g
 def facts(
     device: torch.device, command: list[str], *, after: bool = False, name: str = ""
 ) -> dict[str, Any]:
-    """For the head of a table and of a JSON file; `after` the run only what may have changed.
+    """Facts for the head of a table and of a JSON file; `after` the run only those that may change.
 
     `name` is that of a device that CUDA does not know.
     """
@@ -24,7 +24,7 @@ def facts(
     if after:
         return {"after": clocks, **versions()}
     driver = _smi(device, ("driver_version",))
-    found = {
+    known = {
         "device": name or torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
@@ -33,25 +33,25 @@ def facts(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(command),
     }
-    return {**found, "before": clocks}
+    return {**known, "before": clocks}
 
 
 def versions() -> dict[str, str]:
-    """Of packages that are installed, and of peers that were imported."""
-    found = {}
+    """Versions of installed packages, and of peers that were imported."""
+    known = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            known[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     for name in _MODULES:
         if name in sys.modules:
-            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
-    return found
+            known[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    return known
 
 
 def state(device: torch.device) -> dict[str, str]:
-    """MHz, watts and degrees as nvidia-smi says; empty if it does not answer."""
+    """Clocks (MHz), power (W) and temperature from nvidia-smi; empty if it does not answer."""
     return dict(zip(_QUERY, _smi(device, _QUERY), strict=False))
 
 
@@ -59,14 +59,14 @@ def _smi(device: torch.device, fields: tuple[str, ...]) -> list[str]:
     if device.type != "cuda":
         return []
     identity = str(torch.cuda.get_device_properties(device).uuid)
-    which = identity if identity.startswith("GPU-") else f"GPU-{identity}"
-    wanted = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    gpu_id = identity if identity.startswith("GPU-") else f"GPU-{identity}"
+    query = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "-i", which, *wanted], capture_output=True, text=True, timeout=10
+        completed = subprocess.run(
+            ["nvidia-smi", "-i", gpu_id, *query], capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    if done.returncode:
+    if completed.returncode:
         return []
-    return [value.strip() for value in done.stdout.strip().split(",")]
+    return [value.strip() for value in completed.stdout.strip().split(",")]

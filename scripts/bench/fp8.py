@@ -1,7 +1,7 @@
 """Suite `fp8`: the expert MLP in FP8 against the same in bf16, interleaved.
 
-Rows are quantised and transposed inside what is timed; FP8 copies of weights are kept, as they are
-made once a step. Weight gradients are added to fp32 buffers on all sides. Peer: Transformer
+Quantising and transposing rows is timed; FP8 copies of weights are cached, as they are made once a
+step. Weight gradients are added to fp32 buffers on all sides. Peer: Transformer
 Engine's GroupedLinear in its blockwise recipe, with a compiled SwiGLU * prob between.
 """
 
@@ -23,7 +23,7 @@ from phalanx.scripts.bench.shapes import FP8, FP8_TE, Shape
 BF16, EIGHT, PEER = "bf16", "fp8", "te"
 RECIPES = {BF16: None, EIGHT: Fp8Block()}
 TOLERANCE = 0.08
-"""Of the recipe: rounding to e4m3 costs 2 to 6 % of the norm."""
+"""Largest relative error: rounding to e4m3 costs 2 to 6 % of the norm."""
 
 
 def mlp(p: Experts, spec: MLPSpec) -> Call:
@@ -33,7 +33,7 @@ def mlp(p: Experts, spec: MLPSpec) -> Call:
 
 
 def transformer_engine(p: Experts) -> tuple[Call, list[Tensor]]:
-    """Forward pass of Transformer Engine's, with weights of its own, and its leaves.
+    """Transformer Engine's forward pass, with weights of its own, and its leaves.
 
     FP8 copies of the weights are made by the first call.
     """
@@ -52,9 +52,9 @@ def transformer_engine(p: Experts) -> tuple[Call, list[Tensor]]:
 
     def forward() -> Tensor:
         nonlocal first
-        how, first = dict(is_first_microbatch=first), False
+        microbatch, first = dict(is_first_microbatch=first), False
         with te.autocast(enabled=True, recipe=Float8BlockScaling()):
-            return fc2(act(fc1(x, counts, **how), prob), counts, **how)
+            return fc2(act(fc1(x, counts, **microbatch), prob), counts, **microbatch)
 
     return forward, [x, *weights]
 
@@ -66,56 +66,56 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     sides = bench.sides("fp8", shape)
     spec = MLPSpec(SWIGLU, bench.backend, accumulate=True, keep_fp8=True)
     specs = {side: replace(spec, recipe=recipe) for side, recipe in RECIPES.items()}
-    made = [_checked(sides, p, specs)]
+    records = [_checked(sides, p, specs)]
     for w in (p.w1, p.w2):
         w.main_grad = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
-    for side, how in specs.items():
-        forward = mlp(p, how)
+    for side, options in specs.items():
+        forward = mlp(p, options)
         sides.add(side, "forward", forward)
         both = with_backward(forward, [p.x_SD, p.w1, p.w2], p.dy_SD)
         sides.add(side, "both", both)
     if PEER in bench.peers:
         _add_peer(sides, p)
     sides.run()
-    for what, flops in (("forward", p.forward_flops), ("backward", 2 * p.forward_flops)):
-        made += _compared(sides, what, flops)
-    return [*made, *_against_peer(sides, 3 * p.forward_flops), *sides.lost]
+    for pass_name, flops in (("forward", p.forward_flops), ("backward", 2 * p.forward_flops)):
+        records += _compared(sides, pass_name, flops)
+    return [*records, *_against_peer(sides, 3 * p.forward_flops), *sides.skipped]
 
 
 def _add_peer(sides: Sides, p: Experts) -> None:
     try:
         forward, leaves = transformer_engine(p)
     except Exception as why:
-        sides.lose(PEER, "both", "graph", reason(why), failed=sides.bench.demanded)
+        sides.skip(PEER, "both", "graph", reason(why), failed=sides.bench.demanded)
         return
     sides.add(PEER, "both", with_backward(forward, leaves, p.dy_SD), ours=False)
 
 
 def _against_peer(sides: Sides, flops: float) -> list[Record]:
-    """Forward and backward pass together."""
-    made = sides.record(PEER, "both", flops=flops)
-    if not made:
+    """Records of forward and backward pass together, against Transformer Engine."""
+    records = sides.record(PEER, "both", flops=flops)
+    if not records:
         return []
-    bars, peer = FP8_TE.get(sides.shape), made[0].ms
-    return sides.record(EIGHT, "both", flops=flops, other=peer, bars=bars, note="of te") + made
+    bars, peer = FP8_TE.get(sides.shape), records[0].ms
+    return sides.record(EIGHT, "both", flops=flops, other=peer, bars=bars, note="of te") + records
 
 
-def _compared(sides: Sides, what: str, flops: float) -> list[Record]:
-    before = sides.time(BF16, what)
-    bars = FP8[sides.shape].of(what) if sides.shape in FP8 else None
+def _compared(sides: Sides, pass_name: str, flops: float) -> list[Record]:
+    before = sides.time(BF16, pass_name)
+    bars = FP8[sides.shape].of(pass_name) if sides.shape in FP8 else None
     ms = None if before is None else before.ms
-    made = sides.record(BF16, what, flops=flops)
-    return made + sides.record(EIGHT, what, flops=flops, other=ms, bars=bars)
+    records = sides.record(BF16, pass_name, flops=flops)
+    return records + sides.record(EIGHT, pass_name, flops=flops, other=ms, bars=bars)
 
 
 def _checked(sides: Sides, p: Experts, specs: dict[str, MLPSpec]) -> Record:
-    """All results in FP8 beside those in bf16."""
-    found = []
+    """Record of the relative errors of FP8 results against bf16 results."""
+    results = []
     for spec in specs.values():
         out = mlp(p, spec)()
         grads = torch.autograd.grad(out, [p.x_SD, p.w1, p.w2], p.dy_SD)
-        found.append([out.detach(), *grads])
-    errors = [error(a, b) for a, b in zip(found[1], found[0], strict=True)]
+        results.append([out.detach(), *grads])
+    errors = [error(a, b) for a, b in zip(results[1], results[0], strict=True)]
     names = ("y", "dx", "dw1", "dw2")
     note = ", ".join(f"{name} {value:.1e}" for name, value in zip(names, errors, strict=True))
     wrong = not all(1e-3 < value <= TOLERANCE for value in errors)

@@ -1,7 +1,7 @@
-"""Suite `fp8_gemms`: grouped GEMMs in FP8 against those in bf16, on operands quantised before.
+"""Suite `fp8_gemms`: grouped GEMMs in FP8 against those in bf16, on operands quantised beforehand.
 
-Each GEMM is as its flow has it: in bf16 weights are read transposed and weight gradients gather, in
-FP8 operands were transposed, which is not part of what is measured.
+Each GEMM reads operands as in training: in bf16, weights are read transposed and weight gradients
+gather; in FP8, operands were transposed beforehand, outside the timed region.
 """
 
 import torch
@@ -30,18 +30,18 @@ _JUDGED = ("fp8", "fp8, square")
 
 
 def suite(bench: Bench, shape: Shape) -> list[Record]:
-    """Both formats of each GEMM; the ratio is bf16's time over that of FP8."""
+    """Time both formats of each GEMM; the ratio is bf16 time over FP8 time."""
     S, D, F, L = shape
     device, counts = bench.clock.device, dirichlet(S, L)
     T = max(S // min(8, L), *counts)
     p = experts(shape, counts, device)
-    index, ends = index_of(counts, T, device), (p.offsets, SWIGLU)
+    index, args = index_of(counts, T, device), (p.offsets, SWIGLU)
     x, dy = (random(T, D, device=device, scale=0.2) for _ in range(2))
     h, dh, a = (random(S, width, device=device) for width in (2 * F, 2 * F, F))
     y, dx = (torch.empty_like(p.x_SD) for _ in range(2))
     dw1, dw2 = (torch.zeros_like(w, dtype=torch.float32) for w in (p.w1, p.w2))
-    picked = dict(index_S=index, prob_S=p.prob_S)
-    into = dict(accumulate=True, order_L=p.order_L)
+    row_args = dict(index_S=index, prob_S=p.prob_S)
+    wgrad_args = dict(accumulate=True, order_L=p.order_L)
 
     x8, dy8, a8, dh8 = (quantize_rows(t, parts) for t, parts in ((x, 1), (dy, 1), (a, 1), (dh, 2)))
     w1, w2 = quantize_weights(p.w1, 2), quantize_weights(p.w2)
@@ -52,60 +52,60 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
         for t, parts in ((p.x_SD, 1), (p.dy_SD, 1), (a, 1), (dh, 2))
     )
 
-    one = 2 * S * D * F
+    flops_FD = 2 * S * D * F
     cases = {
         "fc1_act": (
-            2 * one,
-            lambda: fc1_act(x, p.w1, *ends, **picked),
-            {"fp8": lambda: fp8_fc1_act(x8, w1.forward, *ends, **picked)},
+            2 * flops_FD,
+            lambda: fc1_act(x, p.w1, *args, **row_args),
+            {"fp8": lambda: fp8_fc1_act(x8, w1.forward, *args, **row_args)},
         ),
         "rows of fc2": (
-            one,
+            flops_FD,
             lambda: rows(a, p.w2, p.offsets, out_SN=y),
             {"fp8": lambda: fp8_rows(a8, w2.forward, p.offsets, out_SN=y)},
         ),
         "fc2_dgrad_dact": (
-            one,
-            lambda: fc2_dgrad_dact(dy, p.w2, h, *ends, **picked),
-            {"fp8": lambda: fp8_fc2_dgrad_dact(dy8, w2_back, h, *ends, **picked)},
+            flops_FD,
+            lambda: fc2_dgrad_dact(dy, p.w2, h, *args, **row_args),
+            {"fp8": lambda: fp8_fc2_dgrad_dact(dy8, w2_back, h, *args, **row_args)},
         ),
         "rows of the gradient of fc1": (
-            2 * one,
+            2 * flops_FD,
             lambda: rows(dh, p.w1.mT, p.offsets, out_SN=dx),
             {"fp8": lambda: fp8_rows(dh8, w1_back, p.offsets, parts=2, out_SN=dx)},
         ),
         "wgrad of w1": (
-            2 * one,
-            lambda: wgrad(dh, x, p.offsets, v_index_S=index, out_LOI=dw1, **into),
+            2 * flops_FD,
+            lambda: wgrad(dh, x, p.offsets, v_index_S=index, out_LOI=dw1, **wgrad_args),
             {
                 f"fp8, {blocks}": lambda b=blocks: fp8_wgrad(
-                    dh_T[b], x_T[b], ends_T, parts=2, out_LOI=dw1, **into
+                    dh_T[b], x_T[b], ends_T, parts=2, out_LOI=dw1, **wgrad_args
                 )
                 for blocks in ("square", "vector")
             },
         ),
         "wgrad of w2": (
-            one,
-            lambda: wgrad(dy, a, p.offsets, d_index_S=index, out_LOI=dw2, **into),
+            flops_FD,
+            lambda: wgrad(dy, a, p.offsets, d_index_S=index, out_LOI=dw2, **wgrad_args),
             {
                 f"fp8, {blocks}": lambda b=blocks: fp8_wgrad(
-                    dy_T[b], a_T[b], ends_T, out_LOI=dw2, **into
+                    dy_T[b], a_T[b], ends_T, out_LOI=dw2, **wgrad_args
                 )
                 for blocks in ("square", "vector")
             },
         ),
     }
-    sides, made = bench.sides("fp8_gemms", shape), list[Record]()
-    for name, (_, call, others) in cases.items():
+    sides, records = bench.sides("fp8_gemms", shape), list[Record]()
+    for name, (_, call, fp8_calls) in cases.items():
         sides.add("bf16", name, call)
-        for side, other in others.items():
-            sides.add(side, name, other)
+        for side, fp8_call in fp8_calls.items():
+            sides.add(side, name, fp8_call)
     sides.run()
-    for name, (flops, _, others) in cases.items():
+    for name, (flops, _, fp8_calls) in cases.items():
         base = sides.time("bf16", name)
-        made += sides.record("bf16", name, flops=flops)
-        for side in others:
+        records += sides.record("bf16", name, flops=flops)
+        for side in fp8_calls:
             before = None if base is None else base.ms
             bars = FP8_GEMMS.get(shape, {}).get(name) if side in _JUDGED else None
-            made += sides.record(side, name, flops=flops, other=before, bars=bars)
-    return [*made, *sides.lost]
+            records += sides.record(side, name, flops=flops, other=before, bars=bars)
+    return [*records, *sides.skipped]

@@ -1,4 +1,4 @@
-"""A grouped GEMM that runs beside a push: the first matrix of the experts, on all SMs but some."""
+"""A grouped GEMM that overlaps a push: fc1 of the experts, on all SMs but a margin."""
 
 import math
 
@@ -13,13 +13,13 @@ _EXPERTS = 8
 
 
 class Gemms(Launches):
-    """`measure.Company`: launches of `fc1_act` from before a side begins until after its end.
+    """`measure.BackgroundLoad`: launches of `fc1_act` that outlast a timed call.
 
     Args:
         model: sizes of the experts.
-        tokens: of a rank.
+        tokens: tokens of a rank.
         sms: SMs that are left free.
-        ms: how long the launches must last at least.
+        ms: least duration of the launches.
     """
 
     def __init__(self, model: Model, tokens: int, sms: int, ms: float) -> None:
@@ -32,7 +32,7 @@ class Gemms(Launches):
         self._x_SD, self._w1, self._offsets = p.x_SD, p.w1, p.offsets
         self._stream.wait_stream(torch.cuda.current_stream())
         self._launches = 1
-        # The last one must still run when the push ends.
+        # One more launch than that: the last one must still run when the push ends.
         self._launches = 1 + math.ceil(ms / self.trial())
 
     def launch(self) -> None:

@@ -1,8 +1,8 @@
 """Suite `layer`: a whole MoE layer with its router, against SonicMoE.
 
-Both route by a softmax over the K best logits, ties to the lower expert. Ours is one autograd
-Function over the operations of the backend, and beside it the composition of public functions.
-SonicMoE stores gate and up rows in turn; the same weights are permuted for us.
+Both route by a softmax over the top K logits, ties to the lower expert. Ours is one autograd
+Function over the operations of the backend, and a composition of public functions.
+SonicMoE interleaves gate and up rows; the same weights are permuted for our kernels.
 
 Legend: T tokens, D hidden, F expert width, H = 2F, E experts, K experts per token.
 """
@@ -31,7 +31,7 @@ from phalanx.scripts.bench.shapes import LAYER, Shape
 _OURS, _PUBLIC, _SONIC = "ours", "ours, public functions", "sonic"
 ROUTING: dict[str, Any] = dict(score="softmax", normalize=True, softmax_over="topk", scale=1.0)
 _TOKEN_ERROR, _OTHER_TOKENS = 0.1, 1e-3
-"""A token is another one's if its error is larger; the share of those that is tolerated."""
+"""Relative error above which a token took other experts, and the tolerated share of such tokens."""
 
 
 class Layer(torch.autograd.Function):
@@ -79,7 +79,7 @@ class Choice(torch.autograd.Function):
 
 
 def composed(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int, backend: str) -> Tensor:
-    """The same layer out of the library's public functions."""
+    """The same layer composed of the library's public functions."""
     idx, prob = Choice.apply(nnf.linear(x, router), top_k)
     size = dict(first_expert=0, local_experts=w1.shape[0], rows=idx.numel())
     plan = make_plan(idx, prob, **size, backend=backend)
@@ -87,7 +87,7 @@ def composed(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int, back
 
 
 def sonic(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int) -> Callable[[], Tensor]:
-    """SonicMoE's forward pass; w1 [E, H, D] with gate and up rows in turn."""
+    """SonicMoE's forward pass; w1 [E, H, D] with interleaved gate and up rows."""
     import sonicmoe  # noqa: F401  for its version
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import moe_TC_softmax_topk_layer
@@ -101,14 +101,14 @@ def sonic(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, top_k: int) -> Call
     return forward
 
 
-def halves(w1: Tensor) -> Tensor:
-    """[gate; up] from rows in turn: [E, 2F, D] or its gradient."""
+def split_gate_up(w1: Tensor) -> Tensor:
+    """[gate; up] from interleaved rows: [E, 2F, D] or its gradient."""
     E, H, D = w1.shape
     return w1.unflatten(1, (H // 2, 2)).transpose(1, 2).reshape(E, H, D)
 
 
 def leaves_of(shape: Shape, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """x, router, w1 (rows in turn) and w2, and the gradient of the output."""
+    """x, router, w1 (interleaved rows) and w2, and the gradient of the output."""
     T, D, F, E, _ = shape
     torch.manual_seed(0)
     x, dout = (random(T, D, device=device, scale=0.2) for _ in range(2))
@@ -119,11 +119,11 @@ def leaves_of(shape: Shape, device: torch.device) -> tuple[list[Tensor], Tensor]
 
 
 def warm(bench: Bench, shapes: Sequence[Shape]) -> None:
-    """Compile our kernels for all shapes: SonicMoE's import changes the compiler's own classes."""
+    """Compile our kernels for all shapes, as importing SonicMoE patches the compiler's classes."""
     for shape in shapes:
         small = (8 * shape[4], *shape[1:])
         leaves, dout = leaves_of(small, bench.clock.device)
-        leaves[2] = halves(leaves[2]).detach().requires_grad_()
+        leaves[2] = split_gate_up(leaves[2]).detach().requires_grad_()
         out = Layer.apply(*leaves, shape[4], provider(bench.backend))
         torch.autograd.grad(out, leaves, dout)
         bench.clock.wait()
@@ -136,66 +136,68 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     theirs, dout = leaves_of(shape, bench.clock.device)
     K, ops = shape[4], provider(bench.backend)
     x, router, w1, w2 = theirs
-    leaves = [x, router, halves(w1.detach()).requires_grad_(), w2]
+    leaves = [x, router, split_gate_up(w1.detach()).requires_grad_(), w2]
     passes: dict[str, tuple[Call, list[Tensor]]] = {
         _OURS: (lambda: Layer.apply(*leaves, K, ops), leaves),
         _PUBLIC: (lambda: composed(*leaves, K, bench.backend), leaves),
     }
-    made: list[Record] = []
+    records: list[Record] = []
     if "sonic" in bench.peers:
         try:
             if "sonicmoe" not in sys.modules:
                 warm(bench, bench.shapes.get("layer", [shape]))
             passes[_SONIC] = sonic(x, router, w1, w2, K), theirs
-            made += _checked(sides, passes, dout)
+            records += _checked(sides, passes, dout)
         except Exception as why:
-            sides.lose(_SONIC, "", "eager", reason(why), failed=bench.demanded)
+            sides.skip(_SONIC, "", "eager", reason(why), failed=bench.demanded)
             passes.pop(_SONIC, None)
     for name, (forward, of) in passes.items():
-        own = name != _SONIC
-        sides.add(name, "forward", forward, modes=MODES, ours=own)
-        sides.add(name, "both", with_backward(forward, of, dout), modes=MODES, ours=own)
+        ours_first = name != _SONIC
+        sides.add(name, "forward", forward, modes=MODES, ours=ours_first)
+        sides.add(name, "both", with_backward(forward, of, dout), modes=MODES, ours=ours_first)
     sides.run()
     T, D, F, _, K = shape
     bars = LAYER.get(shape)
     for mode in MODES:
-        for what, flops in (("forward", 6 * T * K * D * F), ("backward", 12 * T * K * D * F)):
-            peer = sides.time(_SONIC, what, mode)
+        for pass_name, flops in (("forward", 6 * T * K * D * F), ("backward", 12 * T * K * D * F)):
+            peer = sides.time(_SONIC, pass_name, mode)
             other = None if peer is None else peer.ms
-            wanted = None if bars is None else bars.of(what)
-            made += sides.record(_OURS, what, mode, flops=flops, other=other, bars=wanted)
-            made += sides.record(_PUBLIC, what, mode, flops=flops, other=other)
-            made += sides.record(_SONIC, what, mode, flops=flops)
-    return [*made, *sides.lost]
+            pass_bars = None if bars is None else bars.of(pass_name)
+            records += sides.record(
+                _OURS, pass_name, mode, flops=flops, other=other, bars=pass_bars
+            )
+            records += sides.record(_PUBLIC, pass_name, mode, flops=flops, other=other)
+            records += sides.record(_SONIC, pass_name, mode, flops=flops)
+    return [*records, *sides.skipped]
 
 
 def _checked(
     sides: Sides, passes: dict[str, tuple[Call, list[Tensor]]], dout: Tensor
 ) -> list[Record]:
-    """One comparison of output and gradients of each of ours with SonicMoE's."""
+    """Compare output and gradients of each of our versions with SonicMoE's."""
     results = {}
     for name, (forward, leaves) in passes.items():
         out = forward()
         results[name] = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
         del out
-    exact = results.pop(_SONIC)
-    exact[3] = halves(exact[3])
-    return [compared(sides, name, found, exact) for name, found in results.items()]
+    expected = results.pop(_SONIC)
+    expected[3] = split_gate_up(expected[3])
+    return [compared(sides, name, results, expected) for name, results in results.items()]
 
 
-def compared(sides: Sides, name: str, found: list[Tensor], exact: list[Tensor]) -> Record:
-    """Errors of output, dx and the weights' gradients; few tokens may have chosen otherwise."""
-    other = torch.zeros(exact[0].shape[0], dtype=torch.bool, device=exact[0].device)
+def compared(sides: Sides, name: str, results: list[Tensor], expected: list[Tensor]) -> Record:
+    """Errors of output, dx and weight gradients; a few tokens may have chosen other experts."""
+    differs = torch.zeros(expected[0].shape[0], dtype=torch.bool, device=expected[0].device)
     for i in (0, 1):
-        size = exact[i].float().norm(dim=1)
-        other |= ~((found[i].float() - exact[i].float()).norm(dim=1) <= _TOKEN_ERROR * size)
-    share = other.float().mean().item()
-    kept = ~other
+        size = expected[i].float().norm(dim=1)
+        differs |= ~((results[i].float() - expected[i].float()).norm(dim=1) <= _TOKEN_ERROR * size)
+    share = differs.float().mean().item()
+    same = ~differs
     errors = [
-        (label, error(a[kept], b[kept]) if i < 2 else error(a, b))
+        (label, error(a[same], b[same]) if i < 2 else error(a, b))
         for i, (label, a, b) in enumerate(
-            zip(("out", "dx", "drouter", "dw1", "dw2"), found, exact, strict=True)
+            zip(("out", "dx", "drouter", "dw1", "dw2"), results, expected, strict=True)
         )
     ]
-    strange = f"{share:.1%} of the tokens are different" if not share <= _OTHER_TOKENS else ""
-    return verdict(sides, f"check of {name}", errors, strange)
+    failure = f"{share:.1%} of the tokens are different" if not share <= _OTHER_TOKENS else ""
+    return verdict(sides, f"check of {name}", errors, failure)

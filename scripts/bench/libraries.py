@@ -1,6 +1,6 @@
-"""Operations that a library has too: ours and the library's on the same data.
+"""Operations that other libraries have too: ours and theirs on the same data.
 
-`scripts.bench.comparison` runs and measures them; a library is imported when its side is made.
+`scripts.bench.comparison` runs and times them; a library is imported when its side is built.
 
 Legend: S positions, B batch, H query heads, G key-value heads, N = H / G + 2, d channels, F rotated
 channels, T tokens, E experts, K experts per token.
@@ -23,7 +23,7 @@ from phalanx.scripts.bench.measure import Bench, reason
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NOPE, ROTARY, VALUE = 128, 64, 128
-"""Channels of a latent head in every published model: of its own, shared, and of its value."""
+"""Channels of a latent head in every published model: without rotation, rotated (shared), value."""
 MLA_HEADS = {"DeepSeek-V3": 128, "Moonlight": 16}
 ROUTERS = {
     "DeepSeek-V3": (
@@ -36,11 +36,11 @@ ROUTERS = {
 }
 """Experts, experts per token, options."""
 Makers = tuple[Callable[[], Operation], Callable[[], Operation]]
-"""What makes our side and the library's."""
+"""Functions that build our side and the library's."""
 
 
 class Heads(NamedTuple):
-    """Of grouped-query attention."""
+    """Head counts of grouped-query attention."""
 
     queries: int
     keys: int
@@ -53,13 +53,13 @@ ROPE_HEADS = {"Qwen3": Heads(32, 4, 128, False), "GPT-OSS": Heads(64, 8, 64, Tru
 
 
 class Sizes(NamedTuple):
-    """How large the comparisons are."""
+    """Problem sizes."""
 
     positions: int = 4096
     batches: tuple[int, ...] = (1, 4)
     parameters: int = 1 << 30
     tensors: int = 64
-    """That the parameters are in."""
+    """Number of tensors that the parameters are split into."""
 
 
 def drawn(*shape: int, device: torch.device, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
@@ -74,23 +74,23 @@ def angles(positions: int, channels: int, device: torch.device) -> Tensor:
     return torch.cat([turns, turns], -1)[:, None, None]
 
 
-def _own(*tensors: Tensor) -> list[Tensor]:
-    """Copies to differentiate by."""
+def _leaves(*tensors: Tensor) -> list[Tensor]:
+    """Copies that require gradients."""
     return [t.clone().requires_grad_() for t in tensors]
 
 
 def mla(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
     """Rotary embedding of latent attention, against Megatron-Core's fused kernels for it.
 
-    Both turn queries in place; those take cosines and sines in bf16, as Megatron-Core passes them.
+    Both rotate queries in place; theirs take bf16 cosines and sines, as Megatron-Core passes them.
     """
     for model, H in MLA_HEADS.items():
         for B in sizes.batches:
-            shape, at = (sizes.positions, B, H), f"{model}, {sizes.positions} x {B}"
-            for what, sides in (("queries", _queries), ("keys and values", _keys_values)):
-                made = sides(*shape, device=bench.clock.device)
-                yield compare(bench, f"MLA {what}, {at}", "Megatron-Core", *made)
-                del made
+            shape, case = (sizes.positions, B, H), f"{model}, {sizes.positions} x {B}"
+            for part, sides in (("queries", _queries), ("keys and values", _keys_values)):
+                builders = sides(*shape, device=bench.clock.device)
+                yield compare(bench, f"MLA {part}, {case}", "Megatron-Core", *builders)
+                del builders
                 bench.clock.free()
 
 
@@ -99,24 +99,22 @@ def _queries(S: int, B: int, H: int, *, device: torch.device) -> Makers:
     q, dq = (drawn(S, B, H, NOPE + ROTARY, device=device, seed=seed) for seed in (1, 2))
 
     def ours() -> Operation:
-        (x,) = _own(q)
-        how: dict[str, Any] = dict(heads=H, interleaved=True, first=NOPE)
-        return Operation(lambda: [rope_(_Made.apply(x), freqs, **how)], [x], [dq.clone()])
+        (x,) = _leaves(q)
+        args: dict[str, Any] = dict(heads=H, interleaved=True, first=NOPE)
+        return Operation(lambda: [rope_(_Writable.apply(x), freqs, **args)], [x], [dq.clone()])
 
     def theirs() -> Operation:
         from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
-        (x,), cos, sin = _own(q), freqs.cos().to(BF16), freqs.sin().to(BF16)
-        turn = fused.fused_apply_mla_rope_for_q
-        return Operation(lambda: [turn(x, cos, sin, NOPE, ROTARY)], [x], [dq.clone()])
+        (x,), cos, sin = _leaves(q), freqs.cos().to(BF16), freqs.sin().to(BF16)
+        rotate = fused.fused_apply_mla_rope_for_q
+        return Operation(lambda: [rotate(x, cos, sin, NOPE, ROTARY)], [x], [dq.clone()])
 
     return ours, theirs
 
 
-class _Made(torch.autograd.Function):
-    """Of heads [S, B, H, d], what may be written to, [S, B, H * d], without a copy: queries come
-    out of a projection.
-    """
+class _Writable(torch.autograd.Function):
+    """Heads [S, B, H, d] as a writable [S, B, H * d] without a copy, like a projection's output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -136,22 +134,22 @@ def _keys_values(S: int, B: int, H: int, *, device: torch.device) -> Makers:
     grads = [drawn(S, B, H, width, device=device, seed=width) for width in widths]
 
     def ours() -> Operation:
-        x, part = own = _own(kv, shared)
-        return Operation(lambda: keys_values(x, part, freqs, nope=NOPE), own, grads)
+        x, part = leaves = _leaves(kv, shared)
+        return Operation(lambda: keys_values(x, part, freqs, nope=NOPE), leaves, grads)
 
     def theirs() -> Operation:
         from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 
-        x, part = own = _own(kv, shared)
+        x, part = leaves = _leaves(kv, shared)
         angle, parts = (freqs.cos().to(BF16), freqs.sin().to(BF16)), (ROTARY, NOPE, VALUE)
         join = fused.fused_apply_mla_rope_for_kv
-        return Operation(lambda: join(x, part[:, :, None], *angle, *parts), own, grads)
+        return Operation(lambda: join(x, part[:, :, None], *angle, *parts), leaves, grads)
 
     return ours, theirs
 
 
 def routers(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
-    """Choice and weights of a router, against Transformer Engine's dense map and its indices."""
+    """Top-k and weights of a router, against Transformer Engine's dense map and its indices."""
     device = bench.clock.device
     for model, (E, K, options) in ROUTERS.items():
         for B in sizes.batches:
@@ -176,7 +174,7 @@ class _Router:
         self.bias = bias if options.bias_rate else None
 
     def ours(self) -> Operation:
-        (x,), K = _own(self.logits), self.dprob.shape[1]
+        (x,), K = _leaves(self.logits), self.dprob.shape[1]
         return Operation(
             lambda: [fused_topk.topk(x, self.bias, self.options, K)[1]], [x], [self.dprob]
         )
@@ -184,9 +182,9 @@ class _Router:
     def theirs(self, indices: bool) -> Operation:
         from transformer_engine.pytorch.router import fused_topk_with_score_function as fused
 
-        (x,), K, o = _own(self.logits), self.dprob.shape[1], self.options
+        (x,), K, o = _leaves(self.logits), self.dprob.shape[1], self.options
         limited = o.group_topk < o.groups
-        given: dict[str, Any] = dict(
+        options: dict[str, Any] = dict(
             topk=K,
             use_pre_softmax=False,
             num_groups=o.groups if limited else None,
@@ -196,11 +194,11 @@ class _Router:
             expert_bias=self.bias,
         )
         if indices:
-            given["topk_indices"] = torch.empty(len(x), K, dtype=torch.int32, device=x.device)
+            options["topk_indices"] = torch.empty(len(x), K, dtype=torch.int32, device=x.device)
         with torch.no_grad():
             idx = fused_topk.topk(self.logits, self.bias, o, K)[0].long()
         dense = torch.zeros_like(self.logits).scatter_(1, idx, self.dprob)
-        return Operation(lambda: [fused(x, **given)[0]], [x], [dense], lambda p: p.gather(1, idx))
+        return Operation(lambda: [fused(x, **options)[0]], [x], [dense], lambda p: p.gather(1, idx))
 
 
 def ropes(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
@@ -208,9 +206,9 @@ def ropes(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
     for model, heads in ROPE_HEADS.items():
         for B in sizes.batches:
             S, bias = sizes.positions, " with bias" if heads.biased else ""
-            made = _mixed(S, B, heads, device=bench.clock.device)
-            yield compare(bench, f"rope, {model}{bias}, {S} x {B}", "TE", *made)
-            del made
+            builders = _mixed(S, B, heads, device=bench.clock.device)
+            yield compare(bench, f"rope, {model}{bias}, {S} x {B}", "TE", *builders)
+            del builders
             bench.clock.free()
 
 
@@ -222,35 +220,34 @@ def _mixed(S: int, B: int, heads: Heads, *, device: torch.device) -> Makers:
     grads = [drawn(S, B, n, d, device=device, seed=11) for n in (H, G, G)]
 
     def ours() -> Operation:
-        x, *bias = own = _own(*mixed)
+        x, *bias = leaves = _leaves(*mixed)
         return Operation(
-            lambda: queries_keys_values(x, bias[0] if bias else None, freqs), own, grads
+            lambda: queries_keys_values(x, bias[0] if bias else None, freqs), leaves, grads
         )
 
     def theirs() -> Operation:
         from transformer_engine.pytorch.attention import rope as library
 
-        x, *bias = own = _own(*mixed)
+        x, *bias = leaves = _leaves(*mixed)
         fused, parts = library.apply_fused_qkv_rotary_pos_emb, [(N - 2) * d, d, d]
 
         def forward() -> Sequence[Tensor]:
             qkv = (x + bias[0] if bias else x).flatten(3)
             return fused(qkv, freqs, freqs, parts)  # type: ignore[no-any-return]
 
-        return Operation(forward, own, grads)
+        return Operation(forward, leaves, grads)
 
     return ours, theirs
 
 
 def heads(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
-    """The same with norms of query and key heads, against Transformer Engine's norms and rotation,
-    as Megatron-Core calls them."""
+    """The same with query and key norms, against Transformer Engine's norms and rotation."""
     shape = ROPE_HEADS["Qwen3"]
     for B in sizes.batches:
         S = sizes.positions
-        made = _normed(S, B, shape, device=bench.clock.device)
-        yield compare(bench, f"norms and rope, Qwen3, {S} x {B}", "TE", *made)
-        del made
+        builders = _normed(S, B, shape, device=bench.clock.device)
+        yield compare(bench, f"norms and rope, Qwen3, {S} x {B}", "TE", *builders)
+        del builders
         bench.clock.free()
 
 
@@ -258,22 +255,22 @@ def _normed(S: int, B: int, heads: Heads, *, device: torch.device) -> Makers:
     H, G, d, _ = heads
     N, freqs, eps = H // G + 2, angles(S, d, device), 1e-6
     weights = [1 + drawn(1, d, device=device, seed=seed)[0] / 8 for seed in (12, 13)]
-    given = [drawn(S, B, G, N, d, device=device, seed=9), *weights]
+    operands = [drawn(S, B, G, N, d, device=device, seed=9), *weights]
     grads = [drawn(S, B, n, d, device=device, seed=n) for n in (H, G, G)]
 
     def ours() -> Operation:
-        x, *scales = own = _own(*given)
+        x, *scales = leaves = _leaves(*operands)
         norms = HeadNorms(*scales, eps)
-        return Operation(lambda: queries_keys_values(x, None, freqs, norms=norms), own, grads)
+        return Operation(lambda: queries_keys_values(x, None, freqs, norms=norms), leaves, grads)
 
     def theirs() -> Operation:
         import transformer_engine.pytorch as te
 
-        x, *scales = own = _own(*given)
+        x, *scales = leaves = _leaves(*operands)
         norms = [te.RMSNorm(d, eps=eps, dtype=BF16, device=device) for _ in scales]
         for norm, scale in zip(norms, scales, strict=True):
             norm.weight = torch.nn.Parameter(scale.detach())
-        own = [x, *(norm.weight for norm in norms)]
+        leaves = [x, *(norm.weight for norm in norms)]
 
         def forward() -> Sequence[Tensor]:
             from transformer_engine.pytorch.attention import rope as library
@@ -286,13 +283,13 @@ def _normed(S: int, B: int, heads: Heads, *, device: torch.device) -> Makers:
             ]
             return *turned, v.squeeze(-2).contiguous()
 
-        return Operation(forward, own, grads)
+        return Operation(forward, leaves, grads)
 
     return ours, theirs
 
 
 def adam(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
-    """A step of the optimizer, against FusedAdam, from the same parameters and gradients."""
+    """An optimizer step, against FusedAdam, from the same parameters and gradients."""
     half: dict[str, Any] = dict(exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16)
     split: dict[str, Any] = dict(
         half, master_weights=True, store_param_remainders=True, use_decoupled_grad=True
@@ -326,12 +323,12 @@ def _step(
     numbers: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
     def parameters(copy: bool) -> list[Tensor]:
-        made = [torch.nn.Parameter(p.clone() if copy else p) for p in start]
-        for p, g in zip(made, grads, strict=True):
+        parameters_ = [torch.nn.Parameter(p.clone() if copy else p) for p in start]
+        for p, g in zip(parameters_, grads, strict=True):
             setattr(p, attribute, g)
-        return made
+        return parameters_
 
-    sides, note, apart = bench.sides(operation, ()), "", None
+    sides, note, result_gap = bench.sides(operation, ()), "", None
     mine = parameters(copy=True)
     sides.add("ours", "step", AdamW(mine, **numbers, **ours).step, modes=("eager",))
     try:
@@ -340,12 +337,12 @@ def _step(
         other = parameters(copy=False)
         step = FusedAdam(other, **numbers, **theirs).step
         sides.add("TE", "step", step, modes=("eager",), ours=False)
-        apart = None if sides.lost else gap(mine, other)
+        result_gap = None if sides.skipped else gap(mine, other)
     except Exception as error:
         note = reason(error)
     sides.run()
     ms = both_ms(sides, "TE", "step", "eager")
-    return Row(operation, "TE", "step", *ms, apart, note_of(sides, note))
+    return Row(operation, "TE", "step", *ms, result_gap, note_of(sides, note))
 
 
 PARTS: dict[str, Callable[[Bench, Sizes], Iterator[list[Row]]]] = {
@@ -355,4 +352,4 @@ PARTS: dict[str, Callable[[Bench, Sizes], Iterator[list[Row]]]] = {
     "adam": adam,
     "mla": mla,
 }
-"""In the order in which they run: Megatron-Core's kernels tune themselves for longest."""
+"""Parts in the order in which they run; Megatron-Core's kernels, last, autotune for longest."""

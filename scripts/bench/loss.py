@@ -1,8 +1,8 @@
-"""The loss of a language model and its gradient, from logits in bf16: in one pass, against QuACK's
-kernel for both and against our own two passes, which other GPUs and split vocabularies take.
+"""Language-model loss and its gradient from bf16 logits, in one pass.
 
-Each side writes the gradient over its own copy of the logits, so that after the first run these are
-gradients of gradients, which take as long.
+It is compared with QuACK's kernel for both and with our two-pass kernels, which other GPUs and
+split vocabularies use. Each side overwrites its own copy of the logits with the gradient; later
+runs therefore see gradients as logits, which takes as long.
 
 Legend: N tokens, V vocabulary.
 """
@@ -26,38 +26,38 @@ VOCABULARIES = {
     "a small one": 32000,
 }
 Both = Callable[[Tensor, Tensor], Tensor]
-"""Losses [N], of logits [N, V] that become their gradient, and targets [N]."""
+"""Losses [N] from logits [N, V], overwritten by their gradient, and targets [N]."""
 
 
 def losses(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
-    """Rows of 2 sequences; a gradient of 1 for each."""
+    """Time the losses of 2 sequences, each with gradient 1."""
     N = 2 * sizes.positions
     for model, V in VOCABULARIES.items():
         logits = drawn(N, V, device=bench.clock.device)
         target = torch.randint(V, (N,), device=bench.clock.device)
         for library, theirs in (("QuACK", _quack), ("two passes", _in_two_passes)):
-            at = f"loss and gradient, {model}, {N} x {V}"
-            yield [_measured(bench, at, library, theirs, logits, target)]
+            operation = f"loss and gradient, {model}, {N} x {V}"
+            yield [_measured(bench, operation, library, theirs, logits, target)]
             bench.clock.free()
         del logits
 
 
 def _measured(
-    bench: Bench, at: str, library: str, theirs: Both, logits: Tensor, target: Tensor
+    bench: Bench, operation: str, library: str, theirs: Both, logits: Tensor, target: Tensor
 ) -> Row:
-    sides, note, apart = bench.sides(at, ()), "", None
+    sides, note, result_gap = bench.sides(operation, ()), "", None
     x = logits.clone()
-    own = [_in_one_pass(x, target), x]
+    our_results = [_in_one_pass(x, target), x]
     try:
         other = logits.clone()
-        apart = gap(own, [theirs(other, target), other])
+        result_gap = gap(our_results, [theirs(other, target), other])
         sides.add(library, "both", lambda: theirs(other, target), ours=False)
     except Exception as error:
         note = reason(error)
     sides.add("ours", "both", lambda: _in_one_pass(x, target))
     sides.run()
     ms = both_ms(sides, library, "both")
-    return Row(at, library, "both", *ms, apart, note_of(sides, note))
+    return Row(operation, library, "both", *ms, result_gap, note_of(sides, note))
 
 
 def _in_one_pass(logits: Tensor, target: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ def _in_one_pass(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _in_two_passes(logits: Tensor, target: Tensor) -> Tensor:
-    most, total, hit = two_passes.statistics(logits, target, 0)
-    lse = most + total.log()
+    maximum, total, hit = two_passes.statistics(logits, target, 0)
+    lse = maximum + total.log()
     two_passes.gradient_(logits, target, lse, torch.ones_like(lse), 0)
     return lse - hit
 

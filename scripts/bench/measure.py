@@ -1,9 +1,9 @@
 """Medians of interleaved rounds on one GPU, the L2 cache flushed before every run.
 
-A round runs every side once, beginning with another one each time, so that a falling clock meets
-all of them. Rounds before those that count warm up, for `Bench.warm` seconds if they are to find
-the clocks and the power of a long run. The host waits only in the end: an eager side whose launches
-keep ahead of the GPU is not charged for them.
+A round runs every side once, in another order each time, so that a falling clock affects all of
+them. Warm-up rounds are not counted; `Bench.warm` seconds of them bring clocks and power to those
+of a long run. The host synchronizes only at the end: launches of an eager side that keep ahead of
+the GPU cost it nothing.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ Call = Callable[[], object]
 FLUSH_BYTES = 256 * 2**20
 WARM_ROUNDS = 3
 _HEAD_START_CYCLES = 60_000
-"""By which company is ahead; about 30 us."""
+"""Head start of the background load; about 30 us."""
 
 
 class Clock(Protocol):
-    """A device, as far as measuring needs it."""
+    """The device operations that timing needs."""
 
     device: torch.device
 
     def flush(self) -> None:
-        """Put something else in the L2 cache."""
+        """Evict the L2 cache."""
 
     def stamp(self) -> Any:
-        """The time on the current stream, once it gets there."""
+        """Record a timestamp on the current stream."""
 
     def between(self, begin: Any, end: Any) -> float:
-        """Milliseconds, after `wait`."""
+        """Milliseconds between two stamps; only after `wait`."""
 
     def wait(self) -> None: ...
 
@@ -56,15 +56,17 @@ class Gpu:
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._other = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
-        self._side = torch.cuda.Stream()  # one for all captures, as memory is kept for each stream
-        self._how: dict[str, Any] = {}  # of captures, for torch.cuda.graph
+        self._flush_buffer = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
+        self._capture_stream = (
+            torch.cuda.Stream()
+        )  # one for all captures, as memory is kept for each stream
+        self._capture_options: dict[str, Any] = {}  # of captures, for torch.cuda.graph
 
-    def meet(self) -> None:
-        """Before a call, a capture and a replay: where ranks that measure together begin."""
+    def align_ranks(self) -> None:
+        """Align the ranks that measure together, before a call, a capture and a replay."""
 
     def flush(self) -> None:
-        self._other.zero_()
+        self._flush_buffer.zero_()
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -78,56 +80,56 @@ class Gpu:
         torch.cuda.synchronize()
 
     def capture(self, call: Call) -> Call:
-        self.meet()
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+        self.align_ranks()
+        self._capture_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._capture_stream):
             call()
-        torch.cuda.current_stream().wait_stream(self._side)
+        torch.cuda.current_stream().wait_stream(self._capture_stream)
         torch.cuda.synchronize()
-        self.meet()
+        self.align_ranks()
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph, **self._how):
+            with torch.cuda.graph(graph, **self._capture_options):
                 call()
         except Exception:
             torch.cuda.set_stream(before)
             self._recover()
-            self.meet()  # as ranks do that can replay theirs
+            self.align_ranks()  # as ranks do that can replay theirs
             raise
-        self.meet()
+        self.align_ranks()
         graph.replay()
         torch.cuda.synchronize()
         return graph.replay
 
     def _recover(self) -> None:
-        """Capture something harmless: a capture that failed leaves torch's generators captured."""
+        """Capture a harmless op: a failed capture leaves torch's generators in capture state."""
         with contextlib.suppress(Exception), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            self._other[:1].zero_()
+            self._flush_buffer[:1].zero_()
 
     def free(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
 
 
-class Company(Protocol):
-    """What runs beside a side while it is measured."""
+class BackgroundLoad(Protocol):
+    """Work that overlaps a timed call."""
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Of the copies alone, read and written."""
+        """Rate of the copies alone, bytes read plus written."""
 
     def shortest_lead(self) -> float:
-        """Least milliseconds by which they outlasted a run; negative if once they did not."""
+        """Least milliseconds by which it outlasted a call; negative if it once ended earlier."""
 
     def start(self) -> None: ...
 
     def join(self, end: Any) -> None:
-        """Called after the side's end was stamped."""
+        """Wait for it; called after the end of the timed call was stamped."""
 
 
 class Launches:
-    """The part of a `Company` that launches on a stream of its own and sees when that has ended."""
+    """Base of a `BackgroundLoad` that launches on a stream of its own."""
 
     gigabytes_per_second = 0.0
 
@@ -136,7 +138,7 @@ class Launches:
         self._ends: list[tuple[Any, Any]] = []
 
     def launch(self) -> None:
-        """What runs beside a side, from before it begins until after its end."""
+        """Launch work that starts before a timed call and ends after it."""
         raise NotImplementedError
 
     def start(self) -> None:
@@ -155,7 +157,7 @@ class Launches:
         return min(end.elapsed_time(later) for end, later in self._ends)
 
     def trial(self) -> float:
-        """Milliseconds of the second of two launches, alone."""
+        """Milliseconds of the second of two launches, without other work."""
         with torch.cuda.stream(self._stream):
             self.launch()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -173,7 +175,7 @@ class Time(NamedTuple):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Interpolated between the two nearest of the sorted values."""
+    """Percentile, linearly interpolated."""
     ordered = sorted(values)
     at = share * (len(ordered) - 1)
     low = int(at)
@@ -186,9 +188,9 @@ def time_of(values: Sequence[float]) -> Time:
 
 
 def backward_time(both: Sequence[float], forward: Sequence[float]) -> Time:
-    """Forward and backward less forward: difference of medians, spread of the rounds' differences.
+    """Time of `both` minus `forward`: difference of medians, spread of the rounds' differences.
 
-    Round i of the one is set against round i of the other.
+    Round i of one is paired with round i of the other.
     """
     differences = [b - f for b, f in zip(both, forward, strict=True)]
     ms = median(both) - median(forward)
@@ -196,85 +198,87 @@ def backward_time(both: Sequence[float], forward: Sequence[float]) -> Time:
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line, without colours."""
+    """An error as one line, without colour codes."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     return f"{type(error).__name__}: {' '.join(text.split())}"[:200]
 
 
 class Key(NamedTuple):
     side: str
-    what: str
+    pass_name: str
     mode: str = "graph"
 
 
 @dataclass
 class Bench:
-    """What every suite is given."""
+    """Options and device of all suites."""
 
     clock: Clock
     rounds: int
     peers: tuple[str, ...] = ()
-    """Of `torch`, `te`, `sonic`: those to compare with."""
+    """Subset of `torch`, `te`, `sonic` to compare with."""
     demanded: bool = False
-    """Peers were named one by one, so one that is missing is an error."""
+    """Peers were named one by one, so a missing one is an error."""
     backend: str = "fused"
     shapes: Mapping[str, Sequence[Shape]] = field(default_factory=dict)
-    """All shapes that each suite will see."""
+    """All shapes of each suite."""
     warm: float = 0.0
-    """Seconds of rounds that do not count, before the others."""
+    """Seconds of warm-up rounds."""
 
     def sides(self, suite: str, shape: Shape) -> "Sides":
         return Sides(self, suite, shape)
 
 
 class Sides:
-    """What is compared on a shape; what cannot run becomes a record with the reason."""
+    """Calls compared on a shape; one that cannot run becomes a record with the reason."""
 
     def __init__(self, bench: Bench, suite: str, shape: Shape) -> None:
         self.bench, self.suite, self.shape = bench, suite, shape
-        self.lost: list[Record] = []
+        self.skipped: list[Record] = []
         self.times: dict[Key, list[float]] = {}
-        self._calls: dict[Key, tuple[Call, Company | None]] = {}
+        self._calls: dict[Key, tuple[Call, BackgroundLoad | None]] = {}
 
     def add(
         self,
         side: str,
-        what: str,
+        pass_name: str,
         call: Call,
         *,
         modes: Sequence[str] = ("graph",),
         ours: bool = True,
-        company: Company | None = None,
+        background_load: BackgroundLoad | None = None,
     ) -> None:
-        """Run a side once, capture it if so wanted, and take part with it.
+        """Run a call once, capture it in mode `graph`, and add it to the timed rounds.
 
         Args:
             modes: `eager`, `graph`.
-            ours: it is a failure if it cannot run; a peer only has to run eagerly.
-            company: what runs beside it.
+            ours: whether a capture that fails is a failure; a peer only has to run eagerly.
+            background_load: work that overlaps it.
         """
         clock = self.bench.clock
         try:
             call()
             clock.wait()
         except Exception as error:
-            self.lose(side, what, modes[0], reason(error), failed=True)
+            self.skip(side, pass_name, modes[0], reason(error), failed=True)
             return
         for mode in modes:
             try:
                 ready = clock.capture(call) if mode == "graph" else call
             except Exception as error:
                 why = f"no capture: {reason(error)}"
-                self.lose(side, what, mode, why, failed=ours)
+                self.skip(side, pass_name, mode, why, failed=ours)
                 continue
-            self._calls[Key(side, what, mode)] = ready, company
+            self._calls[Key(side, pass_name, mode)] = ready, background_load
 
-    def lose(self, side: str, what: str, mode: str, why: str, *, failed: bool) -> None:
-        """Note why there will be no result."""
-        self.lost.append(Record(self.suite, self.shape, side, what, mode, note=why, failed=failed))
+    def skip(self, side: str, pass_name: str, mode: str, why: str, *, failed: bool) -> None:
+        """Record why there will be no result."""
+        self.skipped.append(
+            Record(self.suite, self.shape, side, pass_name, mode, note=why, failed=failed)
+        )
 
     def run(self) -> None:
-        """Measure all sides: milliseconds of each round, in the order of the rounds."""
+        """Time all sides: milliseconds of each round, in the order of the rounds."""
         clock, keys = self.bench.clock, list(self._calls)
         stamps: dict[Key, list[tuple[Any, Any]]] = {key: [] for key in keys}
         for round_ in range(WARM_ROUNDS):
@@ -290,26 +294,28 @@ class Sides:
         self.times = {k: [clock.between(*pair) for pair in v] for k, v in stamps.items()}
 
     def _round(self, number: int) -> list[tuple[Key, tuple[Any, Any]]]:
-        """Begin and end of each side, in an order of the round's own, the same on all ranks: what
-        ran before a side has drawn power, of which it has more or less for that."""
-        clock, keys, found = self.bench.clock, list(self._calls), []
+        """Start and end stamps of each side, in an order drawn per round, the same on all ranks.
+
+        The order varies because the side that ran before has drawn power.
+        """
+        clock, keys, stamps = self.bench.clock, list(self._calls), []
         for key in Random(number).sample(keys, len(keys)):
-            call, company = self._calls[key]
+            call, background_load = self._calls[key]
             clock.flush()
-            if company is not None:
-                company.start()
+            if background_load is not None:
+                background_load.start()
             begin = clock.stamp()
             call()
             end = clock.stamp()
-            if company is not None:
-                company.join(end)
-            found.append((key, (begin, end)))
-        return found
+            if background_load is not None:
+                background_load.join(end)
+            stamps.append((key, (begin, end)))
+        return stamps
 
-    def time(self, side: str, what: str, mode: str = "graph") -> Time | None:
-        """Of a side that took part. `backward` is the difference of `both` and `forward`."""
-        if what != "backward":
-            values = self.times.get(Key(side, what, mode))
+    def time(self, side: str, pass_name: str, mode: str = "graph") -> Time | None:
+        """Time of a side, or None. `backward` is the difference of `both` and `forward`."""
+        if pass_name != "backward":
+            values = self.times.get(Key(side, pass_name, mode))
             return time_of(values) if values else None
         both = self.times.get(Key(side, "both", mode))
         forward = self.times.get(Key(side, "forward", mode))
@@ -318,7 +324,7 @@ class Sides:
     def record(
         self,
         side: str,
-        what: str,
+        pass_name: str,
         mode: str = "graph",
         *,
         flops: float = 0,
@@ -329,14 +335,14 @@ class Sides:
         """The result of a side, or nothing if it has none.
 
         Args:
-            flops: of a run. other: milliseconds to compare with.
-            bars: bar and goal of the ratio.
+            flops: operations of a call. other: milliseconds to compare with.
+            bars: bar and goal of the ratio `other` / time.
         """
-        time = self.time(side, what, mode)
+        time = self.time(side, pass_name, mode)
         if time is None:
             return []
         rate = flops / time.ms * 1e-9 if flops and time.ms > 0 else None
         ratio = None if other is None or time.ms <= 0 else other / time.ms
         bar, goal = bars if bars is not None and ratio is not None else (None, None)
         judged = (rate, ratio, bar, goal, note)
-        return [Record(self.suite, self.shape, side, what, mode, *time, *judged)]
+        return [Record(self.suite, self.shape, side, pass_name, mode, *time, *judged)]

@@ -1,4 +1,4 @@
-"""Suite `mlp`: the expert MLP on sorted rows, against the best that does not fuse.
+"""Suite `mlp`: the expert MLP on sorted rows, against the fastest unfused implementation.
 
 Peers: torch._grouped_mm with a compiled SwiGLU * prob, and Transformer Engine's GroupedLinear with
 the same. Weight gradients are bf16, as the peers'; a further side adds to fp32 buffers instead.
@@ -20,7 +20,7 @@ from phalanx.scripts.bench.shapes import MLP, Shape
 
 MODES = ("eager", "graph")
 TOLERANCE = 0.02
-"""Of results of two bf16 implementations."""
+"""Largest relative error between two bf16 implementations."""
 _OURS, _ADDED = "ours", "ours, fp32 +="
 _PEERS = ("torch", "te")
 
@@ -43,7 +43,7 @@ def swiglu_prob(h: Tensor, prob: Tensor) -> Tensor:
 
 
 def unfused(p: Experts, act: Callable[..., Tensor]) -> tuple[Call, list[Tensor]]:
-    """Forward pass of torch's, with the weights as its GEMM likes them, and its leaves."""
+    """torch's forward pass, weights in the layout its GEMM prefers, and its leaves."""
     ends, prob = p.offsets[1:].clone(), p.prob_S[:, None]
     w1 = p.w1.detach().mT.contiguous().requires_grad_()
     w2 = p.w2.detach().mT.contiguous().requires_grad_()
@@ -57,7 +57,7 @@ def unfused(p: Experts, act: Callable[..., Tensor]) -> tuple[Call, list[Tensor]]
 
 
 def transformer_engine(p: Experts, act: Callable[..., Tensor]) -> tuple[Call, list[Tensor]]:
-    """The same of Transformer Engine, with weights of its own."""
+    """Transformer Engine's forward pass, with weights of its own, and its leaves."""
     import transformer_engine.pytorch as te
 
     options = dict(bias=False, params_dtype=BF16, device=p.device)
@@ -76,8 +76,8 @@ def suite(bench: Bench, shape: Shape) -> list[Record]:
     for leaf in (p.x_SD, p.w1, p.w2):
         leaf.requires_grad_()
     sides = bench.sides("mlp", shape)
-    made = _checked(sides, p) + _measured(sides, p)
-    return [*made, *sides.lost]
+    records = _checked(sides, p) + _measured(sides, p)
+    return [*records, *sides.skipped]
 
 
 def _measured(sides: Sides, p: Experts) -> list[Record]:
@@ -96,41 +96,41 @@ def _measured(sides: Sides, p: Experts) -> list[Record]:
             try:
                 forward, leaves = build(p, act)
             except Exception as why:
-                sides.lose(name, "", "eager", reason(why), failed=bench.demanded)
+                sides.skip(name, "", "eager", reason(why), failed=bench.demanded)
                 continue
             both = with_backward(forward, leaves, p.dy_SD)
             sides.add(name, "forward", forward, modes=MODES, ours=False)
             sides.add(name, "both", both, modes=MODES, ours=False)
     sides.run()
     for key, times in list(sides.times.items()):
-        if key.side == _OURS and key.what == "forward":
+        if key.side == _OURS and key.pass_name == "forward":
             sides.times[key._replace(side=_ADDED)] = times
-    made = []
+    records = []
     for mode in MODES:
-        for what, flops in (("forward", p.forward_flops), ("backward", 2 * p.forward_flops)):
-            made += _compared(sides, what, mode, flops)
-    return made
+        for pass_name, flops in (("forward", p.forward_flops), ("backward", 2 * p.forward_flops)):
+            records += _compared(sides, pass_name, mode, flops)
+    return records
 
 
-def _compared(sides: Sides, what: str, mode: str, flops: float) -> list[Record]:
-    """Results of a pass; ours with the ratio to the best peer."""
-    peers = [sides.time(name, what, mode) for name in _PEERS]
+def _compared(sides: Sides, pass_name: str, mode: str, flops: float) -> list[Record]:
+    """Records of a pass; ours with the ratio to the fastest peer."""
+    peers = [sides.time(name, pass_name, mode) for name in _PEERS]
     best = min((time.ms for time in peers if time is not None), default=None)
-    bars = MLP[sides.shape].of(what) if sides.shape in MLP else None
-    made = sides.record(_OURS, what, mode, flops=flops, other=best, bars=bars)
-    if what == "backward":
-        made += sides.record(_ADDED, what, mode, flops=flops, other=best)
+    bars = MLP[sides.shape].of(pass_name) if sides.shape in MLP else None
+    records = sides.record(_OURS, pass_name, mode, flops=flops, other=best, bars=bars)
+    if pass_name == "backward":
+        records += sides.record(_ADDED, pass_name, mode, flops=flops, other=best)
     for name in _PEERS:
-        made += sides.record(name, what, mode, flops=flops)
-    return made
+        records += sides.record(name, pass_name, mode, flops=flops)
+    return records
 
 
 def _checked(sides: Sides, p: Experts) -> list[Record]:
-    """One comparison of all results with torch's, if it is a peer."""
+    """Compare all results with torch's, if it is a peer."""
     if "torch" not in sides.bench.peers:
         return []
     forward, leaves = unfused(p, swiglu_prob)
-    ours_forward, found = ours(p, sides.bench.backend), []
+    ours_forward, errors = ours(p, sides.bench.backend), []
     pairs = [(ours_forward(), forward())]
     pairs += zip(
         torch.autograd.grad(pairs[0][0], [p.x_SD, p.w1, p.w2], p.dy_SD),
@@ -138,14 +138,14 @@ def _checked(sides: Sides, p: Experts) -> list[Record]:
         strict=True,
     )
     for name, (a, b) in zip(("y", "dx", "dw1", "dw2"), pairs, strict=True):
-        found.append((name, error(a.detach(), b.detach().mT if name[:2] == "dw" else b.detach())))
-    return [verdict(sides, "check", found)]
+        errors.append((name, error(a.detach(), b.detach().mT if name[:2] == "dw" else b.detach())))
+    return [verdict(sides, "check", errors)]
 
 
 def verdict(sides: Sides, side: str, errors: list[tuple[str, float]], other: str = "") -> Record:
-    """A record of relative errors; failed if one is too large or no number, or by `other`."""
+    """Record of relative errors; failed if one is too large or NaN, or if `other` says why."""
     wrong = [f"{name} above {TOLERANCE}" for name, value in errors if not value <= TOLERANCE]
     wrong += [other] if other else []
     note = ", ".join([*(f"{name} {value:.1e}" for name, value in errors), *wrong])
-    at = (sides.suite, sides.shape, side, "relative error", "")
-    return Record(*at, note=note, failed=bool(wrong))
+    head = (sides.suite, sides.shape, side, "relative error", "")
+    return Record(*head, note=note, failed=bool(wrong))

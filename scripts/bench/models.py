@@ -1,7 +1,7 @@
-"""Layers of the exchange benchmark, and what is asked of them on H200s of one host.
+"""Layers of the exchange benchmark, and their targets on H200s of one host.
 
-What is asked becomes a ratio, the asked time over ours: 1 or more is met. It holds for the whole
-layer, on several GPUs, at the tokens it is asked for.
+A target becomes a ratio, target time over ours: 1 or more is met. Targets hold for a whole layer
+on several GPUs, at the number of tokens given here.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from phalanx.scripts.bench.problems import SWIGLU
 from phalanx.scripts.bench.shapes import Shape
 
 GPUS = 8
-"""Of a host, which what is asked below is asked of."""
+"""GPUs of a host; the targets below are for this number."""
 TOKENS = 8192
-"""Of a rank; what is asked below is asked at this number."""
+"""Tokens of a rank; the targets below are for this number."""
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -32,18 +32,18 @@ class Model(NamedTuple):
     asked: Mapping[str, float] = _NOTHING
     """TFLOP/s of a GPU, by pass."""
     shared: int = 0
-    """F of an expert that takes all tokens, if there is one."""
+    """FFN width of the shared expert; 0: none."""
     exposed: bool = False
-    """Also measure which share of its exchanges a layer has to wait for."""
+    """Also measure the share of its exchanges that is not overlapped."""
 
     def shape(self, tokens: int) -> Shape:
         """T, D, F, E, K."""
         return tokens, *self[1:5]
 
-    def flops(self, tokens: int, what: str) -> int:
-        """Of a rank's share of the experts, in `forward` or `backward`."""
+    def flops(self, tokens: int, pass_name: str) -> int:
+        """FLOP of a rank's share of the experts in pass `forward` or `backward`."""
         matrices = 3 if self.activation.gated else 2
-        passes = {"forward": 1, "backward": 2}[what]
+        passes = {"forward": 1, "backward": 2}[pass_name]
         return 2 * matrices * passes * tokens * self.hidden * (self.top_k * self.ffn + self.shared)
 
 
@@ -69,45 +69,45 @@ GPT_OSS = Model(
     asked={"forward": 520},
 )
 FLASH = Model("FlashDMoE", 2048, 2048, 32, 2, activation=Activation("squared_relu"))
-"""arXiv 2506.04667, figure of latency against tokens; their activation costs as little."""
+"""arXiv 2506.04667, figure of latency against tokens; their activation is as cheap."""
 TINY = Model("tiny", 64, 64, 8, 2, shared=64, exposed=True)
 TINY_BIASED = TINY._replace(name="tiny, biases", ffn=128, biases=True, shared=0, exposed=False)
 TINY_FLASH = FLASH._replace(name="tiny, ungated", hidden=128, ffn=64, experts=8)
 
 FLASH_TOKENS = {4096: 0.6, 8192: 0.95, 16384: 1.7}
-"""Tokens of a rank and the milliseconds that are asked of the forward pass."""
+"""Tokens of a rank and the target milliseconds of the forward pass."""
 WIRE_SMS = (8, 16, 24, 32, 0)
-"""SMs that push; 0 takes all."""
-WIRE_ASKED = {"16 SMs": 330, "16 SMs, beside a GEMM": 300}
-"""GB/s that leave a GPU, of DeepSeek-V3's tokens."""
-PLAN_ASKED = 0.040
+"""SMs that push; 0: all."""
+WIRE_TARGETS = {"16 SMs": 330, "16 SMs, beside a GEMM": 300}
+"""Target GB/s leaving a GPU, with DeepSeek-V3's tokens."""
+PLAN_TARGET = 0.040
 """Milliseconds."""
 PLAN_RANKS = 8
-EXPOSED_ASKED = 0.4
-SCALING_ASKED = 0.90
-"""Time on two ranks over that on all."""
-SKEW_ASKED = 1 / 1.15
-"""Time of the experts alone over that of the layer, all tokens on one rank."""
-CLONES_ASKED = {
+EXPOSED_TARGET = 0.4
+SCALING_TARGET = 0.90
+"""Target of the time on two ranks over that on all."""
+SKEW_TARGET = 1 / 1.15
+"""Target of the experts' time over the layer's, all tokens on one rank."""
+REPLICATION_TARGETS = {
     "balanced": (1 / 1.01, 1.0),
     "Zipf": (1 / 1.12, 1 / 1.05),
     "half to one expert": (1 / 1.35, 1 / 1.15),
     "one rank": (1 / 1.5, 1 / 1.2),
 }
-"""Time of balanced routing without clones over that of a routing with them: asked, and the goal."""
-ROWS_ASKED = (1.7, 1.9)
-"""Time of a dispatch in bf16 over that in FP8: asked, and the goal."""
+"""Target and goal of balanced time without replication over uneven time with it."""
+ROWS_TARGETS = (1.7, 1.9)
+"""Target and goal of a dispatch's time in bf16 over that in FP8."""
 
 Case = tuple[Model, int]
 """A layer and the tokens of a rank."""
 
 
 def cases(suite: str, tokens: int | None, *, tiny: bool) -> list[Case]:
-    """What a suite measures.
+    """Layers and tokens of a suite.
 
     Args:
-        tokens: of a rank, if not those of the suite.
-        tiny: sizes of a CPU.
+        tokens: tokens of a rank, in place of the suite's.
+        tiny: sizes for a CPU.
     """
     if tiny:
         layers = {"layer": (TINY, TINY_BIASED), "flash": (TINY_FLASH,), "scaling": (TINY_FLASH,)}

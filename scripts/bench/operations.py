@@ -1,7 +1,7 @@
 """Suites `margins`, `skew` and `gather`: single kernels, and the expert MLP under uneven routing.
 
-`margins` leaves SMs free, first idle and then really taken by a copy kernel; `skew` gives some
-experts most rows; `gather` compares rows picked by an index with the same rows side by side.
+`margins` leaves SMs free, first idle and then occupied by a copy kernel; `skew` gives some
+experts most rows; `gather` compares rows gathered by an index with contiguous rows.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from phalanx.kernels.sm90.experts.rows import rows
 from phalanx.kernels.sm90.experts.wgrad import wgrad
 from phalanx.kernels.sm90.jit.launch import sms
 from phalanx.scripts.bench import mlp
-from phalanx.scripts.bench.measure import Bench, Company, Sides
+from phalanx.scripts.bench.measure import BackgroundLoad, Bench, Sides
 from phalanx.scripts.bench.problems import (
     BF16,
     SWIGLU,
@@ -37,80 +37,89 @@ from phalanx.scripts.bench.shapes import (
     occupied_bars,
 )
 
-MakeCompany = Callable[[int, float], Company]
+MakeBackgroundLoad = Callable[[int, float], BackgroundLoad]
 _LASTING = 2.5
-"""Copies last this many times as long as what they accompany takes on the SMs that are left."""
+"""Duration of the copies over that of the kernel on the remaining SMs."""
 
 
 def with_margin(p: Experts) -> dict[str, tuple[Callable[[int], object], float]]:
-    """Each kernel as a function of the SMs that it leaves free, and the operations it performs."""
+    """Each kernel as a function of the SMs that it leaves free, and its FLOP."""
     device, sizes = p.device, (p.offsets, SWIGLU)
     h, a = (random(p.S, width, device=device) for width in (2 * p.F, p.F))
     y, dw1 = torch.empty_like(p.x_SD), torch.empty_like(p.w1)
-    one = 2 * p.S * p.D * p.F
+    flops_FD = 2 * p.S * p.D * p.F
     return {
-        "rows": (lambda m: rows(a, p.w2, p.offsets, out_SN=y, sm_margin=m), one),
-        "fc1_act": (lambda m: fc1_act(p.x_SD, p.w1, *sizes, prob_S=p.prob_S, sm_margin=m), 2 * one),
+        "rows": (lambda m: rows(a, p.w2, p.offsets, out_SN=y, sm_margin=m), flops_FD),
+        "fc1_act": (
+            lambda m: fc1_act(p.x_SD, p.w1, *sizes, prob_S=p.prob_S, sm_margin=m),
+            2 * flops_FD,
+        ),
         "fc2_dgrad_dact": (
             lambda m: fc2_dgrad_dact(p.dy_SD, p.w2, h, *sizes, prob_S=p.prob_S, sm_margin=m),
-            one,
+            flops_FD,
         ),
         "wgrad": (
             lambda m: wgrad(h, p.x_SD, p.offsets, out_LOI=dw1, order_L=p.order_L, sm_margin=m),
-            2 * one,
+            2 * flops_FD,
         ),
     }
 
 
-def copying(programs: int, ms: float) -> Company:
-    from phalanx.scripts.bench.company import Copying
+def copying(programs: int, ms: float) -> BackgroundLoad:
+    from phalanx.scripts.bench.background_load import Copying
 
     return Copying(programs, ms)
 
 
-def margins(bench: Bench, shape: Shape, company: MakeCompany = copying) -> list[Record]:
+def margins(
+    bench: Bench, shape: Shape, background_load: MakeBackgroundLoad = copying
+) -> list[Record]:
     p = experts(shape, dirichlet(shape[0], shape[3]), bench.clock.device)
-    made: list[Record] = []
+    records: list[Record] = []
     for name, (call, flops) in with_margin(p).items():
         sides = bench.sides("margins", shape)
-        made += _free(sides, name, call, flops)
-        made += _occupied(sides, name, call, flops, company)
-        made += sides.lost
+        records += _free(sides, name, call, flops)
+        records += _occupied(sides, name, call, flops, background_load)
+        records += sides.skipped
         bench.clock.free()
-    return made
+    return records
 
 
 def _free(sides: Sides, name: str, call: Callable[[int], object], flops: float) -> list[Record]:
     for m in MARGINS:
         sides.add(f"{m} free", name, lambda m=m: call(m))
     sides.run()
-    full, total, made = sides.time("0 free", name), sms(sides.bench.clock.device), []
+    full, total, records = sides.time("0 free", name), sms(sides.bench.clock.device), []
     for m in MARGINS:
         bars = (margin_bar(m, total), None) if m and full else None
         other = full.ms if m and full else None
-        made += sides.record(f"{m} free", name, flops=flops, other=other, bars=bars)
-    return made
+        records += sides.record(f"{m} free", name, flops=flops, other=other, bars=bars)
+    return records
 
 
 def _occupied(
-    free: Sides, name: str, call: Callable[[int], object], flops: float, company: MakeCompany
+    free: Sides,
+    name: str,
+    call: Callable[[int], object],
+    flops: float,
+    background_load: MakeBackgroundLoad,
 ) -> list[Record]:
-    """With copies on the margin's SMs. The full rate is measured anew, round by round with them."""
+    """Time kernels with copies on the margin's SMs, interleaved with the full rate."""
     bench, total = free.bench, sms(free.bench.clock.device)
     sides = bench.sides("margins", free.shape)
     full = free.time("0 free", name)
     if full is None:
         return []
-    beside: dict[int, Company] = {}
+    loads: dict[int, BackgroundLoad] = {}
     sides.add("0 occupied", name, lambda: call(0))
     for m in MARGINS[1:]:
-        beside[m] = company(m, _LASTING * full.ms * total / (total - m) + 0.2)
-        sides.add(f"{m} occupied", name, lambda m=m: call(m), company=beside[m])
+        loads[m] = background_load(m, _LASTING * full.ms * total / (total - m) + 0.2)
+        sides.add(f"{m} occupied", name, lambda m=m: call(m), background_load=loads[m])
     sides.run()
-    alone, made = sides.time("0 occupied", name), []
-    for m, copies in beside.items():
+    alone, records = sides.time("0 occupied", name), []
+    for m, copies in loads.items():
         lead = copies.shortest_lead()
-        found = sides.record(
+        results = sides.record(
             f"{m} occupied",
             name,
             flops=flops,
@@ -119,10 +128,10 @@ def _occupied(
             note=f"copies {copies.gigabytes_per_second:.0f} GB/s, {lead:.2f} ms longer",
         )
         if lead < 0:
-            sides.lose(f"{m} occupied", name, "graph", "the copies ended too early", failed=True)
-            found = []
-        made += found
-    return made + sides.lost
+            sides.skip(f"{m} occupied", name, "graph", "the copies ended too early", failed=True)
+            results = []
+        records += results
+    return records + sides.skipped
 
 
 def skew(bench: Bench, shape: Shape) -> list[Record]:
@@ -139,7 +148,7 @@ def skew(bench: Bench, shape: Shape) -> list[Record]:
     for leaf in (p.x_SD, p.w1, p.w2):
         leaf.requires_grad_()
     routed = {routing: p.routed(counts) for routing, counts in routings.items()}
-    for routing, q in routed.items():  # which live as long as the graphs that read them
+    for routing, q in routed.items():  # `routed` outlives the graphs, which read its tensors
         for dynamic in (True, False):
             side = f"{routing}, {'dynamic' if dynamic else 'static'}"
             forward = mlp.ours(q, bench.backend, dynamic=dynamic)
@@ -147,18 +156,20 @@ def skew(bench: Bench, shape: Shape) -> list[Record]:
             sides.add(side, "forward", forward)
             sides.add(side, "both", both)
     sides.run()
-    made = []
-    for what, flops in (("forward", p.forward_flops), ("backward", 2 * p.forward_flops)):
+    records = []
+    for pass_name, flops in (("forward", p.forward_flops), ("backward", 2 * p.forward_flops)):
         for kind in ("dynamic", "static"):
-            base = sides.time(f"balanced, {kind}", what)
+            base = sides.time(f"balanced, {kind}", pass_name)
             for routing, counts in routings.items():
                 judged = routing == "zipf" and kind == "dynamic"
                 other = None if base is None or routing == "balanced" else base.ms
                 most = f"most rows {max(counts) * L / S:.2f} of the mean"
                 bars = (SKEW_BAR, None) if judged else None
                 side = f"{routing}, {kind}"
-                made += sides.record(side, what, flops=flops, other=other, bars=bars, note=most)
-    return [*made, *sides.lost]
+                records += sides.record(
+                    side, pass_name, flops=flops, other=other, bars=bars, note=most
+                )
+    return [*records, *sides.skipped]
 
 
 def gather(bench: Bench, shape: Shape) -> list[Record]:
@@ -176,29 +187,34 @@ def gather(bench: Bench, shape: Shape) -> list[Record]:
     x, dy = (random(T, D, device=device, scale=0.2) for _ in range(2))
     h, a = (random(S, width, device=device) for width in (2 * F, F))
     dw1, dw2 = (torch.empty_like(w, dtype=BF16) for w in (p.w1, p.w2))
-    one, probs, order = 2 * S * D * F, dict(prob_S=p.prob_S), dict(order_L=p.order_L)
+    flops_FD, probs, order = 2 * S * D * F, dict(prob_S=p.prob_S), dict(order_L=p.order_L)
     cases = {
-        "fc1_act": (2 * one, lambda s, **at: fc1_act(s, p.w1, *ends, **at, **probs), x, p.x_SD),
+        "fc1_act": (
+            2 * flops_FD,
+            lambda s, **at: fc1_act(s, p.w1, *ends, **at, **probs),
+            x,
+            p.x_SD,
+        ),
         "fc2_dgrad_dact": (
-            one,
+            flops_FD,
             lambda s, **at: fc2_dgrad_dact(s, p.w2, h, *ends, **at, **probs),
             dy,
             p.dy_SD,
         ),
         "wgrad of w1": (
-            2 * one,
+            2 * flops_FD,
             lambda s, index_S=None: wgrad(h, s, p.offsets, v_index_S=index_S, out_LOI=dw1, **order),
             x,
             p.x_SD,
         ),
         "wgrad of w2": (
-            one,
+            flops_FD,
             lambda s, index_S=None: wgrad(s, a, p.offsets, d_index_S=index_S, out_LOI=dw2, **order),
             dy,
             p.dy_SD,
         ),
     }
-    sides, made = bench.sides("gather", shape), []
+    sides, records = bench.sides("gather", shape), []
     for name, (_, call, picked, side_by_side) in cases.items():
         sides.add("contiguous", name, lambda c=call, s=side_by_side: c(s))
         sides.add("gathered", name, lambda c=call, s=picked: c(s, index_S=index))
@@ -206,7 +222,7 @@ def gather(bench: Bench, shape: Shape) -> list[Record]:
     for name, (flops, *_) in cases.items():
         base = sides.time("contiguous", name)
         other = None if base is None else base.ms
-        made += sides.record("contiguous", name, flops=flops)
+        records += sides.record("contiguous", name, flops=flops)
         bars = (GATHER_BAR, None)
-        made += sides.record("gathered", name, flops=flops, other=other, bars=bars)
-    return [*made, *sides.lost]
+        records += sides.record("gathered", name, flops=flops, other=other, bars=bars)
+    return [*records, *sides.skipped]

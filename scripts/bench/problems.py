@@ -1,6 +1,6 @@
-"""Random problems: rows per expert, which token an expert row reads, and the operands.
+"""Random problems: rows per expert, the token of each expert row, and the operands.
 
-Legend: S expert rows, N rows that are gathered from, L experts, D hidden, F expert width, H = 2F.
+Legend: S expert rows, N source rows of a gather, L experts, D hidden, F expert width, H = 2F.
 """
 
 from dataclasses import dataclass, replace
@@ -27,21 +27,21 @@ def dirichlet(S: int, L: int, multiple: int = 128) -> list[int]:
 
 
 def drawn(S: int, L: int, exponent: float) -> list[int]:
-    """Rows of experts when each row draws its own, the i-th likeliest with weight i^-exponent."""
+    """Rows of experts if each row draws its expert, the i-th likeliest with weight i^-exponent."""
     g = torch.Generator().manual_seed(0)
     weight = torch.arange(1, L + 1, dtype=torch.float64) ** -exponent
     weight = weight[torch.randperm(L, generator=g)]
-    picked = torch.multinomial(weight, S, replacement=True, generator=g)
-    return torch.bincount(picked, minlength=L).tolist()
+    chosen = torch.multinomial(weight, S, replacement=True, generator=g)
+    return torch.bincount(chosen, minlength=L).tolist()
 
 
 def balanced(S: int, L: int) -> list[int]:
-    """As equal as can be."""
+    """Rows of experts, as equal as possible."""
     return [S // L + (e < S % L) for e in range(L)]
 
 
 def offsets_of(counts: list[int], device: torch.device) -> Tensor:
-    """int32 [L + 1]: first row of each expert, and the end."""
+    """int32 [L + 1]: first row of each expert, and the number of rows."""
     return torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
 
 
@@ -51,14 +51,14 @@ def order_of(counts: list[int], device: torch.device) -> Tensor:
 
 
 def index_of(counts: list[int], N: int, device: torch.device) -> Tensor:
-    """int32 [S]: each expert reads some of the N rows, each once, in their order."""
+    """int32 [S]: distinct ascending source rows of each expert."""
     g = torch.Generator().manual_seed(0)
-    picked = [torch.randperm(N, generator=g)[:count].sort().values for count in counts]
-    return torch.cat(picked).to(device, torch.int32)
+    chosen = [torch.randperm(N, generator=g)[:count].sort().values for count in counts]
+    return torch.cat(chosen).to(device, torch.int32)
 
 
 def random(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:
-    """bf16, normal."""
+    """bf16 tensor of normal values times `scale`."""
     return torch.randn(*shape, dtype=BF16, device=device).mul_(scale)
 
 
@@ -87,9 +87,9 @@ class Experts:
 
     def routed(self, counts: list[int]) -> "Experts":
         """The same operands with other rows per expert."""
-        where = self.device
-        own = dict(offsets=offsets_of(counts, where), order_L=order_of(counts, where))
-        return replace(self, counts=counts, **own)
+        target = self.device
+        routing = dict(offsets=offsets_of(counts, target), order_L=order_of(counts, target))
+        return replace(self, counts=counts, **routing)
 
     @property
     def device(self) -> torch.device:
@@ -115,6 +115,6 @@ def experts(shape: Shape, counts: list[int], device: torch.device) -> Experts:
 
 def error(ours: Tensor, theirs: Tensor) -> float:
     """Norm of the difference over the norm of `theirs`."""
-    exact = theirs.float()
-    difference = ours.float().sub_(exact)
-    return (difference.norm() / exact.norm()).item()
+    reference = theirs.float()
+    difference = ours.float().sub_(reference)
+    return (difference.norm() / reference.norm()).item()

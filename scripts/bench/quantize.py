@@ -1,9 +1,8 @@
-"""Kernels that quantise, beside a copy that reads and writes as many bytes.
+"""Quantisation kernels, against a copy that reads and writes as many bytes.
 
-Rows and weights become FP8 from bf16, rows of a table are gathered and transposed for weight
-gradients, expert rows in bf16 are quantised transposed, and rows in FP8 become bf16 again. The note
-has the bytes that are moved in a second, with scales and index; of a transpose also those of the
-padding that is written.
+Rows and weights are quantised from bf16 to FP8, FP8 rows are gathered and transposed for weight
+gradients, expert rows in bf16 are quantised transposed, and FP8 rows are dequantised. The note has
+the bytes moved per second, including scales, index and the padding that a transpose writes.
 
 Legend: S rows, C channels, L experts, O and I channels out and in.
 """
@@ -27,23 +26,25 @@ WEIGHTS = {"DeepSeek-V3 W1": (32, 4096, 7168)}
 
 
 def quantizing(bench: Bench, sizes: Sizes) -> Iterator[list[Row]]:
-    """Every kernel on every shape."""
+    """Time every kernel on every shape."""
     device = bench.clock.device
     for model, (S, C, L) in ROWS.items():
-        at = f"{model}, {S} x {C}"
+        label = f"{model}, {S} x {C}"
         x, offsets = drawn(S, C, device=device), torch.tensor([0, *dirichlet(S, L, 1)])
         offsets = offsets.cumsum(0).to(device, torch.int32)
         index = torch.randperm(S, device=device).to(torch.int32)
         q = quantize.quantize_rows(x)
-        yield [_measured(bench, f"quantize rows, {at}", lambda x=x: quantize.quantize_rows(x), [x])]
+        yield [
+            _measured(bench, f"quantize rows, {label}", lambda x=x: quantize.quantize_rows(x), [x])
+        ]
         back = lambda q=q: (quantize.dequantize_rows(q),)  # noqa: E731
-        yield [_measured(bench, f"dequantize rows, {at}", back, [*q])]
+        yield [_measured(bench, f"dequantize rows, {label}", back, [*q])]
         for blocks in ("square", "vector"):
-            given: dict[str, Any] = dict(offsets=offsets, blocks=blocks)
-            turn = lambda q=q, i=index, g=given: quantize.transpose_rows(q, index_S=i, **g)  # noqa: E731
-            yield [_measured(bench, f"transpose rows, {blocks}, {at}", turn, [*q, index])]
-            columns = lambda x=x, g=given: quantize.quantize_columns(x, **g)  # noqa: E731
-            yield [_measured(bench, f"quantize columns, {blocks}, {at}", columns, [x])]
+            options: dict[str, Any] = dict(offsets=offsets, blocks=blocks)
+            transpose = lambda q=q, i=index, g=options: quantize.transpose_rows(q, index_S=i, **g)  # noqa: E731
+            yield [_measured(bench, f"transpose rows, {blocks}, {label}", transpose, [*q, index])]
+            columns = lambda x=x, g=options: quantize.quantize_columns(x, **g)  # noqa: E731
+            yield [_measured(bench, f"quantize columns, {blocks}, {label}", columns, [x])]
         del x, q, index
         bench.clock.free()
     for model, (L, O, I) in WEIGHTS.items():  # noqa: E741
@@ -61,10 +62,10 @@ def _measured(
     moved = sum(t.numel() * t.itemsize for t in (*read, *written))
     del written
     half = torch.empty(moved // 2, dtype=torch.uint8, device=bench.clock.device)
-    other = torch.empty_like(half)
+    target = torch.empty_like(half)
     sides = bench.sides(operation, ())
     sides.add("ours", "all", call)
-    sides.add("copy", "all", lambda: other.copy_(half), ours=False)
+    sides.add("copy", "all", lambda: target.copy_(half), ours=False)
     sides.run()
     ms = both_ms(sides, "copy", "all")
     rates = [f"{moved / m * 1e-9:.3g}" for m in ms if m]

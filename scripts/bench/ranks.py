@@ -1,7 +1,7 @@
-"""Several ranks that measure together, each on its own device, every run begun by all at once.
+"""Ranks that measure together, each on its own device; all start every call at the same time.
 
-A figure is the largest of the ranks' medians. Whatever cannot run on one rank, or gives wrong
-results there, takes part on none: all ranks make the same calls in the same order.
+A time is the largest of the ranks' medians. A call that cannot run on one rank, or gives wrong
+results there, is skipped on all: all ranks make the same calls in the same order.
 """
 
 import gc
@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from phalanx.parallel.dispatcher.exchange import begin_exchanges, missing, release_exchanges
 from phalanx.scripts.bench.measure import (
+    BackgroundLoad,
     Bench,
     Call,
     Clock,
-    Company,
     Gpu,
     Key,
     Sides,
@@ -32,20 +32,20 @@ from phalanx.scripts.bench.records import Record
 from phalanx.scripts.bench.shapes import Shape
 
 _HEAD_START_CYCLES = 200_000
-"""About 0.1 ms in which the host gets ahead of the GPU, or a late launch would be measured."""
+"""About 0.1 ms in which the host gets ahead of the GPU, so that no late launch is timed."""
 
 
 class RankClock(Clock, Protocol):
-    """A `Clock` of ranks that begin every run together."""
+    """A `Clock` of ranks that start every call together."""
 
-    def meet(self) -> None:
-        """Let this rank's stream wait for those of all others."""
+    def align_ranks(self) -> None:
+        """Make this rank's stream wait for those of all other ranks."""
 
 
 class Gpus(Gpu):
-    """The GPU of a rank. Graphs share their memory: nobody reads a result after the next capture.
+    """The GPU of a rank. Graphs share a memory pool: no result is read after the next capture.
 
-    The ranks meet outside of what is measured, and exchanges begin anew there, as in a step.
+    The ranks are aligned outside the timed region, and exchanges restart there, as in a step.
     """
 
     def __init__(self) -> None:
@@ -53,14 +53,16 @@ class Gpus(Gpu):
         self._one = torch.zeros(1, device=self.device)
         self._own_pool()
 
-    def _own_pool(self) -> None:
-        # Other threads, as those of NCCL, may call CUDA meanwhile.
-        self._how = dict(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
-        self._first = torch.cuda.CUDAGraph()  # a pool that all graphs have left is not used again
-        with torch.cuda.graph(self._first, **self._how):
+    def _new_pool(self) -> None:
+        # thread_local: other threads, such as NCCL's, may call CUDA during a capture.
+        self._capture_options = dict(
+            pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"
+        )
+        self._first = torch.cuda.CUDAGraph()  # keeps the pool alive: an empty pool is not reused
+        with torch.cuda.graph(self._first, **self._capture_options):
             self._one.zero_()
 
-    def meet(self) -> None:
+    def align_ranks(self) -> None:
         if dist.get_world_size() > 1:
             dist.all_reduce(self._one)
             begin_exchanges()
@@ -68,12 +70,12 @@ class Gpus(Gpu):
     def flush(self) -> None:
         super().flush()
         torch.cuda._sleep(_HEAD_START_CYCLES)
-        self.meet()
+        self.align_ranks()
 
     def free(self) -> None:
-        gc.collect()  # of graphs first, then of the memory that they exchange in
+        gc.collect()  # graphs before the exchange memory that they use
         torch.cuda.synchronize()
-        dist.barrier()  # no rank still writes to this one
+        dist.barrier()  # no rank still writes to this one's memory
         release_exchanges()
         self._first.reset()
         super().free()
@@ -81,16 +83,16 @@ class Gpus(Gpu):
 
 
 class Cpus:
-    """The same on CPUs, to try the program: eager calls, no cache to flush."""
+    """The same on CPUs, to try the benchmark: eager calls, no cache to flush."""
 
     device = torch.device("cpu")
 
-    def meet(self) -> None:
+    def align_ranks(self) -> None:
         if dist.get_world_size() > 1:
             dist.barrier()
 
     def flush(self) -> None:
-        self.meet()
+        self.align_ranks()
 
     def stamp(self) -> float:
         return time.perf_counter()
@@ -109,7 +111,7 @@ class Cpus:
 
 @dataclass
 class RankBench(Bench):
-    """What every suite is given on a rank."""
+    """Options and device of all suites on a rank."""
 
     clock: RankClock
     transports: tuple[str, ...] = ()
@@ -119,7 +121,7 @@ class RankBench(Bench):
 
     @property
     def mode(self) -> str:
-        """How everything is measured: CUDA graphs, where there are any."""
+        """Mode of all timed calls: CUDA graphs if there is a GPU."""
         return "graph" if self.clock.device.type == "cuda" else "eager"
 
     @property
@@ -131,13 +133,13 @@ class RankBench(Bench):
         return dist.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
-        """Of all ranks, in their order."""
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, value)
-        return found
+        """Values of all ranks, in rank order."""
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
 
     def agreed(self, why: str) -> str:
-        """Why something cannot be on the first rank that has a reason; empty if none has."""
+        """The first non-empty reason of any rank, with its rank; empty if there is none."""
         notes = self.gather(why)
         return next((f"rank {r}: {note}" for r, note in enumerate(notes) if note), "")
 
@@ -146,7 +148,7 @@ class RankBench(Bench):
 
 
 class RankSides(Sides):
-    """What is compared on a shape by all ranks together."""
+    """Calls compared on a shape by all ranks together."""
 
     bench: RankBench
 
@@ -154,76 +156,76 @@ class RankSides(Sides):
         super().__init__(bench, suite, shape)
         self._of_ranks: list[dict[Key, list[float]]] = []
         self._read: list[Call] = []
-        """Calls whose graphs are replayed: they keep the tensors that those read."""
+        """Calls whose graphs are replayed; they hold the tensors that the graphs read."""
 
     def take(
         self,
         side: str,
-        what: str,
+        pass_name: str,
         call: Callable[[], Any],
         check: Callable[[Any], str] = lambda _: "",
-        company: Company | None = None,
+        background_load: BackgroundLoad | None = None,
     ) -> None:
-        """As `add`, on all ranks or on none; all ranks make this call.
+        """Add a call on all ranks or on none, like `add`; collective.
 
         Args:
-            check: why the result of the captured call is wrong; empty if it is right.
+            check: returns why the result of the captured call is wrong; empty if it is right.
         """
-        kept: list[Any] = []
+        result: list[Any] = []
 
         def call_and_keep() -> None:
-            kept.clear()
-            kept.append(call())
+            result.clear()
+            result.append(call())
 
-        before, mode, clock = len(self.lost), self.bench.mode, self.bench.clock
+        before, mode, clock = len(self.skipped), self.bench.mode, self.bench.clock
         self._read.append(call)
-        clock.meet()
-        # Before captures: ranks that make one meet more often than ranks that cannot.
+        clock.align_ranks()
+        # Agree before captures: a rank that captures aligns more often than one that cannot.
         why = self.bench.agreed(_failure(call_and_keep, clock))
         if not why:
-            clock.meet()
-            self.add(side, what, call_and_keep, modes=(mode,), company=company)
-            clock.meet()  # what others send this rank is here
+            clock.align_ranks()
+            self.add(side, pass_name, call_and_keep, modes=(mode,), background_load=background_load)
+            clock.align_ranks()  # rows sent by other ranks have arrived
             clock.wait()
-            own = self.lost.pop().note if len(self.lost) > before else check(kept[0])
-            why = self.bench.agreed(own)
-        kept.clear()
+            failure = self.skipped.pop().note if len(self.skipped) > before else check(result[0])
+            why = self.bench.agreed(failure)
+        result.clear()
         if why:
-            self._calls.pop(Key(side, what, mode), None)
-            self.lose(side, what, mode, why, failed=True)
+            self._calls.pop(Key(side, pass_name, mode), None)
+            self.skip(side, pass_name, mode, why, failed=True)
 
     def run(self) -> None:
         super().run()
         self._of_ranks = self.bench.gather(self.times)
 
-    def medians(self, side: str, what: str) -> list[Time]:
-        """Of each rank; empty if the side did not take part.
+    def medians(self, side: str, pass_name: str) -> list[Time]:
+        """Time of each rank; empty if the side was skipped.
 
         `<pass> backward` is the difference of `<pass> both` and `<pass>`, `backward` that of `both`
         and `forward`.
         """
-        found = []
+        medians = []
         for times in self._of_ranks:
-            if what.endswith("backward"):
-                both, forward = (times.get(Key(side, w, self.bench.mode)) for w in _pair(what))
+            if pass_name.endswith("backward"):
+                both, forward = (times.get(Key(side, w, self.bench.mode)) for w in _pair(pass_name))
                 if both and forward:
-                    found.append(backward_time(both, forward))
-            elif values := times.get(Key(side, what, self.bench.mode)):
-                found.append(time_of(values))
-        return found
+                    medians.append(backward_time(both, forward))
+            elif values := times.get(Key(side, pass_name, self.bench.mode)):
+                medians.append(time_of(values))
+        return medians
 
-    def time(self, side: str, what: str, mode: str = "") -> Time | None:
-        """Of the slowest rank."""
-        return max(self.medians(side, what), default=None)
+    def time(self, side: str, pass_name: str, mode: str = "") -> Time | None:
+        """Time of the slowest rank."""
+        return max(self.medians(side, pass_name), default=None)
 
-    def record(self, side: str, what: str, mode: str = "", **judged: Any) -> list[Record]:
-        ranks = tuple(round(time.ms, 4) for time in self.medians(side, what))
-        made = super().record(side, what, self.bench.mode, **judged)
-        return [replace(record, ranks=ranks) for record in made]
+    def record(self, side: str, pass_name: str, mode: str = "", **judged: Any) -> list[Record]:
+        ranks = tuple(round(time.ms, 4) for time in self.medians(side, pass_name))
+        records = super().record(side, pass_name, self.bench.mode, **judged)
+        return [replace(record, ranks=ranks) for record in records]
 
 
 def _failure(call: Call, clock: Clock) -> str:
-    """Why a call cannot run; empty if it can."""
+    """The reason why a call cannot run; empty if it can."""
     try:
         call()
         clock.wait()
@@ -233,29 +235,29 @@ def _failure(call: Call, clock: Clock) -> str:
 
 
 def _pair(backward: str) -> tuple[str, str]:
-    """What is measured with the backward pass, and without it."""
-    what = backward.removesuffix("backward").strip()
-    return (f"{what} both", what) if what else ("both", "forward")
+    """Names of the pass with backward and of the one without."""
+    pass_name = backward.removesuffix("backward").strip()
+    return (f"{pass_name} both", pass_name) if pass_name else ("both", "forward")
 
 
 def attempt(bench: RankBench, call: Callable[[], list[Record]], suite: str, shape: Shape) -> Any:
-    """Records of a suite; those of an error if it raises on any rank."""
+    """Records of a suite, and one of the error if it raises on any rank."""
     try:
-        made, why = call(), ""
+        records, why = call(), ""
     except Exception as error:
-        made, why = [], missing() or reason(error)
-        # At once: the others may wait for this one until their time is up.
+        records, why = [], missing() or reason(error)
+        # Printed at once: the other ranks may wait for this one until their timeout.
         print(f"rank {bench.rank}: {suite}: {why}", file=sys.stderr, flush=True)
     if why := bench.agreed(why):
-        made = [*made, Record(suite, shape, "-", "-", "", note=why, failed=True)]
-    return made
+        records = [*records, Record(suite, shape, "-", "-", "", note=why, failed=True)]
+    return records
 
 
-def differing(found: Sequence[Any], expected: Sequence[Any], names: Sequence[str]) -> str:
-    """Which results have not exactly the expected bits; empty if all have."""
+def differing(values: Sequence[Any], expected: Sequence[Any], names: Sequence[str]) -> str:
+    """Name the results that differ in a bit from those expected; empty if none does."""
     wrong = [
         name
-        for name, a, b in zip(names, found, expected, strict=True)
+        for name, a, b in zip(names, values, expected, strict=True)
         if a.shape != b.shape or not torch.equal(a, b)
     ]
     return f"wrong bits in {', '.join(wrong)}" if wrong else ""

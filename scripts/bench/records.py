@@ -18,11 +18,11 @@ class Record:
     suite: str
     shape: tuple[int, ...]
     side: str
-    """Who was measured, or in which condition."""
-    what: str
+    """Implementation or condition that was measured."""
+    pass_name: str
     """Pass or operation."""
     mode: str = "graph"
-    """`graph`: replays of a CUDA graph. `eager`: with the host's part. `host`: that part alone."""
+    """`graph`: replays of a CUDA graph. `eager`: including host time. `host`: host time alone."""
     ms: float | None = None
     """Median; p10 and p90 are the spread of the rounds."""
     p10: float | None = None
@@ -35,13 +35,13 @@ class Record:
     failed: bool = False
     """An error or a wrong result, not a missed bar."""
     gbs: float | None = None
-    """Gigabytes a second that left a GPU."""
+    """Gigabytes per second that left a GPU."""
     ranks: tuple[float, ...] = ()
     """Medians of all ranks that measured together; `ms` is the largest."""
 
     @property
     def met(self) -> bool | None:
-        """Whether the bar was reached; None without one."""
+        """True if the bar was reached; None without a bar."""
         if self.ratio is None or self.bar is None:
             return None
         return self.ratio >= self.bar
@@ -58,12 +58,12 @@ class Record:
 
 
 def to_json(facts: dict[str, Any], records: Iterable[Record]) -> str:
-    """The file's text; what is empty is left out."""
+    """Text of the JSON file; empty fields are left out."""
     lines = []
     for record in records:
         fields = asdict(record) | {"met": record.met}
         fields = {
-            {"what": "pass"}.get(k, k): round(v, _DIGITS[k]) if k in _DIGITS and v else v
+            {"pass_name": "pass"}.get(k, k): round(v, _DIGITS[k]) if k in _DIGITS and v else v
             for k, v in fields.items()
             if v is not None and (v or k not in ("note", "failed", "ranks"))
         }
@@ -73,20 +73,20 @@ def to_json(facts: dict[str, Any], records: Iterable[Record]) -> str:
 
 
 def write(path: Path, facts: dict[str, Any], records: Iterable[Record]) -> None:
-    """Write the JSON file, whole or not at all."""
+    """Write the JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(to_json(facts, records))
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(to_json(facts, records))
+    temporary.replace(path)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
-    """Facts and records of such a file; ValueError if it is something else."""
+    """Facts and records of such a file; ValueError if it is not one."""
     try:
         content = json.loads(path.read_text())
         records = []
         for line in content["records"]:
-            fields = dict(line, shape=tuple(line["shape"]), what=line["pass"])
+            fields = dict(line, shape=tuple(line["shape"]), pass_name=line["pass"])
             fields["ranks"] = tuple(line.get("ranks", ()))
             records.append(Record(**{k: v for k, v in fields.items() if k not in ("pass", "met")}))
         return content["facts"], records
@@ -99,7 +99,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def table(records: Sequence[Record]) -> str:
-    """A block for each suite and shape."""
+    """The printed table: a block for each suite and shape."""
     out = []
     for (suite, shape), group in groupby(records, key=lambda r: (r.suite, r.shape)):
         out.append(f"\n{suite} {shape_text(shape)}".rstrip())
@@ -118,19 +118,19 @@ def _line(r: Record) -> str:
     times = "".join(cell(value, 9, 4) for value in (r.ms, r.p10, r.p90))
     rates = cell(r.tflops, 9, 1) + "".join(cell(value, 8, 3) for value in (r.ratio, r.bar, r.goal))
     rate = "" if r.gbs is None else f"{r.gbs:.0f} GB/s"
-    said = "  ".join(part for part in (r.verdict, rate, r.note) if part)
-    return f"  {r.side:<26}{r.what:<24}{r.mode:<7}{times}{rates}  {said}".rstrip()
+    remarks = "  ".join(part for part in (r.verdict, rate, r.note) if part)
+    return f"  {r.side:<26}{r.pass_name:<24}{r.mode:<7}{times}{rates}  {remarks}".rstrip()
 
 
 def summary(records: Sequence[Record]) -> str:
-    """One line: bars met, bars missed, failures."""
+    """One line with the numbers of bars met, bars missed and failures."""
     judged = [r for r in records if r.met is not None]
     met, failed = sum(r.met is True for r in judged), sum(r.failed for r in records)
     return f"{met} of {len(judged)} bars met, {len(judged) - met} missed, {failed} failures"
 
 
 def plot(path: Path, records: Sequence[Record], facts: dict[str, Any]) -> str:
-    """Draw every ratio that has a bar, under the device of `facts`; why not, or an empty string."""
+    """Draw every ratio that has a bar; returns why nothing was drawn, or an empty string."""
     judged = [r for r in records if r.met is not None and r.ratio is not None]
     if not judged:
         return "nothing to plot: no result has a bar"
@@ -143,17 +143,17 @@ def plot(path: Path, records: Sequence[Record], facts: dict[str, Any]) -> str:
 
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.24 * len(judged)))
     labels = [
-        f"{r.suite} {shape_text(r.shape)} {r.what} {r.side} {r.mode}".replace(" graph", "")
+        f"{r.suite} {shape_text(r.shape)} {r.pass_name} {r.side} {r.mode}".replace(" graph", "")
         for r in judged
     ]
-    at = range(len(judged))
+    positions = range(len(judged))
     colours = ["tab:green" if r.met else "tab:red" for r in judged]
-    axes.barh(at, [r.ratio for r in judged], color=colours, height=0.7)
+    axes.barh(positions, [r.ratio for r in judged], color=colours, height=0.7)
     for marks, colour, name in ((True, "black", "must"), (False, "tab:blue", "goal")):
         values = [(i, r.bar if marks else r.goal) for i, r in enumerate(judged)]
         xs = [(i, v) for i, v in values if v is not None]
         axes.scatter([v for _, v in xs], [i for i, _ in xs], marker="|", s=90, c=colour, label=name)
-    axes.set_yticks(list(at), labels, fontsize=6)
+    axes.set_yticks(list(positions), labels, fontsize=6)
     axes.invert_yaxis()
     axes.axvline(1.0, color="grey", linewidth=0.5)
     axes.set_xlabel("time of the other side / our time")

@@ -1,6 +1,6 @@
-"""The shapes of each suite, and the ratios that must be reached and should be.
+"""Shapes of each suite, and the ratios that must be reached (bar) and should be (goal).
 
-A ratio is the time of the best peer, or of the undisturbed case, over ours: above 1 is faster.
+A ratio is the time of the fastest peer, or of the undisturbed case, over ours: above 1 is faster.
 """
 
 from typing import NamedTuple
@@ -9,15 +9,15 @@ Shape = tuple[int, ...]
 
 
 class Bars(NamedTuple):
-    """What must be reached and what is the goal, each forward and backward."""
+    """Bars that must be reached, and goals, each forward and backward."""
 
     must: tuple[float, float]
     goal: tuple[float, float]
 
-    def of(self, what: str) -> tuple[float, float]:
+    def of(self, pass_name: str) -> tuple[float, float]:
         """Bar and goal of a pass."""
-        at = ("forward", "backward").index(what)
-        return self.must[at], self.goal[at]
+        position = ("forward", "backward").index(pass_name)
+        return self.must[position], self.goal[position]
 
 
 MLP = {
@@ -26,7 +26,7 @@ MLP = {
     (32768, 2880, 2880, 32): Bars((1.20, 1.30), (1.3, 1.6)),
     (65536, 2048, 768, 16): Bars((1.20, 1.25), (1.3, 1.6)),
 }
-"""Expert rows, hidden, expert width, experts: against the best unfused MLP."""
+"""Expert rows, hidden, expert width, experts: against the fastest unfused MLP."""
 LAYER = {
     (24576, 1536, 256, 128, 8): Bars((1.05, 1.05), (1.20, 1.15)),
     (32768, 4096, 256, 256, 16): Bars((1.03, 1.03), (1.12, 1.10)),
@@ -40,9 +40,9 @@ FP8 = {
     tuple(MLP)[1]: Bars((1.33, 1.30), (1.55, 1.55)),
     tuple(MLP)[3]: Bars((1.15, 1.10), (1.35, 1.30)),
 }
-"""The expert MLP in FP8 against bf16 beside it."""
+"""The expert MLP in FP8 against bf16 in the same rounds."""
 FP8_TE = dict(zip(MLP, ((1.30, 1.45), (1.50, 1.70), (2.0, 2.3), (2.5, 2.9)), strict=True))
-"""Bar and goal of both passes of it against Transformer Engine's."""
+"""Bar and goal of both passes of the FP8 MLP against Transformer Engine's."""
 FP8_GEMMS = {
     shape: dict.fromkeys(("rows of fc2", "rows of the gradient of fc1"), rows)
     | dict.fromkeys(("wgrad of w1", "wgrad of w2"), wgrad)
@@ -52,7 +52,7 @@ FP8_GEMMS = {
         (tuple(MLP)[3], (1.25, 1.40), (1.20, 1.40)),
     )
 }
-"""Bar and goal of its GEMMs, operands quantised beforehand; of weight gradients in `square`
+"""Bar and goal of the FP8 MLP's GEMMs, operands quantised beforehand; weight gradients in `square`
 blocks."""
 MARGINS = (0, 8, 16, 24, 32)
 ZIPF = 0.6
@@ -62,12 +62,12 @@ _FREE, _OCCUPIED = 0.97, 0.93
 
 
 def margin_bar(margin: int, sms: int) -> float:
-    """Share of the full rate that must remain beside `margin` SMs that are left free."""
+    """Share of the full rate that must remain if `margin` SMs are left free."""
     return _FREE * (sms - margin) / sms
 
 
 def occupied_bars(margin: int, sms: int) -> tuple[float, float]:
-    """The same while others work on those SMs: of that share, and as goal of all that is left."""
+    """Bar and goal of the same while other kernels occupy those SMs."""
     return _OCCUPIED * margin_bar(margin, sms), _OCCUPIED * (sms - margin) / sms
 
 
@@ -81,13 +81,13 @@ SUITES: dict[str, tuple[Shape, ...]] = {
     "fp8": tuple(MLP),
     "fp8_gemms": tuple(MLP),
 }
-"""Shapes of each suite, as of `MLP` or `LAYER`."""
+"""Shapes of each suite."""
 SIZES = {
     **dict.fromkeys(("mlp", "margins", "skew", "fp8", "fp8_gemms"), (4,)),
     **dict.fromkeys(("layer", "host"), (5,)),
     "gather": (4, 5),
 }
-"""Numbers in a shape of each suite."""
+"""Number of sizes in a shape of each suite."""
 
 
 def parse(text: str) -> Shape:
@@ -99,10 +99,10 @@ def parse(text: str) -> Shape:
 
 
 def select(suite: str, wanted: list[Shape]) -> tuple[Shape, ...]:
-    """Shapes of a suite that begin with one of `wanted`, and whole ones that it does not list."""
+    """Shapes of a suite that start with one of `wanted`, and complete ones not listed."""
     listed = SUITES[suite]
     if not wanted:
         return listed
-    found = [s for s in listed if any(s[: len(w)] == w for w in wanted)]
+    listed_matches = [s for s in listed if any(s[: len(w)] == w for w in wanted)]
     new = [w for w in wanted if len(w) in SIZES[suite] and w not in listed]
-    return (*found, *new)
+    return (*listed_matches, *new)

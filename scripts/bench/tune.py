@@ -1,7 +1,7 @@
-"""`--tune`: time of every tile of a grouped GEMM, relative to the fastest, into `tiles.json`.
+"""`--tune`: time every tile of a grouped GEMM, relative to the fastest, into `tiles.json`.
 
-Each kind of the table is measured on shapes whose columns all tiles divide. Tiles that a kind does
-not list stay out of it: they do not compile for it, or spill registers.
+Each kind of the table is measured on shapes whose columns all tiles divide. Tiles that an entry
+does not list are not measured: they do not compile for it, or spill registers.
 """
 
 import json
@@ -36,21 +36,21 @@ class Case(NamedTuple):
 DEEP = (Case(32768, 2304, 4608, 16), Case(32768, 1536, 7168, 32))
 SHALLOW = (Case(65536, 2304, 768, 16), Case(65536, 1536, 2048, 16), Case(32768, 3072, 3072, 8))
 CASES = (*SHALLOW, DEEP[0])
-"""Of kinds that do not tell deep from shallow."""
+"""Shapes of kinds that do not distinguish deep from shallow."""
 
 
 def cases_of(kind: str) -> tuple[Case, ...]:
-    """The shapes for an entry of the table."""
+    """Shapes for an entry of the table."""
     if "gathered" not in kind:
         return CASES
     return DEEP if "deep" in kind else SHALLOW
 
 
 def relative(measured: Mapping[str, list[float]]) -> dict[str, float]:
-    """Median over the shapes of each tile's time over the fastest one's, the fastest first.
+    """Median over the shapes of each tile's time relative to the fastest, fastest first.
 
     Args:
-        measured: milliseconds of each tile, of the same shapes in the same order.
+        measured: milliseconds of each tile, for the same shapes in the same order.
     """
     fastest = [min(times) for times in zip(*measured.values(), strict=True)]
     share = {
@@ -62,37 +62,37 @@ def relative(measured: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def to_text(table: Table) -> str:
-    """As the file has it: a line per kind."""
+    """Text of the JSON file, a line per kind."""
     lines = [f"  {json.dumps(kind)}: {json.dumps(entry)}" for kind, entry in table.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def changes(old: Table, new: Table) -> list[str]:
-    """A line for each kind: what was and what is."""
+    """A line for each kind with the old and the new entry."""
     out = []
     for kind, entry in old.items():
-        now = new.get(kind, entry)
-        said = "unchanged" if dict(entry) == dict(now) else f"now {json.dumps(now)}"
-        out.append(f"  {kind:<32} {json.dumps(dict(entry))} {said}")
+        new_entry = new.get(kind, entry)
+        change = "unchanged" if dict(entry) == dict(new_entry) else f"now {json.dumps(new_entry)}"
+        out.append(f"  {kind:<32} {json.dumps(dict(entry))} {change}")
     return out
 
 
 def update(path: Path, new: Table) -> None:
-    """Replace the table, whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(to_text(new))
-    beside.replace(path)
+    """Replace the table atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(to_text(new))
+    temporary.replace(path)
 
 
 def calls(bench: Bench, name: str, case: Case, gather: bool) -> Iterator[tuple[str, Callable]]:
-    """The kernel with each layout of weights that it takes, as functions of the tile's name."""
+    """The kernel with each weight layout that it supports, as functions of the tile's name."""
     S, N, K, L = case
     device, counts = bench.clock.device, dirichlet(S, L)
     offsets, T = offsets_of(counts, device), max(S // 8, *counts)
     index = index_of(counts, T, device) if gather else None
     torch.manual_seed(0)
     a = random(T if gather else S, K, device=device)
-    given = dict(index_S=index, prob_S=torch.rand(S, device=device))
+    args = dict(index_S=index, prob_S=torch.rand(S, device=device))
 
     def loop(tile: str, transposed: bool) -> tiles.Mainloop:
         return tiles.configured(tile, gather=gather, transposed=transposed)
@@ -113,7 +113,7 @@ def calls(bench: Bench, name: str, case: Case, gather: bool) -> Iterator[tuple[s
             w1 = random(L, 2 * N, K, device=device, scale=K**-0.5)
             yield (
                 "",
-                lambda tile: fc1_act(a, w1, offsets, SWIGLU, **given, loop=loop(tile, False)),
+                lambda tile: fc1_act(a, w1, offsets, SWIGLU, **args, loop=loop(tile, False)),
             )
         case "fc2_dgrad_dact":
             w2 = random(L, K, N, device=device, scale=K**-0.5)
@@ -121,33 +121,33 @@ def calls(bench: Bench, name: str, case: Case, gather: bool) -> Iterator[tuple[s
             yield (
                 "",
                 lambda tile: fc2_dgrad_dact(
-                    a, w2, h, offsets, SWIGLU, **given, loop=loop(tile, True)
+                    a, w2, h, offsets, SWIGLU, **args, loop=loop(tile, True)
                 ),
             )
         case _:
-            raise ValueError(f"{tiles.PATH.name} has a kind that nobody measures: {name}")
+            raise ValueError(f"{tiles.PATH.name} has a kind that --tune cannot measure: {name}")
 
 
 def kind(bench: Bench, entry: str) -> tuple[list[Record], dict[str, float]]:
-    """Measure an entry of the table: results and relative times (empty if a tile fails)."""
+    """Measure an entry of the table; returns records and relative times (empty if a tile fails)."""
     name, gather = entry.split(" ")[0], "gathered" in entry
     listed = [tile for tile in tiles.table()[entry] if tile in tiles.TILES]
     measured: dict[str, list[float]] = {tile: [] for tile in listed}
-    made: list[Record] = []
+    records: list[Record] = []
     for case in cases_of(entry):
         for layout, call in calls(bench, name, case, gather):
             sides, flops = bench.sides("tune", case), 2 * case.S * case.N * case.K
-            what = f"{entry} {layout}".strip()
+            pass_name = f"{entry} {layout}".strip()
             for tile in listed:
-                sides.add(tile, what, lambda tile=tile: call(tile))  # noqa: B023
+                sides.add(tile, pass_name, lambda tile=tile: call(tile))  # noqa: B023
             sides.run()
-            made += sides.lost
+            records += sides.skipped
             for tile in listed:
                 scale = 2 if name == "fc1_act" else 1
-                made += sides.record(tile, what, flops=scale * flops)
-                time = sides.time(tile, what)
+                records += sides.record(tile, pass_name, flops=scale * flops)
+                time = sides.time(tile, pass_name)
                 if time is not None:
                     measured[tile].append(time.ms)
         bench.clock.free()
-    whole = len({len(times) for times in measured.values()}) == 1 and all(measured.values())
-    return made, relative(measured) if whole else {}
+    complete = len({len(times) for times in measured.values()}) == 1 and all(measured.values())
+    return records, relative(measured) if complete else {}

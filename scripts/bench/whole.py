@@ -1,6 +1,6 @@
-"""Suites `layer`, `flash`, `scaling` and `skew`: dispatch, experts, combine, with routing given.
+"""Suites `layer`, `flash`, `scaling` and `skew`: dispatch, experts and combine, without a router.
 
-What is measured is what `moe.layer` runs: a transport of `parallel.dispatch` and `moe.experts`.
+They run what `moe.layer` runs: a dispatcher of `parallel.dispatcher` and `moe.experts`.
 Weight gradients are bf16. TFLOP/s count the rows of a rank's share, T * K.
 
 Legend: T tokens of a rank, D hidden, K experts of a token, N received rows, S expert rows.
@@ -21,14 +21,14 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.experts import Experts
 from phalanx.parallel.dispatcher.base import Dispatcher
-from phalanx.scripts.bench.ends import Ends, Inputs, dispatcher, inputs, transports
+from phalanx.scripts.bench.ends import ExchangeEnds, Inputs, dispatcher, inputs, transports
 from phalanx.scripts.bench.models import (
-    EXPOSED_ASKED,
+    EXPOSED_TARGET,
     FLASH,
     FLASH_TOKENS,
     GPUS,
-    SCALING_ASKED,
-    SKEW_ASKED,
+    SCALING_TARGET,
+    SKEW_TARGET,
     TOKENS,
     Model,
 )
@@ -39,13 +39,13 @@ from phalanx.scripts.bench.routing import KINDS, routed, uneven
 
 _W = 0.02
 _COPIES, _SHARE = 5, 0.7
-"""Weights, their gradients in graphs, in the eager call and to compare with (two kinds of routing);
-and the share of the memory that they may take."""
+"""Copies of the weights' size: weights, their gradients in graphs, in the eager call and in the
+references (two kinds of routing); and the share of device memory that they may occupy."""
 ALONE = "experts alone"
 
 
 def fitting(bench: RankBench, model: Model, memory: float) -> Model:
-    """The layer, with half as many experts until their weights and gradients fit in `memory`."""
+    """The layer, its experts halved until their weights and gradients fit in `memory` bytes."""
     matrices = 3 if model.activation.gated else 2
     while True:
         local = model.experts // bench.ranks
@@ -56,9 +56,9 @@ def fitting(bench: RankBench, model: Model, memory: float) -> Model:
 
 
 def fitted(bench: RankBench, model: Model) -> Model:
-    """The same for this device; and on fewer than `GPUS`, the experts of those that are there.
+    """The layer that fits on this device, with the experts of `bench.ranks` of `GPUS` GPUs.
 
-    The GEMMs of a GPU are then those that are asked about. What it sends is less.
+    The GEMMs of a GPU are then those of the targets; it sends fewer rows.
     """
     if bench.clock.device.type != "cuda":
         return model
@@ -70,8 +70,8 @@ def fitted(bench: RankBench, model: Model) -> Model:
 class Layer:
     """The experts of this rank in a group, and passes of the layer over them.
 
-    With `accumulate` gradients of parameters are added to fp32 buffers, not returned; with a recipe
-    experts compute by it, and keep their weights in FP8.
+    With `accumulate`, gradients of parameters are added to fp32 buffers and not returned; with a
+    recipe, experts compute by it and cache their weights in FP8.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Layer:
             params_dtype=BF16,
             perform_initialization=False,
         )
-        how = dict(accumulate=accumulate, recipe=recipe, keep_fp8=recipe is not None)
-        self.spec = MLPSpec(model.activation, bench.backend, **how)
+        options = dict(accumulate=accumulate, recipe=recipe, keep_fp8=recipe is not None)
+        self.spec = MLPSpec(model.activation, bench.backend, **options)
         self.experts = Experts(
             config=config,
             spec=self.spec,
@@ -119,74 +119,74 @@ class Layer:
                 if accumulate:
                     parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
 
-    def beside(self, given: Inputs) -> Tensor:
-        """What the shared expert makes of this rank's tokens."""
+    def beside(self, batch: Inputs) -> Tensor:
+        """Output of the shared expert for this rank's tokens."""
         w1, w2 = self.shared
-        return dense_second(dense_first(given.x_TD, w1, self.spec), w2, self.spec)
+        return dense_second(dense_first(batch.x_TD, w1, self.spec), w2, self.spec)
 
-    def forward(self, transport: Dispatcher, given: Inputs) -> Tensor:
+    def forward(self, transport: Dispatcher, batch: Inputs) -> Tensor:
         if not self.shared:
-            received = transport.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
+            received = transport.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK)
             return transport.combine(self.experts(received), received)
         w1, w2 = self.shared
-        made: list[FirstHalf] = []  # by the first half of the shared expert
+        records: list[FirstHalf] = []  # by the first half of the shared expert
 
         def first() -> None:
-            made.append(dense_first(given.x_TD, w1, self.spec))
+            records.append(dense_first(batch.x_TD, w1, self.spec))
 
-        received = transport.dispatch(given.x_TD, given.idx_TK, given.prob_TK, first)
+        received = transport.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK, first)
         out_ND = self.experts(received)
-        return transport.combine(out_ND, received, lambda: dense_second(*made, w2, self.spec))
+        return transport.combine(out_ND, received, lambda: dense_second(*records, w2, self.spec))
 
-    def both(self, transport: Dispatcher, given: Inputs) -> tuple[Any, ...]:
-        """Gradients of inputs and parameters; None of those that are added to buffers."""
-        leaves = [given.x_TD, given.prob_TK, *self.parameters]
-        out_TD = self.forward(transport, given)
+    def both(self, transport: Dispatcher, batch: Inputs) -> tuple[Any, ...]:
+        """Gradients of inputs and parameters; None for those added to buffers."""
+        leaves = [batch.x_TD, batch.prob_TK, *self.parameters]
+        out_TD = self.forward(transport, batch)
         added = self.spec.accumulate
-        return torch.autograd.grad(out_TD, leaves, given.dout_TD, allow_unused=added)
+        return torch.autograd.grad(out_TD, leaves, batch.dout_TD, allow_unused=added)
 
-    def take_part(
-        self, sides: RankSides, given: Inputs, label: str, *, backward: bool
+    def add_sides(
+        self, sides: RankSides, batch: Inputs, label: str, *, backward: bool
     ) -> list[str]:
-        """Every transport as a side `<transport>, <label>`, compared with `alltoall`; the names."""
-        exact = dispatcher("alltoall", self.bench, self.model, given, self.group)
-        out_TD = self.forward(exact, given).detach()
-        gradients = self.both(exact, given) if backward else ()
-        found = []
-        ready = transports(sides, self.model, given, self.group, label, self.bench.comm_sms)
+        """Add every transport as side `<transport>, <label>`, checked against `alltoall`."""
+        reference = dispatcher("alltoall", self.bench, self.model, batch, self.group)
+        out_TD = self.forward(reference, batch).detach()
+        gradients = self.both(reference, batch) if backward else ()
+        names = []
+        ready = transports(sides, self.model, batch, self.group, label, self.bench.comm_sms)
         for name, transport in ready.items():
             side = f"{name}, {label}"
-            found.append(side)
+            names.append(side)
             sides.take(
                 side,
                 "forward",
-                functools.partial(self.forward, transport, given),
+                functools.partial(self.forward, transport, batch),
                 lambda out: differing([out], [out_TD], ["out"]),
             )
             if backward:
                 sides.take(
                     side,
                     "both",
-                    functools.partial(self.both, transport, given),
+                    functools.partial(self.both, transport, batch),
                     lambda got: differing(got, gradients, self.names),
                 )
-        return found
+        return names
 
-    def alone(self, sides: RankSides, given: Inputs, label: str) -> str:
-        """All experts, on rows that are there already, as a side; its name."""
-        exact = dispatcher("alltoall", self.bench, self.model, given, self.group)
+    def alone(self, sides: RankSides, batch: Inputs, label: str) -> str:
+        """Add the experts alone, on rows received beforehand, as a side; return its name."""
+        reference = dispatcher("alltoall", self.bench, self.model, batch, self.group)
         with torch.no_grad():
-            received = exact.dispatch(given.x_TD, given.idx_TK, given.prob_TK)
+            received = reference.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK)
         plan = received.plan
         prob_S = plan.row_prob_S.clone().requires_grad_()
         rows_ND = received.rows_ND.requires_grad_()
         ready = received._replace(rows_ND=rows_ND, plan=plan._replace(row_prob_S=prob_S))
-        dout = [torch.randn_like(rows_ND), given.dout_TD][: 2 if self.shared else 1]
-        leaves = [rows_ND, prob_S, given.x_TD, *self.parameters]
+        dout = [torch.randn_like(rows_ND), batch.dout_TD][: 2 if self.shared else 1]
+        leaves = [rows_ND, prob_S, batch.x_TD, *self.parameters]
 
         def forward() -> list[Tensor]:
             out_ND = self.experts(ready)
-            return [out_ND, self.beside(given)] if self.shared else [out_ND]
+            return [out_ND, self.beside(batch)] if self.shared else [out_ND]
 
         def both() -> tuple[Tensor | None, ...]:
             return torch.autograd.grad(forward(), leaves, dout, allow_unused=True)
@@ -196,86 +196,90 @@ class Layer:
         sides.take(side, "both", both)
         return side
 
-    def given(self, kind: str, tokens: int) -> Inputs:
+    def batch(self, kind: str, tokens: int) -> Inputs:
         """Inputs of a kind of routing, for this rank of the layer's group."""
-        m, where = self.model, dict(rank=self.group.rank(), device=self.bench.clock.device)
-        return inputs(self.bench, m, routed(kind, tokens, m.experts, m.top_k, **where))
+        m, rank_device = self.model, dict(rank=self.group.rank(), device=self.bench.clock.device)
+        return inputs(self.bench, m, routed(kind, tokens, m.experts, m.top_k, **rank_device))
 
 
 def layer(bench: RankBench, model: Model, tokens: int) -> list[Record]:
-    whole, shape = fitted(bench, model), model.shape(tokens)
-    sides, taking, ends = bench.sides("layer", shape), [], []
-    problem = Layer(bench, whole, dist.group.WORLD)
+    fitted_model, shape = fitted(bench, model), model.shape(tokens)
+    sides, timed_sides, ends = bench.sides("layer", shape), [], []
+    problem = Layer(bench, fitted_model, dist.group.WORLD)
     for kind in KINDS:
-        given = problem.given(kind, tokens)
-        taking += problem.take_part(sides, given, kind, backward=True)
+        batch = problem.batch(kind, tokens)
+        timed_sides += problem.add_sides(sides, batch, kind, backward=True)
         if model.exposed and bench.ranks > 1 and kind == KINDS[0]:
-            alone, ends = problem.alone(sides, given, kind), list(taking)
-            two = Ends(sides, whole, given, dist.group.WORLD)
-            for name, transport in transports(sides, whole, given, dist.group.WORLD, kind).items():
-                two.take_part(f"{name}, {kind}", transport, backward=False)
+            alone, ends = problem.alone(sides, batch, kind), list(timed_sides)
+            two = ExchangeEnds(sides, fitted_model, batch, dist.group.WORLD)
+            for name, transport in transports(
+                sides, fitted_model, batch, dist.group.WORLD, kind
+            ).items():
+                two.add_sides(f"{name}, {kind}", transport, backward=False)
     sides.run()
-    fewer = whole.experts < model.experts
-    note = f"{whole.experts} of {model.experts} experts" if fewer else ""
-    lacking = whole.experts * GPUS < model.experts * bench.ranks
-    judged = bench.ranks > 1 and tokens == TOKENS and not lacking
-    made = []
-    for side in taking:
-        for what in ("forward", "backward"):
-            asked = model.asked.get(what) if judged and side.endswith(KINDS[0]) else None
-            made += rate(sides, side, what, model.flops(tokens, what), asked, note)
+    fewer = fitted_model.experts < model.experts
+    note = f"{fitted_model.experts} of {model.experts} experts" if fewer else ""
+    incomplete = fitted_model.experts * GPUS < model.experts * bench.ranks
+    judged = bench.ranks > 1 and tokens == TOKENS and not incomplete
+    records = []
+    for side in timed_sides:
+        for pass_name in ("forward", "backward"):
+            target = model.asked.get(pass_name) if judged and side.endswith(KINDS[0]) else None
+            records += rate(sides, side, pass_name, model.flops(tokens, pass_name), target, note)
     if ends:
-        for what in ("forward", "backward"):
-            made += sides.record(alone, what, flops=model.flops(tokens, what), note=note)
+        for pass_name in ("forward", "backward"):
+            records += sides.record(
+                alone, pass_name, flops=model.flops(tokens, pass_name), note=note
+            )
     for side in ends:
-        made += sides.record(side, "dispatch") + sides.record(side, "combine")
-        made += exposed(sides, side, alone, judged)
-    return made + _once(sides.lost)
+        records += sides.record(side, "dispatch") + sides.record(side, "combine")
+        records += exposed(sides, side, alone, judged)
+    return records + _once(sides.skipped)
 
 
 def rate(
-    sides: RankSides, side: str, what: str, flops: int, asked: float | None, note: str = ""
+    sides: RankSides, side: str, pass_name: str, flops: int, target: float | None, note: str = ""
 ) -> list[Record]:
     """A pass, against the TFLOP/s that are asked of it."""
-    if asked is None:
-        return sides.record(side, what, flops=flops, note=note)
-    note = f"asked {asked:g} TFLOP/s{note and ', '}{note}"
-    judged = dict(other=flops / asked * 1e-9, bars=(1.0, None), note=note)
-    return sides.record(side, what, flops=flops, **judged)
+    if target is None:
+        return sides.record(side, pass_name, flops=flops, note=note)
+    note = f"asked {target:g} TFLOP/s{note and ', '}{note}"
+    judged = dict(other=flops / target * 1e-9, bars=(1.0, None), note=note)
+    return sides.record(side, pass_name, flops=flops, **judged)
 
 
 def exposed(sides: RankSides, side: str, alone: str, judged: bool) -> list[Record]:
     """The part of dispatch and combine that the forward pass of a layer waits for."""
-    whole, experts = sides.time(side, "forward"), sides.time(alone, "forward")
+    fitted_model, experts = sides.time(side, "forward"), sides.time(alone, "forward")
     out, back = sides.time(side, "dispatch"), sides.time(side, "combine")
-    if whole is None or experts is None or out is None or back is None:
+    if fitted_model is None or experts is None or out is None or back is None:
         return []
-    waited = whole.ms - experts.ms
+    waited = fitted_model.ms - experts.ms
     share = waited / (out.ms + back.ms)
     note = f"{share:.2f} of both exchanges"
     at = (sides.suite, sides.shape, side, "exposed", sides.bench.mode, waited)
     if not judged:
         return [Record(*at, note=note)]
-    ratio = EXPOSED_ASKED / max(share, 0.01)
-    note = f"{note}, asked {EXPOSED_ASKED}"
+    ratio = EXPOSED_TARGET / max(share, 0.01)
+    note = f"{note}, asked {EXPOSED_TARGET}"
     return [Record(*at, ratio=ratio, bar=1.0, note=note)]
 
 
 def flash(bench: RankBench, model: Model, tokens: int) -> list[Record]:
-    sides, taking = bench.sides("flash", model.shape(tokens)), []
+    sides, timed_sides = bench.sides("flash", model.shape(tokens)), []
     problem = Layer(bench, model, dist.group.WORLD)
     for kind in KINDS:
-        given = problem.given(kind, tokens)
-        taking += problem.take_part(sides, given, kind, backward=False)
+        batch = problem.batch(kind, tokens)
+        timed_sides += problem.add_sides(sides, batch, kind, backward=False)
     sides.run()
-    made = []
-    for side in taking:
-        asked = FLASH_TOKENS.get(tokens) if model == FLASH and bench.ranks > 1 else None
+    records = []
+    for side in timed_sides:
+        target = FLASH_TOKENS.get(tokens) if model == FLASH and bench.ranks > 1 else None
         judged: dict[str, Any] = {}
-        if asked is not None and side.endswith(KINDS[0]):
-            judged = dict(other=asked, bars=(1.0, None), note=f"asked {asked} ms")
-        made += sides.record(side, "forward", flops=model.flops(tokens, "forward"), **judged)
-    return made + sides.lost
+        if target is not None and side.endswith(KINDS[0]):
+            judged = dict(other=target, bars=(1.0, None), note=f"asked {target} ms")
+        records += sides.record(side, "forward", flops=model.flops(tokens, "forward"), **judged)
+    return records + sides.skipped
 
 
 def scaling(bench: RankBench, model: Model, tokens: int) -> list[Record]:
@@ -284,48 +288,52 @@ def scaling(bench: RankBench, model: Model, tokens: int) -> list[Record]:
         why = f"needs an even number of ranks above 2, not {ranks}"
         return [Record("scaling", shape, "-", "-", bench.mode, note=why)]
     sides, pair = bench.sides("scaling", shape), dist.new_subgroups(2)[0]
-    flops, made = model.flops(tokens, "forward"), []
-    taking: dict[int, list[str]] = {}
+    flops, records = model.flops(tokens, "forward"), []
+    timed_sides: dict[int, list[str]] = {}
     for size, group in ((2, pair), (ranks, dist.group.WORLD)):
         problem = Layer(bench, model, group)
-        taking[size] = []
+        timed_sides[size] = []
         for kind in KINDS:
-            given = problem.given(kind, tokens)
+            batch = problem.batch(kind, tokens)
             label = f"{size} ranks, {kind}"
-            taking[size] += problem.take_part(sides, given, label, backward=False)
+            timed_sides[size] += problem.add_sides(sides, batch, label, backward=False)
     sides.run()
-    for few, many in zip(taking[2], taking[ranks], strict=True):
+    for few, many in zip(timed_sides[2], timed_sides[ranks], strict=True):
         least = sides.time(few, "forward")
-        judged = {} if least is None else dict(other=least.ms, bars=(SCALING_ASKED, None))
-        made += sides.record(few, "forward", flops=flops)
-        made += sides.record(many, "forward", flops=flops, **judged)
-    return made + sides.lost
+        judged = {} if least is None else dict(other=least.ms, bars=(SCALING_TARGET, None))
+        records += sides.record(few, "forward", flops=flops)
+        records += sides.record(many, "forward", flops=flops, **judged)
+    return records + sides.skipped
 
 
 def skew(bench: RankBench, model: Model, tokens: int) -> list[Record]:
-    """All tokens to the first rank, against the time of its experts."""
+    """Time the layer with all tokens on the first rank, against the time of its experts."""
     model = model._replace(shared=0)  # which all ranks share
-    whole, shape = fitted(bench, model), model.shape(tokens)
+    fitted_model, shape = fitted(bench, model), model.shape(tokens)
     if bench.ranks == 1:
         return [Record("skew", shape, "-", "-", bench.mode, note="needs several ranks")]
     sides = bench.sides("skew", shape)
-    problem = Layer(bench, whole, dist.group.WORLD)
-    where = dict(rank=bench.rank, device=bench.clock.device)
-    given = inputs(bench, whole, uneven("one rank", tokens, whole.experts, whole.top_k, **where))
-    taking = problem.take_part(sides, given, "one rank", backward=True)
-    alone = problem.alone(sides, given, "one rank")
+    problem = Layer(bench, fitted_model, dist.group.WORLD)
+    rank_device = dict(rank=bench.rank, device=bench.clock.device)
+    batch = inputs(
+        bench,
+        fitted_model,
+        uneven("one rank", tokens, fitted_model.experts, fitted_model.top_k, **rank_device),
+    )
+    timed_sides = problem.add_sides(sides, batch, "one rank", backward=True)
+    alone = problem.alone(sides, batch, "one rank")
     sides.run()
-    fewer = f"{whole.experts} experts" if whole.experts < model.experts else ""
-    made = []
-    for what in ("forward", "backward"):
-        flops, least = bench.ranks * model.flops(tokens, what), sides.time(alone, what)
-        made += sides.record(alone, what, flops=flops, note=fewer)
-        for side in taking:
-            judged = {} if least is None else dict(other=least.ms, bars=(SKEW_ASKED, None))
-            made += sides.record(side, what, flops=flops, note=fewer, **judged)
-    return made + sides.lost
+    fewer = f"{fitted_model.experts} experts" if fitted_model.experts < model.experts else ""
+    records = []
+    for pass_name in ("forward", "backward"):
+        flops, least = bench.ranks * model.flops(tokens, pass_name), sides.time(alone, pass_name)
+        records += sides.record(alone, pass_name, flops=flops, note=fewer)
+        for side in timed_sides:
+            judged = {} if least is None else dict(other=least.ms, bars=(SKEW_TARGET, None))
+            records += sides.record(side, pass_name, flops=flops, note=fewer, **judged)
+    return records + sides.skipped
 
 
-def _once(lost: Sequence[Record]) -> list[Record]:
-    """Without repetitions, as of a transport that was asked for twice."""
-    return list(dict.fromkeys(lost))
+def _once(skipped: Sequence[Record]) -> list[Record]:
+    """Records without duplicates, as from a transport requested twice."""
+    return list(dict.fromkeys(skipped))

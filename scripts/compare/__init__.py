@@ -1,5 +1,5 @@
 """Parts of `scripts/compare_throughput.py`.
 
-`points` expands a command line, `launch` starts a run and reads what it left, `sweep` does all runs
-and keeps what is done on disk, `results` makes a row of each point, `report` shows the rows.
+`points` expands a command line, `launch` starts a run and reads its results, `sweep` does all runs
+and stores finished ones on disk, `results` computes a row per point, `report` shows the rows.
 """

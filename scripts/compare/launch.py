@@ -1,4 +1,4 @@
-"""One run of a comparison: the command, the process, and what came of it."""
+"""One run of a comparison: command, process and figures."""
 
 import contextlib
 import os
@@ -20,54 +20,58 @@ from phalanx.scripts import timeline
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 COUNTED = 10
-"""Steps at the end of a run that count."""
+"""Steps at the end of a run that are counted."""
 _CAPTURED = 3
 """Steps that a graph needs before it is replayed."""
 _PROFILE = "run.profile"
 GRACE = 45.0
-"""Seconds to end after a signal: torchrun kills its ranks after 30."""
+"""Seconds between SIGTERM and SIGKILL: torchrun kills its ranks after 30."""
 POLL = 1.0
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How the runs of a comparison are started."""
+    """Options that all runs of a comparison are started with."""
 
     nproc: int
-    """Ranks of a node."""
+    """Ranks per node."""
     steps: int
     device: str = "auto"
     nnodes: int = 1
     endpoint: str = "localhost:0"
-    """Where torchrun's agents meet, host:port."""
+    """Rendezvous endpoint of torchrun's agents, host:port."""
     launcher: str = ""
-    """A command with `{command}` in it, or nothing."""
+    """Command that contains `{command}`, or empty."""
     traced: bool = False
-    """Of a step before those that count, a trace tells which part exchanges are waited for."""
+    """Profile a step before the counted ones, for the share of exposed communication."""
 
     @property
     def ranks(self) -> int:
         return self.nproc * self.nnodes
 
-    def overrides(self, given: Sequence[str], folder: Path) -> list[str]:
-        """Those of train.py for the run folder `folder`."""
-        where = str(folder.parent)
-        where = where if re.fullmatch(r"[\w./-]+", where) else f"'{where}'"
-        own = ["run=bench", f"run.steps={self.steps}", "run.log_interval=1"]
-        own += [f"run.device={self.device}"] if self.device != "auto" else []
+    def overrides(self, point_overrides: Sequence[str], folder: Path) -> list[str]:
+        """Overrides of train.py for the run folder `folder`."""
+        runs_folder = str(folder.parent)
+        runs_folder = runs_folder if re.fullmatch(r"[\w./-]+", runs_folder) else f"'{runs_folder}'"
+        own_words = ["run=bench", f"run.steps={self.steps}", "run.log_interval=1"]
+        own_words += [f"run.device={self.device}"] if self.device != "auto" else []
         step = window(self.steps)[0] - 2  # the trace is written during the next one
-        if self.traced and step > _CAPTURED and not any(_PROFILE in word for word in given):
-            own.append(f"{_PROFILE}=[{step},{step}]")
-        return [*given, *own, f"run.dir={where}", f"run.name={folder.name}"]
+        if (
+            self.traced
+            and step > _CAPTURED
+            and not any(_PROFILE in word for word in point_overrides)
+        ):
+            own_words.append(f"{_PROFILE}=[{step},{step}]")
+        return [*point_overrides, *own_words, f"run.dir={runs_folder}", f"run.name={folder.name}"]
 
-    def command(self, given: Sequence[str], folder: Path) -> list[str]:
-        """The words to start."""
+    def command(self, point_overrides: Sequence[str], folder: Path) -> list[str]:
+        """Command line of the run."""
         words = [sys.executable, "-m", "torch.distributed.run"]
         if self.nnodes > 1:
             words += ["--nnodes", str(self.nnodes), "--rdzv-id", folder.name]
         words += ["--nproc-per-node", str(self.nproc)]
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", self.endpoint]
-        words += [os.path.relpath(TRAIN), *self.overrides(given, folder)]
+        words += [os.path.relpath(TRAIN), *self.overrides(point_overrides, folder)]
         if not self.launcher:
             return words
         out: list[str] = []
@@ -78,7 +82,7 @@ class Launch:
 
 
 def window(steps: int) -> range:
-    """Steps that count: the last ten, or the second half of a run that is shorter than twenty."""
+    """Counted steps: the last ten, or the second half of a run of less than twenty."""
     return range(max(steps - COUNTED, steps // 2) + 1, steps + 1)
 
 
@@ -91,17 +95,17 @@ def run(
     lock: int,
     seen: Callable[[int], None],
 ) -> tuple[dict[str, float], str]:
-    """Start `command`, wait, and read what it left. Ends it before anything is raised.
+    """Start `command`, wait for it and read its results. The process has ended before this raises.
 
     Args:
-        command: which makes the run folder `folder`. Its output goes to `folder` with .log.
-        steps: of the run.
-        timeout: seconds after which it is ended.
-        lock: descriptor that the process keeps open as long as it lives.
-        seen: told the newest step, about once a second.
+        command: creates the run folder `folder`; its output goes to `folder` with suffix .log.
+        steps: steps of the run.
+        timeout: seconds after which the run is ended.
+        lock: file descriptor that the process inherits and keeps open.
+        seen: called with the newest step about once a second.
 
     Returns:
-        Figures of the run, as `figures`; or none, and the reason in a line.
+        Figures of the run (see `figures`) and an empty string, or no figures and the reason.
     """
     metrics, log = folder / "metrics.jsonl", folder.with_suffix(".log")
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
@@ -127,39 +131,39 @@ def run(
             return figures(metrics, steps) | traced(folder), ""
         except ValueError as error:
             return {}, str(error)
-    said = f"not done after {timeout:.0f} s (--timeout)" if code is None else ""
-    said = said or reason(log.read_text(encoding="utf-8", errors="replace"), code or 0)
+    problem = f"not done after {timeout:.0f} s (--timeout)" if code is None else ""
+    problem = problem or reason(log.read_text(encoding="utf-8", errors="replace"), code or 0)
     step = reached(metrics)
-    return {}, said + (f"; after step {step}" if step else "") + f"; see {log.name}"
+    return {}, problem + (f"; after step {step}" if step else "") + f"; see {log.name}"
 
 
 def figures(path: Path, steps: int) -> dict[str, float]:
-    """Means over `window(steps)` of a metrics.jsonl, as `moe.report.metrics.steady`.
+    """Means over `window(steps)` of a metrics.jsonl, by `moe.report.metrics.steady`.
 
-    memory is the peak of the run in GiB, loss that of the last step in nats, reruns those inside
+    memory is the peak of the run in GiB, loss that of the last step in nats, reruns those within
     the window.
 
     Raises:
         ValueError: a step is missing, or the loss is not finite.
     """
     records = _steps(path)
-    found = {record["step"]: record for record in records}
+    by_step = {record["step"]: record for record in records}
     counted = window(steps)
-    if any(step not in found for step in counted):
+    if any(step not in by_step for step in counted):
         raise ValueError(f"ended after step {reached(path)} of {steps}")
-    last = [found[step] for step in counted]
+    last = [by_step[step] for step in counted]
     if last[-1]["loss"] is None:
         raise ValueError(f"loss is not finite at step {steps}")
     totals = steady(last)
     del totals["records"]
     totals["memory"] = max(record["memory"] for record in records)
-    before = found.get(counted[0] - 1, {}).get("reruns", 0)
+    before = by_step.get(counted[0] - 1, {}).get("reruns", 0)
     totals["reruns"] = last[-1].get("reruns", 0) - before
     return totals
 
 
 def traced(folder: Path) -> dict[str, float]:
-    """exposed_communication, a share of the step, if the run left a trace of a GPU."""
+    """exposed_communication, a share of the step, if the run wrote a GPU trace."""
     for path in folder.glob("trace_*.json.gz"):
         with contextlib.suppress(ValueError, KeyError, OSError):
             trace = timeline.read(path)
@@ -169,12 +173,12 @@ def traced(folder: Path) -> dict[str, float]:
 
 
 def reached(path: Path) -> int:
-    """Newest step of a metrics.jsonl, 0 without one."""
+    """Newest step of a metrics.jsonl; 0 without one."""
     return max((record["step"] for record in _steps(path)), default=0)
 
 
 _FOLLOWS = "the other ranks are gone"
-# Behind `[rank3]: ` of torch, `12: ` of srun --label, or nothing.
+# Optional prefix: `[rank3]: ` of torch, `12: ` of srun --label.
 _ERROR = re.compile(r"^(?:\S+:\s+)?error: (.+)$", re.MULTILINE)
 _RAISED = re.compile(
     r"^(?:\S+:\s+)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE
@@ -183,9 +187,9 @@ _CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
 
 
 def reason(log: str, code: int) -> str:
-    """Why a run failed, in a line, from its output and the launcher's exit code.
+    """Why a run failed, as one line, from its output and the launcher's exit code.
 
-    Ours come first, as `error: ...`; else what was raised, but not the launcher's own report.
+    Our own lines, `error: ...`, come first; then exceptions, except the launcher's own report.
     """
     errors = [text for text in _ERROR.findall(log) if _FOLLOWS not in text]
     raised = [text for text in _RAISED.findall(log) if "ChildFailedError" not in text]
@@ -196,8 +200,8 @@ def reason(log: str, code: int) -> str:
         return _short((errors or raised)[0])
     ranks = [int(text) for text in _CODE.findall(log)]
     code = ranks[0] if ranks else code
-    who = "a rank" if ranks else "the launcher"
-    return f"{who} was killed by signal {-code}" if code < 0 else f"{who} ended with {code}"
+    culprit = "a rank" if ranks else "the launcher"
+    return f"{culprit} was killed by signal {-code}" if code < 0 else f"{culprit} ended with {code}"
 
 
 def _short(text: str, width: int = 200) -> str:
@@ -212,7 +216,7 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float, tick: Callable[[], None]) -> int | None:
-    """Exit code, None if it still runs after `timeout` seconds."""
+    """Exit code, or None if the process still runs after `timeout` seconds."""
     until = time.monotonic() + timeout
     while (left := until - time.monotonic()) > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -222,7 +226,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, tick: Callable[[], N
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process that still runs to end, and kill what is left of it and its children."""
+    """Terminate a process that still runs; kill it and its children after a grace period."""
     if process.poll() is not None:
         return
     tree = [psutil.Process(process.pid)]
@@ -240,7 +244,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _await_end(tree: Sequence[psutil.Process], seconds: float) -> None:
-    """Wait until all have ended, reaped or not."""
+    """Wait until all processes have ended, reaped or not."""
     until = time.monotonic() + seconds
     while any(map(_alive, tree)) and time.monotonic() < until:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Loss curves of a comparison's points over each other: those of their first repeats."""
+"""Loss curves of a comparison's points in one picture, from their first repeats."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,21 +8,21 @@ from phalanx.scripts.compare.results import Run
 
 
 def show(folders: Sequence[Path], labels: Sequence[str], runs: Sequence[Run], title: str) -> str:
-    """A table of losses, and losses.png two folders above the runs.
+    """Draw losses.png two folders above the runs; return a table of losses.
 
     Labels say what differs between the points, so that the curves need not.
 
     Args:
-        folders: of each point's first run.
-        labels: of the points.
-        runs: those that did not fail are shown.
-        title: of the picture.
+        folders: folder of each point's first run.
+        labels: labels of the points.
+        runs: all runs; failed ones are not shown.
+        title: title of the picture.
     """
-    done = {run.point for run in runs if not run.reason and run.repeat == 0}
-    if not done:
+    finished = {run.point for run in runs if not run.reason and run.repeat == 0}
+    if not finished:
         return "no losses: no point has a result"
     curves: plot_losses.Curves = {}
-    for point in sorted(done):
+    for point in sorted(finished):
         (curve,) = plot_losses.load([folders[point]]).values()
         curves[labels[point]] = curve._replace(facts={})
     path = folders[0].parents[1] / "losses.png"

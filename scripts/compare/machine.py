@@ -1,6 +1,6 @@
-"""What a point cannot be run with on this machine, known before a run starts.
+"""Reasons why a point cannot run on this machine, found before any run starts.
 
-CUDA is not asked, as a context here would take memory from the runs.
+CUDA is not initialized, as a context here would take memory from the runs.
 """
 
 import functools
@@ -14,12 +14,12 @@ from phalanx.moe.training.preflight import preflight
 from phalanx.parallel.megatron.imports import importing_megatron
 
 
-def refuse(cfg: Config, ranks: int, device: str) -> str:
-    """Why a valid configuration does not run here, in lines; empty if nothing is known.
+def unsupported(cfg: Config, ranks: int, device: str) -> str:
+    """Why a valid configuration cannot run here, a line per reason; empty if no reason is known.
 
     Args:
-        cfg: of the point.
-        ranks: of the run.
+        cfg: configuration of the point.
+        ranks: ranks of the run.
         device: `cpu`, or `cuda` or `auto` for this machine's GPUs.
     """
     errors = [*map(str, preflight(cfg).errors)]
@@ -35,26 +35,26 @@ def _kernels(
     """Why kernels that the configuration names cannot run."""
     k = cfg.kernels
     named = {"grouped_mlp": k.backend, "attention": k.attention, "norm": k.norm}
-    if set(named.values()) == {"auto"}:  # which always finds some
+    if set(named.values()) == {"auto"}:  # always resolves
         return
     quiet()
     with importing_megatron():
         from phalanx.moe.model.kernel_facts import facts
-    known = facts(cfg, ranks, device=device, capability=capability)
+    known_facts = facts(cfg, ranks, device=device, capability=capability)
     for op, backend in named.items():
         try:
-            resolve(op, backend, known)
+            resolve(op, backend, known_facts)
         except KernelUnavailable as error:
             yield str(error)
 
 
 @functools.cache
 def gpu_capability() -> tuple[int, int] | None:
-    """CUDA capability of the first GPU; None if there is none that nvidia-smi knows."""
+    """CUDA capability of the first GPU; None if nvidia-smi reports none."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-        major, minor = done.stdout.splitlines()[0].split(".")
+        completed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        major, minor = completed.stdout.splitlines()[0].split(".")
         return int(major), int(minor)
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):
         return None

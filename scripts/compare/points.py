@@ -1,4 +1,4 @@
-"""From a command line with sweeps to the points of a comparison, by Hydra's own grammar."""
+"""Expansion of a command line with sweeps to the points of a comparison, by Hydra's grammar."""
 
 import itertools
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ OWN = {
     "run.eval_interval": "",
     "run.log_interval": "",
 }
-"""Knobs that a comparison sets itself, and what to use instead."""
+"""Knobs that a comparison sets itself, and the option to use instead."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Point:
     """One configuration of a comparison."""
 
     label: str
-    """The overrides in which points differ."""
+    """Overrides in which points differ."""
     overrides: tuple[str, ...]
-    """All that the command line gives it."""
+    """All overrides of the point."""
 
 
 def expand(overrides: Sequence[str]) -> list[Point]:
     """The product of all sweeps, in the order of Hydra's basic sweeper: the last varies fastest.
 
     Args:
-        overrides: with `a,b`, `choice(a,b)`, `range(1,4)` or `glob(*)` as values. What is no
-            override is passed on, for `configs.load` to explain.
+        overrides: words with `a,b`, `choice(a,b)`, `range(1,4)` or `glob(*)` as values. Words that
+            are no overrides are passed on, for `configs.load` to report.
 
     Raises:
         ConfigError: one line per mistake.
@@ -65,9 +65,9 @@ def expand(overrides: Sequence[str]) -> list[Point]:
                 lists.append(values)
                 swept.append(len(values) > 1)
     points = []
-    for chosen in itertools.product(*lists):
-        label = " ".join(text for text, varies in zip(chosen, swept, strict=True) if varies)
-        points.append(Point(label or "as given", chosen))
+    for words in itertools.product(*lists):
+        label = " ".join(text for text, varies in zip(words, swept, strict=True) if varies)
+        points.append(Point(label or "as given", words))
     if len(set(points)) < len(points):
         mistakes.append("two points are the same: leave out the value that is there twice")
     if mistakes:
@@ -76,7 +76,7 @@ def expand(overrides: Sequence[str]) -> list[Point]:
 
 
 def _values(override: Override, text: str) -> list[str]:
-    """The overrides that `text` stands for. ValueError if a comparison cannot take it."""
+    """Overrides that `text` expands to; ValueError if a comparison cannot use it."""
     key = override.get_key_element()
     if text == "run=bench":
         return []

@@ -15,13 +15,13 @@ from phalanx.scripts.pictures import pyplot
 
 
 def heading(facts: dict[str, Any]) -> str:
-    """What was trained on what: `tiny, bf16, sequence 256, batch 32, on 2 x CPU process`."""
-    what, hardware = facts.get("what", ""), facts.get("hardware", "")
-    return f"{what}, on {hardware}" if what and hardware else what or hardware
+    """Title of a comparison: `tiny, bf16, sequence 256, batch 32, on 2 x CPU process`."""
+    summary, hardware = facts.get("what", ""), facts.get("hardware", "")
+    return f"{summary}, on {hardware}" if summary and hardware else summary or hardware
 
 
 def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
-    """Facts, table, and how its numbers were made. Columns that no row fills are left out."""
+    """Facts, table and an explanation of its numbers. Empty columns are left out."""
     steps, unit = facts["steps"], facts["unit"]
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("point", lambda r: r.label),
@@ -59,37 +59,39 @@ def markdown(facts: dict[str, Any], table: Sequence[Row]) -> str:
         for width, text in zip(widths, texts, strict=True)
     ]
     lines.insert(1, f"| {' | '.join(rule)} |")
-    said = [heading(facts)] if heading(facts) else []
-    said += [f"{key} {facts[key]}" for key in ("commit", "date") if facts.get(key)]
-    said += [f"{name} {version}" for name, version in facts.get("versions", {}).items()]
+    remarks = [heading(facts)] if heading(facts) else []
+    remarks += [f"{key} {facts[key]}" for key in ("commit", "date") if facts.get(key)]
+    remarks += [f"{name} {version}" for name, version in facts.get("versions", {}).items()]
     counted = window(steps)
-    how = (
+    explanation = (
         f"Rates are means of steps {counted[0]} to {counted[-1]} of {steps}, then over runs; +- is "
         f"the standard deviation over runs, or over these steps of a run. The loss is that of step "
         f"{steps}; (!) marks one more than {facts['tolerance']:.2%} from the first point's."
     )
     if any(row.load_max is not None for row in table):
-        how += (
+        explanation += (
             " The load max is that of the busiest expert over the mean, in the worst layer; of "
             "ranks that of the busiest rank, on average over layers."
         )
-    return "\n".join([", ".join(said), "", f"    {facts['command']}", "", *lines, "", how])
+    return "\n".join(
+        [", ".join(remarks), "", f"    {facts['command']}", "", *lines, "", explanation]
+    )
 
 
 class Report:
     """Shows the runs of a comparison.
 
     Args:
-        out: folder of the files.
+        out: folder to write to.
         facts: hardware, date, versions, command, steps, tolerance.
-        labels: of the points.
+        labels: labels of the points.
     """
 
     def __init__(self, out: Path, facts: dict[str, Any], labels: Sequence[str]) -> None:
         self._out, self._facts, self._labels = out, redacted(facts), redacted(list(labels))
 
     def write(self, runs: Sequence[Run]) -> str:
-        """Write throughput.md and throughput.json; the text of the first."""
+        """Write throughput.md and throughput.json; return the text of the former."""
         facts, table = self._of(runs)
         content = {"facts": facts, "points": self._labels, "runs": [asdict(run) for run in runs]}
         write(self._out / "throughput.json", content | {"rows": [asdict(row) for row in table]})
@@ -98,7 +100,7 @@ class Report:
         return text
 
     def chart(self, runs: Sequence[Run]) -> str:
-        """Draw throughput.png; a line on it, or on why there is none."""
+        """Draw throughput.png; return a line with its path, or why there is none."""
         path = self._out / "throughput.png"
         return plot(path, *self._of(runs)) or f"{path}, .md and .json beside it"
 
@@ -110,7 +112,7 @@ class Report:
 
 
 def unit_of(*figures: dict[str, float]) -> str:
-    """What a rate is of: a GPU, or a rank without one."""
+    """Unit of a rate: GPU, or rank on a CPU."""
     return "GPU" if any("memory_total" in run for run in figures) else "rank"
 
 
@@ -136,7 +138,7 @@ def _refuse(constant: str) -> float:
 
 
 def plot(path: Path, facts: dict[str, Any], table: Sequence[Row]) -> str:
-    """Draw the rates, first point on top; why not, or an empty string."""
+    """Draw the rates, first point on top; return why nothing was drawn, or an empty string."""
     if not any(row.runs for row in table):
         return "no chart: no point has a result"
     try:
@@ -144,24 +146,24 @@ def plot(path: Path, facts: dict[str, Any], table: Sequence[Row]) -> str:
     except ValueError as error:
         return f"no chart: {error}"
     labels = [_stacked(row.label) for row in table]
-    # A reason is there whole: it says what to set.
+    # Reasons are not shortened: they name the option to set.
     reasons = ["" if row.runs else textwrap.fill("; ".join(row.notes), _WRAP) for row in table]
     lines = [
         1 + max(text.count("\n") for text in pair) for pair in zip(labels, reasons, strict=True)
     ]
     sizes = [max(1.0, 0.4 * n) for n in lines]
-    at = [sum(sizes[:i]) + size / 2 for i, size in enumerate(sizes)]
+    positions = [sum(sizes[:i]) + size / 2 for i, size in enumerate(sizes)]
     figure, axes = pictures.subplots(figsize=(9, 1.4 + 0.45 * sum(sizes)), layout="constrained")
     rates = [row.tokens_per_second_per_gpu or 0.0 for row in table]
     spread = [_spread(row) for row in table]
     colours = ["tab:orange" if row.loss_differs else "tab:blue" for row in table]
-    axes.barh(at, rates, xerr=spread, color=colours, height=0.65, capsize=3)
-    room = 0.01 * max(rates)
-    for y, row, rate, error, reason in zip(at, table, rates, spread, reasons, strict=True):
+    axes.barh(positions, rates, xerr=spread, color=colours, height=0.65, capsize=3)
+    gap = 0.01 * max(rates)
+    for y, row, rate, error, reason in zip(positions, table, rates, spread, reasons, strict=True):
         text = f"{rate:,.0f}" + (f"  x{row.speedup:.2f}" if row.speedup else "")
         text += "  another loss" if row.loss_differs else ""
-        axes.text(rate + error + room, y, reason or text, va="center", fontsize=8)
-    axes.set_yticks(at, labels, fontsize=8)
+        axes.text(rate + error + gap, y, reason or text, va="center", fontsize=8)
+    axes.set_yticks(positions, labels, fontsize=8)
     axes.set_ylim(sum(sizes), 0)
     axes.set_xlim(0, 1.3 * max(map(sum, zip(rates, spread, strict=True))))
     axes.set_xlabel(f"tokens/s/{facts['unit']}{_of_bars(table)}")
@@ -172,24 +174,24 @@ def plot(path: Path, facts: dict[str, Any], table: Sequence[Row]) -> str:
 
 
 _WRAP = 80
-"""Characters of a line of a reason."""
+"""Width of a line of a reason."""
 
 
 def _stacked(label: str) -> str:
-    """The overrides of a point below each other."""
+    """The overrides of a point, one per line."""
     if "=" not in label:
         return label
     return "\n".join(textwrap.fill(word, 40) for word in label.split())
 
 
 def _spread(row: Row) -> float:
-    """Over runs, of a single one over its steps."""
+    """Standard deviation over runs; for a single run, over its steps."""
     over_runs = row.tokens_per_second_per_gpu_sd
     return (row.tokens_per_second_per_gpu_steps_sd or 0.0) if over_runs is None else over_runs
 
 
 def _of_bars(table: Sequence[Row]) -> str:
-    """What the error bars are, where there are any."""
+    """Explanation of the error bars; empty without any."""
     over = []
     if any(row.tokens_per_second_per_gpu_sd is not None for row in table):
         over.append("runs")

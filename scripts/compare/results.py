@@ -1,4 +1,4 @@
-"""Runs of a comparison, and the row that the runs of a point make."""
+"""Runs of a comparison, and the row that summarizes the runs of a point."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Run:
-    """What one run gave."""
+    """Result of one run."""
 
     point: int
     """From 0."""
@@ -16,46 +16,46 @@ class Run:
     figures: dict[str, float]
     """See `launch.figures`; empty for a run that failed."""
     reason: str = ""
-    """Why it failed."""
+    """Why the run failed; empty if it did not."""
     commit: str = "unknown"
-    """Of the tree that ran."""
+    """Commit of the tree that ran."""
     seconds: float = 0.0
-    """Of the run with its start."""
+    """Wall time of the run, including its start."""
 
 
 @dataclass
 class Row:
-    """A point: means over its runs. None where no run says."""
+    """Means over the runs of a point; None for figures that no run has."""
 
     label: str
     runs: int
-    """That succeeded."""
+    """Number of successful runs."""
     tokens_per_second_per_gpu: float | None = None
     tokens_per_second_per_gpu_sd: float | None = None
-    """Standard deviation over runs; None of a single one."""
+    """Standard deviation over runs; None for a single run."""
     tokens_per_second_per_gpu_steps_sd: float | None = None
-    """Standard deviation over the steps that count, within a run."""
+    """Standard deviation over the counted steps of a run."""
     speedup: float | None = None
-    """Over the first point."""
+    """Rate over that of the first point."""
     tflops_per_gpu: float | None = None
     mfu: float | None = None
-    """Of 1."""
+    """Model FLOP utilization, a fraction."""
     memory: float | None = None
-    """GiB, the largest peak."""
+    """Largest peak, GiB."""
     loss: float | None = None
-    """Nats a token at the last step."""
+    """Nats per token at the last step."""
     loss_difference: float | None = None
-    """To the first point."""
+    """Loss minus that of the first point."""
     loss_differs: bool = False
-    """By more than the tolerance."""
+    """True if the loss differs by more than the tolerance."""
     exposed_communication: float | None = None
-    """Share of the step, of 1."""
+    """Exposed share of the step, a fraction."""
     load_max: float | None = None
     """Tokens of the busiest expert over the mean, in the worst layer."""
     rank_load: float | None = None
-    """Choices of the experts of the busiest rank over the mean, on average over layers."""
+    """Expert rows of the busiest rank over the mean, averaged over layers."""
     dead_experts: float | None = None
-    """Experts without a token, over all layers."""
+    """Number of experts without a token, over all layers."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -63,9 +63,9 @@ def rows(labels: Sequence[str], runs: Sequence[Run], tolerance: float) -> list[R
     """A row for each point.
 
     Args:
-        labels: of the points.
-        runs: in any order; a point may have none yet.
-        tolerance: relative difference to the first point's loss from which on a point is flagged.
+        labels: labels of the points.
+        runs: runs in any order; a point may have none yet.
+        tolerance: relative difference to the first point's loss above which a point is flagged.
     """
     out: list[Row] = []
     for number, label in enumerate(labels):
@@ -87,7 +87,7 @@ def rows(labels: Sequence[str], runs: Sequence[Run], tolerance: float) -> list[R
         _compare(row, out[0], tolerance)
         reruns = sum(figures["reruns"] for figures in good)
         if reruns:
-            row.notes.append(f"{reruns:.0f} steps that count ran twice (row budget)")
+            row.notes.append(f"{reruns:.0f} counted steps ran twice (row budget)")
         row.notes += [f"FAILED: {run.reason}" for run in mine if run.reason]
         if not mine:
             row.notes.append("not run yet")
@@ -109,5 +109,5 @@ def _compare(row: Row, first: Row, tolerance: float) -> None:
     row.loss_difference = row.loss - first.loss
     row.loss_differs = abs(row.loss_difference) > tolerance * abs(first.loss)
     if row.loss_differs:
-        what = "faster, but with another loss" if row.speedup > 1 else "another loss"
-        row.notes.append(f"{what}: more than {tolerance:.2%} from the first point's")
+        remark = "faster, but with another loss" if row.speedup > 1 else "another loss"
+        row.notes.append(f"{remark}: more than {tolerance:.2%} from the first point's")

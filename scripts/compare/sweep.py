@@ -1,7 +1,7 @@
-"""All runs of a comparison in turn; what is done is on disk and is not done again.
+"""All runs of a comparison, one after the other; finished runs are on disk and not repeated.
 
-A folder holds one comparison: plan.json says which, `runs/` has for every run its output (.log),
-its result (.json, once it is over) and the folder that train.py made.
+A folder holds one comparison: plan.json identifies it, `runs/` has for every run its output (.log),
+its result (.json, once it has ended) and its run folder.
 """
 
 import fcntl
@@ -34,12 +34,12 @@ class Sweep:
     """The runs of a comparison.
 
     Args:
-        out: its folder.
-        points: in order.
-        repeats: of each.
-        launch: starts them.
-        timeout: seconds of a run.
-        commit: of this tree.
+        out: folder of the comparison.
+        points: points in order.
+        repeats: runs per point.
+        launch: options of the runs.
+        timeout: longest time of a run, seconds.
+        commit: commit of this tree.
     """
 
     def __init__(
@@ -55,23 +55,23 @@ class Sweep:
         self.out, self.points, self._launch = out, points, launch
         self._timeout, self._commit = timeout, commit
         self.turns = [(r, p) for r in range(repeats) for p in range(len(points))]
-        """(repeat, point), the repeats interleaved: a clock that drifts meets all points."""
+        """(repeat, point), repeats interleaved: a drifting clock affects all points."""
         self.runs: list[Run] = []
         self.facts: list[dict[str, Any]] = []
-        """What each point trains, as `scripts.pictures.title` takes it; known after `refuse`."""
+        """Facts of each point for `scripts.pictures.title`; filled by `check`."""
 
     def folder(self, repeat: int, point: int) -> Path:
-        """Of a run."""
+        """Folder of a run."""
         return self.out / "runs" / f"point_{point + 1:02d}_repeat_{repeat + 1}"
 
     def command(self, repeat: int, point: int) -> list[str]:
-        """Of a run."""
+        """Command line of a run."""
         return self._launch.command(self.points[point].overrides, self.folder(repeat, point))
 
-    def refuse(self) -> None:
-        """Raise ConfigError, one line per mistake, for what no point can be run with.
+    def check(self) -> None:
+        """Raise ConfigError, one line per mistake, for mistakes that affect all points.
 
-        What suits some of the points alone is left to the rows of the others.
+        A point that cannot run while others can becomes a row with the reason.
         """
         mistakes: list[str] = []
         misfits: list[str] = []
@@ -101,10 +101,10 @@ class Sweep:
             raise ConfigError("\n".join(dict.fromkeys(mistakes)))
 
     def claim(self, facts: dict[str, Any]) -> None:
-        """Make the folder this comparison's; `facts` come with it.
+        """Create the folder for this comparison, with its plan.
 
         Raises:
-            ValueError: it is another's.
+            ValueError: it holds another comparison.
         """
         plan = {
             "points": [list(point.overrides) for point in self.points],
@@ -114,62 +114,62 @@ class Sweep:
         plan = json.loads(json.dumps(redacted(plan)))
         path = self.out / "plan.json"
         if path.exists():
-            there = json.loads(path.read_text(encoding="utf-8"))
-            if changed := [key for key in plan if there.get(key) != plan[key]]:
+            existing = json.loads(path.read_text(encoding="utf-8"))
+            if changed := [key for key in plan if existing.get(key) != plan[key]]:
                 raise ValueError(
                     f"{self.out} holds another comparison ({', '.join(changed)} changed): choose "
-                    "another folder with --out, or give the command that began it"
+                    "another folder with --out, or give the command that started it"
                 )
         else:
             write(path, plan)
 
-    def go(self, done: Callable[[Run], None]) -> None:
-        """Do what is not done yet. `done` is told of every new run; a failed point is left.
+    def go(self, on_finished: Callable[[Run], None]) -> None:
+        """Do the runs that have no result yet; failed points have no repeats.
 
-        Points that cannot run here are told of before the others take their hours.
+        Points that cannot run here are reported before the others run.
         """
-        self.runs = [run for turn in self.turns if (run := self._known(*turn)) is not None]
+        self.runs = [run for pending in self.turns if (run := self._known(*pending)) is not None]
         (self.out / "runs").mkdir(parents=True, exist_ok=True)
         bar = tqdm(total=len(self.turns), initial=len(self.runs), unit="run", disable=None)
         with lock(self.out / "lock") as descriptor, bar:
             for point in range(len(self.points)):
-                if not any(r.point == point for r in self.runs) and (why := self._misfit(point)):
-                    reason = "; ".join(why.splitlines())
-                    self._keep(Run(point, 0, {}, redacted(reason), self._commit), bar, done)
+                if not any(r.point == point for r in self.runs) and (misfit := self._misfit(point)):
+                    reason = "; ".join(misfit.splitlines())
+                    self._keep(Run(point, 0, {}, redacted(reason), self._commit), bar, on_finished)
             for repeat, point in self.turns:
                 if any((r.repeat, r.point) == (repeat, point) for r in self.runs):
                     continue
                 if not any(r.point == point and r.reason for r in self.runs):
-                    self._keep(self._run(repeat, point, descriptor, bar), bar, done)
+                    self._keep(self._run(repeat, point, descriptor, bar), bar, on_finished)
                 bar.update()
 
-    def _keep(self, made: Run, bar: Any, done: Callable[[Run], None]) -> None:
-        write(self.folder(made.repeat, made.point).with_suffix(".json"), asdict(made))
-        self.runs.append(made)
+    def _keep(self, finished: Run, bar: Any, on_finished: Callable[[Run], None]) -> None:
+        write(self.folder(finished.repeat, finished.point).with_suffix(".json"), asdict(finished))
+        self.runs.append(finished)
         with bar.external_write_mode():
-            done(made)
+            on_finished(finished)
 
     def _overrides(self, repeat: int, point: int) -> list[str]:
         folder = self.folder(repeat, point)
         return self._launch.overrides(self.points[point].overrides, folder)
 
     def _misfit(self, point: int) -> str:
-        """Why a point cannot run on these ranks, or on this machine if they are here; in lines."""
+        """Why a point cannot run on these ranks, or on this machine if ranks run here; in lines."""
         cfg, ranks = load(self._overrides(0, point)), self._launch.ranks
         try:
             validate(cfg, ranks)
         except ConfigError as error:
             return str(error)
-        return "" if self._launch.launcher else machine.refuse(cfg, ranks, self._launch.device)
+        return "" if self._launch.launcher else machine.unsupported(cfg, ranks, self._launch.device)
 
     def _known(self, repeat: int, point: int) -> Run | None:
         path = self.folder(repeat, point).with_suffix(".json")
         return Run(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
     def _run(self, repeat: int, point: int, lock: int, bar: Any) -> Run:
-        steps, began = self._launch.steps, time.monotonic()
+        steps, started = self._launch.steps, time.monotonic()
         folder = self.folder(repeat, point)
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut short
+        shutil.rmtree(folder, ignore_errors=True)  # from an interrupted run
 
         def seen(step: int) -> None:
             bar.set_postfix_str(f"{self.points[point].label}, step {step}/{steps}")
@@ -183,26 +183,26 @@ class Sweep:
             lock=lock,
             seen=seen,
         )
-        seconds = round(time.monotonic() - began, 1)
+        seconds = round(time.monotonic() - started, 1)
         return Run(point, repeat, figures, redacted(reason), self._commit, seconds)
 
 
 def write(path: Path, content: Any) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 @contextmanager
 def lock(path: Path) -> Iterator[int]:
-    """Hold `path`; the value is a descriptor that a process inherits to hold it as well.
+    """Lock `path`; yields a descriptor that child processes inherit to share the lock.
 
-    So neither a second sweep nor a run that a killed sweep left behind shares GPUs with this one.
+    So neither a second sweep nor a leftover run of a killed sweep shares GPUs with this one.
 
     Raises:
-        ValueError: somebody holds it.
+        ValueError: another process holds it.
     """
     with path.open("a") as file:
         try:

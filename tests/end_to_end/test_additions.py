@@ -92,7 +92,7 @@ def tiny(kind: str) -> ModelConfig:
 
 @pytest.mark.parametrize(("kind", "like"), [("reglu", "swiglu"), ("relu", "squared_relu")])
 def test_an_added_activation_is_counted(kind: str, like: str) -> None:
-    """As one with as many matrices is; those with a gate have a third more."""
+    """Like one with as many matrices; those with a gate have half as many again."""
     here, there, other = (tiny(k) for k in (kind, like, "swiglu"))
     assert parameters(here) == parameters(there)
     assert active_parameters(here) == active_parameters(there)
@@ -182,7 +182,7 @@ def test_an_added_transport_obeys_the_rules() -> None:
 
 
 def test_a_dry_run_counts_an_added_transport() -> None:
-    """Its rows on the links, what it keeps, and its buffers; nothing of it in another's."""
+    """Its rows on the links, saved rows and buffers; nothing of it counts for others."""
     base = ("experiment=moonlight_8gpu", "parallel.comm_sms=0")
     names = ("broadcasts", "alltoall")
     ours, theirs = (
@@ -208,7 +208,7 @@ def test_a_dry_run_counts_an_added_transport() -> None:
 
 @pytest.mark.dist
 def test_a_model_trains_with_both(tmp_path: Path) -> None:
-    """A step of two ranks, as with collectives; its start page names the transport."""
+    """A step of two ranks equals one over collectives; the start page names the transport."""
     losses = {}
     for name in ("broadcasts", "alltoall"):
         ranks = run(

@@ -1,7 +1,7 @@
-"""Bad input ends with one line that names the cause and the way out, an exit code, and no debris.
+"""Bad input ends with one line that names the cause and the fix, an exit code, and no files.
 
-`CASES` is the list of what was tried. `python -m tests.end_to_end.test_bad_input` prints a part of
-it, with the answers, as a table.
+`CASES` lists the inputs. `python -m tests.end_to_end.test_bad_input` prints a part of
+them, with the answers, as a table.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "run.steps=2"]
 
 Prepare = Callable[[Path], Any]
-"""Puts the bad input into a folder."""
+"""Writes the bad input to a folder."""
 
 
 class Case(NamedTuple):
@@ -105,7 +105,7 @@ def far_tokens(folder: Path) -> None:
 
 @functools.cache
 def sound() -> tempfile.TemporaryDirectory[str]:
-    """A folder of a run of two steps, which is copied by all who need one."""
+    """Folder of a run of two steps, copied by tests that need one."""
     folder = tempfile.TemporaryDirectory()
     assert answer([*TINY, "data=synthetic", f"run.dir={folder.name}/runs"], {}).code == 0
     return folder
@@ -475,13 +475,13 @@ class Answer(NamedTuple):
 
 
 Ask = Callable[[list[str], dict[str, str], Path | None], Answer]
-"""Arguments, environment, and a folder with YAML files beside ours -> what is answered."""
+"""Arguments, environment, and a folder with further YAML files -> exit code and output."""
 
 
 def answer(args: list[str], env: dict[str, str], folder: Path | None = None) -> Answer:
-    """Of `train.py`, on a rank."""
-    (found,) = run_distributed(_answer, 1, args, env, folder)
-    return found
+    """Exit code and output of `train.py` on a rank."""
+    (actual,) = run_distributed(_answer, 1, args, env, folder)
+    return actual
 
 
 def _answer(args: list[str], env: dict[str, str], folder: Path | None) -> Answer:
@@ -491,7 +491,7 @@ def _answer(args: list[str], env: dict[str, str], folder: Path | None) -> Answer
 
 
 def refusal(args: list[str], env: dict[str, str], folder: Path | None = None) -> Answer:
-    """Of what `train.py` does first, in this process; the code is None if it would go on."""
+    """Exit code and output of `train.py`'s first checks, in this process; None if they pass."""
     return _asked(lambda args: load.from_argv(args) and None, args, env, folder)
 
 
@@ -517,7 +517,7 @@ def _asked(
 
 
 def tried(case: Case, folder: Path, ask: Ask = answer, more: Sequence[str] = ()) -> Answer:
-    """What a case answers, also under more overrides than its own."""
+    """Exit code and output of a case, with further overrides."""
     if case.files is not None:
         case.files(folder)
     args = [arg.format(folder) for arg in (case.args.split(" ") if case.args else [])]
@@ -529,7 +529,7 @@ def tried(case: Case, folder: Path, ask: Ask = answer, more: Sequence[str] = ())
 
 
 def left(folder: Path) -> set[str]:
-    """Files of the run that are left behind."""
+    """Files of the run that remain."""
     return {str(p.relative_to(folder / "runs")) for p in folder.glob("runs/**/*") if p.is_file()}
 
 
@@ -541,7 +541,7 @@ LATE = [
     *["more than the host has", "no GPU", "no GPU for a graph", "kernels that cannot run"],
     *["run folder below a file", "read-only run folder", "long run on test data", "RANK beyond"],
 ]
-"""What the command line alone does not show, beside what is wrong with data and checkpoints."""
+"""Mistakes that the command line alone does not show, and those of data and checkpoints."""
 EARLY = [
     name
     for name in CASES
@@ -552,36 +552,36 @@ EARLY = [
 @pytest.mark.parametrize("name", EARLY)
 def test_a_bad_command_line(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    found = tried(case, tmp_path, refusal)
-    (line,) = found.err.splitlines()
-    assert (found.code, found.out) == (case.code, "")
+    actual = tried(case, tmp_path, refusal)
+    (line,) = actual.err.splitlines()
+    assert (actual.code, actual.out) == (case.code, "")
     assert line.startswith("error: ") and case.cause in line and case.fix in line
     if all(word.partition("=")[0] and "=" in word for word in case.args.split(" ")):
         for words in advised(line):  # which takes the place of what was wrong
-            again = tried(case._replace(files=None), tmp_path, refusal, words)
-            assert case.cause not in again.err and again.code in (None, 2), words
+            repeated = tried(case._replace(files=None), tmp_path, refusal, words)
+            assert case.cause not in repeated.err and repeated.code in (None, 2), words
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", [name for name in CASES if name not in EARLY])
 def test_bad_input(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    found = tried(case, tmp_path)
-    assert found.code == case.code and "Traceback" not in found.err
-    *before, line = found.err.splitlines()
+    actual = tried(case, tmp_path)
+    assert actual.code == case.code and "Traceback" not in actual.err
+    *before, line = actual.err.splitlines()
     assert line.startswith("error: ") and case.cause in line and case.fix in line
     if name.startswith("resume: "):  # what was renamed is told before
-        assert all("Renamed to step_00000002.bad" in told for told in before)
+        assert all("Renamed to step_00000002.bad" in reported for reported in before)
     elif name == "data: token":  # the only one that is not found before the first step
         names = {path.partition("/launches/")[0] for path in left(tmp_path)}
         kept = {"run/config.yaml", "run/console.log", "run", "run/metrics.jsonl"}
         kept.add("run/checkpoints/START.json")
         assert names == kept and line in (tmp_path / "runs/run/console.log").read_text()
     else:
-        assert before == [] and announced(found.out) and left(tmp_path) == set()
+        assert before == [] and announced(actual.out) and left(tmp_path) == set()
 
 
-# Known to the ranks alone: a token in the middle, a checksum, the cache of another host, the GPU.
+# Only the ranks can know: a token in the middle, a checksum, the cache of another host, the GPU.
 UNSEEN = ("data: token", "data: cache", "resume: a flipped bit", "no GPU", "kernels that")
 
 
@@ -596,14 +596,14 @@ UNSEEN = ("data: token", "data: cache", "resume: a flipped bit", "no GPU", "kern
 )
 def test_a_check_tells_it_before_a_launch(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    found = tried(case._replace(args=f"{case.args} --check"), tmp_path)
-    (line,) = found.err.splitlines()
+    actual = tried(case._replace(args=f"{case.args} --check"), tmp_path)
+    (line,) = actual.err.splitlines()
     assert line.startswith("error: ") and case.cause in line and case.fix in line
-    assert found.code == case.code and found.out == ""
+    assert actual.code == case.code and actual.out == ""
     assert not list(tmp_path.glob("runs/**/*.bad"))  # it changes nothing
     for words in advised(line):
-        again = tried(case._replace(files=None), tmp_path, more=[*words, "--check"])
-        assert case.cause not in again.err and again.code in (0, 2, 44), words
+        repeated = tried(case._replace(files=None), tmp_path, more=[*words, "--check"])
+        assert case.cause not in repeated.err and repeated.code in (0, 2, 44), words
 
 
 @pytest.mark.dist
@@ -639,9 +639,9 @@ def train_py(*args: str, ranks: int = 2, rank: int = 0) -> subprocess.CompletedP
 
 @pytest.mark.parametrize("options", [[], ["--check"]])
 def test_exit_code(options: list[str]) -> None:
-    done = train_py(*options, "run.stesp=3")
+    finished = train_py(*options, "run.stesp=3")
     line = "error: run.stesp: no such knob; did you mean run.steps?\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (2, "", line)
 
 
 def test_all_mistakes_are_told_by_one_rank() -> None:
@@ -658,24 +658,24 @@ def test_all_mistakes_are_told_by_one_rank() -> None:
 
 @pytest.mark.parametrize("args", [["run.steps=7"], ["--help"], ["--cfg", "job"]])
 def test_a_check_of_what_is_right_is_silent(args: list[str]) -> None:
-    done = train_py("--check", *args)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    finished = train_py("--check", *args)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
 
 
 # --- the table ------------------------------------------------------------------------------------
 
 
 def table() -> str:
-    """Markdown: what `SHOWN` of the cases answer."""
+    """Markdown table of the answers to the cases `SHOWN`."""
     rows = ["| input | code | answer |", "|---|---|---|"]
     for name in SHOWN:
         with tempfile.TemporaryDirectory() as folder:
-            case, found = CASES[name], tried(CASES[name], Path(folder))
-            line = found.err.splitlines()[-1].removeprefix("error: ").replace(f"{folder}/", "")
+            case, actual = CASES[name], tried(CASES[name], Path(folder))
+            line = actual.err.splitlines()[-1].removeprefix("error: ").replace(f"{folder}/", "")
         env = " ".join(f"{key}={value}" for key, value in case.env)
         given = f"`{env or case.args.format('').replace('/text', 'text')}`"
         what = f"{name.partition(': ')[2]}: {given}" if case.files else given
-        rows.append(f"| {what} | {found.code} | {line.replace('|', '&#124;')} |")
+        rows.append(f"| {what} | {actual.code} | {line.replace('|', '&#124;')} |")
     return "\n".join(rows)
 
 

@@ -1,6 +1,6 @@
 """NaN, Inf and spikes never reach the parameters: runs that stop, skip or roll back.
 
-A number is spoilt on one rank only; every rank must notice before any changes anything.
+A number is corrupted on one rank only; every rank must notice before any rank changes state.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def _state(trainer: Any) -> str:
-    """Digest of all that an update changes: parameters, masters, moments, step, router bias."""
+    """Digest of the state that an update changes: parameters, masters, moments, step, bias."""
     from phalanx.parallel.checkpoint.model_state import parameters_gathered
 
     engine = trainer.job.engine
@@ -60,27 +60,27 @@ def _digest(engine: Any) -> str:
 
 
 class Bad(NamedTuple):
-    """Factor of the loss on one rank in one step; `run.inject` spoils gradients alone."""
+    """Multiply the loss on one rank in one step; `run.inject` corrupts only gradients."""
 
     value: float
     rank: int
 
 
 class Seen(NamedTuple):
-    """Of one step, as this rank began it."""
+    """State of one step on this rank."""
 
     step: int
-    """Steps done after it."""
+    """Step number after it."""
     consumed: int
-    """Samples."""
+    """Samples consumed."""
     before: str
-    """Digest of the state."""
+    """Digest of the state after it."""
     after: str
 
 
 @contextmanager
 def spoilt(rank: int, *, bad: dict[int, Bad]) -> Iterator[list[Seen]]:
-    """The steps that are begun as the n-th are spoilt as `bad[n]` says; what each step did."""
+    """Corrupt the n-th executed step by `bad[n]`; yields what each step did."""
     from phalanx.moe.training import failure, trainer
     from phalanx.moe.training import step as computing
 
@@ -137,26 +137,26 @@ def test_stop(command: list[str], tmp_path: Path, sound: list[Any], bad: Bad) ->
 
 @pytest.mark.dist
 def test_skip(command: list[str], tmp_path: Path, sound: list[Any]) -> None:
-    """Three of six, with a checkpoint between them: the counts go on after a resume."""
+    """Three of six, with a checkpoint in between: the counts continue after a resume."""
     args = [*command, f"run.dir={tmp_path}", "run.bad_steps=skip"]
     more = ["run.steps=4", "run.inject=nan@3:rank0"]
     first = run(2, [*args, *more], partial(spoilt, bad={2: LOSS}))
-    again = run(2, [*args, "run.inject=nan@5:rank1"], partial(spoilt, bad={}))
+    repeated = run(2, [*args, "run.inject=nan@5:rank1"], partial(spoilt, bad={}))
     for rank in (0, 1):
-        assert (first[rank].code, again[rank].code) == (0, 0)
-        seen = first[rank].seen + again[rank].seen
+        assert (first[rank].code, repeated[rank].code) == (0, 0)
+        seen = first[rank].seen + repeated[rank].seen
         assert [(s.step, s.consumed) for s in seen] == [(n, 8 * n) for n in range(1, 7)]
         assert [s.before == s.after for s in seen] == [False, True, True, False, True, False]
     assert first[0].out.count("-- skipped: the ") == 2 and "  skipped 2" in first[0].out
-    found = records(tmp_path / "run")
-    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6]
-    assert [r.get("skipped", 0) for r in found] == [0, 1, 2, 2, 3, 3]
-    assert found[1]["nonfinite"] and "load_max" not in found[1] and "load_max" in found[3]
+    actual = records(tmp_path / "run")
+    assert [r["step"] for r in actual] == [1, 2, 3, 4, 5, 6]
+    assert [r.get("skipped", 0) for r in actual] == [0, 1, 2, 2, 3, 3]
+    assert actual[1]["nonfinite"] and "load_max" not in actual[1] and "load_max" in actual[3]
     lines = first[0].out.splitlines()
     (heading,) = (t for t in lines if t.lstrip().startswith("step  "))
     (row,) = (t for t in lines if t.lstrip().startswith("2/4"))
     assert row.index("  skipped 1") == len(heading)
-    assert exact(found[:1]) == sound[:1]
+    assert exact(actual[:1]) == sound[:1]
 
 
 @pytest.mark.dist
@@ -173,7 +173,7 @@ def test_too_many_skips_end_the_run(command: list[str], tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("async_save", [pytest.param("off", marks=pytest.mark.slow), "on"])
 def test_roll_back(command: list[str], tmp_path: Path, sound: list[Any], async_save: str) -> None:
-    """Step 4 is bad: back to the checkpoint of step 2, on with the samples behind step 4."""
+    """Step 4 is bad: back to the checkpoint of step 2, then on with the samples after step 4."""
     more = [f"run.dir={tmp_path}", "run.save_interval=2", f"run.async_save={async_save}"]
     args = [*command, *more]
     bad = ["run.bad_steps=rollback", "run.inject=nan@4:rank0"]
@@ -188,9 +188,9 @@ def test_roll_back(command: list[str], tmp_path: Path, sound: list[Any], async_s
         assert rank.seen[3].after == rank.seen[1].after != rank.seen[2].after
     assert main.out.count("-- rolled back to ") == 1 and "step_00000002: the gradient" in main.out
     assert main.out.count("  rollbacks 1") == 1
-    found = records(tmp_path / "run")
-    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6] and found[-1]["rollbacks"] == 1
-    assert exact(found[:2]) == sound[:2] and exact(found[2:3]) != sound[2:3]
+    actual = records(tmp_path / "run")
+    assert [r["step"] for r in actual] == [1, 2, 3, 4, 5, 6] and actual[-1]["rollbacks"] == 1
+    assert exact(actual[:2]) == sound[:2] and exact(actual[2:3]) != sound[2:3]
     assert (tmp_path / "run/metrics.jsonl").read_text().count('"step": 3,') == 1
     assert '"step": 3,' in (tmp_path / "run/metrics.superseded.jsonl").read_text()
 
@@ -214,7 +214,7 @@ def test_rollbacks_that_cannot_help_end_the_run(command: list[str], tmp_path: Pa
 
 @contextmanager
 def host_reads(rank: int) -> Iterator[list[list[str]]]:
-    """Names of the calls that bring a value to the host, of each step."""
+    """Names of the calls in each step that copy a value to the host."""
     from phalanx.moe.training.trainer import Trainer
 
     step, names = Trainer._train_step, ("item", "tolist", "__float__", "__int__", "__bool__")
@@ -246,7 +246,7 @@ def host_reads(rank: int) -> Iterator[list[list[str]]]:
 
 @pytest.mark.dist
 def test_one_host_read_a_step(command: list[str], tmp_path: Path) -> None:
-    """It is behind forward, backward and reduction, which a graph may hold, and decides all."""
+    """It follows forward, backward and reduction, which may be in a graph, and decides the step."""
     more = ["run.log_interval=100", "run.bad_steps=skip", "run.skip_spikes=6", "run.steps=3"]
     more += ["parallel.capacity_factor=8"]  # no step is run again
     more += ["kernels=torch"]  # the reference reads counts
@@ -263,7 +263,7 @@ def judge(**knobs: Any) -> Health:
 
 
 def noise(step: int) -> float:
-    """Numbers around 0 whose spread is below 1, the same on every machine."""
+    """Deterministic numbers around 0 with a spread below 1."""
     return (step * 7919 % 101) / 101 - 0.5
 
 
@@ -338,7 +338,7 @@ def spike(rank: int, *, at: int, only: int) -> Iterator[list[Seen]]:
 
 @pytest.mark.dist
 def test_a_spike_on_one_rank_is_skipped_by_all(command: list[str], tmp_path: Path) -> None:
-    """And again by a run that was resumed between the steps it is measured by and the spike."""
+    """Also by a run that was resumed between the window and the spike."""
     more = ["run.steps=9", "run.skip_spikes=6", "run.save_interval=6"]
     more += ["optim.lr=1e-4", "optim.min_lr=0"]
     args = [*command, *more]
@@ -348,10 +348,10 @@ def test_a_spike_on_one_rank_is_skipped_by_all(command: list[str], tmp_path: Pat
         assert [s.before == s.after for s in rank.seen] == [False] * 7 + [True, False]
     assert "skipped: the loss of step 8 is" in straight[0].out and "sigma above" in straight[0].out
     run(2, [*args, f"run.dir={tmp_path / 'b'}", "run.steps=6"], partial(spike, at=0, only=1))
-    again = run(2, [*args, f"run.dir={tmp_path / 'b'}"], partial(spike, at=2, only=1))
-    assert [r.seen[-1].after for r in again] == [r.seen[-1].after for r in straight]
-    found, other = (records(tmp_path / name / "run") for name in "ab")
-    assert exact(found) == exact(other) and other[-1]["skipped"] == 1
+    repeated = run(2, [*args, f"run.dir={tmp_path / 'b'}"], partial(spike, at=2, only=1))
+    assert [r.seen[-1].after for r in repeated] == [r.seen[-1].after for r in straight]
+    actual, other = (records(tmp_path / name / "run") for name in "ab")
+    assert exact(actual) == exact(other) and other[-1]["skipped"] == 1
 
 
 # --- experts --------------------------------------------------------------------------------------
@@ -362,14 +362,16 @@ def balance(load: float = 1.0, idle: tuple[tuple[int, int], ...] = ()) -> Balanc
 
 
 def test_an_expert_that_stays_idle_is_told_once_in_a_while() -> None:
-    watch, told = ExpertWatch(most=8.0, step=0), {}
+    watch, reported = ExpertWatch(most=8.0, step=0), {}
     for step in range(10, 1010, 10):
         brief = ((1, 3),) if step < 90 else ()
         for line in watch.look(balance(idle=((2, 5), *brief)), step):
-            told[step] = line
-    assert list(told) == [PATIENCE, PATIENCE + EVERY]
-    assert told[PATIENCE].startswith("warning: 1 expert had no token for 100 steps (layer 2 exp")
-    assert "raise model.moe.router.bias_rate" in told[PATIENCE]
+            reported[step] = line
+    assert list(reported) == [PATIENCE, PATIENCE + EVERY]
+    assert reported[PATIENCE].startswith(
+        "warning: 1 expert had no token for 100 steps (layer 2 exp"
+    )
+    assert "raise model.moe.router.bias_rate" in reported[PATIENCE]
 
 
 def test_a_layer_that_stays_collapsed_is_told() -> None:

@@ -1,4 +1,4 @@
-"""A step that cannot be captured: the run goes on eagerly where `run.graph=auto` allows it."""
+"""A step that cannot be captured: the run continues eagerly if `run.graph=auto` allows it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ OVERRIDES = ["model=tiny_deepseek", *SMALL, f"run.steps={STEPS}", "run.save_inte
 
 
 class _NeverCaptured:
-    """In the place of a graph: eager steps, then a capture that fails in the backward pass."""
+    """Replacement of the graph: eager steps, then a capture that fails in the backward pass."""
 
     def __init__(self, step: Any) -> None:
         self._step, self._warm = step, 0
@@ -36,14 +36,14 @@ class _NeverCaptured:
 
 @contextlib.contextmanager
 def never_captured(rank: int) -> Iterator[None]:
-    """A `Change`: a run on a CPU does as if its steps were to be captured."""
+    """A `Change`: a run on a CPU behaves as if its steps were captured."""
     original = steps.Step.__init__
 
-    def made(self: Any, cfg: Any, job: Any) -> None:
+    def results(self: Any, cfg: Any, job: Any) -> None:
         original(self, cfg, job)
         self.graph = _NeverCaptured(self.forward_backward)
 
-    steps.Step.__init__ = made  # type: ignore[method-assign]
+    steps.Step.__init__ = results  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -58,6 +58,6 @@ def test_auto_goes_on_eagerly_says_so_and_counts(tmp_path: Path) -> None:
     assert exact(got) == exact(want)
     assert [r["mtp_loss"] for r in got] == [r["mtp_loss"] for r in want]
     assert [r.get("eager_steps") for r in got] == [None, None, 1, 2, 3]
-    said = "could not be captured as a CUDA graph: RuntimeError: not while capturing (loss.py:7)"
-    assert f"{said}; steps are eager from step 3 on" in failing[0].out
+    output = "could not be captured as a CUDA graph: RuntimeError: not while capturing (loss.py:7)"
+    assert f"{output}; steps are eager from step 3 on" in failing[0].out
     assert failing[0].out.count("could not be captured") == 1

@@ -1,4 +1,4 @@
-"""Training with clones of hot experts: the steps of a run without, and what is told of them."""
+"""Training with expert replication: same steps as without, and its report."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An override that replays routing of which two thirds of the tokens take one expert."""
+    """An override that replays routing in which two thirds of the tokens take one expert."""
     path = tmp_path_factory.mktemp("routing") / "uneven"
     scores = torch.rand(2, 512, 8, generator=torch.Generator().manual_seed(0))
     scores[:, :, 1] += (scores[:, :, 0] < 0.6).float()
@@ -47,7 +47,7 @@ def of(ranks: int, *overrides: str) -> Trained:
 
 
 def check(got: Trained, want: Trained) -> None:
-    """The same forward pass, and steps that differ by the order of sums of expert weights alone."""
+    """Same forward pass; steps differ only by the order of sums of expert gradients."""
     assert got.steps[0]["loss"] == want.steps[0]["loss"]
     assert got.series("loss") == pytest.approx(want.series("loss"), rel=1e-3)
     assert got.series("grad_norm") == pytest.approx(want.series("grad_norm"), rel=1e-2)
@@ -75,7 +75,7 @@ def test_two_ranks(name: str, uneven: str) -> None:
 
 @pytest.mark.parametrize("slots", [0, 2])
 def test_a_replay_has_the_load_that_was_counted_before(slots: int, uneven: str) -> None:
-    """And fits the rows that were counted, but not a hundredth less."""
+    """It fits into the counted rows, but not into a hundredth less."""
     costs = costs_of_copies(CPU_RANKS, weights=3 * 128 * 256, width=2, keep=False)  # of model=tiny
     facts = read_facts(path := uneven.partition("=")[2])
     want = recorded_load(
@@ -104,13 +104,13 @@ def test_token_rounding() -> None:
 
 
 def over_nodes(overrides: list[str]) -> list[dict[str, float]]:
-    """Steps on ranks that pretend to be nodes of two."""
+    """Steps on ranks that act as nodes of two."""
     with pretended(SIZE):
         return [step for step in _train(_loaded(*overrides)).records if "grad_norm" in step]
 
 
 def test_over_nodes(uneven: str) -> None:
-    """Each clones by itself, and the busiest rank is that of the group."""
+    """Each node replicates on its own, and the busiest rank is that of the group."""
     given = [*TINY, *SHAPE, "parallel.expert=4", "kernels=torch", "parallel.dispatch=hier", uneven]
     given += ["data.global_batch=16", "run.eval_interval=0"]
     got, want = (
@@ -127,7 +127,7 @@ def test_over_nodes(uneven: str) -> None:
 
 
 def test_four_ranks_need_fewer_rows() -> None:
-    """A buffer that is too small for the router's own load is large enough for the shared one."""
+    """A buffer that is too small without replication is large enough with it."""
     tight = ["kernels=torch", "parallel.capacity_factor=1.25", "data.global_batch=16"]
     got, want = of(4, *tight, "parallel.clones=2"), of(4, *tight)
     check(got, want)
@@ -135,13 +135,13 @@ def test_four_ranks_need_fewer_rows() -> None:
 
 
 def test_what_a_run_tells_and_its_checkpoint(tmp_path: Path) -> None:
-    """Without clones it goes on from there, and evaluates to the same loss."""
+    """A run without replication resumes from it and evaluates to the same loss."""
     common = [*TINY, *SHAPE, "parallel.expert=2", "kernels=torch", f"run.dir={tmp_path}"]
     common += ["run.eval_interval=3", "run.eval_batches=1"]
     main, _ = run(2, [*common, "parallel.clones=2"])
     assert main.code == 0
-    said = " ".join(main.out.split())
-    assert "clones 2 slots parallel.clones=2 a copy costs 27 rows weights are sent again" in said
+    output = " ".join(main.out.split())
+    assert "clones 2 slots parallel.clones=2 a copy costs 27 rows weights are sent again" in output
     evaluated = records(tmp_path / "run")[-1]["valid_loss"]
     more = ["run.steps=4", "run.resume=auto", "run.eval_interval=1"]
     main, _ = run(2, [*common, *more])
@@ -150,7 +150,7 @@ def test_what_a_run_tells_and_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "output"),
     [
         (["parallel.clones=auto"], "clones off auto alltoall does not hide what clones send"),
         (
@@ -159,6 +159,6 @@ def test_what_a_run_tells_and_its_checkpoint(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_where_nothing_is_cloned(overrides: list[str], said: str, tmp_path: Path) -> None:
+def test_where_nothing_is_cloned(overrides: list[str], output: str, tmp_path: Path) -> None:
     main, _ = run(2, [*TINY, *SHAPE, "run.steps=1", *overrides, f"run.dir={tmp_path}"])
-    assert main.code == 0 and said in " ".join(main.out.split())
+    assert main.code == 0 and output in " ".join(main.out.split())

@@ -1,6 +1,6 @@
-"""The same run twice, interrupted or not, gives the same numbers to the last bit.
+"""The same run twice, interrupted or not, gives bitwise equal numbers.
 
-The rest of this promise is tested beside its parts: the order of tokens in
+The rest of this guarantee is tested with its parts: the order of tokens in
 tests/moe/data/test_loader.py, checkpoints on other layouts in tests/parallel, other layouts in
 tests/end_to_end/test_layouts.py, tokens and losses of a run that moves between layouts in
 tests/end_to_end/test_train.py.
@@ -29,7 +29,7 @@ DEEPSEEK = [
 
 
 def documents() -> list[list[int]]:
-    """Made up, and the same for ever: words of a small language, whose letters can be learnt."""
+    """A fixed corpus of an invented small language, whose letters can be learnt."""
     rng = random.Random(0)
     words = [[rng.randrange(97, 123) for _ in range(rng.randrange(1, 8))] for _ in range(60)]
     return [
@@ -47,7 +47,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """All that the next step depends on, on this rank: digests and plain numbers."""
+    """State on this rank that the next step depends on: digests and plain numbers."""
     from phalanx.parallel.checkpoint import rng
     from phalanx.parallel.checkpoint.model_state import parameters_gathered
 
@@ -86,7 +86,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 @contextmanager
 def last_state(rank: int) -> Iterator[dict[str, Any]]:
-    """Of the last step; random numbers are drawn in each, as dropout would."""
+    """State after the last step; each step draws random numbers, as dropout would."""
     from phalanx.moe.training.trainer import Trainer
 
     step, seen = Trainer._train_step, dict[str, Any]()
@@ -111,15 +111,15 @@ def test_twice_and_resumed(corpus: list[str], tmp_path: Path) -> None:
     once = run(2, [*command, "run.steps=8", f"run.dir={tmp_path / 'a'}"], last_state)
     twice = run(2, [*command, "run.steps=8", f"run.dir={tmp_path / 'b'}"], last_state)
     run(2, [*command, "run.steps=4", f"run.dir={tmp_path / 'c'}"], last_state)
-    again = run(2, [*command, "run.steps=8", f"run.dir={tmp_path / 'c'}"], last_state)
-    found = [exact(records(tmp_path / name / "run")) for name in "abc"]
-    assert len(found[0]) == 8 and found[0] == found[1] == found[2]
+    repeated = run(2, [*command, "run.steps=8", f"run.dir={tmp_path / 'c'}"], last_state)
+    actual = [exact(records(tmp_path / name / "run")) for name in "abc"]
+    assert len(actual[0]) == 8 and actual[0] == actual[1] == actual[2]
     for rank in (0, 1):
         first = once[rank].seen
         assert first["cursor"] == {"consumed_samples": 64}
         assert len(first["health"]["seen"]["loss"]) == 8
         assert twice[rank].seen == first
-        assert again[rank].seen == first
+        assert repeated[rank].seen == first
     assert once[0].seen["moments"] != once[1].seen["moments"], "ranks hold shards of their own"
 
 
@@ -129,7 +129,7 @@ GOLDEN = {20: 4.5362730, 100: 3.2740798}
 
 @pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_golden_run(steps: int, corpus: list[str], tmp_path: Path) -> None:
-    """Other results than these mean that training itself has changed."""
+    """A difference means that training itself has changed."""
     more = ["model=tiny", "model.attention.head_dim=8", "optim.decay_steps=100"]
     more += [f"run.steps={steps}", "precision=fp32", "run.save_interval=-1"]
     more += ["run.log_interval=20", "optim.lr=1e-3", f"run.dir={tmp_path}"]

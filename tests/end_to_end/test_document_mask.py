@@ -1,4 +1,4 @@
-"""Whole runs over packed documents: layouts agree, resumes are bitwise, the start page tells."""
+"""Runs over packed documents: layouts agree, resumes are bitwise, the start page says so."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ QWEN3 = ["model=tiny", "model.attention.head_dim=8", "model.attention.qk_norm=tr
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that train on short documents."""
     folder = tmp_path_factory.mktemp("corpus")
-    pieces = [list(whole[i : i + 9 + i % 40]) for whole in text() for i in range(0, 900, 45)]
+    pieces = [list(full_run[i : i + 9 + i % 40]) for full_run in text() for i in range(0, 900, 45)]
     prefix = write_corpus(folder / "text", pieces)
     data = ["data=indexed", f"data.blend=[{prefix}]", "data.split='90,10'"]
     return [*SMALL, *data, f"data.cache={folder / 'cache'}"]
@@ -41,10 +41,10 @@ def test_a_run_stops_and_goes_on(corpus: list[str], tmp_path: Path) -> None:
     main, _ = run(2, [*command, "run.steps=4", f"run.dir={tmp_path / 'a'}"])
     assert main.code == 0, main.err
     run(2, [*command, "run.steps=2", f"run.dir={tmp_path / 'b'}"])
-    again, _ = run(2, [*command, "run.steps=4", f"run.dir={tmp_path / 'b'}"])
-    assert "resumed from step 2" in again.out
-    found = [exact(records(tmp_path / name / "run")) for name in "ab"]
-    assert len(found[0]) >= 4 and found[0] == found[1]
+    repeated, _ = run(2, [*command, "run.steps=4", f"run.dir={tmp_path / 'b'}"])
+    assert "resumed from step 2" in repeated.out
+    actual = [exact(records(tmp_path / name / "run")) for name in "ab"]
+    assert len(actual[0]) >= 4 and actual[0] == actual[1]
     lines = main.out.splitlines()
     (packed,) = [line for line in lines if line.startswith("  packing ")]
     assert " documents a sequence (most " in packed and packed.endswith("of causal attention saved")

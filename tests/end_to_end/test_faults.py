@@ -1,4 +1,4 @@
-"""A rank that stops, dies, hangs or raises: who is named, how soon, and what is left behind.
+"""A rank that stops, dies, hangs or raises: which rank is named, how soon, and what remains.
 
 One second of slack is added to the second that is promised: two cores run the ranks and this.
 """
@@ -37,7 +37,7 @@ TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", "r
 
 
 def mark_and(act: Callable[[], Any], path: Path) -> None:
-    """Leave the time, then do what goes wrong."""
+    """Record the time, then trigger the fault."""
     path.write_text(str(time.monotonic()))
     act()
 
@@ -61,7 +61,7 @@ CASES = {
     "hang": ("hangs, ", LOST),
     "raise": ("Injected: run.inject=raise@12", 1),
 }
-"""By kind of `run.inject`: what is said, and how the culprit ends."""
+"""Message and exit code of the faulty rank by kind of `run.inject`."""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ CASES = {
     ],
 )
 def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_path: Path) -> None:
-    said, code = CASES[case]
+    output, code = CASES[case]
     fault = f"{case}@12:rank{culprit}"
     command = [*TINY, f"parallel.timeout={TIMEOUT}", f"run.dir={tmp_path}", f"run.inject={fault}"]
     with Launch(2, command, tmp_path / "out") as launch:
@@ -80,14 +80,14 @@ def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_pat
         began = json.loads((tmp_path / "run" / FOLDER / fault).read_bytes())["monotonic"]
         took = max(launch.ended.values()) - began
     other = 1 - culprit
-    assert codes[culprit] == code and codes[other] == LOST, launch.said(0) + launch.said(1)
+    assert codes[culprit] == code and codes[other] == LOST, launch.output(0) + launch.output(1)
     assert took <= TIMEOUT + 1 + SLACK
     print(f"{case}, rank {culprit}: all ended after {took:.2f} s, timeout {TIMEOUT} s")
 
     speaker = culprit if case == "raise" else other
-    told = launch.said(speaker)
-    assert said in told and f"rank {culprit}" in told
-    assert sum(launch.said(rank).count("error: ") for rank in (0, 1)) == (case != "raise")
+    reported = launch.output(speaker)
+    assert output in reported and f"rank {culprit}" in reported
+    assert sum(launch.output(rank).count("error: ") for rank in (0, 1)) == (case != "raise")
     (folder,) = (tmp_path / "run/failures").iterdir()
     stacks = {path.stem: path.read_text() for path in folder.glob("*.txt")}
     assert "moe/training/trainer.py" in stacks[f"rank_{other}"]
@@ -103,7 +103,7 @@ def test_the_rank_at_fault_is_named_and_all_end(case: str, culprit: int, tmp_pat
 # --- while the others still start ----------------------------------------------------------------
 
 START = 5.0
-"""Seconds in which all are gone, whatever they were in."""
+"""Seconds within which all ranks have ended, whatever they were doing."""
 PHASES = {
     "groups": "torch.distributed:init_process_group",
     "model": "phalanx.moe.training.trainer:setup",
@@ -115,7 +115,7 @@ PHASES = {
 
 @contextlib.contextmanager
 def in_phase(rank: int, *, during: str, acts: dict[int, Callable[[], Any]]) -> Iterator[None]:
-    """A `Change`: ranks of `acts` do that when they come to `during`, as `module:function`."""
+    """A `Change`: ranks in `acts` act when they call `during`, given as `module:function`."""
     import torch.distributed  # noqa: F401
 
     module, _, path = during.partition(":")
@@ -134,7 +134,7 @@ def in_phase(rank: int, *, during: str, acts: dict[int, Callable[[], Any]]) -> I
 
 
 def hold_up_python() -> None:
-    """As a compiler does: a call in C that keeps the interpreter's lock."""
+    """Call C code that holds the interpreter's lock, like a compiler."""
     ctypes.PyDLL(None).sleep(60)
 
 
@@ -144,15 +144,15 @@ def be_killed_later(when: Path) -> None:
 
 
 def check_named(launch: Launch, culprit: int, codes: list[int | None], when: Path) -> float:
-    """The others have told who died, and ended in time; seconds they took."""
+    """Check that the others named the dead rank and ended in time; return the seconds."""
     other = 1 - culprit
-    said = launch.said(0) + launch.said(1)
-    assert codes[culprit] == -signal.SIGKILL and codes[other] == LOST, said
+    output = launch.output(0) + launch.output(1)
+    assert codes[culprit] == -signal.SIGKILL and codes[other] == LOST, output
     took = launch.ended[other] - float(when.read_text())
-    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
     who = f"error: rank {culprit} ({socket.gethostname()}, pid {launch.pid(culprit)}) died; "
-    assert line.startswith(who), said
-    assert took <= START, said
+    assert line.startswith(who), output
+    assert took <= START, output
     return took
 
 
@@ -180,7 +180,7 @@ def test_a_rank_killed_while_the_others_start_is_named(
 
 @pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_ranks_that_cannot_run_python_end_as_well(culprit: int, tmp_path: Path) -> None:
-    """No thread and no signal handler of theirs runs: compilers, drivers."""
+    """None of their threads and signal handlers runs, as in compilers and drivers."""
     when, other = tmp_path / "when", 1 - culprit
     command = [*TINY, "parallel.timeout=60", f"run.dir={tmp_path}"]
     acts = {culprit: partial(be_killed_later, when), other: hold_up_python}
@@ -216,7 +216,7 @@ train._leave(train.main(sys.argv[1:], ends_process=True))
 
 
 def test_a_rank_killed_before_the_ranks_meet_takes_the_others_with_it(tmp_path: Path) -> None:
-    """torchrun names it, but waits 30 s for ranks that wait for the dead one."""
+    """torchrun names it, but would wait 30 s for ranks that wait for the dead one."""
     program = tmp_path / "before.py"
     program.write_text(BEFORE)
     command = [str(program), *TINY, f"run.dir={tmp_path}"]
@@ -234,7 +234,7 @@ def test_a_rank_killed_before_the_ranks_meet_takes_the_others_with_it(tmp_path: 
 
 @contextlib.contextmanager
 def wait_in_vain(rank: int, act: Callable[[], Any]) -> Iterator[None]:
-    """Rank 1 goes wrong, and rank 0's wait for its tokens ends as kernel `push` would end it."""
+    """Rank 1 fails, and rank 0's wait for its tokens ends like that of kernel `push`."""
     from phalanx.moe.training import failure
 
     def trapped() -> None:
@@ -246,7 +246,7 @@ def wait_in_vain(rank: int, act: Callable[[], Any]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("act", "output"),
     [
         (stop, r"rank 1 \(.*\) has not answered for "),
         (
@@ -256,12 +256,12 @@ def wait_in_vain(rank: int, act: Callable[[], Any]) -> Iterator[None]:
     ],
 )
 def test_a_wait_for_tokens_in_vain_names_the_rank_that_did_not_come(
-    act: Callable[[], Any], said: str, tmp_path: Path
+    act: Callable[[], Any], output: str, tmp_path: Path
 ) -> None:
     command = [*TINY, "parallel.timeout=30", f"run.dir={tmp_path}"]
     with Launch(2, command, tmp_path / "out", partial(wait_in_vain, act=act)) as launch:
-        assert launch.wait(25)[0] == LOST, launch.said(0)
-    (line,) = (line for line in launch.said(0).splitlines() if line.startswith("error: "))
-    assert re.search(said, line)
+        assert launch.wait(25)[0] == LOST, launch.output(0)
+    (line,) = (line for line in launch.output(0).splitlines() if line.startswith("error: "))
+    assert re.search(output, line)
     (stacks,) = (tmp_path / "run/failures").glob("*/rank_0.txt")
     assert "CUDA error: unspecified launch failure" in stacks.read_text()

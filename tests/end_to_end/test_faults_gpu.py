@@ -84,7 +84,7 @@ def _two_hoppers() -> None:
 
 
 class Ranks:
-    """Two processes, as torchrun would start them; nobody ends one because of the other."""
+    """Two processes like torchrun's; neither is ended because of the other."""
 
     def __init__(self, folder: Path, program: Sequence[str], *more: str) -> None:
         command = [sys.executable, *program, *OVERRIDES, f"run.dir={folder}", *more]
@@ -102,7 +102,7 @@ class Ranks:
                 both = dict(stdout=out, stderr=subprocess.STDOUT)
                 self.ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, **both))
 
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(path.read_text()[-6000:] for path in self.files)
 
     def steps(self) -> int:
@@ -112,13 +112,13 @@ class Ranks:
     def until(self, seen: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
         while not seen():
-            assert time.monotonic() < end, self.said()
+            assert time.monotonic() < end, self.output()
             time.sleep(0.1)
 
     def codes(self) -> list[int | None]:
         return [rank.poll() for rank in self.ranks]
 
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         lines = [line for path in self.files for line in path.read_text().splitlines()]
         return [line for line in lines if line.startswith("error: ")]
 
@@ -128,7 +128,7 @@ def launched(folder: Path, program: Sequence[str], *more: str) -> Iterator[Ranks
     ranks = Ranks(folder, program, *more)
     try:
         ranks.until(lambda: ranks.steps() >= 10 or any(ranks.codes()), 300)
-        assert ranks.codes() == [None, None], ranks.said()
+        assert ranks.codes() == [None, None], ranks.output()
         yield ranks
     finally:
         for rank in ranks.ranks:
@@ -152,12 +152,12 @@ def test_a_rank_that_is_gone_is_named_and_the_other_ends(
     with launched(tmp_path, ["train.py"], f"run.graph={graph}") as ranks:
         os.kill(ranks.ranks[culprit].pid, how)
         ranks.until(lambda: None not in ranks.codes(), TIMEOUT + 40)
-        (line,) = ranks.told()
+        (line,) = ranks.reported()
         where = f"rank {culprit} ({socket.gethostname()}, pid {ranks.ranks[culprit].pid})"
         fate = "has not answered for" if how == signal.SIGSTOP else "died"
-        assert f"{where} {fate}" in line, ranks.said()
+        assert f"{where} {fate}" in line, ranks.output()
         codes = ranks.codes()
-        assert codes[1 - culprit] == LOST and codes[culprit] == -signal.SIGKILL, ranks.said()
+        assert codes[1 - culprit] == LOST and codes[culprit] == -signal.SIGKILL, ranks.output()
         (stacks,) = ranks.folder.glob(f"failures/*/rank_{1 - culprit}.txt")
         assert "moe/training/trainer.py" in stacks.read_text()
 
@@ -169,7 +169,7 @@ def test_a_rank_that_is_gone_is_named_and_the_other_ends(
 def test_a_rank_killed_while_the_other_starts_is_named_in_five_seconds(
     phase: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compilers hold Python up for seconds, rendezvous and captures wait for the dead rank."""
+    """Compilers block Python for seconds; rendezvous and captures wait for the dead rank."""
     monkeypatch.setenv("PHALANX_KERNEL_CACHE", str(tmp_path / "kernels"))  # nothing is compiled yet
     monkeypatch.setenv("PHASE", phase)
     monkeypatch.setenv("AFTER", str(after))
@@ -180,10 +180,10 @@ def test_a_rank_killed_while_the_other_starts_is_named_in_five_seconds(
         ranks.until(lambda: None not in ranks.codes(), 60)
         took = time.monotonic() - float((tmp_path / "when").read_text())
         print(f"{phase}, {after} s: all ended after {took:.2f} s")
-        (line,) = ranks.told()
+        (line,) = ranks.reported()
         where = f"rank 1 ({socket.gethostname()}, pid {ranks.ranks[1].pid})"
-        assert f"{where} died" in line, ranks.said()
-        assert ranks.codes() == [LOST, -signal.SIGKILL] and took <= 5, (took, ranks.said())
+        assert f"{where} died" in line, ranks.output()
+        assert ranks.codes() == [LOST, -signal.SIGKILL] and took <= 5, (took, ranks.output())
     finally:
         for rank in ranks.ranks:
             rank.kill()
@@ -193,16 +193,16 @@ def test_a_rank_killed_while_the_other_starts_is_named_in_five_seconds(
 def test_a_device_that_hangs_is_named_by_the_one_that_waits(tmp_path: Path) -> None:
     with launched(tmp_path, ["-c", HANGING]) as ranks:
         ranks.until(lambda: None not in ranks.codes(), TIMEOUT + 40)
-        (line,) = ranks.told()
-        assert "rank 1 " in line and "rank 0 " not in line, ranks.said()
-        assert ranks.codes() == [LOST, LOST], ranks.said()
+        (line,) = ranks.reported()
+        assert "rank 1 " in line and "rank 0 " not in line, ranks.output()
+        assert ranks.codes() == [LOST, LOST], ranks.output()
         (record,) = ranks.folder.glob("failures/*/rank_1.collectives.json")
         names = {entry["profiling_name"] for entry in json.loads(record.read_bytes())["entries"]}
         assert any(name.startswith("nccl:") for name in names), names
 
 
 def test_a_capture_that_fails_on_one_rank_is_given_up_by_both(tmp_path: Path) -> None:
-    """By a read of the host, which breaks the capture itself; steps after it are eager ones."""
+    """A host read breaks the capture itself; later steps are eager."""
     programs = {"eager": "off", "auto": "auto", "forced": "full_iteration"}
     runs = {
         name: Ranks(tmp_path / name, ["-c", READING], f"run.graph={graph}", "run.steps=8")
@@ -211,14 +211,15 @@ def test_a_capture_that_fails_on_one_rank_is_given_up_by_both(tmp_path: Path) ->
     try:
         for ranks in runs.values():
             ranks.until(lambda ranks=ranks: None not in ranks.codes(), 300)  # type: ignore[misc]
-        assert runs["eager"].codes() == runs["auto"].codes() == [0, 0], runs["auto"].said()
+        assert runs["eager"].codes() == runs["auto"].codes() == [0, 0], runs["auto"].output()
         want, got = (read(runs[name].folder / "metrics.jsonl") for name in ("eager", "auto"))
         for number in ("loss", "grad_norm"):
             assert [step[number] for step in got] == [step[number] for step in want]
         assert (
-            got[-1]["eager_steps"] == 6 and "(rank 1); steps are eager from" in runs["auto"].said()
+            got[-1]["eager_steps"] == 6
+            and "(rank 1); steps are eager from" in runs["auto"].output()
         )
-        (line,) = runs["forced"].told()
+        (line,) = runs["forced"].reported()
         assert "could not be captured" in line and line.endswith("run.graph=auto")
         assert 1 in runs["forced"].codes()
     finally:

@@ -1,4 +1,4 @@
-"""Training with `precision=fp8_block`: which layers, how it goes, on several ranks and again."""
+"""Training with `precision=fp8_block`: layers, learning, several ranks, resuming."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ FP8 = [*SMALL, "precision=fp8_block"]
 
 @contextmanager
 def products(_: int) -> Iterator[dict[str, int]]:
-    """Calls by a recipe in the forward passes of a run, by what was multiplied."""
+    """FP8 calls in the forward passes of a run, by operand."""
     from phalanx.kernels.expert_mlp import dense_linear
     from phalanx.kernels.expert_mlp.emulated_fp8 import EmulatedFP8
     from phalanx.kernels.expert_mlp.emulated_microscaling import EmulatedMicroscaling
@@ -98,7 +98,7 @@ def test_tensor_parallel_ranks_learn_what_one_learns(model: str, tmp_path: Path)
 
 
 def test_the_same_on_two_ranks_whatever_travels_and_again(tmp_path: Path) -> None:
-    """Rows in FP8 on the wire change no bit, and a resumed run none either."""
+    """Neither FP8 rows in exchanges nor resuming changes a bit."""
     runs = {
         "bf16 rows": ["run.steps=4"],
         "fp8 rows": ["run.steps=4", "precision.dispatch=fp8"],

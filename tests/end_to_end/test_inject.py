@@ -21,10 +21,10 @@ TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", "r
 
 
 def where(folder: Path, fault: str) -> str:
-    """Host and process that a fault happened on, as they are told."""
+    """Host and process of a fault, as reported."""
     (line,) = (folder / "run" / FOLDER / fault).read_text().splitlines()
-    found = json.loads(line)
-    return f"({found['host']}, pid {found['pid']})"
+    actual = json.loads(line)
+    return f"({actual['host']}, pid {actual['pid']})"
 
 
 def losses(folder: Path) -> list[tuple[int, str]]:
@@ -55,9 +55,9 @@ def test_a_bad_step_is_rolled_back_once(tmp_path: Path) -> None:
     assert main.code == other.code == 0
     assert main.out.count("-- rolled back to ") == 1 and "rollbacks 1" in main.out
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    again = [f"run.resume={tmp_path / 'run/checkpoints/step_00000003'}", "run.bad_steps=stop"]
-    again += ["run.start_over=from-3"]
-    main, _ = run(2, [*args, *again, "run.inject=nan@4,term@5:rank1"])
+    repeated = [f"run.resume={tmp_path / 'run/checkpoints/step_00000003'}", "run.bad_steps=stop"]
+    repeated += ["run.start_over=from-3"]
+    main, _ = run(2, [*args, *repeated, "run.inject=nan@4,term@5:rank1"])
     assert main.code == 0 and "stopping after step 5: a signal asked for it" in main.out
     folder = tmp_path / "run" / FOLDER
     assert (
@@ -68,7 +68,7 @@ def test_a_bad_step_is_rolled_back_once(tmp_path: Path) -> None:
 
 
 def test_a_bad_step_ends_the_run(tmp_path: Path) -> None:
-    """And the same command, given again, goes on."""
+    """The same command then continues."""
     args = [*TINY, f"run.dir={tmp_path}", "run.save_interval=1", "run.inject=nan@3:rank0"]
     assert [rank.code for rank in run(2, args)] == [43, 43]
     main, _ = run(2, args)

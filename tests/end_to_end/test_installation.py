@@ -48,7 +48,7 @@ def pip(*words: object) -> None:
 
 def call(command: list[object], folder: Path, path: Path) -> str:
     """Standard output of a command in a folder, where `path` and installed packages are found."""
-    done = subprocess.run(
+    finished = subprocess.run(
         [str(word) for word in command],
         cwd=folder,
         env=_environment() | {"PYTHONPATH": str(path)},
@@ -56,8 +56,8 @@ def call(command: list[object], folder: Path, path: Path) -> str:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    assert finished.returncode == 0, f"{command}\n{finished.stdout}{finished.stderr}"
+    return finished.stdout
 
 
 def _environment() -> dict[str, str]:
@@ -113,10 +113,10 @@ def test_a_wheel_beside_another_kernels(
     declared = {e.name for e in importlib.metadata.Distribution.at(_record(site)).entry_points}
     assert declared == set(COMMANDS)
     for name, words in COMMANDS.items():
-        said = call([site / "bin" / name, *words], tmp_path, site)
+        output = call([site / "bin" / name, *words], tmp_path, site)
         if words == ["--help"]:  # names what is there
-            assert f"usage: {name} " in said
-            assert not re.search(r"\.py\b|scripts/|docs/", said), said
+            assert f"usage: {name} " in output
+            assert not re.search(r"\.py\b|scripts/|docs/", output), output
     usage = call([site / "bin/phalanx-train", "--help"], tmp_path, site)
     assert "-m phalanx.train [group=option" in usage
     assert not re.search(r"train\.py|scripts/|docs/", usage)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.crowding import always_crowded
+from tests.support.row_overflow import overflow_always
 from tests.support.training import Trained, trained
 
 pytestmark = pytest.mark.dist
@@ -175,27 +175,27 @@ Alone = Callable[[str], Trained]
 
 @pytest.fixture(scope="module")
 def alone() -> Alone:
-    """The run of a model in one process, trained once for all tests."""
+    """Run of a model in one process, trained once for all tests."""
     return functools.cache(lambda name: trained(1, MODELS[name]))
 
 
 def results(run: Trained) -> dict[str, list[float]]:
-    """What a run's records say of the training, and not of its speed."""
+    """Records of a run without those of its speed."""
     names = {"loss", "mtp_loss", "grad_norm", "lr", "load_max", "load_p95", "dead_experts"}
     recorded = (k for k in run.steps[0] if k in names or k.startswith("balance/"))
     return {**{name: run.series(name) for name in recorded}, "valid_loss": run.valid_losses}
 
 
 def agree(run: Trained, expected: Trained) -> None:
-    """Same weights to start with; same training, within rounding."""
+    """Check for the same initial weights, and the same training within rounding."""
     assert run.before.keys() == expected.before.keys()
     for key, weight in expected.before.items():
         assert torch.equal(run.before[key], weight), f"{key} starts with other values"
-    found = results(run)
+    actual = results(run)
     for name, values in results(expected).items():
         bound = NORM if name == "grad_norm" else LOSS
-        assert found.pop(name) == pytest.approx(values, rel=bound), name
-    assert not found
+        assert actual.pop(name) == pytest.approx(values, rel=bound), name
+    assert not actual
     for key, weight in expected.after.items():
         change = (weight - expected.before[key]).norm()
         error = (run.after[key] - weight).norm()
@@ -245,7 +245,7 @@ def test_sharding_and_overlap_change_nothing(
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradient_accumulation_changes_nothing(world: int, alone: Alone) -> None:
-    """Four micro-batches of one sequence, or one of all that a rank has."""
+    """Four micro-batches of one sequence, or one of all sequences of a rank."""
     agree(trained(world, DEEPSEEK, {"data.micro_batch": 4 // world}), alone("deepseek"))
 
 
@@ -275,14 +275,14 @@ BACKENDS_TOO = [
 
 @pytest.mark.parametrize(("backend", "layout", "name"), [*BACKENDS, *slow(BACKENDS_TOO)])
 def test_expert_backends_agree(backend: str, layout: str, name: str, alone: Alone) -> None:
-    """With the reference, which `auto` takes here: from the same weights, under the same keys."""
+    """With the reference, which `auto` selects here: same weights, same keys."""
     world, changes = LAYOUTS[layout]
     agree(trained(world, MODELS[name], changes | {"kernels.backend": backend}), alone(name))
 
 
 # --- overflow -------------------------------------------------------------------------------------
 
-# Of every kind: what a rerun could count twice, or leave behind.
+# One of each kind of state that a rerun could count twice or leave behind.
 ALL_LOSSES = [
     *[*DEEPSEEK, "run.steps=2", "run.eval_interval=1"],
     *[f"model.moe.router.{name}=1e-2" for name in ("aux_loss", "seq_aux_loss", "global_aux_loss")],
@@ -322,12 +322,12 @@ RERUN_TOO = [
 
 @pytest.mark.parametrize(("layout", "how"), [*RERUN, *slow(RERUN_TOO)])
 def test_steps_that_are_run_again_change_nothing(layout: str, how: str) -> None:
-    """Experts short of rows in every step and validation: bit for bit a run that never is."""
+    """Row overflow in every step and validation: bitwise equal to a run without overflow."""
     world, changes = LAYOUTS[layout]
     changes = changes | HOW[how] | ({"model.layers": 4} if "vp2" in layout else {})
     if layout in ONE_REPLICA:  # which would have more micro-batches than the others
         changes["data.global_batch"] = 4
-    tight = trained(world, ALL_LOSSES, changes, always_crowded)
+    tight = trained(world, ALL_LOSSES, changes, overflow_always)
     roomy = trained(world, ALL_LOSSES, changes)
     reruns = [0, *tight.series("reruns")]
     assert all(map(operator.lt, reruns, reruns[1:])) and not any(roomy.series("reruns"))

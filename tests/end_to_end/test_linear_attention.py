@@ -1,4 +1,4 @@
-"""Whole runs of a model whose layers have linear attention, but for each second one."""
+"""Runs of a model in which every second layer has linear attention."""
 
 from pathlib import Path
 
@@ -32,10 +32,10 @@ def test_a_run_learns_and_goes_on_bit_for_bit(corpus: list[str], tmp_path: Path)
     (line,) = [line for line in main.out.splitlines() if line.startswith("  linear_attention")]
     assert line.split()[1:3] == ["torch", "auto"]
     run(2, [*command, "run.steps=5", f"run.dir={tmp_path / 'b'}"])
-    again, _ = run(2, [*command, "run.steps=12", f"run.dir={tmp_path / 'b'}"])
-    assert "resumed from step 5" in again.out
-    found = [exact(records(tmp_path / name / "run")) for name in "ab"]
-    assert len(found[0]) >= 12 and found[0] == found[1]
+    repeated, _ = run(2, [*command, "run.steps=12", f"run.dir={tmp_path / 'b'}"])
+    assert "resumed from step 5" in repeated.out
+    actual = [exact(records(tmp_path / name / "run")) for name in "ab"]
+    assert len(actual[0]) >= 12 and actual[0] == actual[1]
     losses = [r["loss"] for r in records(tmp_path / "a" / "run") if "loss" in r]
     assert sum(losses[-3:]) < sum(losses[:3]) - 1.5
 

@@ -1,4 +1,4 @@
-"""Training that computes parts again or moves them: as without, eager and captured."""
+"""Training with recomputation and offloading: same results as without, eager and captured."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Training with `precision=mxfp8` and `nvfp4`: which layers, how it goes, and again."""
+"""Training with `precision=mxfp8` and `nvfp4`: layers, learning, resuming."""
 
 from pathlib import Path
 
@@ -29,12 +29,12 @@ def test_layers(recipe: str, overrides: list[str], linear: int, fc1: int, tmp_pa
     (main,) = run(1, [*SMALL, f"precision={recipe}", *given], products)
     assert main.code == 0, main.err
     assert main.seen == {"linear": linear, "fc1": fc1}
-    said = " ".join(main.out.split())
-    assert f"{recipe} emulated reference multiplies its values in bf16" in said
+    output = " ".join(main.out.split())
+    assert f"{recipe} emulated reference multiplies its values in bf16" in output
 
 
-@pytest.mark.parametrize(("recipe", "apart"), [("mxfp8", 0.02), ("nvfp4", 0.06)])
-def test_it_learns_as_in_bf16(recipe: str, apart: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "separate"), [("mxfp8", 0.02), ("nvfp4", 0.06)])
+def test_it_learns_as_in_bf16(recipe: str, separate: float, tmp_path: Path) -> None:
     losses = {}
     for name in ("bf16", recipe):
         given = [f"precision={name}", f"run.dir={tmp_path / name}", "run.steps=12"]
@@ -44,22 +44,22 @@ def test_it_learns_as_in_bf16(recipe: str, apart: float, tmp_path: Path) -> None
     bf16, narrow = losses["bf16"], losses[recipe]
     assert narrow != bf16
     assert narrow[-1] < 0.9 * narrow[0]
-    assert max(abs(a - b) / b for a, b in zip(narrow, bf16, strict=True)) < apart
+    assert max(abs(a - b) / b for a, b in zip(narrow, bf16, strict=True)) < separate
 
 
 @RECIPES
 def test_the_same_on_two_ranks_and_again(recipe: str, tmp_path: Path) -> None:
-    """Neither a resumed run nor what is computed again changes a bit, stochastic or not."""
+    """Neither resuming nor recomputation changes a bit, with stochastic rounding or without."""
     given = [*SMALL, f"precision={recipe}", "parallel.expert=2", "parallel.dispatch=alltoall"]
-    again = "run.recompute=[expert_h,norm]"
+    repeated = "run.recompute=[expert_h,norm]"
     runs = {"whole": ["steps=4"], "resumed": ["steps=2", "steps=4"], "again": ["steps=4"]}
     for name, lengths in runs.items():
-        more = [again] if name == "again" else []
+        more = [repeated] if name == "again" else []
         for length in lengths:
             main, _ = run(2, [*given, *more, f"run.dir={tmp_path / name}", f"run.{length}"])
             assert main.code == 0, main.err
-    whole, *others = (exact(records(tmp_path / name / "run")) for name in runs)
-    assert others == [whole, whole]
+    full_run, *others = (exact(records(tmp_path / name / "run")) for name in runs)
+    assert others == [full_run, full_run]
 
 
 def test_a_run_goes_on_with_another_recipe(tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def test_a_run_goes_on_as_one_with_folders_does(
     assert second.code == 0, second.err
     assert f"resumed from step 4: {root}/run/step_00000004." in second.out
     expected = records(tmp_path / "plain/run")
-    found = [*records(tmp_path / "a/run"), *records(tmp_path / "b/run")]
-    assert trained(found) == trained(expected) and len(trained(found)) == 6
-    assert validated(found) == validated(expected) and len(validated(found)) == 1
+    actual = [*records(tmp_path / "a/run"), *records(tmp_path / "b/run")]
+    assert trained(actual) == trained(expected) and len(trained(actual)) == 6
+    assert validated(actual) == validated(expected) and len(validated(actual)) == 1
     third = run(1, [*remote, f"run.dir={tmp_path / 'c'}", "run.steps=7"], change)[0]
     assert third.code == 0 and "resumed from step 6" in third.out, third.err
     assert not [path for path in tmp_path.rglob("*.distcp") if "plain" not in path.parts]
@@ -100,13 +100,13 @@ def seized(at: str, root: str, rank: int) -> Iterator[None]:
 
 @pytest.mark.dist
 def test_a_later_launch_ends_an_earlier_one(tmp_path: Path) -> None:
-    """From other hosts, so that the lock of the run folder does not tell."""
+    """From other hosts, where the lock of the run folder does not help."""
     root = f"s3://{s3.BUCKET}/taken"
     command = [*TINY, "data=synthetic", "run.save_interval=2", f"run.checkpoints={root}"]
     command += [f"run.dir={tmp_path}", "run.steps=6"]
-    (found,) = run(1, command, partial(seized, s3.endpoint(), f"{root}/run"))
-    assert found.code == 2
-    (line,) = [line for line in found.err.splitlines() if line.startswith("error:")]
+    (actual,) = run(1, command, partial(seized, s3.endpoint(), f"{root}/run"))
+    assert actual.code == 2
+    (line,) = [line for line in actual.err.splitlines() if line.startswith("error:")]
     assert f"this run has lost {root}/run" in line and "has taken it over" in line
 
 
@@ -121,11 +121,11 @@ def test_no_credential_is_written(tmp_path: Path) -> None:
     with Launch(
         1, [*command, f"run.checkpoints={root}"], tmp_path / "out", partial(reached, at)
     ) as launch:
-        assert launch.wait() == [0], launch.said(0)
+        assert launch.wait() == [0], launch.output(0)
     fails = [*command, "run.checkpoints=s3://no-such-bucket/x", "run.name=other"]
     with Launch(1, fails, tmp_path / "out2", partial(reached, at)) as launch:
-        assert launch.wait() == [2], launch.said(0)
-    assert "cannot write to s3://no-such-bucket/x/other (run.checkpoints)" in launch.said(0)
+        assert launch.wait() == [2], launch.output(0)
+    assert "cannot write to s3://no-such-bucket/x/other (run.checkpoints)" in launch.output(0)
     with s3.credentials(at):
         stored = Remote(root).objects()
         assert len([name for name in stored if name.endswith("COMMIT.json")]) == 2

@@ -1,4 +1,4 @@
-"""Checkpoints of a newer version: whoever reads one follows the same rule."""
+"""Checkpoints of a newer version: all readers follow the same rule."""
 
 import json
 import os
@@ -14,8 +14,8 @@ import pytest
 
 from phalanx.parallel.checkpoint import commit
 from phalanx.scripts import checkpoint, convert_hf, evaluate, sample
-from tests.support.looking import Said, command
 from tests.support.runs import SMALL, run
+from tests.support.tiny_runs import CommandResult, command
 
 pytestmark = pytest.mark.dist
 
@@ -24,7 +24,7 @@ TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "run.steps=1"]
 
 @contextmanager
 def with_knobs(rank: int, *, added: dict[str, Any]) -> Iterator[None]:
-    """What is saved has knobs more, by section."""
+    """Write checkpoints with additional knobs, by section."""
     from phalanx.moe.training.trainer import Trainer
 
     original = Trainer._state
@@ -40,7 +40,7 @@ def with_knobs(rank: int, *, added: dict[str, Any]) -> Iterator[None]:
 
 
 def saved(folder: Path, **added: dict[str, Any]) -> Path:
-    """The folder of a run that a version with more knobs has trained for a step."""
+    """Folder of a one-step run by a version with more knobs."""
     (main,) = run(1, [*TINY, f"run.dir={folder}"], partial(with_knobs, added=added))
     assert main.code == 0, main.err
     return folder / "run"
@@ -50,23 +50,23 @@ def step_1(folder: Path) -> Path:
     return folder / "checkpoints" / "step_00000001"
 
 
-def resumed(folder: Path) -> Said:
+def resumed(folder: Path) -> CommandResult:
     (main,) = run(1, [*TINY, f"run.dir={folder.parent}", "run.steps=2"])
-    return Said(main.code, main.out, main.err)
+    return CommandResult(main.code, main.out, main.err)
 
 
-def looked_at(main: Callable[..., int], *more: Any) -> Callable[[Path], Said]:
+def looked_at(main: Callable[..., int], *more: Any) -> Callable[[Path], CommandResult]:
     return lambda folder: command(main, folder, *more)
 
 
-def exported(folder: Path) -> Said:
+def exported(folder: Path) -> CommandResult:
     return command(convert_hf.main, "export", folder, folder / "exported")
 
 
-def lines(said: Said) -> list[str]:
-    """On stderr, without what tells of progress."""
+def lines(output: CommandResult) -> list[str]:
+    """Lines on stderr without progress bars."""
     progress = re.compile(r"-- loading |.*(it/s|B/s)")
-    return [line for line in said.err.splitlines() if line and not progress.match(line)]
+    return [line for line in output.err.splitlines() if line and not progress.match(line)]
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "text.txt"
 
 
-def readers(text: Path) -> dict[str, Callable[[Path], Said]]:
+def readers(text: Path) -> dict[str, Callable[[Path], CommandResult]]:
     return {
         "sample": looked_at(sample.main, "--prompt", "x", "--tokens", "1"),
         "evaluate": looked_at(evaluate.main, text),
@@ -87,9 +87,9 @@ def readers(text: Path) -> dict[str, Callable[[Path], Said]]:
 def test_a_knob_of_the_model_is_refused_by_name(tmp_path: Path, text: Path) -> None:
     folder = saved(tmp_path, model={"new_model_knob": True}, data={"order": "sorted"})
     for name, read in readers(text).items():
-        said = read(folder)
-        assert said.code in (1, 2), name
-        (line,) = lines(said)
+        output = read(folder)
+        assert output.code in (1, 2), name
+        (line,) = lines(output)
         assert "has model.new_model_knob=true, data.order=sorted, which this" in line, name
         assert line.endswith(": use the version that wrote it, or a newer one"), name
     assert not (folder / "exported").exists() and not list(folder.glob("checkpoints/*.bad"))
@@ -100,14 +100,14 @@ def test_a_knob_of_the_model_is_refused_by_name(tmp_path: Path, text: Path) -> N
 def test_other_knobs_are_told_in_a_line(tmp_path: Path, text: Path) -> None:
     folder = saved(tmp_path, run={"tempo": 3}, optim={"spin": 1})
     for name, read in readers(text).items():
-        said = read(folder)
-        told = [line for line in said.err.splitlines() if "are ignored" in line]
-        assert said.code == 0 and len(told) == 1, (name, said.err)
-        assert told[0].endswith("does not know are ignored: optim.spin, run.tempo"), name
+        output = read(folder)
+        reported = [line for line in output.err.splitlines() if "are ignored" in line]
+        assert output.code == 0 and len(reported) == 1, (name, output.err)
+        assert reported[0].endswith("does not know are ignored: optim.spin, run.tempo"), name
 
 
 def test_a_newer_format_is_refused_and_left_as_it_is(tmp_path: Path, text: Path) -> None:
-    """Nobody takes it for damaged, or goes on from the checkpoint before it."""
+    """It is neither taken for damaged nor passed over for the checkpoint before it."""
     (main,) = run(1, [*TINY, f"run.dir={tmp_path}", "run.steps=2", "run.save_interval=1"])
     assert main.code == 0
     folder = tmp_path / "run"
@@ -115,9 +115,9 @@ def test_a_newer_format_is_refused_and_left_as_it_is(tmp_path: Path, text: Path)
     record = json.loads(file.read_bytes()) | {"format": "2.1"}
     file.write_text(json.dumps(record))
     for name, read in readers(text).items():
-        said = read(folder)
-        assert said.code in (1, 2), name
-        (line,) = lines(said)
+        output = read(folder)
+        assert output.code in (1, 2), name
+        (line,) = lines(output)
         assert f"{file} has format 2.1, and this version reads formats up to 1.0" in line, name
     names = sorted(os.listdir(folder / "checkpoints"))
     assert names == ["START.json", "step_00000001", "step_00000002"]

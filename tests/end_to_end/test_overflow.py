@@ -1,4 +1,4 @@
-"""A run whose expert rows overflow again and again is bit for bit one that never overflows."""
+"""A run whose expert rows overflow repeatedly is bitwise equal to one without overflow."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from phalanx.moe.router.balance import routers
-from tests.support.crowding import EVERY, crowded
+from tests.support.row_overflow import EVERY, overflow_sometimes
 from tests.support.runs import SMALL, exact, records, run
 
 pytestmark = pytest.mark.dist
@@ -53,7 +53,7 @@ def followed(rank: int, *, tight: bool) -> Iterator[list[str]]:
 
     Trainer.fit = fit  # type: ignore[method-assign]
     try:
-        with crowded() if tight else contextlib.nullcontext():
+        with overflow_sometimes() if tight else contextlib.nullcontext():
             yield seen
     finally:
         Trainer.fit = original  # type: ignore[method-assign]
@@ -84,7 +84,7 @@ def test_overflows_every_ten_steps_change_nothing(model: str, tmp_path: Path) ->
     lines = (tmp_path / "True/metrics.jsonl").read_text().splitlines()
     events = [e for line in lines if "experts needed" in (e := json.loads(line).get("event", ""))]
     assert len(events) == max(reruns) == reruns[-1]
-    told = [
+    reported = [
         re.fullmatch(
             r"experts needed ([\d.]+) x the balanced rows: "
             r"(step|the validation after step) (\d+) was run again with capacity_factor ([\d.]+)",
@@ -92,9 +92,9 @@ def test_overflows_every_ten_steps_change_nothing(model: str, tmp_path: Path) ->
         )
         for event in events
     ]
-    for found in told:
-        assert found and 1 < float(found[1]) < float(found[4])
-        if found[2] == "step":
-            assert often[int(found[3]) - 1]["capacity_factor"] == pytest.approx(
-                float(found[4]), abs=0.005
+    for actual in reported:
+        assert actual and 1 < float(actual[1]) < float(actual[4])
+        if actual[2] == "step":
+            assert often[int(actual[3]) - 1]["capacity_factor"] == pytest.approx(
+                float(actual[4]), abs=0.005
             )

@@ -1,8 +1,8 @@
-"""Knobs that leave the training as it is, drawn together at random, against one process.
+"""Random combinations of knobs that must not change training, against one process.
 
-`test_layouts` has each layout by itself; what breaks between two of them, or beside recomputation,
-clones, offload or another optimizer, is found here. A seed draws until `configs.validate` takes
-what was drawn: what it refuses costs nothing, and what it lets pass has to train.
+`test_layouts` has each layout by itself; this finds errors of combinations, with recomputation,
+replication, offloading or another optimizer. A seed draws until `configs.validate` accepts the
+combination: rejected ones cost nothing, and accepted ones have to train.
 
     SEEDS=1000:1200 python -m pytest -m slow tests/end_to_end/test_random_layouts.py
 """
@@ -32,7 +32,7 @@ OFTEN, SELDOM = 0.5, 0.25
 
 
 def seeds() -> range:
-    """Of this session: twelve, or those that the environment names."""
+    """Seeds of this session: twelve, or those in the environment."""
     first, last = os.environ.get("SEEDS", "0:12").split(":")
     return range(int(first), int(last))
 
@@ -43,7 +43,7 @@ def alone(name: str, training: tuple[str, ...]) -> Trained:
 
 
 def drawn(r: random.Random) -> tuple[str, tuple[str, ...], int, dict[str, Any]]:
-    """A model, what changes its training, ranks, and what does not."""
+    """A model, knobs that change its training, ranks, and knobs that do not."""
     name, ranks = r.choice(NAMES), r.choice([1, 2, 2, 4, 4])
     training = [f"data.global_batch={r.choice([4, 8])}"]
     training += ["optim.kind=muon"] * (r.random() < OFTEN)
@@ -87,7 +87,7 @@ def allowed(name: str, training: tuple[str, ...], ranks: int, how: dict[str, Any
 @pytest.mark.parametrize("seed", seeds())
 def test_what_is_allowed_trains_as_one_process(seed: int) -> None:
     r = random.Random(seed)
-    while not allowed(*(found := drawn(r))):
+    while not allowed(*(actual := drawn(r))):
         pass
-    name, training, ranks, how = found
+    name, training, ranks, how = actual
     agree(trained(ranks, [*MODELS[name], *training], how), alone(name, training))

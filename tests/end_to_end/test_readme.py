@@ -127,7 +127,7 @@ def test_scripts_that_commands_name_exist() -> None:
 
 
 def test_launches_on_one_host_are_not_in_each_others_way() -> None:
-    """Without `--standalone` all of them meet at one port, which only the first gets."""
+    """Without `--standalone` all use the same port, which only the first gets."""
     folders = [ROOT / name for name in ("docs", "scripts", "configs")]
     files = [path for folder in folders for path in folder.rglob("*.*") if path.is_file()]
     files = [p for p in files if p.suffix in (".md", ".py", ".sh", ".yaml")]
@@ -282,13 +282,13 @@ def test_knobs_in_the_text_exist() -> None:
 
 def test_linked_numbers_are_those_of_the_records() -> None:
     """Tokens per second that link to a record, and in tables of both the TFLOP/s after them."""
-    found = own()
+    actual = own()
     linked = re.compile(r"\[([\d,]+)\]\([\w./]*training/(\w+)\.yaml\)(?: \| (\d+) \|)?")
     seen = [match for text in TEXTS.values() for match in linked.findall(text)]
     assert len(seen) > 10
     for rate, name, tflops in seen:
-        assert rate == f"{found[name].tokens_per_second_per_gpu:,.0f}", name
-        assert tflops in ("", f"{found[name].tflops_per_gpu:.0f}"), name
+        assert rate == f"{actual[name].tokens_per_second_per_gpu:,.0f}", name
+        assert tflops in ("", f"{actual[name].tflops_per_gpu:.0f}"), name
 
 
 def test_exit_codes_are_those_of_train() -> None:

@@ -15,7 +15,7 @@ SHAPE = ["model.moe.dense_layers=1", "model.mtp_layers=1", "parallel.expert=2"]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run of three steps."""
+    """Override of a run of three steps."""
     folder = tmp_path_factory.mktemp("recorded")
     path = folder / "files" / "routing.safetensors"
     out = [f"run.dir={folder}", f"run.record_routing={path}", "run.save_interval=-1"]
@@ -36,7 +36,7 @@ def loads(path: Path, name: str) -> float:
 
 
 def test_a_replay_has_the_load_that_was_recorded(recorded: Path, tmp_path: Path) -> None:
-    """Also in another run, whose own router would choose otherwise, and in every step."""
+    """Also in another run whose router would choose other experts, and in every step."""
     replay = [f"model.moe.router.replay={recorded}", "run.seed=5", "run.steps=2"]
     main, _ = run(2, [*TINY, *SHAPE, *replay, f"run.dir={tmp_path}"])
     assert main.code == 0 and f"routing: replayed from {recorded}, 128 tokens of tiny" in main.out

@@ -1,4 +1,4 @@
-"""What a run needs fails in the middle of it: it goes on, or ends in one line and can be resumed.
+"""A resource fails during a run, which continues, or ends with one line and can be resumed.
 
 Runs of four steps on one rank, with a checkpoint after two; the third step meets the failure.
 """
@@ -28,13 +28,13 @@ pytestmark = pytest.mark.dist
 
 
 class Case(NamedTuple):
-    """A failure, and how the run answers it."""
+    """A failure, and the reaction of the run."""
 
     change: Callable[..., contextlib.AbstractContextManager[Any]]
     """(rank, folder) -> context in which the run fails."""
     code: int
-    said: str
-    """In the only line of the error, or in the only warning of a run that goes on."""
+    output: str
+    """Text of the only error line, or of the only warning of a run that continues."""
     overrides: tuple[str, ...] = ()
 
 
@@ -54,7 +54,7 @@ def full_disk(folder: Path) -> None:
 
 
 def no_folder_of_checkpoints(folder: Path) -> None:
-    """As on a file system that went away or read-only, for root too."""
+    """Simulate a file system that vanished or became read-only, also for root."""
     (folder / "runs/run/checkpoints").rename(folder / "away")
     (folder / "runs/run/checkpoints").write_text("")
 
@@ -77,7 +77,7 @@ def no_memory(folder: Path) -> None:
 
 @contextlib.contextmanager
 def out_of_gpu_memory(rank: int, folder: Path) -> Iterator[None]:
-    """As on a GPU: the allocator writes its snapshot."""
+    """Simulate out-of-memory on a GPU, where the allocator writes a snapshot."""
     real = torch.cuda.is_initialized, torch.cuda.memory._dump_snapshot
 
     def refuse(folder: Path) -> None:
@@ -95,7 +95,7 @@ def out_of_gpu_memory(rank: int, folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_console(rank: int, folder: Path) -> Iterator[None]:
-    """`print` fails as on a full disk, or in a pipe that nobody reads."""
+    """Make `print` fail as on a full disk or a closed pipe."""
     real, calls = builtins.print, 0
 
     def refuse(*args: Any, **kw: Any) -> None:
@@ -185,22 +185,24 @@ def test_a_run_goes_on_or_ends_in_a_line(name: str, tmp_path: Path) -> None:
         write_corpus(tmp_path / "text", [list(p) for p in text()])
         args += [f"data.blend=[{tmp_path / 'text'}]"]
     change: Change = partial(case.change, folder=tmp_path)
-    whole = (tmp_path / "text.bin").read_bytes() if DATA[0] in args else b""
+    full_run = (tmp_path / "text.bin").read_bytes() if DATA[0] in args else b""
     (main,) = run(1, args, change)
-    said = case.said.format(folder=tmp_path)
+    output = case.output.format(folder=tmp_path)
     assert main.code == case.code and "Traceback" not in main.err + main.out
     if case.code == 0:
         warnings = [line for line in main.out.splitlines() if "warning: " in line]
-        assert main.err == "" and len(warnings) == bool(said) and all(said in w for w in warnings)
+        assert (
+            main.err == "" and len(warnings) == bool(output) and all(output in w for w in warnings)
+        )
         return
     (line,) = main.err.splitlines()
-    assert line.startswith("error: ") and said in line
+    assert line.startswith("error: ") and output in line
     # The cause is removed; the checkpoint of step 2 is there, and the run ends as it should have.
     if (tmp_path / "away").exists():
         (tmp_path / "runs/run/checkpoints").unlink()
         (tmp_path / "away").rename(tmp_path / "runs/run/checkpoints")
-    if whole:
-        (tmp_path / "text.bin").write_bytes(whole)
+    if full_run:
+        (tmp_path / "text.bin").write_bytes(full_run)
     (main,) = run(1, args)
     assert main.code == 0 and "resumed from step 2: " in main.out
     assert [r["step"] for r in records(tmp_path / "runs/run")] == [1, 2, 3, 4]
@@ -250,7 +252,7 @@ LESS_MEMORY = [
 
 @pytest.mark.parametrize(("given", "first"), LESS_MEMORY)
 def test_memory_advice_is_taken_as_it_is_printed(given: list[str], first: list[list[str]]) -> None:
-    found = advised(out_of_memory.advice(load(given), world=2))
-    assert found[: len(first)] == first and len(found) > 1
-    for words in found:
+    actual = advised(out_of_memory.advice(load(given), world=2))
+    assert actual[: len(first)] == first and len(actual) > 1
+    for words in actual:
         assert tried(given, words, world=2) != load(given)

@@ -51,7 +51,7 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed(tmp_path: Path) ->
 
 @contextmanager
 def on_its_own_disk(rank: int, folder: Path) -> Iterator[None]:
-    """Rank 1 as the first of another host, whose folder of the same name is another one."""
+    """Rank 1 as the first of another host, which has a different folder of the same name."""
     before = Path.cwd()
     late = mock.patch("phalanx.parallel.run_folder._SEEN", 0.3)
     with late, mock.patch.dict(os.environ, LOCAL_RANK="0"):
@@ -78,7 +78,7 @@ def test_a_folder_that_hosts_do_not_share_is_told_at_the_start(tmp_path: Path) -
 
 
 def test_a_launch_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    """The store cannot be written, which is an error; nothing of the run's folder changes."""
+    """The store cannot be written, which is an error; the run folder does not change."""
     command = [*TINY, f"run.dir={tmp_path}", "run.steps=2"]
     assert run(1, command)[0].code == 0
     folder = tmp_path / "run"
@@ -97,7 +97,7 @@ def test_a_launch_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -> No
 
 
 def taken_over(path: Path) -> None:
-    """What happens to a run that is suspended for long."""
+    """A `Change` that suspends a run for long."""
     os.replace(folder_lock._written(path, distant()), path)
     folder_lock.BEAT = 0.0
 
@@ -110,8 +110,8 @@ def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path: Path) -> None:
     path = tmp_path / "run" / folder_lock.NAME
     command = [*TINY, f"run.dir={tmp_path}", "run.save_interval=3", "run.steps=6"]
     with Launch(1, command, tmp_path / "out", partial(suspended, path=path)) as launch:
-        assert launch.wait() == [2], launch.said(0)
-    (line,) = [line for line in launch.said(0).splitlines() if line.startswith("error: ")]
+        assert launch.wait() == [2], launch.output(0)
+    (line,) = [line for line in launch.output(0).splitlines() if line.startswith("error: ")]
     assert "has lost" in line and "host node7, pid 4711" in line
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2]
     assert not list((tmp_path / "run/checkpoints").glob("step_*"))

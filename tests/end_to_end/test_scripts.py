@@ -23,7 +23,7 @@ ENVIRONMENT["PHALANX_PYTHON"] = sys.executable
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """End a process and all that it started."""
+    """End a process and its children."""
     if process.poll() is None:
         for child in (*psutil.Process(process.pid).children(recursive=True), process):
             child.kill()
@@ -31,7 +31,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def started(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """A process with pipes, which is surely over in the end."""
+    """A process with pipes that has ended when the context exits."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -100,26 +100,30 @@ def test_train_script_tells_mistakes_without_the_launcher(
     overrides: list[str], error: str, tmp_path: Path
 ) -> None:
     command = ["bash", "scripts/train.sh", *overrides, f"run.dir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stdout == "Phalanx: checking command line, data and run folder\n"
-    (line,) = done.stderr.splitlines()
+    finished = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert finished.returncode == 2
+    assert finished.stdout == "Phalanx: checking command line, data and run folder\n"
+    (line,) = finished.stderr.splitlines()
     assert line.startswith(f"error: {error}") and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("option", ["--help", "--cfg=job"])
 def test_train_script_answers_questions_itself(option: str) -> None:
     command = ["bash", "scripts/train.sh", option]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    first = done.stdout.splitlines()[0]
-    assert done.returncode == 0 and done.stderr == "" and first.startswith(("usage: ", "# model="))
+    finished = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    first = finished.stdout.splitlines()[0]
+    assert (
+        finished.returncode == 0
+        and finished.stderr == ""
+        and first.startswith(("usage: ", "# model="))
+    )
 
 
 def test_a_missing_package_is_told_with_the_way_out() -> None:
     bare = [sys.executable, "-S", "train.py"]  # without site-packages
-    done = subprocess.run(bare, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 1 and "has no package" in line and "bash scripts/train.sh" in line
+    finished = subprocess.run(bare, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    (line,) = finished.stderr.splitlines()
+    assert finished.returncode == 1 and "has no package" in line and "bash scripts/train.sh" in line
 
 
 @pytest.mark.dist
@@ -143,7 +147,7 @@ def test_a_rank_that_fails_alone_is_heard_and_takes_the_others_with_it(tmp_path:
 def test_the_default_run_learns(tmp_path: Path) -> None:
     command = ["bash", "scripts/train.sh", f"run.dir={tmp_path}"]
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True)
-    found = records(tmp_path / "tiny")
-    assert found[0]["loss"] > 5.4 and found[-1]["loss"] < 2.6
-    assert max(r["load_max"] for r in found[20:]) < 2.5
-    assert (tmp_path / f"tiny/checkpoints/step_{found[-1]['step']:08d}/COMMIT.json").exists()
+    actual = records(tmp_path / "tiny")
+    assert actual[0]["loss"] > 5.4 and actual[-1]["loss"] < 2.6
+    assert max(r["load_max"] for r in actual[20:]) < 2.5
+    assert (tmp_path / f"tiny/checkpoints/step_{actual[-1]['step']:08d}/COMMIT.json").exists()

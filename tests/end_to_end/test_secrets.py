@@ -56,10 +56,10 @@ def test_a_run_writes_none(tmp_path: Path) -> None:
     command = [*SMALL, "model=tiny", "model.attention.head_dim=8", "data=synthetic", *named]
     command += ["run.steps=1", "run.tensorboard=true", f"run.dir={tmp_path}"]
     with Launch(1, command, tmp_path / "out", secrets) as launch:
-        assert launch.wait() == [0], launch.said(0)
+        assert launch.wait() == [0], launch.output(0)
     everything = written(tmp_path)
     assert KEY.encode() not in everything and PASSWORD.encode() not in everything
-    assert "https://***@host/data" in launch.said(0)
+    assert "https://***@host/data" in launch.output(0)
     for kept in ("run/wandb", "run/checkpoints"):  # the configuration is there, without the secret
         assert b"https://***@host/data" in written(tmp_path / kept)
 
@@ -67,9 +67,9 @@ def test_a_run_writes_none(tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("override", ["run.dir=/proc/{}/runs", "data.split='{}'"])
 def test_an_error_tells_none(override: str, tmp_path: Path) -> None:
-    """One that is found at the start of the run, and one of the command line."""
+    """An error at the start of the run, and one of the command line."""
     command = [*SMALL, "data=synthetic", "run.steps=1", f"run.dir={tmp_path}"]
     with Launch(1, [*command, override.format(KEY)], tmp_path / "out", secrets) as launch:
-        assert launch.wait() == [2], launch.said(0)
-    assert "error: " in launch.said(0) and "***" in launch.said(0)
+        assert launch.wait() == [2], launch.output(0)
+    assert "error: " in launch.output(0) and "***" in launch.output(0)
     assert KEY.encode() not in written(tmp_path)

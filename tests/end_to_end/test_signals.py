@@ -85,7 +85,7 @@ RARE = [
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, str]]:
-    """Losses and gradient norms of a run that nobody disturbs."""
+    """Losses and gradient norms of an undisturbed run."""
     folder = tmp_path_factory.mktemp("straight")
     assert [rank.code for rank in run(2, [*COMMAND, f"run.dir={folder}"])] == [0, 0]
     return exact(records(folder / "run"))
@@ -104,13 +104,13 @@ def test_all_ranks_stop_at_one_step_and_go_on_bit_for_bit(
     command += ["run.async_save=on"] if "background" in moment else []
     change = partial(signalled, only=only, during=during, call=call, signals=signals)
     ranks = run(2, command, change)
-    done = reached == STEPS
-    assert [rank.code for rank in ranks] == [0 if done else 85] * 2
+    finished = reached == STEPS
+    assert [rank.code for rank in ranks] == [0 if finished else 85] * 2
     assert [rank.err for rank in ranks] == ["", ""] and ranks[1].out == ""
-    if not (done and "save" in moment):  # after the last step nobody asks
+    if not (finished and "save" in moment):  # after the last step nobody asks
         when = f"after step {reached}" if reached else "before step 1"
-        told = f"-- stopping {when}: a signal asked for it ({signals[0].name} to rank {only})"
-        assert [line for line in ranks[0].out.splitlines() if "signal" in line] == [told]
+        reported = f"-- stopping {when}: a signal asked for it ({signals[0].name} to rank {only})"
+        assert [line for line in ranks[0].out.splitlines() if "signal" in line] == [reported]
     assert (
         "-- no checkpoint was written: the same command starts from scratch\n" in ranks[0].out
     ) == (reached == 0)
@@ -158,25 +158,25 @@ def test_ranks_end_when_torchrun_is_killed() -> None:
 
 
 def test_a_stop_tells_what_the_same_command_goes_on_from(tmp_path: Path) -> None:
-    """Of runs that write no checkpoint at their end."""
+    """Runs that write no checkpoint at their end."""
     command = [*COMMAND, f"run.dir={tmp_path}"]
     never = [*command, "run.save_interval=-1"]
     change = partial(signalled, only=0, during=STEP, call=2, signals=[INT])
-    told = "-- no checkpoint was written: the same command {}\n"
+    reported = "-- no checkpoint was written: the same command {}\n"
     (rank,) = run(1, never, change)
-    assert told.format("starts from scratch") in rank.out
+    assert reported.format("starts from scratch") in rank.out
     (rank,) = run(1, command, partial(signalled, only=0, during=STEP, call=3, signals=[INT]))
     assert "no checkpoint was written" not in rank.out and "checkpoint of step 3" in rank.out
     (rank,) = run(1, never, partial(signalled, only=0, during=STEP, call=1, signals=[INT]))
     assert rank.code == 0  # that was the last step
     (rank,) = run(1, [*never, "run.steps=9"], change)
-    assert told.format("goes on from step 3") in rank.out
+    assert reported.format("goes on from step 3") in rank.out
 
 
 def test_a_third_interrupt_does_not_wait(tmp_path: Path) -> None:
     command = [*COMMAND, f"run.dir={tmp_path}"]
     change = partial(signalled, only=0, during=STEP, call=2, signals=[INT] * 3)
     (rank,) = run(1, command, change)
-    told = "interrupted: nothing was saved; there is no checkpoint\n"
-    assert rank.code == 130 and rank.err.endswith(told)
+    reported = "interrupted: nothing was saved; there is no checkpoint\n"
+    assert rank.code == 130 and rank.err.endswith(reported)
     assert not list((tmp_path / "run/checkpoints").glob("step_*"))

@@ -1,4 +1,4 @@
-"""Many random kills: the run always comes back, loses little, and ends as if nothing had been.
+"""Many random kills: the run always resumes, loses little, and ends like an undisturbed one.
 
 python -m pytest -m slow -s tests/end_to_end/test_soak.py
 """
@@ -92,18 +92,18 @@ def test_random_kills_change_nothing(tmp_path: Path) -> None:
             WORLD, command, tmp_path / "out", partial(killed, **plan, saving=where)
         ) as launch:
             codes = launch.wait(120)
-            said = "".join(map(launch.said, range(WORLD)))
-        assert codes[only] == -signal.SIGKILL and codes[1 - only] == LOST, (codes, said)
+            output = "".join(map(launch.output, range(WORLD)))
+        assert codes[only] == -signal.SIGKILL and codes[1 - only] == LOST, (codes, output)
         reached, saved = last_step(folder), newest(folder)
-        assert f"rank {only} " in said and 0 <= reached - saved <= INTERVAL, said
-        apart = abs(launch.ended[0] - launch.ended[1])
+        assert f"rank {only} " in output and 0 <= reached - saved <= INTERVAL, output
+        separate = abs(launch.ended[0] - launch.ended[1])
         kills.append({"rank": only, "in": where.rpartition(".")[2] or "step", "at": reached})
-        kills[-1] |= {"lost": reached - saved, "others_ended_after": round(apart, 2)}
+        kills[-1] |= {"lost": reached - saved, "others_ended_after": round(separate, 2)}
     with Launch(WORLD, command, tmp_path / "out") as launch:
-        assert launch.wait(300) == [0] * WORLD, launch.said(0)
+        assert launch.wait(300) == [0] * WORLD, launch.output(0)
 
-    found, expected = (exact(records(f)) for f in (folder, tmp_path / "straight/run"))
-    assert len(found) == STEPS and found == expected
+    actual, expected = (exact(records(f)) for f in (folder, tmp_path / "straight/run"))
+    assert len(actual) == STEPS and actual == expected
     figures = {
         "kills": len(kills),
         "in_saves": sum(kill["in"] != "step" for kill in kills),
@@ -113,7 +113,7 @@ def test_random_kills_change_nothing(tmp_path: Path) -> None:
         "most_steps_lost": max(kill["lost"] for kill in kills),
         "slowest_end_of_the_others_s": max(kill["others_ended_after"] for kill in kills),
         "seconds": round(time.monotonic() - began),
-        "final_loss": found[-1][1],
+        "final_loss": actual[-1][1],
         "final_loss_undisturbed": expected[-1][1],
     }
     (tmp_path / "soak.json").write_text(json.dumps(figures | {"each": kills}, indent=1))

@@ -1,4 +1,4 @@
-"""Whole runs of the trainer: it learns, resumes bit for bit, stops when asked, tells about it.
+"""Runs of the trainer: it learns, resumes bit for bit, stops when asked, and reports.
 
 Small models of every kind on gloo ranks, in this session's pools; the real launcher is in
 test_scripts.
@@ -74,7 +74,7 @@ def stopped(rank: int, *, at: int, only: int) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=[pytest.param(FULL[0], marks=pytest.mark.slow), *FULL[1:]])
-def whole(
+def full_run(
     request: pytest.FixtureRequest, corpus: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[str], Path, Rank]:
     """An uninterrupted run of six steps on two ranks, EP2: (overrides, run folder, rank 0)."""
@@ -87,14 +87,14 @@ def whole(
     return overrides, folder / "run", main
 
 
-def test_a_run_tells_what_it_is_and_each_step(whole: tuple[list[str], Path, Rank]) -> None:
-    overrides, folder, main = whole
+def test_a_run_tells_what_it_is_and_each_step(full_run: tuple[list[str], Path, Rank]) -> None:
+    overrides, folder, main = full_run
     page, _, rest = main.out.partition("\n\nstep ")
     name = overrides[overrides.index("data.split='90,10'") + 2].partition("=")[2]
     read = [line.split()[1:] for line in page.splitlines() if line.startswith("  text ")]
     assert [row[:-3] for row in read] == [["training", "100.0%"], ["each", "validation", "100.0%"]]
     assert float(read[0][-1]) > 0
-    for said in (
+    for output in (
         "from scratch",
         f"{name}: ",
         "active a token",
@@ -104,7 +104,7 @@ def test_a_run_tells_what_it_is_and_each_step(whole: tuple[list[str], Path, Rank
         "not symm: needs CUDA",
         "overlap      off ",
     ):
-        assert said in page
+        assert output in page
     rows = [line.split() for line in rest.splitlines()]
     steps = [row for row in rows if row and row[0].endswith("/6") and row[0][0].isdigit()]
     assert [row[0] for row in steps] == [f"{n}/6" for n in range(1, 7)]
@@ -115,22 +115,22 @@ def test_a_run_tells_what_it_is_and_each_step(whole: tuple[list[str], Path, Rank
 
 
 def test_every_step_is_recorded_once_and_validation_on_its_interval(
-    whole: tuple[list[str], Path, Rank],
+    full_run: tuple[list[str], Path, Rank],
 ) -> None:
-    _, folder, main = whole
-    found = records(folder)
-    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6]
-    for r in found:
+    _, folder, main = full_run
+    actual = records(folder)
+    assert [r["step"] for r in actual] == [1, 2, 3, 4, 5, 6]
+    for r in actual:
         assert 2 < r["loss"] < 7 and r["grad_norm"] > 0 and r["lr"] > 0
         assert r["tokens_per_second_per_gpu"] > 0 and 1 <= r["load_max"] <= 4
         assert ("valid_loss" in r) == (r["step"] in (3, 6))
         assert r["tokens"] == r["step"] * 8 * 16
-    assert abs(found[5]["valid_loss"] - found[5]["loss"]) < 1
+    assert abs(actual[5]["valid_loss"] - actual[5]["loss"]) < 1
     assert main.out.count("-- validation loss") == 2
 
 
-def test_a_profile_has_the_stages_of_the_data_flow(whole: tuple[list[str], Path, Rank]) -> None:
-    _, folder, main = whole
+def test_a_profile_has_the_stages_of_the_data_flow(full_run: tuple[list[str], Path, Rank]) -> None:
+    _, folder, main = full_run
     trace = folder / "trace_2_3.json.gz"
     assert f"wrote {trace}" in main.out
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
@@ -144,9 +144,9 @@ def test_a_profile_has_the_stages_of_the_data_flow(whole: tuple[list[str], Path,
 
 
 def test_the_timeline_of_a_cpu_run_is_told_and_drawn(
-    whole: tuple[list[str], Path, Rank], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    full_run: tuple[list[str], Path, Rank], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    overrides, folder, _ = whole
+    overrides, folder, _ = full_run
     picture = tmp_path / "picture.png"
     assert timeline.main([str(folder / "trace_2_3.json.gz"), "--plot", str(picture)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
@@ -164,28 +164,28 @@ def test_the_timeline_of_a_cpu_run_is_told_and_drawn(
 def test_two_ranks_learn_real_text(corpus: list[str], tmp_path: Path) -> None:
     more = ["run.steps=40", "optim.decay_steps=40", f"run.dir={tmp_path}", "run.log_interval=5"]
     main, _ = run(2, [*corpus, *MODELS["tiny"], "data.global_batch=16", *more])
-    found = records(tmp_path / "run")
-    assert main.code == 0 and [r["step"] for r in found] == list(range(5, 45, 5))
-    assert found[-1]["loss"] < 3.2 < math.log(256) - 1
-    assert found[-1]["load_max"] < 3 and found[-1]["dead_experts"] == 0
+    actual = records(tmp_path / "run")
+    assert main.code == 0 and [r["step"] for r in actual] == list(range(5, 45, 5))
+    assert actual[-1]["loss"] < 3.2 < math.log(256) - 1
+    assert actual[-1]["load_max"] < 3 and actual[-1]["dead_experts"] == 0
 
 
 def test_what_was_not_asked_for_is_not_there(corpus: list[str], tmp_path: Path) -> None:
     more = ["run.steps=2", "run.save_interval=-1", f"run.dir={tmp_path}"]
     assert run(1, [*corpus, *MODELS["tiny"], *more])[0].code == 0
-    found = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file())
-    assert found[:2] == ["run/config.yaml", "run/console.log"]
-    assert found[2].startswith("run/launches/") and found[3:] == ["run/metrics.jsonl"]
+    actual = sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file())
+    assert actual[:2] == ["run/config.yaml", "run/console.log"]
+    assert actual[2].startswith("run/launches/") and actual[3:] == ["run/metrics.jsonl"]
 
 
 # --- stopping and resuming ------------------------------------------------------------------------
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(
-    whole: tuple[list[str], Path, Rank], tmp_path: Path
+    full_run: tuple[list[str], Path, Rank], tmp_path: Path
 ) -> None:
     """A signal to one rank; then the same command again. Validation changes nothing either."""
-    overrides, reference, _ = whole
+    overrides, reference, _ = full_run
     command = [*overrides, f"run.dir={tmp_path}", "run.async_save=on"]
     first = run(2, command, partial(stopped, at=3, only=1))
     assert [r.code for r in first] == [0, 0] and first[0].err == ""
@@ -193,22 +193,22 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert "stopped: step 3 after" in first[0].out
     assert exact(records(tmp_path / "run")) == exact(records(reference))[:3]
 
-    again = run(2, command)
-    assert [r.code for r in again] == [0, 0]
-    assert "done: step 6, resumed from step 3, after" in again[0].out
-    assert f"resumed from step 3: {tmp_path / 'run/checkpoints/step_00000003'}" in again[0].out
+    repeated = run(2, command)
+    assert [r.code for r in repeated] == [0, 0]
+    assert "done: step 6, resumed from step 3, after" in repeated[0].out
+    assert f"resumed from step 3: {tmp_path / 'run/checkpoints/step_00000003'}" in repeated[0].out
     assert exact(records(tmp_path / "run")) == exact(records(reference))
 
     # As another value of a sweep would find it.
-    done = run(2, [*command, "optim.lr=2e-2"])
-    assert [r.code for r in done] == [0, 0] and "resumed from" not in done[0].out
+    finished = run(2, [*command, "optim.lr=2e-2"])
+    assert [r.code for r in finished] == [0, 0] and "resumed from" not in finished[0].out
     newest = tmp_path / "run/checkpoints/step_00000006"
     line = (
         f"-- nothing was left to do: {newest} is of step 6, and this run ends at step 6; a larger "
         "run.steps trains on, run.start_over=NOW or another run.name starts over\n"
     )
     timeless = partial(re.sub, r"start_over=[\d-]+", "start_over=NOW")
-    assert timeless(done[0].out).endswith(line) and "nothing was left" not in done[1].out
+    assert timeless(finished[0].out).endswith(line) and "nothing was left" not in finished[1].out
     alone = run(1, [*command, "run.steps=3"])[0]
     assert (alone.code, timeless(alone.out)) == (0, line.replace("at step 6", "at step 3"))
     assert alone.err == ""
@@ -216,7 +216,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 
 
 def test_an_extended_run_tells_of_its_learning_rate(corpus: list[str], tmp_path: Path) -> None:
-    """A cosine at its end rises again, unless it is told not to."""
+    """A cosine at its end would rise again; a warning names the override that prevents it."""
     command = [*corpus, *MODELS["tiny"], "optim.decay_steps=0", f"run.dir={tmp_path}"]
     assert run(1, [*command, "run.steps=4"])[0].code == 0
     (risen,) = run(1, [*command, "run.steps=10", "run.save_interval=-1"])
@@ -234,9 +234,9 @@ def test_an_extended_run_tells_of_its_learning_rate(corpus: list[str], tmp_path:
 
 
 def test_a_run_can_start_from_the_checkpoint_of_another(
-    whole: tuple[list[str], Path, Rank], tmp_path: Path
+    full_run: tuple[list[str], Path, Rank], tmp_path: Path
 ) -> None:
-    overrides, reference, _ = whole
+    overrides, reference, _ = full_run
     saved = reference / "checkpoints/step_00000004"
     command = [*overrides, f"run.dir={tmp_path}"]
     main, _ = run(2, [*command, f"run.resume={saved}"])
@@ -379,8 +379,8 @@ def test_a_step_that_is_not_finite_ends_the_run_before_the_update(
         "step_00000002",
     ]
 
-    (again,) = run(1, spoilt)
-    assert again.code == 0 and "resumed from step 2: " in again.out
+    (repeated,) = run(1, spoilt)
+    assert repeated.code == 0 and "resumed from step 2: " in repeated.out
     run(1, [*command, f"run.dir={tmp_path / 'sound'}"])
     sound = records(tmp_path / "sound/run")
     assert exact(records(tmp_path / "spoilt/run")) == exact(sound) and len(sound) == 4
@@ -388,7 +388,7 @@ def test_a_step_that_is_not_finite_ends_the_run_before_the_update(
 
 @contextmanager
 def failing_service(rank: int) -> Iterator[None]:
-    """Weights & Biases is there, and raises as soon as a step is logged."""
+    """A stand-in for Weights & Biases that raises when a step is logged."""
 
     def refuse(values: Any) -> None:
         raise ConnectionError("no route to host")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.moe.report.loggers import read
-from tests.support.crowding import EVERY
+from tests.support.row_overflow import EVERY
 from tests.support.runs import text, write_corpus
 
 pytestmark = pytest.mark.gpu
@@ -29,10 +29,10 @@ OVERRIDES = [
     "run.graph=off",
     "parallel.comm_sms=0",
 ]
-"""Without what `auto` adds, where a test does not ask for it."""
+"""Run without features that `auto` adds, unless a test asks for them."""
 GRAPH = "run.graph=full_iteration"
 Steps = list[dict[str, float]]
-"""Metrics of each."""
+"""Metrics of each run."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +44,17 @@ def _hopper() -> None:
 def train(
     folder: Path, name: str, *overrides: str, ranks: int = 1, program: Sequence[str] = ("train.py",)
 ) -> Steps:
-    places = [f"run.dir={folder}", f"run.name={name}"]
+    positions = [f"run.dir={folder}", f"run.name={name}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     launcher = launcher if ranks > 1 else []
-    command = [sys.executable, *launcher, *program, *OVERRIDES, *places, *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    command = [sys.executable, *launcher, *program, *OVERRIDES, *positions, *overrides]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-4000:]
     return read(folder / name / "metrics.jsonl")
 
 
 def train_side_by_side(folder: Path, runs: Mapping[str, Sequence[str]]) -> dict[str, Steps]:
-    """Several runs by their names, some at a time: most of what a small one takes is its start."""
+    """Several runs by name, some concurrently: most of a small run's time is its start."""
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         started = {name: pool.submit(train, folder, name, *given) for name, given in runs.items()}
         return {name: run.result() for name, run in started.items()}
@@ -88,7 +88,7 @@ def test_fused_kernels_train_like_torch(model: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss"])
 def test_packed_documents(model: str, tmp_path: Path) -> None:
-    """By flash-attn-4, eager and captured, as by the reference."""
+    """flash-attn-4, eager and captured, against the reference."""
     pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
     prefix = write_corpus(tmp_path / "corpus", pieces)
     common = [f"model={model}", "kernels=torch", "model.attention.head_dim=64"]
@@ -110,7 +110,7 @@ LINEAR = "tiny_qwen3_next"
 
 
 def test_linear_attention(tmp_path: Path) -> None:
-    """By flash-linear-attention, eager and captured, as by the statement in torch."""
+    """flash-linear-attention, eager and captured, against the torch implementation."""
     common = [f"model={LINEAR}", "kernels=fused", "model.attention.head_dim=64"]
     pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
     prefix = write_corpus(tmp_path / "corpus", pieces)
@@ -170,7 +170,7 @@ def test_muon_and_qk_clip_in_a_graph(model: str, precision: str, tmp_path: Path)
 
 
 def test_an_injected_fault_is_in_the_graph(tmp_path: Path) -> None:
-    """Step 5 is a replay; what is not spoilt is computed to the same bits."""
+    """Step 5 is a replay; steps that are not corrupted are bitwise equal."""
     options = ["model=tiny", "kernels=fused", "run.steps=8", "run.bad_steps=skip"]
     options += ["parallel.capacity_factor=8"]
     bad = [*options, "run.inject=nan@5"]
@@ -207,14 +207,14 @@ def test_auto_captures_where_it_can(given: str, captured: bool, tmp_path: Path) 
 
 
 def test_a_run_goes_on_captured_where_it_was_eager(tmp_path: Path) -> None:
-    """And the other way round: a checkpoint knows nothing of graphs."""
-    whole = train(tmp_path, "whole", "run.steps=12", "optim.decay_steps=12")
+    """And vice versa: a checkpoint does not depend on graphs."""
+    full_run = train(tmp_path, "whole", "run.steps=12", "optim.decay_steps=12")
     for first, second in (("off", "auto"), ("auto", "off")):
         for steps, graph in ((6, first), (12, second)):
             options = [f"run.steps={steps}", f"run.graph={graph}", "run.save_interval=6"]
             parts = train(tmp_path, f"{first}_{second}", *options, "optim.decay_steps=12")
         for name in ("loss", "grad_norm"):
-            assert [s[name] for s in parts] == [s[name] for s in whole], (first, name)
+            assert [s[name] for s in parts] == [s[name] for s in full_run], (first, name)
 
 
 @pytest.fixture
@@ -240,14 +240,14 @@ def test_a_step_that_overflows_is_run_again_and_captured_anew(
 def test_overflows_every_ten_steps_change_nothing_in_a_graph(
     ranks: int, model: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Of eager steps and, every other time, of the graph's."""
+    """Overflows of eager steps and, alternately, of captured ones."""
     if ranks == 2:
         request.getfixturevalue("two_gpus")
     options = [f"model={model}", "kernels=fused", "run.steps=40", "run.eval_interval=40"]
     options += ["run.eval_batches=2", "parallel.capacity_factor=8"]
     options += ["parallel.dispatch=symm"] if ranks == 2 else []
     never = train(tmp_path, "never", *options, ranks=ranks)
-    crowding = ("-m", "tests.support.crowding")
+    crowding = ("-m", "tests.support.row_overflow")
     often = train(tmp_path, "often", *options, GRAPH, ranks=ranks, program=crowding)
     reruns = [0, *(step["reruns"] for step in often)]
     assert all(reruns[n + 1] > reruns[n] for n in range(0, 40, EVERY)) and not never[-1]["reruns"]
@@ -257,12 +257,12 @@ def test_overflows_every_ten_steps_change_nothing_in_a_graph(
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek", LINEAR])
 def test_halves_of_sequences_in_a_graph(model: str, tmp_path: Path, two_gpus: None) -> None:
-    """With context parallelism, replays and reruns of either kind train on what eager steps do."""
+    """With context parallelism, replays and reruns train on the same tokens as eager steps."""
     options = [f"model={model}", "kernels=fused", "run.steps=24", "run.eval_interval=24"]
     options += ["run.eval_batches=2", "parallel.context=2", "parallel.capacity_factor=8"]
     eager = train(tmp_path, "eager", *options, ranks=2)
     graph = train(tmp_path, "graph", *options, GRAPH, ranks=2)
-    crowding = ("-m", "tests.support.crowding")
+    crowding = ("-m", "tests.support.row_overflow")
     often = train(tmp_path, "often", *options, GRAPH, ranks=2, program=crowding)
     assert often[-1]["reruns"] >= 3 and not eager[-1]["reruns"] and not graph[-1]["reruns"]
     for steps in (graph, often):
@@ -272,7 +272,7 @@ def test_halves_of_sequences_in_a_graph(model: str, tmp_path: Path, two_gpus: No
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_gpt_oss", "tiny_deepseek", LINEAR])
 def test_documents_over_two_halves(model: str, tmp_path: Path, two_gpus: None) -> None:
-    """Eager and captured, as on one GPU."""
+    """Eager and captured, against one GPU."""
     pieces = [list(p[: 20 + i % 300]) for i, p in enumerate(text() * 20)]
     prefix = write_corpus(tmp_path / "corpus", pieces)
     common = [f"model={model}", "kernels=torch", "kernels.attention=flex"]
@@ -324,7 +324,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_the_host_waits_for_nothing_but_the_totals(moments: str, tmp_path: Path) -> None:
-    """Steps with their update, their record and what goes before the next: torch itself tells."""
+    """Steps with update, record and preparation of the next, in torch's sync debug mode."""
     options = ["run.steps=8", "run.log_interval=1", f"optim.moments={moments}", GRAPH]
     steps = train(tmp_path, moments, *options, program=("-c", STRICT))
     assert [step["step"] for step in steps] == list(range(1, 9))

@@ -1,4 +1,4 @@
-"""Every layout of two GPUs trains as one GPU does, and captured steps are eager ones bit for bit.
+"""Every layout of two GPUs trains like one GPU, and captured steps equal eager ones bit for bit.
 
 All that the defaults choose on a Hopper GPU: fused kernels, `symm`, SMs for exchanges. This is what
 runs before a release, in less than eight minutes on two H100s:
@@ -39,29 +39,29 @@ TRAINING = [
     "parallel.timeout=60",
 ]
 LOSS, NORM = 5e-3, 5e-2
-"""Relative. In bf16 a choice of experts that is nearly even differs between layouts."""
+"""Relative tolerance. In bf16 nearly tied choices of experts differ between layouts."""
 SECONDS = 540
 
 
 def _cases() -> dict[str, Case]:
-    """Runs by name.
+    """Runs by name: every model in every precision and layout.
 
     Every model in every precision on every layout, captured where it can be; eager steps of what is
     captured in bf16, as the kernels of FP8 are captured by themselves elsewhere; and Muon, whose
     update is no part of a graph, with every model on every layout in one precision.
     """
-    found = {}
+    actual = {}
     for (i, model), (j, recipe) in product(enumerate(MODELS), enumerate(RECIPES)):
         for kind in OPTIMIZERS if i % 2 == j else OPTIMIZERS[:1]:
             common = [f"model={model}", f"precision={recipe}", f"optim={kind}", *TRAINING]
-            found[names((model, recipe, kind, "one"))] = Case(1, [*common, f"run.graph={EAGER}"])
+            actual[names((model, recipe, kind, "one"))] = Case(1, [*common, f"run.graph={EAGER}"])
             for layout, how in LAYOUTS.items():
                 captured = layout not in UNCAPTURED
                 eager = not captured or (kind, recipe) == ("adamw", "bf16")
                 for graph in [EAGER] * eager + [CAPTURED] * captured:
                     overrides = [*common, *how, f"run.graph={graph}"]
-                    found[names((model, recipe, kind, layout, graph))] = Case(RANKS, overrides)
-    return found
+                    actual[names((model, recipe, kind, layout, graph))] = Case(RANKS, overrides)
+    return actual
 
 
 CASES = _cases()

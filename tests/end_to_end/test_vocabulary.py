@@ -1,4 +1,4 @@
-"""A model without a vocabulary of its own has that of the data, from the dry run to the export."""
+"""A model without a vocabulary size gets that of the data, from the dry run to the export."""
 
 import json
 from pathlib import Path
@@ -14,26 +14,26 @@ from phalanx.moe.data.token_files import Sidecar
 from phalanx.moe.data.vocabulary import fill, shown
 from phalanx.parallel.checkpoint import saved_config
 from phalanx.scripts import convert_hf, evaluate, prepare_data, sample
-from tests.support.looking import command
 from tests.support.runs import SMALL, run, text, write_corpus
+from tests.support.tiny_runs import command
 
 IDS = 300
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A prefix, prepared as README says."""
+    """A prefix, prepared as in the README."""
     folder = tmp_path_factory.mktemp("own")
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    results = Tokenizer(models.BPE())
+    results.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    results.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     end = ["<|endoftext|>"]
-    made.train_from_iterator(
+    results.train_from_iterator(
         [part.decode() for part in text()],
         trainers.BpeTrainer(vocab_size=IDS, special_tokens=end, initial_alphabet=alphabet),
     )
-    made.save(str(folder / "tokenizer.json"))
+    results.save(str(folder / "tokenizer.json"))
     rows = [json.dumps({"text": part.decode()}) for part in text()]
     (folder / "wiki.jsonl").write_text("\n".join(rows))
     given = [folder / "wiki.jsonl", "--tokenizer", folder / "tokenizer.json", "--eod", *end]
@@ -43,7 +43,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def overrides(corpus: str, *more: str) -> list[str]:
-    """Of a run that says nothing about its vocabulary."""
+    """Overrides of a run without a vocabulary size."""
     small = [text for text in SMALL if not text.startswith("model.vocab_size")]
     data = ["data=indexed", f"data.blend=[{corpus}]", f"data.cache={Path(corpus).parent}/cache"]
     return [*small, "model=tiny", "model.attention.head_dim=8", *data, *more]
@@ -74,8 +74,8 @@ def test_a_run_takes_the_vocabulary_of_its_data(corpus: str, tmp_path: Path) -> 
         (convert_hf.main, [tmp_path / "hf"]),
     ):
         argv = ["export", folder, *words] if script is convert_hf.main else [folder, *words]
-        said = command(script, *argv)
-        assert said.code == 0, said.err
+        output = command(script, *argv)
+        assert output.code == 0, output.err
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == 384
 
 
@@ -91,8 +91,8 @@ def test_it_is_said_before_a_launch(
     assert f"\n  vocab     {shown_line}\n" in capsys.readouterr().out
     for more in (["--check"], world):  # a vocabulary of its own that does not fit
         assert train.main([*given, "model.vocab_size=256", *more]) == 2
-        said = capsys.readouterr()
-        (line,) = (said.err + said.out).splitlines()
+        output = capsys.readouterr()
+        (line,) = (output.err + output.out).splitlines()
         assert line.startswith(f"error: {corpus}.json: ids of tokenizer ")
         assert line.endswith("but model.vocab_size=256; set model.vocab_size=384")
     assert train.main([*given, "model.vocab_size=300", *world]) == 0
@@ -106,8 +106,8 @@ def test_data_that_does_not_tell_is_refused_with_the_override(
     given = overrides(prefix, f"run.dir={tmp_path}", "run.steps=2")
     for more in (["--check"], [], ["run.dry_run=true"]):
         assert train.main([*given, *more]) == 2
-        said = capsys.readouterr()
-        line = next(x for x in (said.err + said.out).splitlines() if x.startswith("error: "))
+        output = capsys.readouterr()
+        line = next(x for x in (output.err + output.out).splitlines() if x.startswith("error: "))
         assert line == (
             f"error: nothing tells the vocabulary of {prefix}.bin, for want of {prefix}.json "
             "beside it; set model.vocab_size to the number of ids of its tokenizer"

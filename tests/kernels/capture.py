@@ -1,4 +1,4 @@
-"""A captured step against an eager one."""
+"""Comparison of a captured step with an eager one."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ Step = Callable[[], Sequence[Tensor]]
 
 
 def check_replay(step: Step, leaf: Tensor, new: Tensor) -> None:
-    """Capture a step, replay it with other values of a leaf: the bits of an eager step."""
+    """Check that a captured step replayed with other values equals an eager step bitwise."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

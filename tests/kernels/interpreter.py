@@ -1,6 +1,6 @@
-"""Triton kernels on CPU tensors: run by Triton's interpreter, which a process has or has not.
+"""Triton kernels on CPU tensors, run by Triton's interpreter in a separate process.
 
-One such process serves all modules of a session's process; what they import takes seconds.
+One interpreting process serves all test modules of a process, as its imports take seconds.
 """
 
 import functools
@@ -18,7 +18,7 @@ from tests.kernels.interpreter_speed import hasten
 
 
 def interpret(module: str) -> None:
-    """Call `interpreted` of a test module there, and raise what it raises.
+    """Call `interpreted` of a test module in the interpreting process, and raise its errors.
 
     Args:
         module: `__name__` of the caller.
@@ -41,7 +41,7 @@ def _begin() -> None:
     patch = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
-        """Scalars are arrays of one element, which numpy no longer takes for bounds of a loop."""
+        """Convert loop bounds: scalars are one-element arrays, which numpy rejects as bounds."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -50,7 +50,7 @@ def _begin() -> None:
 
 
 def count_in_tensors(module: Any) -> None:
-    """Have loops of a module's kernels count in tensors, as compiled ones do, not in integers."""
+    """Make loops of a module's kernels count in tensors, like compiled ones, not in integers."""
     from triton.runtime.interpreter import interpreter_semantic
 
     def numbers(*bounds: Any) -> Any:
@@ -60,12 +60,12 @@ def count_in_tensors(module: Any) -> None:
 
 
 def _maxnum(builder: Any, a: Any, b: Any) -> Any:
-    """tl.maximum, which has no part of a NaN unless it is asked to."""
+    """tl.maximum, which ignores NaN unless told to propagate it."""
     return builder.binary_op(a, b, np.fmax)
 
 
 def _dot(builder: Any, a: Any, b: Any, total: Any, *_: Any) -> Any:
-    """Of matrices in any format; Triton's own multiplies the bits of bf16 as integers."""
+    """Product of matrices in any format; Triton's own multiplies the bits of bf16 as integers."""
     from triton.language import bfloat16
     from triton.runtime.interpreter import TensorHandle
 
@@ -77,9 +77,9 @@ def _dot(builder: Any, a: Any, b: Any, total: Any, *_: Any) -> Any:
 
 
 def _convert(x: np.ndarray, source: Any, target: Any, _: Any) -> np.ndarray:
-    """Bits in another format as an NVIDIA GPU rounds them: to nearest even, FP8 saturates.
+    """Convert bits to another format as an NVIDIA GPU does: nearest even, FP8 saturates.
 
-    Triton's own conversion cuts bits off, and loses denormals.
+    Triton's own conversion truncates, and flushes denormals.
     """
     known = {
         "bf16": torch.bfloat16,

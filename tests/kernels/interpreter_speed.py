@@ -1,7 +1,7 @@
-"""Triton's interpreter without what it works out again for every operation: some times faster.
+"""A several times faster Triton interpreter, without repeated work for every operation.
 
-For a process that does nothing but interpret (`tests.kernels.interpreter`). What is computed stays
-as it is; patches stay in place instead of being undone and redone, and types are made once.
+For a process that only interprets (`tests.kernels.interpreter`). Results do not change; patches
+stay in place instead of being undone and redone, and types are created once.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def hasten() -> None:
-    """To be called once, after `triton` was imported to be interpreted."""
+    """Install the patches; called once after `triton` was imported in interpreter mode."""
     from triton.runtime import interpreter
 
     _patch_once(interpreter)
@@ -23,7 +23,7 @@ def hasten() -> None:
 
 
 def _patch_once(interpreter: Any) -> None:
-    """The language has its interpreted functions from a module's first call on, for good.
+    """Patch the language's functions at a module's first call, permanently.
 
     Triton patches it at every call of a function, even of one kernel's helper.
     """
@@ -39,7 +39,7 @@ def _patch_once(interpreter: Any) -> None:
 
 
 def _name_types_once(interpreter: Any) -> None:
-    """NumPy's type of a type of Triton, by its name."""
+    """NumPy type of a Triton type, by name."""
     find, found = interpreter._get_np_dtype, {}
 
     def numpy_type(of: Any) -> Any:
@@ -51,7 +51,7 @@ def _name_types_once(interpreter: Any) -> None:
 
 
 def _make_shapes_once() -> None:
-    """Types of blocks and shapes of tensors, which are never written to."""
+    """Cache types of blocks and shapes of tensors, which are immutable."""
     from triton.language import core
 
     core.block_type.__init__ = _remembered(
@@ -67,7 +67,7 @@ def _make_shapes_once() -> None:
 
 
 def _remembered(initialise: Callable, key_of: Callable) -> Callable:
-    """An `__init__` that gives the attributes of the first object to all with the same key."""
+    """An `__init__` that copies the attributes of the first object with the same key."""
     known: dict[Any, dict[str, Any]] = {}
 
     def again(self: Any, *args: Any) -> None:

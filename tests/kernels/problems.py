@@ -1,4 +1,4 @@
-"""Expert-MLP problems with a plan built by plain loops, and their dense statement per token.
+"""Expert-MLP problems with a plan built by plain loops, and a dense reference per token.
 
 Shape legend: N rows of x, K slots per row, L experts, S expert rows, D hidden, F expert width, H
 rows of W1.
@@ -69,7 +69,7 @@ def route(choice: list[list[int]], experts: int, rows: int) -> tuple[Tensor, Ten
 
 
 def random_choice(N: int, K: int, experts: list[int], seed: int = 0) -> list[list[int]]:
-    """Distinct experts per row, drawn from `experts` and from as many that are elsewhere."""
+    """Distinct experts per row, drawn from `experts` and from as many on other ranks."""
     pool = torch.tensor([*experts, *[-1] * max(K, len(experts))])
     g = torch.Generator().manual_seed(seed)
     return [pool[torch.randperm(len(pool), generator=g)[:K]].tolist() for _ in range(N)]
@@ -139,9 +139,9 @@ def forward(
     order_L: Tensor | None = None,
     **spec: Any,
 ) -> Tensor:
-    """The output of `run`, from the tensors that are differentiated.
+    """Output of `run`, computed from the leaves.
 
-    With `split` rows are gathered before the MLP and added up behind it, not by it. `poison` is a
+    With `split`, rows are gathered before the MLP and summed after it. `poison` is a
     split that puts NaN in dy's padding.
     """
     weights = MLPWeights(*(leaves.get(name) for name in ("w1", "w2", "b1", "b2")))
@@ -179,7 +179,7 @@ class _Gather(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """Sums of the expert rows of each row of x."""
+    """Sum of the expert rows of each row of x."""
 
     @staticmethod
     def forward(ctx: Any, y_SD: Tensor, plan: ExpertPlan, backend: str) -> Tensor:
@@ -192,7 +192,7 @@ class Combine(torch.autograd.Function):
 
 
 def dense(p: Problem) -> Result:
-    """The same by a loop over rows and slots in fp64."""
+    """Reference in fp64, by a loop over rows and slots."""
     leaves = {name: t.detach().double().requires_grad_() for name, t in leaves_of(p).items()}
     experts = _expert_of_rows(p)
     out = []
@@ -211,7 +211,7 @@ def dense(p: Problem) -> Result:
 
 
 def composition(p: Problem) -> Result:
-    """The same by autograd over torch ops in the problem's dtype, fp32 where ours is fp32."""
+    """Reference by autograd over torch ops in the problem's dtype, fp32 where the MLP uses fp32."""
     leaves, dtype = leaves_of(p), p.x.dtype
     out = torch.zeros(p.x.shape, dtype=torch.float32)
     ends = p.offsets.tolist()
@@ -227,7 +227,7 @@ def composition(p: Problem) -> Result:
 
 
 def formula(h: Tensor, act: Activation) -> Tensor:
-    """Each activation from its paper, one channel at a time."""
+    """Each activation as in its paper, one channel at a time."""
     gate, up = h.split(h.shape[-1] // 2, -1) if act.gated else (h, None)
     if act.limit:
         gate = torch.where(gate > act.limit, act.limit, gate)
@@ -245,13 +245,13 @@ def formula(h: Tensor, act: Activation) -> Tensor:
 
 
 def error(got: Tensor, exact: Tensor) -> float:
-    """Relative error in the 2-norm; of what should be 0, the norm itself."""
+    """Relative error in the 2-norm; the norm itself if `exact` is 0."""
     scale = exact.double().norm().item() or 1.0
     return ((got.double() - exact.double()).norm() / scale).item()
 
 
 def leaves_of(p: Problem) -> dict[str, Tensor]:
-    """What a gradient is taken of."""
+    """Tensors that gradients are taken of, by name."""
     named = {"x": p.x, "w1": p.w1, "w2": p.w2, "b1": p.b1, "b2": p.b2, "prob": p.prob}
     return {k: v.detach().requires_grad_() for k, v in named.items() if v is not None}
 

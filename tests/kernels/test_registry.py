@@ -1,4 +1,4 @@
-"""What runs where, and what a user reads about it."""
+"""Choice of kernel backends, and its messages."""
 
 import importlib
 import subprocess

@@ -1,5 +1,4 @@
-"""Machine code of a Triton kernel as it would be launched, for sm_90 unless another capability is
-named, made without a GPU."""
+"""Machine code of a Triton kernel as launched, compiled without a GPU, for sm_90 by default."""
 
 import re
 from collections.abc import Callable
@@ -27,7 +26,7 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 class Code:
-    """What a launch with certain arguments runs."""
+    """A compiled kernel, specialised for the arguments of a launch."""
 
     def __init__(
         self, kernel: Any, given: dict[str, Any], folder: Path, capability: int = 90
@@ -56,7 +55,7 @@ class Code:
         )
 
     def count(self, pattern: str) -> int:
-        """Instructions of a kind: the pattern begins their name."""
+        """Instructions whose name starts with a pattern."""
         instruction = r"^\s+/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+ )?"
         return len(re.findall(instruction + rf"(?:{pattern})", self.text, re.MULTILINE))
 
@@ -68,7 +67,7 @@ def launched(
     folder: Path,
     capability: int = 90,
 ) -> Code:
-    """What `call` launches of the kernel `name` of a module; its tensors may be on `meta`."""
+    """Launches of the kernel `name` of a module by `call`; tensors may be on `meta`."""
     kernel, seen = getattr(module, name), list[dict[str, Any]]()
 
     class Recorder:
@@ -88,7 +87,7 @@ def launched(
 
 
 def _type(value: Any) -> str:
-    """As Triton specialises what it is launched with: 1 is compiled in."""
+    """Triton's specialisation of a launch argument: 1 is compiled in."""
     if isinstance(value, Tensor):
         return _TYPES[value.dtype]
     return "i32" if isinstance(value, int) and value != 1 else "constexpr"

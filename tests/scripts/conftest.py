@@ -1,4 +1,4 @@
-"""What tests of several commands need."""
+"""Fixtures of several commands' tests."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Those that are drawn, still open."""
+    """Figures that are drawn, still open."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     drawn: list[Any] = []
     with monkeypatch.context() as patch:

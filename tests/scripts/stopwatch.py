@@ -1,4 +1,4 @@
-"""A clock of the CPU, for tests of what measures on a GPU."""
+"""A CPU clock, for tests of benchmarks."""
 
 import time
 
@@ -8,7 +8,7 @@ CPU = torch.device("cpu")
 
 
 class Stopwatch:
-    """A `Clock` of the CPU; it counts flushes and captures."""
+    """A `Clock` on the CPU that counts flushes and captures."""
 
     device = CPU
 

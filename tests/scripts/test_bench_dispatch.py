@@ -66,25 +66,25 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
         "32,128,64,8,2": "tiny, ungated",
     }
     assert {r.suite for r in made} == set(bench_dispatch.RUNS)
-    timed = [r for r in made if r.ms is not None and r.what != "exposed"]
+    timed = [r for r in made if r.ms is not None and r.pass_name != "exposed"]
     assert all(len(r.ranks) == 2 and r.mode == "eager" for r in timed)
     assert all(abs(max(r.ranks) - r.ms) < 1e-3 for r in timed if r.ms)
     found: dict[str, set[tuple[str, str]]] = {}
     for r in timed:
-        found.setdefault(r.suite, set()).add((r.side, r.what))
-        assert f"  {r.side}" in out and f" {r.what} " in out
+        found.setdefault(r.suite, set()).add((r.side, r.pass_name))
+        assert f"  {r.side}" in out and f" {r.pass_name} " in out
     both = {f"alltoall, {kind}" for kind in routing.KINDS}
     ends = {"dispatch", "dispatch backward", "combine", "combine backward"}
-    assert found["exchange"] == {(side, what) for side in both for what in ends}
+    assert found["exchange"] == {(side, pass_name) for side in both for pass_name in ends}
     assert found["plan"] == {
         (f"EP {ranks}, {kind}", "plan") for ranks in (2, 8) for kind in routing.KINDS
     }
-    alone = {("experts alone, random", what) for what in PASSES}
-    parts = {("alltoall, random", what) for what in ("dispatch", "combine")}
+    alone = {("experts alone, random", pass_name) for pass_name in PASSES}
+    parts = {("alltoall, random", pass_name) for pass_name in ("dispatch", "combine")}
     assert found["layer"] == {(s, w) for s in both for w in PASSES} | alone | parts
     assert found["flash"] == {(side, "forward") for side in both}
     sides = ("alltoall, one rank", "experts alone, one rank")
-    assert found["skew"] == {(side, what) for side in sides for what in PASSES}
+    assert found["skew"] == {(side, pass_name) for side in sides for pass_name in PASSES}
     judged = [r for r in made if r.met is not None]
     assert {r.suite for r in judged} == {"skew"} and picture.stat().st_size > 1000
     notes = {r.suite: r.note for r in made if r.suite in ("wire", "scaling")}
@@ -145,7 +145,7 @@ def test_wire() -> None:
     made, other = run_distributed(_wire, 2)
     assert [r.note for r in made if r.failed] == [r.note for r in other if r.failed]
     for kind in routing.KINDS:
-        by = {r.side: r for r in made if r.what == kind}
+        by = {r.side: r for r in made if r.pass_name == kind}
         assert {side for side, r in by.items() if r.ms} == {
             *(f"{sms} SMs" for sms in ("8", "16", "32", "all")),
             *(f"{sms} SMs, beside a GEMM" for sms in (8, 16)),
@@ -167,18 +167,18 @@ def test_clones_and_rows(tmp_path: Path) -> None:
     _, made = records.read(path)
     cloned = [r for r in made if r.suite == "clones"]
     ways = ("without clones", "2 slots", "2 slots, any")  # 2 of 4 local experts spread all
-    assert {(r.side, r.what) for r in cloned} == {
-        (f"{kind}, {way}", what)
+    assert {(r.side, r.pass_name) for r in cloned} == {
+        (f"{kind}, {way}", pass_name)
         for kind in routing.UNEVEN
         for way in ways
-        for what in ("forward", "both")
+        for pass_name in ("forward", "both")
     }
     assert all("load 2.00" in r.note for r in cloned if r.side.startswith("one rank"))
     assert all("load 1.00" in r.note for r in cloned if r.side.startswith("balanced"))
-    judged = {(r.side, r.what): r.bar for r in cloned if r.bar}
+    judged = {(r.side, r.pass_name): r.bar for r in cloned if r.bar}
     assert len(judged) == 4 and judged["one rank, 2 slots", "both"] == 0.6667
-    balanced = {r.what: r.ms for r in cloned if r.side == "balanced, without clones"}
-    assert all(r.ratio == pytest.approx(balanced[r.what] / r.ms, rel=1e-2) for r in cloned)
+    balanced = {r.pass_name: r.ms for r in cloned if r.side == "balanced, without clones"}
+    assert all(r.ratio == pytest.approx(balanced[r.pass_name] / r.ms, rel=1e-2) for r in cloned)
     of_rows = {(r.side, r.bar) for r in made if r.suite == "rows"}
     bars = {"bf16": None, "bf16, then FP8": None, "FP8": 1.7}
     dispatched = {(f"{way}, {k}", bar) for way, bar in bars.items() for k in routing.KINDS}
@@ -277,16 +277,16 @@ def _sides() -> tuple[Any, ...]:
     shape = (1,)
     raised = attempt(bench, lambda: [] if rank == 0 else fails() or [], "plan", shape)
     (record,) = sides.record("a", "forward")
-    return record, sides.lost, raised, [key.side for key in sides.times]
+    return record, sides.skipped, raised, [key.side for key in sides.times]
 
 
 @pytest.mark.dist
 def test_the_slowest_rank_counts_and_what_fails_on_one_takes_part_on_none() -> None:
-    for record, lost, raised, sides in run_distributed(_sides, 2):
+    for record, skipped, raised, sides in run_distributed(_sides, 2):
         assert record.ms == pytest.approx(record.ranks[1], abs=1e-3) and record.ms >= 12
         assert 2 <= record.ranks[0] < record.ranks[1]
         assert sides == ["a"]
-        (one,) = lost
+        (one,) = skipped
         assert one.failed and one.note == "rank 1: ValueError: no such memory"
         assert [r.note for r in raised] == ["rank 1: ValueError: no such memory"]
 
@@ -296,7 +296,7 @@ def _sides_of(times: dict[tuple[str, str], list[float]]) -> RankSides:
     bench: Any = SimpleNamespace(mode="graph", ranks=2)
     sides = RankSides(bench, "layer", (1,))
     sides._of_ranks = [
-        {Key(side, what): [values[rank]] * 3 for (side, what), values in times.items()}
+        {Key(side, pass_name): [values[rank]] * 3 for (side, pass_name), values in times.items()}
         for rank in range(2)
     ]
     return sides

@@ -67,7 +67,7 @@ def test_each_failure_has_a_line_and_the_code_is_1(tmp_path, monkeypatch, capsys
 
 def test_what_cannot_be_done_is_said_in_a_line(tmp_path, capsys):
     (tmp_path / "file").touch()
-    for arguments, said in (
+    for arguments, output in (
         (["--dir", str(tmp_path / "file" / "folder")], "cannot write to"),
         (["--only", "no such kernel"], "no kernel contains 'no such kernel'"),
         (["--jobs", "0"], "--jobs 0: must be at least 1"),
@@ -76,7 +76,7 @@ def test_what_cannot_be_done_is_said_in_a_line(tmp_path, capsys):
             assert build_kernels.main(arguments) != 0
         except SystemExit as end:
             assert end.code != 0
-        assert said in capsys.readouterr().err.splitlines()[-1]
+        assert output in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_errors_of_the_compiler_take_one_line():

@@ -45,7 +45,7 @@ def test_a_reader_that_has_enough_is_no_error(run: Path) -> None:  # noqa: F811
         read, write = os.pipe()
         os.close(read)
         folder = run if command == "list" else run / "step_00000002"
-        said = subprocess.run(
+        output = subprocess.run(
             [sys.executable, str(SCRIPT), command, str(folder)],
             stdout=write,
             stderr=subprocess.PIPE,
@@ -53,7 +53,7 @@ def test_a_reader_that_has_enough_is_no_error(run: Path) -> None:  # noqa: F811
             timeout=60,
         )
         os.close(write)
-        assert (said.returncode, said.stderr) == (0, "")
+        assert (output.returncode, output.stderr) == (0, "")
 
 
 @pytest.mark.dist
@@ -95,9 +95,9 @@ def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa
     code, lines, errors = call(capsys, "inspect", run / "step_00000002")
     assert (code, errors) == (0, "")
     assert lines[0] == "step 2, written by 1 rank" and "  model.layers=2" in lines
-    found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines if "[" in line}
-    assert found["embedding.word_embeddings.weight"] == ["bfloat16", "[64, 32]"]
-    assert found["optimizer.state.exp_avg.embedding.word_embeddings.weight"][0] == "float32"
+    actual = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines if "[" in line}
+    assert actual["embedding.word_embeddings.weight"] == ["bfloat16", "[64, 32]"]
+    assert actual["optimizer.state.exp_avg.embedding.word_embeddings.weight"][0] == "float32"
 
 
 @pytest.mark.dist
@@ -140,6 +140,6 @@ def test_as_a_person_calls_it(run: Path) -> None:  # noqa: F811
         command = [sys.executable, str(SCRIPT), *args]
         return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
 
-    done = script("verify", str(run / "step_00000002"))
-    assert done.returncode == 0 and done.stdout.endswith("sound\n"), done.stderr
+    finished = script("verify", str(run / "step_00000002"))
+    assert finished.returncode == 0 and finished.stdout.endswith("sound\n"), finished.stderr
     assert script("verify").returncode == 2

@@ -117,7 +117,7 @@ def test_points_are_hydras_product():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("run.steps=10,20", "use --steps"),
         ("run=pretrain", "a comparison sets run itself"),
@@ -127,8 +127,8 @@ def test_points_are_hydras_product():
         ("kernels=torch,torch", "two points are the same"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(text, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_compared_is_refused(text, output):
+    with pytest.raises(ConfigError, match=output):
         expand(["model=tiny", text])
 
 
@@ -139,10 +139,10 @@ def test_the_last_ten_steps_count_or_the_second_half():
 
 def test_figures_of_a_run(tmp_path):
     path = metrics(tmp_path / "m", [5.0, 4.5, 4.0, 3.5], reruns=[1, 2, 2, 4])
-    found = figures(path, 4)
-    assert found["tokens_per_second_per_gpu"] == 25 and found["tflops_per_gpu"] == 2.5
-    assert found["loss"] == 3.5 and found["memory"] == 9 and found["reruns"] == 2
-    assert "mfu" not in found
+    actual = figures(path, 4)
+    assert actual["tokens_per_second_per_gpu"] == 25 and actual["tflops_per_gpu"] == 2.5
+    assert actual["loss"] == 3.5 and actual["memory"] == 9 and actual["reruns"] == 2
+    assert "mfu" not in actual
     with pytest.raises(ValueError, match="ended after step 4 of 6"):
         figures(path, 6)
     with pytest.raises(ValueError, match="not finite at step 4"):
@@ -165,7 +165,7 @@ def test_rows_compare_with_the_first_point():
     assert first.tokens_per_second_per_gpu_sd == pytest.approx(8**0.5)
     assert (first.speedup, first.loss_difference, first.memory) == (1.0, 0.0, 2.0)
     assert fast.speedup == 2.0 and fast.loss_difference == pytest.approx(0.035)
-    assert not fast.loss_differs and fast.notes == ["3 steps that count ran twice (row budget)"]
+    assert not fast.loss_differs and fast.notes == ["3 counted steps ran twice (row budget)"]
     assert other.loss_differs and other.tokens_per_second_per_gpu_sd is None and other.runs == 1
     assert other.notes == [
         "faster, but with another loss: more than 1.00% from the first point's",
@@ -212,7 +212,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 
 @pytest.mark.parametrize(
-    ("log", "code", "said"),
+    ("log", "code", "output"),
     [
         (LOG, 1, "out of memory: data.micro_batch=4: lower it (CUDA out of memory)"),
         (
@@ -229,8 +229,8 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
         ("error: " + "x" * 500, 1, "x" * 197 + "..."),
     ],
 )
-def test_reason_is_a_line(log, code, said):
-    assert reason(log, code).startswith(said) and len(reason(log, code)) <= 200
+def test_reason_is_a_line(log, code, output):
+    assert reason(log, code).startswith(output) and len(reason(log, code)) <= 200
 
 
 def test_repeats_take_turns_and_failures_are_rows(stand, capsys):
@@ -240,16 +240,16 @@ def test_repeats_take_turns_and_failures_are_rows(stand, capsys):
     out = capsys.readouterr().out
     refused = [line.split(",")[0] for line in out.splitlines()[:3]]
     assert refused == [f"kernels={k} parallel.tensor=16" for k in ("reference", "auto", "torch")]
-    found = stand.rows()
-    assert [row["runs"] for row in found] == [3, 0, 0, 0, 3, 0]
-    assert found[4]["tokens_per_second_per_gpu"] == 203.5
-    assert found[4]["speedup"] == pytest.approx(203.5 / 103.5)
-    assert found[2]["notes"] == [
+    actual = stand.rows()
+    assert [row["runs"] for row in actual] == [3, 0, 0, 0, 3, 0]
+    assert actual[4]["tokens_per_second_per_gpu"] == 203.5
+    assert actual[4]["speedup"] == pytest.approx(203.5 / 103.5)
+    assert actual[2]["notes"] == [
         "FAILED: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.; "
         "see point_03_repeat_1.log"
     ]
     assert "CUDA out" in (stand.out / "runs/point_03_repeat_1.log").read_text()
-    for row in found[1::2]:
+    for row in actual[1::2]:
         assert "parallel.tensor=16" in row["notes"][0] and len(row["notes"]) == 1
     assert "kernels=torch parallel.tensor=1, repeat 3: 204 tokens/s/rank, loss 4.9600" in out
     assert (stand.out / "throughput.md").read_text().strip() in out
@@ -259,11 +259,11 @@ def test_kernels_that_this_machine_lacks_are_refused_before_a_run(monkeypatch):
     monkeypatch.setattr(machine, "gpu_capability", lambda: (9, 0))
     monkeypatch.setattr(registry, "_installed", frozenset)
     cfg = load(["model=tiny", "kernels=megatron", "precision=fp8_block"])
-    assert "needs Transformer Engine" in machine.refuse(cfg, 1, "auto")
-    assert machine.refuse(load(["model=tiny", "kernels=torch"]), 1, "auto") == ""
-    assert "needs CUDA" in machine.refuse(load(["model=tiny", "kernels=fused"]), 1, "cpu")
+    assert "needs Transformer Engine" in machine.unsupported(cfg, 1, "auto")
+    assert machine.unsupported(load(["model=tiny", "kernels=torch"]), 1, "auto") == ""
+    assert "needs CUDA" in machine.unsupported(load(["model=tiny", "kernels=fused"]), 1, "cpu")
     monkeypatch.setattr(machine, "gpu_capability", lambda: None)  # nothing is known of the GPUs
-    assert machine.refuse(cfg, 1, "auto") == ""
+    assert machine.unsupported(cfg, 1, "auto") == ""
 
 
 def test_a_stopped_sweep_goes_on_and_another_command_is_refused(stand, capsys):
@@ -362,7 +362,7 @@ def test_commands(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "output"),
     [
         (["--steps", "1"], "must be at least 2"),
         (["--repeat", "0"], "must be at least 1"),
@@ -373,14 +373,14 @@ def test_commands(capsys, tmp_path):
         (["--from-json", "x.json", "kernels=torch"], "leave the overrides out"),
     ],
 )
-def test_bad_options_are_refused_in_a_line(argv, said, capsys):
+def test_bad_options_are_refused_in_a_line(argv, output, capsys):
     with pytest.raises(SystemExit, match="2"):
         compare_throughput.main(argv)
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert output in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "output"),
     [
         (["kernels=torch,torhc"], "kernels=torhc: no such option; did you mean kernels=torch?"),
         (["torch"], "torch: expected <knob>=<value>"),
@@ -388,9 +388,9 @@ def test_bad_options_are_refused_in_a_line(argv, said, capsys):
         (["data.global_batch=7,9"], "data.global_batch=9 is no multiple"),
     ],
 )
-def test_bad_overrides_start_nothing(stand, overrides, said, capsys):
+def test_bad_overrides_start_nothing(stand, overrides, output, capsys):
     assert stand(*overrides) == 2
-    assert said in capsys.readouterr().err and not stand.out.exists()
+    assert output in capsys.readouterr().err and not stand.out.exists()
 
 
 def test_earlier_results_are_shown_again(stand, capsys, monkeypatch):
@@ -417,21 +417,21 @@ def test_earlier_results_are_shown_again(stand, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "output"),
     [
         ({"what": "tiny, sequence 256", "hardware": "2 x H200"}, "tiny, sequence 256, on 2 x H200"),
         ({"hardware": "2 x H200"}, "2 x H200"),  # results of before
     ],
 )
-def test_tables_and_charts_say_of_what_and_where(facts, said, tmp_path, monkeypatch):
+def test_tables_and_charts_say_of_what_and_where(facts, output, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)
     table = rows(["a"], [run(0, 0, 100, 4.0)], 0.01)
     facts = {"unit": "GPU", "steps": 50, "tolerance": 0.01, "command": "x"} | facts
     assert report.plot(tmp_path / "x.png", facts, table) == ""
-    assert figures[0].axes[0].get_title() == said
-    assert report.markdown(facts, table).startswith(said)
+    assert figures[0].axes[0].get_title() == output
+    assert report.markdown(facts, table).startswith(output)
 
 
 def test_what_points_have_in_common_is_named(tmp_path):
@@ -439,7 +439,7 @@ def test_what_points_have_in_common_is_named(tmp_path):
         tmp_path, expand(["model=tiny,tiny_gpt_oss", "data.sequence_length=64,128"]), 1,
         Launch(1, 4, device="cpu"), timeout=1, commit="",
     )  # fmt: skip
-    swept.refuse()
+    swept.check()
     assert common_title(swept.facts) == "tiny or tiny_gpt_oss, bf16, batch 32, embedded data"
     assert common_title([{}]) == common_title([]) == ""
 
@@ -483,9 +483,9 @@ def test_a_run_on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "run", train)
     own = [*OPTIONS, "--out", str(tmp_path)]
     assert compare_throughput.main([*own, "kernels=torch", *POINT]) == 0
-    found, steps = measured(tmp_path)
-    (row,) = found["rows"]
-    assert row["runs"] == 1 and row["speedup"] == 1 and found["facts"]["unit"] == "rank"
+    actual, steps = measured(tmp_path)
+    (row,) = actual["rows"]
+    assert row["runs"] == 1 and row["speedup"] == 1 and actual["facts"]["unit"] == "rank"
     assert row["loss"] > 4 and row["memory"] > 0.1
     rates = [step["tokens_per_second_per_gpu"] for step in steps[2:4]]
     assert row["tokens_per_second_per_gpu"] == pytest.approx(sum(rates) / 2)
@@ -506,19 +506,19 @@ def test_recipes_over_the_same_data_and_their_curves(tmp_path, monkeypatch, caps
     own = [*OPTIONS, "--losses", "--out", str(tmp_path)]
     given = ["kernels=torch", *POINT, f"precision={','.join(recipes)}"]
     assert compare_throughput.main([*own, *given]) == 0
-    found = [
+    actual = [
         [record["loss"] for record in read(path / "metrics.jsonl")]
         for path in sorted((tmp_path / "runs").glob("point_*_repeat_1"))
     ]
-    first = found[0]
+    first = actual[0]
     # Those of FP8 may be the same: with powers of two as scales blocks hardly matter.
-    assert len({tuple(one) for one in found}) >= 3 and found[3] not in found[:3]
-    for one in found:  # the same weights and tokens to begin with
+    assert len({tuple(one) for one in actual}) >= 3 and actual[3] not in actual[:3]
+    for one in actual:  # the same weights and tokens to begin with
         assert one[0] == pytest.approx(first[0], rel=0.01) and len(one) == 4
     head, *rows = capsys.readouterr().out.split("steps")[-1].splitlines()
     assert [f"precision={name}" in head for name in recipes] == [True] * 4
     assert [float(row.split()[1]) for row in rows[:4]] == pytest.approx(first, abs=1e-4)
-    assert float(rows[0].split()[-1]) == pytest.approx(found[3][0] - first[0], abs=1e-4)
+    assert float(rows[0].split()[-1]) == pytest.approx(actual[3][0] - first[0], abs=1e-4)
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
@@ -540,7 +540,7 @@ def test_two_configurations_on_the_cpu(tmp_path):
     """In processes of their own, as a person starts them."""
     command = [sys.executable, str(SCRIPT), *OPTIONS, "--out", str(tmp_path)]
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    done = subprocess.run(
+    finished = subprocess.run(
         [*command, "kernels=reference,torch", *POINT],
         cwd=SCRIPT.parents[1],
         env=environment,
@@ -548,9 +548,9 @@ def test_two_configurations_on_the_cpu(tmp_path):
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found, _ = measured(tmp_path)
-    reference, torch = found["rows"]
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    actual, _ = measured(tmp_path)
+    reference, torch = actual["rows"]
     assert reference["runs"] == torch["runs"] == 1
     # the oracle and the library compute the same, in bf16
     assert reference["loss"] > 4 and abs(torch["loss_difference"]) < 0.05
@@ -560,7 +560,7 @@ def test_two_configurations_on_the_cpu(tmp_path):
 
 
 def measured(folder):
-    """What a sweep wrote, and the first point's steps."""
+    """Output of a sweep, and steps of the first point."""
     assert not list(folder.glob("runs/*/checkpoints/*"))
-    found = json.loads((folder / "throughput.json").read_text())
-    return found, read(folder / "runs/point_01_repeat_1/metrics.jsonl")
+    actual = json.loads((folder / "throughput.json").read_text())
+    return actual, read(folder / "runs/point_01_repeat_1/metrics.jsonl")

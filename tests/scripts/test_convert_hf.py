@@ -61,15 +61,15 @@ def test_there_and_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = qwen3(tmp_path / "theirs", router_aux_loss_coef=0.03, eos_token_id=9)
-    done = convert("import", folder, tmp_path / "step")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # it is no terminal, and was short
-    overrides = done.stdout.split("train.py ")[1].splitlines()[0].split()
+    finished = convert("import", folder, tmp_path / "step")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""  # it is no terminal, and was short
+    overrides = finished.stdout.split("train.py ")[1].splitlines()[0].split()
     assert overrides[0] == "model=tiny" and "model.attention.qk_norm=true" in overrides
     assert overrides[-1] == f"run.resume={tmp_path / 'step'}"
-    _, lines = done.stdout.split("config.json says:\n")
-    told, left = lines.split("what it does not say is yours to choose")
-    assert told.split() == ["model.moe.router.aux_loss=0.03"]
+    _, lines = finished.stdout.split("config.json says:\n")
+    reported, left = lines.split("what it does not say is yours to choose")
+    assert reported.split() == ["model.moe.router.aux_loss=0.03"]
     assert "model.moe.router.aux_loss=0.03" in overrides
     assert {"optim.lr=0.002", "data.source=embedded", "run.steps=80"} <= set(left.split())
     assert "model.moe.router.global_aux_loss=0.0" in left and "bias_rate" not in left
@@ -91,31 +91,31 @@ def test_there_and_back(
 def test_mistakes_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = str(tmp_path / "step")
     assert convert_hf.main(["import", str(tmp_path / "none"), step]) == 1
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     none = tmp_path / "none"
-    assert said == f"convert_hf: there is no folder {none}: a model is read from a local one\n"
+    assert output == f"convert_hf: there is no folder {none}: a model is read from a local one\n"
     assert convert_hf.main(["import", "Qwen/Qwen3-30B-A3B", step]) == 1
-    said = capsys.readouterr().err
-    assert said.endswith(": hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B\n")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.endswith(": hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B\n")
+    assert output.count("\n") == 1
     with pytest.raises(SystemExit):
         convert_hf.main(["export", step, "out", "--pad-token-id", "last"])
     assert "--pad-token-id: 'last': expected ids, or none" in capsys.readouterr().err
     folder = qwen3(tmp_path / "theirs", num_experts_per_tok=9)
     assert convert_hf.main(["import", str(folder), step, "--model", "tiny"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("convert_hf: model.moe.top_k=9 is more than experts=8")
+    output = capsys.readouterr().err
+    assert output.startswith("convert_hf: model.moe.top_k=9 is more than experts=8")
     assert not (tmp_path / "step").exists()
     assert convert_hf.main(["export", str(tmp_path), str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"convert_hf: {tmp_path} has no checkpoint: give the folder of a run")
+    output = capsys.readouterr().err
+    assert output.startswith(f"convert_hf: {tmp_path} has no checkpoint: give the folder of a run")
     with pytest.raises(SystemExit):
         convert_hf.main(["import", str(folder), "s3://bucket/step"])
     assert "s3://bucket/step is an address: give a folder" in capsys.readouterr().err
 
 
 def test_export_from_an_object_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a run there; of a checkpoint that was copied there; and of one that is damaged."""
+    """A run in the store, a checkpoint copied there, and a damaged one."""
     from phalanx.parallel.object_store import place
 
     step = tmp_path / "step_00000000"
@@ -152,8 +152,8 @@ def test_overrides_give_the_model_that_was_found(model: str) -> None:
     from phalanx.moe.hf.config import to_json, to_knobs
 
     published = load(["model=qwen3_30b_a3b"]).model
-    found = to_knobs(to_json(published, 4096, "bfloat16"))
-    cfg, overrides = convert_hf.configured(found, model)
+    actual = to_knobs(to_json(published, 4096, "bfloat16"))
+    cfg, overrides = convert_hf.configured(actual, model)
     assert asdict(load(overrides).model) == asdict(cfg.model)
     assert (len(overrides) == 1) == (model == "qwen3_30b_a3b")
 
@@ -185,11 +185,11 @@ print("peak", peak() - before)
 def peak(*arguments: Any) -> float:
     """MiB that a conversion takes beyond what its imports take."""
     command = [sys.executable, "-c", _PEAK, *map(str, arguments)]
-    done = subprocess.run(
+    finished = subprocess.run(
         command, capture_output=True, text=True, timeout=300, cwd=SCRIPT.parent.parent
     )
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout.split("peak ")[1]) / 1024
+    assert finished.returncode == 0, finished.stderr
+    return int(finished.stdout.split("peak ")[1]) / 1024
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What becomes zero in FP8: counted for each operand, padding left out."""
+"""Numbers that become zero in FP8: counted for each operand, without padding."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,24 +54,24 @@ def test_a_run_counts_operands_without_padding() -> None:
     assert not isinstance(provider(SPEC.backend, recipe=SPEC.recipe), Counting)
     small = p.dout.clone()
     small[:, 1:] *= 2.0**-40
-    few, again = counted(replace(p, dout=small), SPEC)
-    assert torch.equal(out, again), "counting changes nothing"
+    few, repeated = counted(replace(p, dout=small), SPEC)
+    assert torch.equal(out, repeated), "counting changes nothing"
     assert few.shares["x"] == few.shares["a"] == 0.0
     assert few.shares["dy"] == pytest.approx(31 / 32, abs=1e-3)
 
 
 @pytest.mark.dist
-def test_a_run_is_told_at_its_end(tmp_path: Path) -> None:
+def test_a_run_prints_the_table_at_its_end(tmp_path: Path) -> None:
     small = ["model=tiny", "model.layers=1", "data.sequence_length=32", "data.micro_batch=1"]
     more = ["data.global_batch=1", "run.steps=1", "run.device=cpu", f"run.dir={tmp_path}"]
     command = ["scripts/fp8_zeros.py", *small, *more]
     with Torchrun(1, command, tmp_path / "printed") as launch:
         assert launch.wait() == 0, launch.err()
-    told = [line.split() for line in launch.out().splitlines()[-4:]]
-    assert [name for name, _ in told] == ["x", "a", "dy", "dh"]
-    assert all(share.endswith("%") for _, share in told)
+    rows = [line.split() for line in launch.out().splitlines()[-4:]]
+    assert [name for name, _ in rows] == ["x", "a", "dy", "dh"]
+    assert all(share.endswith("%") for _, share in rows)
 
 
 def test_without_overrides_it_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert fp8_zeros.main([]) == 2 and fp8_zeros.main(["--help"]) == 0
-    assert "becomes zero" in capsys.readouterr().out
+    assert "become zero" in capsys.readouterr().out

@@ -35,7 +35,7 @@ def test_each_model_with_records_has_a_card_with_all_of_them(
 def test_logits_of_all_families_are_recorded() -> None:
     errors = json.loads(model_cards.PARITY.read_text("utf-8"))["errors"]
     assert errors.keys() == MODELS.keys()
-    assert all(0 < found["fp32"] < 1e-4 for found in errors.values())
+    assert all(0 < actual["fp32"] < 1e-4 for actual in errors.values())
     text = (model_cards.CARDS / "moonlight_16b_a3b.md").read_text("utf-8")
     assert f"{errors['moonlight']['fp32']:.1e} of a token's in fp32" in text
 

@@ -34,8 +34,8 @@ def test_table_has_means_of_the_first_and_how_far_the_others_are(tmp_path: Path,
     assert drawn == ["drawn:", str(tmp_path / "losses.png")]
     assert (tmp_path / "losses.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert plot_losses.main([str(out), "--parts", "2"]) == 0  # what it wrote says the same
-    again = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert again == [*rows, drawn]
+    repeated = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert repeated == [*rows, drawn]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 20, 500])
@@ -78,8 +78,8 @@ def test_runs_of_another_batch_are_compared_by_tokens(
     out = tmp_path / "both.json"
     given = ["--parts", "4", "--plot", str(tmp_path / "p.png")]
     assert plot_losses.main([*map(str, paths), *given, "--json", str(out)]) == 0
-    said = capsys.readouterr().out
-    head, *rows = said.splitlines()
+    output = capsys.readouterr().out
+    head, *rows = output.splitlines()
     assert head.split() == ["tokens", "b1", "b2", "-", "b1"]
     assert [row[:14].strip() for row in rows[:2]] == ["512 to 5.5 k", "5.5 k to 10.5"]
     assert float(rows[0].split()[-2]) == pytest.approx(9 - 3e3 / 1e4, abs=0.02)
@@ -93,14 +93,14 @@ def test_runs_of_another_batch_are_compared_by_tokens(
     assert below.get_xlabel() == "tokens"
     named = [entry.get_text() for entry in above.get_legend().get_texts()]
     assert named == ["b1 (batch 1)", "b2 (batch 2)"]
-    apart = [line.get_ydata() for line in below.lines]
-    assert max(np.abs(line).max() for line in apart) < 1e-9
+    separate = [line.get_ydata() for line in below.lines]
+    assert max(np.abs(line).max() for line in separate) < 1e-9
     assert plot_losses.main([str(out), *given]) == 0  # a file of both says the same
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == output
 
 
 def test_tokens_that_were_logged_count_and_are_kept(tmp_path: Path, capsys) -> None:
-    """A run that went on with another batch has read what it says."""
+    """A run resumed with another batch has read the logged number of tokens."""
     one, two = (_run(tmp_path / name, [3.0, 2.0, 1.0], batch=1) for name in ("one", "two"))
     records = [{"step": n, "loss": 4.0 - n, "tokens": 100 * n * n} for n in (1, 2, 3)]
     (two / "metrics.jsonl").write_text(
@@ -108,9 +108,9 @@ def test_tokens_that_were_logged_count_and_are_kept(tmp_path: Path, capsys) -> N
     )
     out, picture = tmp_path / "both.json", ["--plot", str(tmp_path / "p.png")]
     assert plot_losses.main([str(one), str(two), "--json", str(out), *picture]) == 0
-    said = capsys.readouterr().out
-    assert "compared by tokens" in said
-    assert plot_losses.main([str(out), *picture]) == 0 and capsys.readouterr().out == said
+    output = capsys.readouterr().out
+    assert "compared by tokens" in output
+    assert plot_losses.main([str(out), *picture]) == 0 and capsys.readouterr().out == output
     assert json.loads(out.read_text())["tokens read"] == {"two": {"1": 100, "2": 400, "3": 900}}
 
 
@@ -156,11 +156,11 @@ def test_losses_that_are_no_numbers_are_told(tmp_path: Path, capsys) -> None:
     two = _run(tmp_path / "two", [4.0, 3.0, 2.0, 1.0, 1.0])
     out = tmp_path / "both.json"
     assert plot_losses.main([str(one), str(two), "--json", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "one: 2 steps with a loss that is NaN or infinite are left out: 2, 4\n" in said
-    assert "two: " not in said and "nan" not in said
+    output = capsys.readouterr().out
+    assert "one: 2 steps with a loss that is NaN or infinite are left out: 2, 4\n" in output
+    assert "two: " not in output and "nan" not in output
     assert plot_losses.main([str(out)]) == 0
-    assert capsys.readouterr().out == said, "what it wrote says the same"
+    assert capsys.readouterr().out == output, "what it wrote says the same"
     assert plot_losses.main([str(_run(tmp_path / "three", [None, None]))]) == 2
     assert "has no loss that is a number: all are NaN or infinite" in capsys.readouterr().err
     out.write_text('{"one": {"1": NaN}}')

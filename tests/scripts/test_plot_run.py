@@ -35,8 +35,8 @@ def panels(figure: Any) -> dict[str, Any]:
 
 def test_the_script_has_help() -> None:
     command = [sys.executable, str(plot_run.__file__), "--help"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert said.returncode == 0 and "--steps" in said.stdout
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert output.returncode == 0 and "--steps" in output.stdout
 
 
 @pytest.mark.parametrize("steps", [1, 2, 30, 900])
@@ -45,45 +45,45 @@ def test_six_panels_show_the_numbers_of_the_run(
 ) -> None:
     run = _run(tmp_path / "run", steps)
     assert plot_run.main([str(run)]) == 0
-    said, drawn = capsys.readouterr().out.splitlines()
-    assert said.startswith(f"steps 1 to {steps}, loss 4.0000 to {4 / steps:.4f}, ")
+    output, drawn = capsys.readouterr().out.splitlines()
+    assert output.startswith(f"steps 1 to {steps}, loss 4.0000 to {4 / steps:.4f}, ")
     assert drawn == f"drawn: {run / 'curves.png'}"
     assert (run / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     (figure,) = figures
     assert figure.get_suptitle() == "tiny on 2 x CPU process"
-    found = panels(figure)
-    rate = found["learning rate"].lines[0]
+    actual = panels(figure)
+    rate = actual["learning rate"].lines[0]
     assert np.allclose(rate.get_ydata(), 1e-3 * np.arange(1, steps + 1))
     assert rate.get_clip_on() == (steps > 50), "points on the frame are whole"
-    assert found["loss"].get_yscale() == ("log" if steps > 12 else "linear")
-    (load,) = found["load of the busiest expert"].collections
+    assert actual["loss"].get_yscale() == ("log" if steps > 12 else "linear")
+    (load,) = actual["load of the busiest expert"].collections
     cells = load.get_array()
     assert cells.shape[0] == 2 and cells.shape[1] == min(steps, 300 if steps == 900 else 400)
     assert cells[0, -1] == steps + 1 and set(cells[1].tolist()) == {1.5}
-    (dead,) = found["dead experts"].collections
+    (dead,) = actual["dead experts"].collections
     assert dead.get_array().max() == min(steps, 2) and dead.get_array()[0].max() == 0
-    labels = found["dead experts"].get_yticklabels()
+    labels = actual["dead experts"].get_yticklabels()
     assert [label.get_text() for label in labels] == ["2", "4"]
 
 
 def test_the_smooth_line_is_named_and_has_no_bias(tmp_path: Path, figures: list[Any]) -> None:
-    """A line remains a line up to its ends, and a steep loss is not drawn above itself."""
+    """A straight line stays straight up to its ends, and a steep loss is not drawn too high."""
     run = _run(tmp_path / "run", 200)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:-1]]
     for record in lines:
         record |= {"loss": 6.0 - 0.02 * record["step"], "grad_norm": 4 + 100 / record["step"]}
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert plot_run.main([str(run)]) == 0
-    found = panels(figures[0])
+    actual = panels(figures[0])
     for name in ("loss", "gradient norm"):
-        raw, smooth = found[name].lines
-        assert [text.get_text() for text in found[name].get_legend().get_texts()] == [
+        raw, smooth = actual[name].lines
+        assert [text.get_text() for text in actual[name].get_legend().get_texts()] == [
             "centred mean of 19 logged steps"
         ]
         assert smooth.get_xdata().tolist() == raw.get_xdata().tolist() == [*range(1, 201)]
         if name == "loss":
             assert np.allclose(smooth.get_ydata(), raw.get_ydata())
-    raw, smooth = found["gradient norm"].lines
+    raw, smooth = actual["gradient norm"].lines
     assert smooth.get_ydata()[0] == raw.get_ydata()[0]
     assert (smooth.get_ydata()[20:] - raw.get_ydata()[20:]).max() < 0.6  # of 4.8 to 9
 
@@ -129,12 +129,12 @@ def test_two_more_panels_where_logits_were_measured(tmp_path: Path, figures: lis
         record |= {"max_logits": {"1": -0.5, "2": 10.0 * record["step"]}}
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert plot_run.main([str(run)]) == 0
-    found = panels(figures[0])
-    assert found["largest attention logit"].lines[0].get_xydata().tolist() == [[3, 30], [6, 60]]
-    (image,) = found["largest attention logit of a layer"].collections
+    actual = panels(figures[0])
+    assert actual["largest attention logit"].lines[0].get_xydata().tolist() == [[3, 30], [6, 60]]
+    (image,) = actual["largest attention logit of a layer"].collections
     assert image.get_array().tolist() == [[-0.5, -0.5], [30, 60]]
     assert image.get_clim() == (-0.5, 60)
-    assert "dead experts" in found
+    assert "dead experts" in actual
 
 
 def test_numbers_that_are_none_are_told(
@@ -145,8 +145,8 @@ def test_numbers_that_are_none_are_told(
     content = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(f"{json.dumps(lost)}\n{content}")
     assert plot_run.main([str(run)]) == 0
-    _, told, _ = capsys.readouterr().out.splitlines()
-    assert told == "1 step with a loss that is NaN or infinite is left out: 4"
+    _, reported, _ = capsys.readouterr().out.splitlines()
+    assert reported == "1 step with a loss that is NaN or infinite is left out: 4"
     logits = panels(figures[0])["largest attention logit of a layer"]
     assert [text.get_text() for text in logits.texts] == ["NaN or infinite"]
 
@@ -165,13 +165,13 @@ def test_validation_and_what_older_runs_lack(tmp_path: Path, figures: list[Any])
     more = '\n{"step": 2, "valid_loss": 1.5}\n{"step": 3, "loss": null}\n'
     (older / "metrics.jsonl").open("a").write(more)
     assert plot_run.main([str(older)]) == 0
-    found = panels(figures[0])
-    valid = next(line for line in found["loss"].lines if line.get_label() == "validation")
+    actual = panels(figures[0])
+    valid = next(line for line in actual["loss"].lines if line.get_label() == "validation")
     assert list(valid.get_xdata()) == [2] and list(valid.get_ydata()) == [1.5]
     assert not valid.get_clip_on(), "the last point is on the frame"
-    assert list(found["loss"].lines[0].get_xdata()) == [1, 2]
-    assert found["load of the busiest expert"].lines[0].get_ydata().tolist() == [2.5] * 3
-    assert found["gradient norm"].texts[0].get_text() == "not recorded"
+    assert list(actual["loss"].lines[0].get_xdata()) == [1, 2]
+    assert actual["load of the busiest expert"].lines[0].get_ydata().tolist() == [2.5] * 3
+    assert actual["gradient norm"].texts[0].get_text() == "not recorded"
 
 
 def test_late_ranks_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,19 +48,19 @@ def make_texts(count: int, seed: int = 0) -> list[str]:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Byte-level BPE; its file asks for truncation and padding, which must not be applied."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    results = Tokenizer(models.BPE())
+    results.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    results.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=["<pad>", "<eod>"], initial_alphabet=alphabet,
         show_progress=False,
     )  # fmt: skip
-    made.train_from_iterator(make_texts(50, seed=1), trainer)
-    made.enable_truncation(8)
-    made.enable_padding(length=8)
+    results.train_from_iterator(make_texts(50, seed=1), trainer)
+    results.enable_truncation(8)
+    results.enable_padding(length=8)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
+    results.save(str(path))
     return str(path)
 
 
@@ -79,9 +79,9 @@ def with_tokenizer(tokenizer: str) -> list[str]:
 
 def documents(prefix: Path) -> list[np.ndarray]:
     open_corpus(str(prefix))
-    made = IndexedDataset(str(prefix))
-    assert np.array_equal(made.document_indices, np.arange(len(made) + 1))
-    return [made[i].copy() for i in range(len(made))]
+    results = IndexedDataset(str(prefix))
+    assert np.array_equal(results.document_indices, np.arange(len(results) + 1))
+    return [results[i].copy() for i in range(len(results))]
 
 
 def content(prefix: Path) -> tuple[bytes, bytes]:
@@ -151,8 +151,8 @@ def test_bytes_can_be_trained_on(tmp_path: Path) -> None:
     texts = make_texts(40)
     path = write_jsonl(tmp_path / "a.jsonl", ["", *texts])
     assert run(tmp_path / "out", path, "--bytes") == 0
-    made = documents(tmp_path / "out")
-    assert [bytes(d.astype(np.uint8)) for d in made] == [t.encode() + b"\0" for t in texts]
+    results = documents(tmp_path / "out")
+    assert [bytes(d.astype(np.uint8)) for d in results] == [t.encode() + b"\0" for t in texts]
     data = DataConfig(source="indexed", blend=[str(tmp_path / "out")], cache=str(tmp_path / "c"))
     train, _ = build_datasets(Config(data=data), 256, 8, 0)
     assert train[7].shape == (data.sequence_length + 1,)
@@ -164,8 +164,8 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path, tokenizer: str) -> N
     grown.save(str(tmp_path / "tokenizer.json"))
     path = write_jsonl(tmp_path / "a.jsonl", ["see added69999", "tokens"])
     assert run(tmp_path / "out", path, *with_tokenizer(str(tmp_path))) == 0
-    made = documents(tmp_path / "out")
-    assert made[0].dtype == np.int32 and grown.token_to_id("added69999") in made[0]
+    results = documents(tmp_path / "out")
+    assert results[0].dtype == np.int32 and grown.token_to_id("added69999") in results[0]
 
 
 def test_workers_and_cuts_do_not_change_the_result(tmp_path: Path, tokenizer: str) -> None:
@@ -175,16 +175,16 @@ def test_workers_and_cuts_do_not_change_the_result(tmp_path: Path, tokenizer: st
         assert run(tmp_path / name, *args) == 0
     command = [sys.executable, SCRIPT, path, *with_tokenizer(tokenizer), "--chunk-mb", "0.003"]
     command += ["--workers", "2", "--output", "parallel"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "120 documents" in done.stdout and done.stderr == ""
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    assert "120 documents" in finished.stdout and finished.stderr == ""
     assert len({content(tmp_path / n) for n in ("whole", "cut", "tiny", "parallel")}) == 1
 
 
 def test_rows_without_tokens_are_left_out_and_counted(
     tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture
 ) -> None:
-    """As Megatron-LM's preprocess_data.py does; a document of one end token teaches nothing."""
+    """Like Megatron-LM's preprocess_data.py; a document of one end token teaches nothing."""
     stripped = Tokenizer.from_file(tokenizer)
     stripped.normalizer = normalizers.Strip()
     stripped.save(str(tmp_path / "tokenizer.json"))
@@ -212,7 +212,7 @@ def test_neither_the_command_nor_its_workers_import_torch(tmp_path: Path) -> Non
         (tmp_path / "poison" / name / "__init__.py").write_text("raise SystemExit('imported')")
     path = write_jsonl(tmp_path / "a.jsonl", make_texts(30))
     command = [sys.executable, SCRIPT, path, "--bytes", "--chunk-mb", "0.003", "--workers", "2"]
-    done = subprocess.run(
+    finished = subprocess.run(
         [*command, "--output", "out"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(tmp_path / "poison")},
@@ -220,8 +220,8 @@ def test_neither_the_command_nor_its_workers_import_torch(tmp_path: Path) -> Non
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    assert "30 documents" in done.stdout and len(documents(tmp_path / "out")) == 30
+    assert finished.returncode == 0, finished.stderr
+    assert "30 documents" in finished.stdout and len(documents(tmp_path / "out")) == 30
 
 
 def test_every_line_is_in_one_piece_wherever_the_cuts_fall(tmp_path: Path) -> None:
@@ -230,8 +230,8 @@ def test_every_line_is_in_one_piece_wherever_the_cuts_fall(tmp_path: Path) -> No
     lines = Reading(lines=True)
     for chunk in range(1, 40):
         shards = make_shards([str(tmp_path / "a.txt")], lines, chunk)
-        found = [text for shard in shards for piece in shard.pieces for text in read(piece, lines)]
-        assert found == expected
+        actual = [text for shard in shards for piece in shard.pieces for text in read(piece, lines)]
+        assert actual == expected
 
 
 def test_a_killed_run_continues(
@@ -408,6 +408,6 @@ def test_an_unwritable_output_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 def test_an_error_in_a_worker_is_reported(tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, *bad_json(tmp_path), "--workers", "2", "--output", "out"]
     command = [str(part) for part in command]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert "a.jsonl:21: not JSON" in done.stderr and "Traceback" not in done.stderr
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 1
+    assert "a.jsonl:21: not JSON" in finished.stderr and "Traceback" not in finished.stderr

@@ -22,7 +22,7 @@ BAD = {
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
-    """40 rows, of which six are broken, and a blank line."""
+    """40 rows, six of them broken, and a blank line."""
     rows = [json.dumps({"text": f"row {i} of experts"}).encode() for i in range(1, 41)]
     for number, (raw, _) in BAD.items():
         rows[number - 1] = raw
@@ -31,17 +31,17 @@ def broken(tmp_path: Path) -> Path:
     return path
 
 
-def places(prefix: Path) -> list[list[str]]:
+def positions(prefix: Path) -> list[list[str]]:
     return [line.split("\t") for line in Path(f"{prefix}.bad_rows.tsv").read_text().splitlines()]
 
 
 def test_bad_rows_are_left_out_counted_and_listed(
     tmp_path: Path, broken: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    whole = tmp_path / "whole.jsonl"
+    full_run = tmp_path / "whole.jsonl"
     kept = [line for i, line in enumerate(broken.read_bytes().split(b"\n"), 1) if i not in BAD]
-    whole.write_bytes(b"\n".join(kept))
-    assert run(tmp_path / "whole", whole, "--bytes") == 0
+    full_run.write_bytes(b"\n".join(kept))
+    assert run(tmp_path / "whole", full_run, "--bytes") == 0
     for name, how in (
         ("all", ["--skip-bad", 6]),
         ("cut", ["--skip-bad", 6, "--chunk-mb", 0.0003]),
@@ -50,10 +50,10 @@ def test_bad_rows_are_left_out_counted_and_listed(
         capsys.readouterr()
         assert run(tmp_path / name, broken, "--bytes", *how) == 0
         assert content(tmp_path / name) == content(tmp_path / "whole")
-        found = places(tmp_path / name)
-        assert [place for place, _ in found] == [f"{broken}:{number}" for number in BAD]
-        for (_, told), (_, expected) in zip(found, BAD.values(), strict=True):
-            assert told.startswith(expected)
+        actual = positions(tmp_path / name)
+        assert [place for place, _ in actual] == [f"{broken}:{number}" for number in BAD]
+        for (_, reported), (_, expected) in zip(actual, BAD.values(), strict=True):
+            assert reported.startswith(expected)
         described = open_corpus(str(tmp_path / name)).sidecar
         assert described is not None and (described.bad_rows, described.skipped) == (6, 6)
         out = capsys.readouterr().out
@@ -64,19 +64,19 @@ def test_bad_rows_are_left_out_counted_and_listed(
 def test_more_than_the_limit_stops_and_a_higher_one_goes_on(
     tmp_path: Path, broken: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    for limit, told in (
+    for limit, reported in (
         (1, "2 bad rows are more than --skip-bad 1: "),
         ("15%", "6 bad rows of 39 are more than --skip-bad 15%: 2 not JSON (first "),
     ):
         args = [broken, "--bytes", "--chunk-mb", 0.0005]
         assert run(tmp_path / "out", *args, "--skip-bad", limit) == 1
         lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("prepare_data:")]
-        assert len(lines) == 1 and told in lines[0]
+        assert len(lines) == 1 and reported in lines[0]
         assert f"{broken}:3)" in lines[0] and "go on with a higher --skip-bad" in lines[0]
         assert left_over(tmp_path) == ["out.parts"]
     assert run(tmp_path / "out", *args, "--skip-bad", 6) == 0
     assert "continuing: " in capsys.readouterr().out
-    assert [place for place, _ in places(tmp_path / "out")] == [f"{broken}:{n}" for n in BAD]
+    assert [place for place, _ in positions(tmp_path / "out")] == [f"{broken}:{n}" for n in BAD]
     assert run(tmp_path / "out", *args, "--skip-bad", 100) == 0
     assert "complete already" in capsys.readouterr().out
     assert run(tmp_path / "out", *args) == 1
@@ -100,14 +100,14 @@ def test_several_workers_leave_out_the_same_rows(tmp_path: Path, broken: Path) -
     command = [sys.executable, SCRIPT, broken, "--bytes", "--chunk-mb", "0.0005", "--workers", "2"]
     command = [str(word) for word in command]
     few = [*command, "--skip-bad", "2", "--output", "two"]
-    done = subprocess.run(few, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "bad rows are more than --skip-bad 2: " in done.stderr
+    finished = subprocess.run(few, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 1 and "Traceback" not in finished.stderr
+    assert "bad rows are more than --skip-bad 2: " in finished.stderr
     more = [*command, "--skip-bad", "20%", "--output", "two"]
-    done = subprocess.run(more, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    finished = subprocess.run(more, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
     assert content(tmp_path / "two") == content(tmp_path / "one")
-    assert places(tmp_path / "two") == places(tmp_path / "one")
+    assert positions(tmp_path / "two") == positions(tmp_path / "one")
 
 
 def test_what_is_replaced_takes_its_list_along(tmp_path: Path, broken: Path) -> None:

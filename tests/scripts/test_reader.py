@@ -29,8 +29,8 @@ def test_work_is_done_to_its_end_when_nobody_reads() -> None:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == b"line 0\n"
         process.stdout.close()
-        said = process.stderr.read()
-    assert (process.returncode, said) == (3, b"done\n")
+        output = process.stderr.read()
+    assert (process.returncode, output) == (3, b"done\n")
 
 
 def test_a_short_output_that_is_still_buffered(capfd) -> None:

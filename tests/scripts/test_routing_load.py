@@ -35,7 +35,7 @@ def test_table_and_file(recorded: Path, tmp_path: Path, capsys) -> None:
         "--json",
     ]
     assert routing_load.main([str(recorded), *options, str(out)]) == 0
-    head, _, names, rule, *rows, _, again = capsys.readouterr().out.splitlines()
+    head, _, names, rule, *rows, _, repeated = capsys.readouterr().out.splitlines()
     assert head == (
         "file: 1,024 tokens of tiny after step 7, 2 layers, top 1 of 16 experts; "
         "512 tokens a rank and micro-batch; a copy costs 0 rows"
@@ -46,15 +46,15 @@ def test_table_and_file(recorded: Path, tmp_path: Path, capsys) -> None:
     # Expert 0 has 784 tokens of a mean of 64, its rank of two 896 of 512.
     assert cells[0][3:] == ["12.25", "6.62", "1.38", "1.75", "0.00", "1.51"]
     assert float(cells[1][6]) < 1.25 and float(cells[1][7]) > 0
-    assert again == "4,096 tokens of 8 ranks take the recorded ones again."
-    found = json.loads(out.read_text())
-    assert (found["recorded"]["step"], found["tokens"], found["cost"]) == (7, 512, 0)
-    assert found["loads"][0]["layers"]["layer.2"]["rows"] == 896
-    assert [load["clones"] for load in found["loads"]] == [0, 2, 0, 2]
+    assert repeated == "4,096 tokens of 8 ranks take the recorded ones again."
+    actual = json.loads(out.read_text())
+    assert (actual["recorded"]["step"], actual["tokens"], actual["cost"]) == (7, 512, 0)
+    assert actual["loads"][0]["layers"]["layer.2"]["rows"] == 896
+    assert [load["clones"] for load in actual["loads"]] == [0, 2, 0, 2]
 
 
 def test_copies_that_a_run_would_not_make(recorded: Path, capsys) -> None:
-    """Those of the layer whose rank of two has 896 of 1,024 rows lower that by less than 512."""
+    """Replicas of the layer whose rank has 896 of 1,024 rows save less than 512 rows."""
     cloned = {}
     for least in ("0", "512"):
         options = f"--expert 2 --clones 2 --tokens 512 --cost 0 --least {least}".split()

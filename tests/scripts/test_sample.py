@@ -19,7 +19,7 @@ from phalanx.parallel.object_store import place
 from phalanx.scripts import convert_hf, evaluate, sample
 from tests.scripts.test_convert_hf import qwen3
 from tests.support import s3
-from tests.support.looking import command, step_of, train, untrained
+from tests.support.tiny_runs import command, step_of, train, untrained
 from tests.support.tokenizers import llama
 
 pytestmark = pytest.mark.dist
@@ -35,8 +35,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_scripts_have_help() -> None:
     for script in (sample, evaluate):
         given = [sys.executable, str(script.__file__), "--help"]
-        said = subprocess.run(given, capture_output=True, text=True, timeout=60)
-        assert said.returncode == 0 and "--tokenizer" in said.stdout and not said.stderr
+        output = subprocess.run(given, capture_output=True, text=True, timeout=60)
+        assert output.returncode == 0 and "--tokenizer" in output.stdout and not output.stderr
 
 
 def test_text_is_the_same_for_a_checkpoint_of_two_ranks(run: Path) -> None:
@@ -88,16 +88,16 @@ def test_files_are_scored_and_a_longer_context_helps(run: Path, tmp_path: Path) 
     (tmp_path / "spaces.txt").write_text(" " * 100)
     (tmp_path / "letters.txt").write_text("qxzj" * 25)
     files, out = [tmp_path / "spaces.txt", tmp_path / "letters.txt"], tmp_path / "out.json"
-    said = command(evaluate.main, run, *files, "--json", out)
-    assert said.code == 0, said.err
-    head, *rows = [line.split() for line in said.out.splitlines()]
+    output = command(evaluate.main, run, *files, "--json", out)
+    assert output.code == 0, output.err
+    head, *rows = [line.split() for line in output.out.splitlines()]
     assert head == ["file", "tokens", "bytes", "loss", "perplexity", "bits/byte"]
     assert [row[1:3] for row in rows] == [["101", "100"], ["101", "100"], ["202", "200"]]
-    found = json.loads(out.read_text())
-    spaces, letters = (found["files"][str(path)] for path in files)
+    actual = json.loads(out.read_text())
+    spaces, letters = (actual["files"][str(path)] for path in files)
     assert spaces["loss"] < 3 < letters["loss"] and rows[2][0] == "all"
     assert float(rows[2][3]) == pytest.approx((spaces["loss"] + letters["loss"]) / 2, abs=1e-4)
-    assert found["step"] == 12 and found["context"] == 16
+    assert actual["step"] == 12 and actual["context"] == 16
     one = command(evaluate.main, run, files[1], "--context", "1", "--batch", "3", "--json", out)
     assert one.code == 0 and json.loads(out.read_text())["context"] == 1
 
@@ -108,11 +108,11 @@ def test_a_replayed_routing_that_is_gone_is_told(run: Path, tmp_path: Path) -> N
     given = ["run.steps=1", f"model.moe.router.replay={recorded}"]
     replaying = train(run.parent, "replaying", 1, *given)
     recorded.unlink()
-    said = command(sample.main, replaying, "--prompt", "x")
-    loading, line = said.err.splitlines()
-    assert said.code == 2 and loading.startswith("-- loading ")
+    output = command(sample.main, replaying, "--prompt", "x")
+    loading, line = output.err.splitlines()
+    assert output.code == 2 and loading.startswith("-- loading ")
     assert line.startswith(f"sample: {recorded} cannot be read: there is no such file; ")
-    assert said.err.endswith("(model.moe.router.replay): put it back\n")
+    assert output.err.endswith("(model.moe.router.replay): put it back\n")
 
 
 def test_documents_of_a_run_that_masks_them_are_scored_alone(run: Path, tmp_path: Path) -> None:
@@ -122,11 +122,11 @@ def test_documents_of_a_run_that_masks_them_are_scored_alone(run: Path, tmp_path
     for name, kept in (("a", texts[:1]), ("b", texts[1:2]), ("c", texts[2:]), ("all", texts)):
         file, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.json"
         file.write_text("\n".join(json.dumps({"text": text}) for text in kept))
-        said = command(evaluate.main, masked, file, "--json", out, "--context", "64")
-        assert said.code == 0, said.err
-        (found,) = json.loads(out.read_text())["files"].values()
-        losses.append(found["loss"])
-        tokens.append(found["tokens"])
+        output = command(evaluate.main, masked, file, "--json", out, "--context", "64")
+        assert output.code == 0, output.err
+        (actual,) = json.loads(out.read_text())["files"].values()
+        losses.append(actual["loss"])
+        tokens.append(actual["tokens"])
     assert tokens == [15, 2, 15, 32]
     alone = sum(x * n for x, n in zip(losses[:3], tokens[:3], strict=True))
     assert losses[3] * 32 == pytest.approx(alone, rel=1e-5)
@@ -164,10 +164,10 @@ def test_mistakes_are_one_line_with_the_way_out(run: Path, tmp_path: Path) -> No
         (evaluate.main, [run, "s3://bucket/x.txt"], "is an address; evaluate copies"),
         (sample.main, [run, "--seed", "-1"], "--seed -1: must be a number from 0"),
     ):
-        said = command(main, *given)
-        assert said.code == 2 and why in said.err and not said.out, said
-        (line,) = said.err.splitlines()[-1:]
-        assert line.startswith(("sample: ", "evaluate: ")) and "Traceback" not in said.err
+        output = command(main, *given)
+        assert output.code == 2 and why in output.err and not output.out, output
+        (line,) = output.err.splitlines()[-1:]
+        assert line.startswith(("sample: ", "evaluate: ")) and "Traceback" not in output.err
 
 
 def test_characters_are_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,18 +204,18 @@ def test_a_model_that_is_no_number_has_no_result(
         (sample.main, ["--prompt", "x", "--temperature", "1"]),
         (evaluate.main, [tmp_path / "text.txt", "--json", tmp_path / "out.json"]),
     ):
-        said = command(main, tmp_path / "step", *more, *tokens)
-        assert said.code == 2 and "nan" not in said.out, said
-        line = said.err.splitlines()[-1]
+        output = command(main, tmp_path / "step", *more, *tokens)
+        assert output.code == 2 and "nan" not in output.out, output
+        line = output.err.splitlines()[-1]
         assert "step has weights that are NaN or infinite, such as decoder.layers.1.self_" in line
         assert line.endswith(": choose an earlier checkpoint")
     assert not (tmp_path / "out.json").exists()
 
 
 def test_numbers_of_a_score_are_json() -> None:
-    found = evaluate.content(Score(8000.0, 10, 3))
-    assert found["loss"] == 800.0 and found["perplexity"] is None
-    json.dumps(found, allow_nan=False)
+    actual = evaluate.content(Score(8000.0, 10, 3))
+    assert actual["loss"] == 800.0 and actual["perplexity"] is None
+    json.dumps(actual, allow_nan=False)
 
 
 def _told_at_once(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
@@ -225,11 +225,11 @@ def _told_at_once(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> 
 
 
 def test_progress_is_told_where_there_is_no_terminal(run: Path, tmp_path: Path) -> None:
-    """Line by line, of all that takes long."""
+    """A line for every long operation."""
     (tmp_path / "text.txt").write_text("text" * 100)
-    said = command(partial(_told_at_once, evaluate.main), run, tmp_path / "text.txt")
-    assert said.code == 0 and "\r" not in said.err and "\x1b" not in said.err
-    first, *lines = said.err.splitlines()
+    output = command(partial(_told_at_once, evaluate.main), run, tmp_path / "text.txt")
+    assert output.code == 0 and "\r" not in output.err and "\x1b" not in output.err
+    first, *lines = output.err.splitlines()
     assert first.startswith(f"-- loading {run}")
     for what in ("verifying: 100%", "reading: 400B", "predicting: 100%"):
         assert any(line.startswith(what) for line in lines), (what, lines)

@@ -44,7 +44,7 @@ exit "$CODE"
 
 
 class Job:
-    """A Slurm job that may be started again."""
+    """A Slurm job that may be requeued."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.restarts = folder, 0
@@ -92,8 +92,8 @@ def job(tmp_path: Path) -> Job:
 
 
 def test_ranks_know_their_place(job: Job) -> None:
-    done = job.start(0, "run.steps=7")
-    assert (done.returncode, done.stderr) == (0, "")
+    finished = job.start(0, "run.steps=7")
+    assert (finished.returncode, finished.stderr) == (0, "")
     arguments = f"run.dir={job.folder / 'runs'} run.steps=7 run.requeue_code=85"
     assert job.seen("ranks") == [
         f"{rank} {rank % 2} 4 node7 20042 {arguments}" for rank in range(4)
@@ -103,8 +103,8 @@ def test_ranks_know_their_place(job: Job) -> None:
 
 def test_a_stopped_job_queues_again_with_the_same_command(job: Job) -> None:
     """The run itself knows that it has started (parallel.run_start)."""
-    done = job.start(85, "run.resume=never", saves="00000005")
-    assert done.returncode == 0 and "newest checkpoint: step_00000005" in done.stderr
+    finished = job.start(85, "run.resume=never", saves="00000005")
+    assert finished.returncode == 0 and "newest checkpoint: step_00000005" in finished.stderr
     assert job.seen("scontrol") == ["requeue 30042"]
     assert "an earlier launch has started this run" in job.start(0, "run.resume=never").stderr
     assert len({line.split(maxsplit=5)[-1] for line in job.seen("ranks")}) == 1
@@ -117,8 +117,8 @@ def test_checkpoints_in_an_object_store_are_progress_too(job: Job) -> None:
         assert job.start(85, *command).stderr.endswith("newest checkpoint: \n")
         folder = commit.folder_of(root / "tiny", 5)
         write_checkpoint(folder)
-        done = job.start(85, *command)
-    assert done.returncode == 0 and f"newest checkpoint: {folder.name}" in done.stderr
+        finished = job.start(85, *command)
+    assert finished.returncode == 0 and f"newest checkpoint: {folder.name}" in finished.stderr
 
 
 def test_without_a_new_checkpoint_a_job_gives_up(job: Job) -> None:
@@ -128,8 +128,8 @@ def test_without_a_new_checkpoint_a_job_gives_up(job: Job) -> None:
     for _ in range(3):
         job.start(1, saves="00000001")
     assert job.seen("scontrol") == ["requeue 30042"] * 7
-    done = job.start(1, saves="00000001")
-    assert done.returncode == 1 and "3 requeues brought no new checkpoint" in done.stderr
+    finished = job.start(1, saves="00000001")
+    assert finished.returncode == 1 and "3 requeues brought no new checkpoint" in finished.stderr
     assert len(job.seen("scontrol")) == 7
 
 
@@ -144,8 +144,8 @@ def test_without_a_new_checkpoint_a_job_gives_up(job: Job) -> None:
 def test_mistakes_end_it_before_a_rank_starts(
     job: Job, override: str, code: int, error: str
 ) -> None:
-    done = job.start(0, *override.split())
-    assert done.returncode == code and error in done.stderr and done.stdout == ""
+    finished = job.start(0, *override.split())
+    assert finished.returncode == code and error in finished.stderr and finished.stdout == ""
     assert job.seen("ranks") == [] and job.seen("scontrol") == []
 
 
@@ -161,8 +161,8 @@ def test_a_cancelled_job_does_not_come_back(job: Job) -> None:
 
 
 def test_mistakes_end_before_any_rank_starts(job: Job) -> None:
-    done = job.start(0, "run.stesp=7")
-    assert done.returncode == 2 and done.stderr.startswith("error: run.stesp: no such knob")
+    finished = job.start(0, "run.stesp=7")
+    assert finished.returncode == 2 and finished.stderr.startswith("error: run.stesp: no such knob")
     assert job.seen("ranks") == []
 
 
@@ -170,5 +170,5 @@ def test_shellcheck_finds_nothing() -> None:
     beside = str(Path(sys.executable).parent)
     shellcheck = shutil.which("shellcheck", path=f"{beside}:{os.environ['PATH']}")
     assert shellcheck, "pip install -e '.[dev]'"
-    done = subprocess.run([shellcheck, str(SCRIPT)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    finished = subprocess.run([shellcheck, str(SCRIPT)], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout

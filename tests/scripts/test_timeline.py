@@ -1,4 +1,4 @@
-"""scripts/timeline.py: what ran under what, from traces made here."""
+"""scripts/timeline.py: time and overlap by kind, from small synthetic traces."""
 
 import gzip
 import importlib
@@ -17,10 +17,10 @@ FC1 = "kernel_cutlass_kernel_kernelssm90fc1_actFc1Kernel_object_at__Copy_Atom"
 TRITON = {
     "elementwise.adam_triton.adamw_step": "Adam",
     "elementwise.square_sum_triton.square_sum": "optimizer",
-    "attention.rope_triton.rope_rotate": "rope",
-    "attention.latent_triton.mla_join_keys": "MLA keys",
-    "attention.latent_triton.mla_split_key_gradient": "MLA keys",
-    "attention.sinks_triton.attention_sink_gradient": "attention",
+    "core_attention.rope_triton.rope_rotate": "rope",
+    "core_attention.latent_triton.mla_join_keys": "MLA keys",
+    "core_attention.latent_triton.mla_split_key_gradient": "MLA keys",
+    "core_attention.sinks_triton.attention_sink_gradient": "attention",
     "elementwise.cross_entropy.cross_entropy_statistics": "loss",
     "elementwise.cross_entropy.cross_entropy_gradient": "loss",
     "routing.wire_triton.pack_routing": "plan, sums",
@@ -29,7 +29,7 @@ TRITON = {
     "elementwise.muon_triton.muon_momentum": "optimizer",
     "elementwise.muon_triton.muon_move": "optimizer",
     "elementwise.part_sum_triton.add_parts": "plan, sums",
-    "attention.max_logit_triton.attention_max_logit": "attention",
+    "core_attention.max_logit_triton.attention_max_logit": "attention",
     "linear_attention.gradients_triton.delta_rule_gradients": "attention",
     "routing.balance_triton.router_tally": "plan, sums",
     "routing.balance_triton.router_losses": "plan, sums",
@@ -39,11 +39,11 @@ TRITON = {
     "routing.clone_routing_triton.count_chunks_kernel": "plan, sums",
     "routing.clone_routing_triton.place_kernel": "plan, sums",
     "routing.split_order_triton.split_order_kernel": "plan, sums",
-    "clones.rows_triton.part_rows_kernel": "plan, sums",
-    "clones.weights_triton.give_back_kernel": "exchange",
-    "clones.rows_triton.sum_singles_kernel": "plan, sums",
-    "clones.weights_triton.lend_kernel": "exchange",
-    "clones.weights_triton.take_back_kernel": "exchange",
+    "replication.rows_triton.part_rows_kernel": "plan, sums",
+    "replication.weights_triton.give_back_kernel": "exchange",
+    "replication.rows_triton.sum_singles_kernel": "plan, sums",
+    "replication.weights_triton.lend_kernel": "exchange",
+    "replication.weights_triton.take_back_kernel": "exchange",
     "sm90.experts.every_bias_triton.every_bias_dot": "experts",
 }
 
@@ -116,13 +116,13 @@ def test_an_exchange_under_experts(tmp_path: Path, capsys: pytest.CaptureFixture
         ("nvjet_tst_192x192", 3000, 1200, 1),
     )
     assert main([str(trace), "--top", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "4.20 ms, the GPU idle in 1.00 ms" in said
-    rows = {line[:12].strip(): line[12:].split() for line in said.splitlines() if line}
+    output = capsys.readouterr().out
+    assert "4.20 ms, the GPU idle in 1.00 ms" in output
+    rows = {line[:12].strip(): line[12:].split() for line in output.splitlines() if line}
     assert rows["exchange"] == ["1.00", "0.25", "1"]
     assert rows["experts"] == ["1.75", "1.00", "1"]
     assert rows["GEMM"] == ["1.20", "1.20", "1"]
-    assert "phalanx.kernels.sm90 Fc1Kernel" in said and "PushKernel" not in said
+    assert "phalanx.kernels.sm90 Fc1Kernel" in output and "PushKernel" not in output
 
 
 def test_a_window_is_cropped_read_again_and_drawn(tmp_path: Path) -> None:
@@ -215,15 +215,15 @@ def test_of_a_cpu_each_operation_has_its_own_time(
         ("cpu_op", "aten::mm", 9000, 10000, 1),
     )
     assert main([str(trace), "--top", "4"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("tiny on 2 x CPU process, sequence 256: steps 5 to 6\n9.00 ms, ")
-    assert "no operation in 1.00 ms of them" in said
-    rows = {line[:12].strip(): line[12:].split() for line in said.splitlines() if line}
+    output = capsys.readouterr().out
+    assert output.startswith("tiny on 2 x CPU process, sequence 256: steps 5 to 6\n9.00 ms, ")
+    assert "no operation in 1.00 ms of them" in output
+    rows = {line[:12].strip(): line[12:].split() for line in output.splitlines() if line}
     assert rows["experts"] == ["4.00", "3.00", "2"]
     assert rows["exchange"] == ["4.00", "2.50", "2"]
     assert rows["plan, sums"] == ["0.50", "0.00", "1"]
     assert rows["GEMM"] == ["1.00", "1.00", "1"]
-    assert "aten::mm" in said and rows["aten::mm"][-3:] == ["4.00", "2", "2000.0"]
+    assert "aten::mm" in output and rows["aten::mm"][-3:] == ["4.00", "2", "2000.0"]
 
 
 def test_a_crop_of_a_cpu_trace_says_the_same(
@@ -259,7 +259,7 @@ def test_a_crop_of_a_cpu_trace_says_the_same(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "reported"),
     [
         ("none.json", None, "No such file"),
         ("text.json", "hello", "no trace of torch.profiler"),
@@ -268,11 +268,11 @@ def test_a_crop_of_a_cpu_trace_says_the_same(
     ],
 )
 def test_bad_input_is_one_line(
-    name: str, text: str | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, text: str | None, reported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / name
     if text is not None:
         path.write_text(text)
     assert main([str(path)]) == 2
-    said = capsys.readouterr().err
-    assert told in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert reported in output and output.count("\n") == 1

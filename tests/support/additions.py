@@ -1,4 +1,4 @@
-"""Two activations and a transport that the package does not have, as a user would write them."""
+"""Two activations and a transport that the package lacks, as a user would add them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,11 +37,11 @@ ADDED_ACTIVATIONS = {
     "relu": ActivationFacts(False, "max(h, 0), not gated", **_FUNCTIONS),
 }
 
-# --- every rank in turn sends all it has to all others --------------------------------------------
+# --- every rank broadcasts all its rows -----------------------------------------------------------
 
 
 class Broadcasts(Dispatcher):
-    """One broadcast for each rank, there and back."""
+    """One broadcast per rank, in dispatch and in combine."""
 
     no_overlap = "broadcasts are over when they return"
 
@@ -66,7 +66,7 @@ class Broadcasts(Dispatcher):
     ) -> Received:
         self._plan.check(x_TD, topk_idx_TK, topk_prob_TK)
         rows_ND, prob_NK = (_Spread.apply(t, self._group) for t in (x_TD, topk_prob_TK))
-        idx_NK = _everyone(topk_idx_TK, self._group)
+        idx_NK = _all_rows(topk_idx_TK, self._group)
         during(meanwhile)
         return Received(rows_ND, self._plan(idx_NK, prob_NK))
 
@@ -80,17 +80,17 @@ class Broadcasts(Dispatcher):
         return plus(_Collect.apply(out_ND, self._group), beside, residual_TD)
 
 
-def _everyone(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Rows of all ranks, one rank after the other."""
+def _all_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Rows of all ranks in rank order."""
     parts = [x.contiguous() if r == group.rank() else torch.empty_like(x) for r in ranks(group)]
     for r, part in enumerate(parts):
         dist.broadcast(part, group=group, group_src=r)
     return torch.cat(parts)
 
 
-def _sum_of_own(x_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's block of every rank's rows, added up in fp32."""
-    every = _everyone(x_ND, group).unflatten(0, (group.size(), group.size(), -1))
+def _sum_of_blocks(x_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum in fp32 of this rank's blocks of all ranks' rows."""
+    every = _all_rows(x_ND, group).unflatten(0, (group.size(), group.size(), -1))
     return every[:, group.rank()].sum(0, dtype=torch.float32).to(x_ND.dtype)
 
 
@@ -102,22 +102,22 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _everyone(x, group)
+        return _all_rows(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum_of_own(grad, ctx.group), None
+        return _sum_of_blocks(grad, ctx.group), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _sum_of_own(x, group)
+        return _sum_of_blocks(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _everyone(grad, ctx.group), None
+        return _all_rows(grad, ctx.group), None
 
 
 ADDED_TRANSPORTS = {
@@ -129,7 +129,7 @@ ADDED_TRANSPORTS = {
 
 @contextlib.contextmanager
 def added(rank: int = 0) -> Iterator[None]:
-    """In the tables, in this process."""
+    """Register them in the tables of this process."""
     with (
         mock.patch.dict(ACTIVATIONS, ADDED_ACTIVATIONS),
         mock.patch.dict(TRANSPORTS, ADDED_TRANSPORTS),

@@ -1,4 +1,4 @@
-"""Advice in messages, read as a shell reads it and tried on the real command line."""
+"""Advice in messages, parsed like a shell does and tried on the real command line."""
 
 import re
 import shlex
@@ -17,9 +17,9 @@ _OPENS = re.compile(
 
 
 def advised(message: str) -> list[list[str]]:
-    """Alternatives that a message names, each as the words that a shell makes of its overrides.
+    """Alternatives that a message names, each as a list of override words.
 
-    Those of one alternative follow each other; a comma or `or` begins the next one.
+    Words of one alternative are consecutive; a comma or `or` starts the next one.
     """
     found: list[list[str]] = []
     for line in message.splitlines():
@@ -29,7 +29,7 @@ def advised(message: str) -> list[list[str]]:
 
 
 def tried(given: Sequence[str], alternative: Sequence[str], world: int = 1) -> Config:
-    """The configuration of a command line to which advice was added; ConfigError if refused."""
+    """Configuration of a command line with advice applied; ConfigError if it is invalid."""
     cfg = load([*given, *alternative])
     validate(cfg, world)
     return cfg

@@ -31,12 +31,12 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 _SLOWEST = "megatron.core.distributed"
-"""Of the imports of a run."""
+"""Slowest import of a run."""
 
 _PR_SET_PDEATHSIG = 1
 _MOST_THREADS = 150
-"""Of a rank between calls. gloo keeps those of groups that something still refers to; ranks with
-more are replaced, or they would slow all others down."""
+"""Most threads of a rank between calls. gloo keeps threads of groups that are still referenced;
+ranks with more threads are replaced, or they would slow all others down."""
 
 
 class RankFailed(RuntimeError):
@@ -65,8 +65,8 @@ def run_distributed(
 
 
 def forkserver() -> Any:
-    """Starts processes that are forked with the imports of a run done, where this process has made
-    the slowest of them itself."""
+    """Context whose processes are forked from a server with the imports of a run preloaded, if this
+    process has imported the slowest of them."""
     context = get_context("forkserver")
     training = ["tests.support.preload"] if _SLOWEST in sys.modules else []
     context.set_forkserver_preload(["torch.distributed", *training])
@@ -74,9 +74,9 @@ def forkserver() -> Any:
 
 
 def keep_imports() -> None:
-    """Spare the collections that a run makes the half million objects of imported modules.
+    """Exclude the half million objects of imported modules from garbage collections.
 
-    A run freezes and unfreezes all objects; that would give them back.
+    A run freezes and unfreezes all objects, which would include them again.
     """
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
@@ -133,7 +133,7 @@ class _Pool:
         return results
 
     def _receive(self, rank: int) -> tuple[Any, int]:
-        """Result of a rank, and how many threads it has by now."""
+        """Result of a rank, and its number of threads."""
         process, pipe = self._ranks[rank]
         try:
             raised, result = pickle.loads(pipe.recv_bytes())
@@ -157,8 +157,8 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     keep_imports()
     if sys.platform == "linux":
-        # Whoever is stopped does not see that the session is over. The server does, once no rank
-        # holds the pipe that tells it, and its end is theirs.
+        # A stopped rank does not notice the end of the session. The fork server does, once no rank
+        # holds its alive pipe, and PDEATHSIG ends the ranks with it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(server._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -181,9 +181,9 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int) -> None:
 
 
 def _share_a_device() -> None:
-    """All groups of this process from now on send and receive by one thread, not one of each.
+    """Make all later groups of this process share one gloo device, and thus one thread.
 
-    Such a thread wakes up a hundred times a second, and a run has two dozen groups.
+    A device's thread wakes up a hundred times a second, and a run has two dozen groups.
     """
     gloo = c10d.ProcessGroupGloo
     device = gloo.create_default_device()
@@ -198,13 +198,13 @@ def _share_a_device() -> None:
 
 
 def _call(store: str, timeout: float, rank: int, world_size: int, task: bytes) -> Any:
-    # Left over from the call before; only now has every rank surely left its collectives.
+    # State of the previous call; by now every rank has certainly left its collectives.
     if (state := sys.modules.get("megatron.core.parallel_state")) is not None:
         state.destroy_model_parallel()
         _forget_models()
     if dist.is_initialized():
         dist.destroy_process_group()
-        gc.collect()  # or the groups that garbage refers to would stay, with their threads
+        gc.collect()  # groups referenced by garbage would keep their threads
     where = {"init_method": f"file://{store}", "rank": rank, "world_size": world_size}
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **where)
     torch.manual_seed(0)
@@ -213,12 +213,12 @@ def _call(store: str, timeout: float, rank: int, world_size: int, task: bytes) -
 
 
 def _forget_models() -> None:
-    """Empty Megatron-Core's caches of rotary embeddings, whose keys are modules.
+    """Clear Megatron-Core's caches of rotary embeddings, whose keys are modules.
 
-    A cached module leads, by its hooks, to a whole model and its process groups, each with threads.
+    The hooks of a cached module reference a model and its process groups, each with threads.
     """
     if (losses := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
-        losses.set_moe_metrics_tracker(None)  # keeps the number of layers of the model before
+        losses.set_moe_metrics_tracker(None)  # it has the layer count of the previous model
     for name in ("rotary_pos_embedding", "yarn_rotary_pos_embedding"):
         module = sys.modules.get(f"megatron.core.models.common.embeddings.{name}")
         for part in vars(module).values() if module else ():

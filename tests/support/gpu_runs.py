@@ -1,9 +1,9 @@
-"""Many whole runs of the trainer in a few pairs of processes, each process with a GPU.
+"""Many runs of the trainer in a few pairs of processes, each process with a GPU.
 
-A small run takes a second or two, its start ten times that. `run_all` starts torchrun with this
-file as the program, which trains run after run, those of one rank on both GPUs at a time. Most of
-the time is spent on one CPU core, compiling, so that several pairs share the GPUs. A run that fails
-ends its pair, as the other rank may wait for it; the remaining runs go on in a new one.
+A small run takes a second or two, starting processes ten times that. `run_all` starts torchrun with
+this file as the program, which trains run after run, runs of one rank on both GPUs concurrently.
+Most of the time is spent compiling on one CPU core, so several pairs share the GPUs. A failed run
+ends its pair, as the other rank may wait for it; the remaining runs continue in a new pair.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A run to be made."""
+    """A run."""
 
     ranks: int
     """1 or 2."""
@@ -50,13 +50,13 @@ class Case(NamedTuple):
 
 
 def run_all(cases: Mapping[str, Case], folder: Path, timeout: float) -> dict[str, Outcome]:
-    """Train every case, by its name; `run.dir` is `folder` and `run.name` the name.
+    """Train every case; `run.dir` is `folder` and `run.name` the name of the case.
 
     Args:
-        cases: in the order in which they run, but those of one rank first. Neighbours share a pair
-            of processes, so cases that share kernels should be neighbours.
+        cases: cases by name, in their order, but those of one rank run first. Neighbours share a
+            pair of processes, so cases that share kernels should be neighbours.
         folder: parent of the run folders.
-        timeout: seconds for all of them.
+        timeout: seconds for all cases.
     """
     listed = list(cases.items())
     size = -(-len(listed) // _PAIRS)
@@ -80,7 +80,7 @@ def _run_part(cases: Mapping[str, Case], folder: Path, deadline: float) -> dict[
         done |= finished
         lost = [name for name in left if name not in finished]
         if lost and not any(outcome.code for outcome in finished.values()):
-            # Nobody wrote a word about it: processes died, or there was no time.
+            # No outcome was written: processes died, or the time was up.
             done[lost[0]] = Outcome(-1, log[-4000:], 0.0)
     return {name: done.get(name, Outcome(-1, "was not run", 0.0)) for name in cases}
 
@@ -106,7 +106,7 @@ def _torchrun(cases: Mapping[str, Case], folder: Path, timeout: float) -> str:
 
 
 def _finished(folder: Path) -> dict[str, Outcome]:
-    """Outcomes of all ranks; of a name, the first failure."""
+    """Outcome of each case: the first failure of its ranks, if any."""
     found: dict[str, Outcome] = {}
     for file in sorted(folder.glob("outcomes.*")):
         for line in file.read_text().splitlines():
@@ -120,10 +120,10 @@ def _finished(folder: Path) -> dict[str, Outcome]:
 
 
 class _Groups:
-    """Process groups that runs take over from the runs before them.
+    """Process groups that runs inherit from the runs before them.
 
-    NCCL takes a second to make the groups of a run and four to destroy them. Groups of one run stay
-    apart: the n-th group of the same ranks is the n-th one of every run.
+    NCCL takes a second to create the groups of a run and four to destroy them. Groups of a run stay
+    distinct: the n-th group of the same ranks is the n-th one of every run.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class _Groups:
         dist.new_group = self._new
 
     def begin(self) -> None:
-        """A run begins, of which all groups are free."""
+        """Start a run: all groups are free."""
         self._taken = {}
 
     def _new(self, ranks: Sequence[int] | None = None, *given: Any, **named: Any) -> Any:
@@ -178,7 +178,7 @@ def _train(name: str, case: Case, store: dist.Store, folder: Path, process: int)
     from tests.support.distributed import _forget_models
 
     began = time.monotonic()
-    # What ranks tell each other is told anew in each run.
+    # Keys in the store must be fresh in each run.
     own = dist.PrefixStore(name if case.ranks > 1 else f"{name} on {process}", store)
     dist.distributed_c10d._get_default_store = lambda: own  # type: ignore[assignment]
     out = io.StringIO()
@@ -195,12 +195,12 @@ def _train(name: str, case: Case, store: dist.Store, folder: Path, process: int)
     _forget_models()
     gc.collect()
     if not gc.get_freeze_count():
-        gc.freeze()  # what was imported: a collection would visit it, several times in every run
+        gc.freeze()  # imported objects, which every collection of a run would visit
     torch.cuda.empty_cache()
 
 
 def names(parts: Sequence[str]) -> str:
-    """Name of a case that is made of parts."""
+    """Name of a case that consists of parts."""
     return "-".join(parts)
 
 

@@ -1,8 +1,8 @@
-"""Ranks of a run as processes of their own, which may be stopped and killed.
+"""Ranks of a run as separate processes, which tests may stop and kill.
 
 They are forked from a server that has imported torch and Megatron-Core, so that a launch takes
-about a second; what they print goes to files. Nobody signals the others when one ends, as torchrun
-would: they have to notice by themselves.
+about a second; their output goes to files. Unlike torchrun, nothing signals the other ranks when
+one ends: they have to notice by themselves.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from tests.support.runs import Change
 
 
 class Launch:
-    """`world` ranks that train; leaving the context kills what is left of them."""
+    """`world` ranks that train; leaving the context kills those that still run."""
 
     def __init__(
         self, world: int, overrides: Sequence[str], folder: Path, change: Change | None = None
@@ -47,11 +47,11 @@ class Launch:
             process.join()
 
     def pid(self, rank: int) -> int:
-        """Of a rank."""
+        """Process id of a rank."""
         return self.ranks[rank].pid or 0
 
     def wait(self, timeout: float = 120) -> list[int | None]:
-        """Exit codes, None of a rank that still runs after `timeout` seconds."""
+        """Exit codes; None for a rank that still runs after `timeout` seconds."""
         until = time.monotonic() + timeout
         left = {process.sentinel: rank for rank, process in enumerate(self.ranks)}
         while left and time.monotonic() < until:
@@ -61,16 +61,16 @@ class Launch:
                 self.ranks[rank].join()
         return [process.exitcode for process in self.ranks]
 
-    def said(self, rank: int) -> str:
-        """What a rank printed."""
+    def output(self, rank: int) -> str:
+        """Output of a rank."""
         return self.files[rank].read_text() if self.files[rank].exists() else ""
 
     def until(self, seen: Callable[[], Any], timeout: float = 60) -> None:
-        """Wait for something to happen."""
+        """Wait until `seen` is true."""
         end = time.monotonic() + timeout
         while not seen():
-            said = "\n".join(map(self.said, range(len(self.ranks))))
-            assert time.monotonic() < end and all(p.is_alive() for p in self.ranks), said
+            printed = "\n".join(map(self.output, range(len(self.ranks))))
+            assert time.monotonic() < end and all(p.is_alive() for p in self.ranks), printed
             time.sleep(0.02)
 
 

@@ -1,8 +1,8 @@
-"""nvidia-cudnn-frontend itself, without a GPU: all of it but the launch.
+"""nvidia-cudnn-frontend itself without a GPU: everything except launches.
 
-`offline` makes the installed package believe in a Blackwell GPU. Its wrappers then derive, check
-and, if asked, compile for sm_100a what they would run, from tensors in host memory; a launch does
-nothing, and what would be written is as it was allocated.
+`offline` makes the installed package see a Blackwell GPU. Its wrappers then derive, check and
+optionally compile for sm_100a the kernels that they would run, from tensors in host memory; a
+launch does nothing and leaves outputs as they were allocated.
 """
 
 import contextlib
@@ -16,22 +16,22 @@ import torch
 
 ARCH = "sm_100a"
 SMS = 148
-"""Of a B200."""
+"""SMs of a B200."""
 
 
 @dataclass
 class Compiled:
-    """A kernel that was asked for."""
+    """A kernel requested from the compiler."""
 
     kernel: str
-    """Its class."""
+    """Class of the kernel."""
     ptx: str = ""
     cubin: bytes = b""
 
 
 @dataclass
 class Log:
-    """What happened."""
+    """Kernels compiled and launched."""
 
     compiled: list[Compiled] = field(default_factory=list)
     launches: int = 0
@@ -39,11 +39,11 @@ class Log:
 
 @contextlib.contextmanager
 def offline(compiles: bool, folder: Any = None) -> Iterator[Log]:
-    """Yields what happens inside.
+    """Yield a log of compilations and launches.
 
     Args:
         compiles: kernels are compiled, not only checked.
-        folder: an empty one, for the compiler's artifacts.
+        folder: empty folder for the compiler's artifacts.
     """
     import cuda.bindings.driver as cuda
     import cudnn
@@ -56,34 +56,34 @@ def offline(compiles: bool, folder: Any = None) -> Iterator[Log]:
         log.launches += 1
 
     def compile_(kernel: Any, *args: Any, options: str = "", **kwargs: Any) -> Any:
-        made = Compiled(type(kernel).__name__)
+        compiled = Compiled(type(kernel).__name__)
         if compiles:
-            kept = f"{options} --gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {folder}"
-            artifacts = compiler(kernel, *args, options=kept, **kwargs).artifacts
-            made.ptx, made.cubin = artifacts.PTX, artifacts.CUBIN
-        log.compiled.append(made)
+            options_ = f"{options} --gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {folder}"
+            artifacts = compiler(kernel, *args, options=options_, **kwargs).artifacts
+            compiled.ptx, compiled.cubin = artifacts.PTX, artifacts.CUBIN
+        log.compiled.append(compiled)
         return launched
 
     def allocate(*size: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("dtype") is not torch.uint8:
             device = "cpu" if str(device).startswith("cuda") else device
             return empty(*size, device=device, **kwargs)
-        (count,) = size  # a workspace, which is aligned as on a GPU
-        room = empty(count + 128, dtype=torch.uint8)
-        skip = -room.data_ptr() % 128
-        return room[skip : skip + count]
+        (count,) = size  # a workspace, aligned as on a GPU
+        storage = empty(count + 128, dtype=torch.uint8)
+        skip = -storage.data_ptr() % 128
+        return storage[skip : skip + count]
 
-    def from_dlpack(tensor: torch.Tensor, assumed_align: int | None = None, **how: Any) -> Any:
-        """Of tensors that are given to the compiler, in global memory and not the host's."""
-        passed = tensor.dtype is torch.uint8 and how.get("enable_tvm_ffi")
+    def from_dlpack(tensor: torch.Tensor, assumed_align: int | None = None, **options: Any) -> Any:
+        """Place tensors that are passed to the compiler in global memory, not in the host's."""
+        passed = tensor.dtype is torch.uint8 and options.get("enable_tvm_ffi")
         if not passed or not tensor.numel():
-            return original(tensor, assumed_align=assumed_align, **how)
+            return original(tensor, assumed_align=assumed_align, **options)
         return cute.runtime.make_fake_compact_tensor(
             cutlass.Uint8, tuple(tensor.shape), assumed_align=assumed_align
         )
 
     original = cute.runtime.from_dlpack
-    for name in ("glu", "dglu", "quant", "wgrad", "unfused"):  # made when they are first asked for
+    for name in ("glu", "dglu", "quant", "wgrad", "unfused"):  # created on first access
         getattr(cudnn, f"grouped_gemm_{name}_wrapper_sm100".replace("_unfused", ""))
     facts: dict[str, Any] = {
         "cuda_is_available": lambda: True,
@@ -123,7 +123,7 @@ class _Stream:
 
 
 def installed() -> bool:
-    """Whether there is a package to look at."""
+    """True if the package is installed."""
     from phalanx.kernels.registry import _installed
 
     return "nvidia_cudnn_frontend" in _installed()

@@ -1,4 +1,4 @@
-"""Pages of the root and of docs/ as tests read them: code blocks, commands, tables, links."""
+"""README.md, other pages of the root and docs/ for tests: code blocks, commands, tables, links."""
 
 import re
 import shlex
@@ -50,7 +50,7 @@ def training_commands() -> list[str]:
 
 
 def ranks_and_overrides(command: str) -> tuple[int, list[str]]:
-    """What a training command starts."""
+    """Ranks and overrides of a training command."""
     words = shlex.split(command, comments=True)
     if "scripts/train.sh" in words:  # two processes where there is no GPU
         return 2, words[words.index("scripts/train.sh") + 1 :]
@@ -63,29 +63,29 @@ def ranks_and_overrides(command: str) -> tuple[int, list[str]]:
 
 
 def rows(page: str, first_header: str) -> list[list[str]]:
-    """Cells of the table of a page whose header row begins with this cell."""
+    """Cells of the table of a page whose header row starts with this cell."""
     body = TEXTS[page].split(f"| {first_header} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in body]
 
 
 def links(page: str) -> list[str]:
-    """Targets of links and pictures that are not addresses, as written."""
+    """Relative targets of links and pictures, as written."""
     found = re.findall(r"\]\((?!https?:)([^)\s]+)\)", prose(TEXTS[page]))
     return sorted(set(found))
 
 
 def target(page: str, link: str) -> tuple[Path, str]:
-    """File or folder, and heading, that a link of a page leads to."""
+    """File or folder, and heading, that a link of a page points to."""
     path, _, anchor = link.partition("#")
     return ((ROOT / page).parent / path if path else ROOT / page).resolve(), anchor
 
 
 def anchors(page: str) -> set[str]:
-    """Names of the headings of a page in its address, as code hosts make them."""
+    """Anchors of the headings of a page, as code hosts form them."""
     headings = re.findall(r"^#+ (.*)$", prose(TEXTS[page]), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _one_line(text: str) -> str:
-    """Code in prose, where a line of the page may end in it."""
+    """Inline code without line breaks of the page."""
     return " ".join(text.split())

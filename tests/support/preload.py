@@ -1,4 +1,4 @@
-"""What a run imports, as train.py imports it; processes are forked from one that has it."""
+"""Imports of a run, for the server that test processes are forked from."""
 
 from phalanx.parallel.megatron.imports import importing_megatron
 
@@ -7,7 +7,7 @@ with importing_megatron():
     import phalanx.moe.training.trainer
     import phalanx.train
 
-# What every run imports or looks for, only where it needs it.
+# Modules that every run imports lazily.
 with importing_megatron():
     import megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader
     import megatron.core.dist_checkpointing.strategies.filesystem_async

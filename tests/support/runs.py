@@ -1,4 +1,4 @@
-"""Whole runs of the trainer on the ranks of `run_distributed`, and a small corpus for them."""
+"""Runs of the trainer on the ranks of `run_distributed`, and a small corpus for them."""
 
 import contextlib
 import io
@@ -38,21 +38,21 @@ SMALL = [
 
 
 class Rank(NamedTuple):
-    """What one rank made of a run."""
+    """Result of a run on one rank."""
 
     code: int
     out: str
     err: str
     seen: Any
-    """What `Change` returned from it."""
+    """Value of the `Change` context on this rank."""
 
 
 Change = Callable[[int], contextlib.AbstractContextManager[Any]]
-"""rank -> context in which the rank trains; its value must be picklable when the run is over."""
+"""rank -> context in which the rank trains; its value must be picklable after the run."""
 
 
 def run(world: int, overrides: Sequence[str], change: Change | None = None) -> list[Rank]:
-    """Train as `train.py` does, on `world` ranks of this session's pools."""
+    """Train like `train.py` on `world` ranks of this session's pools."""
     return run_distributed(_run, world, list(overrides), change)
 
 
@@ -68,7 +68,7 @@ def _run(overrides: list[str], change: Change | None) -> Rank:
 
 @contextlib.contextmanager
 def before_step(number: int, act: Callable[[], Any]) -> Iterator[None]:
-    """Call `act` when step `number` begins."""
+    """Call `act` when step `number` starts."""
     from phalanx.moe.training.trainer import Trainer
 
     original = Trainer._train_step
@@ -86,12 +86,12 @@ def before_step(number: int, act: Callable[[], Any]) -> Iterator[None]:
 
 
 def terminate() -> None:
-    """What a batch system does to one process."""
+    """Send SIGTERM to this process, as a batch system does."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def announced(out: str) -> bool:
-    """Nothing was printed, or only what every run says before it looks at anything."""
+    """True if nothing was printed, or only the first line of every run."""
     lines = out.splitlines()
     return not lines or [line.split()[0] for line in lines] == ["Phalanx:", "node"]
 
@@ -102,7 +102,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def exact(records: Sequence[dict[str, Any]]) -> list[tuple[int, str, str]]:
-    """(step, loss, gradient norm) to the last bit."""
+    """(step, loss, gradient norm) in hexadecimal, exact to the last bit."""
     return [(r["step"], r["loss"].hex(), r["grad_norm"].hex()) for r in records]
 
 
@@ -116,7 +116,7 @@ def write_corpus(prefix: Path, documents: Sequence[Sequence[int]]) -> str:
 
 
 def write_checkpoint(folder: Place, step: int = 5) -> None:
-    """A checkpoint that is whole, as far as names and sizes of files tell."""
+    """Write a checkpoint that is complete by names and sizes of its files."""
     sums = {name: (1, commit.crc32(b"x")) for name in (".metadata", "metadata.json")}
     contents = dict.fromkeys(sums, b"x")
     contents[commit.COMMIT] = commit.sealed(commit.Commit(step, 1, sums))

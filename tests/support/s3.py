@@ -12,7 +12,7 @@ BUCKET = "bucket"
 
 @functools.cache
 def endpoint() -> str:
-    """Where the server listens; it starts with the first call, and ends with the process."""
+    """Address of the server; it starts with the first call and ends with the process."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -27,13 +27,13 @@ def endpoint() -> str:
 
 
 @contextmanager
-def credentials(at: str) -> Iterator[None]:
-    """The environment in which a process reaches the server."""
+def credentials(address: str) -> Iterator[None]:
+    """Set the environment variables with which a process reaches the server."""
     names = {
         "AWS_ACCESS_KEY_ID": ACCESS,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": at,
+        "AWS_ENDPOINT_URL": address,
         "AWS_EC2_METADATA_DISABLED": "true",
     }
     from s3fs import S3FileSystem

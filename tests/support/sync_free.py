@@ -1,9 +1,8 @@
-"""A context in which what would make a host wait for its GPU, or a GPU for its host, is an error.
+"""A context in which operations that synchronize host and GPU are errors.
 
-On a CPU nothing ever waits, so the ops that would are forbidden instead: reads of a tensor's value
-by the host, and results whose shape depends on values. An op of torch that is allowed may do what
-it likes inside, as the CPU's stand-in for torch._grouped_mm does with its offsets; custom ops of
-the project are watched inside too.
+On a CPU nothing waits, so the ops that would are forbidden instead: reads of a tensor's value by
+the host, and results whose shape depends on values. The inside of an allowed torch op is not
+checked (the CPU's torch._grouped_mm reads its offsets); the inside of the project's custom ops is.
 """
 
 from collections.abc import Iterator
@@ -29,10 +28,10 @@ FORBIDDEN_OPS = {
     _aten.unique_consecutive,
     _aten.unique_dim,
 }
-"""Aten ops that copy to the host or size their result by values."""
+"""Aten ops that copy to the host or whose output size depends on values."""
 
 FORBIDDEN_METHODS = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist}
-"""Methods that need no op on a CPU tensor but a copy on others."""
+"""Methods that copy to the host, except on CPU tensors."""
 
 
 class HostSync(AssertionError):
@@ -41,7 +40,7 @@ class HostSync(AssertionError):
 
 @contextmanager
 def sync_free() -> Iterator[None]:
-    """Forbid synchronisation in forward and backward of everything that runs inside.
+    """Forbid synchronisation in forward and backward passes inside the context.
 
     Raises:
         HostSync: naming the op.

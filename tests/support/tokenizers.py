@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that published models have."""
+"""Small tokenizers like those of published models."""
 
 from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -6,16 +6,16 @@ _BYTES = [f"<0x{number:02X}>" for number in range(256)]
 
 
 def llama(letters: str = "abcdefghijklmnopqrstuvwxyz", *more: str) -> Tokenizer:
-    """SentencePiece's kind, as the tokenizer.json of Llama and Mixtral has it: a space belongs to
-    the word behind it, a text begins with one that decoding strips, other bytes have tokens.
+    """A SentencePiece tokenizer like those of Llama and Mixtral: a space belongs to the following
+    word, a text starts with one that decoding strips, and other bytes have tokens.
 
     Args:
-        letters: each has a token, and another one behind a space.
+        letters: each has a token, and another one with a leading space.
         more: special tokens, besides `<unk>`, `<s>` and `</s>`, which are 0, 1 and 2.
     """
     special = ["<unk>", "<s>", "</s>", *more]
     words = [*special, *_BYTES, "▁", *letters, *(f"▁{letter}" for letter in letters)]
-    made = Tokenizer(
+    tokenizer = Tokenizer(
         models.BPE(
             {word: number for number, word in enumerate(words)},
             [("▁", letter) for letter in letters],
@@ -24,10 +24,10 @@ def llama(letters: str = "abcdefghijklmnopqrstuvwxyz", *more: str) -> Tokenizer:
             byte_fallback=True,
         )
     )
-    made.normalizer = normalizers.Sequence(
+    tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    made.decoder = decoders.Sequence(
+    tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
@@ -35,5 +35,5 @@ def llama(letters: str = "abcdefghijklmnopqrstuvwxyz", *more: str) -> Tokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    made.add_special_tokens(special)
-    return made
+    tokenizer.add_special_tokens(special)
+    return tokenizer

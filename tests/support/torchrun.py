@@ -1,4 +1,4 @@
-"""torchrun whose processes are forked, from a server that has imported what a run imports.
+"""torchrun whose processes are forked from a server with the imports of a run preloaded.
 
 The launcher's own code runs, with its rendezvous, restarts and reports; in place of `python -u
 <script>` a rank is a fork that runs the script as its main program. What a start of torchrun and of
@@ -36,13 +36,13 @@ _LAUNCHERS = [
 
 
 class Torchrun:
-    """A launcher on this machine; leaving the context kills what is left of it and its ranks.
+    """A launcher on this machine; leaving the context kills it and its ranks.
 
     Args:
-        ranks: on this machine.
+        ranks: number of ranks.
         command: the script, from the root of the project or absolute, and its arguments.
-        folder: an empty or a new one, for what is printed.
-        options: more of torchrun's.
+        folder: empty or new folder for the output.
+        options: further options of torchrun.
         limit: seconds after which all are killed.
     """
 
@@ -80,11 +80,11 @@ class Torchrun:
             self._process.kill()
 
     def pid(self, rank: int) -> int:
-        """Of a rank, as it was started last."""
+        """Process id of a rank, as started last."""
         return int((self._folder / f"rank_{rank}.pid").read_text())
 
     def until(self, seen: Callable[[], Any]) -> None:
-        """Wait for something to happen."""
+        """Wait until `seen` is true."""
         while not seen():
             assert self._process.is_alive(), self.err()
             time.sleep(0.02)
@@ -95,11 +95,11 @@ class Torchrun:
         return self._process.exitcode
 
     def out(self) -> str:
-        """What the launcher and its ranks have printed."""
+        """Standard output of the launcher and its ranks."""
         return (self._folder / "out.txt").read_text()
 
     def err(self) -> str:
-        """What they have printed on stderr."""
+        """Standard error of the launcher and its ranks."""
         return (self._folder / "err.txt").read_text()
 
 
@@ -118,7 +118,7 @@ class _Rank:
 
     def wait(self, timeout: float | None = None) -> int:
         until = math.inf if timeout is None else time.monotonic() + timeout
-        while self._process.exitcode is None:  # a join would also wait for the rank's own forks
+        while self._process.exitcode is None:  # join() would also wait for forks of the rank
             if time.monotonic() > until:
                 raise subprocess.TimeoutExpired("rank", timeout or 0)
             time.sleep(0.01)
@@ -142,7 +142,7 @@ def _launch(words: list[str], folder: Path) -> None:
 
 
 def _as_main(command: Sequence[str], environment: dict[str, str]) -> None:
-    """What a new process of Python with this command line would do."""
+    """Behave like a new Python process with this command line."""
     interpreter, unbuffered, *sys.argv = command
     assert (interpreter, unbuffered) == (sys.executable, "-u")
     os.setsid()

@@ -1,7 +1,7 @@
-"""Train a small model on the ranks of `run_distributed`, and bring everything back to compare.
+"""Train a small model on the ranks of `run_distributed`, and collect the results to compare.
 
-`trained` runs the real `Trainer` and joins the shards of all ranks to the tensors of the whole
-model, by checkpoint key: names, shapes and values that no longer know the layout.
+`trained` runs the real `Trainer` and joins the shards of all ranks to full tensors by checkpoint
+key: names, shapes and values that do not depend on the layout.
 """
 
 import contextlib
@@ -33,27 +33,27 @@ class Shard(NamedTuple):
 
     key: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     offset: tuple[int, ...]
     data: Tensor
 
 
 class Trained(NamedTuple):
-    """What a run was, on any layout."""
+    """Results of a run, independent of its layout."""
 
     steps: list[dict[str, float]]
     """The trainer's record of every step: loss, grad_norm, balance/..., reruns."""
     valid_losses: list[float]
-    """After every `run.eval_interval` steps."""
+    """Validation loss after every `run.eval_interval` steps."""
     before: dict[str, Tensor]
-    """The whole model before the first step: parameters and saved buffers by checkpoint key."""
+    """Parameters and saved buffers before the first step, by checkpoint key."""
     after: dict[str, Tensor]
     left: list[dict[str, str]]
-    """On each rank: digests of all that a step leaves for the next one, by name."""
+    """Digests, on each rank, of the state that a step leaves for the next one, by name."""
 
     @property
     def valid_loss(self) -> float:
-        """After the last step."""
+        """Validation loss after the last step."""
         return self.valid_losses[-1]
 
     def series(self, name: str) -> list[float]:
@@ -67,12 +67,12 @@ def trained(
     changes: Mapping[str, Any] | None = None,
     within: Change | None = None,
 ) -> Trained:
-    """A run on `world` ranks, from scratch, on synthetic tokens, never saved.
+    """Train on `world` ranks, from scratch, on synthetic tokens, without saving.
 
     Args:
         world: ranks.
-        overrides: of the configuration, as on a command line.
-        changes: values of knobs by dotted path, on top; cheaper than overrides. Without
+        overrides: overrides as on a command line.
+        changes: further values of knobs by dotted path; cheaper than overrides. Without
             `run.eval_interval` there is one validation, after the last step.
         within: context in which each rank trains.
     """
@@ -98,7 +98,7 @@ def _loaded(*overrides: str) -> Config:
 
 class _Rank(NamedTuple):
     records: list[dict[str, float]]
-    """On rank 0."""
+    """Records of metrics.jsonl; only on rank 0."""
     before: list[Shard]
     after: list[Shard]
     left: dict[str, str]
@@ -126,7 +126,7 @@ def _train(cfg: Config, within: Change | None = None) -> _Rank:
 
 @contextlib.contextmanager
 def _inputs_watched(compute: Any) -> Iterator[None]:
-    """Inside, whoever changes the micro-batches of a step, which it may need again, is found."""
+    """Fail if a step changes its micro-batches, which a rerun may need."""
     original = compute._microbatches
 
     def microbatches(inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def _inputs_watched(compute: Any) -> Iterator[None]:
 
 
 def _left(trainer: Any) -> dict[str, str]:
-    """Digests of what the steps of a trainer left on this rank, for a next step to go on from."""
+    """Digests of the state on this rank that the next step starts from."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
@@ -172,7 +172,7 @@ def _left(trainer: Any) -> dict[str, str]:
 
 
 def _digest(value: Any) -> str:
-    """Of tensors bit by bit, however they are nested."""
+    """Digest of the bits of nested tensors."""
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -214,7 +214,7 @@ def _shards(job: Any) -> list[Shard]:
 
 
 def joined(ranks: Sequence[Sequence[Shard]]) -> dict[str, Tensor]:
-    """Whole tensors by key; what several ranks hold must be bitwise the same on all of them."""
+    """Full tensors by key; replicated parts must be bitwise equal on all ranks."""
     whole: dict[str, Tensor] = {}
     for rank, shards in enumerate(ranks):
         for key, shape, offset, data in shards:

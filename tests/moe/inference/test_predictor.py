@@ -14,7 +14,7 @@ from phalanx.configs.schema import Config
 from phalanx.parallel.checkpoint.commit import read_commit
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from tests.support.distributed import run_distributed
-from tests.support.looking import TINY, step_of, train, untrained
+from tests.support.tiny_runs import TINY, step_of, train, untrained
 
 pytestmark = pytest.mark.dist
 S = 16

@@ -11,8 +11,8 @@ import torch
 
 from phalanx.moe.report.loggers import read
 from phalanx.moe.report.slow_ranks import EVERY, PATIENCE, SlowRanks
-from tests.support.looking import TINY
 from tests.support.runs import run
+from tests.support.tiny_runs import TINY
 
 NAMES = [f"rank {i} on node{i}" for i in range(4)]
 

@@ -21,8 +21,8 @@ from phalanx.moe.training.preflight import preflight
 from phalanx.moe.training.samples import Sample, Samples
 from phalanx.scripts import prepare_data
 from tests.support.distributed import run_distributed
-from tests.support.looking import TINY, step_of
 from tests.support.runs import run
+from tests.support.tiny_runs import TINY, step_of
 
 LENGTH = 64
 SAMPLED = ["run.sample_every=6", "run.steps=6"]

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.configs.load import load
 from tests.support.distributed import run_distributed
-from tests.support.looking import TINY
+from tests.support.tiny_runs import TINY
 
 pytestmark = pytest.mark.dist
 

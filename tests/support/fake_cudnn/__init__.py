@@ -1,9 +1,9 @@
-"""nvidia-cudnn-frontend as far as `kernels.sm100` calls it, in torch, on any device.
+"""The part of nvidia-cudnn-frontend that `kernels.sm100` calls, in torch, on any device.
 
-Each wrapper has the signature of version 1.32.0, refuses what that refuses (shapes, strides, dtypes
-and alignment, which the contract tests compare with the package itself where that is installed) and
-computes in fp32 what its kernel computes. What a kernel does not write is NaN, and what it may not
-read is not read: rows from the last offset on. `CALLS` counts.
+Each wrapper has the signature of version 1.32.0, rejects the same arguments (shapes, strides, types
+and alignment; the contract tests compare this with the package if it is installed) and computes the
+result of its kernel in fp32. Output that a kernel does not write is NaN, and input that it must not
+read, rows after the last offset, is not read. `CALLS` counts calls.
 """
 
 import os
@@ -24,7 +24,7 @@ from tests.support.fake_cudnn.plain import grouped_gemm_wrapper_sm100 as _plain
 __version__ = "1.32.0"
 
 CALLS: Counter[str] = Counter()
-"""By name, and by name and the margin in the environment."""
+"""Calls by name, and by name and the SM margin in the environment."""
 
 
 def _counted(function):

@@ -1,4 +1,4 @@
-"""What the wrappers of cuDNN's grouped GEMMs refuse."""
+"""Checks of arguments by the wrappers of cuDNN's grouped GEMMs."""
 
 from collections.abc import Iterator
 
@@ -17,14 +17,14 @@ def operand(
     stride: tuple[int, ...] | None = None,
     align: int = 16,
 ) -> Tensor:
-    """The tensor, which must be so; without `stride`, contiguous."""
+    """Check a tensor's properties and return it; without `stride`, it must be contiguous."""
     assert isinstance(tensor, Tensor), f"{name} is {tensor}"
     assert tensor.dtype == dtype, f"{name} is {tensor.dtype}, not {dtype}"
     assert tensor.shape == shape, f"{name} is {tuple(tensor.shape)}, not {shape}"
     if stride is None:
         assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()}"
     else:
-        # Strides of dimensions of 1 are not looked at.
+        # Strides of dimensions of size 1 are ignored.
         wanted = [s for s, n in zip(stride, shape, strict=True) if n != 1]
         given = [s for s, n in zip(tensor.stride(), shape, strict=True) if n != 1]
         assert given == wanted, f"{name} has strides {tensor.stride()}, not {stride}"
@@ -33,7 +33,7 @@ def operand(
 
 
 def defaults(**given: object) -> None:
-    """Options that the adapter must leave alone: name=(value, default)."""
+    """Options that the adapter must not set: name=(value, default)."""
     for name, (value, default) in given.items():
         assert value == default, f"{name} is {value}"
 
@@ -58,7 +58,7 @@ def spans(offsets: Tensor, limit: int) -> Iterator[tuple[int, slice]]:
 
 
 def apart(name: str, output: Tensor, *inputs: Tensor | None) -> None:
-    """An output shares no memory with other operands."""
+    """Check that an output shares no memory with other operands."""
     own = output.untyped_storage().data_ptr()
     for tensor in inputs:
         assert tensor is None or tensor.untyped_storage().data_ptr() != own, f"{name} overlaps"

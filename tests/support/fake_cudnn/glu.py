@@ -12,13 +12,13 @@ RUN = 32
 
 
 def halves(h: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and linear half of channels in runs of 32."""
+    """Gate and linear half of channels interleaved in runs of 32."""
     gate, up = h.unflatten(-1, (-1, 2, RUN)).unbind(-2)
     return gate.flatten(-2), up.flatten(-2)
 
 
 def runs(gate: Tensor, up: Tensor) -> Tensor:
-    """The inverse of `halves`."""
+    """Inverse of `split_halves`."""
     pair = (gate.unflatten(-1, (-1, RUN)), up.unflatten(-1, (-1, RUN)))
     return torch.stack(pair, -2).flatten(-3)
 
@@ -103,7 +103,7 @@ def grouped_gemm_glu_wrapper_sm100(
 
 
 def outputs(own, c_dtype, d_dtype, norm_const, discrete_col_sfd) -> bool:
-    """Whether an epilogue quantizes what it makes."""
+    """True if an epilogue quantizes its output."""
     assert c_dtype in (None, BF16) and d_dtype in (None, BF16, FP8)
     if d_dtype == FP8:
         assert own.data == FP8 and discrete_col_sfd

@@ -41,19 +41,19 @@ def family(a: Tensor, sf_vec_size: int) -> Family:
 
 
 def places(rows: int, blocks: int) -> Tensor:
-    """int64 [rows, blocks]: where each scale lies, in bytes."""
+    """int64 [rows, blocks]: byte offset of each scale."""
     r, b = torch.arange(rows)[:, None], torch.arange(blocks)[None]
     atom = r // 128 * -(-blocks // 4) + b // 4
     return atom * 512 + r % 32 * 16 + r % 128 // 32 * 4 + b % 4
 
 
 def size(rows: int, blocks: int) -> int:
-    """Bytes of a matrix's scales, filled up."""
+    """Bytes of a matrix's scales, with padding."""
     return 512 * -(-rows // 128) * -(-blocks // 4)
 
 
 def read(name: str, data: Tensor, scale: Tensor | None, shape: tuple[int, ...], own: Family):
-    """fp32 of matrices [..., R, C] that are contracted over C; without scales as they are."""
+    """fp32 matrices [..., R, C] that are contracted over C; without scales unchanged."""
     *batch, R, C = shape
     operand(name, data, own.data, (*batch, R, C // own.wide))
     if own.scale is None:
@@ -103,7 +103,7 @@ def number(scale: Tensor) -> Tensor:
 
 
 class Quantized(NamedTuple):
-    """What an epilogue makes of fp32 [S, C]."""
+    """Output of an epilogue for fp32 [S, C]."""
 
     row: Tensor
     col: Tensor
@@ -139,7 +139,7 @@ def quantized(x_SC: Tensor, offsets: Tensor) -> Quantized:
 
 
 def _blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the last dimension: e4m3, and e8m0 of amax / 448 rounded up."""
+    """Quantise along the last dimension: e4m3, and e8m0 of amax / 448 rounded up."""
     amax = x.unflatten(-1, (-1, 32)).abs().amax(-1) * (1 / 448)
     mantissa, exponent = torch.frexp(amax)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)

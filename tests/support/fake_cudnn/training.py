@@ -1,4 +1,4 @@
-"""Training on a CPU with the experts of `kernels=cudnn`, which `kernels=auto` then takes."""
+"""Training on a CPU with the experts of `kernels=cudnn`, which `kernels=auto` then selects."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from tests.support import fake_cudnn
 
 @contextmanager
 def experts_on_cpu(rank: int = 0) -> Iterator[None]:
-    """In a process of a run: the fake in the place of the package, and no refusal of the CPU."""
+    """In a process of a run, replace the package by the fake and accept the CPU."""
     from phalanx.kernels import registry
 
     def refuse(facts: registry.Facts) -> str | None:

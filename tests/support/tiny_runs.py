@@ -1,4 +1,4 @@
-"""Tiny runs with checkpoints, and commands that look at them, on the ranks of this session."""
+"""Tiny runs with checkpoints, and commands that read them, on the ranks of this session."""
 
 import contextlib
 import io
@@ -12,8 +12,8 @@ from tests.support.runs import SMALL, run
 TINY = [*SMALL, "model=tiny", "model.attention.head_dim=8", "precision=fp32", "data=embedded"]
 
 
-class Said(NamedTuple):
-    """What a command answered."""
+class CommandResult(NamedTuple):
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -21,34 +21,34 @@ class Said(NamedTuple):
 
 
 def train(folder: Path, name: str, world: int, *overrides: str) -> Path:
-    """A run on `world` ranks, saved at its end; its folder."""
+    """Train on `world` ranks and save at the end; return the run folder."""
     given = [*TINY, f"run.dir={folder}", f"run.name={name}", f"data.cache={folder}/cache"]
     main = run(world, [*given, *overrides])[0]
     assert main.code == 0, main.err
     return folder / name
 
 
-def command(main: Callable[[Sequence[str]], int], *argv: Any) -> Said:
-    """Call the `main` of a script in a process of its own, which has Megatron-Core imported."""
+def command(main: Callable[[Sequence[str]], int], *argv: Any) -> CommandResult:
+    """Call the `main` of a script in a separate process with Megatron-Core imported."""
     return run_distributed(_command, 1, main, [str(word) for word in argv])[0]
 
 
-def _command(main: Callable[[Sequence[str]], int], argv: list[str]) -> Said:
+def _command(main: Callable[[Sequence[str]], int], argv: list[str]) -> CommandResult:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(argv)
         except SystemExit as left:
             code = int(left.code or 0)
-    return Said(code, out.getvalue(), err.getvalue())
+    return CommandResult(code, out.getvalue(), err.getvalue())
 
 
 def untrained(folder: Path, name: str, world: int, origin: Path, *overrides: str) -> Path:
-    """A run on `world` ranks that goes on from a checkpoint for a step, and changes no weight."""
+    """Continue from a checkpoint on `world` ranks for a step that changes no weight."""
     same = ["optim.lr=1e-30", "optim.min_lr=1e-30", f"run.resume={origin}"]
     return train(folder, name, world, *same, *overrides)
 
 
 def step_of(folder: Path, step: int) -> Path:
-    """The checkpoint of a step of a run."""
+    """Checkpoint of a step of a run."""
     return folder / "checkpoints" / f"step_{step:08d}"

@@ -1,6 +1,6 @@
-"""A budget of expert rows that is far too small every few steps, for runs that must not notice.
+"""A budget of expert rows that is far too small every few steps; results must not change.
 
-`python -m tests.support.crowding [overrides]`, also under torchrun, is train.py with such a budget.
+`python -m tests.support.row_overflow [overrides]` is train.py with such a budget, also in torchrun.
 """
 
 import contextlib
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 EVERY = 10
-"""Steps from one time to the next, of which the first is the first step."""
+"""Period in steps, starting with the first step."""
 
 
 @contextlib.contextmanager
-def crowded(rank: int = 0) -> Iterator[None]:
-    """A `runs.Change`: every `EVERY` steps the experts of all ranks lose their rows."""
+def overflow_sometimes(rank: int = 0) -> Iterator[None]:
+    """A `runs.Change` that shrinks the row budget of all ranks every `EVERY` steps."""
     from phalanx.moe.training.trainer import Trainer
 
     original = Trainer._train_step
@@ -32,8 +32,8 @@ def crowded(rank: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def always_crowded(rank: int = 0) -> Iterator[None]:
-    """A `runs.Change`: so before every step, and every batch of a validation; no graphs."""
+def overflow_always(rank: int = 0) -> Iterator[None]:
+    """A `runs.Change` that shrinks it before every step and validation batch; without graphs."""
     from phalanx.moe.training.step import Step
 
     original = Step.__call__
@@ -50,18 +50,18 @@ def always_crowded(rank: int = 0) -> Iterator[None]:
 
 
 def _take_rows(budget: Any) -> None:
-    """All but a tenth of the balanced load."""
+    """Leave a tenth of the balanced load."""
     budget.capacity_factor, budget._granted = 0.1, 0.0
 
 
 def _shrink(trainer: Any) -> None:
-    """The next step is eager, or captured, by turns."""
+    """Shrink the budget; the next step is eager or captured, alternately."""
     from phalanx.parallel.cuda_graph import WARM_STEPS
 
     budget, graph = trainer.job.budget, trainer.compute.graph
     _take_rows(budget)
     if graph is not None:
-        graph.drop()  # it has the sizes of before
+        graph.drop()  # it was captured with the old sizes
         if trainer.step // EVERY % 2:
             graph._warm = WARM_STEPS
 
@@ -69,5 +69,5 @@ def _shrink(trainer: Any) -> None:
 if __name__ == "__main__":
     from phalanx import train
 
-    with crowded():
+    with overflow_sometimes():
         train._leave(train.main(sys.argv[1:], ends_process=True))

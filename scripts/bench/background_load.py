@@ -1,8 +1,8 @@
-"""A copy kernel that keeps a number of SMs busy while something else is measured.
+"""A copy kernel that keeps a number of SMs busy while another kernel is timed.
 
-It copies between two buffers for a number of passes fixed beforehand, chosen to outlast what is
-measured, and never waits for anything. One program holds an SM: the GEMMs use nearly all registers
-of theirs, so that no CTA of them fits beside one.
+It copies between two buffers for a fixed number of passes, chosen to outlast the timed kernel, and
+never waits. One program occupies an SM: a GEMM's CTA uses nearly all registers of an SM, so none
+fits next to it.
 """
 
 import math
@@ -14,7 +14,7 @@ import triton.language as tl
 from phalanx.scripts.bench.measure import Launches
 
 BLOCK = 8192
-"""Elements of 2 bytes that a program copies at once: about the rate at which an SM feeds NVLink."""
+"""2-byte elements per program and pass: about the rate at which an SM feeds NVLink."""
 _BYTES = 256 * 2**20
 _MAX_PASSES = 400_000
 _TRIAL_PASSES = 2_000
@@ -22,27 +22,27 @@ _TRIAL_PASSES = 2_000
 
 @triton.jit
 def copy_blocks(source, target, blocks, passes, BLOCK: tl.constexpr):
-    """Program p of P copies block (i P + p) mod `blocks` in its pass i."""
+    """Program p of P copies block (i P + p) mod `blocks` in pass i."""
     first, programs = tl.program_id(0), tl.num_programs(0)
     inside = tl.arange(0, BLOCK)
     for i in range(passes):
-        at = (i * programs + first) % blocks * BLOCK + inside
-        tl.store(target + at, tl.load(source + at))
+        offsets = (i * programs + first) % blocks * BLOCK + inside
+        tl.store(target + offsets, tl.load(source + offsets))
 
 
 def passes_for(ms: float, trial_ms: float) -> int:
     """Passes that take `ms` if `_TRIAL_PASSES` take `trial_ms`, within bounds.
 
-    A multiple of 16 like the trial's, as Triton would compile the kernel anew for others.
+    A multiple of 16, like the trial's: Triton specializes on that and would recompile otherwise.
     """
     return min(_MAX_PASSES, 16 * math.ceil(_TRIAL_PASSES * ms / trial_ms / 16))
 
 
 class Copying(Launches):
-    """`measure.Company`: copies on `programs` SMs from before a side begins until after its end."""
+    """`measure.BackgroundLoad`: copies on `programs` SMs for at least `ms` milliseconds."""
 
     def __init__(self, programs: int, ms: float) -> None:
-        """`ms` is how long the copies must last at least."""
+        """Size the copies by a trial launch; `ms` is their least duration."""
         super().__init__()
         self.programs, self.passes = programs, _TRIAL_PASSES
         self.source = torch.zeros(_BYTES // 2, dtype=torch.int16, device="cuda")

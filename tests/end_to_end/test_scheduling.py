@@ -1,4 +1,4 @@
-"""Two test processes: the order of their files, and that one may have the machine alone."""
+"""Two test processes: order of their files, and exclusive use of the machine."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.turns import in_order, shared
+from tests.support.scheduling import in_order, shared
 
 
 def item(path: str, *markers: str) -> Any:
@@ -28,7 +28,7 @@ def test_files_with_ranks_come_first_and_stay_whole() -> None:
 OTHER = """
 import sys, time
 from pathlib import Path
-from tests.support.turns import shared
+from tests.support.scheduling import shared
 folder = Path(sys.argv[1])
 (folder / "ready").touch()
 with shared(folder, alone=sys.argv[2] == "alone"):

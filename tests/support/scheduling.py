@@ -1,4 +1,4 @@
-"""Test processes side by side: order of the files, and who may use the machine alone."""
+"""Scheduling of parallel test processes: order of files, and exclusive use of the machine."""
 
 import fcntl
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ import pytest
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Files with ranks first, then those that need an idle machine, then the others.
+    """Sort test files: those with ranks first, then those that need an idle machine, then others.
 
     The first take longest, so that the processes end together; those in the middle then seldom
-    wait for ranks of the other processes.
+    wait for ranks of other processes.
     """
     place = {}
     for item in items:
@@ -25,13 +25,13 @@ def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @contextmanager
 def shared(folder: Path, *, alone: bool) -> Iterator[None]:
-    """Inside, nobody is `alone` in another process, or nobody else is inside.
+    """Share the machine with other processes inside, or use it `alone`.
 
     Args:
-        folder: of the two lock files, the same for all processes.
+        folder: folder of the two lock files, the same for all processes.
     """
     with open(folder / "gate.lock", "w") as gate, open(folder / "ranks.lock", "w") as ranks:
-        fcntl.flock(gate, fcntl.LOCK_EX)  # so that those who want to be alone get their turn
+        fcntl.flock(gate, fcntl.LOCK_EX)  # a waiting exclusive user blocks new shared ones
         fcntl.flock(ranks, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(gate, fcntl.LOCK_UN)
         yield
