@@ -196,7 +196,7 @@ def command() -> NoReturn:
 
 
 def _ways_out() -> str:
-    """What to do where a requirement is not installed."""
+    """Return the command that installs a missing requirement."""
     from phalanx.configs import programs
 
     if programs.installed():

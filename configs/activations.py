@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ActivationFacts:
-    """What is known of an activation without computing it.
+    """Properties of an activation that need no computation.
 
     The functions are of one channel x of h, or of the gate's half of h, after its clamp. Clamps,
     the offset, the product with the linear half and the probability are done around them
@@ -26,9 +26,9 @@ class ActivationFacts:
     slope: str
     """Its derivative, slope(x: Tensor, act: Activation) -> Tensor."""
     torch: str = ""
-    """Where torch has this value itself: `torch.nn.functional.NAME` and, in one operation, the
-    product of a gradient with the slope, `torch.ops.aten.NAME_backward`. Faster without compiling,
-    and recognised by Megatron-Core; empty: it has not, and nothing is missing."""
+    """Name of the same function in torch: `torch.nn.functional.NAME` and, for the product of a
+    gradient with the slope, `torch.ops.aten.NAME_backward`. Faster without compiling, and
+    recognised by Megatron-Core; empty if torch has none."""
     cute: str = ""
     """(value, derivative) on registers, function(x: Float32, act: Activation); empty: the fused
     kernels do not have this activation, and refuse it."""
@@ -73,4 +73,4 @@ ACTIVATIONS: dict[str, ActivationFacts] = {
         cute="phalanx.kernels.sm90.gemm.activate:squared_relu",
     ),
 }
-"""By the value of `model.moe.activation`."""
+"""Facts of each activation, keyed by the value of `model.moe.activation`."""

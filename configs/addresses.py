@@ -10,7 +10,7 @@ _OF_THIS_MACHINE = ("file", "local")
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an address and no path of a file system."""
+    """Return whether a text is an address rather than a path of a file system."""
     return _ADDRESS.match(text.strip()) is not None
 
 

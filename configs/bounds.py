@@ -1,4 +1,4 @@
-"""What each knob may be by itself: choices of the texts, bounds of the numbers.
+"""Valid values of each knob by itself: choices of strings, bounds of numbers.
 
 A number may be 0 or more unless listed here. `validate` reads these first, and the rules between
 knobs after.
@@ -118,7 +118,7 @@ ABOVE_ZERO: frozenset[str] = frozenset(
 )
 
 _MOST = 2**31 - 1
-"""Of every whole number: no size is near it, and seeds and shapes of libraries end there."""
+"""Upper bound of every integer: no size is near it, and seeds and shapes in libraries end there."""
 
 BELOW_ONE: frozenset[str] = frozenset({"optim.beta1", "optim.beta2", "optim.momentum"})
 
@@ -167,7 +167,7 @@ def bound_problems(cfg: Config) -> Iterator[str]:
 
 
 def _bound(path: str, value: float) -> tuple[str, Any] | None:
-    """What a number violates and a value that does not."""
+    """Return the bound that a number violates, and a value within it."""
     default = knobs()[path].default
     if knobs()[path].type is not float:
         if value > _MOST:

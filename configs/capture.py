@@ -41,7 +41,7 @@ def refused(reason: str) -> str:
 
 
 def resolved_graph(cfg: Config) -> str:
-    """What `run.graph` comes to, of a `cfg` as `refuse` takes it; what is forced stays."""
+    """Return `run.graph` with `auto` resolved, of a `cfg` as `refuse` takes it."""
     if cfg.run.graph != "auto":
         return cfg.run.graph
     return CAPTURED if refuse(cfg) is None else EAGER

@@ -1,4 +1,4 @@
-"""What `precision` means to everything else: bytes, layers by a recipe, who has it; and its rules.
+"""Meaning of `precision` for everything else: bytes, layers that follow a recipe, and its rules.
 
 Others ask here and do not compare names of recipes. Transports say in `configs.transports` whether
 they carry FP8.
@@ -14,7 +14,7 @@ from phalanx.configs.transports import TRANSPORTS
 RECIPES = ("bf16", "fp32", "fp8_block", "mxfp8", "nvfp4")
 
 MICROSCALING = frozenset({"mxfp8", "nvfp4"})
-"""What Blackwell multiplies, in routed experts with `cudnn`."""
+"""Formats that Blackwell multiplies, in routed experts with `cudnn`."""
 
 EMULATES = frozenset({"reference", "torch"})
 """Backends that multiply the values of a recipe in bf16, which costs time."""
@@ -48,7 +48,7 @@ def width(cfg: Config) -> int:
 
 
 def quantized_layer(cfg: Config, layer: int) -> bool:
-    """Whether a layer follows the recipe of the run.
+    """Return whether a layer follows the recipe of the run.
 
     Args:
         layer: from 0, over all pipeline stages; those of multi-token prediction come after the
@@ -114,7 +114,7 @@ _SWITCHES = {
     "mxfp8": _OF_ALL,
     "nvfp4": (*_OF_ALL, "stochastic_rounding"),
 }
-"""What each recipe can be told."""
+"""Knobs of each recipe."""
 
 
 def _switches(cfg: Config) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _layers(cfg: Config) -> Iterator[str]:
 
 
 def _megatron(cfg: Config) -> Iterator[str]:
-    """What Megatron-Core's layer with Transformer Engine's recipe cannot."""
+    """Yield the limits of Megatron-Core's layer with Transformer Engine's recipe."""
     if cfg.run.device == "cpu":
         reason = "has fp8_block by Transformer Engine, which needs CUDA, and run.device is cpu"
         yield repair(cfg, "kernels.backend", reason, "auto")

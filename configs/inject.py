@@ -51,7 +51,7 @@ def parse(text: str) -> Fault:
 
 
 def inject_problems(cfg: Config, ranks: int) -> Iterator[str]:
-    """What is wrong with `run.inject` on so many ranks."""
+    """Yield the problems of `run.inject` on so many ranks."""
     run = cfg.run
     seen = set[Fault]()
     for text in list(run.inject):

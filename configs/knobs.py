@@ -122,7 +122,7 @@ def shown(value: Any) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether Hydra reads a text without quotes as that text."""
+    """Return whether Hydra reads a text without quotes as that text."""
     if text.lower() in ("true", "false", "null") or not re.fullmatch(r"[\w./:@-]+", text, re.ASCII):
         return False
     try:

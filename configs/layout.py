@@ -68,7 +68,7 @@ def largest_divisor(n: int, at_most: int) -> int:
 
 
 def pipeline_chunks(cfg: Config) -> list[str]:
-    """What each model chunk holds, in the letters of `parallel.pipeline_layout`.
+    """Contents of each model chunk, in the letters of `parallel.pipeline_layout`.
 
     Chunk i is on stage i % pipeline. Without a layout layers are dealt out evenly.
     """
@@ -293,7 +293,7 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
 
 
 def _clones(cfg: Config, ranks: int) -> Iterator[str]:
-    """What cannot have copies of experts; `ranks` share those of a layer."""
+    """Yield the reasons against replicas of experts; `ranks` share those of a layer."""
     p, path, experts = cfg.parallel, "parallel.clones", cfg.model.moe.experts
     if p.clones in (0, "auto"):
         return

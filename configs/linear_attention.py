@@ -5,11 +5,11 @@ from phalanx.configs.schema import LinearAttentionConfig, ModelConfig
 HEAD_DIM = 128
 """Channels of a query, key or value head of every published model."""
 TAPS = 4
-"""Of its convolution: a token and the three before it."""
+"""Width of the convolution: a token and the three before it."""
 
 
 def is_linear(m: ModelConfig, layer: int) -> bool:
-    """Whether a layer has linear attention.
+    """Return whether a layer has linear attention.
 
     Args:
         m: the model.

@@ -189,7 +189,7 @@ def _of_groups(folder: Path, *groups: str) -> bytes:
 
 @functools.cache
 def _defaults() -> bytes:
-    """Those of the schema, with their types: a pickled tree."""
+    """Defaults of the schema with their types, as a pickled tree."""
     return pickle.dumps(OmegaConf.structured(Config))
 
 
@@ -298,7 +298,7 @@ def _leave(text: str, code: int = 0, everyone: bool = False) -> NoReturn:
 
 
 def _mistakes(words: Sequence[str]) -> Iterator[str]:
-    """What is wrong with the words of a command line."""
+    """Return the problems of the words of a command line."""
     left, names = list(words), (*knobs(), *GROUPS)
     tree: DictConfig = pickle.loads(_defaults())
     while left:
@@ -313,7 +313,7 @@ def _mistakes(words: Sequence[str]) -> Iterator[str]:
 
 
 def _check(text: str, tree: DictConfig) -> list[str]:
-    """What is wrong with one override, judged by itself; its value is tried in `tree`."""
+    """Return the problem of one override, judged by itself; its value is tried in `tree`."""
     if "=" not in text and not text.startswith("~"):
         example = f", as in {text}={_example(text)}" if text in knobs() else ""
         return [f"{text}: expected <knob>=<value> or <group>=<option>{example}"]
@@ -334,7 +334,7 @@ def _check(text: str, tree: DictConfig) -> list[str]:
 
 
 def _unswept(knob: str, text: str) -> str:
-    """What to write for a value that Hydra takes for several, as it does with commas."""
+    """Return the spelling of a value that Hydra takes for several, as it does with commas."""
     kind = knobs()[knob].type if knob in knobs() else None
     if kind is str:
         return f"quote it twice: {overrides({knob: text})}"

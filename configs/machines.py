@@ -14,7 +14,7 @@ class Machine:
 
     name: str
     memory_gib: float
-    """What the driver gives."""
+    """Memory that the driver reports."""
     dense_tflops: float
     """Large bf16 matrix products of attention, dense layers and the output layer."""
     expert_tflops: float
@@ -32,9 +32,9 @@ class Machine:
     network_gbs: float
     """Exchange with GPUs of other hosts."""
     node_line_gbs: float = 450.0
-    """What the links inside a host cannot exceed."""
+    """Line rate of the links inside a host."""
     network_line_gbs: float = 50.0
-    """What the network cannot exceed."""
+    """Line rate of the network."""
     host_gbs: float = 50.0
     """Copies to host memory, and as much from it at once: PCIe 5 with 16 lanes. An assumption, of
     a data sheet's 63, with all GPUs of a host copying."""
@@ -58,14 +58,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Rates:
-    """What clones of experts are weighed by."""
+    """Rates by which copies of experts are weighed."""
 
     expert_tflops: float
     node_gbs: float
     copies_us: float = 400
-    """What copies cost a layer however many they are: launches for few rows, and rows that travel
-    by themselves. That is by how much more time layers of Qwen3-30B-A3B and DeepSeek-V3 took on two
-    H200s than the rows that were moved, and the weights, account for (docs/dispatch.md)."""
+    """Fixed cost of copies for a layer, in microseconds: launches for few rows, and rows that
+    travel by themselves. Measured as the time of layers of Qwen3-30B-A3B and DeepSeek-V3 on two H200s
+    beyond that of the rows and weights that moved (docs/dispatch.md)."""
 
 
 CPU_RANKS = Rates(expert_tflops=0.02, node_gbs=1.0, copies_us=0)
@@ -73,8 +73,10 @@ CPU_RANKS = Rates(expert_tflops=0.02, node_gbs=1.0, copies_us=0)
 
 
 def rates_of(device: str, otherwise: str) -> Rates:
-    """Of the GPU of a name as CUDA gives it, or else of a machine; constants, so that a run that
-    is resumed clones the same experts."""
+    """Return the rates of the GPU with this CUDA name, or else of a machine.
+
+    They are constants, so that a resumed run copies the same experts.
+    """
     known = [m for m in MACHINES.values() if m.name.split()[0] in device]
     machine = (known or [MACHINES[otherwise]])[0]
     return Rates(machine.expert_tflops, machine.node_gbs)

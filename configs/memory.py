@@ -1,4 +1,4 @@
-"""What of a layer can be computed again or moved to host memory, by name, and what rules what out.
+"""Parts of a layer that can be recomputed or moved to host memory, by name, and their rules.
 
 The names are values of `run.recompute` and `run.offload`; `parallel.memory` does it,
 `moe.estimate` knows bytes and seconds of each.
@@ -37,7 +37,7 @@ _AGAINST: dict[str, tuple[str, ...]] = {
     "attention": ("mla_up", "attention", "full"),
     "expert_h": ("expert_h", "moe", "full"),
 }
-"""What is computed again and would be moved as well."""
+"""Parts that are recomputed and would be moved as well."""
 
 
 def memory_problems(cfg: Config) -> Iterator[str]:
@@ -67,7 +67,7 @@ def memory_problems(cfg: Config) -> Iterator[str]:
 
 
 def _impossible(cfg: Config) -> dict[str, str]:
-    """What this model or backend cannot compute again, and why."""
+    """Yield the parts that this model or backend cannot recompute, and the reasons."""
     found = {}
     if cfg.model.attention.kind != "mla":
         found["mla_up"] = "is of model.attention.kind=mla"

@@ -35,7 +35,7 @@ _DOCS = re.compile(r" ?\((see )?docs/[^()]*\)")
 
 
 def installed() -> bool:
-    """Whether to speak of commands: this process is one, or there is no checkout around it."""
+    """Return whether to name console commands: this process is one, or no checkout is around it."""
     return Path(sys.argv[0]).name in COMMANDS.values() or not _checkout()
 
 
@@ -50,7 +50,7 @@ def here(text: str) -> str:
 def parser(
     script: str, manual: str | None, *, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """Of a script, whose usage line has the name that it was called by."""
+    """Return the parser of a script; its usage line has the name that it was called by."""
     return argparse.ArgumentParser(
         prog=here(f"{script}.py"),
         description=here(manual or ""),
@@ -67,7 +67,7 @@ def install(*packages: str) -> str:
 
 @functools.cache
 def requirements() -> tuple[str, ...]:
-    """Of this project, as `torch==2.11.0`, with those of its extras; none if they are not known."""
+    """Return the requirements of this project and its extras; none if they are unknown."""
     if _checkout():
         project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))["project"]
         extras = project["optional-dependencies"].values()

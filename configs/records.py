@@ -61,7 +61,7 @@ class Record:
     data: str = MISSING
     """`real` text or `mock` tokens."""
     tokens_per_second_per_gpu: float = MISSING
-    """As printed by the source of a published record; the mean of steps 41-50 of our own."""
+    """Number printed by the source of a published record; mean of steps 41-50 of our own."""
     tflops_per_gpu: float = MISSING
     """`tokens_per_second_per_gpu` times the FLOPs of a token by moe.estimate.accounting."""
     note: str = ""

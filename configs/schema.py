@@ -118,7 +118,7 @@ class LinearAttentionConfig:
 
 @dataclass
 class RouterConfig:
-    """How a token chooses its top-k experts, and what keeps the load of the experts balanced."""
+    """Choice of the top-k experts of a token, and balance of the load of the experts."""
 
     score: str = "softmax"
     """Function from router logits to scores: `softmax`, or `sigmoid` (DeepSeek-V3)."""
@@ -281,7 +281,7 @@ class KernelsConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Formats of numbers. Knobs but `recipe` are switches of recipes (docs/precision.md)."""
+    """Number formats. All knobs but `recipe` are switches of recipes (docs/precision.md)."""
 
     recipe: str = "bf16"
     """`bf16` with an fp32 router and fp32 masters, `fp32`, or `fp8_block`, `mxfp8`, `nvfp4`.
@@ -308,12 +308,12 @@ class PrecisionConfig:
     has. As scales are powers of two both err alike, and one scale for a tile is cheaper.
     """
     hidden: str = "bf16"
-    """What is kept of the input of the experts' activation for the backward pass: `bf16` or `fp8`.
+    """Format in which the input of the experts' activation is saved for backward: `bf16` or `fp8`.
 
-    It is most of what a layer keeps. `fp8` rounds what gradients are computed from, not the output.
+    It is most of what a layer saves. `fp8` rounds the input of gradients, not the output.
     """
     dispatch: str = "bf16"
-    """What travels to the experts, tokens and gradients: `bf16`, or `fp8` with its scales.
+    """Format of tokens and gradients on their way to the experts: `bf16`, or `fp8` with its scales.
 
     The experts would round them anyway. Sums travel back in bf16.
     """
@@ -327,9 +327,9 @@ class PrecisionConfig:
     bf16_last_layers: int = 0
     """Number of last decoder layers in bf16; layers of multi-token prediction do not count."""
     stochastic_rounding: bool = True
-    """Of `nvfp4`: gradients are rounded up or down at random and are right in the mean."""
+    """Round gradients of `nvfp4` up or down at random, so that they are right in the mean."""
     weights: str = "auto"
-    """Where FP8 copies of expert weights live: `resident`, `scratch`, or `auto` by what fits.
+    """Place of FP8 copies of expert weights: `resident`, `scratch`, or `auto` by what fits.
 
     `resident` makes them once a step and needs 2 bytes a parameter, as GEMMs read them in two
     layouts. `scratch` makes them for each use, in memory that all layers share.
@@ -338,7 +338,7 @@ class PrecisionConfig:
 
 @dataclass
 class ParallelConfig:
-    """How ranks share the work. Data parallelism takes the ranks that the other sizes leave."""
+    """Layout of ranks. Data parallelism takes the ranks that the other sizes leave."""
 
     world_size: int = 0
     """Number of ranks to lay out; 0 takes the number that the launcher started.
@@ -374,10 +374,9 @@ class ParallelConfig:
     page says which and why.
     """
     save_x: str = "redispatch"
-    """How `symm` provides received tokens to the backward pass: `redispatch` sends them again.
+    """How `symm` provides received tokens to the backward pass: `redispatch` resends them.
 
-    `keep` holds them in memory instead. `hier` sends them again inside a node, not over the
-    network.
+    `keep` holds them in memory instead. `hier` resends them inside a node, not over the network.
     """
     comm_sms: int | str = "auto"
     """Number of SMs that `symm` uses to exchange tokens while the fused experts run on the others.
@@ -390,7 +389,7 @@ class ParallelConfig:
     capacity_factor: float = 1.5
     """Rows of the expert buffers, as a multiple of the rows under perfectly balanced routing.
 
-    A step that needs more rows is run again with larger buffers; no token is dropped.
+    A step that needs more rows is rerun with larger buffers; no token is dropped.
     """
     clones: int | str = 0
     """Guest slots of a rank for copies of other ranks' hot experts, micro-batch by micro-batch.
@@ -412,7 +411,7 @@ class ParallelConfig:
 
 @dataclass
 class DataConfig:
-    """Where tokens come from and how they are batched."""
+    """Source of tokens, and batching."""
 
     source: str = "embedded"
     """`embedded` (bytes of the Python library), `indexed` (Megatron .bin/.idx) or `synthetic`.
@@ -545,14 +544,14 @@ class RunConfig:
     device: str = "auto"
     """`cuda`, `cpu`, or `auto`: CUDA if the machine has a GPU."""
     recompute: list[str] = field(default_factory=list)
-    """What the backward pass computes again, as in `[norm,expert_h]`; one name needs no brackets.
+    """Parts that the backward pass recomputes, as in `[norm,expert_h]`; one name needs no brackets.
 
     `norm`, `mla_up` (from compressed vectors to queries, keys, values), `attention`, `mlp` (dense
-    and shared), `expert_h` (what experts keep), `moe_act` (of `kernels=megatron`), `moe` or `full`
-    layers; `none` is `[]` (docs/memory.md has what each saves and costs).
+    and shared), `expert_h` (input of the experts' activation), `moe_act` (of `kernels=megatron`),
+    `moe` or `full` layers; `none` is `[]` (docs/memory.md has what each saves and costs).
     """
     offload: list[str] = field(default_factory=list)
-    """What waits in pinned host memory for the backward pass, written as `recompute` is.
+    """Tensors that wait in pinned host memory for the backward pass, written as `recompute` is.
 
     `residual` (inputs of norms), `attention` (queries, keys, values, result) and `expert_h`. Copies
     run beside other work, in captured steps too. On a CPU they are copies.
@@ -561,18 +560,18 @@ class RunConfig:
     """CUDA graph: `off`, `full_iteration` for forward and backward of all micro-batches, or `auto`.
 
     `auto` captures where it can; elsewhere the start page says why not. Two eager steps come first,
-    and the capture takes some seconds once, and again after a step that had to be run again.
+    and the capture takes some seconds, once and after each rerun of a step.
     """
     deterministic: bool = False
     """Use deterministic algorithms only; some operations become slower."""
     resume: str = "auto"
     """Start of a run: from scratch (`auto`, `never`), or the folder or address of a checkpoint.
 
-    The first launch decides. A run that has checkpoints goes on from the newest one, by whatever it
-    is launched again; one that names another start is refused, unless `start_over` is set.
+    The first launch decides. A run that has checkpoints resumes from the newest one, whoever
+    relaunches it; a launch that names another start is refused, unless `start_over` is set.
     """
     start_over: str = ""
-    """Any new word starts the run over, once: its checkpoints are renamed to `.old`.
+    """Any word that is new to the run starts it over, once: its checkpoints are renamed to `.old`.
 
     It starts where `resume` says, with `auto` where it first started. Later launches with the same
     word go on from the newest checkpoint, as torchrun and Slurm repeat commands.
@@ -639,7 +638,7 @@ class RunConfig:
     `exit`, `raise` or `term` of the process. Each happens once in a run (docs/operations.md).
     """
     allow_inject: bool = True
-    """Whether `run.inject` may be set. `run=pretrain` sets false."""
+    """Allow `run.inject`. `run=pretrain` sets false."""
     profile: list[int] = field(default_factory=list)
     """[first, last] step that torch.profiler records on rank 0, into the run folder."""
 
@@ -653,7 +652,7 @@ class Config:
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     """Implementations."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    """Formats of numbers."""
+    """Number formats."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Layout."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TransportFacts:
-    """What the rules of a configuration need to know of a transport."""
+    """Properties of a transport that the rules of a configuration ask for."""
 
     implementation: str
     """`module:class`, a subclass of `parallel.dispatcher.transport_class.Dispatcher`."""
     meaning: str
-    """What it does and where it runs, in Markdown, for the documentation."""
+    """Description for the documentation, in Markdown."""
     auto: bool = True
     """`auto` takes the first transport of the table that can run and has this."""
     one_rank: bool = False
@@ -36,7 +36,7 @@ CLONED_EXPERTS, CLONED_RANKS = 512, 8
 """Most experts of a layer, and most ranks that share them, of which some can be cloned."""
 
 AUTO_SMS = 16
-"""What `parallel.comm_sms=auto` takes for pushes: that of the records (docs/performance.md)."""
+"""Number of SMs that `parallel.comm_sms=auto` takes for pushes, as in docs/performance.md."""
 
 TRANSPORTS: dict[str, TransportFacts] = {
     "local": TransportFacts(
@@ -74,4 +74,4 @@ TRANSPORTS: dict[str, TransportFacts] = {
         graph=False,
     ),
 }
-"""By the value of `parallel.dispatch`, best first; `auto` is the one value that is not here."""
+"""Facts keyed by the value of `parallel.dispatch`, best first; `auto` is not among them."""

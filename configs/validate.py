@@ -48,7 +48,7 @@ _OF_ALL = "a folder for all of a run is run.dir"
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration, one problem a line."""
+    """Problems of a configuration, one a line."""
 
 
 def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
@@ -102,7 +102,7 @@ def _resized(cfg: Config, world: int, experiment: str, own: int) -> str:
 
 
 def is_valid(cfg: Config, world_size: int) -> bool:
-    """Whether `validate` has nothing to say."""
+    """Return whether `validate` finds no problem."""
     try:
         validate(cfg, world_size)
     except ConfigError:
@@ -240,7 +240,7 @@ def _blend(cfg: Config) -> Iterator[str]:
 
 
 def _documents(cfg: Config) -> Iterator[str]:
-    """What packed documents rule out."""
+    """Yield the problems of packed documents."""
     d, path = cfg.data, "data.document_mask"
     if d.document_mask and d.source == "synthetic":
         reason = "needs documents, and random tokens (data.source=synthetic) have none"
@@ -356,7 +356,7 @@ def _folders(cfg: Config) -> Iterator[str]:
 
 
 def _addresses(cfg: Config) -> Iterator[str]:
-    """Of object stores, where they can be."""
+    """Yield the problems of object stores."""
     for path in ("run.checkpoints", "run.resume"):
         value = get(cfg, path)
         if path == "run.checkpoints" and value and not is_address(value):

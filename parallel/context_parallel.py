@@ -64,7 +64,7 @@ def own_tokens(x_BTc: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def own_heads(x: Tensor, sections: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """What this rank's heads take of parameters [C, ...] with the sections of `whole_sequences`.
+    """Return this rank's heads of parameters [C, ...] with the sections of `whole_sequences`.
 
     Its gradient is zero for other ranks' heads; the sum over the ranks is that of all.
     """

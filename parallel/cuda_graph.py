@@ -21,7 +21,7 @@ from phalanx.parallel.dispatcher.exchange import begin_exchanges
 from phalanx.parallel.fault.agreement import gather
 
 Inputs = list[dict[str, Tensor]]
-"""Of each micro-batch."""
+"""Tensors of each micro-batch, by name."""
 WARM_STEPS = 2
 
 

@@ -279,7 +279,7 @@ class Engine:
 
 
 def max_over_world(values: torch.Tensor) -> torch.Tensor:
-    """As `sum_over_world`, the largest value of any rank."""
+    """All-reduce a vector to the largest value of any rank, in place."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values
 

@@ -51,7 +51,7 @@ class Owner:
     born: int
     """Start of the process in clock ticks since boot, which no other of its number has."""
     job: str = ""
-    """Of Slurm, with `restarts`: a job that was queued again has ended before."""
+    """Slurm job, with `restarts`: a requeued job has ended before."""
     restarts: int = 0
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Owner:
         return f"host {self.host}, pid {self.pid}{job}, since {self.since}"
 
     def is_gone(self, me: "Owner") -> bool | None:
-        """Whether the process has ended; None if that cannot be known from here."""
+        """Return whether the process has ended; None if this host cannot know."""
         if self.machine == me.machine:
             ended = _born(self.pid) != self.born
             return ended or (self.pid, self.born) == (me.pid, me.born)  # a run before this one
@@ -99,7 +99,7 @@ class Claim:
         self._right: Claim | None = None
 
     def step(self) -> bool:
-        """Whether the lock is had; if not, ask again in a moment.
+        """Try to take the lock and return whether that succeeded; if not, retry in a moment.
 
         Raises:
             InUse: its owner lives.
@@ -121,7 +121,7 @@ class Claim:
         return False
 
     def _is_still(self, seen: bytes, owner: Owner | None) -> bool:
-        """Whether the lock has not changed for `DEAD` seconds, as far as this process saw."""
+        """Return whether the lock has been unchanged for `DEAD` seconds, as this process saw it."""
         now = time.monotonic()
         if self._seen is None or _owner(self._seen) != owner:
             self._since = now

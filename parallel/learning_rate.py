@@ -38,7 +38,7 @@ class _Scheduler(OptimizerParamScheduler):
 
 @dataclass(frozen=True)
 class Curve:
-    """What determines the learning rate of every step: knobs of `optim`, made definite."""
+    """Learning rate of every step: the knobs of `optim` with defaults resolved."""
 
     lr: float
     min_lr: float
@@ -48,7 +48,7 @@ class Curve:
 
     @classmethod
     def of(cls, optim: OptimConfig, steps: int) -> "Curve":
-        """Of a run of `steps`."""
+        """Return the curve of a run of `steps`."""
         decay = max(optim.decay_steps or steps, 1)
         return cls(
             lr=optim.lr,

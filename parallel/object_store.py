@@ -87,7 +87,7 @@ class Remote:
         return {k.removeprefix(top): _entry(v) for k, v in found.items() if k.startswith(top)}
 
     def entry(self) -> Entry:
-        """Of the object itself."""
+        """Return the entry of the object itself."""
         with self._asked("read") as (fs, path):
             info = fs.info(path)
             if info["type"] != "file":
@@ -95,7 +95,7 @@ class Remote:
             return _entry(info)
 
     def is_file(self) -> bool:
-        """Whether there is an object of this name."""
+        """Return whether there is an object of this name."""
         try:
             self.entry()
         except FileNotFoundError:
@@ -103,7 +103,7 @@ class Remote:
         return True
 
     def is_dir(self) -> bool:
-        """Whether there are objects below."""
+        """Return whether there are objects below."""
         with self._asked("list") as (fs, path), suppress(FileNotFoundError):
             if any(fs.ls(path, detail=False)):
                 return not fs.isfile(path)
@@ -119,7 +119,7 @@ class Remote:
             fs.info(f"{path.rstrip('/')}/none")
 
     def exists(self) -> bool:
-        """Whether there is anything of this name."""
+        """Return whether there is an object or a folder of this name."""
         return self.is_file() or self.is_dir()
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
@@ -185,7 +185,7 @@ type Place = Path | Remote
 
 
 def place(text: str) -> Place:
-    """What a person calls a folder: an address, or a path."""
+    """Return the folder that a user names: an address, or a path."""
     return Remote(text.strip().rstrip("/")) if is_address(text) else Path(text)
 
 
@@ -289,7 +289,7 @@ def _reason(error: Exception, address: str) -> str:
 
 
 def _missing(scheme: str) -> str:
-    """What to install for addresses of a scheme."""
+    """Return the package to install for addresses of a scheme."""
     import fsspec
     from fsspec.registry import known_implementations
 

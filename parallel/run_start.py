@@ -1,4 +1,4 @@
-"""Where a run starts: its first launch decides, and START.json beside its checkpoints remembers.
+"""Start of a run: its first launch decides, and START.json beside its checkpoints remembers.
 
 A command is given more often than once: by torchrun and Kubernetes after a failure, by Slurm after
 a requeue, by a person. So `run.resume` is obeyed while the run has no checkpoint of its own; from
@@ -26,7 +26,7 @@ SCRATCH = "scratch"
 
 @dataclass(frozen=True)
 class Record:
-    """What START.json holds; empty of a run that has not started yet."""
+    """Content of START.json; empty for a run that has not started yet."""
 
     origin: str = ""
     """`scratch`, or the checkpoint that the run started from."""
@@ -38,7 +38,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Start:
-    """Where one launch starts, and why."""
+    """Start of one launch, and its reason."""
 
     path: Place | None
     """Checkpoint; None starts from scratch."""
@@ -56,12 +56,12 @@ def anew() -> str:
 
 
 def starts_over(run: RunConfig, record: Record) -> bool:
-    """Whether this launch is the first with its `run.start_over`."""
+    """Return whether this launch is the first with its `run.start_over`."""
     return bool(run.start_over) and redacted(run.start_over) not in record.words
 
 
 def decide(run: RunConfig, record: Record, newest: Place | None) -> Start:
-    """Where a launch starts.
+    """Return the start of a launch.
 
     Args:
         run: its knobs.

@@ -1,4 +1,4 @@
-"""What a process is: rank, device, process group, determinism.
+"""Rank, device, process group and determinism of a process.
 
 The launcher is torchrun (or anything that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
 MASTER_PORT); without it the process is a world of one. `start()` is called once, before any model

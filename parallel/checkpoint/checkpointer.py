@@ -215,7 +215,7 @@ class Checkpointer:
         self._at = (step, final)
 
     def _left(self) -> str:
-        """What there is after a failed save, in words."""
+        """Return which checkpoint is the newest after a failed save, in words."""
         try:
             steps = on_main(lambda: [step for step, _ in commit.committed(self.folder)])
         except Failed:
@@ -240,8 +240,9 @@ class Checkpointer:
     # --- start ------------------------------------------------------------------------------------
 
     def start(self, run: RunConfig) -> Start:
-        """Where this launch starts (parallel.run_start). Folders found to be invalid on the
-        way are renamed to *.bad.
+        """Return the start of this launch (parallel.run_start).
+
+        Folders that turn out to be invalid are renamed to *.bad.
 
         Raises:
             ConfigError: the run has checkpoints and did not start where `run.resume` says.

@@ -60,7 +60,7 @@ class NewerFormat(CheckpointMismatch):
 
 @dataclass(frozen=True)
 class Commit:
-    """What COMMIT.json says of a checkpoint: step, ranks that wrote it, sums of its files."""
+    """Content of COMMIT.json: step, number of ranks that wrote the files, checksums of the files."""
 
     step: int
     world: int
@@ -95,7 +95,7 @@ def folder_of(root: Path, step: int) -> Any:
 
 
 def unfinished(folder: Path) -> Path:
-    """Where the checkpoint `folder` is written before it is committed."""
+    """Return the folder in which a checkpoint is written before it is committed as `folder`."""
     return folder.with_name(folder.name + ".tmp")
 
 
@@ -153,7 +153,7 @@ def weight(folder: Path) -> tuple[int, float]:
 
 @by_place
 def sizes_differ(folder: Path, files: Sums) -> str:
-    """What names and sizes of files tell against a checkpoint; empty if nothing.
+    """Return the first difference of names and sizes of files from COMMIT.json; empty if none.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -284,7 +284,7 @@ def commit(folder: Path, final: Path, record: Commit) -> None:
 
 
 def sealed(record: Commit, **more: Any) -> bytes:
-    """What COMMIT.json holds: the record, `more`, when it was made, and a checksum of all that."""
+    """Return the text of COMMIT.json: the record, `more`, its time, and a checksum of all that."""
     data: dict[str, Any] = {"format": _show_format(FORMAT), **asdict(record), **more}
     data["saved"] = time.strftime("%Y-%m-%d %H:%M:%S%z")
     data["seal"] = _seal(data)

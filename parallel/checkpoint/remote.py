@@ -114,7 +114,7 @@ def _(folder: Remote) -> Commit:
 
 @commit.sizes_differ.register
 def _(folder: Remote, files: Sums) -> str:
-    """By one listing, in which the marks of the store are compared as well."""
+    """Check by one listing, which compares the entity tags of the store as well."""
     marks, found = _record(folder)[1], folder.objects()
     for name, (size, _) in files.items():
         entry = found.get(name)

@@ -45,7 +45,7 @@ class _Reader(FileSystemReader):
         self._ahead: Iterator[bytes] = iter(())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """As torch does it: file by file, and within each in the order of the plan."""
+        """Read file by file as torch does, and within each file in the order of the plan."""
         by_file: dict[str, list[_StorageInfo]] = {}
         for item in plan.items:
             info = self.storage_data[item.storage_index]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read without running code from its files.
+"""Content of a checkpoint, read without running code from its files.
 
 torch_dist describes a checkpoint in `.metadata`, a pickle, and keeps plain objects (configuration,
 random states) as pickles between the tensors; torch unpickles both without restraint. Here the
@@ -94,7 +94,7 @@ def read_object(
 
 
 def read_common(folder: Place, metadata: Metadata) -> dict[str, Any]:
-    """What all ranks share: "common" (configuration, step, data cursor) and step counts.
+    """Read the objects that all ranks share: configuration, step, data cursor and step counts.
 
     Raises:
         Invalid: it is not there, or is more than plain data.

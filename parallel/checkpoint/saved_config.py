@@ -57,8 +57,11 @@ def newest(root: Place) -> Place | None:
 
 
 def root_of(folder: Place) -> Place:
-    """Where the checkpoints of a run are: in its folder, or below the address that its newest
-    launch was given (`run.checkpoints`). Of what is no run, the folder or address itself."""
+    """Return the folder of the checkpoints of a run.
+
+    It is the run folder, or below `run.checkpoints` of the newest launch; for any other folder or
+    address, that itself.
+    """
     if isinstance(folder, Path):
         try:
             run = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["run"]
@@ -130,7 +133,7 @@ def not_valid(path: Place, problem: str) -> NoUsableCheckpoint:
 
 
 def of_hugging_face(folder: Place) -> str:
-    """What a person must do who named a folder of Hugging Face as a checkpoint; else empty text."""
+    """Return advice for a Hugging Face folder that was named as a checkpoint; else an empty text."""
     if not isinstance(folder, Path) or not (folder / "config.json").is_file():
         return ""
     if not any(folder.glob("*.safetensors")):
@@ -140,7 +143,7 @@ def of_hugging_face(folder: Place) -> str:
 
 
 def lacking(folder: Place) -> str:
-    """What names and sizes of files tell against a checkpoint; empty if nothing.
+    """Return the first difference of names and sizes of files from COMMIT.json; empty if none.
 
     Raises:
         NewerFormat: only a newer version can read it.
@@ -184,7 +187,7 @@ def _bytes_of(folder: Place, record: Commit) -> bytes:
 
 
 def _plain(data: bytes) -> Any:
-    """What torch.save has made these bytes of, if it is plain data."""
+    """Return the object that torch.save wrote as these bytes, if it is plain data."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             (name,) = (n for n in archive.namelist() if n.endswith("/data.pkl"))

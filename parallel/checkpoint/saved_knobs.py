@@ -31,7 +31,7 @@ class SavedKnobs:
     """A configuration that is understood."""
 
     values: dict[str, Any]
-    """By dotted path, under present names."""
+    """Values keyed by dotted path, under present names."""
     ignored: tuple[str, ...]
     """Paths that this version does not know, in sections without which it can do."""
 

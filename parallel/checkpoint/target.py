@@ -1,4 +1,4 @@
-"""Where a save goes: a folder that all ranks share, or an object store by way of a local one.
+"""Target of a save: a folder that all ranks share, or an object store by way of a local one.
 
 What differs between the two, and nothing else: `parallel.checkpoint.checkpointer` has the order.
 """

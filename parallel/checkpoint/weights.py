@@ -50,7 +50,7 @@ def verify(path: Place, read: Callable[[int], object] | None = None) -> commit.C
 
 
 def read_common(path: Place, record: commit.Commit) -> dict[str, Any]:
-    """What is no tensor in a checkpoint: configuration, step, data cursor.
+    """Read the objects of a checkpoint that are not tensors: configuration, step, data cursor.
 
     Raises:
         NoUsableCheckpoint: it cannot be read.

@@ -125,7 +125,7 @@ def hushed() -> Iterator[None]:
 
 
 class _Mailbox:
-    """What the writer, here or in a fork, reports: results (or what failed) and checksums.
+    """Results (or the failure) and checksums that the writer reports, from this process or a fork.
 
     Megatron-Core calls `get_nowait`: this stands in for its results queue.
     """

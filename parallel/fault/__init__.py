@@ -1,1 +1,1 @@
-"""Who is at fault when a job fails, and how all of its ranks end in time."""
+"""Attribution of failures to ranks, and the timely end of all ranks of a failed job."""

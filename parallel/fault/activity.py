@@ -1,4 +1,4 @@
-"""What this process is doing right now, for the report if the job fails.
+"""Current activity of this process, for the report if the job fails.
 
 One process trains one model, so there is one answer per process. Setting it costs well under a
 microsecond; parallel.fault.watchdog reads it from its own thread.
@@ -12,13 +12,13 @@ class Progress(NamedTuple):
     """A moment of this process."""
 
     at: str
-    """As in `step 3: forward and backward`."""
+    """Activity, as in `step 3: forward and backward`."""
     serial: int
     """Moments before this one: of two ranks in the same loop, the lower one is behind."""
     since: float
     """time.monotonic() when it began."""
     limited: bool
-    """Whether it is a hang if this takes longer than the timeout."""
+    """True if taking longer than the timeout counts as a hang."""
 
 
 _now = Progress("start", 0, time.monotonic(), False)
@@ -36,5 +36,5 @@ def moving() -> None:
 
 
 def now() -> Progress:
-    """What was set last."""
+    """Return the activity that was set last."""
     return _now

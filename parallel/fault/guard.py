@@ -94,7 +94,7 @@ class Guard:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout: float | None = None) -> list[dict[str, Any]]:
-        """What the guard said; empty if that was nothing for `timeout` seconds.
+        """Return the message of the guard; empty if there was none for `timeout` seconds.
 
         Raises:
             EOFError: it is gone.
@@ -123,8 +123,10 @@ class Guard:
 
 
 def _readable(connection: socket.socket, timeout: float) -> bool:
-    """Whether there is something within so many seconds. A timeout of the socket's own would be
-    that of what another thread sends, too."""
+    """Return whether data arrives within so many seconds.
+
+    A timeout of the socket itself would apply to what another thread sends, too.
+    """
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(1000 * timeout))

@@ -1,4 +1,4 @@
-"""What the guard of a rank does (parallel.fault.guard): hears its rank and the hub, and acts in
+"""Process that guards a rank (parallel.fault.guard): listens to its rank and the hub, and acts in
 time.
 
 - It tells the hub what the rank is doing, and that it lives, for as long as the process is neither
@@ -243,7 +243,7 @@ class GuardProcess:
 
 
 def _stopped(pid: int) -> bool:
-    """Whether a process is stopped, so that no thread of it runs."""
+    """Return whether a process is stopped, so that no thread of it runs."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -158,7 +158,7 @@ class Hub:
 
 
 class _Lines:
-    """What a connection has sent, whose it is, and when it came."""
+    """Lines that a connection has sent, their rank, and their time of arrival."""
 
     def __init__(self, came: float) -> None:
         self.member: Member | None = None

@@ -1,4 +1,4 @@
-"""What torchrun is told of a rank's end."""
+"""Report of a rank's end to torchrun."""
 
 import json
 import os

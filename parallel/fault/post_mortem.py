@@ -1,4 +1,4 @@
-"""What a rank leaves behind when its job fails: Python stacks and the record of its collectives."""
+"""Files that a rank leaves behind when its job fails: Python stacks and the record of its collectives."""
 
 import faulthandler
 import json

@@ -33,7 +33,7 @@ class Member:
     heard: float
     """Last message."""
     at: str = "start"
-    """What it is doing, how many things it did before, and since when: parallel.fault.activity."""
+    """Current activity, its serial number and its begin: see `parallel.fault.activity`."""
     serial: int = 0
     since: float = 0.0
     limited: bool = False
@@ -42,7 +42,7 @@ class Member:
     failed: float | None = None
     """It said that it cannot go on."""
     own: bool = False
-    """By an error of its own, rather than by a collective that broke."""
+    """True if it failed by its own error rather than by a broken collective."""
     reason: str = ""
     """Why, in a line."""
     left: bool = False
@@ -56,7 +56,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who, and how it is told."""
+    """Culprit, and the sentence that names it."""
 
     where: Where
     kind: str

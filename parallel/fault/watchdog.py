@@ -140,7 +140,7 @@ class Watchdog:
         return self._verdict.where.rank == self._rank
 
     def _leaves_by_itself(self, verdict: Verdict) -> bool:
-        """Whether this rank's error is the cause, or as good as the one that is."""
+        """Return whether this rank's error is the cause, or as informative as the cause."""
         return self._own and (verdict.kind == "failed" or verdict.where.rank == self._rank)
 
     # --- the thread -------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Watchdog:
 
 
 def _place() -> str:
-    """What processes that reach each other by 127.0.0.1 have in common."""
+    """Return an identifier that processes share which reach each other by 127.0.0.1."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     network = Path("/proc/self/ns/net")
     parts = (socket.gethostname(), boot.read_text().strip() if boot.exists() else "")

@@ -78,7 +78,7 @@ class AdamW(torch.optim.Optimizer):
             self._update(group, params)
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        """Of parameters of one group, which have gradients and state."""
+        """Update the parameters of one group that have gradients and state."""
         if self.moments == torch.bfloat16:
             self._step_in_bf16(group, params)
             return

@@ -98,8 +98,10 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _names_cuda(device: object) -> bool:
-    """Whether the CPU takes a device's place: under `DisableTorchFunction` CUDA is meant, as where
-    tensors have no memory."""
+    """Return whether the CPU stands in for a device.
+
+    Under `DisableTorchFunction` CUDA is meant, as where tensors have no memory.
+    """
     named = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
     return named and not torch._C._is_torch_function_all_disabled()
 

@@ -25,9 +25,9 @@ from phalanx.parallel.megatron.adam import AdamW
 from phalanx.parallel.megatron.matrices import Matrices, joined, of, pieces
 
 _COEFFICIENTS = "simple"
-"""Of the iterations: Moonlight's, by their name in emerging-optimizers."""
+"""Coefficients of the iterations: Moonlight's, by their name in emerging-optimizers."""
 _RMS = 0.2
-"""Of an update before the learning rate, about that of AdamW's: the orthogonal matrix is multiplied
+"""RMS of an update before the learning rate, about that of AdamW: the orthogonal matrix is multiplied
 by this and sqrt(max(M, N))."""
 _SLICE = 64 << 20
 """Elements that are made orthogonal at a time, but for larger matrices: 256 MiB of fp32. With half
@@ -42,13 +42,13 @@ class Recipe:
     nesterov: bool
     steps: int
     precision: str
-    """Of products, as torch names it: `medium` is bf16, `highest` fp32."""
+    """Precision of matrix products, as torch names it: `medium` is bf16, `highest` fp32."""
     tensor_group: Any = None
     """Ranks that share the matrices whose `split` is set; they gather them."""
 
 
 def recipe(optim: OptimConfig, *, bf16: bool, tensor_group: Any) -> Recipe:
-    """Of the knobs; `tensor_group` are the ranks of tensor parallelism."""
+    """Return the recipe of the knobs; `tensor_group` holds the tensor-parallel ranks."""
     precision = "medium" if bf16 else "highest"
     return Recipe(optim.momentum, optim.nesterov, optim.ns_steps, precision, tensor_group)
 
@@ -137,7 +137,7 @@ class Muon(AdamW):
 
 
 class _Slice(NamedTuple):
-    """Of a parameter and its state."""
+    """Slice of a parameter and its state."""
 
     weight: Tensor
     grad: Tensor
@@ -158,7 +158,7 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Library:
-    """What is used of emerging-optimizers."""
+    """Functions of emerging-optimizers that are used."""
 
     newton_schulz: Any
     newton_schulz_tp: Any

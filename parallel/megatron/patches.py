@@ -129,7 +129,7 @@ def replace_first_gradients(chunk: DistributedDataParallel) -> None:
 
 
 def scale_in_loss(chunks: Sequence[DistributedDataParallel]) -> Callable[[Any], Any] | None:
-    """What Megatron-Core is to scale losses by, in place of gradients before they are reduced.
+    """Return the factor of losses for Megatron-Core, in place of a scaling of gradients.
 
     It divides by the number of data parallel ranks in a pass over all gradients; the same factor
     on the loss costs nothing, and for powers of two has the same bits. None where buckets differ.

@@ -19,7 +19,7 @@ _SLICE = 16 << 20
 """Elements that are merged to master weights at a time: 64 MiB of fp32."""
 
 Factors = Callable[[], Sequence[Tensor] | None]
-"""Of some parameters, in order: fp32 [rows], what each row is multiplied by; None changes none."""
+"""Factors of the rows of some parameters, in order: fp32 [rows] each; None changes none."""
 
 
 def after_updates(optimizer: Any, parameters: Sequence[Tensor], factors: Factors) -> None:

@@ -1,4 +1,4 @@
-"""What the optimizers that Megatron-Core builds update, and of which parameters it is a part."""
+"""Tensors that the optimizers built by Megatron-Core update, and the parameters they are part of."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ class Updated(NamedTuple):
     start: int
     stop: int
     main: Tensor
-    """What is updated in their place: a master copy, or a view of them."""
+    """Tensor that is updated in their place: a master copy, or a view of them."""
 
 
 def parts(optimizer: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from importlib import metadata
 
 MEGATRON_CORE = "0.19.2"
-"""As in pyproject.toml."""
+"""Version that pyproject.toml pins."""
 
 
 def check_version() -> None:

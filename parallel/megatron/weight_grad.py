@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Accumulate:
-    """What Megatron-Core calls; the names are Apex's."""
+    """Functions that Megatron-Core calls; the names are those of Apex."""
 
     @staticmethod
     @torch.no_grad()

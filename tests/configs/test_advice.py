@@ -114,7 +114,7 @@ SAVED = ["data=indexed", "data.blend=[0.5,a,0.5,b c]", "data.split='1,1'"]
     ],
 )
 def test_another_configuration_than_the_checkpoint_s(now: list[str]) -> None:
-    """As typed values and as the YAML of a checkpoint."""
+    """Values as typed, and as the YAML of a checkpoint."""
     saved = asdict(load([*SAVED[:1], "data.blend=[0.5,a,0.5,'b c']", *SAVED[2:]]))
     given = [*SAVED[:1], "data.blend=[0.5,a,0.5,'b c']", *SAVED[2:], *now]
     with pytest.raises(CheckpointMismatch) as refused:

@@ -131,7 +131,7 @@ def override(rng: random.Random) -> str:
 
 
 def command_line(rng: random.Random, folder: Path) -> bool:
-    """Whether it was refused."""
+    """Return whether it was refused."""
     args = [override(rng) for _ in range(rng.choice([1, 1, 1, 2, 5]))]
     out, err = io.StringIO(), io.StringIO()
     world = mock.patch.dict(os.environ, WORLD_SIZE=str(rng.choice([1, 2, 8, 1024])))

@@ -274,7 +274,7 @@ def test_nouns_follow_their_numbers(number: int | str, noun: str, said: str) -> 
 
 
 def test_no_message_has_a_noun_that_cannot_follow_its_number() -> None:
-    """What is counted by len() or is 1 in the smallest run is written with `counted`."""
+    """Numbers that can be 1 are written with `counted`."""
     may_be_one = (
         r"(?<!of )\{(?:len\([^{}]*\)|world|ranks|cfg\.run\.steps|count)(?::,)?\} [a-z-]+s\b"
     )

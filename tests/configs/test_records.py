@@ -22,7 +22,7 @@ COMMAND = "torchrun --nproc-per-node 2 train.py model=tiny run=bench run.device=
 
 
 def check_shared(record: Record) -> None:
-    """What every record must keep."""
+    """Invariants of every record."""
     assert int(record.hardware.split(" x ")[0]) == record.gpus
     assert record.routing in ("natural", "replayed", "forced")
     assert record.data in ("real", "mock")

@@ -1,4 +1,4 @@
-"""Who may have a run folder: locks of living, dead, distant and suspended runs."""
+"""Locks of run folders: living, dead, distant and suspended runs."""
 
 import errno
 import json

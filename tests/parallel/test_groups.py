@@ -13,7 +13,7 @@ LAYOUTS = [{"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}]
 
 
 def _limits(layout: dict[str, int]) -> dict[str, timedelta]:
-    """Of all groups that this rank is in, by name."""
+    """Ranks of all groups that this rank is in, by name."""
     cpu.install()
     from phalanx.parallel.groups import create
 

@@ -1,4 +1,4 @@
-"""What the process groups of a layout take of a GPU beside PyTorch's own memory."""
+"""GPU memory of the process groups of a layout, beside PyTorch's own."""
 
 import subprocess
 import sys

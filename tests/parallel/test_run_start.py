@@ -1,4 +1,4 @@
-"""Where a run starts: decided at its first launch, however often its command is repeated."""
+"""The start of a run is decided at its first launch, however often its command is repeated."""
 
 import dataclasses
 import time

@@ -24,7 +24,7 @@ class Stub:
 
 
 def _stopped(device_failed: bool = False) -> tuple[list[str], int, float]:
-    """What a rank does at its end; rank 1 is gone by then."""
+    """End of a rank; rank 1 is gone by then."""
     events: list[str] = []
     if dist.get_rank() == 1:
         return events, 0, 0.0

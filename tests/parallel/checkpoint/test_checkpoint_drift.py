@@ -1,4 +1,4 @@
-"""What of a configuration may differ from that of the checkpoint which a run goes on from."""
+"""Differences that a configuration may have from that of the checkpoint which a run resumes."""
 
 import json
 from pathlib import Path

@@ -90,7 +90,7 @@ def _away_from_zero(engine: Any) -> None:
 
 
 def _masters(engine: Any) -> dict[str, torch.Tensor]:
-    """Of each parameter, fp32; on one rank."""
+    """Moments of each parameter, fp32; on one rank."""
     from phalanx.kernels.elementwise.adam import merged
     from phalanx.parallel.checkpoint.optimizer_state import _owned
 
@@ -148,7 +148,7 @@ def _with_another_adam() -> None:
     from phalanx.parallel.megatron import adam
 
     class Fused:
-        """Where Transformer Engine is installed."""
+        """Needs Transformer Engine."""
 
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Fused, False
     assert not adam.install() and optimizer.Adam is Fused
@@ -230,7 +230,7 @@ def _convert(source: Path, target: Path, step: int, layout: dict[str, Any]) -> l
 
 
 def _masters_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of each weight of a checkpoint, fp32."""
+    """Moments of each weight of a checkpoint, fp32."""
     from phalanx.kernels.elementwise.adam import merged
 
     found = {}

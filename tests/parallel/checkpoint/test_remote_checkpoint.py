@@ -148,7 +148,7 @@ def test_another_layout_reads_what_it_needs(tmp_path: Path) -> None:
 
 
 def upload_in_part(file: Path, folder: Remote) -> None:
-    """What is left of a PUT that does not end: nothing, or on S3 a part that no listing shows."""
+    """A PUT that does not end leaves nothing, or on S3 a part that no listing shows."""
     if folder.address.startswith("s3"):
         import s3fs
 
@@ -469,8 +469,8 @@ def _race(root: str, at: str, folder: Path, moment: str) -> tuple[list[str], str
 @pytest.mark.parametrize("root", [MEMORY, S3])
 @pytest.mark.parametrize("moment", ["complete", "sealed"])
 def test_an_earlier_launch_cannot_harm_a_later_one(tmp_path: Path, root: str, moment: str) -> None:
-    """What it has uploaded is gone when it looks; if it has looked already, what it commits lacks
-    its files and is set aside. The later one's checkpoint of the same step is whole."""
+    """Its uploads are gone when it looks; if it has looked already, its commit lacks files and is
+    set aside. The later one's checkpoint of the same step is whole."""
     root += f"/race/{moment}"
     ((lacking, told),) = run_distributed(_race, 1, root, s3.endpoint(), tmp_path, moment)
     if moment == "complete":

@@ -1,4 +1,4 @@
-"""What rank 0 does alone reaches all ranks, or fails on all."""
+"""Results and errors of rank 0 reach all ranks."""
 
 import threading
 from typing import Any

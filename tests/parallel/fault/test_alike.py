@@ -34,7 +34,7 @@ def test_many_values_and_hosts_stay_one_short_line() -> None:
 
 
 def test_marks_are_of_the_values_and_not_of_what_is_shown() -> None:
-    """As two secrets are both shown as ***."""
+    """Two secrets are both shown as ***."""
     one, other = (told({"key": f"secret {n}"}, {"key": "***"}) for n in (1, 2))
     (found,) = differences([one, other])
     assert "*** on" in str(found) and "secret" not in str((one, other, found))

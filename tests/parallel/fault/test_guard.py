@@ -1,4 +1,4 @@
-"""What a rank tells its guard arrives, however busy the guard is."""
+"""Messages of a rank reach its guard, however busy the guard is."""
 
 import json
 import socket

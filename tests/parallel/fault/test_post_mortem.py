@@ -1,4 +1,4 @@
-"""What a rank leaves behind where its device can no longer be asked."""
+"""Files that a rank leaves behind where its device no longer answers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who is at fault, from what rank 0 has heard."""
+"""Attribution of a failure, from the messages that rank 0 received."""
 
 from typing import Any
 

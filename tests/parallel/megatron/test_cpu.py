@@ -1,4 +1,4 @@
-"""What names CUDA is made on the CPU, whatever watches the calls."""
+"""Tensors for CUDA are created on the CPU, whatever watches the calls."""
 
 import contextlib
 from typing import Any

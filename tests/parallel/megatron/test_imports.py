@@ -1,4 +1,4 @@
-"""What importing Megatron-Core does to a process."""
+"""Side effects of importing Megatron-Core."""
 
 import subprocess
 import sys

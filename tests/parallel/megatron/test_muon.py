@@ -81,7 +81,7 @@ def moved(name: str, w: Tensor, grads: list[Tensor], heads: tuple[int, int, int]
 
 
 def _steps(overrides: list[str]) -> dict[str, tuple[Tensor, list[Tensor], Tensor]]:
-    """Of each parameter: before, clipped gradients of two steps, after."""
+    """Values of each parameter before, clipped gradients of two steps, and values after."""
     from phalanx.parallel.runtime import start
 
     runtime = start(seed=1, timeout=60, deterministic=False)

@@ -1,4 +1,4 @@
-"""What is changed in Megatron-Core: only of the pinned release, and only while it is meant."""
+"""Patches of Megatron-Core apply to the pinned release alone, and only while they are meant to."""
 
 import tomllib
 from importlib import metadata

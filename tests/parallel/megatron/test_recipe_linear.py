@@ -106,7 +106,7 @@ def test_rows_of_the_input() -> None:
 
 
 def _taken(out: int) -> tuple[str, list[tuple[str, str]]]:
-    """By whom a layer is computed that is told to be fused, and what the start page says of it."""
+    """Implementation of a layer that is to be fused, and its line of the start page."""
     from phalanx.moe.training.choices import emulated_layers
     from phalanx.parallel.megatron.recipe_linear import computes_by
 
