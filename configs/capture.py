@@ -12,7 +12,7 @@ from phalanx.configs.transports import TRANSPORTS
 CAPTURED, EAGER = "full_iteration", "off"
 
 
-def refuse(cfg: Config) -> str | None:
+def not_capturable(cfg: Config) -> str | None:
     """Why the steps of a run cannot be captured; None if they can.
 
     Args:
@@ -35,13 +35,13 @@ def refuse(cfg: Config) -> str | None:
     return None
 
 
-def refused(reason: str) -> str:
+def forced_graph_error(reason: str) -> str:
     """The message where `full_iteration` is forced and cannot be."""
     return f"run.graph={CAPTURED} cannot run: {reason}; set run.graph=auto"
 
 
 def resolved_graph(cfg: Config) -> str:
-    """Return `run.graph` with `auto` resolved, of a `cfg` as `refuse` takes it."""
+    """Return `run.graph` with `auto` resolved, of a `cfg` as `not_capturable` takes it."""
     if cfg.run.graph != "auto":
         return cfg.run.graph
-    return CAPTURED if refuse(cfg) is None else EAGER
+    return CAPTURED if not_capturable(cfg) is None else EAGER

@@ -7,7 +7,7 @@ they carry FP8.
 from collections.abc import Iterator
 from dataclasses import fields
 
-from phalanx.configs.knobs import counted, listed, repair
+from phalanx.configs.knobs import pluralize, listed, repair
 from phalanx.configs.schema import Config, PrecisionConfig
 from phalanx.configs.transports import TRANSPORTS
 
@@ -150,6 +150,6 @@ def _megatron(cfg: Config) -> Iterator[str]:
     most = cfg.model.layers // cfg.parallel.pipeline
     for name in ("bf16_first_layers", "bf16_last_layers"):
         if getattr(cfg.precision, name) > most:
-            reason = f"is more than the {counted(most, 'layer')} of a stage, which "
+            reason = f"is more than the {pluralize(most, 'layer')} of a stage, which "
             reason += "kernels.backend=megatron takes at most"
             yield repair(cfg, f"precision.{name}", reason, most)

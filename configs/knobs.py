@@ -157,7 +157,7 @@ def did_you_mean(options: list[str]) -> str:
     return f"; did you mean {listed(options)}?"
 
 
-def counted(number: int | str, noun: str) -> str:
+def pluralize(number: int | str, noun: str) -> str:
     """`1 shard`, `2 shards`, `3 batches`."""
     ending = "" if str(number) == "1" else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{ending}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.configs.formats import layout_fp8_problems
-from phalanx.configs.knobs import changed, counted, get, repair
+from phalanx.configs.knobs import changed, pluralize, get, repair
 from phalanx.configs.linear_attention import linear_layers
 from phalanx.configs.schema import Config, DataConfig, OptimConfig
 from phalanx.configs.transports import CLONED_EXPERTS, CLONED_RANKS, TRANSPORTS
@@ -82,13 +82,13 @@ def pipeline_chunks(cfg: Config) -> list[str]:
     return parts
 
 
-def laid_out_for(experiment: str) -> int:
+def ranks_of_experiment(experiment: str) -> int:
     """Ranks that an experiment is laid out for, by its name as in `qwen3_30b_8gpu`; else 0."""
     found = re.search(r"_([0-9]+)gpu$", experiment)
     return int(found[1]) if found else 0
 
 
-def fitting(cfg: Config, world: int) -> dict[str, Any]:
+def fit_to_ranks(cfg: Config, world: int) -> dict[str, Any]:
     """Values by knob with which `cfg` fits `world` ranks, all of them together.
 
     Parallel sizes stay as near to its own as they can, in steps of 2, and none grows; of sets that
@@ -184,14 +184,12 @@ def _ranks(cfg: Config, world: int) -> Iterator[str]:
     p = cfg.parallel
     left = world // p.tensor
     if left % p.context:
-        reason = f"does not divide {counted(world, 'rank')} / tensor={p.tensor} = {left}"
+        reason = f"does not divide {pluralize(world, 'rank')} / tensor={p.tensor} = {left}"
         yield repair(cfg, "parallel.context", reason, largest_divisor(left, p.context))
     yield from _shared_heads(cfg, left)
     left //= p.context
     if left % p.pipeline:
-        reason = (
-            f"does not divide {counted(world, 'rank')} / (tensor={p.tensor} x context={p.context})"
-        )
+        reason = f"does not divide {pluralize(world, 'rank')} / (tensor={p.tensor} x context={p.context})"
         yield repair(cfg, "parallel.pipeline", reason, _fewer_stages(cfg, left))
 
 
@@ -227,7 +225,7 @@ def _stages(cfg: Config, world: int) -> Iterator[str]:
         yield repair(cfg, "parallel.pipeline", reason, fits)
         yield from _one_stage(cfg)
     if m.layers // p.pipeline % p.virtual_pipeline:
-        reason = f"does not divide the {counted(m.layers // p.pipeline, 'layer')} of a stage"
+        reason = f"does not divide the {pluralize(m.layers // p.pipeline, 'layer')} of a stage"
         fits = largest_divisor(m.layers // p.pipeline, p.virtual_pipeline)
         yield repair(cfg, "parallel.virtual_pipeline", reason, fits)
 
@@ -249,7 +247,7 @@ def _layout_text(cfg: Config) -> Iterator[str]:
         reason = f"must hold E, {m.layers} t, {m.mtp_layers} m and L in this order; it holds {held}"
         yield repair(cfg, path, reason, "")
     elif chunks != p.pipeline * p.virtual_pipeline:
-        reason = f"has {counted(chunks, 'chunk')}; pipeline={p.pipeline} x virtual_pipeline"
+        reason = f"has {pluralize(chunks, 'chunk')}; pipeline={p.pipeline} x virtual_pipeline"
         yield repair(cfg, path, f"{reason}={p.virtual_pipeline} is another number", "")
     else:
         yield from _prediction_chunk(cfg, parts)
@@ -280,7 +278,7 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
     size = expert_parallel_size(cfg, world)
     if experts % size or stage % size:
         reason = (
-            f"must divide model.moe.experts={experts} and the {counted(stage, 'rank')} of a stage"
+            f"must divide model.moe.experts={experts} and the {pluralize(stage, 'rank')} of a stage"
         )
         fits = largest_divisor(math.gcd(experts, stage), size)
         yield repair(cfg, "parallel.expert", reason, fits)
@@ -327,12 +325,12 @@ def _batch(cfg: Config, world: int) -> Iterator[str]:
     replicas = data_parallel_size(cfg, world)
     once = d.micro_batch * replicas
     if d.global_batch % once:
-        ranks = counted(replicas, "data parallel rank")
+        ranks = pluralize(replicas, "data parallel rank")
         reason = f"is no multiple of micro_batch={d.micro_batch} x {ranks}"
         yield repair(cfg, path, reason, _round_up(d.global_batch, once))
     if p.virtual_pipeline > 1 and micro_batches(cfg, world) % p.pipeline:
         reason = (
-            f"makes {counted(micro_batches(cfg, world), 'micro-batch')}, and virtual_pipeline "
+            f"makes {pluralize(micro_batches(cfg, world), 'micro-batch')}, and virtual_pipeline "
             f"needs a multiple of pipeline={p.pipeline}"
         )
         yield repair(cfg, path, reason, _round_up(d.global_batch, once * p.pipeline))

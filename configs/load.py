@@ -37,7 +37,7 @@ from phalanx.configs import programs
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import (
     RENAMED,
-    counted,
+    pluralize,
     did_you_mean,
     knobs,
     overrides,
@@ -46,7 +46,7 @@ from phalanx.configs.knobs import (
     visible,
     written,
 )
-from phalanx.configs.layout import laid_out_for
+from phalanx.configs.layout import ranks_of_experiment
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import (
@@ -250,22 +250,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _lay_out(config: Config, experiment: str) -> str:
     """Take the ranks that an experiment is laid out for, where nothing else says how many; a line
     that says so."""
-    own = laid_out_for(experiment)
+    own = ranks_of_experiment(experiment)
     if not own or config.parallel.world_size:
         return ""
     config.parallel.world_size = own
     taken = overrides({"parallel.world_size": own})
-    return f"experiment={experiment} is laid out for {counted(own, 'rank')}: {taken}\n"
+    return f"experiment={experiment} is laid out for {pluralize(own, 'rank')}: {taken}\n"
 
 
 def _layout(config: Config) -> str:
     """One line on a layout that was only checked."""
     p, world = config.parallel, config.parallel.world_size
     return (
-        f"{counted(world, 'rank')}: tensor {p.tensor} x context {p.context} x pipeline "
+        f"{pluralize(world, 'rank')}: tensor {p.tensor} x context {p.context} x pipeline "
         f"{p.pipeline} x data {data_parallel_size(config, world)}, experts over "
         f"{expert_parallel_size(config, world)}, "
-        f"{counted(micro_batches(config, world), 'micro-batch')} a step\n"
+        f"{pluralize(micro_batches(config, world), 'micro-batch')} a step\n"
     )
 
 

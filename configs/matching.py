@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from phalanx.configs.layout import expert_parallel_size
-from phalanx.configs.records import Own, Published, Record, configured, own, published
+from phalanx.configs.records import OwnRecord, Published, Record, configured, own, published
 from phalanx.configs.schema import Config, ModelConfig
 
 _SHOWN = 3
@@ -21,7 +21,7 @@ class Match:
     """On as many GPUs, with parallel groups of the same sizes."""
 
 
-def alike(cfg: Config, world: int, gpu: str) -> list[Match]:
+def matching_records(cfg: Config, world: int, gpu: str) -> list[Match]:
     """Records that come nearest, the fastest first.
 
     All of the same layout (at most three), whatever the GPU; without one the fastest of each kind,
@@ -41,7 +41,7 @@ def alike(cfg: Config, world: int, gpu: str) -> list[Match]:
     if same := [m for m in found if m.same_layout]:
         return same[:_SHOWN]
     near = [m for m in found if gpu.startswith(m.record.hardware.split(" x ")[1])] or found
-    kinds = (Published, Own)
+    kinds = (Published, OwnRecord)
     return [m for kind in kinds for m in [m for m in near if isinstance(m.record, kind)][:1]]
 
 

@@ -81,7 +81,7 @@ class Published(Record):
 
 
 @dataclass
-class Own(Record):
+class OwnRecord(Record):
     """A measurement of ours: 50 steps from scratch, of which 41-50 count."""
 
     command: str = MISSING
@@ -125,7 +125,7 @@ def published(path: Path = PUBLISHED) -> list[Published]:
     return [_typed(Published, row, f"{path.name}, record {i}") for i, row in enumerate(rows, 1)]
 
 
-def own(folder: Path = MEASURED) -> dict[str, Own]:
+def own(folder: Path = MEASURED) -> dict[str, OwnRecord]:
     """Our own records by file name, without .yaml.
 
     Raises:
@@ -133,7 +133,7 @@ def own(folder: Path = MEASURED) -> dict[str, Own]:
     """
     files = sorted(folder.glob("own_*.yaml"))
     rows = {path: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
-    return {path.stem: _typed(Own, row, path.name) for path, row in rows.items()}
+    return {path.stem: _typed(OwnRecord, row, path.name) for path, row in rows.items()}
 
 
 def configured(record: Record) -> tuple[Config, int]:
@@ -141,7 +141,7 @@ def configured(record: Record) -> tuple[Config, int]:
 
     Where a source does not say its batch, a rank has eight micro-batches of one sequence.
     """
-    if isinstance(record, Own):
+    if isinstance(record, OwnRecord):
         ranks, overrides = launch(record.command)
         return copy.deepcopy(_loaded(*overrides)), ranks
     assert isinstance(record, Published)
@@ -165,7 +165,7 @@ def _loaded(*overrides: str) -> Config:
     return load(overrides)
 
 
-def write(record: Own, path: Path) -> None:
+def write(record: OwnRecord, path: Path) -> None:
     """Make or replace the file of an own record."""
     row = asdict(record)
     row["note"] = row.pop("note")  # last

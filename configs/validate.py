@@ -15,12 +15,12 @@ from phalanx.configs.addresses import flaw, is_address
 from phalanx.configs.bounds import bound_problems
 from phalanx.configs.formats import in_bf16, precision_problems
 from phalanx.configs.inject import inject_problems
-from phalanx.configs.knobs import counted, get, overrides, repair
+from phalanx.configs.knobs import pluralize, get, overrides, repair
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
-    fitting,
-    laid_out_for,
+    fit_to_ranks,
+    ranks_of_experiment,
     largest_divisor,
     layout_problems,
     logit_interval,
@@ -83,7 +83,7 @@ def validate(cfg: Config, world_size: int, experiment: str = "") -> None:
     )
     problems = [problem for rule in rules for problem in rule(cfg)]
     world_size = cfg.parallel.world_size or world_size
-    before, own = copy.deepcopy(cfg), laid_out_for(experiment)
+    before, own = copy.deepcopy(cfg), ranks_of_experiment(experiment)
     of_layout = list(layout_problems(cfg, world_size))
     if of_layout and own not in (0, world_size):
         of_layout = [_resized(before, world_size, experiment, own)]
@@ -96,8 +96,8 @@ def _resized(cfg: Config, world: int, experiment: str, own: int) -> str:
     """The line on an experiment whose layout does not fit a number of ranks."""
     shown = overrides({"run.dry_run": True, "parallel.world_size": own})
     return (
-        f"experiment={experiment} is laid out for {counted(own, 'rank')}, not {world}: set "
-        f"{overrides(fitting(cfg, world))}; {shown} shows it on {own}"
+        f"experiment={experiment} is laid out for {pluralize(own, 'rank')}, not {world}: set "
+        f"{overrides(fit_to_ranks(cfg, world))}; {shown} shows it on {own}"
     )
 
 
@@ -173,7 +173,7 @@ def _router(cfg: Config) -> Iterator[str]:
     in_reach = r.group_topk * (m.experts // r.groups)
     if in_reach < m.top_k:
         fits = -(-m.top_k * r.groups // m.experts)
-        reason = f"leaves {counted(in_reach, 'expert')} to choose top_k={m.top_k} from"
+        reason = f"leaves {pluralize(in_reach, 'expert')} to choose top_k={m.top_k} from"
         yield repair(cfg, f"{at}.group_topk", reason, fits)
     if r.bias_rate and r.score != "sigmoid":
         yield repair(cfg, f"{at}.bias_rate", f"needs score=sigmoid, not {r.score}", 0)
@@ -264,7 +264,7 @@ def _documents(cfg: Config) -> Iterator[str]:
 
 
 def _graph(cfg: Config) -> Iterator[str]:
-    if cfg.run.graph == capture.CAPTURED and (reason := capture.refuse(cfg)):
+    if cfg.run.graph == capture.CAPTURED and (reason := capture.not_capturable(cfg)):
         yield repair(cfg, "run.graph", f"cannot run: {reason}", "auto")
 
 
@@ -286,13 +286,13 @@ def _optim(cfg: Config) -> Iterator[str]:
         yield repair(cfg, "optim.min_lr", f"is above lr={o.lr}", o.lr)
     wsd, warmup = o.schedule == "WSD", o.warmup_steps
     if 0 < o.decay_steps <= warmup:
-        reason = f"ends within the warm-up of {counted(warmup, 'step')}"
+        reason = f"ends within the warm-up of {pluralize(warmup, 'step')}"
         fits = warmup + 1 + (warmup // 9 if wsd else 0)
         yield repair(cfg, "optim.decay_steps", reason, fits)
     end = o.decay_steps or cfg.run.steps
     if wsd and warmup > (room := end - wsd_decay_steps(end)):
         reason = (
-            f"reaches into the last tenth of {counted(end, 'step')}, in which schedule=WSD decays"
+            f"reaches into the last tenth of {pluralize(end, 'step')}, in which schedule=WSD decays"
         )
         yield repair(cfg, "optim.warmup_steps", reason, room)
     a, ranks = cfg.model.attention, cfg.parallel.tensor

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.parallel.dispatcher.nodes import time_limit
 from phalanx.parallel.megatron import cpu
 from phalanx.parallel.megatron.patches import one_group_of_each_rank
@@ -80,7 +80,7 @@ def create(
     if world % (stage * pipeline) or (world // pipeline) % expert:
         raise ValueError(
             f"tensor {tensor} x context {context} x pipeline {pipeline}, expert {expert} "
-            f"do not divide {counted(world, 'rank')}"
+            f"do not divide {pluralize(world, 'rank')}"
         )
     stages = sorted({0, pipeline - 1} if embedding_stages is None else embedding_stages)
     limit = time_limit()

@@ -50,7 +50,7 @@ class Start:
     """The record from now on."""
 
 
-def anew() -> str:
+def start_over_override() -> str:
     """The override that starts a run over, with a word that no launch has used."""
     return f"run.start_over={time.strftime('%Y%m%d-%H%M%S')}"
 
@@ -86,7 +86,7 @@ def decide(run: RunConfig, record: Record, newest: Place | None) -> Start:
     began = "from scratch" if record.origin == SCRATCH else f"from {record.origin}"
     raise ConfigError(
         f"run.resume={run.resume}: {run.dir}/{run.name} has started {began} and has checkpoints: "
-        f"set run.resume=auto to go on from {newest}, {anew()} to set its checkpoints aside and "
+        f"set run.resume=auto to go on from {newest}, {start_over_override()} to set its checkpoints aside and "
         "start over, or another run.name"
     )
 
@@ -132,7 +132,7 @@ def _note(run: RunConfig, asked: str) -> str:
     said = " and ".join(knobs)
     return (
         f"{said}: an earlier launch has started this run, which goes on from its newest "
-        f"checkpoint; {anew()} would start it over"
+        f"checkpoint; {start_over_override()} would start it over"
     )
 
 

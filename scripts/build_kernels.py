@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.configs import programs
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.kernels.cache import Cache, folder
 from phalanx.kernels.refusal import Refusal
 from phalanx.scripts.reader import may_leave
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     failed = build_all(missing, args.dir, args.jobs) if missing else 0
     progress(
-        f"{counted(len(missing) - failed, 'kernel')} built, {len(cached)} were cached, "
+        f"{pluralize(len(missing) - failed, 'kernel')} built, {len(cached)} were cached, "
         f"{failed} failed, in {time.monotonic() - started:.1f} s: {args.dir}",
         keep=True,
     )

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from phalanx.configs import programs
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.moe.report.progress import progress
 from phalanx.parallel.checkpoint import commit, saved_config
 from phalanx.parallel.checkpoint.commit import Commit, Invalid, NewerFormat
@@ -106,7 +106,7 @@ def _verified(folder: Place) -> str:
     if problems:
         raise Invalid("; ".join(problems))
     _contents(folder, record)
-    files = counted(len(record.files), "file")
+    files = pluralize(len(record.files), "file")
     return f"{folder}: step {record.step}, {files}, {_size(total)}: sound"
 
 
@@ -116,7 +116,7 @@ def inspect(folder: Place) -> Iterator[str]:
     record = commit.read_commit(folder)
     tensors, state = _contents(folder, record)
     common = state["common"]
-    yield f"step {record.step}, written by {counted(record.world, 'rank')}"
+    yield f"step {record.step}, written by {pluralize(record.world, 'rank')}"
     for name, (size, _) in sorted(record.files.items()):
         yield f"  {name}  {_size(size)}"
     yield "configuration"
@@ -127,7 +127,7 @@ def inspect(folder: Place) -> Iterator[str]:
         )
     yield "data " + json.dumps(common.get("data", {}))
     count = sum(shape.numel() for name, shape, _ in tensors if not name.startswith("optimizer."))
-    yield f"tensors ({counted(f'{count:,}', 'number')} besides the optimizer's)"
+    yield f"tensors ({pluralize(f'{count:,}', 'number')} besides the optimizer's)"
     width = max((len(name) for name, *_ in tensors), default=0)
     for name, shape, dtype in tensors:
         yield f"  {name:<{width}}  {str(dtype).removeprefix('torch.'):<8}  {list(shape)}"
@@ -164,7 +164,7 @@ def _quick(folder: Place) -> str:
 
 
 def _line(folder: Place, state: str) -> str:
-    held, newest = commit.weight(folder)
+    held, newest = commit.total_bytes(folder)
     return f"{folder.name:<20}  {_size(held):>10}  {_age(time.time() - newest):>8} ago  {state}"
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.configs import programs
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.load import load
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.router.by_hand import drawn, read_choices
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(
         f"{args.out}: {facts.tokens:,} tokens of {facts.model}, "
-        f"{counted(len(facts.layers), 'layer')}, top {facts.top_k} of {facts.experts} experts"
+        f"{pluralize(len(facts.layers), 'layer')}, top {facts.top_k} of {facts.experts} experts"
     )
     command = f"  train.py {' '.join(args.overrides)} model.moe.router.replay={args.out}"
     print(programs.here(command))

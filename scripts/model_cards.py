@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from phalanx.configs.load import load
-from phalanx.configs.records import Own, own
+from phalanx.configs.records import OwnRecord, own
 from phalanx.moe.estimate.accounting import flops_per_token, model_size
 from phalanx.moe.hf.families import family_of
 from phalanx.moe.report.units import work
@@ -31,7 +31,7 @@ PARITY = MEASURED / "parity_transformers.json"
 SEQUENCE = 4096
 
 
-def card(model: str, records: dict[str, Own]) -> str:
+def card(model: str, records: dict[str, OwnRecord]) -> str:
     """The page of a model.
 
     Args:
@@ -75,7 +75,7 @@ def index(models: Sequence[str]) -> str:
     return f"# Model cards\n\n{about} from [records](../measured/training).\n\n{links}\n"
 
 
-def _table(records: dict[str, Own]) -> str:
+def _table(records: dict[str, OwnRecord]) -> str:
     rows = [
         "| record | GPUs | layout | precision | routing | tokens/s/GPU | TFLOP/s/GPU | peak, GiB "
         "| loss at 50 |",
@@ -118,7 +118,7 @@ def _from_cards(path: Path) -> str:
 
 def pages() -> dict[Path, str]:
     """Text of every page by path."""
-    by_model: dict[str, dict[str, Own]] = {}
+    by_model: dict[str, dict[str, OwnRecord]] = {}
     for name, record in own().items():
         by_model.setdefault(record.model, {})[name] = record
     cards = {

@@ -3,7 +3,7 @@
 from typing import Any
 
 from phalanx.configs import programs
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.moe.report.loggers import is_finite
 
 
@@ -50,7 +50,7 @@ def common_title(many: list[dict[str, Any]]) -> str:
     common = {k: v for k, v in first.items() if all(facts.get(k) == v for facts in many)}
     common.pop("run", None)
     models = list(dict.fromkeys(str(facts["model"]) for facts in many))
-    common["model"] = " or ".join(models) if len(models) <= 3 else counted(len(models), "model")
+    common["model"] = " or ".join(models) if len(models) <= 3 else pluralize(len(models), "model")
     return title(common)
 
 

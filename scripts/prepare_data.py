@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from phalanx.configs import programs
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.moe.data.bad_rows import Limit, TooManyBad, by_reason, listing
 from phalanx.moe.data.documents import (
     Counts,
@@ -183,7 +183,7 @@ def prepare(args: argparse.Namespace) -> None:
         todo = [shard for shard in shards if not shard.lengths(folder).exists()]
         if len(todo) < len(shards):
             existing = len(shards) - len(todo)
-            print(f"continuing: {existing} of {counted(len(shards), 'shard')} there already")
+            print(f"continuing: {existing} of {pluralize(len(shards), 'shard')} there already")
         try:
             tokenize(shards, todo, recipe, folder, args.workers, limit)
             join(shards, recipe, replace(described, plan=plan), folder, output, limit)
@@ -354,7 +354,7 @@ def join(
     limit: Limit,
 ) -> None:
     """Concatenate the shards in order, then rename the written files to their final names."""
-    print(f"joining {counted(len(shards), 'shard')}")
+    print(f"joining {pluralize(len(shards), 'shard')}")
     joined_files = [folder / "joined.json", folder / "joined.bin", folder / "joined.idx"]
     with joined_files[1].open("wb") as joined:
         for shard in shards:
@@ -393,8 +393,8 @@ def join(
         sync(temporary)
         os.replace(temporary, final)
     print(
-        f"{output}: {counted(f'{described.documents:,}', 'document')}, "
-        f"{counted(f'{described.tokens:,}', 'token')} of "
+        f"{output}: {pluralize(f'{described.documents:,}', 'document')}, "
+        f"{pluralize(f'{described.tokens:,}', 'token')} of "
         f"{described.tokenizer}, {described.text_bytes:,} bytes of text; {skipped}"
     )
 

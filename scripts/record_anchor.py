@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from phalanx.configs.load import load
-from phalanx.configs.records import MEASURED, WINDOW, Own, launch, write
+from phalanx.configs.records import MEASURED, WINDOW, OwnRecord, launch, write
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate
 from phalanx.moe.estimate.accounting import flops_per_token
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def measured(args: argparse.Namespace) -> Own:
+def measured(args: argparse.Namespace) -> OwnRecord:
     """The record; ValueError if command, hardware and metrics contradict each other."""
     ranks, overrides = launch(args.command)
     cfg = load(overrides)
@@ -101,7 +101,7 @@ def measured(args: argparse.Namespace) -> Own:
         rates[key] = _rounded(statistics.fmean(values), 6)
         rates[f"{key}_sd"] = _rounded(statistics.stdev(values), 3)
     last = steps[-1]
-    return Own(
+    return OwnRecord(
         **described(cfg, ranks, overrides),
         **rates,
         date=datetime.fromtimestamp(last["time"], UTC).date().isoformat(),

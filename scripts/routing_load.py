@@ -32,7 +32,7 @@ from statistics import mean
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from phalanx.configs import programs
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.machines import rates_of
 from phalanx.moe.router.recorded_load import RecordedLoad, recorded_load
 from phalanx.moe.router.recording import Facts, read_facts, read_layer
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for ranks in args.expert:
             if (batch := ranks * args.tokens) > facts.tokens:
                 print(
-                    f"\n{batch:,} tokens of {counted(ranks, 'rank')} take the recorded ones again."
+                    f"\n{batch:,} tokens of {pluralize(ranks, 'rank')} take the recorded ones again."
                 )
         if args.json:
             settings = {"recorded": asdict(facts), "tokens": args.tokens}
@@ -134,7 +134,7 @@ def heading(facts: Facts, args: argparse.Namespace) -> str:
     clones = Clones(0, args.cost, least=args.least)
     return (
         f"{args.file.name}: {facts.tokens:,} tokens of {facts.model} after step {facts.step:,}, "
-        f"{counted(len(facts.layers), 'layer')}, top {facts.top_k} of {facts.experts} experts; "
+        f"{pluralize(len(facts.layers), 'layer')}, top {facts.top_k} of {facts.experts} experts; "
         f"{args.tokens:,} tokens a rank and micro-batch; {clones.weighed}"
     )
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.moe.inference import command
 from phalanx.moe.inference.command import positive, predictor_of, told
 from phalanx.scripts.reader import may_leave
@@ -98,7 +98,7 @@ def sample(args: argparse.Namespace) -> None:
             count = write(codec, new, codec.encode(prompt))
             rate = count / (time.perf_counter() - began)
             print(flush=True)
-            print(f"-- {counted(count, 'token')}, {rate:.1f} tokens/s", file=sys.stderr)
+            print(f"-- {pluralize(count, 'token')}, {rate:.1f} tokens/s", file=sys.stderr)
 
 
 def started(codec: "Codec", prompt: str, *, alone: bool) -> list[int]:

@@ -107,14 +107,14 @@ def told(bad: Iterable[Bad]) -> str:
 
 def listing(bad: Iterable[Bad]) -> Iterable[str]:
     """A line for each: place, tab, what is wrong. `bad` are in the order of the input."""
-    path, counted, lines = "", 0, 0
+    path, pluralize, lines = "", 0, 0
     for each in bad:
         place = each.place() if each.start <= 0 else ""
         if not place:  # the lines of a file are counted once, not anew for each of its bad rows
-            if path != each.path or each.start < counted:
-                path, counted, lines = each.path, 0, 0
-            lines += _lines_before(path, each.start, counted)
-            counted = each.start
+            if path != each.path or each.start < pluralize:
+                path, pluralize, lines = each.path, 0, 0
+            lines += _lines_before(path, each.start, pluralize)
+            pluralize = each.start
             place = f"{path}:{lines + each.number}"
         yield f"{place}\t{each.reason}{each.detail}\n"
 

@@ -22,7 +22,7 @@ from phalanx.moe.data.host_cache import DataError, digest
 from phalanx.moe.data.packing import Packing, packing
 from phalanx.moe.data.sources import Source
 from phalanx.parallel.fault.agreement import Failed, agree, gather
-from phalanx.parallel.fault.alike import differences, told
+from phalanx.parallel.fault.same_settings import differences, settings_of
 
 Batch = dict[str, torch.Tensor]
 
@@ -126,7 +126,7 @@ def _agreed[T](work: Callable[[], T], mark: Callable[[T], str]) -> T:
         raise error
     assert result is not None
     data = {"data": mark(result)}
-    found = differences(gather(told(data, data))) if dist.is_initialized() else []
+    found = differences(gather(settings_of(data, data))) if dist.is_initialized() else []
     if found:
         raise DataError(
             f"hosts differ: {found[0]}: copy the files of data.blend to every host, or use one "

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.configs.addresses import is_address
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.moe.data.host_cache import (
     DataError,
     built_once,
@@ -199,7 +199,7 @@ def _read_header(index: str, file: Path) -> tuple[int, int, str]:
         )
     if len(raw) < HEADER.size:
         raise DataError(
-            f"{index} is truncated: {counted(len(raw), 'byte')}, the header alone has {HEADER.size}"
+            f"{index} is truncated: {pluralize(len(raw), 'byte')}, the header alone has {HEADER.size}"
         )
     _, version, code, sequences, boundaries = HEADER.unpack(raw)
     if version != 1:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from phalanx.configs import capture
 from phalanx.configs.formats import EMULATES, described, is_fp8, quantizes
-from phalanx.configs.knobs import counted, get
+from phalanx.configs.knobs import pluralize, get
 from phalanx.configs.layout import (
     clone_slots,
     data_parallel_size,
@@ -14,7 +14,7 @@ from phalanx.configs.layout import (
     stage_ranks,
 )
 from phalanx.configs.machines import MACHINES, Machine
-from phalanx.configs.matching import Match, alike
+from phalanx.configs.matching import Match, matching_records
 from phalanx.configs.records import Published
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
@@ -97,8 +97,8 @@ def _run(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
     yield f"overlap   {f'exchanges on {sms} SMs, experts on the others' if sms else 'off'}"
     yield (
         f"batch     {d.global_batch} = {d.micro_batch} x "
-        f"{counted(micro_batches(cfg, world), 'micro-batch')} x "
-        f"{counted(data_parallel_size(cfg, world), 'rank')}"
+        f"{pluralize(micro_batches(cfg, world), 'micro-batch')} x "
+        f"{pluralize(data_parallel_size(cfg, world), 'rank')}"
     )
 
 
@@ -114,7 +114,7 @@ def _graph(cfg: Config) -> str:
     """Whether steps are captured, and why not."""
     if cfg.run.graph == capture.CAPTURED:
         return cfg.run.graph
-    return f"{cfg.run.graph}: {capture.refuse(cfg) or f'run.graph={cfg.run.graph}'}"
+    return f"{cfg.run.graph}: {capture.not_capturable(cfg) or f'run.graph={cfg.run.graph}'}"
 
 
 def _groups(cfg: Config, world: int) -> Iterator[str]:
@@ -269,7 +269,7 @@ def _time(cfg: Config, world: int, machine: Machine) -> Iterator[str]:
         f"at best {best.seconds:.3f} s: {best_rate} in {cfg.precision.recipe}: {best.limit} alone, "
         "all else overlapped, with any transport"
     )
-    for match in alike(cfg, world, machine.name):
+    for match in matching_records(cfg, world, machine.name):
         yield _compared(match)
 
 

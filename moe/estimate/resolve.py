@@ -27,8 +27,8 @@ def resolved(cfg: Config, world: int, node_gpus: int) -> Config:
         ConfigError: a choice that no Hopper GPU can run, or no group of so many ranks.
     """
     cfg = _with_transport(cfg, world, node_gpus)
-    if cfg.run.graph == capture.CAPTURED and (reason := capture.refuse(cfg)):
-        raise ConfigError(capture.refused(reason))
+    if cfg.run.graph == capture.CAPTURED and (reason := capture.not_capturable(cfg)):
+        raise ConfigError(capture.forced_graph_error(reason))
     cfg.run.graph = capture.resolved_graph(cfg)
     if is_fp8(cfg) and cfg.kernels.backend in MULTIPLIES_FP8:
         cfg.precision.weights = fp8_weights(cfg, world, MACHINES[cfg.run.machine].room)

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from phalanx.configs.formats import width
-from phalanx.configs.knobs import counted, listed, overrides
+from phalanx.configs.knobs import pluralize, listed, overrides
 from phalanx.configs.layout import (
     data_parallel_size,
     expert_parallel_size,
@@ -114,7 +114,7 @@ def refuse(cfg: Config, world: int, ranks: Sequence[int], room: Room) -> Refusal
     most = room.free + room.swap
     if need <= most:
         return None
-    who = counted(len(ranks), "rank") if len(ranks) > 1 else "a rank"
+    who = pluralize(len(ranks), "rank") if len(ranks) > 1 else "a rank"
     fits = [text for text, _ in _remedies(cfg, world, ranks, most)]
     helps = listed(fits[:3] or [f"model={_small(cfg)}"])
     return (

@@ -169,7 +169,7 @@ def export_checkpoint(
     with _new(out) as unfinished:
         reader = PieceReader(checkpoint, verifying)
         saved = understood(reader.common.get("config", {}))
-        if ignored := saved.told():
+        if ignored := saved.ignored_note():
             log.warning("%s: %s", checkpoint, ignored)
         model, data = _model(saved), _section(saved, "data.")
         base = reader.common.get("huggingface")

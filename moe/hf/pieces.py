@@ -183,7 +183,7 @@ class PieceReader:
     def _rows(self, key: str, piece: _Piece, start: int, stop: int) -> Tensor:
         """Rows of one piece; no more of it is read, unless it was saved with gaps."""
         name, size = piece.place.relative_path, self._files[piece.place.relative_path][0]
-        with commit.opened(self._folder / name, size) as file:
+        with commit.open_checked(self._folder / name, size) as file:
             archive = _create_file_view(file, piece.place.offset, piece.place.length)
             if (key, piece.offsets) not in self._places:  # an export asks for rows many times
                 self._places[key, piece.offsets] = self._data_of(key, piece, archive)

@@ -63,7 +63,7 @@ class Predictor:
         """What the checkpoint holds besides tensors: `step`, `config`, `huggingface`."""
         self.path, self.step, self.device = path, record.step, runtime.device
         self.cfg = of_one_process(self.common)
-        if ignored := understood(self.common.get("config", {})).told():
+        if ignored := understood(self.common.get("config", {})).ignored_note():
             warn(f"{path}: {ignored}")
         validate(self.cfg, 1)
         _find_replayed(self.cfg)

@@ -4,7 +4,7 @@ Fed by the trainer with the balance of every logged step. A moment of either is 
 early in training; only what lasts is told, and not more often than every `EVERY` steps.
 """
 
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.moe.router.balance import Balance
 
 PATIENCE = 100
@@ -39,15 +39,13 @@ class ExpertWatch:
         if dead := sorted(k for k, since in self._idle.items() if step - since >= PATIENCE):
             names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in dead[:3])
             more = ", ..." if len(dead) > 3 else ""
-            text = (
-                f"{counted(len(dead), 'expert')} had no token for {PATIENCE} steps ({names}{more})"
-            )
+            text = f"{pluralize(len(dead), 'expert')} had no token for {PATIENCE} steps ({names}{more})"
             warnings += self._due("dead", text)
         if late := [layer for layer, since in self._heavy.items() if step - since >= PATIENCE]:
             worst = max(late, key=lambda layer: balance.load[layer])
             have = "has" if len(late) == 1 else "have"
             text = (
-                f"{counted(len(late), 'layer')} {have} collapsed for {PATIENCE} steps: the busiest "
+                f"{pluralize(len(late), 'layer')} {have} collapsed for {PATIENCE} steps: the busiest "
                 f"expert of layer {worst} has {balance.load[worst]:.1f} x the mean load, of at "
                 f"most {self._most:.1f}"
             )

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from phalanx.configs.formats import described
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.kernels.registry import table
 from phalanx.moe.data.loader import Loader, Samples
 from phalanx.moe.data.sources import table as source_table
@@ -35,10 +35,10 @@ def describe(job: Job, resumed: str, loader: Loader, valid_set: Samples | None =
             "data",
             f"{cfg.data.source}, sequence {cfg.data.sequence_length}, batch "
             f"{cfg.data.global_batch} = {cfg.data.micro_batch} x "
-            f"{counted(loader.micro_batches, 'micro-batch')} x "
-            f"{counted(job.data_parallel, 'rank')}",
+            f"{pluralize(loader.micro_batches, 'micro-batch')} x "
+            f"{pluralize(job.data_parallel, 'rank')}",
         ),
-        ("length", f"{counted(cfg.run.steps, 'step')}, {count(tokens * cfg.run.steps)} tokens"),
+        ("length", f"{pluralize(cfg.run.steps, 'step')}, {count(tokens * cfg.run.steps)} tokens"),
     ]
     if loader.documents:
         facts.insert(-1, ("packing", str(loader.packing())))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.schema import ModelConfig
 from phalanx.moe.router.recording import MOST_TOKENS, Ids, flaw, layer_names
 
@@ -101,7 +101,7 @@ def _array(path: Path, name: str, rows: Any, model: ModelConfig) -> Ids:
         raise ValueError(f"{path}: {name!r} is not {shape} (model.moe.top_k)")
     if not 1 <= len(ids) <= MOST_TOKENS:
         raise ValueError(
-            f"{path}: {name!r} has {counted(len(ids), 'token')}; a file holds 1 to {MOST_TOKENS}"
+            f"{path}: {name!r} has {pluralize(len(ids), 'token')}; a file holds 1 to {MOST_TOKENS}"
         )
     if why := flaw(ids, model.moe.experts):
         raise ValueError(f"{path}: {name!r} {why}")

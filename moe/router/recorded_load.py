@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.kernels.routing.clone_plan import ClonePlan, make_clone_plan
 from phalanx.moe.router.recording import Ids
 from phalanx.parallel.dispatcher.capacity import ROW_MULTIPLE, Budget
@@ -98,7 +98,7 @@ def recorded_load(
     if min(ranks, tokens, 1 if micro_batches is None else micro_batches) < 1 or clones.slots < 0:
         raise ValueError("ranks, tokens and micro-batches must be at least 1, and clones 0")
     if experts % ranks:
-        raise ValueError(f"{experts} experts do not divide over {counted(ranks, 'rank')}")
+        raise ValueError(f"{experts} experts do not divide over {pluralize(ranks, 'rank')}")
     recorded, top_k = next(iter(ids.values())).shape
     M = max(1, recorded // (ranks * tokens)) if micro_batches is None else micro_batches
     layers = {}

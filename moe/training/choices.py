@@ -92,7 +92,7 @@ def choose_graph(cfg: Config) -> Choice:
     Raises:
         ConfigError: on all ranks, if `full_iteration` is forced and one of them cannot capture.
     """
-    wanted, reasons = cfg.run.graph, gather(capture.refuse(cfg))
+    wanted, reasons = cfg.run.graph, gather(capture.not_capturable(cfg))
     asked = "auto" if wanted == "auto" else f"run.graph={wanted}"
     if wanted == capture.EAGER:
         return Choice("graph", wanted, asked)
@@ -104,7 +104,7 @@ def choose_graph(cfg: Config) -> Choice:
     if len(set(reasons)) > 1:
         reason += f" (rank {refusing[0]})"
     if wanted == capture.CAPTURED:
-        raise ConfigError(capture.refused(reason))
+        raise ConfigError(capture.forced_graph_error(reason))
     return Choice("graph", capture.EAGER, f"{asked}; not {capture.CAPTURED}: {reason}")
 
 

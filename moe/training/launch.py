@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import yaml
 
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.moe.report.console import Console
@@ -99,7 +99,7 @@ def announce(cfg: Config, world: int) -> None:
     """Say what starts before imports take their seconds: rank 0 the run, every node itself."""
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
-        ranks = counted(world, "rank")
+        ranks = pluralize(world, "rank")
         folder = redacted(f"{cfg.run.dir}/{cfg.run.name}")
         print(f"Phalanx: run {folder} on {ranks}; importing torch and Megatron-Core", flush=True)
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -161,7 +161,7 @@ def _versions() -> dict[str, str]:
 
 def _hosts(places: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     """Hosts in the order of their first rank, each with its ranks and their devices."""
-    from phalanx.parallel.fault.alike import ranges
+    from phalanx.parallel.fault.same_settings import ranges
 
     hosts: dict[str, dict[str, Any]] = {}
     for rank, (host, device) in enumerate(places):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.configs import programs
 from phalanx.configs.bounds import oversized
-from phalanx.configs.knobs import counted, overrides
+from phalanx.configs.knobs import pluralize, overrides
 from phalanx.configs.redact import redacted
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
@@ -96,7 +96,7 @@ def nothing_left(cfg: Config) -> list[str]:
     lines = [begin.note] if begin.note else []
     lines.append(
         f"nothing was left to do: {path} is of step {step}, and this run ends at step {run.steps}; "
-        f"a larger run.steps trains on, {run_start.anew()} or another run.name starts over"
+        f"a larger run.steps trains on, {run_start.start_over_override()} or another run.name starts over"
     )
     if run.record_routing and not Path(run.record_routing).exists():
         lines.append(
@@ -208,7 +208,7 @@ def _only_test_data(cfg: Config, wanted: int, limit: int, what: str, read: str) 
     steps = max(1, cfg.run.steps * limit // wanted)
     raise ConfigError(
         f"data.source={cfg.data.source} is {what}, and this run of "
-        f"{counted(cfg.run.steps, 'step')} with checkpoints on its way "
+        f"{pluralize(cfg.run.steps, 'step')} with checkpoints on its way "
         f"(run.save_interval={cfg.run.save_interval}) would read {read}; "
         "name a corpus with data=indexed 'data.blend=[<prefix>]', or set "
         f"run=bench run.save_interval=-1 or run.steps={steps}"
@@ -277,5 +277,5 @@ def _elsewhere(cfg: Config, root: Place) -> None:
         where = "" if isinstance(before, Path) else before.parent
         raise ConfigError(
             f"the checkpoints of {folder} are in {before}: set run.checkpoints={where} to go on "
-            f"from them, or {run_start.anew()} to start over and leave them"
+            f"from them, or {run_start.start_over_override()} to start over and leave them"
         )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.schema import Config
 from phalanx.moe.router import balance
 from phalanx.moe.router.recording import MOST_TOKENS, Ids, layer_name, write
@@ -53,8 +53,8 @@ def record_routing(cfg: Config, job: Job, compute: Step, batches: list[Batch], s
     facts = on_main(lambda: write(path, ids, model=cfg.model.name, experts=experts, step=step))
     ranks = job.groups.pg.ep.size()
     return (
-        f"recorded the routing of {counted(f'{facts.tokens:,}', 'token')} in "
-        f"{counted(len(names), 'layer')} to {path}: {loads(ids, experts, ranks)}"
+        f"recorded the routing of {pluralize(f'{facts.tokens:,}', 'token')} in "
+        f"{pluralize(len(names), 'layer')} to {path}: {loads(ids, experts, ranks)}"
     )
 
 
@@ -66,7 +66,7 @@ def loads(ids: dict[str, Ids], experts: int, ranks: int) -> str:
     said = f"the busiest expert has {expert:.2f} x the mean"
     if ranks > 1:
         rank = (rank_LR.max(1) / rank_LR.mean(1)).mean()
-        said += f", the busiest of {counted(ranks, 'rank')} {rank:.2f} x, on average over layers"
+        said += f", the busiest of {pluralize(ranks, 'rank')} {rank:.2f} x, on average over layers"
     return said
 
 

@@ -25,7 +25,7 @@ from phalanx.moe.inference.codec import codec_of_run
 from phalanx.moe.inference.sampling import generate
 from phalanx.moe.training.labels import Batch
 from phalanx.moe.training.step import Rerun, Step
-from phalanx.parallel.fault.activity import moving
+from phalanx.parallel.fault.activity import heartbeat
 
 LENGTH = 64
 """Most new tokens of a sample."""
@@ -155,7 +155,7 @@ def _logits_at(
 ) -> tuple[Any, Any]:
     """A forward step as Megatron-Core's schedules ask for it, which reports logits at a place."""
     batch = next(batches)
-    moving()
+    heartbeat()
     # Without it the wrapper of bf16 models would make an fp32 copy of all logits.
     as_is = {"fp32_output": False} if bf16 else {}
 

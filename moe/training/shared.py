@@ -1,7 +1,7 @@
 """Settings, code and packages that all ranks of a run must share.
 
 Compared when the ranks have met, before anything that depends on them
-(`phalanx.parallel.fault.alike`); files of data are compared when they are opened
+(`phalanx.parallel.fault.same_settings`); files of data are compared when they are opened
 (`phalanx.moe.data.loader`). Kernels and transports are each rank's choice, or agreed on where they
 are chosen.
 """
@@ -20,7 +20,7 @@ from phalanx.configs.schema import Config
 from phalanx.configs.validate import ConfigError
 from phalanx.moe.training.launch import code, packages
 from phalanx.parallel.checkpoint.saved_knobs import leaves
-from phalanx.parallel.fault import alike
+from phalanx.parallel.fault import same_settings
 
 HOST_LOCAL = ("run.dir", "run.device", "data.cache", "data.blend")
 """Knobs that may differ between hosts.
@@ -50,7 +50,7 @@ def compare_settings(cfg: Config, store: dist.Store, rank: int, world: int) -> N
     if world == 1:
         return
     values = shared_values(cfg)
-    found = alike.compare(store, rank, world, values, lambda: _shown(values))
+    found = same_settings.compare(store, rank, world, values, lambda: _shown(values))
     if found:
         raise ConfigError(refusal(found))
 
@@ -79,7 +79,7 @@ def sources() -> str:
     return total.hexdigest()
 
 
-def refusal(found: list[alike.Difference]) -> str:
+def refusal(found: list[same_settings.Difference]) -> str:
     """One line on what differs, and what to do about the first."""
     first, others = found[0], [one.name for one in found[1:]]
     advice = _ADVICE.get(first.name, "start every host with the same overrides")

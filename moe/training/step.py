@@ -25,7 +25,7 @@ from phalanx.moe.training.labels import Batch, Labels, counted, labels_of
 from phalanx.moe.training.setup import Job
 from phalanx.parallel.cuda_graph import CaptureFailed, Inputs, StepGraph
 from phalanx.parallel.engine import max_over_world, sum_over_world
-from phalanx.parallel.fault.activity import moving
+from phalanx.parallel.fault.activity import heartbeat
 from phalanx.parallel.memory.offload import offloader
 
 _SUMS = 6
@@ -245,7 +245,7 @@ class Step:
     ) -> tuple[Any, Any]:
         """Loss of the next of so many micro-batches in a chunk, as Megatron-Core's schedules ask
         for it."""
-        moving()
+        heartbeat()
         batch = next(batches)
         labels, mask = batch["labels"], batch.get("loss_mask")
         mean, report = mean_K[0], mean_loss if chunk.training else sample_losses

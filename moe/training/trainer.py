@@ -54,7 +54,7 @@ from phalanx.parallel.checkpoint.checkpointer import Checkpointer
 from phalanx.parallel.checkpoint.saved_config import NoneValid
 from phalanx.parallel.cuda_graph import own_stream
 from phalanx.parallel.engine import Diverged
-from phalanx.parallel.fault.activity import doing
+from phalanx.parallel.fault.activity import set_activity
 from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
 from phalanx.parallel.fault.guard import Guard
 from phalanx.parallel.fault.signals import StopSignal
@@ -63,7 +63,7 @@ from phalanx.parallel.folder_lock import FolderLock
 from phalanx.parallel.learning_rate import change
 from phalanx.parallel.object_store import Place
 from phalanx.parallel.run_folder import check_shared, lock
-from phalanx.parallel.run_start import Start, anew
+from phalanx.parallel.run_start import Start, start_over_override
 from phalanx.parallel.runtime import Runtime, launcher_world, start
 from phalanx.parallel.runtime import end as end_runtime
 from phalanx.parallel.runtime import stop as stop_runtime
@@ -97,15 +97,15 @@ class Trainer:
         self.cfg, self.runtime, self.stop = cfg, runtime, stop
         self._may_write = held.check if held is not None else lambda: None
         self.folder = Path(cfg.run.dir) / cfg.run.name
-        doing("start: checks")
+        set_activity("start: checks")
         notes = self._checked()
         choices = choices or choose_kernels(cfg, runtime)
-        doing("start: data")
+        set_activity("start: data")
         train_set, self.valid_set = self._datasets(cfg.run.steps * cfg.data.global_batch)
         if runtime.is_main:
             for note in notes:
                 print(f"-- {note}", flush=True)
-        doing("start: model")
+        set_activity("start: model")
         self.job: Job = setup(cfg, runtime, choices)
         self.loader = self._loader(train_set)
         self.health = Health(cfg.run)
@@ -144,7 +144,7 @@ class Trainer:
         self.imported: dict[str, Any] = {}
         """What an imported model has that no knob holds; an export of this run needs it."""
         self.faults = Faults(cfg.run, runtime.rank, self.folder)
-        doing("start: checkpoint")
+        set_activity("start: checkpoint")
         begin = self.checkpoints.start(cfg.run)
         self.resumed = self._resume(begin)
         self._first = self.step + 1
@@ -198,7 +198,7 @@ class Trainer:
             self.metrics.event("waiting until the last checkpoint is written")
         self.checkpoints.close()
         if self._batches and self.step >= self.cfg.run.steps:
-            doing(f"step {self.step}: routing is recorded")
+            set_activity(f"step {self.step}: routing is recorded")
             given = (self.cfg, self.job, self.compute, self._batches, self.step)
             self.metrics.event(record_routing(*given))
         self.metrics.close(ended="done" if self.step >= self.cfg.run.steps else "stopped")
@@ -213,7 +213,7 @@ class Trainer:
         if self.step >= run.steps:
             self.metrics.event(
                 f"nothing was left to do: resumed from step {self.step}, and this run ends at step "
-                f"{run.steps}; a larger run.steps trains on, {anew()} or another "
+                f"{run.steps}; a larger run.steps trains on, {start_over_override()} or another "
                 "run.name starts over"
             )
         while self.step < run.steps:
@@ -242,7 +242,7 @@ class Trainer:
 
     def _asked_to_stop(self, when: str) -> bool:
         """True on all ranks if any received a stop signal, which is logged. Collective."""
-        doing(f"{when}: agreement on signals")
+        set_activity(f"{when}: agreement on signals")
         received = gather(self.stop.received)
         asked = [f"{name} to rank {rank}" for rank, name in enumerate(received) if name]
         if asked:
@@ -251,7 +251,7 @@ class Trainer:
 
     def _doing(self, what: str) -> None:
         """The first step compiles, which may take its time; a later one that long is a hang."""
-        doing(f"step {self.step + 1}: {what}", limited=self.step + 1 > self._first)
+        set_activity(f"step {self.step + 1}: {what}", limited=self.step + 1 > self._first)
 
     def _train_step(self) -> bool:
         """One optimizer step; True if a rank was asked to stop."""
@@ -326,7 +326,7 @@ class Trainer:
         assert self.valid_set is not None
         rows, sources = self.valid_set, self.valid_set.sources
         engine, loader = self.job.engine, self._loader(rows)
-        doing(f"step {self.step}: validation")
+        set_activity(f"step {self.step}: validation")
         engine.eval()
         steps, before = list[tuple[float, int]](), balance.snapshot(engine.modules)
         tally = Tally(len(sources), self.runtime.device) if len(sources) > 1 else None
@@ -344,7 +344,7 @@ class Trainer:
         return scores(steps, sources, by_source)
 
     def _sample(self, samples: Samples) -> None:
-        doing(f"step {self.step}: sample")
+        set_activity(f"step {self.step}: sample")
         with record_function("sample"):
             sample, reruns = samples()
         self._tell(reruns, f"the sample after step {self.step}")
@@ -449,7 +449,7 @@ class Trainer:
 
     def _save(self) -> None:
         engine = self.job.engine
-        doing(f"step {self.step}: checkpoint")
+        set_activity(f"step {self.step}: checkpoint")
         with record_function("checkpoint"):
             self.checkpoints.save(
                 self.step, engine.chunks, engine.optimizer, engine.scheduler, self._state()
@@ -490,7 +490,7 @@ class Trainer:
         Raises:
             Diverged: there is no checkpoint, or this has been done too often.
         """
-        doing(f"step {self.step + 1}: rollback")
+        set_activity(f"step {self.step + 1}: rollback")
         self.checkpoints.close()  # one may be on its way
         path = self.checkpoints.newest() or self.origin
         if path is None:
@@ -565,7 +565,7 @@ def run(
             rank, world = int(os.environ.get("RANK", "0")), launcher_world()
             limit = cfg.parallel.timeout
             watchdog = Watchdog(guard, store, rank, world, limit, folder, speak)
-            doing("start: comparison of settings")
+            set_activity("start: comparison of settings")
             compare_settings(cfg, store, rank, world)
 
         runtime = start(
@@ -577,7 +577,7 @@ def run(
         assert watchdog is not None
         if cfg.run.device == "cuda" and runtime.device.type != "cuda":
             raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
-        doing("start: what is left")
+        set_activity("start: what is left")
         # A single rank has asked before it imported torch (train.py).
         if runtime.world > 1 and (lines := on_main(lambda: nothing_left(cfg))):
             for line in lines if runtime.is_main else ():
@@ -585,15 +585,15 @@ def run(
             watchdog.close()
             end_runtime(runtime) if ends_process else stop_runtime()
             return 0
-        doing("start: kernels")
+        set_activity("start: kernels")
         choices = choose_kernels(cfg, runtime)
         # Before the transport is chosen: a graph needs its stream from the start.
         graph = choose_graph(known(cfg, runtime, choices, cfg.parallel.dispatch))
         stream = own_stream(runtime.device) if graph.backend == CAPTURED else nullcontext()
         with advised(cfg, runtime.world, folder), stream:
-            doing("start: room")
+            set_activity("start: room")
             check_room(cfg, runtime, choices)
-            doing("start: run folder")
+            set_activity("start: run folder")
             held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
             if cfg.run.save_interval >= 0 and not cfg.run.checkpoints:
                 check_shared(folder)

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.schema import RunConfig
 from phalanx.parallel import run_start
 from phalanx.parallel.checkpoint import commit, rng, safe_pickle
@@ -49,12 +49,18 @@ from phalanx.parallel.checkpoint.optimizer_state import (
 from phalanx.parallel.checkpoint.saved_config import CheckpointError, NoUsableCheckpoint
 from phalanx.parallel.checkpoint.saved_knobs import understood
 from phalanx.parallel.checkpoint.target import Folder, Store
-from phalanx.parallel.checkpoint.verify import newest, told, told_aside, verified, warn
+from phalanx.parallel.checkpoint.verify import (
+    newest,
+    report_errors,
+    set_aside_message,
+    verified,
+    warn,
+)
 from phalanx.parallel.checkpoint.weights import read_state
 from phalanx.parallel.checkpoint.writer import Writing
 from phalanx.parallel.fault.agreement import Failed, agree, gather, on_main
 from phalanx.parallel.object_store import Place, Remote
-from phalanx.parallel.run_start import Start, anew
+from phalanx.parallel.run_start import Start, start_over_override
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +111,7 @@ class Checkpointer:
         self._saving_first = True
         self._record = run_start.Record()
         self._target = Store(folder, staging) if isinstance(folder, Remote) else Folder(folder)
-        with told(f"cannot write to {folder} ({self._target.knob})"):
+        with report_errors(f"cannot write to {folder} ({self._target.knob})"):
             on_main(self._target.probe)
 
     # --- save -------------------------------------------------------------------------------------
@@ -138,7 +144,9 @@ class Checkpointer:
         if self._at[1] is not None and self._at[0] == step:
             return self._at[1]
         json.dumps(common)  # plain data, which loads without running code
-        with told(f"cannot write checkpoint of step {step} to {self.folder} ({self._target.knob})"):
+        with report_errors(
+            f"cannot write checkpoint of step {step} to {self.folder} ({self._target.knob})"
+        ):
             final = on_main(lambda: self._open(step))
             agree(self._target.open(final))
         with parameters_gathered(model):
@@ -153,7 +161,9 @@ class Checkpointer:
             writing = Writing(state, unfinished, self._strategy, self._saving_first, to)
             self._saving_first = False
             if self._async:
-                with told(f"cannot copy checkpoint {final} to the host (run.async_save=off)"):
+                with report_errors(
+                    f"cannot copy checkpoint {final} to the host (run.async_save=off)"
+                ):
                     writing.fork(
                         self._staging, self._queue, lambda: self._complete(writing, step, final)
                     )
@@ -192,7 +202,7 @@ class Checkpointer:
                 if other >= self._at[0] and folder != self._at[1]:
                     raise OSError(
                         f"{folder} was not there when this run started; start it again to go on "
-                        f"from that, or with {anew()} to set it aside"
+                        f"from that, or with {start_over_override()} to set it aside"
                     )
         commit.remove(commit.with_suffix(self.folder, ".tmp"))
         return commit.folder_of(self.folder, step)
@@ -248,14 +258,16 @@ class Checkpointer:
             ConfigError: the run has checkpoints and did not start where `run.resume` says.
             NoneValid: it has some and none is valid, and it does not start over.
         """
-        with told(f"cannot read {self.folder / run_start.NAME}"):
+        with report_errors(f"cannot read {self.folder / run_start.NAME}"):
             self._record = on_main(lambda: run_start.read(self.folder))
         over = run_start.starts_over(run, self._record)
         return run_start.decide(run, self._record, None if over else self.newest())
 
     def started(self, begin: Start) -> None:
         """Keep where the run starts, once nothing is left that could be in its way."""
-        with told(f"cannot keep the start of the run in {self.folder} ({self._target.knob})"):
+        with report_errors(
+            f"cannot keep the start of the run in {self.folder} ({self._target.knob})"
+        ):
             on_main(lambda: self._started(begin))
 
     def _started(self, begin: Start) -> None:
@@ -276,7 +288,9 @@ class Checkpointer:
         for step, folder in found:
             if not kept or step > kept[0]:
                 aside = commit.set_aside(folder, ".old")
-                log.warning("%s is of an earlier start: %s", folder, told_aside(aside, "old"))
+                log.warning(
+                    "%s is of an earlier start: %s", folder, set_aside_message(aside, "old")
+                )
 
     def _own(self, path: Place | None) -> Place | None:
         """The name that a checkpoint has in this folder, if it is there."""
@@ -326,7 +340,7 @@ class Checkpointer:
         metadata, saved = self._described(path, record)
         if changed := compare(saved["common"].get("config", {}), config or {}):
             warn(f"changed since the checkpoint: {', '.join(changed)}")
-        if ignored := understood(saved["common"].get("config", {})).told():
+        if ignored := understood(saved["common"].get("config", {})).ignored_note():
             warn(f"{path}: {ignored}")
         fresh, world = None, record.world
         if saved["common"].get("weights_only"):  # imported (moe.hf)
@@ -352,7 +366,7 @@ class Checkpointer:
         if not world:
             warn(f"{path} holds weights only: optimizer and random states are those of a new run")
         elif states is None:
-            warn(f"{path} has random states of {counted(world, 'rank')}: run.seed's are kept")
+            warn(f"{path} has random states of {pluralize(world, 'rank')}: run.seed's are kept")
         else:
             rng.set(states)
         self._at = (record.step, self._own(path))

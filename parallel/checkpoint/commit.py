@@ -138,13 +138,13 @@ def contents(path: Path, start: int = 0, length: int | None = None) -> bytes:
 
 
 @by_place
-def opened(path: Path, size: int) -> BinaryIO:
+def open_checked(path: Path, size: int) -> BinaryIO:
     """A file of `size` bytes, to read from any place in it."""
     return path.open("rb")
 
 
 @by_place
-def weight(folder: Path) -> tuple[int, float]:
+def total_bytes(folder: Path) -> tuple[int, float]:
     """Bytes of all files, and when the newest was written, in seconds since the epoch."""
     files = [path.stat() for path in folder.iterdir() if path.is_file()]
     newest = max((file.st_mtime for file in files), default=folder.stat().st_mtime)
@@ -270,7 +270,7 @@ def commit(folder: Path, final: Path, record: Commit) -> None:
         if not name.endswith(".distcp"):  # these were synced by the rank that wrote them
             sync(folder / name)
     path = folder / COMMIT
-    path.write_bytes(sealed(record))
+    path.write_bytes(with_checksum(record))
     sync(path)
     sync(folder)
     if final.exists():
@@ -283,7 +283,7 @@ def commit(folder: Path, final: Path, record: Commit) -> None:
     sync(final.parent)
 
 
-def sealed(record: Commit, **more: Any) -> bytes:
+def with_checksum(record: Commit, **more: Any) -> bytes:
     """Return the text of COMMIT.json: the record, `more`, its time, and a checksum of all that."""
     data: dict[str, Any] = {"format": _show_format(FORMAT), **asdict(record), **more}
     data["saved"] = time.strftime("%Y-%m-%d %H:%M:%S%z")

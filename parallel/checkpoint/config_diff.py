@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.configs.knobs import overrides
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch, leaves, shown, understood
-from phalanx.parallel.run_start import anew
+from phalanx.parallel.run_start import start_over_override
 
 _FIXED = (
     "model",
@@ -84,6 +84,6 @@ def _refusal(keys: list[str], old: dict[str, Any], new: dict[str, Any]) -> str:
             "this run is not configured as its checkpoint:",
             *table,
             f"go on with {values},",
-            f"or start anew with another run.name or with {anew()} run.resume=never",
+            f"or start anew with another run.name or with {start_over_override()} run.resume=never",
         ]
     )

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.object_store import Place
 
@@ -86,7 +86,7 @@ def check_fit(state: dict[str, Any], metadata: Metadata, path: Place) -> None:
     if wrong:
         examples = "; ".join(f"{key} {what}" for key, what in list(wrong.items())[:3])
         raise CheckpointMismatch(
-            f"{path} is of another model, in {counted(len(wrong), 'tensor')}: {examples}"
+            f"{path} is of another model, in {pluralize(len(wrong), 'tensor')}: {examples}"
         )
 
 

@@ -26,7 +26,7 @@ from phalanx.parallel.megatron.adam import AdamW
 from phalanx.parallel.megatron.muon import Muon
 from phalanx.parallel.megatron.updated import parts, updated
 from phalanx.parallel.object_store import Place
-from phalanx.parallel.run_start import anew
+from phalanx.parallel.run_start import start_over_override
 
 
 def rectangles(
@@ -130,7 +130,7 @@ def check_kind(optimizer: Any, stored: Collection[str], path: Place) -> None:
         kind = "muon" if held else "adamw"
         raise CheckpointMismatch(
             f"{path} has an optimizer of another kind: go on with optim.kind={kind}, or start "
-            f"anew with another run.name or with {anew()} run.resume=never"
+            f"anew with another run.name or with {start_over_override()} run.resume=never"
         )
 
 

@@ -134,7 +134,7 @@ def _(path: Remote, start: int = 0, length: int | None = None) -> bytes:
     return persist(lambda: path.read(start, None if length is None else start + length))
 
 
-@commit.opened.register
+@commit.open_checked.register
 def _(path: Remote, size: int) -> BinaryIO:
     return io.BufferedReader(_Ranges(path, size), _AROUND)
 
@@ -193,7 +193,7 @@ def _(folder: Remote) -> None:
         folder.delete(names)
 
 
-@commit.weight.register
+@commit.total_bytes.register
 def _(folder: Remote) -> tuple[int, float]:
     found = folder.objects().values()
     return sum(entry.size for entry in found), max((entry.changed for entry in found), default=0.0)
@@ -217,7 +217,7 @@ def complete(written: Path, final: Remote, record: Commit) -> None:
         if found[name].size != size:
             raise OSError(f"{final / name} has {found[name].size} bytes, not {size}")
     marks = {name: found[name].mark for name in record.files}
-    data = commit.sealed(record, at=final.address, marks=marks)
+    data = commit.with_checksum(record, at=final.address, marks=marks)
     persist(lambda: (final / COMMIT).write(data))
 
 

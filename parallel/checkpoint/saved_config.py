@@ -23,7 +23,7 @@ from phalanx.configs.knobs import overrides
 from phalanx.parallel.checkpoint import commit, remote  # noqa: F401  (the latter for addresses)
 from phalanx.parallel.checkpoint.commit import METADATA, Commit, Invalid
 from phalanx.parallel.object_store import Place, Remote, place
-from phalanx.parallel.run_start import anew
+from phalanx.parallel.run_start import start_over_override
 
 _COMMON = "common_state/shard_0_1"  # where Megatron-Core puts plain objects that all ranks share
 
@@ -116,7 +116,7 @@ def none_valid(root: Place, refused: Sequence[Place]) -> NoneValid:
     """The error of a run whose checkpoints are all damaged."""
     names = ", ".join(path.name for path in refused[:3])
     return NoneValid(
-        f"no checkpoint in {root} is valid ({names}): {anew()} run.resume=never sets them aside "
+        f"no checkpoint in {root} is valid ({names}): {start_over_override()} run.resume=never sets them aside "
         "and starts from scratch, with run.resume=<folder> from another checkpoint"
     )
 

@@ -35,7 +35,7 @@ class SavedKnobs:
     ignored: tuple[str, ...]
     """Paths that this version does not know, in sections without which it can do."""
 
-    def told(self) -> str:
+    def ignored_note(self) -> str:
         """One line on what is ignored; empty if nothing is."""
         if not self.ignored:
             return ""

@@ -35,7 +35,7 @@ def newest(root: Place) -> tuple[Place, commit.Commit] | None:
         NoUsableCheckpoint: the run has checkpoints and none is valid.
         CheckpointError: the folder cannot be read.
     """
-    with told(f"cannot read {root}"):
+    with report_errors(f"cannot read {root}"):
         on_main(lambda: commit.recover(root))
         found = on_main(lambda: [path for _, path in commit.committed(root)])
         refused = on_main(lambda: commit.with_suffix(root, ".bad"))
@@ -48,9 +48,9 @@ def newest(root: Place) -> tuple[Place, commit.Commit] | None:
         if record is not None and not problems:
             return folder, record
         problem = f"{folder} is not valid: {'; '.join(problems[:3])}"
-        with told(f"{problem}. It cannot be renamed"):
+        with report_errors(f"{problem}. It cannot be renamed"):
             refused.append(on_main(partial(commit.set_aside, folder, ".bad")))
-        warn(f"{problem}. {told_aside(refused[-1], 'bad').capitalize()}")
+        warn(f"{problem}. {set_aside_message(refused[-1], 'bad').capitalize()}")
     if refused:
         raise none_valid(root, refused)
     for folder in earlier:
@@ -71,13 +71,13 @@ def verified(path: Place) -> commit.Commit:
     return record
 
 
-def told_aside(folder: Place, why: str) -> str:
+def set_aside_message(folder: Place, why: str) -> str:
     """How it is known of a checkpoint that was set aside."""
     return f"renamed to {folder.name}" if isinstance(folder, Path) else f"marked as {why}"
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def report_errors(what: str) -> Iterator[None]:
     """Say `what` could not be done when the ranks agree that one failed."""
     try:
         yield
@@ -93,7 +93,7 @@ def warn(text: str) -> None:
 
 def _verify(folder: Place) -> tuple[commit.Commit | None, list[str]]:
     """(COMMIT.json, what is wrong with the folder); each rank reads a share of the files."""
-    with told(f"cannot read {folder}"):
+    with report_errors(f"cannot read {folder}"):
         record, problem = on_main(lambda: _commit_of(folder))
         if record is None:
             return None, [problem]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 from phalanx.parallel.checkpoint import commit, remote_reader, safe_pickle, saved_config
 from phalanx.parallel.checkpoint.model_state import check_fit, restore, sharded_state
 from phalanx.parallel.checkpoint.saved_config import NoUsableCheckpoint
-from phalanx.parallel.checkpoint.writer import hushed
+from phalanx.parallel.checkpoint.writer import without_output
 from phalanx.parallel.object_store import Place, Remote
 
 
@@ -27,7 +27,7 @@ def read_state(path: Place, state: dict[str, Any]) -> dict[str, Any]:
         CheckpointException, CheckpointingException, commit.Invalid, OSError: it cannot be read.
     """
     local = remote_reader.reading(path) if isinstance(path, Remote) else nullcontext(path)
-    with hushed(), safe_pickle.plain_objects_only(), local as folder:
+    with without_output(), safe_pickle.plain_objects_only(), local as folder:
         return dict(dist_checkpointing.load(state, str(folder), validate_access_integrity=False))
 
 

@@ -57,7 +57,7 @@ class Writing:
         to: Remote | None = None,
     ) -> None:
         self._mailbox, self._to = _Mailbox(), to
-        with results_to(self._mailbox), hushed():
+        with results_to(self._mailbox), without_output():
             self._request = dist_checkpointing.save(
                 state,
                 str(folder),
@@ -93,7 +93,7 @@ class Writing:
         except (OSError, RuntimeError) as reason:
             error = str(reason)
         agree(error)
-        with hushed():  # of a fork with threads: the child only writes files
+        with without_output():  # of a fork with threads: the child only writes files
             queue.schedule_async_request(request)
 
     def finish(self) -> Sums:
@@ -111,7 +111,7 @@ class Writing:
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def without_output() -> Iterator[None]:
     """Without what torch and Megatron-Core warn of on every rank about the choices made here."""
     target = logging.getLogger("megatron.core.dist_checkpointing")
     level = target.level

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.providers import rows_for
@@ -128,7 +128,7 @@ def make_dispatcher(
     clones = (transport.inside or transport).clones
     if experts % ranks:
         raise ValueError(
-            f"{experts} experts do not divide over {counted(ranks, 'rank')}: "
+            f"{experts} experts do not divide over {pluralize(ranks, 'rank')}: "
             "set parallel.expert to a divisor"
         )
     if not 1 <= slots.top_k <= experts:

@@ -24,17 +24,17 @@ class Progress(NamedTuple):
 _now = Progress("start", 0, time.monotonic(), False)
 
 
-def doing(at: str, *, limited: bool = False) -> None:
+def set_activity(at: str, *, limited: bool = False) -> None:
     """From now on this process is doing `at`; with `limited` not for longer than the timeout."""
     global _now
     _now = Progress(at, _now.serial + 1, time.monotonic(), limited)
 
 
-def moving() -> None:
+def heartbeat() -> None:
     """This process still does the same, and gets on with it."""
-    doing(_now.at, limited=_now.limited)
+    set_activity(_now.at, limited=_now.limited)
 
 
-def now() -> Progress:
+def current_progress() -> Progress:
     """Return the activity that was set last."""
     return _now

@@ -32,8 +32,8 @@ def agree(error: str | None) -> None:
     """
     errors = {rank: e for rank, e in enumerate(gather(error)) if e is not None}
     if errors:
-        told = {rank: e for rank, e in errors.items() if e} or errors
-        rank, first = next(iter(told.items()))
+        reported = {rank: e for rank, e in errors.items() if e} or errors
+        rank, first = next(iter(reported.items()))
         raise Failed(first if rank == 0 else f"{first} (rank {rank})")
 
 

@@ -56,7 +56,7 @@ class Hub:
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector, self._server:
             selector.register(self._server, selectors.EVENT_READ)
-            self._selector, told = selector, 0.0
+            self._selector, last_sent = selector, 0.0
             verdict: Verdict | None = None
             while verdict is None and not self._all_left():
                 for key, _ in selector.select(self._period):
@@ -67,8 +67,8 @@ class Hub:
                 now = time.monotonic()
                 self._show_out(now)
                 verdict = blame(self._members, now, self._timeout)
-                if verdict is None and now - told >= self._period:
-                    told = now
+                if verdict is None and now - last_sent >= self._period:
+                    last_sent = now
                     self._tell({"at": self._at(), "met": len(self._members) == self._world})
             if verdict is not None:
                 self._tell(asdict(verdict) | {"speaker": self._speaker(verdict)})

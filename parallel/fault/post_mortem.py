@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from phalanx.parallel.fault.activity import now
+from phalanx.parallel.fault.activity import current_progress
 from phalanx.parallel.fault.verdict import Where
 
 
@@ -25,7 +25,11 @@ def write(folder: Path, rank: int, verdict: str, error: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"rank_{rank}.txt").open("w", encoding="utf-8") as file:
-            print(f"{verdict}\n\nrank {rank} was in {now().at}\n{error}", file=file, flush=True)
+            print(
+                f"{verdict}\n\nrank {rank} was in {current_progress().at}\n{error}",
+                file=file,
+                flush=True,
+            )
             faulthandler.dump_traceback(file)
         record = _flight_record(broken="CUDA error" in error)
         (folder / f"rank_{rank}.collectives.json").write_bytes(record)

@@ -27,7 +27,7 @@ import psutil
 import torch.distributed as dist
 
 from phalanx.parallel.fault import post_mortem
-from phalanx.parallel.fault.activity import now as progress
+from phalanx.parallel.fault.activity import current_progress
 from phalanx.parallel.fault.guard import LOST, Guard
 from phalanx.parallel.fault.verdict import Verdict, Where
 
@@ -61,9 +61,9 @@ class Watchdog:
         world: int,
         timeout: float,
         folder: Path,
-        speak: Callable[[str], None],
+        emit: Callable[[str], None],
     ) -> None:
-        self._guard, self._rank, self._world, self._speak = guard, rank, world, speak
+        self._guard, self._rank, self._world, self._emit = guard, rank, world, emit
         self._period = min(0.5, timeout / 20)
         self._error, self._own = "", False
         self._reported, self._decided, self._closing = (threading.Event() for _ in range(3))
@@ -161,7 +161,7 @@ class Watchdog:
             return
         if verdict.kind != "failed" and self._rank == speaker:
             where = f"stacks and collectives of the ranks: {self._folder}"
-            self._speak(f"error: {verdict.text}; {where}")
+            self._emit(f"error: {verdict.text}; {where}")
         post_mortem.write(self._folder, self._rank, verdict.text, self._error)
         if verdict.kind == "silent" and verdict.where.rank != self._rank:
             post_mortem.end_stopped(self._folder, verdict.where)
@@ -171,7 +171,7 @@ class Watchdog:
         """The verdict and the rank that tells it, or None when this rank is done."""
         try:
             while not self._closing.is_set():
-                state = progress()
+                state = current_progress()
                 age = time.monotonic() - state.since
                 self._guard.send({"do": "state"} | state._asdict() | {"since": age})
                 for message in self._guard.receive(self._period):

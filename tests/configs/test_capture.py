@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.configs.capture import refuse, resolved_graph
+from phalanx.configs.capture import not_capturable, resolved_graph
 from phalanx.configs.load import load
 from phalanx.configs.validate import ConfigError, validate
 
@@ -20,7 +20,7 @@ AGAINST = {
 def test_auto_is_off_for_the_reason_with_which_a_forced_graph_is_refused(given: str) -> None:
     auto, forced = load([given]), load([given, "run.graph=full_iteration"])
     validate(auto, 4)
-    assert refuse(auto) == AGAINST[given] and resolved_graph(auto) == "off"
+    assert not_capturable(auto) == AGAINST[given] and resolved_graph(auto) == "off"
     with pytest.raises(ConfigError) as caught:
         validate(forced, 4)
     assert str(caught.value) == (

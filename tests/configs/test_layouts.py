@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.configs.layout import laid_out_for
+from phalanx.configs.layout import ranks_of_experiment
 from phalanx.configs.load import from_argv, load, options
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import (
@@ -65,8 +65,8 @@ EXPERIMENTS = {
 
 def test_every_experiment_has_a_size() -> None:
     assert sorted(EXPERIMENTS) == options("experiment")
-    assert {name: laid_out_for(name) for name in EXPERIMENTS} == EXPERIMENTS
-    assert laid_out_for("of_my_own") == laid_out_for("") == 0
+    assert {name: ranks_of_experiment(name) for name in EXPERIMENTS} == EXPERIMENTS
+    assert ranks_of_experiment("of_my_own") == ranks_of_experiment("") == 0
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from phalanx.configs import load as loading
-from phalanx.configs.knobs import counted
+from phalanx.configs.knobs import pluralize
 from phalanx.configs.load import GROUPS, ConfigError, compose, from_argv, load, options, usage
 from phalanx.configs.validate import validate
 
@@ -270,11 +270,11 @@ def test_a_configuration_is_a_plain_tree() -> None:
     ],
 )
 def test_nouns_follow_their_numbers(number: int | str, noun: str, said: str) -> None:
-    assert counted(number, noun) == said
+    assert pluralize(number, noun) == said
 
 
 def test_no_message_has_a_noun_that_cannot_follow_its_number() -> None:
-    """Numbers that can be 1 are written with `counted`."""
+    """Numbers that can be 1 are written with `pluralize`."""
     may_be_one = (
         r"(?<!of )\{(?:len\([^{}]*\)|world|ranks|cfg\.run\.steps|count)(?::,)?\} [a-z-]+s\b"
     )

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.configs import records
 from phalanx.configs.load import load
-from phalanx.configs.records import Own, Published, Record, launch, own, published, table
+from phalanx.configs.records import OwnRecord, Published, Record, launch, own, published, table
 from phalanx.configs.schema import Config
 from phalanx.configs.validate import data_parallel_size, expert_parallel_size, validate
 from phalanx.moe.estimate.accounting import flops_per_token
@@ -30,7 +30,7 @@ def check_shared(record: Record) -> None:
     assert date(2025, 1, 1) < date.fromisoformat(record.date)
 
 
-def configured(record: Own) -> Config:
+def configured(record: OwnRecord) -> Config:
     ranks, overrides = launch(record.command)
     cfg = load(overrides)
     validate(cfg, ranks)

@@ -14,7 +14,7 @@ from phalanx import train
 from phalanx.configs import load as loading
 from phalanx.configs.bounds import choices
 from phalanx.configs.knobs import knobs, sections
-from phalanx.configs.layout import laid_out_for
+from phalanx.configs.layout import ranks_of_experiment
 from phalanx.configs.load import GROUPS, load, options
 from phalanx.configs.records import launch, own
 from phalanx.configs.schema import ModelConfig
@@ -152,7 +152,7 @@ def test_training_commands_are_valid(command: str) -> None:
         assert left.value.code == 0
         return
     cfg = load([word for word in overrides if word != "--check"])
-    own = [laid_out_for(word.partition("experiment=")[2]) for word in overrides]
+    own = [ranks_of_experiment(word.partition("experiment=")[2]) for word in overrides]
     validate(cfg, max(own) if cfg.run.dry_run and max(own) else ranks)
 
 

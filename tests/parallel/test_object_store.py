@@ -57,7 +57,7 @@ def test_a_part_is_read_from_anywhere(root: Remote, monkeypatch: pytest.MonkeyPa
         return read(path, start, stop)
 
     monkeypatch.setattr(Remote, "read", counting)
-    with commit.opened(root / "file", len(data)) as file:
+    with commit.open_checked(root / "file", len(data)) as file:
         for start, count in ((0, 10), (5, 90_000), (250_000, 100), (250_100, 100), (299_999, 9)):
             file.seek(start)
             assert file.read(count) == data[start : start + count]

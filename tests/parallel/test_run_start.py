@@ -121,6 +121,6 @@ def test_a_damaged_record_is_told(tmp_path: Path, text: str) -> None:
 
 def test_advice_names_a_new_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
-    assert run_start.anew() == "run.start_over=20260102-030405"
+    assert run_start.start_over_override() == "run.start_over=20260102-030405"
     record = dataclasses.replace(Record("scratch"), words=("20260102-030404",))
-    assert run_start.starts_over(load([run_start.anew()]).run, record)
+    assert run_start.starts_over(load([run_start.start_over_override()]).run, record)

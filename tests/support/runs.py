@@ -119,7 +119,7 @@ def write_checkpoint(folder: Place, step: int = 5) -> None:
     """Write a checkpoint that is complete by names and sizes of its files."""
     sums = {name: (1, commit.crc32(b"x")) for name in (".metadata", "metadata.json")}
     contents = dict.fromkeys(sums, b"x")
-    contents[commit.COMMIT] = commit.sealed(commit.Commit(step, 1, sums))
+    contents[commit.COMMIT] = commit.with_checksum(commit.Commit(step, 1, sums))
     for name, data in contents.items():
         if isinstance(folder, Remote):
             (folder / name).write(data)

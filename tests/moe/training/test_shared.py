@@ -15,7 +15,7 @@ import pytest
 from phalanx.configs.knobs import knobs
 from phalanx.configs.load import load
 from phalanx.moe.training import shared
-from phalanx.parallel.fault.alike import Difference
+from phalanx.parallel.fault.same_settings import Difference
 from tests.support.distributed import run_distributed
 from tests.support.launch import _free_port
 from tests.support.runs import SMALL, Change, Rank, _run, exact, records, run

@@ -46,7 +46,7 @@ def test_a_newer_format_is_refused_with_both_versions(data: bytes) -> None:
 
 
 def test_what_is_sealed_has_a_format() -> None:
-    data = commit.sealed(Commit(7, 2, {name: (1, 1) for name in FILES}))
+    data = commit.with_checksum(Commit(7, 2, {name: (1, 1) for name in FILES}))
     assert json.loads(data)["format"] == "1.0" and commit.parse(data).step == 7
 
 

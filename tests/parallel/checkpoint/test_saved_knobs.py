@@ -12,7 +12,7 @@ from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch, understo
 
 def test_a_configuration_of_this_version_is_understood_whole() -> None:
     saved = understood(asdict(load(["model=tiny_deepseek", "data.blend=['0.5',a]"])))
-    assert set(saved.values) == set(knobs()) and saved.ignored == () and saved.told() == ""
+    assert set(saved.values) == set(knobs()) and saved.ignored == () and saved.ignored_note() == ""
 
 
 def test_a_knob_has_its_present_name() -> None:
@@ -55,7 +55,7 @@ def test_others_are_ignored_and_told() -> None:
     config = {"optim": {"lr": 1, "tempo": 3}, "network": {"hops": 2}, "run": {"steps": "many"}}
     saved = understood(config)
     assert saved.values == {"optim.lr": 1}
-    assert saved.told() == (
+    assert saved.ignored_note() == (
         "knobs that this version does not know are ignored: optim.tempo, network.hops, run.steps"
     )
     assert unknown(config) == {"optim.tempo", "network.hops", "run.steps"}

@@ -210,14 +210,14 @@ def test_inside_a_node_there_are_its_experts_alone() -> None:
 
 def sent(case: Case) -> list[int]:
     """Bytes that this rank's rail all-gathers and all-to-alls take, forward."""
-    counted: list[int] = []
+    pluralize: list[int] = []
     rail = [dist.get_rank() % SIZE, dist.get_rank() % SIZE + SIZE]
     gather, exchange = dist.all_gather_into_tensor, dist.all_to_all_single
 
     def count(function: Any) -> Any:
         def called(out: Tensor, x: Tensor, group: Any) -> None:
             if dist.get_process_group_ranks(group) == rail:
-                counted.append(x.nbytes)
+                pluralize.append(x.nbytes)
             function(out, x, group=group)
 
         return called
@@ -230,7 +230,7 @@ def sent(case: Case) -> list[int]:
         dispatcher.combine(experts(received, case.w_EDD[:2]), received)
     finally:
         dist.all_gather_into_tensor, dist.all_to_all_single = gather, exchange
-    return counted
+    return pluralize
 
 
 def test_a_token_crosses_the_network_once_to_each_node() -> None:

@@ -21,7 +21,7 @@ _LONGEST = 80
 
 
 @dataclass(frozen=True)
-class Told:
+class Settings:
     """The values of one rank."""
 
     host: str
@@ -43,7 +43,7 @@ class Difference:
         return f"{self.name} is {self.text}"
 
 
-def told(values: Mapping[str, str], shown: Mapping[str, str]) -> Told:
+def settings_of(values: Mapping[str, str], shown: Mapping[str, str]) -> Settings:
     """The values of this rank, on this host.
 
     Args:
@@ -51,7 +51,7 @@ def told(values: Mapping[str, str], shown: Mapping[str, str]) -> Told:
         shown: the same for users, without secrets.
     """
     marks = {name: _digest(value) for name, value in values.items()}
-    return Told(socket.gethostname(), marks, dict(shown))
+    return Settings(socket.gethostname(), marks, dict(shown))
 
 
 def compare(
@@ -69,21 +69,21 @@ def compare(
         values: to compare, by name.
         shown: gives the same for users, without secrets; called if there is a difference.
     """
-    store.set(f"alike/{rank}", _digest(json.dumps(values, sort_keys=True)))
+    store.set(f"settings/{rank}", _digest(json.dumps(values, sort_keys=True)))
     if rank == 0:
-        alike = len({store.get(f"alike/{other}") for other in range(world)}) == 1
-        store.set("alike", json.dumps(alike))
-    if json.loads(store.get("alike")):
+        equal = len({store.get(f"settings/{other}") for other in range(world)}) == 1
+        store.set("settings", json.dumps(equal))
+    if json.loads(store.get("settings")):
         return []
-    store.set(f"alike/{rank}/values", json.dumps(asdict(told(values, shown()))))
+    store.set(f"settings/{rank}/values", json.dumps(asdict(settings_of(values, shown()))))
     if rank == 0:
-        everyone = [json.loads(store.get(f"alike/{other}/values")) for other in range(world)]
-        found = differences([Told(**one) for one in everyone])
-        store.set("alike/found", json.dumps([asdict(one) for one in found]))
-    return [Difference(**one) for one in json.loads(store.get("alike/found"))]
+        everyone = [json.loads(store.get(f"settings/{other}/values")) for other in range(world)]
+        found = differences([Settings(**one) for one in everyone])
+        store.set("settings/found", json.dumps([asdict(one) for one in found]))
+    return [Difference(**one) for one in json.loads(store.get("settings/found"))]
 
 
-def differences(everyone: Sequence[Told]) -> list[Difference]:
+def differences(everyone: Sequence[Settings]) -> list[Difference]:
     """Names for which ranks have different values, in the order of rank 0's values.
 
     Args:
@@ -113,7 +113,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def _part(name: str, ranks: Sequence[int], everyone: Sequence[Told]) -> str:
+def _part(name: str, ranks: Sequence[int], everyone: Sequence[Settings]) -> str:
     """`0.001 on node0, node1 (ranks 0-15)`."""
     value = everyone[ranks[0]].shown.get(name, "unknown")
     value = value if len(value) <= _LONGEST else f"{value[: _LONGEST - 3]}..."

@@ -3,12 +3,12 @@
 import pytest
 import torch.distributed as dist
 
-from phalanx.parallel.fault.alike import Told, compare, differences, ranges, told
+from phalanx.parallel.fault.same_settings import Settings, compare, differences, ranges, settings_of
 from tests.support.distributed import run_distributed
 
 
-def of(host: str, **values: str) -> Told:
-    return Told(host, told(values, {}).marks, values)
+def of(host: str, **values: str) -> Settings:
+    return Settings(host, settings_of(values, {}).marks, values)
 
 
 def test_equal_values_have_no_difference() -> None:
@@ -35,7 +35,7 @@ def test_many_values_and_hosts_stay_one_short_line() -> None:
 
 def test_marks_are_of_the_values_and_not_of_what_is_shown() -> None:
     """Two secrets are both shown as ***."""
-    one, other = (told({"key": f"secret {n}"}, {"key": "***"}) for n in (1, 2))
+    one, other = (settings_of({"key": f"secret {n}"}, {"key": "***"}) for n in (1, 2))
     (found,) = differences([one, other])
     assert "*** on" in str(found) and "secret" not in str((one, other, found))
 
