@@ -31,7 +31,7 @@ from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.sm100.interleave import RUN, Interleaved
 from phalanx.parallel.dispatcher.received import Received
-from phalanx.parallel.memory.layer_pass import now
+from phalanx.parallel.memory.layer_context import current_layer_context
 
 _CHECKPOINT_NAMES = {
     "w1": "linear_fc1.weight",
@@ -123,7 +123,7 @@ class Experts(MegatronModule):
             out_ND; without addends 0 for a row that none of these experts reads.
         """
         weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
-        memory = now()
+        memory = current_layer_context()
         with received.saving():
             return grouped_mlp(
                 received.rows_ND,

@@ -32,8 +32,8 @@ from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import addends
 from phalanx.parallel.dispatcher.transport_class import Transport
-from phalanx.parallel.memory.again import checkpoint
-from phalanx.parallel.memory.layer_pass import now
+from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.recompute import checkpoint
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class MoE(MoELayer):
         """
         if intermediate_tensors is not None or padding_mask is not None:
             raise ValueError("the MoE layer takes hidden states only: pad with tokens, not a mask")
-        if now().again("moe"):
+        if current_layer_context().again("moe"):
             return checkpoint(self._forward, hidden_states, addend=residual), None
         return self._forward(hidden_states, residual), None
 

@@ -17,11 +17,11 @@ from torch.profiler import record_function
 
 from phalanx.kernels.expert_mlp.dense_halves import FirstHalf, dense_first, dense_second
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, for_widths
-from phalanx.moe.model.dense_mlp import takes
+from phalanx.moe.model.dense_mlp import uses_expert_kernels
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
-from phalanx.parallel.memory.again import checkpoint
-from phalanx.parallel.memory.layer_pass import now
+from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.recompute import checkpoint
 
 MEGATRON = partial(
     SharedExpertMLP,
@@ -33,7 +33,7 @@ MEGATRON = partial(
 class SharedExperts(SharedExpertMLP):
     """Megatron-Core's, parameters and checkpoints included, by the kernels of the routed experts.
 
-    Where `takes` says no, Megatron-Core computes them whole, on the way back, their products by the
+    Where `uses_expert_kernels` says no, Megatron-Core computes them whole, on the way back, their products by the
     recipe.
 
     Args:
@@ -46,7 +46,7 @@ class SharedExperts(SharedExpertMLP):
         ffn = self.config.moe_shared_expert_intermediate_size
         self.spec = for_widths(spec, ffn)
         """How they are computed, if in halves."""
-        self._halves = takes(spec, ffn=ffn, tensor=self.tp_group.size(), bias=False)
+        self._halves = uses_expert_kernels(spec, ffn=ffn, tensor=self.tp_group.size(), bias=False)
         if spec.recipe is not None and not self._halves:
             compute_by(spec, self)
 
@@ -59,12 +59,12 @@ class SharedExperts(SharedExpertMLP):
                 with record_function("moe/shared"):
                     x_ND, w1 = hidden_SBD.flatten(0, 1), gathered(self.linear_fc1).weight
                     made = dense_first(x_ND, w1, self.spec)
-                    now().drop("mlp", [made.h_NH], made.again)
+                    current_layer_context().drop("mlp", [made.h_NH], made.again)
                     between.append(made)
 
         def second() -> Tensor:
             with record_function("moe/shared"):
-                if not self._halves and now().again("mlp"):
+                if not self._halves and current_layer_context().again("mlp"):
                     return checkpoint(self, hidden_SBD).flatten(0, 1)
                 if not self._halves:
                     return self(hidden_SBD).flatten(0, 1)

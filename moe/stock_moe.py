@@ -65,7 +65,7 @@ def router_kwargs(model: ModelConfig) -> dict[str, Any]:
     )
 
 
-def refuse(options: MoEOptions) -> Refusal:
+def inexpressible(options: MoEOptions) -> Refusal:
     """What the stock layer cannot express, each clause with an override with which it can."""
     moe, r, instead = options.moe, options.moe.router, "or kernels.backend=torch"
     found = []
@@ -128,7 +128,7 @@ class StockRouter(KeepsPrecision, TopKRouter):
         super().set_layer_number(layer_number)
         choice = getattr(self.router_replay, "choice", None)
         if isinstance(choice, Replay):
-            choice.of_layer(layer_number, self.is_mtp_layer)
+            choice.load_layer(layer_number, self.is_mtp_layer)
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """Megatron-Core divides the global loss by the number of replicas once too often."""
@@ -216,7 +216,7 @@ class StockMoE(MoELayer):
         *,
         options: MoEOptions,
     ) -> None:
-        if reason := refuse(options):
+        if reason := inexpressible(options):
             raise ValueError(reason)
         if "moe_act" in options.recompute and not HAVE_TE:
             raise ValueError("run.recompute=moe_act needs Transformer Engine; set moe instead")

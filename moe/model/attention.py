@@ -43,9 +43,9 @@ from phalanx.kernels.core_attention.documents import Documents
 from phalanx.kernels.core_attention.latent import keys_values
 from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_
 from phalanx.kernels.core_attention.rope import rope_
-from phalanx.moe.model.max_logits import noting
+from phalanx.moe.model.max_logits import active_max_logit
 from phalanx.moe.model.packed import Packed
-from phalanx.parallel.memory.layer_pass import now
+from phalanx.parallel.memory.layer_context import current_layer_context
 
 
 class CoreAttention(MegatronModule):
@@ -133,7 +133,7 @@ class CoreAttention(MegatronModule):
                     return self._attend(query, key, value, documents)
                 return self._attend_in_chunks(query, key, value, packed)
 
-        return in_pass(attend, query, key, value)
+        return attend_in_context(attend, query, key, value)
 
     def _attend(
         self,
@@ -151,7 +151,7 @@ class CoreAttention(MegatronModule):
             window=self.window,
             sinks_H=self.softmax_offset,
             documents=documents,
-            top=noting(self),
+            top=active_max_logit(self),
             backend=self.backend,
         )
         return o_BHSv.permute(2, 0, 1, 3).flatten(2).contiguous()
@@ -218,19 +218,19 @@ def _window(config: TransformerConfig, layer_number: int) -> int:
 
 def _note(core: Any, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor) -> None:
     """The largest logits of whole sequences, for a core attention by another library."""
-    if (top := noting(core)) is not None:
+    if (top := active_max_logit(core)) is not None:
         q, k = (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_SBGd))
         raise_(top, q, k, scale=core.scale, window=core.window)
 
 
-def in_pass(
+def attend_in_context(
     attend: Callable[..., torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
     """Core attention, computed again or moved to host memory as the layer's pass says."""
-    memory = now()
+    memory = current_layer_context()
     out: torch.Tensor = memory.region("attention", attend, query, key, value)
     memory.move("attention", query, key, value, out)
     return out
@@ -300,7 +300,7 @@ class LatentAttention(MLASelfAttention):
         kv_latent, k_rope = kv.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
         if c.sequence_parallel:
             k_rope = gather_from_sequence_parallel_region(k_rope, group=self.tp_group)
-        memory = now()
+        memory = current_layer_context()
         if not memory.again("mla_up"):
             return *self._up(q_latent, kv_latent, k_rope, packed_seq_params), q_latent, kv_latent
 
@@ -371,12 +371,12 @@ def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
     if backend == "te" and whole_with_sinks:
         return ModuleSpec(module=SinkAttention, params={"backend": "te"})
     if backend == "te":
-        return transformer_engines()
+        return te_core_attention()
     return ModuleSpec(module=CoreAttention, params={"backend": backend})
 
 
 @functools.cache
-def transformer_engines() -> Any:
+def te_core_attention() -> Any:
     """Transformer Engine's, in the layer's pass. It takes note of the largest logits by our kernel;
     that is for sequences that are not split over ranks (kernels.registry)."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -400,6 +400,6 @@ def transformer_engines() -> Any:
                 return super(InPass, self).forward(*qkv, *given, **named)
 
             _note(self, query, key)
-            return in_pass(attend, query, key, value)
+            return attend_in_context(attend, query, key, value)
 
     return InPass

@@ -15,11 +15,11 @@ from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
 from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE, Margins, MLPSpec, for_widths
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
-from phalanx.parallel.memory.again import checkpoint
-from phalanx.parallel.memory.layer_pass import now
+from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.recompute import checkpoint
 
 
-def takes(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> bool:
+def uses_expert_kernels(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> bool:
     """Whether a dense MLP runs by the kernels of the routed experts.
 
     Args:
@@ -33,7 +33,7 @@ def takes(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> bool:
 
 
 class DenseMLP(MLP):
-    """Megatron-Core's, parameters and checkpoints included; computed as `takes` says.
+    """Megatron-Core's, parameters and checkpoints included; computed as `uses_expert_kernels` says.
 
     Args:
         spec: how. No communication runs beside: no SMs are left free.
@@ -46,7 +46,7 @@ class DenseMLP(MLP):
         c, spec = self.config, replace(spec, margins=Margins())
         self.spec = for_widths(spec, c.ffn_hidden_size)
         """How it is computed, if in halves."""
-        self._fused = takes(
+        self._fused = uses_expert_kernels(
             spec, ffn=c.ffn_hidden_size, tensor=self.tp_group.size(), bias=c.add_bias_linear
         )
         if spec.recipe is not None and not self._fused:  # biases are Megatron-Core's to add
@@ -54,7 +54,7 @@ class DenseMLP(MLP):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """[s, B, D] to [s, B, D], and a bias to add or None."""
-        memory = now()
+        memory = current_layer_context()
         if not self._fused:
             if memory.again("mlp"):
                 return checkpoint(self._whole, hidden_states), None

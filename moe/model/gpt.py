@@ -55,7 +55,7 @@ from phalanx.moe.model.precision import compute_dtype, recipe, with_recipe
 from phalanx.moe.model.transformer_layer import Layer
 from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, StockMoE, router_kwargs
 from phalanx.parallel.megatron import patches
-from phalanx.parallel.memory.layer_pass import MemoryPlan
+from phalanx.parallel.memory.layer_context import MemoryPlan
 
 
 @dataclass

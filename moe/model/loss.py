@@ -1,7 +1,7 @@
 """Cross entropy of the language model, with the vocabulary over the tensor-parallel ranks.
 
 On GPUs the gradient takes the place of the logits, which nothing else reads. Where a step knows
-what the gradient of each loss is going to be (`foretold`), Hopper GPUs write it forward, in the
+what the gradient of each loss is going to be (`expect_grad`), Hopper GPUs write it forward, in the
 pass that reads the logits for the loss (`kernels.sm90.loss`); otherwise it is written backward,
 from logits that are read once more (`kernels.elementwise.cross_entropy`).
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class Foretold(NamedTuple):
+class ExpectedGrad(NamedTuple):
     """What gradients of losses are going to be."""
 
     gradient: Callable[[], Tensor]
@@ -28,24 +28,24 @@ class Foretold(NamedTuple):
     """Address of the labels that the losses are of."""
 
 
-_FORETOLD: ContextVar[Foretold | None] = ContextVar("foretold", default=None)
+_FORETOLD: ContextVar[ExpectedGrad | None] = ContextVar("foretold", default=None)
 
 
 @contextlib.contextmanager
-def foretold(gradient: Callable[[], Tensor], labels: Tensor) -> Iterator[None]:
+def expect_grad(gradient: Callable[[], Tensor], labels: Tensor) -> Iterator[None]:
     """Inside, losses of these labels are going to have this gradient, which is asked for where it
     is of use.
 
     Others are right too, to twice the rounding, but take a pass over the logits of their tokens.
     """
-    token = _FORETOLD.set(Foretold(gradient, labels.data_ptr()))
+    token = _FORETOLD.set(ExpectedGrad(gradient, labels.data_ptr()))
     try:
         yield
     finally:
         _FORETOLD.reset(token)
 
 
-def gradient_foretold(labels: Tensor) -> Tensor | None:
+def expected_grad(labels: Tensor) -> Tensor | None:
     """That of losses of these labels, fp32, of one element; None if it is not known."""
     told = _FORETOLD.get()
     return told.gradient() if told is not None and told.labels == labels.data_ptr() else None
@@ -81,7 +81,7 @@ class CrossEntropy(torch.autograd.Function):
         return logits_NV, None, None
 
 
-class ForetoldCrossEntropy(torch.autograd.Function):
+class OnePassCrossEntropy(torch.autograd.Function):
     """The same; logits are overwritten by their gradient at once."""
 
     @staticmethod
@@ -113,9 +113,9 @@ def cross_entropy(logits_SBV: Tensor, labels_BS: Tensor, group: dist.ProcessGrou
     S, B, V = logits_SBV.shape
     target_N = labels_BS.t().reshape(-1)
     logits_NV = logits_SBV.contiguous().view(-1, V)
-    gradient = gradient_foretold(labels_BS) if _in_one_pass(logits_NV, group) else None
+    gradient = expected_grad(labels_BS) if _in_one_pass(logits_NV, group) else None
     if gradient is not None:
-        loss_N = ForetoldCrossEntropy.apply(logits_NV, target_N, gradient)
+        loss_N = OnePassCrossEntropy.apply(logits_NV, target_N, gradient)
     else:
         loss_N = CrossEntropy.apply(logits_NV, target_N, group)
     return loss_N.view(S, B).t().contiguous()

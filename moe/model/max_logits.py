@@ -81,7 +81,7 @@ def attention_layers(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
                 yield module
 
 
-def noting(core: Any) -> MaxLogit | None:
+def active_max_logit(core: Any) -> MaxLogit | None:
     """Where a core attention takes note of its forward pass, if it is to.
 
     Args:

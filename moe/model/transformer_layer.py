@@ -25,8 +25,13 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.moe.layer import MoE
 from phalanx.moe.model.norm import ResidualNorm
 from phalanx.parallel.megatron.recipe_linear import compute_by
-from phalanx.parallel.memory.again import checkpoint
-from phalanx.parallel.memory.layer_pass import KEEP, MemoryPlan, now, passing
+from phalanx.parallel.memory.layer_context import (
+    KEEP_ALL,
+    MemoryPlan,
+    current_layer_context,
+    enter_layer,
+)
+from phalanx.parallel.memory.recompute import checkpoint
 
 
 class Layer(TransformerLayer):
@@ -46,7 +51,7 @@ class Layer(TransformerLayer):
         self,
         *given: Any,
         projections: MLPSpec | None = None,
-        memory: MemoryPlan = KEEP,
+        memory: MemoryPlan = KEEP_ALL,
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
@@ -85,7 +90,7 @@ class Layer(TransformerLayer):
             rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
         )
-        with passing(self._memory, self.layer_number) as memory:
+        with enter_layer(self._memory, self.layer_number) as memory:
             if memory.again("full"):
                 hidden = checkpoint(partial(self._forward, attend), hidden_states)
                 memory.move("residual", hidden_states)
@@ -97,7 +102,7 @@ class Layer(TransformerLayer):
         return hidden, None
 
     def _forward(self, attend: Callable[[Tensor], Any], hidden: Tensor) -> Tensor:
-        memory = now()
+        memory = current_layer_context()
         normed, residual = _fork(self.input_layernorm, hidden)
         memory.drop("norm", [normed], partial(_normed, self.input_layernorm, hidden))
         out, bias = attend(normed)

@@ -12,7 +12,7 @@ import numpy as np
 
 from phalanx.configs.knobs import counted
 from phalanx.configs.schema import ModelConfig
-from phalanx.moe.router.recording import MOST_TOKENS, Ids, flaw, layer_names
+from phalanx.moe.router.recording import MOST_TOKENS, Ids, invalid_choice, layer_names
 
 OTHERS = "*"
 """Name, in JSON, of all layers that are not named."""
@@ -54,7 +54,7 @@ def read_choices(path: Path, model: ModelConfig) -> dict[str, Ids]:
     return ids
 
 
-def drawn(
+def random_choices(
     model: ModelConfig, weights: Mapping[int, float], tokens: int, seed: int
 ) -> dict[str, Ids]:
     """Random choices [tokens, top_k] of each layer.
@@ -103,7 +103,7 @@ def _array(path: Path, name: str, rows: Any, model: ModelConfig) -> Ids:
         raise ValueError(
             f"{path}: {name!r} has {counted(len(ids), 'token')}; a file holds 1 to {MOST_TOKENS}"
         )
-    if why := flaw(ids, model.moe.experts):
+    if why := invalid_choice(ids, model.moe.experts):
         raise ValueError(f"{path}: {name!r} {why}")
     return ids
 

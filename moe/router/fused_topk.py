@@ -30,11 +30,11 @@ from phalanx.kernels.sm90.limits import (
 )
 
 
-def refuse(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
+def unsupported(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
     """Why the kernel cannot route by these options."""
     if options.rounding != "none":
         return f"token rounding (rounding={options.rounding}) is not supported"
-    limited = options.group_topk < options.groups and not given_choice(options)
+    limited = options.group_topk < options.groups and not forces_choice(options)
     if limited and (why := _refuse_groups(options, experts, top_k)):
         return why
     if experts % 8 or experts > TOPK_EXPERTS:
@@ -46,7 +46,7 @@ def refuse(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
     return None
 
 
-def given_choice(options: RouterConfig) -> bool:
+def forces_choice(options: RouterConfig) -> bool:
     """Whether a table chooses in place of the router."""
     return options.force_balance or bool(options.replay)
 
@@ -75,7 +75,7 @@ def topk(
     Args:
         logits_TE: fp32, contiguous, on a Hopper GPU.
         bias_E: fp32, joins the sigmoids in the choice alone; None has none.
-        options: that `refuse` does not.
+        options: that `unsupported` does not.
         top_k: K.
 
     Returns:
@@ -97,7 +97,7 @@ def forced(
         logits_TE: as `topk` takes it.
         table: of the module `ForcedBalance` or `Replay`.
         first: number of the first token in its expert-parallel group.
-        options: that `refuse` does not.
+        options: that `unsupported` does not.
     """
     idx_TK, prob_TK = _Forced.apply(logits_TE, table, first, options)
     return idx_TK, prob_TK

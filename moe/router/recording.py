@@ -27,7 +27,7 @@ Ids = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
-class Facts:
+class RecordingFacts:
     """What was recorded."""
 
     model: str
@@ -54,7 +54,9 @@ def layer_names(model: ModelConfig) -> Iterator[str]:
         yield layer_name(number + 1, prediction=True)
 
 
-def write(path: Path, ids: Mapping[str, Ids], *, model: str, experts: int, step: int) -> Facts:
+def write(
+    path: Path, ids: Mapping[str, Ids], *, model: str, experts: int, step: int
+) -> RecordingFacts:
     """Make the file of the choices [tokens, top_k] of each layer, and folders for it.
 
     Raises:
@@ -65,7 +67,7 @@ def write(path: Path, ids: Mapping[str, Ids], *, model: str, experts: int, step:
         if of.size and not 0 <= of.min() <= of.max() < experts:
             raise ValueError(f"{name} has ids from {of.min()} to {of.max()} of {experts} experts")
     tokens, top_k = next(iter(ids.values())).shape
-    facts = Facts(model, experts, top_k, tokens, step, tuple(ids))
+    facts = RecordingFacts(model, experts, top_k, tokens, step, tuple(ids))
     dtype = np.uint8 if experts <= 256 else np.uint16
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -76,7 +78,7 @@ def write(path: Path, ids: Mapping[str, Ids], *, model: str, experts: int, step:
     return facts
 
 
-def read_facts(path: str | Path) -> Facts:
+def read_facts(path: str | Path) -> RecordingFacts:
     """Of a file.
 
     Raises:
@@ -92,9 +94,9 @@ def read_facts(path: str | Path) -> Facts:
         raise ValueError(f"{path} is no recorded routing, which run.record_routing writes")
     try:
         found = json.loads(metadata["facts"])
-        return Facts(**found | {"layers": tuple(found["layers"])})
+        return RecordingFacts(**found | {"layers": tuple(found["layers"])})
     except (ValueError, KeyError, TypeError):
-        names = ", ".join(f.name for f in fields(Facts))
+        names = ", ".join(f.name for f in fields(RecordingFacts))
         raise ValueError(f"{path} has no facts in its metadata: JSON with {names}") from None
 
 
@@ -114,12 +116,12 @@ def read_layer(path: str | Path, name: str) -> Ids:
     if found.shape != shape or found.dtype.kind not in "ui":
         has = f"{found.dtype} {list(found.shape)}"
         raise ValueError(f"{path}: {name} is {has}, not whole numbers {list(shape)}")
-    if why := flaw(found, facts.experts):
+    if why := invalid_choice(found, facts.experts):
         raise ValueError(f"{path}: {name} {why}")
     return found
 
 
-def flaw(ids: Ids, experts: int) -> str:
+def invalid_choice(ids: Ids, experts: int) -> str:
     """Why whole numbers [tokens, top_k] are no choices of so many experts; empty if they are."""
     outside = (ids < 0) | (ids >= experts)
     if outside.any():
@@ -131,7 +133,7 @@ def flaw(ids: Ids, experts: int) -> str:
     return f"has an expert twice of token {int(twice.argmax())}" if twice.any() else ""
 
 
-def misfit(facts: Facts, model: ModelConfig) -> str | None:
+def mismatch(facts: RecordingFacts, model: ModelConfig) -> str | None:
     """Why a model cannot replay a recorded routing; None if it can. More layers do no harm."""
     mine = {"model.moe.experts": model.moe.experts, "model.moe.top_k": model.moe.top_k}
     theirs = (facts.experts, facts.top_k)

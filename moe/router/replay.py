@@ -18,7 +18,7 @@ class Replay(torch.nn.Module):
     """Token n of the expert-parallel group takes the experts of recorded token n % N.
 
     Args:
-        path: of a file that fits the model (`moe.router.recording.misfit`).
+        path: of a file that fits the model (`moe.router.recording.mismatch`).
     """
 
     table: Tensor
@@ -30,7 +30,7 @@ class Replay(torch.nn.Module):
         empty = torch.empty(0, 0, dtype=torch.int16, device=torch.cuda.current_device())
         self.register_buffer("table", empty, persistent=False)
 
-    def of_layer(self, number: int, prediction: bool) -> None:
+    def load_layer(self, number: int, prediction: bool) -> None:
         """Read the choices of a layer, by its number from 1 within its kind."""
         ids = read_layer(self._path, layer_name(number, prediction))
         self.table = torch.from_numpy(ids.astype("int16")).to(self.table.device)

@@ -52,7 +52,7 @@ def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
         raise ValueError(f"unknown {at}.rounding={options.rounding}: set it to one of {modes}")
     if options.rounding_tile < 1:
         raise ValueError(f"{at}.rounding_tile={options.rounding_tile} must be at least 1")
-    if options.rounding != "none" and fused_topk.given_choice(options):
+    if options.rounding != "none" and fused_topk.forces_choice(options):
         what = "force_balance" if options.force_balance else "replay"
         raise ValueError(f"{at}.{what} chooses experts itself: set {at}.rounding=none")
     if not 1 <= options.group_topk <= options.groups:
@@ -122,7 +122,7 @@ class Router(KeepsPrecision, MegatronModule):
         self.top_k, self.options = top_k, options
         check(options, experts=self.num_experts, top_k=top_k)
         self.slots = slots(options, experts=self.num_experts, top_k=top_k)
-        refused = fused_topk.refuse(options, experts=self.num_experts, top_k=top_k)
+        refused = fused_topk.unsupported(options, experts=self.num_experts, top_k=top_k)
         self.fused = backend == "fused" and refused is None
         self.is_mtp_layer = is_mtp_layer
         self.layer_number: int | None = None
@@ -155,7 +155,7 @@ class Router(KeepsPrecision, MegatronModule):
         """1-based number of the layer, within its kind (decoder or prediction)."""
         self.layer_number = layer_number
         if isinstance(self.forced, Replay):
-            self.forced.of_layer(layer_number, self.is_mtp_layer)
+            self.forced.load_layer(layer_number, self.is_mtp_layer)
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Start the counts of a new global batch; Megatron-Core calls it once per step."""
@@ -228,7 +228,7 @@ class Router(KeepsPrecision, MegatronModule):
     def _choice_is_shaped(self) -> bool:
         """Whether the choice can differ from the K largest logits."""
         o = self.options
-        given = fused_topk.given_choice(o)
+        given = fused_topk.forces_choice(o)
         return bool(o.bias_rate or given or o.group_topk < o.groups)
 
     def _balance(

@@ -23,7 +23,7 @@ from phalanx.moe.estimate.room import device_room
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.moe.report.units import storage
-from phalanx.moe.router.fused_topk import refuse
+from phalanx.moe.router.fused_topk import unsupported
 from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.cuda_graph import WARM_STEPS
 from phalanx.parallel.dispatcher.clones import Costs, costs_of_copies, rates_on
@@ -47,7 +47,7 @@ def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
         capability=torch.cuda.get_device_capability(runtime.device) if cuda else None,
     )
     experts, e = resolve("grouped_mlp", cfg.kernels.backend, known), cfg.model.moe
-    why = refuse(e.router, experts=e.experts, top_k=e.top_k)
+    why = unsupported(e.router, experts=e.experts, top_k=e.top_k)
     if experts.backend == "fused" and why is not None:
         experts = replace(experts, reason=f"{experts.reason}; routing by torch: {why}")
     return [
@@ -92,7 +92,7 @@ def choose_graph(cfg: Config) -> Choice:
     Raises:
         ConfigError: on all ranks, if `full_iteration` is forced and one of them cannot capture.
     """
-    wanted, reasons = cfg.run.graph, gather(capture.refuse(cfg))
+    wanted, reasons = cfg.run.graph, gather(capture.unsupported(cfg))
     asked = "auto" if wanted == "auto" else f"run.graph={wanted}"
     if wanted == capture.EAGER:
         return Choice("graph", wanted, asked)
@@ -188,7 +188,7 @@ def choose_clone_costs(cfg: Config, runtime: Runtime) -> Costs:
     return max(gather(own))
 
 
-def experts_of_all(backend: str) -> str:
+def agreed_experts(backend: str) -> str:
     """This rank's experts, or those of another rank if these cannot wait for tokens. Collective."""
     told = gather(backend)
     return next((name for name in told if not waits_for_tokens(name)), backend)

@@ -31,7 +31,7 @@ _INPUT = (ConfigError, KernelUnavailable, DataError, CheckpointMismatch, Checkpo
 _GRACE = 5.0  # seconds in which a launcher surely signals the ranks that are left
 
 
-def give_up(
+def exit_with(
     error: Exception,
     stop: StopSignal,
     *,
@@ -64,7 +64,7 @@ def give_up(
         text = f"error: the other ranks are gone: {lost}"
     if rank:
         text += f" (rank {rank})"
-    speak(text)
+    emit_error(text)
     return code
 
 
@@ -73,7 +73,7 @@ def not_captured(failure: CaptureFailed) -> str:
     return f"the step could not be captured as a CUDA graph: {failure}"
 
 
-def speak(text: str) -> None:
+def emit_error(text: str) -> None:
     """Tell an error to the user, and to the launcher for its report."""
     text = redacted(text)
     print(text, file=sys.stderr, flush=True)

@@ -33,13 +33,15 @@ class Labels(NamedTuple):
     """fp32: of a micro-batch of a rank, on average; 1 where none counts."""
 
 
-def labels_of(number_K: Tensor, parts: int) -> Labels:
+def make_labels(number_K: Tensor, parts: int) -> Labels:
     """`number_K` labels in so many micro-batches of all ranks together."""
     mean_K = (number_K.double() / parts).masked_fill(number_K == 0, 1)
     return Labels(number_K, mean_K.float())
 
 
-def counted(inputs: Sequence[Batch], kinds: int, parts: int, group: dist.ProcessGroup) -> Labels:
+def count_labels(
+    inputs: Sequence[Batch], kinds: int, parts: int, group: dist.ProcessGroup
+) -> Labels:
     """Labels that count in a step with masks, without a host read.
 
     Args:
@@ -52,7 +54,7 @@ def counted(inputs: Sequence[Batch], kinds: int, parts: int, group: dist.Process
     number_K = torch.stack([_number(batch, kinds) for batch in inputs]).sum(0)
     if group.size() > 1:
         dist.all_reduce(number_K, group=group)
-    return labels_of(number_K, parts)
+    return make_labels(number_K, parts)
 
 
 def _number(batch: Batch, kinds: int) -> Tensor:

@@ -31,7 +31,7 @@ _ON_CPU = 4
 """Logits, in their own bytes, that the loss on a CPU holds on top: two of their size in fp32."""
 
 
-def check_room(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
+def check_memory(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
     """Refuse what surely does not fit, and warn of what is near, on stderr.
 
     Args:

@@ -1,6 +1,6 @@
 """Out of memory: what would help, and where the memory is.
 
-`advised` goes around the code that allocates. It does not handle the error; it makes of it one line
+`explain_out_of_memory` goes around the code that allocates. It does not handle the error; it makes of it one line
 with the knobs that help at their present values, and a snapshot of the allocator for
 pytorch.org/memory_viz in the run folder.
 """
@@ -27,7 +27,7 @@ class OutOfMemory(torch.OutOfMemoryError):
 
 
 @contextmanager
-def advised(cfg: Config, world: int, folder: Path) -> Iterator[None]:
+def explain_out_of_memory(cfg: Config, world: int, folder: Path) -> Iterator[None]:
     """Raise OutOfMemory for torch's own errors, of a GPU or of the host.
 
     Args:

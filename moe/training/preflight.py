@@ -140,7 +140,7 @@ def _replay(cfg: Config) -> Iterator[str]:
             facts = recording.read_facts(path)
         except ValueError as error:
             raise ConfigError(f"{error} (model.moe.router.replay)") from None
-        if reason := recording.misfit(facts, cfg.model):
+        if reason := recording.mismatch(facts, cfg.model):
             raise ConfigError(f"model.moe.router.replay={path} {reason}")
         yield (
             f"routing: replayed from {path}, {facts.tokens:,} tokens of {facts.model} after step "

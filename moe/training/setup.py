@@ -25,13 +25,13 @@ from phalanx.moe.model.init import initialize
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.qk_clip import QKClip
 from phalanx.moe.training.choices import (
+    agreed_experts,
     choose_clone_costs,
     choose_fp8_weights,
     choose_graph,
     choose_kernels,
     emulated_layers,
     emulation,
-    experts_of_all,
     known,
 )
 from phalanx.parallel.dispatcher.capacity import Budget
@@ -82,7 +82,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """The model of this rank before its weights are drawn or loaded, and what it was built for."""
 
     config: TransformerConfig
@@ -120,7 +120,7 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
     return Job(cfg, runtime, groups, *how, engine, built.places, tops)
 
 
-def _measure_logits(cfg: Config, built: Built, engine: Engine, runtime: Runtime) -> MaxLogits:
+def _measure_logits(cfg: Config, built: BuiltModel, engine: Engine, runtime: Runtime) -> MaxLogits:
     """Have attention note its largest logits, and with `optim.qk_clip` updates bounded by them."""
     model = engine.modules, built.config, built.groups.pg
     tops = MaxLogits(*model, runtime.device)
@@ -130,7 +130,7 @@ def _measure_logits(cfg: Config, built: Built, engine: Engine, runtime: Runtime)
     return tops
 
 
-def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Built:
+def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> BuiltModel:
     """Groups, kernels and bare model chunks, on the device; every rank calls it."""
     p = cfg.parallel
     choices = choices or choose_kernels(cfg, runtime)
@@ -162,7 +162,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     graph = choose_graph(resolved)
     resolved.run.graph = graph.backend
     weights = choose_fp8_weights(resolved, runtime)
-    waiting = experts_of_all(experts)
+    waiting = agreed_experts(experts)
     shared = cfg.model.moe.shared_ffn > 0
     quantizes = quantizes_on_arrival(resolved)
     overlap = transport_choices(
@@ -189,7 +189,7 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     if cfg.data.document_mask:
         patches.shift_within_documents()
         places = document_places(cfg.data) if attention in BOUNDED else 0
-    return Built(config, groups, choices, captured, budget, chunks, places)
+    return BuiltModel(config, groups, choices, captured, budget, chunks, places)
 
 
 def _moe_options(

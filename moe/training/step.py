@@ -17,11 +17,11 @@ import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from phalanx.configs.schema import Config
-from phalanx.moe.model.loss import foretold
+from phalanx.moe.model.loss import expect_grad
 from phalanx.moe.model.mtp_loss import labels_ahead
 from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
-from phalanx.moe.training.labels import Batch, Labels, counted, labels_of
+from phalanx.moe.training.labels import Batch, Labels, count_labels, make_labels
 from phalanx.moe.training.setup import Job
 from phalanx.parallel.cuda_graph import CaptureFailed, Inputs, StepGraph
 from phalanx.parallel.engine import max_over_world, sum_over_world
@@ -98,7 +98,7 @@ class Step:
         stop: bool = False,
         waited: float = 0.0,
         measure_logits: bool = False,
-        spoil: float = 1.0,
+        grad_factor: float = 1.0,
         forward_only: bool = False,
     ) -> Totals:
         """Compute a step, again while experts need more rows than they have.
@@ -120,7 +120,7 @@ class Step:
         compute = self._forward if forward_only else self.graph or self.forward_backward
         self._stop.fill_(stop)
         if self._spoil is not None:
-            self._spoil.fill_(spoil)
+            self._spoil.fill_(grad_factor)
         if (tops := self.job.max_logits) is not None:
             tops.begin(measure_logits)
         self._late_R[self.job.runtime.rank].fill_(waited + self._launched)  # `=` waits for a copy
@@ -189,7 +189,7 @@ class Step:
         data, device = self.cfg.data, self.job.runtime.device
         lengths = (data.sequence_length - k for k in range(1 + self.cfg.model.mtp_layers))
         number_K = torch.tensor([data.global_batch * max(0, n) for n in lengths], device=device)
-        return labels_of(number_K, self.job.microbatches * self._ranks)
+        return make_labels(number_K, self.job.microbatches * self._ranks)
 
     @property
     def _ranks(self) -> int:
@@ -201,7 +201,7 @@ class Step:
         if "loss_mask" not in inputs[0]:
             return self._all_labels
         parts, kinds = len(inputs) * self._ranks, len(self._all_labels.number_K)
-        return counted(inputs, kinds, parts, self.job.groups.pg.dp)
+        return count_labels(inputs, kinds, parts, self.job.groups.pg.dp)
 
     def _forward(self, inputs: Inputs) -> torch.Tensor:
         labels = self._labels(inputs)
@@ -250,7 +250,7 @@ class Step:
         labels, mask = batch["labels"], batch.get("loss_mask")
         mean, report = mean_K[0], mean_loss if chunk.training else sample_losses
         gradient = partial(self._loss_gradient, labels, microbatches, mean, mask)
-        with foretold(gradient, labels), labels_ahead(mean_K[1:]) as ahead:
+        with expect_grad(gradient, labels), labels_ahead(mean_K[1:]) as ahead:
             if self.cfg.data.document_mask:
                 output = self._packed(batch, chunk)
             else:

@@ -38,18 +38,18 @@ from phalanx.moe.report.title import title_facts
 from phalanx.moe.router import balance
 from phalanx.moe.training.bad_steps import Health
 from phalanx.moe.training.choices import choose_graph, choose_kernels, known
-from phalanx.moe.training.failure import give_up, not_captured, speak
+from phalanx.moe.training.failure import emit_error, exit_with, not_captured
 from phalanx.moe.training.faults import Faults
 from phalanx.moe.training.launch import Launch
-from phalanx.moe.training.memory_check import check_room
-from phalanx.moe.training.out_of_memory import advised
+from phalanx.moe.training.memory_check import check_memory
+from phalanx.moe.training.out_of_memory import explain_out_of_memory
 from phalanx.moe.training.preflight import checkpoint_root, nothing_left, preflight
 from phalanx.moe.training.routing_record import record_routing
 from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
 from phalanx.moe.training.shared import compare_settings
 from phalanx.moe.training.step import Rerun, Step
-from phalanx.moe.training.validation import Tally, scores
+from phalanx.moe.training.validation import SourceLosses, scores
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
 from phalanx.parallel.checkpoint.saved_config import NoneValid
 from phalanx.parallel.cuda_graph import own_stream
@@ -274,7 +274,7 @@ class Trainer:
             stop=asked,
             waited=waited,
             measure_logits=due,
-            spoil=self.faults.factor(number),
+            grad_factor=self.faults.factor(number),
         )
         loss, mtp_loss, labels, norm, stopping, reruns, late, load, logits = totals
         self._tell(reruns, f"step {number}")
@@ -329,7 +329,7 @@ class Trainer:
         doing(f"step {self.step}: validation")
         engine.eval()
         steps, before = list[tuple[float, int]](), balance.snapshot(engine.modules)
-        tally = Tally(len(sources), self.runtime.device) if len(sources) > 1 else None
+        tally = SourceLosses(len(sources), self.runtime.device) if len(sources) > 1 else None
         with torch.no_grad(), record_function("validation"):
             for _ in range(self.cfg.run.eval_batches):
                 numbers = loader.next_rows()
@@ -564,7 +564,7 @@ def run(
             nonlocal watchdog
             rank, world = int(os.environ.get("RANK", "0")), launcher_world()
             limit = cfg.parallel.timeout
-            watchdog = Watchdog(guard, store, rank, world, limit, folder, speak)
+            watchdog = Watchdog(guard, store, rank, world, limit, folder, emit_error)
             doing("start: comparison of settings")
             compare_settings(cfg, store, rank, world)
 
@@ -590,9 +590,9 @@ def run(
         # Before the transport is chosen: a graph needs its stream from the start.
         graph = choose_graph(known(cfg, runtime, choices, cfg.parallel.dispatch))
         stream = own_stream(runtime.device) if graph.backend == CAPTURED else nullcontext()
-        with advised(cfg, runtime.world, folder), stream:
+        with explain_out_of_memory(cfg, runtime.world, folder), stream:
             doing("start: room")
-            check_room(cfg, runtime, choices)
+            check_memory(cfg, runtime, choices)
             doing("start: run folder")
             held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
             if cfg.run.save_interval >= 0 and not cfg.run.checkpoints:
@@ -604,6 +604,6 @@ def run(
         watchdog.close()
     except Exception as error:
         rank, training = int(os.environ.get("RANK", "0")), trainer is not None
-        return give_up(error, stop, rank=rank, training=training, watchdog=watchdog)
+        return exit_with(error, stop, rank=rank, training=training, watchdog=watchdog)
     end_runtime(runtime) if ends_process else stop_runtime()
     return 0 if trainer.step >= cfg.run.steps else cfg.run.requeue_code

@@ -18,7 +18,7 @@ from phalanx.moe.data.sources import Source
 from phalanx.parallel.engine import sum_over_world
 
 
-class OfSource(NamedTuple):
+class SourceSums(NamedTuple):
     """Sums over the samples of a source."""
 
     loss: float
@@ -28,7 +28,7 @@ class OfSource(NamedTuple):
     """Counted once by each context rank."""
 
 
-class Tally:
+class SourceLosses:
     """Losses by source.
 
     Args:
@@ -55,21 +55,21 @@ class Tally:
         sums_3N = torch.cat((samples_2N, torch.ones_like(samples_2N[:1])))
         self._sums_3P += sums_3N.double() @ of_NP
 
-    def totals(self) -> list[OfSource]:
+    def totals(self) -> list[SourceSums]:
         """By source, over all ranks. Collective."""
         sums_P3 = sum_over_world(self._sums_3P).t().tolist()
-        return [OfSource(loss, round(labels), round(n)) for loss, labels, n in sums_P3]
+        return [SourceSums(loss, round(labels), round(n)) for loss, labels, n in sums_P3]
 
 
 def scores(
-    steps: Sequence[tuple[float, int]], sources: Sequence[Source], totals: Sequence[OfSource]
+    steps: Sequence[tuple[float, int]], sources: Sequence[Source], totals: Sequence[SourceSums]
 ) -> dict[str, float]:
     """What a validation is recorded as.
 
     Args:
         steps: mean loss of each step in nats a label, and the labels that count.
         sources: of the validation data; none for random tokens.
-        totals: of `Tally`, for several sources.
+        totals: of `SourceLosses`, for several sources.
 
     Returns:
         `valid_loss`, `valid_perplexity` and `valid_labels`, and `valid_bits_per_byte` where the

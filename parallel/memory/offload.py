@@ -52,7 +52,7 @@ class _HostBuffers:
         self._free[buffer.numel()].append(buffer)
 
 
-class Group:
+class OffloadedGroup:
     """What one layer has given."""
 
     def __init__(self, place: int, before: "Group | None") -> None:
@@ -78,10 +78,10 @@ class Offloader:
         self._out: Any = torch.cuda.Stream(device) if self._cuda else None
         self._in: Any = torch.cuda.Stream(device) if self._cuda else None
         self.host = _HostBuffers()
-        self._last: Group | None = None
-        self._leaving: Group | None = None
+        self._last: OffloadedGroup | None = None
+        self._leaving: OffloadedGroup | None = None
 
-    def send(self, tensors: list[Tensor], place: int) -> Group:
+    def send(self, tensors: list[Tensor], place: int) -> OffloadedGroup:
         """Tensors begin to leave, and those that left before are away.
 
         Nobody reads them before `need`.
@@ -92,7 +92,9 @@ class Offloader:
         """
         given = [s for s in storages(tensors) if s.nbytes() >= _SMALLEST or not self._cuda]
         last = self._last
-        group = Group(place, last if last is not None and last.place + 1 == place else None)
+        group = OffloadedGroup(
+            place, last if last is not None and last.place + 1 == place else None
+        )
         self._start(self._out)
         with self._on(self._out):
             for storage in given:
@@ -113,7 +115,7 @@ class Offloader:
                 empty(storage)
             group.away = True
 
-    def need(self, group: Group) -> None:
+    def need(self, group: OffloadedGroup) -> None:
         """All of a group is there again; the group before it begins to come."""
         if group is self._leaving:  # it stays
             self._leaving = None
@@ -128,7 +130,7 @@ class Offloader:
         if before is not None and before.away:
             self._fetch(before)
 
-    def _fetch(self, group: Group) -> None:
+    def _fetch(self, group: OffloadedGroup) -> None:
         for storage, host in group.pairs:
             storage.resize_(host.numel())  # on the stream that is going to use it
         self._start(self._in)

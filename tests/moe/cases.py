@@ -79,9 +79,9 @@ def options(model: Any, pg: Any, backend: str = "torch") -> Any:
 
 def recomputing(*names: str) -> Any:
     """Context of a layer that computes these again."""
-    from phalanx.parallel.memory.layer_pass import MemoryPlan, passing
+    from phalanx.parallel.memory.layer_context import MemoryPlan, enter_layer
 
-    return passing(MemoryPlan(frozenset(names) - {"none"}), 1)
+    return enter_layer(MemoryPlan(frozenset(names) - {"none"}), 1)
 
 
 def draw(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32):

@@ -94,7 +94,9 @@ def _measured(cfg: Config) -> tuple[Tensor, Tensor, Tensor, int]:
         found = torch.full(tops.most_LH.shape, float("-inf"), dtype=torch.float64)
         forward, raise_ = CoreAttention.forward, kernels.raise_
 
-        def noting(self: Any, query: Tensor, key: Tensor, *given: Any, **named: Any) -> Tensor:
+        def active_max_logit(
+            self: Any, query: Tensor, key: Tensor, *given: Any, **named: Any
+        ) -> Tensor:
             packed = named.get("packed_seq_params")
             positions = None if packed is None else packed.position_T
             row = found[rows[self]]
@@ -105,7 +107,7 @@ def _measured(cfg: Config) -> tuple[Tensor, Tensor, Tensor, int]:
             passes.append(1)
             raise_(*given, **named)
 
-        CoreAttention.forward, kernels.raise_ = noting, counting
+        CoreAttention.forward, kernels.raise_ = active_max_logit, counting
         try:
             batches, before = trainer.loader.next_step(), balance.snapshot([])
             trainer.job.engine.train()

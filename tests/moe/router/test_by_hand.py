@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from phalanx.configs.load import load
-from phalanx.moe.router.by_hand import drawn, read_choices
+from phalanx.moe.router.by_hand import random_choices, read_choices
 from phalanx.moe.router.recording import FORMAT, read_facts, read_layer
 from phalanx.scripts import make_routing, routing_load
 from tests.support.runs import SMALL, records, run
@@ -66,13 +66,16 @@ def test_what_is_no_routing_is_one_line(
 
 
 def test_weights_say_how_readily_an_expert_is_drawn() -> None:
-    ids = drawn(MODEL.model, {3: 8.0}, 4000, seed=0)
+    ids = random_choices(MODEL.model, {3: 8.0}, 4000, seed=0)
     for of in ids.values():
         assert of.shape == (4000, 2) and (of[:, 0] != of[:, 1]).all()
         first = np.bincount(of[:, 0], minlength=8) / 4000
         assert first[3] == pytest.approx(8 / 15, abs=0.03)
         assert np.delete(first, 3) == pytest.approx([1 / 15] * 7, abs=0.02)
-    again, other = drawn(MODEL.model, {3: 8.0}, 4000, 0), drawn(MODEL.model, {3: 8.0}, 4000, 1)
+    again, other = (
+        random_choices(MODEL.model, {3: 8.0}, 4000, 0),
+        random_choices(MODEL.model, {3: 8.0}, 4000, 1),
+    )
     assert all(np.array_equal(ids[name], again[name]) for name in LAYERS)
     assert not np.array_equal(ids["layer.2"], other["layer.2"])
     assert not np.array_equal(ids["layer.2"], ids["layer.3"])

@@ -15,7 +15,7 @@ from phalanx.moe.router.recording import (
     Ids,
     layer_name,
     layer_names,
-    misfit,
+    mismatch,
     read_facts,
     read_layer,
     write,
@@ -83,7 +83,7 @@ def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
 )
 def test_what_a_model_can_replay(override: str, why: str | None) -> None:
     facts = Facts("other", 8, 2, 100, 5, ("layer.1", "layer.2", "layer.3"))
-    found = misfit(facts, load(["model=tiny", "model.layers=3", override]).model)
+    found = mismatch(facts, load(["model=tiny", "model.layers=3", override]).model)
     assert found == (None if why is None else found) and (why or "") in (found or "")
 
 

@@ -17,7 +17,7 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
 from phalanx.moe.estimate.room import Room
 from phalanx.moe.training import choices
-from phalanx.moe.training.choices import choose_fp8_weights, choose_graph, experts_of_all, known
+from phalanx.moe.training.choices import agreed_experts, choose_fp8_weights, choose_graph, known
 from phalanx.parallel.runtime import Runtime
 from tests.support.distributed import run_distributed
 from tests.support.pages import README, blocks
@@ -87,7 +87,7 @@ def test_what_one_rank_cannot_capture_none_does(given: dict[str, Any], reason: s
 
 
 def _experts(names: list[str]) -> str:
-    return experts_of_all(names[dist.get_rank()])
+    return agreed_experts(names[dist.get_rank()])
 
 
 @pytest.mark.dist

@@ -30,7 +30,7 @@ def gradients(overrides: list[str]) -> Seen:
     compute = LanguageModel.compute_language_model_loss
 
     def watched(self: Any, labels: Any, logits: Any) -> Any:
-        told, found = loss.gradient_foretold(labels), compute(self, labels, logits)
+        told, found = loss.expected_grad(labels), compute(self, labels, logits)
         value = None if told is None else told.item()
         found.register_hook(lambda g: seen.append((value, g.unique().tolist())))
         return found

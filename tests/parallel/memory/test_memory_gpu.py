@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.parallel.memory.layer_pass import MemoryPlan, passing
+from phalanx.parallel.memory.layer_context import MemoryPlan, enter_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ class Model(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for number, weight in enumerate(self.weights):
-            with passing(self.plan, number) as memory:
+            with enter_layer(self.plan, number) as memory:
                 a = memory.region("act", torch.sin, x)
                 memory.move("act", a)
                 x = x + a @ weight

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
-from phalanx.parallel.memory.offload import Group, Offloader
+from phalanx.parallel.memory.offload import OffloadedGroup, Offloader
 
 
-def layers(there: Offloader, count: int, size: int = 100) -> tuple[list[Tensor], list[Group]]:
+def layers(
+    there: Offloader, count: int, size: int = 100
+) -> tuple[list[Tensor], list[OffloadedGroup]]:
     given = [torch.arange(size) + 1000 * i for i in range(count)]
     return given, [there.send([x, x[:3]], i) for i, x in enumerate(given)]
 

@@ -1,7 +1,7 @@
 """Computing again in the backward pass what was given up in the forward pass.
 
-`checkpoint` keeps the inputs of a function and nothing that it saves. A `Region` also gives up its
-results, which whoever comes next has saved; `Dropped` gives up nothing but results. Both are filled
+`checkpoint` keeps the inputs of a function and nothing that it saves. A `RecomputedRegion` also gives up its
+results, which whoever comes next has saved; `DroppedTensors` gives up nothing but results. Both are filled
 again when told to, before anyone reads them. Nothing here looks at random states: what is computed
 again must not be random. All of it can be captured in a CUDA graph.
 
@@ -48,7 +48,7 @@ class _Checkpoint(torch.autograd.Function):
         return None, of_addend, *_gradients(made, gradients, inputs)
 
 
-class Region:
+class RecomputedRegion:
     """A function whose results are given up after their use, with all that it saves.
 
     Args:
@@ -96,14 +96,14 @@ class Region:
 
 class _Region(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: Region, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, region: RecomputedRegion, *inputs: Tensor) -> Any:
         ctx.region = region
         ctx.save_for_backward(*inputs)
         return region.run(ctx, inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        region: Region = ctx.region
+        region: RecomputedRegion = ctx.region
         if not region.made:
             raise RuntimeError("a region's results have not been filled before their gradients")
         made, inputs = region.made, region.inputs
@@ -111,7 +111,7 @@ class _Region(torch.autograd.Function):
         return None, *_gradients(made, gradients, inputs)
 
 
-class Dropped:
+class DroppedTensors:
     """Tensors that are given up, and what makes them again.
 
     Args:

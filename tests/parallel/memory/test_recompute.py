@@ -7,8 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.parallel.memory.again import Dropped, Region, checkpoint
-from phalanx.parallel.memory.layer_pass import KEEP, LayerPass, MemoryPlan, now, passing
+from phalanx.parallel.memory.layer_context import (
+    KEEP_ALL,
+    LayerContext,
+    MemoryPlan,
+    current_layer_context,
+    enter_layer,
+)
+from phalanx.parallel.memory.recompute import DroppedTensors, RecomputedRegion, checkpoint
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -45,7 +51,7 @@ def after(u: Tensor, v: Tensor) -> Tensor:
 
 
 def region(body: Body, x: Tensor, y: Tensor) -> Tensor:
-    part = Region(body)
+    part = RecomputedRegion(body)
     u, v = part(x, y)
     out = after(u, v)
     part.drop()
@@ -89,7 +95,7 @@ def test_only_what_needs_a_gradient_has_one() -> None:
 
 
 def test_results_that_were_not_filled_are_an_error() -> None:
-    part = Region(Body())
+    part = RecomputedRegion(Body())
     out = after(*part(drawn(4, 8).requires_grad_(), drawn(4, 8)))
     with pytest.raises(RuntimeError, match="have not been filled"):
         out.backward()
@@ -101,7 +107,7 @@ def test_dropped_tensors_come_back_where_they_were() -> None:
     y = x.exp()
     out = (y.flatten()[3:] * 2).sin().sum() + y.sum()
     wanted = torch.autograd.grad(out, x, retain_graph=True)[0]
-    part = Dropped([y], lambda: [x.exp()])
+    part = DroppedTensors([y], lambda: [x.exp()])
     part.drop()
     assert y.untyped_storage().nbytes() == 0
     part.fill()
@@ -111,8 +117,12 @@ def test_dropped_tensors_come_back_where_they_were() -> None:
 
 def test_a_pass_does_what_its_plan_names() -> None:
     body, x = Body(), drawn(4, 8).requires_grad_()
-    with passing(MemoryPlan(frozenset({"named"})), 1) as memory:
-        assert now() is memory and memory.again("named") and not memory.again("other")
+    with enter_layer(MemoryPlan(frozenset({"named"})), 1) as memory:
+        assert (
+            current_layer_context() is memory
+            and memory.again("named")
+            and not memory.again("other")
+        )
         u, v = memory.region("other", body, x, x)
         memory.drop("other", [u], lambda: pytest.fail("kept"))
         w, z = memory.region("named", body, x, x)
@@ -121,14 +131,14 @@ def test_a_pass_does_what_its_plan_names() -> None:
     assert u.untyped_storage().nbytes() and not w.untyped_storage().nbytes()
     assert body.calls == 2
     out.backward()
-    assert body.calls == 3 and now() is not memory
+    assert body.calls == 3 and current_layer_context() is not memory
 
 
 def test_without_gradients_nothing_is_given_up() -> None:
     everything = MemoryPlan(frozenset({"named"}), frozenset({"named"}))
-    with torch.no_grad(), passing(everything, 1) as memory:
+    with torch.no_grad(), enter_layer(everything, 1) as memory:
         u, _ = memory.region("named", Body(), drawn(4, 8), drawn(4, 8))
         memory.move("named", u)
         memory.end(u)
         assert u.untyped_storage().nbytes()
-    assert not LayerPass(KEEP).again("named") and not now().moves("named")
+    assert not LayerContext(KEEP_ALL).again("named") and not current_layer_context().moves("named")

@@ -1,7 +1,7 @@
 """One forward pass of a layer, and what becomes of what its modules leave for the backward pass.
 
-The layer opens a pass (`passing`) and closes parts of it with the tensor whose gradient comes
-before theirs (`LayerPass.close`). Modules inside ask for the pass that they are in (`now`) and name
+The layer opens a pass (`enter_layer`) and closes parts of it with the tensor whose gradient comes
+before theirs (`LayerContext.close`). Modules inside ask for the pass that they are in (`current_layer_context`) and name
 what they make; whether it is kept, computed again or moved is the plan's to say. Where nothing is
 to be done, or without gradients, the pass does nothing.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.parallel.memory.again import Dropped, Region
-from phalanx.parallel.memory.offload import Group, offloader
+from phalanx.parallel.memory.offload import OffloadedGroup, offloader
+from phalanx.parallel.memory.recompute import DroppedTensors, RecomputedRegion
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class MemoryPlan:
     """Moved to host memory."""
 
 
-KEEP = MemoryPlan()
+KEEP_ALL = MemoryPlan()
 """All of it stays."""
 
 
-class LayerPass:
+class LayerContext:
     """A forward pass.
 
     Args:
@@ -43,7 +43,7 @@ class LayerPass:
 
     def __init__(self, plan: MemoryPlan, place: int = 0) -> None:
         self._plan, self._place = plan, place
-        self._open: list[Region | Dropped] = []
+        self._open: list[RecomputedRegion | DroppedTensors] = []
         self._moving: list[Tensor] = []
 
     def again(self, name: str) -> bool:
@@ -59,7 +59,7 @@ class LayerPass:
         storages for themselves, and nobody may read them behind the next `close`."""
         if not self.again(name):
             return function(*inputs)
-        region = Region(function)
+        region = RecomputedRegion(function)
         self._open.append(region)
         return region(*inputs)
 
@@ -68,7 +68,7 @@ class LayerPass:
     ) -> None:
         """Tensors with storages for themselves that nobody reads behind the next `close`."""
         if self.again(name):
-            self._open.append(Dropped(tensors, remake))
+            self._open.append(DroppedTensors(tensors, remake))
 
     def move(self, name: str, *tensors: Tensor) -> None:
         """Tensors that nobody reads behind the layer's end until its backward pass."""
@@ -94,28 +94,30 @@ class LayerPass:
         """`close` of the layer's last result, and what is moved begins to leave."""
         if self._moving:
             there = offloader(tensor.device)
-            group: Group = there.send(self._moving, self._place)
+            group: OffloadedGroup = there.send(self._moving, self._place)
             self._moving = []
             tensor.register_hook(lambda _: there.need(group))
         self.close(tensor)
 
 
-_NOTHING = LayerPass(KEEP)
+_NOTHING = LayerContext(KEEP_ALL)
 _STATE = threading.local()
 
 
-def now() -> LayerPass:
+def current_layer_context() -> LayerContext:
     """The pass that this code is in; none where nothing is saved, as inside `checkpoint`."""
-    found: LayerPass = getattr(_STATE, "now", _NOTHING)
+    found: LayerContext = getattr(_STATE, "now", _NOTHING)
     return found if torch.is_grad_enabled() else _NOTHING
 
 
 @contextmanager
-def passing(plan: MemoryPlan, place: int) -> Iterator[LayerPass]:
-    """Inside, `now` is a pass of a layer; without gradients it is none."""
+def enter_layer(plan: MemoryPlan, place: int) -> Iterator[LayerContext]:
+    """Inside, `current_layer_context` is a pass of a layer; without gradients it is none."""
     before = getattr(_STATE, "now", _NOTHING)
-    _STATE.now = LayerPass(plan, place) if torch.is_grad_enabled() else _NOTHING
+    _STATE.current_layer_context = (
+        LayerContext(plan, place) if torch.is_grad_enabled() else _NOTHING
+    )
     try:
-        yield _STATE.now
+        yield _STATE.current_layer_context
     finally:
-        _STATE.now = before
+        _STATE.current_layer_context = before
