@@ -1,9 +1,10 @@
-"""One forward pass of a layer, and what becomes of what its modules leave for the backward pass.
+"""Memory of one forward pass of a layer: what its modules leave for the backward pass.
 
-The layer opens a pass (`enter_layer`) and closes parts of it with the tensor whose gradient comes
-before theirs (`LayerContext.close`). Modules inside ask for the pass that they are in (`current_layer_context`) and name
-what they make; whether it is kept, computed again or moved is the plan's to say. Where nothing is
-to be done, or without gradients, the pass does nothing.
+The layer enters a context (`enter_layer`) and closes parts of it with the tensor whose gradient
+comes before theirs (`LayerContext.close`). Modules inside ask for the context that they run in
+(`current_layer_context`) and name what they produce; the plan decides whether it is saved,
+recomputed or offloaded. Where nothing is recomputed or offloaded, or without gradients, a context
+does nothing.
 """
 
 import threading
@@ -21,63 +22,74 @@ from phalanx.parallel.memory.recompute import DroppedTensors, RecomputedRegion
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """By names of what layers leave (configs/memory.py)."""
+    """Treatment of what layers leave for the backward pass, by the names of configs/memory.py."""
 
-    again: frozenset[str] = frozenset()
-    """Computed again."""
+    recompute: frozenset[str] = frozenset()
+    """Names of what is recomputed."""
     offload: frozenset[str] = frozenset()
-    """Moved to host memory."""
+    """Names of what is moved to host memory."""
 
 
 KEEP_ALL = MemoryPlan()
-"""All of it stays."""
+"""Plan that neither recomputes nor offloads anything."""
 
 
 class LayerContext:
-    """A forward pass.
+    """Memory of one forward pass of a layer.
 
     Args:
-        plan: of the layer.
-        place: the layer's number; consecutive layers follow one another.
+        plan: treatment of the layer's activations.
+        number: the layer's number; consecutive layers have consecutive numbers.
     """
 
-    def __init__(self, plan: MemoryPlan, place: int = 0) -> None:
-        self._plan, self._place = plan, place
+    def __init__(self, plan: MemoryPlan, number: int = 0) -> None:
+        self._plan, self._number = plan, number
         self._open: list[RecomputedRegion | DroppedTensors] = []
-        self._moving: list[Tensor] = []
+        self._offloaded: list[Tensor] = []
 
-    def again(self, name: str) -> bool:
-        """Whether that is computed again."""
-        return name in self._plan.again
+    def recomputes(self, name: str) -> bool:
+        """True if the plan recomputes `name`."""
+        return name in self._plan.recompute
 
-    def moves(self, name: str) -> bool:
-        """Whether that is moved to host memory."""
+    def offloads(self, name: str) -> bool:
+        """True if the plan moves `name` to host memory."""
         return name in self._plan.offload
 
     def region(self, name: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
-        """`function(*inputs)`; computed again, its results are given up as well, so that they need
-        storages for themselves, and nobody may read them behind the next `close`."""
-        if not self.again(name):
+        """Result of `function(*inputs)`, freed at the next `close` if the plan recomputes `name`.
+
+        The results must then share their storages with no other tensor, and nobody may read them
+        after that `close`.
+        """
+        if not self.recomputes(name):
             return function(*inputs)
         region = RecomputedRegion(function)
         self._open.append(region)
         return region(*inputs)
 
     def drop(
-        self, name: str, tensors: Sequence[Tensor], remake: Callable[[], Sequence[Tensor]]
+        self, name: str, tensors: Sequence[Tensor], recompute: Callable[[], Sequence[Tensor]]
     ) -> None:
-        """Tensors with storages for themselves that nobody reads behind the next `close`."""
-        if self.again(name):
-            self._open.append(DroppedTensors(tensors, remake))
+        """Free tensors at the next `close` if the plan recomputes `name`.
 
-    def move(self, name: str, *tensors: Tensor) -> None:
-        """Tensors that nobody reads behind the layer's end until its backward pass."""
-        if self.moves(name):
-            self._moving += tensors
+        They must share their storages with no other tensor, and nobody may read them after it.
+        """
+        if self.recomputes(name):
+            self._open.append(DroppedTensors(tensors, recompute))
+
+    def offload(self, name: str, *tensors: Tensor) -> None:
+        """Move tensors to host memory at `end` if the plan offloads `name`.
+
+        Nobody may read them from the layer's end until its backward pass.
+        """
+        if self.offloads(name):
+            self._offloaded += tensors
 
     def close(self, tensor: Tensor) -> None:
-        """Give up what has been named since the last `close`; it is there again when the gradient
-        of `tensor` is. What is named first is made first."""
+        """Free what was named since the last `close`, until the gradient of `tensor` is known.
+
+        It is recomputed at that time, in the order in which it was named.
+        """
         dropped, self._open = self._open, []
         if not dropped:
             return
@@ -91,33 +103,34 @@ class LayerContext:
         tensor.register_hook(fill)
 
     def end(self, tensor: Tensor) -> None:
-        """`close` of the layer's last result, and what is moved begins to leave."""
-        if self._moving:
-            there = offloader(tensor.device)
-            group: OffloadedGroup = there.send(self._moving, self._place)
-            self._moving = []
-            tensor.register_hook(lambda _: there.need(group))
+        """`close` with the layer's last result, and start the copies of what is offloaded."""
+        if self._offloaded:
+            device_offloader = offloader(tensor.device)
+            group: OffloadedGroup = device_offloader.send(self._offloaded, self._number)
+            self._offloaded = []
+            tensor.register_hook(lambda _: device_offloader.need(group))
         self.close(tensor)
 
 
-_NOTHING = LayerContext(KEEP_ALL)
+_INACTIVE = LayerContext(KEEP_ALL)
 _STATE = threading.local()
 
 
 def current_layer_context() -> LayerContext:
-    """The pass that this code is in; none where nothing is saved, as inside `checkpoint`."""
-    found: LayerContext = getattr(_STATE, "now", _NOTHING)
-    return found if torch.is_grad_enabled() else _NOTHING
+    """Context of the layer that runs in this thread.
+
+    An inactive one outside of layers and where nothing is saved, as inside `checkpoint`.
+    """
+    context: LayerContext = getattr(_STATE, "context", _INACTIVE)
+    return context if torch.is_grad_enabled() else _INACTIVE
 
 
 @contextmanager
-def enter_layer(plan: MemoryPlan, place: int) -> Iterator[LayerContext]:
-    """Inside, `current_layer_context` is a pass of a layer; without gradients it is none."""
-    before = getattr(_STATE, "now", _NOTHING)
-    _STATE.current_layer_context = (
-        LayerContext(plan, place) if torch.is_grad_enabled() else _NOTHING
-    )
+def enter_layer(plan: MemoryPlan, number: int) -> Iterator[LayerContext]:
+    """Make a new context the current one, an inactive one without gradients."""
+    outer = getattr(_STATE, "context", _INACTIVE)
+    _STATE.context = LayerContext(plan, number) if torch.is_grad_enabled() else _INACTIVE
     try:
-        yield _STATE.current_layer_context
+        yield _STATE.context
     finally:
-        _STATE.current_layer_context = before
+        _STATE.context = outer

@@ -1,11 +1,12 @@
-"""Computing again in the backward pass what was given up in the forward pass.
+"""Recomputation, in the backward pass, of what was freed in the forward pass.
 
-`checkpoint` keeps the inputs of a function and nothing that it saves. A `RecomputedRegion` also gives up its
-results, which whoever comes next has saved; `DroppedTensors` gives up nothing but results. Both are filled
-again when told to, before anyone reads them. Nothing here looks at random states: what is computed
-again must not be random. All of it can be captured in a CUDA graph.
+`checkpoint` saves the inputs of a function and none of its intermediate tensors. A
+`RecomputedRegion` also frees the function's results, which later code has saved; `DroppedTensors`
+frees results alone. Both are refilled before anyone reads them, when the caller says so. Random
+states are not restored: what is recomputed must not be random. All of it can be captured in a CUDA
+graph.
 
-As Megatron-Core's `tensor_parallel.checkpoint` and `CheckpointWithoutOutput`.
+Counterparts of Megatron-Core's `tensor_parallel.checkpoint` and `CheckpointWithoutOutput`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.parallel.memory.storages import alias, empty, fill, storages
+from phalanx.parallel.memory.storages import alias, free, refill, storages
 
 Function = Callable[..., Any]
 
 
 def checkpoint(function: Function, *inputs: Tensor, addend: Tensor | None = None) -> Any:
-    """`function(*inputs)`, of which only the inputs are kept; a tensor or several.
+    """Result of `function(*inputs)`, a tensor or several, of which only the inputs are saved.
 
     Args:
-        function: what is computed again.
+        function: called here and once more in the backward pass.
         inputs: its arguments both times.
-        addend: a last argument that `function` adds to its one result. It is not kept, and what is
-            computed again does without: its gradient is the result's.
+        addend: last argument that `function` adds to its one result. It is not saved, and the
+            recomputation does without it: its gradient is the result's.
     """
     return _Checkpoint.apply(function, addend, *inputs)
 
@@ -40,19 +41,19 @@ class _Checkpoint(torch.autograd.Function):
             return function(*inputs) if addend is None else function(*inputs, addend)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = _detached(ctx.saved_tensors)
         with torch.enable_grad():
-            made = _several(ctx.function(*inputs))
-        of_addend = gradients[0] if ctx.needs_input_grad[1] else None
-        return None, of_addend, *_gradients(made, gradients, inputs)
+            outputs = _as_tuple(ctx.function(*inputs))
+        addend_grad = grads[0] if ctx.needs_input_grad[1] else None
+        return None, addend_grad, *_input_grads(outputs, grads, inputs)
 
 
 class RecomputedRegion:
-    """A function whose results are given up after their use, with all that it saves.
+    """A function whose results, and all that it saves, are freed after their use.
 
     Args:
-        function: of tensors, to tensors that have their storages for themselves.
+        function: of tensors, to tensors that share their storages with no other tensor.
     """
 
     def __init__(self, function: Function) -> None:
@@ -61,36 +62,37 @@ class RecomputedRegion:
         self._results: tuple[Tensor, ...] = ()
         self._sizes: list[int] = []
         self.inputs: tuple[Tensor, ...] = ()
-        """Of the second time, and below its results, for the gradients."""
-        self.made: tuple[Tensor, ...] = ()
+        """Inputs of the recomputation, for the gradients; empty before `fill`."""
+        self.outputs: tuple[Tensor, ...] = ()
+        """Results of the recomputation, for the gradients; empty before `fill`."""
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """The results."""
-        made = _Region.apply(self, *inputs)
+        """Results of the function."""
+        outputs = _Region.apply(self, *inputs)
         # Aliases: the results themselves hold the node, which holds this.
-        self._results = tuple(alias(result) for result in _several(made))
-        return made
+        self._results = tuple(alias(result) for result in _as_tuple(outputs))
+        return outputs
 
-    def run(self, node: Any, inputs: Sequence[Tensor]) -> Any:
-        """The first time."""
+    def forward(self, node: Any, inputs: Sequence[Tensor]) -> Any:
+        """Results in the forward pass; `node` has saved the inputs."""
         self._node = node
         with torch.no_grad():
             return self._function(*inputs)
 
     def drop(self) -> None:
-        """Give the results up: nobody reads them before `fill`."""
+        """Free the results, which nobody reads before `fill`."""
         self._sizes = [result.untyped_storage().nbytes() for result in self._results]
         for storage in storages(self._results):
-            empty(storage)
+            free(storage)
 
     def fill(self) -> None:
-        """Compute again, and put the results where they were."""
+        """Recompute the results into the storages that they had."""
         self.inputs = _detached(self._node.saved_tensors)
         with torch.enable_grad():
-            self.made = _several(self._function(*self.inputs))
+            self.outputs = _as_tuple(self._function(*self.inputs))
         with torch.no_grad():
-            for result, value, size in zip(self._results, self.made, self._sizes, strict=True):
-                fill(result, value, size)
+            for result, value, size in zip(self._results, self.outputs, self._sizes, strict=True):
+                refill(result, value, size)
         self._node, self._results = None, ()
 
 
@@ -99,59 +101,62 @@ class _Region(torch.autograd.Function):
     def forward(ctx: Any, region: RecomputedRegion, *inputs: Tensor) -> Any:
         ctx.region = region
         ctx.save_for_backward(*inputs)
-        return region.run(ctx, inputs)
+        return region.forward(ctx, inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         region: RecomputedRegion = ctx.region
-        if not region.made:
+        if not region.outputs:
             raise RuntimeError("a region's results have not been filled before their gradients")
-        made, inputs = region.made, region.inputs
-        region.made, region.inputs = (), ()
-        return None, *_gradients(made, gradients, inputs)
+        outputs, inputs = region.outputs, region.inputs
+        region.outputs, region.inputs = (), ()
+        return None, *_input_grads(outputs, grads, inputs)
 
 
 class DroppedTensors:
-    """Tensors that are given up, and what makes them again.
+    """Tensors that are freed, and the function that recomputes them.
 
     Args:
-        tensors: with storages for themselves.
-        remake: makes tensors of the same values; called without gradients.
+        tensors: tensors that share their storages with no other tensor.
+        recompute: returns tensors of the same values; called without gradients.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], remake: Callable[[], Sequence[Tensor]]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], recompute: Callable[[], Sequence[Tensor]]
+    ) -> None:
         self._tensors = [alias(tensor) for tensor in tensors]
         self._sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
-        self._remake: Callable[[], Sequence[Tensor]] | None = remake
+        self._recompute: Callable[[], Sequence[Tensor]] | None = recompute
 
     def drop(self) -> None:
-        """Give them up: nobody reads them before `fill`."""
+        """Free the tensors, which nobody reads before `fill`."""
         for storage in storages(self._tensors):
-            empty(storage)
+            free(storage)
 
     def fill(self) -> None:
-        """Make them again, where they were."""
-        assert self._remake is not None
+        """Recompute the tensors into the storages that they had."""
+        assert self._recompute is not None
         with torch.no_grad():
-            for tensor, value, size in zip(self._tensors, self._remake(), self._sizes, strict=True):
-                fill(tensor, value, size)
-        self._tensors, self._remake = [], None
+            values = self._recompute()
+            for tensor, value, size in zip(self._tensors, values, self._sizes, strict=True):
+                refill(tensor, value, size)
+        self._tensors, self._recompute = [], None
 
 
-def _several(made: Any) -> tuple[Tensor, ...]:
-    return (made,) if isinstance(made, Tensor) else tuple(made)
+def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 
 def _detached(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
 
 
-def _gradients(
-    made: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+def _input_grads(
+    outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Of inputs; those of parameters are added where they belong."""
-    pairs = zip(made, gradients, strict=True)
-    wanted = [(m, g) for m, g in pairs if m.requires_grad and g is not None]
+    """Gradients of the inputs; those of parameters are accumulated as usual."""
+    pairs = zip(outputs, grads, strict=True)
+    wanted = [(out, grad) for out, grad in pairs if out.requires_grad and grad is not None]
     if wanted:
-        torch.autograd.backward([m for m, _ in wanted], [g for _, g in wanted])
+        torch.autograd.backward([out for out, _ in wanted], [grad for _, grad in wanted])
     return [t.grad for t in inputs]

@@ -134,7 +134,7 @@ def _measured(cfg: Config) -> tuple[Tensor, Tensor, Tensor, int]:
     ids=["window and sinks", "normalised", "latent", "documents", "latent documents"],
 )
 def test_every_head_of_a_step(overrides: list[str], layers: int) -> None:
-    """Of four micro-batches, or two of two sequences."""
+    """Logits of four micro-batches, or two of two sequences."""
     cfg = configured(overrides, EVERY)
     ((table, want, told, passes),) = run_distributed(_measured, 1, cfg)
     assert want.isfinite().all() and len(want) == layers
@@ -196,7 +196,7 @@ def test_layouts_measure_the_same(
 
 @pytest.mark.dist
 def test_layers_of_linear_attention_have_none() -> None:
-    """Of four layers and one of multi-token prediction; also where a stage has none that counts."""
+    """Logits of four layers and a prediction layer; also if a stage has no layer that counts."""
     one = trained(1, QWEN3_NEXT, STEPS | EVERY)
     two = trained(2, QWEN3_NEXT, STEPS | EVERY | PP2)
     for record, split in zip(one.steps, two.steps, strict=True):

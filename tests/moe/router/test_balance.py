@@ -102,7 +102,7 @@ def test_loss_of_equal_scores_is_one() -> None:
 
 
 def _collected(chunks: list[Any], config: Any, pg: Any) -> Any:
-    """What all ranks' statistics say, as a step gathers them."""
+    """Summary of all ranks' statistics, collected as in a step."""
     from phalanx.moe.router.balance import Collector
 
     collector = Collector(chunks, config, pg)

@@ -106,7 +106,7 @@ def test_bad_options_are_told_in_a_line(
 
 @pytest.mark.dist
 def test_what_was_made_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the command that it prints: the load of a run is the one that was written."""
+    """A run by the printed command has the load that was written."""
     choices = written(tmp_path / "x.json", {"*": [[3, 0], [3, 1], [3, 2], [3, 4]]})
     out, shape = tmp_path / "out", ["model=tiny", "model.layers=2"]
     assert make_routing.main([str(out), *shape, "--choices", str(choices)]) == 0

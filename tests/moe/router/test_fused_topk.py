@@ -54,7 +54,7 @@ def topk(
     groups: tuple[int, int] = (1, 1),
     **weights: Any,
 ) -> tuple[Tensor, Tensor]:
-    """What `kernels.sm90.routing.topk.topk` promises, in torch."""
+    """`kernels.sm90.routing.topk.topk` in torch."""
     from phalanx.moe.router.scores import choose, probabilities
 
     grouped = groups[1] < groups[0]
@@ -68,7 +68,7 @@ def topk(
 def topk_backward(
     dprob_TK: Tensor, idx_TK: Tensor, prob_TK: Tensor, logits_TE: Tensor, **weights: Any
 ) -> Tensor:
-    """What `kernels.sm90.routing.topk.topk_backward` promises, in torch."""
+    """`kernels.sm90.routing.topk.topk_backward` in torch."""
     from phalanx.moe.router.scores import probabilities
 
     options: Any = SimpleNamespace(**weights)

@@ -1,4 +1,4 @@
-"""What is said at once, and what the run folder keeps of each launch."""
+"""First lines of output, and the record of each launch in the run folder."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a step says of its losses beforehand."""
+"""Expected gradients of a step's losses."""
 
 import contextlib
 import io
