@@ -33,8 +33,8 @@ MEGATRON = partial(
 class SharedExperts(SharedExpertMLP):
     """Megatron-Core's SharedExpertMLP by the kernels of the routed experts.
 
-    Parameters and checkpoints are the same. Where `uses_expert_kernels` says no, Megatron-Core computes all of it in the second part, its
-    GEMMs by the recipe.
+    Parameters and checkpoints are the same. Where `uses_expert_kernels` says no, Megatron-Core
+    computes all of it in the second part, its GEMMs by the recipe.
 
     Args:
         spec: kernels and recipe.

@@ -1,5 +1,4 @@
-"""Largest attention logits of a step: against all logits in fp64, on all layouts, when they are
-due."""
+"""Largest attention logits of a step, against all logits in fp64 and on all layouts."""
 
 import contextlib
 import io

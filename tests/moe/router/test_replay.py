@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from phalanx.configs.load import load
 from phalanx.configs.schema import ModelConfig, RouterConfig
 from phalanx.moe.router.recording import (
-    Facts,
+    RecordingFacts,
     Ids,
     layer_name,
     layer_names,
@@ -44,7 +44,7 @@ def test_a_file_holds_what_was_written(experts: int, tmp_path: Path) -> None:
     facts = write(path, ids, model="tiny", experts=experts, step=7)
     assert facts == read_facts(path)
     names = ("layer.1", "layer.2", "layer.3")
-    assert facts == Facts("tiny", experts, TOP_K, TOKENS, 7, names)
+    assert facts == RecordingFacts("tiny", experts, TOP_K, TOKENS, 7, names)
     for name in names:
         read = read_layer(path, name)
         assert np.array_equal(read, ids[name])
@@ -82,7 +82,7 @@ def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_model_can_replay(override: str, why: str | None) -> None:
-    facts = Facts("other", 8, 2, 100, 5, ("layer.1", "layer.2", "layer.3"))
+    facts = RecordingFacts("other", 8, 2, 100, 5, ("layer.1", "layer.2", "layer.3"))
     found = mismatch(facts, load(["model=tiny", "model.layers=3", override]).model)
     assert found == (None if why is None else found) and (why or "") in (found or "")
 

@@ -209,8 +209,10 @@ NONE = [text.replace("0.1", "0") for text in ROUTERS]
 
 @pytest.mark.parametrize("layout", ["data", "context"])
 def test_losses_of_routers_are_means_over_all_tokens(layout: str, tmp_path: Path) -> None:
-    """A token is routed whether its label counts or not: what these losses add to the gradient is
-    the same with any mask."""
+    """Tokens are routed whether their labels count or not.
+
+    So these losses add the same to the gradient with any mask.
+    """
     world, sizes = LAYOUTS[layout]
     given = [f"run.dir={tmp_path}", *(f"{key}={value}" for key, value in sizes.items())]
     shares = [2.0, 0.5, 0.05]
@@ -227,8 +229,7 @@ def test_losses_of_routers_are_means_over_all_tokens(layout: str, tmp_path: Path
 
 @pytest.mark.parametrize("recipe", [pytest.param("bf16", marks=pytest.mark.slow), "fp8_block"])
 def test_gradients_of_few_digits_keep_their_magnitude(recipe: str, corpus: dict[str, Any]) -> None:
-    """bf16 gradients that are reduced, and FP8 operands: as without masks, nothing is a sum of
-    losses before it is divided."""
+    """Reduced bf16 gradients and FP8 operands, as without masks, are of divided losses."""
     numbers = {"precision.recipe": recipe, "parallel.grad_dtype": "bf16"}
     given = corpus | {"run.steps": 1}
     (exact,) = trained(2, MODELS["deepseek"], given | EP1).series("grad_norm")
