@@ -37,11 +37,11 @@ def test_layers_that_are_not_named_take_those_of_all_others(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("[", "is no JSON"),
-        ([[0, 1]], "is no object of layers"),
+        ("[", "is not JSON"),
+        ([[0, 1]], "is not an object of layers"),
         (
             {"layer.1": [[0, 1]]},
-            "has 'layer.1', and the layers are layer.2 to prediction.1, or",
+            "has 'layer.1', but the layers are layer.2 to prediction.1, or",
         ),
         ({"layer.2": [[0, 1]]}, "has no choices of layer.3, and none of '*'"),
         ({"*": [[0, 1, 2]]}, "'*' is not a list of 2 experts for each token (model.moe.top_k)"),
@@ -84,7 +84,7 @@ def test_weights_say_how_readily_an_expert_is_drawn() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ("--weight 8=2", "there is no expert 8, but 0 to 7"),
+        ("--weight 8=2", "there is no expert 8: experts are 0 to 7"),
         ("--weight 1=0", "expert 1 has weight 0.0, which must be above 0"),
         ("--weight 1", "--weight 1: write EXPERT=WEIGHT, as in 3=8"),
         ("--tokens 70000", "70000 tokens: a file holds 1 to 65536"),
@@ -128,7 +128,7 @@ def test_what_was_made_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         ([[0, 8]], "layer.1 has expert 8 of token 0"),
         ([[1, 1]], "layer.1 has an expert twice of token 0"),
-        ([[1, 2], [3, 4]], r"layer.1 is uint8 \[2, 2\], not whole numbers \[1, 2\]"),
+        ([[1, 2], [3, 4]], r"layer.1 is uint8 \[2, 2\], not integers \[1, 2\]"),
     ],
 )
 def test_a_file_of_another_program_is_checked(

@@ -66,7 +66,7 @@ def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="text cannot be read"):
         read_facts(tmp_path / "text")
     save_file({"a": np.zeros(3)}, tmp_path / "weights")
-    with pytest.raises(ValueError, match="no recorded routing, which run.record_routing writes"):
+    with pytest.raises(ValueError, match="is not a recorded routing, which run.record_routing writes"):
         read_facts(tmp_path / "weights")
 
 
@@ -77,8 +77,8 @@ def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
         ("model.layers=2", None),
         ("model.layers=4", "without layer.4 of this model"),
         ("model.mtp_layers=1", "without prediction.1 of this model"),
-        ("model.moe.top_k=3", "with model.moe.top_k=2, and here it is 3"),
-        ("model.moe.experts=16", "with model.moe.experts=8, and here it is 16"),
+        ("model.moe.top_k=3", "with model.moe.top_k=2, but this run has 3"),
+        ("model.moe.experts=16", "with model.moe.experts=8, but this run has 16"),
     ],
 )
 def test_what_a_model_can_replay(override: str, why: str | None) -> None:
