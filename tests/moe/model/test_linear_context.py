@@ -37,7 +37,7 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], int, list[int]]] = {
 }
 """Shape of the whole, the dimension that tensor ranks cut, and the sections that each is cut in."""
 DOCUMENTS = ((0, 5, 12, 13, 50, 95), (0, 47, 48, 71))
-"""Starts of the documents: inside chunks and at their ends, of one token and over several chunks."""
+"""Starts of documents: inside chunks and at their ends, of one token and over several chunks."""
 BOUND = 2e-6
 """Relative norm of a difference: sums of some hundred fp32 terms in another order."""
 

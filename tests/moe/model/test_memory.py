@@ -159,7 +159,7 @@ def _freed(overrides: list[str], plans: dict[str, list[str]]) -> dict[str, int]:
 
 @pytest.mark.dist
 def test_memory_is_given_back() -> None:
-    """Memory of 96 tokens in fp32: five layers of width 128, the first dense, one a prediction layer."""
+    """Memory of 96 tokens in fp32 and five layers of width 128, one dense and one of prediction."""
     plans = PLANS | MLA_PLANS
     (freed,) = run_distributed(_freed, 1, DEEPSEEK, plans)
     row = 96 * 4

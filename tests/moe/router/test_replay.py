@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from phalanx.configs.load import load
 from phalanx.configs.schema import ModelConfig, RouterConfig
 from phalanx.moe.router.recording import (
-    RecordingFacts,
     Ids,
+    RecordingFacts,
     layer_name,
     layer_names,
     mismatch,
@@ -66,7 +66,7 @@ def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="text cannot be read"):
         read_facts(tmp_path / "text")
     save_file({"a": np.zeros(3)}, tmp_path / "weights")
-    with pytest.raises(ValueError, match="is not a recorded routing, which run.record_routing writes"):
+    with pytest.raises(ValueError, match="not a recorded routing, which run.record_routing writes"):
         read_facts(tmp_path / "weights")
 
 

@@ -70,8 +70,8 @@ def test_gradients_of_tokens_that_count_are_as_expected(layout: str, tmp_path: A
     """They are the same for every label of the global batch, on any rank."""
     world, context = {"one": (1, 1), "context": (2, 2), "data": (2, 1)}[layout]
     folders = [f"run.dir={tmp_path}", f"data.cache={tmp_path}/cache", "parallel.expert=1"]
-    overrides = ["data.document_mask=true", f"parallel.context={context}", "data.sequence_length=512"]
-    overrides += ["data.micro_batch=1"]
+    overrides = ["data.document_mask=true", "data.sequence_length=512", "data.micro_batch=1"]
+    overrides.append(f"parallel.context={context}")
     ranks = run_distributed(gradients, world, [*TINY, *folders, *overrides])
     losses = [loss for seen in ranks for loss in seen]
     assert len(losses) == 8 * context and any(len(actual) == 2 for _, actual in losses)
