@@ -1,8 +1,8 @@
 """Experts of one rank: stacked weights and their place in checkpoints, over grouped-MLP kernels.
 
-Third of the four steps of an MoE layer: received rows and their plan in, for each of them the sum
-of its experts on this rank out. In checkpoints the weights carry Megatron-Core's expert keys and
-global shapes, so that a checkpoint of any expert backend loads into any other on any
+Third of the four steps of an MoE layer: it takes received rows and their plan, and returns for each
+row the sum of its experts on this rank. In checkpoints the weights have Megatron-Core's expert keys
+and global shapes, so that a checkpoint of any expert backend loads into any other on any
 expert-parallel size.
 
 Legend: L local experts, D hidden, F expert width, N received rows.
@@ -31,7 +31,7 @@ from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.sm100.interleave import RUN, Interleaved
 from phalanx.parallel.dispatcher.received import Received
-from phalanx.parallel.memory.layer_pass import now
+from phalanx.parallel.memory.layer_context import current_layer_context
 
 _CHECKPOINT_NAMES = {
     "w1": "linear_fc1.weight",
@@ -42,7 +42,7 @@ _CHECKPOINT_NAMES = {
 
 
 def activation_of(moe: MoEConfig) -> Activation:
-    """Of all MLPs of a model."""
+    """Activation of all MLPs of a model."""
     return Activation(
         moe.activation, moe.activation_alpha, moe.activation_limit, moe.activation_offset
     )
@@ -58,7 +58,7 @@ class Experts(MegatronModule):
 
     Args:
         config: Megatron-Core's config of the model.
-        spec: how they are computed.
+        spec: kernels, activation and recipe of the experts.
         pg_collection: process groups with `ep` and `expt_dp`.
     """
 
@@ -91,10 +91,10 @@ class Experts(MegatronModule):
         parameter = torch.nn.Parameter(
             torch.empty(shape, dtype=self.config.params_dtype, device=device)
         )
-        # Reduced over the replicas of an expert, not over all of data parallelism. Also with one
-        # expert-parallel rank, so that the optimizer is laid out alike for every size.
+        # Reduced over expert-data parallelism, not over all of data parallelism. Also with one
+        # expert-parallel rank, so that the optimizer has the same layout for every size.
         parameter.allreduce = False
-        # A bias here is a matrix; parallel.engine spares vectors, and what has this mark.
+        # A stacked bias is a matrix; parallel.engine exempts vectors, and what has this mark.
         parameter.no_weight_decay = len(shape) == 2
         parameter.adds_to_main_grad = self.spec.accumulate  # for parallel.engine
         return parameter
@@ -113,7 +113,7 @@ class Experts(MegatronModule):
                 self.config.output_layer_init_method(expert)
 
     def forward(self, received: Received, addends: Sequence[Tensor] = ()) -> Tensor:
-        """Sum over this rank's experts of what they make of each received row, by probability.
+        """Sum of the outputs of this rank's experts for each received row, by probability.
 
         Args:
             received: rows and plan.
@@ -123,7 +123,7 @@ class Experts(MegatronModule):
             out_ND; without addends 0 for a row that none of these experts reads.
         """
         weights = MLPWeights(self.w1, self.w2, self.b1, self.b2)
-        memory = now()
+        memory = current_layer_context()
         with received.saving():
             return grouped_mlp(
                 received.rows_ND,
@@ -133,7 +133,7 @@ class Experts(MegatronModule):
                 overlap=received.overlap,
                 arrived=received.arrived,
                 addends=addends,
-                made_h=partial(memory.move, "expert_h") if memory.moves("expert_h") else None,
+                made_h=partial(memory.offload, "expert_h") if memory.offloads("expert_h") else None,
                 guests=received.guests,
             )
 
@@ -156,7 +156,7 @@ class Experts(MegatronModule):
         split = (axis, self.ep_group.rank(), self.ep_group.size())
         state: ShardedStateDict = {}
         for name, parameter in self.named_parameters():
-            whole = ShardedTensor.from_rank_offsets(
+            canonical = ShardedTensor.from_rank_offsets(
                 f"{prefix}experts.{_CHECKPOINT_NAMES[name]}",
                 parameter,  # itself: the optimizer's state is matched to parameters by identity
                 *sharded_offsets,
@@ -165,25 +165,25 @@ class Experts(MegatronModule):
                 prepend_axis_num=axis,
             )
             ordered = not self.spec.interleaved or name not in ("w1", "b1")
-            state[f"{prefix}{name}"] = whole if ordered else _in_runs(whole, parameter)
+            state[f"{prefix}{name}"] = canonical if ordered else _in_runs(canonical, parameter)
         return state
 
 
-def _in_runs(whole: ShardedTensor, parameter: Tensor) -> ShardedTensorFactory:
+def _in_runs(canonical: ShardedTensor, parameter: Tensor) -> ShardedTensorFactory:
     """An interleaved parameter as pieces of the canonical tensor: views, each of one run."""
 
     def build(key: str, stored: Tensor, replica_id: Any, flattened_range: Any) -> list[Any]:
         assert flattened_range is None
-        axis, pieces = whole.prepend_axis_num, []
+        axis, pieces = canonical.prepend_axis_num, []
         for expert in range(len(stored)):
             for run in Interleaved().runs(stored.shape[1]):
                 view = stored[expert : expert + 1, run.stored : run.stored + RUN]
-                offset = list(whole.global_offset)
+                offset = list(canonical.global_offset)
                 offset[axis] += expert
                 offset[axis + 1] += run.canonical
                 pieces.append(
                     replace(
-                        whole,
+                        canonical,
                         key=key,
                         data=view,
                         local_shape=tuple(view.shape),
@@ -198,4 +198,4 @@ def _in_runs(whole: ShardedTensor, parameter: Tensor) -> ShardedTensorFactory:
         runs = [piece.reshape(-1, *parameter.shape[2:]) for piece in loaded]
         return torch.cat(runs).view(parameter.shape)
 
-    return ShardedTensorFactory(whole.key, parameter, build, merge, whole.replica_id)
+    return ShardedTensorFactory(canonical.key, parameter, build, merge, canonical.replica_id)

@@ -2,11 +2,12 @@
 
     hidden -> route -> dispatch -> experts -> combine -> + shared experts + residual
 
-Route picks K experts for every token; dispatch brings tokens to the ranks that hold their experts;
-the experts make one row of every received token, the weighted sum over those of this rank; combine
-adds a token's rows up on its own rank, and with them the shared experts' and the residual. The
-shared experts run while rows travel, one half on each way. Nothing here or below tells the host a
-count, so the whole layer can be captured.
+Route chooses K experts for every token. Dispatch sends tokens to the ranks that hold their experts.
+The experts compute one row for every received token: the weighted sum over the experts of this
+rank. Combine sends the rows back and adds those of a token, the shared experts' output and the
+residual. The shared experts overlap the exchange: their first GEMM runs during dispatch, their
+second during combine. No count is read by the host in the layer, so that it can be captured in a
+CUDA graph.
 
 Legend: s tokens of a sequence on this rank, B sequences, T = s * B, D hidden, K experts per token,
 N tokens received.
@@ -32,36 +33,36 @@ from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
 from phalanx.parallel.dispatcher.received import addends
 from phalanx.parallel.dispatcher.transport_class import Transport
-from phalanx.parallel.memory.again import checkpoint
-from phalanx.parallel.memory.layer_pass import now
+from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.recompute import checkpoint
 
 
 @dataclass(frozen=True)
 class MoEOptions:
-    """What every MoE layer of a model is built with, beside Megatron-Core's config."""
+    """Options of every MoE layer of a model, next to Megatron-Core's config."""
 
     moe: MoEConfig
     """Experts and routing."""
     spec: MLPSpec
-    """How routed experts are computed."""
+    """Kernels, activation and recipe of the routed experts."""
     transport: Transport
-    """To the experts, as all ranks have agreed on it."""
+    """Transport of tokens to the experts, on which all ranks have agreed."""
     budget: Budget
-    """Rows kept for the experts of a rank, shared by all layers."""
+    """Rows reserved for the experts of a rank, shared by all layers."""
     symm: SymmOptions = SymmOptions()  # noqa: RUF009
-    """Of the transport `symm`."""
+    """Options of the transport `symm`."""
     recompute: tuple[str, ...] = ()
-    """What Megatron-Core's own layer computes again, by its names."""
+    """Modules that Megatron-Core's own layer recomputes, by its names."""
     fp8_rows: bool = False
-    """Tokens travel in FP8 where the experts take them so."""
+    """Tokens are sent in FP8 where the experts accept it."""
     fp8_dense: bool = True
-    """The recipe of routed experts is also that of shared experts, dense MLPs and projections."""
+    """Shared experts, dense MLPs and projections use the recipe of the routed experts."""
 
     @property
     def dense(self) -> MLPSpec:
-        """How the linear layers beside the routed experts are computed."""
+        """Spec of the linear layers other than the routed experts."""
         spec = self.spec if self.fp8_dense else replace(self.spec, recipe=None)
-        if spec.backend == "cudnn":  # its rows come in blocks of an expert
+        if spec.backend == "cudnn":  # it takes rows in blocks of one expert each
             spec = replace(spec, backend="torch", interleaved=False)
         return spec
 
@@ -69,14 +70,14 @@ class MoEOptions:
 class MoE(MoELayer):
     """Mixture of experts in place of a dense MLP.
 
-    A Megatron-Core MoELayer by type, which its recomputation and checkpoints ask for, with steps of
-    its own. Megatron-Core builds it as `partial(MoE, options=...)` from a layer specification.
+    A subclass of Megatron-Core's MoELayer, as recomputation and checkpoints of Megatron-Core
+    require, but with its own steps. Layer specifications build it as `partial(MoE, options=...)`.
 
     Args:
         config: Megatron-Core's config of the model.
         pg_collection: process groups.
         is_mtp_layer: the layer belongs to multi-token prediction.
-        name: of the module, for Megatron-Core.
+        name: name of the module, for Megatron-Core.
         options: routing, activation, backend, transport and budget.
     """
 
@@ -89,7 +90,7 @@ class MoE(MoELayer):
         *,
         options: MoEOptions,
     ) -> None:
-        # Past MoELayer's own constructor, which would build its router, dispatcher and experts.
+        # Skip MoELayer's constructor, which would build its own router, dispatcher and experts.
         super(MoELayer, self).__init__(
             config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer
         )
@@ -114,7 +115,7 @@ class MoE(MoELayer):
             recipe=recipe if isinstance(recipe, Fp8Block) else None,
             fp8_rows=options.fp8_rows,
         )
-        # Where nothing is sent back, the fused experts' last kernel makes the sum of a token.
+        # If nothing is sent back, the last kernel of the fused experts adds what combine would.
         self._adds = options.spec.backend == "fused" and not self.dispatcher.sends_back
         self.experts = Experts(config=config, spec=options.spec, pg_collection=pg_collection)
         if moe.shared_ffn:
@@ -133,18 +134,18 @@ class MoE(MoELayer):
         padding_mask: None = None,
         residual: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Hidden states [s, B, D] to [s, B, D]; biases are inside, so the second result is None.
+        """Output of the layer [s, B, D], and no bias: biases are added inside.
 
         Args:
-            hidden_states: normalised.
-            residual: to be added, also [s, B, D].
+            hidden_states: normalised hidden states [s, B, D].
+            residual: added to the output, also [s, B, D].
 
         Raises:
             ValueError: a padding mask, or a resumed forward of Megatron-Core's partial graphs.
         """
         if intermediate_tensors is not None or padding_mask is not None:
             raise ValueError("the MoE layer takes hidden states only: pad with tokens, not a mask")
-        if now().again("moe"):
+        if current_layer_context().recomputes("moe"):
             return checkpoint(self._forward, hidden_states, addend=residual), None
         return self._forward(hidden_states, residual), None
 

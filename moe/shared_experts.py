@@ -1,4 +1,4 @@
-"""Shared experts in two halves: one while tokens go to the routed experts, one on their way back.
+"""Shared experts in two parts, which overlap dispatch and combine of the routed experts.
 
 Legend: s tokens of a sequence on this rank, B sequences, D hidden, N = s * B, H and F widths of h
 and of its activation.
@@ -17,63 +17,64 @@ from torch.profiler import record_function
 
 from phalanx.kernels.expert_mlp.dense_halves import FirstHalf, dense_first, dense_second
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, for_widths
-from phalanx.moe.model.dense_mlp import takes
+from phalanx.moe.model.dense_mlp import uses_expert_kernels
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
-from phalanx.parallel.memory.again import checkpoint
-from phalanx.parallel.memory.layer_pass import now
+from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.recompute import checkpoint
 
 MEGATRON = partial(
     SharedExpertMLP,
     submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
 )
-"""Megatron-Core's."""
+"""Megatron-Core's shared experts over its own linear layers."""
 
 
 class SharedExperts(SharedExpertMLP):
-    """Megatron-Core's, parameters and checkpoints included, by the kernels of the routed experts.
+    """Megatron-Core's SharedExpertMLP by the kernels of the routed experts.
 
-    Where `takes` says no, Megatron-Core computes them whole, on the way back, their products by the
-    recipe.
+    Parameters and checkpoints are the same. Where `uses_expert_kernels` says no, Megatron-Core
+    computes all of it in the second part, its GEMMs by the recipe.
 
     Args:
-        spec: how.
-        given: what Megatron-Core's takes.
+        spec: kernels and recipe.
+        kwargs: arguments of Megatron-Core's class.
     """
 
-    def __init__(self, *, spec: MLPSpec, **given: Any) -> None:
-        super().__init__(submodules=MEGATRON.keywords["submodules"], **given)
+    def __init__(self, *, spec: MLPSpec, **kwargs: Any) -> None:
+        super().__init__(submodules=MEGATRON.keywords["submodules"], **kwargs)
         ffn = self.config.moe_shared_expert_intermediate_size
         self.spec = for_widths(spec, ffn)
-        """How they are computed, if in halves."""
-        self._halves = takes(spec, ffn=ffn, tensor=self.tp_group.size(), bias=False)
-        if spec.recipe is not None and not self._halves:
+        """Kernels and recipe where the MLP is computed in two parts."""
+        self._splits = uses_expert_kernels(spec, ffn=ffn, tensor=self.tp_group.size(), bias=False)
+        if spec.recipe is not None and not self._splits:
             compute_by(spec, self)
 
     def halves(self, hidden_SBD: Tensor) -> tuple[Callable[[], None], Callable[[], Tensor]]:
-        """One call of [s, B, D]: the first half, and the second, which returns [N, D]."""
-        between: list[FirstHalf] = []
+        """The two parts of one call of [s, B, D]; the second returns the output [N, D]."""
+        pending: list[FirstHalf] = []
 
         def first() -> None:
-            if self._halves:
+            if self._splits:
                 with record_function("moe/shared"):
                     x_ND, w1 = hidden_SBD.flatten(0, 1), gathered(self.linear_fc1).weight
-                    made = dense_first(x_ND, w1, self.spec)
-                    now().drop("mlp", [made.h_NH], made.again)
-                    between.append(made)
+                    first_half = dense_first(x_ND, w1, self.spec)
+                    memory = current_layer_context()
+                    memory.drop("mlp", [first_half.h_NH], first_half.again)
+                    pending.append(first_half)
 
         def second() -> Tensor:
             with record_function("moe/shared"):
-                if not self._halves and now().again("mlp"):
+                if not self._splits and current_layer_context().recomputes("mlp"):
                     return checkpoint(self, hidden_SBD).flatten(0, 1)
-                if not self._halves:
+                if not self._splits:
                     return self(hidden_SBD).flatten(0, 1)
                 w2 = gathered(self.linear_fc2).weight
-                out_ND = dense_second(between.pop(), w2, self.spec)
+                out_ND = dense_second(pending.pop(), w2, self.spec)
                 return out_ND if self.gate_weight is None else out_ND * self._gate(hidden_SBD)
 
         return first, second
 
     def _gate(self, hidden_SBD: Tensor) -> Tensor:
-        """[N, 1], of each token (arXiv 2407.10671, section 2.2.2)."""
+        """Gate [N, 1] of each token (arXiv 2407.10671, section 2.2.2)."""
         return F.linear(hidden_SBD.flatten(0, 1), gathered(self).gate_weight).sigmoid()

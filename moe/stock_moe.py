@@ -1,8 +1,9 @@
 """The baseline: Megatron-Core's stock MoELayer under the same trainer (kernels.backend=megatron).
 
-Its all-to-all dispatcher, with Transformer Engine's grouped GEMM and fused permutation where it is
-installed, else its sequential experts. Changed is only what would make a comparison unfair, wrong
-or impossible: counts, forced routing, optimizer layout, expert biases, splits without CUDA.
+It has the all-to-all dispatcher, with Transformer Engine's grouped GEMM and fused permutation where
+that is installed, else sequential experts. The changes are those without which a comparison would
+be unfair, wrong or impossible: counts, forced routing, optimizer layout, expert biases, splits
+without CUDA.
 """
 
 import copy
@@ -31,7 +32,7 @@ from phalanx.moe.router.router import forced_choice
 from phalanx.moe.shared_experts import MEGATRON
 
 QUICK_GELU_SLOPE = 1.702
-"""Of Megatron-Core's quick_gelu."""
+"""Slope of Megatron-Core's quick_gelu."""
 _LOSS_NAMES = {
     "load_balancing_loss": "aux_loss",
     "seq_load_balancing_loss": "seq_aux_loss",
@@ -65,40 +66,40 @@ def router_kwargs(model: ModelConfig) -> dict[str, Any]:
     )
 
 
-def refuse(options: MoEOptions) -> Refusal:
-    """What the stock layer cannot express, each clause with an override with which it can."""
+def inexpressible(options: MoEOptions) -> Refusal:
+    """Options that the stock layer cannot express, each with the override that it needs."""
     moe, r, instead = options.moe, options.moe.router, "or kernels.backend=torch"
-    found = []
+    reasons = []
     if r.score == "sigmoid" and not r.normalize and moe.top_k > 1:
-        found.append(
+        reasons.append(
             "kernels.backend=megatron always normalises sigmoid scores: "
             f"set model.moe.router.normalize=true {instead}"
         )
     if r.group_topk < r.groups:
         if moe.top_k < r.group_topk:
-            found.append(
+            reasons.append(
                 "kernels.backend=megatron cannot rank groups by less than one expert each: "
                 f"set model.moe.router.group_topk={moe.top_k} {instead}"
             )
         post_softmax = r.score == "softmax" and r.softmax_over == "all" and r.normalize
         if post_softmax and moe.top_k // r.group_topk > 1:
-            found.append(
+            reasons.append(
                 "kernels.backend=megatron ranks groups by logits if it normalises probabilities: "
                 "set model.moe.router.softmax_over=topk or model.moe.router.normalize=false "
                 f"{instead}"
             )
     a = options.spec.activation
     if a.kind == "quick_geglu" and a.alpha != QUICK_GELU_SLOPE:
-        found.append(
+        reasons.append(
             f"kernels.backend=megatron has no quick_geglu of slope {a.alpha}: "
             f"set model.moe.activation_alpha={QUICK_GELU_SLOPE} {instead}"
         )
     if a.limit and not a.gated:
-        found.append(
+        reasons.append(
             f"kernels.backend=megatron does not clamp {a.kind}: "
             f"set model.moe.activation_limit=0 {instead}"
         )
-    return "; ".join(found) or None
+    return "; ".join(reasons) or None
 
 
 class StockRouter(KeepsPrecision, TopKRouter):
@@ -128,10 +129,10 @@ class StockRouter(KeepsPrecision, TopKRouter):
         super().set_layer_number(layer_number)
         choice = getattr(self.router_replay, "choice", None)
         if isinstance(choice, Replay):
-            choice.of_layer(layer_number, self.is_mtp_layer)
+            choice.load_layer(layer_number, self.is_mtp_layer)
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Megatron-Core divides the global loss by the number of replicas once too often."""
+        """Coefficient of a loss; Megatron-Core divides the global one by the replicas twice."""
         coefficient = super().get_aux_loss_coeff(aux_loss_type)
         if aux_loss_type == "global_aux_loss":
             return coefficient * (self.tp_dp_cp_group.size() // self.tp_cp_group.size())
@@ -154,7 +155,7 @@ class StockRouter(KeepsPrecision, TopKRouter):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Note the loss and attach it to the probabilities."""
+        """Record the loss and attach it to the probabilities."""
         name = _LOSS_NAMES[aux_loss_name]
         self.statistics.add_loss(name, aux_loss / getattr(self.options, name))
         return super().attach_and_log_load_balancing_loss(
@@ -162,7 +163,7 @@ class StockRouter(KeepsPrecision, TopKRouter):
         )
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Note the loss and attach it to the logits."""
+        """Record the loss and attach it to the logits."""
         if self.options.z_loss and self.training and torch.is_grad_enabled():
             share = balance.z_loss(logits.detach()) / self.tp_cp_group.size()
             self.statistics.add_loss("z_loss", share)
@@ -170,7 +171,7 @@ class StockRouter(KeepsPrecision, TopKRouter):
 
 
 class _ForcedReplay(torch.nn.Module):
-    """Forced choices through the hook by which Megatron-Core's router replays recorded ones."""
+    """Forced choices, by the hook through which Megatron-Core's router replays recorded ones."""
 
     def __init__(self, choice: torch.nn.Module, group: Any) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ class _ForcedReplay(torch.nn.Module):
 class _AlltoAll(MoEAlltoAllTokenDispatcher):
     """The stock dispatcher, whose splits are host integers on every device.
 
-    Megatron-Core converts them when it copies them from a GPU; gloo refuses the tensors that remain
+    Megatron-Core converts them when it copies them from a GPU; gloo rejects the tensors that remain
     on a host without one.
     """
 
@@ -216,7 +217,7 @@ class StockMoE(MoELayer):
         *,
         options: MoEOptions,
     ) -> None:
-        if reason := refuse(options):
+        if reason := inexpressible(options):
             raise ValueError(reason)
         if "moe_act" in options.recompute and not HAVE_TE:
             raise ValueError("run.recompute=moe_act needs Transformer Engine; set moe instead")

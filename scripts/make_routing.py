@@ -28,7 +28,7 @@ from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
 from phalanx.configs.load import load
 from phalanx.configs.validate import ConfigError
-from phalanx.moe.router.by_hand import drawn, read_choices
+from phalanx.moe.router.by_hand import random_choices, read_choices
 from phalanx.moe.router.recording import write
 from phalanx.scripts.reader import may_leave
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             weights = dict(map(weight_of, args.weight))
             tokens = _TOKENS if args.tokens is None else args.tokens
-            ids = drawn(model, weights, tokens, args.seed)
+            ids = random_choices(model, weights, tokens, args.seed)
         facts = write(args.out, ids, model=model.name, experts=model.moe.experts, step=0)
     except (ConfigError, ValueError) as error:
         for line in str(error).splitlines():

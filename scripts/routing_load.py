@@ -35,7 +35,7 @@ from phalanx.configs import programs
 from phalanx.configs.knobs import pluralize
 from phalanx.configs.machines import rates_of
 from phalanx.moe.router.recorded_load import RecordedLoad, recorded_load
-from phalanx.moe.router.recording import Facts, read_facts, read_layer
+from phalanx.moe.router.recording import RecordingFacts, read_facts, read_layer
 from phalanx.parallel.dispatcher.clones import Clones, cost_of_copy
 from phalanx.scripts.reader import may_leave
 
@@ -129,7 +129,7 @@ def check(args: argparse.Namespace, experts: int) -> None:
         raise ValueError(f"--json {args.json}: there is no folder {args.json.parent}")
 
 
-def heading(facts: Facts, args: argparse.Namespace) -> str:
+def heading(facts: RecordingFacts, args: argparse.Namespace) -> str:
     """Heading of the table: the recording, and the assumed costs."""
     clones = Clones(0, args.cost, least=args.least)
     return (

@@ -25,7 +25,7 @@ from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.estimate.traffic import costs, nodes, overlaps
 from phalanx.moe.estimate.weights import LayerKind
 from phalanx.moe.experts import activation_of
-from phalanx.moe.model.dense_mlp import takes
+from phalanx.moe.model.dense_mlp import uses_expert_kernels
 from phalanx.moe.router.router import slots
 from phalanx.parallel.dispatcher.capacity import Budget
 
@@ -305,7 +305,7 @@ class Activations:
         """A dense MLP or shared experts run by the kernels of the routed ones."""
         cfg, recipe = self._cfg, Fp8Block() if fp8 else None
         spec = MLPSpec(activation_of(cfg.model.moe), cfg.kernels.backend, recipe=recipe)
-        return takes(spec, ffn=ffn, tensor=cfg.parallel.tensor, bias=cfg.model.bias)
+        return uses_expert_kernels(spec, ffn=ffn, tensor=cfg.parallel.tensor, bias=cfg.model.bias)
 
     def _experts(self, fp8: bool) -> Parts:
         """Saved by route, dispatch and experts, without the input, which attention's norm saves."""

@@ -1,9 +1,9 @@
-"""Core attention of a layer: Megatron-Core's `core_attention` slot over kernels.attention.
+"""Core attention of a layer: Megatron-Core's `core_attention` slot over kernels.core_attention.
 
 One class serves grouped queries, latent attention (values narrower than keys), layers with and
 without a sliding window, and learnable sinks, with the parameter name and checkpoint layout of
 Megatron-Core and Transformer Engine. Under context parallelism each rank gathers all keys and
-values and computes its own two chunks of queries. `core_attention` picks this class or Transformer
+values and computes its two chunks of queries. `core_attention` chooses this class or Transformer
 Engine's for a layer spec.
 
 Shape legend: S positions of this rank, T keys, B batch, H query heads, G key-value heads,
@@ -43,9 +43,9 @@ from phalanx.kernels.core_attention.documents import Documents
 from phalanx.kernels.core_attention.latent import keys_values
 from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_
 from phalanx.kernels.core_attention.rope import rope_
-from phalanx.moe.model.max_logits import noting
+from phalanx.moe.model.max_logits import active_max_logit
 from phalanx.moe.model.packed import Packed
-from phalanx.parallel.memory.layer_pass import now
+from phalanx.parallel.memory.layer_context import current_layer_context
 
 
 class CoreAttention(MegatronModule):
@@ -55,10 +55,11 @@ class CoreAttention(MegatronModule):
         config: heads, `kv_channels`, `window_size`, `window_attn_skip_freq`, `softmax_type`.
         layer_number: counted from 1, decides whether this layer has a window.
         softmax_scale: factor on the logits; 1 / sqrt(key channels) by default.
-        k_channels, v_channels: of a head, where they differ from `config.kv_channels`.
+        k_channels, v_channels: channels of a head, where they differ from `config.kv_channels`.
         pg_collection: the `tp` group splits heads, the `cp` group splits the sequence.
-        backend: of kernels.attention.
-    The others are part of Megatron-Core's protocol and not used.
+        backend: backend of kernels.core_attention.
+
+    The other arguments are part of Megatron-Core's protocol and not used.
 
     Raises:
         ValueError: dropout, or a softmax type that is neither vanilla nor learnable.
@@ -90,7 +91,7 @@ class CoreAttention(MegatronModule):
         self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
         self.window = _window(config, layer_number)
         self.top: MaxLogit | None = None
-        """Where the largest logits are noted, if they are (`moe.model.max_logits`)."""
+        """Buffer of the largest logits, if the run measures them (`moe.model.max_logits`)."""
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // self.tp_group.size()
@@ -116,7 +117,7 @@ class CoreAttention(MegatronModule):
 
         Args:
             query, key, value: [S, B, H, d], [S, B, G, d], [S, B, G, v]; under context parallelism
-                the rank's two chunks of the sequence, as Megatron-Core deals them.
+                the rank's two chunks of the sequence, as Megatron-Core assigns them.
             attention_mask: ignored; the mask is always causal.
             packed_seq_params: `moe.model.packed.Packed` of the S tokens of one sequence, or None.
 
@@ -133,7 +134,7 @@ class CoreAttention(MegatronModule):
                     return self._attend(query, key, value, documents)
                 return self._attend_in_chunks(query, key, value, packed)
 
-        return in_pass(attend, query, key, value)
+        return attend_in_context(attend, query, key, value)
 
     def _attend(
         self,
@@ -151,7 +152,7 @@ class CoreAttention(MegatronModule):
             window=self.window,
             sinks_H=self.softmax_offset,
             documents=documents,
-            top=noting(self),
+            top=active_max_logit(self),
             backend=self.backend,
         )
         return o_BHSv.permute(2, 0, 1, 3).flatten(2).contiguous()
@@ -168,7 +169,7 @@ class CoreAttention(MegatronModule):
         The sequence is cut into 2 * ranks chunks and rank r holds chunks r and 2 * ranks - 1 - r,
         which balances causal work. A chunk attends the gathered keys from the start of its window
         to its own end: plain causal attention with fewer queries than keys, within documents if the
-        sequences are packed. Packed, several sequences lie behind each other in S.
+        sequences are packed. Packed sequences are concatenated along S.
         """
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         sequences = 1 if packed is None else packed.sequences
@@ -176,17 +177,17 @@ class CoreAttention(MegatronModule):
         kv = gather_from_sequence_parallel_region(
             torch.cat([k_SBGd, v_SBGv], -1), group=self.cp_group
         )
-        gathered, own, outputs = kv.split(size), q_SBHd.split(size), []
+        kv_chunks, q_chunks, outputs = kv.split(size), q_SBHd.split(size), []
         for sequence in range(sequences):
-            places = [_place(chunk, ranks) for chunk in range(2 * ranks)]
-            kv = torch.cat([gathered[2 * (r * sequences + sequence) + i] for r, i in places])
+            owners = [_chunk_owner(chunk, ranks) for chunk in range(2 * ranks)]
+            kv = torch.cat([kv_chunks[2 * (r * sequences + sequence) + i] for r, i in owners])
             k_TBGd, v_TBGv = kv[..., :k_width], kv[..., k_width:]
             for i, chunk in enumerate((rank, 2 * ranks - 1 - rank)):
                 start, end = chunk * size, (chunk + 1) * size
-                begin = max(0, start - self.window + 1) if self.window else 0
-                documents = packed and packed.of_chunk(sequence, i, start - begin)
-                keys, values = k_TBGd[begin:end], v_TBGv[begin:end]
-                outputs.append(self._attend(own[2 * sequence + i], keys, values, documents))
+                first_key = max(0, start - self.window + 1) if self.window else 0
+                documents = packed and packed.of_chunk(sequence, i, start - first_key)
+                keys, values = k_TBGd[first_key:end], v_TBGv[first_key:end]
+                outputs.append(self._attend(q_chunks[2 * sequence + i], keys, values, documents))
         return torch.cat(outputs)
 
     def sharded_state_dict(
@@ -208,7 +209,7 @@ class CoreAttention(MegatronModule):
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int:
-    """Keys that a query of the layer sees, itself included; 0 is no limit."""
+    """Number of keys that a query of the layer attends to, itself included; 0 is no limit."""
     windowed = is_layer_window_attention(
         config.window_size, config.window_attn_skip_freq, layer_number
     )
@@ -216,46 +217,46 @@ def _window(config: TransformerConfig, layer_number: int) -> int:
     return config.window_size[0] + 1 if windowed and config.window_size else 0
 
 
-def _note(core: Any, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor) -> None:
-    """The largest logits of whole sequences, for a core attention by another library."""
-    if (top := noting(core)) is not None:
+def _record_max_logit(core: Any, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor) -> None:
+    """Record the largest logits of whole sequences, for a core attention of another library."""
+    if (top := active_max_logit(core)) is not None:
         q, k = (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_SBGd))
         raise_(top, q, k, scale=core.scale, window=core.window)
 
 
-def in_pass(
+def attend_in_context(
     attend: Callable[..., torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
-    """Core attention, computed again or moved to host memory as the layer's pass says."""
-    memory = now()
+    """Core attention, recomputed or offloaded as the layer's memory plan says."""
+    memory = current_layer_context()
     out: torch.Tensor = memory.region("attention", attend, query, key, value)
-    memory.move("attention", query, key, value, out)
+    memory.offload("attention", query, key, value, out)
     return out
 
 
-def _place(chunk: int, ranks: int) -> tuple[int, int]:
-    """Which rank has chunk `chunk` of a sequence, and whether as its first or second."""
+def _chunk_owner(chunk: int, ranks: int) -> tuple[int, int]:
+    """Rank that has chunk `chunk` of a sequence, and the chunk's index on that rank, 0 or 1."""
     return (chunk, 0) if chunk < ranks else (2 * ranks - 1 - chunk, 1)
 
 
 class LatentAttention(MLASelfAttention):
-    """Multi-head latent attention (arXiv 2405.04434), mending Megatron-Core 0.19.2 in three places.
+    """Multi-head latent attention (arXiv 2405.04434), with three changes to Megatron-Core 0.19.2.
 
-    It gathers the column-split key-value down-projection, uses its rotary part on every tensor rank
-    for the rank's own heads, and gives each rank the gradient of those heads alone. Here the
-    gathered projection returns to the sequence-parallel layout first, from where the rotary part is
-    gathered with a gradient that is summed over ranks.
+    1. Megatron-Core gathers the column-split key-value down-projection, uses its rotary part on
+       every tensor rank for the rank's own heads, and leaves each rank with the gradient of those
+       heads alone. This class returns the gathered projection to the sequence-parallel layout
+       first, from which the rotary part is gathered with a gradient that is summed over ranks.
+    2. Megatron-Core requires a norm in front of a query projection without a low rank, which no
+       published model has. This class builds the modules of the spec as they are, and no query norm
+       without a low rank.
+    3. Megatron-Core splits queries to rotate some of their channels and concatenates them, and
+       concatenates keys from their own part and the rotary part that all heads share. This class
+       does either in one pass (`kernels.core_attention.rope`, `kernels.core_attention.latent`).
 
-    It insists on a norm in front of a query projection that has no low rank, which no published
-    model has. Here the spec's modules are built as they are; without a low rank its query norm is
-    left out.
-
-    It parts queries to turn some of their channels, and joins them again; keys it puts together of
-    their own part and the rotary part that all heads share. Here `kernels.core_attention.rope` and
-    `kernels.core_attention.latent` do either in one pass. Training only: no cache of keys.
+    Training only: there is no cache of keys.
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
@@ -287,12 +288,13 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: Any = None,
         inference_context: Any = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Queries and keys [S, B, H, d], values [S, B, H, v], latents of queries and of the others.
+        """Queries and keys [S, B, H, d], values [S, B, H, v], query and key-value latents.
 
         Args:
             hidden_states: [S, B, D], under sequence parallelism S / tensor of them.
             packed_seq_params: `moe.model.packed.Packed` of the S tokens of one sequence, or None.
-        The others are part of Megatron-Core's protocol and not used.
+
+        The other arguments are part of Megatron-Core's protocol and not used.
         """
         assert inference_context is None
         c = self.config
@@ -300,17 +302,17 @@ class LatentAttention(MLASelfAttention):
         kv_latent, k_rope = kv.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
         if c.sequence_parallel:
             k_rope = gather_from_sequence_parallel_region(k_rope, group=self.tp_group)
-        memory = now()
-        if not memory.again("mla_up"):
+        memory = current_layer_context()
+        if not memory.recomputes("mla_up"):
             return *self._up(q_latent, kv_latent, k_rope, packed_seq_params), q_latent, kv_latent
 
         def up(q: torch.Tensor, kv: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            # Values have to be no view: what gives them up gives up all of their storage, and what
-            # follows would copy them.
+            # Values must not be a view: freeing them frees all of their storage, and core attention
+            # would copy them.
             return tuple(x.contiguous() for x in self._up(q, kv, k, packed_seq_params))
 
-        made = memory.region("mla_up", up, q_latent, kv_latent, k_rope)
-        return *made, q_latent, kv_latent
+        query, key, value = memory.region("mla_up", up, q_latent, kv_latent, k_rope)
+        return query, key, value, q_latent, kv_latent
 
     def _up(
         self,
@@ -319,7 +321,7 @@ class LatentAttention(MLASelfAttention):
         k_rope: torch.Tensor,
         packed: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of latents as they were projected."""
+        """Queries, keys and values from the latents."""
         c, heads = self.config, self.num_attention_heads_per_partition
         if c.q_lora_rank is None:
             q, _ = self.linear_q_proj(q_latent)
@@ -328,7 +330,7 @@ class LatentAttention(MLASelfAttention):
         kv, _ = self.linear_kv_up_proj(self.kv_layernorm(kv_latent))
         S, B = q.shape[:2]
         length = S * c.context_parallel_size if packed is None else packed.max_seqlen_q
-        # Of packed documents those of all positions, on any context rank.
+        # With packed documents, the angles of all positions on every context rank.
         angles = self.rotary_pos_emb(length, packed_seq=packed is not None)
         freqs, mscale = angles if c.rope_type == "yarn" else (angles, 1.0)
         if packed is not None:
@@ -347,13 +349,13 @@ class LatentAttention(MLASelfAttention):
 
 
 class SinkAttention(CoreAttention):
-    """With sinks, by Transformer Engine's cuDNN kernels; on whole sequences."""
+    """Core attention with sinks by Transformer Engine's cuDNN kernels, on whole sequences."""
 
     def _attend(
         self, q_SBHd: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any = None
     ) -> torch.Tensor:
         assert self.softmax_offset is not None and documents is None
-        _note(self, q_SBHd, k)
+        _record_max_logit(self, q_SBHd, k)
         q, k, v = (x.contiguous() for x in (q_SBHd, k, v))
         window = self.window if self.window < q.size(0) else 0
         return sinks.attention(
@@ -362,30 +364,33 @@ class SinkAttention(CoreAttention):
 
 
 def core_attention(backend: str, *, whole_with_sinks: bool = False) -> Any:
-    """What a layer spec builds as its core attention.
+    """The core attention module of a layer spec.
 
     Args:
-        backend: `te` for Transformer Engine's, else a backend of kernels.attention.
-        whole_with_sinks: it has sinks, and sequences are not split over ranks.
+        backend: `te` for Transformer Engine's, else a backend of kernels.core_attention.
+        whole_with_sinks: attention has sinks, and sequences are not split over ranks.
     """
     if backend == "te" and whole_with_sinks:
         return ModuleSpec(module=SinkAttention, params={"backend": "te"})
     if backend == "te":
-        return transformer_engines()
+        return te_core_attention()
     return ModuleSpec(module=CoreAttention, params={"backend": backend})
 
 
 @functools.cache
-def transformer_engines() -> Any:
-    """Transformer Engine's, in the layer's pass. It takes note of the largest logits by our kernel;
-    that is for sequences that are not split over ranks (kernels.registry)."""
+def te_core_attention() -> Any:
+    """Transformer Engine's core attention class, under the layer's memory plan.
+
+    The largest logits are recorded by our kernel, for sequences that are not split over ranks
+    (kernels.registry).
+    """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    class InPass(TEDotProductAttention):  # type: ignore[misc]
-        def __init__(self, config: TransformerConfig, layer_number: int, **given: Any) -> None:
-            super().__init__(config=config, layer_number=layer_number, **given)
-            channels = given.get("k_channels") or config.kv_channels
-            self.scale = given.get("softmax_scale") or 1 / math.sqrt(channels)
+    class TEAttention(TEDotProductAttention):  # type: ignore[misc]
+        def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
+            super().__init__(config=config, layer_number=layer_number, **kwargs)
+            channels = kwargs.get("k_channels") or config.kv_channels
+            self.scale = kwargs.get("softmax_scale") or 1 / math.sqrt(channels)
             self.window, self.top = _window(config, layer_number), None
 
         def forward(
@@ -393,13 +398,13 @@ def transformer_engines() -> Any:
             query: torch.Tensor,
             key: torch.Tensor,
             value: torch.Tensor,
-            *given: Any,
-            **named: Any,
+            *args: Any,
+            **kwargs: Any,
         ) -> torch.Tensor:
             def attend(*qkv: torch.Tensor) -> Any:
-                return super(InPass, self).forward(*qkv, *given, **named)
+                return super(TEAttention, self).forward(*qkv, *args, **kwargs)
 
-            _note(self, query, key)
-            return in_pass(attend, query, key, value)
+            _record_max_logit(self, query, key)
+            return attend_in_context(attend, query, key, value)
 
-    return InPass
+    return TEAttention

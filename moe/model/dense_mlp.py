@@ -1,8 +1,8 @@
 """The MLP of layers without experts, by the kernels of the routed experts.
 
-Megatron-Core's writes the activated half, its product with the other and their gradients by kernels
-of their own, and saves them all. Here activation and gradients are part of the GEMMs, and the
-projection alone is saved (`kernels.expert_mlp.dense_halves`).
+Megatron-Core's MLP writes the activated gate, its product with the up projection and their
+gradients by separate kernels, and saves them all. In these kernels activation and gradients are
+part of the GEMMs, and only the projection is saved (`kernels.expert_mlp.dense_halves`).
 """
 
 from dataclasses import replace
@@ -15,55 +15,57 @@ from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
 from phalanx.kernels.expert_mlp.mlp_spec import FUSED_MULTIPLE, Margins, MLPSpec, for_widths
 from phalanx.parallel.megatron.gathered import gathered
 from phalanx.parallel.megatron.recipe_linear import compute_by
-from phalanx.parallel.memory.again import checkpoint
-from phalanx.parallel.memory.layer_pass import now
+from phalanx.parallel.memory.layer_context import current_layer_context
+from phalanx.parallel.memory.recompute import checkpoint
 
 
-def takes(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> bool:
-    """Whether a dense MLP runs by the kernels of the routed experts.
+def uses_expert_kernels(spec: MLPSpec, *, ffn: int, tensor: int, bias: bool) -> bool:
+    """True if a dense MLP runs by the kernels of the routed experts.
 
     Args:
-        spec: how it is computed.
+        spec: kernels and recipe.
         ffn: width of the activation.
-        tensor: ranks that share the MLP.
-        bias: of its two linear layers.
+        tensor: number of tensor parallel ranks.
+        bias: the two linear layers have biases.
     """
     ours = (spec.backend == "fused" and ffn % FUSED_MULTIPLE == 0) or spec.recipe is not None
     return ours and tensor == 1 and not bias
 
 
 class DenseMLP(MLP):
-    """Megatron-Core's, parameters and checkpoints included; computed as `takes` says.
+    """Megatron-Core's MLP by the kernels that `uses_expert_kernels` selects.
+
+    Parameters and checkpoints are the same.
 
     Args:
-        spec: how. No communication runs beside: no SMs are left free.
-        given: what Megatron-Core's takes.
+        spec: kernels and recipe. No communication overlaps the MLP: no SMs are left free.
+        kwargs: arguments of Megatron-Core's class.
     """
 
-    def __init__(self, *, spec: MLPSpec, pg_collection: Any, **given: Any) -> None:
-        given.pop("is_mtp_layer", None)
-        super().__init__(tp_group=pg_collection.tp, **given)
+    def __init__(self, *, spec: MLPSpec, pg_collection: Any, **kwargs: Any) -> None:
+        kwargs.pop("is_mtp_layer", None)
+        super().__init__(tp_group=pg_collection.tp, **kwargs)
         c, spec = self.config, replace(spec, margins=Margins())
         self.spec = for_widths(spec, c.ffn_hidden_size)
-        """How it is computed, if in halves."""
-        self._fused = takes(
+        """Kernels and recipe where the expert kernels are used."""
+        self._fused = uses_expert_kernels(
             spec, ffn=c.ffn_hidden_size, tensor=self.tp_group.size(), bias=c.add_bias_linear
         )
-        if spec.recipe is not None and not self._fused:  # biases are Megatron-Core's to add
+        if spec.recipe is not None and not self._fused:  # Megatron-Core adds biases
             compute_by(spec, self)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """[s, B, D] to [s, B, D], and a bias to add or None."""
-        memory = now()
+        """Output [s, B, D] of hidden states [s, B, D], and a bias to add or None."""
+        memory = current_layer_context()
         if not self._fused:
-            if memory.again("mlp"):
-                return checkpoint(self._whole, hidden_states), None
+            if memory.recomputes("mlp"):
+                return checkpoint(self._with_bias, hidden_states), None
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
         w1, w2 = (gathered(linear).weight for linear in (self.linear_fc1, self.linear_fc2))
         first = dense_first(hidden_states.flatten(0, 1), w1, self.spec)
         memory.drop("mlp", [first.h_NH], first.again)
         return dense_second(first, w2, self.spec).view_as(hidden_states), None
 
-    def _whole(self, hidden_states: Tensor) -> Tensor:
+    def _with_bias(self, hidden_states: Tensor) -> Tensor:
         out, bias = super().forward(hidden_states)
         return out if bias is None else out + bias

@@ -1,9 +1,9 @@
-"""The word embedding, with a gradient that goes straight into the buffer of its weight.
+"""The word embedding, with a gradient that is added directly to the buffer of its weight.
 
-Megatron-Core's gradient of an embedding is a table of the vocabulary, filled, added to the buffer
-and thrown away for every micro-batch. Here only the rows of the tokens that are there are touched
-(`kernels.elementwise.index_add`), where linear layers add to the buffer too
-(`gradient_accumulation_fusion`); elsewhere all is Megatron-Core's.
+For every micro-batch Megatron-Core fills a table of the vocabulary with the gradient, adds it to
+the buffer and discards it. This module updates the rows of the tokens that occur and no others
+(`kernels.elementwise.index_add`), if linear layers add to the buffer too
+(`gradient_accumulation_fusion`); otherwise it is Megatron-Core's.
 
 Legend: B sequences, S positions, D hidden, V rows of this rank's part of the vocabulary.
 """
@@ -25,14 +25,14 @@ from phalanx.kernels.expert_mlp import main_grad
 
 
 class WordEmbedding(VocabParallelEmbedding):
-    """Megatron-Core's; parameters and checkpoints are the same."""
+    """Megatron-Core's VocabParallelEmbedding; parameters and checkpoints are the same."""
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """[B, S, D] of all ranks' rows; where these are scattered, this rank's part [s, B, D]."""
+        """Embeddings [B, S, D], or this rank's part [s, B, D] if sequence parallel."""
         accumulates = self.config.gradient_accumulation_fusion and main_grad.takes(self.weight)
         if not (accumulates and torch.is_grad_enabled()):
             return super().forward(ids_BS)  # type: ignore[no-any-return]
-        # In the order of positions, as all that follows has it.
+        # Sequence first, as all later layers have it.
         local_SB = ids_BS.t() - self.vocab_start_index
         rows_SBD = _Rows.apply(self.weight, local_SB, self.tp_group.size() > 1)
         if self.reduce_scatter_embeddings:
@@ -43,7 +43,7 @@ class WordEmbedding(VocabParallelEmbedding):
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a table; with `masked`, 0 for those that it has not."""
+    """Rows of a table; with `masked`, 0 for ids outside the table."""
 
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor, ids_SB: Tensor, masked: bool) -> Tensor:
@@ -68,13 +68,13 @@ class _Rows(torch.autograd.Function):
 
 
 def install(model: Any) -> None:
-    """Give a Megatron-Core language model this embedding, if it has one."""
+    """Replace the embedding of a Megatron-Core language model, if it has one."""
     embedding = getattr(model, "embedding", None)
     if embedding is None:
         return
     words = embedding.word_embeddings
     words.__class__ = WordEmbedding
     if model.config.gradient_accumulation_fusion and hasattr(words.weight, "zero_out_wgrad"):
-        # Megatron-Core has its hook add what all that use the weight return, for the embedding's
-        # sake; now all of them add to the buffer themselves, and what they return has any content.
+        # For the embedding's sake Megatron-Core's hook adds the gradient that autograd returns. All
+        # users of the weight now add to the buffer themselves, and return undefined contents.
         words.weight.zero_out_wgrad = False

@@ -1,13 +1,12 @@
-"""Linear attention of a layer: Megatron-Core's Gated DeltaNet (arXiv 2412.06464) around
-kernels.linear_attention.
+"""Linear attention of a layer: Gated DeltaNet (arXiv 2412.06464) over kernels.linear_attention.
 
-Parameters, tensor parallelism and checkpoints are Megatron-Core's. Its forward pass is not: it
-needs flash-linear-attention on any device, repeats queries and keys for every value head, and finds
-documents by bounds that it reads on the host. Here a backend computes what lies between the two
-projections, and documents are told apart by positions, on the device.
+Parameters, tensor parallelism and checkpoints are Megatron-Core's. The forward pass is our own:
+Megatron-Core's needs flash-linear-attention on any device, repeats queries and keys for every value
+head, and finds documents by bounds that it reads on the host. Here a backend computes everything
+between the two projections, and documents are distinguished by positions, on the device.
 
-A state goes through all of a sequence. Ranks that share sequences (`parallel.context`) therefore
-have some of the heads over whole sequences between the projections, which go token by token.
+The recurrence runs along a whole sequence. Under context parallelism a rank therefore computes some
+of the heads over whole sequences between the projections, which work token by token.
 
 Shape legend: S positions, B batch, D hidden, I outputs of the input projection, C channels of the
 convolution, K key heads, V value heads, d channels of a head.
@@ -36,7 +35,7 @@ _MEGATRON = gated_delta_net()
 
 
 class OutputNorm(RMSNorm):
-    """Of each value head, times SiLU of its gate; the weight is stored as it is in any model."""
+    """RMSNorm of each value head, times SiLU of its gate; its weight is never stored less 1."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__(config, hidden_size, eps)
@@ -48,41 +47,42 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
     """Megatron-Core's GatedDeltaNet for training on whole sequences; parameters are the same.
 
     Args:
-        backend: of `kernels.linear_attention.gated_delta`.
-        given: what Megatron-Core's takes.
+        backend: backend of `kernels.linear_attention.gated_delta`.
+        args, kwargs: arguments of Megatron-Core's class.
     """
 
-    def __init__(self, *given: Any, backend: str, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, backend: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.backend = backend
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
-        self.gated_delta_rule = gated_delta_rule  # the constructor asks for one
+        self.gated_delta_rule = gated_delta_rule  # Megatron-Core's constructor requires one
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         packed_seq_params: Any = None,
-        **others: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """One layer's attention.
+        """Attention of one layer.
 
         Args:
             hidden_states: [S, B, D], under sequence parallelism S / tensor of them; under context
-                parallelism S is the rank's two chunks of the sequence, as Megatron-Core deals them.
+                parallelism S is the rank's two chunks of the sequence, as Megatron-Core assigns
+                them.
             packed_seq_params: `moe.model.packed.Packed` of the S tokens of one sequence, or None.
-            attention_mask, others: of Megatron-Core's protocol, not used: rotary angles are none
-                of linear attention's, and its order is always causal.
+            attention_mask, kwargs: part of Megatron-Core's protocol, not used: linear attention is
+                always causal and has no rotary angles.
 
         Returns:
-            As hidden_states, and no bias.
+            Output in the shape of hidden_states, and no bias.
         """
         mixed_SBI, _ = self.in_proj(hidden_states)
         with record_function("attention/linear"):
             batch, packed = mixed_SBI.shape[1], packed_seq_params
-            # To the model packed sequences are one, behind each other; here they are several.
+            # The model sees packed sequences as one; the recurrence needs them one by one.
             sequences, position_BS = batch, None
             if packed is not None:
                 sequences, position_BS = packed.sequences, packed.whole_BS
@@ -98,21 +98,23 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
         return out, bias
 
     def _between(self, mixed_BSI: Tensor, position_BS: Tensor | None) -> Tensor:
-        """From the input projection to what the output projection reads, [B, S, V, d]; of this
-        context rank's heads over whole sequences."""
+        """Input of the output projection [B, S, V, d], from the output of the input projection.
+
+        Both are of this context rank's heads over whole sequences.
+        """
         d = self.value_head_dim
         keys, values = (n // self.cp_size for n in (self.qk_dim_local_tp, self.v_dim_local_tp))
         qkv_BSC, gate, beta_BSV, alpha_BSV = mixed_BSI.split(list(self.feat_dim_split), -1)
         conv_CW = gathered(self.conv1d).weight.squeeze(1)
-        weight_CW = self._own(conv_CW, *self.in_proj_split_sections[:3])
+        weight_CW = self._local(conv_CW, *self.in_proj_split_sections[:3])
         qkv_BSC = causal_conv(qkv_BSC, weight_CW, position_BS, backend=self.backend)
         q, k, v = (x.unflatten(-1, (-1, d)) for x in qkv_BSC.split([keys, keys, values], -1))
-        rate_BSV = F.softplus(alpha_BSV.float() + self._own(self.dt_bias).float())
+        rate_BSV = F.softplus(alpha_BSV.float() + self._local(self.dt_bias).float())
         out_BSVd = gated_delta_rule(
             q,
             k,
             v,
-            -self._own(self.A_log).float().exp() * rate_BSV,
+            -self._local(self.A_log).float().exp() * rate_BSV,
             beta_BSV.sigmoid(),
             position_BS,
             backend=self.backend,
@@ -120,18 +122,18 @@ class GatedDelta(_MEGATRON.GatedDeltaNet):  # type: ignore[misc, name-defined]
         norm, gate_BSVd = gathered(self.out_norm), gate.unflatten(-1, (-1, d))
         return gated_rms_norm(out_BSVd, gate_BSVd, norm.weight, norm.eps, backend=self.backend)
 
-    def _own(self, parameter: Tensor, *sections: int) -> Tensor:
-        """What this context rank's heads take of a parameter, of one section if none are given."""
+    def _local(self, parameter: Tensor, *sections: int) -> Tensor:
+        """Part of a parameter that belongs to this context rank's heads; one section by default."""
         if self.cp_size == 1:
             return parameter
         return own_heads(parameter, sections or (len(parameter),), self.pg_collection.cp)
 
 
 def spec(backend: str) -> ModuleSpec:
-    """What a layer is built with in place of other attention.
+    """Layer spec of linear attention.
 
     Args:
-        backend: of `kernels.linear_attention.gated_delta`.
+        backend: backend of `kernels.linear_attention.gated_delta`.
     """
     submodules = _MEGATRON.GatedDeltaNetSubmodules(
         in_proj=ColumnParallelLinear, out_norm=OutputNorm, out_proj=RowParallelLinear

@@ -55,12 +55,12 @@ from phalanx.moe.model.precision import compute_dtype, recipe, with_recipe
 from phalanx.moe.model.transformer_layer import Layer
 from phalanx.moe.stock_moe import QUICK_GELU_SLOPE, StockMoE, router_kwargs
 from phalanx.parallel.megatron import patches
-from phalanx.parallel.memory.layer_pass import MemoryPlan
+from phalanx.parallel.memory.layer_context import MemoryPlan
 
 
 @dataclass
 class _YarnConfig(TransformerConfig):
-    """With the YaRN fields that GPTModel reads but Megatron-Core 0.19.2 does not declare."""
+    """TransformerConfig with the YaRN fields that GPTModel reads but 0.19.2 does not declare."""
 
     yarn_rotary_scaling_factor: float = 1.0
     yarn_original_max_position_embeddings: int = 4096
@@ -74,12 +74,12 @@ class _YarnConfig(TransformerConfig):
 def _activation(moe: MoEConfig) -> Callable[..., torch.Tensor]:
     """The nonlinearity of dense and shared MLPs and of the stock experts."""
     act = activation_of(moe)
-    # Megatron-Core's fused paths recognise torch's functions and its own by identity.
+    # Megatron-Core's fused paths recognise functions by identity, torch's and its own.
     if act.kind == "quick_geglu" and act.alpha == QUICK_GELU_SLOPE:
         return quick_gelu
     if act.facts.torch:
-        own: Callable[..., Tensor] = getattr(F, act.facts.torch)
-        return own
+        torch_function: Callable[..., Tensor] = getattr(F, act.facts.torch)
+        return torch_function
     value = formula(act).value
     return lambda x: value(x, act)
 
@@ -161,7 +161,7 @@ def _attention(a: AttentionConfig) -> dict[str, Any]:
 
 
 def _linear_attention(a: LinearAttentionConfig) -> dict[str, Any]:
-    """Sizes alone: which layers have it is decided layer by layer, by `build`."""
+    """Sizes only: `build` decides layer by layer which layers have linear attention."""
     return dict(
         linear_conv_kernel_dim=TAPS,
         linear_key_head_dim=HEAD_DIM,
@@ -205,7 +205,7 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
         bf16=in_bf16(cfg),
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        # The stock MoE layer takes it for its experts too, which need Apex or TE then.
+        # The stock MoE layer applies it to its experts too, which then need Apex or TE.
         gradient_accumulation_fusion=(
             cfg.kernels.gradient_accumulation_fusion
             and cfg.kernels.backend != "megatron"
@@ -219,10 +219,10 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
         persist_layer_norm=False,
         cross_entropy_loss_fusion=not on_cpu,
         deallocate_pipeline_outputs=True,
-        # Batches of interleaved stages send in both directions. Where there are two stages both go
-        # to the same peer, and NCCL matches the transfers of a pair by their order in the batch: a
-        # stage would take what was meant for another chunk. Single transfers have an order of their
-        # own in each direction, and overlap the compute of other micro-batches.
+        # Batches of interleaved stages send in both directions. With two stages both go to the same
+        # peer, and NCCL matches the transfers of a pair by their order in the batch: a stage would
+        # receive what was meant for another chunk. Single transfers are ordered in each direction,
+        # and overlap the compute of other micro-batches.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not on_cpu and not interleaved,
         variable_seq_lengths=False,
@@ -231,7 +231,7 @@ def _execution(cfg: Config, layout: Layout, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def _fp8(cfg: Config) -> dict[str, Any]:
-    """`fp8_block` by Transformer Engine's recipe of that kind, for Megatron-Core's own experts."""
+    """Fields of Transformer Engine's blockwise recipe, for Megatron-Core's own experts."""
     p = cfg.precision
     if not is_fp8(cfg) or cfg.kernels.backend != "megatron":
         return {}
@@ -277,14 +277,16 @@ def _rotary(a: AttentionConfig) -> tuple[type[TransformerConfig], dict[str, Any]
 
 
 def _rotary_share(a: AttentionConfig) -> float:
-    """Of the channels of a head, as Megatron-Core takes it, which rounds down to channels."""
-    whole = a.kind == "mla" or a.rotary_dim in (0, a.head_dim)
-    return 1.0 if whole else (a.rotary_dim + 0.5) / a.head_dim
+    """Fraction of a head's channels that are rotated; Megatron-Core rounds it down to channels."""
+    all_channels = a.kind == "mla" or a.rotary_dim in (0, a.head_dim)
+    return 1.0 if all_channels else (a.rotary_dim + 0.5) / a.head_dim
 
 
 def embedding_stages(cfg: Config, config: TransformerConfig) -> list[int]:
-    """Pipeline stages that hold the word embedding: the first, that of a tied output, and that of
-    multi-token prediction."""
+    """Pipeline stages that hold the word embedding.
+
+    These are the first stage, that of a tied output and that of multi-token prediction.
+    """
     stages = range(config.pipeline_model_parallel_size)
     tied = [stages[-1]] if cfg.model.tie_embeddings else []
     return sorted({0, *tied, *get_mtp_ranks(list(stages), config)})
@@ -305,11 +307,11 @@ def build(
     """One model chunk: the layers of one (virtual) pipeline stage.
 
     Args:
-        cfg: the run.
-        config: of `transformer_config`, shared by all chunks.
+        cfg: config of the run.
+        config: result of `transformer_config`, shared by all chunks.
         pg: process groups.
         backends: chosen implementations.
-        moe: what every MoE layer is built with (activation, transport, budget).
+        moe: options of the MoE layers.
         pre_process: this chunk holds the embedding.
         post_process: this chunk holds the loss.
         vp_stage: index of a virtual pipeline chunk.
@@ -363,20 +365,21 @@ def build(
 class LanguageModel(GPTModel):
     """Megatron-Core's GPTModel; on GPUs with the loss of `moe.model.loss`.
 
-    Of packed documents (`moe.model.packed`) tokens are turned by their positions in them.
+    Tokens of packed documents (`moe.model.packed`) are rotated by their positions in them.
     """
 
-    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **named: Any) -> Any:
-        made = super()._preprocess(*args, packed_seq_params=packed_seq_params, **named)
-        hidden, angles, *rest = made
-        if packed_seq_params is None or angles is None:  # latent attention has its own
-            return made
-        # Megatron-Core's are those of this context rank's places, in sequences without documents.
-        whole = self.rotary_pos_emb(packed_seq_params.max_seqlen_q, packed_seq=True)
-        angles = whole[0] if isinstance(whole, tuple) else whole
+    def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        result = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden, angles, *rest = result
+        if packed_seq_params is None or angles is None:  # latent attention computes its angles
+            return result
+        # Megatron-Core's angles are by position in the sequence, without regard to documents.
+        angles = self.rotary_pos_emb(packed_seq_params.max_seqlen_q, packed_seq=True)
+        angles = angles[0] if isinstance(angles, tuple) else angles
         return hidden, packed_seq_params.angles(angles), *rest
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss of each token, fp32 [B, S], of logits [S, B, V], which it may overwrite."""
         if not self.config.cross_entropy_loss_fusion:
             return super().compute_language_model_loss(labels, logits)
         return cross_entropy(logits, labels, self.pg_collection.tp)
@@ -389,17 +392,18 @@ class _NormProvider(LocalSpecProvider):
         self._norm = norm
 
     def layer_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Class of the norm, whatever Megatron-Core asks for."""
         return self._norm
 
 
 def _layer(
     cfg: Config, config: TransformerConfig, backends: Backends, moe: MoEOptions, number: int
 ) -> ModuleSpec:
-    """Layer `number`, from 0; one of multi-token prediction comes after the last."""
-    m, of_layer = cfg.model, recipe(cfg, number) if backends.experts != "megatron" else None
-    moe = with_recipe(moe, of_layer, dense=cfg.precision.dense == "fp8")
-    again = memory_plan(cfg).again
-    spec = replace(moe.spec, recompute_h="expert_h" in again, save_given="norm" in again)
+    """Spec of layer `number`, from 0; prediction layers come after the last decoder layer."""
+    m, layer_recipe = cfg.model, recipe(cfg, number) if backends.experts != "megatron" else None
+    moe = with_recipe(moe, layer_recipe, dense=cfg.precision.dense == "fp8")
+    recomputed = memory_plan(cfg).recompute
+    spec = replace(moe.spec, recompute_h="expert_h" in recomputed, save_given="norm" in recomputed)
     moe = replace(moe, spec=spec)
     mla = m.attention.kind == "mla"
     sub = get_gpt_layer_local_submodules(
@@ -412,8 +416,8 @@ def _layer(
     sub.input_layernorm = sub.pre_mlp_layernorm = norm_class(backends.norm, residual=True)
     attention = sub.self_attention.submodules
     attention.linear_proj = OutputProjection
-    whole = m.attention.sinks and config.context_parallel_size == 1
-    attention.core_attention = core_attention(backends.attention, whole_with_sinks=whole)
+    whole_with_sinks = m.attention.sinks and config.context_parallel_size == 1
+    attention.core_attention = core_attention(backends.attention, whole_with_sinks=whole_with_sinks)
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, norm)
@@ -422,29 +426,30 @@ def _layer(
         attention.k_layernorm = partial(over_heads, norm, m.attention.kv_heads)
     linear = is_linear(m, number)
     if linear:
-        # Here, since it imports a part of Megatron-Core that no other model needs.
+        # Imported here, since it needs a part of Megatron-Core that no other model needs.
         from phalanx.moe.model import gated_delta_net
 
         sub.self_attention = gated_delta_net.spec(backends.linear_attention)
     if backends.experts == "megatron":
         modules = {"moe_act": "moe_act", "moe": "moe", "mlp": "shared_experts"}
-        moe = replace(moe, recompute=tuple(m for name, m in modules.items() if name in again))
+        names = tuple(module for name, module in modules.items() if name in recomputed)
+        moe = replace(moe, recompute=names)
     if number >= m.moe.dense_layers:
         sub.mlp = partial(StockMoE if backends.experts == "megatron" else MoE, options=moe)
     else:
         sub.mlp = partial(DenseMLP, spec=moe.dense, submodules=sub.mlp.keywords["submodules"])
-    # Megatron-Core renames norms in checkpoints to match fused layers; ours keep their own names.
+    # Megatron-Core renames norms in checkpoints to match fused layers; ours are not fused.
     sub.sharded_state_dict_keys_map = {}
     projections = replace(moe.dense, margins=Margins())
     params: dict[str, Any] = {"memory": memory_plan(cfg)}
-    # Those of linear attention are no whole blocks of FP8 and stay bf16.
+    # Projections of linear attention do not divide into FP8 blocks and stay bf16.
     if projections.recipe is not None and not linear:
         params["projections"] = projections
     return ModuleSpec(module=Layer, params=params, submodules=sub)
 
 
 def memory_plan(cfg: Config) -> MemoryPlan:
-    """What every layer computes again or moves to host memory."""
+    """Activations that every layer recomputes or offloads."""
     return MemoryPlan(frozenset(cfg.run.recompute), frozenset(cfg.run.offload))
 
 

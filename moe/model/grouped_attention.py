@@ -1,12 +1,12 @@
-"""Attention of grouped queries around a core attention, with the norms and rotary embedding of
-kernels.core_attention.qkv.
+"""Grouped-query attention, with norms and rotary embedding by kernels.core_attention.qkv.
 
-Megatron-Core 0.19.2 copies the queries out of the mixed projection, norms and turns queries and
-keys by kernels of their own, and joins three gradients to one. Here a layer goes from the
-projection, its bias not yet added, to what core attention reads in one step, and back in one. Norms
-over all heads together (OLMoE, MiniMax-M2) and norms with weights less 1 (Qwen3-Next) have no such
-kernel, and are steps of their own. With an output gate the projection has a gate of each query
-head, behind the queries of its group; Megatron-Core multiplies the output by its sigmoid.
+Megatron-Core 0.19.2 copies the queries out of the mixed projection, normalises and rotates queries
+and keys by separate kernels, and concatenates three gradients. In this class one kernel computes
+the inputs of core attention from the projection, to which its bias has not been added, and one
+kernel computes the gradients. Norms over all heads together (OLMoE, MiniMax-M2) and norms with
+weights less 1 (Qwen3-Next) are separate steps. With an output gate the projection has a gate of
+each query head, behind the queries of its group; Megatron-Core multiplies the output by its
+sigmoid.
 
 Shape legend: S positions, B batch, H query heads, G key-value heads, d channels; N = H / G + 2, or
 with a gate 2 H / G + 2.
@@ -24,16 +24,16 @@ from phalanx.moe.model.attention import CoreAttention
 from phalanx.parallel.megatron.gathered import gathered
 
 
-def over_heads(norm: Any, heads: int, *, hidden_size: int, **given: Any) -> Any:
-    """The norm of `heads` heads of `hidden_size` channels together, in the place of that of each.
+def over_heads(norm: Any, heads: int, *, hidden_size: int, **kwargs: Any) -> Any:
+    """A norm over `heads` heads of `hidden_size` channels together, in place of one of each head.
 
     Args:
-        norm: of `moe.model.norm`.
-        heads: of queries, or of keys.
-        hidden_size: channels of a head, as Megatron-Core asks for.
-        given: what the norm takes besides.
+        norm: class of `moe.model.norm`.
+        heads: number of query heads, or of key heads.
+        hidden_size: channels of a head, which Megatron-Core passes.
+        kwargs: other arguments of the norm.
     """
-    return norm(hidden_size=heads * hidden_size, **given)
+    return norm(hidden_size=heads * hidden_size, **kwargs)
 
 
 class GroupedAttention(SelfAttention):
@@ -42,23 +42,23 @@ class GroupedAttention(SelfAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._mixed = self.config.num_query_groups >= self.world_size
-        """Groups that tensor ranks share lie between the projection and the rest."""
+        """Each tensor rank has whole groups, so that the projection can be read as it is."""
         self.linear_qkv.skip_bias_add = self._mixed
         self._reads_views = isinstance(self.core_attention, CoreAttention)
         norm = self.q_layernorm
         self._over_heads = norm is not None and norm.weight.numel() > self.config.kv_channels
-        """The norms are of `over_heads`; the heads are then all on this rank."""
+        """The norms are those of `over_heads`; all heads are then on this rank."""
         centered = norm is not None and self.config.layernorm_zero_centered_gamma
-        self._apart = self._over_heads or centered
-        """The norms are steps of their own."""
+        self._separate_norms = self._over_heads or centered
+        """The norms are steps before the rotary embedding."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, ...]:
-        """Mixed projection [S, B, G, N, d] and bias [G, N, d], for the next method to take apart,
-        None, and if there are any the gates [S, B, H, d].
+        """Mixed projection [S, B, G, N, d], bias [G, N, d], None, and gates [S, B, H, d] if any.
 
-        With groups that tensor ranks share, q, k and v as they are, and gates.
+        `_adjust_key_value_for_inference` splits the projection. If tensor ranks share groups,
+        queries, keys, values and gates as Megatron-Core returns them.
         """
         if not self._mixed:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
@@ -83,15 +83,15 @@ class GroupedAttention(SelfAttention):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Queries, keys and values; what follows is told that there are no rotary angles left.
+        """Queries, keys and values after the rotary embedding, and no rotary angles.
 
-        Megatron-Core's hook between projections and rotary embedding: the one place that is given
-        both and returns both.
+        Megatron-Core's hook between projections and rotary embedding: the one method that takes and
+        returns both.
         """
         assert inference_context is None
         (freqs, _), mscale = rotary_pos_emb, self._yarn_concentration_factor
-        if self._mixed and self._apart:
-            query, key, value = self._normed_apart(query, key, freqs, mscale)
+        if self._mixed and self._separate_norms:
+            query, key, value = self._normed_separately(query, key, freqs, mscale)
         elif self._mixed:
             query, key, value = queries_keys_values(
                 self._ungated(query),
@@ -107,18 +107,18 @@ class GroupedAttention(SelfAttention):
         return query, key, value, None, self.attn_mask_type, None
 
     def _ungated(self, mixed_SBGNd: Tensor) -> Tensor:
-        """Queries, key and value of each group; a copy where there are gates between them."""
+        """Queries, key and value of each group; a copy if gates lie between them."""
         if not self.config.attention_output_gate:
             return mixed_SBGNd
         R = mixed_SBGNd.shape[-2] // 2 - 1
         return torch.cat([mixed_SBGNd[..., :R, :], mixed_SBGNd[..., 2 * R :, :]], -2)
 
-    def _normed_apart(
+    def _normed_separately(
         self, mixed_SBGNd: Tensor, bias_GNd: Tensor | None, freqs: Tensor, mscale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys normalised, by head or over all channels of a token, and turned; values.
+        """Queries and keys, normalised by head or over all channels and rotated, and values.
 
-        A copy of these, so that the projection is not kept for a part of it.
+        Values are a copy, so that autograd does not save the projection for a part of it.
         """
         if bias_GNd is not None:
             mixed_SBGNd = mixed_SBGNd + bias_GNd

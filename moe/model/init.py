@@ -1,9 +1,9 @@
 """Initial weights that do not depend on the layout.
 
-Every parameter is drawn from a generator seeded by (seed, its global checkpoint key), as a whole,
-and each rank keeps its slice. So any tensor, pipeline, expert or data parallel layout, and every
-expert backend, starts from the same model. The walk is over `sharded_state_dict`, the one place
-that knows global names.
+Every parameter is drawn as a full tensor from a generator seeded by (seed, its global checkpoint
+key), and each rank keeps its slice. So any tensor, pipeline, expert or data parallel layout, and
+every expert backend, starts from the same model. The walk is over `sharded_state_dict`, the one
+place that knows global names.
 """
 
 import functools
@@ -21,7 +21,7 @@ _RESIDUAL = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 _ZERO = ("bias", "softmax_offset")
 _ONE = ("dt_bias",)
 _RATES = (1.0, 16.0)
-"""Of linear attention's decay, A: evenly between (arXiv 2405.21060)."""
+"""Bounds of linear attention's decay A, which is uniform (arXiv 2405.21060)."""
 
 
 @torch.no_grad()
@@ -32,10 +32,10 @@ def initialize(
 
     Args:
         chunks: the model chunks of this rank (one, or several with virtual pipelining).
-        seed: of the whole model.
-        std: of a normal distribution for weights; over sqrt(2 * layers) for residual outputs.
-        layers: transformer layers of the whole model.
-        dp_cp_group: data (and context) parallel group, which Megatron-Core's state dict asks for.
+        seed: seed of the model.
+        std: standard deviation of weights; divided by sqrt(2 * layers) for residual outputs.
+        layers: number of transformer layers of the full model.
+        dp_cp_group: data (and context) parallel group, which Megatron-Core's state dict needs.
     """
     for chunk in chunks:
         storages = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
@@ -65,13 +65,11 @@ def _fill(shard: ShardedTensor, seed: int, std: float, layers: int) -> None:
     elif key.endswith(_ZERO):
         data.zero_()
     elif key.endswith("A_log"):
-        data.copy_(
-            _drawn(data, shard, index, seed, lambda x, by: x.uniform_(*_RATES, generator=by))
-        )
+        data.copy_(_random(data, shard, index, seed, lambda x, g: x.uniform_(*_RATES, generator=g)))
         data.log_()
     elif rank == 1:
-        assert "norm" in key, key  # as they are built
-    elif ".conv1d." in key:  # as torch draws a convolution's, of so many taps
+        assert "norm" in key, key  # norms are built with their initial weights
+    elif ".conv1d." in key:  # torch's initialization of a convolution with that many taps
         std = 1 / math.sqrt(3 * data.size(-1))
         _draw(data, shard, index, seed, std)
     elif rank == 2:
@@ -90,8 +88,8 @@ def _draw(
     out: torch.Tensor, shard: ShardedTensor, index: tuple[int, ...], seed: int, std: float
 ) -> None:
     shape = tuple(shard.global_shape[-out.dim() :])
-    whole = _normal(shape, out.device, _seed(shard, index, seed), std)
-    out.copy_(_place(whole, out, shard))
+    full = _normal(shape, out.device, _seed(shard, index, seed), std)
+    out.copy_(_slice(full, out, shard))
 
 
 @functools.lru_cache(maxsize=1)  # pieces of one tensor follow one another
@@ -102,18 +100,18 @@ def _normal(shape: tuple[int, ...], device: torch.device, seed: int, std: float)
     )
 
 
-def _drawn(
+def _random(
     out: torch.Tensor,
     shard: ShardedTensor,
     index: tuple[int, ...],
     seed: int,
     draw: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
 ) -> torch.Tensor:
-    """The part in the place of `out` of a whole tensor of random numbers, fp32."""
+    """The slice that belongs to `out` of a full tensor of random numbers, fp32."""
     shape = shard.global_shape[-out.dim() :]
     generator = torch.Generator(out.device).manual_seed(_seed(shard, index, seed))
-    whole = draw(torch.empty(shape, dtype=torch.float32, device=out.device), generator)
-    return _place(whole, out, shard)
+    full = draw(torch.empty(shape, dtype=torch.float32, device=out.device), generator)
+    return _slice(full, out, shard)
 
 
 def _seed(shard: ShardedTensor, index: tuple[int, ...], seed: int) -> int:
@@ -121,6 +119,6 @@ def _seed(shard: ShardedTensor, index: tuple[int, ...], seed: int) -> int:
     return int.from_bytes(digest[:7], "little")
 
 
-def _place(whole: torch.Tensor, out: torch.Tensor, shard: ShardedTensor) -> torch.Tensor:
+def _slice(full: torch.Tensor, out: torch.Tensor, shard: ShardedTensor) -> torch.Tensor:
     offset = shard.global_offset[-out.dim() :]
-    return whole[tuple(slice(o, o + n) for o, n in zip(offset, out.shape, strict=True))]
+    return full[tuple(slice(o, o + n) for o, n in zip(offset, out.shape, strict=True))]

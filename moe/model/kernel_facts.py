@@ -1,4 +1,4 @@
-"""What the choice of kernels depends on, of a configuration on a kind of machine."""
+"""Facts of a config and a machine that the choice of kernels depends on."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from phalanx.moe.router.router import slots
 def facts(
     cfg: Config, world: int, *, device: str, capability: tuple[int, int] | None, **machine: Any
 ) -> Facts:
-    """Facts of `cfg` on `world` ranks; `machine`: more of a machine that is not this one."""
+    """Facts of `cfg` on `world` ranks; `machine` has more facts of a machine that is not this."""
     a, e = cfg.model.attention, cfg.model.moe
     return Facts(
         device=device,

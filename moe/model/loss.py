@@ -1,9 +1,9 @@
 """Cross entropy of the language model, with the vocabulary over the tensor-parallel ranks.
 
-On GPUs the gradient takes the place of the logits, which nothing else reads. Where a step knows
-what the gradient of each loss is going to be (`foretold`), Hopper GPUs write it forward, in the
-pass that reads the logits for the loss (`kernels.sm90.loss`); otherwise it is written backward,
-from logits that are read once more (`kernels.elementwise.cross_entropy`).
+On GPUs the gradient overwrites the logits, which nothing else reads. If a step knows the gradient
+of each loss in advance (`expect_grad`), Hopper GPUs write the gradient of the logits in the forward
+pass, while they read the logits for the loss (`kernels.sm90.loss`). Otherwise the backward pass
+writes it and reads the logits once more (`kernels.elementwise.cross_entropy`).
 
 Legend: N tokens, V vocabulary of this rank.
 """
@@ -19,36 +19,38 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class Foretold(NamedTuple):
-    """What gradients of losses are going to be."""
+class ExpectedGrad(NamedTuple):
+    """Gradient that losses are going to have."""
 
     gradient: Callable[[], Tensor]
-    """Makes it, fp32, of one element, not 0: of every loss that is wanted at all."""
+    """Returns the gradient of every loss that counts: fp32, one element, not 0."""
     labels: int
-    """Address of the labels that the losses are of."""
+    """Address of the labels of these losses."""
 
 
-_FORETOLD: ContextVar[Foretold | None] = ContextVar("foretold", default=None)
+_EXPECTED: ContextVar[ExpectedGrad | None] = ContextVar("expected_grad", default=None)
 
 
 @contextlib.contextmanager
-def foretold(gradient: Callable[[], Tensor], labels: Tensor) -> Iterator[None]:
-    """Inside, losses of these labels are going to have this gradient, which is asked for where it
-    is of use.
+def expect_grad(gradient: Callable[[], Tensor], labels: Tensor) -> Iterator[None]:
+    """Promise that losses of these labels have this gradient, which is computed where it is used.
 
-    Others are right too, to twice the rounding, but take a pass over the logits of their tokens.
+    Other gradients are right too, to twice the rounding, but cost a pass over the logits of their
+    tokens.
     """
-    token = _FORETOLD.set(Foretold(gradient, labels.data_ptr()))
+    token = _EXPECTED.set(ExpectedGrad(gradient, labels.data_ptr()))
     try:
         yield
     finally:
-        _FORETOLD.reset(token)
+        _EXPECTED.reset(token)
 
 
-def gradient_foretold(labels: Tensor) -> Tensor | None:
-    """That of losses of these labels, fp32, of one element; None if it is not known."""
-    told = _FORETOLD.get()
-    return told.gradient() if told is not None and told.labels == labels.data_ptr() else None
+def expected_grad(labels: Tensor) -> Tensor | None:
+    """Expected gradient of losses of these labels, fp32, one element; None if it is not known."""
+    promise = _EXPECTED.get()
+    if promise is None or promise.labels != labels.data_ptr():
+        return None
+    return promise.gradient()
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -56,14 +58,15 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Loss of each token, fp32 [N]; the group splits the vocabulary."""
         from phalanx.kernels.elementwise.cross_entropy import statistics
 
         first = dist.get_rank(group) * logits_NV.shape[1]
         most_N, total_N, hit_N = statistics(logits_NV, target_N, first)
         if dist.get_world_size(group) > 1:
-            own_N = most_N.clone()
+            local_max_N = most_N.clone()
             dist.all_reduce(most_N, op=dist.ReduceOp.MAX, group=group)
-            sums_2N = torch.stack((total_N * (own_N - most_N).exp(), hit_N))
+            sums_2N = torch.stack((total_N * (local_max_N - most_N).exp(), hit_N))
             dist.all_reduce(sums_2N, group=group)
             total_N, hit_N = sums_2N.unbind()
         lse_N = most_N + total_N.log()
@@ -74,6 +77,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
+        """Gradient of the logits, in their memory."""
         from phalanx.kernels.elementwise.cross_entropy import gradient_
 
         logits_NV, target_N, lse_N = ctx.saved_tensors
@@ -81,11 +85,12 @@ class CrossEntropy(torch.autograd.Function):
         return logits_NV, None, None
 
 
-class ForetoldCrossEntropy(torch.autograd.Function):
-    """The same; logits are overwritten by their gradient at once."""
+class OnePassCrossEntropy(torch.autograd.Function):
+    """-log softmax(logits)[target]; the forward pass overwrites logits by their gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, gradient: Tensor) -> Tensor:
+        """Loss of each token, fp32 [N], whose gradient is expected to be `gradient`."""
         from phalanx.kernels.sm90.loss.cross_entropy import cross_entropy_
 
         loss_N = cross_entropy_(logits_NV, target_N, gradient)
@@ -95,6 +100,7 @@ class ForetoldCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
+        """Gradient of the logits, rescaled where `grad_N` is not the expected one."""
         from phalanx.kernels.elementwise.cross_entropy import rescale_
 
         gradient_NV, gradient = ctx.saved_tensors
@@ -108,21 +114,21 @@ def cross_entropy(logits_SBV: Tensor, labels_BS: Tensor, group: dist.ProcessGrou
     Args:
         logits_SBV: bf16 or fp32; overwritten, at the latest by the backward pass.
         labels_BS: int64.
-        group: tensor-parallel, over which the vocabulary is split.
+        group: tensor parallel group, over which the vocabulary is split.
     """
     S, B, V = logits_SBV.shape
     target_N = labels_BS.t().reshape(-1)
     logits_NV = logits_SBV.contiguous().view(-1, V)
-    gradient = gradient_foretold(labels_BS) if _in_one_pass(logits_NV, group) else None
+    gradient = expected_grad(labels_BS) if _in_one_pass(logits_NV, group) else None
     if gradient is not None:
-        loss_N = ForetoldCrossEntropy.apply(logits_NV, target_N, gradient)
+        loss_N = OnePassCrossEntropy.apply(logits_NV, target_N, gradient)
     else:
         loss_N = CrossEntropy.apply(logits_NV, target_N, group)
     return loss_N.view(S, B).t().contiguous()
 
 
 def _in_one_pass(logits_NV: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether this GPU's kernel makes their loss and gradient at once, which are wanted."""
+    """True if this GPU has a kernel for loss and gradient in one pass, and a gradient is needed."""
     if not logits_NV.requires_grad or logits_NV.dtype != torch.bfloat16:
         return False
     if not logits_NV.is_cuda or torch.cuda.get_device_capability(logits_NV.device) != (9, 0):

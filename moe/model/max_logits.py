@@ -1,10 +1,10 @@
 """The largest attention logit of every head and layer in a step, over all micro-batches and ranks.
 
-Core attention takes note of it in the forward pass of steps for which that is due
-(`kernels.core_attention.max_logit`): in one table on the device, which is reduced with the totals that a
-step reduces anyway (moe.training.step). QK-clip (`moe.model.qk_clip`) reads the table there, and a
-record has the maximum of each layer. Validation does not count, and neither does a forward pass
-that is computed again for its gradients, which has been noted before.
+Core attention records it in the forward pass of steps that measure it
+(`kernels.core_attention.max_logit`), in one table on the device, which is reduced with the totals
+that a step reduces anyway (moe.training.step). QK-clip (`moe.model.qk_clip`) reads the table there,
+and a log record has the maximum of each layer. Validation does not count, and neither does
+recomputation, which has been recorded in the forward pass.
 
 Shape legend: L layers of the whole model, prediction layers last; H its query heads.
 """
@@ -22,13 +22,13 @@ from phalanx.moe.router.balance import layer_index
 
 
 class MaxLogits:
-    """The table of a model, the same shape on every rank.
+    """Table of the largest logits of a model, of the same shape on every rank.
 
     Args:
         chunks: model chunks of this rank, wrapped or not.
         config: their TransformerConfig.
         pg: the `tp` group splits heads.
-        device: where they are.
+        device: device of the chunks.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class MaxLogits:
         self.layers = config.num_layers + (config.mtp_num_layers or 0)
         heads = config.num_attention_heads
         self.most_LH = torch.full((self.layers, heads), float("-inf"), device=device)
-        """fp32; -inf where this rank has not been, until `put` of the reduced table, and always in
-        layers of linear attention, which have no logits."""
+        """fp32; -inf for layers and heads of other ranks, until `put` of the reduced table, and
+        always for layers of linear attention, which have no logits."""
         self.measured = False
-        """Whether the present step notes anything."""
+        """The current step measures logits."""
         self._due = torch.zeros((), dtype=torch.int32, device=device)
         local = heads // pg.tp.size()
         first = pg.tp.rank() * local
@@ -55,12 +55,12 @@ class MaxLogits:
                 core.top = MaxLogit(most_H, self._due)
 
     def begin(self, due: bool) -> None:
-        """A step is going to be computed, maybe as a replay, whose logits are due or not."""
+        """Prepare a step, which may be a graph replay, that measures logits if `due`."""
         self.measured = due
         self._due.fill_(due)
 
     def reset(self) -> None:
-        """Forget what was noted: the first of a step's work on the device."""
+        """Clear the table: the first of a step's work on the device."""
         self.most_LH.fill_(float("-inf"))
 
     def flat(self) -> Tensor:
@@ -68,7 +68,7 @@ class MaxLogits:
         return self.most_LH.flatten().double()
 
     def put(self, reduced: Tensor) -> Tensor:
-        """Keep the maximum over all ranks of `flat`; that of each layer, fp64 [L]."""
+        """Store the maximum over all ranks of `flat`; return that of each layer, fp64 [L]."""
         self.most_LH.copy_(reduced.view_as(self.most_LH))
         return self.most_LH.amax(1).double()
 
@@ -81,12 +81,12 @@ def attention_layers(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
                 yield module
 
 
-def noting(core: Any) -> MaxLogit | None:
-    """Where a core attention takes note of its forward pass, if it is to.
+def active_max_logit(core: Any) -> MaxLogit | None:
+    """Buffer for the logits of this forward pass; None if they are not measured.
 
     Args:
-        core: with `top`, which a `MaxLogits` has set, or None.
+        core: core attention, whose `top` is a buffer set by `MaxLogits`, or None.
     """
-    computed_again = torch._C._current_graph_task_id() != -1  # inside a backward pass
+    recomputing = torch._C._current_graph_task_id() != -1  # inside a backward pass
     top: MaxLogit | None = core.top
-    return top if core.training and not computed_again else None
+    return top if core.training and not recomputing else None

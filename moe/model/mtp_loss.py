@@ -1,8 +1,7 @@
 """Losses of multi-token prediction: for each token ahead, the mean over the labels that count.
 
-In place of Megatron-Core's `process_mtp_loss`, which divides by the labels of a micro-batch of a
-rank, so that few labels weigh as much as many, and besides counts correct predictions by a pass
-over all logits.
+Replaces Megatron-Core's `process_mtp_loss`, which divides by the labels of a micro-batch of a rank,
+so that few labels weigh as much as many, and counts correct predictions by a pass over all logits.
 
 Legend: B sequences, S tokens of this rank, K tokens ahead.
 """
@@ -27,9 +26,9 @@ _WEIGHTS: ContextVar[_Weights | None] = ContextVar("labels_ahead", default=None)
 
 @contextlib.contextmanager
 def labels_ahead(labels_K: Tensor) -> Iterator[list[Tensor]]:
-    """Inside, losses of tokens ahead are divided by these numbers, and put into the list.
+    """Divide losses of tokens ahead by these numbers, and append them to the list.
 
-    Otherwise it is the number of labels that the model was called with.
+    Outside of this context they are divided by the labels that the model was called with.
     """
     weights = _Weights(labels_K, [])
     token = _WEIGHTS.set(weights)
@@ -53,10 +52,10 @@ def mtp_loss(
     packed_seq_params: Any = None,
     **_: Any,
 ) -> Tensor:
-    """Hidden states that predict the next token; their gradient carries that of the losses.
+    """Hidden states that predict the next token; their gradient includes that of the losses.
 
-    Arguments are those of `process_mtp_loss`. `hidden_states` has behind these, along its first
-    dimension, the ones that predict each token ahead.
+    Arguments are those of `process_mtp_loss`. `hidden_states` is the concatenation, along its first
+    dimension, of the states that predict the next token and each token ahead.
     """
     next_SBD, *ahead = hidden_states.chunk(1 + config.mtp_num_layers)
     if labels is None or not is_training:

@@ -1,8 +1,8 @@
-"""RMSNorm of every place that normalises: block inputs, final, query-key heads, MLA latents, MTP.
+"""RMSNorm modules for block inputs, the final norm, query-key heads, MLA latents and MTP.
 
-Modules over `kernels.norm`, which take Megatron-Core's norm constructor arguments and work under
-sequence parallelism, which Megatron-Core's own torch norm refuses. Statistics and the product with
-the weight are fp32 inside; input and output share the model's dtype.
+Modules over `kernels.rms_norm`. They take the arguments of Megatron-Core's norms and support
+sequence parallelism, which Megatron-Core's torch norm does not. Statistics and the product with the
+weight are fp32 inside; input and output have the model's dtype.
 """
 
 from functools import partial
@@ -19,12 +19,12 @@ class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467).
 
     Args:
-        config: gives the dtype of the weight, whether the input is split along the sequence, and
-            whether gradients of weights are added to Megatron-Core's buffers as they are made.
-            Weights are stored less 1 with `layernorm_zero_centered_gamma`.
-        hidden_size: channels normalised together.
+        config: dtype of the weight, whether the input is split along the sequence, and whether
+            gradients of weights are added directly to Megatron-Core's buffers. Weights are stored
+            less 1 with `layernorm_zero_centered_gamma`.
+        hidden_size: number of channels normalised together.
         eps: added to the mean square.
-        backend: of `kernels.norm`.
+        backend: backend of `kernels.rms_norm`.
     """
 
     def __init__(
@@ -43,37 +43,37 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             make(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
-        # Each tensor parallel rank sees a part of the tokens: Megatron-Core sums marked gradients.
+        # Each tensor parallel rank has some of the tokens: Megatron-Core sums marked gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Any:
-        """Normalise [..., hidden_size]; shape and dtype stay."""
-        return rms_norm(x, self.weight, self.eps, **self._how())
+        """Normalised [..., hidden_size], in the shape and dtype of the input."""
+        return rms_norm(x, self.weight, self.eps, **self._options())
 
-    def _how(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         return dict(backend=self.backend, accumulate=self._accumulate, centered=self.centered)
 
 
 class ResidualNorm(RMSNorm):
-    """In front of attention or MLP: what these read, and what is going to be added to it.
+    """Norm in front of attention or MLP that also adds the residual, and returns both.
 
-    Megatron-Core's layer takes such a pair from a norm (it has one in Transformer Engine,
+    Megatron-Core's layer accepts such a pair from a norm (Transformer Engine's
     `fused_residual_rmsnorm`, which adds the gradients but not the residual);
-    `moe.model.transformer_layer` also gives it the residual to add.
+    `moe.model.transformer_layer` also passes the residual.
     """
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm of the sum, the sum) of x and residual, all [..., hidden_size]."""
-        return fork(x, residual, self.weight, self.eps, **self._how())
+        return fork(x, residual, self.weight, self.eps, **self._options())
 
 
 def norm_class(backend: str, *, residual: bool = False) -> Any:
-    """The norm that a layer spec is built with.
+    """Norm class of a layer spec.
 
     Args:
-        backend: `torch` or `quack` (of `kernels.norm`), or `te` (Transformer Engine's, through
-            Megatron-Core).
-        residual: ResidualNorm; of `te` there is none.
+        backend: `torch` or `quack` (backends of `kernels.rms_norm`), or `te` (Transformer Engine's,
+            through Megatron-Core).
+        residual: take ResidualNorm, which `te` has not.
 
     Raises:
         ValueError: unknown backend.

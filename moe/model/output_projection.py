@@ -1,7 +1,7 @@
-"""The projection after attention: where it has a bias (GPT-OSS), the GEMM itself adds it.
+"""The projection after attention, whose GEMM adds the bias if there is one (GPT-OSS).
 
-Megatron-Core 0.19.2 hands the bias on to an addition of its own, which reads and writes all tokens
-once more. cuBLASLt adds it while it writes the product (torch.addmm), rounding once.
+Megatron-Core 0.19.2 adds the bias in a separate operation, which reads and writes all tokens once
+more. cuBLASLt adds it while it writes the product (torch.addmm), rounding once.
 
 Legend: T tokens, I channels of all heads, D hidden.
 """
@@ -20,14 +20,14 @@ from phalanx.parallel.megatron.weight_grad import Accumulate
 
 
 class OutputProjection(RowParallelLinear):
-    """Megatron-Core's; on a GPU that has the whole of it with the bias inside.
+    """Megatron-Core's RowParallelLinear with the bias inside the GEMM, on one tensor parallel GPU.
 
-    On a CPU it is Megatron-Core's in bits, too, and over tensor parallel ranks the bias is added
+    On a CPU it has Megatron-Core's bits, and with several tensor parallel ranks the bias is added
     after their sum.
     """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[s, B, I] to [s, B, D], and the bias if it has yet to be added."""
+        """Output [s, B, D] of [s, B, I], and the bias if it has yet to be added."""
         if self.bias is None or not input_.is_cuda or self.tp_group.size() > 1:
             out, bias = super().forward(input_)
             return out, bias
@@ -41,7 +41,7 @@ class OutputProjection(RowParallelLinear):
 
 
 class _Biased(torch.autograd.Function):
-    """x @ w^T + b; the gradient of w goes to its buffer, if there is one."""
+    """x @ w^T + b; the gradient of w is added to its buffer, if there is one."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, w_DI: Tensor, b_D: Tensor, accumulate: bool) -> Tensor:
@@ -65,7 +65,7 @@ def _weight_grad(accumulated: Tensor | None, d_TD: Tensor, x_TI: Tensor) -> Tens
     out, add, _ = main_grad.buffer(accumulated)
     if not add:
         out.zero_()
-    wide = out.dtype == torch.float32
-    into = Accumulate.wgrad_gemm_accum_fp32 if wide else Accumulate.wgrad_gemm_accum_fp16
-    into(x_TI, d_TD, out)
+    fp32 = out.dtype == torch.float32
+    accumulate = Accumulate.wgrad_gemm_accum_fp32 if fp32 else Accumulate.wgrad_gemm_accum_fp16
+    accumulate(x_TI, d_TD, out)
     return main_grad.added(accumulated)

@@ -1,14 +1,14 @@
-"""The sequences of a micro-batch as one, whose documents do not see each other.
+"""The sequences of a micro-batch packed into one, whose documents do not attend to each other.
 
-Megatron-Core carries it through model, layers and recomputation as its `packed_seq_params`; the
-fields that its variable-length format would be chosen by stay empty, so that hidden states keep
-their [T, 1, D]. One sequence rather than several: variable-length kernels and rotary angles by
-position need nothing else, and the tokens [B, S] are that already in memory.
+Megatron-Core passes it through model, layers and recomputation as its `packed_seq_params`; the
+fields that select its variable-length format stay empty, so that hidden states keep their shape
+[T, 1, D]. One sequence rather than several: variable-length kernels and rotary angles by position
+need nothing else, and the tokens [B, S] already have that layout in memory.
 
-Everything is on the device and of static size, and follows from the positions alone: a step that
-packs is captured in a CUDA graph as any other (`kernels.core_attention.documents`).
+Everything is on the device and of static size, and follows from the positions alone: a step with
+packed sequences can be captured in a CUDA graph (`kernels.core_attention.documents`).
 
-Under context parallelism a rank has two chunks of each sequence, as Megatron-Core deals them.
+Under context parallelism a rank has two chunks of each sequence, as Megatron-Core assigns them.
 
 Legend: B sequences of a micro-batch, S tokens of each on this rank, T = B * S.
 """
@@ -27,28 +27,27 @@ class Packed(PackedSeqParams):
     """Documents of a micro-batch."""
 
     documents: Any = None
-    """`Documents`, for core attention; None where context ranks share sequences."""
+    """`Documents`, for core attention; None if context ranks share sequences."""
     sequences: int = 1
-    """B."""
+    """Number of sequences, B."""
     position_T: Any = None
-    """int64: of each token in its piece of a document."""
+    """Position of each token in its piece of a document, int64."""
     whole_BS: Any = None
-    """int64: the positions of whole sequences, those of other context ranks' tokens among them, for
-    linear attention."""
+    """Positions of full sequences, int64, including tokens of other context ranks, for linear
+    attention."""
     last_T: Any = None
-    """bool: tokens behind which nothing of their document follows, for
+    """True for the last token of each piece of a document, bool, for
     `parallel.megatron.patches.shift_within_documents`."""
 
     _of_chunks: dict[tuple[int, int, int], Documents] = field(default_factory=dict)
 
     def of_chunk(self, sequence: int, chunk: int, before: int) -> Documents:
-        """The documents of one of this rank's two chunks of a sequence, for core attention, made
-        once for all layers.
+        """Documents of one of this rank's two chunks of a sequence, shared by all layers.
 
         Args:
-            sequence: of the B.
-            chunk: 0 or 1.
-            before: keys before it that it attends to.
+            sequence: index of the sequence, below B.
+            chunk: index of the chunk on this rank, 0 or 1.
+            before: number of keys before the chunk that it attends to.
         """
         key = sequence, chunk, before
         if key not in self._of_chunks:
@@ -58,7 +57,7 @@ class Packed(PackedSeqParams):
         return self._of_chunks[key]
 
     def angles(self, freqs_S11F: Tensor) -> Tensor:
-        """Rotary angles [T, 1, 1, F] of the tokens, from those of the positions of a sequence."""
+        """Rotary angles [T, 1, 1, F] of the tokens, from those of all positions of a sequence."""
         return freqs_S11F[self.position_T]
 
 
@@ -73,12 +72,13 @@ def packed(
     """The documents of a micro-batch.
 
     Args:
-        position_BS: int64, of each token in its piece of a document; every sequence begins with 0.
-        places: for documents of a sequence, where attention needs their bounds; else 0.
-        ranks: that share the sequences.
-        whole_BS: positions of all their tokens, if ranks share sequences.
-        last_BS: bool: tokens that end a piece, if ranks share sequences; then a rank alone cannot
-            tell.
+        position_BS: int64, position of each token in its piece of a document; 0 at the start of
+            every sequence.
+        places: most documents of a sequence, if attention needs their bounds; else 0.
+        ranks: number of context ranks that share the sequences.
+        whole_BS: positions of the full sequences, if ranks share sequences.
+        last_BS: bool, tokens that end a piece, if ranks share sequences; one rank's positions do
+            not determine them.
     """
     B, S = position_BS.shape
     position_T = position_BS.reshape(-1)

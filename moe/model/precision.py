@@ -1,4 +1,4 @@
-"""The precision of a run as modules of its model take it: one dtype, and the recipe of a layer."""
+"""Precision of a run for the modules of its model: one dtype, and the recipe of each layer."""
 
 from dataclasses import replace
 
@@ -11,24 +11,23 @@ from phalanx.moe.layer import MoEOptions
 
 
 def compute_dtype(cfg: Config) -> torch.dtype:
-    """Of activations, and of weights as they are multiplied or quantized."""
+    """Dtype of activations, and of weights before they are multiplied or quantized."""
     return torch.bfloat16 if in_bf16(cfg) else torch.float32
 
 
 def recipe(cfg: Config, layer: int) -> Recipe | None:
-    """How operands of a layer's linear layers are quantized; None: they are not.
+    """Quantization recipe of a layer's linear layers; None for layers that are not quantized.
 
     Args:
-        cfg: valid.
-        layer: from 0, over all pipeline stages; those of multi-token prediction come after the
-            last decoder layer.
+        cfg: valid config.
+        layer: number of the layer from 0, over all pipeline stages; prediction layers come after
+            the last decoder layer.
     """
     if not quantized_layer(cfg, layer):
         return None
     p = cfg.precision
     if p.recipe in MICROSCALING:
-        form, wgrad = p.recipe, p.wgrad
-        return Microscaling(form, wgrad, p.stochastic_rounding)  # type: ignore[arg-type]
+        return Microscaling(p.recipe, p.wgrad, p.stochastic_rounding)  # type: ignore[arg-type]
     return Fp8Block(
         grad_format=p.grad_format,  # type: ignore[arg-type]
         wgrad=p.wgrad,  # type: ignore[arg-type]
@@ -37,12 +36,12 @@ def recipe(cfg: Config, layer: int) -> Recipe | None:
     )
 
 
-def with_recipe(options: MoEOptions, by: Recipe | None, *, dense: bool) -> MoEOptions:
-    """Options of a layer with this recipe.
+def with_recipe(options: MoEOptions, recipe: Recipe | None, *, dense: bool) -> MoEOptions:
+    """Options of a layer with a recipe.
 
     Args:
-        options: without one.
-        by: of the routed experts.
-        dense: also of shared experts, dense MLPs and attention's projections.
+        options: options without a recipe.
+        recipe: recipe of the routed experts.
+        dense: use it for shared experts, dense MLPs and attention's projections too.
     """
-    return replace(options, spec=replace(options.spec, recipe=by), fp8_dense=dense)
+    return replace(options, spec=replace(options.spec, recipe=recipe), fp8_dense=dense)

@@ -1,18 +1,17 @@
 """QK-clip (Kimi K2, arXiv 2507.20534, section 2.1): heads whose logits are too large are rescaled.
 
 After the update of a step, the query and key weights of each head whose largest logit exceeded the
-limit in that step are multiplied so that its logits are by gamma = limit / largest what they were.
-What heads share is not touched, so that each head is clipped by its own gamma and no other head
-changes:
+limit in that step are multiplied so that its logits change by gamma = limit / largest. Weights that
+heads share are not changed, so that each head is clipped by its own gamma and no other head is:
 
-- heads with a key of their own: query and key by sqrt(gamma);
-- heads that share their key with others (grouped queries): the query by gamma, as the paper has it
-  for the rotary part that all keys of latent attention share;
+- heads that do not share their key: query and key by sqrt(gamma);
+- heads that share their key (grouped queries): the query by gamma, which is the paper's rule for
+  the rotary part that all keys of latent attention share;
 - latent attention: query and key without position by sqrt(gamma), the rotary part of the query by
   gamma.
 
 Biases of queries and keys are multiplied with their weights; a logit is linear in both together. A
-norm of queries and keys behind their projection would undo it all: configs.validate refuses that.
+norm of queries and keys after their projection would undo the clip: configs.validate rejects it.
 
 Shape legend: L layers, H query heads, G key-value heads, R = H / G, rows of a projection.
 """
@@ -30,14 +29,14 @@ from phalanx.moe.router.balance import layer_index
 
 
 class QKClip:
-    """What the parameters of this rank are multiplied by after an update.
+    """Factors by which the parameters of this rank are multiplied after an update.
 
     Args:
         chunks: model chunks of this rank, wrapped or not.
         config: their TransformerConfig.
         pg: the `tp` group splits the rows of projections.
         tops: the largest logits of a step.
-        limit: tau, which no head is to exceed.
+        limit: tau, the largest logit allowed.
     """
 
     def __init__(
@@ -50,30 +49,30 @@ class QKClip:
     ) -> None:
         self._config, self._tops, self._limit = config, tops, limit
         self.parameters: list[Tensor] = []
-        self._places: list[tuple[str, int, slice]] = []
-        """Of each parameter: the projection, the layer, and its rows of those of all ranks."""
+        self._positions: list[tuple[str, int, slice]] = []
+        """Projection, layer, and this rank's rows within those of all ranks, by parameter."""
         for layer in attention_layers(chunks):
             for name, parameter in _projections(layer.self_attention):
                 rows = parameter.size(0)
-                own = slice(pg.tp.rank() * rows, (pg.tp.rank() + 1) * rows)
+                local = slice(pg.tp.rank() * rows, (pg.tp.rank() + 1) * rows)
                 self.parameters.append(parameter)
-                self._places.append((name, layer_index(layer, config), own))
+                self._positions.append((name, layer_index(layer, config), local))
 
     def factors(self) -> list[Tensor] | None:
-        """fp32 factor of each row of each of `parameters`; None if the step measured no logits.
+        """Factors of the rows of each of `parameters`, fp32; None if the step measured no logits.
 
         They are 1 where nothing is clipped. No host read.
         """
         if not self._tops.measured:
             return None
         gamma_LH = clip_factors(self._tops.most_LH, self._limit)
-        of_rows = _latent_rows if self._config.multi_latent_attention else _grouped_rows
-        tables = of_rows(gamma_LH, self._config)
-        return [tables[name][layer, own] for name, layer, own in self._places]
+        row_factors = _latent_rows if self._config.multi_latent_attention else _grouped_rows
+        tables = row_factors(gamma_LH, self._config)
+        return [tables[name][layer, local] for name, layer, local in self._positions]
 
 
 def clip_factors(most_LH: Tensor, limit: float) -> Tensor:
-    """gamma of each head: limit / largest logit where that is above the limit, else 1."""
+    """Gamma of each head: limit / largest logit where that is above the limit, else 1."""
     return torch.where(most_LH > limit, limit / most_LH, 1.0)
 
 
@@ -87,8 +86,10 @@ def _projections(attention: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _grouped_rows(gamma_LH: Tensor, config: Any) -> dict[str, Tensor]:
-    """[L, rows]: of each group its R query heads, their R gates if they have some, its key and its
-    value."""
+    """Factors [L, rows] of grouped queries.
+
+    The rows of a group are its R query heads, their R gates if any, its key and its value.
+    """
     L, G, channels = gamma_LH.size(0), config.num_query_groups, config.kv_channels
     query_LGR = gamma_LH.view(L, G, -1)
     gates_LGR = torch.ones_like(query_LGR if config.attention_output_gate else query_LGR[..., :0])
@@ -101,9 +102,11 @@ def _grouped_rows(gamma_LH: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def _latent_rows(gamma_LH: Tensor, config: Any) -> dict[str, Tensor]:
-    """[L, rows]: of each head its part without position, then the rotary part, or the value."""
-    root_LH, own = gamma_LH.sqrt(), config.qk_head_dim
-    root = _spread(root_LH, own)
+    """Factors [L, rows] of latent attention.
+
+    The rows of a head are its part without position, then the rotary part, or the value.
+    """
+    root = _spread(gamma_LH.sqrt(), config.qk_head_dim)
     query = torch.cat((root, _spread(gamma_LH, config.qk_pos_emb_head_dim)), -1)
     value = _spread(torch.ones_like(gamma_LH), config.v_head_dim)
     rows = query.flatten(1)
@@ -115,5 +118,5 @@ def _latent_rows(gamma_LH: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def _spread(factor: Tensor, channels: int) -> Tensor:
-    """[..., channels] of what all channels of a head have."""
+    """Factors [..., channels], equal for all channels of a head."""
     return factor[..., None].expand(*factor.shape, channels)

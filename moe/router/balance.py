@@ -1,14 +1,14 @@
-"""Load balance of the experts: the losses that keep it, the exact counts, and what is logged.
+"""Load balance of the experts: balancing losses, exact counts, and statistics for the log.
 
-A router counts its choices and hands its balancing losses to its `Statistics`, on the device and
-without a host read. Every step makes one table of them (`Collector`), which is summed over all
-ranks with the step's other totals; once it is logged the trainer calls `reset`. Invariants: counts
-are int64; a loss is held as this rank's share, so that the sum over tensor and context parallel
-ranks is the loss of one replica, on any layout. Plans of clones wait for the step's end, as those
-of nodes that clone by themselves are compared then, once for all layers and micro-batches.
+A router counts its choices and adds its balancing losses to its `Statistics`, on the device and
+without a host read. Every step collects them in one table (`Collector`), which is summed over all
+ranks with the step's other totals; after it is logged the trainer calls `reset`. Invariants: counts
+are int64; a loss is stored as this rank's share, so that the sum over tensor and context parallel
+ranks is the loss of one replica, on any layout. Plans of clones are read at the step's end, since
+plans of single nodes are compared over nodes, once for all layers and micro-batches.
 
 Legend: T tokens of this rank, B sequences, E experts, K experts per token, P plans of a step, R
-ranks that a plan is of.
+ranks of a plan.
 """
 
 from collections import Counter
@@ -27,17 +27,18 @@ LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 """Names of the balancing losses: the RouterConfig fields that hold their coefficients."""
 
 _OF_CLONES = 4
-"""Copies; rows of all ranks; rows of the busiest one without copies, and with them."""
+"""Number of counts of clones: copies, rows of all ranks, rows of the busiest rank without copies,
+and with them."""
 
 
 def count_choices(idx_TK: Tensor, experts: int) -> Tensor:
-    """How often each expert was chosen: int64 [E], exact and deterministic."""
+    """Number of times that each expert was chosen: int64 [E], exact and deterministic."""
     idx = idx_TK.flatten().long()
     return idx.new_zeros(experts).scatter_add_(0, idx, torch.ones_like(idx))
 
 
 def count_choices_per_sequence(idx_TK: Tensor, experts: int, sequences: int) -> Tensor:
-    """As `count_choices` for each sequence: int64 [B, E]. Token t belongs to sequence t % B."""
+    """`count_choices` of each sequence: int64 [B, E]. Token t belongs to sequence t % B."""
     sequence_T1 = torch.arange(idx_TK.size(0), device=idx_TK.device).remainder_(sequences)[:, None]
     return count_choices(idx_TK + sequence_T1 * experts, sequences * experts).view(sequences, -1)
 
@@ -52,7 +53,7 @@ def balance_loss(score_TE: Tensor, count_BE: Tensor, *, ranks: int) -> Tensor:
             sequence t % B.
         count_BE: integer choices of each expert, by sequence, or [1, E] for all of them; summed
             over the `ranks`, or over more.
-        ranks: ranks that hold a part of these tokens' sequences.
+        ranks: number of ranks that share these tokens' sequences.
 
     Returns:
         This rank's share of the loss, averaged over the B sequences.
@@ -70,10 +71,10 @@ def z_loss(logits_TE: Tensor) -> Tensor:
 
 
 class KeepsPrecision(torch.nn.Module):
-    """A module whose own buffers keep their dtype when the model around it is cast.
+    """A module whose direct buffers keep their dtype when the model is cast.
 
     Megatron-Core's Float16Module casts every floating-point buffer to bf16, in which an expert bias
-    near 1 no longer moves by a step of 0.001.
+    near 1 cannot change by a step of 0.001.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "KeepsPrecision":
@@ -86,7 +87,7 @@ class KeepsPrecision(torch.nn.Module):
 
 
 class Statistics(KeepsPrecision):
-    """What a router did since the last `reset`: choices per expert, loss shares, micro-batches."""
+    """Statistics of a router since `reset`: choices per expert, loss shares, micro-batches."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -100,21 +101,21 @@ class Statistics(KeepsPrecision):
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
         self.plans: list[ClonePlan] = []
-        """Of micro-batches since the last table, which adds what they say to `clones`."""
+        """Plans of the micro-batches since the last table, which adds their counts to `clones`."""
 
     @torch.no_grad()
     def add_counts(self, count_E: Tensor) -> None:
-        """Note the choices of one micro-batch: int64 [E]."""
+        """Add the choices of one micro-batch: int64 [E]."""
         self.tokens_per_expert += count_E
         self.micro_batches += 1
 
     @torch.no_grad()
     def add_loss(self, name: str, share: Tensor) -> None:
-        """Note this rank's share of one of `LOSSES`, before its coefficient."""
+        """Add this rank's share of one of `LOSSES`, before its coefficient."""
         self.losses[LOSSES.index(name)] += share.detach()
 
     def add_clones(self, plan: ClonePlan) -> None:
-        """Note the clones of one micro-batch, which all ranks that share experts do alike."""
+        """Add the clones of one micro-batch, which are the same on all ranks that share experts."""
         self.plans.append(plan)
 
 
@@ -126,31 +127,30 @@ class Balance:
     """Layer number (1-based; prediction layers follow the last decoder layer) -> load of its
     busiest expert over the mean load. 1 is perfect, E / K the worst."""
     idle: frozenset[tuple[int, int]] = frozenset()
-    """(layer number, expert) of all that no token chose."""
+    """(layer number, expert) of all experts that no token chose."""
     rank_load: float = 0.0
-    """Choices of the experts of the busiest rank over the mean of ranks, on average over layers, of
-    all micro-batches together and whoever computes them; 0 where the experts of a layer are on one
-    rank."""
+    """Choices of the experts of the busiest rank over the mean of ranks, averaged over layers, of
+    all micro-batches together and whichever rank computes them; 0 if the experts of a layer are on
+    one rank."""
     cloned: float | None = None
-    """Copies of experts, on average over layers and micro-batches; None of a run without."""
+    """Copies of experts, averaged over layers and micro-batches; None without copies."""
     rank_load_uncloned: float = 0.0
-    """Rows of the busiest rank of a micro-batch over the mean of ranks, had it no copies, on
-    average over layers and micro-batches; 0 of a run without. Another rank may be the busiest of
-    the next micro-batch, so that this is at least `rank_load`."""
+    """Rows of the busiest rank of a micro-batch over the mean of ranks, if it had no copies,
+    averaged over layers and micro-batches; 0 without copies. Another rank may be the busiest of the
+    next micro-batch, so that this is at least `rank_load`."""
     rank_load_cloned: float = 0.0
-    """As `rank_load_uncloned`, with the copies and what they cost."""
+    """Counterpart of `rank_load_uncloned` with the copies and their cost."""
     losses: dict[str, float] = field(default_factory=dict)
     """Balancing losses before their coefficients, mean over layers and micro-batches."""
 
     @property
     def dead(self) -> int:
-        """Experts, summed over layers, that no token chose."""
+        """Number of experts that no token chose, summed over layers."""
         return len(self.idle)
 
     @property
     def by_layer(self) -> dict[str, tuple[float, int]]:
-        """Layer number -> load of its busiest expert over the mean, and its experts without a
-        token."""
+        """Layer number -> load of its busiest expert over the mean, number of idle experts."""
         idle = Counter(layer for layer, _ in self.idle)
         return {str(n): (round(load, 3), idle[n]) for n, load in self.load.items()}
 
@@ -176,7 +176,7 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
 
 
 class Collector:
-    """Statistics of all routers of a model as one table, and what the table of all ranks says.
+    """Statistics of all routers of a model as one table, and the summary of all ranks' table.
 
     Args:
         chunks: model chunks of this rank, wrapped or not.
@@ -190,34 +190,34 @@ class Collector:
         self._experts, self._replica_ranks = config.num_moe_experts, pg.tp_cp.size()
         self._ep, self._ranks = pg.ep, pg.ep.size()
         layers = config.num_layers + (config.mtp_num_layers or 0)
-        self._of_layer: list[list[Statistics]] = [[] for _ in range(layers)]
+        self._by_layer: list[list[Statistics]] = [[] for _ in range(layers)]
         for router in routers(chunks):
-            self._of_layer[layer_index(router, config)].append(router.statistics)
-        self._none = Statistics(self._experts)
+            self._by_layer[layer_index(router, config)].append(router.statistics)
+        self._zeros = Statistics(self._experts)
 
     def table(self) -> Tensor:
         """This rank's part, fp64 [layers, counts | losses | micro-batches | clones]; no host read.
 
         The sum over all ranks is the table of the model: exact for counts below 2**53, and 0 in the
-        rows of layers that no rank has or that route nothing. All ranks make it together.
+        rows of layers that no rank has or that route nothing. Collective.
         """
         self._count_clones()
         columns = map(self._column, ("tokens_per_expert", "losses", "micro_batches", "clones"))
         return torch.cat([column.flatten(1) for column in columns], 1)
 
     def _column(self, name: str) -> Tensor:
-        found = [[getattr(s, name) for s in here or [self._none]] for here in self._of_layer]
-        column = torch.stack([sum(parts[1:], parts[0]) for parts in found]).double()
+        values = [[getattr(s, name) for s in layer or [self._zeros]] for layer in self._by_layer]
+        column = torch.stack([sum(parts[1:], parts[0]) for parts in values]).double()
         return column if column.ndim > 1 else column[:, None]
 
     @torch.no_grad()
     def _count_clones(self) -> None:
         """Add the plans of the step to the counts of their layers.
 
-        Where a plan is of one node (`hier`), the ranks of the group tell each other which rank of
-        a micro-batch was the busiest, and each stands for its place on all nodes in sums.
+        If a plan covers one node (`hier`), the ranks of the group agree on which rank of a
+        micro-batch was the busiest, and each rank counts for the same local rank of all nodes.
         """
-        planned = [s for here in self._of_layer for s in here if s.plans]
+        planned = [s for layer in self._by_layer for s in layer if s.plans]
         if not planned:
             return
         plans = [plan for s in planned for plan in s.plans]
@@ -229,18 +229,18 @@ class Collector:
             dist.all_reduce(busiest_2P, op=dist.ReduceOp.MAX, group=self._ep)
         count_P4 = torch.stack((nodes * copies_P, nodes * before_PR.sum(1), *busiest_2P), 1)
         by_layer = count_P4.split([len(s.plans) for s in planned])
-        for s, of_layer in zip(planned, by_layer, strict=True):
-            s.clones += of_layer.sum(0)
+        for s, counts in zip(planned, by_layer, strict=True):
+            s.clones += counts.sum(0)
             s.plans.clear()
 
     def read(self, table: Tensor) -> Balance:
-        """What a table of all ranks says, in whichever shape it is; it lies on the host."""
-        table = table.view(len(self._of_layer), -1)
+        """Summary of the table of all ranks, in any shape, on the host."""
+        table = table.view(len(self._by_layer), -1)
         return _summary(table, self._experts, self._ranks, self._replica_ranks)
 
 
 def layer_index(router: Any, config: Any) -> int:
-    """0-based place of a router's layer in the model; prediction layers follow the decoder's."""
+    """0-based index of a router's layer in the model; prediction layers follow the decoder's."""
     return router.layer_number - 1 + (config.num_layers if router.is_mtp_layer else 0)
 
 
@@ -252,9 +252,9 @@ def _summary(table: Tensor, experts: int, ranks: int, replica_ranks: int) -> Bal
     count, losses, micro_batches = count[used], losses[used], micro_batches[used]
     load = count.amax(1) / count.mean(1)
     cloned, total, before, after = clones[used].unbind(1)
-    of_ranks = count.unflatten(1, (ranks, -1)).sum(2)
-    load_of_ranks, uncloned, with_copies = of_ranks.amax(1) / of_ranks.mean(1), 0.0, 0.0
-    if bool(total.any()):  # of micro-batches one by one, not of their sum
+    per_rank = count.unflatten(1, (ranks, -1)).sum(2)
+    load_of_ranks, uncloned, with_copies = per_rank.amax(1) / per_rank.mean(1), 0.0, 0.0
+    if bool(total.any()):  # each micro-batch by itself, not their sum
         uncloned, with_copies = (float((rows * ranks / total).mean()) for rows in (before, after))
     mean = (losses / micro_batches * replica_ranks).mean(0)
     return Balance(
@@ -269,13 +269,13 @@ def _summary(table: Tensor, experts: int, ranks: int, replica_ranks: int) -> Bal
 
 
 def reset(chunks: Sequence[torch.nn.Module]) -> None:
-    """Forget the statistics, after they were logged."""
-    for same in _by_dtype(b for router in routers(chunks) for b in router.statistics.buffers()):
-        torch._foreach_zero_(same)
+    """Clear the statistics, after they were logged."""
+    for group in _by_dtype(b for router in routers(chunks) for b in router.statistics.buffers()):
+        torch._foreach_zero_(group)
 
 
 def snapshot(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
-    """Copies of all counts, losses and expert biases, for a step that may have to be run again."""
+    """Copies of all counts, losses and expert biases, for a step that may have to be repeated."""
     buffers = _buffers(chunks)
     saved = [torch.empty_like(buffer) for buffer in buffers]
     _copy(saved, buffers)
@@ -283,7 +283,7 @@ def snapshot(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
 
 
 def restore(chunks: Sequence[torch.nn.Module], saved: Sequence[Tensor]) -> None:
-    """Put back what `snapshot` took, in place."""
+    """Restore the copies of `snapshot`, in place."""
     _copy(_buffers(chunks), saved)
 
 
@@ -291,10 +291,10 @@ def _buffers(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
     return [buffer for router in routers(chunks) for buffer in router.buffers()]
 
 
-def _copy(to: Sequence[Tensor], from_: Sequence[Tensor]) -> None:
-    """All tensors by as many launches as they have dtypes, not by one each."""
-    for there, here in zip(_by_dtype(to), _by_dtype(from_), strict=True):
-        torch._foreach_copy_(there, here)
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy all tensors, by one launch for each dtype."""
+    for target, source in zip(_by_dtype(targets), _by_dtype(sources), strict=True):
+        torch._foreach_copy_(target, source)
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -1,6 +1,7 @@
-"""A routing that nobody recorded: written by hand as JSON, or drawn with weights of the experts.
+"""A routing that was not recorded: written by hand as JSON, or random with weights of the experts.
 
-Both give the choices of every layer of a model, which `moe.router.recording.write` makes a file of.
+Both return the choices of every layer of a model, which `moe.router.recording.write` writes to a
+file.
 """
 
 import json
@@ -12,59 +13,59 @@ import numpy as np
 
 from phalanx.configs.knobs import pluralize
 from phalanx.configs.schema import ModelConfig
-from phalanx.moe.router.recording import MOST_TOKENS, Ids, flaw, layer_names
+from phalanx.moe.router.recording import MOST_TOKENS, Ids, invalid_choice, layer_names
 
 OTHERS = "*"
 """Name, in JSON, of all layers that are not named."""
 
 
 def read_choices(path: Path, model: ModelConfig) -> dict[str, Ids]:
-    """The choices [tokens, top_k] of each layer, as a JSON object has them.
+    """Choices [tokens, top_k] of each layer from a JSON file.
 
     Args:
-        path: file with a list for each layer name, or for `*`; in it a list for each token, of the
-            experts that it chooses, best first.
-        model: whose layers, experts and top-k they are.
+        path: file with a list for each layer name, or for `*`; its items are lists of the experts
+            of one token, best first.
+        model: model with these layers, experts and top-k.
 
     Raises:
-        ValueError: it is no such object; one line with the file and what is wrong.
-        OSError: it cannot be read.
+        ValueError: the file has another format; one line with the file and the problem.
+        OSError: the file cannot be read.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        choices = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f'{path} is no object of layers, as in {{"*": [[0, 1], [2, 3]]}}')
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(choices, dict):
+        raise ValueError(f'{path} is not an object of layers, as in {{"*": [[0, 1], [2, 3]]}}')
     names = _layers(model)
-    for name in found:
+    for name in choices:
         if name not in (*names, OTHERS):
             raise ValueError(
-                f"{path} has {name!r}, and the layers are {_few(names)}, or {OTHERS!r}"
+                f"{path} has {name!r}, but the layers are {_name_range(names)}, or {OTHERS!r}"
             )
     ids = {}
     for name in names:
-        key = name if name in found else OTHERS
-        if key not in found:
+        key = name if name in choices else OTHERS
+        if key not in choices:
             raise ValueError(f"{path} has no choices of {name}, and none of {OTHERS!r}")
-        ids[name] = _array(path, key, found[key], model)
-    sizes = {len(of) for of in ids.values()}
+        ids[name] = _array(path, key, choices[key], model)
+    sizes = {len(ids_TK) for ids_TK in ids.values()}
     if len(sizes) > 1:
         raise ValueError(f"{path} has {min(sizes)} tokens of one layer and {max(sizes)} of another")
     return ids
 
 
-def drawn(
+def random_choices(
     model: ModelConfig, weights: Mapping[int, float], tokens: int, seed: int
 ) -> dict[str, Ids]:
     """Random choices [tokens, top_k] of each layer.
 
     Args:
-        model: whose layers, experts and top-k they are.
-        weights: of experts, above 0; those that are not named have 1. A token draws its experts
-            one after the other, each with a probability in proportion to its weight.
-        tokens: of each layer.
-        seed: of the draw.
+        model: model with these layers, experts and top-k.
+        weights: weight of each expert, above 0, 1 by default. A token draws its experts one after
+            the other, each with a probability in proportion to its weight.
+        tokens: number of tokens of each layer.
+        seed: seed of the draw.
 
     Raises:
         ValueError: an expert or a number is out of range; one line.
@@ -74,7 +75,9 @@ def drawn(
     log_E = np.zeros(model.moe.experts)
     for expert, weight in weights.items():
         if not 0 <= expert < model.moe.experts:
-            raise ValueError(f"there is no expert {expert}, but 0 to {model.moe.experts - 1}")
+            raise ValueError(
+                f"there is no expert {expert}: experts are 0 to {model.moe.experts - 1}"
+            )
         if not (weight > 0 and np.isfinite(weight)):
             raise ValueError(f"expert {expert} has weight {weight}, which must be above 0")
         log_E[expert] = np.log(weight)
@@ -103,10 +106,10 @@ def _array(path: Path, name: str, rows: Any, model: ModelConfig) -> Ids:
         raise ValueError(
             f"{path}: {name!r} has {pluralize(len(ids), 'token')}; a file holds 1 to {MOST_TOKENS}"
         )
-    if why := flaw(ids, model.moe.experts):
+    if why := invalid_choice(ids, model.moe.experts):
         raise ValueError(f"{path}: {name!r} {why}")
     return ids
 
 
-def _few(names: list[str]) -> str:
+def _name_range(names: list[str]) -> str:
     return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]

@@ -1,7 +1,7 @@
-"""Forced balance, for benchmarks: a choice of experts that loads every expert of every rank alike.
+"""Forced balance, for benchmarks: a choice of experts that loads all experts equally.
 
-Stands in for the top-k of the router (model.moe.router.force_balance). Invariants: no host read, no
-state, and as many ranks per token as a trained router would use, so that traffic is not flattered.
+Replaces the top-k of the router (model.moe.router.force_balance). Invariants: no host read, no
+state, and as many ranks per token as a trained router would use, so that traffic is realistic.
 
 Legend: T tokens of this rank, E experts in G groups of M members, K experts per token.
 """
@@ -19,9 +19,9 @@ _PATTERNS = 64
 class ForcedBalance(torch.nn.Module):
     """Token n of the expert-parallel group takes the experts at K distinct shifts from n % E.
 
-    So each run of E tokens loads every expert K times, and the balance is perfect if the group's
-    tokens are a multiple of E. Shifts are drawn at random, anew for each of 64 runs, within the
-    limit on groups. Recomputation chooses the same.
+    So E consecutive tokens load every expert K times, and the balance is perfect if the group's
+    tokens are a multiple of E. Each of 64 such runs has random shifts of its own, within the limit
+    on groups. Recomputation chooses the same.
     """
 
     def __init__(self, options: RouterConfig, *, experts: int, top_k: int) -> None:

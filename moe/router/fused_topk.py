@@ -1,12 +1,13 @@
 """Choice and weights of a router in one kernel, and their gradient in another, on a Hopper GPU.
 
-For the fused expert backend, where `kernels.sm90.routing.topk` knows the router's options; it does
-what `choose` and `probabilities` of `moe.router.scores` do. A router asks once, when it is built.
+Used with the fused expert backend, if `kernels.sm90.routing.topk` supports the router's options;
+equivalent to `choose` and `probabilities` of `moe.router.scores`. A router decides when it is
+built.
 
-Transformer Engine's `fused_topk_with_score_function` gives probabilities [T, E] that are 0 where an
-expert was not chosen, saves scores of that size for its gradient, and takes a gradient of that
-size. What follows here takes the K experts of a token, best first, and their probabilities [T, K].
-On an H200 it takes 1.5 to 3.8 times as long forward, and 0.9 to 3.7 times backward
+Transformer Engine's `fused_topk_with_score_function` returns probabilities [T, E] that are 0 where
+an expert was not chosen, saves scores of that size for its gradient, and takes a gradient of that
+size. The dispatcher needs the K experts of a token, best first, and their probabilities [T, K]. On
+an H200 Transformer Engine's takes 1.5 to 3.8 times as long forward, and 0.9 to 3.7 times backward
 (docs/measured/kernels/libraries.md).
 
 Legend: T tokens, E experts, K experts per token.
@@ -30,11 +31,11 @@ from phalanx.kernels.sm90.limits import (
 )
 
 
-def refuse(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
-    """Why the kernel cannot route by these options."""
+def unsupported(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
+    """Reason for which the kernel cannot route by these options; None if it can."""
     if options.rounding != "none":
         return f"token rounding (rounding={options.rounding}) is not supported"
-    limited = options.group_topk < options.groups and not given_choice(options)
+    limited = options.group_topk < options.groups and not forces_choice(options)
     if limited and (why := _refuse_groups(options, experts, top_k)):
         return why
     if experts % 8 or experts > TOPK_EXPERTS:
@@ -46,8 +47,8 @@ def refuse(options: RouterConfig, *, experts: int, top_k: int) -> Refusal:
     return None
 
 
-def given_choice(options: RouterConfig) -> bool:
-    """Whether a table chooses in place of the router."""
+def forces_choice(options: RouterConfig) -> bool:
+    """True if a table chooses in place of the router."""
     return options.force_balance or bool(options.replay)
 
 
@@ -74,8 +75,8 @@ def topk(
 
     Args:
         logits_TE: fp32, contiguous, on a Hopper GPU.
-        bias_E: fp32, joins the sigmoids in the choice alone; None has none.
-        options: that `refuse` does not.
+        bias_E: fp32, added to the sigmoids in the choice alone; None for no bias.
+        options: supported options (see `unsupported`).
         top_k: K.
 
     Returns:
@@ -91,13 +92,13 @@ def topk(
 def forced(
     logits_TE: Tensor, table: Tensor, first: int, options: RouterConfig
 ) -> tuple[Tensor, Tensor]:
-    """As `topk`, with the experts of `moe.router.forced_balance` or `moe.router.replay`.
+    """Experts of `moe.router.forced_balance` or `moe.router.replay`, and their weights, as `topk`.
 
     Args:
-        logits_TE: as `topk` takes it.
-        table: of the module `ForcedBalance` or `Replay`.
+        logits_TE: fp32, contiguous, on a Hopper GPU.
+        table: table of the module `ForcedBalance` or `Replay`.
         first: number of the first token in its expert-parallel group.
-        options: that `refuse` does not.
+        options: supported options (see `unsupported`).
     """
     idx_TK, prob_TK = _Forced.apply(logits_TE, table, first, options)
     return idx_TK, prob_TK
@@ -105,7 +106,7 @@ def forced(
 
 @torch.no_grad()
 def best(logits_TE: Tensor, top_k: int) -> Tensor:
-    """The K largest logits of every token, as `topk` orders them: int32 [T, K]."""
+    """Experts of the K largest logits of every token, as `topk` orders them: int32 [T, K]."""
     from phalanx.kernels.sm90.routing import topk as kernel
 
     weights = dict(score="softmax", normalize=True, softmax_over="topk", scale=1.0)
@@ -129,7 +130,7 @@ class _Topk(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None, dprob_TK: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gradient(ctx, dprob_TK), None, None, None
+        return _logits_grad(ctx, dprob_TK), None, None, None
 
 
 class _Forced(torch.autograd.Function):
@@ -154,17 +155,17 @@ class _Forced(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: None, dprob_TK: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gradient(ctx, dprob_TK), None, None, None
+        return _logits_grad(ctx, dprob_TK), None, None, None
 
 
 def _weights(options: RouterConfig) -> dict[str, Any]:
-    """How probabilities are made of logits, as `kernels.sm90.routing.topk` takes it."""
+    """Options that turn logits into probabilities, for `kernels.sm90.routing.topk`."""
     names = ("score", "normalize", "softmax_over", "scale")
     return {name: getattr(options, name) for name in names}
 
 
 def _kind(options: RouterConfig, top_k: int) -> str:
-    """The same in a word, as `kernels.routing.forced_triton` takes it."""
+    """Name of the function from logits to probabilities, for `kernels.routing.forced_triton`."""
     normalize = options.normalize and top_k > 1
     if options.score == "sigmoid":
         return "sigmoid_sum" if normalize else "sigmoid"
@@ -180,8 +181,7 @@ def _save(
     return idx_TK, prob_TK
 
 
-def _gradient(ctx: Any, dprob_TK: Tensor) -> Tensor:
-    """Of the logits."""
+def _logits_grad(ctx: Any, dprob_TK: Tensor) -> Tensor:
     from phalanx.kernels.sm90.routing import topk as kernel
 
     return kernel.topk_backward(dprob_TK.contiguous(), *ctx.saved_tensors, **ctx.weights)

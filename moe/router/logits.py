@@ -1,9 +1,9 @@
-"""Logits of the router in fp32, from bf16 activations and weights as they lie.
+"""Logits of the router in fp32, from bf16 activations and weights without a copy in fp32.
 
-Megatron-Core 0.19.2 writes the activations once more in fp32 for each of its three products. A
-product of two bf16 numbers fits fp32, so on a GPU a GEMM of bf16 operands with an fp32 sum has the
-same logits without. Their gradient is fp32 and enters the other two products as a bf16 number plus
-its bf16 rest, which together have 16 digits; the results are rounded to the 8 of bf16 either way.
+Megatron-Core 0.19.2 writes an fp32 copy of the activations for each of its three GEMMs. A product
+of two bf16 numbers is exact in fp32, so on a GPU a GEMM of bf16 operands with an fp32 sum has the
+same logits without the copy. Their gradient is fp32 and enters the other two GEMMs as a bf16 number
+plus its bf16 remainder, 16 binary digits together; the results are rounded to the 8 of bf16 anyway.
 
 Legend: T tokens, D hidden, E experts.
 """
@@ -28,8 +28,8 @@ def gate(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
     """
     if x_TD.is_cuda and x_TD.dtype == weight_ED.dtype == torch.bfloat16:
         return Gate.apply(x_TD, weight_ED, bias_E)
-    wide = torch.promote_types(weight_ED.dtype, torch.float32)
-    return router_gating_linear(x_TD, weight_ED, bias_E, wide)
+    dtype = torch.promote_types(weight_ED.dtype, torch.float32)
+    return router_gating_linear(x_TD, weight_ED, bias_E, dtype)
 
 
 class Gate(torch.autograd.Function):
@@ -37,6 +37,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+        """Logits [T, E], fp32."""
         ctx.save_for_backward(x_TD, weight_ED)
         ctx.bias = bias_E is not None
         logits_TE = product(x_TD, weight_ED.t())
@@ -45,6 +46,7 @@ class Gate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of the inputs, in bf16, from the fp32 gradient of the logits."""
         x_TD, weight_ED = ctx.saved_tensors
         both, dbias_E = _split(grad_TE, ctx.bias)
         dx_TD = both @ torch.cat((weight_ED, weight_ED))
@@ -55,7 +57,7 @@ class Gate(torch.autograd.Function):
 
 
 def _split(grad_TE: Tensor, summed: bool) -> tuple[Tensor, Tensor | None]:
-    """Bf16 numbers and their bf16 rests [T, 2 E], and the sum over tokens if `summed`."""
+    """Bf16 numbers and their bf16 remainders [T, 2 E], and the sum over tokens if `summed`."""
     if grad_TE.is_cuda:
         from phalanx.kernels.routing.gate_triton import split
 

@@ -1,10 +1,10 @@
-"""How evenly a recorded routing loads experts and ranks, and how many expert rows it needs, with
-clones of hot experts and without: what a run logs, counted on a CPU before there is a run.
+"""Load of experts and ranks under a recorded routing, and the expert rows that it needs.
 
-The recorded tokens are one step. Micro-batch m of an expert-parallel group has R * T of them in
-order, from token m * R * T on, and after the last one the first again, as in `moe.router.replay`,
-which runs the first micro-batch again and again. What is left behind the last whole micro-batch is
-not counted. Plans of clones and the budget of rows are those of the transports.
+Computes on a CPU, before a run, what the run would log, with clones of hot experts and without. The
+recorded tokens are one step. Micro-batch m of an expert-parallel group has R * T of them in order,
+from token m * R * T on, and wraps around after the last, as in `moe.router.replay`, which repeats
+the first micro-batch. Tokens after the last full micro-batch are not counted. Plans of clones and
+the budget of rows are those of the transports.
 
 Legend: N tokens recorded, K experts per token, M micro-batches, T tokens of a rank, R ranks, E
 experts, L = E / R of a rank.
@@ -28,48 +28,48 @@ from phalanx.parallel.dispatcher.clones import Clones
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """Of one layer."""
+    """Load of one layer."""
 
     load_max: float
-    """Tokens of the busiest expert over the mean, in the whole step."""
+    """Tokens of the busiest expert over the mean, in the step."""
     busiest_rank: float
-    """Rows of the busiest rank over the mean, of micro-batches one by one, on average, with copies
-    and what they cost: the `rank_load_cloned` of a run, without copies its `rank_load_uncloned`."""
+    """Rows of the busiest rank over the mean, averaged over micro-batches, with copies and their
+    cost: `rank_load_cloned` of a run, `rank_load_uncloned` without copies."""
     cloned: float
-    """Copies of a micro-batch, on average."""
+    """Copies in a micro-batch, on average."""
     rows: int
     """Most expert rows of a rank in a micro-batch."""
 
 
 @dataclass(frozen=True)
 class RecordedLoad:
-    """Of all layers of a recording, on so many ranks with so many guest slots."""
+    """Load of all layers of a recording, for a number of ranks and of guest slots."""
 
     ranks: int
-    """R."""
+    """Number of ranks, R."""
     clones: int
     """Guest slots of a rank."""
     micro_batches: int
-    """M."""
+    """Number of micro-batches, M."""
     capacity_factor: float
-    """The least one, in hundredths, with which no layer needs more rows than are kept."""
+    """Smallest capacity factor, in hundredths, whose budget has enough rows for every layer."""
     layers: Mapping[str, LayerLoad]
-    """By name, as in the file."""
+    """Load of each layer, by its name in the file."""
 
     @property
     def load_max(self) -> float:
-        """Of the worst layer, as a run logs it."""
-        return max(of.load_max for of in self.layers.values())
+        """Largest `load_max` of a layer, which a run logs."""
+        return max(load.load_max for load in self.layers.values())
 
     @property
     def busiest_rank(self) -> float:
-        """On average over layers, as a run logs it."""
-        return mean(of.busiest_rank for of in self.layers.values())
+        """Mean of `busiest_rank` over layers, which a run logs."""
+        return mean(load.busiest_rank for load in self.layers.values())
 
     @property
     def cloned(self) -> float:
-        """Copies of a layer and micro-batch, as a run logs them."""
-        return mean(of.cloned for of in self.layers.values())
+        """Mean of copies over layers and micro-batches, which a run logs."""
+        return mean(load.cloned for load in self.layers.values())
 
 
 def recorded_load(
@@ -81,19 +81,20 @@ def recorded_load(
     clones: Clones,
     micro_batches: int | None = None,
 ) -> RecordedLoad:
-    """What the recorded choices make of an expert-parallel group.
+    """Load of an expert-parallel group under recorded choices.
 
     Args:
         ids: choices [N, K] of each layer.
-        experts: E.
-        ranks: R.
-        tokens: T.
+        experts: number of experts, E.
+        ranks: number of ranks, R.
+        tokens: tokens of a rank, T.
         clones: slots, 0 for a run without, and the cost of a copy.
-        micro_batches: M; None: as many as the recording has, but at least one.
+        micro_batches: number of micro-batches, M; by default as many as the recording has, but at
+            least one.
 
     Raises:
-        ValueError: sizes below 1, experts that do not divide over the ranks, or clones for which
-            these are too many; one line.
+        ValueError: sizes below 1, experts that do not divide over the ranks, or too many ranks or
+            experts for clones; one line.
     """
     if min(ranks, tokens, 1 if micro_batches is None else micro_batches) < 1 or clones.slots < 0:
         raise ValueError("ranks, tokens and micro-batches must be at least 1, and clones 0")
@@ -103,16 +104,16 @@ def recorded_load(
     M = max(1, recorded // (ranks * tokens)) if micro_batches is None else micro_batches
     layers = {}
     for name, ids_NK in ids.items():
-        taken = ids_NK[np.arange(M * ranks * tokens) % recorded].reshape(M, -1)
-        count_ME = np.stack([np.bincount(one, minlength=experts) for one in taken])
+        chosen_MN = ids_NK[np.arange(M * ranks * tokens) % recorded].reshape(M, -1)
+        count_ME = np.stack([np.bincount(chosen_N, minlength=experts) for chosen_N in chosen_MN])
         layers[name] = layer_load(torch.from_numpy(count_ME).int(), ranks, clones)
-    rows = max(of.rows for of in layers.values())
+    rows = max(load.rows for load in layers.values())
     factor = least_factor(rows, tokens=tokens, top_k=top_k)
     return RecordedLoad(ranks, clones.slots, M, factor, layers)
 
 
 def layer_load(count_ME: Tensor, ranks: int, clones: Clones) -> LayerLoad:
-    """Of a layer, by the rows of each expert in each micro-batch: int32 [M, E]."""
+    """Load of a layer from the rows of each expert in each micro-batch, int32 [M, E]."""
     sum_E = count_ME.sum(0)
     load_MR = rows_MR = count_ME.unflatten(1, (ranks, -1)).sum(2)
     cloned = 0
@@ -131,22 +132,22 @@ def layer_load(count_ME: Tensor, ranks: int, clones: Clones) -> LayerLoad:
 
 
 def rows_of_ranks(plan: ClonePlan) -> Tensor:
-    """Expert rows that each rank computes, guests' among them: int64 [R]."""
+    """Number of expert rows that each rank computes, including guests: int64 [R]."""
     kept_R = plan.kept_E.unflatten(0, (len(plan.expert_RN), -1)).sum(1)
     return kept_R + (plan.end_RN - plan.begin_RN).sum(1)
 
 
 def least_factor(rows: int, *, tokens: int, top_k: int) -> float:
-    """The least `parallel.capacity_factor`, in hundredths, whose budget has so many rows.
+    """Smallest `parallel.capacity_factor`, in hundredths, whose budget has `rows` rows.
 
     Args:
-        rows: of a rank that needs most.
-        tokens: T.
-        top_k: K.
+        rows: expert rows of the rank that needs most.
+        tokens: tokens of a rank, T.
+        top_k: experts per token, K.
     """
-    begin = (rows - ROW_MULTIPLE) * 100 // (tokens * top_k)  # what is kept is rounded up to it
-    for hundredths in count(max(100, begin)):
+    lower = (rows - ROW_MULTIPLE) * 100 // (tokens * top_k)  # budgets are rounded up to a multiple
+    for hundredths in count(max(100, lower)):
         budget = Budget(hundredths / 100, torch.device("cpu"))
         if budget.rows(tokens, top_k, 1, 1, most=rows) == rows:
             return budget.capacity_factor
-    raise AssertionError("some budget has them")
+    raise AssertionError("some budget has enough rows")

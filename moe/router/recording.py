@@ -1,7 +1,7 @@
-"""A file of recorded routing: which experts the tokens of a run chose, layer by layer.
+"""A file of recorded routing: the experts that the tokens of a run chose, layer by layer.
 
-Written after the last step of a run (`run.record_routing`) or made by hand (`moe.router.by_hand`),
-read by routers that replay it (`model.moe.router.replay`). A safetensors file: a tensor
+It is written after the last step of a run (`run.record_routing`) or by hand (`moe.router.by_hand`),
+and read by routers that replay it (`model.moe.router.replay`). It is a safetensors file: a tensor
 [tokens, top_k] for each layer, in uint8 for up to 256 experts and uint16 for more, best expert
 first, and facts in its metadata. This module needs no torch, so that a file can be checked before a
 run starts.
@@ -21,66 +21,70 @@ from phalanx.configs.schema import ModelConfig
 
 FORMAT = "phalanx routing 1"
 MOST_TOKENS = 65_536
-"""Of a layer: one micro-batch of eight ranks, as large as models are trained with."""
+"""Largest number of tokens of a layer: one large micro-batch of eight ranks."""
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What was recorded."""
+class RecordingFacts:
+    """Description of a recording."""
 
     model: str
     experts: int
     top_k: int
     tokens: int
-    """Of each layer."""
+    """Tokens of each layer."""
     step: int
-    """After which the model chose."""
+    """Step after which the routing was recorded."""
     layers: tuple[str, ...]
-    """Names, as of `layer_name`."""
+    """Names of the layers (`layer_name`)."""
 
 
 def layer_name(number: int, prediction: bool) -> str:
-    """Of a layer, by its number from 1 within decoder or prediction layers."""
+    """Name of a layer, by its number from 1 within decoder or prediction layers."""
     return f"{'prediction' if prediction else 'layer'}.{number}"
 
 
 def layer_names(model: ModelConfig) -> Iterator[str]:
-    """Of all layers of a model that have experts."""
+    """Names of all layers of a model that have experts."""
     for number in range(model.moe.dense_layers, model.layers):
         yield layer_name(number + 1, prediction=False)
     for number in range(model.mtp_layers):
         yield layer_name(number + 1, prediction=True)
 
 
-def write(path: Path, ids: Mapping[str, Ids], *, model: str, experts: int, step: int) -> Facts:
-    """Make the file of the choices [tokens, top_k] of each layer, and folders for it.
+def write(
+    path: Path, ids: Mapping[str, Ids], *, model: str, experts: int, step: int
+) -> RecordingFacts:
+    """Write the choices [tokens, top_k] of each layer to a file, and make its folder.
 
     Raises:
-        OSError: it cannot be written.
-        ValueError: a choice that is no expert, which the file's dtype could cut to one; one line.
+        OSError: the file cannot be written.
+        ValueError: a choice outside the experts, which the file's dtype could truncate to one that
+            is inside; one line.
     """
-    for name, of in ids.items():
-        if of.size and not 0 <= of.min() <= of.max() < experts:
-            raise ValueError(f"{name} has ids from {of.min()} to {of.max()} of {experts} experts")
+    for name, ids_TK in ids.items():
+        if ids_TK.size and not 0 <= ids_TK.min() <= ids_TK.max() < experts:
+            span = f"{ids_TK.min()} to {ids_TK.max()}"
+            raise ValueError(f"{name} has ids from {span} of {experts} experts")
     tokens, top_k = next(iter(ids.values())).shape
-    facts = Facts(model, experts, top_k, tokens, step, tuple(ids))
+    facts = RecordingFacts(model, experts, top_k, tokens, step, tuple(ids))
     dtype = np.uint8 if experts <= 256 else np.uint16
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        tensors = {name: np.ascontiguousarray(of.astype(dtype)) for name, of in ids.items()}
+        tensors = {name: np.ascontiguousarray(x.astype(dtype)) for name, x in ids.items()}
         save_file(tensors, path, {"format": FORMAT, "facts": json.dumps(asdict(facts))})
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from None
     return facts
 
 
-def read_facts(path: str | Path) -> Facts:
-    """Of a file.
+def read_facts(path: str | Path) -> RecordingFacts:
+    """Facts in the metadata of a file.
 
     Raises:
-        ValueError: there is no such file, or it is none of a recorded routing; one line.
+        ValueError: the file does not exist or is not a recorded routing; one line.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -89,12 +93,12 @@ def read_facts(path: str | Path) -> Facts:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
         raise ValueError(f"{path} cannot be read: {reason}") from None
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} is no recorded routing, which run.record_routing writes")
+        raise ValueError(f"{path} is not a recorded routing, which run.record_routing writes")
     try:
-        found = json.loads(metadata["facts"])
-        return Facts(**found | {"layers": tuple(found["layers"])})
+        facts = json.loads(metadata["facts"])
+        return RecordingFacts(**facts | {"layers": tuple(facts["layers"])})
     except (ValueError, KeyError, TypeError):
-        names = ", ".join(f.name for f in fields(Facts))
+        names = ", ".join(f.name for f in fields(RecordingFacts))
         raise ValueError(f"{path} has no facts in its metadata: JSON with {names}") from None
 
 
@@ -102,25 +106,25 @@ def read_layer(path: str | Path, name: str) -> Ids:
     """Choices [tokens, top_k] of a layer.
 
     Raises:
-        ValueError: they are not as the facts of the file say; one line.
+        ValueError: they contradict the facts of the file; one line.
     """
     facts = read_facts(path)
     try:
         with safe_open(path, framework="numpy") as file:
-            found: Ids = file.get_tensor(name)
+            ids: Ids = file.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} has no {name}: {error}") from None
     shape = (facts.tokens, facts.top_k)
-    if found.shape != shape or found.dtype.kind not in "ui":
-        has = f"{found.dtype} {list(found.shape)}"
-        raise ValueError(f"{path}: {name} is {has}, not whole numbers {list(shape)}")
-    if why := flaw(found, facts.experts):
-        raise ValueError(f"{path}: {name} {why}")
-    return found
+    if ids.shape != shape or ids.dtype.kind not in "ui":
+        actual = f"{ids.dtype} {list(ids.shape)}"
+        raise ValueError(f"{path}: {name} is {actual}, not integers {list(shape)}")
+    if problem := invalid_choice(ids, facts.experts):
+        raise ValueError(f"{path}: {name} {problem}")
+    return ids
 
 
-def flaw(ids: Ids, experts: int) -> str:
-    """Why whole numbers [tokens, top_k] are no choices of so many experts; empty if they are."""
+def invalid_choice(ids: Ids, experts: int) -> str:
+    """Problem with integers [tokens, top_k] as choices of `experts` experts; empty if none."""
     outside = (ids < 0) | (ids >= experts)
     if outside.any():
         token = int(outside.any(1).argmax())
@@ -131,13 +135,13 @@ def flaw(ids: Ids, experts: int) -> str:
     return f"has an expert twice of token {int(twice.argmax())}" if twice.any() else ""
 
 
-def misfit(facts: Facts, model: ModelConfig) -> str | None:
-    """Why a model cannot replay a recorded routing; None if it can. More layers do no harm."""
-    mine = {"model.moe.experts": model.moe.experts, "model.moe.top_k": model.moe.top_k}
-    theirs = (facts.experts, facts.top_k)
-    for (knob, wanted), has in zip(mine.items(), theirs, strict=True):
-        if wanted != has:
-            return f"was recorded of {facts.model} with {knob}={has}, and here it is {wanted}"
+def mismatch(facts: RecordingFacts, model: ModelConfig) -> str | None:
+    """Reason for which a model cannot replay a recording; None if it can. Extra layers are fine."""
+    wanted = {"model.moe.experts": model.moe.experts, "model.moe.top_k": model.moe.top_k}
+    recorded = (facts.experts, facts.top_k)
+    for (knob, value), old in zip(wanted.items(), recorded, strict=True):
+        if value != old:
+            return f"was recorded of {facts.model} with {knob}={old}, but this run has {value}"
     missing = [name for name in layer_names(model) if name not in facts.layers]
     if missing:
         return f"was recorded of {facts.model} without {missing[0]} of this model"

@@ -1,9 +1,8 @@
-"""Recorded choices in place of the router's own (model.moe.router.replay), for benchmarks and
-debugging.
+"""Recorded choices in place of the router's (model.moe.router.replay): benchmarks and debugging.
 
-The load of the experts is then that of the run that was recorded, whatever the weights are, the
-same in every step. Probabilities are the router's own, of the recorded experts. Invariants: no host
-read, no state, so that recomputation chooses the same.
+The load of the experts is that of the recorded run, whatever the weights are, and the same in every
+step. Probabilities are computed by the router, of the recorded experts. Invariants: no host read,
+no state, so that recomputation chooses the same.
 
 Legend: T tokens of this rank, K experts per token, N tokens recorded.
 """
@@ -18,11 +17,11 @@ class Replay(torch.nn.Module):
     """Token n of the expert-parallel group takes the experts of recorded token n % N.
 
     Args:
-        path: of a file that fits the model (`moe.router.recording.misfit`).
+        path: file of a recording that fits the model (`moe.router.recording.mismatch`).
     """
 
     table: Tensor
-    """int16 [N, K], once the layer is known."""
+    """Recorded experts, int16 [N, K]; empty before `load_layer`."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -30,7 +29,7 @@ class Replay(torch.nn.Module):
         empty = torch.empty(0, 0, dtype=torch.int16, device=torch.cuda.current_device())
         self.register_buffer("table", empty, persistent=False)
 
-    def of_layer(self, number: int, prediction: bool) -> None:
+    def load_layer(self, number: int, prediction: bool) -> None:
         """Read the choices of a layer, by its number from 1 within its kind."""
         ids = read_layer(self._path, layer_name(number, prediction))
         self.table = torch.from_numpy(ids.astype("int16")).to(self.table.device)

@@ -1,8 +1,8 @@
 """From hidden states to the experts of every token: scores, top-k, probabilities, balancing.
 
-First of the four steps of an MoE layer. Logits, scores and probabilities are fp32; the choice is
-made without gradient and ties go to the lower expert, on every device. The host learns no value.
-Balancing losses follow Megatron-Core's formulas and ride on the gradient of the probabilities.
+First of the four steps of an MoE layer. Logits, scores and probabilities are fp32; the choice has
+no gradient and ties go to the lower expert, on every device. The host reads no value. Balancing
+losses follow Megatron-Core's formulas and are added to the gradient of the probabilities.
 
 Legend: T tokens of this rank (s * B of hidden [s, B, D]), E experts, K experts per token, G groups,
 C slots for the experts of a token: K, or with token rounding more.
@@ -28,7 +28,7 @@ from phalanx.parallel.dispatcher.base import Slots
 
 
 def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
-    """Raise ValueError, naming the override, for routing that cannot be or would not learn."""
+    """Raise ValueError, naming the override, for routing that is impossible or would not learn."""
     at = "model.moe.router"
     if options.score not in ("softmax", "sigmoid"):
         raise ValueError(f"unknown {at}.score={options.score}: set it to softmax or sigmoid")
@@ -52,9 +52,9 @@ def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
         raise ValueError(f"unknown {at}.rounding={options.rounding}: set it to one of {modes}")
     if options.rounding_tile < 1:
         raise ValueError(f"{at}.rounding_tile={options.rounding_tile} must be at least 1")
-    if options.rounding != "none" and fused_topk.given_choice(options):
-        what = "force_balance" if options.force_balance else "replay"
-        raise ValueError(f"{at}.{what} chooses experts itself: set {at}.rounding=none")
+    if options.rounding != "none" and fused_topk.forces_choice(options):
+        knob = "force_balance" if options.force_balance else "replay"
+        raise ValueError(f"{at}.{knob} chooses experts itself: set {at}.rounding=none")
     if not 1 <= options.group_topk <= options.groups:
         raise ValueError(
             f"{at}.group_topk={options.group_topk} must be 1 to {at}.groups={options.groups}"
@@ -68,7 +68,7 @@ def check(options: RouterConfig, *, experts: int, top_k: int) -> None:
 
 
 def slots(options: RouterConfig, *, experts: int, top_k: int) -> Slots:
-    """What a row of expert ids that the router gives looks like."""
+    """Slots in a row of the router's expert ids."""
     if options.rounding == "none":
         return Slots(top_k, top_k)
     reachable = options.group_topk * (experts // options.groups)
@@ -79,7 +79,7 @@ def slots(options: RouterConfig, *, experts: int, top_k: int) -> Slots:
 def forced_choice(
     options: RouterConfig, *, experts: int, top_k: int
 ) -> ForcedBalance | Replay | None:
-    """What chooses experts in place of the router; None: nothing."""
+    """Module that chooses experts in place of the router; None if the router chooses."""
     if options.replay:
         return Replay(options.replay)
     return ForcedBalance(options, experts=experts, top_k=top_k) if options.force_balance else None
@@ -94,14 +94,14 @@ class Router(KeepsPrecision, MegatronModule):
     Args:
         config: Megatron-Core's config of the model.
         options: routing and balancing.
-        top_k: K.
+        top_k: experts per token, K.
         pg_collection: process groups.
         is_mtp_layer: the layer belongs to multi-token prediction.
-        backend: of the experts; with `fused`, `moe.router.fused_topk` routes by the options that it
-        knows. Counts and losses have kernels on every GPU (`moe.router.fused_balance`).
+        backend: backend of the experts; with `fused`, `moe.router.fused_topk` routes if it supports
+            the options. Counts and losses have kernels on every GPU (`moe.router.fused_balance`).
 
     Raises:
-        ValueError: routing that cannot be, with the override that mends it.
+        ValueError: impossible routing, with the override that fixes it.
     """
 
     expert_bias: Tensor | None
@@ -122,8 +122,8 @@ class Router(KeepsPrecision, MegatronModule):
         self.top_k, self.options = top_k, options
         check(options, experts=self.num_experts, top_k=top_k)
         self.slots = slots(options, experts=self.num_experts, top_k=top_k)
-        refused = fused_topk.refuse(options, experts=self.num_experts, top_k=top_k)
-        self.fused = backend == "fused" and refused is None
+        reason = fused_topk.unsupported(options, experts=self.num_experts, top_k=top_k)
+        self.fused = backend == "fused" and reason is None
         self.is_mtp_layer = is_mtp_layer
         self.layer_number: int | None = None
         self.tp_group, self.ep_group = pg_collection.tp, pg_collection.ep
@@ -155,7 +155,7 @@ class Router(KeepsPrecision, MegatronModule):
         """1-based number of the layer, within its kind (decoder or prediction)."""
         self.layer_number = layer_number
         if isinstance(self.forced, Replay):
-            self.forced.of_layer(layer_number, self.is_mtp_layer)
+            self.forced.load_layer(layer_number, self.is_mtp_layer)
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Start the counts of a new global batch; Megatron-Core calls it once per step."""
@@ -166,11 +166,11 @@ class Router(KeepsPrecision, MegatronModule):
         """Route every token.
 
         Args:
-            hidden_SBD: [s, B, D] this rank's part of B sequences, bf16 or fp32.
+            hidden_SBD: this rank's part of B sequences, [s, B, D], bf16 or fp32.
 
         Returns:
             Global expert ids [T, C] int32, best first, and their probabilities [T, C] fp32, where C
-            is `slots.width`: K, or with rounding more. A slot without an expert has id -1 and 0.
+            is `slots.width`: K, or more with rounding. An empty slot has id -1 and probability 0.
         """
         logits_TE = gate(hidden_SBD.flatten(0, 1), self.weight, self.bias)
         o, K, kept_TC = self.options, self.top_k, None
@@ -192,11 +192,11 @@ class Router(KeepsPrecision, MegatronModule):
 
     @torch.no_grad()
     def _keep(self, logits_TE: Tensor, idx_TC: Tensor) -> Tensor | None:
-        """Candidates that count; None stands for all, where there is no rounding."""
+        """Mask of the candidates that count; None without rounding, where all do."""
         o = self.options
         if o.rounding == "none":
             return None
-        if not self.training:  # a token's experts must not depend on the tokens beside it
+        if not self.training:  # a token's experts must not depend on the other tokens
             slot_C = torch.arange(idx_TC.size(1), device=idx_TC.device)
             return (slot_C < self.top_k).expand_as(idx_TC)
         score_TE = logits_TE.sigmoid() if o.score == "sigmoid" else logits_TE.softmax(-1)
@@ -215,7 +215,7 @@ class Router(KeepsPrecision, MegatronModule):
         if self.forced is not None:
             tokens = logits_TE.size(0)
             return self.forced(tokens, self.ep_group.rank() * tokens)
-        score_TE = logits_TE  # ranks experts like the scores do, and does not saturate
+        score_TE = logits_TE  # orders experts as the scores do, and does not saturate
         if o.score == "sigmoid" and self._choice_is_shaped:
             score_TE = logits_TE.sigmoid()
         elif o.softmax_over == "all" and self._choice_is_shaped:
@@ -226,17 +226,17 @@ class Router(KeepsPrecision, MegatronModule):
 
     @property
     def _choice_is_shaped(self) -> bool:
-        """Whether the choice can differ from the K largest logits."""
+        """True if the choice can differ from the K largest logits."""
         o = self.options
-        given = fused_topk.given_choice(o)
-        return bool(o.bias_rate or given or o.group_topk < o.groups)
+        forced = fused_topk.forces_choice(o)
+        return bool(o.bias_rate or forced or o.group_topk < o.groups)
 
     def _balance(
         self, logits_TE: Tensor, idx_TK: Tensor, prob_TC: Tensor, sequences: int
     ) -> Tensor:
-        """Note the choices; probabilities whose gradient carries that of the balancing losses.
+        """Count the choices; return probabilities whose gradient includes the balancing losses'.
 
-        Only with gradients enabled, so that recomputation does not count twice.
+        Called only with gradients enabled, so that recomputation does not count twice.
         """
         if not (logits_TE.is_cuda and logits_TE.dtype == torch.float32):
             count_E = self._count(idx_TK)
@@ -256,9 +256,9 @@ class Router(KeepsPrecision, MegatronModule):
         return prob_TC if loss is None else MoEAuxLossAutoScaler.apply(prob_TC, loss)
 
     def _judged(self, logits_TE: Tensor) -> Tensor | None:
-        """Choices that the losses judge: those of the scores, not of what was made of them.
+        """Choices that the losses are computed of: the best scores, without bias, groups or force.
 
-        None if they are the router's own.
+        None if they are the router's choices.
         """
         if not self._choice_is_shaped:
             return None
@@ -301,7 +301,7 @@ class Router(KeepsPrecision, MegatronModule):
         return shares
 
     def _attach(self, prob_TK: Tensor, shares: dict[str, Tensor]) -> Tensor:
-        """Probabilities whose gradient carries that of the losses."""
+        """Probabilities whose gradient includes that of the losses."""
         if not shares:
             return prob_TK
         for name, share in shares.items():

@@ -1,7 +1,7 @@
-"""What a router makes of its logits: the choice of experts, their weights, scores to balance by.
+"""Functions of a router's logits: choice of experts, their weights, scores for balancing losses.
 
-Pure functions of the logits [T, E] of this rank's tokens, in fp32 or wider, without a host read.
-Ties go to the lower expert, on every device.
+They are pure functions of the logits [T, E] of this rank's tokens, in fp32 or fp64, without a host
+read. Ties go to the lower expert, on every device.
 
 Legend: T tokens, E experts in G groups, K experts per token.
 """
@@ -19,8 +19,8 @@ def choose(
 ) -> Tensor:
     """The K (or `width`) best experts of each token, best first; int64 [T, K].
 
-    With groups, experts must come from the `group_topk` best groups, and a group is as good as the
-    sum of its K // group_topk best experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    With groups, experts must come from the `group_topk` best groups, and the score of a group is
+    the sum of its K // group_topk best experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
     if group_topk < groups:
         score_TGM = score_TE.view(score_TE.size(0), groups, -1)
@@ -33,7 +33,7 @@ def choose(
 
 
 def _first(score: Tensor, k: int) -> Tensor:
-    # A stable sort, as topk breaks ties differently on each device.
+    # A stable sort, since topk breaks ties differently on each device.
     return torch.sort(score, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
@@ -51,10 +51,10 @@ def probabilities(
     router would not learn. transformers does normalise it, so that `moe.hf` imports no such model.
 
     Args:
-        logits_TE: of all experts.
+        logits_TE: logits of all experts.
         idx_TK: int64 experts of each token.
         options: routing.
-        kept_TK: choices that count; the others weigh 0. Default: all.
+        kept_TK: choices that count; the others have weight 0. Default: all.
         top_k: experts per token if that is not the width of `idx_TK`.
     """
     normalize = options.normalize and (top_k or idx_TK.size(1)) > 1
@@ -63,9 +63,9 @@ def probabilities(
         prob_TK = _only(kept_TK, chosen_TK.sigmoid())
         if normalize:
             prob_TK = prob_TK / (prob_TK.sum(-1, keepdim=True) + _TINY)
-    elif normalize or options.softmax_over == "topk":  # one and the same
+    elif normalize or options.softmax_over == "topk":  # the two are equivalent
         if kept_TK is not None:
-            # A token without experts has a softmax of its own, of which nothing is kept.
+            # A token without experts keeps its logits, as a softmax of -inf would be NaN.
             dropped_TK = ~kept_TK & kept_TK.any(-1, keepdim=True)
             chosen_TK = chosen_TK.masked_fill(dropped_TK, float("-inf"))
         prob_TK = _only(kept_TK, chosen_TK.softmax(-1))
@@ -79,7 +79,7 @@ def _only(kept: Tensor | None, prob: Tensor) -> Tensor:
 
 
 def loss_scores(logits_TE: Tensor, score: str) -> Tensor:
-    """Scores that the balancing losses push on: of all experts, summing to 1 for every token."""
+    """Scores [T, E] for the balancing losses, which sum to 1 for every token."""
     if score == "softmax":
         return logits_TE.softmax(-1)
     score_TE = logits_TE.sigmoid()

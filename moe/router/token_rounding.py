@@ -1,10 +1,10 @@
 """Token rounding: every expert's number of tokens becomes a multiple of a tile (arXiv 2512.14080).
 
-Between the choice of experts and their probabilities. A token offers itself to its 2K best experts
-(its K best when rounding down). An expert keeps as many candidates as its top-K count rounded, and
-those that have it among their K best before others: no tile of a grouped GEMM is padded, and counts
-stay within a tile of top-K routing. They are those of this rank's tokens: sums over ranks are
-multiples too. Invariants: static shapes, no host read, deterministic on any device.
+The step between the choice of experts and their probabilities. A token is a candidate for its 2K
+best experts (its K best when rounding down). An expert keeps as many candidates as its top-K count
+rounded, and prefers tokens that have it among their K best: no tile of a grouped GEMM is padded,
+and counts stay within a tile of top-K routing. Counts are those of this rank's tokens: sums over
+ranks are multiples too. Invariants: static shapes, no host read, deterministic on any device.
 
 Legend: T tokens of this rank, E experts, K experts per token, C candidate experts per token.
 """
@@ -16,41 +16,41 @@ MODES = ("none", "nearest", "up", "down")
 
 
 def candidates(mode: str, top_k: int, reachable: int) -> int:
-    """C: experts that a token offers itself to, of those that it can reach."""
+    """Number of candidate experts of a token, C, out of `reachable`."""
     return top_k if mode == "down" else min(2 * top_k, reachable)
 
 
 def surplus(mode: str, tile: int) -> int:
-    """Tokens that rounding adds to an expert at most."""
+    """Largest number of tokens that rounding adds to an expert."""
     return {"nearest": tile // 2, "up": tile - 1}.get(mode, 0)
 
 
 def round_counts(count: Tensor, tile: int, mode: str) -> Tensor:
-    """Integers to multiples of `tile`; `nearest` takes halves to even multiples, as torch.round."""
+    """Integers rounded to multiples of `tile`; `nearest` rounds half to even, as torch.round."""
     tiles = count.div(tile, rounding_mode="floor")
-    rest = count - tiles * tile
+    remainder = count - tiles * tile
     if mode == "up":
-        tiles = tiles + (rest > 0)
+        tiles = tiles + (remainder > 0)
     if mode == "nearest":
-        tiles = tiles + ((2 * rest > tile) | ((2 * rest == tile) & (tiles % 2 == 1)))
+        tiles = tiles + ((2 * remainder > tile) | ((2 * remainder == tile) & (tiles % 2 == 1)))
     return tiles * tile
 
 
 def keep(
     idx_TC: Tensor, score_TC: Tensor, *, top_k: int, experts: int, tile: int, mode: str
 ) -> Tensor:
-    """Which candidates their experts keep.
+    """Mask of the candidates that their experts keep.
 
-    An expert keeps its first f' candidates, f' its top-K count rounded by `mode`, or rounded down
-    if it has too few candidates. Tokens that have the expert among their K best come first, and
-    within both classes tokens of higher score; of equal ones the lower token.
+    An expert keeps its first f' candidates, f' being its top-K count rounded by `mode`, or rounded
+    down if it has too few candidates. Tokens that have the expert among their K best come first,
+    and within both classes tokens of higher score; ties go to the lower token.
 
     Args:
         idx_TC: int64 experts of each token, best first, distinct.
         score_TC: their scores, comparable between tokens.
-        top_k: K.
-        experts: E.
-        tile: rows that counts become multiples of.
+        top_k: experts per token, K.
+        experts: number of experts, E.
+        tile: rows of a tile.
         mode: `nearest`, `up` or `down`.
 
     Returns:
@@ -66,11 +66,11 @@ def keep(
     order = by_score.index_select(0, order)
     groups = torch.arange(2 * experts + 1, dtype=torch.int32, device=group.device)
     bound = torch.searchsorted(group, groups)
-    begin_E, middle_E, end_E = bound[:-1:2], bound[1::2], bound[2::2]
-    count_E, offered_E = middle_E - begin_E, end_E - begin_E
+    start_E, middle_E, end_E = bound[:-1:2], bound[1::2], bound[2::2]
+    count_E, candidates_E = middle_E - start_E, end_E - start_E
     kept_E = round_counts(count_E, tile, mode)
-    kept_E = torch.where(kept_E <= offered_E, kept_E, round_counts(count_E, tile, "down"))
-    limit_E = begin_E + kept_E
-    place = torch.arange(T * C, device=group.device)
-    kept = place < limit_E.index_select(0, group // 2)
+    kept_E = torch.where(kept_E <= candidates_E, kept_E, round_counts(count_E, tile, "down"))
+    limit_E = start_E + kept_E
+    position = torch.arange(T * C, device=group.device)
+    kept = position < limit_E.index_select(0, group // 2)
     return torch.empty_like(kept).scatter_(0, order, kept).view(T, C)

@@ -1,11 +1,11 @@
-"""Decides from loss and gradient norm whether the update of a step is applied, alike on every rank.
+"""Decision from loss and gradient norm whether the update of a step is applied.
 
-Between the backward and the optimizer. Both numbers are sums over all ranks that every rank reads
-to the last bit, so the verdict needs no message, and a replayed graph ends where the read begins.
-A value that is not finite is answered as `run.bad_steps` says. A step without a label that counts
-is skipped: only the balancing losses of the routers would move the parameters. A spike is skipped,
-an idea of OLMo-core's SkipStepOptimizer: a loss or norm more than `run.skip_spikes` standard
-deviations above the mean of the last 128 accepted steps.
+It is taken between backward pass and optimizer. Both numbers are sums over all ranks with the same
+bits on every rank, so that all ranks decide the same without a message, and a replayed graph ends
+before the read. `run.bad_steps` is the policy for values that are not finite. A step without a
+label that counts is skipped: only the balancing losses of the routers would change the parameters.
+A spike is skipped, which is an idea of OLMo-core's SkipStepOptimizer: a loss or norm more than
+`run.skip_spikes` standard deviations above the mean of the last 128 accepted steps.
 """
 
 import math
@@ -17,27 +17,27 @@ from phalanx.configs.schema import RunConfig
 from phalanx.parallel.engine import Diverged
 
 WINDOW = 128
-"""Accepted steps that a spike is measured by; half of them are enough."""
+"""Accepted steps to which a spike is compared; half of them are enough."""
 
 
 class Health:
-    """What the steps so far were like; `skipped` and `rollbacks` count over the whole run."""
+    """Losses and norms of recent steps, and counts of skipped steps and rollbacks of the run."""
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
         self._seen = {name: deque[float](maxlen=WINDOW) for name in ("loss", "gradient norm")}
-        self._in_a_row = 0  # skipped since the last accepted step
-        self._returns = {-1: 0}  # to the checkpoint of a step, the one of the last rollback
+        self._in_a_row = 0  # steps skipped since the last accepted one
+        self._returns = {-1: 0}  # step of the last rollback's checkpoint -> rollbacks to it
         self.skipped = self.rollbacks = 0
 
     def fault(self, step: int, loss: float, norm: float, labels: int = 1) -> str | None:
-        """What is wrong with a step; None if nothing is, and then later ones are measured by it.
+        """Fault of a step; None for a good step, to which later ones are compared.
 
         Args:
-            step: its number.
-            loss: mean over its labels; of no meaning without one.
-            norm: of its gradients.
-            labels: how many count.
+            step: number of the step.
+            loss: mean over its labels; undefined without labels.
+            norm: norm of its gradients.
+            labels: number of labels that count.
         """
         values = {"loss": loss, "gradient norm": norm}
         if not labels:
@@ -56,15 +56,15 @@ class Health:
         return None
 
     def skips(self, fault: str, *, finite: bool) -> bool:
-        """Whether a step with `fault` is skipped; else it is to be rolled back.
+        """True if a step with `fault` is skipped, False if the run has to be rolled back.
 
         Raises:
             Diverged: the run has to end, by `run.bad_steps` or `run.max_bad_steps`.
         """
         policy, most = "skip" if finite else self._run.bad_steps, self._run.max_bad_steps
         if policy == "stop":
-            way_out = "lower optim.lr, check the data, or set run.bad_steps=skip"
-            raise Diverged(f"{fault}; the parameters are unchanged; {way_out}")
+            advice = "lower optim.lr, check the data, or set run.bad_steps=skip"
+            raise Diverged(f"{fault}; the parameters are unchanged; {advice}")
         if policy == "rollback":
             return False
         if self._in_a_row == most:
@@ -77,10 +77,10 @@ class Health:
         return True
 
     def roll_back(self, to: int, fault: str) -> None:
-        """Count a return to the checkpoint of step `to`.
+        """Count a rollback to the checkpoint of step `to`.
 
         Raises:
-            Diverged: the last `run.max_bad_steps` returns were to this one.
+            Diverged: the last `run.max_bad_steps` rollbacks were to the same checkpoint.
         """
         times, most = self._returns.get(to, 0), self._run.max_bad_steps
         if times == most:
@@ -92,12 +92,12 @@ class Health:
         self.rollbacks += 1
 
     def counts(self) -> dict[str, int]:
-        """Counts of bad steps for the record of a step; those that are 0 are left out."""
+        """Counts of bad steps for the record of a step, without zeros."""
         counts = {"skipped": self.skipped, "rollbacks": self.rollbacks}
         return {name: count for name, count in counts.items() if count}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers for a checkpoint; a run that resumes judges as one that went on."""
+        """Plain numbers for a checkpoint; a resumed run decides as an uninterrupted one."""
         seen = {name: list(values) for name, values in self._seen.items()}
         return {"seen": seen, "in_a_row": self._in_a_row, **self.counts()}
 

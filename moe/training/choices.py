@@ -1,6 +1,6 @@
-"""What runs here, and why: kernels, what waits for tokens, and whether steps are captured.
+"""Choices of a run with their reasons: kernels, FP8 weights, graph capture, costs of copies.
 
-Kernels are one rank's choice, the rest is agreed on: all ranks of the job ask together.
+Kernels are chosen by each rank; the other choices are agreed on by all ranks of the job.
 """
 
 import copy
@@ -23,7 +23,7 @@ from phalanx.moe.estimate.room import device_room
 from phalanx.moe.model.dense_mlp import DenseMLP
 from phalanx.moe.model.kernel_facts import facts
 from phalanx.moe.report.units import storage
-from phalanx.moe.router.fused_topk import refuse
+from phalanx.moe.router.fused_topk import unsupported
 from phalanx.moe.shared_experts import SharedExperts
 from phalanx.parallel.cuda_graph import WARM_STEPS
 from phalanx.parallel.dispatcher.clones import Costs, costs_of_copies, rates_on
@@ -34,47 +34,47 @@ from phalanx.parallel.runtime import Runtime
 
 
 def choose_kernels(cfg: Config, runtime: Runtime) -> list[Choice]:
-    """Resolve every op of the config on this machine.
+    """Resolve the backend of every op of the config on this machine.
 
     Raises:
-        KernelUnavailable: a forced choice cannot run here.
+        KernelUnavailable: a forced backend cannot run on this machine.
     """
     cuda = runtime.device.type == "cuda"
-    known = facts(
+    machine_facts = facts(
         cfg,
         runtime.world,
         device=runtime.device.type,
         capability=torch.cuda.get_device_capability(runtime.device) if cuda else None,
     )
-    experts, e = resolve("grouped_mlp", cfg.kernels.backend, known), cfg.model.moe
-    why = refuse(e.router, experts=e.experts, top_k=e.top_k)
-    if experts.backend == "fused" and why is not None:
-        experts = replace(experts, reason=f"{experts.reason}; routing by torch: {why}")
+    experts, e = resolve("grouped_mlp", cfg.kernels.backend, machine_facts), cfg.model.moe
+    reason = unsupported(e.router, experts=e.experts, top_k=e.top_k)
+    if experts.backend == "fused" and reason is not None:
+        experts = replace(experts, reason=f"{experts.reason}; routing by torch: {reason}")
     return [
         experts,
-        resolve("attention", cfg.kernels.attention, known),
-        resolve("norm", cfg.kernels.norm, known),
-        *_linear_attention(cfg, known),
+        resolve("attention", cfg.kernels.attention, machine_facts),
+        resolve("norm", cfg.kernels.norm, machine_facts),
+        *_linear_attention(cfg, machine_facts),
     ]
 
 
-def _linear_attention(cfg: Config, known: Facts) -> list[Choice]:
-    """Of models that have it."""
+def _linear_attention(cfg: Config, machine_facts: Facts) -> list[Choice]:
+    """Choice for linear attention, if the model has any."""
     if not linear_layers(cfg.model):
         return []
     if cfg.kernels.attention == "reference":
         return [Choice("linear_attention", "torch", "kernels.attention=reference")]
-    return [resolve("linear_attention", "auto", known)]
+    return [resolve("linear_attention", "auto", machine_facts)]
 
 
-def known(cfg: Config, runtime: Runtime, choices: list[Choice], dispatch: str) -> Config:
-    """A copy that names this rank's device, kernels and transport, as rules and estimates take it.
+def with_choices(cfg: Config, runtime: Runtime, choices: list[Choice], dispatch: str) -> Config:
+    """Copy of a config with this rank's device, kernels and transport in place of `auto`.
 
     Args:
-        cfg: as given.
+        cfg: config of the run.
         runtime: this rank.
-        choices: of `choose_kernels`.
-        dispatch: the transport, or what is asked for where none is chosen yet.
+        choices: result of `choose_kernels`.
+        dispatch: the transport, or the knob's value if none has been chosen yet.
     """
     cfg = copy.deepcopy(cfg)
     k = cfg.kernels
@@ -84,111 +84,113 @@ def known(cfg: Config, runtime: Runtime, choices: list[Choice], dispatch: str) -
 
 
 def choose_graph(cfg: Config) -> Choice:
-    """What `run.graph` comes to on all ranks: what one cannot capture, none does. Collective.
+    """Choice of graph capture on all ranks: none captures if one of them cannot. Collective.
 
     Args:
-        cfg: of `known`, with the transport that was chosen.
+        cfg: result of `with_choices`, with the transport that was chosen.
 
     Raises:
         ConfigError: on all ranks, if `full_iteration` is forced and one of them cannot capture.
     """
     wanted, reasons = cfg.run.graph, gather(capture.not_capturable(cfg))
-    asked = "auto" if wanted == "auto" else f"run.graph={wanted}"
+    setting = "auto" if wanted == "auto" else f"run.graph={wanted}"
     if wanted == capture.EAGER:
-        return Choice("graph", wanted, asked)
+        return Choice("graph", wanted, setting)
     refusing = [rank for rank, reason in enumerate(reasons) if reason]
     if not refusing:
         when = f"captured after {WARM_STEPS} eager steps, which takes seconds"
-        return Choice("graph", capture.CAPTURED, f"{asked}; {when}")
+        return Choice("graph", capture.CAPTURED, f"{setting}; {when}")
     reason = str(reasons[refusing[0]])
     if len(set(reasons)) > 1:
         reason += f" (rank {refusing[0]})"
     if wanted == capture.CAPTURED:
         raise ConfigError(capture.forced_graph_error(reason))
-    return Choice("graph", capture.EAGER, f"{asked}; not {capture.CAPTURED}: {reason}")
+    return Choice("graph", capture.EAGER, f"{setting}; not {capture.CAPTURED}: {reason}")
 
 
 def emulation(cfg: Config) -> list[Choice]:
-    """What the start page says of a recipe that the experts' kernels do not multiply.
+    """Line of the start page on a recipe that the experts' kernels only emulate.
 
     Args:
-        cfg: of `known`.
+        cfg: result of `with_choices`.
     """
     recipe, backend = cfg.precision.recipe, cfg.kernels.backend
     if backend == "cudnn" and recipe in MICROSCALING and cfg.precision.dense == "fp8":
         reason = "routed experts multiply it; other layers its values in bf16, which is slower; "
-        return [Choice(recipe, "emulated", f"{reason}precision.dense=bf16 spares that")]
+        return [Choice(recipe, "emulated", f"{reason}precision.dense=bf16 avoids that")]
     if recipe not in MICROSCALING or backend not in EMULATES:
         return []
     return [Choice(recipe, "emulated", f"{backend} multiplies its values in bf16, which is slower")]
 
 
 def emulated_layers(chunks: Sequence[nn.Module]) -> list[Choice]:
-    """What the start page says of dense layers whose widths the fused kernels do not take.
+    """Line of the start page on dense layers whose widths the fused kernels do not support.
 
     Args:
-        chunks: of this rank, built for the fused kernels and a recipe.
+        chunks: model chunks of this rank, built for the fused kernels and a recipe.
     """
-    found: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}
     for chunk in chunks:
         for path, module in chunk.named_modules():
             spec, name = computes_by(module), path.rpartition(".")[2]
             if spec is not None and spec.backend != "fused":
-                found[name] = list(module.weight.shape)
+                shapes[name] = list(module.weight.shape)
             if isinstance(module, (DenseMLP, SharedExperts)) and module.spec.backend != "fused":
-                found[name] = [module.linear_fc2.weight.shape[1]]
-    if not found:
+                shapes[name] = [module.linear_fc2.weight.shape[1]]
+    if not shapes:
         return []
-    widths = ", ".join(f"{name} ({' x '.join(map(str, n))})" for name, n in sorted(found.items()))
+    widths = ", ".join(f"{name} ({' x '.join(map(str, n))})" for name, n in sorted(shapes.items()))
     reason = f"{widths}: the fused kernels take multiples of {FUSED_MULTIPLE}"
     return [Choice("dense layers", "torch", f"emulated, which is slower: {reason}")]
 
 
 def choose_fp8_weights(cfg: Config, runtime: Runtime) -> list[Choice]:
-    """Where FP8 copies of expert weights live, on all ranks; nothing of runs without. Collective.
+    """Choice of the memory of FP8 expert weights, on all ranks; none without FP8. Collective.
 
     Args:
-        cfg: of `known`, with the transport and the graph that were chosen.
-        runtime: this rank, which holds no part of the model yet.
+        cfg: result of `with_choices`, with the transport and the graph that were chosen.
+        runtime: this rank, before the model is built.
     """
     if not is_fp8(cfg):
         return []
     backend, wanted = cfg.kernels.backend, cfg.precision.weights
-    taken, why = _own_fp8_weights(cfg, runtime)
-    if "scratch" in gather(taken) and taken == "resident":
-        taken, why = "scratch", f"{why}, and another rank has less room"
+    chosen, reason = _fp8_weights_of_rank(cfg, runtime)
+    if "scratch" in gather(chosen) and chosen == "resident":
+        chosen, reason = "scratch", f"{reason}, and another rank has less free memory"
     if wanted == "auto":
-        return [Choice("fp8 weights", taken, f"auto; {why}")]
+        return [Choice("fp8 weights", chosen, f"auto; {reason}")]
     if backend in MULTIPLIES_FP8:
         return [Choice("fp8 weights", wanted, f"precision.weights={wanted}")]
-    return [Choice("fp8 weights", taken, f"{why}; precision.weights={wanted} is not in effect")]
+    return [Choice("fp8 weights", chosen, f"{reason}; precision.weights={wanted} is not in effect")]
 
 
-def _own_fp8_weights(cfg: Config, runtime: Runtime) -> tuple[str, str]:
-    """What `precision.weights=auto` comes to on this rank, and why."""
+def _fp8_weights_of_rank(cfg: Config, runtime: Runtime) -> tuple[str, str]:
+    """Value of `precision.weights=auto` on this rank, and the reason."""
     backend = cfg.kernels.backend
     if backend not in MULTIPLIES_FP8:
         return "none", f"{backend} experts multiply values of FP8 in bf16"
     if backend == "megatron":
         return "resident", "Transformer Engine keeps its own; dense linear layers are bf16"
-    kept = replace(cfg, precision=replace(cfg.precision, weights="resident"))
-    need, room = needed(kept, runtime.world), device_room(runtime.device).free
-    taken = "resident" if need <= room else "scratch"
-    return taken, f"with resident ones {storage(need)} of {storage(room)} would be needed"
+    resident = replace(cfg, precision=replace(cfg.precision, weights="resident"))
+    need, free = needed(resident, runtime.world), device_room(runtime.device).free
+    chosen = "resident" if need <= free else "scratch"
+    return chosen, f"with resident weights {storage(need)} of {storage(free)} would be needed"
 
 
 def choose_clone_costs(cfg: Config, runtime: Runtime) -> Costs:
-    """What copies of experts cost, the same on all ranks. Collective.
+    """Costs of copies of experts, by measured rates (configs/machines.py).
 
-    By measured rates (configs/machines.py).
+    They are the same on all ranks. Collective.
     """
     rates, keep = rates_on(runtime.device, cfg.run.machine), cfg.parallel.save_x == "keep"
     weights = mlp_weights(cfg.model, cfg.model.moe.ffn)
-    own = costs_of_copies(rates, weights=weights, width=width(cfg), keep=keep)
-    return max(gather(own))
+    costs = costs_of_copies(rates, weights=weights, width=width(cfg), keep=keep)
+    return max(gather(costs))
 
 
-def experts_of_all(backend: str) -> str:
-    """This rank's experts, or those of another rank if these cannot wait for tokens. Collective."""
-    told = gather(backend)
-    return next((name for name in told if not waits_for_tokens(name)), backend)
+def agreed_experts(backend: str) -> str:
+    """Backend of this rank's experts, or of a rank whose experts cannot wait for tokens.
+
+    Collective.
+    """
+    return next((name for name in gather(backend) if not waits_for_tokens(name)), backend)

@@ -1,9 +1,10 @@
-"""How a run ends that cannot go on: one message, from one rank, and an exit code.
+"""End of a run that cannot continue: one message, from one rank, and an exit code.
 
-What is wrong on all ranks is told by rank 0. A rank that fails alone tells it itself; the watchdog
-knows which is which, and ends the ranks that only suffer. Before there is one, the launcher signals
-the others, whose collectives break or never end, and they leave without a word. So a rank waits a
-moment for that signal before it speaks, unless its message is certainly the first.
+Rank 0 reports an error that all ranks have. A rank that fails alone reports its error itself; the
+watchdog distinguishes the two, and ends the ranks that fail as a consequence. Before the watchdog
+has started, the launcher signals the other ranks, whose collectives break or never end, and they
+exit silently. So a rank waits some seconds for that signal before it prints, unless its message is
+certainly the first.
 """
 
 import sys
@@ -28,10 +29,10 @@ from phalanx.parallel.fault.watchdog import Watchdog
 from phalanx.parallel.folder_lock import Taken
 
 _INPUT = (ConfigError, KernelUnavailable, DataError, CheckpointMismatch, CheckpointError, Taken)
-_GRACE = 5.0  # seconds in which a launcher surely signals the ranks that are left
+_GRACE = 5.0  # seconds within which a launcher surely signals the remaining ranks
 
 
-def give_up(
+def exit_with(
     error: Exception,
     stop: StopSignal,
     *,
@@ -39,18 +40,16 @@ def give_up(
     training: bool,
     watchdog: Watchdog | None = None,
 ) -> int:
-    """Tell why this rank ends, once for all ranks; to be called where `error` is handled.
+    """Report the error that ends this rank, once for all ranks, and return the exit code.
+
+    Called in the handler of `error`; train.py lists the exit codes.
 
     Args:
-        error: what was raised.
-        stop: active, to notice the launcher's signal.
-        rank: of this process.
-        training: whether the first step had been reached; before it, every ValueError is about
-            the configuration.
-        watchdog: once there is one.
-
-    Returns:
-        The exit code; train.py lists them.
+        error: the exception that was raised.
+        stop: active signal handler, which notices the launcher's signal.
+        rank: rank of this process.
+        training: the first step had been reached; before it, every ValueError is about the config.
+        watchdog: the watchdog, if it has been started.
     """
     code, text = _verdict(error, training)
     lost = _lost_others(error)
@@ -64,17 +63,17 @@ def give_up(
         text = f"error: the other ranks are gone: {lost}"
     if rank:
         text += f" (rank {rank})"
-    speak(text)
+    emit_error(text)
     return code
 
 
 def not_captured(failure: CaptureFailed) -> str:
-    """What a failed capture is called, to be followed by what comes of it."""
+    """Description of a failed capture, to be followed by its consequence."""
     return f"the step could not be captured as a CUDA graph: {failure}"
 
 
-def speak(text: str) -> None:
-    """Tell an error to the user, and to the launcher for its report."""
+def emit_error(text: str) -> None:
+    """Print an error for the user, and pass it to the launcher for its report."""
     text = redacted(text)
     print(text, file=sys.stderr, flush=True)
     launcher.tell(text)
@@ -95,10 +94,10 @@ def _verdict(error: Exception, training: bool) -> tuple[int, str]:
 
 
 def _lost_others(error: Exception) -> str:
-    """How other ranks broke a collective under this one; empty if they did not.
+    """First line on a collective that broke because other ranks are gone; empty for other errors.
 
-    gloo raises RuntimeErrors that only name it. A wait for tokens that was in vain stops a kernel,
-    which CUDA calls a failed launch in whatever is called next.
+    gloo raises RuntimeErrors that only contain its name. A wait for tokens that timed out stops a
+    kernel, which CUDA reports as a failed launch in the next call.
     """
     if not isinstance(error, RuntimeError):
         return ""
@@ -109,9 +108,9 @@ def _lost_others(error: Exception) -> str:
 
 
 def _signalled(stop: StopSignal) -> bool:
-    """Wait for the launcher to signal this rank, which it does when another one has ended."""
-    until = time.monotonic() + _GRACE
-    while stop.received is None and time.monotonic() < until:
+    """Wait for the launcher to signal this rank, which it does when another rank has ended."""
+    deadline = time.monotonic() + _GRACE
+    while stop.received is None and time.monotonic() < deadline:
         time.sleep(0.05)
     return stop.received is not None
 

@@ -1,7 +1,7 @@
-"""Faults of `run.inject` as they happen: on the host when a step begins, or to its gradients.
+"""Injected faults (`run.inject`): in the process at the start of a step, or in its gradients.
 
-A fault happens once in the life of a run, whatever restarts, resumes and rollbacks come after. It
-is recorded in the run folder before it happens, as a killed process records nothing.
+A fault happens once in a run, across restarts, resumes and rollbacks. It is recorded in the run
+folder before it happens, since a killed process cannot record anything.
 """
 
 import json
@@ -18,47 +18,47 @@ from phalanx.parallel.checkpoint import commit
 from phalanx.parallel.fault.agreement import gather
 
 FOLDER = "injected"
-"""In the run folder: a file for each fault that has happened."""
+"""Folder in the run folder, with a file for each fault that has happened."""
 
 
 class Injected(RuntimeError):
-    """The error of a `raise` that `run.inject` asked for."""
+    """Error of a fault of kind `raise`."""
 
 
 class Faults:
-    """The faults of this rank that are still to come. Making one is collective.
+    """Faults that have not happened yet. The constructor is collective.
 
     Args:
-        run: section of the configuration.
-        rank: this one.
-        folder: of the run.
+        run: section of the config.
+        rank: this rank.
+        folder: folder of the run.
     """
 
     def __init__(self, run: RunConfig, rank: int, folder: Path) -> None:
         self._rank, self._folder = rank, folder / FOLDER
         faults = [parse(text) for text in run.inject]
-        here = sorted(path.name for path in self._folder.glob("*")) if faults else []
-        # Folders of hosts need not be shared.
-        happened = {name for names in (gather(here) if faults else []) for name in names}
+        recorded = sorted(path.name for path in self._folder.glob("*")) if faults else []
+        # Hosts need not share the folder.
+        happened = {name for names in (gather(recorded) if faults else []) for name in names}
         self._past = [fault for fault in faults if str(fault) in happened]
         self._future = [fault for fault in faults if str(fault) not in happened]
 
-    def told(self) -> str:
-        """One line on what is to come; empty if nothing was asked for."""
+    def summary(self) -> str:
+        """One line on pending and past faults; empty without faults."""
         lines = []
         if self._future:
             lines.append(f"to come {', '.join(map(str, self._future))}")
         if self._past:
-            again = f"delete {self._folder} to have them again"
-            lines.append(f"happened already {', '.join(map(str, self._past))} ({again})")
+            repeat = f"delete {self._folder} to repeat them"
+            lines.append(f"happened already {', '.join(map(str, self._past))} ({repeat})")
         return f"warning: faults are injected (run.inject): {'; '.join(lines)}" if lines else ""
 
-    def act(self, step: int) -> None:
-        """Have what happens to this process when a step begins."""
+    def trigger(self, step: int) -> None:
+        """Trigger the faults of this process at the start of a step."""
         for fault in self._due(step):
             if fault.kind not in GRADIENT:
                 self._record(fault)
-                _happen(fault)
+                _trigger(fault)
 
     def factor(self, step: int) -> float:
         """Factor of this rank's gradients in a step; 1 without a fault."""
@@ -74,21 +74,21 @@ class Faults:
         return [fault for fault in self._future if fault.step == step and fault.rank in mine]
 
     def _record(self, fault: Fault) -> None:
-        """On the disk, before anything happens."""
+        """Record a fault on the disk, before it happens."""
         self._future.remove(fault)
         self._past.append(fault)
-        about = {"time": time.strftime("%Y-%m-%d %H:%M:%S %z"), "monotonic": time.monotonic()}
-        about |= {"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid()}
+        record = {"time": time.strftime("%Y-%m-%d %H:%M:%S %z"), "monotonic": time.monotonic()}
+        record |= {"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid()}
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / str(fault)).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(about) + "\n")
+            file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
         commit.sync(self._folder)
 
 
-def _happen(fault: Fault) -> None:
-    """A fault of a process."""
+def _trigger(fault: Fault) -> None:
+    """Execute a fault of a process."""
     if fault.kind == "raise":
         raise Injected(f"run.inject={fault}")
     if fault.kind == "hang":

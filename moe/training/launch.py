@@ -1,8 +1,8 @@
-"""One start of a run: what is said at once, and what the run folder keeps of it.
+"""One start of a run: its first lines of output, and its record in the run folder.
 
-`config.yaml` is the configuration of the newest launch, `launches/<time>.yaml` is that of each with
-its command, versions, hosts and devices, and `console.log` (moe.report.console) is what they
-printed. Imports nothing heavy before the ranks have met.
+`config.yaml` is the config of the newest launch, `launches/<time>.yaml` the config of each launch
+with its command, versions, hosts and devices, and `console.log` (moe.report.console) their output.
+This module imports nothing heavy before the ranks have met.
 """
 
 import functools
@@ -33,35 +33,35 @@ _PACKAGES = (
     *("torch", "megatron-core", "nvidia-cutlass-dsl", "transformer-engine", "triton", "numpy"),
     *("flash-attn-4", "quack-kernels", "fla-core", "emerging-optimizers", "nvidia-cudnn-frontend"),
 )
-"""Packages whose versions matter to what a run computes."""
+"""Packages whose versions affect the results of a run."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started, and its console."""
+    """Command of this process, and its console."""
 
     command: str
     console: Console
 
     def keep(self, cfg: Config, folder: Path, device: str, facts: dict[str, str]) -> None:
-        """Write what this launch is to the run folder, which is made. Collective.
+        """Record this launch in the run folder, which is created. Collective.
 
         Args:
-            cfg: configuration.
-            folder: of the run.
-            device: of this rank, as it is shown.
-            facts: versions besides those of packages.
+            cfg: config of the run.
+            folder: folder of the run.
+            device: device of this rank, for display.
+            facts: versions other than those of packages.
 
         Raises:
             ValueError: on every rank, if rank 0 cannot write.
         """
         from phalanx.parallel.fault.agreement import Failed, agree, gather
 
-        places, problem = gather((socket.gethostname(), device)), None
+        devices_by_rank, problem = gather((socket.gethostname(), device)), None
         main = os.environ.get("RANK", "0") == "0"
         try:
             if main:
-                self._write(cfg, folder, places, facts)
+                self._write(cfg, folder, devices_by_rank, facts)
         except OSError as error:
             problem = f"cannot write to {folder} (run.dir, run.name): {error}"
         try:
@@ -72,31 +72,35 @@ class Launch:
             self.console.keep(folder, "")
 
     def _write(
-        self, cfg: Config, folder: Path, places: Sequence[tuple[str, str]], facts: dict[str, str]
+        self,
+        cfg: Config,
+        folder: Path,
+        devices_by_rank: Sequence[tuple[str, str]],
+        facts: dict[str, str],
     ) -> None:
         commit, changed = code()
-        when, config = time.strftime("%Y-%m-%d %H:%M:%S %z"), redacted(asdict(cfg))
-        about: dict[str, Any] = {
-            "time": when,
+        started, config = time.strftime("%Y-%m-%d %H:%M:%S %z"), redacted(asdict(cfg))
+        record: dict[str, Any] = {
+            "time": started,
             "command": self.command,
             "folder": os.getcwd(),
-            "ranks": len(places),
-            "hosts": _hosts(places),
+            "ranks": len(devices_by_rank),
+            "hosts": _hosts(devices_by_rank),
             "versions": _versions() | facts,
             "code": {"commit": commit, "changed": changed},
         }
         launches = folder / "launches"
         launches.mkdir(parents=True, exist_ok=True)
-        self.console.keep(folder, f"{when}  {self.command}")
-        text = _yaml(redacted(about) | {"config": config})
-        _free(launches, time.strftime("%Y%m%d-%H%M%S")).write_text(text, encoding="utf-8")
+        self.console.keep(folder, f"{started}  {self.command}")
+        text = _yaml(redacted(record) | {"config": config})
+        _unused(launches, time.strftime("%Y%m%d-%H%M%S")).write_text(text, encoding="utf-8")
         new = folder / "config.yaml.new"
-        new.write_text(f"# {when}  {self.command}\n{_yaml(config)}", encoding="utf-8")
+        new.write_text(f"# {started}  {self.command}\n{_yaml(config)}", encoding="utf-8")
         new.replace(folder / "config.yaml")
 
 
 def announce(cfg: Config, world: int) -> None:
-    """Say what starts before imports take their seconds: rank 0 the run, every node itself."""
+    """Print the run (rank 0) and the node (its first rank), before imports take their seconds."""
     rank = int(os.environ.get("RANK", "0"))
     if rank == 0:
         ranks = pluralize(world, "rank")
@@ -108,14 +112,14 @@ def announce(cfg: Config, world: int) -> None:
 
 
 def node_line(host: str, first: int, ranks: int, gpus: Sequence[str]) -> str:
-    """`node host: ranks 8-15, 8 x NVIDIA H200`."""
+    """Line on a node, such as `node host: ranks 8-15, 8 x NVIDIA H200`."""
     numbers = f"ranks {first}-{first + ranks - 1}" if ranks > 1 else f"rank {first}"
     kinds = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
     return f"node {host}: {numbers}, {', '.join(kinds) or 'no GPU'}"
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """The command that started this process, torchrun's where that was it; without secrets."""
+    """Command that started this process, or torchrun's if that started it; without secrets."""
     installed = Path(sys.argv[0]).name == "phalanx-train"
     words = ["phalanx-train"] if installed else [sys.executable, "train.py"]
     words += argv
@@ -131,10 +135,10 @@ def command_line(argv: Sequence[str]) -> str:
 @functools.cache
 def code() -> tuple[str, bool]:
     """Commit of this tree, `unknown` outside a repository, and whether it has been changed."""
-    here = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parent
 
     def git(*args: str) -> str:
-        command = ["git", "-C", str(here), *args]
+        command = ["git", "-C", str(folder), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
@@ -144,14 +148,14 @@ def code() -> tuple[str, bool]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of the packages that matter to what a run computes, `none` if not installed."""
-    found = {}
+    """Versions of the packages that affect the results of a run, `none` if not installed."""
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
+            versions[name] = "none"
+    return versions
 
 
 def _versions() -> dict[str, str]:
@@ -159,24 +163,24 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version()} | installed
 
 
-def _hosts(places: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+def _hosts(devices_by_rank: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     """Hosts in the order of their first rank, each with its ranks and their devices."""
     from phalanx.parallel.fault.same_settings import ranges
 
     hosts: dict[str, dict[str, Any]] = {}
-    for rank, (host, device) in enumerate(places):
-        known = hosts.setdefault(host, {"host": host, "ranks": [], "devices": {}})
-        known["ranks"].append(rank)
-        known["devices"][device] = known["devices"].get(device, 0) + 1
-    return [known | {"ranks": ranges(known["ranks"])} for known in hosts.values()]
+    for rank, (name, device) in enumerate(devices_by_rank):
+        host = hosts.setdefault(name, {"host": name, "ranks": [], "devices": {}})
+        host["ranks"].append(rank)
+        host["devices"][device] = host["devices"].get(device, 0) + 1
+    return [host | {"ranks": ranges(host["ranks"])} for host in hosts.values()]
 
 
 def _yaml(value: Any) -> str:
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=10_000)
 
 
-def _free(folder: Path, name: str) -> Path:
-    """A file of that name, numbered if there is one already, whose name comes after that one's."""
+def _unused(folder: Path, name: str) -> Path:
+    """Path of that name, with a number if the name is taken, so that names sort by time."""
     path, number = folder / f"{name}.yaml", 1
     while path.exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Is there memory for this run on its hosts and GPUs? All ranks ask before the model is built."""
+"""Check of the memory of hosts and GPUs, by all ranks before the model is built."""
 
 import socket
 import sys
@@ -21,62 +21,61 @@ from phalanx.moe.estimate.room import (
     refuse,
 )
 from phalanx.moe.model.precision import compute_dtype
-from phalanx.moe.training.choices import known
+from phalanx.moe.training.choices import with_choices
 from phalanx.moe.training.out_of_memory import advice
 from phalanx.parallel.dispatcher.transport import planned, refusals_here
 from phalanx.parallel.fault.agreement import Failed, agree, gather
 from phalanx.parallel.runtime import Runtime
 
 _ON_CPU = 4
-"""Logits, in their own bytes, that the loss on a CPU holds on top: two of their size in fp32."""
+"""Copies of the logits, in units of their bytes, that the loss on a CPU needs: two in fp32."""
 
 
-def check_room(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
-    """Refuse what surely does not fit, and warn of what is near, on stderr.
+def check_memory(cfg: Config, runtime: Runtime, choices: list[Choice]) -> None:
+    """Reject a run that surely does not fit, and warn on stderr of one that may not. Collective.
 
     Args:
-        cfg: valid.
-        runtime: this rank, which holds no part of the model yet; every rank calls it.
+        cfg: valid config.
+        runtime: this rank, before the model is built.
         choices: kernels of experts, attention and norm.
 
     Raises:
-        ConfigError: on all ranks, if it does not fit on one.
+        ConfigError: on all ranks, if the run does not fit on one.
     """
     hosts = gather(socket.gethostname())
-    here = [rank for rank, name in enumerate(hosts) if name == hosts[runtime.rank]]
+    local_ranks = [rank for rank, name in enumerate(hosts) if name == hosts[runtime.rank]]
     host, on_gpu = host_room(), runtime.device.type == "cuda"
-    room, ranks = (device_room(runtime.device), [runtime.rank]) if on_gpu else (host, here)
+    room, ranks = (device_room(runtime.device), [runtime.rank]) if on_gpu else (host, local_ranks)
     try:
         agree(refuse(cfg, runtime.world, ranks, room))
     except Failed as error:
         raise ConfigError(str(error)) from error
-    taken = _transport(cfg, runtime.world, len(here))
-    resolved = known(cfg, runtime, choices, taken)
+    transport = _transport(cfg, runtime.world, len(local_ranks))
+    resolved = with_choices(cfg, runtime, choices, transport)
     resolved.run.graph = resolved_graph(resolved)
     expected = needed(resolved, runtime.world)
     expected = expected if on_gpu else len(ranks) * (expected + _ON_CPU * logits_bytes(cfg))
     warnings = [near(cfg.model.name, expected, room, advice(cfg, runtime.world))]
     if on_gpu:
-        warnings.append(_pinned(cfg, runtime.world, here, host))
-        moved = len(here) * host_needed(resolved, runtime.world)
-        what = f"run.offload={shown(cfg.run.offload)}"
-        warnings.append(near(what, moved, host, f"set {overrides({'run.offload': []})}"))
-    told = gather(warnings)
-    for texts in zip(*told, strict=True):
+        warnings.append(_pinned(cfg, runtime.world, local_ranks, host))
+        offloaded = len(local_ranks) * host_needed(resolved, runtime.world)
+        knob = f"run.offload={shown(cfg.run.offload)}"
+        warnings.append(near(knob, offloaded, host, f"set {overrides({'run.offload': []})}"))
+    for texts in zip(*gather(warnings), strict=True):
         if runtime.is_main and any(texts):
             print(f"warning: {next(filter(None, texts))}", file=sys.stderr, flush=True)
 
 
-def _pinned(cfg: Config, world: int, here: list[int], host: Room) -> str:
-    """A warning of background checkpoints, which a rank on a GPU copies to its host."""
+def _pinned(cfg: Config, world: int, local_ranks: list[int], host: Room) -> str:
+    """Warning about background checkpoints, which a rank on a GPU copies to its host."""
     if cfg.run.async_save == "off" or cfg.run.save_interval < 0:
         return ""
-    size = pinned_bytes(cfg, world, here)
+    size = pinned_bytes(cfg, world, local_ranks)
     return near("a background checkpoint", size, host, "set run.async_save=off")
 
 
 def _transport(cfg: Config, world: int, near_ranks: int) -> str:
-    """The transport that this rank expects, before the groups are there that choose it."""
+    """Transport that this rank expects, before the process groups that choose it exist."""
     if cfg.parallel.dispatch != "auto":
         return cfg.parallel.dispatch
     refusals, expert = refusals_here("auto", compute_dtype(cfg)), expert_parallel_size(cfg, world)

@@ -1,8 +1,8 @@
-"""Out of memory: what would help, and where the memory is.
+"""Out of memory: advice, and a snapshot of the allocator.
 
-`advised` goes around the code that allocates. It does not handle the error; it makes of it one line
-with the knobs that help at their present values, and a snapshot of the allocator for
-pytorch.org/memory_viz in the run folder.
+`explain_out_of_memory` surrounds the code that allocates. It does not handle the error, but raises
+one line with the knobs that help at their current values, and writes a snapshot of the allocator
+for pytorch.org/memory_viz to the run folder.
 """
 
 import os
@@ -23,54 +23,53 @@ _HOST = "DefaultCPUAllocator: can't allocate memory"
 
 
 class OutOfMemory(torch.OutOfMemoryError):
-    """The message says which knobs help, and their values."""
+    """Error whose message has the knobs that help, and their values."""
 
 
 @contextmanager
-def advised(cfg: Config, world: int, folder: Path) -> Iterator[None]:
+def explain_out_of_memory(cfg: Config, world: int, folder: Path) -> Iterator[None]:
     """Raise OutOfMemory for torch's own errors, of a GPU or of the host.
 
     Args:
-        cfg: of the run.
-        world: ranks.
-        folder: of the run, for the snapshot.
+        cfg: config of the run.
+        world: number of ranks.
+        folder: folder of the run, for the snapshot.
     """
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and _HOST not in str(error):
             raise
-        what = (str(error).splitlines() or ["no reason given"])[0]
-        where = _snapshot(folder / f"memory_rank{os.environ.get('RANK', '0')}.pickle")
-        raise OutOfMemory(f"{advice(cfg, world)}{where} ({what})") from error
+        reason = (str(error).splitlines() or ["no reason was reported"])[0]
+        snapshot = _snapshot(folder / f"memory_rank{os.environ.get('RANK', '0')}.pickle")
+        raise OutOfMemory(f"{advice(cfg, world)}{snapshot} ({reason})") from error
 
 
 def advice(cfg: Config, world: int) -> str:
-    """Overrides of which each takes less memory, as `set data.micro_batch=2 or ...`; the cheapest
-    first.
+    """Overrides that each save memory, such as `set data.micro_batch=2 or ...`, cheapest first.
 
-    Where a size is impossible nothing else would help, and only that is named.
+    If a size is impossible nothing else would help, and only that is named.
     """
     if impossible := oversized(cfg):
         return "; ".join(impossible)
-    kinds = [
-        (overrides(changes) for changes in kind if is_valid(changed(cfg, changes), world))
-        for kind in _kinds(cfg, world)
+    remedies = [
+        (overrides(changes) for changes in remedy if is_valid(changed(cfg, changes), world))
+        for remedy in _remedies(cfg, world)
     ]
-    helps = [text for kind in kinds if (text := next(kind, ""))]
-    return f"set {listed(helps)}" if helps else "take more ranks or a smaller model"
+    helpful = [text for remedy in remedies if (text := next(remedy, ""))]
+    return f"set {listed(helpful)}" if helpful else "use more ranks or a smaller model"
 
 
-def _kinds(cfg: Config, world: int) -> Iterator[list[dict[str, Any]]]:
-    """Values by knob, of each kind the least change first."""
+def _remedies(cfg: Config, world: int) -> Iterator[list[dict[str, Any]]]:
+    """Changes of knobs that save memory, for each remedy the smallest change first."""
     d, p, r = cfg.data, cfg.parallel, cfg.run
     if d.micro_batch > 1:
         yield [{"data.micro_batch": largest_divisor(d.micro_batch, d.micro_batch - 1)}]
     if r.recompute != ["full"]:
-        # What is computed again is not moved as well.
-        moved = [name for name in r.offload if name == "residual"]
-        beside = {} if moved == r.offload else {"run.offload": moved}
-        yield [{"run.recompute": ["full"]} | beside]
+        # Activations that are recomputed cannot be offloaded.
+        offload = [name for name in r.offload if name == "residual"]
+        change = {} if offload == r.offload else {"run.offload": offload}
+        yield [{"run.recompute": ["full"]} | change]
     if "residual" not in r.offload:
         yield [{"run.offload": ["residual", *r.offload]}]
     if not p.distributed_optimizer and data_parallel_size(cfg, world) > 1:
@@ -90,7 +89,7 @@ def _doubles(size: int, most: int) -> list[int]:
 
 
 def _snapshot(path: Path) -> str:
-    """Write what the allocator holds; a part of the message."""
+    """Write a snapshot of the allocator; return a part of the message."""
     if not torch.cuda.is_initialized():
         return ""
     try:

@@ -1,7 +1,8 @@
-"""What is wrong with a run that can be known before any rank starts, and without torch.
+"""Checks of a run before any rank starts, without torch.
 
-`train.py --check` asks on whatever machine it runs; when the ranks have met, rank 0 asks again, and
-all end with its answer before a model is built. The command line itself has been validated.
+`train.py --check` runs them on the current machine. In a launch rank 0 runs them when the ranks
+have met, and all ranks end with its errors before a model is built. The command line itself has
+been validated.
 """
 
 import importlib.util
@@ -29,28 +30,29 @@ from phalanx.parallel.checkpoint.saved_knobs import CheckpointMismatch
 from phalanx.parallel.object_store import Place, Remote, place
 
 _FEW_EPOCHS = 4
-"""Up to here repeated text is about as good as new (arXiv 2305.16264); more is told."""
+"""Epochs up to which repeated text is about as good as new (arXiv 2305.16264)."""
 _TEST_EPOCHS = 10
+"""Most epochs of the embedded corpus that a run with checkpoints may read."""
 _TEST_TOKENS = 250_000_000
-"""Most epochs of the embedded corpus, or random tokens, that a run with checkpoints takes."""
+"""Most random tokens that a run with checkpoints may read."""
 
 _WRONG = (ConfigError, DataError, CheckpointMismatch, CheckpointError)
 
 
 @dataclass
 class Findings:
-    """What the checks say."""
+    """Results of the checks."""
 
     errors: list[Exception] = field(default_factory=list)
-    """ConfigError, DataError, CheckpointMismatch or CheckpointError, each for its user."""
+    """ConfigError, DataError, CheckpointMismatch or CheckpointError, for the user."""
     notes: list[str] = field(default_factory=list)
-    """A line each of what is allowed and may not be meant."""
+    """Lines on what is allowed but may be unintended."""
 
 
 def preflight(cfg: Config) -> Findings:
-    """Check data, run folder and checkpoint of a valid configuration; nothing is written."""
-    found = Findings()
-    found.notes += oversized(cfg)
+    """Check data, run folder and checkpoint of a valid config; nothing is written."""
+    findings = Findings()
+    findings.notes += oversized(cfg)
     checks: tuple[Callable[[Config], Iterator[str]], ...] = (
         _optimizer,
         _replay,
@@ -62,85 +64,89 @@ def preflight(cfg: Config) -> Findings:
     )
     for check in checks:
         try:
-            found.notes += check(cfg)
+            findings.notes += check(cfg)
         except _WRONG as error:
-            found.errors.append(error)
-    return found
+            findings.errors.append(error)
+    return findings
 
 
 def exit_code(error: Exception) -> int:
-    """Of one of the errors; train.py lists them."""
+    """Exit code for one of the errors; train.py lists them."""
     return 44 if isinstance(error, NoUsableCheckpoint) else 2
 
 
 def checkpoint_root(cfg: Config) -> Place:
-    """Where the checkpoints of a run are."""
+    """Folder of the checkpoints of a run."""
     if cfg.run.checkpoints:
         return place(cfg.run.checkpoints) / cfg.run.name
     return Path(cfg.run.dir) / cfg.run.name / "checkpoints"
 
 
 def nothing_left(cfg: Config) -> list[str]:
-    """Lines on a run whose newest checkpoint is of its last step; none of another run, or if
-    anything is wrong with that checkpoint."""
+    """Lines on a run whose newest checkpoint is that of its last step.
+
+    Empty for another run, and if anything is wrong with the checkpoint.
+    """
     root, run = checkpoint_root(cfg), cfg.run
     try:
         record = run_start.read(root)
         path = None if run_start.starts_over(run, record) else saved_config.newest(root)
         if path is None or (step := commit.read_commit(path).step) < run.steps:
             return []
-        begin = run_start.decide(run, record, path)
+        start = run_start.decide(run, record, path)
         compare(saved_config.configuration(path), redacted(asdict(cfg)))
     except (*_WRONG, Invalid, OSError):
         return []
-    lines = [begin.note] if begin.note else []
+    lines = [start.note] if start.note else []
     lines.append(
         f"nothing was left to do: {path} is of step {step}, and this run ends at step {run.steps}; "
         f"a larger run.steps trains on, {run_start.start_over_override()} or another run.name starts over"
     )
     if run.record_routing and not Path(run.record_routing).exists():
         lines.append(
-            f"warning: nothing is written to run.record_routing={run.record_routing}, which takes "
+            f"warning: nothing is written to run.record_routing={run.record_routing}, which needs "
             "the tokens of a step: train at least one more"
         )
     return lines
 
 
 def newest_checkpoint(cfg: Config) -> str:
-    """What there is to go on from, for a person who has stopped the run."""
+    """Phrase on the checkpoint to resume from, for a user who has stopped the run."""
     root = checkpoint_root(cfg)
     if not isinstance(root, Path):
-        return f"checkpoints are in {root}"  # asking a store takes time that this person has not
+        return f"checkpoints are in {root}"  # listing a store would delay the exit
     try:
-        found = commit.committed(root)
+        checkpoints = commit.committed(root)
     except OSError:
-        found = []
-    return f"the newest checkpoint is {found[0][1]}" if found else "there is no checkpoint"
+        checkpoints = []
+    if not checkpoints:
+        return "there is no checkpoint"
+    return f"the newest checkpoint is {checkpoints[0][1]}"
 
 
 def tokens_read(cfg: Config) -> int:
-    """Of the whole run, from its first step to its last."""
+    """Number of tokens that a run reads, from its first step to its last."""
     return cfg.run.steps * cfg.data.global_batch * cfg.data.sequence_length
 
 
 def _optimizer(cfg: Config) -> Iterator[str]:
-    """The library of the optimizer is installed."""
+    """Check that the library of the optimizer is installed."""
     if cfg.optim.kind == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
         raise ConfigError(
-            "optim.kind=muon needs emerging-optimizers, which is not installed: install this "
-            "project's dependencies anew, or set optim.kind=adamw"
+            "optim.kind=muon needs emerging-optimizers, which is not installed: reinstall this "
+            "project's dependencies, or set optim.kind=adamw"
         )
     yield from ()
 
 
 def _replay(cfg: Config) -> Iterator[str]:
-    """A recorded routing is there, and of a model of this shape."""
+    """Check that a recorded routing exists and fits the model."""
     if path := cfg.model.moe.router.replay:
         try:
             facts = recording.read_facts(path)
         except ValueError as error:
             raise ConfigError(f"{error} (model.moe.router.replay)") from None
-        if reason := recording.misfit(facts, cfg.model):
+        if reason := recording.mismatch(facts, cfg.model):
             raise ConfigError(f"model.moe.router.replay={path} {reason}")
         yield (
             f"routing: replayed from {path}, {facts.tokens:,} tokens of {facts.model} after step "
@@ -149,7 +155,7 @@ def _replay(cfg: Config) -> Iterator[str]:
 
 
 def _recompute(cfg: Config) -> Iterator[str]:
-    """The library that a part is computed again by is installed."""
+    """Check that the library for recomputing a part is installed."""
     if "moe_act" in cfg.run.recompute and importlib.util.find_spec("transformer_engine") is None:
         instead = ["moe" if name == "moe_act" else name for name in cfg.run.recompute]
         raise ConfigError(
@@ -161,21 +167,21 @@ def _recompute(cfg: Config) -> Iterator[str]:
 
 
 def _data(cfg: Config) -> Iterator[str]:
-    """There is data, it fits the vocabulary, and it is enough for a run of this length."""
+    """Check that there is data, that it fits the vocabulary, and that it is enough for the run."""
     wanted = tokens_read(cfg)
     if cfg.data.source == "indexed":
         yield from _corpora(cfg, wanted)
     elif cfg.data.source == "synthetic":
         _only_test_data(cfg, wanted, _TEST_TOKENS, "random tokens", f"{count(wanted)} of them")
-    elif held := embedded_tokens():  # if there is nothing, building it tells why
-        what, epochs = f"a test corpus of {count(held)} tokens", wanted / held
+    elif available := embedded_tokens():  # without any, building the dataset reports the reason
+        corpus, epochs = f"a test corpus of {count(available)} tokens", wanted / available
         read = f"{count(wanted)} = {epochs:,.0f} epochs"
-        _only_test_data(cfg, wanted, _TEST_EPOCHS * held, what, read)
-        yield from _reading("embedded corpus", held, epochs)
+        _only_test_data(cfg, wanted, _TEST_EPOCHS * available, corpus, read)
+        yield from _reading("embedded corpus", available, epochs)
 
 
 def _samples(cfg: Config) -> Iterator[str]:
-    """The tokenizer of samples is known."""
+    """Check that the tokenizer of samples is known."""
     if cfg.run.sample_every:
         from phalanx.moe.inference.codec import codec_of_run
 
@@ -194,20 +200,20 @@ def _corpora(cfg: Config, wanted: int) -> Iterator[str]:
         yield from _reading(prefix, training.tokens, times)
 
 
-def _reading(what: str, held: int, epochs: float) -> Iterator[str]:
-    """A note, if a corpus is read more often than a few times."""
+def _reading(corpus: str, tokens: int, epochs: float) -> Iterator[str]:
+    """Note on a corpus that is read more than a few times."""
     if epochs > _FEW_EPOCHS:
-        read = f"{count(held * epochs)} = {epochs:,.1f} epochs"
-        yield f"data: {what} of {count(held)} tokens, the run reads {read}"
+        read = f"{count(tokens * epochs)} = {epochs:,.1f} epochs"
+        yield f"data: {corpus} of {count(tokens)} tokens, the run reads {read}"
 
 
-def _only_test_data(cfg: Config, wanted: int, limit: int, what: str, read: str) -> None:
-    """A run that keeps checkpoints on its way, and is that long, is no test."""
+def _only_test_data(cfg: Config, wanted: int, limit: int, corpus: str, read: str) -> None:
+    """Reject test data for a run with checkpoints that reads more than `limit` tokens."""
     if cfg.run.save_interval <= 0 or wanted <= limit:
         return
     steps = max(1, cfg.run.steps * limit // wanted)
     raise ConfigError(
-        f"data.source={cfg.data.source} is {what}, and this run of "
+        f"data.source={cfg.data.source} is {corpus}, and this run of "
         f"{pluralize(cfg.run.steps, 'step')} with checkpoints on its way "
         f"(run.save_interval={cfg.run.save_interval}) would read {read}; "
         "name a corpus with data=indexed 'data.blend=[<prefix>]', or set "
@@ -216,13 +222,13 @@ def _only_test_data(cfg: Config, wanted: int, limit: int, what: str, read: str) 
 
 
 def _folder(cfg: Config) -> Iterator[str]:
-    """The run folder is there and can be written, or can be made, and no other run has it."""
+    """Check that the run folder can be written or created, and that no other run uses it."""
     folder = Path(cfg.run.dir) / cfg.run.name
     try:
-        there = folder.absolute()
-        while not there.exists():
-            there = there.parent
-        commit.try_to_write(there)
+        existing = folder.absolute()
+        while not existing.exists():
+            existing = existing.parent
+        commit.try_to_write(existing)
         note = folder_lock.look(folder.absolute() / folder_lock.NAME)
     except OSError as error:
         reason = error.strerror or error
@@ -234,7 +240,7 @@ def _folder(cfg: Config) -> Iterator[str]:
 
 
 def _checkpoint(cfg: Config) -> Iterator[str]:
-    """What the run goes on from is whole, and of the same model, dtype and data."""
+    """Check that the checkpoint to resume from is complete, and of the same model, dtype, data."""
     root = checkpoint_root(cfg)
     if isinstance(root, Remote) and cfg.run.save_interval >= 0:
         try:
@@ -245,37 +251,37 @@ def _checkpoint(cfg: Config) -> Iterator[str]:
         record = run_start.read(root)
         over = run_start.starts_over(cfg.run, record)
         newest = None if over else saved_config.newest(root)
-        begin = run_start.decide(cfg.run, record, newest)
-        path = begin.path
+        start = run_start.decide(cfg.run, record, newest)
+        path = start.path
         if newest is None and not over and cfg.run.resume in ("auto", "never"):
-            _elsewhere(cfg, root)
+            _check_moved(cfg, root)
         if path is not None and path != newest and (problem := saved_config.lacking(path)):
             raise saved_config.not_valid(path, problem)
-        if begin.note:
-            yield begin.note
+        if start.note:
+            yield start.note
         if path is not None:
             compare(saved_config.configuration(path), redacted(asdict(cfg)))
     except Invalid:
-        pass  # its checksums will tell what is wrong with it; only then is it set aside
+        pass  # all ranks verify its checksums at the start, report the problem and set it aside
     except OSError as error:
         knobs = f"{'run.checkpoints' if isinstance(root, Remote) else 'run.dir'}, run.resume"
-        if error.filename is None:  # a line of ours
+        if error.filename is None:  # raised by this project, with a full message
             raise CheckpointError(f"{error} ({knobs})") from None
         raise CheckpointError(f"cannot read {error.filename} ({knobs}): {error.strerror}") from None
 
 
-def _elsewhere(cfg: Config, root: Place) -> None:
-    """The run, which has no checkpoint in `root`, has none where its newest launch kept them.
+def _check_moved(cfg: Config, root: Place) -> None:
+    """Check that a run without a checkpoint in `root` has none where its newest launch kept them.
 
     Raises:
-        ConfigError: it has, and would start from scratch beside them.
-        OSError: that cannot be known.
+        ConfigError: it has some there, and would start from scratch without them.
+        OSError: the folder cannot be read.
     """
     folder = Path(cfg.run.dir) / cfg.run.name
-    before = saved_config.root_of(folder)
-    if before != root and commit.committed(before):
-        where = "" if isinstance(before, Path) else before.parent
+    previous = saved_config.root_of(folder)
+    if previous != root and commit.committed(previous):
+        value = "" if isinstance(previous, Path) else previous.parent
         raise ConfigError(
-            f"the checkpoints of {folder} are in {before}: set run.checkpoints={where} to go on "
-            f"from them, or {run_start.start_over_override()} to start over and leave them"
+            f"the checkpoints of {folder} are in {previous}: set run.checkpoints={value} to "
+            f"continue from them, or {run_start.start_over_override()} to start over and leave them"
         )

@@ -1,7 +1,7 @@
 """The routing of a trained model, written to a file that other runs replay (run.record_routing).
 
-After the last step the batches of that step go through the model once more, in evaluation mode, and
-what every router chooses goes to rank 0: the tokens of all ranks, in the order of ranks.
+After the last step the model evaluates the batches of that step once more, and rank 0 collects the
+choices of every router: the tokens of all ranks, in the order of ranks.
 """
 
 from collections.abc import Iterator
@@ -24,31 +24,28 @@ from phalanx.parallel.fault.agreement import gather, on_main
 
 
 def record_routing(cfg: Config, job: Job, compute: Step, batches: list[Batch], step: int) -> str:
-    """Write `run.record_routing`. All ranks call it together.
+    """Write `run.record_routing` and return a line for the run's events. Collective.
 
     Args:
-        cfg: of the run.
-        job, compute: of this rank.
-        batches: of the last step.
-        step: its number.
-
-    Returns:
-        A line for the run's events.
+        cfg: config of the run.
+        job, compute: job and step of this rank.
+        batches: micro-batches of the last step.
+        step: number of the last step.
 
     Raises:
         Failed: the file cannot be written.
     """
     engine = job.engine
     engine.eval()
-    with torch.no_grad(), _listening(engine.modules) as heard:
+    with torch.no_grad(), _recording(engine.modules) as recorded:
         compute(batches, balance.snapshot(engine.modules), forward_only=True)
     engine.train()
     share = MOST_TOKENS // (dist.get_world_size() // job.groups.pipeline)
-    # A pass that was run again for want of rows is heard twice.
-    chunks = {name: torch.cat(of[-len(batches) :])[:share] for name, of in heard.items()}
-    everyone = gather({name: of.cpu().numpy().astype(np.uint16) for name, of in chunks.items()})
-    names = sorted({name for of in everyone for name in of}, key=_order)
-    ids = {name: np.concatenate([of[name] for of in everyone if name in of]) for name in names}
+    # A pass that was repeated for lack of rows is recorded twice; the last one counts.
+    chunks = {name: torch.cat(x[-len(batches) :])[:share] for name, x in recorded.items()}
+    by_rank = gather({name: x.cpu().numpy().astype(np.uint16) for name, x in chunks.items()})
+    names = sorted({name for layers in by_rank for name in layers}, key=_order)
+    ids = {name: np.concatenate([x[name] for x in by_rank if name in x]) for name in names}
     path, experts = Path(cfg.run.record_routing), cfg.model.moe.experts
     facts = on_main(lambda: write(path, ids, model=cfg.model.name, experts=experts, step=step))
     ranks = job.groups.pg.ep.size()
@@ -59,30 +56,32 @@ def record_routing(cfg: Config, job: Job, compute: Step, batches: list[Batch], s
 
 
 def loads(ids: dict[str, Ids], experts: int, ranks: int) -> str:
-    """How even a recorded routing is, in words."""
-    count_LE = np.stack([np.bincount(of.ravel(), minlength=experts) for of in ids.values()])
+    """Load of a recorded routing as a phrase."""
+    count_LE = np.stack([np.bincount(x.ravel(), minlength=experts) for x in ids.values()])
     expert = (count_LE.max(1) / count_LE.mean(1)).max()
     rank_LR = count_LE.reshape(len(ids), ranks, -1).sum(2)
-    said = f"the busiest expert has {expert:.2f} x the mean"
+    phrase = f"the busiest expert has {expert:.2f} x the mean"
     if ranks > 1:
         rank = (rank_LR.max(1) / rank_LR.mean(1)).mean()
-        said += f", the busiest of {pluralize(ranks, 'rank')} {rank:.2f} x, on average over layers"
-    return said
+        phrase += (
+            f", the busiest of {pluralize(ranks, 'rank')} {rank:.2f} x, on average over layers"
+        )
+    return phrase
 
 
 @contextmanager
-def _listening(chunks: list[torch.nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
+def _recording(chunks: list[torch.nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
     """Choices [T, K] of every router that runs inside, by the name of its layer."""
-    heard: dict[str, list[Tensor]] = {}
+    recorded: dict[str, list[Tensor]] = {}
     handles = []
 
-    def hear(router: Any, _: Any, routed: tuple[Tensor, Tensor]) -> None:
+    def record(router: Any, _: Any, routed: tuple[Tensor, Tensor]) -> None:
         name = layer_name(router.layer_number, router.is_mtp_layer)
-        heard.setdefault(name, []).append(routed[0][:, : router.top_k])
+        recorded.setdefault(name, []).append(routed[0][:, : router.top_k])
 
     try:
-        handles += [router.register_forward_hook(hear) for router in balance.routers(chunks)]
-        yield heard
+        handles += [router.register_forward_hook(record) for router in balance.routers(chunks)]
+        yield recorded
     finally:
         for handle in handles:
             handle.remove()

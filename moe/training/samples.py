@@ -1,9 +1,9 @@
-"""Text from the model in training, greedy, on the layout that it has.
+"""Text from the model in training, greedy, on the layout of the run.
 
 For every token all ranks run the forward pass of one micro-batch, of the shape of training, whose
-first tokens are the text so far. The rest of it is a row of the data, as nothing before a token
-depends on it, and equal tokens would all want the same experts. Each rank offers the best token of
-its part of the vocabulary and of the sequence; the best of all ranks is taken.
+first tokens are the text so far. The other tokens are a row of the data: no earlier token depends
+on them, and equal tokens would all choose the same experts. Each rank proposes the best token of
+its part of the vocabulary and of the sequence; the best of all ranks is the next token.
 
 Legend: B sequences, S tokens of a sequence, V vocabulary of this rank.
 """
@@ -28,9 +28,9 @@ from phalanx.moe.training.step import Rerun, Step
 from phalanx.parallel.fault.activity import heartbeat
 
 LENGTH = 64
-"""Most new tokens of a sample."""
+"""Largest number of new tokens of a sample."""
 PROMPT = 32
-"""Most tokens of the data that it goes on with; of short sequences a half."""
+"""Largest number of tokens of the prompt, which is at most half of a sequence."""
 
 
 class _NotFinite(Exception):
@@ -39,14 +39,14 @@ class _NotFinite(Exception):
 
 @dataclass(frozen=True)
 class Sample:
-    """A text and how the model goes on with it."""
+    """A prompt and the model's continuation."""
 
     before: str
     after: str
 
     def __str__(self) -> str:
         """Both for a console: each line behind a mark, with control characters as escapes."""
-        return f"{_marked(self.before)}\n   goes on\n{_marked(self.after)}"
+        return f"{_marked(self.before)}\n   continued\n{_marked(self.after)}"
 
 
 def _marked(text: str) -> str:
@@ -55,17 +55,17 @@ def _marked(text: str) -> str:
 
 
 class Samples:
-    """Makes samples of a job.
+    """Generator of samples of a job.
 
     Args:
         cfg: validated config.
-        step: of the job.
-        row: tokens of the data, int64, at least [S]; the sample goes on with its beginning.
-        position: of each token in its piece of a document, in a run whose documents do not see each
-            other; the sample then goes on with the beginning of the longest one.
+        step: step of the job.
+        row: tokens of the data, int64, at least [S]; their start is the prompt.
+        position: position of each token in its piece of a document, in a run whose documents do not
+            attend to each other; the start of the longest piece is then the prompt.
 
     Raises:
-        DataError: the data does not tell the tokenizer.
+        DataError: the tokenizer of the data is unknown.
     """
 
     def __init__(
@@ -73,20 +73,20 @@ class Samples:
     ) -> None:
         self._cfg, self._step, self._job = cfg, step, step.job
         S = cfg.data.sequence_length
-        self._row_S, begun = row[:S], S
+        self._row_S, available = row[:S], S
         if position is not None:
             lengths = pieces(position[:S])
             longest = int(lengths.argmax())
             self._row_S = self._row_S.roll(-int(lengths[:longest].sum()))
-            begun = int(lengths[longest]) - 1  # without the end of the document
-        self._prompt = self._row_S[: max(1, min(PROMPT, S // 2, begun))].tolist()
+            available = int(lengths[longest]) - 1  # without the end of the document
+        self._prompt = self._row_S[: max(1, min(PROMPT, S // 2, available))].tolist()
         self._codec = codec_of_run(cfg)
         self._reruns: list[Rerun] = []
 
     def __call__(self) -> tuple[Sample | None, list[Rerun]]:
-        """A sample, or None where logits are NaN or infinite; forward passes that were run again.
+        """A sample, or None if logits are NaN or infinite, and the repeated forward passes.
 
-        Collective. The model is in training mode before and after it.
+        Collective. The model is in training mode before and after the call.
         """
         engine, S = self._job.engine, len(self._row_S)
         prompt, self._reruns = self._prompt, []
@@ -111,57 +111,57 @@ class Samples:
         shape = self._cfg.data.micro_batch, len(row_S)
         rows = {"tokens": row_S, "position_ids": torch.arange(len(row_S))}
         inputs = self._step.own_part({k: t.expand(shape).contiguous() for k, t in rows.items()})
-        mine = inputs["position_ids"][0].tolist()
-        place = mine.index(len(ids) - 1) if len(ids) - 1 in mine else None
+        positions = inputs["position_ids"][0].tolist()
+        index = positions.index(len(ids) - 1) if len(ids) - 1 in positions else None
         while True:
-            best = self._best(inputs, place)
+            best = self._best(inputs, index)
             peak = float(job.budget.record(dist.group.WORLD))
             if not job.budget.exceeded(peak):
                 return best
             self._reruns.append(Rerun(job.budget.grow(), job.budget.capacity_factor))
             self._step.drop_graph()
 
-    def _best(self, inputs: Batch, place: int | None) -> int:
-        """The best token at a place of this rank's part; None where the place is another's."""
+    def _best(self, inputs: Batch, index: int | None) -> int:
+        """Best token at an index of this rank's part; None if another rank has the position."""
         job, data = self._job, self._cfg.data
-        # An interleaved schedule takes multiples of its stages.
+        # An interleaved schedule needs a multiple of its stages.
         count = job.groups.pipeline if job.groups.virtual_pipeline > 1 else 1
         reports = job.engine.forward_backward(
-            partial(_logits_at, place, job.engine.config.bf16),
+            partial(_logits_at, index, job.engine.config.bf16),
             [iter([inputs] * count) for _ in job.engine.chunks],
             microbatches=count,
             sequence=data.sequence_length,
             micro_batch=data.micro_batch,
             forward_only=True,
         )
-        offer = torch.tensor([-math.inf, 0.0], dtype=torch.float64, device=job.runtime.device)
-        if reports and place is not None:
+        local = torch.tensor([-math.inf, 0.0], dtype=torch.float64, device=job.runtime.device)
+        if reports and index is not None:
             logits_V = reports[0]["logits"].double()
             first = job.groups.pg.tp.rank() * len(logits_V)
-            offer = torch.stack((logits_V.max(), logits_V.argmax() + first))
+            local = torch.stack((logits_V.max(), logits_V.argmax() + first))
             if not logits_V.isfinite().all():
-                offer[0] = math.nan
-        offers = [torch.empty_like(offer) for _ in range(dist.get_world_size())]
-        dist.all_gather(offers, offer)
-        found = torch.stack(offers).tolist()
-        if any(math.isnan(value) for value, _ in found):
+                local[0] = math.nan
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, local)
+        candidates = torch.stack(gathered).tolist()
+        if any(math.isnan(value) for value, _ in candidates):
             raise _NotFinite
-        _, token = max((value, -token) for value, token in found)
+        _, token = max((value, -token) for value, token in candidates)
         return -int(token)
 
 
 def _logits_at(
-    place: int | None, bf16: bool, batches: Iterator[Batch], chunk: Any
+    index: int | None, bf16: bool, batches: Iterator[Batch], chunk: Any
 ) -> tuple[Any, Any]:
-    """A forward step as Megatron-Core's schedules ask for it, which reports logits at a place."""
+    """Forward step for Megatron-Core's schedules, which reports the logits at an index."""
     batch = next(batches)
     heartbeat()
-    # Without it the wrapper of bf16 models would make an fp32 copy of all logits.
-    as_is = {"fp32_output": False} if bf16 else {}
+    # By default the wrapper of bf16 models makes an fp32 copy of all logits.
+    options = {"fp32_output": False} if bf16 else {}
 
     def report(logits_BSV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         device = logits_BSV.device
         none = torch.zeros((), device=device), torch.ones((), dtype=torch.int32, device=device)
-        return *none, {} if place is None else {"logits": logits_BSV[0, place].clone()}
+        return *none, {} if index is None else {"logits": logits_BSV[0, index].clone()}
 
-    return chunk(batch["tokens"], batch["position_ids"], None, **as_is), report
+    return chunk(batch["tokens"], batch["position_ids"], None, **options), report

@@ -1,7 +1,7 @@
 """From a validated config to a job ready to train: groups, kernels, model, engine.
 
-Order matters: weights are drawn before the data parallel wrapper copies them into its buffers, and
-the wrapper exists before the optimizer takes its master copies.
+The order matters: weights are initialized before the data parallel wrapper copies them into its
+buffers, and the wrapper exists before the optimizer makes its master copies.
 """
 
 from dataclasses import dataclass, replace
@@ -25,14 +25,14 @@ from phalanx.moe.model.init import initialize
 from phalanx.moe.model.max_logits import MaxLogits
 from phalanx.moe.model.qk_clip import QKClip
 from phalanx.moe.training.choices import (
+    agreed_experts,
     choose_clone_costs,
     choose_fp8_weights,
     choose_graph,
     choose_kernels,
     emulated_layers,
     emulation,
-    experts_of_all,
-    known,
+    with_choices,
 )
 from phalanx.parallel.dispatcher.capacity import Budget
 from phalanx.parallel.dispatcher.exchange import SymmOptions
@@ -54,7 +54,7 @@ from phalanx.parallel.runtime import Runtime
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that the training loop drives."""
+    """Objects that the training loop uses."""
 
     cfg: Config
     runtime: Runtime
@@ -66,24 +66,24 @@ class Job:
     budget: Budget
     engine: Engine
     places: int = 0
-    """For documents of a sequence, where core attention takes their bounds; else 0."""
+    """Most documents of a sequence, if core attention needs their bounds; else 0."""
     max_logits: MaxLogits | None = None
-    """Of attention, if the run measures them."""
+    """Largest logits of attention, if the run measures them."""
 
     @property
     def data_parallel(self) -> int:
-        """Replicas that read different samples."""
+        """Number of replicas that read different samples."""
         return self.groups.data
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of a rank in one step."""
+        """Number of micro-batches of a rank in one step."""
         return self.cfg.data.global_batch // (self.cfg.data.micro_batch * self.data_parallel)
 
 
 @dataclass(frozen=True)
-class Built:
-    """The model of this rank before its weights are drawn or loaded, and what it was built for."""
+class BuiltModel:
+    """Model of this rank before its weights are initialized or loaded, with its choices."""
 
     config: TransformerConfig
     groups: Groups
@@ -92,11 +92,11 @@ class Built:
     budget: Budget
     chunks: list[GPTModel]
     places: int
-    """As in `Job`."""
+    """See `Job.places`."""
 
 
 def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Job:
-    """Build the job on this rank; every rank calls it. `choices` are those of `choose_kernels`."""
+    """Build the job on this rank. `choices` are those of `choose_kernels`. Collective."""
     built = build_model(cfg, runtime, choices)
     groups = built.groups
     initialize(
@@ -115,13 +115,22 @@ def setup(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) ->
         device=runtime.device,
         graph=built.captured,
     )
-    how = (built.choices, built.captured, built.budget)
     tops = _measure_logits(cfg, built, engine, runtime) if logit_interval(cfg.optim) else None
-    return Job(cfg, runtime, groups, *how, engine, built.places, tops)
+    return Job(
+        cfg,
+        runtime,
+        groups,
+        built.choices,
+        built.captured,
+        built.budget,
+        engine,
+        built.places,
+        tops,
+    )
 
 
-def _measure_logits(cfg: Config, built: Built, engine: Engine, runtime: Runtime) -> MaxLogits:
-    """Have attention note its largest logits, and with `optim.qk_clip` updates bounded by them."""
+def _measure_logits(cfg: Config, built: BuiltModel, engine: Engine, runtime: Runtime) -> MaxLogits:
+    """Let attention record its largest logits, and with `optim.qk_clip` rescale updates by them."""
     model = engine.modules, built.config, built.groups.pg
     tops = MaxLogits(*model, runtime.device)
     if cfg.optim.qk_clip:
@@ -130,8 +139,8 @@ def _measure_logits(cfg: Config, built: Built, engine: Engine, runtime: Runtime)
     return tops
 
 
-def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> Built:
-    """Groups, kernels and bare model chunks, on the device; every rank calls it."""
+def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = None) -> BuiltModel:
+    """Build groups, kernels and model chunks without wrappers, on the device. Collective."""
     p = cfg.parallel
     choices = choices or choose_kernels(cfg, runtime)
     expert = expert_parallel_size(cfg, runtime.world)
@@ -158,11 +167,11 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
             costs=choose_clone_costs(cfg, runtime),
             keep=p.save_x == "keep",
         )
-    resolved = known(cfg, runtime, choices, transport.name)
+    resolved = with_choices(cfg, runtime, choices, transport.name)
     graph = choose_graph(resolved)
     resolved.run.graph = graph.backend
     weights = choose_fp8_weights(resolved, runtime)
-    waiting = experts_of_all(experts)
+    waiting = agreed_experts(experts)
     shared = cfg.model.moe.shared_ffn > 0
     quantizes = quantizes_on_arrival(resolved)
     overlap = transport_choices(
@@ -176,20 +185,20 @@ def build_model(cfg: Config, runtime: Runtime, choices: list[Choice] | None = No
     backends = Backends(experts, attention, norm, *linear)
     options = _moe_options(cfg, experts, transport, budget, sms)
     resident = any(choice.backend == "resident" for choice in weights)
-    # Where gradients are added up over ranks these must have one order of channels.
+    # Gradients are summed over ranks, which must have the same order of channels.
     interleaved = options.spec.activation.gated and set(gather(experts)) == {"cudnn"}
     spec = replace(options.spec, keep_fp8=resident, interleaved=interleaved)
     options = replace(options, spec=spec)
     chunks = _chunks(cfg, config, groups, backends, options)
     for chunk in chunks:
-        chunk.to(runtime.device)  # before drawing: a seed gives other numbers on another device
+        chunk.to(runtime.device)  # before initialization: random numbers depend on the device
     if experts == "fused" and is_fp8(cfg):
         choices = [*choices, *emulated_layers(chunks)]
     places = 0
     if cfg.data.document_mask:
         patches.shift_within_documents()
         places = document_places(cfg.data) if attention in BOUNDED else 0
-    return Built(config, groups, choices, captured, budget, chunks, places)
+    return BuiltModel(config, groups, choices, captured, budget, chunks, places)
 
 
 def _moe_options(
@@ -212,7 +221,7 @@ def _moe_options(
         symm=SymmOptions(
             keep=cfg.parallel.save_x == "keep",
             comm_sms=comm_sms,
-            # Before the watchdog ends the run: who waits knows for whom.
+            # Shorter than the watchdog's, which does not know for which rank a kernel waits.
             timeout=0.8 * cfg.parallel.timeout,
         ),
     )

@@ -1,9 +1,9 @@
 """Settings, code and packages that all ranks of a run must share.
 
-Compared when the ranks have met, before anything that depends on them
-(`phalanx.parallel.fault.same_settings`); files of data are compared when they are opened
-(`phalanx.moe.data.loader`). Kernels and transports are each rank's choice, or agreed on where they
-are chosen.
+They are compared when the ranks have met, before anything depends on them
+(`phalanx.parallel.fault.same_settings`); data files are compared when they are opened
+(`phalanx.moe.data.loader`). Kernels and transports are not compared: each rank chooses them, or the
+ranks agree on them when they are chosen.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ HOST_LOCAL = ("run.dir", "run.device", "data.cache", "data.blend")
 """Knobs that may differ between hosts.
 
 A folder may be mounted at another path; the tokens of `data.blend` are compared instead of its
-paths, and the kind of device instead of the knob that asks for one.
+paths, and the kind of device instead of the knob that selects it.
 """
 _PARTS = ("configs", "kernels", "moe", "parallel")
 """Folders of the package whose sources take part in training."""
@@ -37,12 +37,13 @@ _ADVICE = {
 
 
 def compare_settings(cfg: Config, store: dist.Store, rank: int, world: int) -> None:
-    """Go on if all ranks have the same settings, code and packages. Collective.
+    """Check that all ranks have the same settings, code and packages. Collective.
 
     Args:
-        cfg: of this rank.
-        store: of the job.
-        rank, world: this one, of how many.
+        cfg: config of this rank.
+        store: store of the job.
+        rank: this rank.
+        world: number of ranks.
 
     Raises:
         ConfigError: on every rank, with the names, hosts and values that differ.
@@ -50,13 +51,13 @@ def compare_settings(cfg: Config, store: dist.Store, rank: int, world: int) -> N
     if world == 1:
         return
     values = shared_values(cfg)
-    found = same_settings.compare(store, rank, world, values, lambda: _shown(values))
-    if found:
-        raise ConfigError(refusal(found))
+    differences = same_settings.compare(store, rank, world, values, lambda: _shown(values))
+    if differences:
+        raise ConfigError(refusal(differences))
 
 
 def shared_values(cfg: Config) -> dict[str, str]:
-    """Every value that this rank must share with others, by name."""
+    """Values that this rank must share with others, by name."""
     knobs = {path: json.dumps(value) for path, value in leaves(asdict(cfg))}
     values = {path: value for path, value in knobs.items() if path not in HOST_LOCAL}
     values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,7 +68,7 @@ def shared_values(cfg: Config) -> dict[str, str]:
 def sources() -> str:
     """Digest of the sources that take part in training.
 
-    It tells uncommitted changes, and hosts without git.
+    It differs for uncommitted changes too, and needs no git.
     """
     root, total = Path(phalanx.__file__).resolve().parent, hashlib.sha256()
     for part in _PARTS:
@@ -79,25 +80,25 @@ def sources() -> str:
     return total.hexdigest()
 
 
-def refusal(found: list[same_settings.Difference]) -> str:
-    """One line on what differs, and what to do about the first."""
-    first, others = found[0], [one.name for one in found[1:]]
+def refusal(differences: list[same_settings.Difference]) -> str:
+    """One line on the differences, with advice on the first."""
+    first, others = differences[0], [difference.name for difference in differences[1:]]
     advice = _ADVICE.get(first.name, "start every host with the same overrides")
     if first.name.startswith("package "):
         advice = "install the same version on every host"
     if len(others) > _FEW:
         others[_FEW:] = [f"{len(others) - _FEW} more"]
-    too = f"; so {'do' if len(others) > 1 else 'does'} {', '.join(others)}" if others else ""
-    return f"hosts differ: {first}{too}: {advice}"
+    also = f"; so {'do' if len(others) > 1 else 'does'} {', '.join(others)}" if others else ""
+    return f"hosts differ: {first}{also}: {advice}"
 
 
 def _shown(values: dict[str, str]) -> dict[str, str]:
-    """The values as users read them: texts without quotes, no secrets, the commit of the code."""
+    """The values for display: texts without quotes, no secrets, the commit of the code."""
     commit, changed = code()
-    of_git = f"{commit[:7]}{'+' * changed}, " if commit != "unknown" else ""
+    commit_text = f"{commit[:7]}{'+' * changed}, " if commit != "unknown" else ""
     shown = {name: value.strip('"') for name, value in redacted(values).items()}
-    return shown | {"code": f"{of_git}sources {values['code'][:8]}"}
+    return shown | {"code": f"{commit_text}sources {values['code'][:8]}"}
 
 
 _FEW = 4
-"""Names in a message, besides the first."""
+"""Number of names in a message after the first."""

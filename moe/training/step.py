@@ -1,10 +1,10 @@
-"""All of a training step on the device but the update: micro-batches in, a few totals out.
+"""The device work of a training step except the update: from micro-batches to a few totals.
 
 The totals of all ranks are one small tensor, which the host reads once: loss, gradient norm, load
-of the experts, overflow of their row budget, largest attention logits, whether any rank was asked
-to stop. Nothing before that read waits for the device, so that a CUDA graph can replay it
-(`run.graph`), and nothing after it: the host reports a step and prepares the next while the device
-makes the update. A step that overflowed is computed again with more rows.
+of the experts, overflow of their row budget, largest attention logits, stop requests. Nothing
+before that read waits for the device, so that a CUDA graph can replay it (`run.graph`), and nothing
+after it: the host reports a step and prepares the next one while the device computes the update. A
+step that overflowed is repeated with more rows.
 """
 
 import math
@@ -17,11 +17,11 @@ import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from phalanx.configs.schema import Config
-from phalanx.moe.model.loss import foretold
+from phalanx.moe.model.loss import expect_grad
 from phalanx.moe.model.mtp_loss import labels_ahead
 from phalanx.moe.model.packed import packed
 from phalanx.moe.router import balance
-from phalanx.moe.training.labels import Batch, Labels, counted, labels_of
+from phalanx.moe.training.labels import Batch, Labels, count_labels, make_labels
 from phalanx.moe.training.setup import Job
 from phalanx.parallel.cuda_graph import CaptureFailed, Inputs, StepGraph
 from phalanx.parallel.engine import max_over_world, sum_over_world
@@ -29,16 +29,16 @@ from phalanx.parallel.fault.activity import heartbeat
 from phalanx.parallel.memory.offload import offloader
 
 _SUMS = 6
-"""Numbers that ranks add up, before the time of each rank and the load of the experts."""
+"""Number of sums over ranks before the time of each rank and the load of the experts."""
 
 
 class Rerun(NamedTuple):
-    """Why a step was run again, and with what."""
+    """A repetition of a step whose experts needed more rows than they had."""
 
     needed: float
     """Rows that the experts needed, over the rows of balanced routing."""
     capacity_factor: float
-    """Capacity factor of the rerun and of the steps after it."""
+    """Capacity factor of the rerun and of later steps."""
 
 
 class Totals(NamedTuple):
@@ -47,9 +47,9 @@ class Totals(NamedTuple):
     loss: float
     """Mean over all labels of the global batch that count; NaN without one."""
     mtp_loss: float
-    """The same for tokens further ahead, mean over how far; NaN without a label of any of them."""
+    """Mean loss of the tokens further ahead, mean over distances; NaN without any label."""
     labels: int
-    """Labels of the global batch that count, for the next token."""
+    """Number of labels of the global batch that count, for the next token."""
     norm: float
     """Gradient norm before clipping; 0 without gradients."""
     stopping: bool
@@ -58,37 +58,39 @@ class Totals(NamedTuple):
     late: torch.Tensor
     """Seconds that each rank took until its device had the step: fp64 [ranks], on the host."""
     load: torch.Tensor
-    """Of the routers since the last reset, for `balance.Collector.read`; without gradients none."""
+    """Table of the routers since the last reset (`balance.Collector.read`); empty without
+    gradients."""
     max_logits: torch.Tensor
-    """Largest attention logit of each layer, fp64, on the host; -inf unless they were due."""
+    """Largest attention logit of each layer, fp64, on the host; -inf if not measured."""
 
 
 class Step:
-    """Computes the steps of a job.
+    """Device work of the steps of a job.
 
     Args:
         cfg: validated config.
-        job: whose gradients are computed.
+        job: job whose gradients are computed.
     """
 
     def __init__(self, cfg: Config, job: Job) -> None:
         self.cfg, self.job = cfg, job
         self.graph = StepGraph(self.forward_backward) if job.captured else None
         self.capture_failure: CaptureFailed | None = None
-        """Reason for which `run.graph=auto` gave up the graph; steps are eager from then on."""
+        """Failure after which `run.graph=auto` computes eager steps; None if there was none."""
         self._stop = torch.zeros((), device=job.runtime.device)
-        self._spoil = torch.ones((), device=job.runtime.device) if cfg.run.inject else None
+        self._grad_factor = torch.ones((), device=job.runtime.device) if cfg.run.inject else None
         """Factor of this rank's gradients, in runs that inject faults."""
         world = job.runtime.world
         self._late_R = torch.zeros(world, dtype=torch.float64, device=job.runtime.device)
-        self._launched = 0.0
-        """Seconds that the last step took to launch; 0 on a CPU, which computes meanwhile, and
-        between pipeline stages, which wait for each other meanwhile."""
+        self._launch_time = 0.0
+        """Seconds that the last step took to launch; 0 on a CPU, where that includes the
+        computation, and with pipeline stages, where it includes waits for each other."""
         self.collector = balance.Collector(job.engine.modules, job.engine.config, job.groups.pg)
-        self._all_labels = self._of_all_tokens()
+        self._all_labels = self._unmasked_labels()
         self.sample_losses: torch.Tensor | None = None
-        """fp32 [2, samples] of this rank in the last forward-only step: sum of the losses of each
-        sample, and labels that count; None but on one rank of those that have the same."""
+        """Sum of the losses of each sample, and labels that count, of this rank in the last
+        forward-only step: fp32 [2, samples]; None on all but one of the ranks with the same
+        samples."""
 
     def __call__(
         self,
@@ -98,19 +100,19 @@ class Step:
         stop: bool = False,
         waited: float = 0.0,
         measure_logits: bool = False,
-        spoil: float = 1.0,
+        grad_factor: float = 1.0,
         forward_only: bool = False,
     ) -> Totals:
-        """Compute a step, again while experts need more rows than they have.
+        """Compute a step, and repeat it while experts need more rows than they have.
 
         Args:
             batches: micro-batches, on the host or the device.
-            before: what `balance.snapshot` gave before the step.
+            before: result of `balance.snapshot` before the step.
             stop: this rank was asked to stop.
             waited: seconds for which this rank waited for its data.
-            measure_logits: this step's largest attention logits are due, of a run that has them.
-            spoil: factor of this rank's gradients, of a run with `run.inject`.
-            forward_only: losses alone, of a model in evaluation mode.
+            measure_logits: measure the largest attention logits, in a run that records them.
+            grad_factor: factor of this rank's gradients, in a run with `run.inject`.
+            forward_only: compute losses alone, of a model in evaluation mode.
 
         Raises:
             CaptureFailed: the step cannot be captured, and `run.graph` forces it.
@@ -119,25 +121,26 @@ class Step:
         inputs = [self.own_part(batch) for batch in batches]
         compute = self._forward if forward_only else self.graph or self.forward_backward
         self._stop.fill_(stop)
-        if self._spoil is not None:
-            self._spoil.fill_(spoil)
+        if self._grad_factor is not None:
+            self._grad_factor.fill_(grad_factor)
         if (tops := self.job.max_logits) is not None:
             tops.begin(measure_logits)
-        self._late_R[self.job.runtime.rank].fill_(waited + self._launched)  # `=` waits for a copy
+        late = waited + self._launch_time
+        self._late_R[self.job.runtime.rank].fill_(late)  # `=` would wait for a copy
         reruns: list[Rerun] = []
         while True:
-            began = time.perf_counter()
+            started = time.perf_counter()
             try:
                 totals = compute(inputs)
             except CaptureFailed as failure:
                 if self.cfg.run.graph != "auto":
                     raise
-                self._give_up_graph(failure)
+                self._disable_graph(failure)
                 balance.restore(engine.modules, before)
                 compute = self.forward_backward
                 continue
             if totals.is_cuda and self.job.groups.pipeline == 1:
-                self._launched = time.perf_counter() - began
+                self._launch_time = time.perf_counter() - started
             read = _read(totals)  # the one host read of the step
             peak, loss, ranks, mtp_loss, labels, stopping, squares = read[: 1 + _SUMS].tolist()
             if not budget.exceeded(peak):
@@ -146,32 +149,33 @@ class Step:
                 layers = tops.layers if tops is not None and not forward_only else 0
                 rest = read[1 + _SUMS :]
                 late_R, load, logits = rest.split([world, len(rest) - world - layers, layers])
-                told = stopping > 0, tuple(reruns)
-                return Totals(*losses, count, norm, *told, late_R, load, logits)
+                return Totals(
+                    *losses, count, norm, stopping > 0, tuple(reruns), late_R, load, logits
+                )
             reruns.append(Rerun(budget.grow(), budget.capacity_factor))
             self.drop_graph()
             balance.restore(engine.modules, before)
 
     def close(self) -> None:
-        """No further step is coming; process groups can be destroyed after it."""
+        """Release the graph after the last step, before process groups are destroyed."""
         self.drop_graph()
 
     def drop_graph(self) -> None:
-        """Buffers have another size: capture the next step anew."""
+        """Drop the graph, as after a change of buffer sizes; the next step is captured."""
         if self.graph is not None:
             self.graph.drop()
 
-    def _give_up_graph(self, failure: CaptureFailed) -> None:
-        """Go on with eager steps, of which the failed capture must have left nothing behind."""
+    def _disable_graph(self, failure: CaptureFailed) -> None:
+        """Continue with eager steps, and clear what the failed capture has left behind."""
         self.capture_failure, self.graph = failure, None
         self.job.engine.abandon_step()
         offloader(self.job.runtime.device).abandon()
 
     def own_part(self, batch: Batch) -> Batch:
-        """A micro-batch on the device, of its sequences what this context rank trains on.
+        """A micro-batch on the device, reduced to this context rank's part of its sequences.
 
-        Once per step, and in a dict of its own: Megatron-Core writes the parts into the one that it
-        is given, and a rerun, a graph and every model chunk of a stage take the same inputs.
+        A new dict, once per step: Megatron-Core writes the parts into the dict that it receives,
+        and a rerun, a graph and every model chunk of a stage use the same inputs.
         """
         groups, device = self.job.groups, self.job.runtime.device
         inputs = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
@@ -179,21 +183,21 @@ class Step:
             return inputs
         if "loss_mask" not in inputs:
             return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp)
-        # Of packed documents, what a rank cannot tell by its own part.
-        whole = {"whole": inputs["position_ids"], "whole_mask": inputs["loss_mask"]}
-        inputs["last"] = whole["whole"].roll(-1, 1) == 0
-        return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp) | whole
+        # Facts on packed documents that do not follow from this rank's part.
+        full = {"whole": inputs["position_ids"], "whole_mask": inputs["loss_mask"]}
+        inputs["last"] = full["whole"].roll(-1, 1) == 0
+        return get_batch_on_this_cp_rank(inputs, False, groups.pg.cp) | full
 
-    def _of_all_tokens(self) -> Labels:
+    def _unmasked_labels(self) -> Labels:
         """Labels of a step without masks."""
         data, device = self.cfg.data, self.job.runtime.device
         lengths = (data.sequence_length - k for k in range(1 + self.cfg.model.mtp_layers))
         number_K = torch.tensor([data.global_batch * max(0, n) for n in lengths], device=device)
-        return labels_of(number_K, self.job.microbatches * self._ranks)
+        return make_labels(number_K, self.job.microbatches * self._ranks)
 
     @property
     def _ranks(self) -> int:
-        """Ranks whose losses and gradients Megatron-Core takes the mean of."""
+        """Number of ranks over which Megatron-Core averages losses and gradients."""
         return self.job.groups.data * self.job.groups.context
 
     def _labels(self, inputs: Inputs) -> Labels:
@@ -201,7 +205,7 @@ class Step:
         if "loss_mask" not in inputs[0]:
             return self._all_labels
         parts, kinds = len(inputs) * self._ranks, len(self._all_labels.number_K)
-        return counted(inputs, kinds, parts, self.job.groups.pg.dp)
+        return count_labels(inputs, kinds, parts, self.job.groups.pg.dp)
 
     def _forward(self, inputs: Inputs) -> torch.Tensor:
         labels = self._labels(inputs)
@@ -211,15 +215,15 @@ class Step:
         return self._totals(reports, labels, None)
 
     def forward_backward(self, inputs: Inputs) -> torch.Tensor:
-        """All of a step on the device but the update; see `_totals`."""
+        """Totals of a step with gradients, on the device; see `_totals`."""
         engine = self.job.engine
         engine.zero_grad()
         if self.job.max_logits is not None:
             self.job.max_logits.reset()
         labels = self._labels(inputs)
         reports = self._microbatches(inputs, labels)
-        if self._spoil is not None:
-            engine.scale_gradients(self._spoil)
+        if self._grad_factor is not None:
+            engine.scale_gradients(self._grad_factor)
         return self._totals(reports, labels, engine.grad_squares())
 
     def _microbatches(
@@ -243,19 +247,27 @@ class Step:
         microbatches: int,
         mean_K: torch.Tensor,
     ) -> tuple[Any, Any]:
-        """Loss of the next of so many micro-batches in a chunk, as Megatron-Core's schedules ask
-        for it."""
+        """Output of a chunk for the next micro-batch, and its loss function.
+
+        The signature is that of Megatron-Core's schedules.
+
+        Args:
+            batches: micro-batches of the step that are left.
+            chunk: a model chunk.
+            microbatches: number of micro-batches of the step.
+            mean_K: mean number of labels of a micro-batch (`Labels.mean_K`).
+        """
         heartbeat()
         batch = next(batches)
         labels, mask = batch["labels"], batch.get("loss_mask")
         mean, report = mean_K[0], mean_loss if chunk.training else sample_losses
         gradient = partial(self._loss_gradient, labels, microbatches, mean, mask)
-        with foretold(gradient, labels), labels_ahead(mean_K[1:]) as ahead:
+        with expect_grad(gradient, labels), labels_ahead(mean_K[1:]) as ahead:
             if self.cfg.data.document_mask:
                 output = self._packed(batch, chunk)
             else:
-                given = batch["tokens"], batch["position_ids"], None
-                output = chunk(*given, labels=labels, loss_mask=mask)
+                tokens, positions = batch["tokens"], batch["position_ids"]
+                output = chunk(tokens, positions, None, labels=labels, loss_mask=mask)
         return output, partial(report, mean=mean, mask_BS=mask, ahead=ahead)
 
     def _loss_gradient(
@@ -265,25 +277,25 @@ class Step:
         mean: torch.Tensor,
         mask_BS: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What `mean_loss` and the schedules make the gradient of each loss that counts, fp32."""
+        """Gradient that `mean_loss` and the schedules give each loss that counts, fp32 []."""
         scale = self.job.engine.config.grad_scale_func or (lambda loss: loss)
         factor = scale(1.0) / microbatches
         if mask_BS is None:
-            each = factor / labels.numel()
-            return torch.full((), each, dtype=torch.float32, device=labels.device)
+            value = factor / labels.numel()
+            return torch.full((), value, dtype=torch.float32, device=labels.device)
         return factor / mean
 
     def _packed(self, batch: Batch, chunk: torch.nn.Module) -> Any:
-        """Output of a chunk for sequences of packed documents, which to the model are one."""
+        """Output of a chunk for sequences of packed documents, which the model sees as one."""
         names = ("tokens", "position_ids", "labels", "loss_mask")
-        one = {name: batch[name].reshape(1, -1) for name in names}
+        flat = {name: batch[name].reshape(1, -1) for name in names}
         places, ranks = self.job.places, self.job.groups.context
         return chunk(
-            one["tokens"],
-            one["position_ids"],
+            flat["tokens"],
+            flat["position_ids"],
             None,
-            labels=one["labels"],
-            loss_mask=one["loss_mask"],
+            labels=flat["labels"],
+            loss_mask=flat["loss_mask"],
             packed_seq_params=packed(
                 batch["position_ids"],
                 places=places,
@@ -299,21 +311,22 @@ class Step:
         labels: Labels,
         grad_squares: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Of all ranks, fp64 on the device.
+        """Totals of all ranks, fp64 on the device.
 
-        The largest share of the budget of expert rows; then sums: loss, ranks that have one, loss
-        of multi-token prediction, labels of the global batch once for each of these ranks, ranks
-        asked to stop, squared gradient norm; the time of each rank; and after a backward pass the
-        load of the experts, and the largest attention logit of each layer, if the run has them.
+        They are the largest used share of the budget of expert rows; then sums: loss, number of
+        ranks that have one, loss of multi-token prediction, labels of the global batch once for
+        each of these ranks, ranks asked to stop, squared gradient norm; the time of each rank; and
+        after a backward pass the load of the experts, and the largest attention logit of each layer
+        if the run records them.
         """
         totals = torch.zeros(_SUMS, dtype=torch.float64, device=self.job.runtime.device)
         if reports:  # last pipeline stage
             totals[0] = torch.stack([r["loss"] for r in reports]).mean()
-            totals[1].fill_(1)  # a copy of a number could not be captured
+            totals[1].fill_(1)  # an assignment copies from the host and cannot be captured
             if "ahead" in reports[0]:
                 ahead_K = sum(r["ahead"] for r in reports)
-                there = (labels.number_K[1:] > 0).sum()
-                totals[2] = ahead_K.sum() / there / len(reports)
+                nonempty = (labels.number_K[1:] > 0).sum()
+                totals[2] = ahead_K.sum() / nonempty / len(reports)
             totals[3] = labels.number_K[0]
         totals[4] = self._stop
         summed, largest, logits = [totals, self._late_R], [self.job.budget.record()[None]], []
@@ -330,20 +343,19 @@ class Step:
 
 
 def _read(totals: torch.Tensor) -> torch.Tensor:
-    """On the host, by way of pinned memory.
+    """Copy of the totals on the host, through pinned memory.
 
-    A copy to other memory would wait inside the driver, and everyone else who asks it with it: if
-    the device hangs, the post-mortem.
+    A copy to pageable memory would wait inside the driver and block all other calls to it,
+    including those of the post-mortem if the device hangs.
     """
-    if totals.is_cuda:
-        there = totals
-        totals = torch.empty_like(there, device="cpu", pin_memory=True)
-        totals.copy_(there, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        arrived.synchronize()
-        return totals
-    return totals.clone()
+    if not totals.is_cuda:
+        return totals.clone()
+    host = torch.empty_like(totals, device="cpu", pin_memory=True)
+    host.copy_(totals, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    copied.synchronize()
+    return host
 
 
 def mean_loss(
@@ -355,10 +367,10 @@ def mean_loss(
     """Sum, count and report of a micro-batch; Megatron-Core divides the sum by the count.
 
     Args:
-        loss_BS: of each token; in any shape of as many if there is a mask.
-        mean: labels that a micro-batch of a rank has on average. The sum is divided by it, so that
+        loss_BS: loss of each token; with a mask in any shape of the same size.
+        mean: mean number of labels of a micro-batch of a rank. The sum is divided by it, so that
             the mean over micro-batches and ranks is that over all labels, and the count is 1.
-        mask_BS: bool: which tokens count; None counts all.
+        mask_BS: mask of the tokens that count, bool; None counts all.
         ahead: losses of multi-token prediction, for the report.
     """
     loss_BS = loss_BS.float()
@@ -375,8 +387,11 @@ def sample_losses(
     mask_BS: torch.Tensor | None = None,
     ahead: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """As `mean_loss`, with `samples` in the report, fp32 [2, B]: sums of the losses of each
-    sample's tokens on this rank, and how many count."""
+    """`mean_loss` with `samples` in the report.
+
+    They are, for each sample, the sum of the losses of its tokens on this rank and the number of
+    labels that count: fp32 [2, B].
+    """
     total, count, report = mean_loss(loss_BS, mean, mask_BS, ahead)
     mask_BS = torch.ones_like(loss_BS, dtype=torch.bool) if mask_BS is None else mask_BS
     loss_BS = loss_BS.float().view(mask_BS.shape) * mask_BS

@@ -1,7 +1,7 @@
 """The training loop: data -> forward and backward -> update -> report -> checkpoint.
 
-The host reads from the device once a step, between backward and update (moe.training.step). A step
-that is bad (moe.training.bad_steps) is left out before the parameters are touched.
+The host reads from the device once a step, between backward and update (moe.training.step). A bad
+step (moe.training.bad_steps) is skipped before the parameters are changed.
 """
 
 import gc
@@ -37,19 +37,19 @@ from phalanx.moe.report.throughput import Pace
 from phalanx.moe.report.title import title_facts
 from phalanx.moe.router import balance
 from phalanx.moe.training.bad_steps import Health
-from phalanx.moe.training.choices import choose_graph, choose_kernels, known
-from phalanx.moe.training.failure import give_up, not_captured, speak
+from phalanx.moe.training.choices import choose_graph, choose_kernels, with_choices
+from phalanx.moe.training.failure import emit_error, exit_with, not_captured
 from phalanx.moe.training.faults import Faults
 from phalanx.moe.training.launch import Launch
-from phalanx.moe.training.memory_check import check_room
-from phalanx.moe.training.out_of_memory import advised
+from phalanx.moe.training.memory_check import check_memory
+from phalanx.moe.training.out_of_memory import explain_out_of_memory
 from phalanx.moe.training.preflight import checkpoint_root, nothing_left, preflight
 from phalanx.moe.training.routing_record import record_routing
 from phalanx.moe.training.samples import Samples
 from phalanx.moe.training.setup import Job, setup
 from phalanx.moe.training.shared import compare_settings
 from phalanx.moe.training.step import Rerun, Step
-from phalanx.moe.training.validation import Tally, scores
+from phalanx.moe.training.validation import SourceLosses, scores
 from phalanx.parallel.checkpoint.checkpointer import Checkpointer
 from phalanx.parallel.checkpoint.saved_config import NoneValid
 from phalanx.parallel.cuda_graph import own_stream
@@ -75,14 +75,14 @@ class Trainer:
     Args:
         cfg: validated config.
         runtime: this process.
-        stop: tells whether a signal asked this process to stop.
-        launch: what the run folder keeps of this start; None keeps nothing.
+        stop: signal handler of this process.
+        launch: record of this start for the run folder; None records nothing.
         held: lock of the run folder, for the rank that writes there.
-        choices: of `moe.training.choices.choose_kernels`, where it was asked before; None asks it.
+        choices: result of `moe.training.choices.choose_kernels`, which is called by default.
 
     Raises:
-        ConfigError, DataError, CheckpointMismatch, CheckpointError: before a model is built, what
-            `moe.training.preflight` finds.
+        ConfigError, DataError, CheckpointMismatch, CheckpointError: findings of
+            `moe.training.preflight`, before a model is built.
     """
 
     def __init__(
@@ -112,20 +112,20 @@ class Trainer:
         self.step = 0
         self.compute = Step(cfg, self.job)
         self._eager = 0
-        """Step from which on steps are eager, as their capture failed; 0 if it did not."""
+        """First eager step after a failed capture; 0 if none failed."""
         self._batches: list[dict[str, torch.Tensor]] = []
-        """Of the last step, if its routing is to be recorded."""
+        """Micro-batches of the last step, if its routing is to be recorded."""
         self.samples: Samples | None = None
         if cfg.run.sample_every:
             row = torch.from_numpy(train_set[0]).long()
             position = train_set.positions(0) if cfg.data.document_mask else None
             self.samples = Samples(cfg, self.compute, row, position)
         self._routed: torch.Tensor | None = None
-        """Load of the experts in the steps since the last record, all ranks' table; None if all of
-        them were skipped."""
+        """All ranks' table of the load of the experts in the steps since the last record; None if
+        all of them were skipped."""
         self._logits_every = logit_interval(cfg.optim)
         self._max_logits: list[torch.Tensor] = []
-        """By layer, of those of the same steps that measured it."""
+        """Largest logits by layer, of those steps since the last record that measured them."""
         cuda = runtime.device.type == "cuda"
         self._async_save = {"auto": cuda, "on": True, "off": False}[cfg.run.async_save]
         self.checkpoints = Checkpointer(
@@ -138,25 +138,25 @@ class Trainer:
             staging=self.folder / "uploads",
         )
         self.origin: Place | None = None
-        """Checkpoint that this run has resumed from."""
-        self.departs = ""
-        """From the learning rate of the checkpoint, where the next step does; in a line."""
+        """Checkpoint from which this run has resumed."""
+        self.lr_change = ""
+        """Line on a next step whose learning rate departs from the checkpoint's; else empty."""
         self.imported: dict[str, Any] = {}
-        """What an imported model has that no knob holds; an export of this run needs it."""
+        """Fields of an imported model without a knob, which an export of this run needs."""
         self.faults = Faults(cfg.run, runtime.rank, self.folder)
         set_activity("start: checkpoint")
-        begin = self.checkpoints.start(cfg.run)
-        self.resumed = self._resume(begin)
+        start = self.checkpoints.start(cfg.run)
+        self.resumed = self._resume(start)
         self._first = self.step + 1
-        self._reach_the_end()
-        # Nothing can refuse this launch any more: only now it replaces what earlier ones have left.
+        self._extend_data()
+        # Every check has passed: only then records of earlier launches are replaced.
         if launch is not None:
             launch.keep(cfg, self.folder, device(runtime.device), versions(runtime.device))
-        if cfg.run.save_interval >= 0:  # else it leaves the checkpoints as they are
-            self.checkpoints.started(begin)
+        if cfg.run.save_interval >= 0:  # else the checkpoints stay as they are
+            self.checkpoints.started(start)
         self.experts = ExpertWatch(cfg.model.moe.experts / cfg.model.moe.top_k, self.step)
-        where = f"rank {runtime.rank} on {socket.gethostname()}, {runtime.device}"
-        self.slow = SlowRanks(gather(where), self.step)
+        location = f"rank {runtime.rank} on {socket.gethostname()}, {runtime.device}"
+        self.slow = SlowRanks(gather(location), self.step)
         self.metrics = self._metrics()
         self.pace = Pace(cfg, runtime)
         self.facts = title_facts(self.job)
@@ -167,14 +167,14 @@ class Trainer:
         """Train to `run.steps`, or to the step at which a signal arrives.
 
         Raises:
-            Diverged: a step was not finite; the checkpoints before it are there.
-            CheckpointError: one could not be written.
+            Diverged: a step was not finite; the checkpoints before it are complete.
+            CheckpointError: a checkpoint could not be written.
             DataError: on this rank alone, a sample could not be used.
         """
         if self.runtime.is_main:
             self.metrics.text(describe(self.job, self.resumed, self.loader, self.valid_set))
             self.metrics.start(self.facts)
-            for line in (self.departs, self.faults.told()):
+            for line in (self.lr_change, self.faults.summary()):
                 if line:
                     self.metrics.event(line)
         self.job.engine.train()
@@ -186,27 +186,30 @@ class Trainer:
                 self.pace.restart(self.step)
                 saved = self._steps(profiler)
         except Diverged:
-            self.checkpoints.close()  # one may be on its way
+            self.checkpoints.close()  # finishes a save in the background
             self.metrics.close(ended="diverged")
             raise
         if self.step > saved and self.cfg.run.save_interval >= 0:
             self._save()
         elif self.step < self.cfg.run.steps and (self.step > saved or self.step < self._first):
-            start = f"goes on from step {saved}" if self.origin or saved else "starts from scratch"
+            start = (
+                f"continues from step {saved}" if self.origin or saved else "starts from scratch"
+            )
             self.metrics.event(f"no checkpoint was written: the same command {start}")
         if self.checkpoints.unfinished:
             self.metrics.event("waiting until the last checkpoint is written")
         self.checkpoints.close()
         if self._batches and self.step >= self.cfg.run.steps:
             set_activity(f"step {self.step}: routing is recorded")
-            given = (self.cfg, self.job, self.compute, self._batches, self.step)
-            self.metrics.event(record_routing(*given))
+            self.metrics.event(
+                record_routing(self.cfg, self.job, self.compute, self._batches, self.step)
+            )
         self.metrics.close(ended="done" if self.step >= self.cfg.run.steps else "stopped")
         self.loader.close()
         self.compute.close()
 
     def _steps(self, profiler: Profiler) -> int:
-        """All steps and what is due between them; the last step that was saved."""
+        """Run all steps and the work between them; return the last step that was saved."""
         run, saved = self.cfg.run, self.step
         if self.step < run.steps and self._asked_to_stop(f"before step {self.step + 1}"):
             return saved
@@ -223,7 +226,7 @@ class Trainer:
             profiler.step(self.step)
             self.checkpoints.poll()
             if self.step <= reached and not stopping:
-                continue  # rolled back, to where all that was due has been done
+                continue  # rolled back, to a step after which all work has been done
             if self.step % 500 == 0:
                 gc.collect()
             if run.eval_interval and self.step % run.eval_interval == 0:
@@ -244,44 +247,46 @@ class Trainer:
         """True on all ranks if any received a stop signal, which is logged. Collective."""
         set_activity(f"{when}: agreement on signals")
         received = gather(self.stop.received)
-        asked = [f"{name} to rank {rank}" for rank, name in enumerate(received) if name]
-        if asked:
-            self.metrics.event(f"stopping {when}: a signal asked for it ({', '.join(asked)})")
-        return bool(asked)
+        signals = [f"{name} to rank {rank}" for rank, name in enumerate(received) if name]
+        if signals:
+            self.metrics.event(f"stopping {when}: a signal asked for it ({', '.join(signals)})")
+        return bool(signals)
 
-    def _doing(self, what: str) -> None:
-        """The first step compiles, which may take its time; a later one that long is a hang."""
-        set_activity(f"step {self.step + 1}: {what}", limited=self.step + 1 > self._first)
+    def _set_activity(self, activity: str) -> None:
+        """Set the activity for the watchdog, without a time limit for the first step.
+
+        That step compiles, which may take long; a later step that takes as long is a hang.
+        """
+        set_activity(f"step {self.step + 1}: {activity}", limited=self.step + 1 > self._first)
 
     def _train_step(self) -> bool:
         """One optimizer step; True if a rank was asked to stop."""
         engine, number = self.job.engine, self.step + 1
-        began = time.perf_counter()
-        self._doing("data")
-        self.faults.act(number)
+        started = time.perf_counter()
+        self._set_activity("data")
+        self.faults.trigger(number)
         with record_function("data"):
             batches = self.loader.next_step()
         if self.cfg.run.record_routing and number == self.cfg.run.steps:
             self._batches = batches
-        waited = time.perf_counter() - began
-        self._doing("forward and backward")
+        waited = time.perf_counter() - started
+        self._set_activity("forward and backward")
         before = balance.snapshot(engine.modules)
-        asked = self.stop.received is not None
-        due = self._logits_every > 0 and number % self._logits_every == 0
+        measured = self._logits_every > 0 and number % self._logits_every == 0
         totals = self.compute(
             batches,
             before,
-            stop=asked,
+            stop=self.stop.received is not None,
             waited=waited,
-            measure_logits=due,
-            spoil=self.faults.factor(number),
+            measure_logits=measured,
+            grad_factor=self.faults.factor(number),
         )
         loss, mtp_loss, labels, norm, stopping, reruns, late, load, logits = totals
-        self._tell(reruns, f"step {number}")
+        self._report_reruns(reruns, f"step {number}")
         if (failure := self.compute.capture_failure) is not None and not self._eager:
             self._eager = number
             self.metrics.event(f"{not_captured(failure)}; steps are eager from step {number} on")
-        if number > self._first:  # which compiles, and opens files
+        if number > self._first:  # the first step compiles, and opens files
             self.slow.add(late)
         fault = self.health.fault(number, loss, norm, labels)
         if fault is not None:
@@ -293,8 +298,8 @@ class Trainer:
             self.metrics.event(f"skipped: {fault}")
         else:
             self._routed = load
-            self._max_logits += [logits] if due else []
-        self._doing("update")
+            self._max_logits += [logits] if measured else []
+        self._set_activity("update")
         with record_function("optimizer"):
             engine.step(norm) if fault is None else engine.skip()
         self.step = number
@@ -310,8 +315,8 @@ class Trainer:
     # --- around the loop --------------------------------------------------------------------------
 
     def _validate(self) -> None:
-        if found := self.validate():
-            self.metrics.log({"step": self.step, "tokens": self._tokens()} | found)
+        if record := self.validate():
+            self.metrics.log({"step": self.step, "tokens": self._tokens()} | record)
         else:
             self.metrics.event(
                 f"the validation after step {self.step} has no loss: none of its labels counts; "
@@ -319,7 +324,7 @@ class Trainer:
             )
 
     def validate(self) -> dict[str, float]:
-        """Scores of the validation batches: see `moe.training.validation.scores`.
+        """Scores of the validation batches (`moe.training.validation.scores`).
 
         Empty if none of their labels counts.
         """
@@ -329,30 +334,29 @@ class Trainer:
         set_activity(f"step {self.step}: validation")
         engine.eval()
         steps, before = list[tuple[float, int]](), balance.snapshot(engine.modules)
-        tally = Tally(len(sources), self.runtime.device) if len(sources) > 1 else None
+        by_source = SourceLosses(len(sources), self.runtime.device) if len(sources) > 1 else None
         with torch.no_grad(), record_function("validation"):
             for _ in range(self.cfg.run.eval_batches):
                 numbers = loader.next_rows()
                 totals = self.compute(loader.next_step(), before, forward_only=True)
-                self._tell(totals.reruns, f"the validation after step {self.step}")
+                self._report_reruns(totals.reruns, f"the validation after step {self.step}")
                 steps.append((totals.loss, totals.labels))
-                if tally is not None:
-                    tally.add([rows.source(n) for n in numbers], self.compute.sample_losses)
+                if by_source is not None:
+                    by_source.add([rows.source(n) for n in numbers], self.compute.sample_losses)
         engine.train()
         loader.close()
-        by_source = tally.totals() if tally is not None else []
-        return scores(steps, sources, by_source)
+        return scores(steps, sources, [] if by_source is None else by_source.totals())
 
     def _sample(self, samples: Samples) -> None:
         set_activity(f"step {self.step}: sample")
         with record_function("sample"):
             sample, reruns = samples()
-        self._tell(reruns, f"the sample after step {self.step}")
-        what = f"sample after step {self.step}"
+        self._report_reruns(reruns, f"the sample after step {self.step}")
+        title = f"sample after step {self.step}"
         if sample is None:
-            self.metrics.event(f"{what}: none, as the model's logits are NaN or infinite")
+            self.metrics.event(f"{title}: none, as the model's logits are NaN or infinite")
         else:
-            self.metrics.event(what, shown=str(sample), **asdict(sample))
+            self.metrics.event(title, shown=str(sample), **asdict(sample))
 
     def _loader(self, dataset: Any) -> Loader:
         data, job = self.cfg.data, self.job
@@ -367,11 +371,11 @@ class Trainer:
             places=job.places,
         )
 
-    def _tell(self, reruns: Iterable[Rerun], what: str) -> None:
+    def _report_reruns(self, reruns: Iterable[Rerun], subject: str) -> None:
         for needed, factor in reruns:
             self.metrics.event(
                 f"experts needed {needed:.2f} x the balanced rows: "
-                f"{what} was run again with capacity_factor {factor:.2f}"
+                f"{subject} was run again with capacity_factor {factor:.2f}"
             )
 
     def _log(self, record: dict[str, Any]) -> None:
@@ -399,15 +403,15 @@ class Trainer:
             self.metrics.event(warning)
 
     def _take_load(self) -> balance.Balance:
-        """Of the steps since the last record, without those that were skipped."""
+        """Load of the steps since the last record, without those that were skipped."""
         table, self._routed = self._routed, None
         balance.reset(self.job.engine.modules)
         return balance.Balance() if table is None else self.compute.collector.read(table)
 
     def _take_max_logits(self) -> dict[str, Any]:
-        """Of the same steps: the largest attention logit of all, and by layer; {} if none was.
+        """Largest attention logits of the steps since the last record: in total and by layer.
 
-        Layers of linear attention have none.
+        Empty if no step measured them; layers of linear attention have none.
         """
         measured, self._max_logits = self._max_logits, []
         if not measured:
@@ -421,11 +425,11 @@ class Trainer:
         }
 
     def _tokens(self) -> int:
-        """That the data cursor has passed."""
+        """Number of tokens that the data cursor has passed."""
         return self.loader.consumed_samples * self.cfg.data.sequence_length
 
     def _metrics(self) -> Metrics:
-        """The reports of the run; ValueError on every rank if the main one cannot write them."""
+        """Reports of the run; ValueError on every rank if rank 0 cannot write them."""
         metrics, problem = None, None
         try:
             metrics = Metrics(self.folder, self.cfg, self.runtime.is_main, step=self.step)
@@ -454,26 +458,30 @@ class Trainer:
             self.checkpoints.save(
                 self.step, engine.chunks, engine.optimizer, engine.scheduler, self._state()
             )
-        how = "saving in the background" if self._async_save else "saved"
-        self.metrics.event(f"{how}: checkpoint of step {self.step} in {self.checkpoints.folder}")
+        state = "saving in the background" if self._async_save else "saved"
+        self.metrics.event(f"{state}: checkpoint of step {self.step} in {self.checkpoints.folder}")
         gc.collect()
 
-    def _resume(self, begin: Start) -> str:
-        """Load the checkpoint that this launch starts from, if there is one; in words."""
-        run, path = self.cfg.run, begin.path
+    def _resume(self, start: Start) -> str:
+        """Load the checkpoint from which this launch starts, if there is one; return a phrase."""
+        run, path = self.cfg.run, start.path
         if path is None:
-            why = "run.resume=never" if run.resume == "never" else "no checkpoint in the run folder"
-            return f"from scratch ({f'run.start_over={run.start_over}' if begin.over else why})"
+            reason = "no checkpoint in the run folder"
+            if start.over:
+                reason = f"run.start_over={run.start_over}"
+            elif run.resume == "never":
+                reason = "run.resume=never"
+            return f"from scratch ({reason})"
         state = self._load(path)
         self.loader.load_state_dict(state["data"])
         self.origin = path
         if state.get("weights_only"):
             return f"from the weights of {path}"
-        self.departs = change(state.get("config", {}), self.cfg.optim, run.steps, self.step)
+        self.lr_change = change(state.get("config", {}), self.cfg.optim, run.steps, self.step)
         return f"resumed from step {self.step}: {path}"
 
     def _load(self, path: Place) -> dict[str, Any]:
-        """Put everything but the data cursor back to a checkpoint; what that has of the loop."""
+        """Restore everything but the data cursor from a checkpoint; return the loop's state."""
         engine = self.job.engine
         state = self.checkpoints.load(
             path, engine.chunks, engine.optimizer, engine.scheduler, redacted(asdict(self.cfg))
@@ -485,13 +493,13 @@ class Trainer:
         return state
 
     def _roll_back(self, fault: str) -> None:
-        """Go back to the newest checkpoint; the data goes on behind the bad step.
+        """Return to the newest checkpoint; the data continues after the bad step.
 
         Raises:
-            Diverged: there is no checkpoint, or this has been done too often.
+            Diverged: there is no checkpoint, or the run has been rolled back too often.
         """
         set_activity(f"step {self.step + 1}: rollback")
-        self.checkpoints.close()  # one may be on its way
+        self.checkpoints.close()  # finishes a save in the background
         path = self.checkpoints.newest() or self.origin
         if path is None:
             raise Diverged(
@@ -500,7 +508,7 @@ class Trainer:
             )
         self._load(path)
         self.health.roll_back(self.step, fault)
-        self._reach_the_end()
+        self._extend_data()
         self._take_load()
         self._max_logits = []
         self.experts.rewind(self.step)
@@ -511,21 +519,21 @@ class Trainer:
 
     def _checked(self) -> list[str]:
         """Notes of `preflight` by rank 0, whose first error is raised on every rank."""
-        answer: list[Any] = [preflight(self.cfg) if self.runtime.is_main else None]
-        dist.broadcast_object_list(answer, src=0)
-        for error in answer[0].errors:
-            # If none of the run's own is whole, all ranks verify them and set them aside.
+        findings: list[Any] = [preflight(self.cfg) if self.runtime.is_main else None]
+        dist.broadcast_object_list(findings, src=0)
+        for error in findings[0].errors:
+            # If no checkpoint of the run is complete, all ranks verify them and set them aside.
             if not isinstance(error, NoneValid):
                 raise error
-        return answer[0].notes
+        return findings[0].notes
 
     def _datasets(self, samples: int) -> tuple[data_loader.Samples, data_loader.Samples | None]:
         cfg, run = self.cfg, self.cfg.run
         valid = run.eval_batches * cfg.data.global_batch if run.eval_interval else 0
         return build_datasets(cfg, cfg.model.vocab_size, samples, valid)
 
-    def _reach_the_end(self) -> None:
-        """Have samples for all steps left, though a rollback or batch size moved the cursor."""
+    def _extend_data(self) -> None:
+        """Extend the dataset to all steps left, if a rollback or batch size moved the cursor."""
         left = (self.cfg.run.steps - self.step) * self.cfg.data.global_batch
         if self.loader.consumed_samples + left > len(self.loader.dataset):
             self.loader.dataset, _ = self._datasets(self.loader.consumed_samples + left)
@@ -533,7 +541,10 @@ class Trainer:
 
 @contextmanager
 def _no_gc() -> Iterator[None]:
-    """Garbage is collected at checkpoints and every 500 steps only, on all ranks at once."""
+    """Disable automatic garbage collection.
+
+    Garbage is collected at checkpoints and every 500 steps, on all ranks at once.
+    """
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -547,13 +558,13 @@ def _no_gc() -> Iterator[None]:
 def run(
     cfg: Config, stop: StopSignal, guard: Guard, launch: Launch, *, ends_process: bool = False
 ) -> int:
-    """Train; the process's exit code (see train.py).
+    """Train, and return the process's exit code (see train.py).
 
     Args:
         cfg: validated config.
-        stop, guard: active.
-        launch: what the run folder keeps of this start.
-        ends_process: the process ends with the run, which leaves the process groups to it.
+        stop, guard: active signal handler and guard process.
+        launch: record of this start for the run folder.
+        ends_process: the process ends with the run, so that process groups need no teardown.
     """
     trainer: Trainer | None = None
     watchdog: Watchdog | None = None
@@ -564,7 +575,7 @@ def run(
             nonlocal watchdog
             rank, world = int(os.environ.get("RANK", "0")), launcher_world()
             limit = cfg.parallel.timeout
-            watchdog = Watchdog(guard, store, rank, world, limit, folder, speak)
+            watchdog = Watchdog(guard, store, rank, world, limit, folder, emit_error)
             set_activity("start: comparison of settings")
             compare_settings(cfg, store, rank, world)
 
@@ -578,7 +589,7 @@ def run(
         if cfg.run.device == "cuda" and runtime.device.type != "cuda":
             raise ConfigError("run.device=cuda: torch sees no GPU here; set run.device=auto")
         set_activity("start: what is left")
-        # A single rank has asked before it imported torch (train.py).
+        # A single rank has checked this before it imported torch (train.py).
         if runtime.world > 1 and (lines := on_main(lambda: nothing_left(cfg))):
             for line in lines if runtime.is_main else ():
                 print(f"-- {line}", flush=True)
@@ -588,11 +599,11 @@ def run(
         set_activity("start: kernels")
         choices = choose_kernels(cfg, runtime)
         # Before the transport is chosen: a graph needs its stream from the start.
-        graph = choose_graph(known(cfg, runtime, choices, cfg.parallel.dispatch))
+        graph = choose_graph(with_choices(cfg, runtime, choices, cfg.parallel.dispatch))
         stream = own_stream(runtime.device) if graph.backend == CAPTURED else nullcontext()
-        with advised(cfg, runtime.world, folder), stream:
-            set_activity("start: room")
-            check_room(cfg, runtime, choices)
+        with explain_out_of_memory(cfg, runtime.world, folder), stream:
+            set_activity("start: memory check")
+            check_memory(cfg, runtime, choices)
             set_activity("start: run folder")
             held = lock(folder, guard, lambda text: print(f"-- {text}", flush=True))
             if cfg.run.save_interval >= 0 and not cfg.run.checkpoints:
@@ -604,6 +615,6 @@ def run(
         watchdog.close()
     except Exception as error:
         rank, training = int(os.environ.get("RANK", "0")), trainer is not None
-        return give_up(error, stop, rank=rank, training=training, watchdog=watchdog)
+        return exit_with(error, stop, rank=rank, training=training, watchdog=watchdog)
     end_runtime(runtime) if ends_process else stop_runtime()
     return 0 if trainer.step >= cfg.run.steps else cfg.run.requeue_code

@@ -1,12 +1,13 @@
-"""Activations in host memory between forward and backward pass, copied beside other work.
+"""Activations in host memory between forward and backward pass; copies overlap other work.
 
-What a layer gives leaves on a stream of its own while the next layer runs, whose end waits for it
-and gives the memory back. When the backward pass comes to a layer, what the layer before it needs
-begins to come back. The last layer's is still there when the backward pass begins.
+The tensors of a layer are copied out on a stream of their own while the next layer runs, whose end
+waits for the copy and frees their memory. When the backward pass reaches a layer, the copies back
+of the layer before it start. The last layer's tensors are still on the device when the backward
+pass starts.
 
-Copies, events and waits are those of streams alone, host memory is pinned, and a step that is
-computed again asks for the same buffers: all of it can be captured in a CUDA graph, after an eager
-step has made them. On a CPU a copy is a copy.
+Copies, events and waits are all on streams, host memory is pinned, and a repeated step asks for the
+same buffers: all of it can be captured in a CUDA graph, after an eager step has allocated them. On
+a CPU a copy is synchronous.
 """
 
 import mmap
@@ -16,61 +17,66 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.cuda._pin_memory_utils import pin_memory
 
-from phalanx.parallel.memory.storages import empty, storages, whole
+from phalanx.parallel.memory.storages import as_bytes, free, storages
 
 _SMALLEST = 1 << 16
 """Bytes of a storage that is worth a copy."""
 
 
 class _HostBuffers:
-    """Pinned memory by size, taken and given back. It stays until the process ends: pinning takes
-    longer than filling."""
+    """Pool of pinned buffers by size.
+
+    Buffers stay allocated until the process ends: pinning takes longer than filling.
+    """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
         self._maps: list[mmap.mmap] = []
         self.used = 0
-        """Bytes that are taken."""
+        """Bytes in use."""
 
-    def take(self, size: int, pinned: bool) -> Tensor:
-        """uint8 [size]."""
+    def acquire(self, size: int, pinned: bool) -> Tensor:
+        """A buffer, uint8 [size]."""
         self.used += size
-        free = self._free.setdefault(size, [])
-        if free:
-            return free.pop()
+        free_buffers = self._free.setdefault(size, [])
+        if free_buffers:
+            return free_buffers.pop()
         # Not torch's pinned memory: that comes in powers of two, and keeps account of its use by
         # events, which a capture must not ask for.
         memory = mmap.mmap(-1, size)
         self._maps.append(memory)
-        made = torch.frombuffer(memory, dtype=torch.uint8)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if pinned:
-            pin_memory(made.data_ptr(), len(memory))
-        return made
+            pin_memory(buffer.data_ptr(), len(memory))
+        return buffer
 
-    def give(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
+        """Put a buffer back into the pool."""
         self.used -= buffer.numel()
         self._free[buffer.numel()].append(buffer)
 
 
-class Group:
-    """What one layer has given."""
+class OffloadedGroup:
+    """Offloaded storages of one layer."""
 
-    def __init__(self, place: int, before: "Group | None") -> None:
-        self.place, self.before = place, before
-        """`before` is going to be needed next."""
+    def __init__(self, number: int, previous: "OffloadedGroup | None") -> None:
+        self.number = number
+        """Number of the layer."""
+        self.previous = previous
+        """Group of the layer before, which the backward pass needs next."""
         self.pairs: list[tuple[UntypedStorage, Tensor]] = []
-        """With host memory of its size."""
-        self.away = False
-        """The memory of the storages has been given back."""
+        """Storages, each with a host buffer of its size."""
+        self.freed = False
+        """The device memory of the storages has been freed."""
         self.event: Any = None
-        """Of the last copy, out or in."""
+        """Event after the last copy, out or in."""
 
 
 class Offloader:
-    """Of a device.
+    """Copies between a device and host memory.
 
     Args:
-        device: where activations are.
+        device: device of the activations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,64 +84,65 @@ class Offloader:
         self._out: Any = torch.cuda.Stream(device) if self._cuda else None
         self._in: Any = torch.cuda.Stream(device) if self._cuda else None
         self.host = _HostBuffers()
-        self._last: Group | None = None
-        self._leaving: Group | None = None
+        self._last: OffloadedGroup | None = None
+        self._in_flight: OffloadedGroup | None = None
 
-    def send(self, tensors: list[Tensor], place: int) -> Group:
-        """Tensors begin to leave, and those that left before are away.
+    def send(self, tensors: list[Tensor], number: int) -> OffloadedGroup:
+        """Start copies of tensors to the host, and free those that were sent before.
 
-        Nobody reads them before `need`.
+        Nobody reads the tensors before `need`.
 
         Args:
-            tensors: with storages of which nobody else needs a part.
-            place: the number of the layer.
+            tensors: tensors on storages of which nobody else needs a part.
+            number: number of the layer.
         """
-        given = [s for s in storages(tensors) if s.nbytes() >= _SMALLEST or not self._cuda]
+        sent = [s for s in storages(tensors) if s.nbytes() >= _SMALLEST or not self._cuda]
         last = self._last
-        group = Group(place, last if last is not None and last.place + 1 == place else None)
+        follows = last is not None and last.number + 1 == number
+        group = OffloadedGroup(number, last if follows else None)
         self._start(self._out)
         with self._on(self._out):
-            for storage in given:
-                host = self.host.take(storage.nbytes(), self._cuda)
-                host.copy_(whole(storage), non_blocking=True)
+            for storage in sent:
+                host = self.host.acquire(storage.nbytes(), self._cuda)
+                host.copy_(as_bytes(storage), non_blocking=True)
                 group.pairs.append((storage, host))
-        group.event = self._mark(self._out)
+        group.event = self._record(self._out)
         self.settle()
-        self._leaving = self._last = group
+        self._in_flight = self._last = group
         return group
 
     def settle(self) -> None:
-        """What is leaving is away, and its memory free."""
-        group, self._leaving = self._leaving, None
+        """Wait for the copy in flight and free what it has copied."""
+        group, self._in_flight = self._in_flight, None
         if group is not None:
             self._wait(group.event)
             for storage, _ in group.pairs:
-                empty(storage)
-            group.away = True
+                free(storage)
+            group.freed = True
 
-    def need(self, group: Group) -> None:
-        """All of a group is there again; the group before it begins to come."""
-        if group is self._leaving:  # it stays
-            self._leaving = None
+    def need(self, group: OffloadedGroup) -> None:
+        """Make a group readable, and start the copies back of the previous group."""
+        if group is self._in_flight:  # it need not be freed any more
+            self._in_flight = None
         if group is self._last:
             self._last = None
-        if group.away:
+        if group.freed:
             self._fetch(group)
         self._wait(group.event)
         for _, host in group.pairs:
-            self.host.give(host)
-        before, group.before, group.pairs, group.event = group.before, None, [], None
-        if before is not None and before.away:
-            self._fetch(before)
+            self.host.release(host)
+        previous, group.previous, group.pairs, group.event = group.previous, None, [], None
+        if previous is not None and previous.freed:
+            self._fetch(previous)
 
-    def _fetch(self, group: Group) -> None:
+    def _fetch(self, group: OffloadedGroup) -> None:
         for storage, host in group.pairs:
             storage.resize_(host.numel())  # on the stream that is going to use it
         self._start(self._in)
         with self._on(self._in):
             for storage, host in group.pairs:
-                whole(storage).copy_(host, non_blocking=True)
-        group.event, group.away = self._mark(self._in), False
+                as_bytes(storage).copy_(host, non_blocking=True)
+        group.event, group.freed = self._record(self._in), False
 
     def _start(self, stream: Any) -> None:
         if self._cuda:
@@ -144,7 +151,7 @@ class Offloader:
     def _on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream if self._cuda else None)
 
-    def _mark(self, stream: Any) -> Any:
+    def _record(self, stream: Any) -> Any:
         return stream.record_event() if self._cuda else None
 
     def _wait(self, event: Any) -> None:
@@ -152,15 +159,15 @@ class Offloader:
             torch.cuda.current_stream().wait_event(event)
 
     def abandon(self) -> None:
-        """Forget what a step that ended in an error has sent; its host memory is not used again."""
-        self._leaving = self._last = None
+        """Forget what a failed step has sent; its host memory is not used any more."""
+        self._in_flight = self._last = None
 
 
 _OFFLOADERS: dict[torch.device, Offloader] = {}
 
 
 def offloader(device: torch.device) -> Offloader:
-    """That of a device, made at its first use."""
+    """Offloader of a device, created at its first use."""
     if device not in _OFFLOADERS:
         _OFFLOADERS[device] = Offloader(device)
     return _OFFLOADERS[device]

@@ -1,4 +1,4 @@
-"""Storages of tensors, emptied and filled again behind the back of autograd."""
+"""Storages of tensors, freed and refilled without autograd's knowledge."""
 
 from collections.abc import Iterable
 
@@ -7,20 +7,20 @@ from torch import Tensor, UntypedStorage
 
 
 def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Those that have bytes, each once."""
-    found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-    return [storage for storage in found.values() if storage.nbytes()]
+    """Distinct storages of the tensors, without those that have no bytes."""
+    distinct = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return [storage for storage in distinct.values() if storage.nbytes()]
 
 
-def empty(storage: UntypedStorage) -> None:
-    """Give the memory back; tensors that are there keep their shape and can be filled again."""
+def free(storage: UntypedStorage) -> None:
+    """Free the memory; tensors on it keep their shape and can be refilled."""
     storage.resize_(0)
 
 
-def fill(tensor: Tensor, value: Tensor, size: int) -> None:
-    """Write `value` to the storage of `tensor`, of `size` bytes, which may be empty.
+def refill(tensor: Tensor, value: Tensor, size: int) -> None:
+    """Write `value` to the storage of `tensor`, of `size` bytes, which may have been freed.
 
-    Through another tensor on it: autograd does not take it for a change.
+    It is written through another tensor on the storage, so that autograd sees no change.
     """
     storage = tensor.untyped_storage()
     if storage.nbytes() != size:
@@ -29,13 +29,13 @@ def fill(tensor: Tensor, value: Tensor, size: int) -> None:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Another tensor on the same storage, of which autograd knows nothing."""
-    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return made.set_(
+    """Another tensor on the same storage, unknown to autograd."""
+    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return out.set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
     )
 
 
-def whole(storage: UntypedStorage) -> Tensor:
-    """All bytes, uint8."""
+def as_bytes(storage: UntypedStorage) -> Tensor:
+    """All bytes of a storage, uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -62,7 +62,7 @@ def test_a_bad_step_is_rolled_back_once(tmp_path: Path) -> None:
     folder = tmp_path / "run" / FOLDER
     assert (
         "injected (run.inject): to come term@5:rank1; happened already nan@4 "
-        f"(delete {folder} to have them again)\n"
+        f"(delete {folder} to repeat them)\n"
     ) in main.out
     assert happened(tmp_path) == ["nan@4", "term@5:rank1"]
 

@@ -49,7 +49,7 @@ def test_a_replay_has_the_load_that_was_recorded(recorded: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("model.moe.top_k=3", "with model.moe.top_k=2, and here it is 3"),
+        ("model.moe.top_k=3", "with model.moe.top_k=2, but this run has 3"),
         ("model.moe.dense_layers=0", "without layer.1 of this model"),
     ],
 )

@@ -58,7 +58,7 @@ def transformer(model: Any, dtype: torch.dtype = torch.float32, **changes: Any) 
 
 
 def options(model: Any, pg: Any, backend: str = "torch") -> Any:
-    """What the MoE layers of the model are built with on these process groups.
+    """Options of the model's MoE layers on these process groups.
 
     All ranks call it together. The budget fits any routing.
     """
@@ -78,10 +78,10 @@ def options(model: Any, pg: Any, backend: str = "torch") -> Any:
 
 
 def recomputing(*names: str) -> Any:
-    """Context of a layer that computes these again."""
-    from phalanx.parallel.memory.layer_pass import MemoryPlan, passing
+    """Context of a layer that recomputes these."""
+    from phalanx.parallel.memory.layer_context import MemoryPlan, enter_layer
 
-    return passing(MemoryPlan(frozenset(names) - {"none"}), 1)
+    return enter_layer(MemoryPlan(frozenset(names) - {"none"}), 1)
 
 
 def draw(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32):
@@ -100,7 +100,7 @@ def fill(module: torch.nn.Module, scale: float = 0.3) -> None:
 def build_router(
     router: dict[str, Any], *, dtype: torch.dtype = torch.float32, pg: Any = None, **changes: Any
 ) -> Any:
-    """A router with the values of `fill`, on one rank if no groups are given."""
+    """A router with the values of `fill`, on one rank without groups."""
     from phalanx.moe.router.router import Router
     from phalanx.parallel.groups import create
 

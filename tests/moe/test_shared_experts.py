@@ -19,7 +19,7 @@ def _both(halves: bool, gate: bool) -> tuple[list[torch.Tensor], list[str]]:
 
     torch.manual_seed(0)
     module = SharedExperts(config=config, pg_collection=create().pg, gate=gate, spec=SPEC)
-    module._halves = halves
+    module._splits = halves
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=0.3)

@@ -5,7 +5,7 @@ import torch
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
-from phalanx.moe.model.dense_mlp import takes
+from phalanx.moe.model.dense_mlp import uses_expert_kernels
 from tests.moe.cases import HIDDEN, install, model, transformer
 from tests.support.distributed import run_distributed
 
@@ -51,8 +51,8 @@ def test_equals_megatron() -> None:
 
 def test_what_the_fused_kernels_take() -> None:
     fused, other = (MLPSpec(Activation("swiglu"), backend) for backend in ("fused", "torch"))
-    assert takes(fused, ffn=18432, tensor=1, bias=False)
-    assert not takes(other, ffn=18432, tensor=1, bias=False)
-    assert not takes(fused, ffn=18432, tensor=2, bias=False)
-    assert not takes(fused, ffn=18432, tensor=1, bias=True)
-    assert not takes(fused, ffn=100, tensor=1, bias=False)
+    assert uses_expert_kernels(fused, ffn=18432, tensor=1, bias=False)
+    assert not uses_expert_kernels(other, ffn=18432, tensor=1, bias=False)
+    assert not uses_expert_kernels(fused, ffn=18432, tensor=2, bias=False)
+    assert not uses_expert_kernels(fused, ffn=18432, tensor=1, bias=True)
+    assert not uses_expert_kernels(fused, ffn=100, tensor=1, bias=False)

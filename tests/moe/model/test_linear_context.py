@@ -37,13 +37,13 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], int, list[int]]] = {
 }
 """Shape of the whole, the dimension that tensor ranks cut, and the sections that each is cut in."""
 DOCUMENTS = ((0, 5, 12, 13, 50, 95), (0, 47, 48, 71))
-"""Where they begin: inside chunks and at their ends, of one token and over several chunks."""
+"""Starts of documents: inside chunks and at their ends, of one token and over several chunks."""
 BOUND = 2e-6
-"""Of the norm of a difference, relative: sums of some hundred fp32 terms in another order."""
+"""Relative norm of a difference: sums of some hundred fp32 terms in another order."""
 
 
 class Result(NamedTuple):
-    """Of a rank, in its order of tokens."""
+    """Results of a rank, in its order of tokens."""
 
     out: Tensor
     grads: dict[str, Tensor]
@@ -80,7 +80,7 @@ def own(x_SBD: Tensor, mask: bool, context: tuple[int, int], tensor: tuple[int, 
 
 
 def _results(tensor: int, context: int) -> list[Result]:
-    """Of this rank, without and with packed documents."""
+    """Results of this rank, without and with packed documents."""
     install()
     from megatron.core.transformer.spec_utils import build_module
 
@@ -166,7 +166,7 @@ def test_ranks_that_share_sequences_are_one(tensor: int, context: int) -> None:
 
 
 def test_heads_of_other_ranks_have_no_gradient() -> None:
-    """Of two context ranks each has the gradients of half of the heads: none counts twice."""
+    """Each of two context ranks has the gradients of half of the heads: none counts twice."""
     for results in run_distributed(_results, 2, 1, 2):
         for name in ("A_log", "dt_bias"):
             assert (results[0].grads[name] != 0).sum() == VALUES // 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.moe.model.loss import cross_entropy, foretold
+from phalanx.moe.model.loss import cross_entropy, expect_grad
 from phalanx.parallel.megatron.weight_grad import Accumulate
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def test_cross_entropy(shape, dtype, group):
 
 def gradient(logits, labels, weight, group, told):
     given = logits.clone().requires_grad_()
-    inside = foretold(lambda: torch.tensor(told, device="cuda"), labels)
+    inside = expect_grad(lambda: torch.tensor(told, device="cuda"), labels)
     with nullcontext() if told is None else inside:
         loss = cross_entropy(given, labels, group)
     assert torch.equal(given.detach(), logits) == (told is None)
@@ -78,7 +78,7 @@ def test_gradients_that_are_foretold(shape, group):
 def test_a_gradient_is_foretold_for_what_is_inside_alone(group):
     logits = torch.zeros(2, 1, 64, device="cuda", dtype=torch.bfloat16)
     labels = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
-    with foretold(lambda: torch.tensor(0.5, device="cuda"), labels):
+    with expect_grad(lambda: torch.tensor(0.5, device="cuda"), labels):
         cross_entropy(logits, labels, group)  # nobody asks for gradients
         assert not logits.any()
         given = logits.clone().requires_grad_()

@@ -95,7 +95,7 @@ CASES = {
     ],
 )
 def test_bf16_weights_are_bitwise_the_same(case: str) -> None:
-    """Of the torch backend, which rounds to bf16 and adds in fp32 in both ways."""
+    """Gradients of the torch backend, which rounds to bf16 and adds in fp32 in both ways."""
     world, changes = CASES[case]
     fused, plain = both(world, "tiny", {**changes, "kernels.backend": "torch"})
     assert torch.equal(fused[0], plain[0])

@@ -1,5 +1,4 @@
-"""Largest attention logits of a step: against all logits in fp64, on all layouts, when they are
-due."""
+"""Largest attention logits of a step, against all logits in fp64 and on all layouts."""
 
 import contextlib
 import io
@@ -94,7 +93,9 @@ def _measured(cfg: Config) -> tuple[Tensor, Tensor, Tensor, int]:
         found = torch.full(tops.most_LH.shape, float("-inf"), dtype=torch.float64)
         forward, raise_ = CoreAttention.forward, kernels.raise_
 
-        def noting(self: Any, query: Tensor, key: Tensor, *given: Any, **named: Any) -> Tensor:
+        def active_max_logit(
+            self: Any, query: Tensor, key: Tensor, *given: Any, **named: Any
+        ) -> Tensor:
             packed = named.get("packed_seq_params")
             positions = None if packed is None else packed.position_T
             row = found[rows[self]]
@@ -105,7 +106,7 @@ def _measured(cfg: Config) -> tuple[Tensor, Tensor, Tensor, int]:
             passes.append(1)
             raise_(*given, **named)
 
-        CoreAttention.forward, kernels.raise_ = noting, counting
+        CoreAttention.forward, kernels.raise_ = active_max_logit, counting
         try:
             batches, before = trainer.loader.next_step(), balance.snapshot([])
             trainer.job.engine.train()
@@ -132,7 +133,7 @@ def _measured(cfg: Config) -> tuple[Tensor, Tensor, Tensor, int]:
     ids=["window and sinks", "normalised", "latent", "documents", "latent documents"],
 )
 def test_every_head_of_a_step(overrides: list[str], layers: int) -> None:
-    """Of four micro-batches, or two of two sequences."""
+    """Logits of four micro-batches, or two of two sequences."""
     cfg = configured(overrides, EVERY)
     ((table, want, told, passes),) = run_distributed(_measured, 1, cfg)
     assert want.isfinite().all() and len(want) == layers
@@ -194,7 +195,7 @@ def test_layouts_measure_the_same(
 
 @pytest.mark.dist
 def test_layers_of_linear_attention_have_none() -> None:
-    """Of four layers and one of multi-token prediction; also where a stage has none that counts."""
+    """Logits of four layers and a prediction layer; also if a stage has no layer that counts."""
     one = trained(1, QWEN3_NEXT, STEPS | EVERY)
     two = trained(2, QWEN3_NEXT, STEPS | EVERY | PP2)
     for record, split in zip(one.steps, two.steps, strict=True):

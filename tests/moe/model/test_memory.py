@@ -1,4 +1,4 @@
-"""What is computed again or moved to host memory changes no bit, and its memory is given back."""
+"""Recomputation and offloading change no bit, and free their memory."""
 
 import gc
 from typing import Any
@@ -70,7 +70,7 @@ def _gradients(overrides: list[str], layout: dict[str, int], groups: Any) -> dic
 def _compare(
     overrides: list[str], plans: dict[str, list[str]], layout: dict[str, int] | None = None
 ) -> list[str]:
-    """What differs from the model that keeps all."""
+    """Names of the tensors that differ from those of the model that saves all."""
     from phalanx.parallel.groups import create
 
     install()
@@ -159,7 +159,7 @@ def _freed(overrides: list[str], plans: dict[str, list[str]]) -> dict[str, int]:
 
 @pytest.mark.dist
 def test_memory_is_given_back() -> None:
-    """Of 96 tokens in fp32: five layers of width 128, the first of them dense, one a prediction."""
+    """Memory of 96 tokens in fp32 and five layers of width 128, one dense and one of prediction."""
     plans = PLANS | MLA_PLANS
     (freed,) = run_distributed(_freed, 1, DEEPSEEK, plans)
     row = 96 * 4

@@ -25,7 +25,7 @@ from tests.support.distributed import run_distributed
 
 TOKENS = 48
 ROWS = ((21, 1, 3, 2, 22), (49,), (20, 28, 1))
-"""Of S + 1 tokens: ends inside and at the end of sequences, and a document longer than one."""
+"""Rows of S + 1 tokens: ends inside and at the end of sequences, and a document longer than one."""
 
 
 def unevenly(model: Any) -> None:

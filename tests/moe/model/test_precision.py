@@ -1,4 +1,4 @@
-"""What a configuration of `precision` is to the kernels, to Megatron-Core and to estimates."""
+"""Meaning of the section `precision` for kernels, Megatron-Core and estimates."""
 
 from dataclasses import asdict, fields
 from typing import Any, get_args, get_type_hints

@@ -83,7 +83,7 @@ def _clipped(cfg: Config) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_heads_end_at_the_limit(overrides: list[str], world: int, changes: dict[str, Any]) -> None:
-    """Those above it, and those below stay as they were, to the last bit."""
+    """Heads above the limit change, and those below keep their bits."""
     still = ONE_LAYER | {"optim.lr": 1e-30, "optim.min_lr": 0.0, "optim.weight_decay": 0.0}
     cfg = configured(overrides, still | {"optim.qk_clip": 1e9} | changes, world)
     (plain, same), *_ = run_distributed(_clipped, world, cfg)
@@ -210,7 +210,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_an_export_has_the_clipped_weights(tmp_path: Path) -> None:
-    """Of a step that is the same but for the clip, row by row."""
+    """Factors of the rows, from a step with the clip and the same step without."""
     from phalanx.moe.hf.convert import export_checkpoint
     from tests.moe.hf.models import tensors
 

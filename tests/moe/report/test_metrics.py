@@ -21,7 +21,7 @@ from phalanx.moe.data.sources import Source
 from phalanx.moe.report import metrics as metrics_module
 from phalanx.moe.report.loggers import read, start_facts, tag
 from phalanx.moe.report.metrics import Metrics, duration, heading, line, steady
-from phalanx.moe.training.validation import OfSource, scores
+from phalanx.moe.training.validation import SourceSums, scores
 
 GPU: dict[str, Any] = {
     "step": 120,
@@ -132,9 +132,9 @@ def test_a_validation_is_a_line(tmp_path: Path) -> None:
     absent = Source("rare", 0.001, 10, 100, 9, 0.0, None)
     short = Source("short", 0.1, 10, 100, 9, 0.0, None)
     totals = (
-        OfSource(60 * 3.0, 60, 6),
-        OfSource(20 * 1.0, 20, 2),
-        *[OfSource(0.0, 0, n) for n in (0, 1)],
+        SourceSums(60 * 3.0, 60, 6),
+        SourceSums(20 * 1.0, 20, 2),
+        *[SourceSums(0.0, 0, n) for n in (0, 1)],
     )
     steps = [(3.0, 40), (math.nan, 0), (2.0, 40)]
     found = scores(steps, [wiki, code, absent, short], totals)
@@ -162,11 +162,11 @@ def test_bits_per_byte_are_left_out_where_they_are_not_known() -> None:
     assert scores(two, [], []).keys() == names
     known = replace(code, bytes_per_token=1.0)
     assert scores(two, [known], [])["valid_bits_per_byte"] == pytest.approx(2 / math.log(2))
-    some = scores(two, [wiki, known], [OfSource(8.0, 4, 1), OfSource(8.0, 4, 1)])
+    some = scores(two, [wiki, known], [SourceSums(8.0, 4, 1), SourceSums(8.0, 4, 1)])
     assert [k for k in some if "bits" in k] == ["valid_bits_per_byte/code"]
     assert scores([(1000.0, 8)], [], [])["valid_perplexity"] == math.inf
     assert math.isnan(scores([(math.nan, 8)], [], [])["valid_loss"])
-    assert scores([(math.nan, 0)], [wiki, known], [OfSource(0.0, 0, 1)] * 2) == {}
+    assert scores([(math.nan, 0)], [wiki, known], [SourceSums(0.0, 0, 1)] * 2) == {}
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_loss_of_equal_scores_is_one() -> None:
 
 
 def _collected(chunks: list[Any], config: Any, pg: Any) -> Any:
-    """What all ranks' statistics say, as a step gathers them."""
+    """Summary of all ranks' statistics, collected as in a step."""
     from phalanx.moe.router.balance import Collector
 
     collector = Collector(chunks, config, pg)
@@ -299,8 +299,7 @@ def _pipeline() -> Any:
 
 
 def _with_clones() -> Any:
-    """Two micro-batches of a layer over two ranks, of which one has a copy; one more is taken
-    back."""
+    """Two micro-batches of a layer over two ranks, one of them with a copy; one more is undone."""
     install()
     from phalanx.kernels.routing.clone_plan import CloneSize, clone_plan
     from phalanx.moe.router import balance
@@ -345,12 +344,14 @@ ROWS = {
     1: ([600, 0, 0, 0, 0, 0, 0, 200], [0, 0, 100, 100, 700, 0, 0, 0]),
     2: ([100] * 8, [0, 900, 0, 0, 800, 0, 0, 0]),
 }
-"""Of experts, by layer and micro-batch: now the one node has the busiest rank, now the other."""
+"""Rows of experts, by layer and micro-batch: either node has the busiest rank once."""
 
 
 def _plans_of_nodes() -> Any:
-    """What is logged of two layers over two nodes of two ranks, from the plans of a rank's own node
-    and from those of the group; and how many collectives the first table made."""
+    """Logged values of two layers over two nodes of two ranks, and the number of collectives.
+
+    From the plans of a rank's node, and from those of the group; collectives of the first table.
+    """
     install()
     from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize, clone_plan
     from phalanx.parallel.groups import create

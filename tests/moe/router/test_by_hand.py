@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from phalanx.configs.load import load
-from phalanx.moe.router.by_hand import drawn, read_choices
+from phalanx.moe.router.by_hand import random_choices, read_choices
 from phalanx.moe.router.recording import FORMAT, read_facts, read_layer
 from phalanx.scripts import make_routing, routing_load
 from tests.support.runs import SMALL, records, run
@@ -37,11 +37,11 @@ def test_layers_that_are_not_named_take_those_of_all_others(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("[", "is no JSON"),
-        ([[0, 1]], "is no object of layers"),
+        ("[", "is not JSON"),
+        ([[0, 1]], "is not an object of layers"),
         (
             {"layer.1": [[0, 1]]},
-            "has 'layer.1', and the layers are layer.2 to prediction.1, or",
+            "has 'layer.1', but the layers are layer.2 to prediction.1, or",
         ),
         ({"layer.2": [[0, 1]]}, "has no choices of layer.3, and none of '*'"),
         ({"*": [[0, 1, 2]]}, "'*' is not a list of 2 experts for each token (model.moe.top_k)"),
@@ -66,13 +66,16 @@ def test_what_is_no_routing_is_one_line(
 
 
 def test_weights_say_how_readily_an_expert_is_drawn() -> None:
-    ids = drawn(MODEL.model, {3: 8.0}, 4000, seed=0)
+    ids = random_choices(MODEL.model, {3: 8.0}, 4000, seed=0)
     for of in ids.values():
         assert of.shape == (4000, 2) and (of[:, 0] != of[:, 1]).all()
         first = np.bincount(of[:, 0], minlength=8) / 4000
         assert first[3] == pytest.approx(8 / 15, abs=0.03)
         assert np.delete(first, 3) == pytest.approx([1 / 15] * 7, abs=0.02)
-    again, other = drawn(MODEL.model, {3: 8.0}, 4000, 0), drawn(MODEL.model, {3: 8.0}, 4000, 1)
+    again, other = (
+        random_choices(MODEL.model, {3: 8.0}, 4000, 0),
+        random_choices(MODEL.model, {3: 8.0}, 4000, 1),
+    )
     assert all(np.array_equal(ids[name], again[name]) for name in LAYERS)
     assert not np.array_equal(ids["layer.2"], other["layer.2"])
     assert not np.array_equal(ids["layer.2"], ids["layer.3"])
@@ -81,7 +84,7 @@ def test_weights_say_how_readily_an_expert_is_drawn() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ("--weight 8=2", "there is no expert 8, but 0 to 7"),
+        ("--weight 8=2", "there is no expert 8: experts are 0 to 7"),
         ("--weight 1=0", "expert 1 has weight 0.0, which must be above 0"),
         ("--weight 1", "--weight 1: write EXPERT=WEIGHT, as in 3=8"),
         ("--tokens 70000", "70000 tokens: a file holds 1 to 65536"),
@@ -103,7 +106,7 @@ def test_bad_options_are_told_in_a_line(
 
 @pytest.mark.dist
 def test_what_was_made_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the command that it prints: the load of a run is the one that was written."""
+    """A run by the printed command has the load that was written."""
     choices = written(tmp_path / "x.json", {"*": [[3, 0], [3, 1], [3, 2], [3, 4]]})
     out, shape = tmp_path / "out", ["model=tiny", "model.layers=2"]
     assert make_routing.main([str(out), *shape, "--choices", str(choices)]) == 0
@@ -125,7 +128,7 @@ def test_what_was_made_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture
     [
         ([[0, 8]], "layer.1 has expert 8 of token 0"),
         ([[1, 1]], "layer.1 has an expert twice of token 0"),
-        ([[1, 2], [3, 4]], r"layer.1 is uint8 \[2, 2\], not whole numbers \[1, 2\]"),
+        ([[1, 2], [3, 4]], r"layer.1 is uint8 \[2, 2\], not integers \[1, 2\]"),
     ],
 )
 def test_a_file_of_another_program_is_checked(

@@ -12,7 +12,7 @@ from phalanx.configs.load import load
 from phalanx.configs.load import options as group_options
 from phalanx.configs.schema import RouterConfig
 from phalanx.moe.router import fused_topk
-from phalanx.moe.router.fused_topk import refuse
+from phalanx.moe.router.fused_topk import unsupported
 from phalanx.moe.router.router import slots
 from tests.moe.cases import EXPERTS, LOSSES, TOP_K, build_router, draw, hidden, install
 from tests.support.distributed import run_distributed
@@ -42,7 +42,7 @@ from tests.support.distributed import run_distributed
 def test_what_the_kernel_takes(
     options: dict[str, Any], experts: int, top_k: int, why: str | None
 ) -> None:
-    refused = refuse(RouterConfig(**options), experts=experts, top_k=top_k)
+    refused = unsupported(RouterConfig(**options), experts=experts, top_k=top_k)
     assert refused is None if why is None else why in str(refused)
 
 
@@ -54,7 +54,7 @@ def topk(
     groups: tuple[int, int] = (1, 1),
     **weights: Any,
 ) -> tuple[Tensor, Tensor]:
-    """What `kernels.sm90.routing.topk.topk` promises, in torch."""
+    """`kernels.sm90.routing.topk.topk` in torch."""
     from phalanx.moe.router.scores import choose, probabilities
 
     grouped = groups[1] < groups[0]
@@ -68,7 +68,7 @@ def topk(
 def topk_backward(
     dprob_TK: Tensor, idx_TK: Tensor, prob_TK: Tensor, logits_TE: Tensor, **weights: Any
 ) -> Tensor:
-    """What `kernels.sm90.routing.topk.topk_backward` promises, in torch."""
+    """`kernels.sm90.routing.topk.topk_backward` in torch."""
     from phalanx.moe.router.scores import probabilities
 
     options: Any = SimpleNamespace(**weights)
@@ -125,7 +125,7 @@ def test_what_a_model_launches_is_shipped(model: str) -> None:
     from phalanx.kernels.sm90.routing import topk as kernel
 
     moe = load([f"model={model}"]).model.moe
-    assert refuse(moe.router, experts=moe.experts, top_k=moe.top_k) is None
+    assert unsupported(moe.router, experts=moe.experts, top_k=moe.top_k) is None
     logits_TE = torch.empty(4, moe.experts, device="meta", requires_grad=True)
     biased = bool(moe.router.bias_rate)
     bias_E = torch.empty(moe.experts, device="meta") if biased else None

@@ -8,7 +8,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from phalanx.configs.schema import RouterConfig
-from phalanx.moe.router.fused_topk import best, refuse, topk
+from phalanx.moe.router.fused_topk import best, topk, unsupported
 from phalanx.moe.router.scores import choose, probabilities
 from tests.kernels.capture import check_replay
 
@@ -40,7 +40,7 @@ def drawn(T, E, seed=0):
 def test_equals_the_composition(shape):
     T, E, K, router = shape
     options = RouterConfig(**router)
-    assert refuse(options, experts=E, top_k=K) is None
+    assert unsupported(options, experts=E, top_k=K) is None
     logits, up = drawn(T, E).requires_grad_(), drawn(K, T, seed=1).t()
     bias = drawn(1, E, seed=2)[0] / 8 if options.bias_rate else None
     idx, prob = topk(logits, bias, options, K)

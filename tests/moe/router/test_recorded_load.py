@@ -39,8 +39,10 @@ def test_without_clones() -> None:
 
 @pytest.mark.parametrize("cost", [0, 100])
 def test_with_a_clone(cost: int) -> None:
-    """Of 320 rows above the mean whole tiles go, 256; the busiest rank bears the cost too, but
-    needs no row for it."""
+    """A clone takes full tiles, 256 of the 320 rows above the mean.
+
+    The busiest rank bears the cost too, but needs no row for it.
+    """
     found = load(tokens_of(UNEVEN), 1, cost)
     assert (found.load_max, found.cloned) == (3.0, 1.0)
     assert found.busiest_rank == (576 + cost) / 512
@@ -73,7 +75,7 @@ def test_few_tokens_are_taken_again() -> None:
     [(100, 1.0), (512, 1.0), (513, 1.01), (640, 1.01), (641, 1.26), (1024, 1.76)],
 )
 def test_the_least_factor_keeps_whole_tiles(rows: int, factor: float) -> None:
-    """Of 512 balanced rows: at 1.00 four tiles of 128, above that a fifth, above 1.25 a sixth."""
+    """512 balanced rows are four tiles of 128 at 1.00, five above it and six above 1.25."""
     assert least_factor(rows, tokens=256, top_k=2) == factor
 
 

@@ -11,11 +11,11 @@ from safetensors.numpy import save_file
 from phalanx.configs.load import load
 from phalanx.configs.schema import ModelConfig, RouterConfig
 from phalanx.moe.router.recording import (
-    Facts,
     Ids,
+    RecordingFacts,
     layer_name,
     layer_names,
-    misfit,
+    mismatch,
     read_facts,
     read_layer,
     write,
@@ -44,7 +44,7 @@ def test_a_file_holds_what_was_written(experts: int, tmp_path: Path) -> None:
     facts = write(path, ids, model="tiny", experts=experts, step=7)
     assert facts == read_facts(path)
     names = ("layer.1", "layer.2", "layer.3")
-    assert facts == Facts("tiny", experts, TOP_K, TOKENS, 7, names)
+    assert facts == RecordingFacts("tiny", experts, TOP_K, TOKENS, 7, names)
     for name in names:
         read = read_layer(path, name)
         assert np.array_equal(read, ids[name])
@@ -66,7 +66,7 @@ def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="text cannot be read"):
         read_facts(tmp_path / "text")
     save_file({"a": np.zeros(3)}, tmp_path / "weights")
-    with pytest.raises(ValueError, match="no recorded routing, which run.record_routing writes"):
+    with pytest.raises(ValueError, match="not a recorded routing, which run.record_routing writes"):
         read_facts(tmp_path / "weights")
 
 
@@ -77,13 +77,13 @@ def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
         ("model.layers=2", None),
         ("model.layers=4", "without layer.4 of this model"),
         ("model.mtp_layers=1", "without prediction.1 of this model"),
-        ("model.moe.top_k=3", "with model.moe.top_k=2, and here it is 3"),
-        ("model.moe.experts=16", "with model.moe.experts=8, and here it is 16"),
+        ("model.moe.top_k=3", "with model.moe.top_k=2, but this run has 3"),
+        ("model.moe.experts=16", "with model.moe.experts=8, but this run has 16"),
     ],
 )
 def test_what_a_model_can_replay(override: str, why: str | None) -> None:
-    facts = Facts("other", 8, 2, 100, 5, ("layer.1", "layer.2", "layer.3"))
-    found = misfit(facts, load(["model=tiny", "model.layers=3", override]).model)
+    facts = RecordingFacts("other", 8, 2, 100, 5, ("layer.1", "layer.2", "layer.3"))
+    found = mismatch(facts, load(["model=tiny", "model.layers=3", override]).model)
     assert found == (None if why is None else found) and (why or "") in (found or "")
 
 

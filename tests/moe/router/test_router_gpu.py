@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 )
 def test_forced_choice_and_gradient(T: int, E: int, K: int, options: dict[str, Any]) -> None:
     o = RouterConfig(force_balance=True, **options)
-    assert fused_topk.refuse(o, experts=E, top_k=K) is None
+    assert fused_topk.unsupported(o, experts=E, top_k=K) is None
     module = ForcedBalance(o, experts=E, top_k=K)
     torch.manual_seed(0)
     logits = torch.randn(T, E, device="cuda", requires_grad=True)

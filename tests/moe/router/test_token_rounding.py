@@ -227,7 +227,7 @@ def test_layer(ranks: int, mode: str, recompute: str) -> None:
     "mode", ["nearest", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("up", "down"))]
 )
 def test_training(mode: str) -> None:
-    """As without rounding, on tokens in which there is little to learn; an overflow is rerun."""
+    """Losses are close to those without rounding, on tokens with little to learn; with reruns."""
     overrides = ["model=tiny", "run.steps=4", "data.global_batch=4", "data.micro_batch=1"]
     changes = {
         "model.layers": 2,

@@ -17,7 +17,12 @@ from phalanx.configs.validate import ConfigError
 from phalanx.kernels.registry import Choice
 from phalanx.moe.estimate.room import Room
 from phalanx.moe.training import choices
-from phalanx.moe.training.choices import choose_fp8_weights, choose_graph, experts_of_all, known
+from phalanx.moe.training.choices import (
+    agreed_experts,
+    choose_fp8_weights,
+    choose_graph,
+    with_choices,
+)
 from phalanx.parallel.runtime import Runtime
 from tests.support.distributed import run_distributed
 from tests.support.pages import README, blocks
@@ -29,7 +34,7 @@ KERNELS.append(Choice("norm", "te", ""))
 
 def on(device: str, overrides: list[str], kernels: list[Choice], dispatch: str) -> Config:
     here = Runtime(0, 1, 0, torch.device(device))
-    return known(load(overrides), here, kernels, dispatch)
+    return with_choices(load(overrides), here, kernels, dispatch)
 
 
 def _line(overrides: list[str], experts: list[str], device: str, dispatch: str) -> str:
@@ -49,7 +54,7 @@ def lines(
     device: str = "cuda",
     dispatch: str = "symm",
 ) -> set[str]:
-    """Of all ranks."""
+    """Choices of all ranks."""
     ranks = len(experts)
     return set(run_distributed(_line, ranks, list(overrides), list(experts), device, dispatch))
 
@@ -87,7 +92,7 @@ def test_what_one_rank_cannot_capture_none_does(given: dict[str, Any], reason: s
 
 
 def _experts(names: list[str]) -> str:
-    return experts_of_all(names[dist.get_rank()])
+    return agreed_experts(names[dist.get_rank()])
 
 
 @pytest.mark.dist
@@ -102,7 +107,7 @@ def test_no_experts_wait_for_tokens_if_those_of_one_rank_cannot() -> None:
 
 def test_the_configuration_that_rules_take_is_a_copy() -> None:
     cfg = load([])
-    resolved = known(cfg, Runtime(0, 1, 0, torch.device("cpu")), KERNELS, "local")
+    resolved = with_choices(cfg, Runtime(0, 1, 0, torch.device("cpu")), KERNELS, "local")
     assert (resolved.kernels.backend, resolved.parallel.dispatch) == ("fused", "local")
     assert (resolved.run.device, resolved.run.graph) == ("cpu", "auto")
     assert cfg == load([])
@@ -128,7 +133,7 @@ def _weights(overrides: list[str], experts: str, free: list[int]) -> str:
     """`backend; reason` of the start page on a GPU with so many bytes free, of each rank."""
     kernels = [replace(KERNELS[0], backend=experts), *KERNELS[1:]]
     here = Runtime(dist.get_rank(), dist.get_world_size(), 0, torch.device("cuda"))
-    cfg = known(load(overrides), here, kernels, "symm")
+    cfg = with_choices(load(overrides), here, kernels, "symm")
     cfg.run.graph = "off"
     room = Room("GPU 0", free[dist.get_rank()])
     with mock.patch.object(choices, "device_room", lambda _: room):
@@ -142,10 +147,10 @@ def test_fp8_copies_of_weights_are_where_they_fit_on_all_ranks() -> None:
         return line
 
     assert re.fullmatch(r"resident; auto; with .* of 1\.0 TiB would be needed", told())
-    assert told(free=(0, 0)).startswith("scratch; auto; with resident ones ")
+    assert told(free=(0, 0)).startswith("scratch; auto; with resident weights ")
     short = run_distributed(_weights, 2, FP8, "fused", [2**40, 0])
     assert [line.split(";")[0] for line in short] == ["scratch", "scratch"]
-    assert [line.endswith("needed, and another rank has less room") for line in short] == [
+    assert [line.endswith("needed, and another rank has less free memory") for line in short] == [
         True,
         False,
     ]

@@ -36,17 +36,17 @@ def stop() -> Iterator[StopSignal]:
         yield stop
 
 
-def give_up(error: Exception, stop: StopSignal, rank: int = 0, training: bool = True) -> int:
+def exit_with(error: Exception, stop: StopSignal, rank: int = 0, training: bool = True) -> int:
     try:
         raise error
     except Exception as raised:
-        return failure.give_up(raised, stop, rank=rank, training=training)
+        return failure.exit_with(raised, stop, rank=rank, training=training)
 
 
 def test_a_failed_capture_is_one_line_with_what_to_set(
     stop: StopSignal, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert give_up(CaptureFailed("RuntimeError: no (loss.py:7)"), stop) == 1
+    assert exit_with(CaptureFailed("RuntimeError: no (loss.py:7)"), stop) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: the step could not be captured") and "(loss.py:7)" in line
     assert line.endswith("set run.graph=off or run.graph=auto")
@@ -67,7 +67,7 @@ def test_a_failed_capture_is_one_line_with_what_to_set(
 def test_what_is_wrong_with_the_input_is_one_line(
     error: Exception, code: int, stop: StopSignal, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert give_up(error, stop) == code
+    assert exit_with(error, stop) == code
     assert capsys.readouterr() == ("", "error: what\n")
 
 
@@ -75,17 +75,17 @@ def test_out_of_memory_says_what_to_set(
     stop: StopSignal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        give_up(OutOfMemory("data.micro_batch=4: lower it (Tried to allocate 9 GiB.)"), stop) == 1
+        exit_with(OutOfMemory("data.micro_batch=4: lower it (Tried to allocate 9 GiB.)"), stop) == 1
     )
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: out of memory: data.micro_batch=4: lower it")
 
 
 def test_a_bug_shows_its_stack(stop: StopSignal, capsys: pytest.CaptureFixture[str]) -> None:
-    assert give_up(ValueError("shape"), stop, training=True) == 1
+    assert exit_with(ValueError("shape"), stop, training=True) == 1
     err = capsys.readouterr().err
     assert err.startswith("Traceback") and "raise error" in err and "ValueError: shape" in err
-    assert give_up(ValueError("shape"), stop, training=False) == 2
+    assert exit_with(ValueError("shape"), stop, training=False) == 2
     assert capsys.readouterr().err == "error: shape\n"
 
 
@@ -94,14 +94,14 @@ def test_a_rank_that_is_signalled_leaves_the_word_to_another(
     error: Exception, stop: StopSignal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
-    assert give_up(error, stop, rank=3) > 0
+    assert exit_with(error, stop, rank=3) > 0
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_rank_that_fails_alone_speaks(
     stop: StopSignal, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert give_up(DataError("what"), stop, rank=3) == 2
+    assert exit_with(DataError("what"), stop, rank=3) == 2
     assert capsys.readouterr().err == "error: what (rank 3)\n"
 
 
@@ -110,11 +110,11 @@ def test_a_rank_that_fails_alone_speaks(
 def test_lost_peers_are_told_only_if_nobody_ends_this_rank(
     error: Exception, rank: int, stop: StopSignal, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert give_up(error, stop, rank=rank) == 1
+    assert exit_with(error, stop, rank=rank) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: the other ranks are gone: [../gloo") and "closed by peer" in line
     stop.received = "SIGTERM"
-    assert give_up(error, stop, rank=rank) == 1
+    assert exit_with(error, stop, rank=rank) == 1
     assert capsys.readouterr().err == ""
 
 
@@ -125,12 +125,12 @@ def test_the_launcher_is_told(
 
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    give_up(DataError("what"), stop)
+    exit_with(DataError("what"), stop)
     seen = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(path))
     assert seen.message["extraInfo"]["py_callstack"] == "error: what"
     assert seen.timestamp > 1e9 and json.loads(path.read_text())
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no/folder"))
-    assert give_up(DataError("what"), stop) == 2
+    assert exit_with(DataError("what"), stop) == 2
 
 
 class StandIn:
@@ -153,7 +153,7 @@ def test_the_watchdog_says_who_speaks(
     try:
         raise DataError("what")
     except DataError as error:
-        code = failure.give_up(error, stop, rank=rank, training=True, watchdog=watchdog)  # type: ignore[arg-type]
+        code = failure.exit_with(error, stop, rank=rank, training=True, watchdog=watchdog)  # type: ignore[arg-type]
     assert code == 2
     stack, reason, own = watchdog.reported
     assert "raise DataError" in stack and reason == "what" and own
@@ -183,5 +183,5 @@ def test_a_wait_in_vain_is_the_fault_of_the_rank_that_did_not_come(
 ) -> None:
     monkeypatch.setattr(failure, "missing", lambda: late)
     watchdog = StandIn(False)
-    failure.give_up(error, stop, rank=0, training=True, watchdog=watchdog)  # type: ignore[arg-type]
+    failure.exit_with(error, stop, rank=0, training=True, watchdog=watchdog)  # type: ignore[arg-type]
     assert watchdog.reported[1:] == reported

@@ -34,7 +34,7 @@ MODELS = {
     ],
 }
 LENGTHS = [*[1] * 40, 3, 2, 90, 1, 1, 5, 30, 2, 4, 1, 17, 8, 1, 1, 60, 2]
-"""Of documents: a row of 16 has from 0 to 16 labels, the global batch 167 of 256."""
+"""Labels of documents: a row of 16 has from 0 to 16 labels, the global batch 167 of 256."""
 
 CP2, PP2, TP2 = ({f"parallel.{kind}": 2} | EP1 for kind in ("context", "pipeline", "tensor"))
 VP2 = PP2 | {"parallel.virtual_pipeline": 2}
@@ -126,7 +126,7 @@ def test_tokens_ahead_weigh_the_same_without_masks() -> None:
 
 
 Seen = tuple[float, float, list[float]]
-"""Of a rank: sum of the losses that count, how many they are, and what the step said."""
+"""Sum of the losses of a rank that count, their number, and the totals of the step."""
 
 
 def masked(trainer: Any, share: float, seed: int) -> list[dict[str, Tensor]]:
@@ -190,7 +190,7 @@ def test_the_loss_is_the_sum_over_labels_by_their_number(
 
 
 def _gradients(overrides: list[str], shares: list[float]) -> list[Tensor]:
-    """Of a step of each share of labels that count, of all parameters, one behind the other."""
+    """Gradients of a step for each share of labels that count, of all parameters, concatenated."""
     from phalanx.moe.router import balance
 
     trainer, found = trainer_of(overrides), []
@@ -209,8 +209,10 @@ NONE = [text.replace("0.1", "0") for text in ROUTERS]
 
 @pytest.mark.parametrize("layout", ["data", "context"])
 def test_losses_of_routers_are_means_over_all_tokens(layout: str, tmp_path: Path) -> None:
-    """A token is routed whether its label counts or not: what these losses add to the gradient is
-    the same with any mask."""
+    """Tokens are routed whether their labels count or not.
+
+    So these losses add the same to the gradient with any mask.
+    """
     world, sizes = LAYOUTS[layout]
     given = [f"run.dir={tmp_path}", *(f"{key}={value}" for key, value in sizes.items())]
     shares = [2.0, 0.5, 0.05]
@@ -227,8 +229,7 @@ def test_losses_of_routers_are_means_over_all_tokens(layout: str, tmp_path: Path
 
 @pytest.mark.parametrize("recipe", [pytest.param("bf16", marks=pytest.mark.slow), "fp8_block"])
 def test_gradients_of_few_digits_keep_their_magnitude(recipe: str, corpus: dict[str, Any]) -> None:
-    """bf16 gradients that are reduced, and FP8 operands: as without masks, nothing is a sum of
-    losses before it is divided."""
+    """Reduced bf16 gradients and FP8 operands, as without masks, are of divided losses."""
     numbers = {"precision.recipe": recipe, "parallel.grad_dtype": "bf16"}
     given = corpus | {"run.steps": 1}
     (exact,) = trained(2, MODELS["deepseek"], given | EP1).series("grad_norm")
@@ -241,7 +242,7 @@ def test_gradients_of_few_digits_keep_their_magnitude(recipe: str, corpus: dict[
 
 
 def ran(folder: Path, lengths: Sequence[int], *more: str) -> tuple[Rank, list[dict[str, Any]]]:
-    """What a run on two ranks over documents said, and its records."""
+    """Output of a run on two ranks over documents, and its records."""
     changes = documents(folder, lengths)
     data = [f"data.blend={changes['data.blend']}".replace("'", ""), "data.split='90,10'"]
     data += [f"data.cache={folder}/cache", "data=indexed", "data.document_mask=true"]

@@ -1,4 +1,4 @@
-"""What is said at once, and what the run folder keeps of each launch."""
+"""First lines of output, and the record of each launch in the run folder."""
 
 import os
 from collections.abc import Iterator
@@ -127,7 +127,7 @@ def test_a_bench_keeps_it_as_well(tmp_path: Path) -> None:
 def test_two_launches_within_a_second_have_two_files(tmp_path: Path) -> None:
     names = ["a.yaml", "a_2.yaml", "a_3.yaml"]
     for name in names:
-        path = launch._free(tmp_path, "a")
+        path = launch._unused(tmp_path, "a")
         assert path.name == name
         path.touch()
     assert sorted(path.name for path in tmp_path.iterdir()) == names

@@ -1,5 +1,7 @@
-"""What stops a run is told before a launch, by one process and without torch; see test_bad_input
-for damaged files."""
+"""Errors found before a launch, by one process and without torch.
+
+See test_bad_input for damaged files.
+"""
 
 import resource
 import subprocess

@@ -106,7 +106,7 @@ def test_a_sample_is_shown_line_by_line_without_control_characters() -> None:
     assert shown.splitlines() == [
         "   | def f(x):",
         "   | ",
-        "   goes on",
+        "   continued",
         "   |     y\t= '\\n'\\x1b[2J\\r",
         "   | \\u202e",
     ]
@@ -119,7 +119,7 @@ def test_of_logits_that_are_no_numbers_there_is_no_sample(tmp_path: Path) -> Non
     main = run(2, [*given, "parallel.tensor=2", "parallel.expert=1"], _broken_when_it_samples)[0]
     assert main.code == 0, main.err
     assert "-- sample after step 2: none, as the model's logits are NaN or infinite\n" in main.out
-    assert "goes on" not in main.out
+    assert "continued" not in main.out
 
 
 @contextmanager

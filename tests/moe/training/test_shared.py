@@ -120,7 +120,7 @@ def test_a_line_has_the_first_difference_and_the_names_of_some() -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 def test_two_launchers(tmp_path: Path) -> None:
-    """Of one job on this machine: refused with other settings, one run with the same."""
+    """Launches of one job on this machine: rejected with other settings, one run with the same."""
     words = [*TINY, f"run.dir={tmp_path}", "parallel.timeout=60"]
     for different, codes in (("optim.lr=2e-2", [1, 1]), ("optim.lr=1e-2", [0, 0])):
         port = _free_port()

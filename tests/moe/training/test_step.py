@@ -1,4 +1,4 @@
-"""What a step says of its losses beforehand."""
+"""Expected gradients of a step's losses."""
 
 import contextlib
 import io
@@ -17,8 +17,7 @@ Seen = list[tuple[float | None, list[float]]]
 
 
 def gradients(overrides: list[str]) -> Seen:
-    """Inside a rank, of the losses that a step asks for: the gradient that was foretold, and the
-    different ones that came, in order."""
+    """Expected gradient of the losses of a step, and the distinct actual ones, in order."""
     from phalanx.kernels.library_objects import replaced
     from phalanx.moe.model import loss
     from phalanx.moe.model.gpt import LanguageModel
@@ -30,10 +29,10 @@ def gradients(overrides: list[str]) -> Seen:
     compute = LanguageModel.compute_language_model_loss
 
     def watched(self: Any, labels: Any, logits: Any) -> Any:
-        told, found = loss.gradient_foretold(labels), compute(self, labels, logits)
-        value = None if told is None else told.item()
-        found.register_hook(lambda g: seen.append((value, g.unique().tolist())))
-        return found
+        expected, losses = loss.expected_grad(labels), compute(self, labels, logits)
+        value = None if expected is None else expected.item()
+        losses.register_hook(lambda g: seen.append((value, g.unique().tolist())))
+        return losses
 
     runtime = start(seed=1, timeout=60, deterministic=False)
     with (
@@ -55,35 +54,35 @@ def gradients(overrides: list[str]) -> Seen:
         (5, ["data.micro_batch=1", "parallel.pipeline=2", "model.layers=2"]),
     ],
 )
-def test_gradients_are_foretold(sequences: int, layout: list[str], tmp_path: Any) -> None:
-    place = [f"run.dir={tmp_path}", f"data.cache={tmp_path}/cache", "parallel.expert=1"]
-    given = [*TINY, *place, *layout, f"data.global_batch={sequences}"]
-    first, last = run_distributed(gradients, 2, given)
+def test_gradients_are_as_expected(sequences: int, layout: list[str], tmp_path: Any) -> None:
+    folders = [f"run.dir={tmp_path}", f"data.cache={tmp_path}/cache", "parallel.expert=1"]
+    overrides = [*TINY, *folders, *layout, f"data.global_batch={sequences}"]
+    first, last = run_distributed(gradients, 2, overrides)
     assert bool(first) == ("parallel.pipeline=2" not in layout)
     for seen in (first or last, last):
         assert len(seen) == (sequences if sequences % 4 else sequences // 4)
-        for told, came in seen:
-            assert [told] == pytest.approx(came, rel=5e-7)
+        for expected, actual in seen:
+            assert [expected] == pytest.approx(actual, rel=5e-7)
 
 
 @pytest.mark.parametrize("layout", ["one", "context", "data"])
-def test_gradients_of_tokens_that_count_are_foretold(layout: str, tmp_path: Any) -> None:
+def test_gradients_of_tokens_that_count_are_as_expected(layout: str, tmp_path: Any) -> None:
     """They are the same for every label of the global batch, on any rank."""
     world, context = {"one": (1, 1), "context": (2, 2), "data": (2, 1)}[layout]
-    place = [f"run.dir={tmp_path}", f"data.cache={tmp_path}/cache", "parallel.expert=1"]
-    given = ["data.document_mask=true", f"parallel.context={context}", "data.sequence_length=512"]
-    given += ["data.micro_batch=1"]
-    ranks = run_distributed(gradients, world, [*TINY, *place, *given])
+    folders = [f"run.dir={tmp_path}", f"data.cache={tmp_path}/cache", "parallel.expert=1"]
+    overrides = ["data.document_mask=true", "data.sequence_length=512", "data.micro_batch=1"]
+    overrides.append(f"parallel.context={context}")
+    ranks = run_distributed(gradients, world, [*TINY, *folders, *overrides])
     losses = [loss for seen in ranks for loss in seen]
-    assert len(losses) == 8 * context and any(len(came) == 2 for _, came in losses)
-    assert len({told for told, _ in losses}) == 1
-    for told, came in losses:
-        assert [told] == pytest.approx([g for g in came if g], rel=5e-7)
+    assert len(losses) == 8 * context and any(len(actual) == 2 for _, actual in losses)
+    assert len({expected for expected, _ in losses}) == 1
+    for expected, actual in losses:
+        assert [expected] == pytest.approx([g for g in actual if g], rel=5e-7)
 
 
 def test_losses_of_multi_token_prediction_have_other_gradients(tmp_path: Any) -> None:
-    place = [f"run.dir={tmp_path}", f"data.cache={tmp_path}/cache", "model.mtp_layers=1"]
-    (seen,) = run_distributed(gradients, 1, [*TINY, *place])
-    assert len(seen) % 2 == 0 and sum(told is None for told, _ in seen) == len(seen) // 2
-    for told, came in seen:
-        assert told is None or [told] == pytest.approx(came, rel=5e-7)
+    folders = [f"run.dir={tmp_path}", f"data.cache={tmp_path}/cache", "model.mtp_layers=1"]
+    (seen,) = run_distributed(gradients, 1, [*TINY, *folders])
+    assert len(seen) % 2 == 0 and sum(expected is None for expected, _ in seen) == len(seen) // 2
+    for expected, actual in seen:
+        assert expected is None or [expected] == pytest.approx(actual, rel=5e-7)

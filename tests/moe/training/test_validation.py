@@ -49,7 +49,7 @@ def validated(world: int, blend: list[str], folder: Path, *more: str) -> dict[st
 
 @pytest.fixture(scope="module")
 def alone(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """Of one process. Three quarters of 32 samples are text."""
+    """Scores of one process. Three quarters of 32 samples are text."""
     blend = ["0.75", sources[0], "0.25", sources[1]]
     return validated(1, blend, tmp_path_factory.mktemp("alone"), "run.eval_batches=4")
 
@@ -88,7 +88,7 @@ def test_layouts_agree(
 
 @pytest.mark.parametrize("layout", ["context", "tensor"])
 def test_sources_of_documents_add_up(layout: str, tmp_path: Path) -> None:
-    """By their labels, of which a source of short documents has few."""
+    """Sources are weighted by their labels, of which one of short documents has few."""
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 64, (4000,), generator=random)
     sources = {"long": ids.split(60), "short": ids.split([2, 1] * 1333 + [1])}

@@ -1,24 +1,24 @@
-"""Parts of layers that are computed again or moved, on a GPU: in eager steps and in a graph."""
+"""Parts of layers that are recomputed or offloaded, on a GPU: in eager steps and in a graph."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from phalanx.parallel.memory.layer_pass import MemoryPlan, passing
+from phalanx.parallel.memory.layer_context import MemoryPlan, enter_layer
 
 pytestmark = pytest.mark.gpu
 
 LAYERS, TOKENS, WIDTH = 6, 4096, 2048
 PIECE = 4 * TOKENS * WIDTH
 PLANS = {
-    "kept": MemoryPlan(),
-    "again": MemoryPlan(again=frozenset({"act"})),
-    "moved": MemoryPlan(offload=frozenset({"act"})),
+    "saved": MemoryPlan(),
+    "recomputed": MemoryPlan(recompute=frozenset({"act"})),
+    "offloaded": MemoryPlan(offload=frozenset({"act"})),
 }
 
 
 class Model(torch.nn.Module):
-    """Each layer keeps its input, and an activation that the plan is about."""
+    """Layers of which each saves its input, and an activation that the plan is about."""
 
     def __init__(self, plan: MemoryPlan) -> None:
         super().__init__()
@@ -29,16 +29,16 @@ class Model(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for number, weight in enumerate(self.weights):
-            with passing(self.plan, number) as memory:
+            with enter_layer(self.plan, number) as memory:
                 a = memory.region("act", torch.sin, x)
-                memory.move("act", a)
+                memory.offload("act", a)
                 x = x + a @ weight
                 memory.end(x)
         return x
 
 
 def stepped(name: str, captured: bool) -> tuple[Tensor, Tensor, int]:
-    """Gradients of weights and input, and the most memory beside them."""
+    """Gradients of weights and input, and the peak of memory on top of both."""
     torch.cuda.empty_cache()
     model = Model(PLANS[name])
     x = torch.randn(TOKENS, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
@@ -70,10 +70,10 @@ def stepped(name: str, captured: bool) -> tuple[Tensor, Tensor, int]:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("name", ["again", "moved"])
+@pytest.mark.parametrize("name", ["recomputed", "offloaded"])
 def test_the_same_bits_in_less_memory(name: str, captured: bool) -> None:
-    *kept, most = stepped("kept", captured)
+    *saved, most = stepped("saved", captured)
     *got, less = stepped(name, captured)
-    assert all(torch.equal(a, b) for a, b in zip(got, kept, strict=True))
-    here = 2 if name == "moved" else 1  # layers whose activation is there at once
-    assert most - less >= (LAYERS - here - 1) * PIECE
+    assert all(torch.equal(a, b) for a, b in zip(got, saved, strict=True))
+    resident = 2 if name == "offloaded" else 1  # layers whose activation is in memory at once
+    assert most - less >= (LAYERS - resident - 1) * PIECE

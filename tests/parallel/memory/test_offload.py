@@ -1,65 +1,67 @@
-"""What leaves for host memory, when its memory is free, and when it is back; copies on a CPU."""
+"""Order in which offloaded tensors are freed and fetched; copies on a CPU."""
 
 import torch
 from torch import Tensor
 
-from phalanx.parallel.memory.offload import Group, Offloader
+from phalanx.parallel.memory.offload import OffloadedGroup, Offloader
 
 
-def layers(there: Offloader, count: int, size: int = 100) -> tuple[list[Tensor], list[Group]]:
-    given = [torch.arange(size) + 1000 * i for i in range(count)]
-    return given, [there.send([x, x[:3]], i) for i, x in enumerate(given)]
+def layers(
+    offloader: Offloader, count: int, size: int = 100
+) -> tuple[list[Tensor], list[OffloadedGroup]]:
+    sent = [torch.arange(size) + 1000 * i for i in range(count)]
+    return sent, [offloader.send([x, x[:3]], i) for i, x in enumerate(sent)]
 
 
-def sizes(given: list[Tensor]) -> list[bool]:
-    return [bool(x.untyped_storage().nbytes()) for x in given]
+def sizes(sent: list[Tensor]) -> list[bool]:
+    return [bool(x.untyped_storage().nbytes()) for x in sent]
 
 
-def test_all_but_the_last_is_away_and_one_comes_ahead() -> None:
-    there = Offloader(torch.device("cpu"))
-    given, groups = layers(there, 4)
-    assert sizes(given) == [False, False, False, True]
-    assert there.host.used == 4 * 800
-    there.need(groups[3])  # has never been away
-    assert sizes(given) == [False, False, True, True]
-    there.need(groups[2])
-    assert sizes(given) == [False, True, True, True]
-    there.need(groups[1])
-    there.need(groups[0])
-    assert all(torch.equal(x, torch.arange(100) + 1000 * i) for i, x in enumerate(given))
-    assert there.host.used == 0
+def test_all_but_the_last_are_freed_and_one_is_prefetched() -> None:
+    offloader = Offloader(torch.device("cpu"))
+    sent, groups = layers(offloader, 4)
+    assert sizes(sent) == [False, False, False, True]
+    assert offloader.host.used == 4 * 800
+    offloader.need(groups[3])  # has not been freed
+    assert sizes(sent) == [False, False, True, True]
+    offloader.need(groups[2])
+    assert sizes(sent) == [False, True, True, True]
+    offloader.need(groups[1])
+    offloader.need(groups[0])
+    assert all(torch.equal(x, torch.arange(100) + 1000 * i) for i, x in enumerate(sent))
+    assert offloader.host.used == 0
 
 
 def test_the_next_step_takes_the_same_host_memory() -> None:
-    there = Offloader(torch.device("cpu"))
+    offloader = Offloader(torch.device("cpu"))
     for _ in range(3):
-        given, groups = layers(there, 3)
+        sent, groups = layers(offloader, 3)
         for group in reversed(groups):
-            there.need(group)
-        assert there.host.used == 0 and sizes(given) == [True] * 3
-    assert sum(len(memory) for memory in there.host._maps) == 3 * 800
+            offloader.need(group)
+        assert offloader.host.used == 0 and sizes(sent) == [True] * 3
+    assert sum(len(memory) for memory in offloader.host._maps) == 3 * 800
 
 
-def test_micro_batches_of_a_pipeline_come_back_in_their_own_order() -> None:
-    """The first that was sent is wanted first: nothing that is not wanted next comes ahead."""
-    there = Offloader(torch.device("cpu"))
-    (a, first), (b, second) = layers(there, 2), layers(there, 2)
+def test_micro_batches_of_a_pipeline_return_in_any_order() -> None:
+    """The group that was sent first is needed first: no other is prefetched."""
+    offloader = Offloader(torch.device("cpu"))
+    (a, first), (b, second) = layers(offloader, 2), layers(offloader, 2)
     assert sizes(a) == [False, False] and sizes(b) == [False, True]
-    there.need(first[1])
+    offloader.need(first[1])
     assert sizes(a) == [True, True] and sizes(b) == [False, True]
-    there.need(first[0])
+    offloader.need(first[0])
     assert sizes(b) == [False, True]
     for group in reversed(second):
-        there.need(group)
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) and there.host.used == 0
+        offloader.need(group)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) and offloader.host.used == 0
 
 
-def test_a_storage_travels_once() -> None:
-    there = Offloader(torch.device("cpu"))
+def test_a_storage_is_copied_once() -> None:
+    offloader = Offloader(torch.device("cpu"))
     x = torch.arange(50)
-    group = there.send([x, x.view(5, 10), x[::2]], 0)
-    assert there.host.used == 400
-    there.settle()
+    group = offloader.send([x, x.view(5, 10), x[::2]], 0)
+    assert offloader.host.used == 400
+    offloader.settle()
     assert x.untyped_storage().nbytes() == 0
-    there.need(group)
+    offloader.need(group)
     assert torch.equal(x, torch.arange(50))

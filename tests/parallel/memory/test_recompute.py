@@ -1,4 +1,4 @@
-"""Functions whose results or insides are given up and computed again."""
+"""Functions whose results or intermediate tensors are freed and recomputed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.parallel.memory.again import Dropped, Region, checkpoint
-from phalanx.parallel.memory.layer_pass import KEEP, LayerPass, MemoryPlan, now, passing
+from phalanx.parallel.memory.layer_context import (
+    KEEP_ALL,
+    LayerContext,
+    MemoryPlan,
+    current_layer_context,
+    enter_layer,
+)
+from phalanx.parallel.memory.recompute import DroppedTensors, RecomputedRegion, checkpoint
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -40,12 +46,12 @@ def results(run: Callable[[Body, Tensor, Tensor], Any]) -> tuple[list[Tensor], B
 
 
 def after(u: Tensor, v: Tensor) -> Tensor:
-    """Reads both results, and saves them."""
+    """A sum that reads both results, and saves them."""
     return (u * v).sum()
 
 
 def region(body: Body, x: Tensor, y: Tensor) -> Tensor:
-    part = Region(body)
+    part = RecomputedRegion(body)
     u, v = part(x, y)
     out = after(u, v)
     part.drop()
@@ -54,25 +60,25 @@ def region(body: Body, x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-def test_bits_are_those_of_what_is_kept() -> None:
-    kept, _ = results(lambda body, x, y: after(*body(x, y)))
-    for again in (lambda body, x, y: after(*checkpoint(body, x, y)), region):
-        got, body = results(again)
+def test_recomputation_has_the_bits_of_saved_tensors() -> None:
+    saved, _ = results(lambda body, x, y: after(*body(x, y)))
+    for recomputed in (lambda body, x, y: after(*checkpoint(body, x, y)), region):
+        got, body = results(recomputed)
         assert body.calls == 2
-        assert all(torch.equal(a, b) for a, b in zip(got, kept, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got, saved, strict=True))
 
 
-def test_what_is_added_is_not_kept() -> None:
+def test_the_addend_is_not_saved() -> None:
     def body(x: Tensor, addend: Tensor | None = None) -> Tensor:
-        made = x.sin() * x
-        return made if addend is None else made + addend
+        out = x.sin() * x
+        return out if addend is None else out + addend
 
     x, addend, up = (drawn(4, 8, seed=seed).requires_grad_() for seed in range(3))
-    kept = body(x, addend)
-    wanted = torch.autograd.grad(kept, (x, addend), up)
+    saved = body(x, addend)
+    wanted = torch.autograd.grad(saved, (x, addend), up)
     freed = addend * 1
     got = checkpoint(body, x, addend=freed)
-    assert torch.equal(got, kept)
+    assert torch.equal(got, saved)
     freed.untyped_storage().resize_(0)
     assert all(map(torch.equal, torch.autograd.grad(got, (x, addend), up), wanted))
     assert not checkpoint(body, x.detach(), addend=addend.detach()).requires_grad
@@ -80,7 +86,7 @@ def test_what_is_added_is_not_kept() -> None:
     assert torch.equal(torch.autograd.grad(only, addend, up)[0], up)
 
 
-def test_only_what_needs_a_gradient_has_one() -> None:
+def test_only_inputs_that_need_a_gradient_get_one() -> None:
     body, x, y = Body(), drawn(4, 8).requires_grad_(), drawn(4, 8)
     for run in (lambda: after(*checkpoint(body, x, y)), lambda: region(body, x, y)):
         x.grad = None
@@ -89,46 +95,49 @@ def test_only_what_needs_a_gradient_has_one() -> None:
 
 
 def test_results_that_were_not_filled_are_an_error() -> None:
-    part = Region(Body())
+    part = RecomputedRegion(Body())
     out = after(*part(drawn(4, 8).requires_grad_(), drawn(4, 8)))
     with pytest.raises(RuntimeError, match="have not been filled"):
         out.backward()
 
 
-def test_dropped_tensors_come_back_where_they_were() -> None:
-    """Also for those who have saved another view of them."""
+def test_dropped_tensors_are_refilled_in_place() -> None:
+    """Other views of them that were saved are valid as well."""
     x = drawn(4, 8).requires_grad_()
     y = x.exp()
     out = (y.flatten()[3:] * 2).sin().sum() + y.sum()
     wanted = torch.autograd.grad(out, x, retain_graph=True)[0]
-    part = Dropped([y], lambda: [x.exp()])
+    part = DroppedTensors([y], lambda: [x.exp()])
     part.drop()
     assert y.untyped_storage().nbytes() == 0
     part.fill()
-    (again,) = torch.autograd.grad(out, x)
-    assert torch.equal(again, wanted) and torch.equal(y, x.exp())
+    (got,) = torch.autograd.grad(out, x)
+    assert torch.equal(got, wanted) and torch.equal(y, x.exp())
 
 
-def test_a_pass_does_what_its_plan_names() -> None:
+def test_a_context_does_what_its_plan_names() -> None:
     body, x = Body(), drawn(4, 8).requires_grad_()
-    with passing(MemoryPlan(frozenset({"named"})), 1) as memory:
-        assert now() is memory and memory.again("named") and not memory.again("other")
+    with enter_layer(MemoryPlan(frozenset({"named"})), 1) as memory:
+        assert current_layer_context() is memory
+        assert memory.recomputes("named") and not memory.recomputes("other")
         u, v = memory.region("other", body, x, x)
-        memory.drop("other", [u], lambda: pytest.fail("kept"))
+        memory.drop("other", [u], lambda: pytest.fail("the plan saves it"))
         w, z = memory.region("named", body, x, x)
         out = after(u, v) + after(w, z)
         memory.end(out)
     assert u.untyped_storage().nbytes() and not w.untyped_storage().nbytes()
     assert body.calls == 2
     out.backward()
-    assert body.calls == 3 and now() is not memory
+    assert body.calls == 3 and current_layer_context() is not memory
 
 
-def test_without_gradients_nothing_is_given_up() -> None:
+def test_without_gradients_nothing_is_freed() -> None:
     everything = MemoryPlan(frozenset({"named"}), frozenset({"named"}))
-    with torch.no_grad(), passing(everything, 1) as memory:
+    with torch.no_grad(), enter_layer(everything, 1) as memory:
         u, _ = memory.region("named", Body(), drawn(4, 8), drawn(4, 8))
-        memory.move("named", u)
+        memory.offload("named", u)
         memory.end(u)
         assert u.untyped_storage().nbytes()
-    assert not LayerPass(KEEP).again("named") and not now().moves("named")
+    assert not LayerContext(KEEP_ALL).recomputes("named") and not current_layer_context().offloads(
+        "named"
+    )

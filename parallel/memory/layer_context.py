@@ -1,0 +1,136 @@
+"""Memory of one forward pass of a layer: what its modules leave for the backward pass.
+
+The layer enters a context (`enter_layer`) and closes parts of it with the tensor whose gradient
+comes before theirs (`LayerContext.close`). Modules inside ask for the context that they run in
+(`current_layer_context`) and name what they produce; the plan decides whether it is saved,
+recomputed or offloaded. Where nothing is recomputed or offloaded, or without gradients, a context
+does nothing.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.memory.offload import OffloadedGroup, offloader
+from phalanx.parallel.memory.recompute import DroppedTensors, RecomputedRegion
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Treatment of what layers leave for the backward pass, by the names of configs/memory.py."""
+
+    recompute: frozenset[str] = frozenset()
+    """Names of what is recomputed."""
+    offload: frozenset[str] = frozenset()
+    """Names of what is moved to host memory."""
+
+
+KEEP_ALL = MemoryPlan()
+"""Plan that neither recomputes nor offloads anything."""
+
+
+class LayerContext:
+    """Memory of one forward pass of a layer.
+
+    Args:
+        plan: treatment of the layer's activations.
+        number: the layer's number; consecutive layers have consecutive numbers.
+    """
+
+    def __init__(self, plan: MemoryPlan, number: int = 0) -> None:
+        self._plan, self._number = plan, number
+        self._open: list[RecomputedRegion | DroppedTensors] = []
+        self._offloaded: list[Tensor] = []
+
+    def recomputes(self, name: str) -> bool:
+        """True if the plan recomputes `name`."""
+        return name in self._plan.recompute
+
+    def offloads(self, name: str) -> bool:
+        """True if the plan moves `name` to host memory."""
+        return name in self._plan.offload
+
+    def region(self, name: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Result of `function(*inputs)`, freed at the next `close` if the plan recomputes `name`.
+
+        The results must then share their storages with no other tensor, and nobody may read them
+        after that `close`.
+        """
+        if not self.recomputes(name):
+            return function(*inputs)
+        region = RecomputedRegion(function)
+        self._open.append(region)
+        return region(*inputs)
+
+    def drop(
+        self, name: str, tensors: Sequence[Tensor], recompute: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        """Free tensors at the next `close` if the plan recomputes `name`.
+
+        They must share their storages with no other tensor, and nobody may read them after it.
+        """
+        if self.recomputes(name):
+            self._open.append(DroppedTensors(tensors, recompute))
+
+    def offload(self, name: str, *tensors: Tensor) -> None:
+        """Move tensors to host memory at `end` if the plan offloads `name`.
+
+        Nobody may read them from the layer's end until its backward pass.
+        """
+        if self.offloads(name):
+            self._offloaded += tensors
+
+    def close(self, tensor: Tensor) -> None:
+        """Free what was named since the last `close`, until the gradient of `tensor` is known.
+
+        It is recomputed at that time, in the order in which it was named.
+        """
+        dropped, self._open = self._open, []
+        if not dropped:
+            return
+        for part in reversed(dropped):
+            part.drop()
+
+        def fill(_: Tensor) -> None:
+            for part in dropped:
+                part.fill()
+
+        tensor.register_hook(fill)
+
+    def end(self, tensor: Tensor) -> None:
+        """`close` with the layer's last result, and start the copies of what is offloaded."""
+        if self._offloaded:
+            device_offloader = offloader(tensor.device)
+            group: OffloadedGroup = device_offloader.send(self._offloaded, self._number)
+            self._offloaded = []
+            tensor.register_hook(lambda _: device_offloader.need(group))
+        self.close(tensor)
+
+
+_INACTIVE = LayerContext(KEEP_ALL)
+_STATE = threading.local()
+
+
+def current_layer_context() -> LayerContext:
+    """Context of the layer that runs in this thread.
+
+    An inactive one outside of layers and where nothing is saved, as inside `checkpoint`.
+    """
+    context: LayerContext = getattr(_STATE, "context", _INACTIVE)
+    return context if torch.is_grad_enabled() else _INACTIVE
+
+
+@contextmanager
+def enter_layer(plan: MemoryPlan, number: int) -> Iterator[LayerContext]:
+    """Make a new context the current one, an inactive one without gradients."""
+    outer = getattr(_STATE, "context", _INACTIVE)
+    _STATE.context = LayerContext(plan, number) if torch.is_grad_enabled() else _INACTIVE
+    try:
+        yield _STATE.context
+    finally:
+        _STATE.context = outer
