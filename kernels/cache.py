@@ -69,7 +69,7 @@ def folder() -> Path:
 
 
 @contextlib.contextmanager
-def kept_in(where: Path) -> Iterator[None]:
+def use_folder(where: Path) -> Iterator[None]:
     """Inside, `folder` is `where`."""
     before = os.environ.get(FOLDER_VARIABLE)
     os.environ[FOLDER_VARIABLE] = str(where)

@@ -17,14 +17,14 @@ import torch
 from phalanx.configs import programs
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import MICROSCALING
-from phalanx.kernels.core_attention.limits import refuse_heads
+from phalanx.kernels.core_attention.limits import unsupported_heads
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.refusal import Refusal
-from phalanx.kernels.rms_norm.limits import refuse_width
+from phalanx.kernels.rms_norm.limits import unsupported_width
 from phalanx.kernels.sm90.limits import COMBINE_SLOTS, PLAN_EXPERTS
 from phalanx.kernels.sm100 import glu
 from phalanx.kernels.sm100.limits import PACKAGE as CUDNN_FRONTEND
-from phalanx.kernels.sm100.limits import refuse_sizes
+from phalanx.kernels.sm100.limits import unsupported_sizes
 
 
 def _installed() -> frozenset[str]:
@@ -251,7 +251,7 @@ def _hopper_bf16(facts: Facts) -> Refusal:
 def _fa4(facts: Facts) -> Refusal:
     if why := _hopper_bf16(facts):
         return why
-    if facts.head_dim and (why := refuse_heads(facts.head_dim, facts.v_dim)):
+    if facts.head_dim and (why := unsupported_heads(facts.head_dim, facts.v_dim)):
         return why
     if facts.documents and facts.context > 1:
         return "has no documents in sequences that ranks share (parallel.context)"
@@ -267,7 +267,7 @@ FLASH_ATTN = "flash-attn-4==4.0.0b36 quack-kernels==0.6.5"
 def _quack(facts: Facts) -> Refusal:
     if why := _hopper_bf16(facts):
         return why
-    if why := next(filter(None, map(refuse_width, facts.norms)), None):
+    if why := next(filter(None, map(unsupported_width, facts.norms)), None):
         return why
     # One cache keeps the kernels of both packages, which are installed together.
     if not {"quack", "flash_attn_4"} <= facts.packages:
@@ -347,7 +347,7 @@ def _cudnn_runs(facts: Facts) -> Refusal:
         return f"needs bf16, not {_short(facts.dtype)}"
     if facts.fp8:
         return "has no blocks of 128 (precision=fp8_block)"
-    if why := refuse_sizes(facts.hidden, facts.ffn, facts.experts):
+    if why := unsupported_sizes(facts.hidden, facts.ffn, facts.experts):
         return why
     block_scaled = facts.recipe in MICROSCALING
     if block_scaled and facts.wgrad == "bf16":

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from phalanx.kernels.core_attention.documents import Documents
-from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_
+from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_max_logits
 
 BLOCK = 128
 """Rows and columns of a tile of FlexAttention's block mask."""
@@ -342,7 +342,7 @@ def _looked_at(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         top: MaxLogit | None,
     ) -> torch.Tensor:
         if top is not None:
-            raise_(top, q, k, scale=scale, window=window, documents=documents)
+            raise_max_logits(top, q, k, scale=scale, window=window, documents=documents)
         return attend(q, k, v, scale, window, sinks_H, documents)
 
     return noting

@@ -28,8 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.core_attention.documents import Documents
 from phalanx.kernels.core_attention.fa4_library import calling
-from phalanx.kernels.core_attention.limits import refuse_heads
-from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_
+from phalanx.kernels.core_attention.limits import unsupported_heads
+from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_max_logits
 from phalanx.kernels.core_attention.rope import dense
 
 
@@ -67,7 +67,7 @@ def attention(
         raise ValueError(f"kernels.attention=fa4 needs bf16, not {q_SBHd.dtype}")
     if not q_SBHd.is_cuda or torch.cuda.get_device_capability(q_SBHd.device) != (9, 0):
         raise ValueError("kernels.attention=fa4 needs CUDA capability 9.0")
-    if why := refuse_heads(d, v, grouped=H != G):
+    if why := unsupported_heads(d, v, grouped=H != G):
         raise ValueError(f"kernels.attention=fa4 {why}")
     if documents is not None and documents.bounds_N1 is None:
         raise ValueError("kernels.attention=fa4 needs places for the bounds of documents")
@@ -153,7 +153,9 @@ class _Attention(torch.autograd.Function):
         if top is not None:
             heads = (x.permute(1, 2, 0, 3) for x in (q, k))
             how = dict(scale=scale, window=window, documents=documents)
-            raise_(top, *heads, **how, lse_BHS=lse.view(out.size(1), out.size(2), out.size(0)))
+            raise_max_logits(
+                top, *heads, **how, lse_BHS=lse.view(out.size(1), out.size(2), out.size(0))
+            )
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.scale, ctx.window, ctx.documents = scale, window, documents
         return out

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.kernels.cache import kept_in
+from phalanx.kernels.cache import use_folder
 from phalanx.kernels.core_attention.documents import Documents
 from phalanx.kernels.core_attention.fa4 import run_backward, run_forward
 from phalanx.kernels.core_attention.fa4_library import library, named
@@ -68,7 +68,7 @@ def entries(layer: AttentionLayer) -> set[str]:
 
 def build(layer: AttentionLayer, where: Path) -> None:
     """Compile the kernels of a layer that are not in a folder yet; needs no GPU."""
-    with kept_in(where):
+    with use_folder(where):
         _call(layer)
 
 

@@ -9,7 +9,7 @@ fit into shared memory.
 from phalanx.kernels.refusal import Refusal
 
 
-def refuse_heads(d: int, v: int, *, grouped: bool = False) -> Refusal:
+def unsupported_heads(d: int, v: int, *, grouped: bool = False) -> Refusal:
     """Why heads of d channels of query and key and v of value cannot run.
 
     `grouped`: several query heads share a key-value head.

@@ -40,7 +40,7 @@ class MaxLogit:
 
 
 @torch.no_grad()
-def raise_(
+def raise_max_logits(
     top: MaxLogit,
     q_BHSd: Tensor,
     k_BGTd: Tensor,

@@ -154,7 +154,7 @@ def launch(
     scale: float,
     window: int,
 ) -> None:
-    """`kernels.core_attention.max_logit.raise_`, of tensors with contiguous channels."""
+    """`kernels.core_attention.max_logit.raise_max_logits`, of tensors with contiguous channels."""
     (B, H, S, d), (_, G, T, _) = q_BHSd.shape, k_BGTd.shape
     # 192 channels are 128 and 64: as one power of two a quarter of the products would be of zeros.
     wide = max(16, 1 << (d.bit_length() - 1))

@@ -28,10 +28,17 @@ from phalanx.kernels.expert_mlp.backend import (
     tensors_of,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.guests import LAYERS, Guests, Layer, Lent, lent, shared_grads
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.expert_mlp.replicas import (
+    LAYERS,
+    BorrowedWeights,
+    Layer,
+    ReplicaExchange,
+    borrow_weights,
+    shared_grads,
+)
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.routing.sort_pairs import gather_rows
@@ -83,7 +90,7 @@ class Overlap(Protocol):
 
 
 @dataclass
-class Arrived:
+class Fp8Inputs:
     """Rows that have come in FP8, beside tensors of their shape without data for autograd."""
 
     tokens: Quantized | None = None
@@ -110,20 +117,20 @@ class ExpertMLP(torch.autograd.Function):
         b2: Tensor | None,
         prob_S: Tensor | None,
         plan: ExpertPlan,
-        how: "How",
+        how: "ExpertMLPArgs",
         *addends: Tensor,
     ) -> Tensor:
-        weights, overlap, guests = MLPWeights(w1, w2, b1, b2), how.overlap, None
+        weights, overlap, replicas = MLPWeights(w1, w2, b1, b2), how.overlap, None
         ctx.how, ctx.kept_guests = how, None
-        if how.guests is not None:
+        if how.replicas is not None:
             rows = None if overlap is None else overlap.wait_rows
-            guests = lent(how.guests, weights, None, rows, "fc1")
-            ctx.kept_guests = guests.weights if how.guests.keep else None
-        out, h, x_rows = run_forward(x, weights, plan, how, addends, guests)
+            replicas = borrow_weights(how.replicas, weights, None, rows, "fc1")
+            ctx.kept_guests = replicas.weights if how.replicas.keep else None
+        out, h, x_rows = run_forward(x, weights, plan, how, addends, replicas)
         if how.spec.recompute_h:
             h = x.new_empty(0)
-        elif how.made_h is not None:
-            how.made_h(*tensors_of(h))
+        elif how.on_saved_h is not None:
+            how.on_saved_h(*tensors_of(h))
         # The parameters themselves: saved tensors may come back as others, without a buffer.
         ctx.accumulated = [
             p if how.spec.accumulate and main_grad.takes(p) else None for p in weights
@@ -151,14 +158,14 @@ class ExpertMLP(torch.autograd.Function):
         x = rows_of(after[:of_x]) if of_x else None
         plan = ExpertPlan(*after[of_x:]) if of_x else ctx.plan
         buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
-        how, weights, guests = ctx.how, MLPWeights(w1, w2, b1, b2), None
-        if how.guests is not None:
+        how, weights, replicas = ctx.how, MLPWeights(w1, w2, b1, b2), None
+        if how.replicas is not None:
             arriving = how.overlap is not None and not how.spec.recompute_h
             first: Layer = "fc1" if how.spec.recompute_h else "fc2"
             rows = how.overlap.wait_rows if arriving else None
-            guests = lent(how.guests, weights, ctx.kept_guests, rows, first)
-        given = Saved(x, weights, h, plan, how, guests)
-        out_grad = dout.contiguous() if how.arrived is None else how.arrived.gradient
+            replicas = borrow_weights(how.replicas, weights, ctx.kept_guests, rows, first)
+        given = Saved(x, weights, h, plan, how, replicas)
+        out_grad = dout.contiguous() if how.fp8_inputs is None else how.fp8_inputs.gradient
         dx, *grads, dprob = run_backward(out_grad, given, needs[:5], buffers)
         for i, p in enumerate(ctx.accumulated):
             grads[i] = grads[i] if p is None else main_grad.added(p)
@@ -166,18 +173,18 @@ class ExpertMLP(torch.autograd.Function):
         return *(g if need else None for g, need in made), None, None, *addends
 
 
-class How(NamedTuple):
+class ExpertMLPArgs(NamedTuple):
     """Arguments of `ExpertMLP` that say how."""
 
     spec: MLPSpec
     keep_h: bool
     """There is going to be a backward pass."""
     overlap: Overlap | None = None
-    arrived: Arrived | None = None
+    fp8_inputs: Fp8Inputs | None = None
     """What to read in place of x and of the gradient of out; None: these."""
-    made_h: Callable[..., None] | None = None
+    on_saved_h: Callable[..., None] | None = None
     """Is called with what is saved of h."""
-    guests: Guests | None = None
+    replicas: ReplicaExchange | None = None
     """Whose experts have places behind the own ones in the plan; None: there are no such places."""
 
 
@@ -190,8 +197,8 @@ class Saved(NamedTuple):
     h_SH: Rows
     """Empty with `how.spec.recompute_h`."""
     plan: ExpertPlan
-    how: How
-    guests: Lent | None = None
+    how: ExpertMLPArgs
+    replicas: BorrowedWeights | None = None
     """Of this pass."""
 
 
@@ -199,16 +206,16 @@ def run_forward(
     x: Tensor,
     weights: MLPWeights,
     plan: ExpertPlan,
-    how: How,
+    how: ExpertMLPArgs,
     addends: Sequence[Tensor] = (),
-    guests: Lent | None = None,
+    replicas: BorrowedWeights | None = None,
 ) -> tuple[Tensor, Rows, Rows]:
     """(out, h, x as it is to be saved); h is empty without `keep_h`."""
     spec, overlap = how.spec, how.overlap
     ops, act = backend_of(spec, "forward"), spec.activation
-    fc1, fc2 = _layers(weights, spec, guests)
+    fc1, fc2 = _layers(weights, spec, replicas)
     ready = None if overlap is None else overlap.ready
-    given: Rows = x if how.arrived is None else how.arrived.tokens
+    given: Rows = x if how.fp8_inputs is None else how.fp8_inputs.tokens
     x_rows = ops.quantize(given)
     h_SH, a_SF = ops.fc1_act(x_rows, fc1, plan, act, keep_h=how.keep_h, ready=ready)
     if h_SH is None or not how.keep_h:
@@ -240,15 +247,15 @@ def run_backward(
 
     The data gradient comes first, so that it can be sent under the others.
     """
-    x_ND, weights, h_SH, plan, how, guests = saved
+    x_ND, weights, h_SH, plan, how, replicas = saved
     spec, act, overlap = how.spec, how.spec.activation, how.overlap
     ops = backend_of(spec, "dgrad")
-    fc1, fc2 = _layers(weights, spec, guests)
+    fc1, fc2 = _layers(weights, spec, replicas)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     if spec.recompute_h:
         x_ND, h_SH = _hidden(saved, fc1)
     dy = Operand(dout, gather=plan.inverse_NK is not None, gradient=True)
-    if dy.gather and not ops.gathers and plan.row_index_S is not None:
+    if dy.gather and not ops.fuses_gather and plan.row_index_S is not None:
         dy = Operand(gather_rows(dout, plan.row_index_S, plan.offsets), gradient=True)
     ready = None if overlap is None or spec.recompute_h else overlap.ready
     dy_rows = dy._replace(matrix=ops.quantize(dy.matrix, gradient=True))
@@ -284,10 +291,10 @@ def run_backward(
         tokens=None if overlap is None or x_ND is not None else overlap.tokens,
     )
     del dout, dy, operands  # the largest buffers of the backward after dh: `work` lets go of them
-    if how.guests is None or not any(needs[1:]):
+    if how.replicas is None or not any(needs[1:]):
         grads = work.all(buffers)
     else:
-        grads = shared_grads(work, how.guests, weights, buffers)
+        grads = shared_grads(work, how.replicas, weights, buffers)
     dtype = weights.w1.dtype
     own = [_like(grad, dtype, buffer) for grad, buffer in zip(grads, buffers, strict=True)]
     return dx, *own, dprob_S
@@ -305,16 +312,18 @@ def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:
     return x_ND, h_SH
 
 
-def _layers(own: MLPWeights, spec: MLPSpec, guests: Lent | None) -> tuple[Linear, Linear]:
+def _layers(
+    own: MLPWeights, spec: MLPSpec, replicas: BorrowedWeights | None
+) -> tuple[Linear, Linear]:
     """Fc1 and fc2."""
     w1, w2, b1, b2 = own
     parts = spec.activation.facts.halves
     fc1, fc2 = Linear(w1, b1, parts, source=w1), Linear(w2, b2, source=w2)
-    if guests is None:
+    if replicas is None:
         return fc1, fc2
-    w1, w2, b1, b2 = guests.weights
+    w1, w2, b1, b2 = replicas.weights
     of_fc1, of_fc2 = Linear(w1, b1, parts), Linear(w2, b2)
-    first, second = (functools.partial(guests.arrive, layer) for layer in LAYERS)
+    first, second = (functools.partial(replicas.arrive, layer) for layer in LAYERS)
     return fc1.before(of_fc1, first), fc2.before(of_fc2, second)
 
 
@@ -325,12 +334,12 @@ def for_wgrad(given: Any, rows: Any, spec: MLPSpec) -> Any:
 
 def saved_input(given: Any, rows: Any, spec: MLPSpec) -> Any:
     """What a dense layer saves of its input, as it was given and as its GEMM took it."""
-    return given if spec.save_given else for_wgrad(given, rows, spec)
+    return given if spec.save_unquantized else for_wgrad(given, rows, spec)
 
 
 def input_for_wgrad(saved: Rows, ops: Backend, spec: MLPSpec) -> Rows:
     """What weight gradients read of it."""
-    again = spec.save_given and spec.recipe is not None and spec.recipe.wgrad == "fp8"
+    again = spec.save_unquantized and spec.recipe is not None and spec.recipe.wgrad == "fp8"
     return ops.quantize(saved) if again else saved
 
 

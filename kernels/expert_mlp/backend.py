@@ -54,14 +54,14 @@ class Linear(NamedTuple):
     """Equal runs of O, such as a gate and a linear half, in which blocks of a recipe start anew."""
     parts_in: int = 1
     """Of I."""
-    flipped: bool = False
+    is_transposed: bool = False
     """The weights are a view of stored [L, I, O]: the layer is that of a data gradient."""
     source: Tensor | None = None
     """The parameter of the weights: a backend may leave something with it until they change."""
     alpha_L: Tensor | None = None
     """fp32: what sums are multiplied by before the bias is added; None: 1. Of `reference` and
     `torch` alone, for operands whose tensors have scales."""
-    guests: "Callable[[bool], Linear] | None" = None
+    replicas: "Callable[[bool], Linear] | None" = None
     """That of the guests, at the places behind these experts'; called when the work of these has
     been launched, as they may be on their way until then, with whether the caller's kernel waits
     for `ready`. None: there are none."""
@@ -70,7 +70,7 @@ class Linear(NamedTuple):
     (`kernels.sm90.exchange.ready`). None: nothing."""
 
     @classmethod
-    def alone(cls, w_OI: Tensor, bias_O: Tensor | None = None, parts: int = 1) -> "Linear":
+    def single_expert(cls, w_OI: Tensor, bias_O: Tensor | None = None, parts: int = 1) -> "Linear":
         """That of a plan whose rows are all one expert's."""
         return cls(w_OI[None], None if bias_O is None else bias_O[None], parts, source=w_OI)
 
@@ -81,68 +81,70 @@ class Linear(NamedTuple):
         def one(linear: Linear) -> Linear:
             w_LIO, source, alpha_L = linear.weight_LOI.mT, linear.source, linear.alpha_L
             parts = linear.parts_in, linear.parts
-            return Linear(w_LIO, None, *parts, not linear.flipped, source, alpha_L)
+            return Linear(w_LIO, None, *parts, not linear.is_transposed, source, alpha_L)
 
-        return self.mapped(one)
+        return self.map_experts(one)
 
-    def mapped(self, fn: "Callable[[Linear], Linear]") -> "Linear":
+    def map_experts(self, fn: "Callable[[Linear], Linear]") -> "Linear":
         """`fn` of these experts, and of the guests when it is their turn."""
-        guests, made = self.guests, fn(self)
-        return made if guests is None else made._replace(guests=lambda _: fn(guests(False)))
+        replicas, made = self.replicas, fn(self)
+        return made if replicas is None else made._replace(replicas=lambda _: fn(replicas(False)))
 
-    def before(self, guests: "Linear", arrive: Callable[[bool], Tensor | None]) -> "Linear":
+    def before(self, replicas: "Linear", arrive: Callable[[bool], Tensor | None]) -> "Linear":
         """With guests behind these experts. `arrive` is called before it is their turn, with
         whether the kernel waits for what it returns."""
-        return self._replace(guests=lambda waits: guests._replace(ready=arrive(waits)))
+        return self._replace(
+            replicas=lambda kernel_waits: replicas._replace(ready=arrive(kernel_waits))
+        )
 
     def after(self, fn: Callable[[], Any]) -> "Linear":
         """The same, where `fn` is called before it is the guests' turn."""
-        guests = self.guests
-        if guests is None:
+        replicas = self.replicas
+        if replicas is None:
             return self
 
-        def then(waits: bool) -> Linear:
+        def then(kernel_waits: bool) -> Linear:
             fn()
-            return guests(waits)
+            return replicas(kernel_waits)
 
-        return self._replace(guests=then)
+        return self._replace(replicas=then)
 
-    def runs(
-        self, plan: ExpertPlan, *, waits: bool = False
+    def expert_groups(
+        self, plan: ExpertPlan, *, kernel_waits: bool = False
     ) -> "Iterator[tuple[Linear, ExpertPlan]]":
-        """Layer and part of the plan of own experts, and then of guests if there are any; `waits`:
+        """Layer and part of the plan of own experts, and then of guests if there are any; `kernel_waits`:
         kernels wait for these by `ready`."""
-        if self.guests is None:
+        if self.replicas is None:
             yield self, plan
             return
         own, of_guests = plan.split(len(self.weight_LOI))
         yield self, own
-        guests = self.guests(waits)
-        if len(guests.weight_LOI):
-            yield guests, of_guests
+        replicas = self.replicas(kernel_waits)
+        if len(replicas.weight_LOI):
+            yield replicas, of_guests
 
     @property
-    def whole(self) -> "Linear":
+    def concatenated(self) -> "Linear":
         """Own experts and guests in one layer, which copies all weights: for a backend that has
         one call for all experts of a plan."""
-        if self.guests is None:
+        if self.replicas is None:
             return self
-        both = self, self.guests(False)
-        stored = torch.cat([x.weight_LOI.mT if x.flipped else x.weight_LOI for x in both])
+        both = self, self.replicas(False)
+        stored = torch.cat([x.weight_LOI.mT if x.is_transposed else x.weight_LOI for x in both])
         return self._replace(
-            weight_LOI=stored.mT if self.flipped else stored,
+            weight_LOI=stored.mT if self.is_transposed else stored,
             bias_LO=_together([x.bias_LO for x in both]),
             source=None,
             alpha_L=_together([x.alpha_L for x in both]),
-            guests=None,
+            replicas=None,
         )
 
     @property
-    def biases_PO(self) -> Tensor | None:
+    def all_biases_PO(self) -> Tensor | None:
         """Of own experts and guests."""
-        if self.guests is None or self.bias_LO is None:
+        if self.replicas is None or self.bias_LO is None:
             return self.bias_LO
-        return _together([self.bias_LO, self.guests(False).bias_LO])
+        return _together([self.bias_LO, self.replicas(False).bias_LO])
 
 
 class Operand(NamedTuple):
@@ -175,7 +177,7 @@ class HiddenGrads(NamedTuple):
 class Backend(Protocol):
     """The operations. Results have the dtype of their first argument where nothing else is said."""
 
-    gathers: ClassVar[bool]
+    fuses_gather: ClassVar[bool]
     """Whether an operation that gathers is as good as one on rows that were gathered before."""
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
@@ -288,7 +290,7 @@ def rows_of(tensors: Sequence[Tensor]) -> Rows:
     return Quantized(*tensors) if len(tensors) == 2 else tensors[0]
 
 
-class InTurn:
+class SequentialMixin:
     """Of a backend that does one thing at a time."""
 
     def rows_and_columns(
@@ -302,7 +304,7 @@ class InTurn:
         return y_SO, [self.columns(x, plan) for x in operands]
 
 
-class AsTheyAre(InTurn):
+class UnquantizedMixin(SequentialMixin):
     """Of a backend without a recipe: operands are what they were given as."""
 
     def quantize(self, x: Tensor, *, gradient: bool = False) -> Tensor:

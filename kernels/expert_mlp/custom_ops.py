@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import How, Saved, run_backward, run_forward
+from phalanx.kernels.expert_mlp.autograd import ExpertMLPArgs, Saved, run_backward, run_forward
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
 
@@ -59,7 +59,7 @@ def grouped_mlp(
     spec = _spec(kind, constants, backend, margins, dynamic)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
     with torch.autocast(x.device.type, enabled=False):
-        out, h, _ = run_forward(x, MLPWeights(w1, w2, b1, b2), plan, How(spec, keep_h))
+        out, h, _ = run_forward(x, MLPWeights(w1, w2, b1, b2), plan, ExpertMLPArgs(spec, keep_h))
     return out, h
 
 
@@ -115,7 +115,7 @@ def grouped_mlp_backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, w1, w2, b1, b2 and prob; empty where `needs` (of the first five) says no."""
-    how = How(_spec(kind, constants, backend, margins, dynamic), keep_h=True)
+    how = ExpertMLPArgs(_spec(kind, constants, backend, margins, dynamic), keep_h=True)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
     saved = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, how)
     with torch.autocast(x.device.type, enabled=False):

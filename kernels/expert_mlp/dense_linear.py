@@ -51,7 +51,7 @@ class _Linear(torch.autograd.Function):
         x = ops.quantize(x_NI)
         ctx.save_for_backward(w_OI, *tensors_of(saved_input(x_NI, x, spec)))
         ctx.accumulated = w_OI if spec.accumulate and main_grad.takes(w_OI) else None
-        return ops.rows(x, Linear.alone(w_OI, bias_O), ctx.plan)
+        return ops.rows(x, Linear.single_expert(w_OI, bias_O), ctx.plan)
 
     @staticmethod
     @once_differentiable
@@ -65,7 +65,7 @@ class _Linear(torch.autograd.Function):
             given = for_wgrad(dy_NO.contiguous(), dy, ctx.spec)
             x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
             operands = [Operand(given, gradient=True), Operand(x_rows)]
-        across = Linear.alone(w_OI).transposed
+        across = Linear.single_expert(w_OI).transposed
         dx_NI, operands = dgrad.rows_and_columns(dy if need_x else None, across, ctx.plan, operands)
         if need_w:
             d, v = operands

@@ -39,7 +39,7 @@ from phalanx.kernels.quantize.quantize import (
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
 
-class OverExact:
+class DelegatingMixin:
     """What a backend with a recipe leaves to one without."""
 
     _exact: Backend
@@ -54,10 +54,10 @@ class OverExact:
         return self._exact.combine(y_SD, inverse_NK, addends)
 
 
-class EmulatedFP8(FP8Operands, OverExact):
+class EmulatedFP8(FP8Operands, DelegatingMixin):
     """`kernels.expert_mlp.backend.Backend` with the recipe, by one without."""
 
-    gathers: ClassVar[bool] = True
+    fuses_gather: ClassVar[bool] = True
 
     def __init__(self, exact: Backend, recipe: Fp8Block) -> None:
         super().__init__(recipe)
@@ -140,11 +140,11 @@ def _plain(x: Operand, dtype: torch.dtype, plan: ExpertPlan) -> Tensor:
 
 def _through_fp8(linear: Linear) -> Linear:
     """The layer with the values that its weights have in FP8."""
-    return linear.mapped(_values)
+    return linear.map_experts(_values)
 
 
 def _values(linear: Linear) -> Linear:
-    if linear.flipped:  # blocks are the same of a matrix and of its transpose
+    if linear.is_transposed:  # blocks are the same of a matrix and of its transpose
         return linear._replace(weight_LOI=_values(linear.transposed).weight_LOI.mT)
     w_LOI = linear.weight_LOI
     values = dequantize_weights(quantize_weights(w_LOI, linear.parts).forward, linear.parts)

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import (
-    AsTheyAre,
     Backend,
     HiddenGrads,
     Linear,
     Operand,
+    UnquantizedMixin,
     put,
 )
-from phalanx.kernels.expert_mlp.emulated_fp8 import OverExact
+from phalanx.kernels.expert_mlp.emulated_fp8 import DelegatingMixin
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.torch_grouped import expert_of_row
@@ -36,10 +36,10 @@ from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.kernels.routing.sort_pairs import gather_rows, used_rows
 
 
-class EmulatedMicroscaling(OverExact, AsTheyAre):
+class EmulatedMicroscaling(DelegatingMixin, UnquantizedMixin):
     """`kernels.expert_mlp.backend.Backend` with the recipe, by one without."""
 
-    gathers: ClassVar[bool] = False
+    fuses_gather: ClassVar[bool] = False
 
     def __init__(self, exact: Backend, recipe: Microscaling) -> None:
         self._exact, self._recipe, self._format = exact, recipe, recipe.format
@@ -66,7 +66,7 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
         return h_SH, a_SF
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        a_SI, linear = self._operands(a_SI, linear, plan, gradient=linear.flipped)
+        a_SI, linear = self._operands(a_SI, linear, plan, gradient=linear.is_transposed)
         return self._exact.rows(a_SI, linear, plan, signal=signal)
 
     def fc2_dgrad_dact(
@@ -83,7 +83,7 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
         dy_SD, across = self._operands(given_SD, fc2.transposed, plan, gradient=True)
         plain = across.transposed
         made = self._exact.fc2_dgrad_dact(Operand(dy_SD), plain, h_SH, plan, act, ready=ready)
-        if made.dprob_S is not None and (biases_PD := fc2.biases_PO) is not None:
+        if made.dprob_S is not None and (biases_PD := fc2.all_biases_PO) is not None:
             bias_SD = biases_PD.index_select(0, expert_of_row(plan.offsets, given_SD))
             dprob_S = made.dprob_S + (given_SD.float() * bias_SD.float()).sum(-1)
             dprob_S = torch.where(used_rows(dprob_S, plan.offsets), dprob_S, 0.0)
@@ -123,7 +123,7 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
         form, parts_in = self._format, linear.parts_in
         random = gradient and self._recipe.stochastic
         x = emulate.rows(x_SI, plan.offsets, form, parts_in, stochastic=random)
-        amax_P, guests = x.amax_L, linear.guests
+        amax_P, replicas = x.amax_L, linear.replicas
 
         def through(layer: Linear, first: int) -> Linear:
             """Of the experts whose places begin at `first`."""
@@ -134,8 +134,8 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
             return layer._replace(weight_LOI=w.matrix, alpha_L=alpha_L)
 
         own = through(linear, 0)
-        if guests is not None:
-            own = own._replace(guests=lambda _: through(guests(False), len(own.weight_LOI)))
+        if replicas is not None:
+            own = own._replace(replicas=lambda _: through(replicas(False), len(own.weight_LOI)))
         return x.matrix, own
 
     def _columns(self, x_SC: Tensor, plan: ExpertPlan, gradient: bool) -> Values:

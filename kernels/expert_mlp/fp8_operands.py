@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.expert_mlp.backend import InTurn, Operand, Rows
+from phalanx.kernels.expert_mlp.backend import Operand, Rows, SequentialMixin
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.blocks import Quantized, QuantizedColumns
 from phalanx.kernels.quantize.quantize import dequantize_rows, quantize_rows, transpose_rows
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
 
-class FP8Operands(InTurn):
+class FP8Operands(SequentialMixin):
     """`quantize` and `columns` of a `kernels.expert_mlp.backend.Backend` with the recipe."""
 
     def __init__(self, recipe: Fp8Block) -> None:

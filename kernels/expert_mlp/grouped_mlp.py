@@ -1,7 +1,7 @@
 """The expert MLP of an MoE layer and the sum back to tokens, with autograd, for every backend.
 
 Between dispatch and the tokens' return: `grouped_mlp` runs each expert on the rows that the routing
-plan gives it and adds a token's expert rows up. `kernels.expert_mlp.dense_halves` is the case of
+plan gives it and adds a token's expert rows up. `kernels.expert_mlp.dense_mlp` is the case of
 one expert that has all rows. Nothing is read on the host, and everything can be captured in a CUDA
 graph. What is saved and recomputed is said in `kernels.expert_mlp.autograd`.
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from phalanx.kernels import debug
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import Arrived, ExpertMLP, How, Overlap
+from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs, Fp8Inputs, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.guests import Guests
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.replicas import ReplicaExchange
 from phalanx.kernels.sm90.limits import COMBINE_ADDENDS as MOST_ADDENDS
 
 
@@ -30,10 +30,10 @@ def grouped_mlp(
     spec: MLPSpec,
     *,
     overlap: Overlap | None = None,
-    arrived: Arrived | None = None,
+    fp8_inputs: Fp8Inputs | None = None,
     addends: Sequence[Tensor] = (),
-    made_h: Callable[..., None] | None = None,
-    guests: Guests | None = None,
+    on_saved_h: Callable[..., None] | None = None,
+    replicas: ReplicaExchange | None = None,
 ) -> Tensor:
     """out[n] = sum over the expert rows s of n of prob[s] * MLP_e(s)(x[n]), plus the addends.
 
@@ -54,7 +54,7 @@ def grouped_mlp(
         arrived: x in FP8, and in the backward pass the gradient of out; x_ND is then without data.
         addends: up to two tensors as out, which have its gradient. `fused` adds them to the sums
             before these are rounded, other backends one after the other in x's dtype.
-        made_h: is called with the tensors that are saved of h, unless h is computed again.
+        on_saved_h: is called with the tensors that are saved of h, unless h is computed again.
         guests: experts of other ranks, whose places in the plan are behind those of the local ones.
 
     Returns:
@@ -67,22 +67,24 @@ def grouped_mlp(
         ValueError: unknown backend, or shapes and dtypes that do not fit together; with
             PHALANX_DEBUG=1 also indices of rows that are not there (`kernels.debug`).
     """
-    check(x_ND, weights, plan, spec.activation, guests=guests is not None)
+    check(x_ND, weights, plan, spec.activation, replicas=replicas is not None)
     if overlap is not None and spec.backend != "fused":
         raise ValueError(f"overlap: only the fused kernels wait for rows, not {spec.backend}")
-    if guests is not None and spec.backend == "cudnn":
+    if replicas is not None and spec.backend == "cudnn":
         raise ValueError("guests: kernels=cudnn has none: set parallel.clones=0 or kernels=torch")
     if addends and (overlap is not None or plan.inverse_NK is None):
         raise ValueError("addends: only the sums of tokens have some, not what is sent or rows")
     if len(addends) > MOST_ADDENDS:
         raise ValueError(f"addends: at most {MOST_ADDENDS}, not {len(addends)}")
     prob_S = None if overlap is not None else plan.row_prob_S
-    if overlap is not None and spec.recipe is not None and arrived is None:
+    if overlap is not None and spec.recipe is not None and fp8_inputs is None:
         raise ValueError("overlap: rows that are still to be quantized must have come before")
-    if arrived is not None and spec.recipe is None:
+    if fp8_inputs is not None and spec.recipe is None:
         raise ValueError("arrived: only a recipe takes rows in FP8")
-    how = How(spec, differentiates(x_ND, weights, plan), overlap, arrived, made_h, guests)
-    x_ND = x_ND.contiguous() if arrived is None else x_ND
+    how = ExpertMLPArgs(
+        spec, differentiates(x_ND, weights, plan), overlap, fp8_inputs, on_saved_h, replicas
+    )
+    x_ND = x_ND.contiguous() if fp8_inputs is None else x_ND
     more = [addend.contiguous() for addend in addends]
     return ExpertMLP.apply(x_ND, *weights, prob_S, plan, how, *more)
 
@@ -94,7 +96,7 @@ def differentiates(x: Tensor, weights: MLPWeights, plan: ExpertPlan) -> bool:
 
 
 def check(
-    x: Tensor, weights: MLPWeights, plan: ExpertPlan, act: Activation, *, guests: bool = False
+    x: Tensor, weights: MLPWeights, plan: ExpertPlan, act: Activation, *, replicas: bool = False
 ) -> None:
     """ValueError for shapes and dtypes that do not fit together; with guests a plan has places for
     more experts than there are weights."""
@@ -114,7 +116,7 @@ def check(
         ("b2", b2, (L, D), x.dtype),
         ("row_index", plan.row_index_S, (S,), torch.int32),
         ("row_prob", plan.row_prob_S, (S,), torch.float32),
-        ("offsets", plan.offsets, plan.offsets.shape if guests else (L + 1,), torch.int32),
+        ("offsets", plan.offsets, plan.offsets.shape if replicas else (L + 1,), torch.int32),
         ("inverse", plan.inverse_NK, (N, K), torch.int32),
         ("order", plan.order_L, (plan.offsets.numel() - 1,), torch.int32),
     ]

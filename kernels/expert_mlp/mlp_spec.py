@@ -49,7 +49,7 @@ class MLPSpec:
     expects."""
     recipe: Recipe | None = None
     """Operands of the GEMMs are quantized; None: they are as they are given."""
-    save_given: bool = False
+    save_unquantized: bool = False
     """With a recipe, dense layers save their inputs as they are given and quantize them once more
     in the backward pass, for callers who give up the memory of these; routed experts do not."""
     recompute_h: bool = False

@@ -16,11 +16,11 @@ from torch import Tensor
 from phalanx.kernels.elementwise.block_sum import plus
 from phalanx.kernels.expert_mlp.activation import Activation, formula
 from phalanx.kernels.expert_mlp.backend import (
-    AsTheyAre,
     HiddenGrads,
     Linear,
     Operand,
     PlanSize,
+    UnquantizedMixin,
     put,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
@@ -68,10 +68,10 @@ def _value_backward(grad: Tensor, gate: Tensor, act: Activation) -> Tensor:
     return grad * formula(act).slope(gate, act)
 
 
-class Reference(AsTheyAre):
+class Reference(UnquantizedMixin):
     """`kernels.expert_mlp.backend.Backend` by loops over experts."""
 
-    gathers: ClassVar[bool] = True
+    fuses_gather: ClassVar[bool] = True
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
         return sort_pairs(topk_idx_NK, topk_prob_NK, size)
@@ -190,7 +190,7 @@ def _padding(like: Tensor, rows: int, columns: int) -> Tensor:
 
 def _experts(linear: Linear, plan: ExpertPlan) -> Iterator[tuple[Linear, int, slice]]:
     """Layer, number in it and expert rows of each expert."""
-    for layer, part in linear.runs(plan):
+    for layer, part in linear.expert_groups(plan):
         for e, span in enumerate(_spans(part.offsets)):
             yield layer, e, span
 

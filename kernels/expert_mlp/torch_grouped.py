@@ -19,11 +19,11 @@ from torch import Tensor
 from phalanx.kernels.elementwise.block_sum import plus
 from phalanx.kernels.expert_mlp.activation import Activation, Formula, formula
 from phalanx.kernels.expert_mlp.backend import (
-    AsTheyAre,
     HiddenGrads,
     Linear,
     Operand,
     PlanSize,
+    UnquantizedMixin,
     put,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
@@ -31,7 +31,7 @@ from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.routing.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
 
 
-class Grouped(AsTheyAre):
+class Grouped(UnquantizedMixin):
     """`kernels.expert_mlp.backend.Backend` on torch._grouped_mm: bf16 on CUDA, bf16 and fp32 on
     CPU.
 
@@ -39,7 +39,7 @@ class Grouped(AsTheyAre):
     own ones for each use.
     """
 
-    gathers: ClassVar[bool] = False
+    fuses_gather: ClassVar[bool] = False
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
         return sort_pairs(topk_idx_NK, topk_prob_NK, size)
@@ -57,7 +57,7 @@ class Grouped(AsTheyAre):
         keep_h: bool = True,
         ready: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        fc1 = fc1.whole
+        fc1 = fc1.concatenated
         w1_LDH, b1_LH = fc1.weight_LOI.transpose(1, 2), fc1.bias_LO
         x_SD = _gather(Operand(x_ND, gather=True), plan)
         z_SH = _grouped_mm(x_SD, w1_LDH, plan, fc1.alpha_L)
@@ -66,7 +66,7 @@ class Grouped(AsTheyAre):
         return as_one_kernel(_bias_act, *biased, act, formula(act))
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        linear = linear.whole
+        linear = linear.concatenated
         y_SO = _grouped_mm(a_SI, linear.weight_LOI.transpose(1, 2), plan, linear.alpha_L)
         if linear.bias_LO is None:
             return y_SO
@@ -83,7 +83,7 @@ class Grouped(AsTheyAre):
         *,
         ready: Tensor | None = None,
     ) -> HiddenGrads:
-        dy_SD, fc2 = _gather(dy, plan), fc2.whole
+        dy_SD, fc2 = _gather(dy, plan), fc2.concatenated
         da_SF = _grouped_mm(dy_SD, fc2.weight_LOI, plan, fc2.alpha_L)
         used_S = used_rows(h_SH, plan.offsets)
         given = (da_SF, h_SH, plan.row_prob_S, used_S, act, formula(act))

@@ -2,7 +2,7 @@
 
     short causal convolution -> normalised queries and keys -> gated delta rule -> gated RMSNorm
 
-Backends: `torch`, the statement of `kernels.linear_attention.statement`, which runs everywhere and
+Backends: `torch`, the statement of `kernels.linear_attention.torch_delta`, which runs everywhere and
 in any dtype, and `fla`, the chunked kernels of flash-linear-attention in Triton, for bf16 on GPUs.
 No function reads anything of the device on the host: a step is captured in a CUDA graph as any
 other, and documents inside a sequence are told apart by the positions of the tokens alone.
@@ -13,7 +13,7 @@ V value heads, d channels of a head.
 
 from torch import Tensor
 
-from phalanx.kernels.linear_attention import statement
+from phalanx.kernels.linear_attention import torch_delta
 
 
 def causal_conv(
@@ -39,7 +39,7 @@ def causal_conv(
 
         return fla.causal_conv(x_BSC, weight_CW)
     # The library's kernels find documents by tables that the host makes.
-    return statement.causal_conv(x_BSC, weight_CW, position_BS)
+    return torch_delta.causal_conv(x_BSC, weight_CW, position_BS)
 
 
 def gated_delta_rule(
@@ -80,7 +80,7 @@ def gated_delta_rule(
         from phalanx.kernels.linear_attention import fla
 
         return fla.gated_delta_rule(*given)
-    return statement.gated_delta_rule(*given)
+    return torch_delta.gated_delta_rule(*given)
 
 
 def gated_rms_norm(
@@ -104,7 +104,7 @@ def gated_rms_norm(
         from phalanx.kernels.linear_attention import fla
 
         return fla.gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
-    return statement.gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
+    return torch_delta.gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
 
 
 def _library(backend: str) -> bool:

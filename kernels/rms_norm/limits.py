@@ -8,7 +8,7 @@ MOST = 8192
 """Channels of a row that one CTA holds, forward and backward."""
 
 
-def refuse_width(channels: int) -> Refusal:
+def unsupported_width(channels: int) -> Refusal:
     """Why rows of so many channels cannot be normalised."""
     if channels % CHANNELS or not CHANNELS <= channels <= MOST:
         some = f"{CHANNELS} to {MOST} channels, in multiples of {CHANNELS}"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.rms_norm.limits import CHANNELS, refuse_width
+from phalanx.kernels.rms_norm.limits import CHANNELS, unsupported_width
 from phalanx.kernels.rms_norm.quack_library import Rows, program
 
 
@@ -166,5 +166,5 @@ def _check(x: Tensor, residual: Tensor | None, weight_N: Tensor) -> None:
         raise ValueError(f"weight {list(weight_N.shape)} does not fit x {list(x.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual {list(residual.shape)} is not as x {list(x.shape)}")
-    if why := refuse_width(N):
+    if why := unsupported_width(N):
         raise ValueError(f"kernels.norm=quack {why}")

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import (
-    AsTheyAre,
     HiddenGrads,
     Linear,
     Operand,
     PlanSize,
+    UnquantizedMixin,
     put,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
@@ -40,7 +40,7 @@ _ACTIVATION_BYTES = 32
 """cuDNN wants recomputed activations to start at a multiple of it, as fresh tensors on GPUs do."""
 
 
-class CuDNN(AsTheyAre):
+class CuDNN(UnquantizedMixin):
     """`kernels.expert_mlp.backend.Backend` on Blackwell, in bf16.
 
     Args:
@@ -49,7 +49,7 @@ class CuDNN(AsTheyAre):
         interleaved: w1, b1 and their gradients are stored in the order of the kernels.
     """
 
-    gathers: ClassVar[bool] = True
+    fuses_gather: ClassVar[bool] = True
 
     def __init__(self, sm_margin: int, dynamic: bool, interleaved: bool) -> None:
         self._margin, self._interleaved = sm_margin, interleaved
@@ -90,7 +90,7 @@ class CuDNN(AsTheyAre):
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         stored, dim = linear.weight_LOI, 1
-        if linear.flipped:
+        if linear.is_transposed:
             stored = stored.mT
         if max(linear.parts, linear.parts_in) > 1:
             stored = self._fc1(stored, dim)
@@ -99,7 +99,7 @@ class CuDNN(AsTheyAre):
             a_SI,
             plan,
             b_tensor=stored,
-            b_major="n" if linear.flipped else "k",
+            b_major="n" if linear.is_transposed else "k",
             bias_tensor=None if linear.bias_LO is None else linear.bias_LO.mT,
             prob_tensor=_prob(plan, a_SI),
         )

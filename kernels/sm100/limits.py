@@ -12,7 +12,7 @@ PACKAGE = "nvidia-cudnn-frontend==1.32.0"
 """The version that the adapter is written and tested against, as pip knows it."""
 
 
-def refuse_sizes(hidden: int, ffn: int, experts: int) -> Refusal:
+def unsupported_sizes(hidden: int, ffn: int, experts: int) -> Refusal:
     """Why experts of these sizes cannot be computed; a size of 0 is unknown and fits."""
     if hidden % CHANNELS or ffn % CHANNELS:
         return (

@@ -86,7 +86,7 @@ class CuDNNMicroscaling(CuDNN):
         w_LOI = linear.weight_LOI
         if linear.parts > 1 or linear.parts_in > 1:
             w_LOI = self._fc1(w_LOI, 1 if linear.parts > 1 else 2)
-        gradient = linear.flipped and self._recipe.stochastic
+        gradient = linear.is_transposed and self._recipe.stochastic
         a = a_SI
         if not isinstance(a, Packed):
             a = self._format.rows(a, plan.offsets, gradient)

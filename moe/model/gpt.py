@@ -399,7 +399,7 @@ def _layer(
     m, of_layer = cfg.model, recipe(cfg, number) if backends.experts != "megatron" else None
     moe = with_recipe(moe, of_layer, dense=cfg.precision.dense == "fp8")
     again = memory_plan(cfg).again
-    spec = replace(moe.spec, recompute_h="expert_h" in again, save_given="norm" in again)
+    spec = replace(moe.spec, recompute_h="expert_h" in again, save_unquantized="norm" in again)
     moe = replace(moe, spec=spec)
     mla = m.attention.kind == "mla"
     sub = get_gpt_layer_local_submodules(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.kernels.cache import Cache
-from phalanx.kernels.rms_norm.limits import refuse_width
+from phalanx.kernels.rms_norm.limits import unsupported_width
 from phalanx.kernels.rms_norm.rms_norm import fork, rms_norm
 from tests.kernels.interpreter import interpret
 from tests.kernels.rms_norm.problems import Problem, error, plain
@@ -72,7 +72,7 @@ def test_what_cannot_run_is_refused():
     ],
 )
 def test_widths(channels, words):
-    why = refuse_width(channels)
+    why = unsupported_width(channels)
     assert why is None if words is None else words in why
 
 

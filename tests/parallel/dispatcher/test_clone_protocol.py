@@ -104,8 +104,8 @@ def noted() -> Iterator[list[str]]:
             note(GlooSingles, "send", "put rows"),
             note(GlooGuestMemory, "lend", "lend"),
             note(GlooGuestMemory, "wait", "wait for guests"),
-            note(PushedGuests, "give_back", "put gradients {}"),
-            note(GlooGuestMemory, "take_back", "get gradients {}"),
+            note(PushedGuests, "send_grads", "put gradients {}"),
+            note(GlooGuestMemory, "reduce_grads", "get gradients {}"),
             note(cloned_transfers, "sum_singles", "get rows"),
         ):
             stack.enter_context(patch)

@@ -13,13 +13,13 @@ from phalanx.kernels.quantize.blocks import QuantizedWeights
 from phalanx.kernels.quantize.quantize import quantize_weights
 
 
-def copies_of(linear: Linear, *, keep: bool) -> QuantizedWeights:
+def weight_copies(linear: Linear, *, keep: bool) -> QuantizedWeights:
     """Those of the weights as they are stored.
 
     Args:
         keep: with the parameter, until `forget`.
     """
-    stored = linear.transposed if linear.flipped else linear
+    stored = linear.transposed if linear.is_transposed else linear
     kept: QuantizedWeights | None = getattr(linear.source, "fp8_copies", None)
     if kept is None:
         kept = quantize_weights(stored.weight_LOI, stored.parts)

@@ -2,7 +2,7 @@
 gradients of these go back.
 
 A plan has then places for L own experts and, behind them, G guests. What brings weights and
-gradients is a transport's (`Guests`); shapes are the same in every micro-batch, whether a guest has
+gradients is a transport's (`ReplicaExchange`); shapes are the same in every micro-batch, whether a guest has
 come or not. Every operation is run for own experts and then for guests, into the same tensors of
 rows: no weight is copied to lie beside others, no gradient either, and what own experts do hides
 the guests' way. Of the two layers of an expert the one whose turn is first comes first, and guests'
@@ -29,13 +29,13 @@ type Layer = Literal["fc1", "fc2"]
 LAYERS: tuple[Layer, Layer] = ("fc1", "fc2")
 
 
-def of_layer[T](values: Sequence[T], layer: Layer) -> tuple[T, T]:
+def layer_pair[T](values: Sequence[T], layer: Layer) -> tuple[T, T]:
     """Of values of w1, w2, b1 and b2 those of a layer's weight and bias."""
     first = LAYERS.index(layer)
     return values[first], values[first + 2]
 
 
-class Guests(Protocol):
+class ReplicaExchange(Protocol):
     """Guests of one micro-batch in one layer of the model. All ranks of a group call each method
     together, in this order: in the forward pass up to `wait`, and all in the backward pass, but for
     those up to `wait` if weights were kept and for the rest if no weight has a gradient."""
@@ -43,7 +43,7 @@ class Guests(Protocol):
     keep: bool
     """Weights stay from the forward pass to the backward pass; otherwise they are lent again."""
 
-    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
+    def send_weights(self, own: MLPWeights, first: Layer) -> MLPWeights:
         """Own experts [L, ...] start on their way to the ranks that borrow them, those of layer
         `first` before the others.
 
@@ -64,17 +64,17 @@ class Guests(Protocol):
         Those that were lent first are waited for first, or not at all."""
         ...
 
-    def room(self, own: MLPWeights) -> MLPWeights:
+    def grad_buffer(self, own: MLPWeights) -> MLPWeights:
         """fp32 [G, ...] for the gradients of this rank's guests; anything may be in it. What is
         None in `own` is None."""
         ...
 
-    def give_back(self, layer: Layer) -> None:
-        """The gradients of a layer in `room` are complete, of those weights that have some, and
+    def send_grads(self, layer: Layer) -> None:
+        """The gradients of a layer in `grad_buffer` are complete, of those weights that have some, and
         start on their way to the owners: fc1's, then fc2's."""
         ...
 
-    def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
+    def reduce_grads(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
         """Add what other ranks made for this rank's experts, in place and in the order of ranks:
         fc1's, then fc2's, after which what the current stream does finds both complete. What it is
         given in between may run beside that.
@@ -87,7 +87,7 @@ class Guests(Protocol):
         ...
 
 
-class Lent(NamedTuple):
+class BorrowedWeights(NamedTuple):
     """Guests of one pass."""
 
     weights: MLPWeights
@@ -98,13 +98,13 @@ class Lent(NamedTuple):
     None: nothing."""
 
 
-def lent(
-    guests: Guests,
+def borrow_weights(
+    replicas: ReplicaExchange,
     own: MLPWeights,
     kept: MLPWeights | None,
     rows: Callable[[], None] | None,
     first: Layer,
-) -> Lent:
+) -> BorrowedWeights:
     """The guests' weights for a pass.
 
     Args:
@@ -114,20 +114,20 @@ def lent(
         rows: waits for rows that guests' kernels read; None: all are here.
         first: layer whose turn is first.
     """
-    weights = guests.lend(own, first) if kept is None else kept
+    weights = replicas.send_weights(own, first) if kept is None else kept
     rows = None if rows is None else functools.cache(rows)
 
-    wait = functools.cache(guests.wait)
+    wait = functools.cache(replicas.wait)
 
-    def arrive(layer: Layer, waits: bool) -> Tensor | None:
-        ready = guests.ready(layer) if waits and kept is None else None
+    def arrive(layer: Layer, kernel_waits: bool) -> Tensor | None:
+        ready = replicas.ready(layer) if kernel_waits and kept is None else None
         if kept is None and ready is None:
             wait(layer)
         if rows is not None:
             rows()
         return ready
 
-    return Lent(weights, arrive)
+    return BorrowedWeights(weights, arrive)
 
 
 def in_turn(plan: ExpertPlan, own: int) -> tuple[ExpertPlan, ExpertPlan]:
@@ -140,7 +140,7 @@ def in_turn(plan: ExpertPlan, own: int) -> tuple[ExpertPlan, ExpertPlan]:
 
 
 def shared_grads(
-    work: WeightGrads, guests: Guests, own: MLPWeights, buffers: Sequence[Buffer | None]
+    work: WeightGrads, replicas: ReplicaExchange, own: MLPWeights, buffers: Sequence[Buffer | None]
 ) -> list[Tensor | None]:
     """Gradients of a rank's own weights and biases, complete: with what other ranks made of them.
 
@@ -155,19 +155,19 @@ def shared_grads(
     """
     first, behind = in_turn(work.plan, len(own.w1))
     make = {"fc1": work.of_fc1, "fc2": work.of_fc2}
-    room = guests.room(own)
+    grad_buffer = replicas.grad_buffer(own)
     # Nobody reads the gradient of an empty slot.
-    rooms = [None if w is None else Buffer(w, add=False, zeros=False) for w in room]
+    rooms = [None if w is None else Buffer(w, add=False, zeros=False) for w in grad_buffer]
     for layer in LAYERS:
-        if len(room.w1):
-            make[layer](behind, of_layer(rooms, layer), last=False)
-        guests.give_back(layer)
+        if len(grad_buffer.w1):
+            make[layer](behind, layer_pair(rooms, layer), last=False)
+        replicas.send_grads(layer)
     wanted = zip(work.needs, buffers, own, strict=True)
     into = [buffer or _scratch(w) if need else None for need, buffer, w in wanted]
     made: dict[Layer, tuple[Tensor | None, Tensor | None]] = {}
     for layer in LAYERS:
-        made[layer] = make[layer](first, of_layer(into, layer))
-        guests.take_back(layer, made[layer])
+        made[layer] = make[layer](first, layer_pair(into, layer))
+        replicas.reduce_grads(layer, made[layer])
     return [grad for both in zip(*made.values(), strict=True) for grad in both]
 
 

@@ -37,7 +37,7 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
 
 
-class FirstHalf(NamedTuple):
+class DenseFc1(NamedTuple):
     """What the first half leaves for the second."""
 
     h_NH: Tensor
@@ -51,7 +51,7 @@ class FirstHalf(NamedTuple):
     """Makes h once more, for who gives up its memory between forward and backward pass."""
 
 
-def dense_first(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> FirstHalf:
+def dense_fc1(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> DenseFc1:
     """First half.
 
     Args:
@@ -70,14 +70,14 @@ def dense_first(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> FirstHalf:
     gradient: list[HiddenGrads] = []
     x_ND = x_ND.contiguous()
     h_NH, *a = _First.apply(x_ND, w1, spec, gradient)
-    return FirstHalf(h_NH, rows_of(a), gradient, partial(_hidden, x_ND.detach(), w1, spec))
+    return DenseFc1(h_NH, rows_of(a), gradient, partial(_hidden, x_ND.detach(), w1, spec))
 
 
-def dense_second(first: FirstHalf, w2: Tensor, spec: MLPSpec) -> Tensor:
+def dense_fc2(first: DenseFc1, w2: Tensor, spec: MLPSpec) -> Tensor:
     """Second half: a @ w2^T.
 
     Args:
-        first: of `dense_first`; only h is saved for the backward pass.
+        first: of `dense_fc1`; only h is saved for the backward pass.
         w2: [D, F].
         spec: that of the first half.
 
@@ -147,7 +147,7 @@ class _Second(torch.autograd.Function):
         gradient: list[HiddenGrads],
         *a_NF: Tensor,
     ) -> Tensor:
-        plan, fc2 = one_group(h_NH), Linear.alone(w2)
+        plan, fc2 = one_group(h_NH), Linear.single_expert(w2)
         ctx.save_for_backward(h_NH, w2)
         _keep(ctx, plan, spec, w2)
         ctx.gradient, ctx.of_a = gradient, len(a_NF)
@@ -157,7 +157,7 @@ class _Second(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_ND: Tensor) -> tuple[Any, ...]:
         h_NH, w2 = ctx.saved_tensors
-        spec, fc2 = ctx.spec, Linear.alone(w2)
+        spec, fc2 = ctx.spec, Linear.single_expert(w2)
         dgrad, dout_ND = backend_of(spec, "dgrad"), dout_ND.contiguous()
         dy = dgrad.quantize(dout_ND, gradient=True)
         made = dgrad.fc2_dgrad_dact(Operand(dy), fc2, h_NH, ctx.plan, spec.activation)
@@ -181,7 +181,7 @@ def _hidden(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> tuple[Tensor]:
 
 
 def _fc1(w1: Tensor, spec: MLPSpec) -> Linear:
-    return Linear.alone(w1, parts=spec.activation.facts.halves)
+    return Linear.single_expert(w1, parts=spec.activation.facts.halves)
 
 
 def _keep(ctx: Any, plan: Any, spec: MLPSpec, w: Tensor) -> None:
