@@ -39,7 +39,7 @@ class Copied:
         """Gradients as they were when they left."""
 
     def send_weights(self, own: MLPWeights, first: Layer) -> MLPWeights:
-        self.log.append(f"lend {first}")
+        self.log.append(f"send_weights {first}")
         self._first = first
         self._here = _each(self._theirs, lambda w: torch.full_like(w, torch.nan))
         return self._here
@@ -62,7 +62,7 @@ class Copied:
                 to.copy_(w)
 
     def grad_buffer(self, own: MLPWeights) -> MLPWeights:
-        self.log.append("room")
+        self.log.append("grad_buffer")
         like = dict(dtype=torch.float32)
         self._room = _each(self._theirs, lambda w: torch.full_like(w, torch.nan, **like))
         self.given = [None] * len(NAMES)

@@ -19,9 +19,9 @@ BF16 = torch.bfloat16
 SWIGLU, UNGATED = Activation("swiglu"), Activation("squared_relu")
 OWN, PLACES = 4, 6
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
-LENT = ["lend fc2", "wait fc2", "wait fc1"]
-BACK = ["room", "send_grads fc1", "send_grads fc2", "reduce_grads fc1", "reduce_grads fc2"]
-PASSES = [["lend fc1", "wait fc1", "wait fc2"], [*LENT, *BACK]]
+LENT = ["send_weights fc2", "wait fc2", "wait fc1"]
+BACK = ["grad_buffer", "send_grads fc1", "send_grads fc2", "reduce_grads fc1", "reduce_grads fc2"]
+PASSES = [["send_weights fc1", "wait fc1", "wait fc2"], [*LENT, *BACK]]
 ROUTINGS = {
     "an empty slot": [0, 1, 3, 5],
     "all places": list(range(PLACES)),

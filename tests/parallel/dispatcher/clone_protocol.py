@@ -81,7 +81,7 @@ class Program:
     def send_weights(self, *layers: str) -> list[int]:
         """Weights of layers in turn, by a kernel in the stream of control that raises flags as they
         are there."""
-        self.calls.append("lend")
+        self.calls.append("send_weights")
         raised = []
         for layer in layers:
             u = self._begin(self.streams[-1])

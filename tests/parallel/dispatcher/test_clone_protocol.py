@@ -102,7 +102,7 @@ def noted() -> Iterator[list[str]]:
             note(GlooExchange, "send_gradient", "start"),
             note(GlooExchange, "wait", "", "wait"),
             note(GlooSingles, "send", "put rows"),
-            note(GlooGuestMemory, "lend", "lend"),
+            note(GlooGuestMemory, "send_weights", "send_weights"),
             note(GlooGuestMemory, "wait", "wait for guests"),
             note(PushedGuests, "send_grads", "put gradients {}"),
             note(GlooGuestMemory, "reduce_grads", "get gradients {}"),

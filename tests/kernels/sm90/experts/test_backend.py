@@ -371,17 +371,17 @@ class Recorded:
         return self._x
 
 
-FORWARD = """lend_fc1 fc1_act wait_fc1 wait_rows fc1_act
+FORWARD = """send_weights_fc1 fc1_act wait_fc1 wait_rows fc1_act
     start_sums rows finish_sums wait_fc2 rows"""
-BACKWARD = """{} send_gradient room {} wgrad give_back_fc1 wgrad give_back_fc2
-    wgrad take_back_fc1 wgrad take_back_fc2"""
+BACKWARD = """{} send_gradient grad_buffer {} wgrad send_grads_fc1 wgrad send_grads_fc2
+    wgrad reduce_grads_fc1 wgrad reduce_grads_fc2"""
 AGAIN = {
     False: BACKWARD.format(
-        "lend_fc2 fc2_dgrad_dact wait_fc2 wait_rows fc2_dgrad_dact rows wait_fc1 rows",
+        "send_weights_fc2 fc2_dgrad_dact wait_fc2 wait_rows fc2_dgrad_dact rows wait_fc1 rows",
         "tokens",
     ),
     True: BACKWARD.format(
-        """lend_fc1 tokens_first fc1_act wait_fc1 fc1_act
+        """send_weights_fc1 tokens_first fc1_act wait_fc1 fc1_act
         fc2_dgrad_dact wait_fc2 fc2_dgrad_dact rows rows""",
         "",
     ),
