@@ -2,10 +2,10 @@
 torch.compile.
 
 Each op has a fake implementation, so that tracing and torch.compile see shapes and nothing else.
-They compute in the dtypes of their arguments, under autocast too. What they do, save and recompute
-is `kernels.expert_mlp.autograd`'s.
+They compute in the dtypes of their arguments, under autocast too, and save and recompute what
+`kernels.expert_mlp.autograd` does.
 
-Shape legend as in `kernels.backend`.
+Shape legend as in `kernels.expert_mlp.backend`.
 """
 
 from collections.abc import Sequence
@@ -115,9 +115,9 @@ def grouped_mlp_backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, w1, w2, b1, b2 and prob; empty where `needs` (of the first five) says no."""
-    how = ExpertMLPArgs(_spec(kind, constants, backend, margins, dynamic), keep_h=True)
+    args = ExpertMLPArgs(_spec(kind, constants, backend, margins, dynamic), keep_h=True)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
-    saved = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, how)
+    saved = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, args)
     with torch.autocast(x.device.type, enabled=False):
         grads = run_backward(dout, saved, needs, [None] * 4)
     dx, dw1, dw2, db1, db2, dprob = (x.new_empty(0) if g is None else g for g in grads)

@@ -1,15 +1,15 @@
-"""Experts of other ranks beside a rank's own: their weights come for a micro-batch, and the
-gradients of these go back.
+"""Replicas of other ranks' experts beside a rank's own experts.
 
-A plan has then places for L own experts and, behind them, G guests. What brings weights and
-gradients is a transport's (`ReplicaExchange`); shapes are the same in every micro-batch, whether a guest has
-come or not. Every operation is run for own experts and then for guests, into the same tensors of
-rows: no weight is copied to lie beside others, no gradient either, and what own experts do hides
-the guests' way. Of the two layers of an expert the one whose turn is first comes first, and guests'
-gradients are made and taken back layer by layer, so that the way of one is under the work of the
-other.
+Their weights arrive for a micro-batch, and their gradients are sent back to the owners. A plan then
+has L own experts and, behind them, G replica slots. The transfers are a transport's
+(`ReplicaExchange`); shapes are the same in every micro-batch, whether a slot is used or not. Every
+operation runs for own experts and then for replicas, into the same tensors of rows: neither weights
+nor gradients are copied to be contiguous with others, and the work of own experts overlaps the
+transfer of replicas. The weights of the layer that runs first are sent first, and gradients of
+replicas are computed and reduced layer by layer, so that the transfer of one layer overlaps the
+work of the other.
 
-Legend: L own experts, G guest slots, P = L + G places.
+Legend: L own experts, G replica slots, P = L + G local slots.
 """
 
 import functools
@@ -30,145 +30,156 @@ LAYERS: tuple[Layer, Layer] = ("fc1", "fc2")
 
 
 def layer_pair[T](values: Sequence[T], layer: Layer) -> tuple[T, T]:
-    """Of values of w1, w2, b1 and b2 those of a layer's weight and bias."""
-    first = LAYERS.index(layer)
-    return values[first], values[first + 2]
+    """The entries of a layer's weight and bias among values of w1, w2, b1 and b2."""
+    index = LAYERS.index(layer)
+    return values[index], values[index + 2]
 
 
 class ReplicaExchange(Protocol):
-    """Guests of one micro-batch in one layer of the model. All ranks of a group call each method
-    together, in this order: in the forward pass up to `wait`, and all in the backward pass, but for
-    those up to `wait` if weights were kept and for the rest if no weight has a gradient."""
+    """Transfers of replicas for one micro-batch in one layer of the model.
+
+    All ranks of a group call each method together, in this order: up to `wait` in the forward pass,
+    and all methods in the backward pass, except those up to `wait` if weights were kept, and the
+    others if no weight has a gradient.
+    """
 
     keep: bool
-    """Weights stay from the forward pass to the backward pass; otherwise they are lent again."""
+    """Weights stay from the forward to the backward pass; otherwise they are sent again."""
 
     def send_weights(self, own: MLPWeights, first: Layer) -> MLPWeights:
-        """Own experts [L, ...] start on their way to the ranks that borrow them, those of layer
-        `first` before the others.
+        """Start sending own experts [L, ...] to the ranks with their replicas, layer `first` first.
 
         Returns:
-            Where this rank's guests [G, ...] arrive, not to be read before `wait`; any numbers in
-            an empty slot. What is None in `own` is None.
+            Memory of this rank's replicas [G, ...], not to be read before `wait`; the content of an
+            empty slot is undefined. None where `own` has None.
         """
         ...
 
     def ready(self, layer: Layer) -> Tensor | None:
-        """What a kernel has to wait for itself before it reads the guests' weights of a layer
-        (`kernels.sm90.exchange.ready`), in place of `wait`, so that it begins with those that come
-        first. None: there is `wait` alone."""
+        """Flags for a kernel that waits for the replicas' weights of a layer itself, in place of
+        `wait`, and so starts with those that arrive first (`kernels.sm90.exchange.ready`).
+
+        None: only `wait` is available.
+        """
         ...
 
     def wait(self, layer: Layer) -> None:
-        """What the current stream does from here on finds the guests' weights of a layer there.
-        Those that were lent first are waited for first, or not at all."""
+        """Make the current stream wait for the replicas' weights of a layer.
+
+        The layer that was sent first is waited for first, or not at all.
+        """
         ...
 
     def grad_buffer(self, own: MLPWeights) -> MLPWeights:
-        """fp32 [G, ...] for the gradients of this rank's guests; anything may be in it. What is
-        None in `own` is None."""
+        """fp32 [G, ...] for the gradients of this rank's replicas, uninitialized.
+
+        None where `own` has None.
+        """
         ...
 
     def send_grads(self, layer: Layer) -> None:
-        """The gradients of a layer in `grad_buffer` are complete, of those weights that have some, and
-        start on their way to the owners: fc1's, then fc2's."""
+        """Start sending the gradients of a layer in `grad_buffer`, which are complete, to the
+        owners: fc1's, then fc2's."""
         ...
 
     def reduce_grads(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
-        """Add what other ranks made for this rank's experts, in place and in the order of ranks:
-        fc1's, then fc2's, after which what the current stream does finds both complete. What it is
-        given in between may run beside that.
+        """Add the gradients that other ranks computed for this rank's experts, in place and in the
+        order of ranks: fc1's, then fc2's.
+
+        After the second call the current stream sees both complete. Work that is launched between
+        the calls may overlap the first.
 
         Args:
-            layer: whose.
-            own: gradients [L, ...] of its weight and bias, fp32 or narrower: added to in fp32, and
-                rounded once for each rank. None: of that there are none.
+            layer: fc1 or fc2.
+            own: gradients [L, ...] of its weight and bias, fp32 or narrower: added to in fp32 and
+                rounded once for each rank. None: not wanted.
         """
         ...
 
 
 class BorrowedWeights(NamedTuple):
-    """Guests of one pass."""
+    """Weights of replicas in one pass."""
 
     weights: MLPWeights
     """Not to be read before `arrive`."""
     arrive: Callable[[Layer, bool], Tensor | None]
-    """Waits for those of a layer, and for their rows; only the first call does anything. Or, if the
-    caller's kernel can wait for weights itself, for the rows, and returns what it has to wait for;
-    None: nothing."""
+    """Waits for the weights of a layer and for their rows; repeated calls do nothing. If the
+    caller's kernel can wait for weights itself (the second argument), it waits only for the rows
+    and returns the flags for the kernel; None: nothing is left to wait for."""
 
 
 def borrow_weights(
     replicas: ReplicaExchange,
     own: MLPWeights,
     kept: MLPWeights | None,
-    rows: Callable[[], None] | None,
+    wait_rows: Callable[[], None] | None,
     first: Layer,
 ) -> BorrowedWeights:
-    """The guests' weights for a pass.
+    """The weights of replicas for a pass.
 
     Args:
-        guests: of the micro-batch.
+        replicas: transfers of the micro-batch.
         own: parameters.
-        kept: weights that are here since the forward pass; None: they are lent.
-        rows: waits for rows that guests' kernels read; None: all are here.
-        first: layer whose turn is first.
+        kept: weights that stayed from the forward pass; None: they are sent.
+        wait_rows: waits for the rows that kernels of replicas read; None: they have arrived.
+        first: layer that runs first.
     """
     weights = replicas.send_weights(own, first) if kept is None else kept
-    rows = None if rows is None else functools.cache(rows)
-
+    wait_rows = None if wait_rows is None else functools.cache(wait_rows)
     wait = functools.cache(replicas.wait)
 
     def arrive(layer: Layer, kernel_waits: bool) -> Tensor | None:
         ready = replicas.ready(layer) if kernel_waits and kept is None else None
         if kept is None and ready is None:
             wait(layer)
-        if rows is not None:
-            rows()
+        if wait_rows is not None:
+            wait_rows()
         return ready
 
     return BorrowedWeights(weights, arrive)
 
 
-def in_turn(plan: ExpertPlan, own: int) -> tuple[ExpertPlan, ExpertPlan]:
-    """`ExpertPlan.split`, each part in the order of the whole."""
-    first, behind = plan.split(own)
+def split_in_order(plan: ExpertPlan, num_own: int) -> tuple[ExpertPlan, ExpertPlan]:
+    """`ExpertPlan.split`, each part in the order of the plan."""
+    own, behind = plan.split(num_own)
     if plan.order_L is None:
-        return first, behind
-    of_own, of_guests = split_order(plan.order_L, own)
-    return first._replace(order_L=of_own), behind._replace(order_L=of_guests)
+        return own, behind
+    own_order, replica_order = split_order(plan.order_L, num_own)
+    return own._replace(order_L=own_order), behind._replace(order_L=replica_order)
 
 
-def shared_grads(
+def grads_with_replicas(
     work: WeightGrads, replicas: ReplicaExchange, own: MLPWeights, buffers: Sequence[Buffer | None]
 ) -> list[Tensor | None]:
-    """Gradients of a rank's own weights and biases, complete: with what other ranks made of them.
+    """Complete gradients of a rank's own weights and biases, with those of their replicas.
 
-    Those of guests are made first, so that they travel under the rest: fc1's, which are larger, are
-    added under the work of fc2's own ones.
+    Gradients of replicas are computed first, so that sending them overlaps the rest: fc1's, which
+    are larger, are reduced while fc2's of own experts are computed.
 
     Args:
-        work: of all places.
-        guests: of the micro-batch.
+        work: operands of own experts and replicas.
+        replicas: transfers of the micro-batch.
         own: parameters.
-        buffers: where gradients go; None: to a new tensor in fp32.
+        buffers: destinations; None: a new tensor in fp32.
     """
-    first, behind = in_turn(work.plan, len(own.w1))
-    make = {"fc1": work.of_fc1, "fc2": work.of_fc2}
+    own_plan, replica_plan = split_in_order(work.plan, len(own.w1))
+    compute = {"fc1": work.fc1_grads, "fc2": work.fc2_grads}
     grad_buffer = replicas.grad_buffer(own)
     # Nobody reads the gradient of an empty slot.
-    rooms = [None if w is None else Buffer(w, add=False, zeros=False) for w in grad_buffer]
+    replica_buffers = [
+        None if w is None else Buffer(w, add=False, zeros=False) for w in grad_buffer
+    ]
     for layer in LAYERS:
         if len(grad_buffer.w1):
-            make[layer](behind, layer_pair(rooms, layer), last=False)
+            compute[layer](replica_plan, layer_pair(replica_buffers, layer), last=False)
         replicas.send_grads(layer)
     wanted = zip(work.needs, buffers, own, strict=True)
-    into = [buffer or _scratch(w) if need else None for need, buffer, w in wanted]
-    made: dict[Layer, tuple[Tensor | None, Tensor | None]] = {}
+    own_buffers = [buffer or _scratch(w) if need else None for need, buffer, w in wanted]
+    grads: dict[Layer, tuple[Tensor | None, Tensor | None]] = {}
     for layer in LAYERS:
-        made[layer] = make[layer](first, layer_pair(into, layer))
-        replicas.reduce_grads(layer, made[layer])
-    return [grad for both in zip(*made.values(), strict=True) for grad in both]
+        grads[layer] = compute[layer](own_plan, layer_pair(own_buffers, layer))
+        replicas.reduce_grads(layer, grads[layer])
+    return [grad for both in zip(*grads.values(), strict=True) for grad in both]
 
 
 def _scratch(weight: Tensor | None) -> Buffer | None:

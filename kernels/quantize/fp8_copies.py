@@ -1,7 +1,7 @@
-"""FP8 copies of weights that are made once between two of their updates, and kept beside them.
+"""FP8 copies of weights, cached on the parameter between two updates of it.
 
-Without that a copy is made for each use: six times a layer and micro-batch of an MLP, in memory
-that is free again behind it. What is kept is two bytes a parameter.
+Without the cache a copy is made for each use, six times per MLP layer and micro-batch, in memory
+that is freed right after. The cache costs two bytes per parameter.
 """
 
 from collections.abc import Iterable
@@ -14,21 +14,22 @@ from phalanx.kernels.quantize.quantize import quantize_weights
 
 
 def weight_copies(linear: Linear, *, keep: bool) -> QuantizedWeights:
-    """Those of the weights as they are stored.
+    """FP8 copies of the weights in their stored layout.
 
     Args:
-        keep: with the parameter, until `forget`.
+        linear: layer of the weights.
+        keep: cache them on the parameter until `forget`.
     """
     stored = linear.transposed if linear.is_transposed else linear
-    kept: QuantizedWeights | None = getattr(linear.source, "fp8_copies", None)
-    if kept is None:
-        kept = quantize_weights(stored.weight_LOI, stored.parts)
+    copies: QuantizedWeights | None = getattr(linear.source, "fp8_copies", None)
+    if copies is None:
+        copies = quantize_weights(stored.weight_LOI, stored.parts)
         if keep and linear.source is not None:
-            linear.source.fp8_copies = kept  # type: ignore[attr-defined]
-    return kept
+            linear.source.fp8_copies = copies  # type: ignore[attr-defined]
+    return copies
 
 
 def forget(parameters: Iterable[Tensor]) -> None:
-    """Before the first use of weights that may be others than at the last."""
+    """Drop the cached copies of parameters, before the first use of updated weights."""
     for parameter in parameters:
         vars(parameter).pop("fp8_copies", None)

@@ -22,7 +22,7 @@ BEFORE = 0.125
 
 
 class Copied:
-    """`kernels.expert_mlp.replicas.ReplicaExchange`. Whatever is read or kept too early or too long is NaN."""
+    """`ReplicaExchange` in one process; memory read too early or kept too long is NaN."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class Fused(UnquantizedMixin):
                 prob_S=plan.row_prob_S,
                 bias_LH=layer.bias_LO,
                 keep_h=keep_h,
-                ready=layer.ready if part.behind else ready,
+                ready=layer.ready if part.of_replicas else ready,
                 out=made,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,
@@ -92,7 +92,7 @@ class Fused(UnquantizedMixin):
                 out_SN=y_SO,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,
-                signal=None if part.behind else signal,
+                signal=None if part.of_replicas else signal,
             )
         assert y_SO is not None
         return y_SO
@@ -119,7 +119,7 @@ class Fused(UnquantizedMixin):
                 act,
                 index_S=index_S,
                 prob_S=plan.row_prob_S,
-                ready=layer.ready if part.behind else ready,
+                ready=layer.ready if part.of_replicas else ready,
                 out=made,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,
@@ -158,7 +158,7 @@ class Fused(UnquantizedMixin):
             out_LO=None if into is None else into.out,
             dtype=torch.float32,
             accumulate=into is not None and into.add,
-            behind=plan.behind,
+            behind=plan.of_replicas,
         )
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:

@@ -73,7 +73,7 @@ class FusedFP8(FP8Operands, Fused):
                 prob_S=plan.row_prob_S,
                 bias_LH=layer.bias_LO,
                 keep_h=keep_h,
-                ready=None if part.behind else ready,
+                ready=None if part.of_replicas else ready,
                 out=made,
                 **self._how,
             )
@@ -102,7 +102,7 @@ class FusedFP8(FP8Operands, Fused):
                 bias_LN=layer.bias_LO,
                 scale_S=scale_S,
                 out_SN=y_SO,
-                signal=None if part.behind else signal,
+                signal=None if part.of_replicas else signal,
                 **self._how | dict(sm_margin=self._sm_margin + free),
             )
         assert y_SO is not None
@@ -135,7 +135,7 @@ class FusedFP8(FP8Operands, Fused):
                 act,
                 index_S=index_S,
                 prob_S=plan.row_prob_S,
-                ready=None if part.behind else ready,
+                ready=None if part.of_replicas else ready,
                 out=made,
                 **self._how,
             )
@@ -176,7 +176,7 @@ class FusedFP8(FP8Operands, Fused):
         return fp8_wgrad(
             d.matrix,
             v.matrix,
-            plan.moved(column_offsets).offsets,
+            plan.relocated(column_offsets).offsets,
             parts=d.parts,
             out_LOI=None if into is None else into.out,
             accumulate=into is not None and into.add,

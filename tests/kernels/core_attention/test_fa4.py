@@ -1,4 +1,4 @@
-"""What flash-attn-4 is given and what is refused, on a machine without a GPU."""
+"""Arguments of flash-attn-4 and rejected inputs, without a GPU."""
 
 import pytest
 import torch

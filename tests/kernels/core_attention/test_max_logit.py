@@ -91,7 +91,7 @@ def test_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa", "flex"])
 def test_attention_takes_note(backend: str) -> None:
-    """Of what it is given, whatever its backend, and its result stays as it is."""
+    """`attention` records its largest logits with every backend, without changing its result."""
     q, k, _ = problem(CASES[2])
     top, how = fresh(6), dict(scale=0.3, window=37, backend=backend)
     out = attention(q, k, k, top=top, **how)
@@ -111,7 +111,7 @@ def lse_of(q: Tensor, k: Tensor, window: int, documents: Any) -> Tensor:
 
 
 def launches() -> Iterator[tuple[str, MaxLogit, Tensor]]:
-    """What, as the kernel leaves it, and as it should be: in fp32, whose products torch rounds."""
+    """The kernel's result against torch's, in fp32, whose products torch rounds."""
     from phalanx.kernels.core_attention.max_logit_triton import launch
 
     for case in CASES:

@@ -51,7 +51,7 @@ def fresh(H: int) -> MaxLogit:
 
 
 def bound(q: Tensor, k: Tensor, scale: float) -> float:
-    """Of sums of d products in fp32, in any order."""
+    """Error bound of sums of d products in fp32, in any order."""
     longest = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
     return q.size(-1) * 2.0**-24 * scale * float(longest)
 
@@ -124,8 +124,8 @@ def test_a_graph_is_replayed_with_other_inputs_and_when_it_is_not_due() -> None:
     ],
 )
 def test_it_takes_less_than_the_forward_pass(model: str, case: Any, v: int) -> None:
-    """Of flash-attn-4, which has the same products and those with values; and where logits stand
-    out, less than where they do not."""
+    """Time is below flash-attn-4's, which has the products with values too, and lower with outliers
+    than without."""
     pytest.importorskip("flash_attn.cute")
     q, k = drawn(case)
     top, how = fresh(case[1]), dict(scale=case[5] ** -0.5, window=case[6])

@@ -149,7 +149,7 @@ def test_activations_with_and_without_a_gate(act, name):
 
 
 def test_stochastic_rounding_is_of_gradients():
-    """What comes before the gradient of h has the bits of the statement, which it is rounded by."""
+    """Results before the gradient of h have the statement's bits, which determine its rounding."""
     p = problem()
     recipe = Microscaling("nvfp4")
     got, want = run(p, recipe, "reference"), statement(p, recipe)

@@ -57,7 +57,7 @@ def problem(counts: str, act: Activation = SWIGLU, *, bias: bool = False) -> Pro
 
 
 def order_of(p: Problem) -> Tensor:
-    """As plans of the fused kernels have it."""
+    """Order of experts in plans of the fused kernels."""
     return p.offsets.diff().sort(descending=True, stable=True).indices.to(torch.int32)
 
 

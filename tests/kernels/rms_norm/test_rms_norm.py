@@ -82,7 +82,9 @@ def test_kernels_are_compiled_for_hopper_without_a_gpu_and_once(tmp_path: Path):
     from phalanx.kernels.rms_norm import quack_library
 
     kinds = [quack_library.Rows(2880, step, adds=True) for step in ("forward", "backward")]
-    kinds += [quack_library.Rows(2048, step, True, wide=True) for step in ("forward", "backward")]
+    kinds += [
+        quack_library.Rows(2048, step, True, fp32_weight=True) for step in ("forward", "backward")
+    ]
     objects = [quack_library.build(rows, tmp_path) for rows in kinds]
     for rows, data in zip(kinds, objects, strict=True):
         assert b"sm_90a" in data

@@ -110,7 +110,7 @@ def filled(plan: ClonePlan) -> list[list[tuple[int, int, int]]]:
 
 
 def check(rows: list[int], size: CloneSize, plan: ClonePlan) -> None:
-    """What holds of every plan."""
+    """Assert the invariants of every plan."""
     R, N, cost, tile, _ = size
     local, slots, kept = len(rows) // R, filled(plan), plan.kept_E.tolist()
     assert plan.expert_RN.shape == (R, N)
@@ -348,7 +348,7 @@ def test_the_kernel_compiles_for_hopper(
 
 
 def test_loads_in_the_documentation() -> None:
-    """Of docs/dispatch.md; a copy costs a quarter of what it would unhidden."""
+    """Loads in docs/dispatch.md; a copy costs a quarter of its cost without overlap."""
     machine, expert = MACHINES["h200"], 3 * 2048 * 768
     unhidden = dict(
         bytes_per_second=machine.node_gbs * 1e9,
