@@ -1,9 +1,9 @@
-"""Compiled kernels on disk: an entry is a file of bytes under a name that says what is in it.
+"""Compiled kernels on disk: an entry is a file of bytes under a name that identifies its content.
 
-What is in a name (see `name_of`) decides when a kernel is compiled anew; this module knows nothing
-about compilers or GPUs. Entries are written to a temporary file and renamed, and carry a checksum;
-a damaged one is made again. Of several processes that miss an entry one makes it, the others wait
-for it. A folder that cannot be written costs compilations, never a run.
+The name (see `name_of`) decides when a kernel is recompiled; this module knows nothing about
+compilers or GPUs. Entries are written to a temporary file and renamed, and carry a checksum; a
+damaged one is rebuilt. Of several processes that miss an entry one builds it, the others wait for
+it. A folder that cannot be written costs compilations, never a run.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Statistics:
-    """What this process did about kernels."""
+    """Counters of this process."""
 
     loaded: int = 0
-    """Entries found on disk, among them those that another process made meanwhile."""
+    """Entries found on disk, including those that another process built in the meantime."""
     compiled: int = 0
     seconds: float = 0.0
-    """Spent in compiling, or in waiting for others to."""
+    """Time spent compiling, or waiting for another process to compile."""
 
 
 _STATISTICS = Statistics()
@@ -52,27 +52,27 @@ def statistics() -> Statistics:
 
 
 @contextlib.contextmanager
-def watched(ask: Callable[[str], None]) -> Iterator[None]:
-    """Inside, call `ask` with the label of each entry that this process asks for, before it is
-    looked up, which may take a compilation."""
-    _WATCHING.append(ask)
+def watched(on_lookup: Callable[[str], None]) -> Iterator[None]:
+    """Inside, call `on_lookup` with the label of each entry before this process looks it up, which
+    may take a compilation."""
+    _WATCHING.append(on_lookup)
     try:
         yield
     finally:
-        _WATCHING.remove(ask)
+        _WATCHING.remove(on_lookup)
 
 
 def folder() -> Path:
-    """Where entries are: $PHALANX_KERNEL_CACHE, or ~/.cache/phalanx/kernels."""
-    chosen = os.environ.get(FOLDER_VARIABLE)
-    return Path(chosen) if chosen else Path("~/.cache/phalanx/kernels").expanduser()
+    """Folder of the entries: $PHALANX_KERNEL_CACHE, or ~/.cache/phalanx/kernels."""
+    path = os.environ.get(FOLDER_VARIABLE)
+    return Path(path) if path else Path("~/.cache/phalanx/kernels").expanduser()
 
 
 @contextlib.contextmanager
-def kept_in(where: Path) -> Iterator[None]:
-    """Inside, `folder` is `where`."""
+def use_folder(path: Path) -> Iterator[None]:
+    """Inside, `folder` is `path`."""
     before = os.environ.get(FOLDER_VARIABLE)
-    os.environ[FOLDER_VARIABLE] = str(where)
+    os.environ[FOLDER_VARIABLE] = str(path)
     try:
         yield
     finally:
@@ -83,7 +83,7 @@ def kept_in(where: Path) -> Iterator[None]:
 
 
 def digest_of(files: Iterable[Path]) -> str:
-    """Hash of the names and contents of files, in whatever order they are given."""
+    """Hash of the names and contents of files, independent of their order."""
     digest = hashlib.sha256()
     for path in sorted(files):
         content = path.read_bytes()
@@ -101,11 +101,11 @@ class Cache:
     """The entries of a folder, which need not exist yet."""
 
     def __init__(self, folder: Path, patience: float = 300.0) -> None:
-        """`patience`: seconds to wait for another process that makes an entry."""
+        """`patience`: seconds to wait for another process that builds an entry."""
         self.folder, self.patience = folder, patience
 
     def fetch(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """The entry `name`, or what `make` returns, which is then kept.
+        """The entry `name`, or the result of `make`, which is then stored.
 
         Raises whatever `make` raises.
         """
@@ -117,44 +117,44 @@ class Cache:
 
     @contextlib.contextmanager
     def claimed(self, name: str) -> Iterator[bytes | None]:
-        """The entry `name`, or None: then the block makes it and calls `write`, while other
-        processes that ask for it wait."""
-        for ask in _WATCHING:
-            ask(name[: -len("-.o") - _DIGITS])
+        """The entry `name`, or None: then the block builds it and calls `write`, while other
+        processes that need it wait."""
+        for on_lookup in _WATCHING:
+            on_lookup(name[: -len("-.o") - _DIGITS])
         data = self.read(name)
-        begin = time.monotonic()
+        start = time.monotonic()
         with contextlib.ExitStack() as stack:
             if data is None:
-                stack.enter_context(self._alone(name))
+                stack.enter_context(self._locked(name))
                 data = self.read(name)
             yield data
-            made = int(data is None)
-            _count(compiled=made, loaded=1 - made, seconds=time.monotonic() - begin)
+            missed = int(data is None)
+            _count(compiled=missed, loaded=1 - missed, seconds=time.monotonic() - start)
 
     def has(self, name: str) -> bool:
-        """Whether an intact entry is there."""
+        """True if an intact entry exists."""
         return self.read(name) is not None
 
     def read(self, name: str) -> bytes | None:
-        """The entry, or None if it is not there or not intact; the latter is logged."""
+        """The entry, or None if it does not exist or is not intact; the latter is logged."""
         path = self.folder / name
         try:
             content = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            _warn(f"kernel {path} cannot be read ({error.strerror}) and is compiled anew")
+            _warn(f"kernel {path} cannot be read ({error.strerror}) and is recompiled")
             return None
         data, tail = content[:-_TAIL_BYTES], content[-_TAIL_BYTES:]
         if tail != _MARK + hashlib.sha256(data).digest():
-            _warn(f"kernel {path} is damaged and is compiled anew")
+            _warn(f"kernel {path} is damaged and is recompiled")
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Keep an entry; where that is impossible, only say so."""
+        """Store an entry; failures are only logged."""
         path = self.folder / name
         temporary = path.with_name(f".{name}.{secrets.token_hex(8)}")
         try:
@@ -166,13 +166,13 @@ class Cache:
                 temporary.unlink(missing_ok=True)
         except OSError as error:
             _warn(
-                f"compiled kernels cannot be kept in {self.folder} ({error.strerror}) and will be "
-                f"compiled anew by each process; {FOLDER_VARIABLE}=<folder> names another folder"
+                f"compiled kernels cannot be stored in {self.folder} ({error.strerror}) and will "
+                f"be recompiled by each process; {FOLDER_VARIABLE}=<folder> names another folder"
             )
 
     @contextlib.contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """Hold the entry's lock file, unless others hold it for too long or it cannot be had."""
+    def _locked(self, name: str) -> Iterator[None]:
+        """Hold the entry's lock file, unless others hold it too long or it cannot be created."""
         path = self.folder / f".{name}.lock"
         with contextlib.ExitStack() as stack:
             try:
@@ -180,7 +180,7 @@ class Cache:
                 lock = stack.enter_context(path.open("ab"))
                 if not self._wait(name, lock.fileno()):
                     _warn(f"waited {self.patience:g} s for {path}: compiling without it")
-            except OSError:  # `write` will say what is wrong with the folder
+            except OSError:  # `write` reports what is wrong with the folder
                 lock = None
             yield
             # Whoever waits on the removed file, or opens a new one, looks for the entry first.
@@ -189,7 +189,7 @@ class Cache:
                     path.unlink()
 
     def _wait(self, name: str, lock: int) -> bool:
-        """Whether the lock was had, or the entry appeared, in time."""
+        """True if the lock was acquired, or the entry appeared, in time."""
         until = time.monotonic() + self.patience
         while True:
             with contextlib.suppress(BlockingIOError):

@@ -1,6 +1,6 @@
 """Checks of values under PHALANX_DEBUG=1: they read the device, so that the host waits for it.
 
-Without them an expert id that no expert has counts as none, and a plan is taken at its word.
+Without them an expert id that does not exist counts as none, and a plan is not checked.
 """
 
 import os
@@ -14,7 +14,7 @@ VARIABLE = "PHALANX_DEBUG"
 
 
 def on() -> bool:
-    """Whether to check now: not while a CUDA graph is captured or torch.compile traces."""
+    """True if checks run: never while a CUDA graph is captured or torch.compile traces."""
     if os.environ.get(VARIABLE, "0") in ("", "0") or torch.compiler.is_compiling():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
@@ -27,11 +27,11 @@ def check_expert_ids(topk_idx: Tensor, experts: int) -> None:
 
 
 def check_plan(plan: ExpertPlan, tokens: int) -> None:
-    """Raise ValueError for the first entry of a plan that points nowhere.
+    """Raise ValueError for the first invalid index of a plan.
 
     Args:
-        plan: as the expert MLP takes it; what `row_index_S` holds in the padding is not looked at.
-            A row of no token, with index -1, must have the probability 0.
+        plan: a plan of the expert MLP; `row_index_S` is not checked in the padding. A row without a
+            token, with index -1, must have the probability 0.
         tokens: rows of x.
     """
     S = tokens if plan.row_index_S is None else plan.row_index_S.shape[0]
@@ -53,6 +53,6 @@ def _check(name: str, values: Tensor, low: int, end: int | None, fix: str) -> No
     bad = values < low if end is None else (values < low) | (values >= end)
     if values.is_meta or not bad.any():
         return
-    place = bad.nonzero()[0].tolist()
+    position = bad.nonzero()[0].tolist()
     allowed = f"at least {low}" if end is None else f"{low} to {end - 1}"
-    raise ValueError(f"{name}{place} is {int(values[tuple(place)])}, not {allowed}: {fix}")
+    raise ValueError(f"{name}{position} is {int(values[tuple(position)])}, not {allowed}: {fix}")

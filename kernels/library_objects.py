@@ -19,11 +19,11 @@ from phalanx.kernels.cache import name_of
 ARCH = "sm_90a"
 _PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 _SYMBOL = "attention"
-"""The function in every object. Entries that are there have it."""
+"""Name of the function in every object; existing entries have it too."""
 
 
 def entry_name(label: str, key: Any) -> str:
-    """Of a kernel in a `Cache`: changes with whatever its object depends on."""
+    """Name of a kernel in a `Cache`: it changes with everything that its object depends on."""
     return name_of(
         label,
         *(ARCH, *_host(), f"python {sys.version_info.major}.{sys.version_info.minor}"),
@@ -33,26 +33,26 @@ def entry_name(label: str, key: Any) -> str:
 
 
 def exported(function: Any) -> bytes:
-    """The object of what the library compiled."""
-    with tempfile.TemporaryDirectory() as where:
-        path = Path(where) / "kernel.o"
+    """The object file of a function that the library compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.o"
         function.export_to_c(object_file_path=str(path), function_name=_SYMBOL)
         return path.read_bytes()
 
 
 def loaded(data: bytes) -> Any:
-    """The function in what `exported` returned; needs no GPU."""
+    """The function in an object of `exported`; needs no GPU."""
     from cutlass.cute.runtime import load_module
 
-    with tempfile.TemporaryDirectory() as where:
-        path = Path(where) / "kernel.o"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.o"
         path.write_bytes(data)
         return getattr(load_module(str(path), enable_tvm_ffi=True), _SYMBOL)
 
 
 @functools.cache
 def _host() -> tuple[str, str]:
-    """Machine type, and what this processor can do."""
+    """Machine type and features of this processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):

@@ -1,9 +1,9 @@
 """Which implementation of each op runs here, and why the better ones do not.
 
-The start of a run resolves `kernels.*` of the config against the facts of this machine and model,
+A run resolves `kernels.*` of its config against the facts of this machine and model when it starts,
 and prints `table`. A forced choice that cannot run is an error with its reason; `auto` takes the
-first that can run, unless one after it is faster here, and says what it passed over. Predicates
-look at `Facts` alone and import nothing.
+first that can run, unless a later one is faster here, and reports what it passed over. Predicates
+depend on `Facts` alone and import nothing.
 """
 
 import importlib.util
@@ -17,33 +17,33 @@ import torch
 from phalanx.configs import programs
 from phalanx.configs.activations import ACTIVATIONS
 from phalanx.configs.formats import MICROSCALING
-from phalanx.kernels.core_attention.limits import refuse_heads
+from phalanx.kernels.core_attention.limits import unsupported_heads
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.refusal import Refusal
-from phalanx.kernels.rms_norm.limits import refuse_width
+from phalanx.kernels.rms_norm.limits import unsupported_width
 from phalanx.kernels.sm90.limits import COMBINE_SLOTS, PLAN_EXPERTS
 from phalanx.kernels.sm100 import glu
 from phalanx.kernels.sm100.limits import PACKAGE as CUDNN_FRONTEND
-from phalanx.kernels.sm100.limits import refuse_sizes
+from phalanx.kernels.sm100.limits import unsupported_sizes
 
 
 def _installed() -> frozenset[str]:
-    wanted = ("transformer_engine", "triton", "nvidia_cutlass_dsl")
-    there = {name for name in wanted if importlib.util.find_spec(name)}
+    names = ("transformer_engine", "triton", "nvidia_cutlass_dsl")
+    installed = {name for name in names if importlib.util.find_spec(name)}
     # Older flash-attn packages have the same top-level name, which find_spec would import.
     flash = importlib.util.find_spec("flash_attn")
     folders = (flash and flash.submodule_search_locations) or ()
     if any(os.path.exists(os.path.join(f, "cute", "interface.py")) for f in folders):
-        there.add("flash_attn_4")
+        installed.add("flash_attn_4")
     if importlib.util.find_spec("quack"):
-        there.add("quack")
+        installed.add("quack")
     if importlib.util.find_spec("fla"):
-        there.add("flash_linear_attention")
+        installed.add("flash_linear_attention")
     cudnn = importlib.util.find_spec("cudnn")  # another package may have the name
     folders = (cudnn and cudnn.submodule_search_locations) or ()
     if any(os.path.exists(os.path.join(f, "gemm", "cutedsl", "grouped")) for f in folders):
-        there.add("nvidia_cudnn_frontend")
-    return frozenset(there)
+        installed.add("nvidia_cudnn_frontend")
+    return frozenset(installed)
 
 
 def _compiles() -> bool:
@@ -53,14 +53,14 @@ def _compiles() -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """What predicates may ask. Sizes of 0 are unknown and fit everything."""
+    """Machine and model, as far as predicates depend on them. Sizes of 0 are unknown and fit."""
 
     device: str
     """`cpu` or `cuda`."""
     capability: tuple[int, int] | None
     """CUDA compute capability; None on `cpu`."""
     dtype: torch.dtype
-    """Of activations and weights."""
+    """Dtype of activations and weights."""
     fp8: bool = False
     """Linear layers multiply FP8 (`precision=fp8_block`)."""
     wgrad: str = "fp8"
@@ -76,7 +76,7 @@ class Facts:
     slots: int = 0
     """Expert ids of a token: K, or with token rounding more."""
     activation: str = ""
-    """Of the experts, of `configs.activations`; empty is unknown and fits everything."""
+    """Kind of the experts' activation (`configs.activations`); empty is unknown and fits."""
     activation_alpha: float = 1.702
     activation_limit: float = 0.0
     activation_offset: float = 0.0
@@ -100,7 +100,7 @@ class Facts:
     packages: frozenset[str] = field(default_factory=_installed)
     """Optional packages that are installed here."""
     compiles: bool = field(default_factory=_compiles)
-    """Whether torch.compile is switched on."""
+    """torch.compile is switched on."""
 
 
 @dataclass(frozen=True)
@@ -113,22 +113,22 @@ class Choice:
 
 
 class KernelUnavailable(ValueError):
-    """A forced backend cannot run here; the message has the reason and an override that can."""
+    """A forced backend cannot run here; the message has the reason and an override that works."""
 
 
-def _always(facts: Facts) -> Refusal:
+def _never_unavailable(facts: Facts) -> Refusal:
     return None
 
 
 @dataclass(frozen=True)
 class _Backend:
     name: str
-    refuse: Callable[[Facts], Refusal]
-    """Why it cannot run."""
+    unavailable: Callable[[Facts], Refusal]
+    """Reason why it cannot run, or None."""
     auto: bool = True
-    """Whether `auto` considers it."""
-    slower: Callable[[Facts], Refusal] = _always
-    """Why `auto` leaves it for one after it although it can run."""
+    """`auto` considers it."""
+    slower: Callable[[Facts], Refusal] = _never_unavailable
+    """Reason why `auto` prefers a later one although this one can run, or None."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def resolve(op: str, wanted: str, facts: Facts) -> Choice:
     else:
         names = ", ".join(b.name for b in spec.backends)
         raise ValueError(f"{spec.knob}={wanted} is unknown: use one of {names} or auto")
-    reason = backend.refuse(facts)
+    reason = backend.unavailable(facts)
     if reason is not None:
         hint = f"use {spec.knob}={_best(op, facts).backend} or {spec.knob}=auto"
         raise KernelUnavailable(f"{spec.knob}={wanted} cannot run here: {reason}; {hint}")
@@ -193,16 +193,16 @@ def table(choices: Sequence[Choice], width: int = 96) -> str:
 
 
 def _best(op: str, facts: Facts) -> Choice:
-    refused: list[str] = []
+    passed_over: list[str] = []
     for backend in _OPS[op].backends:
         if not backend.auto:
             continue
-        reason = backend.refuse(facts)
+        reason = backend.unavailable(facts)
         if reason is None:
             reason = backend.slower(facts)
         if reason is None:
-            return Choice(op, backend.name, "; ".join(["auto", *refused]))
-        refused.append(f"not {backend.name}: {reason}")
+            return Choice(op, backend.name, "; ".join(["auto", *passed_over]))
+        passed_over.append(f"not {backend.name}: {reason}")
     raise AssertionError(f"op {op} has no backend that runs everywhere")
 
 
@@ -251,7 +251,7 @@ def _hopper_bf16(facts: Facts) -> Refusal:
 def _fa4(facts: Facts) -> Refusal:
     if why := _hopper_bf16(facts):
         return why
-    if facts.head_dim and (why := refuse_heads(facts.head_dim, facts.v_dim)):
+    if facts.head_dim and (why := unsupported_heads(facts.head_dim, facts.v_dim)):
         return why
     if facts.documents and facts.context > 1:
         return "has no documents in sequences that ranks share (parallel.context)"
@@ -261,13 +261,13 @@ def _fa4(facts: Facts) -> Refusal:
 
 
 FLASH_ATTN = "flash-attn-4==4.0.0b36 quack-kernels==0.6.5"
-"""What `kernels.core_attention.fa4` and `kernels.rms_norm.quack` run, as pip knows it."""
+"""Requirement of `kernels.core_attention.fa4` and `kernels.rms_norm.quack`, as pip knows it."""
 
 
 def _quack(facts: Facts) -> Refusal:
     if why := _hopper_bf16(facts):
         return why
-    if why := next(filter(None, map(refuse_width, facts.norms)), None):
+    if why := next(filter(None, map(unsupported_width, facts.norms)), None):
         return why
     # One cache keeps the kernels of both packages, which are installed together.
     if not {"quack", "flash_attn_4"} <= facts.packages:
@@ -299,7 +299,7 @@ def _fla(facts: Facts) -> Refusal:
 
 
 FLASH_LINEAR_ATTENTION = "fla-core==0.6.0"
-"""What `kernels.linear_attention.fla` runs, as pip knows it."""
+"""Requirement of `kernels.linear_attention.fla`, as pip knows it."""
 
 
 def _fused_experts(facts: Facts) -> Refusal:
@@ -342,19 +342,21 @@ def _cudnn_experts(facts: Facts) -> Refusal:
 
 
 def _cudnn_runs(facts: Facts) -> Refusal:
-    """Of what does not depend on the GPU."""
+    """Conditions that do not depend on the GPU."""
     if facts.dtype != torch.bfloat16:
         return f"needs bf16, not {_short(facts.dtype)}"
     if facts.fp8:
         return "has no blocks of 128 (precision=fp8_block)"
-    if why := refuse_sizes(facts.hidden, facts.ffn, facts.experts):
+    if why := unsupported_sizes(facts.hidden, facts.ffn, facts.experts):
         return why
     block_scaled = facts.recipe in MICROSCALING
     if block_scaled and facts.wgrad == "bf16":
         return f"has no weight gradients in bf16 (precision.wgrad) under {facts.recipe}"
     if facts.activation:
         constants = facts.activation_alpha, facts.activation_limit, facts.activation_offset
-        if why := glu.refuse(Activation(facts.activation, *constants), block_scaled=block_scaled):
+        if why := glu.unsupported(
+            Activation(facts.activation, *constants), block_scaled=block_scaled
+        ):
             return why
     if "nvidia_cudnn_frontend" not in facts.packages:
         return f"needs cuDNN's frontend: pip install {CUDNN_FRONTEND}"
@@ -362,7 +364,7 @@ def _cudnn_runs(facts: Facts) -> Refusal:
 
 
 CUTLASS_DSL = "nvidia-cutlass-dsl[cu13]==4.8.1"
-"""The compiler of `kernels.sm90`, as pip knows it."""
+"""Requirement of `kernels.sm90`: its compiler, as pip knows it."""
 
 
 def _torch_experts(facts: Facts) -> Refusal:
@@ -392,7 +394,7 @@ def _torch_experts_on_cpu(facts: Facts) -> Refusal:
 
 
 _LOOPED_EXPERTS = 32
-"""On a CPU up to here a loop over a rank's experts costs less than work on rows of padding."""
+"""Experts of a rank up to which, on a CPU, a loop over them costs less than rows of padding."""
 
 
 def _sdpa(facts: Facts) -> Refusal:
@@ -435,7 +437,7 @@ _OPS = {
             _Backend("cudnn", _cudnn_experts),
             _Backend("te", _te_experts),
             _Backend("torch", _torch_experts, slower=_torch_experts_on_cpu),
-            _Backend("reference", _always),
+            _Backend("reference", _never_unavailable),
             _Backend("megatron", _stock_experts, auto=False),
         ),
     ),
@@ -446,15 +448,19 @@ _OPS = {
             _Backend("te", _te_attention),
             _Backend("sdpa", _sdpa),
             _Backend("flex", _flex),
-            _Backend("reference", _always),
+            _Backend("reference", _never_unavailable),
         ),
     ),
     "linear_attention": _Op(
         knob="kernels.attention",
-        backends=(_Backend("fla", _fla), _Backend("torch", _always)),
+        backends=(_Backend("fla", _fla), _Backend("torch", _never_unavailable)),
     ),
     "norm": _Op(
         knob="kernels.norm",
-        backends=(_Backend("quack", _quack), _Backend("te", _te), _Backend("torch", _always)),
+        backends=(
+            _Backend("quack", _quack),
+            _Backend("te", _te),
+            _Backend("torch", _never_unavailable),
+        ),
     ),
 }

@@ -131,10 +131,10 @@ class Experts(MegatronModule):
                 received.plan,
                 self.spec,
                 overlap=received.overlap,
-                arrived=received.arrived,
+                fp8_inputs=received.fp8_inputs,
                 addends=addends,
-                made_h=partial(memory.offload, "expert_h") if memory.offloads("expert_h") else None,
-                guests=received.guests,
+                on_saved_h=partial(memory.offload, "expert_h") if memory.offloads("expert_h") else None,
+                replicas=received.replicas,
             )
 
     def sharded_state_dict(

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 from torch.profiler import record_function
 
-from phalanx.kernels.expert_mlp.dense_halves import FirstHalf, dense_first, dense_second
+from phalanx.kernels.expert_mlp.dense_halves import DenseFc1, dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, for_widths
 from phalanx.moe.model.dense_mlp import uses_expert_kernels
 from phalanx.parallel.megatron.gathered import gathered
@@ -52,13 +52,13 @@ class SharedExperts(SharedExpertMLP):
 
     def halves(self, hidden_SBD: Tensor) -> tuple[Callable[[], None], Callable[[], Tensor]]:
         """The two parts of one call of [s, B, D]; the second returns the output [N, D]."""
-        pending: list[FirstHalf] = []
+        pending: list[DenseFc1] = []
 
         def first() -> None:
             if self._splits:
                 with record_function("moe/shared"):
                     x_ND, w1 = hidden_SBD.flatten(0, 1), gathered(self.linear_fc1).weight
-                    first_half = dense_first(x_ND, w1, self.spec)
+                    first_half = dense_fc1(x_ND, w1, self.spec)
                     memory = current_layer_context()
                     memory.drop("mlp", [first_half.h_NH], first_half.again)
                     pending.append(first_half)
@@ -70,7 +70,7 @@ class SharedExperts(SharedExpertMLP):
                 if not self._splits:
                     return self(hidden_SBD).flatten(0, 1)
                 w2 = gathered(self.linear_fc2).weight
-                out_ND = dense_second(pending.pop(), w2, self.spec)
+                out_ND = dense_fc2(pending.pop(), w2, self.spec)
                 return out_ND if self.gate_weight is None else out_ND * self._gate(hidden_SBD)
 
         return first, second

@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from phalanx.configs.schema import OptimConfig, ParallelConfig
 from phalanx.kernels.elementwise.square_sum import square_sum
-from phalanx.kernels.quantize import kept
+from phalanx.kernels.quantize import fp8_copies
 from phalanx.parallel.learning_rate import Curve
 from phalanx.parallel.megatron import adam, matrices, muon, patches, rescale
 from phalanx.parallel.megatron.updated import parts, updated
@@ -188,7 +188,7 @@ class Engine:
         Returns:
             What the loss function reported, one dict per micro-batch; empty but on the last stage.
         """
-        kept.forget(p for module in self.modules for p in module.parameters())
+        fp8_copies.forget(p for module in self.modules for p in module.parameters())
         return self._forward_backward(
             forward_step_func=forward_step,
             data_iterator=list(batches) if len(self.chunks) > 1 else batches[0],

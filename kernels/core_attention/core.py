@@ -4,12 +4,13 @@ moe/model/attention.py calls it between the query-key-value and the output proje
 `reference` (explicit fp32 softmax, S x T memory: the oracle), `sdpa` (torch's fused kernels),
 `flex` (FlexAttention compiled to Triton: windows and sinks at fused speed) and `fa4` (flash-attn-4
 for Hopper). All of them differentiate through q, k, v and the sinks, and read no device value on
-the host. In a packed sequence a query sees its own document alone (`kernels.core_attention.documents`).
+the host. In a packed sequence a query sees only its own document
+(`kernels.core_attention.documents`).
 
 Shape legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
 d channels of query and key, v channels of value. The queries are the last S of T positions:
 query i is at position p = T - S + i and sees keys j with p - window < j <= p (window 0: j <= p).
-Of documents there is one sequence, B = 1; they say how many of its keys come before the queries.
+With documents there is one sequence, B = 1; `documents.before` of its keys precede the queries.
 """
 
 import functools
@@ -22,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from phalanx.kernels.core_attention.documents import Documents
-from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_
+from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_max_logits
 
 BLOCK = 128
 """Rows and columns of a tile of FlexAttention's block mask."""
@@ -50,15 +51,15 @@ def attention(
         window: keys that a query sees, itself included; 0 is no limit.
         sinks_H: a logit per head that joins the softmax denominator and has no value (GPT-OSS,
             arXiv 2508.10925; "softmax off by one" is the sink 0).
-        documents: of the S queries of one sequence; a query sees its own alone.
-        top: takes note of the largest logit of each head, before sinks.
+        documents: those of the S queries of one sequence; a query sees only its own.
+        top: records the largest logit of each head, without sinks.
         backend: `reference`, `sdpa`, `flex` or `fa4`.
 
     Returns:
-        o_BHSv in the dtype of q; by `fa4` contiguous as o_SBHv.
+        o_BHSv in the dtype of q; with `fa4` contiguous as o_SBHv.
 
     Raises:
-        ValueError: shapes that do not fit, or a backend that cannot run them.
+        ValueError: shapes that do not fit, or that the backend does not support.
     """
     heads, groups, queries, keys = q_BHSd.size(1), k_BGTd.size(1), q_BHSd.size(2), k_BGTd.size(2)
     if heads % groups:
@@ -74,7 +75,7 @@ def attention(
                 f"documents in {tokens} tokens of one sequence, behind {documents.before} others, "
                 f"do not fit {queries} queries and {keys} keys of {batch}"
             )
-    # A window that covers every key is no window: one mask fewer to build, compile or refuse.
+    # A window that covers every key is no window: one mask fewer to build, compile or reject.
     window = 0 if window >= keys else window
     return _BACKENDS[backend](q_BHSd, k_BGTd, v_BGTv, scale, window, sinks_H, documents, top)
 
@@ -86,13 +87,13 @@ def visible_ST(
     device: torch.device | str,
     documents: Documents | None = None,
 ) -> torch.Tensor:
-    """Boolean [S, T]: which keys (columns) each query (rows) sees."""
+    """Boolean [S, T]: the keys (columns) that each query (row) sees."""
     p_S1 = torch.arange(keys - queries, keys, device=device)[:, None]
     j_1T = torch.arange(keys, device=device)[None]
-    seen = j_1T <= p_S1
+    visible_keys = j_1T <= p_S1
     if documents is not None:
-        seen &= j_1T >= documents.first_T[:, None]
-    return seen & (j_1T > p_S1 - window) if window else seen
+        visible_keys &= j_1T >= documents.first_T[:, None]
+    return visible_keys & (j_1T > p_S1 - window) if window else visible_keys
 
 
 def _reference(
@@ -105,17 +106,17 @@ def _reference(
     documents: Documents | None,
 ) -> torch.Tensor:
     (_, H, S, _), (_, G, T, _) = q.shape, k.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     # The H / G query heads of a group are more rows against the same keys: no key is copied.
-    q_Bgrd = q.to(wide).unflatten(1, (G, H // G)).flatten(2, 3)
-    logits_BHST = (q_Bgrd @ k.to(wide).transpose(-1, -2)).reshape(-1, H, S, T) * scale
+    q_Bgrd = q.to(dtype).unflatten(1, (G, H // G)).flatten(2, 3)
+    logits_BHST = (q_Bgrd @ k.to(dtype).transpose(-1, -2)).reshape(-1, H, S, T) * scale
     visible = visible_ST(S, T, window, q.device, documents)
     logits_BHST = logits_BHST.masked_fill(~visible, float("-inf"))
     if sinks_H is not None:
-        column_BHS1 = sinks_H.to(wide)[:, None, None].expand(logits_BHST.size(0), H, S, 1)
+        column_BHS1 = sinks_H.to(dtype)[:, None, None].expand(logits_BHST.size(0), H, S, 1)
         logits_BHST = torch.cat([logits_BHST, column_BHS1], -1)
     weights_BHST = logits_BHST.softmax(-1)[..., :T]
-    o_Bgrv = weights_BHST.reshape(-1, G, H // G * S, T) @ v.to(wide)
+    o_Bgrv = weights_BHST.reshape(-1, G, H // G * S, T) @ v.to(dtype)
     return o_Bgrv.reshape(-1, H, S, v.size(-1)).to(q.dtype)
 
 
@@ -131,10 +132,10 @@ def _sdpa(
     S, T, grouped = q.size(2), k.size(2), q.size(1) != k.size(1)
     if q.device.type != "cuda":
         if sinks_H is not None:
-            seen = F.pad(visible_ST(S, T, window, q.device, documents), (0, 1), value=True)
+            visible_keys = F.pad(visible_ST(S, T, window, q.device, documents), (0, 1), value=True)
             q, k, v = _with_sink_key(q, k, v, sinks_H, scale)
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped
+                q, k, v, attn_mask=visible_keys, scale=scale, enable_gqa=grouped
             )[..., :-2]
         whole = S == T and not window and documents is None
         mask = None if whole else visible_ST(S, T, window, q.device, documents)
@@ -163,11 +164,11 @@ def _sdpa(
 def _with_sink_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks_H: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values with one more key: its logit is a head's sink, its value is 0.
+    """Queries, keys and values with an additional key: its logit is a head's sink, its value is 0.
 
     The heads of a group share keys: the sink is two channels of the queries, in which that key has
-    1 and all others have 0. The second has what the dtype of the first rounds away. Values get as
-    many channels, as kernels want.
+    1 and all others have 0. The second holds the rounding error of the first. Values get two
+    channels too, as kernels require equal widths.
     """
     (B, H, S, _), (_, G, _, d) = q.shape, k.shape
     sink_H = sinks_H.to(torch.promote_types(q.dtype, torch.float32)) / scale
@@ -193,7 +194,7 @@ def _flex(
         mask = block_mask(q.size(2), k.size(2), window, q.device)
     else:
         mask = document_block_mask(documents, window)
-    if q.device.type != "cuda":  # inference only: torch has no backward for it here
+    if q.device.type != "cuda":  # inference only: torch has no backward pass on a CPU
         return _flex_with_sinks(q, k, v, sinks_H, mask, scale)
     # Layers with and without a window, evaluation, recomputation and each chunk of a context
     # parallel rank are variants of one compiled function, more than torch's usual limit of 8.
@@ -213,15 +214,15 @@ def _flex_with_sinks(
         flex_attention, block_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
     if q.device.type == "cuda":
-        # Below 128 queries torch would take its decoding kernel, which puts the queries of all
-        # heads of a group into one tile and finds no configuration where they are more than 128.
+        # Below 128 queries torch would use its decoding kernel, which puts the queries of all heads
+        # of a group into one tile and has no configuration for more than 128 of them.
         flex = functools.partial(flex, kernel_options={"BACKEND": "TRITON"})
     if sinks_H is None:
         return flex(q, k, v)
     o_BHSv, aux = flex(q, k, v, return_aux=AuxRequest(lse=True))
     # exp(lse) / (exp(lse) + exp(sink)): the share of the softmax that the sink leaves to the keys.
-    kept_BHS1 = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None]
-    return (o_BHSv * kept_BHS1).to(q.dtype)
+    share_BHS1 = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[:, None])[..., None]
+    return (o_BHSv * share_BHS1).to(q.dtype)
 
 
 @functools.cache
@@ -231,8 +232,8 @@ def _compiled_flex() -> Callable[..., torch.Tensor]:
             "kernels.attention=flex needs torch.compile: unset TORCHDYNAMO_DISABLE "
             "and TORCH_COMPILE_DISABLE"
         )
-    # Without the option inductor takes the kernel of a sum that is fastest when first run, so that
-    # bits would depend on what else the GPU did then.
+    # Without the option inductor autotunes the kernels of sums at their first run, so that bits
+    # would depend on the GPU's load at that time.
     options = {"deterministic": True}
     return torch.compile(_flex_with_sinks, dynamic=False, fullgraph=True, options=options)
 
@@ -247,14 +248,14 @@ def block_mask(queries: int, keys: int, window: int, device: torch.device) -> Bl
     offset = keys - queries
 
     def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        seen = j <= i + offset
-        return seen & (j > i + offset - window) if window else seen
+        visible_keys = j <= i + offset
+        return visible_keys & (j > i + offset - window) if window else visible_keys
 
     first_q = torch.arange(0, queries, BLOCK)[:, None] + offset
     first_k = torch.arange(0, keys, BLOCK)[None]
     last_q, last_k = first_q + BLOCK - 1, first_k + BLOCK - 1
     some = first_k <= last_q.clamp(max=keys - 1)
-    # Tiles that reach past the end are never full: the rows and columns beyond must stay masked.
+    # Tiles that extend past the end are never full: rows and columns past it must stay masked.
     full = (last_k <= first_q) & (last_q < keys) & (last_k < keys)
     if window:
         some &= last_k > first_q - window
@@ -263,14 +264,14 @@ def block_mask(queries: int, keys: int, window: int, device: torch.device) -> Bl
 
 
 def document_block_mask(documents: Documents, window: int) -> BlockMask:
-    """FlexAttention's sparse form of `visible_ST` within documents, made once for all layers.
+    """FlexAttention's sparse form of `visible_ST` within documents, built once for all layers.
 
-    First visible keys never go back from one query to the next, so corners tell of tiles here too.
-    The numbers of tiles are static, which of them are visible is known to the device alone.
+    First visible keys never decrease from one query to the next, so tiles are classified by their
+    corners here too. The number of tiles is static; which are visible is known only on the device.
     """
     if window in documents.masks:
-        made: BlockMask = documents.masks[window]
-        return made
+        cached: BlockMask = documents.masks[window]
+        return cached
     first_S, before = documents.first_T, documents.before
     S, device = first_S.numel(), first_S.device
     if window:
@@ -295,7 +296,7 @@ def _block_mask(
     visible: Callable[..., torch.Tensor],
     size: tuple[int, int],
 ) -> BlockMask:
-    """Of the tiles that are visible in part or whole, those whole, and each pair."""
+    """The mask of tiles with some or only (`full`) visible pairs, and a test of each pair."""
     partial_blocks, full_blocks = _rows(some & ~full), _rows(full)
     return BlockMask.from_kv_blocks(
         *partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=size
@@ -327,11 +328,13 @@ def _fa4(
     return o_SBHv.permute(1, 2, 0, 3)
 
 
-def _looked_at(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """With a pass of its own that takes note of the largest logits. That of fa4 is told by the
-    forward pass which rows need none."""
+def _with_max_logits(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`attend` after a separate pass that records the largest logits.
 
-    def noting(
+    fa4 has its own pass, which skips rows by the forward pass's softmax denominators.
+    """
+
+    def attend_and_record(
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -342,15 +345,15 @@ def _looked_at(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         top: MaxLogit | None,
     ) -> torch.Tensor:
         if top is not None:
-            raise_(top, q, k, scale=scale, window=window, documents=documents)
+            raise_max_logits(top, q, k, scale=scale, window=window, documents=documents)
         return attend(q, k, v, scale, window, sinks_H, documents)
 
-    return noting
+    return attend_and_record
 
 
 _BACKENDS = {
-    "reference": _looked_at(_reference),
-    "sdpa": _looked_at(_sdpa),
-    "flex": _looked_at(_flex),
+    "reference": _with_max_logits(_reference),
+    "sdpa": _with_max_logits(_sdpa),
+    "flex": _with_max_logits(_flex),
     "fa4": _fa4,
 }

@@ -1,15 +1,15 @@
-"""Where documents lie in a packed sequence, for attention that stops at their ends.
+"""Bounds of documents in a packed sequence, for attention within documents.
 
-A sequence holds pieces of documents one after another. A query sees keys of its own piece alone:
-of the causal mask, and of a window, what begins at `first_T`. Every tensor is on the device and has
-a size that does not depend on the documents, so that a CUDA graph can be replayed with others and
-the host reads nothing: boundaries for variable-length kernels are padded to a fixed number of
-places with documents of no tokens at the end.
+A sequence holds pieces of documents one after another. A query sees only keys of its own piece:
+those of the causal mask and the window that start at `first_T`. Every tensor is on the device and
+has a size that does not depend on the documents, so that a CUDA graph can be replayed with others
+and the host reads nothing: boundaries for variable-length kernels are padded to a fixed number with
+empty documents at the end.
 
 Under context parallelism a rank has some tokens of a sequence, and attends to all keys up to the
 last of them.
 
-Legend: T tokens, N places for documents.
+Legend: T tokens, N maximum number of documents.
 """
 
 from typing import Any
@@ -25,11 +25,11 @@ class Documents:
     """Pieces of documents in T tokens.
 
     Args:
-        position_T: int64, of each token in its piece; 0 begins a piece, the first token does.
-        places: N, at least as many as there are pieces, for `bounds_N1`; 0 has none.
-        longest: tokens that no piece exceeds.
-        before: keys before the first of the tokens; then that need not begin a piece, and there are
-            no places. A piece may begin before them.
+        position_T: int64, of each token in its piece; 0 starts a piece, as the first token does.
+        places: N, at least the number of pieces, for `bounds_N1`; 0: no bounds.
+        longest: upper bound of a piece's tokens.
+        before: number of keys before the first token, which then need not start a piece; `places`
+            must be 0. A piece may start before these keys.
     """
 
     def __init__(self, position_T: Tensor, *, places: int, longest: int, before: int = 0) -> None:
@@ -43,15 +43,15 @@ class Documents:
         self.longest = longest
         """Bound of the tokens of a piece, known to the host."""
         self.bounds_N1 = _bounds(position_T, index_T, places) if places else None
-        """int32 [N + 1]: where each piece begins, and the last one ends; T from there on."""
+        """int32 [N + 1]: start of each piece, and the end of the last one; T from there on."""
         self.masks: dict[Any, Any] = {}
-        """What a backend has made of them, for the other layers."""
+        """Masks of a backend by window, cached for the other layers."""
 
 
 def _bounds(position_T: Tensor, index_T: Tensor, places: int) -> Tensor:
     T = position_T.numel()
-    begins_T = torch.where(position_T == 0, index_T, T).sort().values
-    bounds_N1 = begins_T.new_full((places + 1,), T)
-    held = min(places, T)
-    bounds_N1[:held] = begins_T[:held]
+    starts_T = torch.where(position_T == 0, index_T, T).sort().values
+    bounds_N1 = starts_T.new_full((places + 1,), T)
+    count = min(places, T)
+    bounds_N1[:count] = starts_T[:count]
     return bounds_N1.int()

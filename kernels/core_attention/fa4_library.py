@@ -1,10 +1,10 @@
 """flash-attn-4 with its compiled kernels in the cache of `kernels.cache`.
 
-The library keeps what it compiles in four dictionaries, one for each kernel of an attention layer,
-and asks them with a key of all choices that are compiled in. Here `Programs` takes their place: a
-key is looked up in this process, then on disk, and what is compiled is kept there. Of several
-processes that miss an entry one compiles it. The library's own cache on disk would let all of them
-compile, gives up when a lock is held for 15 seconds, and fails in a folder that it cannot write to.
+The library stores compiled kernels in four dictionaries, one for each kernel of an attention layer,
+with a key of all choices that are compiled in. Here `Programs` replaces them: a key is looked up in
+this process, then on disk, where compiled kernels are stored. Of several processes that miss an
+entry one compiles it. The library's own cache on disk would let all of them compile, fails when a
+lock is held for 15 seconds, and fails if its folder cannot be written.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ _KERNELS = {
     "_flash_attn_bwd": "AttentionBackward",
     "_bwd_postprocess_convert": "AttentionBackwardEnd",
 }
-"""Functions of the library that compile a kernel each, and the labels of their entries."""
+"""Functions of the library that compile one kernel each, and the labels of their entries."""
 
 
 @functools.cache
 def library() -> Any:
-    """The module `flash_attn.cute.interface`, its kernels kept by this module."""
+    """The module `flash_attn.cute.interface`, with its kernels cached by this module."""
     from flash_attn.cute import interface
 
     for function, label in _KERNELS.items():
@@ -44,7 +44,7 @@ class Programs(dict[Any, Any]):
         self._claims: dict[Any, contextlib.ExitStack] = {}
 
     def __contains__(self, key: Any) -> bool:
-        """Whether the function is there, from now on; if not, the caller compiles it."""
+        """True if the function is cached, which then stays so; otherwise the caller compiles it."""
         if super().__contains__(key):
             return True
         with contextlib.ExitStack() as claim:
@@ -62,14 +62,14 @@ class Programs(dict[Any, Any]):
         super().__setitem__(key, function)
 
     def release(self, error: BaseException) -> None:
-        """Let other processes compile what this one failed to."""
+        """Let other processes compile kernels that this one failed to compile."""
         while self._claims:
             _, claim = self._claims.popitem()
             claim.__exit__(type(error), error, error.__traceback__)
 
 
 class _Names(dict[Any, Any]):
-    """Says of each kernel that it is there, and remembers the name of its entry."""
+    """Pretends that each kernel is cached, and records the name of its entry."""
 
     def __init__(self, label: str, names: set[str]) -> None:
         super().__init__()
@@ -85,19 +85,19 @@ class _Names(dict[Any, Any]):
 
 @contextlib.contextmanager
 def named() -> Iterator[set[str]]:
-    """Inside a `FakeTensorMode`, collect the names of entries that calls ask for; nothing is
-    compiled."""
+    """Inside a `FakeTensorMode`, collect the names of entries that calls look up, without
+    compiling."""
     names: set[str] = set()
     with contextlib.ExitStack() as stack:
         for function, label in _KERNELS.items():
-            kept = _Names(label, names)
-            stack.enter_context(replaced(getattr(library(), function), "compile_cache", kept))
+            cache = _Names(label, names)
+            stack.enter_context(replaced(getattr(library(), function), "compile_cache", cache))
         yield names
 
 
 @contextlib.contextmanager
 def calling() -> Iterator[Any]:
-    """The library, to call functions of it inside."""
+    """Inside, the library; an error releases the kernels that this process was compiling."""
     interface = library()
     try:
         yield interface
@@ -109,7 +109,7 @@ def calling() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """The library hands the compiler an empty tuple of a kind of its own, which that warns of."""
+    """Silence the compiler's warning about an empty tuple of a class of the library's."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted")
         yield

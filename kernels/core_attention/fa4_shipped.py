@@ -1,8 +1,8 @@
 """Kernels of flash-attn-4 for the models in configs/model, compiled ahead of time without a GPU.
 
-The library compiles for tensors that have shapes and no memory, as `FakeTensorMode` makes them, and
-launches nothing then. A kernel serves any batch, any number of heads and any sequence longer than
-a tile of it. Others are compiled when they are first launched.
+The library compiles for the tensors of a `FakeTensorMode`, which have no memory, without launching.
+A kernel serves any batch, any number of heads and any sequence longer than its tile. Other kernels
+are compiled at their first launch.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx.kernels.cache import kept_in
+from phalanx.kernels.cache import use_folder
 from phalanx.kernels.core_attention.documents import Documents
 from phalanx.kernels.core_attention.fa4 import run_backward, run_forward
 from phalanx.kernels.core_attention.fa4_library import library, named
@@ -26,10 +26,10 @@ _H100_SMS = 132  # asked for in any case, and used on Blackwell
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What an attention layer's kernels are compiled for."""
+    """Key of an attention layer's compiled kernels."""
 
     group: int
-    """Query heads of a key-value head."""
+    """Query heads per key-value head."""
     d: int
     """Channels of query and key."""
     v: int
@@ -38,7 +38,7 @@ class AttentionLayer:
     sinks: bool = False
     deterministic: bool = False
     documents: bool = False
-    """Attention stops at the ends of documents inside a sequence."""
+    """Attention within documents of a sequence."""
 
 
 _LAYERS = (
@@ -66,9 +66,9 @@ def entries(layer: AttentionLayer) -> set[str]:
     return names
 
 
-def build(layer: AttentionLayer, where: Path) -> None:
+def build(layer: AttentionLayer, cache_folder: Path) -> None:
     """Compile the kernels of a layer that are not in a folder yet; needs no GPU."""
-    with kept_in(where):
+    with use_folder(cache_folder):
         _call(layer)
 
 
@@ -84,13 +84,13 @@ def _call(layer: AttentionLayer) -> None:
             position = torch.empty(S, dtype=torch.int64, device="cuda")
             documents = Documents(position, places=16, longest=S)
         out, lse = run_forward(q, k, v, sinks, 1.0, window, documents)
-        saved, how = [q, k, v, out, lse], (1.0, window, layer.deterministic, documents)
-        run_backward(torch.empty_like(out), saved, sinks, *how)
+        saved, options = [q, k, v, out, lse], (1.0, window, layer.deterministic, documents)
+        run_backward(torch.empty_like(out), saved, sinks, *options)
 
 
 @contextlib.contextmanager
 def without_gpu() -> Iterator[None]:
-    """Answers for what the library, the compiler and torch ask a GPU about."""
+    """Inside, a GPU's properties that the library, the compiler and torch query are constants."""
     from cutlass.cute.runtime import from_dlpack
     from cutlass.cutlass_dsl import CuTeDSL
     from flash_attn.cute import utils
@@ -101,10 +101,10 @@ def without_gpu() -> Iterator[None]:
             (interface, "_get_device_arch", lambda: 90),
             (interface, "get_num_sms_for_selection", lambda *args: _H100_SMS),
             (settings, "_arch", ARCH),
-            # torch's own export of a tensor looks for the current device.
+            # torch's export of a tensor queries the current device.
             (utils, "from_dlpack", partial(from_dlpack, enable_tvm_ffi=True)),
         ):
             stack.enter_context(replaced(owner, name, value))
-        # Where Megatron-Core runs on this process's CPU, "cuda" means it, but not in here.
+        # If Megatron-Core runs on this process's CPU, "cuda" is redirected to it, but not in here.
         stack.enter_context(torch._C.DisableTorchFunction())
         yield

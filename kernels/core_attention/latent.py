@@ -1,18 +1,18 @@
 """Keys and values of multi-head latent attention (arXiv 2405.04434), one pass over them on a GPU.
 
-A key is a part of its head's own, from the up-projection that has the values too, and behind it a
-rotary part that all heads share. On CUDA `kernels.core_attention.latent_triton` turns the shared part
-and writes both to their places, and the values to theirs; backward it writes the gradient of the
-whole up-projection, and sums that of the shared part over heads in fp32 before it turns it back and
-rounds it. Elsewhere it is Megatron-Core's composition on `kernels.core_attention.rope`.
+A key is a part per head, from the up-projection that has the values too, followed by a rotary part
+that all heads share. On CUDA `kernels.core_attention.latent_triton` rotates the shared part and
+writes both, and the values; in the backward pass it writes the gradient of the up-projection, and
+sums that of the shared part over heads in fp32 before it is rotated back and rounded. Elsewhere it
+is Megatron-Core's composition on `kernels.core_attention.rope`.
 
-Megatron-Core has Triton kernels for the same, `fusions.fused_mla_yarn_rope_apply`. They are allowed
-for YaRN alone, need widths that are powers of two, take cosines and sines in bf16, and round the
-sum over heads before they turn it. On an H200 they take 0.87 to 0.96 of the time of these backward.
-Forward they took 1.4 to 1.6 times as long when these left out the values, which Megatron-Core's
-attention then copied (docs/measured/kernels/libraries.md).
+Megatron-Core has Triton kernels for the same, `fusions.fused_mla_yarn_rope_apply`. They support
+only YaRN, need widths that are powers of two, take cosines and sines in bf16, and round the sum
+over heads before it is rotated. On an H200 they take 0.87 to 0.96 of the time of these in the
+backward pass. In the forward pass they took 1.4 to 1.6 times as long when these left out the
+values, which Megatron-Core's attention then copied (docs/measured/kernels/libraries.md).
 
-Legend: S positions, B batch, H heads, n channels of a key of its head's own, F shared and rotated,
+Legend: S positions, B batch, H heads, n channels of a key's part per head, F shared and rotated,
 d = n + F, v channels of a value, m = n + v.
 """
 
@@ -28,18 +28,18 @@ from phalanx.kernels.core_attention.rope import check_angles, dense, rope
 def keys_values(
     kv_SBHm: Tensor, shared_SBF: Tensor, freqs_S11F: Tensor, *, nope: int, mscale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Keys whose shared part is turned, and values.
+    """Keys whose shared part is rotated, and values.
 
     Args:
         kv_SBHm: up-projection, any strides with contiguous channels, bf16 or fp32.
-        shared_SBF: in the dtype of kv, any strides; channels 2i and 2i + 1 form a pair, which is
-            n + i and n + i + F / 2 of the keys.
-        freqs_S11F: fp32 angles in radians, all F channels of them; both halves are the same.
+        shared_SBF: in the dtype of kv, any strides; channels 2i and 2i + 1 form a pair, which
+            becomes n + i and n + i + F / 2 of the keys.
+        freqs_S11F: fp32 angles in radians for all F channels; both halves are the same.
         nope: n.
-        mscale: factor on the turned channels (YaRN, arXiv 2309.00071).
+        mscale: factor on the rotated channels (YaRN, arXiv 2309.00071).
 
     Returns:
-        k_SBHd and v_SBHv; on CUDA contiguous, as Megatron-Core's attention would make them.
+        k_SBHd and v_SBHv; on CUDA contiguous, as Megatron-Core's attention requires.
 
     Raises:
         ValueError: shapes, dtypes or angles that do not fit.
@@ -56,9 +56,9 @@ def keys_values(
         raise ValueError(f"a shared rotary part in {shared_SBF.dtype}, heads in {kv_SBHm.dtype}")
     if kv_SBHm.is_cuda:
         return KeysValues.apply(kv_SBHm, shared_SBF, freqs_S11F, nope, mscale)
-    turned_SB1F = rope(shared_SBF.unsqueeze(2), freqs_S11F, mscale=mscale, interleaved=True)
-    own_SBHn, v_SBHv = kv_SBHm.split([nope, m - nope], -1)
-    return torch.cat([own_SBHn, turned_SB1F.expand(S, B, H, F)], -1), v_SBHv
+    rotated_SB1F = rope(shared_SBF.unsqueeze(2), freqs_S11F, mscale=mscale, interleaved=True)
+    k_SBHn, v_SBHv = kv_SBHm.split([nope, m - nope], -1)
+    return torch.cat([k_SBHn, rotated_SB1F.expand(S, B, H, F)], -1), v_SBHv
 
 
 class KeysValues(torch.autograd.Function):

@@ -1,9 +1,10 @@
-"""Keys and values of latent attention put in place, and their gradients taken apart, in Triton.
+"""Keys and values of latent attention joined, and their gradients split, in Triton.
 
-A program has the heads of a few positions, so that the part they share is read and rotated once for
-many of them; backward it has all heads, in turns, and sums without atomics, in one order always.
+A program has the heads of a few positions, so that their shared part is read and rotated once for
+many of them; in the backward pass it iterates over all heads and sums without atomics, in a fixed
+order.
 
-Legend: S positions, B batch, H heads, n channels of a key of its head's own, F shared and rotated,
+Legend: S positions, B batch, H heads, n channels of a key's part per head, F shared and rotated,
 d = n + F, v channels of a value, m = n + v.
 """
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from phalanx.kernels.core_attention.rope_triton import cos_sin, rotated
 
 _ELEMENTS = 4096
-"""Channels of heads' own that a program has at a time."""
+"""Channels of the parts per head that a program processes at a time."""
 
 
 @triton.jit
@@ -168,10 +169,10 @@ def join(
     channels of kv; see `kernels.core_attention.latent`.
 
     Args:
-        kv_SBHm, shared_SBF, k_SBHd, v_SBHv: any strides with contiguous channels; k and v apart
-            from the others.
+        kv_SBHm, shared_SBF, k_SBHd, v_SBHv: any strides with contiguous channels; k and v do not
+            overlap the others.
         freqs_SF: fp32 angles; the first F / 2 columns are read.
-        mscale: factor on what is rotated.
+        mscale: factor on the rotated channels.
     """
     S, B, H, d = k_SBHd.shape
     if not k_SBHd.numel():
@@ -214,8 +215,10 @@ def part(
     *,
     mscale: float,
 ) -> None:
-    """Write the gradients of what `join` was given and of the values; all but `freqs` any strides
-    with contiguous channels, results apart from the others.
+    """Write the gradients of `join`'s inputs from those of keys and values.
+
+    All tensors but `freqs` have any strides with contiguous channels; results do not overlap the
+    others.
     """
     S, B, H, _ = dk_SBHd.shape
     if not dshared_SBF.numel():
@@ -251,7 +254,7 @@ def part(
 
 
 def _blocks(H: int, own: int) -> tuple[int, int, int]:
-    """Channels, heads and positions that a program has at a time, powers of two."""
+    """Channels, heads and positions that a program processes at a time, powers of two."""
     block = triton.next_power_of_2(own)
     heads = min(triton.next_power_of_2(H), max(1, _ELEMENTS // block))
     return block, heads, max(1, _ELEMENTS // (heads * block))

@@ -1,16 +1,16 @@
-"""Heads that the kernels of flash-attn-4 for Hopper take, without importing it.
+"""Head sizes that flash-attn-4's kernels for Hopper support, without importing it.
 
-Its own check is wider. Of version 4.0.0b36, heads of 8, 16, 40, 48, 72, 80 and 112 channels have
-wrong gradients of the queries: the backward kernel rounds them up to multiples of 16 channels, what
-reads its sums to multiples of 32. Values of other widths than keys do not always compile, or do not
-fit into shared memory.
+Its own check allows more. In version 4.0.0b36, heads of 8, 16, 40, 48, 72, 80 and 112 channels get
+wrong gradients of the queries: the backward kernel rounds them up to multiples of 16 channels, the
+kernel that reads its sums to multiples of 32. Values of other widths than keys do not always
+compile, or do not fit into shared memory.
 """
 
 from phalanx.kernels.refusal import Refusal
 
 
-def refuse_heads(d: int, v: int, *, grouped: bool = False) -> Refusal:
-    """Why heads of d channels of query and key and v of value cannot run.
+def unsupported_heads(d: int, v: int, *, grouped: bool = False) -> Refusal:
+    """Reason why heads of d query and key and v value channels cannot run, or None.
 
     `grouped`: several query heads share a key-value head.
     """

@@ -1,16 +1,16 @@
 """The largest attention logit of each head: max of scale * q @ k^T over what queries see.
 
 QK-clip (Kimi K2, arXiv 2507.20534) rescales the weights of heads by it, and it is logged. No fused
-attention kernel here returns it, so this is a pass of its own: on CUDA half of the products of
-attention's forward pass and nothing else (`kernels.core_attention.max_logit_triton`), elsewhere torch in
-blocks of queries. Sinks are no logits of queries and keys and do not count.
+attention kernel here returns it, so this is a separate pass: on CUDA the first of the two products
+of attention's forward pass (`kernels.core_attention.max_logit_triton`), elsewhere torch in blocks
+of queries. Sinks are not logits of queries and keys and do not count.
 
 Products of bf16 are exact in fp32, their sums are fp32: the result is that of one order of summing
 d products, within d * 2**-24 * sum |q_i k_i| of the exact one, and the same in every run.
 
-The logarithm of a softmax denominator is no less than any logit of its row. Where attention gives
-it (fa4), blocks of rows that are below what the head has reached are left out: all but a few once
-logits stand out, none while attention is flat and the denominator counts keys.
+The logarithm of a softmax denominator is an upper bound of its row's logits. If attention returns
+it (fa4), blocks of rows below the head's maximum so far are skipped: all but a few once large
+logits exist, none while attention is flat and the denominator counts keys.
 
 Legend: B batch, H query heads, G key-value heads (G divides H), S queries, T keys (T >= S),
 d channels. Query i is at position T - S + i.
@@ -30,17 +30,17 @@ _ROWS = 512
 
 @dataclass(frozen=True)
 class MaxLogit:
-    """Where the largest logits of an attention layer are kept."""
+    """Largest logits of an attention layer so far."""
 
     most_H: Tensor
-    """fp32, contiguous: of each query head, so far."""
+    """fp32, contiguous: largest logit of each query head."""
     due: Tensor
-    """int32 scalar beside it: with 0 nothing is computed. Read on the device, so that a captured
-    step can be replayed with either."""
+    """int32 scalar on the same device; 0: nothing is computed. Read on the device, so that a
+    captured step can be replayed with either."""
 
 
 @torch.no_grad()
-def raise_(
+def raise_max_logits(
     top: MaxLogit,
     q_BHSd: Tensor,
     k_BGTd: Tensor,
@@ -53,13 +53,13 @@ def raise_(
     """Raise `top.most_H` to the largest logits of these queries and keys.
 
     Args:
-        top: is changed in place, if it is due.
-        q_BHSd, k_BGTd: as `kernels.core_attention.core.attention` takes them.
+        top: updated in place, if it is due.
+        q_BHSd, k_BGTd: as for `kernels.core_attention.core.attention`.
         scale: factor on q @ k^T, above 0.
         window: keys that a query sees, itself included; 0 is no limit.
-        documents: of the S queries of one sequence; a query sees its own alone.
-        lse_BHS: fp32, contiguous: logarithm of the softmax denominator of each row, of these logits
-            and maybe a sink; spares work on CUDA, and changes no result.
+        documents: those of the S queries of one sequence; a query sees only its own.
+        lse_BHS: fp32, contiguous: logarithm of the softmax denominator of each row, over these
+            logits and possibly a sink; saves work on CUDA without changing the result.
 
     Raises:
         ValueError: the heads are not those of `top`, or the scale is not above 0.
@@ -86,15 +86,15 @@ def _raise_in_blocks(
     documents: Documents | None,
 ) -> None:
     (_, H, S, _), (_, G, T, _) = q_BHSd.shape, k_BGTd.shape
-    wide = torch.promote_types(q_BHSd.dtype, torch.float32)
-    q_BGRSd, k_BG1Td = q_BHSd.to(wide).unflatten(1, (G, H // G)), k_BGTd.to(wide)[:, :, None]
+    dtype = torch.promote_types(q_BHSd.dtype, torch.float32)
+    q_BGRSd, k_BG1Td = q_BHSd.to(dtype).unflatten(1, (G, H // G)), k_BGTd.to(dtype)[:, :, None]
     position_S1 = torch.arange(T - S, T)[:, None]
     first_S1 = position_S1 - window + 1 if window else torch.zeros_like(position_S1)
     if documents is not None:
         first_S1 = first_S1.maximum(documents.first_T[:, None])
-    for begin in range(0, S, _ROWS):
-        rows = slice(begin, begin + _ROWS)
-        end = T - S + min(begin + _ROWS, S)
+    for start in range(0, S, _ROWS):
+        rows = slice(start, start + _ROWS)
+        end = T - S + min(start + _ROWS, S)
         j_1T = torch.arange(end)[None]
         unseen = (j_1T > position_S1[rows]) | (j_1T < first_S1[rows])
         logits = q_BGRSd[..., rows, :] @ k_BG1Td[..., :end, :].transpose(-1, -2) * scale

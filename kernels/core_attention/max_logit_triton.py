@@ -1,11 +1,10 @@
 """The largest attention logit of each head on an NVIDIA GPU, in Triton; see
 `kernels.core_attention.max_logit`.
 
-A program has a block of queries of one head and passes over the keys that they see. Between two
-products it has one instruction an element, the maximum; masks are made in tiles at the edges alone.
-Registers and shared memory are those of two programs on an SM, so that the products of one hide
-what the other does. Programs of a head meet in an atomic maximum, whose result does not depend on
-their order.
+A program has a block of queries of one head and iterates over the keys that they see. Between two
+products it has one instruction per element, the maximum; masks are computed only in tiles at the
+edges. Registers and shared memory allow two programs on an SM, so that the products of one overlap
+the other. Programs of a head combine by an atomic maximum, whose result does not depend on order.
 
 Legend: B batch, H query heads, G key-value heads, S queries, T keys, d channels.
 """
@@ -85,7 +84,7 @@ def attention_max_logit(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    # The last queries see most keys: they are begun first.
+    # The last queries see most keys: they start first.
     top_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     end_row = tl.minimum(top_row + ROWS, S)
     s = top_row + tl.arange(0, ROWS)
@@ -93,16 +92,16 @@ def attention_max_logit(  # type: ignore[no-untyped-def]
     b = tl.program_id(1) // H
     go = tl.load(due) != 0
     if lse is not None:
-        # A stale value is a smaller one. The slack is more than both roundings, so that no row that
-        # could decide is left out, whichever program comes first.
+        # A stale value is smaller. The slack exceeds both rounding errors, so that no row that may
+        # have the maximum is skipped, whichever program is first.
         reached = tl.load(most_H + h)
         at = lse + tl.program_id(1).to(tl.int64) * S + s
         bound = tl.max(tl.load(at, mask=s < S, other=float("-inf")), 0)
         go = go & (bound >= reached - (0.0625 + tl.abs(reached) * 0.0009765625))
     if go:
-        last = tl.minimum(s, S - 1)  # rows beyond the end are the last one again
+        last = tl.minimum(s, S - 1)  # rows past the end repeat the last one
         position = T - S + last
-        # What the block's first row sees first, what its last one does; neither ever goes back.
+        # First keys of the block's first and last rows, which never decrease from row to row.
         first = tl.zeros_like(position)
         least = 0
         most_first = 0
@@ -154,9 +153,9 @@ def launch(
     scale: float,
     window: int,
 ) -> None:
-    """`kernels.core_attention.max_logit.raise_`, of tensors with contiguous channels."""
+    """`kernels.core_attention.max_logit.raise_max_logits`, of tensors with contiguous channels."""
     (B, H, S, d), (_, G, T, _) = q_BHSd.shape, k_BGTd.shape
-    # 192 channels are 128 and 64: as one power of two a quarter of the products would be of zeros.
+    # 192 channels are 128 and 64: padded to a power of two, a quarter of the products would be 0.
     wide = max(16, 1 << (d.bit_length() - 1))
     rest = max(16, triton.next_power_of_2(d - wide)) if d > wide else 0
     attention_max_logit[(triton.cdiv(S, _ROWS), B * H)](

@@ -1,19 +1,19 @@
-"""From a mixed projection to the queries, keys and values of an attention of grouped queries.
+"""From a fused projection to the queries, keys and values of grouped-query attention.
 
-One pass over the projection on a GPU, by `kernels.core_attention.qkv_triton`: its bias, norms of query
-and key heads (arXiv 2302.05442), rotary embedding (arXiv 2104.09864) and the parting into three
+On a GPU one pass over the projection, by `kernels.core_attention.qkv_triton`: its bias, norms of
+query and key heads (arXiv 2302.05442), rotary embedding (arXiv 2104.09864) and the split into three
 tensors; and one pass back, from three gradients to that of the projection, which also sums the
-gradients of the bias and of the norms' weights, in an order that depends on shapes alone. All of it
-is fp32 and rounded once. Elsewhere it is the composition of torch's norm and `kernels.core_attention.
-rope`.
+gradients of the bias and of the norms' weights, in an order that depends only on shapes. All of it
+is fp32 and rounded once. Elsewhere it is the composition of torch's norm and
+`kernels.core_attention.rope`.
 
-No library has the norms in it: Transformer Engine and Megatron-Core turn a mixed projection
-(`apply_fused_qkv_rotary_pos_emb`) that has no norms and no bias to add. Transformer Engine's norms
-and rotation, one after the other, take more than four times as long forward and more than twice as
-long backward (docs/measured/kernels/libraries.md).
+No library fuses the norms: Transformer Engine and Megatron-Core rotate a fused projection
+(`apply_fused_qkv_rotary_pos_emb`) that has no norms and no bias. Transformer Engine's norms and
+rotation, one after the other, take more than four times as long forward and more than twice as long
+backward (docs/measured/kernels/libraries.md).
 
 Legend: S positions, B batch, H query heads, G key-value heads, d channels; N = H / G + 2, the heads
-of a group in a mixed projection: its queries, its key, its value.
+of a group in a fused projection: its queries, its key, its value.
 """
 
 from typing import Any, NamedTuple
@@ -46,30 +46,30 @@ def queries_keys_values(
     norms: HeadNorms | None = None,
     view: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys of a mixed projection plus its bias, normed and turned, and its values.
+    """Queries and keys of a fused projection plus its bias, normed and rotated, and its values.
 
     Args:
         qkv_SBGNd: any strides with contiguous channels, bf16 or fp32.
         bias_GNd: in the dtype of qkv, contiguous.
-        freqs_S11F: fp32 angles in radians; both halves of F are the same. The kernel turns all
-            channels, F = d; with fewer it is the composition.
+        freqs_S11F: fp32 angles in radians; both halves of F are the same. The kernel rotates all
+            channels, F = d; with fewer the composition runs.
         mscale: factor on queries and keys (YaRN, arXiv 2309.00071).
-        norms: of the heads, before they are turned.
+        norms: norms of the heads, before the rotation.
         view: with norms, whose gradient needs the projection anyway, and without a bias, values may
-            be a view of it, for a core attention that reads them where they are.
+            be a view of it, for a core attention that reads them in place.
 
     Returns:
-        [S, B, H, d], [S, B, G, d] and [S, B, G, d] in the dtype of qkv; on CUDA contiguous, but for
-        values that are a view.
+        [S, B, H, d], [S, B, G, d] and [S, B, G, d] in the dtype of qkv; on CUDA contiguous, except
+        for values that are a view.
 
     Raises:
         ValueError: angles that do not fit.
     """
     check_angles(qkv_SBGNd.shape[0], qkv_SBGNd.shape[-1], freqs_S11F)
     if qkv_SBGNd.is_cuda and freqs_S11F.shape[-1] == qkv_SBGNd.shape[-1]:
-        how = How(mscale, 0.0 if norms is None else norms.eps, view)
+        args = QkvArgs(mscale, 0.0 if norms is None else norms.eps, view)
         weights = (None, None) if norms is None else norms[:2]
-        return QueriesKeysValues.apply(qkv_SBGNd, bias_GNd, *weights, freqs_S11F, how)  # type: ignore[no-any-return]
+        return QueriesKeysValues.apply(qkv_SBGNd, bias_GNd, *weights, freqs_S11F, args)  # type: ignore[no-any-return]
     if bias_GNd is not None:
         qkv_SBGNd = qkv_SBGNd + bias_GNd
     q_SBGRd, k_SBG1d, v_SBG1d = qkv_SBGNd.split([qkv_SBGNd.shape[-2] - 2, 1, 1], -2)
@@ -77,12 +77,12 @@ def queries_keys_values(
     if norms is not None:
         q_SBHd = F.rms_norm(q_SBHd, norms.query_d.shape, norms.query_d, norms.eps)
         k_SBGd = F.rms_norm(k_SBGd, norms.key_d.shape, norms.key_d, norms.eps)
-    turned = (rope(x, freqs_S11F, mscale=mscale) for x in (q_SBHd, k_SBGd))
-    return *turned, v_SBG1d.squeeze(-2)  # type: ignore[return-value]
+    rotated = (rope(x, freqs_S11F, mscale=mscale) for x in (q_SBHd, k_SBGd))
+    return *rotated, v_SBG1d.squeeze(-2)  # type: ignore[return-value]
 
 
-class How(NamedTuple):
-    """What the kernels are told besides tensors."""
+class QkvArgs(NamedTuple):
+    """Arguments of the kernels that are not tensors."""
 
     mscale: float
     eps: float
@@ -90,10 +90,10 @@ class How(NamedTuple):
 
 
 class QueriesKeysValues(torch.autograd.Function):
-    """`queries_keys_values` by the kernels. Values may be a view, so not an operator of torch's
-    library, whose results must not be views of what it is given.
+    """`queries_keys_values` by the kernels.
 
-    With norms the projection is saved, without them nothing but the angles.
+    Values may be a view, so this is not a torch custom operator, whose results must not be views of
+    its inputs. With norms the projection is saved, without them only the angles.
     """
 
     @staticmethod
@@ -104,7 +104,7 @@ class QueriesKeysValues(torch.autograd.Function):
         query_d: Tensor | None,
         key_d: Tensor | None,
         freqs_S11F: Tensor,
-        how: How,
+        args: QkvArgs,
     ) -> tuple[Tensor, Tensor, Tensor]:
         from phalanx.kernels.core_attention.qkv_triton import part
 
@@ -112,11 +112,11 @@ class QueriesKeysValues(torch.autograd.Function):
         ctx.save_for_backward(
             qkv_SBGNd if normed else None, bias_GNd if normed else None, query_d, key_d, freqs_S11F
         )
-        ctx.how = how
+        ctx.args = args
         ctx.biased = None if bias_GNd is None else bias_GNd.dtype
         S, B, G, N, d = qkv_SBGNd.shape
         q_SBHd, k_SBGd = (qkv_SBGNd.new_empty(S, B, heads, d) for heads in (G * (N - 2), G))
-        view = how.view and normed and bias_GNd is None
+        view = args.view and normed and bias_GNd is None
         v_SBGd = None if view else torch.empty_like(k_SBGd)
         part(
             dense(qkv_SBGNd),
@@ -124,8 +124,8 @@ class QueriesKeysValues(torch.autograd.Function):
             freqs_S11F[:, 0, 0],
             bias_GNd=bias_GNd,
             weights=(query_d, key_d),
-            eps=how.eps,
-            mscale=how.mscale,
+            eps=args.eps,
+            mscale=args.mscale,
         )
         return q_SBHd, k_SBGd, qkv_SBGNd[..., N - 1, :] if v_SBGd is None else v_SBGd
 
@@ -146,8 +146,8 @@ class QueriesKeysValues(torch.autograd.Function):
             bias_GNd=bias_GNd,
             bias_dtype=ctx.biased,
             weights=(query_d, key_d),
-            eps=ctx.how.eps,
-            mscale=ctx.how.mscale,
+            eps=ctx.args.eps,
+            mscale=ctx.args.mscale,
         )
         dquery_d, dkey_d = (None, None) if dweights_2d is None else dweights_2d
         return dqkv_SBGNd, dbias_GNd, dquery_d, dkey_d, None, None

@@ -1,9 +1,9 @@
-"""Queries, keys and values out of a mixed projection, and their gradients into it, in Triton.
+"""Queries, keys and values from a fused projection, and their gradients into it, in Triton.
 
-A program has some neighbouring heads of the projection, whichever they are, of a few positions: a
-query, a key or a value is read from where it is and written to where it goes by a pointer per head.
-Backward a program goes through several blocks of positions and sums what it has seen for the
-gradients of bias and weights in registers; `part_sum` adds the programs up in their order.
+A program has some consecutive heads of the projection, of any kind, for a few positions: a query, a
+key or a value is read and written through one pointer per head. In the backward pass a program
+iterates over several blocks of positions and sums the gradients of bias and weights in registers;
+`part_sum` sums the programs in order.
 
 Legend: S positions, B batch, G groups, N heads of a group, R = N - 2 of them queries, d channels,
 M = G * N, P programs along positions, C programs along heads.
@@ -18,14 +18,14 @@ from phalanx.kernels.core_attention.rope_triton import cos_sin, rotated
 from phalanx.kernels.elementwise.part_sum_triton import part_sum
 
 _ELEMENTS = 2048
-"""Channels that a program has at a time."""
+"""Channels that a program processes at a time."""
 _HEADS = 8
-"""Heads that a program has, if they are as many."""
+"""Most heads of a program."""
 _PROGRAMS = 528
-"""At most so many backward, in all: 4 for each of a Hopper GPU's 132 SMs, which hold them at once,
-and the same number everywhere. Each goes through its share of the positions."""
+"""Most programs of the backward pass: 4 for each of a Hopper GPU's 132 SMs, which run all of them
+at once, and the same number on every GPU. Each iterates over its share of the positions."""
 _STAGES = 3
-"""Blocks of positions that a program backward has in flight."""
+"""Blocks of positions that a program of the backward pass has in flight."""
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -280,9 +280,9 @@ def part(
         outs: q_SBHd, k_SBGd and v_SBGd, contiguous; without the last, values are not written.
         freqs_SF: fp32 angles; the first F / 2 = d / 2 columns are read.
         bias_GNd: contiguous.
-        weights: of the norms of queries and of keys, both or neither.
-        eps: of the norms.
-        mscale: factor on what is rotated.
+        weights: those of the norms of queries and keys, both or neither.
+        eps: epsilon of the norms.
+        mscale: factor on the rotated channels.
     """
     S, B, G, N, d = qkv_SBGNd.shape
     if not qkv_SBGNd.numel():
@@ -325,17 +325,17 @@ def join(
     eps: float,
     mscale: float,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Write the gradient of the projection from those of what `part` wrote.
+    """Write the gradient of the projection from those of `part`'s results.
 
     Args:
         gradients: dq_SBHd, dk_SBGd and dv_SBGd, any strides with contiguous channels.
         dqkv_SBGNd: contiguous.
-        freqs_SF, weights, eps, mscale: as of `part`.
-        qkv_SBGNd, bias_GNd: as of `part`, with norms alone.
-        bias_dtype: of the gradient of the bias; None for no bias.
+        freqs_SF, weights, eps, mscale: as for `part`.
+        qkv_SBGNd, bias_GNd: as for `part`; only with norms.
+        bias_dtype: dtype of the bias gradient; None: no bias.
 
     Returns:
-        Gradients of the bias, [G, N, d], and of both norms' weights, [2, d]; None without.
+        Gradients of the bias, [G, N, d], and of both norms' weights, [2, d]; None if absent.
     """
     S, B, G, N, d = dqkv_SBGNd.shape
     normed, biased = weights[0] is not None, bias_dtype is not None
@@ -380,7 +380,7 @@ def join(
 
 
 def _blocks(M: int, d: int) -> tuple[int, int, int]:
-    """Positions, heads and pairs of channels that a program has at a time, powers of two."""
+    """Positions, heads and pairs of channels that a program processes at a time, powers of two."""
     half_block = triton.next_power_of_2(d // 2)
     heads = min(M & -M, _HEADS, max(1, _ELEMENTS // (2 * half_block)))
     return max(1, _ELEMENTS // (heads * 2 * half_block)), heads, half_block

@@ -1,18 +1,19 @@
 """Rotary position embedding (arXiv 2104.09864) of queries and keys, one pass over them on a GPU.
 
-The attention modules call it between the projections and core attention, but for whole mixed
-projections, which `kernels.core_attention.qkv` takes apart. On CUDA `kernels.core_attention.rope_triton`
-turns in fp32 and reads heads where the projection left them; elsewhere the composition is
-Megatron-Core's, number for number, which rounds sines and cosines to the dtype of x first. The
-gradient is the rotation by the negative angle.
+The attention modules call it between the projections and core attention, except for fused
+projections, which `kernels.core_attention.qkv` splits. On CUDA `kernels.core_attention.rope_triton`
+rotates in fp32 and reads heads in the projection's layout; elsewhere it is Megatron-Core's
+composition, number for number, which rounds sines and cosines to the dtype of x first. The gradient
+is the rotation by the negative angle.
 
 A rotated channel pairs with the one half the rotated width further on. DeepSeek's latent attention
-has the pair side by side in its projections and half a width apart from then on (`interleaved`).
+has pairs of adjacent channels in its projections and half a width apart from then on
+(`interleaved`).
 
-Transformer Engine's fused rotary embedding is no substitute where it is not installed, applies no
-factor of YaRN, and cannot rearrange such pairs or leave channels in front as they are.
-Megatron-Core's kernel for the queries of latent attention turns them in place, as `rope_` does, but
-takes cosines and sines in bf16, and only for YaRN (docs/measured/kernels/libraries.md).
+Transformer Engine's fused rotary embedding applies no factor of YaRN, and cannot rearrange such
+pairs or skip leading channels. Megatron-Core's kernel for the queries of latent attention rotates
+them in place, as `rope_` does, but takes cosines and sines in bf16, and only for YaRN
+(docs/measured/kernels/libraries.md).
 
 Legend: S positions, B batch, H heads, d channels, F rotated channels.
 """
@@ -32,14 +33,14 @@ def rope(
     interleaved: bool = False,
     first: int = 0,
 ) -> Tensor:
-    """Turn channels [first, first + F) of every head; the others are copied.
+    """Rotate channels [first, first + F) of every head; the others are copied.
 
     Args:
         x_SBHd: any strides with contiguous channels, bf16 or fp32.
         freqs_S11F: fp32 angles in radians; both halves of F are the same.
-        mscale: factor on the turned channels (YaRN, arXiv 2309.00071).
+        mscale: factor on the rotated channels (YaRN, arXiv 2309.00071).
         interleaved: pairs of x are channels 2i and 2i + 1; those of the result are i and i + F / 2.
-        first: where the turned channels begin.
+        first: first rotated channel.
 
     Returns:
         [S, B, H, d] in the dtype of x; contiguous on CUDA.
@@ -49,7 +50,7 @@ def rope(
     """
     check_angles(x_SBHd.shape[0], x_SBHd.shape[-1] - first, freqs_S11F)
     if x_SBHd.is_cuda:
-        return turn(x_SBHd, freqs_S11F, mscale, interleaved, first, False)
+        return rotate_op(x_SBHd, freqs_S11F, mscale, interleaved, first, False)
     F = freqs_S11F.shape[-1]
     before, x, after = x_SBHd.split([first, F, x_SBHd.shape[-1] - first - F], -1)
     if interleaved:
@@ -68,17 +69,17 @@ def rope_(
     interleaved: bool = False,
     first: int = 0,
 ) -> Tensor:
-    """`rope` that on CUDA turns x in its place, and the gradient of the result in its.
+    """`rope` that on CUDA rotates x in place, and the gradient of the result in place.
 
-    Only the turned channels are read and written. Nothing else may need x as it was, or read the
-    gradient that the backward pass is given: both hold for queries between their projection and
-    core attention.
+    Only the rotated channels are read and written. Nothing else may read the old x, or the gradient
+    that the backward pass receives: both hold for queries between their projection and core
+    attention.
 
     Args:
-        x_SBM: heads side by side, M = H * d. Where it needs a gradient it is no leaf, and should
-            not be a view, of which autograd would copy the gradient.
+        x_SBM: heads concatenated, M = H * d. If it needs a gradient it must not be a leaf, and
+            should not be a view, whose gradient autograd would copy.
         heads: H.
-        freqs_S11F, mscale, interleaved, first: as in `rope`.
+        freqs_S11F, mscale, interleaved, first: as for `rope`.
 
     Returns:
         [S, B, H, d]; on CUDA in the memory of x.
@@ -92,7 +93,7 @@ def rope_(
         x_SBHd = x_SBM.view(shape)
         return rope(x_SBHd, freqs_S11F, mscale=mscale, interleaved=interleaved, first=first)
     check_angles(S, shape[-1] - first, freqs_S11F)
-    return TurnInPlace.apply(x_SBM, freqs_S11F, heads, mscale, interleaved, first).view(shape)
+    return RotateInPlace.apply(x_SBM, freqs_S11F, heads, mscale, interleaved, first).view(shape)
 
 
 def check_angles(positions: int, channels: int, freqs: Tensor) -> None:
@@ -105,16 +106,15 @@ def check_angles(positions: int, channels: int, freqs: Tensor) -> None:
         )
 
 
-class TurnInPlace(torch.autograd.Function):
-    """`rope_` by the kernel: not an operator of torch's library, which differentiates none that
-    writes to what it is given.
-    """
+class RotateInPlace(torch.autograd.Function):
+    """`rope_` by the kernel: not a torch custom operator, which cannot be differentiable and in
+    place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, freqs: Tensor, *how: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, freqs: Tensor, *options: Any) -> Tensor:
         ctx.save_for_backward(freqs)
-        ctx.how = how
-        _turn_in_place(x, freqs, *how, inverse=False)
+        ctx.options = options
+        _rotate_in_place(x, freqs, *options, inverse=False)
         ctx.mark_dirty(x)
         return x
 
@@ -123,13 +123,13 @@ class TurnInPlace(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (freqs,) = ctx.saved_tensors
         dy = dense(dy)
-        if 0 in dy.stride():  # expanded: several places of it may be one in memory
+        if 0 in dy.stride():  # expanded: several elements share memory
             dy = dy.contiguous()
-        _turn_in_place(dy, freqs, *ctx.how, inverse=True)
-        return dy, *(None,) * (1 + len(ctx.how))
+        _rotate_in_place(dy, freqs, *ctx.options, inverse=True)
+        return dy, *(None,) * (1 + len(ctx.options))
 
 
-def _turn_in_place(
+def _rotate_in_place(
     x_SBM: Tensor,
     freqs: Tensor,
     heads: int,
@@ -155,7 +155,7 @@ def _turn_in_place(
 
 
 @torch.library.custom_op("phalanx::rope", mutates_args=())
-def turn(
+def rotate_op(
     x: Tensor, freqs: Tensor, mscale: float, interleaved: bool, first: int, inverse: bool
 ) -> Tensor:
     """`rope`, or with `inverse` its transpose: from pairs half a width apart to those of x."""
@@ -176,25 +176,25 @@ def turn(
     return y
 
 
-@turn.register_fake
+@rotate_op.register_fake
 def _(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, freqs, *ctx.how, inverse = inputs
+    _, freqs, *ctx.options, inverse = inputs
     ctx.back = not inverse
     ctx.save_for_backward(freqs)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     (freqs,) = ctx.saved_tensors
-    return turn(dy, freqs, *ctx.how, ctx.back), None, None, None, None, None
+    return rotate_op(dy, freqs, *ctx.options, ctx.back), None, None, None, None, None
 
 
-turn.register_autograd(_backward, setup_context=_save)
+rotate_op.register_autograd(_backward, setup_context=_save)
 
 
 def dense(x: Tensor) -> Tensor:
-    """With contiguous channels: a copy only if they are not."""
+    """x with contiguous channels, copied only if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()

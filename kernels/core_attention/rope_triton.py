@@ -1,8 +1,8 @@
-"""Rotary embedding on an NVIDIA GPU, in Triton: heads in any strides to heads in any strides.
+"""Rotary embedding on an NVIDIA GPU, in Triton: heads of any strides to heads of any strides.
 
 One pass reads each channel once and writes it once. A program has all the heads of a few positions
-where they fit, so sines and cosines are worked out once per position and not once per head; they
-and the products are fp32.
+if they fit, so sines and cosines are computed once per position and not once per head; they and the
+products are fp32.
 
 Legend: S positions, B batch, G groups of R heads, d channels.
 """
@@ -12,15 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 _ELEMENTS = 4096
-"""Channels of a program."""
+"""Channels per program."""
 
 
 @triton.jit
 def cos_sin(angle):  # type: ignore[no-untyped-def]
-    """Both of fp32 angles up to 2^20, to 1e-7: less code than libdevice's, and no slow branch.
+    """Cosine and sine of fp32 angles up to 2^20, to 1e-7: less code than libdevice's, and no slow
+    branch.
 
-    The nearest multiple of pi / 2 is taken off in two parts, the first exactly, since an FMA rounds
-    nothing in between; the polynomials are those of the Cephes library.
+    The nearest multiple of pi / 2 is subtracted in two parts, the first exactly, since an FMA does
+    not round its product; the polynomials are those of the Cephes library.
     """
     n = tl.floor(angle * 0.6366197723675814 + 0.5)
     r = tl.fma(n, -1.5707963705062866, angle)
@@ -37,7 +38,8 @@ def cos_sin(angle):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rotated(u, v, cos, sin):  # type: ignore[no-untyped-def]
-    """Pairs (u, v) by an angle: a rounded product added to an exact one, whoever calls it."""
+    """Pairs (u, v) rotated by an angle, with the same rounding for every caller: a rounded product
+    is added to an exact one."""
     return tl.fma(u, cos, -(v * sin)), tl.fma(v, cos, u * sin)
 
 
@@ -90,7 +92,7 @@ def rope_rotate(  # type: ignore[no-untyped-def]
     sin = (sin * mscale)[:, None, :]
     if INVERSE:
         sin = -sin
-    # Neighbours are read and written together, by wide accesses, and parted in registers.
+    # Adjacent channels are read and written together, by wide accesses, and split in registers.
     at = (FIRST + i)[None, None, :]
     here = head_here & (i < HALF)[None, None, :]
     j = tl.arange(0, 2 * HALF_BLOCK)
@@ -107,7 +109,7 @@ def rope_rotate(  # type: ignore[no-untyped-def]
     p, q = rotated(u, v, cos, sin)
     p = p.to(y.dtype.element_ty)
     q = q.to(y.dtype.element_ty)
-    if IN_PLACE:  # No thread writes where another has yet to read.
+    if IN_PLACE:  # No thread may write before all have read.
         tl.debug_barrier()
     if PAIRS_OUT:
         pairs = tl.reshape(tl.join(p, q), [ROWS, HEADS, 2 * HALF_BLOCK])
@@ -138,14 +140,14 @@ def rotate(
     """Write the rotation of x to y.
 
     Args:
-        x_SBGRd, y_SBGRd: any strides with contiguous channels. They are one tensor, whose other
-            channels then stay, or have no memory in common.
+        x_SBGRd, y_SBGRd: any strides with contiguous channels. They are the same tensor, whose
+            other channels are not touched, or do not overlap.
         freqs_SF: fp32 angles; the first F / 2 columns are read, F channels are rotated.
-        mscale: factor on what is rotated.
-        first: channel at which the rotated ones begin; the others are copied.
-        pairs_in: channels 2i and 2i + 1 of the rotated ones form a pair in x, else i and i + F / 2.
-        pairs_out: the same of y.
-        inverse: turn by the negative angle.
+        mscale: factor on the rotated channels.
+        first: first rotated channel; the others are copied.
+        pairs_in: rotated channels 2i and 2i + 1 form a pair in x; otherwise i and i + F / 2.
+        pairs_out: the same for y.
+        inverse: rotate by the negative angle.
     """
     S, B, G, R, d = x_SBGRd.shape
     if not x_SBGRd.numel():

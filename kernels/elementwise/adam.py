@@ -11,9 +11,9 @@ gradients of its own. On an H200 its step takes 1.8 to 2.1 times as long
 does the step where it is installed (`parallel.megatron.adam.install`).
 
 A master copy in fp32 may be held as the bf16 weight and the 16 bits that this lacks, as FusedAdam
-in NVIDIA/TransformerEngine does with `store_param_remainders`. The remainder is what an int16 makes
-of the master's lower half; the weight is the rest of the master's bits less the remainder, that is
-the master to nearest, and away from zero where two are as near.
+in NVIDIA/TransformerEngine does with `store_param_remainders`. The remainder is the master's lower
+16 bits as an int16; the weight is the upper bits of the master minus the remainder, that is the
+master rounded to nearest, ties away from zero.
 """
 
 from dataclasses import dataclass
@@ -40,18 +40,18 @@ class Update:
     """Factor on the gradient, in fp32 and rounded to fp32: that of clipping by total norm."""
 
     @property
-    def kept(self) -> float:
-        """Of a parameter, by weight decay."""
+    def decay(self) -> float:
+        """Factor on a parameter, by weight decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
     def rate(self) -> float:
-        """Learning rate, with the first moment's bias mended."""
+        """Learning rate, with the first moment's bias corrected."""
         return self.lr / (1 - self.beta1**self.step)
 
     @property
     def scale(self) -> float:
-        """Mends the bias of the second moment's root."""
+        """Bias correction of the second moment's root."""
         return (1 - self.beta2**self.step) ** -0.5
 
 
@@ -84,42 +84,42 @@ def update_(
     grad: Tensor,
     mean: Tensor,
     square: Tensor,
-    how: Update,
+    update: Update,
     remainder: Tensor | None = None,
 ) -> None:
     """Update a parameter and its moments in place.
 
     Args:
         param: fp32, or bf16 with a remainder; contiguous, of any shape, as the others are.
-        grad: fp32 or bf16; stays as it is.
+        grad: fp32 or bf16; not changed.
         mean, square: bf16 moments.
-        how: numbers of this step.
-        remainder: int16, what `param` lacks of its master copy, which is what is updated.
+        update: numbers of this step.
+        remainder: int16 low bits of the master copy of `param`, which is updated.
 
     Raises:
-        ValueError: one of them is not contiguous, or `param` is fp32 with a remainder, or of
-            another dtype without one.
+        ValueError: a tensor is not contiguous, or `param` is fp32 with a remainder, or of another
+            dtype without one.
     """
-    given = (param, grad, mean, square, *(() if remainder is None else (remainder,)))
-    if not all(t.is_contiguous() for t in given):
+    tensors = (param, grad, mean, square, *(() if remainder is None else (remainder,)))
+    if not all(t.is_contiguous() for t in tensors):
         raise ValueError("bf16 moments need contiguous parameters and gradients")
     if param.dtype != (torch.float32 if remainder is None else torch.bfloat16):
         raise ValueError("a parameter has a remainder if it is bf16, and none if it is fp32")
-    flat = tuple(t.detach().view(-1) for t in given)
+    flat = tuple(t.detach().view(-1) for t in tensors)
     if param.is_cuda:
         from phalanx.kernels.elementwise.adam_triton import launch
 
         p, g, m16, v16, *rest = flat
-        launch(p, g, m16, v16, how, *rest)
+        launch(p, g, m16, v16, update, *rest)
         return
     for weight, g, m16, v16, *rest in zip(*(t.split(_SLICE) for t in flat), strict=True):
         p = merged(weight, *rest) if rest else weight
-        g = g.float() * how.clip_coef
-        m = m16.float().lerp_(g, 1 - how.beta1)
-        v = v16.float().mul_(how.beta2).addcmul_(g, g, value=1 - how.beta2)
+        g = g.float() * update.clip_coef
+        m = m16.float().lerp_(g, 1 - update.beta1)
+        v = v16.float().mul_(update.beta2).addcmul_(g, g, value=1 - update.beta2)
         m16.copy_(m)
         v16.copy_(v)
-        p.mul_(how.kept)
-        p.addcdiv_(m, v.sqrt_().mul_(how.scale).add_(how.eps), value=-how.rate)
+        p.mul_(update.decay)
+        p.addcdiv_(m, v.sqrt_().mul_(update.scale).add_(update.eps), value=-update.rate)
         if rest:
             split_(p, weight, *rest)

@@ -1,8 +1,8 @@
-"""The sum of blocks in their order: what several ranks made of the same tokens.
+"""The sum of blocks in order: results of several ranks for the same tokens.
 
-torch.sum promises no order, and on a GPU takes four sums at a time: with eight blocks its bits are
-not those of a sum in order. Where bits are compared, between transports or with another number of
-ranks, the order has to be a given one.
+torch.sum guarantees no order, and on a GPU keeps four partial sums: with eight blocks its bits are
+not those of a sum in order. The order is fixed here so that bits agree between transports and
+numbers of ranks.
 """
 
 from collections.abc import Sequence

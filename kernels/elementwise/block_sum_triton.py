@@ -27,15 +27,15 @@ def block_sum(  # type: ignore[no-untyped-def]
 
 
 def add_up(blocks: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
-    """As `block_sum`."""
+    """`kernels.elementwise.block_sum.block_sum` on a GPU."""
     if len(addends) > _MOST_ADDENDS:
         raise ValueError(f"at most {_MOST_ADDENDS} addends, not {len(addends)}")
     out = blocks.new_empty(blocks.shape[1:])
     n = out.numel()
     if n:
         grid = (triton.cdiv(n, _BLOCK),)
-        given = [addend.contiguous() for addend in addends]
-        given += [out] * (_MOST_ADDENDS - len(given))
-        how = dict(R=blocks.shape[0], ADDENDS=len(addends), BLOCK=_BLOCK, num_warps=8)
-        block_sum[grid](blocks, *given, out, n, **how)
+        pointers = [addend.contiguous() for addend in addends]
+        pointers += [out] * (_MOST_ADDENDS - len(pointers))
+        constants = dict(R=blocks.shape[0], ADDENDS=len(addends), BLOCK=_BLOCK)
+        block_sum[grid](blocks, *pointers, out, n, **constants, num_warps=8)
     return out

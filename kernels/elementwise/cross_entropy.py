@@ -4,12 +4,12 @@ Logits are read once for the loss and once for the gradient, which takes their p
 their size is written in fp32 or kept beside them. Statistics of a row are combined over the ranks
 by the caller (`moe.model.loss`). The online softmax is that of arXiv 1805.02867.
 
-Where the gradient of every loss is known beforehand, `kernels.sm90.loss` needs one pass on Hopper,
-and `rescale_` corrects what was not as foretold.
+If the gradient of every loss is known in advance, `kernels.sm90.loss` needs one pass on Hopper, and
+`rescale_` corrects rows whose gradient differs from the expected one.
 
-Megatron-Core's own loss takes the logits to fp32. Transformer Engine's `parallel_cross_entropy`
-writes the gradient forward and reads and writes it once more backward, to scale it, and is there
-only where Transformer Engine is.
+Megatron-Core's loss converts the logits to fp32. Transformer Engine's `parallel_cross_entropy`
+writes the gradient in the forward pass, reads and writes it again in the backward pass to scale it,
+and needs Transformer Engine.
 
 Legend: N tokens, V vocabulary of this rank.
 """
@@ -23,7 +23,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def cross_entropy_statistics(logits, target, most, total, hit, V, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def cross_entropy_statistics(logits, target, largest, total, hit, V, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
     m = tl.full((), float("-inf"), tl.float32)
@@ -37,7 +37,7 @@ def cross_entropy_statistics(logits, target, most, total, hit, V, first, BLOCK: 
     t = tl.load(target + row) - first
     here = (t >= 0) & (t < V)
     x = tl.load(start + tl.where(here, t, 0)).to(tl.float32)
-    tl.store(most + row, m)
+    tl.store(largest + row, m)
     tl.store(total + row, s)
     tl.store(hit + row, tl.where(here, x, 0.0))
 
@@ -54,10 +54,10 @@ def cross_entropy_gradient(logits, target, lse, grad, V, first, BLOCK: tl.conste
 
 
 @triton.jit
-def cross_entropy_rescale(gradient, grad, foretold, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def cross_entropy_rescale(gradient, grad, expected_grad, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(grad + row) / tl.load(foretold)
-    same = tl.abs(factor - 1.0) <= 1e-6  # so far fp32 differs by its order; NaN is never the same
+    factor = tl.load(grad + row) / tl.load(expected_grad)
+    same = tl.abs(factor - 1.0) <= 1e-6  # fp32 sums differ by their order so far; NaN is not equal
     if not same:
         start = gradient + row * V
         for begin in range(0, V, BLOCK):
@@ -67,7 +67,7 @@ def cross_entropy_rescale(gradient, grad, foretold, V, BLOCK: tl.constexpr):  # 
 
 
 def statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: largest logit, sum of exp(logit - largest), logit of the target.
+    """Largest logit, sum of exp(logit - largest) and logit of the target of each row.
 
     Args:
         logits_NV: bf16 or fp32, contiguous.
@@ -78,12 +78,12 @@ def statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor,
         fp32 [N] each; the target's logit is 0 if it is on another rank.
     """
     N, V = logits_NV.shape
-    most, total, hit = (logits_NV.new_empty(N, dtype=torch.float32) for _ in range(3))
+    largest, total, hit = (logits_NV.new_empty(N, dtype=torch.float32) for _ in range(3))
     if N:
         cross_entropy_statistics[(N,)](
-            logits_NV, target_N, most, total, hit, V, first, BLOCK=_BLOCK
+            logits_NV, target_N, largest, total, hit, V, first, BLOCK=_BLOCK
         )
-    return most, total, hit
+    return largest, total, hit
 
 
 def gradient_(
@@ -92,7 +92,7 @@ def gradient_(
     """Replace logits by grad * (softmax - one-hot of the target).
 
     Args:
-        logits_NV, target_N, first: as in `statistics`.
+        logits_NV, target_N, first: as for `statistics`.
         lse_N: fp32 logarithm of the sum of exp(logit) over the whole vocabulary.
         grad_N: fp32 gradient of each loss.
     """
@@ -102,16 +102,16 @@ def gradient_(
         cross_entropy_gradient[grid](logits_NV, target_N, lse_N, grad_N, V, first, BLOCK=_BLOCK)
 
 
-def rescale_(gradient_NV: Tensor, grad_N: Tensor, foretold: Tensor) -> None:
-    """Multiply gradients of logits that were made with `foretold`, so that they are of `grad_N`.
+def rescale_(gradient_NV: Tensor, grad_N: Tensor, expected_grad: Tensor) -> None:
+    """Rescale gradients of logits that were computed with `expected_grad` to those of `grad_N`.
 
-    Rows whose gradient is what was foretold are not touched.
+    Rows whose gradient is the expected one are not touched.
 
     Args:
         gradient_NV: contiguous.
         grad_N: fp32 gradient of each loss.
-        foretold: fp32, of one element, not 0.
+        expected_grad: fp32, one element, not 0.
     """
     N, V = gradient_NV.shape
     if N:
-        cross_entropy_rescale[(N,)](gradient_NV, grad_N, foretold, V, BLOCK=_BLOCK)
+        cross_entropy_rescale[(N,)](gradient_NV, grad_N, expected_grad, V, BLOCK=_BLOCK)

@@ -1,8 +1,8 @@
-"""Rows added to the rows of a table that an index names: the gradient of an embedding.
+"""Rows added to indexed rows of a table: the gradient of an embedding.
 
-torch's gradient of an embedding is a table of its own, zeros but for the tokens that are there; to
-add it to a buffer is a second pass over the table. Of 152 thousand rows 8 thousand tokens need a
-twentieth. A Triton kernel on a GPU, in an order that the index alone decides; torch elsewhere.
+torch's gradient of an embedding is a separate table, zero except for the batch's tokens; adding it
+to a buffer is a second pass over the table. 8 thousand tokens need a twentieth of 152 thousand
+rows. A Triton kernel on a GPU, in an order that depends only on the index; torch elsewhere.
 
 Legend: V rows of the table, T indices, D channels.
 """
@@ -19,7 +19,7 @@ def index_add_(table_VD: Tensor, index_T: Tensor, rows_TD: Tensor) -> None:
 
     Args:
         table_VD: fp32 or bf16, contiguous.
-        index_T: integers; those outside 0 to V - 1 have no row here.
+        index_T: integers; those outside 0 to V - 1 are ignored.
         rows_TD: bf16 or fp32, contiguous.
 
     Raises:
@@ -38,17 +38,17 @@ def index_add_(table_VD: Tensor, index_T: Tensor, rows_TD: Tensor) -> None:
         key_T, order_T = torch.sort(sort_keys(index_T, V), stable=True)
         add_rows(table_VD, key_T, order_T, rows_TD)
         return
-    wide = torch.promote_types(rows_TD.dtype, torch.float32)
-    here_T = (index_T >= 0) & (index_T < V)
-    rows_TD = rows_TD.to(wide).masked_fill(~here_T[:, None], 0)
-    index_T = index_T.long().masked_fill(~here_T, 0)
-    table_VD.copy_(table_VD.to(wide).index_add_(0, index_T, rows_TD))
+    dtype = torch.promote_types(rows_TD.dtype, torch.float32)
+    valid_T = (index_T >= 0) & (index_T < V)
+    rows_TD = rows_TD.to(dtype).masked_fill(~valid_T[:, None], 0)
+    index_T = index_T.long().masked_fill(~valid_T, 0)
+    table_VD.copy_(table_VD.to(dtype).index_add_(0, index_T, rows_TD))
 
 
 def sort_keys(index_T: Tensor, V: int) -> Tensor:
     """Keys that sort indices by their row, those without a row last, as V.
 
-    Of 32 bits, which take half the passes of a radix sort.
+    The keys have 32 bits, which halves the passes of a radix sort.
     """
     key_T = as_int32(index_T, V)
     return key_T.masked_fill((key_T < 0) | (key_T >= V), V)

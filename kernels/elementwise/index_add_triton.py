@@ -1,12 +1,12 @@
 """`kernels.elementwise.index_add` on an NVIDIA GPU, in Triton, once the index is sorted.
 
-Rows of one key stand together, a run. In text a token may be a tenth of all, so runs are cut where
-a block of `_BLOCK` places ends, and pieces are added at once: a piece that is a whole run goes to
-the table, others to a slot of their block; a second kernel adds the slots of a run in their order.
-A block has at most two such pieces: one that goes on from the block before and one that goes on
-into the next, or is both, in the first slot.
+Rows of one key are contiguous, a run. In text a token may be a tenth of all, so runs are split at
+the ends of blocks of `_BLOCK` positions, and pieces are summed in parallel: a piece that is a
+complete run goes to the table, others to a slot of their block; a second kernel sums the slots of a
+run in order. A block has at most two such pieces: one that continues from the previous block and
+one that continues into the next, or does both, in the first slot.
 
-Legend: V rows of the table, T places, D channels.
+Legend: V rows of the table, T positions, D channels.
 """
 
 import torch
@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 _CHANNELS = 1024
-"""Of a program."""
+"""Channels per program."""
 _ROWS = 2
-"""Rows that a program adds at a time: most runs of a text are of one."""
+"""Rows that a program adds at a time: most runs of a text have one."""
 _SLOTS = 8
 """Slots of a run that a program adds at a time."""
 _BLOCK = 32
-"""Places of a block."""
+"""Positions per block."""
 
 
 @triton.jit
@@ -39,33 +39,33 @@ def embedding_gradient(  # type: ignore[no-untyped-def]
     CHANNELS: tl.constexpr,
 ):
     first = tl.program_id(0)
-    own = tl.load(key + first)
-    begins = tl.load(key + first - 1, mask=first > 0, other=-1) != own
-    if (begins | (first % BLOCK == 0)) & (own < V):
+    this_key = tl.load(key + first)
+    starts = tl.load(key + first - 1, mask=first > 0, other=-1) != this_key
+    if (starts | (first % BLOCK == 0)) & (this_key < V):
         block = first // BLOCK
         end = tl.minimum((block + 1) * BLOCK, T)
-        ends = tl.load(key + end, mask=end < T, other=-1) != own
+        ends = tl.load(key + end, mask=end < T, other=-1) != this_key
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         inside = channel < D
         sums = tl.zeros([ROWS, CHANNELS], tl.float32)
         at = first
         more = 1
         while more > 0:
-            place = at + tl.arange(0, ROWS)
-            same = tl.load(key + place, mask=place < end, other=-1) == own
-            token = tl.load(order + place, mask=same, other=0).to(tl.int64)
+            position = at + tl.arange(0, ROWS)
+            same = tl.load(key + position, mask=position < end, other=-1) == this_key
+            token = tl.load(order + position, mask=same, other=0).to(tl.int64)
             here = same[:, None] & inside[None, :]
             x = tl.load(rows + token[:, None] * D + channel[None, :], mask=here, other=0.0)
             sums += x.to(tl.float32)
             at += ROWS
             more = tl.min(same.to(tl.int32), 0)
         total = tl.sum(sums, 0)
-        if begins & ends:
-            to = table + own.to(tl.int64) * D + channel
+        if starts & ends:
+            to = table + this_key.to(tl.int64) * D + channel
             total += tl.load(to, mask=inside, other=0.0).to(tl.float32)
             tl.store(to, total.to(table.dtype.element_ty), mask=inside)
         else:
-            slot = 2 * block + begins.to(tl.int32)
+            slot = 2 * block + starts.to(tl.int32)
             tl.store(pieces + slot.to(tl.int64) * D + channel, total, mask=inside)
 
 
@@ -81,15 +81,15 @@ def embedding_gradient_runs(  # type: ignore[no-untyped-def]
     SLOTS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Of the run that begins in this block and goes on into the next."""
+    """Sum of the run that starts in this block and continues into the next."""
     block = tl.program_id(0)
-    own = tl.load(key + (block + 1) * BLOCK - 1)
+    this_key = tl.load(key + (block + 1) * BLOCK - 1)
     before = tl.load(key + block * BLOCK - 1, mask=block > 0, other=-1)
     after = tl.load(key + (block + 1) * BLOCK)
-    if (own == after) & (own != before) & (own < V):
+    if (this_key == after) & (this_key != before) & (this_key < V):
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         inside = channel < D
-        to = table + own.to(tl.int64) * D + channel
+        to = table + this_key.to(tl.int64) * D + channel
         total = tl.load(to, mask=inside, other=0.0).to(tl.float32)
         total += tl.load(
             pieces + (2 * block + 1).to(tl.int64) * D + channel, mask=inside, other=0.0
@@ -99,7 +99,7 @@ def embedding_gradient_runs(  # type: ignore[no-untyped-def]
         more = 1
         while more > 0:
             later = at + tl.arange(0, SLOTS)
-            same = tl.load(key + later * BLOCK, mask=later * BLOCK < T, other=-1) == own
+            same = tl.load(key + later * BLOCK, mask=later * BLOCK < T, other=-1) == this_key
             slot = (2 * later).to(tl.int64)
             here = same[:, None] & inside[None, :]
             sums += tl.load(pieces + slot[:, None] * D + channel[None, :], mask=here, other=0.0)
@@ -113,7 +113,7 @@ def add_rows(table_VD: Tensor, key_T: Tensor, order_T: Tensor, rows_TD: Tensor) 
 
     Args:
         table_VD, rows_TD: contiguous.
-        key_T: int32, sorted; from V on there is no row.
+        key_T: int32, sorted; keys of V or more have no row.
         order_T: int64.
     """
     (T, D), V = rows_TD.shape, table_VD.shape[0]

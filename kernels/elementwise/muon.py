@@ -1,4 +1,4 @@
-"""What Muon does to a matrix before and after it is made orthogonal, each in one pass.
+"""Muon's momentum and update of a matrix, before and after orthogonalization, one pass each.
 
 Momentum is a running mean of gradients, in fp32 or bf16; the arithmetic is fp32. Gradients are
 clipped as they are read. A master copy may be held as weight and remainder, as in
@@ -16,26 +16,26 @@ from phalanx.kernels.elementwise.adam import merged, split_
 def momentum(
     grad: Tensor, buffer: Tensor, *, keep: float, nesterov: bool, clip_coef: float = 1.0
 ) -> Tensor:
-    """Note a gradient in the running mean.
+    """Add a gradient to the running mean.
 
     Args:
         grad: fp32 or bf16, contiguous, of any shape.
         buffer: fp32 or bf16, like `grad`; overwritten with keep * buffer + (1 - keep) * grad.
         keep: decay rate of the mean.
-        nesterov: the gradient is mixed in once more, as if the next mean were known.
+        nesterov: the gradient is mixed in again, as in Nesterov's method.
         clip_coef: factor on the gradient.
 
     Returns:
-        What is to be made orthogonal: the mean, not rounded to the buffer's dtype, or Nesterov's
-        form of it; fp32, of the same shape.
+        The matrix to orthogonalize: the mean, not rounded to the buffer's dtype, or Nesterov's form
+        of it; fp32, of the same shape.
     """
     _check(grad, buffer)
     if grad.is_cuda:
         from phalanx.kernels.elementwise.muon_triton import launch_momentum
 
-        found = torch.empty_like(grad, dtype=torch.float32)
-        launch_momentum(grad, buffer, found, keep, nesterov, clip_coef)
-        return found
+        out = torch.empty_like(grad, dtype=torch.float32)
+        launch_momentum(grad, buffer, out, keep, nesterov, clip_coef)
+        return out
     grad = grad.float() * clip_coef
     mean = buffer.float().lerp(grad, 1 - keep)
     buffer.copy_(mean)
@@ -51,9 +51,9 @@ def move_(
     Args:
         param: fp32, or bf16 with a remainder; contiguous, of any shape.
         update: fp32, like `param`.
-        kept: of a parameter, by weight decay.
+        kept: factor on the parameter, by weight decay.
         rate: factor on the update.
-        remainder: int16, what `param` lacks of its master copy, which is what is moved.
+        remainder: int16 low bits of the master copy of `param`, which is updated.
     """
     _check(param, update, *(() if remainder is None else (remainder,)))
     if param.is_cuda:

@@ -10,14 +10,14 @@ _BLOCK = 4096
 
 @triton.jit
 def muon_momentum(  # type: ignore[no-untyped-def]
-    grad, buffer, found, n, keep, other, clip_coef, NESTEROV: tl.constexpr, BLOCK: tl.constexpr
+    grad, buffer, out, n, keep, other, clip_coef, NESTEROV: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = at < n
-    g = tl.load(grad + at, mask=here, other=0.0).to(tl.float32) * clip_coef
-    mean = keep * tl.load(buffer + at, mask=here, other=0.0).to(tl.float32) + other * g
-    tl.store(buffer + at, mean.to(buffer.dtype.element_ty), mask=here)
-    tl.store(found + at, keep * mean + other * g if NESTEROV else mean, mask=here)
+    mask = at < n
+    g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * clip_coef
+    mean = keep * tl.load(buffer + at, mask=mask, other=0.0).to(tl.float32) + other * g
+    tl.store(buffer + at, mean.to(buffer.dtype.element_ty), mask=mask)
+    tl.store(out + at, keep * mean + other * g if NESTEROV else mean, mask=mask)
 
 
 @triton.jit
@@ -25,28 +25,28 @@ def muon_move(  # type: ignore[no-untyped-def]
     param, update, remainder, n, kept, rate, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = at < n
-    p = tl.load(param + at, mask=here, other=0)
+    mask = at < n
+    p = tl.load(param + at, mask=mask, other=0)
     if SPLIT:  # bits of the weight; arithmetic on them as in `kernels.elementwise.adam`
-        low = tl.load(remainder + at, mask=here, other=0).to(tl.int32)
+        low = tl.load(remainder + at, mask=mask, other=0).to(tl.int32)
         p = ((p.to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
-    p = p * kept - rate * tl.load(update + at, mask=here, other=0.0)
+    p = p * kept - rate * tl.load(update + at, mask=mask, other=0.0)
     if SPLIT:
         bits = p.to(tl.int32, bitcast=True)
-        rest = bits.to(tl.int16)
-        tl.store(remainder + at, rest, mask=here)
-        tl.store(param + at, ((bits - rest.to(tl.int32)) >> 16).to(tl.int16), mask=here)
+        low_bits = bits.to(tl.int16)
+        tl.store(remainder + at, low_bits, mask=mask)
+        tl.store(param + at, ((bits - low_bits.to(tl.int32)) >> 16).to(tl.int16), mask=mask)
     else:
-        tl.store(param + at, p, mask=here)
+        tl.store(param + at, p, mask=mask)
 
 
 def launch_momentum(
-    grad: Tensor, buffer: Tensor, found: Tensor, keep: float, nesterov: bool, clip_coef: float
+    grad: Tensor, buffer: Tensor, out: Tensor, keep: float, nesterov: bool, clip_coef: float
 ) -> None:
-    """`kernels.elementwise.muon.momentum` into `found`."""
+    """`kernels.elementwise.muon.momentum` into `out`."""
     if n := grad.numel():
         muon_momentum[(triton.cdiv(n, _BLOCK),)](
-            *(grad, buffer, found, n, keep, 1 - keep, clip_coef),
+            *(grad, buffer, out, n, keep, 1 - keep, clip_coef),
             NESTEROV=nesterov,
             BLOCK=_BLOCK,
             num_warps=8,

@@ -1,6 +1,6 @@
-"""Sums over what the programs of another kernel have found, in an order that shapes decide alone.
+"""Sums of partial results of another kernel's programs, in an order that depends only on shapes.
 
-The second half of a sum without atomics: the first kernel's programs each write a row.
+The second step of a sum without atomics: each program of the first kernel writes a row.
 
 Legend: P programs.
 """
@@ -31,7 +31,7 @@ def add_parts(  # type: ignore[no-untyped-def]
 def part_sum(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """parts[0] + parts[1] + ... of fp32 [P, ...], contiguous, in fp32 and rounded once to `dtype`.
 
-    Without parts it is 0.
+    The sum of no parts is 0.
     """
     out = parts.new_empty(parts.shape[1:], dtype=dtype)
     P, columns = parts.shape[0], out.numel()

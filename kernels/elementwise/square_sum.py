@@ -13,8 +13,8 @@ _LARGE = 1 << 20
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements: fp64 scalar on the device of the tensors.
 
-    Added in fp64, after fp32 sums of some thousands where a GPU has its own kernel. Nothing depends
-    on timing, and nothing is read on the host.
+    Summed in fp64; the kernel of large tensors on a GPU first sums some thousands in fp32. Nothing
+    depends on timing, and nothing is read on the host.
 
     Args:
         tensors: at least one; of floating dtypes and any shapes, on one device.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 _BLOCK = 2048
 _PROGRAMS = 2112
-"""Of a tensor: 16 for each of a Hopper GPU's 132 SMs, and the same number everywhere."""
+"""Programs per tensor: 16 for each of a Hopper GPU's 132 SMs, and the same on every GPU."""
 
 
 @triton.jit

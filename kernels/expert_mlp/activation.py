@@ -51,7 +51,7 @@ class Activation:
 
     @property
     def gated(self) -> bool:
-        """Whether a linear half multiplies the activated one."""
+        """True if a linear (up) part multiplies the activated one."""
         return self.facts.gated
 
     def width(self, ffn: int) -> int:
@@ -67,12 +67,12 @@ class Formula(NamedTuple):
 
 
 def formula(act: Activation) -> Formula:
-    """Those of its entry."""
+    """The functions of an activation's entry."""
     return Formula(function(act.facts.value), function(act.facts.slope))
 
 
 @cache
 def function(path: str) -> Callable[..., Any]:
-    """What an entry of the table names `module:function`, imported."""
-    found: Callable[..., Any] = resolve_name(path)
-    return found
+    """Import a function that the table names `module:function`."""
+    resolved: Callable[..., Any] = resolve_name(path)
+    return resolved

@@ -4,10 +4,11 @@
 alone or overlapping exchanges with other GPUs (`Overlap`), gradients returned or added to a
 training framework's buffers. Saved for backward are x, h, the weights by reference and the plan's
 indices, x and perhaps h in FP8 if the recipe says so; activations are recomputed from h, expert
-rows are never kept. No gradient is added up in
-an order that depends on timing: x's is a gather-and-sum through the inverse map.
+rows are never saved. No gradient is summed in an order that depends on timing: x's is a
+gather-and-sum through the inverse map.
 
-Shape legend as in `kernels.backend`; out is [N, D], or [S, D] in expert order without `inverse_NK`.
+Shape legend as in `kernels.expert_mlp.backend`; out is [N, D], or [S, D] in expert order without
+`inverse_NK`.
 """
 
 import functools
@@ -28,20 +29,27 @@ from phalanx.kernels.expert_mlp.backend import (
     tensors_of,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.guests import LAYERS, Guests, Layer, Lent, lent, shared_grads
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.expert_mlp.providers import provider
+from phalanx.kernels.expert_mlp.replicas import (
+    LAYERS,
+    BorrowedWeights,
+    Layer,
+    ReplicaExchange,
+    borrow_weights,
+    grads_with_replicas,
+)
 from phalanx.kernels.expert_mlp.weight_grads import WeightGrads
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.routing.sort_pairs import gather_rows
 
 
 def backend_of(spec: MLPSpec, step: Literal["forward", "dgrad", "wgrad"]) -> Backend:
-    """The backend of an MLP in one of its passes, with the SMs that it leaves free there."""
+    """The backend of an MLP in one of its passes, with that pass's SM margin."""
     margin = getattr(spec.margins, step)
-    how = spec.recipe, spec.keep_fp8, spec.interleaved
-    return provider(spec.backend, margin, spec.dynamic, *how)
+    options = spec.recipe, spec.keep_fp8, spec.interleaved
+    return provider(spec.backend, margin, spec.dynamic, *options)
 
 
 class Overlap(Protocol):
@@ -49,28 +57,40 @@ class Overlap(Protocol):
 
     @property
     def ready(self) -> Tensor:
-        """What kernels wait for that read rows of x, or of out's gradient in the backward pass."""
+        """Flags that kernels wait for before they read rows of x, or of out's gradient in the
+        backward pass."""
         ...
 
     def wait_rows(self) -> None:
-        """All those rows have arrived for what the current stream does from here on."""
+        """Make the current stream wait until all those rows have arrived."""
         ...
 
     def start_sums(self, a_SF: Rows, hidden: int, plan: ExpertPlan, training: bool) -> Any:
-        """All rows of x have been read. Returns the `signal` of fc2 of a, which comes next: of own
-        experts alone where there are guests."""
+        """Note that all rows of x have been read.
+
+        Returns:
+            The `signal` of the fc2 GEMM that follows, which is of own experts if there are
+            replicas.
+        """
         ...
 
     def finish_sums(self) -> Tensor:
-        """Send what fc2 has made of own experts, and at the end of this overlap what it makes of
-        guests after that. Returns [N, D] that only that end may read."""
+        """Send fc2's rows of own experts; those of replicas are sent at the end of this overlap.
+
+        Returns:
+            [N, D], to be read only at the end of this overlap.
+        """
         ...
 
     def send_gradient(
         self, dx_SD: Tensor | None, dprob_NK: Tensor | None, plan: ExpertPlan
     ) -> Tensor | None:
-        """Send gradients of expert rows, to be summed, and of probabilities, before those of the
-        weights are computed. Returns [N, D] that only the end of this overlap may read."""
+        """Send gradients of expert rows, to be summed, and of probabilities, before the weight
+        gradients are computed.
+
+        Returns:
+            [N, D], to be read only at the end of this overlap.
+        """
         ...
 
     def tokens(self) -> Rows:
@@ -78,26 +98,26 @@ class Overlap(Protocol):
         ...
 
     def tokens_first(self) -> Rows:
-        """The same before anything else is done there; the gradient of out has come too then."""
+        """x at the start of the backward pass, when the gradient of out has arrived too."""
         ...
 
 
 @dataclass
-class Arrived:
-    """Rows that have come in FP8, beside tensors of their shape without data for autograd."""
+class Fp8Inputs:
+    """Rows received in FP8; autograd sees tensors of their shape without data in their place."""
 
     tokens: Quantized | None = None
     """x."""
     gradient: Quantized | None = None
-    """The gradient of out, in the backward pass."""
+    """Gradient of out, in the backward pass."""
 
 
 class ExpertMLP(torch.autograd.Function):
     """out of x, weights, biases, probabilities and addends.
 
-    With `overlap`, out is on its way when it is returned, x is not saved but asked for again, and
-    the gradient of the probabilities leaves with that of x: none is returned, so give None for
-    them and leave them in the plan.
+    With `overlap`, out is in flight when it is returned, x is not saved but requested again, and
+    the gradient of the probabilities is sent with that of x: none is returned, so pass None for
+    the probabilities and leave them in the plan.
     """
 
     @staticmethod
@@ -110,30 +130,30 @@ class ExpertMLP(torch.autograd.Function):
         b2: Tensor | None,
         prob_S: Tensor | None,
         plan: ExpertPlan,
-        how: "How",
+        args: "ExpertMLPArgs",
         *addends: Tensor,
     ) -> Tensor:
-        weights, overlap, guests = MLPWeights(w1, w2, b1, b2), how.overlap, None
-        ctx.how, ctx.kept_guests = how, None
-        if how.guests is not None:
-            rows = None if overlap is None else overlap.wait_rows
-            guests = lent(how.guests, weights, None, rows, "fc1")
-            ctx.kept_guests = guests.weights if how.guests.keep else None
-        out, h, x_rows = run_forward(x, weights, plan, how, addends, guests)
-        if how.spec.recompute_h:
+        weights, overlap, replicas = MLPWeights(w1, w2, b1, b2), args.overlap, None
+        ctx.args, ctx.replica_weights = args, None
+        if args.replicas is not None:
+            wait_rows = None if overlap is None else overlap.wait_rows
+            replicas = borrow_weights(args.replicas, weights, None, wait_rows, "fc1")
+            ctx.replica_weights = replicas.weights if args.replicas.keep else None
+        out, h, x_rows = run_forward(x, weights, plan, args, addends, replicas)
+        if args.spec.recompute_h:
             h = x.new_empty(0)
-        elif how.made_h is not None:
-            how.made_h(*tensors_of(h))
+        elif args.on_saved_h is not None:
+            args.on_saved_h(*tensors_of(h))
         # The parameters themselves: saved tensors may come back as others, without a buffer.
         ctx.accumulated = [
-            p if how.spec.accumulate and main_grad.takes(p) else None for p in weights
+            p if args.spec.accumulate and main_grad.takes(p) else None for p in weights
         ]
-        kept = tensors_of(h), tensors_of(x_rows) if overlap is None else ()
-        ctx.counts = [len(tensors) for tensors in kept]
+        saved_h, saved_x = tensors_of(h), tensors_of(x_rows) if overlap is None else ()
+        ctx.counts = len(saved_h), len(saved_x)
         if overlap is None:
-            ctx.save_for_backward(w1, w2, b1, b2, *kept[0], *kept[1], *plan._replace(needed=None))
+            ctx.save_for_backward(w1, w2, b1, b2, *saved_h, *saved_x, *plan._replace(needed=None))
         else:
-            ctx.save_for_backward(w1, w2, b1, b2, *kept[0])
+            ctx.save_for_backward(w1, w2, b1, b2, *saved_h)
             ctx.plan = plan
         return out
 
@@ -143,81 +163,81 @@ class ExpertMLP(torch.autograd.Function):
             raise RuntimeError("the expert MLP has first gradients only: leave out create_graph")
         needs = ctx.needs_input_grad
         addends = [dout if need else None for need in needs[8:]]
-        if not any(needs[:6]):  # h was not kept
+        if not any(needs[:6]):  # h was not saved
             return *[None] * 8, *addends
-        w1, w2, b1, b2, *rest = ctx.saved_tensors
-        of_h, of_x = ctx.counts
-        h, after = rows_of(rest[:of_h]), rest[of_h:]
-        x = rows_of(after[:of_x]) if of_x else None
-        plan = ExpertPlan(*after[of_x:]) if of_x else ctx.plan
+        w1, w2, b1, b2, *tensors = ctx.saved_tensors
+        num_h, num_x = ctx.counts
+        h, tensors = rows_of(tensors[:num_h]), tensors[num_h:]
+        x = rows_of(tensors[:num_x]) if num_x else None
+        plan = ExpertPlan(*tensors[num_x:]) if num_x else ctx.plan
         buffers = [p if p is None else main_grad.buffer(p) for p in ctx.accumulated]
-        how, weights, guests = ctx.how, MLPWeights(w1, w2, b1, b2), None
-        if how.guests is not None:
-            arriving = how.overlap is not None and not how.spec.recompute_h
-            first: Layer = "fc1" if how.spec.recompute_h else "fc2"
-            rows = how.overlap.wait_rows if arriving else None
-            guests = lent(how.guests, weights, ctx.kept_guests, rows, first)
-        given = Saved(x, weights, h, plan, how, guests)
-        out_grad = dout.contiguous() if how.arrived is None else how.arrived.gradient
-        dx, *grads, dprob = run_backward(out_grad, given, needs[:5], buffers)
+        args, weights, replicas = ctx.args, MLPWeights(w1, w2, b1, b2), None
+        if args.replicas is not None:
+            in_flight = args.overlap is not None and not args.spec.recompute_h
+            first: Layer = "fc1" if args.spec.recompute_h else "fc2"
+            wait_rows = args.overlap.wait_rows if in_flight else None
+            replicas = borrow_weights(args.replicas, weights, ctx.replica_weights, wait_rows, first)
+        saved = Saved(x, weights, h, plan, args, replicas)
+        out_grad = dout.contiguous() if args.fp8_inputs is None else args.fp8_inputs.gradient
+        dx, *grads, dprob = run_backward(out_grad, saved, needs[:5], buffers)
         for i, p in enumerate(ctx.accumulated):
             grads[i] = grads[i] if p is None else main_grad.added(p)
-        made = zip([dx, *grads, dprob], needs, strict=False)
-        return *(g if need else None for g, need in made), None, None, *addends
+        results = zip([dx, *grads, dprob], needs, strict=False)
+        return *(g if need else None for g, need in results), None, None, *addends
 
 
-class How(NamedTuple):
-    """Arguments of `ExpertMLP` that say how."""
+class ExpertMLPArgs(NamedTuple):
+    """Arguments of `ExpertMLP` that are not tensors."""
 
     spec: MLPSpec
     keep_h: bool
-    """There is going to be a backward pass."""
+    """A backward pass may follow."""
     overlap: Overlap | None = None
-    arrived: Arrived | None = None
-    """What to read in place of x and of the gradient of out; None: these."""
-    made_h: Callable[..., None] | None = None
-    """Is called with what is saved of h."""
-    guests: Guests | None = None
-    """Whose experts have places behind the own ones in the plan; None: there are no such places."""
+    fp8_inputs: Fp8Inputs | None = None
+    """Read in place of x and of the gradient of out; None: both are read themselves."""
+    on_saved_h: Callable[..., None] | None = None
+    """Called with the tensors that are saved of h."""
+    replicas: ReplicaExchange | None = None
+    """Transfers of the replicas whose slots follow own experts in the plan; None: no replicas."""
 
 
 class Saved(NamedTuple):
-    """What the backward pass starts from."""
+    """State from which the backward pass starts."""
 
     x_ND: Rows | None
-    """None: `how.overlap` has it."""
+    """None: `args.overlap` has it."""
     weights: MLPWeights
     h_SH: Rows
-    """Empty with `how.spec.recompute_h`."""
+    """Empty with `args.spec.recompute_h`."""
     plan: ExpertPlan
-    how: How
-    guests: Lent | None = None
-    """Of this pass."""
+    args: ExpertMLPArgs
+    replicas: BorrowedWeights | None = None
+    """Weights of replicas in this pass."""
 
 
 def run_forward(
     x: Tensor,
     weights: MLPWeights,
     plan: ExpertPlan,
-    how: How,
+    args: ExpertMLPArgs,
     addends: Sequence[Tensor] = (),
-    guests: Lent | None = None,
+    replicas: BorrowedWeights | None = None,
 ) -> tuple[Tensor, Rows, Rows]:
     """(out, h, x as it is to be saved); h is empty without `keep_h`."""
-    spec, overlap = how.spec, how.overlap
+    spec, overlap = args.spec, args.overlap
     ops, act = backend_of(spec, "forward"), spec.activation
-    fc1, fc2 = _layers(weights, spec, guests)
+    fc1, fc2 = _layers(weights, spec, replicas)
     ready = None if overlap is None else overlap.ready
-    given: Rows = x if how.arrived is None else how.arrived.tokens
-    x_rows = ops.quantize(given)
-    h_SH, a_SF = ops.fc1_act(x_rows, fc1, plan, act, keep_h=how.keep_h, ready=ready)
-    if h_SH is None or not how.keep_h:
+    received: Rows = x if args.fp8_inputs is None else args.fp8_inputs.tokens
+    x_rows = ops.quantize(received)
+    h_SH, a_SF = ops.fc1_act(x_rows, fc1, plan, act, keep_h=args.keep_h, ready=ready)
+    if h_SH is None or not args.keep_h:
         h_SH = x.new_empty(0)
-    x_rows = for_wgrad(given, x_rows, spec)
+    x_rows = for_wgrad(received, x_rows, spec)
     if overlap is not None:
-        signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, how.keep_h)
-        sums = functools.cache(overlap.finish_sums)  # of own experts, before it is guests' turn
-        ops.rows(a_SF, fc2.after(sums), plan, signal=signal)
+        signal = overlap.start_sums(a_SF, weights.w2.shape[-2], plan, args.keep_h)
+        sums = functools.cache(overlap.finish_sums)  # of own experts, before those of replicas
+        ops.rows(a_SF, fc2.before_replicas(sums), plan, signal=signal)
         return sums(), h_SH, x_rows
     y_SD = ops.rows(a_SF, fc2, plan)
     if plan.inverse_NK is None:
@@ -232,36 +252,36 @@ def run_backward(
 ) -> Sequence[Tensor | None]:
     """Gradients of x, w1, w2, b1, b2 and the probabilities.
 
-    Args:
-        dout: of out, contiguous, or in FP8.
-        saved: of the forward pass.
-        needs: which of the first five are wanted.
-        buffers: where those of w1, w2, b1 and b2 go; None: to new tensors.
+    The data gradient comes first, so that sending it overlaps the others.
 
-    The data gradient comes first, so that it can be sent under the others.
+    Args:
+        dout: gradient of out, contiguous, or in FP8.
+        saved: state of the forward pass.
+        needs: which of the first five are wanted.
+        buffers: destinations of the gradients of w1, w2, b1 and b2; None: new tensors.
     """
-    x_ND, weights, h_SH, plan, how, guests = saved
-    spec, act, overlap = how.spec, how.spec.activation, how.overlap
+    x_ND, weights, h_SH, plan, args, replicas = saved
+    spec, act, overlap = args.spec, args.spec.activation, args.overlap
     ops = backend_of(spec, "dgrad")
-    fc1, fc2 = _layers(weights, spec, guests)
+    fc1, fc2 = _layers(weights, spec, replicas)
     need_x, need_w1, need_w2, need_b1, need_b2 = needs
     if spec.recompute_h:
         x_ND, h_SH = _hidden(saved, fc1)
     dy = Operand(dout, gather=plan.inverse_NK is not None, gradient=True)
-    if dy.gather and not ops.gathers and plan.row_index_S is not None:
+    if dy.gather and not ops.fuses_gather and plan.row_index_S is not None:
         dy = Operand(gather_rows(dout, plan.row_index_S, plan.offsets), gradient=True)
     ready = None if overlap is None or spec.recompute_h else overlap.ready
     dy_rows = dy._replace(matrix=ops.quantize(dy.matrix, gradient=True))
-    made = ops.fc2_dgrad_dact(dy_rows, fc2, h_SH, plan, act, ready=ready)
-    dh_SH, dprob_S, db1 = made.dh_SH, made.dprob_S, made.db1_LH
-    dh = dh_SH if made.dh_columns is None else made.dh_columns
+    hidden = ops.fc2_dgrad_dact(dy_rows, fc2, h_SH, plan, act, ready=ready)
+    dh_SH, dprob_S, db1 = hidden.dh_SH, hidden.dprob_S, hidden.db1_LH
+    dh = dh_SH if hidden.dh_columns is None else hidden.dh_columns
     dy = dy._replace(matrix=for_wgrad(dy.matrix, dy_rows.matrix, spec))
-    x_gathers = plan.row_index_S is not None
-    of_w2 = [dy, Operand(made.a_SF)] if need_w2 else []
-    of_w1 = [Operand(dh, parts=fc1.parts, gradient=True)] if need_w1 else []
-    of_w1 += [Operand(x_ND, gather=x_gathers)] if need_w1 and x_ND is not None else []
-    operands = [*of_w2, *of_w1]
-    del made, dy_rows, dh, of_w2, of_w1
+    gather_x = plan.row_index_S is not None
+    w2_operands = [dy, Operand(hidden.a_SF)] if need_w2 else []
+    w1_operands = [Operand(dh, parts=fc1.parts, gradient=True)] if need_w1 else []
+    w1_operands += [Operand(x_ND, gather=gather_x)] if need_w1 and x_ND is not None else []
+    operands = [*w2_operands, *w1_operands]
+    del hidden, dy_rows, dh, w2_operands, w1_operands
     rows = dh_SH if need_x else None
     if overlap is None:
         dx, operands = ops.rows_and_columns(rows, fc1.transposed, plan, operands)
@@ -276,26 +296,26 @@ def run_backward(
         backend_of(spec, "wgrad"),
         plan,
         needs[1:],
-        of_w1=operands[2 * need_w2 :],
-        of_w2=operands[: 2 * need_w2],
-        of_b1=Operand(dh_SH, parts=fc1.parts) if need_b1 else None,
-        of_b2=dy if need_b2 else None,
+        w1_operands=operands[2 * need_w2 :],
+        w2_operands=operands[: 2 * need_w2],
+        b1_operand=Operand(dh_SH, parts=fc1.parts) if need_b1 else None,
+        b2_operand=dy if need_b2 else None,
         db1_LH=db1,
         tokens=None if overlap is None or x_ND is not None else overlap.tokens,
     )
-    del dout, dy, operands  # the largest buffers of the backward after dh: `work` lets go of them
-    if how.guests is None or not any(needs[1:]):
+    del dout, dy, operands  # the largest buffers of the backward after dh: `work` frees them
+    if args.replicas is None or not any(needs[1:]):
         grads = work.all(buffers)
     else:
-        grads = shared_grads(work, how.guests, weights, buffers)
+        grads = grads_with_replicas(work, args.replicas, weights, buffers)
     dtype = weights.w1.dtype
-    own = [_like(grad, dtype, buffer) for grad, buffer in zip(grads, buffers, strict=True)]
-    return dx, *own, dprob_S
+    grads = [_cast(grad, dtype, buffer) for grad, buffer in zip(grads, buffers, strict=True)]
+    return dx, *grads, dprob_S
 
 
 def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:
-    """x, and h from it by the bits of the forward pass."""
-    x_ND, spec, overlap = saved.x_ND, saved.how.spec, saved.how.overlap
+    """x, and h recomputed from it, with the bits of the forward pass."""
+    x_ND, spec, overlap = saved.x_ND, saved.args.spec, saved.args.overlap
     if x_ND is None:
         assert overlap is not None
         x_ND = overlap.tokens_first()
@@ -305,35 +325,39 @@ def _hidden(saved: Saved, fc1: Linear) -> tuple[Rows, Rows]:
     return x_ND, h_SH
 
 
-def _layers(own: MLPWeights, spec: MLPSpec, guests: Lent | None) -> tuple[Linear, Linear]:
-    """Fc1 and fc2."""
+def _layers(
+    own: MLPWeights, spec: MLPSpec, replicas: BorrowedWeights | None
+) -> tuple[Linear, Linear]:
+    """Layers fc1 and fc2."""
     w1, w2, b1, b2 = own
     parts = spec.activation.facts.halves
     fc1, fc2 = Linear(w1, b1, parts, source=w1), Linear(w2, b2, source=w2)
-    if guests is None:
+    if replicas is None:
         return fc1, fc2
-    w1, w2, b1, b2 = guests.weights
-    of_fc1, of_fc2 = Linear(w1, b1, parts), Linear(w2, b2)
-    first, second = (functools.partial(guests.arrive, layer) for layer in LAYERS)
-    return fc1.before(of_fc1, first), fc2.before(of_fc2, second)
+    w1, w2, b1, b2 = replicas.weights
+    arrive_fc1, arrive_fc2 = (functools.partial(replicas.arrive, layer) for layer in LAYERS)
+    return (
+        fc1.with_replicas(Linear(w1, b1, parts), arrive_fc1),
+        fc2.with_replicas(Linear(w2, b2), arrive_fc2),
+    )
 
 
-def for_wgrad(given: Any, rows: Any, spec: MLPSpec) -> Any:
-    """Which of a matrix, as it was given and as the other GEMMs take it, weight gradients read."""
-    return given if spec.recipe is not None and spec.recipe.wgrad == "bf16" else rows
+def for_wgrad(unquantized: Any, quantized: Any, spec: MLPSpec) -> Any:
+    """The form of a matrix that weight gradients read."""
+    return unquantized if spec.recipe is not None and spec.recipe.wgrad == "bf16" else quantized
 
 
-def saved_input(given: Any, rows: Any, spec: MLPSpec) -> Any:
-    """What a dense layer saves of its input, as it was given and as its GEMM took it."""
-    return given if spec.save_given else for_wgrad(given, rows, spec)
+def saved_input(unquantized: Any, quantized: Any, spec: MLPSpec) -> Any:
+    """The form of its input that a dense layer saves."""
+    return unquantized if spec.save_unquantized else for_wgrad(unquantized, quantized, spec)
 
 
 def input_for_wgrad(saved: Rows, ops: Backend, spec: MLPSpec) -> Rows:
-    """What weight gradients read of it."""
-    again = spec.save_given and spec.recipe is not None and spec.recipe.wgrad == "fp8"
-    return ops.quantize(saved) if again else saved
+    """The operand of weight gradients from `saved_input`."""
+    requantize = spec.save_unquantized and spec.recipe is not None and spec.recipe.wgrad == "fp8"
+    return ops.quantize(saved) if requantize else saved
 
 
-def _like(grad: Tensor | None, dtype: torch.dtype, buffer: Buffer | None) -> Tensor | None:
+def _cast(grad: Tensor | None, dtype: torch.dtype, buffer: Buffer | None) -> Tensor | None:
     """A gradient in the dtype of the weights, unless it is in a buffer, where nobody reads it."""
     return grad if grad is None or buffer is not None else grad.to(dtype)

@@ -2,10 +2,10 @@
 torch.compile.
 
 Each op has a fake implementation, so that tracing and torch.compile see shapes and nothing else.
-They compute in the dtypes of their arguments, under autocast too. What they do, save and recompute
-is `kernels.expert_mlp.autograd`'s.
+They compute in the dtypes of their arguments, under autocast too, and save and recompute what
+`kernels.expert_mlp.autograd` does.
 
-Shape legend as in `kernels.backend`.
+Shape legend as in `kernels.expert_mlp.backend`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import How, Saved, run_backward, run_forward
+from phalanx.kernels.expert_mlp.autograd import ExpertMLPArgs, Saved, run_backward, run_forward
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec, MLPWeights
 
@@ -59,7 +59,7 @@ def grouped_mlp(
     spec = _spec(kind, constants, backend, margins, dynamic)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
     with torch.autocast(x.device.type, enabled=False):
-        out, h, _ = run_forward(x, MLPWeights(w1, w2, b1, b2), plan, How(spec, keep_h))
+        out, h, _ = run_forward(x, MLPWeights(w1, w2, b1, b2), plan, ExpertMLPArgs(spec, keep_h))
     return out, h
 
 
@@ -115,9 +115,9 @@ def grouped_mlp_backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, w1, w2, b1, b2 and prob; empty where `needs` (of the first five) says no."""
-    how = How(_spec(kind, constants, backend, margins, dynamic), keep_h=True)
+    args = ExpertMLPArgs(_spec(kind, constants, backend, margins, dynamic), keep_h=True)
     plan = ExpertPlan(index, prob, offsets, inverse, None, order)
-    saved = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, how)
+    saved = Saved(x, MLPWeights(w1, w2, None, b2), h, plan, args)
     with torch.autocast(x.device.type, enabled=False):
         grads = run_backward(dout, saved, needs, [None] * 4)
     dx, dw1, dw2, db1, db2, dprob = (x.new_empty(0) if g is None else g for g in grads)

@@ -28,7 +28,7 @@ def dense_linear(x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, spec: MLPSpe
 
     Args:
         x_NI: bf16 or fp32, as w and the bias are. Saved for the backward pass as the recipe has it.
-        spec: backend, recipe and where gradients go; the activation plays no part.
+        spec: backend, recipe and accumulation of gradients; the activation is not used.
 
     Raises:
         ValueError: unknown backend, or shapes and dtypes that do not fit together.
@@ -51,7 +51,7 @@ class _Linear(torch.autograd.Function):
         x = ops.quantize(x_NI)
         ctx.save_for_backward(w_OI, *tensors_of(saved_input(x_NI, x, spec)))
         ctx.accumulated = w_OI if spec.accumulate and main_grad.takes(w_OI) else None
-        return ops.rows(x, Linear.alone(w_OI, bias_O), ctx.plan)
+        return ops.rows(x, Linear.single_expert(w_OI, bias_O), ctx.plan)
 
     @staticmethod
     @once_differentiable
@@ -62,11 +62,11 @@ class _Linear(torch.autograd.Function):
         dy = dgrad.quantize(dy_NO.contiguous(), gradient=True)
         operands, dw_OI = [], None
         if need_w:
-            given = for_wgrad(dy_NO.contiguous(), dy, ctx.spec)
+            dy_rows = for_wgrad(dy_NO.contiguous(), dy, ctx.spec)
             x_rows = input_for_wgrad(rows_of(x), wgrad, ctx.spec)
-            operands = [Operand(given, gradient=True), Operand(x_rows)]
-        across = Linear.alone(w_OI).transposed
-        dx_NI, operands = dgrad.rows_and_columns(dy if need_x else None, across, ctx.plan, operands)
+            operands = [Operand(dy_rows, gradient=True), Operand(x_rows)]
+        layer = Linear.single_expert(w_OI).transposed
+        dx_NI, operands = dgrad.rows_and_columns(dy if need_x else None, layer, ctx.plan, operands)
         if need_w:
             d, v = operands
             dw_OI = weight_gradient(ctx, wgrad, d, v, w_OI)

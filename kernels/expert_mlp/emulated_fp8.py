@@ -1,8 +1,8 @@
-"""A recipe of FP8 over any backend: its GEMMs get operands that went through FP8 and back.
+"""The FP8 recipe over any backend: its GEMMs read operands that were quantized and dequantized.
 
-What comes back has the same values as the FP8 operands in bf16 too (`kernels.quantize.blocks`), so
-every product is that of an FP8 GEMM, and only the order of sums is the backend's. It trains with
-the recipe on any device, and is what fused FP8 kernels are compared with. It saves no time.
+The dequantized values are exact in bf16 (`kernels.quantize.blocks`), so every product is that of an
+FP8 GEMM, and only the order of sums is the backend's. It trains with the recipe on any device, and
+is the reference of the fused FP8 kernels. It saves no time.
 
 Shape legend as in `kernels.expert_mlp.backend`.
 """
@@ -39,8 +39,8 @@ from phalanx.kernels.quantize.quantize import (
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
 
-class OverExact:
-    """What a backend with a recipe leaves to one without."""
+class DelegatingMixin:
+    """Operations that a backend with a recipe delegates to one without."""
 
     _exact: Backend
 
@@ -54,10 +54,10 @@ class OverExact:
         return self._exact.combine(y_SD, inverse_NK, addends)
 
 
-class EmulatedFP8(FP8Operands, OverExact):
+class EmulatedFP8(FP8Operands, DelegatingMixin):
     """`kernels.expert_mlp.backend.Backend` with the recipe, by one without."""
 
-    gathers: ClassVar[bool] = True
+    fuses_gather: ClassVar[bool] = True
 
     def __init__(self, exact: Backend, recipe: Fp8Block) -> None:
         super().__init__(recipe)
@@ -105,21 +105,21 @@ class EmulatedFP8(FP8Operands, OverExact):
         dtype, parts = fc2.weight_LOI.dtype, act.facts.halves
         dy = dy._replace(matrix=in_dtype(dy, dtype))
         h = in_dtype(Operand(h_SH, parts=parts), dtype)
-        made = self._exact.fc2_dgrad_dact(dy, _through_fp8(fc2), h, plan, act, ready=ready)
-        dh, a = made.dh_SH, made.a_SF
+        hidden = self._exact.fc2_dgrad_dact(dy, _through_fp8(fc2), h, plan, act, ready=ready)
+        dh, a = hidden.dh_SH, hidden.a_SF
         dh_rows = self._hidden_gradient(dh, parts, plan)
         if self._recipe.wgrad == "bf16":
-            return made._replace(dh_SH=dh_rows, dh_columns=dh)
+            return hidden._replace(dh_SH=dh_rows, dh_columns=dh)
         a_columns = self._columns(a, plan, 1, torch.float8_e4m3fn)
         dh_columns = self._columns(dh, plan, parts, self._grad)
-        return made._replace(dh_SH=dh_rows, a_SF=a_columns, dh_columns=dh_columns)
+        return hidden._replace(dh_SH=dh_rows, a_SF=a_columns, dh_columns=dh_columns)
 
     def _hidden_gradient(self, dh_SH: Tensor, parts: int, plan: ExpertPlan) -> Quantized:
         return quantize_rows(dh_SH, parts, self._grad)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
         dtype = torch.bfloat16
-        d, v = (x._replace(matrix=_plain(x, dtype, plan)) for x in (d, v))
+        d, v = (x._replace(matrix=_dequantized(x, dtype, plan)) for x in (d, v))
         return self._exact.wgrad(d, v, plan, into)
 
     def bias_grad(
@@ -129,8 +129,8 @@ class EmulatedFP8(FP8Operands, OverExact):
         return self._exact.bias_grad(d, plan, scale=scale, into=into)
 
 
-def _plain(x: Operand, dtype: torch.dtype, plan: ExpertPlan) -> Tensor:
-    """The values of an operand of weight gradients; those in FP8 in `dtype`."""
+def _dequantized(x: Operand, dtype: torch.dtype, plan: ExpertPlan) -> Tensor:
+    """The values of an operand of weight gradients, in `dtype` if it is in FP8."""
     q = x.matrix
     if not isinstance(q, QuantizedColumns):
         return in_dtype(x, dtype)
@@ -139,12 +139,12 @@ def _plain(x: Operand, dtype: torch.dtype, plan: ExpertPlan) -> Tensor:
 
 
 def _through_fp8(linear: Linear) -> Linear:
-    """The layer with the values that its weights have in FP8."""
-    return linear.mapped(_values)
+    """The layer with weights that were quantized and dequantized."""
+    return linear.map_experts(_values)
 
 
 def _values(linear: Linear) -> Linear:
-    if linear.flipped:  # blocks are the same of a matrix and of its transpose
+    if linear.is_transposed:  # blocks are the same of a matrix and of its transpose
         return linear._replace(weight_LOI=_values(linear.transposed).weight_LOI.mT)
     w_LOI = linear.weight_LOI
     values = dequantize_weights(quantize_weights(w_LOI, linear.parts).forward, linear.parts)

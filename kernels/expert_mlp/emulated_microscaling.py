@@ -1,12 +1,12 @@
-"""MXFP8 and NVFP4 over any backend: its GEMMs get operands that went through the format and back.
+"""MXFP8 and NVFP4 over any backend: its GEMMs read operands that were quantized and dequantized.
 
 Every product is that of a GEMM in the format (`kernels.quantize.emulate`), and only the order of
 sums is the backend's: so the recipes of Blackwell train on any device. It saves neither time nor
-memory. As a block lies along what a product contracts, every product quantizes its own operands,
-from what these were computed as; the backward pass has inputs and activations as they were.
+memory. As blocks lie along the contraction, every product quantizes its operands from their
+unquantized values, and inputs and activations are saved unquantized.
 
 Biases and their gradients, and the share of fc2's bias in the gradient of the probabilities, are
-computed from what was not quantized.
+computed from unquantized values.
 
 Shape legend as in `kernels.expert_mlp.backend`; T rows of columns.
 """
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import (
-    AsTheyAre,
     Backend,
     HiddenGrads,
     Linear,
     Operand,
+    UnquantizedMixin,
     put,
 )
-from phalanx.kernels.expert_mlp.emulated_fp8 import OverExact
+from phalanx.kernels.expert_mlp.emulated_fp8 import DelegatingMixin
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.torch_grouped import expert_of_row
@@ -36,10 +36,10 @@ from phalanx.kernels.quantize.recipe import Microscaling
 from phalanx.kernels.routing.sort_pairs import gather_rows, used_rows
 
 
-class EmulatedMicroscaling(OverExact, AsTheyAre):
+class EmulatedMicroscaling(DelegatingMixin, UnquantizedMixin):
     """`kernels.expert_mlp.backend.Backend` with the recipe, by one without."""
 
-    gathers: ClassVar[bool] = False
+    fuses_gather: ClassVar[bool] = False
 
     def __init__(self, exact: Backend, recipe: Microscaling) -> None:
         self._exact, self._recipe, self._format = exact, recipe, recipe.format
@@ -66,7 +66,7 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
         return h_SH, a_SF
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        a_SI, linear = self._operands(a_SI, linear, plan, gradient=linear.flipped)
+        a_SI, linear = self._operands(a_SI, linear, plan, gradient=linear.is_transposed)
         return self._exact.rows(a_SI, linear, plan, signal=signal)
 
     def fc2_dgrad_dact(
@@ -79,37 +79,37 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
         *,
         ready: Tensor | None = None,
     ) -> HiddenGrads:
-        given_SD = _gathered(dy, plan)
-        dy_SD, across = self._operands(given_SD, fc2.transposed, plan, gradient=True)
-        plain = across.transposed
-        made = self._exact.fc2_dgrad_dact(Operand(dy_SD), plain, h_SH, plan, act, ready=ready)
-        if made.dprob_S is not None and (biases_PD := fc2.biases_PO) is not None:
-            bias_SD = biases_PD.index_select(0, expert_of_row(plan.offsets, given_SD))
-            dprob_S = made.dprob_S + (given_SD.float() * bias_SD.float()).sum(-1)
+        exact_dy_SD = _gathered(dy, plan)
+        dy_SD, fc2_dgrad = self._operands(exact_dy_SD, fc2.transposed, plan, gradient=True)
+        operands = Operand(dy_SD), fc2_dgrad.transposed
+        hidden = self._exact.fc2_dgrad_dact(*operands, h_SH, plan, act, ready=ready)
+        if hidden.dprob_S is not None and (biases_PD := fc2.all_biases_PO) is not None:
+            bias_SD = biases_PD.index_select(0, expert_of_row(plan.offsets, exact_dy_SD))
+            dprob_S = hidden.dprob_S + (exact_dy_SD.float() * bias_SD.float()).sum(-1)
             dprob_S = torch.where(used_rows(dprob_S, plan.offsets), dprob_S, 0.0)
-            made = made._replace(dprob_S=dprob_S)
+            hidden = hidden._replace(dprob_S=dprob_S)
         if self._recipe.wgrad == "bf16":
-            return made._replace(dh_columns=made.dh_SH)
-        return made._replace(
-            a_SF=self._columns(made.a_SF, plan, gradient=False),
-            dh_columns=self._columns(made.dh_SH, plan, gradient=True),
+            return hidden._replace(dh_columns=hidden.dh_SH)
+        return hidden._replace(
+            a_SF=self._columns(hidden.a_SF, plan, gradient=False),
+            dh_columns=self._columns(hidden.dh_SH, plan, gradient=True),
         )
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
         if self._recipe.wgrad == "bf16":
             return self._exact.wgrad(d, v, plan, into)
-        of_d, of_v = d.matrix, v.matrix
-        plan = plan.moved(lambda offsets: emulate.column_offsets(offsets, self._format))
+        d_TO, v_TI = d.matrix, v.matrix
+        plan = plan.relocated(lambda offsets: emulate.column_offsets(offsets, self._format))
         plan = plan._replace(row_index_S=None)
-        d, v = Operand(of_d.matrix), Operand(of_v.matrix)
-        if of_d.amax_L is None:
+        d, v = Operand(d_TO.matrix), Operand(v_TI.matrix)
+        if d_TO.amax_L is None:
             return self._exact.wgrad(d, v, plan, into)
-        shape = (len(plan.offsets) - 1, of_d.matrix.shape[1], of_v.matrix.shape[1])
-        sums_LOI = Buffer(of_d.matrix.new_empty(shape, dtype=torch.float32), add=False)
+        shape = (len(plan.offsets) - 1, d_TO.matrix.shape[1], v_TI.matrix.shape[1])
+        sums_LOI = Buffer(d_TO.matrix.new_empty(shape, dtype=torch.float32), add=False)
         dw_LOI = self._exact.wgrad(d, v, plan, sums_LOI)
-        scale_L = plan.of_these(tensor_scale(of_d.amax_L, of_v.amax_L))
+        scale_L = plan.select(tensor_scale(d_TO.amax_L, v_TI.amax_L))
         dw_LOI.mul_(scale_L[:, None, None])
-        return put(dw_LOI.to(of_d.matrix.dtype) if into is None else dw_LOI, into)
+        return put(dw_LOI.to(d_TO.matrix.dtype) if into is None else dw_LOI, into)
 
     def bias_grad(
         self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
@@ -119,23 +119,23 @@ class EmulatedMicroscaling(OverExact, AsTheyAre):
     def _operands(
         self, x_SI: Tensor, linear: Linear, plan: ExpertPlan, *, gradient: bool
     ) -> tuple[Tensor, Linear]:
-        """Both after their quantization, the weights with the scale of the product."""
-        form, parts_in = self._format, linear.parts_in
+        """Both operands quantized and dequantized, the weights with the scale of the product."""
+        number_format, parts_in = self._format, linear.parts_in
         random = gradient and self._recipe.stochastic
-        x = emulate.rows(x_SI, plan.offsets, form, parts_in, stochastic=random)
-        amax_P, guests = x.amax_L, linear.guests
+        x = emulate.rows(x_SI, plan.offsets, number_format, parts_in, stochastic=random)
+        amax_P, replicas = x.amax_L, linear.replicas
 
-        def through(layer: Linear, first: int) -> Linear:
-            """Of the experts whose places begin at `first`."""
-            w = emulate.weights(layer.weight_LOI, form, layer.parts, layer.parts_in)
+        def quantized(layer: Linear, slot: int) -> Linear:
+            """The layer of the experts whose slots start at `slot`."""
+            w = emulate.weights(layer.weight_LOI, number_format, layer.parts, layer.parts_in)
             alpha_L = None
             if amax_P is not None and w.amax_L is not None:
-                alpha_L = tensor_scale(amax_P[first : first + len(w.amax_L)], w.amax_L)
+                alpha_L = tensor_scale(amax_P[slot : slot + len(w.amax_L)], w.amax_L)
             return layer._replace(weight_LOI=w.matrix, alpha_L=alpha_L)
 
-        own = through(linear, 0)
-        if guests is not None:
-            own = own._replace(guests=lambda _: through(guests(False), len(own.weight_LOI)))
+        own = quantized(linear, 0)
+        if replicas is not None:
+            own = own._replace(replicas=lambda _: quantized(replicas(False), len(own.weight_LOI)))
         return x.matrix, own
 
     def _columns(self, x_SC: Tensor, plan: ExpertPlan, gradient: bool) -> Values:

@@ -1,11 +1,11 @@
-"""The routing plan of one rank as a value: which rows its experts read, and who reads theirs back.
+"""The routing plan of one rank as a value: which rows its experts read, and where results go.
 
-Made by `kernels.routing.plan`, read by every backend of the expert MLP. Where experts of other
-ranks are guests, it has places for them behind those of a rank's own, and is split in two for
-operations that take the weights of either.
+`kernels.routing.plan` creates it, every backend of the expert MLP reads it. With expert replication
+the slots of replicas follow the rank's own experts, and the plan is split in two for operations
+that take the weights of one of them.
 
-Legend: N rows of x, K slots for experts of a row, L local experts, S expert rows kept (static), P
-places, of own experts and guests.
+Legend: N rows of x, K expert slots of a row, L local experts, S expert rows (static), P local
+slots: own experts and replicas.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from torch import Tensor
 class ExpertPlan(NamedTuple):
     """Expert rows offsets[e] up to offsets[e + 1] are local expert e's; the rest is padding.
 
-    Of a backend whose experts' rows are aligned (`row_multiple`), the last of an expert's may be of
-    no token: their index is -1 and their probability 0.
+    With a backend that pads the rows of each expert (`row_multiple`), an expert's last rows may
+    belong to no token: their index is -1 and their probability 0.
     """
 
     row_index_S: Tensor | None
@@ -34,47 +34,47 @@ class ExpertPlan(NamedTuple):
     needed: Tensor | None = None
     """int32 scalar: expert rows of all pairs that are local; above S the plan has overflowed."""
     order_L: Tensor | None = None
-    """int32: local experts in the order in which the fused scheduler takes them; None leaves it
-    to it."""
-    places_P: Tensor | None = None
-    """int32 [P + 1], of guests alone: offsets of all places, whose last ones are theirs; expert
-    rows before offsets[0] are others'. None: there are none."""
+    """int32: local experts in the order in which the fused scheduler takes them; None: its own
+    order."""
+    slot_offsets_P: Tensor | None = None
+    """int32 [P + 1], only in the plan of replicas: offsets of all slots, of which the last are
+    theirs; expert rows before offsets[0] belong to own experts. None in all other plans."""
 
-    def split(self, own: int) -> "tuple[ExpertPlan, ExpertPlan]":
-        """The first `own` experts with their rows, and the guests behind them, neither in an
-        order."""
-        first, behind = self.offsets[: own + 1], self.offsets[own:]
+    def split(self, num_own: int) -> "tuple[ExpertPlan, ExpertPlan]":
+        """Plans of the first `num_own` experts and of the replicas behind them, without order."""
         return (
-            self._replace(offsets=first, order_L=None),
-            self._replace(offsets=behind, order_L=None, places_P=self.offsets),
+            self._replace(offsets=self.offsets[: num_own + 1], order_L=None),
+            self._replace(
+                offsets=self.offsets[num_own:], order_L=None, slot_offsets_P=self.offsets
+            ),
         )
 
     @property
     def all_offsets(self) -> Tensor:
-        """Offsets of all places up to the last of these experts."""
-        return self.offsets if self.places_P is None else self.places_P
+        """Offsets of all slots up to the last of this plan."""
+        return self.offsets if self.slot_offsets_P is None else self.slot_offsets_P
 
-    def moved(self, starts: Callable[[Tensor], Tensor]) -> "ExpertPlan":
-        """The same experts at the rows where `starts` of the offsets of all places puts them."""
-        all_P = starts(self.all_offsets)
-        of_these = all_P[len(all_P) - len(self.offsets) :]
-        return self._replace(offsets=of_these, places_P=all_P if self.behind else None)
+    def relocated(self, new_offsets: Callable[[Tensor], Tensor]) -> "ExpertPlan":
+        """The same experts, whose rows start at `new_offsets` of the offsets of all slots."""
+        all_P = new_offsets(self.all_offsets)
+        offsets = all_P[len(all_P) - len(self.offsets) :]
+        return self._replace(offsets=offsets, slot_offsets_P=all_P if self.of_replicas else None)
 
     @property
-    def behind(self) -> bool:
-        """Rows of others lie before those of these experts."""
-        return self.places_P is not None
+    def of_replicas(self) -> bool:
+        """True for the plan of replicas, whose rows follow those of own experts."""
+        return self.slot_offsets_P is not None
 
-    def of_these(self, value_P: Tensor) -> Tensor:
-        """Of a value of each place those of these experts."""
+    def select(self, value_P: Tensor) -> Tensor:
+        """The entries of this plan's experts in a tensor over all slots."""
         L = len(self.offsets) - 1
-        return value_P[len(value_P) - L :] if self.behind else value_P[:L]
+        return value_P[len(value_P) - L :] if self.of_replicas else value_P[:L]
 
 
 def one_group(x_ND: Tensor) -> ExpertPlan:
-    """The plan of a dense MLP: all rows of x are one expert's."""
+    """The plan of a dense MLP: one expert that has all rows of x."""
     N = x_ND.shape[0]
-    # Made on the device: a tensor of Python numbers would be copied there.
+    # Created on the device: a tensor of Python numbers would be copied there.
     ends = torch.arange(0, N + 1, N, dtype=torch.int32, device=x_ND.device) if N else None
     offsets = torch.zeros(2, dtype=torch.int32, device=x_ND.device) if ends is None else ends
     return ExpertPlan(None, None, offsets, None)

@@ -1,17 +1,17 @@
-"""What a backend with a recipe of FP8 makes of operands, whoever multiplies them."""
+"""Operands of the FP8 recipe, for emulated and for fused GEMMs."""
 
 from typing import Any
 
 import torch
 
-from phalanx.kernels.expert_mlp.backend import InTurn, Operand, Rows
+from phalanx.kernels.expert_mlp.backend import Operand, Rows, SequentialMixin
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.blocks import Quantized, QuantizedColumns
 from phalanx.kernels.quantize.quantize import dequantize_rows, quantize_rows, transpose_rows
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
 
 
-class FP8Operands(InTurn):
+class FP8Operands(SequentialMixin):
     """`quantize` and `columns` of a `kernels.expert_mlp.backend.Backend` with the recipe."""
 
     def __init__(self, recipe: Fp8Block) -> None:
@@ -32,11 +32,11 @@ class FP8Operands(InTurn):
     def _transpose(self, x: Operand, plan: ExpertPlan) -> dict[str, Any]:
         """Arguments of `transpose_rows`."""
         index_S = plan.row_index_S if x.gather else None
-        how = dict(blocks=self._recipe.wgrad_blocks, index_S=index_S, parts=x.parts)
-        return dict(q=x.matrix, offsets=plan.offsets, **how)
+        blocks = self._recipe.wgrad_blocks
+        return dict(q=x.matrix, offsets=plan.offsets, blocks=blocks, index_S=index_S, parts=x.parts)
 
 
 def in_dtype(x: Operand, dtype: torch.dtype) -> Rows:
-    """The values of rows; those in FP8 in `dtype`, others as they are."""
+    """The values of rows: FP8 rows in `dtype`, others unchanged."""
     rows = x.matrix
     return dequantize_rows(rows, x.parts, dtype) if isinstance(rows, Quantized) else rows

@@ -1,4 +1,4 @@
-"""Weight gradients that go straight into a training framework's own buffers.
+"""Weight gradients that are written directly to a training framework's buffers.
 
 Megatron-Core's data parallel wrapper gives every parameter a buffer `main_grad` and a flag
 `grad_added_to_main_grad`. A backward pass that has added to the buffer sets the flag and returns a
@@ -6,8 +6,8 @@ gradient of any content, whose arrival, on the thread of the backward pass, star
 None would not (Megatron-Core 0.19.2, core/tensor_parallel/layers.py). Only attributes are used:
 nothing is imported.
 
-A buffer need not be cleared before a step: after `replace_next` the first gradient replaces what is
-there. That spares a pass that writes zeros, and the first addition its reads.
+A buffer need not be cleared before a step: after `replace_next` the first gradient overwrites it.
+That saves a pass that writes zeros, and the reads of the first addition.
 """
 
 from collections.abc import Iterable
@@ -18,18 +18,18 @@ from torch import Tensor
 
 
 class Buffer(NamedTuple):
-    """Where a gradient goes."""
+    """Destination of a gradient."""
 
     out: Tensor
     """fp32, or of the parameter's dtype."""
     add: bool
     """Accumulate into `out`; otherwise overwrite it."""
     zeros: bool = True
-    """Overwritten, weights of experts without rows get zeros; otherwise they may keep anything."""
+    """When overwriting, zero gradients of experts without rows; otherwise they are undefined."""
 
 
 def takes(parameter: Tensor | None) -> bool:
-    """Whether gradients of the parameter can be added to its `main_grad`."""
+    """True if gradients of the parameter can be added to its `main_grad`."""
     buffer = getattr(parameter, "main_grad", None)
     if parameter is None or buffer is None or not parameter.requires_grad:
         return False
@@ -38,19 +38,19 @@ def takes(parameter: Tensor | None) -> bool:
 
 
 def buffer(parameter: Tensor) -> Buffer:
-    """Of a parameter whose `main_grad` takes gradients."""
+    """Destination of the gradient of a parameter for which `takes` is true."""
     replaces = getattr(parameter, "replaces_main_grad", False)
     return Buffer(parameter.main_grad, not replaces)  # type: ignore[attr-defined]
 
 
 def replace_next(parameters: Iterable[Tensor]) -> None:
-    """The next gradient of each replaces what its buffer holds; `takes` must be true of them."""
+    """Have the next gradient of each parameter overwrite its buffer; `takes` must hold for all."""
     for parameter in parameters:
         parameter.replaces_main_grad = True  # type: ignore[attr-defined]
 
 
 def added(parameter: Tensor) -> Tensor | None:
-    """Note that the gradient is in the buffer; what the backward pass returns in its place."""
+    """Note that the gradient is in the buffer, and return the backward pass's result for it."""
     if getattr(parameter, "replaces_main_grad", False):
         parameter.replaces_main_grad = False  # type: ignore[attr-defined]
     if not hasattr(parameter, "grad_added_to_main_grad"):

@@ -1,4 +1,4 @@
-"""How an expert MLP, a shared expert or a dense MLP is computed, as one value."""
+"""Specification of an expert MLP, a shared expert or a dense MLP, as one value."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Margins:
 
     forward: int = 0
     dgrad: int = 0
-    """Data gradients: everything of the backward pass that leads to dx and to dprob."""
+    """Data gradients: all kernels of the backward pass that lead to dx and dprob."""
     wgrad: int = 0
     """Weight and bias gradients."""
 
@@ -34,7 +34,7 @@ class Margins:
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """What is computed between the two matrices of an MLP, by whom, and where gradients go."""
+    """Activation, backend and options of an MLP."""
 
     activation: Activation
     backend: str
@@ -42,31 +42,33 @@ class MLPSpec:
     margins: Margins = Margins()
     """SMs that the kernels of each pass leave free (fused; cudnn, but for weight gradients)."""
     dynamic: bool = True
-    """Kernels claim tiles on the device rather than deal them out in turn (fused and cudnn)."""
+    """Kernels claim tiles on the device instead of a static schedule (fused and cudnn)."""
     accumulate: bool = False
-    """Gradients of parameters with a `main_grad` of their shape, fp32 or of their dtype, are added
-    to that, and `grad_added_to_main_grad` is set, as Megatron-Core's data parallel wrapper
-    expects."""
+    """Add gradients of parameters with a `main_grad` of their shape, fp32 or of their dtype, to
+    that, and set `grad_added_to_main_grad`, as Megatron-Core's data parallel wrapper expects."""
     recipe: Recipe | None = None
-    """Operands of the GEMMs are quantized; None: they are as they are given."""
-    save_given: bool = False
-    """With a recipe, dense layers save their inputs as they are given and quantize them once more
-    in the backward pass, for callers who give up the memory of these; routed experts do not."""
+    """Quantization of the GEMMs' operands; None: no quantization."""
+    save_unquantized: bool = False
+    """With a recipe, dense layers save their inputs unquantized and quantize them again in the
+    backward pass, for callers that free these inputs; routed experts do not."""
     recompute_h: bool = False
-    """Experts save no h: the backward pass runs fc1 again."""
+    """Experts save no h: the backward pass recomputes fc1."""
     keep_fp8: bool = False
-    """FP8 copies of weights stay with them until they change (fused only)."""
+    """FP8 copies of weights are kept until the weights change (fused only)."""
     interleaved: bool = False
     """w1, b1 and their gradients are in the order of `kernels.sm100.interleave` (cudnn only)."""
 
 
 FUSED_MULTIPLE = 64
-"""Of the widths that the fused kernels take."""
+"""Divisor of all widths that the fused kernels support."""
 
 
 def for_widths(spec: MLPSpec, *widths: int) -> MLPSpec:
-    """How a dense layer of these channels is computed: as `spec` says, or by `torch` where the
-    fused kernels do not take them, such as a part of a projection on one of many tensor ranks."""
+    """The spec of a dense layer with these numbers of channels.
+
+    It is `spec`, or one with `torch` if the fused kernels do not support a width, such as a part of
+    a projection on one of many tensor-parallel ranks.
+    """
     if spec.backend != "fused" or all(width % FUSED_MULTIPLE == 0 for width in widths):
         return spec
     return replace(spec, backend="torch", margins=Margins(), keep_fp8=False)
@@ -76,7 +78,7 @@ class MLPWeights(NamedTuple):
     """Parameters of an MLP, stacked over L experts."""
 
     w1: Tensor
-    """[L, H, D]; if gated, the gate's F rows and then those of the linear half."""
+    """[L, H, D]; if gated, F gate rows and then F up rows."""
     w2: Tensor
     """[L, D, F]."""
     b1: Tensor | None = None

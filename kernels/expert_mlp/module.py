@@ -1,7 +1,7 @@
 """The expert MLP of an MoE layer as a plain torch module, for models that are not Megatron-Core's.
 
-It plans, runs the experts and adds up; the router is the caller's. All experts are on this device,
-so no token can be left out and nothing is read on the host, unless PHALANX_DEBUG=1 has it checked.
+It plans, runs the experts and sums; the router is the caller's. All experts are on this device, so
+no token is dropped and nothing is read on the host, except for the checks of PHALANX_DEBUG=1.
 Under torch.autocast it computes in autocast's dtype, as torch.nn.functional.linear does.
 
 Legend: T tokens, K experts per token, L experts, D hidden, F expert width.
@@ -45,12 +45,12 @@ class GroupedMLP(nn.Module):
         top_k: K.
         activation: its kind, or with constants an `Activation`.
         bias: biases in both layers of the experts.
-        backend: `reference`, `torch`, `fused`, `cudnn`, or `auto` for the best where the input is.
+        backend: `reference`, `torch`, `fused`, `cudnn`, or `auto`: the best for the input's device.
         device, dtype: of the parameters.
         margins, dynamic: as in `kernels.expert_mlp.mlp_spec.MLPSpec`.
 
     Raises:
-        ValueError: sizes that cannot be, or an unknown activation or backend.
+        ValueError: invalid sizes, or an unknown activation or backend.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class GroupedMLP(nn.Module):
 
         Raises:
             ValueError: shapes or dtypes that do not fit, or a backend that cannot run here; with
-                PHALANX_DEBUG=1 an id that is not from -1 to L - 1, with its place.
+                PHALANX_DEBUG=1 an id that is not from -1 to L - 1, with its index.
         """
         want = (*x.shape[:-1], self.top_k)
         if x.shape[-1:] != (self.hidden,) or topk_idx.shape != want or topk_prob.shape != want:
@@ -141,9 +141,9 @@ class GroupedMLP(nn.Module):
         )
         check(x_TD, weights, plan, self.activation)
         index, prob, offsets, inverse, _, order, _ = plan
-        given = (x_TD.contiguous(), *weights, index, prob, offsets, inverse, order)
-        # As a custom op, which torch.compile does not look into.
-        out_TD, _ = grouped_mlp(*given, *spec, differentiates(x_TD, weights, plan))
+        tensors = (x_TD.contiguous(), *weights, index, prob, offsets, inverse, order)
+        # A custom op, into which torch.compile does not trace.
+        out_TD, _ = grouped_mlp(*tensors, *spec, differentiates(x_TD, weights, plan))
         return out_TD.view(x.shape)
 
     @torch.compiler.assume_constant_result
@@ -178,14 +178,14 @@ class GroupedMLP(nn.Module):
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Dtype of the autocast region that a device is in; None outside any."""
+    """Dtype of the device's active autocast region; None: autocast is off."""
     kind = device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # which knows no autocast
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # "meta" has no autocast
         return None
     return torch.get_autocast_dtype(kind)
 
 
-def _cast(given: Tensor, dtype: torch.dtype) -> Tensor:
-    """What autocast makes of an argument of its ops: fp64 and integers stay."""
-    casts = given.is_floating_point() and given.dtype != torch.float64
-    return given.to(dtype) if casts else given
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast as autocast does: fp64 and integers stay."""
+    casts = value.is_floating_point() and value.dtype != torch.float64
+    return value.to(dtype) if casts else value

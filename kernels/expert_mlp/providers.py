@@ -1,7 +1,7 @@
-"""From the name of an expert backend to the object that runs it.
+"""Expert backends by name.
 
-`kernels.registry` says which can run where; here a name is taken at its word. The fused backend is
-imported when it is first asked for, as its compiler takes seconds to import.
+`kernels.registry` decides which can run; this module does not check. The fused backend is imported
+at its first use, as its compiler takes seconds to import.
 """
 
 import functools
@@ -18,12 +18,12 @@ NAMES = ("reference", "torch", "fused", "cudnn")
 
 
 def row_multiple(name: str) -> int:
-    """What the rows of an expert are padded to in the plans of a backend."""
+    """Multiple to which a backend's plans pad the rows of each expert."""
     return CUDNN_ROWS if name == "cudnn" else 1
 
 
 def rows_for(pairs: int, experts: int, name: str) -> int:
-    """Expert rows that are enough for so many pairs, however they are spread over the experts."""
+    """Number of expert rows that suffices for `pairs`, however they are spread over the experts."""
     multiple = row_multiple(name)
     return (pairs + experts * (multiple - 1)) // multiple * multiple
 
@@ -42,13 +42,13 @@ def provider(
     Args:
         name: one of NAMES.
         sm_margin: SMs that its kernels leave free.
-        dynamic: its GEMMs claim tiles on the device; otherwise tiles are dealt out in turn.
-        recipe: of its operands.
-        keep_fp8: FP8 copies of weights stay with them.
-        interleaved: fc1 is stored as `kernels.sm100.interleave` says (cudnn only).
+        dynamic: its GEMMs claim tiles on the device; otherwise the schedule is static.
+        recipe: quantization of its operands.
+        keep_fp8: FP8 copies of weights are kept until the weights change.
+        interleaved: fc1 is stored in the order of `kernels.sm100.interleave` (cudnn only).
 
     Raises:
-        ValueError: unknown name, or the fused backend with a recipe that it has not.
+        ValueError: unknown name, or a recipe that the backend does not support.
     """
     if isinstance(recipe, Microscaling):
         if name == "fused":

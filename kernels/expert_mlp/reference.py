@@ -1,8 +1,8 @@
 """Plain torch in fp32 (fp64 for fp64 inputs), one expert at a time: the oracle of the expert MLP.
 
 Reads the offsets on the host and is slow; runs any size and dtype on any device. Results are
-rounded to the input's dtype exactly where `kernels.backend` says so, and padding rows are NaN, so
-that a consumer that reads them is found out.
+rounded to the input's dtype exactly where `kernels.expert_mlp.backend` says so, and padding rows
+are NaN, so that tests detect a consumer that reads them.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from torch import Tensor
 from phalanx.kernels.elementwise.block_sum import plus
 from phalanx.kernels.expert_mlp.activation import Activation, formula
 from phalanx.kernels.expert_mlp.backend import (
-    AsTheyAre,
     HiddenGrads,
     Linear,
     Operand,
     PlanSize,
+    UnquantizedMixin,
     put,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
@@ -29,7 +29,7 @@ from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 
 
 def activation(h: Tensor, act: Activation) -> Tensor:
-    """The definition of every activation: [..., H] -> [..., F] in the dtype of h."""
+    """Definition of every activation: [..., H] -> [..., F] in the dtype of h."""
     gate, up = h.chunk(2, -1) if act.gated else (h, None)
     if act.limit:
         gate = gate.clamp(max=act.limit)
@@ -55,23 +55,23 @@ def activation_backward(dvalue: Tensor, h: Tensor, act: Activation) -> Tensor:
 
 
 def _value(gate: Tensor, act: Activation) -> Tensor:
-    """The activated half, by torch's own function where it has one."""
-    own = act.facts.torch
-    return getattr(F, own)(gate) if own else formula(act).value(gate, act)
+    """The activated gate, by torch's function if it has one."""
+    name = act.facts.torch
+    return getattr(F, name)(gate) if name else formula(act).value(gate, act)
 
 
 def _value_backward(grad: Tensor, gate: Tensor, act: Activation) -> Tensor:
     """Gradient of the gate from that of `_value`."""
-    own = act.facts.torch
-    if own:
-        return getattr(torch.ops.aten, f"{own}_backward")(grad, gate)
+    name = act.facts.torch
+    if name:
+        return getattr(torch.ops.aten, f"{name}_backward")(grad, gate)
     return grad * formula(act).slope(gate, act)
 
 
-class Reference(AsTheyAre):
+class Reference(UnquantizedMixin):
     """`kernels.expert_mlp.backend.Backend` by loops over experts."""
 
-    gathers: ClassVar[bool] = True
+    fuses_gather: ClassVar[bool] = True
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
         return sort_pairs(topk_idx_NK, topk_prob_NK, size)
@@ -94,18 +94,27 @@ class Reference(AsTheyAre):
         a_SF = _padding(x_ND, S, width // 2 if act.gated else width)
         for linear, e, span in _experts(fc1, plan):
             w1_HD, b1_LH = linear.weight_LOI[e], linear.bias_LO
-            h = _wide(_pick(Operand(x_ND, gather=True), plan, span)) @ _wide(w1_HD).T
+            h = (
+                _at_least_fp32(_expert_rows(Operand(x_ND, gather=True), plan, span))
+                @ _at_least_fp32(w1_HD).T
+            )
             h = h * _alpha(linear, e)
-            h_SH[span] = (h if b1_LH is None else h + _wide(b1_LH[e])).to(x_ND.dtype)
-            a_SF[span] = (activation(_wide(h_SH[span]), act) * _prob(plan, span)).to(x_ND.dtype)
+            h_SH[span] = (h if b1_LH is None else h + _at_least_fp32(b1_LH[e])).to(x_ND.dtype)
+            a_SF[span] = (activation(_at_least_fp32(h_SH[span]), act) * _prob(plan, span)).to(
+                x_ND.dtype
+            )
         return h_SH if keep_h else None, a_SF
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         y_SO = _padding(a_SI, a_SI.shape[0], linear.weight_LOI.shape[1])
         for layer, e, span in _experts(linear, plan):
-            y = _wide(a_SI[span]) @ _wide(layer.weight_LOI[e]).T * _alpha(layer, e)
+            y = (
+                _at_least_fp32(a_SI[span])
+                @ _at_least_fp32(layer.weight_LOI[e]).T
+                * _alpha(layer, e)
+            )
             if layer.bias_LO is not None:
-                y = y + _wide(layer.bias_LO[e]) * _prob(plan, span)
+                y = y + _at_least_fp32(layer.bias_LO[e]) * _prob(plan, span)
             y_SO[span] = y.to(a_SI.dtype)
         return y_SO
 
@@ -123,14 +132,21 @@ class Reference(AsTheyAre):
         dh_SH, a_SF = _padding(dy.matrix, S, h_SH.shape[1]), _padding(dy.matrix, S, ffn)
         dprob_S = None if plan.row_prob_S is None else torch.zeros_like(plan.row_prob_S)
         for linear, e, span in _experts(fc2, plan):
-            dy_SD, w2_DF, b2_LD = _wide(_pick(dy, plan, span)), linear.weight_LOI[e], linear.bias_LO
-            h, dvalue = _wide(h_SH[span]), dy_SD @ _wide(w2_DF) * _alpha(linear, e)
+            dy_SD, w2_DF, b2_LD = (
+                _at_least_fp32(_expert_rows(dy, plan, span)),
+                linear.weight_LOI[e],
+                linear.bias_LO,
+            )
+            h, dvalue = (
+                _at_least_fp32(h_SH[span]),
+                dy_SD @ _at_least_fp32(w2_DF) * _alpha(linear, e),
+            )
             value, prob = activation(h, act), _prob(plan, span)
             dh_SH[span] = activation_backward(dvalue * prob, h, act).to(dtype)
             a_SF[span] = (value * prob).to(dtype)
             if dprob_S is not None:
                 dprob = (dvalue * value).sum(1)
-                dprob_S[span] = dprob if b2_LD is None else dprob + dy_SD @ _wide(b2_LD[e])
+                dprob_S[span] = dprob if b2_LD is None else dprob + dy_SD @ _at_least_fp32(b2_LD[e])
         return HiddenGrads(dh_SH, a_SF, dprob_S, None)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
@@ -139,28 +155,30 @@ class Reference(AsTheyAre):
             into = Buffer(d.matrix.new_empty(shape), add=False)
         out = into.out
         for e, span in enumerate(_spans(plan.offsets)):
-            dw_OI = _wide(_pick(d, plan, span)).T @ _wide(_pick(v, plan, span))
+            dw_OI = _at_least_fp32(_expert_rows(d, plan, span)).T @ _at_least_fp32(
+                _expert_rows(v, plan, span)
+            )
             out[e] = (out[e] + dw_OI if into.add else dw_OI).to(out.dtype)
         return out
 
     def bias_grad(
         self, d: Operand, plan: ExpertPlan, *, scale: bool, into: Buffer | None = None
     ) -> Tensor:
-        db_LO = _wide(d.matrix.new_zeros(plan.offsets.shape[0] - 1, d.matrix.shape[1]))
+        db_LO = _at_least_fp32(d.matrix.new_zeros(plan.offsets.shape[0] - 1, d.matrix.shape[1]))
         for e, span in enumerate(_spans(plan.offsets)):
-            d_SO = _wide(_pick(d, plan, span))
+            d_SO = _at_least_fp32(_expert_rows(d, plan, span))
             db_LO[e] = (d_SO * _prob(plan, span) if scale else d_SO).sum(0)
         return put(db_LO, into)
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
-        out_ND = _wide(y_SD.new_zeros(inverse_NK.shape[0], y_SD.shape[1]))
+        out_ND = _at_least_fp32(y_SD.new_zeros(inverse_NK.shape[0], y_SD.shape[1]))
         for row_N in inverse_NK.unbind(1):
-            here = (row_N >= 0).nonzero().squeeze(1)
-            out_ND[here] += _wide(y_SD.index_select(0, row_N[here]))
+            local = (row_N >= 0).nonzero().squeeze(1)
+            out_ND[local] += _at_least_fp32(y_SD.index_select(0, row_N[local]))
         return plus(out_ND.to(y_SD.dtype), addends)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -168,7 +186,7 @@ def _count(x_ND: Tensor, plan: ExpertPlan) -> int:
     return x_ND.shape[0] if plan.row_index_S is None else plan.row_index_S.shape[0]
 
 
-def _pick(x: Operand, plan: ExpertPlan, span: slice) -> Tensor:
+def _expert_rows(x: Operand, plan: ExpertPlan, span: slice) -> Tensor:
     """Expert rows `span` of an operand."""
     rows: Tensor = x.matrix
     if x.gather and plan.row_index_S is not None:
@@ -190,7 +208,7 @@ def _padding(like: Tensor, rows: int, columns: int) -> Tensor:
 
 def _experts(linear: Linear, plan: ExpertPlan) -> Iterator[tuple[Linear, int, slice]]:
     """Layer, number in it and expert rows of each expert."""
-    for layer, part in linear.runs(plan):
+    for layer, part in linear.expert_groups(plan):
         for e, span in enumerate(_spans(part.offsets)):
             yield layer, e, span
 

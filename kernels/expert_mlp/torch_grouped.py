@@ -1,12 +1,13 @@
-"""The expert MLP on torch._grouped_mm with offsets on the device: no host ever learns a row count.
+"""The expert MLP on torch._grouped_mm with offsets on the device: the host reads no row count.
 
 Every GEMM of the layer is one call for all experts; the elementwise work between them is compiled
-to one kernel each on CUDA and runs as written elsewhere. torch._grouped_mm neither reads nor writes
-rows past the last offset, so padding stays apart; the few sums over rows that are not GEMMs mask
+to one kernel each on CUDA and runs eagerly elsewhere. torch._grouped_mm neither reads nor writes
+rows past the last offset, so padding is untouched; the few sums over rows that are not GEMMs mask
 it. Bias gradients are GEMMs too, with a column of ones or of probabilities: deterministic, fp32
 inside.
 
-Shape legend as in kernels.backend; C columns of 16 bytes, the narrowest matrix that the GEMM takes.
+Shape legend as in `kernels.expert_mlp.backend`; C columns of 16 bytes, the narrowest matrix that
+the GEMM takes.
 """
 
 import functools
@@ -19,11 +20,11 @@ from torch import Tensor
 from phalanx.kernels.elementwise.block_sum import plus
 from phalanx.kernels.expert_mlp.activation import Activation, Formula, formula
 from phalanx.kernels.expert_mlp.backend import (
-    AsTheyAre,
     HiddenGrads,
     Linear,
     Operand,
     PlanSize,
+    UnquantizedMixin,
     put,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
@@ -31,15 +32,15 @@ from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.routing.sort_pairs import gather_pairs, gather_rows, sort_pairs, used_rows
 
 
-class Grouped(AsTheyAre):
+class Grouped(UnquantizedMixin):
     """`kernels.expert_mlp.backend.Backend` on torch._grouped_mm: bf16 on CUDA, bf16 and fp32 on
     CPU.
 
-    On a CPU every GEMM is one in fp32, whose result is rounded. Weights of guests are put behind
-    own ones for each use.
+    On a CPU every GEMM is one in fp32, whose result is rounded. Weights of own experts and replicas
+    are concatenated for each use.
     """
 
-    gathers: ClassVar[bool] = False
+    fuses_gather: ClassVar[bool] = False
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
         return sort_pairs(topk_idx_NK, topk_prob_NK, size)
@@ -57,7 +58,7 @@ class Grouped(AsTheyAre):
         keep_h: bool = True,
         ready: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        fc1 = fc1.whole
+        fc1 = fc1.concatenated
         w1_LDH, b1_LH = fc1.weight_LOI.transpose(1, 2), fc1.bias_LO
         x_SD = _gather(Operand(x_ND, gather=True), plan)
         z_SH = _grouped_mm(x_SD, w1_LDH, plan, fc1.alpha_L)
@@ -66,7 +67,7 @@ class Grouped(AsTheyAre):
         return as_one_kernel(_bias_act, *biased, act, formula(act))
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
-        linear = linear.whole
+        linear = linear.concatenated
         y_SO = _grouped_mm(a_SI, linear.weight_LOI.transpose(1, 2), plan, linear.alpha_L)
         if linear.bias_LO is None:
             return y_SO
@@ -83,16 +84,16 @@ class Grouped(AsTheyAre):
         *,
         ready: Tensor | None = None,
     ) -> HiddenGrads:
-        dy_SD, fc2 = _gather(dy, plan), fc2.whole
+        dy_SD, fc2 = _gather(dy, plan), fc2.concatenated
         da_SF = _grouped_mm(dy_SD, fc2.weight_LOI, plan, fc2.alpha_L)
         used_S = used_rows(h_SH, plan.offsets)
-        given = (da_SF, h_SH, plan.row_prob_S, used_S, act, formula(act))
+        inputs = (da_SF, h_SH, plan.row_prob_S, used_S, act, formula(act))
         if fc2.bias_LO is None or plan.row_prob_S is None:
-            made = as_one_kernel(_act_backward, *given)
+            grads = as_one_kernel(_act_backward, *inputs)
         else:
             expert_S = expert_of_row(plan.offsets, h_SH)
-            made = as_one_kernel(_act_backward, *given, dy_SD, fc2.bias_LO, expert_S)
-        dh_SH, a_SF, dprob_S = made
+            grads = as_one_kernel(_act_backward, *inputs, dy_SD, fc2.bias_LO, expert_S)
+        dh_SH, a_SF, dprob_S = grads
         return HiddenGrads(dh_SH, a_SF, dprob_S, None)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
@@ -104,7 +105,7 @@ class Grouped(AsTheyAre):
         d_SO = _gather(d, plan)
         columns = 16 // d_SO.element_size()
         if scale and plan.row_prob_S is not None:
-            terms_SC = _split(plan.row_prob_S, d_SO.dtype, columns)
+            terms_SC = _exact_columns(plan.row_prob_S, d_SO.dtype, columns)
         else:
             terms_SC = d_SO.new_zeros(d_SO.shape[0], columns)
             terms_SC[:, 0] = 1
@@ -121,7 +122,7 @@ def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan, alpha_L: Tensor | None =
 
     A weight gradient passes a transposed row-major and a row-major matrix, the one pair of layouts
     for which CUDA takes groups that end anywhere; others need multiples of 8 rows. The first group
-    begins at row 0, so that of guests it is one of the rows before theirs, which is dropped.
+    starts at row 0: in a plan of replicas it is one of the rows before theirs, which is dropped.
     """
     if a.is_cuda and a.dtype != torch.bfloat16:  # torch would copy the offsets to the host
         raise ValueError(
@@ -132,18 +133,18 @@ def _grouped_mm(a: Tensor, b: Tensor, plan: ExpertPlan, alpha_L: Tensor | None =
         groups = () if b.ndim == 3 else (plan.offsets.shape[0] - 1,)
         return a.new_zeros(*groups, a.shape[0], b.shape[-1])
     contracts_rows = b.ndim == 2
-    ends = plan.offsets if contracts_rows and plan.behind else plan.offsets[1:]
+    ends = plan.offsets if contracts_rows and plan.of_replicas else plan.offsets[1:]
     first = len(ends) - (len(plan.offsets) - 1)
     if not a.is_cuda:
-        # In bf16 oneDNN would compile a kernel for every count of rows that comes along: 0.5 ms,
-        # and 0.6 MB that stay. MKL has one in fp32 for all of them.
+        # In bf16 oneDNN would compile a kernel for every new number of rows: 0.5 ms, and 0.6 MB
+        # that are never freed. In fp32 MKL has one kernel for all of them.
         a, b, dtype = a.float(), b.float(), a.dtype
-        made = torch._grouped_mm(a, b, offs=ends)
-        made = made[first:] if contracts_rows else made
-        return (made if alpha_L is None else _scaled(made, alpha_L, plan)).to(dtype)
-    made = torch._grouped_mm(a, b, offs=ends)
-    made = made[first:] if contracts_rows else made
-    return made if alpha_L is None else _scaled(made, alpha_L, plan)
+        product = torch._grouped_mm(a, b, offs=ends)
+        product = product[first:] if contracts_rows else product
+        return (product if alpha_L is None else _scaled(product, alpha_L, plan)).to(dtype)
+    product = torch._grouped_mm(a, b, offs=ends)
+    product = product[first:] if contracts_rows else product
+    return product if alpha_L is None else _scaled(product, alpha_L, plan)
 
 
 def _scaled(y_SO: Tensor, alpha_L: Tensor, plan: ExpertPlan) -> Tensor:
@@ -168,8 +169,8 @@ def expert_of_row(offsets: Tensor, expert_rows: Tensor) -> Tensor:
     return expert_S.clamp_(max=ends_L.shape[0] - 1)
 
 
-def _split(x_S: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
-    """Columns in `dtype` that sum up to x exactly: the 24 bits of an fp32 are 3 x 8 of a bf16."""
+def _exact_columns(x_S: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
+    """Columns in `dtype` whose sum is exactly x: the 24 bits of an fp32 are 3 x 8 of a bf16."""
     parts_SC = torch.zeros(x_S.shape[0], columns, dtype=dtype, device=x_S.device)
     for c in range(1 if dtype == torch.float32 else 3):
         parts_SC[:, c] = x_S
@@ -178,15 +179,15 @@ def _split(x_S: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
 
 
 def as_one_kernel(fn: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-    """fn(x, *args), compiled where that pays: C++ for a CPU takes longer to build than it saves."""
+    """fn(x, *args), compiled on CUDA: C++ for a CPU takes longer to build than it saves."""
     return (_compiled(fn) if x.is_cuda else fn)(x, *args)
 
 
 @functools.cache
 def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    # Without the option inductor drops the rounding of h inside a kernel, and the activations of
-    # the forward pass would not be those that the backward pass recomputes. And without the other
-    # the kernel of a sum is the one that is fastest when first run, which may be another each time.
+    # emulate_precision_casts: otherwise inductor drops the rounding of h inside a kernel, and the
+    # forward pass's activations would differ from those that the backward pass recomputes.
+    # deterministic: otherwise the kernel of a sum is autotuned, and may differ from run to run.
     return torch.compile(fn, options={"emulate_precision_casts": True, "deterministic": True})
 
 
@@ -196,13 +197,13 @@ def _bias_act(
     expert_S: Tensor | None,
     prob_S: Tensor | None,
     act: Activation,
-    how: Formula,
+    functions: Formula,
 ) -> tuple[Tensor, Tensor]:
     h_SH = z_SH
     if b1_LH is not None and expert_S is not None:
         h_SH = (z_SH.float() + b1_LH.index_select(0, expert_S).float()).to(z_SH.dtype)
-    gate, up, _ = _halves(h_SH.float(), act)
-    value = how.value(gate, act)
+    gate, up, _ = _gate_and_up(h_SH.float(), act)
+    value = functions.value(gate, act)
     value = value if up is None else value * up
     return h_SH, _times(value, prob_S).to(z_SH.dtype)
 
@@ -222,13 +223,13 @@ def _act_backward(
     prob_S: Tensor | None,
     used_S: Tensor,
     act: Activation,
-    how: Formula,
+    functions: Formula,
     dy_SD: Tensor | None = None,
     b2_LD: Tensor | None = None,
     expert_S: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    gate, up, inside = _halves(h_SH.float(), act)
-    value, slope = how.value(gate, act), how.slope(gate, act)
+    gate, up, inside = _gate_and_up(h_SH.float(), act)
+    value, slope = functions.value(gate, act), functions.slope(gate, act)
     da = da_SF.float()
     dv = _times(da, prob_S)
     if up is None:
@@ -248,8 +249,8 @@ def _act_backward(
     return dh_SH, a_SF, torch.where(used_S, dprob_S, 0.0)
 
 
-def _halves(h: Tensor, act: Activation) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Clamped gate, clamped linear half plus offset, and where the clamp lets gradients pass."""
+def _gate_and_up(h: Tensor, act: Activation) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Clamped gate, clamped up channels plus offset, and the mask of channels within the clamp."""
     gate, up = h.chunk(2, -1) if act.gated else (h, None)
     inside = None
     if act.limit:

@@ -1,10 +1,9 @@
 """Gradients of the weights and biases of an expert MLP, after the data gradient.
 
-Where experts of other ranks are guests they are made twice of the same rows, for guests and for own
-experts. Whatever has been read for the last time is let go of at once: these are the largest
-tensors of the backward pass.
+With expert replication they are computed in two parts from the same rows, for replicas and for own
+experts. An operand is freed after its last use: these are the largest tensors of the backward pass.
 
-Shape legend as in `kernels.backend`.
+Shape legend as in `kernels.expert_mlp.backend`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,74 +22,74 @@ type Gradients = tuple[Tensor | None, Tensor | None]
 
 @dataclass
 class WeightGrads:
-    """What gradients of weights and biases are made of."""
+    """Operands of the gradients of weights and biases."""
 
     ops: Backend
     plan: ExpertPlan
-    """Of all places."""
+    """Plan of all experts, replicas included."""
     needs: Sequence[bool]
-    """Which are wanted of those of w1, w2, b1 and b2."""
-    of_w1: list[Operand]
-    """The gradient of h, and x unless `tokens` brings it; empty if they are not wanted."""
-    of_w2: list[Operand]
-    """The gradient of out, and activations."""
-    of_b1: Operand | None
-    of_b2: Operand | None
+    """Which of the gradients of w1, w2, b1 and b2 are wanted."""
+    w1_operands: list[Operand]
+    """Gradient of h, and x unless `tokens` brings it; empty if not wanted."""
+    w2_operands: list[Operand]
+    """Gradient of out, and activations; empty if not wanted."""
+    b1_operand: Operand | None
+    b2_operand: Operand | None
     db1_LH: Tensor | None = None
-    """If it came for free."""
+    """Gradient of b1, if a kernel had it as a by-product."""
     tokens: Callable[[], Rows] | None = None
-    """x, at its first use."""
+    """Returns x, at its first use."""
 
     def all(self, buffers: Sequence[Buffer | None]) -> list[Tensor | None]:
-        """Gradients of w1, w2, b1 and b2 of all places, None where they are not wanted.
+        """Gradients of w1, w2, b1 and b2 of all experts, None where they are not wanted.
 
         Args:
-            buffers: where they go; None: to new tensors.
+            buffers: destinations; None: new tensors.
         """
-        dw2, db2 = self.of_fc2(self.plan, buffers[1::2])
-        dw1, db1 = self.of_fc1(self.plan, buffers[::2])
+        dw2, db2 = self.fc2_grads(self.plan, buffers[1::2])
+        dw1, db1 = self.fc1_grads(self.plan, buffers[::2])
         return [dw1, dw2, db1, db2]
 
-    def of_fc1(self, plan: ExpertPlan, buffers: Buffers, *, last: bool = True) -> Gradients:
+    def fc1_grads(self, plan: ExpertPlan, buffers: Buffers, *, last: bool = True) -> Gradients:
         """Gradients of w1 and b1, None where they are not wanted.
 
         Args:
-            plan: of all places, or a part of it.
-            buffers: where they go; None: to new tensors.
-            last: there is no other part to come.
+            plan: the plan, or a part of it.
+            buffers: destinations; None: new tensors.
+            last: no other part follows.
         """
         need_w, _, need_b, _ = self.needs
         dw = db = None
         if self.tokens is not None:
             x = Operand(self.tokens(), gather=plan.row_index_S is not None)
-            self.of_w1, self.tokens = [*self.of_w1, x], None
+            self.w1_operands, self.tokens = [*self.w1_operands, x], None
         if need_w:
-            self.of_w1 = self._columns(self.of_w1)
-            dh, x = self.of_w1
+            self.w1_operands = self._columns(self.w1_operands)
+            dh, x = self.w1_operands
             dw = self.ops.wgrad(dh, x, plan, buffers[0])
             del dh, x
         if need_b and self.db1_LH is not None:
-            db = put(plan.of_these(self.db1_LH), buffers[1])
-        elif need_b and self.of_b1 is not None:
-            db = self.ops.bias_grad(self.of_b1, plan, scale=False, into=buffers[1])
+            db = put(plan.select(self.db1_LH), buffers[1])
+        elif need_b and self.b1_operand is not None:
+            db = self.ops.bias_grad(self.b1_operand, plan, scale=False, into=buffers[1])
         if last:
-            self.of_w1, self.of_b1 = [], None
+            self.w1_operands, self.b1_operand = [], None
         return dw, db
 
-    def of_fc2(self, plan: ExpertPlan, buffers: Buffers, *, last: bool = True) -> Gradients:
-        """The same of w2 and b2."""
+    def fc2_grads(self, plan: ExpertPlan, buffers: Buffers, *, last: bool = True) -> Gradients:
+        """Gradients of w2 and b2, as `fc1_grads`."""
         _, need_w, _, need_b = self.needs
         dw = db = None
         if need_w:
-            self.of_w2 = self._columns(self.of_w2)
-            dy, a = self.of_w2
+            self.w2_operands = self._columns(self.w2_operands)
+            dy, a = self.w2_operands
             dw = self.ops.wgrad(dy, a, plan, buffers[0])
             del dy, a
-        if need_b and self.of_b2 is not None:
+        if need_b and self.b2_operand is not None:
             scaled = plan.row_prob_S is not None
-            db = self.ops.bias_grad(self.of_b2, plan, scale=scaled, into=buffers[1])
+            db = self.ops.bias_grad(self.b2_operand, plan, scale=scaled, into=buffers[1])
         if last:
-            self.of_w2, self.of_b2 = [], None
+            self.w2_operands, self.b2_operand = [], None
         return dw, db
 
     def _columns(self, operands: list[Operand]) -> list[Operand]:

@@ -3,14 +3,15 @@
 https://github.com/fla-org/flash-linear-attention, version 0.6.0, of which `fla-core` has all that
 is used. Three things are done differently here:
 
-- Its kernels are tuned when they are first launched. Which of several is taken then depends on the
-  moment, and with it the order of sums: two ranks, or a run and its resume, would differ in bits.
-  Here each kernel has one configuration, chosen by a rule from the library's own list.
+- Its kernels are autotuned at their first launch. The chosen configuration depends on timing, and
+  with it the order of sums: two ranks, or a run and its resume, would differ in bits. Here each
+  kernel has one configuration, chosen by a rule from the library's list.
 - One gradient kernel is replaced (`kernels.linear_attention.gradients_triton` says why).
-- Documents inside a sequence are told apart by a decay that leaves nothing of a state, not by
-  bounds: the library makes tables of these on the host, which no CUDA graph can hold.
+- Documents inside a sequence are separated by a decay that clears the state, not by bounds: the
+  library builds tables of bounds on the host, which a CUDA graph cannot capture.
 
-It saves per token and value head, beside inputs and output, a row of 64 of its solved systems.
+It saves per token and value head, in addition to inputs and output, a row of 64 of its solved
+systems.
 
 Shape legend: B sequences, S positions, C channels, W taps, K key heads, V value heads, d channels
 of a head.
@@ -23,12 +24,12 @@ from typing import Any
 from torch import Tensor
 
 FORGET = -100.0
-"""Logarithm of a decay: e to this is no number of fp32. A chunk of 64 documents sums up to -6400,
-where fp32 is exact to 2.4e-4, a sixteenth of a rounding to bf16."""
+"""Logarithm of a decay: e to this power is 0 in fp32. In a chunk of 64 documents the logarithms sum
+to -6400, where fp32 is exact to 2.4e-4, a sixteenth of a rounding to bf16."""
 
 
 def causal_conv(x_BSC: Tensor, weight_CW: Tensor) -> Tensor:
-    """As `kernels.linear_attention.gated_delta.causal_conv`, of whole sequences."""
+    """`kernels.linear_attention.gated_delta.causal_conv` for sequences of one document."""
     out_BSC: Tensor = _library().conv(x_BSC, weight_CW, activation="silu")[0]
     return out_BSC
 
@@ -41,7 +42,7 @@ def gated_delta_rule(
     beta_BSV: Tensor,
     position_BS: Tensor | None,
 ) -> Tensor:
-    """As `kernels.linear_attention.gated_delta.gated_delta_rule`."""
+    """`kernels.linear_attention.gated_delta.gated_delta_rule` by the library."""
     if position_BS is not None:
         log_decay_BSV = log_decay_BSV.masked_fill((position_BS == 0)[..., None], FORGET)
     out_BSVd: Tensor = _library().rule(
@@ -51,14 +52,14 @@ def gated_delta_rule(
 
 
 def gated_rms_norm(x_BSVd: Tensor, gate_BSVd: Tensor, weight_d: Tensor, eps: float) -> Tensor:
-    """As `kernels.linear_attention.gated_delta.gated_rms_norm`."""
+    """`kernels.linear_attention.gated_delta.gated_rms_norm` by the library."""
     out_BSVd: Tensor = _library().norm(x_BSVd, gate_BSVd, weight_d, None, eps=eps)
     return out_BSVd
 
 
 @functools.cache
 def _library() -> SimpleNamespace:
-    """Its functions, once their kernels are as the docstring of this file has them."""
+    """The library's functions, with their kernels changed as this file's docstring says."""
     from fla.modules import causal_conv1d
     from fla.modules.norm import fused_norm_gate, l2norm
     from fla.ops.common import chunk_delta_h, chunk_o
@@ -80,7 +81,7 @@ def _library() -> SimpleNamespace:
 
 
 def fix(kernel: Any) -> None:
-    """Leave a Triton kernel, if it is tuned, one of the configurations that it is tuned over."""
+    """Reduce the configurations of an autotuned Triton kernel to one; leave others unchanged."""
     while kernel is not None and not hasattr(kernel, "configs"):
         kernel = getattr(kernel, "fn", None) if hasattr(kernel, "run") else None
     if kernel is None:
@@ -90,11 +91,11 @@ def fix(kernel: Any) -> None:
 
 
 _WARPS = {"prepare_wy_repr_bwd_kernel": 2}
-"""Of kernels that have not 4. Triton miscompiles its sibling without decays with 4 for Hopper
-(fla-org/flash-linear-attention, issue 984)."""
+"""Warps of kernels that have not 4. Triton miscompiles the variant of this kernel without decays
+with 4 for Hopper (fla-org/flash-linear-attention, issue 984)."""
 
 
 def _distance(config: Any, warps: int) -> tuple[float, ...]:
-    """From so many warps, two stages and tiles of 64."""
+    """Distance of a configuration from `warps` warps, two stages and tiles of 64."""
     tiles = (abs(size - 64) for _, size in sorted(config.kwargs.items()))
     return abs(config.num_warps - warps), abs(config.num_stages - 2), *tiles

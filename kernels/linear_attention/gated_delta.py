@@ -1,11 +1,11 @@
-"""What a Gated DeltaNet layer (arXiv 2412.06464) computes between its projections: one interface.
+"""A Gated DeltaNet layer (arXiv 2412.06464) between its projections: the interface of its backends.
 
     short causal convolution -> normalised queries and keys -> gated delta rule -> gated RMSNorm
 
-Backends: `torch`, the statement of `kernels.linear_attention.statement`, which runs everywhere and
-in any dtype, and `fla`, the chunked kernels of flash-linear-attention in Triton, for bf16 on GPUs.
-No function reads anything of the device on the host: a step is captured in a CUDA graph as any
-other, and documents inside a sequence are told apart by the positions of the tokens alone.
+Backends: `torch` (`kernels.linear_attention.torch_delta`), which runs everywhere and in any dtype,
+and `fla`, the chunked kernels of flash-linear-attention in Triton, for bf16 on GPUs. No function
+reads the device on the host: a step can be captured in a CUDA graph, and documents inside a
+sequence are distinguished only by the positions of tokens.
 
 Shape legend: B sequences, S positions, C channels, W taps of the convolution, K key heads,
 V value heads, d channels of a head.
@@ -13,7 +13,7 @@ V value heads, d channels of a head.
 
 from torch import Tensor
 
-from phalanx.kernels.linear_attention import statement
+from phalanx.kernels.linear_attention import torch_delta
 
 
 def causal_conv(
@@ -34,12 +34,12 @@ def causal_conv(
     Raises:
         ValueError: unknown backend.
     """
-    if _library(backend) and position_BS is None:
+    if _uses_fla(backend) and position_BS is None:
         from phalanx.kernels.linear_attention import fla
 
         return fla.causal_conv(x_BSC, weight_CW)
-    # The library's kernels find documents by tables that the host makes.
-    return statement.causal_conv(x_BSC, weight_CW, position_BS)
+    # The library's kernels find documents by tables that the host builds.
+    return torch_delta.causal_conv(x_BSC, weight_CW, position_BS)
 
 
 def gated_delta_rule(
@@ -61,12 +61,12 @@ def gated_delta_rule(
 
     Args:
         q_BSKd, k_BSKd: bf16 or fp32.
-        v_BSVd: the same; V is a multiple of K, and value heads that share a key head are
-            neighbours.
+        v_BSVd: in the dtype of q; V is a multiple of K, and value heads that share a key head are
+            contiguous.
         log_decay_BSV: fp32, 0 or less.
         beta_BSV: in (0, 1), of any floating dtype.
-        position_BS: int64, of each token in its document, which begins with a state of zeros. None:
-            a sequence is one document.
+        position_BS: int64, of each token in its document, whose initial state is zero. None: a
+            sequence is one document.
         backend: `torch` or `fla`.
 
     Returns:
@@ -75,12 +75,12 @@ def gated_delta_rule(
     Raises:
         ValueError: unknown backend.
     """
-    given = (q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV, position_BS)
-    if _library(backend):
+    inputs = (q_BSKd, k_BSKd, v_BSVd, log_decay_BSV, beta_BSV, position_BS)
+    if _uses_fla(backend):
         from phalanx.kernels.linear_attention import fla
 
-        return fla.gated_delta_rule(*given)
-    return statement.gated_delta_rule(*given)
+        return fla.gated_delta_rule(*inputs)
+    return torch_delta.gated_delta_rule(*inputs)
 
 
 def gated_rms_norm(
@@ -100,14 +100,14 @@ def gated_rms_norm(
     Raises:
         ValueError: unknown backend.
     """
-    if _library(backend):
+    if _uses_fla(backend):
         from phalanx.kernels.linear_attention import fla
 
         return fla.gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
-    return statement.gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
+    return torch_delta.gated_rms_norm(x_BSVd, gate_BSVd, weight_d, eps)
 
 
-def _library(backend: str) -> bool:
+def _uses_fla(backend: str) -> bool:
     if backend not in ("torch", "fla"):
         raise ValueError(f"unknown backend {backend!r} of linear attention: use torch or fla")
     return backend == "fla"

@@ -3,8 +3,8 @@
 flash-linear-attention's kernel of this step transposes the result of a product in registers to
 multiply with it. Triton from 3.4 to before 3.7.1 compiles that wrongly for Hopper, and the library
 refuses to run it there (fla-org/flash-linear-attention, issue 640); torch 2.11 has Triton 3.6. Here
-the transpose is a product of its own, of transposed inputs. `register` puts it in the library's
-place by the library's own registry.
+the transpose is a separate product of transposed inputs. `register` replaces the library's kernel
+through the library's registry.
 
 Shape legend: B sequences, S positions, K key heads, V value heads, N chunks of L positions; d
 channels of query and key, e of value, in blocks of D and E.
@@ -47,12 +47,12 @@ def delta_rule_gradients(  # type: ignore[no-untyped-def]
 ):
     """One block of D channels of one chunk of one value head.
 
-    g is the base-2 logarithm of the decay since the chunk began. With s_ij = scale do_i.v_j
+    g is the base-2 logarithm of the decay since the start of the chunk. With s_ij = scale do_i.v_j
     2^(g_i - g_j) for keys j up to query i:
         dq_i = scale 2^g_i h do_i + sum_j s_ij k_j
         dk_j = 2^(g_last - g_j) dh v_j + sum_i s_ij q_i
         dw_i = -h dv_i
-    and dg from what these are multiplied with.
+    and dg from the factors of these.
     """
     block, chunk = tl.program_id(0), tl.program_id(1)
     sequence, head = (tl.program_id(2) // V).to(tl.int64), tl.program_id(2) % V
@@ -131,12 +131,12 @@ def gradients(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As flash-linear-attention's `chunk_bwd_dqkwg` of whole sequences with decays.
+    """flash-linear-attention's `chunk_bwd_dqkwg` for sequences of one document with decays.
 
     Args:
         q, k: [B, S, K, d], contiguous, as all are.
-        v: [B, S, V, e], what tokens have written; do and dv are its shape.
-        h, dh: [B, N, V, d, e], states at the beginnings of chunks and gradients at their ends.
+        v: [B, S, V, e], the values written to the state; do and dv have its shape.
+        h, dh: [B, N, V, d, e], states at the starts of chunks and gradients at their ends.
         w: [B, S, V, d].
         g: [B, S, V] fp32.
         scale: of the queries.
@@ -164,7 +164,7 @@ def gradients(
 
 
 def register() -> None:
-    """Have flash-linear-attention take `gradients` for whole sequences with decays."""
+    """Have flash-linear-attention use `gradients` for sequences of one document with decays."""
     from fla.backends import BaseBackend
     from fla.backends import register as registered
 
@@ -172,15 +172,15 @@ def register() -> None:
         backend_type = "phalanx"
         priority = 0
 
-        def chunk_bwd_dqkwg_verifier(self, *given: Any, **named: Any) -> tuple[bool, str | None]:
-            whole = named.get("cu_seqlens") is None and not named.get("state_v_first")
-            plain = named.get("g_gamma") is None
-            if whole and plain and all(named.get(x) is not None for x in ("g", "w", "dv")):
+        def chunk_bwd_dqkwg_verifier(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+            unsplit = kwargs.get("cu_seqlens") is None and not kwargs.get("state_v_first")
+            plain = kwargs.get("g_gamma") is None
+            if unsplit and plain and all(kwargs.get(x) is not None for x in ("g", "w", "dv")):
                 return True, None
-            return False, "not of whole sequences with decays"
+            return False, "only sequences of one document with decays"
 
-        def chunk_bwd_dqkwg(self, **named: Any) -> tuple[Tensor, ...]:
-            wanted = ("q", "k", "v", "do", "h", "dh", "w", "g", "dv", "scale", "chunk_size")
-            return gradients(**{name: named[name] for name in wanted})
+        def chunk_bwd_dqkwg(self, **kwargs: Any) -> tuple[Tensor, ...]:
+            names = ("q", "k", "v", "do", "h", "dh", "w", "g", "dv", "scale", "chunk_size")
+            return gradients(**{name: kwargs[name] for name in names})
 
     registered("common")(Phalanx)

@@ -2,7 +2,7 @@
 
 A block is a set of elements with one scale. With amax the largest magnitude of a block, elements
 are multiplied by the largest power of two s for which amax * s is at most the largest number of the
-format, rounded to nearest even and kept with 1 / s. These are the bytes and scales of Transformer
+format, rounded to nearest even and stored with 1 / s. These are the bytes and scales of Transformer
 Engine 2.20's Float8BlockScaling for finite values (common/recipe/recipe_common.cuh), whose default
 are powers of two. A block with an infinity keeps NaN as its scale, so that the infinity reaches the
 checks of the loss as it would in bf16; Transformer Engine's kernels make 448 of it. A NaN stays one
@@ -13,8 +13,8 @@ bf16 of what `dequantize` returns have the same products.
 
 Legend: R rows, C channels, L experts, O and I channels out and in, S expert rows, T rows of S with
 every expert's padded to a multiple of BLOCK; B_X is X in blocks of BLOCK, the last of which may be
-short. `parts` are equal runs of channels in which blocks start anew, such as the gate and the
-linear half of W1.
+short. `parts` are equal ranges of channels, such as the gate and up channels of W1: no block
+crosses their border.
 """
 
 from typing import NamedTuple
@@ -67,12 +67,12 @@ class QuantizedWeights(NamedTuple):
 
 
 def block_count(channels: int, parts: int = 1) -> int:
-    """Blocks of `channels`, which start anew in each of the parts."""
+    """Number of blocks of `channels` in `parts` equal parts."""
     return parts * -(-(channels // parts) // BLOCK)
 
 
 def scales(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What the elements of blocks with these amax are multiplied by, and what gives them back."""
+    """Factors of quantization and of dequantization for blocks with these amax."""
     mantissa, exponent = torch.frexp(amax.float())
     power = _TOP[dtype][1] - exponent - (mantissa > 0.875).int()
     power = torch.where((amax > 0) & amax.isfinite(), power, 0).clamp(max=127)
@@ -86,8 +86,8 @@ def quantize_rows(
     x_RC: Tensor, parts: int = 1, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Quantized:
     """A scale for 128 channels of a row. x is fp32 or bf16."""
-    data, scale = _quantize(parted(x_RC, parts), (1, BLOCK), dtype)
-    return Quantized(joined(data), joined(scale))
+    data, scale = _quantize(split_parts(x_RC, parts), (1, BLOCK), dtype)
+    return Quantized(join_parts(data), join_parts(scale))
 
 
 def quantize_weights(w_LOI: Tensor, parts: int = 1) -> QuantizedWeights:
@@ -110,7 +110,7 @@ def quantize_columns(
     """A scale for 128 tokens of an expert, by a channel or by 128 channels.
 
     Args:
-        x_SC: fp32 or bf16 expert rows; of rows in FP8, what `dequantize_rows` makes of them.
+        x_SC: fp32 or bf16 expert rows; for FP8 rows, the result of `dequantize_rows`.
         offsets: int32 [L + 1], first row of each expert; rows from offsets[L] on are not read.
         blocks: `vector` or `square`.
         parts: of C.
@@ -118,8 +118,8 @@ def quantize_columns(
     """
     x_TC = padded(x_SC, offsets)
     tile = (BLOCK, BLOCK if blocks == "square" else 1)
-    data, scale = _quantize(parted(x_TC, parts), tile, dtype)
-    return QuantizedColumns(joined(data).T.contiguous(), joined(scale), blocks)
+    data, scale = _quantize(split_parts(x_TC, parts), tile, dtype)
+    return QuantizedColumns(join_parts(data).T.contiguous(), join_parts(scale), blocks)
 
 
 def transpose_rows(
@@ -130,24 +130,26 @@ def transpose_rows(
     index_S: Tensor | None = None,
     parts: int = 1,
 ) -> QuantizedColumns:
-    """`quantize_columns` of what FP8 rows stand for, in their format.
+    """`quantize_columns` of the values of FP8 rows, in their format.
 
     Args:
         q: expert rows, or a table of rows.
-        offsets, blocks, parts: as of `quantize_columns`.
-        index_S: the table's row that each expert row is; from offsets[L] on it is not read.
+        offsets, blocks, parts: as for `quantize_columns`.
+        index_S: row of the table for each expert row; not read from offsets[L] on.
     """
     x_SC = dequantize_rows(q, parts)
     if index_S is not None:
         used = torch.arange(len(index_S), device=index_S.device) < offsets[-1]
-        x_SC = F.pad(x_SC, (0, 0, 0, 1))  # a row for those without one
+        x_SC = F.pad(x_SC, (0, 0, 0, 1))  # a row of zeros for the padding
         x_SC = x_SC.index_select(0, index_S.where(used, len(x_SC) - 1))
     return quantize_columns(x_SC, offsets, blocks, parts, q.data.dtype)
 
 
 def dequantize_rows(q: Quantized, parts: int = 1) -> Tensor:
     """fp32 [R, C]."""
-    return joined(_dequantize(parted(q.data, parts), parted(q.scale, parts), (1, BLOCK)))
+    return join_parts(
+        _dequantize(split_parts(q.data, parts), split_parts(q.scale, parts), (1, BLOCK))
+    )
 
 
 def dequantize_weights(q: Quantized, parts: int = 1) -> Tensor:
@@ -160,51 +162,53 @@ def dequantize_weights(q: Quantized, parts: int = 1) -> Tensor:
 def dequantize_columns(q: QuantizedColumns, offsets: Tensor, rows: int, parts: int = 1) -> Tensor:
     """fp32 [S, C] with S = `rows`; 0 from offsets[L] on."""
     tile = (BLOCK, BLOCK if q.blocks == "square" else 1)
-    x_TC = joined(_dequantize(parted(q.data_CT.T, parts), parted(q.scale, parts), tile))
-    return moved(x_TC, rows, column_offsets(offsets), offsets)
+    x_TC = join_parts(
+        _dequantize(split_parts(q.data_CT.T, parts), split_parts(q.scale, parts), tile)
+    )
+    return relocate(x_TC, rows, column_offsets(offsets), offsets)
 
 
 def column_offsets(offsets: Tensor, block: int = BLOCK) -> Tensor:
-    """int32 [L + 1]: where each expert's tokens begin in `QuantizedColumns`, in whole blocks."""
+    """int32 [L + 1]: offset of each expert's tokens in `QuantizedColumns`, in full blocks."""
     counts_L = (offsets.diff() + block - 1) // block * block
     return torch.nn.functional.pad(counts_L.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def column_rows(rows: int, experts: int, block: int = BLOCK) -> int:
-    """T for S = `rows` expert rows of L = `experts`: enough for any routing."""
+    """T for S = `rows` expert rows of L = `experts`, sufficient for any routing."""
     return (rows + (block - 1) * experts) // block * block
 
 
 def padded(x_SC: Tensor, offsets: Tensor, block: int = BLOCK) -> Tensor:
-    """[T, C]: expert rows from `column_offsets` on, and rows of 0 up to the next expert's."""
+    """[T, C]: expert rows at `column_offsets`, with rows of 0 up to the next expert's."""
     rows = column_rows(len(x_SC), len(offsets) - 1, block)
-    return moved(x_SC, rows, offsets, column_offsets(offsets, block))
+    return relocate(x_SC, rows, offsets, column_offsets(offsets, block))
 
 
-def moved(x: Tensor, rows: int, starts: Tensor, new_starts: Tensor) -> Tensor:
-    """Rows of every expert from where they start in x to where they start in a matrix of `rows`
-    rows, which is 0 where an expert has none."""
+def relocate(x: Tensor, rows: int, starts: Tensor, new_starts: Tensor) -> Tensor:
+    """Copy rows of every expert from offsets `starts` in x to `new_starts` in a matrix of `rows`
+    rows, which is 0 elsewhere."""
     L = len(starts) - 1
     row = torch.arange(rows, dtype=torch.int32, device=x.device)
     expert = torch.searchsorted(new_starts[1:], row, right=True, out_int32=True)
     inside = expert < L
     expert = expert.clamp(max=L - 1)
-    place = starts[expert] + row - new_starts[expert]
-    # Of the two numbers of rows of an expert, padded and not, the smaller.
-    inside &= (place < starts[expert + 1]) & (row < new_starts[expert + 1])
+    source = starts[expert] + row - new_starts[expert]
+    # The smaller of an expert's two row counts, padded and not.
+    inside &= (source < starts[expert + 1]) & (row < new_starts[expert + 1])
     if not len(x):
         return x.new_zeros(rows, x.shape[1])
-    picked = x.index_select(0, place.clamp(0, len(x) - 1))
+    picked = x.index_select(0, source.clamp(0, len(x) - 1))
     return torch.where(inside[:, None], picked, torch.zeros_like(picked))
 
 
-def parted(x: Tensor, parts: int) -> Tensor:
+def split_parts(x: Tensor, parts: int) -> Tensor:
     """[..., C] -> [parts, ..., C / parts]."""
     return x.unflatten(-1, (parts, -1)).movedim(-2, 0)
 
 
-def joined(x: Tensor) -> Tensor:
-    """The inverse of `parted`."""
+def join_parts(x: Tensor) -> Tensor:
+    """The inverse of `split_parts`."""
     return x.movedim(0, -2).flatten(-2)
 
 
@@ -222,12 +226,12 @@ def _dequantize(data: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """[..., R, C] without negative numbers -> the largest of each tile, which may be short."""
+    """[..., R, C] of non-negative numbers -> the largest of each tile; the last may be short."""
     x = F.pad(x, (0, -x.shape[-1] % tile[1], 0, -x.shape[-2] % tile[0]))
     return x.unflatten(-1, (-1, tile[1])).unflatten(-3, (-1, tile[0])).amax((-3, -1))
 
 
 def spread(scale: Tensor, like: Tensor, tile: tuple[int, int]) -> Tensor:
-    """The scale of a tile for each of its elements."""
-    wide = scale.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)
-    return wide[..., : like.shape[-2], : like.shape[-1]]
+    """The scale of each tile repeated for its elements, in the shape of `like`."""
+    repeated = scale.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)
+    return repeated[..., : like.shape[-2], : like.shape[-1]]

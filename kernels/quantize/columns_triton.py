@@ -1,8 +1,8 @@
 """`quantize_columns` and `transpose_rows` on an NVIDIA GPU, in Triton: one read, one write.
 
-A program has 128 tokens of an expert, or of the padding after all experts, by 128 channels, and the
-tokens as `tiles_triton` has rows. What expert it belongs to it finds from the offsets: nothing is
-known on the host, and every column and every scale is written by one program.
+A program has 128 tokens of an expert, or of the padding after all experts, by 128 channels, with
+the tokens arranged as rows in `tiles_triton`. It derives its expert from the offsets: the host
+knows nothing, and every column and every scale is written by one program.
 
 Rows in e4m3 are rescaled in fp16, two elements an instruction: the scale of a row is at most twice
 that of its block, and a factor below 2^-19, down to which fp16 is exact, leaves nothing of e4m3. It
@@ -29,14 +29,14 @@ from phalanx.kernels.quantize.tiles_triton import (
 
 _WARPS = 8
 _SQUARE_REGISTERS = 48
-"""Of a thread, where FP8 is transposed: 5 programs on an SM, with 80 KB on their way."""
+"""Registers of a thread that transposes FP8: 5 programs on an SM, with 80 KB in flight."""
 _VECTOR_REGISTERS = 80
-"""3 programs on an SM, where 2 do not hide how long offsets and rows take to come."""
+"""Registers of a thread otherwise: 3 programs on an SM; 2 do not hide the latency of loads."""
 
 
 @triton.jit
 def last_blocks(offsets, e, L, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many blocks the experts up to and with e have."""
+    """Number of blocks of experts 0 to e."""
     begin = tl.load(offsets + e, mask=e < L, other=0)
     end = tl.load(offsets + e + 1, mask=e < L, other=0)
     return tl.cumsum((end - begin + BLOCK - 1) // BLOCK, 0)
@@ -51,9 +51,9 @@ def fp8_column_offsets(offsets, to, L, EXPERTS: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def tokens_of(offsets, block, L, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First row of a block of tokens, and the end of its expert's; 0 and 0 if it is no one's.
+    """First row of a block of tokens, and the end of its expert's rows; 0 and 0 without an expert.
 
-    Experts begin new blocks in the transpose; this one is the first whose blocks end after `block`.
+    Experts start new blocks in the transpose; this one is the first whose blocks end after `block`.
     """
     e = tl.arange(0, EXPERTS)
     ends = last_blocks(offsets, e, L, BLOCK)
@@ -70,8 +70,8 @@ def tokens_of(offsets, block, L, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  #
 def column_amax(x, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """[R, C] -> [C]. A thread has CHUNK channels.
 
-    Maxima of a warp go through shared memory in the order of channels. In that of threads, and only
-    then of a thread's channels, threads write to four banks, not to one.
+    Maxima of a warp go through shared memory. Ordered by thread, then by the channel of a thread,
+    threads write to four banks; ordered by channel they would all write to one.
     """
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
@@ -196,9 +196,9 @@ def quantize(
         return
     across = block_count(C, parts)
     turns, registers = 8, None
-    if to.blocks == "vector":  # a thread has to know the amax of each channel: it loads 8 bytes
+    if to.blocks == "vector":  # a thread keeps the amax of each of its channels: it loads 8 bytes
         registers = _VECTOR_REGISTERS
-    elif x_scale is not None:  # and else 16 bytes of a row
+    elif x_scale is not None:  # otherwise 16 bytes of a row
         turns, registers = 4, _SQUARE_REGISTERS
     fp8_columns[(T // BLOCK * across,)](
         x,

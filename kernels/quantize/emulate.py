@@ -1,8 +1,8 @@
-"""What operands are after they went through MXFP8 or NVFP4 and back, on a CPU or a GPU.
+"""Operands quantized to MXFP8 or NVFP4 and dequantized, on a CPU or a GPU.
 
 The values of `kernels.quantize.mxfp8` and `kernels.quantize.nvfp4`, bit for bit, in the dtype of
 the operand: bf16 has all of them but its denormal numbers and overflows. Those of NVFP4 are e2m1 *
-scale; the fp32 scale of each expert's tensor is to be multiplied with the sum of a product
+scale; the sum of a product remains to be multiplied by the fp32 scale of each expert's tensor
 (`nvfp4.tensor_scale`). Triton kernels on CUDA, the definition itself elsewhere. Nothing is read on
 the host.
 
@@ -20,11 +20,11 @@ type Format = Literal["mxfp8", "nvfp4"]
 
 
 class Values(NamedTuple):
-    """An operand after its quantization."""
+    """An operand that was quantized and dequantized."""
 
     matrix: Tensor
     amax_L: Tensor | None
-    """fp32, of each expert's tensor; None of MXFP8."""
+    """fp32 largest magnitude of each expert's tensor; None for MXFP8."""
 
 
 @torch.no_grad()
@@ -34,11 +34,11 @@ def rows(
     """Expert rows that are contracted over their channels.
 
     Args:
-        x_SC: bf16 or fp32, contiguous; from offsets[L] on anything may come out.
+        x_SC: bf16 or fp32, contiguous; rows from offsets[L] on are undefined in the result.
         offsets: int32 [L + 1], first row of each expert.
         form: MXFP8 or NVFP4.
-        parts: of C, in which blocks start anew.
-        stochastic: round NVFP4 so.
+        parts: equal ranges of C whose borders no block crosses.
+        stochastic: round NVFP4 stochastically.
     """
     if x_SC.is_cuda:
         from phalanx.kernels.quantize import emulate_gpu
@@ -52,10 +52,10 @@ def rows(
 
 @torch.no_grad()
 def columns(x_SC: Tensor, offsets: Tensor, form: Format, *, stochastic: bool = False) -> Values:
-    """Expert rows [T, C] that are contracted over tokens, from `column_offsets` on.
+    """Expert rows [T, C] that are contracted over tokens, at `column_offsets`.
 
     Args:
-        x_SC, offsets, form, stochastic: as of `rows`.
+        x_SC, offsets, form, stochastic: as for `rows`.
     """
     if x_SC.is_cuda:
         from phalanx.kernels.quantize import emulate_gpu
@@ -69,7 +69,7 @@ def columns(x_SC: Tensor, offsets: Tensor, form: Format, *, stochastic: bool = F
 
 
 def column_offsets(offsets: Tensor, form: Format) -> Tensor:
-    """int32 [L + 1]: where each expert's rows begin in `columns`."""
+    """int32 [L + 1]: offset of each expert's rows in `columns`."""
     return blocks.column_offsets(offsets, {"mxfp8": mxfp8, "nvfp4": nvfp4}[form].BLOCK)
 
 
@@ -78,10 +78,10 @@ def weights(w_LOI: Tensor, form: Format, parts: int = 1, parts_in: int = 1) -> V
     """Weights that are contracted over I.
 
     Args:
-        w_LOI: bf16 or fp32, contiguous or the transpose of what is.
+        w_LOI: bf16 or fp32, contiguous or the transpose of a contiguous tensor.
         form: MXFP8 or NVFP4.
-        parts: of O, in which blocks start anew.
-        parts_in: of I.
+        parts: equal ranges of O whose borders no block crosses.
+        parts_in: the same for I.
     """
     if w_LOI.is_cuda:
         from phalanx.kernels.quantize import emulate_gpu
@@ -90,5 +90,5 @@ def weights(w_LOI: Tensor, form: Format, parts: int = 1, parts_in: int = 1) -> V
     if form == "mxfp8":
         q = mxfp8.quantize(w_LOI, parts_in)
         return Values(mxfp8.dequantize(q, parts_in).to(w_LOI.dtype), None)
-    made = nvfp4.quantize_weights(w_LOI, parts, parts_in)
-    return Values(nvfp4.values_of_weights(made, parts, parts_in).to(w_LOI.dtype), made.amax)
+    q4 = nvfp4.quantize_weights(w_LOI, parts, parts_in)
+    return Values(nvfp4.values_of_weights(q4, parts, parts_in).to(w_LOI.dtype), q4.amax)

@@ -1,8 +1,8 @@
 """`kernels.quantize.emulate` on an NVIDIA GPU, in Triton: one read and one write of an operand.
 
-NVFP4 has a read before, for the largest magnitude of each tensor and the key of its random bits.
-Formats are rounded to by adding and subtracting a power of two, and scales are made of exponent
-bits: all is fp32 and integers, and runs on GPUs without FP8 too.
+NVFP4 needs another read first, for the largest magnitude of each tensor and the key of its random
+bits. Rounding adds and subtracts a power of two, and scales are built from exponent bits: all is
+fp32 and integers, and runs on GPUs without FP8 too.
 
 `row_blocks` has blocks along channels. `column_blocks` has those along rows, and 16 x 16: a program
 holds the rows of one block side by side, so that sums and maxima over rows need no other thread.
@@ -21,27 +21,27 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.quantize.nvfp4 import LARGEST, SIGNS
-from phalanx.kernels.quantize.rows_triton import place
+from phalanx.kernels.quantize.rows_triton import locate
 from phalanx.kernels.quantize.stochastic import GOLDEN, MURMUR
 
 _NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 _ELEMENTS = 2048
-"""Of a program of `row_blocks`."""
+"""Elements per program of `row_blocks`."""
 _CHANNELS = 256
-"""Of a program of `column_blocks`."""
+"""Channels per program of `column_blocks`."""
 _SPAN = 1024
-"""Channels that a program of `row_amax` has at a time."""
+"""Channels that a program of `row_amax` reads at a time."""
 
 
 class Scales(NamedTuple):
-    """Of NVFP4, of each expert's tensor: what `nvfp4._quantize` multiplies with."""
+    """Factors of `nvfp4._quantize` for each expert's tensor."""
 
     factor_L: Tensor
     """fp32: S / 6."""
     inverse_L: Tensor
     """fp32: 1 / S."""
     key_L: Tensor | None
-    """int32, with which elements are rounded stochastically; None: to nearest."""
+    """int32 key of stochastic rounding; None: round to nearest."""
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def row_amax(  # type: ignore[no-untyped-def]
     GOLDEN: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Bits of the largest magnitude of each row, and with KEYS its part of its tensor's key."""
+    """Bits of the largest magnitude of each row, and with KEYS its summand of its tensor's key."""
     row = tl.program_id(0)
     largest = tl.zeros([SPAN], tl.int32)
     total = tl.zeros([SPAN], tl.uint32)
@@ -173,7 +173,7 @@ def row_blocks(  # type: ignore[no-untyped-def]
     LARGEST: tl.constexpr,
 ):
     number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row, _, channel, here = place(number, blocks, width, of_part, PARTS, WHOLE, BLOCK)
+    row, _, channel, here = locate(number, blocks, width, of_part, PARTS, WHOLE, BLOCK)
     i = tl.arange(0, BLOCK)[None, :]
     at = (row * x_row + channel)[:, None] + i
     values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
@@ -250,7 +250,7 @@ def column_amax(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """As `row_amax`, of rotated groups and CHANNELS of their channels."""
+    """`row_amax` for rotated groups, and CHANNELS of their channels."""
     number, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     channel = tile * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < C
@@ -331,7 +331,7 @@ def column_blocks(  # type: ignore[no-untyped-def]
 
 
 def amax_of_rows(x_SC: Tensor, row_in_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """int32 [S]: bits of magnitudes, and with the rows' places in their tensors parts of keys."""
+    """int32 [S]: bits of magnitudes and, with the rows' indices in their tensors, keys."""
     S, C = x_SC.shape
     amax, keys = (torch.empty(S, dtype=torch.int32, device=x_SC.device) for _ in range(2))
     if S:
@@ -352,7 +352,7 @@ def amax_of_rows(x_SC: Tensor, row_in_S: Tensor | None = None) -> tuple[Tensor, 
 
 
 def amax_of_groups(x_SC: Tensor, table_5G: Tensor, *, keyed: bool) -> tuple[Tensor, Tensor]:
-    """int32 [G, tiles], of rotated groups of 16 rows."""
+    """`amax_of_rows` for rotated groups of 16 rows: int32 [G, tiles]."""
     C, G = x_SC.shape[1], table_5G.shape[1]
     tiles = triton.cdiv(C, _CHANNELS)
     amax, keys = (torch.empty(G, tiles, dtype=torch.int32, device=x_SC.device) for _ in range(2))
@@ -389,27 +389,27 @@ def rows(
 
     Args:
         x_SC: bf16 or fp32 with contiguous channels.
-        parts: of C.
-        block: 32 of MXFP8, 16 of NVFP4.
-        scales: of NVFP4.
-        expert_S: int32, whose scales a row has.
-        row_in_S: int32, of each row in its tensor.
+        parts: equal ranges of C.
+        block: 32 for MXFP8, 16 for NVFP4.
+        scales: for NVFP4.
+        expert_S: int32, expert whose scales a row takes.
+        row_in_S: int32, index of each row in its tensor.
     """
-    (S, C), made = x_SC.shape, torch.empty_like(x_SC, memory_format=torch.contiguous_format)
+    (S, C), out = x_SC.shape, torch.empty_like(x_SC, memory_format=torch.contiguous_format)
     width = C // parts
     of_part = triton.cdiv(width, block)
     blocks, in_program = S * parts * of_part, _ELEMENTS // block
     if not blocks:
-        return made
-    factor, inverse, key = (made, made, None) if scales is None else scales
+        return out
+    factor, inverse, key = (out, out, None) if scales is None else scales
     row_blocks[(triton.cdiv(blocks, in_program),)](
         x_SC,
-        made,
-        made if expert_S is None else expert_S,
-        made if row_in_S is None else row_in_S,
+        out,
+        out if expert_S is None else expert_S,
+        out if row_in_S is None else row_in_S,
         factor,
         inverse,
-        made if key is None else key,
+        out if key is None else key,
         blocks,
         width,
         of_part,
@@ -428,7 +428,7 @@ def rows(
         LARGEST=LARGEST,
         num_warps=4,
     )
-    return made
+    return out
 
 
 def columns(
@@ -445,13 +445,13 @@ def columns(
 
     Args:
         x_SC: bf16 or fp32 with contiguous channels.
-        table_5G: int32, of each group of `block` rows: its first row in x, how many of them there
-            are, its first row in the result, its expert, and its first row's place in that tensor.
+        table_5G: int32, for each group of `block` rows: its first row in x, its number of rows, its
+            first row in the result, its expert, and the index of its first row in that tensor.
         to_TC: contiguous.
-        parts: of C.
-        block: 32 of MXFP8, 16 of NVFP4.
-        scales: of NVFP4.
-        of_weights: NVFP4 has squares and no rotation, and what a group has not is not written.
+        parts: equal ranges of C.
+        block: 32 for MXFP8, 16 for NVFP4.
+        scales: for NVFP4.
+        of_weights: NVFP4 has squares and no rotation, and rows that a group lacks are not written.
     """
     C, G = x_SC.shape[1], table_5G.shape[1]
     width = C // parts

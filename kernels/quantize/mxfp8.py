@@ -2,15 +2,15 @@
 
 e4m3 in blocks of 32 elements along the contraction with scales that are powers of two in e8m0 (OCP
 Microscaling Formats, v1.0), as Transformer Engine 2.20's MXFP8BlockScaling makes them
-(common/cast/mxfp8/quantize_mxfp8.cuh): the exponent of amax / 448 rounded up. Whatever is read
-along another dimension is quantized once more from the original, never from what was quantized.
+(common/cast/mxfp8/quantize_mxfp8.cuh): the exponent of amax / 448 rounded up. A tensor that is read
+along another dimension too is quantized again from the original, never from quantized values.
 
 A NaN stays one in its element and has no part in amax. An infinity becomes 448 with the scale
 2^127, which is infinite again in fp32.
 
 Legend: R rows, C channels, L experts, S expert rows, T rows of S with every expert's padded to
-whole blocks; B_X is X in blocks of BLOCK, the last of which may be short. `parts` are equal runs of
-channels in which blocks start anew.
+full blocks; B_X is X in blocks of BLOCK, the last of which may be short. `parts` are equal ranges
+of channels, whose borders no block crosses.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.quantize.blocks import joined, padded, parted, spread, tile_amax
+from phalanx.kernels.quantize.blocks import join_parts, padded, split_parts, spread, tile_amax
 
 BLOCK = 32
 """Elements that share a scale."""
@@ -43,17 +43,17 @@ def quantize(x: Tensor, parts: int = 1) -> MXFP8:
             contraction over O give their transpose.
         parts: of C.
     """
-    x = parted(x.float(), parts)
+    x = split_parts(x.float(), parts)
     amax = tile_amax(x.abs().nan_to_num(nan=0.0, posinf=torch.inf), _TILE)
     scale = e8m0(amax * (1 / 448))
     data = (x * spread(_inverse(scale), x, _TILE)).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return MXFP8(joined(data), joined(scale))
+    return MXFP8(join_parts(data), join_parts(scale))
 
 
 def dequantize(q: MXFP8, parts: int = 1) -> Tensor:
     """fp32, of the shape of the data."""
-    data = parted(q.data, parts).float()
-    return joined(data * spread(power(parted(q.scale, parts)), data, _TILE))
+    data = split_parts(q.data, parts).float()
+    return join_parts(data * spread(power(split_parts(q.scale, parts)), data, _TILE))
 
 
 def quantize_columns(x_SC: Tensor, offsets: Tensor, align: int = BLOCK) -> MXFP8:
@@ -62,16 +62,16 @@ def quantize_columns(x_SC: Tensor, offsets: Tensor, align: int = BLOCK) -> MXFP8
     Args:
         x_SC: bf16 or fp32; rows from offsets[L] on are not read.
         offsets: int32 [L + 1], first row of each expert.
-        align: an expert's tokens begin at multiples of it, `blocks.column_offsets(offsets, align)`;
-            a multiple of BLOCK. Between experts all is 0.
+        align: multiple at which an expert's tokens start, `blocks.column_offsets(offsets, align)`;
+            a multiple of BLOCK. Columns between experts are 0.
     """
     return quantize(padded(x_SC, offsets, align).T)
 
 
 def e8m0(value: Tensor) -> Tensor:
-    """uint8: the least power of two that is no less than fp32 `value` >= 0, plus 127.
+    """uint8: exponent of the least power of two that is at least fp32 `value` >= 0, plus 127.
 
-    NaN is 0xFF, whatever is above 2^127 is 0xFE, and 0 is 0, which stands for 2^-127.
+    NaN is 0xFF, values above 2^127 are 0xFE, and 0 is 0, which stands for 2^-127.
     """
     bits = value.contiguous().view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -82,12 +82,12 @@ def e8m0(value: Tensor) -> Tensor:
 
 
 def power(scale: Tensor) -> Tensor:
-    """fp32 that e8m0 stands for."""
+    """fp32 value of e8m0."""
     code = scale.int()
     bits = torch.where(code > 0, code << 23, 1 << 22)
     return torch.where(code == 0xFF, torch.nan, bits.to(torch.int32).view(torch.float32))
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """1 / power; of the scale 0, which none but zeros and denormal numbers have, exactly too."""
+    """1 / power; exact for the scale 0 too, which only zeros and denormal numbers have."""
     return power(torch.where(scale == 0xFF, scale.int(), 254 - scale.int()))

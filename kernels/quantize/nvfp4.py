@@ -10,16 +10,16 @@ bits are those of Transformer Engine 2.20's NVFP4BlockScaling
     element             e2m1(x / (scale / S))
     its value           e2m1 * scale * amax / (448 * 6)
 
-e2m1 * scale has six significant bits and is exact in bf16; amax / (448 * 6) is left to the sum of a
-product. A NaN or an infinity reaches all of its tensor through amax.
+e2m1 * scale has six significant bits and is exact in bf16; amax / (448 * 6) multiplies the sum of a
+product. A NaN or an infinity spreads to its whole tensor through amax.
 
 Both operands of a weight gradient, whose contraction runs over tokens, are rotated before they are
 quantized: 16 tokens at a time by a Hadamard matrix with fixed signs, which cancels in the product.
 Gradients may be rounded stochastically, by `kernels.quantize.stochastic`.
 
 Legend: S expert rows, C channels, L experts, O and I channels out and in, T rows of S with every
-expert's padded to whole blocks; B_X is X in blocks of BLOCK, the last of which may be short.
-`parts` are equal runs of channels in which blocks start anew.
+expert's padded to full blocks; B_X is X in blocks of BLOCK, the last of which may be short.
+`parts` are equal ranges of channels, whose borders no block crosses.
 """
 
 from typing import NamedTuple
@@ -29,9 +29,9 @@ from torch import Tensor
 
 from phalanx.kernels.quantize.blocks import (
     column_offsets,
-    joined,
+    join_parts,
     padded,
-    parted,
+    split_parts,
     spread,
     tile_amax,
 )
@@ -41,7 +41,7 @@ BLOCK = 16
 """Elements of a side of a block, and tokens that are rotated together."""
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Of the tokens of a block before they are rotated; those of Transformer Engine."""
+"""Signs of a block's tokens in the rotation, the same as Transformer Engine's."""
 
 TOP = 448.0 * 6.0
 """The largest e4m3 times the largest e2m1."""
@@ -69,7 +69,7 @@ def quantize_rows(
         x_SC: bf16 or fp32; rows from offsets[L] on are not read, and become 0.
         offsets: int32 [L + 1], first row of each expert.
         parts: of C.
-        stochastic: round elements up or down at random, so that they are right in the mean.
+        stochastic: round elements stochastically, without bias.
     """
     x, expert_S, row_S = _of_experts(x_SC, offsets)
     L, C = len(offsets) - 1, x.shape[1]
@@ -78,10 +78,10 @@ def quantize_rows(
     if stochastic:
         element = elements(row_S, C)
         key_L = keys(x, expert_S, element, L)
-        random = parted(uniform(key_L[expert_S.clamp(max=L - 1)][:, None], element), parts)
+        random = split_parts(uniform(key_L[expert_S.clamp(max=L - 1)][:, None], element), parts)
     amax_S = amax_L[expert_S.clamp(max=L - 1)][:, None]
-    code, scale = _quantize(parted(x, parts), amax_S, (1, BLOCK), random)
-    return NVFP4(joined(code), joined(scale), amax_L)
+    code, scale = _quantize(split_parts(x, parts), amax_S, (1, BLOCK), random)
+    return NVFP4(join_parts(code), join_parts(scale), amax_L)
 
 
 def quantize_columns(
@@ -90,9 +90,9 @@ def quantize_columns(
     """Rotated expert rows for a contraction over tokens: code [C, T], scale [C, T / BLOCK].
 
     Args:
-        x_SC, offsets, stochastic: as of `quantize_rows`.
-        align: an expert's tokens begin at multiples of it, `blocks.column_offsets(offsets, align)`;
-            a multiple of BLOCK. Rows of 0 that complete a block take part in its rotation.
+        x_SC, offsets, stochastic: as for `quantize_rows`.
+        align: multiple at which an expert's tokens start, `blocks.column_offsets(offsets, align)`;
+            a multiple of BLOCK. Rows of 0 that pad a block take part in its rotation.
     """
     x_TC = rotate(padded(x_SC, offsets, align)).float()
     starts, L = column_offsets(offsets, align), len(offsets) - 1
@@ -122,24 +122,26 @@ def quantize_weights(w_LOI: Tensor, parts: int = 1, parts_in: int = 1) -> NVFP4:
     amax_L = _amax_of(w.abs().flatten(1)) if w.numel() else w.new_zeros(L)
     tiled = _matrices(w, parts, parts_in)
     code, scale = _quantize(tiled, amax_L[:, None, None, None, None], (BLOCK, BLOCK), None)
-    return NVFP4(_whole(code), _whole(scale), amax_L)
+    return NVFP4(_from_matrices(code), _from_matrices(scale), amax_L)
 
 
 def values_of_rows(q: NVFP4, parts: int = 1) -> Tensor:
-    """fp32 e2m1 * scale, to be multiplied by `tensor_scale`, of rows; of columns [C, T]."""
-    code = parted(q.code, parts)
-    return joined(e2m1_value(code) * spread(parted(q.scale, parts).float(), code, (1, BLOCK)))
+    """fp32 e2m1 * scale of rows, or of columns [C, T]; to be multiplied by `tensor_scale`."""
+    code = split_parts(q.code, parts)
+    return join_parts(
+        e2m1_value(code) * spread(split_parts(q.scale, parts).float(), code, (1, BLOCK))
+    )
 
 
 def values_of_weights(q: NVFP4, parts: int = 1, parts_in: int = 1) -> Tensor:
     """fp32 e2m1 * scale [L, O, I], to be multiplied by `tensor_scale`."""
     code, scale = (_matrices(t, parts, parts_in) for t in (q.code, q.scale))
-    return _whole(e2m1_value(code) * spread(scale.float(), code, (BLOCK, BLOCK)))
+    return _from_matrices(e2m1_value(code) * spread(scale.float(), code, (BLOCK, BLOCK)))
 
 
 def tensor_scale(*amax: Tensor) -> Tensor:
-    """fp32: what a product of matrices with these amax is multiplied by after it is summed."""
-    # A factor, as division by a number is one on a GPU, but not on a CPU.
+    """fp32 factor on the sum of a product of matrices with these amax."""
+    # A multiplication, because GPUs compile a division by a constant to one, but CPUs do not.
     return torch.stack(amax).prod(0) * (1 / TOP ** len(amax))
 
 
@@ -158,7 +160,7 @@ def rotate(x_TC: Tensor) -> Tensor:
         rows = [
             rows[i ^ bit] - rows[i] if i & bit else rows[i] + rows[i ^ bit] for i in range(BLOCK)
         ]
-    # The zero is for sums of -0.
+    # Adding zero turns -0 into 0.
     return (torch.stack(rows, 1) * 0.25 + 0.0).flatten(0, 1).to(torch.bfloat16)
 
 
@@ -169,7 +171,7 @@ def encode_scale(amax: Tensor) -> Tensor:
 
 
 def e2m1(x: Tensor) -> Tensor:
-    """uint8: to nearest even, 6 of what is larger; 0 of NaN."""
+    """uint8: rounded to nearest even, saturated at 6; 0 for NaN."""
     v = x.abs()
     code = (v > 0.25).to(torch.uint8)
     for bound, upwards in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True)):
@@ -179,7 +181,7 @@ def e2m1(x: Tensor) -> Tensor:
 
 
 def e2m1_stochastic(x: Tensor, random: Tensor) -> Tensor:
-    """uint8: up with the probability of the distance from below; `random` is uniform in [0, 1)."""
+    """uint8: rounded stochastically without bias; `random` is uniform in [0, 1)."""
     v = x.abs().clamp(max=6)
     step = torch.where(v < 2, 0.5, torch.where(v < 4, 1.0, 2.0))
     below = (v / step).floor() * step
@@ -195,7 +197,7 @@ def e2m1_value(code: Tensor) -> Tensor:
 
 
 def packed(code: Tensor) -> Tensor:
-    """uint8 [..., ceil(C / 2)]: the even one of two elements in the low half of a byte."""
+    """uint8 [..., ceil(C / 2)]: two elements per byte, the even one in the low four bits."""
     code = torch.nn.functional.pad(code, (0, code.shape[-1] % 2))
     return code[..., ::2] | code[..., 1::2] << 4
 
@@ -210,22 +212,22 @@ def expert_amax(x_SC: Tensor, expert_S: Tensor, experts: int) -> Tensor:
 
     Args:
         x_SC: fp32.
-        expert_S: int64; L and more of rows that are no one's.
+        expert_S: int64; L and more for rows without an expert.
     """
     rows_S = _amax_of(x_SC.abs()) if x_SC.numel() else x_SC.new_zeros(len(x_SC))
-    made = torch.zeros(experts + 1, dtype=torch.int32, device=x_SC.device)
-    place = expert_S.clamp(max=experts)
-    made.scatter_reduce_(0, place, rows_S.view(torch.int32), "amax")
-    return made[:experts].view(torch.float32)
+    bits = torch.zeros(experts + 1, dtype=torch.int32, device=x_SC.device)
+    index = expert_S.clamp(max=experts)
+    bits.scatter_reduce_(0, index, rows_S.view(torch.int32), "amax")
+    return bits[:experts].view(torch.float32)
 
 
 def _amax_of(magnitude: Tensor) -> Tensor:
-    """Of the last dimension. Bits of numbers without sign are ordered as these are, NaN last."""
+    """Maximum over the last dimension, by bits, whose order has NaN as the largest."""
     return magnitude.contiguous().view(torch.int32).amax(-1).view(torch.float32)
 
 
 def _of_experts(x_SC: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """fp32 rows, 0 from offsets[L] on; the expert of each, L there; and the row in that expert."""
+    """fp32 rows (0 from offsets[L] on), the expert of each (L there), and its index there."""
     L = len(offsets) - 1
     row = torch.arange(len(x_SC), dtype=torch.int32, device=x_SC.device)
     expert_S = torch.searchsorted(offsets[1:], row, right=True)
@@ -253,6 +255,6 @@ def _matrices(w_LOI: Tensor, parts: int, parts_in: int) -> Tensor:
     return w_LOI.unflatten(1, (parts, -1)).unflatten(3, (parts_in, -1)).transpose(2, 3)
 
 
-def _whole(w: Tensor) -> Tensor:
+def _from_matrices(w: Tensor) -> Tensor:
     """The inverse of `_matrices`."""
     return w.transpose(2, 3).flatten(3).flatten(1, 2)

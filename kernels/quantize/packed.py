@@ -10,7 +10,7 @@ from phalanx.kernels.quantize.blocks import Quantized, block_count
 from phalanx.kernels.quantize.quantize import quantize_rows
 
 _ALIGN = 16
-"""Bytes: what the widest copies on a GPU want of rows."""
+"""Alignment of rows in bytes, for the widest copies on a GPU."""
 
 
 def row_bytes(channels: int) -> int:
@@ -19,7 +19,7 @@ def row_bytes(channels: int) -> int:
 
 
 def quantize_packed(x_RC: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `quantize_rows` makes of x, uint8 [R, row_bytes(C)]. Bytes that only align are any."""
+    """`quantize_rows` of x as uint8 [R, row_bytes(C)]; bytes of padding are undefined."""
     R, C = x_RC.shape
     packed = x_RC.new_empty(R, row_bytes(C), dtype=torch.uint8)
     quantize_rows(x_RC, dtype=dtype, out=unpack_rows(packed, C, dtype))

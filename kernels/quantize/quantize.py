@@ -1,6 +1,6 @@
 """Numbers to FP8 in blocks, as `kernels.quantize.blocks` defines it, on a CPU or a GPU.
 
-Triton kernels on CUDA with the bits of the definition, in one read and one write of what there is;
+Triton kernels on CUDA with the bits of the definition, in one read and one write of each tensor;
 the definition itself elsewhere. Nothing is read on the host, nothing depends on timing, and all can
 be captured in a CUDA graph. Not differentiable.
 
@@ -22,8 +22,8 @@ from phalanx.kernels.quantize.blocks import (
 from phalanx.kernels.quantize.recipe import TokenBlocks
 
 E4M3 = torch.float8_e4m3fn
-_WIDE = (torch.bfloat16, torch.float32)
-_NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
+_UNQUANTIZED = (torch.bfloat16, torch.float32)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @torch.no_grad()
@@ -34,23 +34,23 @@ def quantize_rows(
 
     Args:
         x_RC: bf16 or fp32, with contiguous channels.
-        parts: equal runs of channels in which blocks start anew.
+        parts: equal ranges of channels whose borders no block crosses.
         dtype: float8_e4m3fn or float8_e5m2.
-        out: is written and returned: data of that dtype, with contiguous channels, and scales.
+        out: written and returned: data of that dtype, with contiguous channels, and scales.
 
     Raises:
-        ValueError: another dtype, shape or stride.
+        ValueError: unsupported dtype, shape or stride.
     """
-    _check("x", x_RC, _WIDE, parts)
+    _check("x", x_RC, _UNQUANTIZED, parts)
     if out is not None:
         _check_rows(out, parts)
         if out.data.shape != x_RC.shape or out.data.dtype != dtype:
-            raise ValueError(f"out must be {dtype} {list(x_RC.shape)}, not {_told(out.data)}")
+            raise ValueError(f"out must be {dtype} {list(x_RC.shape)}, not {_described(out.data)}")
     if not x_RC.is_cuda:
-        made = definition.quantize_rows(x_RC, parts, dtype)
+        quantized = definition.quantize_rows(x_RC, parts, dtype)
         if out is None:
-            return made
-        for to, values in zip(out, made, strict=True):
+            return quantized
+        for to, values in zip(out, quantized, strict=True):
             to.copy_(values)
         return out
     from phalanx.kernels.quantize import rows_triton
@@ -72,9 +72,9 @@ def quantize_weights(w_LOI: Tensor, parts: int = 1) -> QuantizedWeights:
     Raises:
         ValueError: another dtype, shape or stride.
     """
-    if w_LOI.ndim != 3 or not w_LOI.is_contiguous() or w_LOI.dtype not in _WIDE:
+    if w_LOI.ndim != 3 or not w_LOI.is_contiguous() or w_LOI.dtype not in _UNQUANTIZED:
         raise ValueError(
-            f"weights must be contiguous [L, O, I] in bf16 or fp32, not {_told(w_LOI)}"
+            f"weights must be contiguous [L, O, I] in bf16 or fp32, not {_described(w_LOI)}"
         )
     if w_LOI.shape[1] % parts:
         raise ValueError(f"{w_LOI.shape[1]} channels out are not {parts} equal parts")
@@ -83,9 +83,9 @@ def quantize_weights(w_LOI: Tensor, parts: int = 1) -> QuantizedWeights:
     from phalanx.kernels.quantize import weights_triton
 
     L, O, I = w_LOI.shape  # noqa: E741
-    made = empty_weights(L, O, I, parts, device=w_LOI.device)
-    weights_triton.quantize(w_LOI, made, parts)
-    return made
+    out = empty_weights(L, O, I, parts, device=w_LOI.device)
+    weights_triton.quantize(w_LOI, out, parts)
+    return out
 
 
 @torch.no_grad()
@@ -108,15 +108,15 @@ def quantize_columns(
     Raises:
         ValueError: another dtype, shape or stride.
     """
-    _check("x", x_SC, _WIDE, parts)
+    _check("x", x_SC, _UNQUANTIZED, parts)
     if not x_SC.is_cuda:
         return definition.quantize_columns(x_SC, offsets, blocks, parts, dtype)
     from phalanx.kernels.quantize import columns_triton
 
     (S, C), L = x_SC.shape, len(offsets) - 1
-    made = empty_columns(S, C, L, parts, blocks=blocks, dtype=dtype, device=x_SC.device)
-    columns_triton.quantize(x_SC, None, None, offsets, made, parts)
-    return made
+    out = empty_columns(S, C, L, parts, blocks=blocks, dtype=dtype, device=x_SC.device)
+    columns_triton.quantize(x_SC, None, None, offsets, out, parts)
+    return out
 
 
 @torch.no_grad()
@@ -129,27 +129,27 @@ def transpose_rows(
     parts: int = 1,
     out: QuantizedColumns | None = None,
 ) -> QuantizedColumns:
-    """`quantize_columns` of what rows in FP8 stand for, in their format.
+    """`quantize_columns` of the values of FP8 rows, in their format.
 
     Args:
         q: expert rows, or a table of N rows, with contiguous channels, scaled as by
             `quantize_rows`; scales of any strides.
         offsets: int32 [L + 1], first row of each expert.
         blocks: `vector` or `square`.
-        index_S: int32, the table's row that each expert row is; from offsets[L] on it is not read.
+        index_S: int32, row of the table for each expert row; not read from offsets[L] on.
         parts: of C.
-        out: where to write it, from `empty_transpose`; None: new memory.
+        out: destination, from `empty_transpose`; None: new memory.
 
     Raises:
-        ValueError: another dtype, shape or stride.
+        ValueError: unsupported dtype, shape or stride.
     """
     _check_rows(q, parts)
     if out is None:
         out = empty_transpose(q, offsets, blocks, index_S=index_S, parts=parts)
     if not q.data.is_cuda:
-        made = definition.transpose_rows(q, offsets, blocks, index_S=index_S, parts=parts)
-        out.data_CT.copy_(made.data_CT)
-        out.scale.copy_(made.scale)
+        columns = definition.transpose_rows(q, offsets, blocks, index_S=index_S, parts=parts)
+        out.data_CT.copy_(columns.data_CT)
+        out.scale.copy_(columns.scale)
         return out
     from phalanx.kernels.quantize import columns_triton
 
@@ -168,12 +168,12 @@ def empty_transpose(
     """Memory for `transpose_rows` with the same arguments."""
     N, C = q.data.shape
     S, L = N if index_S is None else len(index_S), len(offsets) - 1
-    how = dict(blocks=blocks, dtype=q.data.dtype, device=q.data.device)
-    return empty_columns(S, C, L, parts, **how)  # type: ignore[arg-type]
+    dtype, device = q.data.dtype, q.data.device
+    return empty_columns(S, C, L, parts, blocks=blocks, dtype=dtype, device=device)
 
 
 def column_offsets(offsets: Tensor) -> Tensor:
-    """int32 [L + 1]: where each expert's tokens begin in `QuantizedColumns`; one launch on a GPU.
+    """int32 [L + 1]: offset of each expert's tokens in `QuantizedColumns`; one launch on a GPU.
 
     Args:
         offsets: int32 [L + 1], first row of each expert; L >= 1.
@@ -182,14 +182,14 @@ def column_offsets(offsets: Tensor) -> Tensor:
         return definition.column_offsets(offsets)
     from phalanx.kernels.quantize import columns_triton
 
-    made = torch.empty_like(offsets)
-    columns_triton.starts(offsets, made)
-    return made
+    out = torch.empty_like(offsets)
+    columns_triton.starts(offsets, out)
+    return out
 
 
 @torch.no_grad()
 def dequantize_rows(q: Quantized, parts: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """data * scale [R, C], which bf16 has too but for its denormal numbers and overflows.
+    """data * scale [R, C], exact in bf16 except for denormal numbers and overflows.
 
     Args:
         q: rows with contiguous channels; scales of any strides.
@@ -200,15 +200,15 @@ def dequantize_rows(q: Quantized, parts: int = 1, dtype: torch.dtype = torch.bfl
         ValueError: another dtype, shape or stride.
     """
     _check_rows(q, parts)
-    if dtype not in _WIDE:
+    if dtype not in _UNQUANTIZED:
         raise ValueError(f"rows become bfloat16 or float32, not {dtype}")
     if not q.data.is_cuda:
         return definition.dequantize_rows(q, parts).to(dtype)
     from phalanx.kernels.quantize import rows_triton
 
-    made = torch.empty(q.data.shape, dtype=dtype, device=q.data.device)
-    rows_triton.dequantize(q, made, parts)
-    return made
+    out = torch.empty(q.data.shape, dtype=dtype, device=q.data.device)
+    rows_triton.dequantize(q, out, parts)
+    return out
 
 
 def empty_rows(
@@ -248,7 +248,7 @@ def empty_columns(
     dtype: torch.dtype = E4M3,
     device: torch.device,
 ) -> QuantizedColumns:
-    """Memory for `quantize_columns` and `transpose_rows`, whatever the routing."""
+    """Memory for `quantize_columns` and `transpose_rows`, sufficient for any routing."""
     T, across = column_rows(S, L), block_count(C, parts) if blocks == "square" else C
     return QuantizedColumns(
         torch.empty(C, T, dtype=dtype, device=device),
@@ -261,18 +261,19 @@ def _check(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], parts: int) ->
     if x.ndim != 2 or x.dtype not in dtypes or (x.shape[1] > 1 and x.stride(1) != 1):
         known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
-            f"{name} must be [rows, channels] of {known} with contiguous channels, not {_told(x)}"
+            f"{name} must be [rows, channels] of {known} with contiguous channels, "
+            f"not {_described(x)}"
         )
     if x.shape[1] % parts:
         raise ValueError(f"{x.shape[1]} channels are not {parts} equal parts")
 
 
 def _check_rows(q: Quantized, parts: int) -> None:
-    _check("rows", q.data, _NARROW, parts)
+    _check("rows", q.data, _FP8, parts)
     want = [len(q.data), block_count(q.data.shape[1], parts)]
     if list(q.scale.shape) != want or q.scale.dtype != torch.float32:
-        raise ValueError(f"scales must be fp32 {want}, not {_told(q.scale)}")
+        raise ValueError(f"scales must be fp32 {want}, not {_described(q.scale)}")
 
 
-def _told(x: Tensor) -> str:
+def _described(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} of strides {list(x.stride())}"

@@ -1,10 +1,10 @@
-"""Which operands of a linear layer are quantized, and in which blocks, as one value.
+"""Quantization recipes: which operands of a linear layer are quantized, and in which blocks.
 
 `Fp8Block` is the recipe of DeepSeek-V3 (arXiv 2412.19437, section 3.3) with scales that are powers
 of two, as Transformer Engine's Float8BlockScaling has them by default: activations and gradients
-have a scale for 128 channels of a row, weights one for 128 x 128. `kernels.quantize.blocks` says
-how a block becomes FP8. `Microscaling` has the recipes that Blackwell multiplies, as
-Transformer Engine defines them: `kernels.quantize.mxfp8` and `kernels.quantize.nvfp4`.
+have a scale for 128 channels of a row, weights one for 128 x 128. `kernels.quantize.blocks` defines
+how a block becomes FP8. `Microscaling` has Blackwell's recipes, as Transformer Engine defines them:
+`kernels.quantize.mxfp8` and `kernels.quantize.nvfp4`.
 """
 
 from dataclasses import dataclass
@@ -30,23 +30,23 @@ class Fp8Block:
     """Blocks of the operands of weight gradients, whose contraction runs over tokens: `vector` is a
     channel of 128 tokens, as in Transformer Engine; `square` is 128 tokens by 128 channels."""
     hidden: Literal["bf16", "fp8"] = "bf16"
-    """What is kept of the input of the activation for the backward pass."""
+    """Precision of the activation's input, saved for the backward pass."""
 
 
 @dataclass(frozen=True)
 class Microscaling:
     """The recipe `mxfp8` or `nvfp4`: blocks of 32 or 16 along the contraction of each product.
 
-    Both operands of all products are quantized from what they were computed as; none is made of
-    another that went through the format. With NVFP4 weights have blocks of 16 x 16, both operands
-    of weight gradients are rotated, and gradients are rounded stochastically.
+    Both operands of all products are quantized from unquantized values, never from quantized ones.
+    With NVFP4 weights have blocks of 16 x 16, both operands of weight gradients are rotated, and
+    gradients are rounded stochastically.
     """
 
     format: Literal["mxfp8", "nvfp4"]
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Operands of weight gradients: in bf16, or in the format of the others."""
     stochastic: bool = True
-    """NVFP4 rounds gradients up or down at random, right in the mean."""
+    """NVFP4 rounds gradients stochastically, without bias."""
     hidden: ClassVar[Literal["bf16"]] = "bf16"
 
 

@@ -1,7 +1,7 @@
 """`quantize_rows` and `dequantize_rows` on an NVIDIA GPU, in Triton: as fast as memory.
 
-Blocks of all rows are numbered through, and a program has some that follow each other: whatever the
-number of channels, its accesses are as long, and no thread is idle.
+Blocks of all rows are numbered consecutively, and a program has a range of them: its accesses have
+the same length for any number of channels, and no thread is idle.
 
 Legend: R rows, C channels, B blocks of a row.
 """
@@ -16,12 +16,12 @@ from phalanx.kernels.quantize.blocks import BLOCK, Quantized
 from phalanx.kernels.quantize.tiles_triton import BIASED, powers
 
 _BLOCKS = 64
-"""Of a program."""
+"""Blocks per program."""
 _WARPS = 8
 
 
 @triton.jit
-def place(  # type: ignore[no-untyped-def]
+def locate(  # type: ignore[no-untyped-def]
     number,
     blocks,
     width,
@@ -30,8 +30,10 @@ def place(  # type: ignore[no-untyped-def]
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row, number in it, first channel and elements that exist, of blocks by their numbers;
-    `of_part` of them are in a part."""
+    """Row, index in the row, first channel and mask of elements, of blocks by their numbers.
+
+    A part has `of_part` blocks.
+    """
     row = (number // (PARTS * of_part)).to(tl.int64)
     of_row = number % (PARTS * of_part)
     in_part = of_row % of_part * BLOCK
@@ -60,7 +62,7 @@ def fp8_rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row, of_row, channel, here = place(number, blocks, width, OF_PART, PARTS, WHOLE, BLOCK)
+    row, of_row, channel, here = locate(number, blocks, width, OF_PART, PARTS, WHOLE, BLOCK)
     i = tl.arange(0, BLOCK)[None, :]
     at = (row * x_row + channel)[:, None] + i
     values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
@@ -71,7 +73,7 @@ def fp8_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def wide_rows(  # type: ignore[no-untyped-def]
+def dequantize_fp8_rows(  # type: ignore[no-untyped-def]
     x,
     data,
     scale,
@@ -88,7 +90,7 @@ def wide_rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row, of_row, channel, here = place(number, blocks, width, OF_PART, PARTS, WHOLE, BLOCK)
+    row, of_row, channel, here = locate(number, blocks, width, OF_PART, PARTS, WHOLE, BLOCK)
     i = tl.arange(0, BLOCK)[None, :]
     at = scale + row * scale_row + of_row * scale_block
     scales = tl.load(at, mask=number < blocks, other=0.0)[:, None]
@@ -110,7 +112,7 @@ def quantize(x_RC: Tensor, to: Quantized, parts: int) -> None:
 
 def dequantize(q: Quantized, to_RC: Tensor, parts: int) -> None:
     """Write values, bf16 or fp32; the strides are those of `quantize`."""
-    _launch(wide_rows, to_RC, q, parts)
+    _launch(dequantize_fp8_rows, to_RC, q, parts)
 
 
 def _launch(kernel: Any, x_RC: Tensor, q: Quantized, parts: int, **constants: Any) -> None:

@@ -1,10 +1,9 @@
-"""Random bits of stochastic rounding, as a function of what is rounded.
+"""Random bits of stochastic rounding, as a function of the values that are rounded.
 
-A tensor's key is a checksum of its bits, and the bits of an element a hash of key and place. There
-is no generator and no state: the same tensor is rounded the same way whenever and wherever it is
-made, in a run that was resumed, in the replay of a CUDA graph, on a CPU and on a GPU; another
-tensor, of another step, layer or micro-batch, in another way. All is in 32-bit integers, whose sums
-do not depend on order.
+A tensor's key is a checksum of its bits, and the bits of an element a hash of key and index. There
+is no generator and no state: the same tensor is rounded the same way in a resumed run, in the
+replay of a CUDA graph, on a CPU and on a GPU; another tensor, of another step, layer or
+micro-batch, in another way. All is in 32-bit integers, whose sums do not depend on order.
 
 Legend: S expert rows, C channels, L experts.
 """
@@ -22,8 +21,8 @@ def keys(x_SC: Tensor, group_S: Tensor, element_SC: Tensor, groups: int) -> Tens
 
     Args:
         x_SC: fp32.
-        group_S: int64 of each row; those from `groups` on count for none.
-        element_SC: int32 places of `elements`.
+        group_S: int64 group of each row; rows with `groups` or more belong to none.
+        element_SC: int32 indices of `elements`.
     """
     bits = x_SC.contiguous().view(torch.int32)
     bits = bits ^ _shifted(bits, 16)  # bf16 has nothing in the low half
@@ -33,7 +32,7 @@ def keys(x_SC: Tensor, group_S: Tensor, element_SC: Tensor, groups: int) -> Tens
 
 
 def elements(row_S: Tensor, channels: int) -> Tensor:
-    """int32 [S, C]: places of elements in the tensor of their expert, from the row there."""
+    """int32 [S, C]: index of each element in its expert's tensor, from its row there."""
     channel_C = torch.arange(channels, dtype=torch.int64, device=row_S.device)
     return low(row_S.long()[:, None] * channels + channel_C)
 
@@ -52,7 +51,7 @@ def _wrapped(x: Tensor, factor: int) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Zeros come in from above."""
+    """x >> by with zeros shifted in, as for unsigned integers."""
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 

@@ -1,12 +1,11 @@
-"""What the Triton kernels of this package have in common: scales, and the transpose of FP8.
+"""Common functions of this package's Triton kernels: scales, and the transpose of FP8.
 
-Powers of two are made of exponent bits: nothing is divided, and no mode of rounding or flushing
+Powers of two are built from exponent bits: nothing is divided, and no mode of rounding or flushing
 matters. A conversion to FP8 rounds to nearest even and saturates (cvt.rn.satfinite).
 
-A program that transposes has a block's rows in TURNS tiles: of 8, tile k has the rows k, 8 + k,
-16 + k and so on. All have one layout, so a thread has the same channels of neighbouring rows:
-converted side by side, these are a word of the transpose, and words go through shared memory where
-bytes would have to.
+A program that transposes has a block's rows in TURNS tiles: of 8, tile k has rows k, 8 + k, 16 + k
+and so on. All have one layout, so a thread has the same channels of neighbouring rows: converted
+together, these are a word of the transpose, and words go through shared memory instead of bytes.
 """
 
 # Tuples of tiles grow in loops that Triton unrolls.
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 
 BIASED = {torch.float8_e4m3fn: 135, torch.float8_e5m2: 142}
-"""Of a format whose largest number is 0.875 * 2^e: e + 126, frexp's bias of fp32."""
+"""e + 126, with frexp's bias of fp32, for a format whose largest number is 0.875 * 2^e."""
 
 
 @triton.jit
@@ -35,14 +34,14 @@ def powers(amax, BIASED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def chunk_amax(x, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[R, C] -> [R, C / CHUNK], what a thread finds in its own channels; NaN has no part."""
+    """[R, C] -> [R, C / CHUNK]: maxima of the channels of one thread; NaN is ignored."""
     chunks: tl.constexpr = x.shape[1] // CHUNK
     return tl.max(tl.abs(tl.reshape(x, [x.shape[0], chunks, CHUNK])), 2)
 
 
 @triton.jit
 def transposed(tiles, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 or fp16 [R, C] of each turn -> FP8 [C, R * turns], the rows of the tiles in turn."""
+    """Tiles of fp32 or fp16 [R, C] -> FP8 [C, R * TURNS] with the tiles' rows interleaved."""
     R: tl.constexpr = tiles[0].shape[0]
     C: tl.constexpr = tiles[0].shape[1]
     TURNS: tl.constexpr = len(tiles)
@@ -56,7 +55,7 @@ def transposed(tiles, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _halved(tiles):  # type: ignore[no-untyped-def]
-    """Tiles of the first half joined with those of the second: their turn's highest bit so far."""
+    """Tile k joined with tile k + n / 2, for k below n / 2."""
     half: tl.constexpr = len(tiles) // 2
     joined = ()
     for k in tl.static_range(half):

@@ -1,6 +1,6 @@
 """`quantize_weights` on an NVIDIA GPU, in Triton: both layouts in one read of W.
 
-A program has one block, and its rows as `tiles_triton` has them.
+A program has one block, with its rows arranged as in `tiles_triton`.
 
 Legend: L experts, O and I channels out and in, N = parts * L matrices of O / parts rows.
 """
@@ -24,7 +24,7 @@ from phalanx.kernels.quantize.tiles_triton import (
 _TURNS = 4
 _WARPS = 8
 _REGISTERS = {torch.bfloat16: 80, torch.float32: 104}
-"""Of a thread: what leaves room for 3 programs on an SM, or 2."""
+"""Registers of a thread: 3 programs fit on an SM, or 2."""
 
 
 @triton.jit

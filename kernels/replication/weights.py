@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def lend(own_L: Tensor, expert_RG: Tensor, guests_RG: Sequence[Tensor], rank: int) -> None:
+def send_weights(own_L: Tensor, expert_RG: Tensor, guests_RG: Sequence[Tensor], rank: int) -> None:
     """Copy this rank's experts to the slots that hold them.
 
     Args:
@@ -29,7 +29,7 @@ def lend(own_L: Tensor, expert_RG: Tensor, guests_RG: Sequence[Tensor], rank: in
         guests_G.copy_(torch.where(_wide(lent_G, own_L), copies_G, guests_G))
 
 
-def take_back(own_L: Tensor, expert_RG: Tensor, room_RG: Sequence[Tensor], rank: int) -> None:
+def reduce_grads(own_L: Tensor, expert_RG: Tensor, room_RG: Sequence[Tensor], rank: int) -> None:
     """Add gradients of guests to those of this rank's experts, in the order of ranks, in fp32 and
     rounded once for each.
 

@@ -234,20 +234,20 @@ def take_back_kernel(  # type: ignore[no-untyped-def]
 #
 #     parts 0 to MAX_WAVES - 1   a wave of the slots has weights of the layer that is lent first
 #     SECOND                     all slots have those of the other one
-#     RUNNING                    of this rank alone: `lend` has its SMs
+#     RUNNING                    of this rank alone: `send_weights` has its SMs
 #
 # and in one of giving back
 #
 #     0 and 1    gradients of fc1, and of fc2, are complete
-#     RUNNING    of this rank alone: `take_back` has its SMs
+#     RUNNING    of this rank alone: `reduce_grads` has its SMs
 SECOND, RUNNING = MAX_WAVES, MAX_WAVES + 1
 
 Lending = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""A layer's weights, and biases or None, as in `lend`; and int64 addresses of each rank's slots for
+"""A layer's weights, and biases or None, as in `send_weights`; and int64 addresses of each rank's slots for
 either."""
 
 
-def lend(
+def send_weights(
     layers: Sequence[Lending],
     expert_RG: Tensor,
     begins_W: Tensor,
@@ -255,7 +255,7 @@ def lend(
     *,
     sms: int,
 ) -> None:
-    """`kernels.replication.weights.lend` of two layers, in one launch: kernels that follow would wait
+    """`kernels.replication.weights.send_weights` of two layers, in one launch: kernels that follow would wait
     for SMs.
 
     Args:
@@ -294,7 +294,7 @@ def lend(
     )
 
 
-def give_back(buffers: PeerBuffers, layer: int) -> None:
+def send_grads(buffers: PeerBuffers, layer: int) -> None:
     """Say to all ranks that gradients of a layer, 0 for fc1 and then 1 for fc2, which kernels
     before this one have made in this rank's slots, are complete."""
     give_back_kernel[(1,)](
@@ -307,7 +307,7 @@ def give_back(buffers: PeerBuffers, layer: int) -> None:
     )
 
 
-def take_back(
+def reduce_grads(
     own_L: Tensor,
     expert_RG: Tensor,
     memory_R: Tensor,
@@ -316,18 +316,18 @@ def take_back(
     layer: int,
     sms: int,
 ) -> None:
-    """`kernels.replication.weights.take_back`, once all ranks have given a layer's gradients back for
+    """`kernels.replication.weights.reduce_grads`, once all ranks have given a layer's gradients back for
     the last time that this one has.
 
     It waits in the SMs that it is going to need: GEMMs of other streams would take those that are
     free when the flags come.
 
     Args:
-        own_L, expert_RG: as of `lend`.
+        own_L, expert_RG: as of `send_weights`.
         memory_R: int64, addresses of [G, ...] of each rank.
         buffers: of giving back.
-        layer: as of `give_back`.
-        sms: as of `lend`.
+        layer: as of `send_grads`.
+        sms: as of `send_weights`.
     """
     R, G = expert_RG.shape
     _check(own_L)

@@ -20,27 +20,29 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.expert_mlp import main_grad
-from phalanx.kernels.rms_norm.limits import CHANNELS, refuse_width
+from phalanx.kernels.rms_norm.limits import CHANNELS, unsupported_width
 from phalanx.kernels.rms_norm.quack_library import Rows, program
 
 
-class _How(NamedTuple):
+class _Args(NamedTuple):
     eps: float
     accumulate: bool
     forks: bool
-    """The sum is a result too."""
+    """The sum is returned too."""
     centered: bool
-    """The weight is stored less 1."""
+    """The stored weight is the weight minus 1."""
 
 
 def rms_norm(
     x: Tensor, weight_N: Tensor, eps: float, *, accumulate: bool = False, centered: bool = False
 ) -> Tensor:
-    """As `kernels.rms_norm.rms_norm.rms_norm`; x is copied if its rows are not contiguous, evenly
-    spaced and aligned to 16 bytes."""
+    """`kernels.rms_norm.rms_norm.rms_norm` by QuACK.
+
+    x is copied if its rows are not contiguous, evenly spaced and aligned to 16 bytes.
+    """
     _check(x, None, weight_N)
-    how = _How(eps, accumulate, forks=False, centered=centered)
-    normed: Tensor = _Norm.apply(x, None, weight_N, how)
+    args = _Args(eps, accumulate, forks=False, centered=centered)
+    normed: Tensor = _Norm.apply(x, None, weight_N, args)
     return normed
 
 
@@ -53,17 +55,17 @@ def fork(
     accumulate: bool = False,
     centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.rms_norm.rms_norm.fork`."""
+    """`kernels.rms_norm.rms_norm.fork` by QuACK."""
     _check(x, residual, weight_N)
-    how = _How(eps, accumulate, forks=True, centered=centered)
-    normed, total = _Norm.apply(x, residual, weight_N, how)
+    args = _Args(eps, accumulate, forks=True, centered=centered)
+    normed, total = _Norm.apply(x, residual, weight_N, args)
     return normed, total
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight_N: Tensor, how: _How
+        ctx: Any, x: Tensor, residual: Tensor | None, weight_N: Tensor, args: _Args
     ) -> Tensor | tuple[Tensor, Tensor]:
         N = weight_N.numel()
         x_MN = _rows(x, N)
@@ -71,23 +73,23 @@ class _Norm(torch.autograd.Function):
         total = None if residual is None else x.new_empty(x.shape)
         rstd_M = x.new_empty(x_MN.shape[0], dtype=torch.float32)
         if x.numel():
-            program(Rows(N, "forward", residual is not None, how.centered))(
+            program(Rows(N, "forward", residual is not None, args.centered))(
                 x_MN,
-                _factor(weight_N, how.centered),
+                _factor(weight_N, args.centered),
                 None,
                 None if residual is None else _rows(residual, N),
                 normed.view(-1, N),
                 None if total is None else total.view(-1, N),
                 rstd_M,
                 None,
-                how.eps,
+                args.eps,
             )
-        ctx.added, ctx.centered = residual is not None, how.centered
+        ctx.added, ctx.centered = residual is not None, args.centered
         # The parameter itself: a saved tensor may come back as another, without a buffer.
-        ctx.accumulated = weight_N if how.accumulate and main_grad.takes(weight_N) else None
+        ctx.accumulated = weight_N if args.accumulate and main_grad.takes(weight_N) else None
         ctx.save_for_backward(x_MN if total is None else total, weight_N, rstd_M)
         ctx.set_materialize_grads(False)
-        if not how.forks:
+        if not args.forks:
             return normed
         return normed, x.view_as(x) if total is None else total
 
@@ -123,7 +125,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _weight_grad(ctx: Any, partial_PN: Tensor, weight_N: Tensor) -> Tensor | None:
-    """The sum of the rows, in the buffer of the parameter if that is asked for."""
+    """The sum of the rows, in the buffer of the parameter with `accumulate`."""
     from phalanx.kernels.rms_norm.weight_grad_triton import add_rows
 
     if ctx.accumulated is None:
@@ -134,7 +136,7 @@ def _weight_grad(ctx: Any, partial_PN: Tensor, weight_N: Tensor) -> Tensor | Non
 
 
 def _factor(weight_N: Tensor, centered: bool) -> Tensor:
-    """[N] that normalised channels are multiplied by: the weight, or in fp32 that and 1."""
+    """[N] factor of normalised channels: the weight, or in fp32 the stored weight plus 1."""
     return weight_N.float() + 1 if centered else _rows(weight_N, weight_N.numel())[0]
 
 
@@ -166,5 +168,5 @@ def _check(x: Tensor, residual: Tensor | None, weight_N: Tensor) -> None:
         raise ValueError(f"weight {list(weight_N.shape)} does not fit x {list(x.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual {list(residual.shape)} is not as x {list(x.shape)}")
-    if why := refuse_width(N):
+    if why := unsupported_width(N):
         raise ValueError(f"kernels.norm=quack {why}")

@@ -1,8 +1,8 @@
-"""QuACK's kernels of RMSNorm, compiled for sm_90a and kept in the cache of `kernels.cache`.
+"""QuACK's RMSNorm kernels, compiled for sm_90a and stored in the cache of `kernels.cache`.
 
-The library's own cache on disk gives up when a lock is held for 15 seconds, fails in a folder that
-it cannot write to, and has an entry for every power of two of rows, though its kernels for Hopper
-take any number of them.
+The library's own cache on disk fails when a lock is held for 15 seconds or its folder cannot be
+written, and has an entry for every power of two of rows, though its kernels for Hopper take any
+number of rows.
 """
 
 import functools
@@ -21,14 +21,14 @@ _BITS = 16
 
 @dataclass(frozen=True)
 class Rows:
-    """What a kernel is compiled for: bf16 rows, any number of them."""
+    """Key of a compiled kernel: bf16 rows, any number of them."""
 
     channels: int
     step: Literal["forward", "backward"]
     adds: bool
-    """Forward a residual, which makes a sum that is written too; backward the sum's gradient."""
-    wide: bool = False
-    """The weight is fp32."""
+    """Forward: add a residual and write the sum too. Backward: add the gradient of the sum."""
+    fp32_weight: bool = False
+    """The weight is fp32, not bf16."""
 
     @property
     def entry(self) -> str:
@@ -37,7 +37,7 @@ class Rows:
 
 
 _CENTERED = tuple(
-    Rows(N, step, adds, wide=True)  # type: ignore[arg-type]
+    Rows(N, step, adds, fp32_weight=True)  # type: ignore[arg-type]
     for N in (256, 2048)  # Qwen3-Next: heads, hidden
     for step in ("forward", "backward")
     for adds in (False, True)
@@ -56,25 +56,24 @@ SHIPPED = tuple(
     if not adds or N in (2048, 2880, 7168)
 )
 SHIPPED += _CENTERED
-"""Of the models in configs/model; others are compiled when they are first launched."""
+"""Kernels of the models in configs/model; others are compiled at their first launch."""
 
 
 @functools.cache
 def program(rows: Rows) -> Callable[..., None]:
     """The function that launches a kernel on torch's current stream.
 
-    Forward it takes x, weight, None, residual, normed, sum, rstd, None and eps; backward sum,
-    weight, dnormed, dsum, rstd, None, dx, partial gradients of the weight, None, None and their
-    number. What there is not is None.
+    The forward kernel takes x, weight, None, residual, normed, sum, rstd, None and eps; the
+    backward one sum, weight, dnormed, dsum, rstd, None, dx, partial gradients of the weight, None,
+    None and their number. Absent tensors are None.
     """
     function: Callable[..., None] = loaded(build(rows, folder()))
     return function
 
 
-def build(rows: Rows, where: Path) -> bytes:
-    """The kernel's object from the cache in a folder, where it is put if it is missing; needs no
-    GPU."""
-    return Cache(where).fetch(rows.entry, lambda: exported(_compile(rows)))
+def build(rows: Rows, cache_folder: Path) -> bytes:
+    """The kernel's object from the cache in a folder, built if it is missing; needs no GPU."""
+    return Cache(cache_folder).fetch(rows.entry, lambda: exported(_compile(rows)))
 
 
 def _compile(rows: Rows) -> Any:
@@ -83,17 +82,17 @@ def _compile(rows: Rows) -> Any:
     from quack.rmsnorm_config import RmsNormBwdConfig, RmsNormFwdConfig
 
     library: Any = import_module("quack.rmsnorm")  # the package has a function of that name
-    N, more = rows.channels, BFloat16 if rows.adds else None
-    weight = Float32 if rows.wide else BFloat16
+    N, addend = rows.channels, BFloat16 if rows.adds else None
+    weight = Float32 if rows.fp32_weight else BFloat16
     with replaced(CuTeDSL._get_dsl().envar, "_arch", ARCH):
         if rows.step == "forward":
             return library._compile_rmsnorm_fwd.__wrapped__(
                 dtype=BFloat16,
                 out_dtype=BFloat16,
-                res_dtype=more,
+                res_dtype=addend,
                 weight_dtype=weight,
                 bias_dtype=None,
-                res_out_dtype=more,
+                res_out_dtype=addend,
                 N=N,
                 has_rstd=True,
                 has_mean=False,
@@ -109,7 +108,7 @@ def _compile(rows: Rows) -> Any:
             weight_dtype=weight,
             has_db_partial=False,
             dres_dtype=None,
-            dres_out_dtype=more,
+            dres_out_dtype=addend,
             has_dw_partial=True,
             config=RmsNormBwdConfig.from_analytical_heuristic(N, _BITS, _BITS, arch_major=_HOPPER),
         )

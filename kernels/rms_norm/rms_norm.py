@@ -29,15 +29,15 @@ def rms_norm(
         weight_N: in the dtype of x.
         eps: added to the mean square.
         backend: `torch` or `quack`.
-        accumulate: add the gradient of the weight to its `main_grad`, if there is one, rather than
-            return it (`quack` alone).
-        centered: the weight is stored less 1; the sum is fp32.
+        accumulate: add the gradient of the weight to its `main_grad`, if it has one, instead of
+            returning it (only `quack`).
+        centered: the stored weight is the weight minus 1; 1 is added in fp32.
 
     Returns:
-        As x in shape and dtype.
+        A tensor with x's shape and dtype.
 
     Raises:
-        ValueError: unknown backend, or tensors that it does not take.
+        ValueError: unknown backend, or tensors that it does not support.
     """
     if backend == "quack":
         from phalanx.kernels.rms_norm import quack
@@ -59,10 +59,10 @@ def fork(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), or without a residual (rms_norm(x), x).
 
-    The sum is rounded to the dtype of x. `quack` normalises it as it is before that, in fp32.
+    The sum is rounded to the dtype of x. `quack` normalises it in fp32, before it is rounded.
 
     Args:
-        residual: as x; None: x is the sum.
+        residual: shaped as x; None: x is the sum.
         x, weight_N, eps, backend, accumulate, centered: as in `rms_norm`.
 
     Raises:
@@ -71,8 +71,8 @@ def fork(
     if backend == "quack":
         from phalanx.kernels.rms_norm import quack
 
-        how = dict(accumulate=accumulate, centered=centered)
-        return quack.fork(x, residual, weight_N, eps, **how)
+        options = dict(accumulate=accumulate, centered=centered)
+        return quack.fork(x, residual, weight_N, eps, **options)
     _check(backend)
     total = x if residual is None else residual + x
     return _norm(total, weight_N, eps, centered), total
@@ -81,8 +81,8 @@ def fork(
 def _norm(x: Tensor, weight_N: Tensor, eps: float, centered: bool) -> Tensor:
     if not centered:
         return F.rms_norm(x, weight_N.shape, weight_N, eps)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return F.rms_norm(x.to(wide), weight_N.shape, weight_N.to(wide) + 1, eps).to(x.dtype)
+    fp32 = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(fp32), weight_N.shape, weight_N.to(fp32) + 1, eps).to(x.dtype)
 
 
 def _check(backend: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 _ROWS = 256
 _COLUMNS = 16
-"""Blocks are narrow, so that few columns still occupy several SMs."""
+"""Columns of a block: few, so that narrow tensors still occupy several SMs."""
 
 
 @triton.jit
@@ -30,8 +30,10 @@ def norm_weight_gradient(  # type: ignore[no-untyped-def]
 
 
 def add_rows(partial_PN: Tensor, out_N: Tensor, *, add: bool) -> Tensor:
-    """`out_N`, bf16 or fp32, after the sum of the rows, contiguous and in fp32, has been written
-    there or added to what was there. The order of additions depends on P alone."""
+    """Write the sum of contiguous fp32 rows to `out_N`, bf16 or fp32, or add it; return `out_N`.
+
+    The order of additions depends only on P.
+    """
     P, N = partial_PN.shape
     grid = (triton.cdiv(N, _COLUMNS),)
     norm_weight_gradient[grid](

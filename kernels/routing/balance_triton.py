@@ -1,4 +1,4 @@
-"""What a router's balancing losses and statistics need of its logits and choices, in Triton.
+"""Balancing losses and statistics of a router's logits and choices, in Triton.
 
 Three passes, without atomics and without a host read: `tally` counts choices and sums scores,
 `Terms.finish` makes losses and the slope of their sum in the scores, and `slope_to_logits` is the
@@ -19,22 +19,22 @@ from torch import Tensor
 from phalanx.kernels.elementwise.part_sum_triton import part_sum
 
 _ELEMENTS = 2048
-"""Logits that a program has at a time."""
+"""Logits that a program reads at a time."""
 _TURNS = 4
-"""Blocks of positions of a program that counts."""
+"""Blocks of positions per program of `router_tally`."""
 TINY = tl.constexpr(1e-20)
 """Added to the sum that normalises sigmoids."""
 
 
 @triton.jit
 def sigmoids(x):  # type: ignore[no-untyped-def]
-    """0 for what is not an expert, whose logit is -inf."""
+    """Sigmoids; 0 for a padded expert, whose logit is -inf."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def balance_scores(x, SIGMOID: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of every row, summing to 1; -inf has 0."""
+    """Scores of every row, which sum to 1; 0 for logits of -inf."""
     if SIGMOID:
         s = sigmoids(x)
         return s / (tl.sum(s, 1) + TINY)[:, None]
@@ -100,13 +100,13 @@ def router_tally(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True)
-class Tally:
+class RouterTally:
     """Sums over this rank's tokens, fp32; views of one tensor."""
 
     count_BE: Tensor
     """Choices."""
     judged_BE: Tensor
-    """Choices that the losses judge: the same unless others were given."""
+    """Choices that the losses evaluate: the same unless others were passed."""
     score_BE: Tensor | None
     """Scores."""
     squares_B: Tensor | None
@@ -122,12 +122,12 @@ def tally(
     score: str | None,
     judged_TK: Tensor | None = None,
     log_sum: bool = False,
-) -> Tally:
+) -> RouterTally:
     """Count choices and sum scores, by sequence.
 
     Args:
         logits_TE: fp32, contiguous.
-        idx_TK, judged_TK: integers, contiguous within a token; the second with scores alone.
+        idx_TK, judged_TK: integers, contiguous within a token; the second only with scores.
         sequences: B, which divides T.
         score: `softmax`, or `sigmoid` over its sum; None sums none.
         log_sum: whether `squares_B` is wanted.
@@ -160,7 +160,7 @@ def tally(
             EXPERTS=experts,
         )
     total = part_sum(parts)
-    return Tally(
+    return RouterTally(
         total[:, :E],
         total[:, :E] if judged_TK is None else total[:, 2 * E : 3 * E],
         None if score is None else total[:, E : 2 * E],
@@ -257,7 +257,7 @@ class Counters:
     """Buffers of a router that `Terms.finish` adds to."""
 
     tokens_per_expert: Tensor
-    """int64 [E], as the next."""
+    """int64 [E], as `local_tokens` is."""
     local_tokens: Tensor | None
     micro_batches: Tensor
     """int64 scalar."""
@@ -274,13 +274,13 @@ class Terms:
     global_aux: float
     z: float
     tokens: float
-    """All tokens of the sequences, those of other ranks too."""
+    """Number of all tokens of the sequences, on all ranks."""
     factor: float = 1.0
-    """On the sum of the losses."""
+    """Factor on the sum of the losses."""
 
     @torch.no_grad()
     def finish(
-        self, found: Tally, judged_BE: Tensor, seen_E: Tensor | None, to: Counters
+        self, tally_sums: RouterTally, judged_BE: Tensor, seen_E: Tensor | None, to: Counters
     ) -> tuple[Tensor, Tensor]:
         """Add to the counters; the weighted sum of the losses, and its slope in the scores.
 
@@ -292,15 +292,15 @@ class Terms:
 
         Returns:
             The sum, fp32 [1], and slope_BE: its derivative by the score of a token of a sequence.
-            Both are of any content if there are no losses, the second without scores.
+            Both are undefined if there are no losses, the second without scores.
         """
-        B, E = found.count_BE.shape
-        loss, slope_BE = found.count_BE.new_empty(1), found.count_BE.new_empty(B, E)
+        B, E = tally_sums.count_BE.shape
+        loss, slope_BE = tally_sums.count_BE.new_empty(1), tally_sums.count_BE.new_empty(B, E)
         router_losses[(1,)](
-            found.count_BE,
+            tally_sums.count_BE,
             judged_BE,
-            found.score_BE,
-            found.squares_B,
+            tally_sums.score_BE,
+            tally_sums.squares_B,
             seen_E,
             to.tokens_per_expert,
             to.local_tokens,
@@ -312,11 +312,11 @@ class Terms:
             self.tokens,
             self.factor,
             E,
-            found.count_BE.stride(0),
+            tally_sums.count_BE.stride(0),
             judged_BE.stride(0),
             B=B,
-            SCORED=found.score_BE is not None,
-            LOG_SUM=found.squares_B is not None,
+            SCORED=tally_sums.score_BE is not None,
+            LOG_SUM=tally_sums.squares_B is not None,
             SEEN=seen_E is not None,
             LOCAL=to.local_tokens is not None,
             EXPERTS=triton.next_power_of_2(E),
@@ -371,7 +371,7 @@ def slope_to_logits(
 
     Args:
         dloss: fp32 [1].
-        logits_TE, slope_BE, score: of `tally` and `Terms.finish`; no slope without scores.
+        logits_TE, slope_BE, score: as for `tally` and `Terms.finish`; no slope without scores.
         z_slope: derivative of the sum by a token's square of log(sum(exp(logits))), times 2.
     """
     T, E = logits_TE.shape

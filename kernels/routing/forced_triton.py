@@ -1,4 +1,4 @@
-"""Experts that a table tells in place of the router, and their probabilities, in Triton.
+"""Experts from a table in place of the router's choice, and their probabilities, in Triton.
 
 The choice is that of `moe.router.forced_balance` or of `moe.router.replay`, the probabilities are
 those of `moe.router.scores`, in one pass over the tokens.
@@ -78,9 +78,9 @@ def forced(
 
     Args:
         logits_TE: fp32, contiguous.
-        table: contiguous. int64 [P, K, 2]: groups and members by which a token's experts are apart
-            from its number, one row for every E tokens in turn; or int16 [P, K]: experts, one row
-            for every token in turn.
+        table: contiguous. int64 [P, K, 2]: offsets in groups and in members of a token's experts
+            from the token's number, one row for every E tokens, cyclic; or int16 [P, K]: experts,
+            one row for every token, cyclic.
         first: number of the first token in its expert-parallel group.
         groups: G.
         weights: one of `WEIGHTS`.

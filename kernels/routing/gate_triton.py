@@ -11,9 +11,9 @@ from torch import Tensor
 from phalanx.kernels.elementwise.part_sum_triton import part_sum
 
 _ELEMENTS = 2048
-"""Logits that a program has at a time."""
+"""Logits that a program reads at a time."""
 _TURNS = 4
-"""Blocks of tokens of a program."""
+"""Blocks of tokens per program."""
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def split(grad_TE: Tensor, summed: torch.dtype | None) -> tuple[Tensor, Tensor |
 
     Args:
         grad_TE: fp32, contiguous.
-        summed: dtype of the sum, None for none.
+        summed: dtype of the sum; None: no sum.
 
     Returns:
         [T, 2 E] in bf16, and [E].

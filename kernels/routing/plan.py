@@ -1,11 +1,11 @@
 """Routing plan of one rank: which received rows its experts read, in expert order.
 
 Sits between dispatch and the experts: `make_plan` turns the routing of all received tokens into
-static buffers of S rows plus device offsets. No host read, no atomic whose order shows: the result
-is the same bit for bit for every backend, on CPU and GPU, run after run. Rows are ordered by
-expert, then received row, then slot.
+static buffers of S rows plus device offsets. No host reads, no atomics whose order affects the
+result: it is the same bit for bit for every backend, on CPU and GPU, run after run. Rows are
+ordered by expert, then received row, then slot.
 
-Legend: N rows received, K experts per token, L local experts, S expert rows kept (static).
+Legend: N rows received, K experts per token, L local experts, S expert rows (static).
 """
 
 from typing import Any
@@ -33,15 +33,16 @@ def make_plan(
     """Sort the pairs of this rank's experts into `rows` expert rows.
 
     Args:
-        topk_idx_NK: int32 global expert ids; an id outside this rank's range has no row here,
-            be it another rank's, -1 for no expert, or that of no expert at all.
+        topk_idx_NK: int32 global expert ids; ids outside this rank's range have no row here:
+            experts of other ranks, -1 for no expert, and ids of no expert at all.
         topk_prob_NK: fp32 probabilities; gradients flow back through `row_prob_S`.
         first_expert: global id of local expert 0.
         local_experts: L.
-        rows: S. If more are needed the last experts lack rows; `needed` tells: rerun the step.
+        rows: S. If `needed` is larger, the last experts lack rows: rerun the step with more.
         backend: `reference`, `torch` or `fused`, with equal results; `cudnn`, whose experts' rows
             are padded (`providers.row_multiple`).
-        experts: of all ranks; given, PHALANX_DEBUG=1 checks that ids are from -1 to experts - 1.
+        experts: number of all ranks' experts; if set, PHALANX_DEBUG=1 checks that ids are from -1
+            to experts - 1.
 
     Raises:
         ValueError: shapes or dtypes do not fit, a size is out of range, or an unknown backend; with
@@ -84,16 +85,21 @@ def plan(
     topk_idx: Tensor, topk_prob: Tensor, first_expert: int, experts: int, rows: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Probabilities, index, offsets, inverse, needed and order (empty if there is none)."""
-    made = provider(backend).plan(
+    expert_plan = provider(backend).plan(
         topk_idx.contiguous(),
         topk_prob.contiguous(),
         PlanSize(first_expert, experts, rows),
     )
-    assert made.row_index_S is not None and made.row_prob_S is not None
-    assert made.inverse_NK is not None and made.needed is not None
-    order_L = topk_idx.new_empty(0) if made.order_L is None else made.order_L
-    tensors = (made.row_index_S, made.offsets, made.inverse_NK, made.needed)
-    return made.row_prob_S, *tensors, order_L
+    assert expert_plan.row_index_S is not None and expert_plan.row_prob_S is not None
+    assert expert_plan.inverse_NK is not None and expert_plan.needed is not None
+    order_L = topk_idx.new_empty(0) if expert_plan.order_L is None else expert_plan.order_L
+    tensors = (
+        expert_plan.row_index_S,
+        expert_plan.offsets,
+        expert_plan.inverse_NK,
+        expert_plan.needed,
+    )
+    return expert_plan.row_prob_S, *tensors, order_L
 
 
 @plan.register_fake
@@ -112,7 +118,7 @@ def _(
 
 @torch.library.custom_op("phalanx::plan_backward", mutates_args=())
 def plan_backward(grad_S: Tensor, inverse: Tensor, backend: str) -> Tensor:
-    """A pair gets the gradient of its own row, without one 0."""
+    """The gradient of each pair's row; 0 for a pair without a row."""
     return provider(backend).plan_backward(grad_S.contiguous(), inverse)
 
 

@@ -1,9 +1,9 @@
 """The routing plan in tensor code: pairs sorted by expert, and gathers by the result.
 
-The plan of every backend without kernels of its own for it, and the definition for those with them.
+The plan of every backend without kernels for it, and the definition for those with kernels.
 Stable sorts and searches, without a host read or an atomic: the same bit for bit on CPU and GPU.
 
-Legend: N rows received, K experts per token, L local experts, S expert rows kept (static).
+Legend: N rows received, K experts per token, L local experts, S expert rows (static).
 """
 
 import torch
@@ -14,7 +14,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 
 _KEY = torch.int16  # two radix passes on a GPU instead of the four of int32
 MAX_EXPERTS = torch.iinfo(_KEY).max
-"""Experts of a rank that a sort key can tell apart."""
+"""Most experts of a rank, bounded by the sort key."""
 
 
 def sort_pairs(
@@ -23,9 +23,9 @@ def sort_pairs(
     """`Backend.plan` in tensor code: ordered by expert, then received row, then slot.
 
     Args:
-        align: an expert's rows begin and end at multiples of it. Rows of no token in between have
-            index -1 and probability 0, and count as needed; the offsets' second entry starts at a
-            multiple of 16 bytes.
+        align: multiple at which an expert's rows start and end. Rows without a token have index -1
+            and probability 0, and count as needed; the second entry of the offsets is aligned to 16
+            bytes.
     """
     if align > 1:
         return _sort_aligned(topk_idx_NK, topk_prob_NK, size, align)
@@ -55,25 +55,24 @@ def _sort_aligned(
     needed = offsets[-1].clone()
 
     expert = key.long()
-    place = torch.arange(key.numel(), dtype=torch.int32, device=key.device)
-    row = place - starts[expert] + offsets[expert]
+    position = torch.arange(key.numel(), dtype=torch.int32, device=key.device)
+    row = position - starts[expert] + offsets[expert]
     offsets.clamp_(max=rows // align * align)
     used = (expert < local_experts) & (row < offsets[-1])
     inverse = torch.empty_like(row).scatter_(0, order, row.masked_fill(~used, -1))
-    to = row.masked_fill(~used, rows).long()  # the last of one more, which is cut off
+    target = row.masked_fill(~used, rows).long()  # one extra row takes unused pairs
     token = (order // topk_idx_NK.shape[1]).to(torch.int32)
     prob = topk_prob_NK.flatten().index_select(0, order)
-    index_S = token.new_full((rows + 1,), -1).scatter_(0, to, token)[:rows]
-    prob_S = prob.new_zeros(rows + 1).scatter_(0, to, prob)[:rows]
+    index_S = token.new_full((rows + 1,), -1).scatter_(0, target, token)[:rows]
+    prob_S = prob.new_zeros(rows + 1).scatter_(0, target, prob)[:rows]
     return ExpertPlan(index_S, prob_S, offsets, inverse.view_as(topk_idx_NK), needed, None)
 
 
 def _sorted(topk_idx_NK: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Local experts of the pairs in order, L for those elsewhere; which pair; int32 [L + 1] where
-    each expert's begin."""
+    """Sorted local experts of the pairs (L if remote), pair of each, and int32 [L + 1] starts."""
     local_NK = topk_idx_NK - first
-    elsewhere_NK = (local_NK < 0) | (local_NK >= experts)
-    key = local_NK.masked_fill(elsewhere_NK, experts).flatten().to(_KEY)
+    remote_NK = (local_NK < 0) | (local_NK >= experts)
+    key = local_NK.masked_fill(remote_NK, experts).flatten().to(_KEY)
     key, order = torch.sort(key, stable=True)
     numbers = torch.arange(experts + 1, dtype=_KEY, device=key.device)
     return key, order, torch.searchsorted(key, numbers, out_int32=True)
@@ -86,7 +85,7 @@ def gather_pairs(dprob_S: Tensor, inverse_NK: Tensor) -> Tensor:
 
 
 def gather_rows(x_ND: Tensor, index_S: Tensor, offsets: Tensor) -> Tensor:
-    """Row index[s] of x for every s; some row of x in the padding, whatever is there in `index`."""
+    """Row index[s] of x for every s; any row of x in the padding, for any content of `index`."""
     if not x_ND.shape[0]:
         return x_ND.new_zeros(index_S.shape[0], x_ND.shape[1])
     return x_ND.index_select(0, index_S.masked_fill(~used_rows(index_S, offsets), 0))

@@ -1,4 +1,4 @@
-"""Routing on its way to the experts' ranks: one launch before it leaves and one where it arrives.
+"""Routing packed for the experts' ranks: one launch to pack and one to unpack.
 
 Legend: T tokens of a rank, K slots of a token, R ranks, N = R * T received rows.
 """
@@ -7,24 +7,24 @@ import torch
 from torch import Tensor
 
 _PIECE = 4
-"""int32 of which a rank's block of routing is a multiple: 16 bytes."""
+"""Granularity in int32 of a rank's block of routing: 16 bytes."""
 
 
 def routing_size(tokens: int, slots: int) -> int:
-    """int32 of a rank's block of routing."""
+    """Number of int32 in a rank's block of routing."""
     return -(-2 * tokens * slots // _PIECE) * _PIECE
 
 
 def pack_routing(
     idx_TK: Tensor, prob_TK: Tensor, *, ranks: int, local: int
 ) -> tuple[Tensor, Tensor]:
-    """The routing that a rank sends to all others, and where their sums will come back.
+    """The routing that a rank sends to all others, and the rows of the sums that they return.
 
     Args:
         idx_TK: int32 expert ids, -1 for none; contiguous, as probabilities are.
         prob_TK: fp32.
         ranks: R.
-        local: experts of a rank.
+        local: number of experts per rank.
 
     Returns:
         int32 [1, P]: ids, bits of the probabilities, and padding to 16 bytes, which is unspecified;
@@ -41,14 +41,14 @@ def pack_routing(
         pack(idx_TK, bits_TK, side, rows_TR, local)
         return side, rows_TR
     torch.cat((idx_TK.flatten(), bits_TK.flatten()), out=side[0, : 2 * T * K])
-    of_TK = torch.where(idx_TK >= 0, idx_TK // local, -1)
+    rank_TK = torch.where(idx_TK >= 0, idx_TK // local, -1)
     rank_R = torch.arange(ranks, dtype=torch.int32)
     row_TR = torch.arange(T, dtype=torch.int32)[:, None] + rank_R * T
-    return side, torch.where((of_TK[:, :, None] == rank_R).any(1), row_TR, -1)
+    return side, torch.where((rank_TK[:, :, None] == rank_R).any(1), row_TR, -1)
 
 
 def unpack_routing(blocks_RP: Tensor, tokens: int, slots: int) -> tuple[Tensor, Tensor]:
-    """Ids int32 [N, K] and probabilities fp32 [N, K] of all ranks, as `pack_routing` made them."""
+    """Ids int32 [N, K] and probabilities fp32 [N, K] of all ranks, packed by `pack_routing`."""
     R, pairs = blocks_RP.shape[0], tokens * slots
     idx_NK = blocks_RP.new_empty(R * tokens, slots)
     prob_NK = torch.empty_like(idx_NK, dtype=torch.float32)

@@ -52,7 +52,7 @@ def unpack_routing(blocks, idx, bits, pairs, pitch, BLOCK: tl.constexpr):  # typ
 
 
 def pack(idx_TK: Tensor, bits_TK: Tensor, side: Tensor, rows_TR: Tensor, local: int) -> None:
-    """Fills `side` and `rows_TR`."""
+    """Fill `side` and `rows_TR`."""
     (T, K), R = idx_TK.shape, rows_TR.shape[1]
     if T == 0:
         return
@@ -62,7 +62,7 @@ def pack(idx_TK: Tensor, bits_TK: Tensor, side: Tensor, rows_TR: Tensor, local: 
 
 
 def unpack(blocks_RP: Tensor, idx_NK: Tensor, bits_NK: Tensor) -> None:
-    """Fills the others."""
+    """Fill ids and bits of probabilities."""
     R, pitch = blocks_RP.shape
     pairs = idx_NK.numel() // R
     if pairs:

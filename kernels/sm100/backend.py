@@ -1,11 +1,11 @@
 """nvidia-cudnn-frontend's fused grouped GEMMs as a backend of the expert MLP, in bf16.
 
-An adapter and nothing more. Rows are gathered into whole blocks of 256 an expert, in which padding
-is 0; h and its gradient have their channels in the order of `kernels.sm100.interleave`, weights too
-if they are stored so, and otherwise a copy of them is put in order for each use.
+An adapter and nothing more. Rows are gathered into blocks of 256 per expert, whose padding is 0; h
+and its gradient have their channels in the order of `kernels.sm100.interleave`, weights too if they
+are stored so; otherwise a reordered copy is made for each use.
 
-The gradient of a probability is a sum of cuDNN's over column tiles by atomic additions in fp32: in
-bf16 it has no other, so that its last bits may differ from run to run. All else has a fixed order.
+cuDNN sums the gradient of a probability over column tiles by atomic additions in fp32, and in bf16
+has no other way, so its last bits may differ from run to run. All other sums have a fixed order.
 
 Shape legend as in `kernels.expert_mlp.backend`.
 """
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import (
-    AsTheyAre,
     HiddenGrads,
     Linear,
     Operand,
     PlanSize,
+    UnquantizedMixin,
     put,
 )
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
@@ -37,23 +37,23 @@ from phalanx.kernels.sm100.limits import ROWS
 from phalanx.kernels.sm100.padding import ends, gathered, real
 
 _ACTIVATION_BYTES = 32
-"""cuDNN wants recomputed activations to start at a multiple of it, as fresh tensors on GPUs do."""
+"""Alignment that cuDNN requires of recomputed activations; new tensors on GPUs have it."""
 
 
-class CuDNN(AsTheyAre):
+class CuDNN(UnquantizedMixin):
     """`kernels.expert_mlp.backend.Backend` on Blackwell, in bf16.
 
     Args:
-        sm_margin: SMs that GEMMs but those of weight gradients leave free.
-        dynamic: GEMMs claim tiles on the device; otherwise they are dealt out in turn.
+        sm_margin: SMs that GEMMs leave free, except those of weight gradients.
+        dynamic: GEMMs claim tiles on the device; otherwise the schedule is static.
         interleaved: w1, b1 and their gradients are stored in the order of the kernels.
     """
 
-    gathers: ClassVar[bool] = True
+    fuses_gather: ClassVar[bool] = True
 
     def __init__(self, sm_margin: int, dynamic: bool, interleaved: bool) -> None:
         self._margin, self._interleaved = sm_margin, interleaved
-        self._how: dict[str, Any] = dict(use_dynamic_sched=dynamic)
+        self._options: dict[str, Any] = dict(use_dynamic_sched=dynamic)
         self._order, self._torch = Interleaved(), Grouped()
 
     def plan(self, topk_idx_NK: Tensor, topk_prob_NK: Tensor, size: PlanSize) -> ExpertPlan:
@@ -73,7 +73,7 @@ class CuDNN(AsTheyAre):
         ready: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         x_SD = gathered(Operand(x_ND, gather=True), plan)
-        made = self._call(
+        outputs = self._call(
             "grouped_gemm_glu",
             x_SD,
             plan,
@@ -84,26 +84,26 @@ class CuDNN(AsTheyAre):
             generate_c=keep_h,
             **epilogue(act, block_scaled=False).forward,
         )
-        a_SF = made["d_tensor"]
+        a_SF = outputs["d_tensor"]
         assert a_SF is not None
-        return made["c_tensor"], a_SF
+        return outputs["c_tensor"], a_SF
 
     def rows(self, a_SI: Tensor, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         stored, dim = linear.weight_LOI, 1
-        if linear.flipped:
+        if linear.is_transposed:
             stored = stored.mT
         if max(linear.parts, linear.parts_in) > 1:
             stored = self._fc1(stored, dim)
-        made = self._call(
+        outputs = self._call(
             "grouped_gemm",
             a_SI,
             plan,
             b_tensor=stored,
-            b_major="n" if linear.flipped else "k",
+            b_major="n" if linear.is_transposed else "k",
             bias_tensor=None if linear.bias_LO is None else linear.bias_LO.mT,
             prob_tensor=_prob(plan, a_SI),
         )
-        y_SO = made["d_tensor"]
+        y_SO = outputs["d_tensor"]
         assert y_SO is not None
         return y_SO
 
@@ -120,7 +120,7 @@ class CuDNN(AsTheyAre):
         dy_SD = gathered(dy, plan)
         S, F = len(h_SH), fc2.weight_LOI.shape[2]
         dprob_S = torch.zeros(S, device=h_SH.device)
-        made = self._call(
+        outputs = self._call(
             "grouped_gemm_dglu",
             dy_SD,
             plan,
@@ -134,14 +134,14 @@ class CuDNN(AsTheyAre):
             activation_tensor=_aligned(h_SH, S, F),
             **epilogue(act, block_scaled=False).backward,
         )
-        dh_SH, a_SF = made["d_row_tensor"], made["activation_tensor"]
+        dh_SH, a_SF = outputs["d_row_tensor"], outputs["activation_tensor"]
         assert dh_SH is not None and a_SF is not None
         return HiddenGrads(dh_SH, a_SF, _dprob(dprob_S, dy_SD, fc2, plan), None)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
         d_SO, v_SI = gathered(d, plan), gathered(v, plan)
         ordered = d.parts == 1 or self._interleaved
-        made = call(
+        outputs = call(
             "grouped_gemm_wgrad",
             0,
             a_tensor=d_SO.mT,
@@ -153,7 +153,7 @@ class CuDNN(AsTheyAre):
             wgrad_dtype=into.out.dtype if into is not None else d_SO.dtype,
             accumulate_on_output=into is not None and into.add and ordered,
         )
-        dw_LOI = made["wgrad_tensor"]
+        dw_LOI = outputs["wgrad_tensor"]
         assert dw_LOI is not None
         return dw_LOI if ordered else put(self._order.canonical(dw_LOI, 1), into)
 
@@ -172,7 +172,9 @@ class CuDNN(AsTheyAre):
 
         return combine(y_SD, inverse_NK, addends=addends)
 
-    def _call(self, name: str, rows_SC: Tensor, plan: ExpertPlan, **more: Any) -> dict[str, Any]:
+    def _call(
+        self, name: str, rows_SC: Tensor, plan: ExpertPlan, **arguments: Any
+    ) -> dict[str, Any]:
         """A grouped GEMM over expert rows."""
         return call(
             name,
@@ -180,12 +182,12 @@ class CuDNN(AsTheyAre):
             a_tensor=rows_SC,
             padded_offsets=ends(plan),
             alpha_tensor=ones(len(plan.offsets) - 1, rows_SC.device),
-            **self._how,
-            **more,
+            **self._options,
+            **arguments,
         )
 
     def _fc1(self, stored: Tensor, dim: int) -> Tensor:
-        """Weights or biases of fc1 with their channels, along `dim`, as the kernels want them."""
+        """Weights or biases of fc1, with channels along `dim` in the order of the kernels."""
         return stored if self._interleaved else self._order.store(stored, dim)
 
 
@@ -194,14 +196,14 @@ def _prob(plan: ExpertPlan, rows: Tensor) -> Tensor:
 
 
 def _aligned(like: Tensor, rows: int, columns: int) -> Tensor:
-    """An empty matrix. CPU tensors start anywhere."""
-    room = like.new_empty(rows * columns + _ACTIVATION_BYTES // like.element_size())
-    skip = -room.data_ptr() % _ACTIVATION_BYTES // like.element_size()
-    return room[skip : skip + rows * columns].view(rows, columns)
+    """An empty matrix, aligned explicitly, as CPU tensors may start anywhere."""
+    memory = like.new_empty(rows * columns + _ACTIVATION_BYTES // like.element_size())
+    skip = -memory.data_ptr() % _ACTIVATION_BYTES // like.element_size()
+    return memory[skip : skip + rows * columns].view(rows, columns)
 
 
 def _dprob(dprob_S: Tensor, dy_SD: Tensor, fc2: Linear, plan: ExpertPlan) -> Tensor | None:
-    """Gradient of the probabilities, with what fc2's bias has in it."""
+    """Gradient of the probabilities, with the share of fc2's bias."""
     if plan.row_prob_S is None:
         return None
     if fc2.bias_LO is not None:

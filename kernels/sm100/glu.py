@@ -1,7 +1,7 @@
-"""Which of cuDNN's gated epilogues computes an activation, and with which constants.
+"""Activations as cuDNN's gated epilogues, with their constants.
 
 Its `geglu` is the gate times a sigmoid of alpha times the gate, after clamps and with an offset of
-the linear half: with alpha 1 and clamps that are never reached it is SwiGLU. In bf16 the forward
+the up channels: with alpha 1 and clamps that are never reached it is SwiGLU. In bf16 the forward
 kernel has its constants compiled in; block-scaled kernels, and all backward ones, take them.
 """
 
@@ -17,16 +17,16 @@ _NEVER = 3.0e38
 
 
 class Epilogue(NamedTuple):
-    """An activation's."""
+    """Keyword arguments of cuDNN's wrappers for an activation."""
 
     forward: dict[str, Any]
-    """Keyword arguments of the forward wrapper."""
+    """Arguments of the forward wrapper."""
     backward: dict[str, Any]
-    """Of the backward one, which also makes the activations once more."""
+    """Arguments of the backward wrapper, which also recomputes the activations."""
 
 
-def refuse(act: Activation, *, block_scaled: bool) -> Refusal:
-    """Why an activation has no epilogue."""
+def unsupported(act: Activation, *, block_scaled: bool) -> Refusal:
+    """Reason why an activation has no epilogue, or None."""
     if act.kind not in ("swiglu", "quick_geglu"):
         return f"has no epilogue of {act.kind}"
     if block_scaled or (act.kind == "swiglu" and not act.limit and not act.offset):
@@ -41,12 +41,12 @@ def refuse(act: Activation, *, block_scaled: bool) -> Refusal:
 
 
 def epilogue(act: Activation, *, block_scaled: bool) -> Epilogue:
-    """Of an activation that is not refused.
+    """The epilogue of an activation.
 
     Raises:
-        ValueError: it is.
+        ValueError: the activation is unsupported.
     """
-    if why := refuse(act, block_scaled=block_scaled):
+    if why := unsupported(act, block_scaled=block_scaled):
         raise ValueError(f"kernels=cudnn {why}: set model.moe.activation, or kernels=torch")
     limit = act.limit or _NEVER
     constants = dict(

@@ -1,9 +1,9 @@
 """Calls of nvidia-cudnn-frontend, imported at the first of them.
 
 Its kernels are compiled for the sizes of weights at the first call with them (seconds each, kept
-for the process), so a step has to run before a capture. SMs that they leave free are a number of
-clusters of two in an environment variable of the process, which a call reads and compiles in:
-`margin` sets it around a call. Weight gradients, whose grid covers all tiles, leave none.
+for the process), so a step has to run before a capture. The SM margin is a number of clusters of
+two in an environment variable of the process, which a call reads and compiles in: `call` sets it
+around a call. Weight gradients, whose grid covers all tiles, leave no SM free.
 """
 
 import os
@@ -20,12 +20,12 @@ _CLUSTER = 2
 
 
 def call(name: str, margin: int, **arguments: Any) -> dict[str, Tensor | None]:
-    """`cudnn.NAME_wrapper_sm100` of the arguments, with so many SMs left free."""
+    """Call `cudnn.NAME_wrapper_sm100` with an SM margin."""
     import cudnn
 
     with _leaving_free(margin):
-        made: dict[str, Tensor | None] = getattr(cudnn, f"{name}_wrapper_sm100")(**arguments)
-    return made
+        outputs: dict[str, Tensor | None] = getattr(cudnn, f"{name}_wrapper_sm100")(**arguments)
+    return outputs
 
 
 @contextmanager
@@ -48,7 +48,7 @@ _ONES: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def ones(count: int, device: torch.device) -> Tensor:
-    """fp32 factors of 1, made once: an eager step comes before a capture, which must not own it."""
+    """fp32 factors of 1, cached: an eager step precedes a capture, whose pool must not own them."""
     if (device, count) not in _ONES:
         _ONES[device, count] = torch.ones(count, device=device)
     return _ONES[device, count]

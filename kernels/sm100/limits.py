@@ -1,19 +1,19 @@
-"""What nvidia-cudnn-frontend's grouped GEMMs are made for, without importing it."""
+"""Sizes that nvidia-cudnn-frontend's grouped GEMMs support, without importing it."""
 
 from phalanx.kernels.refusal import Refusal
 
 ROWS = 256
-"""An expert's rows begin and end at multiples of it."""
+"""Multiple at which an expert's rows start and end."""
 CHANNELS = 64
-"""Width of an expert, and of the residual stream, in whole runs of so many."""
+"""Divisor of the width of an expert and of the residual stream."""
 EXPERTS = 1024
-"""Of a rank."""
+"""Maximum number of experts on a rank."""
 PACKAGE = "nvidia-cudnn-frontend==1.32.0"
 """The version that the adapter is written and tested against, as pip knows it."""
 
 
-def refuse_sizes(hidden: int, ffn: int, experts: int) -> Refusal:
-    """Why experts of these sizes cannot be computed; a size of 0 is unknown and fits."""
+def unsupported_sizes(hidden: int, ffn: int, experts: int) -> Refusal:
+    """Reason why experts of these sizes cannot run, or None; a size of 0 is unknown and fits."""
     if hidden % CHANNELS or ffn % CHANNELS:
         return (
             f"needs whole runs of {CHANNELS} channels: model.hidden={hidden} and "

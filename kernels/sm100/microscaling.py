@@ -1,12 +1,13 @@
 """cuDNN's block-scaled grouped GEMMs as a backend of the expert MLP: MXFP8 and NVFP4.
 
-As `kernels.sm100.backend`, with operands of `kernels.sm100.operands`. In MXFP8 the gated epilogues
-quantize what they make: activations for fc2, and the gradient of h in rows for the data gradient
-and in columns for the weight gradient, each from the fp32 of the epilogue. In NVFP4 epilogues
-return bf16, as a tensor's amax must be known first, and quantization follows. Activations for the
-weight gradient are made again from h. The gradient of a probability has a fixed order of sums.
+Like `kernels.sm100.backend`, with operands of `kernels.sm100.operands`. In MXFP8 the gated
+epilogues quantize their outputs: activations for fc2, and the gradient of h in rows for the data
+gradient and in columns for the weight gradient, each from the fp32 of the epilogue. In NVFP4
+epilogues return bf16, as a tensor's amax must be known first, and quantization follows. Activations
+for the weight gradient are recomputed from h. The gradient of a probability is summed in a fixed
+order.
 
-Of fc1's biases the gradient is that of the gradient of h as the data gradient reads it.
+The gradient of fc1's biases is summed from the quantized gradient of h.
 
 Shape legend as in `kernels.expert_mlp.backend`.
 """
@@ -35,11 +36,11 @@ class CuDNNMicroscaling(CuDNN):
     """`kernels.expert_mlp.backend.Backend` on Blackwell with a recipe of its tensor cores.
 
     Args:
-        sm_margin, dynamic, interleaved: as of `CuDNN`.
+        sm_margin, dynamic, interleaved: as for `CuDNN`.
         recipe: with weight gradients in its format.
 
     Raises:
-        ValueError: weight gradients in bf16, for whose operands there is no epilogue.
+        ValueError: weight gradients in bf16, for which cuDNN has no epilogue.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class CuDNNMicroscaling(CuDNN):
         x_SD = gathered(Operand(x_ND, gather=True), plan)
         x = self._format.rows(x_SD, plan.offsets, False)
         w1 = self._format.weights(self._fc1(fc1.weight_LOI, 1))
-        made = self._product(
+        outputs = self._product(
             "grouped_gemm_glu",
             x,
             w1,
@@ -80,17 +81,17 @@ class CuDNNMicroscaling(CuDNN):
             **self._outputs(x_SD.device),
             **epilogue(act, block_scaled=True).forward,
         )
-        return made["c_tensor"] if keep_h else None, self._made(made, "d_tensor")
+        return outputs["c_tensor"] if keep_h else None, self._output(outputs, "d_tensor")
 
     def rows(self, a_SI: Any, linear: Linear, plan: ExpertPlan, *, signal: Any = None) -> Tensor:
         w_LOI = linear.weight_LOI
         if linear.parts > 1 or linear.parts_in > 1:
             w_LOI = self._fc1(w_LOI, 1 if linear.parts > 1 else 2)
-        gradient = linear.flipped and self._recipe.stochastic
+        gradient = linear.is_transposed and self._recipe.stochastic
         a = a_SI
         if not isinstance(a, Packed):
             a = self._format.rows(a, plan.offsets, gradient)
-        made = self._product(
+        outputs = self._product(
             "grouped_gemm_quant",
             a,
             self._format.weights(w_LOI),
@@ -101,7 +102,7 @@ class CuDNNMicroscaling(CuDNN):
             d_dtype=torch.bfloat16,
             generate_amax=False,
         )
-        y_SO: Tensor = made["d_tensor"]
+        y_SO: Tensor = outputs["d_tensor"]
         return y_SO
 
     def fc2_dgrad_dact(
@@ -116,7 +117,7 @@ class CuDNNMicroscaling(CuDNN):
     ) -> HiddenGrads:
         dy_SD = gathered(dy, plan)
         dprob_S = torch.zeros(len(h_SH), device=h_SH.device)
-        made = self._product(
+        outputs = self._product(
             "grouped_gemm_dglu",
             self._format.rows(dy_SD, plan.offsets, self._recipe.stochastic),
             self._format.weights(fc2.weight_LOI.mT),
@@ -129,30 +130,30 @@ class CuDNNMicroscaling(CuDNN):
             **self._outputs(h_SH.device),
             **epilogue(act, block_scaled=True).backward,
         )
-        dh = self._made(made, "d_row_tensor")
+        dh = self._output(outputs, "d_row_tensor")
         if self._format.quantized_outputs:
-            dh_columns = Packed(made["d_col_tensor"].mT, made["sfd_col_tensor"].view(-1))
+            dh_columns = Packed(outputs["d_col_tensor"].mT, outputs["sfd_col_tensor"].view(-1))
         else:
             dh_columns = self._columns(dh, plan, True)
         a_SF = as_one_kernel(_activations, h_SH, _prob(plan, h_SH), act, formula(act))
-        dprob = _dprob(made["dprob_tensor"], dy_SD, fc2, plan)
+        dprob = _dprob(outputs["dprob_tensor"], dy_SD, fc2, plan)
         return HiddenGrads(dh, self._columns(a_SF, plan, False), dprob, None, dh_columns)
 
     def wgrad(self, d: Operand, v: Operand, plan: ExpertPlan, into: Buffer | None = None) -> Tensor:
-        of_d, of_v = d.matrix, v.matrix
+        d_TO, v_TI = d.matrix, v.matrix
         ordered = d.parts == 1 or self._interleaved
         scales: dict[str, Tensor] = {}
         if self._format.scales_products:
             scales = dict(
-                global_scale_a=of_d.amax_L / nvfp4.TOP, global_scale_b=of_v.amax_L / nvfp4.TOP
+                global_scale_a=d_TO.amax_L / nvfp4.TOP, global_scale_b=v_TI.amax_L / nvfp4.TOP
             )
-        made = call(
+        outputs = call(
             "grouped_gemm_wgrad",
             0,
-            a_tensor=of_d.data,
-            b_tensor=of_v.data.mT,
-            sfa_tensor=of_d.scale,
-            sfb_tensor=of_v.scale,
+            a_tensor=d_TO.data,
+            b_tensor=v_TI.data.mT,
+            sfa_tensor=d_TO.scale,
+            sfb_tensor=v_TI.scale,
             offsets_tensor=ends(plan),
             wgrad_tensor=into.out if into is not None and ordered else None,
             wgrad_dtype=into.out.dtype if into is not None else torch.bfloat16,
@@ -160,7 +161,7 @@ class CuDNNMicroscaling(CuDNN):
             **scales,
             **self._scaled,
         )
-        dw_LOI = made["wgrad_tensor"]
+        dw_LOI = outputs["wgrad_tensor"]
         assert dw_LOI is not None
         return dw_LOI if ordered else put(self._order.canonical(dw_LOI, 1), into)
 
@@ -173,7 +174,7 @@ class CuDNNMicroscaling(CuDNN):
         return super().bias_grad(d, plan, scale=scale, into=into)
 
     def _product(
-        self, name: str, a: Packed, b: Packed, plan: ExpertPlan, **more: Any
+        self, name: str, a: Packed, b: Packed, plan: ExpertPlan, **arguments: Any
     ) -> dict[str, Any]:
         alpha_L = ones(len(plan.offsets) - 1, a.data.device)
         if a.amax_L is not None and b.amax_L is not None:
@@ -189,23 +190,23 @@ class CuDNNMicroscaling(CuDNN):
             sfb_tensor=b.scale,
             padded_offsets=ends(plan),
             alpha_tensor=alpha_L,
-            **self._how,
+            **self._options,
             **self._scaled,
-            **more,
+            **arguments,
         )
 
     def _outputs(self, device: torch.device) -> dict[str, Any]:
-        """What an epilogue makes; columns with the scales of an expert together."""
+        """Arguments for an epilogue's outputs; the scales of columns are grouped by expert."""
         if not self._format.quantized_outputs:
             return dict(d_dtype=torch.bfloat16)
         return dict(
             d_dtype=torch.float8_e4m3fn, norm_const_tensor=ones(1, device), discrete_col_sfd=True
         )
 
-    def _made(self, made: dict[str, Any], name: str) -> Any:
+    def _output(self, outputs: dict[str, Any], name: str) -> Any:
         if not self._format.quantized_outputs:
-            return made[name]
-        return Packed(made[name], made["sfd_row_tensor"].view(-1))
+            return outputs[name]
+        return Packed(outputs[name], outputs["sfd_row_tensor"].view(-1))
 
     def _columns(self, x_SC: Tensor, plan: ExpertPlan, gradient: bool) -> Packed:
         return self._format.columns(x_SC, plan.offsets, gradient and self._recipe.stochastic)
@@ -215,9 +216,9 @@ def _values(data: Tensor, scale: Tensor) -> Tensor:
     return MXFP8().values(Packed(data, scale)).to(torch.bfloat16)
 
 
-def _activations(h_SH: Tensor, prob_S: Tensor, act: Activation, how: Formula) -> Tensor:
-    """act(h) * prob in fp32, rounded, of h in runs."""
+def _activations(h_SH: Tensor, prob_S: Tensor, act: Activation, functions: Formula) -> Tensor:
+    """act(h) * prob in fp32, rounded, where h alternates runs of gate and up channels."""
     gate, up = (half.flatten(-2) for half in h_SH.float().unflatten(-1, (-1, 2, RUN)).unbind(-2))
     if act.limit:
         gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
-    return (how.value(gate, act) * (up + act.offset) * prob_S[:, None]).to(h_SH.dtype)
+    return (functions.value(gate, act) * (up + act.offset) * prob_S[:, None]).to(h_SH.dtype)

@@ -1,7 +1,7 @@
-"""Operands of block-scaled grouped GEMMs: what cuDNN multiplies of the recipes of Blackwell.
+"""Operands of cuDNN's block-scaled grouped GEMMs, for the recipes of Blackwell.
 
 Elements and scales are those of `kernels.quantize.mxfp8` and `kernels.quantize.nvfp4`, the scales
-packed by `kernels.sm100.scales`. Every operand is quantized from what it was computed as.
+packed by `kernels.sm100.scales`. Every operand is quantized from unquantized values.
 
 Legend: S expert rows, C channels, L experts, T tokens in whole blocks of an expert, O and I
 channels out and in.
@@ -26,18 +26,18 @@ class Packed(NamedTuple):
     scale: Tensor
     """[bytes], e8m0 or e4m3, packed."""
     amax_L: Tensor | None = None
-    """fp32 of each expert's tensor; None of MXFP8."""
+    """fp32 largest magnitude of each expert's tensor; None with MXFP8."""
 
 
 class Format(Protocol):
-    """How operands become blocks."""
+    """A block-scaled number format."""
 
     block: int
-    """Elements of a scale."""
+    """Elements that share a scale."""
     scales_products: bool
-    """A product has a factor of each expert beside its blocks' scales."""
+    """A product has a factor per expert in addition to the scales of blocks."""
     quantized_outputs: bool
-    """Epilogues make operands themselves."""
+    """Epilogues quantize their outputs."""
 
     def rows(self, x_SC: Tensor, offsets: Tensor, stochastic: bool) -> Packed:
         """[S, C], contracted over channels."""

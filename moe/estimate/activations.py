@@ -330,8 +330,8 @@ class Activations:
             resent = overlaps(self._cfg, self._world)
             kept = sent.kept if resent else max(sent.kept, self._arriving())
             received = kept * fp8_row(m.hidden)
-        guests = self.guests().saved
-        return {"moe": routing + 8 * s.rows + received + guests, "expert_h": h}
+        replicas = self.replicas().saved
+        return {"moe": routing + 8 * s.rows + received + replicas, "expert_h": h}
 
     def _arriving(self) -> int:
         """Tokens; none to compare with those of a group that sends some (`moe.estimate.rows`)."""
@@ -345,7 +345,7 @@ class Activations:
         one = self._cfg.model.hidden * e.ffn
         return slots * (ACTIVATIONS[e.activation].halves + 1) * one * (2 * self._wide + 4)
 
-    def guests(self) -> Layer:
+    def replicas(self) -> Layer:
         """Of a layer whose hot experts are cloned: guests' weights, their gradients in fp32, and
         what is exchanged of the larger matrix, unless they are in memory of the exchanges; own
         gradients in fp32 if they have no buffer, and, where one call takes all experts, their
@@ -388,4 +388,4 @@ class Activations:
             dh + row_d + tokens + beside + (w1 + w2 if kept else 0),
             tokens + w1 + w2,  # placeholders for autograd, or gradients
         )
-        return max(steps) + around + self.guests().backward
+        return max(steps) + around + self.replicas().backward

@@ -219,7 +219,7 @@ def _experts(cfg: Config, world: int) -> Iterator[str]:
         )
     if slots := clone_slots(cfg, world):
         held, outside = Activations(cfg, world), costs(cfg, world).buffers
-        layer = held.guests()
+        layer = held.replicas()
         size = held.guest_slots() if outside else layer.saved + layer.backward
         when = "of all layers" if outside else "in the backward pass of a layer"
         yield f"clones    {slots} guest slots: {storage(size)} for weights and gradients {when}"

@@ -41,7 +41,7 @@ from phalanx.kernels.core_attention import sinks
 from phalanx.kernels.core_attention.core import attention
 from phalanx.kernels.core_attention.documents import Documents
 from phalanx.kernels.core_attention.latent import keys_values
-from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_
+from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_max_logits
 from phalanx.kernels.core_attention.rope import rope_
 from phalanx.moe.model.max_logits import active_max_logit
 from phalanx.moe.model.packed import Packed
@@ -221,7 +221,7 @@ def _record_max_logit(core: Any, q_SBHd: torch.Tensor, k_SBGd: torch.Tensor) -> 
     """Record the largest logits of whole sequences, for a core attention of another library."""
     if (top := active_max_logit(core)) is not None:
         q, k = (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_SBGd))
-        raise_(top, q, k, scale=core.scale, window=core.window)
+        raise_max_logits(top, q, k, scale=core.scale, window=core.window)
 
 
 def attend_in_context(

@@ -82,8 +82,8 @@ class AllToAll(Dispatcher):
             fp8 = FP8Rows(self._recipe)
         rows_ND, idx_NK, prob_NK = spread(x_TD, topk_idx_TK, topk_prob_TK, self._group, fp8)
         during(meanwhile)
-        arrived = None if fp8 is None else fp8.arrived
-        return Received(rows_ND, self._plan(idx_NK, prob_NK), arrived=arrived, route=fp8)
+        fp8_inputs = None if fp8 is None else fp8.fp8_inputs
+        return Received(rows_ND, self._plan(idx_NK, prob_NK), fp8_inputs=fp8_inputs, route=fp8)
 
     def combine(
         self,

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.guests import LAYERS, Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.expert_mlp.replicas import LAYERS, Layer, layer_pair
 from phalanx.kernels.replication.rows import Parting
 from phalanx.kernels.sm90.exchange.peer_buffers import (
     MAX_RANKS,
@@ -166,20 +166,20 @@ class GuestMemory(_Kept):
             waves=waves,
         ).to(self._peers.memory.device)
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
+    def send_weights(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
         """Write own experts to the slots that hold them, layer `first` before the other one."""
-        from phalanx.kernels.replication.weights_triton import lend
+        from phalanx.kernels.replication.weights_triton import send_weights
 
         detached = [None if w is None else w.detach() for w in own]
         layers = [
-            (*of_layer(detached, layer), *of_layer(self._weights_R, layer))
+            (*layer_pair(detached, layer), *layer_pair(self._weights_R, layer))
             for layer in (LAYERS if first == "fc1" else LAYERS[::-1])
         ]
         sms = self._comm_sms or _sms(own.w1)
-        lend(layers, expert_RG, self._begins_W, self._lent, sms=sms)
+        send_weights(layers, expert_RG, self._begins_W, self._lent, sms=sms)
 
     def wait_lending(self) -> None:
-        """Let the current stream wait until `lend` has its SMs, which other kernels would take.
+        """Let the current stream wait until `send_weights` has its SMs, which other kernels would take.
         From here on `wait` and `ready` are about this call."""
         from phalanx.kernels.replication.weights_triton import RUNNING
         from phalanx.kernels.sm90.exchange.push import wait_peers
@@ -194,29 +194,29 @@ class GuestMemory(_Kept):
 
         wait_peers(self._lent, part=SECOND if second else self._last_wave, epochs_ahead=0)
 
-    def give_back(self, layer: Layer) -> None:
+    def send_grads(self, layer: Layer) -> None:
         """Tell all ranks that what kernels before this have made in `grads` for a layer is
         complete: fc1, then fc2."""
-        from phalanx.kernels.replication.weights_triton import give_back
+        from phalanx.kernels.replication.weights_triton import send_grads
 
-        give_back(self._given_back, LAYERS.index(layer))
+        send_grads(self._given_back, LAYERS.index(layer))
 
-    def take_back(
+    def reduce_grads(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
     ) -> None:
         """Add gradients of guests everywhere to those of a layer's weight and bias of own experts,
         in place, when all ranks have given them back; `beside` other kernels, to which it leaves
         most SMs."""
-        from phalanx.kernels.replication.weights_triton import take_back
+        from phalanx.kernels.replication.weights_triton import reduce_grads
 
         sms = self._comm_sms if beside else 0
-        for grad, memory_R in zip(own, of_layer(self._grads_R, layer), strict=True):
+        for grad, memory_R in zip(own, layer_pair(self._grads_R, layer), strict=True):
             if grad is not None:
                 how = dict(layer=LAYERS.index(layer), sms=sms or _sms(grad))
-                take_back(grad, expert_RG, memory_R, self._given_back, **how)
+                reduce_grads(grad, expert_RG, memory_R, self._given_back, **how)
 
     def wait_taking(self) -> None:
-        """Let the current stream wait until `take_back` has its SMs."""
+        """Let the current stream wait until `reduce_grads` has its SMs."""
         from phalanx.kernels.replication.weights_triton import RUNNING
         from phalanx.kernels.sm90.exchange.push import wait_peers
 

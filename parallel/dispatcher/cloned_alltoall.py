@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.kernels.elementwise.block_sum import block_sum
-from phalanx.kernels.expert_mlp.guests import Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.expert_mlp.replicas import Layer, layer_pair
 from phalanx.kernels.routing.clone_plan import ClonePlan
 from phalanx.kernels.routing.sort_pairs import gather_rows
 from phalanx.parallel.dispatcher.alltoall import AllToAll, all_rows, sum_to_owner
@@ -71,9 +71,9 @@ class ClonedAllToAll(AllToAll):
         x_SD = _Fetch.apply(x_TD, route)
         during(meanwhile)
         in_order = plan._replace(row_index_S=None, inverse_NK=None)
-        guests = _Guests(self._group, clones, self._local, self._clones.keep)
-        arrived = None if fp8 is None else fp8.arrived
-        return Received(x_SD, in_order, None, arrived, route, guests=guests, clones=clones)
+        replicas = _Guests(self._group, clones, self._local, self._clones.keep)
+        fp8_inputs = None if fp8 is None else fp8.fp8_inputs
+        return Received(x_SD, in_order, None, fp8_inputs, route, replicas=replicas, clones=clones)
 
     def combine(
         self,
@@ -178,7 +178,7 @@ class _Return(torch.autograd.Function):
 
 
 class _Guests:
-    """`kernels.expert_mlp.guests.Guests` by all-to-alls of as many weights as there are slots."""
+    """`kernels.expert_mlp.replicas.ReplicaExchange` by all-to-alls of as many weights as there are slots."""
 
     def __init__(self, group: dist.ProcessGroup, clones: ClonePlan, local: int, keep: bool) -> None:
         self._group, self.keep = group, keep
@@ -192,7 +192,7 @@ class _Guests:
 
         self._room: MLPWeights
 
-    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
+    def send_weights(self, own: MLPWeights, first: Layer) -> MLPWeights:
         return _each(own, self._lend)
 
     def ready(self, layer: Layer) -> None:
@@ -201,16 +201,16 @@ class _Guests:
     def wait(self, layer: Layer) -> None:
         """Likewise."""
 
-    def room(self, own: MLPWeights) -> MLPWeights:
+    def grad_buffer(self, own: MLPWeights) -> MLPWeights:
         slots = self._own_RG.shape[1]
         self._room = _each(own, lambda w: w.new_empty(slots, *w.shape[1:], dtype=torch.float32))
         return self._room
 
-    def give_back(self, layer: Layer) -> None:
-        """`take_back` sends them."""
+    def send_grads(self, layer: Layer) -> None:
+        """`reduce_grads` sends them."""
 
-    def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
-        for grad_G, own_L in zip(of_layer(self._room, layer), own, strict=True):
+    def reduce_grads(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
+        for grad_G, own_L in zip(layer_pair(self._room, layer), own, strict=True):
             if grad_G is not None and own_L is not None:
                 self._take_back(grad_G, own_L)
 

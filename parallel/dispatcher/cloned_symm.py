@@ -69,15 +69,17 @@ class ClonedSymm(Symm):
         call, rows_ND, plan = self._bring(given, meanwhile, fp8, self._transfers)
         call.planned(plan)
         keep = self._clones.keep and torch.is_grad_enabled()
-        guests = PushedGuests(call, self._memory, keep=keep)
-        arrived = None if call.fp8 is None else call.fp8.arrived
-        received = Received(rows_ND, plan, None, arrived, call, guests=guests, clones=call.clones)
+        replicas = PushedGuests(call, self._memory, keep=keep)
+        fp8_inputs = None if call.fp8 is None else call.fp8.fp8_inputs
+        received = Received(
+            rows_ND, plan, None, fp8_inputs, call, replicas=replicas, clones=call.clones
+        )
         if call.overlaps:
             return received._replace(overlap=call)
         rows_SD = InOrder.apply(rows_ND, call)
         in_order = plan._replace(row_index_S=None, inverse_NK=None)
         received = received._replace(rows_ND=rows_SD, plan=in_order)
-        if arrived is not None:
+        if fp8_inputs is not None:
             return received
         hooks = functools.partial(saving, rows_SD.detach(), call)
         return received._replace(saving=hooks)

@@ -1,12 +1,12 @@
 """Clones of hot experts for a micro-batch: what a transport needs to know of them.
 
 The plan is `kernels.routing.clone_plan`, the same for every transport, and so is what becomes of
-ids (`kernels.routing.clone_routing`), of weights and of gradients (`kernels.expert_mlp.guests`). A
+ids (`kernels.routing.clone_routing`), of weights and of gradients (`kernels.expert_mlp.replicas`). A
 transport that clones does, in `dispatch`:
 
 1. Routing of all ranks comes first; the plan and the place of every pair are made of it.
 2. Tokens travel to the ranks of their places, and weights of cloned experts to guest slots.
-3. `Received.guests` has the weights and takes gradients back.
+3. `Received.replicas` has the weights and takes gradients back.
 
 In `combine` a token's rows of one home rank are added up as that rank would without clones: in the
 order of slots in fp32, rounded once, and then the sums of home ranks in their order. So results are

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.autograd import Arrived
+from phalanx.kernels.expert_mlp.autograd import Fp8Inputs
 from phalanx.kernels.quantize.blocks import Quantized
 from phalanx.kernels.quantize.packed import quantize_packed, unpack_rows
 from phalanx.kernels.quantize.recipe import FORMATS, Fp8Block
@@ -32,14 +32,14 @@ class FP8Rows:
 
     def __init__(self, recipe: Fp8Block) -> None:
         self._tokens, self._gradient = torch.float8_e4m3fn, FORMATS[recipe.grad_format]
-        self.arrived = Arrived()
+        self.fp8_inputs = Fp8Inputs()
 
     def bring_tokens(self, x_TD: Tensor, move: Move) -> Tensor:
-        """[N, D] without data; the rows are in `arrived`."""
+        """[N, D] without data; the rows are in `fp8_inputs`."""
         return self.tokens_came(move(self.pack_tokens(x_TD)), x_TD)
 
     def bring_gradient(self, grad_TD: Tensor, move: Move) -> Tensor:
-        """[N, D] without data; the rows are in `arrived`."""
+        """[N, D] without data; the rows are in `fp8_inputs`."""
         return self.gradient_came(move(self.pack_gradient(grad_TD)), grad_TD)
 
     def pack_tokens(self, x_TD: Tensor) -> Tensor:
@@ -51,13 +51,13 @@ class FP8Rows:
         return quantize_packed(grad_TD, self._gradient)
 
     def tokens_came(self, packed: Tensor, like_TD: Tensor) -> Tensor:
-        """Put packed rows [N, ...] into `arrived`; returns [N, D] without data."""
-        self.arrived.tokens = self.tokens(packed, like_TD.shape[1])
+        """Put packed rows [N, ...] into `fp8_inputs`; returns [N, D] without data."""
+        self.fp8_inputs.tokens = self.tokens(packed, like_TD.shape[1])
         return without_data(like_TD, len(packed))
 
     def gradient_came(self, packed: Tensor, like_TD: Tensor) -> Tensor:
         """The same of gradients."""
-        self.arrived.gradient = unpack_rows(packed, like_TD.shape[1], self._gradient)
+        self.fp8_inputs.gradient = unpack_rows(packed, like_TD.shape[1], self._gradient)
         return without_data(like_TD, len(packed))
 
     def tokens(self, packed: Tensor, hidden: int) -> Quantized:
@@ -66,7 +66,7 @@ class FP8Rows:
 
 
 class FirstLeg(FP8Rows):
-    """The first of two legs: what has come waits for the second, and `arrived` stays empty."""
+    """The first of two legs: what has come waits for the second, and `fp8_inputs` stays empty."""
 
     packed_tokens: Tensor
     packed_gradient: Tensor

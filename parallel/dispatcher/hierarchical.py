@@ -79,7 +79,7 @@ class Hier(Dispatcher):
         plan: Planner,
         *,
         local: int,
-        guests: int = 0,
+        replicas: int = 0,
         inside: Callable[[Planner], Inside],
         recipe: Fp8Block | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class Hier(Dispatcher):
         self._here = nodes.size * local
         """Experts of a node."""
         self._first = nodes.index * self._here
-        first_place = nodes.index * nodes.size * (local + guests)
+        first_place = nodes.index * nodes.size * (local + replicas)
         self._inside = inside(_InNodes(plan, nodes, first_place))
 
     @classmethod
@@ -100,8 +100,8 @@ class Hier(Dispatcher):
             there = c._replace(transport=taken, group=nodes.inside, plan=plan, experts=experts)
             return _INSIDE[taken.name].build(there)
 
-        guests = 0 if taken.clones is None else taken.clones.slots
-        return cls(nodes, c.plan, local=c.local, guests=guests, inside=inside, recipe=c.recipe)
+        replicas = 0 if taken.clones is None else taken.clones.slots
+        return cls(nodes, c.plan, local=c.local, replicas=replicas, inside=inside, recipe=c.recipe)
 
     @classmethod
     def refuse(cls, ranks: Sequence[Rank]) -> Refusal:

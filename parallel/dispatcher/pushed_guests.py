@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.guests import Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.expert_mlp.replicas import Layer, layer_pair
 from phalanx.parallel.dispatcher.cloned_transfers import ClonedTransfers
 
 
@@ -22,7 +22,7 @@ class Memory(Protocol):
     weights: MLPWeights
     grads: MLPWeights
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None: ...
+    def send_weights(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None: ...
 
     ready: Tensor | None
 
@@ -30,9 +30,9 @@ class Memory(Protocol):
 
     def wait(self, *, second: bool) -> None: ...
 
-    def give_back(self, layer: Layer) -> None: ...
+    def send_grads(self, layer: Layer) -> None: ...
 
-    def take_back(
+    def reduce_grads(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
     ) -> None: ...
 
@@ -40,7 +40,7 @@ class Memory(Protocol):
 
 
 class PushedGuests:
-    """`kernels.expert_mlp.guests.Guests` of one call.
+    """`kernels.expert_mlp.replicas.ReplicaExchange` of one call.
 
     Args:
         call: of the layer, whose clones are known.
@@ -60,11 +60,11 @@ class PushedGuests:
         """Lets the current stream wait for what has last been started beside it."""
         self._kept: MLPWeights | None = None
 
-    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
+    def send_weights(self, own: MLPWeights, first: Layer) -> MLPWeights:
         """They leave beside tokens and what own experts do."""
         memory = self._memory = self._memory_of(own)
         self._first = first
-        self._meet = self._control.aside(lambda: memory.lend(own, self._expert_RG, first))
+        self._meet = self._control.aside(lambda: memory.send_weights(own, self._expert_RG, first))
         memory.wait_lending()
         if not self.keep:
             return memory.weights
@@ -82,20 +82,20 @@ class PushedGuests:
         if layer != self._first:
             self._meet()
         if self._kept is not None:
-            pairs = (of_layer(w, layer) for w in (self._kept, self._memory.weights))
+            pairs = (layer_pair(w, layer) for w in (self._kept, self._memory.weights))
             for kept, came in zip(*pairs, strict=True):
                 if kept is not None and came is not None:
                     kept.copy_(came)
 
-    def room(self, own: MLPWeights) -> MLPWeights:
+    def grad_buffer(self, own: MLPWeights) -> MLPWeights:
         self._memory = self._memory_of(own)
         return self._memory.grads
 
-    def give_back(self, layer: Layer) -> None:
-        self._memory.give_back(layer)
+    def send_grads(self, layer: Layer) -> None:
+        self._memory.send_grads(layer)
 
-    def take_back(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
-        add = partial(self._memory.take_back, layer, own, self._expert_RG)
+    def reduce_grads(self, layer: Layer, own: Sequence[Tensor | None]) -> None:
+        add = partial(self._memory.reduce_grads, layer, own, self._expert_RG)
         if layer == "fc1":
             self._meet = self._control.aside(partial(add, beside=True))
             self._memory.wait_taking()

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from phalanx.kernels.elementwise import block_sum
-from phalanx.kernels.expert_mlp.autograd import Arrived, Overlap
+from phalanx.kernels.expert_mlp.autograd import Fp8Inputs, Overlap
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
-from phalanx.kernels.expert_mlp.guests import Guests
+from phalanx.kernels.expert_mlp.replicas import ReplicaExchange
 from phalanx.kernels.routing.clone_plan import ClonePlan, CloneSize
 
 Beside = Callable[[], Tensor] | None
@@ -30,13 +30,13 @@ class Received(NamedTuple):
     """Which of the rows each local expert reads."""
     overlap: Overlap | None = None
     """Exchanges that overlap the experts, whose kernels wait for rows; None: all have arrived."""
-    arrived: Arrived | None = None
+    fp8_inputs: Fp8Inputs | None = None
     """The rows in FP8; `rows_ND` is without data then. None: they are as they were sent."""
     route: Any = None
     """The transport's own: what the way back needs."""
     saving: Callable[[], AbstractContextManager] = nullcontext
     """Context for what saves rows for the backward pass: rows may be in a buffer that is reused."""
-    guests: Guests | None = None
+    replicas: ReplicaExchange | None = None
     """Experts of other ranks, whose places in `plan` are behind those of this rank's own."""
     clones: ClonePlan | None = None
     """Which these are, on all ranks that share experts: with `hier` those of a node, by its own

@@ -137,11 +137,11 @@ class Symm(Dispatcher):
         """With `fp8`, rows travel as it says: they may have come a leg in FP8 already."""
         given = x_TD, topk_idx_TK, topk_prob_TK
         call, rows_ND, plan = self._bring(given, meanwhile, fp8, self._transfers)
-        arrived = None if call.fp8 is None else call.fp8.arrived
+        fp8_inputs = None if call.fp8 is None else call.fp8.fp8_inputs
         if call.overlaps:
-            return Received(rows_ND, plan, call, arrived, route=call)
-        if arrived is not None:
-            return Received(rows_ND, plan, arrived=arrived, route=call)
+            return Received(rows_ND, plan, call, fp8_inputs, route=call)
+        if fp8_inputs is not None:
+            return Received(rows_ND, plan, fp8_inputs=fp8_inputs, route=call)
         hooks = functools.partial(saving, rows_ND.detach(), call)
         return Received(rows_ND, plan, route=call, saving=hooks)
 

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.dense_halves import FirstHalf, dense_first, dense_second
+from phalanx.kernels.expert_mlp.dense_mlp import DenseFc1, dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
 from phalanx.moe.experts import Experts
@@ -122,21 +122,21 @@ class Layer:
     def beside(self, batch: Inputs) -> Tensor:
         """Output of the shared expert for this rank's tokens."""
         w1, w2 = self.shared
-        return dense_second(dense_first(batch.x_TD, w1, self.spec), w2, self.spec)
+        return dense_fc2(dense_fc1(batch.x_TD, w1, self.spec), w2, self.spec)
 
     def forward(self, transport: Dispatcher, batch: Inputs) -> Tensor:
         if not self.shared:
             received = transport.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK)
             return transport.combine(self.experts(received), received)
         w1, w2 = self.shared
-        records: list[FirstHalf] = []  # by the first half of the shared expert
+        records: list[DenseFc1] = []  # by the first half of the shared expert
 
         def first() -> None:
-            records.append(dense_first(batch.x_TD, w1, self.spec))
+            records.append(dense_fc1(batch.x_TD, w1, self.spec))
 
         received = transport.dispatch(batch.x_TD, batch.idx_TK, batch.prob_TK, first)
         out_ND = self.experts(received)
-        return transport.combine(out_ND, received, lambda: dense_second(*records, w2, self.spec))
+        return transport.combine(out_ND, received, lambda: dense_fc2(*records, w2, self.spec))
 
     def both(self, transport: Dispatcher, batch: Inputs) -> tuple[Any, ...]:
         """Gradients of inputs and parameters; None for those added to buffers."""

@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.backend import AsTheyAre, HiddenGrads, Linear, Operand, PlanSize
+from phalanx.kernels.expert_mlp.backend import (
+    HiddenGrads,
+    Linear,
+    Operand,
+    PlanSize,
+    UnquantizedMixin,
+)
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 
 
-class Fused(AsTheyAre):
+class Fused(UnquantizedMixin):
     """`kernels.expert_mlp.backend.Backend` on Hopper, in bf16.
 
     Args:
@@ -26,7 +32,7 @@ class Fused(AsTheyAre):
         dynamic: GEMMs claim tiles on the device; otherwise CTA i takes tiles i, i + CTAs, ...
     """
 
-    gathers: ClassVar[bool] = True
+    fuses_gather: ClassVar[bool] = True
 
     def __init__(self, sm_margin: int, dynamic: bool) -> None:
         self._sm_margin, self._dynamic = sm_margin, dynamic
@@ -54,7 +60,7 @@ class Fused(AsTheyAre):
         from phalanx.kernels.sm90.experts.fc1_act import fc1_act
 
         made = None
-        for layer, part in fc1.runs(plan, waits=plan.row_index_S is not None):
+        for layer, part in fc1.expert_groups(plan, kernel_waits=plan.row_index_S is not None):
             made = fc1_act(
                 x_ND,
                 layer.weight_LOI,
@@ -64,7 +70,7 @@ class Fused(AsTheyAre):
                 prob_S=plan.row_prob_S,
                 bias_LH=layer.bias_LO,
                 keep_h=keep_h,
-                ready=layer.ready if part.behind else ready,
+                ready=layer.ready if part.of_replicas else ready,
                 out=made,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,
@@ -76,7 +82,7 @@ class Fused(AsTheyAre):
         from phalanx.kernels.sm90.experts.rows import rows as grouped_gemm
 
         y_SO, scale_S = None, self._scale_of_bias(linear, plan, a_SI)
-        for layer, part in linear.runs(plan):
+        for layer, part in linear.expert_groups(plan):
             y_SO = grouped_gemm(
                 a_SI,
                 layer.weight_LOI,
@@ -86,7 +92,7 @@ class Fused(AsTheyAre):
                 out_SN=y_SO,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,
-                signal=None if part.behind else signal,
+                signal=None if part.of_replicas else signal,
             )
         assert y_SO is not None
         return y_SO
@@ -104,7 +110,7 @@ class Fused(AsTheyAre):
         from phalanx.kernels.sm90.experts.fc2_dgrad_dact import fc2_dgrad_dact
 
         made, index_S = None, plan.row_index_S if dy.gather else None
-        for layer, part in fc2.runs(plan, waits=index_S is not None):
+        for layer, part in fc2.expert_groups(plan, kernel_waits=index_S is not None):
             made = fc2_dgrad_dact(
                 dy.matrix,
                 layer.weight_LOI,
@@ -113,7 +119,7 @@ class Fused(AsTheyAre):
                 act,
                 index_S=index_S,
                 prob_S=plan.row_prob_S,
-                ready=layer.ready if part.behind else ready,
+                ready=layer.ready if part.of_replicas else ready,
                 out=made,
                 sm_margin=self._sm_margin,
                 dynamic=self._dynamic,
@@ -152,7 +158,7 @@ class Fused(AsTheyAre):
             out_LO=None if into is None else into.out,
             dtype=torch.float32,
             accumulate=into is not None and into.add,
-            behind=plan.behind,
+            behind=plan.of_replicas,
         )
 
     def combine(self, y_SD: Tensor, inverse_NK: Tensor, addends: Sequence[Tensor] = ()) -> Tensor:
@@ -183,8 +189,8 @@ class Fused(AsTheyAre):
         if partial_CS is None:
             return None
         table_NL = None
-        biases_PO = fc2.biases_PO
-        if biases_PO is not None and len(matrix := self._in_bf16(dy)):
-            table_NL = every_bias(matrix, biases_PO)
+        all_biases_PO = fc2.all_biases_PO
+        if all_biases_PO is not None and len(matrix := self._in_bf16(dy)):
+            table_NL = every_bias(matrix, all_biases_PO)
         index_S = plan.row_index_S if dy.gather else None
         return dprob(partial_CS, plan.offsets, table_NL=table_NL, index_S=index_S)

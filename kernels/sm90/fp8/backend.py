@@ -22,7 +22,7 @@ from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.fp8_operands import FP8Operands, in_dtype
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.quantize.blocks import Quantized
-from phalanx.kernels.quantize.kept import copies_of
+from phalanx.kernels.quantize.fp8_copies import weight_copies
 from phalanx.kernels.quantize.quantize import (
     column_offsets,
     empty_transpose,
@@ -40,7 +40,7 @@ class FusedFP8(FP8Operands, Fused):
         sm_margin, dynamic: as of `Fused`.
         recipe: with weight gradients in bf16, their operands are made by kernels in bf16, of values
             that went through FP8: exact, to compare with, and slow.
-        keep: FP8 copies of weights stay with them (`kernels.quantize.kept`).
+        keep: FP8 copies of weights stay with them (`kernels.quantize.fp8_copies`).
     """
 
     def __init__(self, sm_margin: int, dynamic: bool, recipe: Fp8Block, keep: bool) -> None:
@@ -63,7 +63,7 @@ class FusedFP8(FP8Operands, Fused):
         from phalanx.kernels.sm90.fp8.fc1_act import fp8_fc1_act
 
         made = None
-        for layer, part in fc1.runs(plan):
+        for layer, part in fc1.expert_groups(plan):
             made = fp8_fc1_act(
                 x_ND,
                 self._weights(layer),
@@ -73,7 +73,7 @@ class FusedFP8(FP8Operands, Fused):
                 prob_S=plan.row_prob_S,
                 bias_LH=layer.bias_LO,
                 keep_h=keep_h,
-                ready=None if part.behind else ready,
+                ready=None if part.of_replicas else ready,
                 out=made,
                 **self._how,
             )
@@ -93,7 +93,7 @@ class FusedFP8(FP8Operands, Fused):
         from phalanx.kernels.sm90.fp8.rows import fp8_rows
 
         y_SO, scale_S = None, self._scale_of_bias(linear, plan, a_SI.data)
-        for layer, part in linear.runs(plan):
+        for layer, part in linear.expert_groups(plan):
             y_SO = fp8_rows(
                 a_SI,
                 self._weights(layer),
@@ -102,7 +102,7 @@ class FusedFP8(FP8Operands, Fused):
                 bias_LN=layer.bias_LO,
                 scale_S=scale_S,
                 out_SN=y_SO,
-                signal=None if part.behind else signal,
+                signal=None if part.of_replicas else signal,
                 **self._how | dict(sm_margin=self._sm_margin + free),
             )
         assert y_SO is not None
@@ -126,7 +126,7 @@ class FusedFP8(FP8Operands, Fused):
         h_SH = self._in_bf16(Operand(h_SH, parts=parts))
         index_S = plan.row_index_S if dy.gather else None
         made = None
-        for layer, part in fc2.transposed.runs(plan):
+        for layer, part in fc2.transposed.expert_groups(plan):
             made = fp8_fc2_dgrad_dact(
                 dy.matrix,
                 self._weights(layer),
@@ -135,7 +135,7 @@ class FusedFP8(FP8Operands, Fused):
                 act,
                 index_S=index_S,
                 prob_S=plan.row_prob_S,
-                ready=None if part.behind else ready,
+                ready=None if part.of_replicas else ready,
                 out=made,
                 **self._how,
             )
@@ -176,7 +176,7 @@ class FusedFP8(FP8Operands, Fused):
         return fp8_wgrad(
             d.matrix,
             v.matrix,
-            plan.moved(column_offsets).offsets,
+            plan.relocated(column_offsets).offsets,
             parts=d.parts,
             out_LOI=None if into is None else into.out,
             accumulate=into is not None and into.add,
@@ -186,8 +186,10 @@ class FusedFP8(FP8Operands, Fused):
         )
 
     def _weights(self, linear: Linear) -> Quantized:
-        copies = copies_of(linear, keep=self._keep)
-        return Quantized(copies.data_LIO, copies.scale.mT) if linear.flipped else copies.forward
+        copies = weight_copies(linear, keep=self._keep)
+        return (
+            Quantized(copies.data_LIO, copies.scale.mT) if linear.is_transposed else copies.forward
+        )
 
     def _in_bf16(self, x: Operand) -> Tensor:
         values: Tensor = in_dtype(x, torch.bfloat16)

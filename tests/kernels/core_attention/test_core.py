@@ -135,7 +135,7 @@ def test_flex_forward(name: str) -> None:
 
 
 def plain_bf16(case: Case, tensors: list[torch.Tensor], scale: float = 0.3) -> torch.Tensor:
-    """What a user would write: bf16 matrix products around an fp32 softmax."""
+    """A user's implementation: bf16 matrix products around an fp32 softmax."""
     q, k, v, *sinks = tensors
     k, v = (x.repeat_interleave(case.heads // case.groups, 1) for x in (k, v))
     logits = (q @ k.mT).float() * scale

@@ -95,7 +95,7 @@ def test_flex_forward(name: str) -> None:
     [(name, backend) for backend in ("reference", "sdpa", "flex") for name in CASES],
 )
 def test_the_last_queries_alone(name: str, backend: str) -> None:
-    """As a context rank has them, with keys from the first that a window lets them see."""
+    """Queries of a context-parallel rank, with keys from the first that the window includes."""
     case = CASES[name]
     tensors = leaves(case, torch.float64)
     q, k, v, *sinks = tensors

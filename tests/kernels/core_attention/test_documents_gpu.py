@@ -76,7 +76,7 @@ def test_documents_equal_the_reference(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_last_queries_alone(name: str) -> None:
-    """As a context rank has them."""
+    """Queries of a context-parallel rank."""
     case = CASES[name]
     given, dout, position_T = drawn(case), upstream(case), places_of(LENGTHS[1])
     wide = [t.detach().double().requires_grad_() for t in given]

@@ -1,4 +1,4 @@
-"""What flash-attn-4 is given and what is refused, on a machine without a GPU."""
+"""Arguments of flash-attn-4 and rejected inputs, without a GPU."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.kernels.core_attention import fa4, fa4_library, fa4_shipped
 from phalanx.kernels.core_attention.documents import Documents
-from phalanx.kernels.core_attention.limits import refuse_heads
+from phalanx.kernels.core_attention.limits import unsupported_heads
 
 
 def heads(S=4, T=4, H=4, G=2, d=64, v=64, B=2, dtype=torch.bfloat16, device="cpu"):
@@ -48,7 +48,7 @@ def test_what_it_cannot_take_is_refused(given, words):
     ],
 )
 def test_widths_of_heads(d, v, grouped, words):
-    why = refuse_heads(d, v, grouped=grouped)
+    why = unsupported_heads(d, v, grouped=grouped)
     assert why is None if words is None else words in why
 
 

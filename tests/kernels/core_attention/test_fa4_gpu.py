@@ -323,7 +323,7 @@ def test_memory_is_linear() -> None:
 
 
 def test_chunks_of_context_ranks_are_the_whole() -> None:
-    """What moe/model/attention.py does on two ranks, each with two of four chunks."""
+    """The calls of moe/model/attention.py on two ranks, each with two of four chunks."""
     case = Case(1024, 1024, 8, 2, 64, 64, window=128, sinks=BF16)
     given = drawn(case)
     whole = out_of(case, given, "fa4")

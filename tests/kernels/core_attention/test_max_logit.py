@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.kernels.core_attention.core import attention, visible_ST
 from phalanx.kernels.core_attention.documents import Documents
-from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_
+from phalanx.kernels.core_attention.max_logit import MaxLogit, raise_max_logits
 from tests.kernels.interpreter import interpret
 
 CASES = [
@@ -59,7 +59,7 @@ def fresh(H: int, due: int = 1) -> MaxLogit:
 def test_against_every_logit(case: Any, dtype: torch.dtype) -> None:
     q, k, documents = problem(case, dtype)
     top, how = fresh(q.size(1)), dict(scale=0.3, window=case[6], documents=documents)
-    raise_(top, q, k, **how)
+    raise_max_logits(top, q, k, **how)
     want = stated(q, k, **how)
     torch.testing.assert_close(top.most_H.double(), want, rtol=1e-6, atol=1e-6)
     assert not want.equal(stated(q, k, 0.3, 0, None)) or not (case[6] or documents)
@@ -67,31 +67,31 @@ def test_against_every_logit(case: Any, dtype: torch.dtype) -> None:
 
 def test_it_is_raised_and_never_lowered() -> None:
     (q, k, _), top = problem(CASES[0]), fresh(4)
-    raise_(top, q, k, scale=1.0)
+    raise_max_logits(top, q, k, scale=1.0)
     first = top.most_H.clone()
-    raise_(top, -0.1 * q, k, scale=1.0)
+    raise_max_logits(top, -0.1 * q, k, scale=1.0)
     assert torch.equal(top.most_H, first)
-    raise_(top, 2 * q, k, scale=1.0)
+    raise_max_logits(top, 2 * q, k, scale=1.0)
     assert torch.equal(top.most_H, 2 * first)
 
 
 def test_what_is_not_due_is_left_alone() -> None:
     (q, k, _), top = problem(CASES[0]), fresh(4, due=0)
-    raise_(top, q, k, scale=1.0)
+    raise_max_logits(top, q, k, scale=1.0)
     assert (top.most_H == float("-inf")).all()
 
 
 def test_what_does_not_fit() -> None:
     q, k, _ = problem(CASES[0])
     with pytest.raises(ValueError, match="4 heads, and 3 largest logits"):
-        raise_(fresh(3), q, k, scale=1.0)
+        raise_max_logits(fresh(3), q, k, scale=1.0)
     with pytest.raises(ValueError, match="scale of -1"):
-        raise_(fresh(4), q, k, scale=-1.0)
+        raise_max_logits(fresh(4), q, k, scale=-1.0)
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa", "flex"])
 def test_attention_takes_note(backend: str) -> None:
-    """Of what it is given, whatever its backend, and its result stays as it is."""
+    """`attention` records its largest logits with every backend, without changing its result."""
     q, k, _ = problem(CASES[2])
     top, how = fresh(6), dict(scale=0.3, window=37, backend=backend)
     out = attention(q, k, k, top=top, **how)
@@ -111,7 +111,7 @@ def lse_of(q: Tensor, k: Tensor, window: int, documents: Any) -> Tensor:
 
 
 def launches() -> Iterator[tuple[str, MaxLogit, Tensor]]:
-    """What, as the kernel leaves it, and as it should be: in fp32, whose products torch rounds."""
+    """The kernel's result against torch's, in fp32, whose products torch rounds."""
     from phalanx.kernels.core_attention.max_logit_triton import launch
 
     for case in CASES:

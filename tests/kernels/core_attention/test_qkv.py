@@ -42,7 +42,7 @@ INTERPRETED = [*CASES[:4], *CASES[7::4]]
 
 
 class Given(NamedTuple):
-    """What a case is computed of; the first four need gradients where they are there."""
+    """Inputs of a case; the first four need gradients if present."""
 
     qkv: Tensor
     bias: Tensor | None
@@ -126,17 +126,17 @@ def interpreted() -> None:
     Its interpreter has no FMA, which costs angles two digits, and truncates to bf16: fp32 then, and
     the bounds of tests on a GPU are tighter.
     """
-    from phalanx.kernels.core_attention.qkv import How, QueriesKeysValues
+    from phalanx.kernels.core_attention.qkv import QkvArgs, QueriesKeysValues
 
     for case in INTERPRETED:
         g = given(case)
         apply = QueriesKeysValues.apply
-        outs = apply(*g, How(1.3, EPS, view=False))
+        outs = apply(*g, QkvArgs(1.3, EPS, view=False))
         ups = upstream(outs)
         got = results(outs, g.leaves, ups)
         for a, b in zip(got, results(exact(g, 1.3), g.leaves, ups), strict=True):
             torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=5e-5)
-        viewed = apply(*g, How(1.3, EPS, view=True))
+        viewed = apply(*g, QkvArgs(1.3, EPS, view=True))
         shares = viewed[2].untyped_storage().data_ptr() == g.qkv.untyped_storage().data_ptr()
         assert shares == (case.normed and not case.biased)
         again = results(viewed, g.leaves, ups)
@@ -144,14 +144,14 @@ def interpreted() -> None:
     wide = torch.randn(2, 70, 5, 4, 19)  # several turns of a program, in any strides
     qkv = wide.transpose(0, 1)[:, :, 1:-1, :, 2:-1].requires_grad_()
     g = given(Case(70, 2, 3, 2, 16, True, True))._replace(qkv=qkv)
-    outs = QueriesKeysValues.apply(*g, How(1.3, EPS, view=False))
+    outs = QueriesKeysValues.apply(*g, QkvArgs(1.3, EPS, view=False))
     ups = upstream(outs)
     for a, b in zip(
         results(outs, g.leaves, ups), results(exact(g, 1.3), g.leaves, ups), strict=True
     ):
         torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=1e-4)
     nothing = given(Case(0, 2, 3, 2, 16, True, True))
-    outs = QueriesKeysValues.apply(*nothing, How(1.0, EPS, view=False))
+    outs = QueriesKeysValues.apply(*nothing, QkvArgs(1.0, EPS, view=False))
     grads = torch.autograd.grad(outs, nothing.leaves, [torch.zeros_like(o) for o in outs])
     assert grads[0].shape == (0, 2, 3, 4, 16) and not any(x.any() for x in grads[1:])
 

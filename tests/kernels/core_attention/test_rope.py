@@ -65,7 +65,7 @@ def interpreted() -> None:
     Its interpreter has no FMA, which costs angles two digits, and truncates to bf16: fp32 then, and
     the bounds of tests on a GPU are tighter.
     """
-    from phalanx.kernels.core_attention.rope import TurnInPlace, turn
+    from phalanx.kernels.core_attention.rope import RotateInPlace, rotate_op
 
     torch.manual_seed(0)
     close = dict(rtol=0, atol=2e-5)
@@ -73,19 +73,19 @@ def interpreted() -> None:
         freqs = angles(S, F)
         x = torch.randn(B, S, H + 1, d + 3).transpose(0, 1)[:, :, 1:, 2:-1].requires_grad_()
         up = torch.randn(S, H, B, d).transpose(1, 2)
-        y = turn(x, freqs, mscale, interleaved, first, False)
+        y = rotate_op(x, freqs, mscale, interleaved, first, False)
         want = statement(x, freqs, mscale, interleaved, first)
         torch.testing.assert_close(y.double(), want, **close)
         got, expected = (torch.autograd.grad(out, x, up.to(out.dtype))[0] for out in (y, want))
         torch.testing.assert_close(got, expected, **close)
         made = x.flatten(2) * 1
-        again = TurnInPlace.apply(made, freqs, H, mscale, interleaved, first)
+        again = RotateInPlace.apply(made, freqs, H, mscale, interleaved, first)
         again = again.view(y.shape)
         assert again.data_ptr() == made.data_ptr() and torch.equal(again, y)
         assert torch.equal(torch.autograd.grad(again, x, up.clone())[0], got)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     args = (x.detach().requires_grad_(), angles(3, 6), 1.0, False, 7, False)
-    torch.library.opcheck(turn, args, test_utils=checks)
+    torch.library.opcheck(rotate_op, args, test_utils=checks)
 
 
 def test_kernel_interpreted() -> None:

@@ -87,7 +87,7 @@ def test_in_place(shape, dtype):
     x = leaf.flatten(2) * 1
     y = rope_(x, freqs, heads=H, **how, first=first)
     assert y.data_ptr() == x.data_ptr() and torch.equal(y, want)
-    assert "TurnInPlace" in y.grad_fn.next_functions[0][0].name()  # and no CopySlices
+    assert "RotateInPlace" in y.grad_fn.next_functions[0][0].name()  # and no CopySlices
     (grad,) = torch.autograd.grad(y, leaf, up)
     assert torch.equal(grad, want_grad) and torch.equal(up, want_grad)
 

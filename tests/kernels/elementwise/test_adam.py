@@ -74,7 +74,7 @@ def test_clipping_on_the_way_has_the_bits_of_clipping_before(coef: float) -> Non
 
 
 def assert_clipped(given: Sequence[Tensor], coef: float) -> None:
-    """As if the gradient had been multiplied by `coef` in a pass of its own."""
+    """The result is that of a gradient multiplied by `coef` in a separate pass."""
     p, g, m, v = (t.clone() for t in given)
     update_(p, g.mul_(coef), m, v, Update(**HOW, step=3))
     update_(*given, Update(**HOW, step=3, clip_coef=coef))

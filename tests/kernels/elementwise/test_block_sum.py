@@ -11,7 +11,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def given(ranks: int, n: int, dtype: torch.dtype) -> Tensor:
-    """Of sizes so different that every order of adding them gives another sum."""
+    """Blocks of such different sizes that every order of summing them gives another sum."""
     g = torch.Generator().manual_seed(ranks)
     size = 2.0 ** torch.randint(-12, 13, (ranks, n), generator=g)
     return (torch.randn(ranks, n, generator=g) * size).to(dtype)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from tests.kernels.interpreter import interpret
 
 GRADS = [0.5, 0.0, -1.5, 0.5 * (1 + 2e-7), 2.0, math.nan, math.inf]
-"""Of losses; 0.5 was foretold."""
+"""Gradients of losses; 0.5 was expected."""
 
 
 def interpreted() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
+from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from tests.kernels.problems import ACTIVATIONS, error, formula, one_expert
 from tests.support.sync_free import sync_free
@@ -97,7 +97,7 @@ def test_halves_are_the_whole_bit_for_bit(
     whole, parts = cast(given, dtype), cast(given, dtype)
     dout = torch.randn(rows, D, generator=torch.Generator().manual_seed(1)).to(dtype)
     spec = MLPSpec(act, backend)
-    made = dense_second(dense_first(parts["x"], parts["w1"], spec), parts["w2"], spec)
+    made = dense_fc2(dense_fc1(parts["x"], parts["w1"], spec), parts["w2"], spec)
     expected = with_gradients(whole_mlp(whole, spec), dout, whole)
     for got, want in zip(with_gradients(made, dout, parts), expected, strict=True):
         assert torch.equal(got, want)
@@ -112,7 +112,7 @@ def test_halves_add_to_buffers() -> None:
         leaves[name].main_grad = torch.ones(leaves[name].shape)
         leaves[name].grad_added_to_main_grad = False
     x, w1, w2 = (leaves[name] for name in ("x", "w1", "w2"))
-    dense_second(dense_first(x, w1, spec), w2, spec).sum().backward()
+    dense_fc2(dense_fc1(x, w1, spec), w2, spec).sum().backward()
     whole_mlp(plain_leaves, MLPSpec(act, "torch")).sum().backward()
     for name in ("w1", "w2"):
         assert leaves[name].grad_added_to_main_grad
@@ -123,7 +123,7 @@ def test_halves_that_do_not_fit() -> None:
     spec = MLPSpec(Activation("swiglu"), "torch")
     x, w1 = torch.zeros(3, 8), torch.zeros(6, 8)
     with pytest.raises(ValueError, match=r"expected x \[N, D\] and w1 \[H, D\]"):
-        dense_first(x, torch.zeros(6, 9), spec)
-    first = dense_first(x, w1, spec)
+        dense_fc1(x, torch.zeros(6, 9), spec)
+    first = dense_fc1(x, w1, spec)
     with pytest.raises(ValueError, match=r"expected a \[N, F\] and w2 \[D, F\]"):
-        dense_second(first, torch.zeros(8, 4), spec)
+        dense_fc2(first, torch.zeros(8, 4), spec)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
+from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
@@ -219,7 +219,7 @@ def test_halves_of_a_dense_mlp_are_the_whole_bit_for_bit(act, name):
     whole, parts = ({k: v.clone().requires_grad_() for k, v in given.items()} for _ in range(2))
     dout, spec = torch.randn(150, 160, generator=g).bfloat16(), MLPSpec(act, "torch")
     spec = replace(spec, recipe=RECIPES[name])
-    made = dense_second(dense_first(parts["x"], parts["w1"], spec), parts["w2"], spec)
+    made = dense_fc2(dense_fc1(parts["x"], parts["w1"], spec), parts["w2"], spec)
     want = gradients(
         one_expert(whole["x"], MLPWeights(whole["w1"], whole["w2"]), spec), dout, whole
     )

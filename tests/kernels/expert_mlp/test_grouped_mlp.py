@@ -292,5 +292,5 @@ def test_addends_that_cannot_be_added_are_refused():
     with pytest.raises(ValueError, match="at most 2, not 3"):
         grouped_mlp(p.x, weights, plan, spec, addends=[p.x] * 3)
     rows = ExpertPlan(None, p.prob[: len(p.x)], p.offsets.clamp(max=len(p.x)), None)
-    with pytest.raises(ValueError, match="only the sums of tokens"):
+    with pytest.raises(ValueError, match="only for sums over experts"):
         grouped_mlp(p.x, weights, rows, spec, addends=[p.x])

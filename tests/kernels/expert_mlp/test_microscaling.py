@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
 from phalanx.kernels.expert_mlp.dense_linear import dense_linear
+from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
@@ -149,7 +149,7 @@ def test_activations_with_and_without_a_gate(act, name):
 
 
 def test_stochastic_rounding_is_of_gradients():
-    """What comes before the gradient of h has the bits of the statement, which it is rounded by."""
+    """Results before the gradient of h have the statement's bits, which determine its rounding."""
     p = problem()
     recipe = Microscaling("nvfp4")
     got, want = run(p, recipe, "reference"), statement(p, recipe)
@@ -248,7 +248,7 @@ def test_halves_of_a_dense_mlp_are_the_whole_bit_for_bit(act, form):
     whole, parts = ({k: v.clone().requires_grad_() for k, v in given.items()} for _ in range(2))
     dout = torch.randn(150, 168, generator=g).bfloat16()
     spec = MLPSpec(act, "torch", recipe=Microscaling(form))
-    made = dense_second(dense_first(parts["x"], parts["w1"], spec), parts["w2"], spec)
+    made = dense_fc2(dense_fc1(parts["x"], parts["w1"], spec), parts["w2"], spec)
     want = gradients(
         one_expert(whole["x"], MLPWeights(whole["w1"], whole["w2"]), spec), dout, whole
     )
@@ -257,13 +257,13 @@ def test_halves_of_a_dense_mlp_are_the_whole_bit_for_bit(act, form):
 
 
 @BOTH
-@pytest.mark.parametrize("save_given", [False, True])
-def test_a_dense_linear_layer(form, save_given):
+@pytest.mark.parametrize("save_unquantized", [False, True])
+def test_a_dense_linear_layer(form, save_unquantized):
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(s, 200, generator=g).bfloat16().requires_grad_() for s in (90, 72))
     dy = torch.randn(90, 72, generator=g).bfloat16()
     recipe = Microscaling(form)
-    spec = MLPSpec(SWIGLU, "reference", recipe=recipe, save_given=save_given)
+    spec = MLPSpec(SWIGLU, "reference", recipe=recipe, save_unquantized=save_unquantized)
     dense_linear(x, w, None, spec).backward(dy)
     q = Through(recipe)
     y = dense_linear(x.detach(), w.detach(), None, spec)

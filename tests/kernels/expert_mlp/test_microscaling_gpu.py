@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_products_are_those_of_the_format(name: str) -> None:
-    """As on a CPU with `torch`, where the gradient of h is rounded to bf16 before it is quantised.
+    """Near `torch` on a CPU, which rounds the gradient of h before quantization.
 
     That takes a hundredth of it to the other side of a boundary of e2m1, whose values are a third
     apart: 0.033 in the norm. Here sums of a grouped GEMM are rounded once more, before they are

@@ -18,7 +18,7 @@ class Case(NamedTuple):
 
     @property
     def position_BS(self) -> Tensor | None:
-        """Of each token in its document."""
+        """Position of each token in its document."""
         if self.documents is None:
             return None
         rows = []
@@ -61,5 +61,5 @@ def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 def gradient(like: Tensor) -> Tensor:
-    """Of the output."""
+    """Gradient of the output."""
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(9)).to(like)

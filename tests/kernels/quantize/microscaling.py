@@ -43,7 +43,7 @@ def with_sign(code: np.ndarray, x: np.ndarray, bits: int, nan: int) -> np.ndarra
 
 
 def e8m0(value: np.ndarray) -> np.ndarray:
-    """Of fp32 without sign, by trying all powers of two."""
+    """e8m0 of non-negative fp32, by trying all powers of two."""
     table = 2.0 ** np.arange(-127, 128)
     code = np.searchsorted(table, value.astype(np.float64))
     return np.where(np.isnan(value), 0xFF, np.minimum(code, 0xFE)).astype(np.uint8)
@@ -54,7 +54,7 @@ def blocks_of(x: np.ndarray, block: int) -> list[slice]:
 
 
 def mxfp8(x: np.ndarray, parts: int = 1) -> Expected:
-    """Of fp32 [R, C] in blocks of 32, that start anew in each of the parts."""
+    """MXFP8 of fp32 [R, C] in blocks of 32 within each of the parts."""
     codes, scales = [], []
     for part in np.split(x, parts, 1):
         for span in blocks_of(part, 32):
@@ -75,7 +75,7 @@ def nvfp4(
     square: bool = False,
     random: np.ndarray | None = None,
 ) -> Expected:
-    """Of fp32 [R, C] in blocks of 16, or of 16 x 16 with the scale of each row of theirs.
+    """NVFP4 of fp32 [R, C] in blocks of 16, or of 16 x 16 with the scale of each of their rows.
 
     `amax` is that of the tensor of each row, fp32 [R]. With `random`, fp64 [R, C] in [0, 1), an
     element goes up if it is further from the number below than that part of the gap.
@@ -132,7 +132,7 @@ def uniform(key: int, element: int) -> float:
 
 
 def key(x: np.ndarray) -> int:
-    """Of fp32 [R, C], the rows of one expert."""
+    """Key of fp32 [R, C], the rows of one expert."""
     total = 0
     for element, bits in enumerate(x.reshape(-1).view(np.uint32).tolist()):
         total += (bits ^ bits >> 16) * (element * 0x9E3779B1 % 2**32 | 1)

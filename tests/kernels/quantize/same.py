@@ -15,7 +15,7 @@ def codes(data: Tensor) -> Tensor:
 
 
 def assert_same(got: Tensor, want: Tensor | np.ndarray) -> None:
-    """Of FP8 data or fp32 scales, whose zeros have signs too."""
+    """Assert equal FP8 data or fp32 scales, including the signs of zeros."""
     if isinstance(want, np.ndarray):
         want = torch.from_numpy(want)
     assert got.shape == want.shape

@@ -48,7 +48,7 @@ def test_weights_and_their_transpose(parts: int, parts_in: int, form: str) -> No
 
 @FORMS
 def test_replays_have_the_bits_of_eager(form: str, random: bool) -> None:
-    """Of other data too: random bits are not those of what was captured."""
+    """Replays with other data too: random bits are not those of the captured data."""
     x, offsets = expert_rows([70, 58], 160, padding=0).cuda(), offsets_of([70, 58]).cuda()
     for through in (emulate.rows, emulate.columns):
         step = lambda: [through(x, offsets, form, stochastic=random).matrix]  # noqa: B023, E731

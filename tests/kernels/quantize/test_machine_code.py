@@ -73,7 +73,9 @@ def test_rows(C: int, parts: int, dtype: torch.dtype, tmp_path: Path) -> None:
 def test_rows_back(tmp_path: Path) -> None:
     q = quantize.empty_rows(65536, 5760, 2, device=META)
     to = x_of(65536, 5760, BF16)
-    code = launched(rows_triton, "wide_rows", lambda: rows_triton.dequantize(q, to, 2), tmp_path)
+    code = launched(
+        rows_triton, "dequantize_fp8_rows", lambda: rows_triton.dequantize(q, to, 2), tmp_path
+    )
     check(code, 64 * 128, 12.5, 48 * 1024)
     assert code.stack == 0
     assert (code.count(r"LDG\.E\.128"), code.count(r"STG\.E\.128")) == (2, 4)

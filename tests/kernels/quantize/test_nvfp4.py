@@ -66,7 +66,7 @@ def test_every_finite_bf16_below_another(amax: float) -> None:
 
 
 def test_special_numbers() -> None:
-    """What is no finite number reaches all of its tensor, and no other tensor."""
+    """NaN and infinity spread to their whole tensor, and to no other tensor."""
     x = problems.special()
     got = check(x, [1] * len(x))
     values = nvfp4.values_of_rows(got) * nvfp4.tensor_scale(got.amax)[:, None]

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def dirty(*tensors: Tensor) -> None:
-    """What no kernel may leave there."""
+    """Fill with bytes that no kernel may leave there."""
     for t in tensors:
         t.view(torch.uint8).fill_(0x55)
 

@@ -48,7 +48,7 @@ def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def multiplier(amax: np.ndarray, dtype: torch.dtype, largest: float) -> np.ndarray:
-    """What elements are multiplied by; `largest` is the input's largest finite number."""
+    """Factor on elements; `largest` is the input's largest finite number."""
     top = np.float32(numbers(dtype)[-1])
     with np.errstate(all="ignore"):
         s = top / amax
@@ -70,7 +70,7 @@ def _block(x: np.ndarray, dtype: torch.dtype, largest: float) -> tuple[np.ndarra
 
 
 def expected(x_RC: Tensor, tile: tuple[int, int], dtype: torch.dtype, parts: int = 1) -> Expected:
-    """Of a matrix, in tiles of rows by channels that start anew in each part of the channels."""
+    """Quantize a matrix in tiles of rows by channels within each part of the channels."""
     R, C = x_RC.shape
     x, width, down = x_RC.float().numpy(), C // parts, -(-R // tile[0])
     codes = np.zeros((down * tile[0], C), np.uint8)

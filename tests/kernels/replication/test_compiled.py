@@ -60,12 +60,14 @@ def test_weights_and_their_gradients(dtype: torch.dtype, tmp_path: Path) -> None
         (
             "lend_kernel",
             3,
-            lambda: weights_triton.lend([layer] * 2, empty(R, G), empty(G + 1), BUFFERS, sms=132),
+            lambda: weights_triton.send_weights(
+                [layer] * 2, empty(R, G), empty(G + 1), BUFFERS, sms=132
+            ),
         ),
         (
             "take_back_kernel",
             3,
-            lambda: weights_triton.take_back(*taking, layer=0, sms=132),
+            lambda: weights_triton.reduce_grads(*taking, layer=0, sms=132),
         ),
     ):
         found = code(weights_triton, name, call, tmp_path)
@@ -76,5 +78,5 @@ def test_weights_and_their_gradients(dtype: torch.dtype, tmp_path: Path) -> None
 
 
 def test_gradients_are_given_back(tmp_path: Path) -> None:
-    call = partial(weights_triton.give_back, BUFFERS, 1)
+    call = partial(weights_triton.send_grads, BUFFERS, 1)
     assert code(weights_triton, "give_back_kernel", call, tmp_path).threads == 32

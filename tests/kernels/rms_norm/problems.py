@@ -18,7 +18,7 @@ class Problem:
     shape: tuple[int, ...]
     residual: bool = True
     upstream: tuple[bool, bool] = (True, True)
-    """Of the norm, and of the sum."""
+    """Gradients of the norm and of the sum."""
     eps: float = 1e-5
     scale: float = 1.0
     seed: int = 0

@@ -16,11 +16,11 @@ CTAS = 3
 
 
 def kernel(rows: Rows) -> Callable[..., None]:
-    """What the compiled function does, with its checks of what it is given."""
+    """The compiled function in torch, with checks of its arguments."""
 
     def forward(x, weight, _, residual, normed, total, rstd, __, eps):
         assert (residual is not None) == rows.adds == (total is not None)
-        assert weight.dtype == (torch.float32 if rows.wide else torch.bfloat16)
+        assert weight.dtype == (torch.float32 if rows.fp32_weight else torch.bfloat16)
         check(x, residual, normed, total)
         wide = x.float() if residual is None else x.float() + residual.float()
         if total is not None:

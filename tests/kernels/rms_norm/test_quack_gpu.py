@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 WIDTHS = (8, 64, 128, 200, 512, 1024, 1536, 2048, 2880, 4096, 5120, 7168, 8192)
 BOTH = ((True, True), (True, False), (False, True))
 FLOOR = 1e-6
-"""Of an error that both have; the others are multiples of 2^-9."""
+"""Tolerance of an error that both have; the others are multiples of 2^-9."""
 
 
 def gpu(*shape: int, **given) -> Problem:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.kernels.cache import Cache
-from phalanx.kernels.rms_norm.limits import refuse_width
+from phalanx.kernels.rms_norm.limits import unsupported_width
 from phalanx.kernels.rms_norm.rms_norm import fork, rms_norm
 from tests.kernels.interpreter import interpret
 from tests.kernels.rms_norm.problems import Problem, error, plain
@@ -72,7 +72,7 @@ def test_what_cannot_run_is_refused():
     ],
 )
 def test_widths(channels, words):
-    why = refuse_width(channels)
+    why = unsupported_width(channels)
     assert why is None if words is None else words in why
 
 
@@ -82,7 +82,9 @@ def test_kernels_are_compiled_for_hopper_without_a_gpu_and_once(tmp_path: Path):
     from phalanx.kernels.rms_norm import quack_library
 
     kinds = [quack_library.Rows(2880, step, adds=True) for step in ("forward", "backward")]
-    kinds += [quack_library.Rows(2048, step, True, wide=True) for step in ("forward", "backward")]
+    kinds += [
+        quack_library.Rows(2048, step, True, fp32_weight=True) for step in ("forward", "backward")
+    ]
     objects = [quack_library.build(rows, tmp_path) for rows in kinds]
     for rows, data in zip(kinds, objects, strict=True):
         assert b"sm_90a" in data

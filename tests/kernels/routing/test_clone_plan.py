@@ -72,17 +72,17 @@ def slow_plan(rows: list[int], size: CloneSize) -> list[list[tuple[int, int, int
     while True:
         owner = load.index(max(load))
         expert = max(range(owner * local, (owner + 1) * local), key=lambda e: kept[e])
-        guests = [
+        replicas = [
             r
             for r in range(R)
             if r != owner and len(slots[r]) < N and expert not in (e for e, _, _ in slots[r])
         ]
-        if not guests:
+        if not replicas:
             break
-        guest = min(guests, key=lambda r: load[r])
+        guest = min(replicas, key=lambda r: load[r])
         level = load[owner]
-        for copies in range(1, len(guests) + 1):
-            least = sorted(load[r] for r in guests)[:copies]
+        for copies in range(1, len(replicas) + 1):
+            least = sorted(load[r] for r in replicas)[:copies]
             mean = -(-(load[owner] + sum(least) + 2 * copies * cost) // (copies + 1))
             level = min(level, max(mean, copies * cost))
         level = max(level, -(-(sum(load) + 2 * cost) // R))
@@ -110,7 +110,7 @@ def filled(plan: ClonePlan) -> list[list[tuple[int, int, int]]]:
 
 
 def check(rows: list[int], size: CloneSize, plan: ClonePlan) -> None:
-    """What holds of every plan."""
+    """Assert the invariants of every plan."""
     R, N, cost, tile, _ = size
     local, slots, kept = len(rows) // R, filled(plan), plan.kept_E.tolist()
     assert plan.expert_RN.shape == (R, N)
@@ -348,7 +348,7 @@ def test_the_kernel_compiles_for_hopper(
 
 
 def test_loads_in_the_documentation() -> None:
-    """Of docs/dispatch.md; a copy costs a quarter of what it would unhidden."""
+    """Loads in docs/dispatch.md; a copy costs a quarter of its cost without overlap."""
     machine, expert = MACHINES["h200"], 3 * 2048 * 768
     unhidden = dict(
         bytes_per_second=machine.node_gbs * 1e9,

@@ -52,7 +52,7 @@ def test_error_is_that_of_plain_torch(fake, act, bias):
 
 
 def composition_of(p):
-    """Of the rows of no token, torch's statement by experts would read the last row of x."""
+    """torch's statement without index -1, with which it would read the last row of x."""
     return composition(replace(p, index=p.index.clamp(min=0)))
 
 
@@ -133,7 +133,7 @@ def test_an_activation_without_an_epilogue_is_refused(fake):
 
 
 def test_nothing_is_read_on_the_host():
-    """Of what the adapter does itself: the fake's loops over experts do."""
+    """The adapter itself never reads the host; only the fake's loops over experts do."""
     ops = CuDNN(0, True, True)
     idx, prob = torch.randint(0, 4, (50, 2)).int(), torch.rand(50, 2)
     x = torch.randn(50, 8)

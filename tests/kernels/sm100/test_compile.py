@@ -54,7 +54,7 @@ def needed(name: str) -> tuple[int, int, int, Activation, bool]:
 
 
 def kinds(name: str) -> set[tuple[object, ...]]:
-    """What of a model chooses code: its epilogue, and how much of a last tile is used."""
+    """Properties of a model that select code: its epilogue, and the used part of a last tile."""
     hidden, ffn, _, act, bias = needed(name)
     return {("epilogue", act, bias), ("hidden", hidden % TILE), ("ffn", ffn % TILE)}
 
@@ -114,7 +114,7 @@ def recipe(folder, form, act, bias, sizes):
 
 
 def step(folder, spec: MLPSpec, weights: list[torch.Tensor]) -> Log:
-    """What `compiled_step` asked for, remembered for as long as all of its sources are the same."""
+    """Kernels that `compiled_step` requests, cached while all of its sources are the same."""
     shapes = [(w.dtype, w.shape, w.stride()) for w in weights]
     # Our own kernels, in the folders of sm90, are for Hopper.
     sources = {*KERNELS.rglob("*.py")} - {*KERNELS.glob("sm90/*/**/*.py")}

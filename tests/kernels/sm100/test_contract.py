@@ -24,7 +24,7 @@ ENDS = [256, 256, 768]
 
 
 def arguments(name: str, form: str) -> dict[str, Any]:
-    """What the adapter gives, of small sizes."""
+    """Arguments of the adapter, with small sizes."""
     torch.manual_seed(1)
     ones, ends = torch.ones(L), torch.tensor(ENDS, dtype=torch.int32)
     x, h = (torch.randn(S, n).to(BF16) for n in (D, 2 * F))

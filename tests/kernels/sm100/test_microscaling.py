@@ -82,9 +82,9 @@ def test_operands_have_the_values_of_the_definition(form):
 @pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_emulation_is_met(fake, form, act, bias):
-    """As wrong as the emulation over the reference, and nearer to it than it is to the truth: what
-    is quantized in an epilogue was not rounded to bf16 before, and what differs by a last bit may
-    become a neighbour in the format. What no epilogue quantizes is the same."""
+    """Errors are those of the emulation over the reference, and their distance is smaller:
+    an epilogue quantizes values that were not rounded to bf16 before, and a difference in the last
+    bit may give the next number of the format. Values that no epilogue quantizes are equal."""
     p = padded(act, bias=bias, room=256, D=128, width=128)
     q, real = unpadded(p)
     recipe = Microscaling(form, stochastic=False)

@@ -48,7 +48,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_are_those_of_the_reference(losses: Losses, model: str, world: int) -> None:
-    """As near as those of another backend in bf16, or as the rounding of bf16."""
+    """Losses are as near as those of another backend in bf16, or as the rounding of bf16."""
     found = {kernels: losses(world, kernels, model) for kernels in ("reference", "torch", "cudnn")}
     exact = found["reference"]
     assert exact[0] - exact[-1] > 0.05
@@ -81,8 +81,8 @@ def saved_with_cudnn(rank: int) -> Iterator[None]:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("model", MODELS)
 def test_checkpoints_are_canonical(tmp_path: Path, model: str, optimizer: str) -> None:
-    """What torch saved cudnn saves again bit by bit, weights, masters and moments, on two ranks and
-    on one; torch goes on from that; and each finds the next loss."""
+    """cudnn saves torch's checkpoint bit for bit, weights, masters and moments, on two ranks and on
+    one; torch continues from that; and each has the same next loss."""
     before, first, losses = "never", None, []
     for i, (kernels, world) in enumerate((("torch", 1), ("auto", 2), ("auto", 1), ("torch", 1))):
         folder = tmp_path / str(i)

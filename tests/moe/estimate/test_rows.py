@@ -75,7 +75,7 @@ def test_dispatch_holds_guests(precision: tuple[str, ...]) -> None:
         without, cloned = known(*of), known(*of, "parallel.clones=2")
         more = buffer_bytes(cloned, RANKS) - buffer_bytes(without, RANKS)
         outside = exchange_bytes(cloned, RANKS) - exchange_bytes(without, RANKS)
-        assert more == outside + Activations(cloned, RANKS).guests().backward > 0
+        assert more == outside + Activations(cloned, RANKS).replicas().backward > 0
 
 
 def test_guests_have_room() -> None:
@@ -90,7 +90,7 @@ def test_guests_have_room() -> None:
     assert 0 < b.backward - a.backward <= held and b.saved == a.saved
     assert c.saved - b.saved == LAYERS * slots * 3 * matrix * 2
     torch = known(alltoall, "kernels=torch", f"parallel.clones={slots}")
-    both = [Activations(cfg, RANKS).guests().backward for cfg in (cloned, torch)]
+    both = [Activations(cfg, RANKS).replicas().backward for cfg in (cloned, torch)]
     assert both == [held, held + (own + slots) * 2 * matrix * 2]
     assert known("parallel.clones=auto").parallel.clones == 0
 
@@ -102,7 +102,7 @@ def test_guests_over_symm_are_outside_of_what_torch_allocates() -> None:
     rows = TOP_K * TOKENS * (2 * HIDDEN + 8 * TOP_K)
     more = exchange_bytes(cloned, RANKS) - exchange_bytes(without, RANKS)
     assert more == slots * 3 * matrix * (2 + 4) + rows
-    assert Activations(cloned, RANKS).guests().backward == 0
+    assert Activations(cloned, RANKS).replicas().backward == 0
 
 
 def test_guests_over_nodes_are_exchanged_in_a_node() -> None:
@@ -117,7 +117,7 @@ def test_guests_over_nodes_are_exchanged_in_a_node() -> None:
     rows = 2 * TOP_K * TOKENS * (2 * HIDDEN + 8 * TOP_K)
     assert more == slots * 3 * matrix * (2 + 4) + rows
     cloned.run.device = "cpu"
-    inside = Activations(cloned, world).guests().backward
+    inside = Activations(cloned, world).replicas().backward
     assert inside == slots * 3 * matrix * (2 + 4) + 3 * 8 * slots * 2 * matrix * 4
     back = costs(cloned, world).back
     assert (back.near, back.far) == (TOP_K * 2 * 7, 1)

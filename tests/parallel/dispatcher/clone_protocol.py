@@ -78,10 +78,10 @@ class Program:
         self._signals[u] = "wait"
         return self._raise(u, self.streams[-1])
 
-    def lend(self, *layers: str) -> list[int]:
+    def send_weights(self, *layers: str) -> list[int]:
         """Weights of layers in turn, by a kernel in the stream of control that raises flags as they
         are there."""
-        self.calls.append("lend")
+        self.calls.append("send_weights")
         raised = []
         for layer in layers:
             u = self._begin(self.streams[-1])
@@ -90,7 +90,7 @@ class Program:
             raised.append(self._raise(u, self.streams[-1]))
         return raised
 
-    def give_back(self) -> int:
+    def send_grads(self) -> int:
         """Flags that a kernel of the compute stream raises."""
         self._started += 1
         return self._raise(self._started, self.compute)
@@ -143,7 +143,7 @@ def forward(p: Program, *, overlaps: bool) -> None:
     """One layer."""
     p.wait(p.signal())  # routing
     tokens = p.start()
-    first, second = p.lend(FC1, FC2)
+    first, second = p.send_weights(FC1, FC2)
     p.wait(first)
     p.wait(tokens)
     p.get(FC1)
@@ -191,7 +191,7 @@ def backward(
     if not keep:
         if overlaps or not fp8:
             p.start()  # tokens once more
-        first, second = p.lend(FC2, FC1)
+        first, second = p.send_weights(FC2, FC1)
         p.wait(first)
         p.get(FC2)
         p.wait(second)
@@ -201,7 +201,7 @@ def backward(
     complete = []
     for what in OWN:
         p.put(what)
-        complete.append(p.give_back())
+        complete.append(p.send_grads())
     p.aside()
     if signal:
         p.wait(complete[0], beside=True)

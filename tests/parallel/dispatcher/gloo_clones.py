@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.guests import Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.expert_mlp.replicas import Layer, layer_pair
 from phalanx.kernels.replication import rows, weights
 from phalanx.parallel.dispatcher import clone_memory, cloned_symm
 from phalanx.parallel.dispatcher.control import HIDDEN, Control
@@ -60,14 +60,14 @@ class GlooGuestMemory:
 
         self.weights, self.grads = made(own.w1.dtype), made(torch.float32)
 
-    def lend(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
+    def send_weights(self, own: MLPWeights, expert_RG: Tensor, first: Layer) -> None:
         self._waits = [False, True]
         rank, local = self._group.rank(), len(own.w1)
         for w, slots_G in zip(own, self.weights, strict=True):
             if w is None:
                 continue
             sent_RG = w.new_full((self._group.size(), *slots_G.shape), float("nan"))
-            weights.lend(w.detach(), expert_RG, sent_RG.unbind(), rank)
+            weights.send_weights(w.detach(), expert_RG, sent_RG.unbind(), rank)
             came_RG = _exchanged(sent_RG, self._group)
             for slot, expert in enumerate(expert_RG[rank].tolist()):
                 slots_G[slot] = EMPTY if expert < 0 else came_RG[expert // local, slot]
@@ -80,18 +80,18 @@ class GlooGuestMemory:
     def wait(self, *, second: bool) -> None:
         assert second == self._waits.pop(0), "the first layer is waited for first"
 
-    def give_back(self, layer: Layer) -> None:
+    def send_grads(self, layer: Layer) -> None:
         """They are there."""
 
-    def take_back(
+    def reduce_grads(
         self, layer: Layer, own: Sequence[Tensor | None], expert_RG: Tensor, *, beside: bool
     ) -> None:
-        rooms = of_layer(self.grads, layer)
+        rooms = layer_pair(self.grads, layer)
         for grad, room_G in zip(own, rooms, strict=True):
             if grad is not None:
                 room_RG = room_G.new_empty(self._group.size(), *room_G.shape)
                 dist.all_gather_into_tensor(room_RG.flatten(0, 1), room_G, group=self._group)
-                weights.take_back(grad, expert_RG, room_RG.unbind(), self._group.rank())
+                weights.reduce_grads(grad, expert_RG, room_RG.unbind(), self._group.rank())
         for room_G in rooms:
             if room_G is not None:
                 room_G.fill_(float("nan"))

@@ -171,9 +171,9 @@ def gloo_exchanges() -> Iterator[list[GlooExchange]]:
         ) -> Tensor:
             if signal is None:
                 return rows(backend, a_SF, linear, plan, **how)
-            for layer, part in linear.runs(plan):
+            for layer, part in linear.expert_groups(plan):
                 here = slice(int(part.offsets[0]), int(part.offsets[-1]))
-                y_SD = rows(backend, a_SF, layer._replace(guests=None), part, **how)
+                y_SD = rows(backend, a_SF, layer._replace(replicas=None), part, **how)
                 signal.out_SN[here] = y_SD[here]
             return signal.out_SN
 

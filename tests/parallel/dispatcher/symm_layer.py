@@ -132,7 +132,9 @@ class Layer:
         received = self.dispatcher.dispatch(self.x, self.idx, self.prob)
         self.clones = None if received.clones is None else received.clones.expert_RN
         with received.saving():
-            how = dict(overlap=received.overlap, arrived=received.arrived, guests=received.guests)
+            how = dict(
+                overlap=received.overlap, fp8_inputs=received.fp8_inputs, replicas=received.replicas
+            )
             out = grouped_mlp(received.rows_ND, self.weights, received.plan, self.spec, **how)
         beside = (lambda: self.x @ self.shared) if shared else None
         out = self.dispatcher.combine(out, received, beside, self.residual if residual else None)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.kernels.expert_mlp.guests import LAYERS
 from phalanx.kernels.expert_mlp.mlp_spec import MLPWeights
+from phalanx.kernels.expert_mlp.replicas import LAYERS
 from phalanx.kernels.replication.rows import Parting
 from phalanx.kernels.sm90.exchange.peer_buffers import MAX_RANKS, MAX_WAVES, SEEN
 from phalanx.parallel.dispatcher import clone_memory
@@ -93,7 +93,7 @@ def guests_and_gradients() -> None:
         lambda group: GuestMemory(group, G, own[group.rank()], SymmOptions(comm_sms=1))
     )
     for rank, memory in enumerate(memories):
-        memory.lend(own[rank], HELD, LAYERS[rank % 2])
+        memory.send_weights(own[rank], HELD, LAYERS[rank % 2])
     for rank, memory in enumerate(memories):
         assert memory.weights.b2 is None and memory.grads.b2 is None
         for slot, expert in enumerate(HELD[rank].tolist()):
@@ -103,17 +103,17 @@ def guests_and_gradients() -> None:
                 getattr(memory.grads, name)[slot].fill_(10 * rank + slot + 1)
     for layer in LAYERS:
         for memory in memories:
-            memory.give_back(layer)
+            memory.send_grads(layer)
     with mock.patch.object(clone_memory, "_sms", lambda where: 2):
         grads = [torch.ones(w.shape) for w in own[0][:3]]
         # Slots 0 and 1 of rank 1: experts 2 and 0.
-        memories[0].take_back("fc1", grads[::2], HELD, beside=True)
-        memories[0].take_back("fc2", [grads[1], None], HELD, beside=False)
+        memories[0].reduce_grads("fc1", grads[::2], HELD, beside=True)
+        memories[0].reduce_grads("fc2", [grads[1], None], HELD, beside=False)
         for grad in grads:
             assert torch.equal(grad.flatten(1)[:, 0], torch.tensor([13.0, 1.0, 12.0]))
         grads = [torch.ones(w.shape) for w in own[1][:3]]
-        memories[1].take_back("fc1", grads[::2], HELD, beside=True)
-        memories[1].take_back("fc2", [None, None], HELD, beside=False)
+        memories[1].reduce_grads("fc1", grads[::2], HELD, beside=True)
+        memories[1].reduce_grads("fc2", [None, None], HELD, beside=False)
         assert [float(g[1].mean()) for g in grads] == [2.0, 1.0, 2.0]
     assert memories[0].missing() == ""
     late = torch.tensor([2, 5, 4, 0])  # as a kernel that gives up reports

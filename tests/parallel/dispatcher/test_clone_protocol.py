@@ -102,10 +102,10 @@ def noted() -> Iterator[list[str]]:
             note(GlooExchange, "send_gradient", "start"),
             note(GlooExchange, "wait", "", "wait"),
             note(GlooSingles, "send", "put rows"),
-            note(GlooGuestMemory, "lend", "lend"),
+            note(GlooGuestMemory, "send_weights", "send_weights"),
             note(GlooGuestMemory, "wait", "wait for guests"),
-            note(PushedGuests, "give_back", "put gradients {}"),
-            note(GlooGuestMemory, "take_back", "get gradients {}"),
+            note(PushedGuests, "send_grads", "put gradients {}"),
+            note(GlooGuestMemory, "reduce_grads", "get gradients {}"),
             note(cloned_transfers, "sum_singles", "get rows"),
         ):
             stack.enter_context(patch)

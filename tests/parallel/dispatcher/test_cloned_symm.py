@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import ExpertMLP, How
+from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
 from phalanx.kernels.quantize.packed import row_bytes
 from phalanx.kernels.quantize.recipe import Fp8Block
@@ -60,7 +60,9 @@ def dispatcher_of(
 def experts(received: Received, weights: MLPWeights, spec: MLPSpec) -> Tensor:
     """`grouped_mlp`, which refuses overlap on a CPU."""
     plan, overlap = received.plan, received.overlap
-    how = How(spec, torch.is_grad_enabled(), overlap, received.arrived, guests=received.guests)
+    how = ExpertMLPArgs(
+        spec, torch.is_grad_enabled(), overlap, received.fp8_inputs, replicas=received.replicas
+    )
     prob_S = plan.row_prob_S if overlap is None else None
     with received.saving():
         return ExpertMLP.apply(received.rows_ND, *weights, prob_S, plan, how)

@@ -122,7 +122,9 @@ def layer(p: Problem, clones: Clones | None, spec: MLPSpec, main_grad: bool) -> 
     for turn in (slice(None), torch.arange(len(own.x) - 1, -1, -1)):
         x, prob = own.x[turn].requires_grad_(), own.prob[turn].requires_grad_()
         received = dispatcher.dispatch(x, own.idx[turn], prob)
-        out = grouped_mlp(received.rows_ND, weights, received.plan, spec, guests=received.guests)
+        out = grouped_mlp(
+            received.rows_ND, weights, received.plan, spec, replicas=received.replicas
+        )
         out = dispatcher.combine(out, received, None, own.x[turn])
         out.backward(own.dout[turn])
         cloned = 0 if received.clones is None else int((received.clones.expert_RN >= 0).sum())
@@ -230,7 +232,7 @@ def gradients(p: Problem, dispatcher: Dispatcher) -> list[Tensor]:
     for w in weights[:2]:
         w.main_grad = torch.full_like(w, 0.125, dtype=torch.float32)
     received = dispatcher.dispatch(own.x, own.idx, own.prob)
-    out = grouped_mlp(received.rows_ND, weights, received.plan, spec, guests=received.guests)
+    out = grouped_mlp(received.rows_ND, weights, received.plan, spec, replicas=received.replicas)
     dispatcher.combine(out, received).backward(own.dout)
     return [w.main_grad for w in weights[:2]]
 
@@ -275,13 +277,15 @@ def forward_only() -> None:
     weights = MLPWeights(*(w.requires_grad_() for w in own.weights[:2]))
     with sync_free():
         received = dispatcher.dispatch(x, own.idx, prob)
-        out = grouped_mlp(received.rows_ND, weights, received.plan, SPEC, guests=received.guests)
+        out = grouped_mlp(
+            received.rows_ND, weights, received.plan, SPEC, replicas=received.replicas
+        )
         out = dispatcher.combine(out, received)
         out.backward(own.dout)
         with torch.no_grad():
             received = dispatcher.dispatch(x, own.idx, prob)
             alone = grouped_mlp(
-                received.rows_ND, weights, received.plan, SPEC, guests=received.guests
+                received.rows_ND, weights, received.plan, SPEC, replicas=received.replicas
             )
             again = dispatcher.combine(alone, received)
     assert torch.equal(out, again)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import Arrived, ExpertMLP, How
+from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs, Fp8Inputs
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
@@ -83,11 +83,11 @@ def experts(
 ) -> Tensor:
     """`grouped_mlp`, which refuses overlap on a CPU; with `again` h is computed again."""
     spec = MLPSpec(Activation("swiglu"), "torch", recipe=recipe, recompute_h=again)
-    rows_ND, plan, overlap, arrived = received[:4]
+    rows_ND, plan, overlap, fp8_inputs = received[:4]
     if overlap is None:
         with received.saving():
-            return grouped_mlp(rows_ND, MLPWeights(w1, w2), plan, spec, arrived=arrived)
-    how = How(spec, True, overlap, arrived)
+            return grouped_mlp(rows_ND, MLPWeights(w1, w2), plan, spec, fp8_inputs=fp8_inputs)
+    how = ExpertMLPArgs(spec, True, overlap, fp8_inputs)
     return ExpertMLP.apply(rows_ND, w1, w2, None, None, None, plan, how)
 
 
@@ -229,7 +229,9 @@ def test_without_a_recipe_nothing_takes_rows_in_fp8():
     p = make(Activation("swiglu"), torch.bfloat16)
     plan = ExpertPlan(p.index, p.prob, p.offsets, p.inverse)
     with pytest.raises(ValueError, match="only a recipe"):
-        grouped_mlp(p.x, MLPWeights(p.w1, p.w2), plan, MLPSpec(p.act, "torch"), arrived=Arrived())
+        grouped_mlp(
+            p.x, MLPWeights(p.w1, p.w2), plan, MLPSpec(p.act, "torch"), fp8_inputs=Fp8Inputs()
+        )
 
 
 @pytest.mark.parametrize("recipe", [None, Fp8Block()])

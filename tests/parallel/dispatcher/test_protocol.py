@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from phalanx.kernels.expert_mlp.activation import Activation
-from phalanx.kernels.expert_mlp.autograd import ExpertMLP, How
+from phalanx.kernels.expert_mlp.autograd import ExpertMLP, ExpertMLPArgs
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
@@ -228,7 +228,7 @@ def experts(received: Received, w1: Tensor, w2: Tensor, recipe: Fp8Block | None 
     """`kernels.expert_mlp.grouped_mlp`, which refuses `overlap` on a CPU."""
     plan, overlap = received.plan, received.overlap
     spec = MLPSpec(Activation("swiglu"), "reference", recipe=recipe)
-    how = How(spec, True, overlap, received.arrived)
+    how = ExpertMLPArgs(spec, True, overlap, received.fp8_inputs)
     prob = plan.row_prob_S if overlap is None else None
     with received.saving():
         return ExpertMLP.apply(received.rows_ND, w1, w2, None, None, prob, plan, how)

@@ -13,13 +13,15 @@ def experts_on_cpu(rank: int = 0) -> Iterator[None]:
     """In a process of a run, replace the package by the fake and accept the CPU."""
     from phalanx.kernels import registry
 
-    def refuse(facts: registry.Facts) -> str | None:
+    def unavailable(facts: registry.Facts) -> str | None:
         return registry._cudnn_runs(
             replace(facts, packages=facts.packages | {"nvidia_cudnn_frontend"})
         )
 
     op = registry._OPS["grouped_mlp"]
-    backends = tuple(replace(b, refuse=refuse) if b.name == "cudnn" else b for b in op.backends)
+    backends = tuple(
+        replace(b, unavailable=unavailable) if b.name == "cudnn" else b for b in op.backends
+    )
     before = sys.modules.get("cudnn")
     sys.modules["cudnn"] = fake_cudnn
     registry._OPS["grouped_mlp"] = replace(op, backends=backends)

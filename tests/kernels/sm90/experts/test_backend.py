@@ -25,7 +25,6 @@ from phalanx.kernels.expert_mlp.reference import Reference
 from phalanx.kernels.routing.plan import make_plan
 from phalanx.kernels.routing.sort_pairs import gather_pairs, sort_pairs
 from phalanx.kernels.sm90.experts import backend
-from tests.kernels.guests import Copied, compare, experts_of, with_guests
 from tests.kernels.problems import (
     Problem,
     error,
@@ -37,6 +36,7 @@ from tests.kernels.problems import (
     random_choice,
     run,
 )
+from tests.kernels.replicas import Copied, compare, experts_of, with_guests
 
 ACT = Activation("quick_geglu", limit=0.7, offset=1.0)
 TILES = 3
@@ -371,17 +371,17 @@ class Recorded:
         return self._x
 
 
-FORWARD = """lend_fc1 fc1_act wait_fc1 wait_rows fc1_act
+FORWARD = """send_weights_fc1 fc1_act wait_fc1 wait_rows fc1_act
     start_sums rows finish_sums wait_fc2 rows"""
-BACKWARD = """{} send_gradient room {} wgrad give_back_fc1 wgrad give_back_fc2
-    wgrad take_back_fc1 wgrad take_back_fc2"""
+BACKWARD = """{} send_gradient grad_buffer {} wgrad send_grads_fc1 wgrad send_grads_fc2
+    wgrad reduce_grads_fc1 wgrad reduce_grads_fc2"""
 AGAIN = {
     False: BACKWARD.format(
-        "lend_fc2 fc2_dgrad_dact wait_fc2 wait_rows fc2_dgrad_dact rows wait_fc1 rows",
+        "send_weights_fc2 fc2_dgrad_dact wait_fc2 wait_rows fc2_dgrad_dact rows wait_fc1 rows",
         "tokens",
     ),
     True: BACKWARD.format(
-        """lend_fc1 tokens_first fc1_act wait_fc1 fc1_act
+        """send_weights_fc1 tokens_first fc1_act wait_fc1 fc1_act
         fc2_dgrad_dact wait_fc2 fc2_dgrad_dact rows rows""",
         "",
     ),
@@ -409,8 +409,8 @@ def test_guests_come_and_go_beside_exchanges(
     log.clear()
     overlap = Recorded(p.x, log)
     theirs = experts_of(p, slice(4, None))
-    guests = Copied(theirs, log=log, words=OF_GUESTS if waits else None)
-    got = with_guests(p, 4, spec, guests=guests, overlap=overlap)
+    replicas = Copied(theirs, log=log, words=OF_GUESTS if waits else None)
+    got = with_guests(p, 4, spec, replicas=replicas, overlap=overlap)
     names = [one.replace(" ", "_") if isinstance(one, str) else one[0] for one in log]
     expected = " ".join(f"{FORWARD} {AGAIN[recompute]}".split())
     for one, other in WAITING if waits else ():

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.backend import Linear, Operand
-from phalanx.kernels.expert_mlp.dense_halves import dense_first, dense_second
+from phalanx.kernels.expert_mlp.dense_mlp import dense_fc1, dense_fc2
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.main_grad import Buffer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.expert_mlp.reference import Reference
-from phalanx.kernels.quantize import kept
+from phalanx.kernels.quantize import fp8_copies
 from phalanx.kernels.quantize.blocks import (
     Quantized,
     dequantize_columns,
@@ -31,8 +31,8 @@ from phalanx.kernels.quantize.blocks import (
     quantize_rows,
 )
 from phalanx.kernels.quantize.recipe import Fp8Block
-from tests.kernels.guests import compare
 from tests.kernels.problems import error, forward, gradients, leaves_of, make, random_choice
+from tests.kernels.replicas import compare
 from tests.kernels.sm90.experts.test_backend import Kernels, written
 
 reference = Reference()
@@ -162,8 +162,8 @@ def test_equals_the_recipe_of_the_reference(recipe: Fp8Block, bias: bool, act: A
 
 def test_copies_of_weights_are_made_once_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    quantize = kept.quantize_weights
-    monkeypatch.setattr(kept, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
+    quantize = fp8_copies.quantize_weights
+    monkeypatch.setattr(fp8_copies, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
 
     def twice(keep: bool) -> list[dict[str, Tensor]]:
         p = make(Activation("swiglu"), torch.bfloat16, D=192, width=160)
@@ -173,7 +173,7 @@ def test_copies_of_weights_are_made_once_and_forgotten(monkeypatch: pytest.Monke
         for _ in range(2):
             out = forward(p, leaves, "fused", **how)
             results.append(gradients(out, p.dout, leaves))
-        kept.forget(leaves.values())
+        fp8_copies.forget(leaves.values())
         with torch.no_grad():
             leaves["w2"].mul_(2)
         results.append(gradients(forward(p, leaves, "fused", **how), p.dout, leaves))
@@ -190,12 +190,12 @@ def test_copies_of_weights_are_made_once_and_forgotten(monkeypatch: pytest.Monke
 def test_copies_of_a_dense_mlp_stay_with_its_parameters() -> None:
     x, w1, w2 = (torch.randn(s).bfloat16().requires_grad_() for s in ((9, 64), (64, 64), (64, 32)))
     spec = MLPSpec(Activation("swiglu"), "fused", recipe=Fp8Block(), keep_fp8=True)
-    dense_second(dense_first(x, w1, spec), w2, spec).sum().backward()
+    dense_fc2(dense_fc1(x, w1, spec), w2, spec).sum().backward()
     assert w1.fp8_copies.data_LOI.shape == (1, 64, 64) and w2.fp8_copies is not None
-    kept.forget([x, w1, w2])
+    fp8_copies.forget([x, w1, w2])
     assert not hasattr(w1, "fp8_copies")
     spec = replace(spec, keep_fp8=False)
-    dense_first(x, w1, spec)
+    dense_fc1(x, w1, spec)
     assert not hasattr(w1, "fp8_copies")
 
 
@@ -211,8 +211,8 @@ def test_guests_have_the_bits_of_own_experts(recipe: Fp8Block, bias: bool, act: 
 
 def test_copies_of_guests_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are others in the next micro-batch."""
-    made, quantize = [], kept.quantize_weights
-    monkeypatch.setattr(kept, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
+    made, quantize = [], fp8_copies.quantize_weights
+    monkeypatch.setattr(fp8_copies, "quantize_weights", lambda *w: made.append(1) or quantize(*w))
     p = make(Activation("swiglu"), torch.bfloat16, L=6, D=192, width=160)
     compare(p, 4, MLPSpec(p.act, "fused", accumulate=True, recipe=Fp8Block(), keep_fp8=True))
     assert len(made) == 2 + 4 + 2  # own experts', guests' for each use; all experts' of the other

@@ -7,7 +7,7 @@ pytest.importorskip("cutlass")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from phalanx.kernels.expert_mlp.backend import InTurn, Linear, Operand
+from phalanx.kernels.expert_mlp.backend import Linear, Operand, SequentialMixin
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.quantize.quantize import quantize_rows
 from phalanx.kernels.quantize.recipe import Fp8Block
@@ -31,7 +31,7 @@ def test_bits_do_not_depend_on_who_runs_when(recipe: Fp8Block) -> None:
     dh, dy = quantize_rows(drawn(S, H), 2), quantize_rows(drawn(S, D))
     operands = [Operand(dh, parts=2, gradient=True), Operand(dy, gradient=True)]
     ops = FusedFP8(0, True, recipe, keep=True)
-    want = InTurn.rows_and_columns(ops, dh, fc1, plan, operands)
+    want = SequentialMixin.rows_and_columns(ops, dh, fc1, plan, operands)
 
     def check(got: tuple) -> None:
         used = sum(counts)

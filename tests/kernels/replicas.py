@@ -12,8 +12,8 @@ from torch import Tensor
 
 from phalanx.kernels.expert_mlp.expert_plan import ExpertPlan
 from phalanx.kernels.expert_mlp.grouped_mlp import grouped_mlp
-from phalanx.kernels.expert_mlp.guests import LAYERS, Layer, of_layer
 from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec, MLPWeights
+from phalanx.kernels.expert_mlp.replicas import LAYERS, Layer, layer_pair
 from tests.kernels.problems import Problem, Result, leaves_of
 
 NAMES = ("w1", "w2", "b1", "b2")
@@ -22,7 +22,7 @@ BEFORE = 0.125
 
 
 class Copied:
-    """`kernels.expert_mlp.guests.Guests`. Whatever is read or kept too early or too long is NaN."""
+    """`ReplicaExchange` in one process; memory read too early or kept too long is NaN."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class Copied:
         self.given: list[Tensor | None] = []
         """Gradients as they were when they left."""
 
-    def lend(self, own: MLPWeights, first: Layer) -> MLPWeights:
-        self.log.append(f"lend {first}")
+    def send_weights(self, own: MLPWeights, first: Layer) -> MLPWeights:
+        self.log.append(f"send_weights {first}")
         self._first = first
         self._here = _each(self._theirs, lambda w: torch.full_like(w, torch.nan))
         return self._here
@@ -55,24 +55,26 @@ class Copied:
         self._come(layer)
 
     def _come(self, layer: Layer) -> None:
-        for to, w in zip(of_layer(self._here, layer), of_layer(self._theirs, layer), strict=True):
+        for to, w in zip(
+            layer_pair(self._here, layer), layer_pair(self._theirs, layer), strict=True
+        ):
             if w is not None:
                 to.copy_(w)
 
-    def room(self, own: MLPWeights) -> MLPWeights:
-        self.log.append("room")
+    def grad_buffer(self, own: MLPWeights) -> MLPWeights:
+        self.log.append("grad_buffer")
         like = dict(dtype=torch.float32)
         self._room = _each(self._theirs, lambda w: torch.full_like(w, torch.nan, **like))
         self.given = [None] * len(NAMES)
         return self._room
 
-    def give_back(self, layer: Layer) -> None:
-        self.log.append(f"give_back {layer}")
-        made = [None if g is None else g.clone() for g in of_layer(self._room, layer)]
+    def send_grads(self, layer: Layer) -> None:
+        self.log.append(f"send_grads {layer}")
+        made = [None if g is None else g.clone() for g in layer_pair(self._room, layer)]
         self.given[LAYERS.index(layer) :: 2] = made
 
-    def take_back(self, layer: Layer, own: list[Tensor | None]) -> None:
-        self.log.append(f"take_back {layer}")
+    def reduce_grads(self, layer: Layer, own: list[Tensor | None]) -> None:
+        self.log.append(f"reduce_grads {layer}")
         for grad in own:
             if grad is not None:
                 grad.add_(1)
@@ -93,7 +95,7 @@ def with_guests(
     own: int,
     spec: MLPSpec,
     *,
-    guests: Copied,
+    replicas: Copied,
     order: Tensor | None = None,
     main_grad: torch.dtype = torch.float32,
     frozen: tuple[str, ...] = (),
@@ -103,11 +105,11 @@ def with_guests(
     mine = replace(p, **experts_of(p, slice(own))._asdict())
     leaves, weights = _leaves(mine, spec, main_grad, frozen)
     plan = ExpertPlan(p.index, leaves["prob"], p.offsets, p.inverse, None, order)
-    out = grouped_mlp(leaves["x"], weights, plan, spec, guests=guests, overlap=overlap)
+    out = grouped_mlp(leaves["x"], weights, plan, spec, replicas=replicas, overlap=overlap)
     out.backward(p.dout)
     made = _found(out, leaves, spec)
     empty = p.offsets.diff()[own:] == 0  # nobody reads what is there
-    given = dict(zip(NAMES, guests.given, strict=True)) if guests.given else {}
+    given = dict(zip(NAMES, replicas.given, strict=True)) if replicas.given else {}
     for name, grad in given.items():
         if grad is not None and name not in frozen:
             grad[empty] = 0
@@ -142,10 +144,13 @@ def compare(
     p: Problem, own: int, spec: MLPSpec, *, keep: bool = False, **given: Any
 ) -> tuple[Result, list]:
     """Both, in fp32 buffers: they must be equal. Returns the first, and the log of its guests."""
-    guests = Copied(experts_of(p, slice(own, None)), keep=keep)
-    got, want = with_guests(p, own, spec, guests=guests, **given), without(p, own, spec, **given)
+    replicas = Copied(experts_of(p, slice(own, None)), keep=keep)
+    got, want = (
+        with_guests(p, own, spec, replicas=replicas, **given),
+        without(p, own, spec, **given),
+    )
     same(got, want)
-    return got, guests.log
+    return got, replicas.log
 
 
 def same(got: Result, want: Result, before: float = BEFORE) -> None:

@@ -13,8 +13,8 @@ from phalanx.kernels.expert_mlp.activation import Activation
 from phalanx.kernels.expert_mlp.mlp_spec import Margins, MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block, Microscaling
 from phalanx.kernels.registry import Facts, KernelUnavailable, resolve
-from tests.kernels.guests import Copied, compare, experts_of, same, with_guests, without
 from tests.kernels.problems import Problem, Result, make
+from tests.kernels.replicas import Copied, compare, experts_of, same, with_guests, without
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def problem(counts: str, act: Activation = SWIGLU, *, bias: bool = False) -> Pro
 
 
 def order_of(p: Problem) -> Tensor:
-    """As plans of the fused kernels have it."""
+    """Order of experts in plans of the fused kernels."""
     return p.offsets.diff().sort(descending=True, stable=True).indices.to(torch.int32)
 
 
@@ -89,16 +89,16 @@ def test_schedules_change_nothing(recipe: str, dynamic: bool) -> None:
     want = without(p, OWN, spec, order=order_of(p))
     for free in (8, 64):
         other = replace(spec, margins=Margins(free, free, free), dynamic=dynamic)
-        guests = Copied(experts_of(p, slice(OWN, None)))
-        same(with_guests(p, OWN, other, guests=guests, order=order_of(p)), want)
+        replicas = Copied(experts_of(p, slice(OWN, None)))
+        same(with_guests(p, OWN, other, replicas=replicas, order=order_of(p)), want)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
 def test_buffers_in_bf16(recipe: str) -> None:
     p = problem("many rows")
     spec = MLPSpec(SWIGLU, "fused", accumulate=True, recipe=RECIPES[recipe])
-    guests = Copied(experts_of(p, slice(OWN, None)))
-    got = with_guests(p, OWN, spec, guests=guests, main_grad=BF16)
+    replicas = Copied(experts_of(p, slice(OWN, None)))
+    got = with_guests(p, OWN, spec, replicas=replicas, main_grad=BF16)
     want = without(p, OWN, spec, main_grad=BF16)
     for name in ("out", "dx", "dprob", "w1", "w2"):
         assert torch.equal(got[name], want[name]), name
@@ -113,8 +113,8 @@ def test_grouped_mm_of_torch(counts: str, recipe: Any) -> None:
 
 
 def step(p: Problem, order: Tensor, spec: MLPSpec) -> Result:
-    guests = Copied(experts_of(p, slice(OWN, None)))
-    return with_guests(p, OWN, spec, guests=guests, order=order)
+    replicas = Copied(experts_of(p, slice(OWN, None)))
+    return with_guests(p, OWN, spec, replicas=replicas, order=order)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])

@@ -1,8 +1,8 @@
-"""Gated DeltaNet in plain torch, gradients by autograd: for CPUs, for fp32, and to compare with.
+"""Gated DeltaNet in plain torch, gradients by autograd: for CPUs, for fp32, and as the reference.
 
-The delta rule goes through a sequence in chunks (arXiv 2412.06464, section 3.3). What a token
-writes depends on what the tokens before it in the chunk have written: a unit triangular system in
-each chunk, solved for all chunks at once. From chunk to chunk goes the state. All of it is at least
+The delta rule processes a sequence in chunks (arXiv 2412.06464, section 3.3). The value that a
+token writes depends on those of the tokens before it in the chunk: a unit triangular system in each
+chunk, solved for all chunks at once. The state is passed from chunk to chunk. All of it is at least
 fp32.
 
 Shape legend: B sequences, S positions, C channels, W taps, K key heads, V value heads, d channels
@@ -19,8 +19,8 @@ EPS = 1e-6
 
 
 def causal_conv(x_BSC: Tensor, weight_CW: Tensor, position_BS: Tensor | None) -> Tensor:
-    """As `kernels.linear_attention.gated_delta.causal_conv`."""
-    x, weight, taps = _wide(x_BSC), _wide(weight_CW), weight_CW.shape[1]
+    """`kernels.linear_attention.gated_delta.causal_conv` in torch."""
+    x, weight, taps = _at_least_fp32(x_BSC), _at_least_fp32(weight_CW), weight_CW.shape[1]
     total = x * weight[:, -1]
     for back in range(1, min(taps, x.shape[1])):
         earlier = F.pad(x[:, :-back], (0, 0, back, 0))
@@ -31,9 +31,9 @@ def causal_conv(x_BSC: Tensor, weight_CW: Tensor, position_BS: Tensor | None) ->
 
 
 def gated_rms_norm(x_BSVd: Tensor, gate_BSVd: Tensor, weight_d: Tensor, eps: float) -> Tensor:
-    """As `kernels.linear_attention.gated_delta.gated_rms_norm`."""
-    normed = F.rms_norm(_wide(x_BSVd), weight_d.shape, _wide(weight_d), eps)
-    return (normed * F.silu(_wide(gate_BSVd))).to(x_BSVd.dtype)
+    """`kernels.linear_attention.gated_delta.gated_rms_norm` in torch."""
+    normed = F.rms_norm(_at_least_fp32(x_BSVd), weight_d.shape, _at_least_fp32(weight_d), eps)
+    return (normed * F.silu(_at_least_fp32(gate_BSVd))).to(x_BSVd.dtype)
 
 
 def gated_delta_rule(
@@ -44,20 +44,24 @@ def gated_delta_rule(
     beta_BSV: Tensor,
     position_BS: Tensor | None,
 ) -> Tensor:
-    """As `kernels.linear_attention.gated_delta.gated_delta_rule`."""
+    """`kernels.linear_attention.gated_delta.gated_delta_rule` in torch."""
     shared, length = v_BSVd.shape[2] // q_BSKd.shape[2], v_BSVd.shape[1]
-    q, k = (_normalised(_wide(x)).repeat_interleave(shared, 2) for x in (q_BSKd, k_BSKd))
+    q, k = (_normalised(_at_least_fp32(x)).repeat_interleave(shared, 2) for x in (q_BSKd, k_BSKd))
     q = q * q.shape[-1] ** -0.5
-    v, beta, log_decay = _wide(v_BSVd), _wide(beta_BSV)[..., None], _wide(log_decay_BSV)[..., None]
+    v, beta, log_decay = (
+        _at_least_fp32(v_BSVd),
+        _at_least_fp32(beta_BSV)[..., None],
+        _at_least_fp32(log_decay_BSV)[..., None],
+    )
     # Padding changes no state: it decays nothing and writes nothing.
     q, k, v, beta, log_decay = (_chunks(x) for x in (q, k, v, beta, log_decay))
-    cumulated = log_decay.cumsum(-2)  # BVNL1: of the decay since the chunk began, the token's too
-    seen, carried, kept, survives = _masks(position_BS, length, v.device)
+    cumulated = log_decay.cumsum(-2)  # BVNL1: decay since the start of the chunk, the token's too
+    visible, carried, in_last, survives = _masks(position_BS, length, v.device)
     decay = (
-        (cumulated - cumulated.mT).masked_fill(~seen, -torch.inf).exp()
+        (cumulated - cumulated.mT).masked_fill(~visible, -torch.inf).exp()
     )  # BVNLL, from key to query
     since = cumulated.masked_fill(~carried, -torch.inf).exp()
-    until = (cumulated[..., -1:, :] - cumulated).masked_fill(~kept, -torch.inf).exp()
+    until = (cumulated[..., -1:, :] - cumulated).masked_fill(~in_last, -torch.inf).exp()
     over = cumulated[..., -1:, :].masked_fill(~survives, -torch.inf).exp()
     system = (k * beta) @ k.mT * decay  # its diagonal is not read
     solve = torch.linalg.solve_triangular
@@ -74,7 +78,7 @@ def gated_delta_rule(
     return out_BVSd.transpose(1, 2).to(v_BSVd.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -90,18 +94,18 @@ def _chunks(x_BSVc: Tensor) -> Tensor:
 
 
 def _masks(position_BS: Tensor | None, length: int, device: torch.device) -> tuple[Tensor, ...]:
-    """What documents and order leave of a chunk: bool, to be broadcast with [B, V, N, L, L].
+    """Causal and document masks of chunks: bool, to be broadcast with [B, V, N, L, L].
 
     Returns:
-        Keys that a query sees; queries that see the state of before; keys that the state of after
-        has; and whether that has anything of the state of before.
+        Keys that a query sees; queries that see the incoming state; keys that the outgoing state
+        contains; and whether it contains anything of the incoming state.
     """
     causal_LL = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).tril()
     if position_BS is None:
         always = torch.ones(1, 1, dtype=torch.bool, device=device)
         return causal_LL, always, always, always
-    begins_BS = F.pad(position_BS == 0, (0, -length % CHUNK))  # padding is of the last document
-    number_BNL = begins_BS.unflatten(1, (-1, CHUNK)).cumsum(-1)[:, None]
+    starts_BS = F.pad(position_BS == 0, (0, -length % CHUNK))  # padding joins the last document
+    number_BNL = starts_BS.unflatten(1, (-1, CHUNK)).cumsum(-1)[:, None]
     query, key = number_BNL[..., :, None], number_BNL[..., None, :]
     last = query[..., -1:, :]
     return causal_LL & (query == key), query == 0, query == last, last == 0

@@ -1,8 +1,8 @@
-"""A dense MLP without biases in two halves, so that something else can be done between them.
+"""A dense MLP without biases in two steps, fc1 and fc2, which may overlap different transfers.
 
-A shared expert's first half runs while tokens travel to the routed experts, its second half while
-their sums come back. The two have the bits of the whole: `kernels.expert_mlp.grouped_mlp` with one
-expert that has all rows.
+A shared expert's fc1 runs while tokens are dispatched to the routed experts, its fc2 while their
+results are combined. The two have the bits of `kernels.expert_mlp.grouped_mlp` with one expert that
+has all rows.
 
 Shape legend: N rows, D hidden, F width, H = 2F for gated activations and F for others.
 """
@@ -37,26 +37,26 @@ from phalanx.kernels.expert_mlp.mlp_spec import MLPSpec
 from phalanx.kernels.quantize.recipe import Fp8Block
 
 
-class FirstHalf(NamedTuple):
-    """What the first half leaves for the second."""
+class DenseFc1(NamedTuple):
+    """Result of `dense_fc1`, input of `dense_fc2`."""
 
     h_NH: Tensor
-    """Has its gradient from the second half."""
+    """Its gradient comes from `dense_fc2`."""
     a_NF: Rows
-    """Its activation, which has none."""
+    """Activation of h, without a gradient."""
     gradient: list[HiddenGrads]
-    """With a recipe, where the second half's backward pass leaves the gradient of h: quantized it
-    has a form for each of its readers, which autograd could not carry."""
-    again: Callable[[], tuple[Tensor]]
-    """Makes h once more, for who gives up its memory between forward and backward pass."""
+    """With a recipe, the backward pass of fc2 stores the gradient of h here: quantized, it has a
+    form for each of its readers, which autograd could not carry."""
+    recompute: Callable[[], tuple[Tensor]]
+    """Recomputes h, for callers that free its memory between forward and backward pass."""
 
 
-def dense_first(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> FirstHalf:
-    """First half.
+def dense_fc1(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> DenseFc1:
+    """h = x @ w1^T and its activation.
 
     Args:
         x_ND: bf16 or fp32, as w1 [H, D] is.
-        spec: how. Of a recipe, h stays as it is.
+        spec: activation and backend. A recipe does not quantize h.
 
     Raises:
         ValueError: unknown backend, or shapes and dtypes that do not fit together.
@@ -69,17 +69,17 @@ def dense_first(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> FirstHalf:
         spec = replace(spec, recipe=replace(spec.recipe, hidden="bf16"))
     gradient: list[HiddenGrads] = []
     x_ND = x_ND.contiguous()
-    h_NH, *a = _First.apply(x_ND, w1, spec, gradient)
-    return FirstHalf(h_NH, rows_of(a), gradient, partial(_hidden, x_ND.detach(), w1, spec))
+    h_NH, *a = _Fc1.apply(x_ND, w1, spec, gradient)
+    return DenseFc1(h_NH, rows_of(a), gradient, partial(_compute_h, x_ND.detach(), w1, spec))
 
 
-def dense_second(first: FirstHalf, w2: Tensor, spec: MLPSpec) -> Tensor:
-    """Second half: a @ w2^T.
+def dense_fc2(first: DenseFc1, w2: Tensor, spec: MLPSpec) -> Tensor:
+    """a @ w2^T.
 
     Args:
-        first: of `dense_first`; only h is saved for the backward pass.
+        first: result of `dense_fc1`; only h is saved for the backward pass.
         w2: [D, F].
-        spec: that of the first half.
+        spec: the spec of `dense_fc1`.
 
     Raises:
         ValueError: unknown backend, or shapes and dtypes that do not fit together.
@@ -88,22 +88,22 @@ def dense_second(first: FirstHalf, w2: Tensor, spec: MLPSpec) -> Tensor:
     a_NF = tensors_of(a)
     if w2.ndim != 2 or w2.shape[1] != a_NF[0].shape[1] or w2.dtype != h_NH.dtype:
         raise ValueError(f"expected a [N, F] and w2 [D, F], got {_shapes(a_NF[0], w2)} of a dtype")
-    return _Second.apply(h_NH, w2, spec, gradient, *a_NF)
+    return _Fc2.apply(h_NH, w2, spec, gradient, *a_NF)
 
 
-class _First(torch.autograd.Function):
+class _Fc1(torch.autograd.Function):
     """h, which has a gradient, and act(h)."""
 
     @staticmethod
     def forward(
         ctx: Any, x_ND: Tensor, w1: Tensor, spec: MLPSpec, gradient: list[HiddenGrads]
     ) -> tuple[Tensor, ...]:
-        plan, fc1 = one_group(x_ND), _fc1(w1, spec)
+        plan, fc1 = one_group(x_ND), _fc1_layer(w1, spec)
         ops = backend_of(spec, "forward")
         x = ops.quantize(x_ND)
         h_NH, a = ops.fc1_act(x, fc1, plan, spec.activation)
         ctx.save_for_backward(w1, *tensors_of(saved_input(x_ND, x, spec)))
-        _keep(ctx, plan, spec, w1)
+        _save_context(ctx, plan, spec, w1)
         ctx.gradient = gradient
         ctx.mark_non_differentiable(*tensors_of(a))
         ctx.set_materialize_grads(False)
@@ -113,13 +113,13 @@ class _First(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh_NH: Tensor, *_: None) -> tuple[Any, ...]:
         w1, *x = ctx.saved_tensors
-        fc1 = _fc1(w1, ctx.spec)
+        fc1 = _fc1_layer(w1, ctx.spec)
         dh: Rows = dh_NH
         columns: Any = dh_NH
         if ctx.spec.recipe is not None:
-            made = ctx.gradient.pop()
-            dh = made.dh_SH
-            columns = dh if made.dh_columns is None else made.dh_columns
+            hidden = ctx.gradient.pop()
+            dh = hidden.dh_SH
+            columns = dh if hidden.dh_columns is None else hidden.dh_columns
         need_x, need_w, *_ = ctx.needs_input_grad
         dgrad, wgrad = (backend_of(ctx.spec, step) for step in ("dgrad", "wgrad"))
         operands, dw1 = [], None
@@ -135,8 +135,8 @@ class _First(torch.autograd.Function):
         return dx_ND, dw1, None, None
 
 
-class _Second(torch.autograd.Function):
-    """a @ w2^T. `a` is not saved but made again from h, which has its gradient."""
+class _Fc2(torch.autograd.Function):
+    """a @ w2^T. `a` is not saved but recomputed from h, which has its gradient."""
 
     @staticmethod
     def forward(
@@ -147,44 +147,46 @@ class _Second(torch.autograd.Function):
         gradient: list[HiddenGrads],
         *a_NF: Tensor,
     ) -> Tensor:
-        plan, fc2 = one_group(h_NH), Linear.alone(w2)
+        plan, fc2 = one_group(h_NH), Linear.single_expert(w2)
         ctx.save_for_backward(h_NH, w2)
-        _keep(ctx, plan, spec, w2)
-        ctx.gradient, ctx.of_a = gradient, len(a_NF)
+        _save_context(ctx, plan, spec, w2)
+        ctx.gradient, ctx.num_a = gradient, len(a_NF)
         return backend_of(spec, "forward").rows(rows_of(a_NF), fc2, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_ND: Tensor) -> tuple[Any, ...]:
         h_NH, w2 = ctx.saved_tensors
-        spec, fc2 = ctx.spec, Linear.alone(w2)
+        spec, fc2 = ctx.spec, Linear.single_expert(w2)
         dgrad, dout_ND = backend_of(spec, "dgrad"), dout_ND.contiguous()
         dy = dgrad.quantize(dout_ND, gradient=True)
-        made = dgrad.fc2_dgrad_dact(Operand(dy), fc2, h_NH, ctx.plan, spec.activation)
-        dh, dw2 = made.dh_SH, None
+        hidden = dgrad.fc2_dgrad_dact(Operand(dy), fc2, h_NH, ctx.plan, spec.activation)
+        dh, dw2 = hidden.dh_SH, None
         if ctx.needs_input_grad[1]:
             wgrad = backend_of(spec, "wgrad")
-            given = Operand(for_wgrad(dout_ND, dy, spec), gradient=True)
-            d, a = (wgrad.columns(x, ctx.plan) for x in (given, Operand(made.a_SF)))
+            dy_operand = Operand(for_wgrad(dout_ND, dy, spec), gradient=True)
+            d, a = (wgrad.columns(x, ctx.plan) for x in (dy_operand, Operand(hidden.a_SF)))
             dw2 = weight_gradient(ctx, wgrad, d, a, w2)
         if spec.recipe is not None:
-            ctx.gradient.append(made)
-            dh = h_NH.new_empty(1).expand_as(h_NH)  # of which nobody reads more than the shape
-        return dh, dw2, None, None, *[None] * ctx.of_a
+            ctx.gradient.append(hidden)
+            dh = h_NH.new_empty(1).expand_as(h_NH)  # only its shape is read
+        return dh, dw2, None, None, *[None] * ctx.num_a
 
 
 @torch.no_grad()
-def _hidden(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> tuple[Tensor]:
+def _compute_h(x_ND: Tensor, w1: Tensor, spec: MLPSpec) -> tuple[Tensor]:
     ops = backend_of(spec, "forward")
-    h_NH, _ = ops.fc1_act(ops.quantize(x_ND), _fc1(w1, spec), one_group(x_ND), spec.activation)
+    h_NH, _ = ops.fc1_act(
+        ops.quantize(x_ND), _fc1_layer(w1, spec), one_group(x_ND), spec.activation
+    )
     return (h_NH,)
 
 
-def _fc1(w1: Tensor, spec: MLPSpec) -> Linear:
-    return Linear.alone(w1, parts=spec.activation.facts.halves)
+def _fc1_layer(w1: Tensor, spec: MLPSpec) -> Linear:
+    return Linear.single_expert(w1, parts=spec.activation.facts.halves)
 
 
-def _keep(ctx: Any, plan: Any, spec: MLPSpec, w: Tensor) -> None:
+def _save_context(ctx: Any, plan: Any, spec: MLPSpec, w: Tensor) -> None:
     ctx.plan, ctx.spec = plan, spec
     ctx.accumulated = w if spec.accumulate and main_grad.takes(w) else None
 
